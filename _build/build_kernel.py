@@ -1,0 +1,136 @@
+"""Builds one kernel file: CUDA -> PTX -> machine code -> fatbin. CMake calls it once per
+src/<folder>/kernels/*.cu.
+
+Every machine-code image is assembled from a PTX text that is kept: the wheel carries it, and the
+simulator runs it. Outputs, in --output: STEM.fatbin (compressed; machine code for every target, and
+the lowest target's PTX for newer GPUs), STEM.compute_XX.ptx.gz (the texts) and STEM.json
+(registers, spills, shared and stack bytes per target and kernel).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
+
+
+def run(command: list[str]) -> str:
+    """Runs a tool of the toolkit; returns what it printed, or stops the build with it."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def neutral_paths(ptx: str, source_root: Path) -> str:
+    """Makes `.file` lines the same on every machine: paths relative to src/ or cuda/, no times and
+    sizes.
+    """
+
+    def neutral(match: re.Match[str]) -> str:
+        path = Path(match[2])
+        if path.is_relative_to(source_root):
+            name = path.relative_to(source_root).as_posix()
+        else:
+            name = "cuda/" + path.name
+        return f'.file\t{match[1]} "{name}"'
+
+    return re.sub(r'^\s*\.file\s+(\d+)\s+"([^"]+)"[^\n]*', neutral, ptx, flags=re.MULTILINE)
+
+
+def parse_resources(report: str) -> dict[str, dict[str, int]]:
+    """ptxas -v's report -> {kernel: {registers, spill_store_bytes, spill_load_bytes, stack_bytes,
+    shared_bytes}}.
+    """
+    resources: dict[str, dict[str, int]] = {}
+    kernel = ""
+    for line in report.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            kernel = match[1]
+            resources[kernel] = {"shared_bytes": 0}
+        if not kernel:
+            continue
+        for key, pattern in (
+            ("stack_bytes", r"(\d+) bytes stack frame"),
+            ("spill_store_bytes", r"(\d+) bytes spill stores"),
+            ("spill_load_bytes", r"(\d+) bytes spill loads"),
+            ("registers", r"Used (\d+) registers"),
+            ("shared_bytes", r"(\d+) bytes smem"),
+        ):
+            if match := re.search(pattern, line):
+                resources[kernel][key] = int(match[1])
+    return resources
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--source", type=Path, required=True, help="the .cu file")
+    parser.add_argument("--source-root", type=Path, required=True, help="src/, the include path")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
+    parser.add_argument(
+        "--toolkit", type=Path, required=True, help="folder with nvcc, ptxas and fatbinary"
+    )
+    parser.add_argument("--launcher", default="", help="compiler cache, if any")
+    parser.add_argument(
+        "--lineinfo",
+        action="store_true",
+        help="keep line information in the machine code (profiling)",
+    )
+    parser.add_argument(
+        "groups", nargs="+", help="PTX:TARGET,TARGET... for example 80:80,90,100,120"
+    )
+    arguments = parser.parse_args()
+
+    stem = arguments.source.stem
+    output: Path = arguments.output
+    output.mkdir(parents=True, exist_ok=True)
+    images: list[str] = []
+    resources: dict[str, dict[str, dict[str, int]]] = {}
+    for index, group in enumerate(arguments.groups):
+        virtual, _, targets = group.partition(":")
+        ptx_file = output / f"{stem}.compute_{virtual}.ptx"
+        nvcc = [
+            str(arguments.toolkit / "nvcc"),
+            *COMPILER_FLAGS,
+            f"-arch=compute_{virtual}",
+            "-ptx",
+        ]
+        launcher = [arguments.launcher] if arguments.launcher else []
+        run(
+            [
+                *launcher,
+                *nvcc,
+                "-I",
+                str(arguments.source_root),
+                "-o",
+                str(ptx_file),
+                str(arguments.source),
+            ]
+        )
+        text = neutral_paths(ptx_file.read_text(), arguments.source_root)
+        ptx_file.write_text(text)
+        packed = gzip.compress(text.encode(), compresslevel=9, mtime=0)
+        (output / f"{stem}.compute_{virtual}.ptx.gz").write_bytes(packed)
+        for target in targets.split(","):
+            cubin = output / f"{stem}.sm_{target}.cubin"
+            ptxas = [str(arguments.toolkit / "ptxas"), "-O3", "-v", f"-arch=sm_{target}"]
+            ptxas.append("--generate-line-info" if arguments.lineinfo else "--suppress-debug-info")
+            report = run([*ptxas, "-o", str(cubin), str(ptx_file)])
+            resources[f"sm_{target}"] = parse_resources(report)
+            images.append(f"--image3=kind=elf,sm={target},file={cubin}")
+        if index == 0:  # the lowest PTX serves every GPU that no machine code here covers
+            images.append(f"--image3=kind=ptx,sm={virtual},file={ptx_file}")
+    fatbin = output / f"{stem}.fatbin"
+    flags = [f"--create={fatbin}", "-64", "--compress-all", "--compress-mode=size"]
+    run([str(arguments.toolkit / "fatbinary"), *flags, *images])
+    (output / f"{stem}.json").write_text(json.dumps(resources, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

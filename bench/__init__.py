@@ -1,0 +1,1 @@
+"""Benchmarks of archflash and of the attention kernels that users have today."""

@@ -1,0 +1,142 @@
+"""What is measured: every implementation of ours, and PyTorch's attention backends one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.cases import Case
+
+if TYPE_CHECKING:
+    import torch
+
+    Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+# torch-math stores the scores: above this it only measures how memory runs out.
+MATH_SCORE_BYTES = 8_000_000_000
+
+
+def _serves_all(case: Case) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the tables.
+
+    Args:
+        name: value of the column `implementation`.
+        version: value of the column `version`.
+        ours: True for a folder of this project; a wrong result of ours fails the run.
+        bind: makes the function of q, k and v (in the layout of torch SDPA) that computes a case.
+            It must add as little host time as it can: its cost is part of host_us.
+        context: entered around all calls, so that it is not part of their cost.
+        refuses: the reason why a case is not even tried, or None.
+    """
+
+    name: str
+    version: str
+    ours: bool
+    bind: Callable[[Case], Call]
+    context: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    refuses: Callable[[Case], str | None] = _serves_all
+
+
+def our_candidates() -> list[Candidate]:
+    """One candidate for each implementation of the installed package, each of them forced.
+
+    PyTorch's attention inside the package is left out: its backends are the peers.
+    """
+    import archflash
+
+    def bind(name: str, case: Case) -> Call:
+        return functools.partial(archflash.attention, causal=case.causal, implementation=name)
+
+    return [
+        Candidate(item.name, archflash.__version__, True, functools.partial(bind, item.name))
+        for item in archflash.implementations()
+        if item.name != "torch"
+    ]
+
+
+def torch_candidates() -> list[Candidate]:
+    """PyTorch's scaled_dot_product_attention with one backend allowed at a time."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def bind(case: Case) -> Call:
+        # enable_gqa only where needed: some backends refuse every call that has it.
+        extra: dict[str, Any] = {"enable_gqa": True} if case.hq != case.hkv else {}
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return functools.partial(sdpa, is_causal=case.causal, **extra)
+
+    def refuses(case: Case) -> str | None:
+        if case.causal and case.nq != case.nk:
+            return "is_causal of torch aligns to the top left: another result than ours"
+        return None
+
+    def math_refuses(case: Case) -> str | None:
+        if case.score_bytes() >= MATH_SCORE_BYTES:
+            return "its float32 score matrix has 8 GB or more"
+        return refuses(case)
+
+    def context(backend: SDPBackend) -> AbstractContextManager[object]:
+        manager: AbstractContextManager[object] = sdpa_kernel([backend])
+        return manager
+
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    version = torch.__version__
+    backends = (
+        ("torch-flash", version, SDPBackend.FLASH_ATTENTION, refuses),
+        ("torch-cudnn", _cudnn_version(cudnn), SDPBackend.CUDNN_ATTENTION, refuses),
+        ("torch-efficient", version, SDPBackend.EFFICIENT_ATTENTION, refuses),
+        ("torch-math", version, SDPBackend.MATH, math_refuses),
+    )
+    return [
+        Candidate(name, text, False, bind, functools.partial(context, backend), refusal)
+        for name, text, backend, refusal in backends
+    ]
+
+
+def _cudnn_version(number: int | None) -> str:
+    """Version of cuDNN 9 and newer from its number: 91900 is "9.19.0"."""
+    if number is None:
+        return "unknown"
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[list[str]]:
+    """Collects what PyTorch says about why a backend cannot serve a call.
+
+    Yields:
+        A list that is complete when the block ends: PyTorch warns with the real reasons before
+        it raises a general error.
+    """
+    reasons: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield reasons
+        finally:
+            for warning in caught:
+                text = str(warning.message).split(" (Triggered internally")[0].strip()
+                if text not in reasons:
+                    reasons.append(text)
+
+
+def reason_of(error: BaseException, warned: list[str]) -> str:
+    """One line that says why a candidate did not run, at most 200 characters."""
+    said = str(error).strip().split("\n\n")[0]
+    text = " ".join(f"{type(error).__name__}: {said}".split())
+    # Of the warnings, headings and the backends that are switched off on purpose say nothing.
+    noise = ("not used because", "runtime disabled")
+    specific = [warning for warning in warned if not any(part in warning for part in noise)]
+    if "No available kernel" in text and specific:
+        text = " ".join("; ".join(specific).split())
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,147 @@
+"""The check before every timing: against float64, on a whole case or on slices of a large one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.cases import Case
+
+if TYPE_CHECKING:
+    import torch
+
+WHOLE_SCORES = 2**26  # score elements up to which everything is compared: 0.5 GB in float64
+WHOLE_HEADS = 128  # the reference goes head by head: more of them cost more than they tell
+SLICED_HEADS = 16
+WINDOW_ROWS = 64  # query rows of one slice
+# NRMSE above which a peer computes something else than the case: approximate kernels have about
+# 1e-2, a wrong mask about 1.
+PEER_LIMIT = 0.1
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Query rows [first_row, end_row) of one head of one batch entry."""
+
+    batch: int
+    head: int
+    first_row: int
+    end_row: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a check.
+
+    Args:
+        max_err: largest absolute difference from float64.
+        meets_rule: the package's error rule holds on everything that was compared.
+        problem: why the output is not an answer to the case; "" when it is one.
+    """
+
+    max_err: float
+    meets_rule: bool
+    problem: str
+
+
+def slices(case: Case) -> list[Slice]:
+    """Where a large case is compared: heads spread over all, at the start, middle and end."""
+    heads = case.b * case.hq
+    count = min(SLICED_HEADS, heads)
+    numbers = {i * (heads - 1) // max(1, count - 1) for i in range(count)}
+    starts = {0, max(0, case.nq // 2 - WINDOW_ROWS // 2), max(0, case.nq - WINDOW_ROWS)}
+    return [
+        Slice(number // case.hq, number % case.hq, start, min(case.nq, start + WINDOW_ROWS))
+        for number in sorted(numbers)
+        for start in sorted(starts)
+    ]
+
+
+class Checker:
+    """Compares outputs of one case with float64; candidates with the same inputs share the work.
+
+    Args:
+        case: the shape.
+        reference: module with attention, baseline and check; archflash.reference by default.
+    """
+
+    def __init__(self, case: Case, reference: Any = None) -> None:
+        if reference is None:
+            from archflash import reference as archflash_reference
+
+            reference = archflash_reference
+        self._case = case
+        self._reference = reference
+        # Inputs are compared as objects: they outlive the checker, and nothing writes to them.
+        self._expected: dict[tuple[int, Slice | None], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, ours: bool
+    ) -> Verdict:
+        """Judges one output.
+
+        Args:
+            q: queries (B, Hq, Nq, D).
+            k: keys (B, Hkv, Nk, D).
+            v: values (B, Hkv, Nk, Dv).
+            out: what a candidate computed (B, Hq, Nq, Dv), dtype of q.
+            ours: hold the output to the package's error rule; a peer only to a coarse limit, since
+                its error is its own affair and stands in the table.
+
+        Returns:
+            The verdict; its `problem` is empty when the candidate may be timed.
+        """
+        import torch
+
+        case = self._case
+        expected_shape = (case.b, case.hq, case.nq, case.dv)
+        if tuple(out.shape) != expected_shape or out.dtype != q.dtype:
+            found = f"{tuple(out.shape)} {out.dtype}"
+            wanted = f"{expected_shape} {q.dtype}"
+            return Verdict(float("nan"), False, f"output is {found}, not {wanted}")
+        if not bool(torch.isfinite(out).all()):
+            return Verdict(float("nan"), False, "output has elements that are not finite")
+
+        scores = case.b * case.hq * case.nq * case.nk
+        whole = scores <= WHOLE_SCORES and case.b * case.hq <= WHOLE_HEADS
+        max_err, meets_rule, problem = 0.0, True, ""
+        for part in [None] if whole else slices(case):
+            expected, baseline = self._expect(q, k, v, part)
+            report = self._reference.check(_part(out, part), expected, baseline)
+            max_err = max(max_err, float(report.max_error))
+            meets_rule = meets_rule and bool(report.ok)
+            if ours and not report.ok:
+                problem = problem or f"breaks the error rule: {report}"
+            if not report.nrmse <= PEER_LIMIT:
+                problem = problem or f"computes something else: {report}"
+        return Verdict(max_err, meets_rule, problem)
+
+    def _expect(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Slice | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float64 output and the baseline's output for a slice, or for everything."""
+        key = (id(q), part)
+        if key not in self._expected:
+            case = self._case
+            offset = case.nk - case.nq
+            part_k, part_v = k, v
+            if part is not None:
+                kv_head = part.head // (case.hq // case.hkv)
+                kv = (slice(part.batch, part.batch + 1), slice(kv_head, kv_head + 1))
+                part_k, part_v = k[kv], v[kv]
+                offset += part.first_row
+            mask = {"causal": True, "q_offset": offset} if case.causal else {}
+            part_q = _part(q, part)
+            expected, _ = self._reference.attention(part_q, part_k, part_v, **mask)
+            self._expected[key] = (
+                expected,
+                self._reference.baseline(part_q, part_k, part_v, **mask),
+            )
+        return self._expected[key]
+
+
+def _part(x: torch.Tensor, part: Slice | None) -> torch.Tensor:
+    """The rows of q or of an output that a slice names; all for None."""
+    if part is None:
+        return x
+    return x[part.batch : part.batch + 1, part.head : part.head + 1, part.first_row : part.end_row]

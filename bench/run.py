@@ -1,0 +1,307 @@
+"""Measures every case with every implementation of ours and every peer, and appends result rows.
+
+    python -m bench.run [--only REGEX] [--group NAME] [--rounds N] [--time-limit S]
+                        [--output FOLDER]
+
+Exit status: 0 when all is measured or refused with a reason, 1 when an implementation of ours gave
+a wrong result, 2 when nothing can be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import environment
+from bench.candidates import Candidate, our_candidates, reason_of, refusals, torch_candidates
+from bench.cases import BYTES_RULE, FLOPS_RULE, Case, choose_cases, load_cases
+from bench.correctness import Checker, Verdict
+from bench.results import (
+    EAGER,
+    RESULTS_FOLDER,
+    Row,
+    append_rows,
+    check_header,
+    figure,
+    is_peer,
+    make_row,
+    speedup,
+)
+from bench.timing import CudaLab, Timed, median_clock, round_robin, warm_up
+
+MIN_ROUNDS = 20  # fewer make no committed result
+WARM_SECONDS = 0.1  # clocks reach their level under load well within this
+
+
+@dataclass
+class CaseResult:
+    """What came of one case.
+
+    Args:
+        rows: result rows of the candidates that were timed.
+        refused: reason by candidate, for those that do not serve the case.
+        wrong: what was wrong, by candidate.
+        notes: remarks on rows that stand, by candidate.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def run_case(
+    lab: Any,
+    case: Case,
+    candidates: Sequence[Candidate],
+    facts: Mapping[str, str],
+    *,
+    rounds: int,
+    warm_seconds: float = WARM_SECONDS,
+    check: Callable[..., Verdict] | None = None,
+) -> CaseResult:
+    """Checks and times one case.
+
+    Args:
+        lab: a CudaLab, or a stand-in with its methods.
+        case: the shape.
+        candidates: what to measure.
+        facts: the columns that all rows of the run share.
+        rounds: measured rounds.
+        warm_seconds: seconds of load before them.
+        check: compares the output that a candidate's timed calls wrote with float64; a Checker by
+            default.
+
+    Returns:
+        Rows, refusals, wrong results and notes.
+    """
+    result = CaseResult()
+    timed: dict[str, Timed] = {}
+    verdicts: dict[str, Verdict] = {}
+    sets = lab.inputs(case)
+    check = check or Checker(case)
+    for candidate in candidates:
+        refusal = candidate.refuses(case)
+        if refusal is not None:
+            result.refused[candidate.name] = refusal
+            continue
+        try:
+            with refusals() as warned:
+                lab.try_call(candidate, case, sets)
+        except Exception as error:  # whatever a candidate raises is its reason
+            result.refused[candidate.name] = reason_of(error, warned)
+            lab.release()
+            continue
+        try:
+            prepared, eager_reason = lab.prepare(candidate, case, sets)
+            (q, k, v), out = prepared.last_output()
+        except RuntimeError as error:  # out of memory, mostly
+            result.refused[candidate.name] = reason_of(error, [])
+            lab.release()
+            continue
+        try:
+            verdict = check(q, k, v, out, ours=candidate.ours)
+        except Exception as error:  # a check that cannot be made must not pass for one that did
+            verdict = Verdict(float("nan"), False, f"could not be checked: {reason_of(error, [])}")
+        del q, k, v, out
+        if verdict.problem:
+            result.wrong[candidate.name] = verdict.problem
+            continue
+        if not verdict.meets_rule:
+            result.notes[candidate.name] = "misses the error rule (a peer is timed all the same)"
+        if eager_reason:
+            result.notes[candidate.name] = f"timed eagerly, {eager_reason}"
+        timed[candidate.name] = prepared
+        verdicts[candidate.name] = verdict
+
+    if timed:
+        clocks: list[int | None] = []
+        warm_up(timed, warm_seconds)
+        samples = round_robin(timed, rounds, lambda: clocks.append(lab.clock_mhz()))
+        for candidate in candidates:
+            if candidate.name not in timed:
+                continue
+            result.rows.append(
+                make_row(
+                    facts,
+                    case,
+                    implementation=candidate.name,
+                    version=candidate.version,
+                    features="" if timed[candidate.name].captured else EAGER,
+                    clocks_mhz=median_clock(clocks),
+                    samples_us=samples[candidate.name],
+                    max_err=verdicts[candidate.name].max_err,
+                    host_us=host_us(lab, candidate, case),
+                )
+            )
+    return result
+
+
+def host_us(lab: Any, candidate: Candidate, case: Case) -> float:
+    """Host cost of one call in microseconds; NaN where the tiny case of this kind is refused."""
+    try:
+        return float(lab.host_us(candidate, case))
+    except RuntimeError:
+        return float("nan")
+
+
+def summary(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> str:
+    """The table at the end of a run.
+
+    Args:
+        cases: measured cases, in the order of the table.
+        results: what came of them, by name.
+
+    Returns:
+        One line for each case and implementation of ours, with the ratio to each peer, and the
+        reasons of whatever did not run.
+    """
+    rows = [row for case in cases for row in results[case.name].rows]
+    peers = list(dict.fromkeys(r["implementation"] for r in rows if is_peer(r["implementation"])))
+    head = ["case", "implementation", "p50 us", "p20-p80", "speed", "max err", "host us", *peers]
+    lines = [head]
+    for case in cases:
+        by_name = {row["implementation"]: row for row in results[case.name].rows}
+        ours = [row for name, row in by_name.items() if not is_peer(name)]
+        for row in ours:
+            start = [case.name, row["implementation"], f"{float(row['p50_us']):.1f}"]
+            spread = f"{float(row['p20_us']):.1f}-{float(row['p80_us']):.1f}"
+            start += [spread, figure(row), row["max_err"], row["host_us"]]
+            ratios = [
+                f"{speedup(row, by_name[p]):.2f}x ({figure(by_name[p])})" if p in by_name else "-"
+                for p in peers
+            ]
+            lines.append(start + ratios)
+        if not ours:
+            speeds = [f"({figure(by_name[p])})" if p in by_name else "-" for p in peers]
+            lines.append([case.name, "-", "-", "-", "-", "-", "-", *speeds])
+    text = [
+        f"Speed in TFLOP/s, in GB/s where Nq is 1 ({FLOPS_RULE}; {BYTES_RULE}).",
+        "Columns of peers: times that ours is faster (speed of the peer); * timed eagerly.",
+        "",
+        *align(lines),
+    ]
+    text += published_lines(cases, results)
+    text += reason_lines("Did not run", {n: r.refused for n, r in results.items()})
+    text += reason_lines("Note", {n: r.notes for n, r in results.items()})
+    text += reason_lines("WRONG RESULT", {n: r.wrong for n, r in results.items()})
+    return "\n".join(text)
+
+
+def published_lines(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> list[str]:
+    """Ratios to torch-math beside those that the ancestor of simt was published with."""
+    lines = [["case", "implementation", "x torch-math", "published (A10G)"]]
+    for case in cases:
+        by_name = {row["implementation"]: row for row in results[case.name].rows}
+        if case.published_vs_math is None or "torch-math" not in by_name:
+            continue
+        for name, row in by_name.items():
+            if not is_peer(name):
+                ratio = f"{speedup(row, by_name['torch-math']):.2f}"
+                lines.append([case.name, name, ratio, f"{case.published_vs_math:.2f}"])
+    return ["", *align(lines)] if len(lines) > 1 else []
+
+
+def reason_lines(title: str, reasons: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """One line for each candidate and reason, with the cases that it holds for."""
+    cases_of: dict[tuple[str, str], list[str]] = {}
+    for case_name, by_candidate in reasons.items():
+        for candidate, reason in by_candidate.items():
+            cases_of.setdefault((candidate, reason), []).append(case_name)
+    lines = [""] if cases_of else []
+    for (candidate, reason), names in cases_of.items():
+        which = ", ".join(names) if len(names) <= 3 else f"{len(names)} cases"
+        lines.append(f"{title}: {candidate} ({which}): {reason}")
+    return lines
+
+
+def align(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Pads columns to equal width: the first two to the left, numbers to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
+    parser.add_argument(
+        "--group", metavar="NAME", help="cases of one group, such as fp32 or decode"
+    )
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="at least 20 (default: 20)")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="S", help="start no case after S seconds"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER",
+        help="where <gpu>.csv is appended to (default: bench/results)",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+    if options.rounds < MIN_ROUNDS:
+        parser.error(f"--rounds {options.rounds}: results need at least {MIN_ROUNDS} rounds")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; see the top of this file."""
+    options = parse(argv)
+    began = time.perf_counter()
+    try:
+        cases = choose_cases(load_cases(), options.only, options.group)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    problem = environment.why_no_gpu() or environment.why_no_archflash()
+    if problem:
+        print(problem, file=sys.stderr)
+        return 2
+
+    import torch
+
+    lab = CudaLab()
+    facts = lab.facts()
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{environment.gpu_slug(facts['gpu'])}.csv"
+    try:
+        check_header(path)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
+
+    candidates = our_candidates() + torch_candidates()
+    results: dict[str, CaseResult] = {}
+    with torch.no_grad():
+        for number, case in enumerate(cases, 1):
+            start = time.perf_counter()
+            if options.time_limit is not None and start - began > options.time_limit:
+                left = ", ".join(c.name for c in cases[number - 1 :])
+                print(f"time limit of {options.time_limit:g} s: not measured: {left}")
+                break
+            result = run_case(lab, case, candidates, facts, rounds=options.rounds)
+            lab.release()
+            append_rows(path, result.rows)  # at once: what is measured survives an interruption
+            results[case.name] = result
+            seconds = time.perf_counter() - start
+            print(f"[{number}/{len(cases)}] {case.name}: {seconds:.1f} s", flush=True)
+    print()
+    print(summary([case for case in cases if case.name in results], results))
+    print(f"\n{sum(len(r.rows) for r in results.values())} rows appended to {path}")
+    return 1 if any(not is_peer(n) for r in results.values() for n in r.wrong) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""archflash.attention: the way of one call from Python to the runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _dispatch, _ops, _torch
+from archflash._errors import UnsupportedError
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+_forced = _dispatch.forced
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    approximate: str | None = None,
+    num_splits: int | None = None,
+    layout: str = "bhnd",
+    implementation: str | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Computes softmax(scale * q k^T) v with the fastest implementation for the GPU at hand.
+
+    Args:
+        q: queries, ``(batch, heads_q, nq, d)``; with layout="bnhd" ``(batch, nq, heads_q, d)``;
+            with cu_seqlens ``(total_q, heads_q, d)``. float32, float16, bfloat16, float64,
+            float8_e4m3fn or float8_e5m2. Any strides.
+        k: keys, ``(batch, heads_kv, nk, d)`` or as q's layout says; heads_q must be a multiple of
+            heads_kv.
+        v: values, ``(batch, heads_kv, nk, dv)`` or as q's layout says.
+        causal: query i sees keys j <= i + q_offset: aligned to the bottom right unless q_offset
+            says otherwise.
+        window: ``(left, right)``: i + q_offset - left <= j <= i + q_offset + right; None for an
+            unbounded side.
+        softcap: c > 0 replaces each score s by c * tanh(s / c). None or 0: no cap.
+        sinks: ``(heads_q,)``, one more logit per head in the denominator of the softmax.
+        scale: multiplies q k^T; default 1 / sqrt(d).
+        q_offset: position of query 0 among the keys, an int or an int32 tensor ``(batch,)``;
+            default nk - nq. Used by causal and window only.
+        cu_seqlens_q: int32 ``(sequences + 1,)`` on q's device: sequence b's queries are rows
+            cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Needs cu_seqlens_k. Read on the device
+            only.
+        cu_seqlens_k: likewise for the rows of k and v.
+        max_seqlen_q: the longest of the packed query sequences, a hint; default unknown.
+        max_seqlen_k: the longest of the packed key sequences, a hint; default unknown.
+        attn_mask: bool (True keeps) or floating (added to the scores), broadcastable to ``(batch,
+            heads_q, nq, nk)``.
+        alibi_slopes: not built yet.
+        q_descale: float32, ``()``, ``(1,)``, ``(heads_q,)`` or ``(batch, heads_q)``: float8 q
+            stands for q * q_descale.
+        k_descale: likewise for k, with heads_kv.
+        v_descale: likewise for v, with heads_kv.
+        out_dtype: dtype of the output; default q's, bfloat16 for float8 inputs.
+        approximate: not built yet.
+        num_splits: not built yet.
+        layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).
+        implementation: forces one by name; beats `archflash.force` and
+            ARCHFLASH_FORCE_IMPLEMENTATION.
+        out: the tensor to write the output to; default a new one in q's own stride order.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        The output, shaped as q with dv for d; with return_lse the pair (output, lse), lse float32
+        ``(batch, heads_q, nq)``, or ``(heads_q, total_q)`` with cu_seqlens: natural logarithm,
+        sinks included. A query that sees no key gives output 0 and lse -inf (with a sink: the
+        sink).
+
+    Raises:
+        ValueError: shapes that disagree, heads_q not a multiple of heads_kv, negative window, NaN
+            scale.
+        TypeError: mixed dtypes or devices, an argument of the wrong type.
+        UnsupportedError: an argument that is not built yet; or no kernel serves the call and
+            ARCHFLASH_FALLBACK=error.
+        ForcedImplementationError: the forced implementation cannot serve the call; NotCompiledError
+            if the build lacks it.
+        LaunchError: CUDA refused the launch.
+
+    Example:
+        >>> import archflash, torch
+        >>> q, k, v = (torch.randn(2, 4, 7, 16) for _ in range(3))
+        >>> archflash.attention(q, k, v, causal=True).shape
+        torch.Size([2, 4, 7, 16])
+    """
+    if alibi_slopes is not None or approximate is not None or num_splits is not None:
+        _refuse_unbuilt(alibi_slopes=alibi_slopes, approximate=approximate, num_splits=num_splits)
+    if _is_compiling() or _dispatch_modes():
+        result: Any = NotImplemented
+    else:
+        # The whole way of an eager call: one C++ call that reads the tensors, finds the plan, binds
+        # and launches.
+        result = _native.attention(
+            q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
+            layout, out, return_lse, _is_grad_enabled(), implementation or _forced(),
+        )  # fmt: skip
+        if result is not None and result is not NotImplemented:
+            return result
+    serve = _torch.attention if result is None else _ops.attention
+    named = {} if result is None else {"implementation": implementation}
+    return serve(
+        q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
+        q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        attn_mask=attn_mask, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        out_dtype=out_dtype, layout=layout, out=out, return_lse=return_lse, **named,
+    )  # fmt: skip
+
+
+def _refuse_unbuilt(**arguments: object) -> None:
+    given = ", ".join(name for name, value in arguments.items() if value is not None)
+    raise UnsupportedError(f"{given}: not built yet; leave it at None")
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    device: str | int | torch.device | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> _dispatch.Decision:
+    """Says which implementation would serve a call, why not the others, and what would be launched;
+    launches nothing.
+
+    Args:
+        q, k, v: as for `archflash.attention`; tensors on the "meta" device do too when `device` is
+            given.
+        device: the GPU to decide for: a name from the table of known GPUs ("A100", "RTX 5090",
+            "B200", ...), a CUDA device or its index; default where q is.
+        implementation: the forced one; default what `archflash.force` or the environment says.
+        options: the other arguments of `archflash.attention`.
+
+    Returns:
+        A `Decision`; its str() is readable.
+
+    Raises:
+        ValueError, TypeError: as `archflash.attention`; ValueError also for an unknown device name.
+        ForcedImplementationError, NotCompiledError: as `archflash.attention`.
+
+    Example:
+        >>> import archflash, torch
+        >>> q = torch.empty(4, 16, 512, 64, device="meta")
+        >>> archflash.explain(q, q, q, device="RTX 5090").chosen
+        'simt'
+    """
+    problem = make_problem(q, k, v, **options)
+    name = implementation or _forced()
+    if device is None:
+        here, obstacle = _dispatch.device_of(problem, q.device.index)
+        return _dispatch.select(problem, here, name, obstacle)
+    if isinstance(device, str) and not device.startswith("cuda"):
+        # A GPU from the table: decided as if the tensors lay there, whatever this machine has.
+        return _dispatch.select(problem.as_if_on_cuda(), find_device(device), name)
+    index = device if isinstance(device, int) else (torch.device(device).index or 0)
+    if trouble := _dispatch.driver_problem():
+        raise ValueError(
+            f"device {device!r} cannot be asked: {trouble}; "
+            "name a GPU from the table of known ones instead"
+        )
+    return _dispatch.select(problem.as_if_on_cuda(), _dispatch.query_device(index), name)
+
+
+def find_device(name: str) -> _native.Device:
+    """The known GPU of that name.
+
+    Raises:
+        ValueError: no GPU of that name is in the table.
+    """
+    known = _native.find_known_device(name)
+    if known is None:
+        names = ", ".join(row.device.name for row in _native.known_devices())
+        raise ValueError(f"no GPU called {name!r} in the table of known ones: {names}")
+    return known.device
+
+
+def make_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    approximate: str | None = None,
+    num_splits: int | None = None,
+    layout: str = "bhnd",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> _native.Problem:
+    """The call as planning sees it; arguments and errors as `attention`."""
+    if alibi_slopes is not None or approximate is not None or num_splits is not None:
+        _refuse_unbuilt(alibi_slopes=alibi_slopes, approximate=approximate, num_splits=num_splits)
+    return _native.make_problem(
+        q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
+        layout, out, return_lse, _is_grad_enabled(),
+    )  # fmt: skip

@@ -1,0 +1,383 @@
+"""Which implementation serves a call, and why not the others. No GPU is needed to decide; nothing
+here launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import os
+import re
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from archflash import _archflash as _native
+from archflash import _registry
+from archflash._errors import ForcedImplementationError, NotCompiledError, UnsupportedError
+from archflash._torch import why_not_fused
+
+logger = logging.getLogger("archflash")
+
+MINIMUM_DRIVER = 580  # of CUDA 13.0, which the wheel's CUDA runtime comes from
+_FORCE_VARIABLE = "ARCHFLASH_FORCE_IMPLEMENTATION"
+_FALLBACK_VARIABLE = "ARCHFLASH_FALLBACK"
+
+# What force() set in this context; the environment variable below it, an argument of the call above
+# it.
+_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "archflash_forced", default=os.environ.get(_FORCE_VARIABLE) or None
+)
+forced = _forced.get
+
+
+@contextlib.contextmanager
+def force(name: str) -> Iterator[None]:
+    """Forces an implementation for the calls inside a `with` block, in this thread or task.
+
+    Args:
+        name: one of the names that `archflash.implementations()` lists.
+
+    Raises:
+        ForcedImplementationError: `name` is not one of them. A call that the forced implementation
+            cannot serve raises it too.
+
+    Example:
+        >>> import archflash, torch
+        >>> q = torch.randn(1, 2, 5, 8)
+        >>> with archflash.force("torch"):
+        ...     archflash.attention(q, q, q).shape
+        torch.Size([1, 2, 5, 8])
+    """
+    _check_name(name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def _check_name(name: object) -> None:
+    if name not in _registry.names():
+        raise ForcedImplementationError(
+            f"no implementation is called {name!r}: this build has {', '.join(_registry.names())}"
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `archflash.explain` returns.
+
+    Attributes:
+        chosen: the name of the implementation that serves the call.
+        why: one sentence on why it is that one.
+        reasons: for each implementation that was not chosen, why not; in the order in which they
+            were asked.
+        problem: the call as planning sees it.
+        device: the GPU planned for; None for tensors on the CPU.
+        plan: the launches that will be made; None for `torch`.
+        fallback: whether `torch` serves the call because no kernel can.
+    """
+
+    chosen: str
+    why: str
+    reasons: dict[str, list[str]]
+    problem: _native.Problem
+    device: _native.Device | None
+    plan: _native.LaunchPlan | None
+    fallback: bool
+
+    def __str__(self) -> str:
+        lines = [f"{describe_problem(self.problem)} on {describe_device(self.device)}"]
+        lines.append(f"  chosen  {self.chosen}: {self.why}")
+        if self.plan is not None:
+            lines += [f"          {name}: {text}" for name, text in plan_facts(self.plan)]
+        for name, reasons in self.reasons.items():
+            lines += [f"  not     {name}: {reason}" for reason in reasons]
+        return "\n".join(lines)
+
+
+def describe_problem(problem: _native.Problem) -> str:
+    """One line: dtype, shapes and features of a problem."""
+    if problem.varlen:
+        kv = f"{problem.nk}, {problem.heads_kv}"
+        shape = f"{problem.batch} sequences packed into q "
+        shape += f"({problem.nq}, {problem.heads_q}, {problem.d}) "
+        shape += f"k ({kv}, {problem.d}) v ({kv}, {problem.dv})"
+    else:
+        shape = f"batch {problem.batch}, heads {problem.heads_q}"
+        shape += f" over {problem.heads_kv}" if problem.heads_q != problem.heads_kv else ""
+        shape += f", {problem.nq} queries, {problem.nk} keys, head dim {problem.d}"
+        shape += f" and {problem.dv}" if problem.d != problem.dv else ""
+    flags = ("causal", "window", "softcap", "sinks", "masked", "want_lse", "needs_grad")
+    words = {"masked": "attn_mask", "want_lse": "LSE", "needs_grad": "gradients"}
+    features = [words.get(flag, flag) for flag in flags if getattr(problem, flag)]
+    return f"{problem.dtype}, {shape}" + (f", {', '.join(features)}" if features else "")
+
+
+def describe_device(device: _native.Device | None) -> str:
+    """One phrase: name, capability and SMs of a device."""
+    if device is None:
+        return "the CPU"
+    major, minor = device.capability
+    return f"{device.name} (compute capability {major}.{minor}, {device.sm_count} SMs)"
+
+
+def plan_facts(plan: _native.LaunchPlan) -> list[tuple[str, str]]:
+    """What a plan will do, as (name, value) pairs for people."""
+    facts = [("code", plan.code), *plan.notes]
+    for launch in plan.to_dict()["launches"]:
+        grid = " x ".join(str(size) for size in launch["grid"] if size != 1) or "1"
+        facts.append(
+            (
+                "launch",
+                f"{launch['kernel']}, grid {grid}, block {launch['block'][0]}, "
+                f"{launch['shared_bytes']} bytes of shared memory",
+            )
+        )
+    if plan.workspace_bytes:
+        facts.append(("workspace", f"{plan.workspace_bytes} bytes"))
+    return facts
+
+
+# --- the device ---
+
+
+@cache
+def driver_problem() -> str | None:
+    """Why CUDA cannot be used here, as a sentence that names the fix; None when it can."""
+    status = _native.driver_status()
+    if status.usable:
+        return None
+    if "too old" in status.problem:
+        version = _driver_version(status.cuda_version)
+        return f"driver {version} is older than {MINIMUM_DRIVER}: update it"
+    return str(status.problem)
+
+
+def _driver_version(cuda_version: int) -> str:
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if match := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
+            return match[1]
+    return f"for CUDA {cuda_version // 1000}.{cuda_version % 1000 // 10}"
+
+
+@cache
+def query_device(index: int) -> _native.Device:
+    """The CUDA device of that index, as the driver describes it; asked once per index."""
+    return _native.query_device(index)
+
+
+def device_of(problem: _native.Problem, index: int) -> tuple[_native.Device | None, str | None]:
+    """The device that a problem's tensors are on (None: the CPU), and what keeps every kernel from
+    running there, if anything.
+    """
+    if not problem.on_cuda:
+        return None, None
+    obstacle = driver_problem()
+    return (query_device(index), None) if obstacle is None else (_unasked_device(), obstacle)
+
+
+def _unasked_device() -> _native.Device:
+    """Stands for a GPU that archflash's CUDA runtime cannot ask."""
+    unknown = (
+        "major",
+        "minor",
+        "sm_count",
+        "shared_per_block",
+        "shared_per_sm",
+        "l2_bytes",
+        "registers_per_sm",
+        "threads_per_sm",
+    )
+    return _native.Device.from_dict({"name": "an NVIDIA GPU", **dict.fromkeys(unknown, 0)})
+
+
+# --- the decision ---
+
+
+def order(problem: _native.Problem, capability: tuple[int, int] | None) -> list[str]:
+    """The implementations in the order in which they are asked: by expected speed for the problem
+    and device.
+    """
+    kernels = list(_registry.kernel_names())
+    if problem.dtype == "float32":
+        return [*kernels, _registry.TORCH]
+    tensor_cores = [name for name in kernels if name not in _registry.WITHOUT_TENSOR_CORES]
+    cuda_cores = [name for name in kernels if name in _registry.WITHOUT_TENSOR_CORES]
+    if _torch_leaves_fused(problem, capability):
+        return [*tensor_cores, *cuda_cores, _registry.TORCH]
+    return [*tensor_cores, _registry.TORCH, *cuda_cores]
+
+
+def _torch_leaves_fused(problem: _native.Problem, capability: tuple[int, int] | None) -> list[str]:
+    return why_not_fused(
+        device_type="cuda",
+        capability=capability,
+        dtype=problem.dtype,
+        d=problem.d,
+        dv=problem.dv,
+        nq=problem.nq,
+        nk=problem.nk,
+        causal=problem.causal,
+        window=problem.window,
+        softcap=problem.softcap,
+        sinks=problem.sinks,
+        q_offset_given=problem.q_offset_given,
+        varlen=problem.varlen,
+        masked=problem.masked,
+        want_lse=problem.want_lse,
+        fp8=problem.dtype.startswith("float8"),
+    )
+
+
+def select(
+    problem: _native.Problem,
+    device: _native.Device | None,
+    name: str | None = None,
+    obstacle: str | None = None,
+) -> Decision:
+    """Decides who serves a problem.
+
+    Args:
+        problem: the call, as `_archflash.make_problem` states it.
+        device: the GPU to plan for; None for tensors on the CPU.
+        name: the forced implementation; None for the best that can.
+        obstacle: why no kernel can be launched on that GPU at all; None when nothing stands in the
+            way.
+
+    Returns:
+        The decision, with every other implementation's reasons.
+
+    Raises:
+        ForcedImplementationError: the forced one is unknown or cannot serve the problem.
+        NotCompiledError: the forced one was left out of this build.
+    """
+    if name is not None:
+        return _select_forced(problem, device, name, obstacle)
+    if device is None:
+        reasons = {
+            kernel: ["q, k and v are on the CPU: move them to a CUDA device"]
+            for kernel in _registry.kernel_names()
+        }
+        return Decision(
+            _registry.TORCH, "it serves tensors on the CPU", reasons, problem, None, None, False
+        )
+    if obstacle:
+        reasons = {kernel: [obstacle] for kernel in _registry.kernel_names()}
+        return Decision(
+            _registry.TORCH, "no kernel can run here", reasons, problem, device, None, True
+        )
+
+    reasons = {}
+    chosen, plan = None, None
+    for candidate in order(problem, device.capability):
+        if candidate == _registry.TORCH:
+            if chosen is None:
+                chosen = _registry.TORCH
+            else:
+                reasons[candidate] = [f"{chosen} is expected to be faster"]
+            continue
+        answer = _native.plan(candidate, problem, device)
+        if isinstance(answer, list):
+            reasons[candidate] = answer
+        elif chosen is None:
+            chosen, plan = candidate, answer
+        elif chosen == _registry.TORCH:
+            reasons[candidate] = [
+                "it leaves the tensor cores unused: PyTorch's fused kernel is expected to be faster"
+            ]
+        else:
+            reasons[candidate] = [f"{chosen} is expected to be faster"]
+    assert chosen is not None  # order() always ends with torch
+    return Decision(
+        chosen, _why(chosen, reasons), reasons, problem, device, plan, _is_fallback(chosen, reasons)
+    )
+
+
+def _is_fallback(chosen: str, reasons: dict[str, list[str]]) -> bool:
+    preferred = any(
+        "expected to be faster" in reason for listed in reasons.values() for reason in listed
+    )
+    return chosen == _registry.TORCH and not preferred
+
+
+def _why(chosen: str, reasons: dict[str, list[str]]) -> str:
+    if chosen != _registry.TORCH:
+        return str(_native.describe(chosen).summary)
+    if _is_fallback(chosen, reasons):
+        return "no kernel of archflash serves this call"
+    return "PyTorch's fused kernel uses the tensor cores"
+
+
+def _select_forced(
+    problem: _native.Problem, device: _native.Device | None, name: str, obstacle: str | None
+) -> Decision:
+    _check_name(name)
+    if name == _registry.TORCH:
+        return Decision(name, "it is forced", {}, problem, device, None, False)
+    if not _native.targets(name):
+        raise NotCompiledError(
+            f"{name} is forced, but this build left it out: build again with ARCHFLASH_ARCHS=all"
+        )
+    if device is None:
+        raise ForcedImplementationError(
+            f"{name} is forced, but q, k and v are on the CPU: move them to a CUDA device"
+        )
+    if obstacle:
+        raise ForcedImplementationError(f"{name} is forced, but {obstacle}")
+    answer = _native.plan(name, problem, device)
+    if isinstance(answer, list):
+        listed = "".join(f"\n  {reason}" for reason in answer)
+        raise ForcedImplementationError(
+            f"{name} is forced, but cannot serve {describe_problem(problem)}:{listed}"
+        )
+    return Decision(name, "it is forced", {}, problem, device, answer, False)
+
+
+def decide(
+    problem: _native.Problem, device_index: int, name: str | None
+) -> _native.LaunchPlan | None:
+    """The plan for a call on a real device, or None when `torch` serves it: what the runtime asks
+    on a plan cache miss.
+    """
+    device, obstacle = device_of(problem, device_index)
+    decision = select(problem, device, name, obstacle)
+    if decision.fallback:
+        for kernel, reasons in decision.reasons.items():
+            for reason in reasons:
+                note_fallback(f"{kernel}: {reason}")
+    return decision.plan
+
+
+_noted: set[str] = set()
+_noting = threading.Lock()
+
+
+def note_fallback(reason: str) -> None:
+    """Says that PyTorch serves a call that no kernel serves: a warning, once per reason.
+
+    Args:
+        reason: why, as a sentence.
+
+    Raises:
+        UnsupportedError: ARCHFLASH_FALLBACK is "error".
+    """
+    if os.environ.get(_FALLBACK_VARIABLE) == "error":
+        raise UnsupportedError(
+            f"no kernel of archflash serves this call, and {_FALLBACK_VARIABLE}=error: {reason}"
+        )
+    with _noting:
+        if reason in _noted:
+            return
+        _noted.add(reason)
+    logger.info("PyTorch serves a call: %s", reason)
+    warnings.warn(f"archflash: PyTorch serves this call. {reason}", stacklevel=4)
+
+
+_native.set_decide(decide)

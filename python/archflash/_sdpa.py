@@ -1,0 +1,105 @@
+"""scaled_dot_product_attention with PyTorch's signature and meaning, on archflash's kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from archflash._api import attention
+from archflash._dispatch import note_fallback
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """A drop-in for torch.nn.functional.scaled_dot_product_attention.
+
+    Unlike archflash.attention, is_causal aligns to the top left: query i sees keys ``j <= i``,
+    whatever the lengths.
+
+    Args:
+        query: ``(..., Hq, L, E)``; any number of leading dimensions, none at all included.
+        key: ``(..., H, S, E)``; leading dimensions broadcast with those of query and value.
+        value: ``(..., H, S, Ev)``.
+        attn_mask: broadcastable to ``(..., Hq, L, S)``; bool (True is seen) or floating point
+            (added); none by default.
+        dropout_p: probability of dropping a weight, 0.0 by default; more than that runs PyTorch's
+            own function.
+        is_causal: query i sees keys ``j <= i``; off by default, and not together with attn_mask.
+        scale: multiplies query.key; ``1 / sqrt(E)`` by default.
+        enable_gqa: whether ``H`` may be a divisor of ``Hq``; off by default.
+
+    Returns:
+        ``(..., Hq, L, Ev)``, query's dtype.
+
+    Raises:
+        RuntimeError: as PyTorch, for attn_mask with is_causal, for shapes that do not broadcast,
+            and for tensors of fewer than two dimensions.
+        ValueError: for heads that do not divide with enable_gqa.
+        TypeError: for dtypes or devices that differ.
+        UnsupportedError: for dropout or nested tensors while ARCHFLASH_FALLBACK=error.
+    """
+    if dropout_p != 0.0 or query.is_nested or key.is_nested or value.is_nested:
+        note_fallback(
+            "dropout: no kernel of archflash drops weights"
+            if dropout_p != 0.0
+            else "nested tensors: no kernel of archflash takes them"
+        )
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(
+            "attn_mask and is_causal=True exclude each other: fold the causal rule into attn_mask"
+        )
+    if min(query.ndim, key.ndim, value.ndim) < 2:
+        raise RuntimeError(
+            f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions: "
+            "each needs at least 2"
+        )
+    # With enable_gqa the heads may differ, so only what comes before them broadcasts.
+    kept = 3 if enable_gqa and min(query.ndim, key.ndim, value.ndim) >= 3 else 2
+    lead = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        *(x.shape[:-kept] for x in (query, key, value))
+    )
+    q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
+    shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
+    if attn_mask is not None:
+        attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
+    out = attention(
+        q,
+        k,
+        v,
+        causal=is_causal,
+        q_offset=0 if is_causal else None,
+        attn_mask=attn_mask,
+        scale=scale,
+    )
+    assert isinstance(out, Tensor)  # a pair only with return_lse
+    return out.reshape(shape)
+
+
+def _to_4d(x: Tensor) -> Tensor:
+    """``(B, H, N, D)``: missing dimensions are 1, and those before the heads become one batch."""
+    if x.ndim < 4:
+        return x[(None,) * (4 - x.ndim)]
+    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
+
+
+def _mask_to_4d(mask: Tensor, full: tuple[int, ...]) -> Tensor:
+    """The mask for 4-D inputs, where `full` is the shape that it broadcasts to."""
+    if mask.ndim > len(full):
+        raise RuntimeError(
+            f"attn_mask {tuple(mask.shape)} has more dimensions than the scores {full}"
+        )
+    if len(full) <= 4 or mask.ndim <= 3:
+        return mask
+    return mask.expand(full).reshape(-1, *full[-3:])

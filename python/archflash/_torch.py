@@ -1,0 +1,522 @@
+"""The implementation `torch`: attention by PyTorch's own operations, on any device it serves.
+
+It is the last one that dispatch tries, so it takes every call: PyTorch's
+scaled_dot_product_attention (SDPA) where that has the semantics asked for, with a boolean mask
+where a mask can express them, and plain matrix products in float32 for softcap, sinks and the
+log-sum-exp. Nothing here reads a tensor's values on the host.
+
+The order of work: inputs to (B, H, N, D) views, then what each query may see, then scores and
+output, then the caller's layout, dtype and stride order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_MINUS_INF = -math.inf
+_FAR = 1 << 60  # an offset beyond it means the same and could overflow
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "bhnd",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention by PyTorch operations; arguments as archflash.attention has checked them.
+
+    Args:
+        q: ``(B, Hq, Nq, D)``, or ``(B, Nq, Hq, D)`` with layout "bnhd", or ``(Tq, Hq, D)`` with
+            cu_seqlens.
+        k: ``(B, Hkv, Nk, D)``, ``(B, Nk, Hkv, D)`` or ``(Tk, Hkv, D)``.
+        v: ``(B, Hkv, Nk, Dv)``, ``(B, Nk, Hkv, Dv)`` or ``(Tk, Hkv, Dv)``.
+        causal: query i sees keys ``j <= i + q_offset``; off by default.
+        window: ``(left, right)``, keys ``i + q_offset - left <= j <= i + q_offset + right``; None
+            (either) is unbounded.
+        softcap: scores become ``softcap * tanh(scale * q.k / softcap)``; None or 0 for none.
+        sinks: ``(Hq,)``, one more logit per head in the denominator; None for none.
+        scale: multiplies q.k; ``1 / sqrt(D)`` by default.
+        q_offset: position of query 0 among the keys, an int or ``(B,)`` int32; ``Nk - Nq`` of each
+            sequence by default.
+        cu_seqlens_q: ``(B + 1,)`` int32, where each sequence starts in q; given together with
+            cu_seqlens_k.
+        cu_seqlens_k: ``(B + 1,)`` int32, where each sequence starts in k and v.
+        attn_mask: broadcastable to ``(B, Hq, Nq, Nk)``; bool (True is seen) or floating point
+            (added to the scores).
+        q_descale: float32, value = stored * descale: one, ``(H,)`` or ``(B, H)``; None is 1.
+            Likewise k_descale, v_descale.
+        k_descale: see q_descale.
+        v_descale: see q_descale.
+        out_dtype: q's dtype by default, bfloat16 for FP8 inputs.
+        layout: "bhnd" (default) or "bnhd"; ignored with cu_seqlens.
+        out: written in place and returned, where given.
+        return_lse: also return the log-sum-exp; off by default.
+
+    Returns:
+        The output, shaped like q with Dv for D and in q's stride order; with return_lse also the
+        natural-log LSE, float32, ``(B, Hq, Nq)`` or ``(Hq, Tq)`` contiguous. A query that sees no
+        key gives 0 and an LSE of -inf (the sink, if any).
+    """
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
+    inside = _inside_dtype(
+        q.dtype, out_dtype, scaled=any(s is not None for s in (q_descale, k_descale, v_descale))
+    )
+    packed = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        packed = _Packed(_place(cu_seqlens_q, q.shape[0]), _place(cu_seqlens_k, k.shape[0]))
+
+    # Autocast would turn the float32 products below into 16-bit ones; the dtypes of a call are the
+    # caller's to choose.
+    with _no_autocast(q.device.type):
+        result, lse = _attention_bhnd(
+            _dequantise(_to_bhnd(q, layout, packed), q_descale, packed and packed.q, inside),
+            _dequantise(_to_bhnd(k, layout, packed), k_descale, packed and packed.k, inside),
+            _dequantise(_to_bhnd(v, layout, packed), v_descale, packed and packed.k, inside),
+            scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            band=_Band.of(causal, window, q_offset, packed, q, k, layout),
+            packed=packed,
+            attn_mask=attn_mask,
+            softcap=softcap,
+            sinks=sinks,
+            want_lse=return_lse,
+        )
+    result = _in_stride_order_of(q, _from_bhnd(result.to(out_dtype), layout, packed))
+    if out is not None:
+        result = out.copy_(result)
+    if not return_lse or lse is None:
+        return result
+    lse = lse.to(torch.float32).contiguous()
+    return result, lse[0] if packed else lse
+
+
+def why_not_fused(
+    *,
+    device_type: str,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype | str,
+    d: int,
+    dv: int,
+    nq: int,
+    nk: int,
+    causal: bool,
+    window: bool,
+    softcap: float | None,
+    sinks: bool,
+    q_offset_given: bool,
+    varlen: bool,
+    masked: bool,
+    want_lse: bool,
+    fp8: bool,
+    gqa: bool = False,
+) -> list[str]:
+    """Why PyTorch would leave its own fused tensor-core kernels for a call.
+
+    Those are its flash, cuDNN and memory-efficient kernels.
+
+    Args:
+        device_type: "cuda", "cpu", ...
+        capability: compute capability ``(major, minor)``; None where there is no GPU.
+        dtype: of q, k and v, a torch dtype or its name.
+        d: head dimension of q and k.
+        dv: head dimension of v.
+        nq: number of queries.
+        nk: number of keys.
+        causal: as in the call.
+        window: whether a window is given.
+        softcap: as in the call; None or 0 for none.
+        sinks: whether sinks are given.
+        q_offset_given: whether q_offset is given.
+        varlen: whether cu_seqlens are given.
+        masked: whether attn_mask is given.
+        want_lse: whether the log-sum-exp is asked for.
+        fp8: whether the inputs are FP8.
+        gqa: whether q has more heads than k; no by default.
+
+    Returns:
+        One sentence per reason; empty where a fused kernel serves the call.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if device_type != "cuda" or capability is None:
+        return ["PyTorch's fused kernels need a CUDA device"]
+    reasons = []
+    if fp8:
+        reasons.append("FP8 inputs are dequantised to float32 first")
+    elif name not in ("float16", "bfloat16"):
+        reasons.append(f"{name} is not a 16-bit dtype, so tensor cores do not apply")
+    elif name == "bfloat16" and capability < (8, 0):
+        reasons.append(f"bfloat16 needs compute capability 8.0, this is {_dotted(capability)}")
+    if capability > (12, 1):
+        reasons.append(
+            f"PyTorch's fused kernels end at compute capability 12.1, this is {_dotted(capability)}"
+        )
+    if varlen:
+        reasons.append("cu_seqlens needs a Tq x Tk mask")
+    if softcap:
+        reasons.append("softcap needs plain operations")
+    if sinks:
+        reasons.append("sinks need plain operations")
+    if want_lse:
+        reasons.append("the log-sum-exp needs plain operations")
+    if nq == 0 or nk == 0:
+        reasons.append("PyTorch's fused kernels take no empty sequence")
+    if reasons:
+        return reasons
+
+    # One query sees every key of the default causal alignment, so decoding needs no mask.
+    band = window or (causal and (q_offset_given or nq not in (1, nk)))
+    aligned = d % 8 == 0 and dv % 8 == 0
+    flash = []
+    if masked or band:
+        flash.append("takes no mask, window or offset")
+    if d != dv or d > 256:
+        flash.append("needs D = Dv up to 256")
+    cudnn = []
+    if not aligned or max(d, dv) > 128:
+        cudnn.append("needs D and Dv in multiples of 8 up to 128")
+    if nk == 1:
+        cudnn.append("takes no single key")
+    if capability < (8, 0):
+        flash.append("needs compute capability 8.0")
+        cudnn.append("needs compute capability 8.0")
+    efficient = []
+    if not aligned:
+        efficient.append("needs D and Dv in multiples of 8")
+    if gqa:
+        efficient.append("needs as many key heads as query heads")
+    if flash and cudnn and efficient:
+        named = (("flash", flash), ("cuDNN", cudnn), ("memory-efficient", efficient))
+        return [f"PyTorch's {kernel} kernel {' and '.join(why)}" for kernel, why in named]
+    return []
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+# --- inputs and outputs ---
+
+
+class _Place(NamedTuple):
+    """Where each row of a packed tensor belongs, all on the device."""
+
+    cu_seqlens: Tensor  # (B + 1,)
+    sequence: Tensor  # (T,) its sequence, B for rows past the last one
+    row: Tensor  # (T,) its number within the sequence
+
+
+class _Packed(NamedTuple):
+    q: _Place
+    k: _Place
+
+
+def _place(cu_seqlens: Tensor, total: int) -> _Place:
+    # int64, so that no offset or window limit overflows in the arithmetic of positions.
+    cu_seqlens = cu_seqlens.long()
+    position = torch.arange(total, device=cu_seqlens.device)
+    # The number of ends at or before a row is its sequence: empty sequences own no row.
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+    return _Place(cu_seqlens, sequence, position - cu_seqlens[sequence])
+
+
+def _of_rows(per_sequence: Tensor, place: _Place) -> Tensor:
+    """Spreads ``(B, ...)`` to ``(T, ...)``; rows past the last sequence get a zero."""
+    padding = [0, 0] * (per_sequence.ndim - 1) + [0, 1]
+    return F.pad(per_sequence, padding)[place.sequence]
+
+
+def _inside_dtype(dtype: torch.dtype, out_dtype: torch.dtype, *, scaled: bool) -> torch.dtype:
+    """The dtype that goes into SDPA: 16 bits only where the inputs and the output have no more."""
+    if dtype == torch.float64 or (dtype == out_dtype and not scaled):
+        return dtype
+    return torch.float32
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _to_bhnd(x: Tensor, layout: str, packed: _Packed | None) -> Tensor:
+    if packed:
+        return x.transpose(0, 1)[None]
+    return x.transpose(1, 2) if layout == "bnhd" else x
+
+
+def _from_bhnd(x: Tensor, layout: str, packed: _Packed | None) -> Tensor:
+    if packed:
+        return x[0].transpose(0, 1)
+    return x.transpose(1, 2) if layout == "bnhd" else x
+
+
+def _dequantise(
+    x: Tensor, descale: Tensor | None, place: _Place | None, dtype: torch.dtype
+) -> Tensor:
+    """``(B, H, N, D)`` in the given dtype, times its descale."""
+    x = x.to(dtype)
+    if descale is None:
+        return x
+    if descale.ndim < 2:
+        return x * descale.reshape(1, -1, 1, 1)
+    if place is None:
+        return x * descale[:, :, None, None]
+    return x * _of_rows(descale, place).t()[None, :, :, None]
+
+
+def _in_stride_order_of(q: Tensor, result: Tensor) -> Tensor:
+    """The result, dense, its dimensions in memory in the order of q's; the last stays innermost."""
+    # A stride of 0 (expanded) says nothing of the order: such a dimension goes outermost.
+    strides = q.stride()[:-1]
+    order = sorted(range(len(strides)), key=lambda i: -strides[i] if strides[i] else _MINUS_INF)
+    order.append(len(strides))
+    inverse = [order.index(i) for i in range(len(order))]
+    return result.permute(order).contiguous().permute(inverse)
+
+
+# --- what a query may see ---
+
+
+class _Band(NamedTuple):
+    """Keys ``offset - left <= j - i <= offset + right``; None is unbounded, causal a right of 0."""
+
+    left: int | None
+    right: int | None
+    offset: int | Tensor  # of one number, or (B,)
+
+    @classmethod
+    def of(
+        cls,
+        causal: bool,
+        window: tuple[int | None, int | None] | None,
+        q_offset: int | Tensor | None,
+        packed: _Packed | None,
+        q: Tensor,
+        k: Tensor,
+        layout: str,
+    ) -> _Band:
+        left, right = window or (None, None)
+        if isinstance(q_offset, int):
+            q_offset = max(-_FAR, min(q_offset, _FAR))
+        if causal:
+            right = 0 if right is None else min(right, 0)
+        if packed:
+            if q_offset is None:
+                q_offset = packed.k.cu_seqlens.diff() - packed.q.cu_seqlens.diff()
+            return cls(left, right, q_offset)
+        rows = 1 if layout == "bnhd" else 2
+        nq, nk = q.shape[rows], k.shape[rows]
+        if q_offset is None:
+            q_offset = nk - nq
+        if not isinstance(q_offset, Tensor):
+            # A side that excludes no key is dropped: decoding one token then needs no mask at all.
+            if right is not None and q_offset + right >= nk - 1:
+                right = None
+            if left is not None and nq - 1 + q_offset - left <= 0:
+                left = None
+        return cls(left, right, q_offset)
+
+    @property
+    def unbounded(self) -> bool:
+        return self.left is None and self.right is None
+
+    @property
+    def top_left_causal(self) -> bool:
+        """Whether SDPA's is_causal means the same."""
+        plain_offset = not isinstance(self.offset, Tensor) and self.offset == 0
+        return self.left is None and self.right == 0 and plain_offset
+
+    def contains(self, distance: Tensor) -> Tensor:
+        """Of ``j - i - offset``, whether the key is in the band."""
+        inside = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            inside = inside & (distance >= -self.left)
+        if self.right is not None:
+            inside = inside & (distance <= self.right)
+        return inside
+
+
+def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> Tensor | None:
+    """Bool, broadcastable to ``(B, Hq, Nq, Nk)``: what band and sequences leave; None for all."""
+    if packed:
+        rows, keys = packed
+        sequences = rows.cu_seqlens.shape[0] - 1
+        owned = (rows.sequence < sequences) & (rows.row >= 0)
+        visible = (rows.sequence[:, None] == keys.sequence) & owned[:, None] & (keys.row >= 0)
+        if not band.unbounded:
+            first = rows.row + (
+                _of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
+            )
+            visible = visible & band.contains(keys.row - first[:, None])
+        return visible[None, None]
+    if band.unbounded:
+        return None
+    row = torch.arange(q.shape[2], device=q.device)[:, None]
+    key = torch.arange(k.shape[2], device=q.device)
+    offset = band.offset[:, None, None, None] if isinstance(band.offset, Tensor) else band.offset
+    visible = band.contains(key - row - offset)
+    return visible if visible.ndim == 4 else visible[None, None]
+
+
+class _Mask(NamedTuple):
+    """What every query sees, and the same made safe: no softmax gets a row without a key."""
+
+    real: Tensor  # bool, broadcastable to (B, Hq, Nq, Nk)
+    visible: Tensor  # bool; a row that sees no key is all True here, its result is replaced later
+    seen: Tensor  # bool (..., Nq, 1): whether the row sees any key
+    bias: Tensor | None  # of attn_mask, with 0 for -inf: those keys are not visible
+
+    @classmethod
+    def of(cls, visible: Tensor | None, attn_mask: Tensor | None) -> _Mask | None:
+        bias = None
+        if attn_mask is not None:
+            given = attn_mask[(None,) * (4 - attn_mask.ndim)]
+            if given.dtype != torch.bool:
+                excluded = given == _MINUS_INF
+                bias = torch.where(excluded, 0.0, given)
+                given = ~excluded
+            visible = given if visible is None else visible & given
+        if visible is None:
+            return None
+        seen = visible.any(-1, keepdim=True)
+        return cls(visible, visible | ~seen, seen, bias)
+
+    def for_sdpa(self, nq: int, nk: int) -> Tensor:
+        mask = self.visible
+        if self.bias is not None:
+            mask = torch.where(mask, self.bias, _MINUS_INF)
+        return mask.expand(-1, -1, nq, nk)
+
+
+# --- scores and output ---
+
+
+def _attention_bhnd(
+    q: Tensor,  # (B, Hq, Nq, D)
+    k: Tensor,  # (B, Hkv, Nk, D)
+    v: Tensor,  # (B, Hkv, Nk, Dv)
+    *,
+    scale: float,
+    band: _Band,
+    packed: _Packed | None,
+    attn_mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    empty = 0 in (*q.shape, *k.shape, *v.shape)
+    # SDPA takes a bias of the inputs' dtype only, and rounding a float32 one to 16 bits would lose
+    # what was given.
+    foreign_bias = attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype)
+    plain = bool(softcap) or sinks is not None or want_lse or empty or foreign_bias
+    if not plain and not packed and attn_mask is None and band.top_left_causal:
+        return _sdpa(q, k, v, None, scale, is_causal=True), None
+
+    mask = _Mask.of(_visible_keys(q, k, band, packed), attn_mask)
+    # A masked product is 0 * x, which is NaN for a non-finite x: keys that a query does not see
+    # (the tail of a cache, a neighbouring sequence) would reach it. So under a mask the products
+    # run on finite values, and the queries that do see a non-finite key get their NaN afterwards.
+    safe_k, safe_v = (x.nan_to_num(0.0, 0.0, 0.0) if mask else x for x in (k, v))
+    lse = None
+    if plain:
+        need_lse = want_lse or sinks is not None
+        out, lse = _plain(q, safe_k, safe_v, mask, scale=scale, softcap=softcap, want_lse=need_lse)
+    else:
+        sdpa_mask = mask.for_sdpa(q.shape[2], k.shape[2]) if mask else None
+        out = _sdpa(q, safe_k, safe_v, sdpa_mask, scale, is_causal=False)
+    lse_unseen: float | Tensor = _MINUS_INF
+    if sinks is not None and lse is not None:
+        sink = sinks.to(lse.dtype)[:, None]
+        # exp(lse) / (exp(lse) + exp(sink)): what the keys keep of the denominator.
+        out = out * torch.sigmoid(lse - sink)[..., None]
+        lse = torch.logaddexp(lse, sink)
+        lse_unseen = sink
+    if mask:
+        bad_k, bad_v = _sees_non_finite(mask.real, k, v, q.shape[1])
+        out = torch.where(mask.seen, out, 0.0) + _nan_where(bad_k | bad_v, out.dtype)
+        if lse is not None:
+            lse = torch.where(mask.seen[..., 0], lse, lse_unseen)
+            lse = lse + _nan_where(bad_k[..., 0], lse.dtype)
+    return out, lse
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: _Mask | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output and LSE (without sinks) by plain operations in float32; float64 stays float64."""
+    if q.dtype != torch.float64:
+        q, k, v = q.float(), k.float(), v.float()
+    b, hq, nq, _ = q.shape
+    hkv, nk = k.shape[1:3]
+
+    def by_kv_head(x: Tensor) -> Tensor:
+        """Stacks the query heads that share a key head, so that k and v are never repeated."""
+        return x.reshape(b, hkv, hq // hkv * nq, x.shape[-1])
+
+    scores = (by_kv_head(q) @ k.transpose(-1, -2)).view(b, hq, nq, nk) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask:
+        if mask.bias is not None:
+            scores = scores + mask.bias.to(scores.dtype)
+        scores = torch.where(mask.visible, scores, _MINUS_INF)
+    out = (by_kv_head(torch.softmax(scores, -1)) @ v).view(b, hq, nq, v.shape[-1])
+    return out, torch.logsumexp(scores, -1) if want_lse else None
+
+
+def _sees_non_finite(visible: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Two bool ``(..., Nq, 1)``: whether the query sees a non-finite k, or a non-finite v."""
+    bad = torch.stack([~x.isfinite().all(-1) for x in (k, v)], -1)  # (B, Hkv, Nk, 2)
+    bad = bad.repeat_interleave(heads // k.shape[1], 1)
+    # einsum keeps the mask's size-1 dimensions as they are, where a broadcast matmul would copy it
+    # per head.
+    hits = torch.einsum("bhqk,bhkx->bhqx", visible.to(v.dtype), bad.to(v.dtype)) > 0
+    return hits[..., :1], hits[..., 1:]
+
+
+def _nan_where(spoiled: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(spoiled, math.nan, 0.0).to(dtype)

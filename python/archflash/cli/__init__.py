@@ -1,0 +1,3 @@
+"""The command line: `archflash COMMAND`, or `python -m archflash COMMAND`. Each command is a module
+with add_parser and run.
+"""

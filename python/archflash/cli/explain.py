@@ -1,0 +1,120 @@
+"""`archflash explain`: which implementation would serve a call on a GPU that need not be here, and
+with what launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import archflash
+from archflash import _dispatch
+
+DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser of `archflash`."""
+    parser = commands.add_parser(
+        "explain", help="which implementation would serve a call, why, and what it would launch"
+    )
+    parser.add_argument(
+        "--shape", required=True, metavar="B,H,N,D", help="of q; k and v have the same unless told"
+    )
+    parser.add_argument(
+        "--device", help="a known GPU such as 'RTX 5090', or cuda:0; default the first GPU here"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    parser.add_argument("--heads-kv", type=int, help="heads of k and v")
+    parser.add_argument("--keys", type=int, help="rows of k and v")
+    parser.add_argument("--dv", type=int, help="head dim of v")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--window", metavar="LEFT,RIGHT", help="either side may be empty")
+    parser.add_argument("--softcap", type=float)
+    parser.add_argument("--sinks", action="store_true")
+    parser.add_argument("--lse", action="store_true", help="the log-sum-exp is asked for")
+    parser.add_argument("--layout", choices=("bhnd", "bnhd"), default="bhnd")
+    parser.add_argument("--implementation", help="force one")
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="write the plan as JSON, for `archflash replay`"
+    )
+    parser.set_defaults(run=run)
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """ "4,16,512,64" -> (4, 16, 512, 64).
+
+    Raises:
+        ValueError: not four positive integers.
+    """
+    try:
+        batch, heads, rows, dim = (int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        raise ValueError(
+            f"--shape {text!r}: it must be four integers B,H,N,D such as 4,16,512,64"
+        ) from None
+    return batch, heads, rows, dim
+
+
+def parse_window(text: str | None) -> tuple[int | None, int | None] | None:
+    """ "128," -> (128, None).
+
+    Raises:
+        ValueError: not two integers or blanks.
+    """
+    if text is None:
+        return None
+    sides = text.split(",")
+    if len(sides) != 2 or not all(side.strip().isdigit() or not side.strip() for side in sides):
+        raise ValueError(
+            f"--window {text!r}: it must be LEFT,RIGHT, either side an integer >= 0 or empty"
+        )
+    left, right = (int(side) if side.strip() else None for side in sides)
+    return left, right
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the decision; with --plan also writes the plan."""
+    batch, heads, rows, dim = parse_shape(arguments.shape)
+    heads_kv = heads if arguments.heads_kv is None else arguments.heads_kv
+    keys = rows if arguments.keys is None else arguments.keys
+    dtype = getattr(torch, arguments.dtype)
+
+    def tensor(h: int, n: int, d: int) -> torch.Tensor:
+        shape = (batch, h, n, d) if arguments.layout == "bhnd" else (batch, n, h, d)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    device = arguments.device
+    if device is None:
+        if trouble := _dispatch.driver_problem():
+            raise ValueError(
+                f"there is no GPU to explain for ({trouble}): "
+                "name one with --device, such as 'RTX 5090'"
+            )
+        device = "cuda:0"
+    decision = archflash.explain(
+        tensor(heads, rows, dim),
+        tensor(heads_kv, keys, dim),
+        tensor(heads_kv, keys, dim if arguments.dv is None else arguments.dv),
+        device=device,
+        implementation=arguments.implementation,
+        causal=arguments.causal,
+        window=parse_window(arguments.window),
+        softcap=arguments.softcap,
+        sinks=torch.empty(heads, device="meta") if arguments.sinks else None,
+        layout=arguments.layout,
+        return_lse=arguments.lse,
+    )
+    print(decision)
+    if arguments.plan is not None:
+        if decision.plan is None:
+            raise ValueError(
+                f"--plan: {decision.chosen} serves this call, and only kernels have plans"
+            )
+        arguments.plan.write_text(json.dumps(decision.plan.to_dict(), indent=1) + "\n")
+        print(f"plan written to {arguments.plan}")
+    return 0

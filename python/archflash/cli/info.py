@@ -1,0 +1,58 @@
+"""`archflash info`: version, devices, implementations and what each is compiled for, environment
+variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+
+from archflash import _archflash as _native
+from archflash import _dispatch
+from archflash._registry import implementations
+
+ENVIRONMENT = (
+    (
+        "ARCHFLASH_FORCE_IMPLEMENTATION",
+        "a name",
+        "forces an implementation; read at import; force() and the argument beat it",
+    ),
+    (
+        "ARCHFLASH_FALLBACK",
+        "error",
+        "a call that no kernel serves raises instead of running in PyTorch",
+    ),
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser of `archflash`."""
+    parser = commands.add_parser(
+        "info", help="version, devices, implementations, environment variables (the default)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report."""
+    print(f"archflash {_native.version}, torch {torch.__version__}")
+    print("\ndevices")
+    trouble = _dispatch.driver_problem()
+    if trouble:
+        print(f"  none: {trouble}")
+    else:
+        for index in range(_native.driver_status().device_count):
+            print(f"  cuda:{index}  {_dispatch.describe_device(_dispatch.query_device(index))}")
+    print("\nimplementations, in the order in which they are asked for float32")
+    for implementation in implementations():
+        print("  " + str(implementation).replace("\n", "\n  "))
+    print("\nenvironment variables")
+    for name, values, effect in ENVIRONMENT:
+        value = os.environ.get(name)
+        print(f"  {name}={values}: {effect}; now {'unset' if value is None else repr(value)}")
+    print("\nknown GPUs for explain --device")
+    print("  " + ", ".join(row.device.name for row in _native.known_devices()))
+    return 0

@@ -1,0 +1,141 @@
+"""`archflash replay plan.json`: runs a saved plan on random data and checks the output against
+float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _dispatch, reference
+
+SEED = 20240731
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser of `archflash`."""
+    parser = commands.add_parser(
+        "replay", help="run a plan saved by `explain --plan` on random data and check it"
+    )
+    parser.add_argument("plan", type=Path, help="a plan as JSON")
+    parser.add_argument("--device", type=int, default=0, help="index of the CUDA device")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random tensors that make exactly a plan's problem, and the options of the call that it stands
+    for.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+
+
+def load_plan(path: Path) -> _native.LaunchPlan:
+    """Reads a plan.
+
+    Raises:
+        ValueError: the file is not a plan.
+    """
+    try:
+        return _native.LaunchPlan.from_dict(json.loads(path.read_text()))
+    except (json.JSONDecodeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a plan of this version of archflash: {error}") from None
+
+
+def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
+    """Random normal tensors with the strides of the problem; packed sequences are of equal lengths,
+    as far as that goes.
+    """
+    generator = torch.Generator(device=device).manual_seed(SEED)
+
+    def tensor(name: str, heads: int, rows: int, dim: int) -> Tensor:
+        strides = problem[name]
+        sizes = [heads, rows, dim] if problem["varlen"] else [problem["batch"], heads, rows, dim]
+        steps = [strides["head"], strides["row"], 1]
+        steps = steps if problem["varlen"] else [strides["batch"], *steps]
+        extent = 1 + sum(
+            step * (size - 1) for step, size in zip(steps, sizes, strict=True) if size > 1
+        )
+        data = torch.randn(max(extent, 1), generator=generator, device=device).to(
+            getattr(torch, problem["dtype"])
+        )
+        view = data.as_strided(sizes, steps) if 0 not in sizes else data.new_empty(sizes)
+        return view.transpose(0, 1) if problem["varlen"] else view
+
+    q = tensor("q", problem["heads_q"], problem["nq"], problem["d"])
+    k = tensor("k", problem["heads_kv"], problem["nk"], problem["d"])
+    v = tensor("v", problem["heads_kv"], problem["nk"], problem["dv"])
+    batch = problem["batch"]
+    options: dict[str, Any] = {
+        "scale": problem["scale"],
+        "softcap": problem["softcap"] or None,
+        "causal": bool(problem["causal"]),
+        "window": (problem["window_left"], None if problem["causal"] else problem["window_right"]),
+        "return_lse": bool(problem["want_lse"]),
+    }
+    if problem["q_offset_tensor"]:
+        default = problem["nk"] - problem["nq"] if not problem["varlen"] else 0
+        options["q_offset"] = torch.full((batch,), default, dtype=torch.int32, device=device)
+    elif not problem["q_offset_default"]:
+        options["q_offset"] = problem["q_offset"]
+    if problem["sinks"]:
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[problem["sinks"] - 1]
+        options["sinks"] = torch.randn(problem["heads_q"], generator=generator, device=device).to(
+            dtype
+        )
+    if problem["varlen"]:
+        for name, total in (("q", problem["nq"]), ("k", problem["nk"])):
+            ends = [total * sequence // max(batch, 1) for sequence in range(batch + 1)]
+            options[f"cu_seqlens_{name}"] = torch.tensor(ends, dtype=torch.int32, device=device)
+            longest = problem[f"max_seqlen_{name}"]
+            options[f"max_seqlen_{name}"] = None if longest == -1 else longest
+    return Inputs(q, k, v, options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the plan once; exit status 1 when its output breaks the error rule."""
+    plan = load_plan(arguments.plan)
+    problem = plan.problem.to_dict()
+    if trouble := _dispatch.driver_problem():
+        raise ValueError(f"replay needs a GPU: {trouble}")
+    device = torch.device("cuda", arguments.device)
+    here = _dispatch.query_device(arguments.device)
+    print(f"{plan.implementation}: {_dispatch.describe_problem(plan.problem)}")
+    print(f"planned for {_dispatch.describe_device(plan.device)}")
+    print(f"runs on {_dispatch.describe_device(here)}")
+    inputs = make_inputs(problem, device)
+    result = run_plan(plan, inputs)
+    out = result[0] if inputs.options["return_lse"] else result
+    options = {
+        name: value
+        for name, value in inputs.options.items()
+        if name not in ("return_lse", "max_seqlen_q", "max_seqlen_k")
+    }
+    expected, _ = reference.attention(inputs.q, inputs.k, inputs.v, **options)
+    baseline = reference.baseline(inputs.q, inputs.k, inputs.v, **options)
+    report = reference.check(out, expected, baseline)
+    print(report)
+    return 0 if report.ok else 1
+
+
+def run_plan(plan: _native.LaunchPlan, inputs: Inputs) -> Any:
+    """Executes a plan on tensors that make its problem; what attention() would return."""
+    given: Callable[[str], Any] = inputs.options.get
+    return _native.execute(
+        plan, inputs.q, inputs.k, inputs.v, given("causal"), given("window"), given("softcap"),
+        given("sinks"), given("scale"), given("q_offset"), given("cu_seqlens_q"),
+        given("cu_seqlens_k"), given("max_seqlen_q"), given("max_seqlen_k"),
+        None, None, None, None, None, "bhnd", None, given("return_lse"), False,
+    )  # fmt: skip

@@ -1,0 +1,439 @@
+"""Attention in float64, and the one rule that says whether an output is right.
+
+`attention` is the formula written as plainly as possible: one head at a time, one block of queries
+at a time. `baseline` is the same formula rounded after every step to the inputs' dtype, as plain
+PyTorch code would compute it; its error is the yardstick. `check` compares an output with both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BLOCK_ELEMENTS = 1 << 24  # scores held at once: 128 MiB in float64
+_LSE_ULPS = 64  # float32 sums of up to a few thousand products, and an approximate exp2 in between
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True] = True, **call: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False], **call: Any
+) -> Tensor: ...
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = True, **call: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention in float64.
+
+    Args:
+        q: ``(B, Hq, Nq, D)``, or ``(B, Nq, Hq, D)`` with layout "bnhd", or ``(Tq, Hq, D)`` with
+            cu_seqlens.
+        k: ``(B, Hkv, Nk, D)``, ``(B, Nk, Hkv, D)`` or ``(Tk, Hkv, D)``.
+        v: ``(B, Hkv, Nk, Dv)``, ``(B, Nk, Hkv, Dv)`` or ``(Tk, Hkv, Dv)``.
+        return_lse: also return the log-sum-exp; on by default.
+        **call: the other keywords of archflash.attention that change the result: causal, window,
+            softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask, q_descale,
+            k_descale, v_descale, layout. out_dtype, max_seqlen_q and max_seqlen_k are taken and
+            change nothing here.
+
+    Returns:
+        The output, float64, shaped like q with Dv for D; with return_lse the pair of it and the
+        natural-log LSE, float64, ``(B, Hq, Nq)`` or ``(Hq, Tq)``.
+
+    Raises:
+        TypeError: for a keyword that archflash.attention does not have.
+    """
+    out, lse = _run(_Call(**call), q, k, v, torch.float64, _exact_block)
+    return (out, lse) if return_lse else out
+
+
+def baseline(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **call: Any) -> Tensor:
+    """The same formula in plain PyTorch operations at the inputs' dtype: the yardstick of `check`.
+
+    TF32 is off while it runs.
+    FP8 inputs are dequantised and rounded to the output dtype first (bfloat16 by default).
+
+    Args:
+        q: as for `attention`.
+        k: as for `attention`.
+        v: as for `attention`.
+        return_lse: taken so that one set of keywords serves both functions; changes nothing.
+        **call: as for `attention`; out_dtype is that of the result, q's by default.
+
+    Returns:
+        The output in out_dtype, shaped like q with Dv for D.
+
+    Raises:
+        TypeError: for a keyword that archflash.attention does not have.
+    """
+    asked = _Call(**call)
+    out_dtype = asked.out_dtype or (torch.bfloat16 if q.dtype in _FP8 else q.dtype)
+    with _without_tf32(q):
+        out, _ = _run(asked, q, k, v, out_dtype if q.dtype in _FP8 else q.dtype, _rounded_block)
+    return out.to(out_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorReport:
+    """How far an output is from the float64 reference, and whether that is near enough.
+
+    Attributes:
+        ok: both bounds hold and no element is non-finite where it should not be.
+        max_error: largest absolute error; inf where an element is wrongly NaN or infinite.
+        mean_error: mean absolute error.
+        nrmse: root of the mean squared error over the root of the mean squared reference.
+        bad_elements: how many elements exceed `bound`, or are NaN or infinite otherwise than the
+            reference.
+        elements: how many were compared.
+        worst: coordinate of the largest error; empty for an empty output.
+        value: the output there.
+        expected: the reference there.
+        bound: what each element's error may be.
+        mean_bound: what the mean error may be.
+    """
+
+    ok: bool
+    max_error: float
+    mean_error: float
+    nrmse: float
+    bad_elements: int
+    elements: int
+    worst: tuple[int, ...]
+    value: float
+    expected: float
+    bound: float
+    mean_bound: float
+
+    def __str__(self) -> str:
+        return (
+            f"{'ok' if self.ok else 'WRONG'}: "
+            f"max error {self.max_error:.3g} (bound {self.bound:.3g}), "
+            f"mean {self.mean_error:.3g} (bound {self.mean_bound:.3g}), NRMSE {self.nrmse:.3g}, "
+            f"{self.bad_elements} of {self.elements} elements bad; "
+            f"worst at {self.worst}: {self.value:.8g}, expected {self.expected:.8g}"
+        )
+
+
+def check(out: Tensor, ref: Tensor, base: Tensor) -> ErrorReport:
+    """Compares an output with the float64 reference by the error rule.
+
+    The rule: ``max|out - ref| <= 2 * max|base - ref| + 2 ulp`` of the output dtype at ``max|ref|``,
+    the same for the means, and NaN and infinities exactly where the reference has them.
+
+    Args:
+        out: the output to judge, any floating-point dtype.
+        ref: the reference, float64, same shape.
+        base: the baseline's output, same shape.
+
+    Returns:
+        An ErrorReport.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if not out.shape == ref.shape == base.shape:
+        raise ValueError(
+            f"out {tuple(out.shape)}, ref {tuple(ref.shape)} and base {tuple(base.shape)} "
+            "differ in shape: compare outputs of the same call"
+        )
+    finite = ref.isfinite()
+    # A baseline that overflowed says nothing about how well the formula can do, so only its finite
+    # values count.
+    base_error = (base.double() - ref).abs()[finite & base.isfinite()]
+    size = ref.abs()[finite]
+    bound = 2 * _max(base_error) + 2 * _ulp(_max(size), out.dtype)
+    mean_bound = 2 * _mean(base_error) + 2 * _ulp(_mean(size), out.dtype)
+    return _report(out, ref, bound, mean_bound)
+
+
+def check_lse(lse: Tensor, ref: Tensor) -> ErrorReport:
+    """Compares a float32 log-sum-exp with the float64 reference.
+
+    The rule: within 64 ulp of float32 at ``max(1, max|ref|)``, and -inf exactly where it is due.
+
+    Args:
+        lse: float32, to judge.
+        ref: float64, same shape.
+
+    Returns:
+        An ErrorReport.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if lse.shape != ref.shape:
+        raise ValueError(
+            f"lse {tuple(lse.shape)} and ref {tuple(ref.shape)} differ in shape: "
+            "compare those of the same call"
+        )
+    bound = _LSE_ULPS * _ulp(max(1.0, _max(ref.abs()[ref.isfinite()])), torch.float32)
+    return _report(lse, ref, bound, bound)
+
+
+# --- the formula ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The keywords of archflash.attention that matter to a result."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    scale: float | None = None
+    q_offset: int | Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    attn_mask: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    layout: str = "bhnd"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Some queries of one head, with all keys of their sequence."""
+
+    q: Tensor  # (rows, D)
+    k: Tensor  # (Nk, D)
+    v: Tensor  # (Nk, Dv)
+    visible: Tensor  # bool (rows, Nk)
+    bias: Tensor | None  # (rows, Nk)
+    sink: Tensor | None  # one number
+    scale: float
+    softcap: float | None
+
+
+def _exact_block(block: _Block) -> tuple[Tensor, Tensor]:
+    """Output (rows, Dv) and LSE (rows,) in float64."""
+    logits = block.q @ block.k.T * block.scale
+    if block.softcap:
+        logits = block.softcap * torch.tanh(logits / block.softcap)
+    if block.bias is not None:
+        logits = logits + block.bias
+    logits = logits.masked_fill(~block.visible, -math.inf)
+    lse = torch.logsumexp(logits, 1)
+    if block.sink is not None:
+        lse = torch.logaddexp(lse, block.sink)
+    # Where nothing is seen and there is no sink, every weight is exp(-inf) = 0; the 0 below only
+    # avoids -inf - -inf.
+    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
+    # A value that is not finite belongs to the rows that see it and to no other; 0 * NaN would say
+    # otherwise.
+    out = weights @ block.v.masked_fill(~block.v.isfinite(), 0.0)
+    touched = block.visible.double() @ (~block.v.isfinite()).double() > 0
+    return out.masked_fill(touched, math.nan), lse
+
+
+def _rounded_block(block: _Block) -> tuple[Tensor, Tensor]:
+    """Output (rows, Dv) with every step rounded to the dtype of q, and an unused LSE."""
+    logits = (block.q @ block.k.T) * block.scale
+    if block.softcap:
+        logits = block.softcap * torch.tanh(logits / block.softcap)
+    if block.bias is not None:
+        logits = logits + block.bias
+    logits = logits.masked_fill(~block.visible, -math.inf)
+    if block.sink is not None:
+        logits = torch.cat([logits, block.sink.expand(len(logits), 1)], 1)
+    weights = torch.softmax(logits, 1)[:, : len(block.k)]
+    out = weights.masked_fill(~block.visible, 0.0) @ block.v
+    return out, out.new_zeros(len(out))
+
+
+def _run(
+    call: _Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    block_fn: Callable[[_Block], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Cuts the call into blocks, computes each in `dtype` and puts the results together."""
+    packed = call.cu_seqlens_q is not None
+    if not packed and call.layout == "bnhd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if packed:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    mask = None
+    if call.attn_mask is not None:
+        mask = call.attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+    # Rows that belong to no sequence see no key.
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+    if call.sinks is not None:
+        lse[:] = call.sinks.to(dtype)[:, None]
+
+    for number, batch, q_rows, k_rows in _sequences(call, q, k):
+        nq, nk = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
+        offset = nk - nq
+        if call.q_offset is not None:
+            offset = (
+                int(call.q_offset[number]) if isinstance(call.q_offset, Tensor) else call.q_offset
+            )
+        for head in range(q.shape[1]):
+            head_k = _values(
+                k[batch, head // group, k_rows], call.k_descale, number, head // group, dtype
+            )
+            head_v = _values(
+                v[batch, head // group, k_rows], call.v_descale, number, head // group, dtype
+            )
+            head_q = _values(q[batch, head, q_rows], call.q_descale, number, head, dtype)
+            step = max(1, _BLOCK_ELEMENTS // max(1, nk))
+            for start in range(0, nq, step):
+                rows = torch.arange(start, min(start + step, nq), device=q.device)
+                visible = _visible(call, rows + offset, nk)
+                bias = None
+                if mask is not None:
+                    given = mask[batch, head, q_rows, k_rows][rows]
+                    if given.dtype == torch.bool:
+                        visible = visible & given
+                    else:
+                        visible = visible & (given != -math.inf)
+                        bias = given.to(dtype)
+                block = _Block(
+                    q=head_q[rows],
+                    k=head_k,
+                    v=head_v,
+                    visible=visible,
+                    bias=bias,
+                    sink=None if call.sinks is None else call.sinks[head].to(dtype),
+                    scale=scale,
+                    softcap=call.softcap,
+                )
+                first = q_rows.start + start
+                here = slice(first, first + len(rows))
+                out[batch, head, here], lse[batch, head, here] = block_fn(block)
+    if packed:
+        return out[0].transpose(0, 1), lse[0]
+    return (out.transpose(1, 2) if call.layout == "bnhd" else out), lse
+
+
+def _sequences(call: _Call, q: Tensor, k: Tensor) -> Iterator[tuple[int, int, slice, slice]]:
+    """Number, batch index, query rows and key rows of each sequence."""
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        for batch in range(q.shape[0]):
+            yield batch, batch, slice(0, q.shape[2]), slice(0, k.shape[2])
+        return
+    q_ends, k_ends = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    for number in range(len(q_ends) - 1):
+        q_rows = slice(q_ends[number], q_ends[number + 1])
+        yield number, 0, q_rows, slice(k_ends[number], k_ends[number + 1])
+
+
+def _values(
+    x: Tensor, descale: Tensor | None, number: int, head: int, dtype: torch.dtype
+) -> Tensor:
+    """The values that a stored (N, D) slice stands for, in `dtype`."""
+    if descale is None:
+        return x.to(dtype)
+    if descale.ndim == 2:
+        factor = descale[number, head]
+    elif descale.numel() == 1:
+        factor = descale.reshape(())
+    else:
+        factor = descale[head]
+    return (x.double() * factor.double()).to(dtype)
+
+
+def _visible(call: _Call, position: Tensor, nk: int) -> Tensor:
+    """Bool (rows, Nk): which keys the queries at these positions among the keys may see."""
+    distance = torch.arange(nk, device=position.device) - position[:, None]
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if call.causal:
+        visible &= distance <= 0
+    left, right = call.window or (None, None)
+    if left is not None:
+        visible &= distance >= -left
+    if right is not None:
+        visible &= distance <= right
+    return visible
+
+
+@contextlib.contextmanager
+def _without_tf32(q: Tensor) -> Iterator[None]:
+    """Full float32 products on CUDA, whatever the program has chosen for itself."""
+    if not q.is_cuda or q.dtype != torch.float32:
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+# --- the error rule ---
+
+
+def _report(out: Tensor, ref: Tensor, bound: float, mean_bound: float) -> ErrorReport:
+    value = out.double()
+    same = (value == ref) | (
+        value.isnan() & ref.isnan()
+    )  # equal infinities, and NaN where NaN is due
+    comparable = value.isfinite() & ref.isfinite()
+    error = (value - ref).abs().masked_fill(~comparable, math.inf).masked_fill(same, 0.0)
+    bad = int((error > bound).sum())
+    finite = ref.isfinite()
+    # Where the reference is not finite there is no size of error: right or wrong, and wrong is
+    # counted above.
+    mean_error = _mean(error[finite])
+    power = _mean(ref[finite].square())
+    nrmse = (
+        math.sqrt(_mean(error[finite].square()) / power)
+        if power
+        else (0.0 if mean_error == 0 else math.inf)
+    )
+    worst: tuple[int, ...] = ()
+    at, expected = 0.0, 0.0
+    if error.numel():
+        worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+        at, expected = float(value[worst]), float(ref[worst])
+    return ErrorReport(
+        ok=bad == 0 and mean_error <= mean_bound,
+        max_error=_max(error),
+        mean_error=mean_error,
+        nrmse=nrmse,
+        bad_elements=bad,
+        elements=error.numel(),
+        worst=worst,
+        value=at,
+        expected=expected,
+        bound=bound,
+        mean_bound=mean_bound,
+    )
+
+
+def _max(x: Tensor) -> float:
+    return float(x.max()) if x.numel() else 0.0
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.mean()) if x.numel() else 0.0
+
+
+def _ulp(size: float, dtype: torch.dtype) -> float:
+    """The distance between neighbouring numbers of `dtype` at this size, also near zero."""
+    info = torch.finfo(dtype)
+    return float(2.0 ** math.floor(math.log2(max(size, info.tiny))) * info.eps)

@@ -1,0 +1,116 @@
+// What planning returns: a LaunchPlan is everything that a launch needs except the addresses of the
+// tensors. It is data: printed, compared in a test, sent through JSON, given to the driver
+// (src/runtime/execute.cpp) or to the simulator.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "common/problem.h"
+
+namespace archflash {
+
+// Which tensor an address in a parameter block belongs to.
+enum class Operand : int32_t {
+  Q,
+  K,
+  V,
+  Out,
+  Lse,
+  Sinks,
+  CuSeqlensQ,
+  CuSeqlensK,
+  QOffset,
+  QDescale,
+  KDescale,
+  VDescale,
+  Mask,
+  Workspace,
+};
+constexpr int OPERAND_COUNT = 14;
+
+constexpr const char* operand_name(Operand operand) {
+  constexpr const char* NAMES[OPERAND_COUNT] = {"q",
+                                                "k",
+                                                "v",
+                                                "out",
+                                                "lse",
+                                                "sinks",
+                                                "cu_seqlens_q",
+                                                "cu_seqlens_k",
+                                                "q_offset",
+                                                "q_descale",
+                                                "k_descale",
+                                                "v_descale",
+                                                "mask",
+                                                "workspace"};
+  return NAMES[static_cast<int>(operand)];
+}
+
+// bind() writes `address of operand + addend` (8 bytes) at `offset` of the parameter block.
+struct PointerSlot {
+  Operand operand;
+  int32_t offset;
+  int64_t addend;
+};
+
+enum class Swizzle : int32_t { None = 0, B32 = 1, B64 = 2, B128 = 3 };
+
+// A TMA tensor map to be encoded at bind time into 128 bytes at `offset` of the parameter block.
+// Dimension 0 is contiguous; strides are those of dimensions 1 and up. Dimensions of size 1 or
+// stride 0 are left out.
+struct TensorMapSpec {
+  Operand operand;
+  int32_t offset;
+  int64_t addend;  // bytes from the operand's address to the map's base
+  DType dtype;
+  Swizzle swizzle;
+  bool nan_fill;                 // out-of-bounds elements read as NaN instead of zero
+  std::vector<int64_t> dims;     // elements
+  std::vector<int64_t> strides;  // bytes, one fewer than dims
+  std::vector<int32_t> box;      // elements
+};
+
+struct Launch {
+  std::string kernel;  // entry name in the PTX
+  std::string image;   // which fatbin holds it: "<folder>/<file stem>"
+  std::array<int64_t, 3> grid{1, 1, 1};
+  std::array<int32_t, 3> cluster{1, 1, 1};
+  std::array<int32_t, 3> block{1, 1, 1};
+  int32_t shared_bytes = 0;     // dynamic
+  std::vector<uint8_t> params;  // the kernel's one parameter, addresses not yet filled in
+  std::vector<PointerSlot> pointers;
+  std::vector<TensorMapSpec> tensor_maps;
+};
+
+struct LaunchPlan {
+  std::string implementation;  // folder name
+  Problem problem;
+  Device device;
+  std::vector<Launch> launches;  // in stream order; empty when there is nothing to compute
+  int64_t workspace_bytes = 0;
+  std::string code;  // what the device will run: "sm_90" (native) or "compute_75 PTX, compiled by
+                     // the driver"
+  std::vector<std::pair<std::string, std::string>>
+      notes;  // for explain: tile, warps, stages, CTAs per SM, ...
+};
+
+using Reasons = std::vector<std::string>;  // why an implementation cannot serve a problem; never
+                                           // empty when returned
+using PlanResult = std::variant<LaunchPlan, Reasons>;
+
+// The facts about an implementation, stated once, beside its plan().
+struct Description {
+  std::string name;
+  std::string summary;
+  std::string home_device;  // the known device that it plans for on the simulator
+  std::vector<DType> dtypes;
+  std::string head_dims;  // in words: "multiples of 8 up to 256"
+  std::vector<std::string> features;
+};
+
+}  // namespace archflash

@@ -1,0 +1,90 @@
+// What one attention call asks for (Problem) and what it will run on (Device): plain data, no Torch
+// or CUDA type. Both are all that planning sees; data pointers are bound later
+// (src/runtime/bind.cpp).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+namespace archflash {
+
+enum class DType : int32_t { F32 = 0, F16 = 1, BF16 = 2, E4M3 = 3, E5M2 = 4, F64 = 5 };
+constexpr int DTYPE_COUNT = 6;
+
+constexpr const char* dtype_name(DType dtype) {  // as torch spells it
+  constexpr const char* NAMES[DTYPE_COUNT] = {"float32",       "float16",     "bfloat16",
+                                              "float8_e4m3fn", "float8_e5m2", "float64"};
+  return NAMES[static_cast<int>(dtype)];
+}
+constexpr int dtype_bytes(DType dtype) {
+  constexpr int BYTES[DTYPE_COUNT] = {4, 2, 2, 1, 1, 8};
+  return BYTES[static_cast<int>(dtype)];
+}
+
+// Strides in elements. Dimensions of size 1 have stride 0, so that equal problems compare equal.
+// With cu_seqlens the batch stride is 0: the rows of all sequences lie along `row`.
+struct Strides {
+  int64_t batch;
+  int64_t head;
+  int64_t row;
+};
+
+constexpr int64_t UNBOUNDED = INT64_MAX;  // a window side without a limit
+constexpr int64_t UNKNOWN = -1;           // max_seqlen_q/k not given
+
+// Plain bytes without padding: compared and hashed as such by the plan cache.
+struct Problem {
+  // Shapes. With cu_seqlens, batch is the number of sequences and nq, nk are the totals Tq, Tk.
+  int64_t batch, heads_q, heads_kv, nq, nk, d, dv;
+  int64_t max_seqlen_q,
+      max_seqlen_k;  // UNKNOWN unless given (cu_seqlens only): a hint, never a bound on memory
+
+  Strides q, k, v,
+      out;  // of the row-major inner dimension's element type; `out` is what will be written
+
+  int64_t q_offset;      // position of query 0 among the keys; used by causal and window only
+  int64_t window_left;   // keys j >= i + q_offset - left
+  int64_t window_right;  // keys j <= i + q_offset + right; causal is right = 0 at most
+  double scale;          // multiplies q.k
+  double softcap;        // 0: none; otherwise score = softcap * tanh(scale * q.k / softcap)
+
+  DType dtype;      // of q, k and v
+  DType out_dtype;  // of the output
+
+  int32_t q_align, k_align, v_align,
+      out_align;  // largest power of two, at most 16, that divides the address in bytes
+  int32_t q_unit, k_unit, v_unit, out_unit;  // 1: the last dimension is contiguous
+
+  int32_t causal;  // as asked; already folded into window_right
+  int32_t varlen;  // cu_seqlens_q and cu_seqlens_k are given
+  int32_t
+      q_offset_tensor;  // q_offset is an int32 device tensor (batch,), q_offset above is ignored
+  int32_t q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
+  int32_t sinks;             // 0: none; otherwise 1 + DType of the (heads_q,) tensor
+  int32_t mask;              // 0: none, 1: bool, 2: additive
+  int32_t descale;           // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale
+  int32_t want_lse;          // the log-sum-exp is asked for
+  int32_t needs_grad;        // autograd will want gradients of q, k or v
+  int32_t on_cuda;           // 1: tensors are on a CUDA device, 0: elsewhere (CPU, meta)
+};
+static_assert(std::is_trivially_copyable_v<Problem>);
+static_assert(sizeof(Problem) == 9 * 8 + 12 * 8 + 3 * 8 + 2 * 8 + 20 * 4,
+              "Problem must have no padding: it is hashed as bytes");
+
+// A GPU, as the driver reports it or as the table of known devices states it
+// (src/runtime/known_devices.cpp).
+struct Device {
+  std::string name;
+  int major = 0, minor = 0;  // compute capability
+  int sm_count = 0;
+  int64_t shared_per_block = 0;  // opt-in maximum, bytes
+  int64_t shared_per_sm = 0;     // bytes, shared by the CTAs of an SM
+  int64_t l2_bytes = 0;
+  int registers_per_sm = 65536;  // 32-bit registers; the same on every capability from 7.5 to 12.1
+  int threads_per_sm = 0;        // resident threads per SM
+
+  int capability() const { return 10 * major + minor; }
+};
+
+}  // namespace archflash

@@ -1,0 +1,93 @@
+#include "runtime/bind.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "runtime/text.h"
+
+namespace archflash {
+namespace {
+
+CUtensorMapDataType map_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::F32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::F16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::BF16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::F64:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT64;
+    case DType::E4M3:
+    case DType::E5M2:
+      break;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_UINT8;  // how TMA moves float8
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode encoder() {
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                                12000, cudaEnableDefault, &found);
+    if (status != cudaSuccess || !function) {
+      cudaGetLastError();
+      throw LaunchFailure(
+          "the NVIDIA driver offers no cuTensorMapEncodeTiled: it needs CUDA 12.0 or newer");
+    }
+    return reinterpret_cast<Encode>(function);
+  }();
+  return encode;
+}
+
+}  // namespace
+
+void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map) {
+  constexpr size_t MAX_RANK = 5;
+  cuuint64_t dims[MAX_RANK], strides[MAX_RANK];
+  cuuint32_t box[MAX_RANK], steps[MAX_RANK];
+  const size_t rank = spec.dims.size();
+  if (rank < 1 || rank > MAX_RANK || spec.box.size() != rank || spec.strides.size() + 1 != rank) {
+    throw LaunchFailure(
+        join("tensor map of ", operand_name(spec.operand), ": ", rank, " dims, ", spec.box.size(),
+             " box sizes and ", spec.strides.size(),
+             " strides; it takes 1 to 5 dims, a box size each and one stride fewer"));
+  }
+  for (size_t i = 0; i < rank; ++i) {
+    dims[i] = spec.dims[i];
+    box[i] = spec.box[i];
+    steps[i] = 1;
+    if (i + 1 < rank) strides[i] = spec.strides[i];
+  }
+  const CUresult status =
+      encoder()(static_cast<CUtensorMap*>(map), map_dtype(spec.dtype), rank,
+                static_cast<char*>(address) + spec.addend, dims, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(spec.swizzle),
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                spec.nan_fill ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
+                              : CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw LaunchFailure(join("the driver refused the tensor map of ", operand_name(spec.operand),
+                             " (CUresult ", status, ")"));
+  }
+}
+
+void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
+          unsigned char* block) {
+  std::memcpy(block, launch.params.data(), launch.params.size());
+  for (const PointerSlot& slot : launch.pointers) {
+    char* base = static_cast<char*>(addresses[static_cast<int>(slot.operand)]);
+    const char* address = base ? base + slot.addend : nullptr;  // an absent operand stays null
+    std::memcpy(block + slot.offset, &address, sizeof(address));
+  }
+  for (const TensorMapSpec& spec : launch.tensor_maps) {
+    encode_tensor_map(spec, addresses[static_cast<int>(spec.operand)], block + spec.offset);
+  }
+}
+
+}  // namespace archflash

@@ -1,0 +1,27 @@
+// A plan plus addresses -> the bytes that a kernel receives as its parameter.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <stdexcept>
+
+#include "common/plan.h"
+
+namespace archflash {
+
+constexpr size_t MAX_PARAMETER_BYTES = 4096;
+
+// Raised as archflash.LaunchError.
+struct LaunchFailure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Writes launch.params into `block` (64-byte aligned, MAX_PARAMETER_BYTES) with the addresses
+// filled in and the tensor maps encoded.
+void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
+          unsigned char* block);
+
+// Encodes one tensor map into 128 bytes (64-byte aligned) with the driver's own encoder.
+void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map);
+
+}  // namespace archflash

@@ -1,0 +1,196 @@
+#include "runtime/execute.h"
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "runtime/registry.h"
+#include "runtime/text.h"
+
+namespace archflash {
+
+struct Kernel {
+  cudaKernel_t handle = nullptr;
+  std::string image, entry;
+  std::map<int, int32_t> shared_limit;  // by device: the dynamic shared memory already allowed
+};
+
+namespace {
+
+std::mutex loading;  // guards the tables of loaded code; launches themselves run without it once a
+                     // kernel is ready
+
+void check(cudaError_t status, const std::string& what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // not left for the next caller to find
+  throw LaunchFailure(
+      join(what, ": ", cudaGetErrorName(status), " (", cudaGetErrorString(status), ")"));
+}
+
+// Loading code may happen inside a CUDA graph capture; what it does does not belong to the graph.
+class OutsideCapture {
+ public:
+  OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Makes a device current for a scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device_index) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    changed_ = previous_ != device_index;
+    if (changed_) check(cudaSetDevice(device_index), join("cudaSetDevice(", device_index, ")"));
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+Kernel* find_kernel(const std::string& image_name, const std::string& entry) {
+  static auto& kernels =
+      *new std::map<std::pair<std::string, std::string>, std::unique_ptr<Kernel>>;
+  std::unique_ptr<Kernel>& kernel = kernels[{image_name, entry}];
+  if (!kernel) kernel.reset(new Kernel{nullptr, image_name, entry, {}});
+  return kernel.get();
+}
+
+void load(Kernel& kernel) {
+  static auto& libraries = *new std::map<std::string, cudaLibrary_t>;
+  const OutsideCapture guard;
+  auto found = libraries.find(kernel.image);
+  if (found == libraries.end()) {
+    const Bytes bytes = image(kernel.image);
+    if (!bytes.begin)
+      throw LaunchFailure(join("kernels ", kernel.image, " are not compiled in this build"));
+    cudaLibrary_t library = nullptr;
+    check(cudaLibraryLoadData(&library, bytes.begin, nullptr, nullptr, 0, nullptr, nullptr, 0),
+          join("loading ", kernel.image));
+    found = libraries.emplace(kernel.image, library).first;
+  }
+  check(cudaLibraryGetKernel(&kernel.handle, found->second, kernel.entry.c_str()),
+        join("finding kernel ", kernel.entry, " in ", kernel.image));
+}
+
+void make_ready(Kernel& kernel, int device_index, int32_t shared_bytes) {
+  const std::lock_guard lock(loading);
+  if (!kernel.handle) load(kernel);
+  int32_t& limit = kernel.shared_limit[device_index];
+  if (shared_bytes > limit) {
+    const OutsideCapture guard;
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel.handle),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          join("allowing ", shared_bytes, " bytes of shared memory for ", kernel.entry));
+    limit = shared_bytes;
+  }
+}
+
+std::string describe_launch(const Launch& launch) {
+  return join("launching ", launch.kernel, " with grid (", launch.grid[0], ", ", launch.grid[1],
+              ", ", launch.grid[2], "), block (", launch.block[0], ", ", launch.block[1], ", ",
+              launch.block[2], "), ", launch.shared_bytes, " bytes of shared memory");
+}
+
+void launch_kernel(const Launch& launch, Kernel& kernel,
+                   const std::array<void*, OPERAND_COUNT>& addresses, cudaStream_t stream) {
+  alignas(64) unsigned char block[MAX_PARAMETER_BYTES];
+  bind(launch, addresses, block);
+  void* parameters[] = {block};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(launch.grid[0], launch.grid[1], launch.grid[2]);
+  config.blockDim = dim3(launch.block[0], launch.block[1], launch.block[2]);
+  config.dynamicSmemBytes = launch.shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  if (launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > 1) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = launch.cluster[0];
+    attribute.val.clusterDim.y = launch.cluster[1];
+    attribute.val.clusterDim.z = launch.cluster[2];
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  const cudaError_t status =
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.handle), parameters);
+  if (status != cudaSuccess) check(status, describe_launch(launch));
+}
+
+}  // namespace
+
+std::shared_ptr<PreparedPlan> prepare(LaunchPlan plan) {
+  auto prepared = std::make_shared<PreparedPlan>(PreparedPlan{std::move(plan), {}});
+  const std::lock_guard lock(loading);
+  for (const Launch& launch : prepared->plan.launches) {
+    if (launch.params.size() > MAX_PARAMETER_BYTES) {
+      throw LaunchFailure(join(launch.kernel, " takes ", launch.params.size(),
+                               " bytes of parameters: at most ", MAX_PARAMETER_BYTES));
+    }
+    prepared->kernels.push_back(find_kernel(launch.image, launch.kernel));
+  }
+  return prepared;
+}
+
+void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
+             int device_index, void* stream) {
+  if (prepared.plan.launches.empty()) return;
+  const DeviceGuard guard(device_index);
+  for (size_t i = 0; i < prepared.plan.launches.size(); ++i) {
+    const Launch& launch = prepared.plan.launches[i];
+    make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
+    launch_kernel(launch, *prepared.kernels[i], addresses, static_cast<cudaStream_t>(stream));
+  }
+}
+
+DriverStatus driver_status() {
+  DriverStatus status;
+  cudaDriverGetVersion(&status.cuda_version);
+  const cudaError_t error = cudaGetDeviceCount(&status.device_count);
+  cudaGetLastError();
+  if (error == cudaSuccess && status.device_count > 0) {
+    status.usable = true;
+  } else if (status.cuda_version == 0) {
+    status.problem = "no NVIDIA driver on this machine";
+  } else if (error == cudaErrorInsufficientDriver) {
+    status.problem = "the NVIDIA driver is too old";
+  } else if (error == cudaErrorNoDevice || error == cudaSuccess) {
+    status.problem = "no NVIDIA GPU on this machine";
+  } else {
+    status.problem = join(cudaGetErrorName(error), " (", cudaGetErrorString(error), ")");
+  }
+  if (!status.usable) status.device_count = 0;
+  return status;
+}
+
+Device query_device(int device_index) {
+  auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, which, device_index),
+          join("asking device ", device_index, " for attribute ", which));
+    return value;
+  };
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device_index),
+        join("asking for device ", device_index));
+  Device device;
+  device.name = properties.name;
+  device.major = attribute(cudaDevAttrComputeCapabilityMajor);
+  device.minor = attribute(cudaDevAttrComputeCapabilityMinor);
+  device.sm_count = attribute(cudaDevAttrMultiProcessorCount);
+  device.shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  device.shared_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  device.l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  device.registers_per_sm = attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
+  device.threads_per_sm = attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
+  return device;
+}
+
+}  // namespace archflash

@@ -1,0 +1,38 @@
+// Running a plan on a GPU: the only place of the project that launches a kernel.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/bind.h"
+
+namespace archflash {
+
+struct Kernel;  // an entry of a loaded fatbin
+
+// A plan and the kernels it launches, looked up once.
+struct PreparedPlan {
+  LaunchPlan plan;
+  std::vector<Kernel*> kernels;  // one per launch
+};
+
+std::shared_ptr<PreparedPlan> prepare(LaunchPlan plan);
+
+// Launches on `stream` of device `device_index`; asynchronous. Throws LaunchFailure with what was
+// tried; no CUDA error is left behind.
+void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
+             int device_index, void* stream);
+
+struct DriverStatus {
+  bool usable = false;
+  int device_count = 0;
+  int cuda_version =
+      0;  // the newest CUDA that the driver supports, 13000 for 13.0; 0 without a driver
+  std::string problem;  // empty when usable: "no NVIDIA driver", "driver ... is older than ...",
+                        // "no NVIDIA GPU"
+};
+DriverStatus driver_status();
+Device query_device(int device_index);
+
+}  // namespace archflash

@@ -1,0 +1,354 @@
+// The extension module archflash._archflash: reads tensors, keeps plans, launches. No policy: which
+// implementation serves a problem is decided in python/archflash/_dispatch.py, which is asked once
+// per new Problem.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "runtime/call.h"
+#include "runtime/execute.h"
+#include "runtime/known_devices.h"
+#include "runtime/plan_cache.h"
+#include "runtime/registry.h"
+#include "runtime/serialize.h"
+#include "runtime/text.h"
+
+namespace archflash {
+namespace {
+
+// Never destroyed: they hold Python objects and CUDA handles, which must outlive static
+// destruction.
+PlanCache& cache() {
+  static auto& instance = *new PlanCache;
+  return instance;
+}
+nb::object&
+decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`
+  static auto& instance = *new nb::object;
+  return instance;
+}
+
+int64_t forced_index(nb::handle name) {
+  if (name.is_none()) return -1;
+  const std::string text = nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name)
+                                                         : nb::cast<std::string>(nb::repr(name));
+  const std::vector<std::string> names = folder_names();
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (names[i] == text) return static_cast<int64_t>(i);
+  }
+  return static_cast<int64_t>(names.size());  // `torch`, or unknown: decide() knows
+}
+
+nb::object allocate_out(nb::handle q, const Call& call) {
+  if (call.out_like_q) return torch().empty_like(q);
+  nb::list shape, strides;
+  for (int i = 0; i < call.out_ndim; ++i) {
+    shape.append(call.out_shape[i]);
+    strides.append(call.out_strides[i]);
+  }
+  return q.attr("new_empty_strided")(
+      nb::tuple(shape), nb::tuple(strides),
+      nb::arg("dtype") = torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+}
+
+nb::object allocate_lse(nb::handle q, const Problem& p) {
+  nb::tuple shape =
+      p.varlen ? nb::make_tuple(p.heads_q, p.nq) : nb::make_tuple(p.batch, p.heads_q, p.nq);
+  return q.attr("new_empty")(shape, nb::arg("dtype") = torch().float32);
+}
+
+void set_address(Call& call, Operand operand, nb::handle tensor) {
+  TensorView view;
+  read_tensor(tensor, operand_name(operand), view);
+  call.addresses[static_cast<int>(operand)] = view.data;
+}
+
+// Allocates what is missing, binds and launches. Returns out, or (out, lse).
+nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
+  nb::object out = a.out.is_none() ? allocate_out(a.q, call) : nb::borrow(a.out);
+  if (a.out.is_none()) set_address(call, Operand::Out, out);
+  nb::object lse, workspace;
+  if (call.problem.want_lse) {
+    lse = allocate_lse(a.q, call.problem);
+    set_address(call, Operand::Lse, lse);
+  }
+  if (prepared.plan.workspace_bytes > 0) {
+    workspace =
+        a.q.attr("new_empty")(prepared.plan.workspace_bytes,
+                              nb::arg("dtype") = nb::module_::import_("torch").attr("uint8"));
+    set_address(call, Operand::Workspace, workspace);
+  }
+  void* stream = current_stream(call.device_index);
+  {
+    const nb::gil_scoped_release release;
+    execute(prepared, call.addresses, call.device_index, stream);
+  }
+  return call.problem.want_lse ? nb::object(nb::make_tuple(out, lse)) : out;
+}
+
+using namespace nb::literals;
+
+#define ARCHFLASH_CALL_PARAMETERS                                                               \
+  nb::handle q, nb::handle k, nb::handle v, bool causal, nb::handle window, nb::handle softcap, \
+      nb::handle sinks, nb::handle scale, nb::handle q_offset, nb::handle cu_seqlens_q,         \
+      nb::handle cu_seqlens_k, nb::handle max_seqlen_q, nb::handle max_seqlen_k,                \
+      nb::handle attn_mask, nb::handle q_descale, nb::handle k_descale, nb::handle v_descale,   \
+      nb::handle out_dtype, nb::handle layout, nb::handle out, bool return_lse, bool grad_enabled
+#define ARCHFLASH_CALL_ARGUMENTS                                                                   \
+  Arguments {                                                                                      \
+    q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,          \
+        max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype, layout, \
+        out, return_lse, grad_enabled                                                              \
+  }
+#define ARCHFLASH_CALL_NAMES                                                                   \
+  "q"_a, "k"_a, "v"_a, "causal"_a, "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(),    \
+      "scale"_a.none(), "q_offset"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), \
+      "max_seqlen_q"_a.none(), "max_seqlen_k"_a.none(), "attn_mask"_a.none(),                  \
+      "q_descale"_a.none(), "k_descale"_a.none(), "v_descale"_a.none(), "out_dtype"_a.none(),  \
+      "layout"_a, "out"_a.none(), "return_lse"_a, "grad_enabled"_a
+
+// Tensor subclasses, fake tensors among them, have a say of their own in what runs.
+bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is_tensor(object); }
+
+// The eager call. On a cached decision this is the whole way: read, look up, allocate, bind,
+// launch.
+nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
+  const Arguments arguments = ARCHFLASH_CALL_ARGUMENTS;
+  if (needs_dispatcher(q) || needs_dispatcher(k) || needs_dispatcher(v))
+    return nb::borrow(Py_NotImplemented);
+  Call call;
+  build_call(arguments, call);
+  if (call.place == Place::Other) return nb::borrow(Py_NotImplemented);
+  const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
+  std::shared_ptr<PreparedPlan> prepared;
+  if (const auto* cached = cache().find(key)) {
+    prepared = *cached;
+  } else {
+    nb::object chosen = decide()(call.problem, call.device_index, implementation);
+    if (!chosen.is_none()) prepared = prepare(nb::cast<const LaunchPlan&>(chosen));
+    cache().insert(key, prepared);
+  }
+  return prepared ? run(*prepared, arguments, call) : nb::none();
+}
+
+Problem make_problem(ARCHFLASH_CALL_PARAMETERS) {
+  Call call;
+  build_call(ARCHFLASH_CALL_ARGUMENTS, call);
+  return call.problem;
+}
+
+// Runs a given plan on given tensors, for replay: they must make exactly the plan's problem.
+nb::object execute_plan(const LaunchPlan& plan, ARCHFLASH_CALL_PARAMETERS) {
+  const Arguments arguments = ARCHFLASH_CALL_ARGUMENTS;
+  Call call;
+  build_call(arguments, call);
+  if (std::memcmp(&call.problem, &plan.problem, sizeof(Problem)) != 0) {
+    throw nb::value_error(
+        "these tensors and arguments are not the plan's problem: compare archflash.explain's with "
+        "the plan's");
+  }
+  if (call.device_index < 0)
+    throw nb::value_error("q is not on a CUDA device: a plan runs on a GPU");
+  return run(*prepare(plan), arguments, call);
+}
+
+nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
+                           const std::vector<std::pair<std::string, uintptr_t>>& addresses) {
+  std::array<void*, OPERAND_COUNT> pointers{};
+  for (const auto& [name, address] : addresses) {
+    for (int i = 0; i < OPERAND_COUNT; ++i) {
+      if (name == operand_name(static_cast<Operand>(i)))
+        pointers[i] = reinterpret_cast<void*>(address);
+    }
+  }
+  alignas(64) unsigned char block[MAX_PARAMETER_BYTES];
+  bind(plan.launches.at(launch), pointers, block);
+  return nb::bytes(block, plan.launches[launch].params.size());
+}
+
+}  // namespace
+
+NB_MODULE(_archflash, m) {
+  using namespace nb::literals;
+  m.doc() =
+      "archflash's runtime: plans, bound launches and the kernels themselves, without torch or a "
+      "GPU at import.";
+  m.attr("version") = ARCHFLASH_VERSION;
+  nb::set_leak_warnings(false);  // what the caches hold lives as long as the process
+
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const LaunchFailure& failure) {
+      PyErr_SetString(nb::module_::import_("archflash._errors").attr("LaunchError").ptr(),
+                      failure.what());
+    }
+  });
+
+  nb::class_<Problem>(m, "Problem",
+                      "What one call asks for: shapes, strides, options. No addresses.")
+      .def_static("from_dict", &problem_from_dict, "fields"_a,
+                  nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Problem"))
+      .def(
+          "to_dict", [](const Problem& p) { return to_dict(p); },
+          nb::sig("def to_dict(self) -> dict[str, typing.Any]"))
+      .def(
+          "__eq__",
+          [](const Problem& a, const Problem& b) {
+            return std::memcmp(&a, &b, sizeof(Problem)) == 0;
+          },
+          nb::is_operator(), nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def_prop_ro("dtype", [](const Problem& p) { return dtype_name(p.dtype); })
+      .def_prop_ro("out_dtype", [](const Problem& p) { return dtype_name(p.out_dtype); })
+      .def_ro("batch", &Problem::batch)
+      .def_ro("heads_q", &Problem::heads_q)
+      .def_ro("heads_kv", &Problem::heads_kv)
+      .def_ro("nq", &Problem::nq)
+      .def_ro("nk", &Problem::nk)
+      .def_ro("d", &Problem::d)
+      .def_ro("dv", &Problem::dv)
+      .def_prop_ro("causal", [](const Problem& p) { return p.causal != 0; })
+      .def_prop_ro("window",
+                   [](const Problem& p) {
+                     return p.window_left != UNBOUNDED ||
+                            (!p.causal && p.window_right != UNBOUNDED);
+                   })
+      .def_ro("softcap", &Problem::softcap)
+      .def_prop_ro("varlen", [](const Problem& p) { return p.varlen != 0; })
+      .def_prop_ro("q_offset_given", [](const Problem& p) { return p.q_offset_default == 0; })
+      .def_prop_ro("sinks", [](const Problem& p) { return p.sinks != 0; })
+      .def_prop_ro("masked", [](const Problem& p) { return p.mask != 0; })
+      .def_prop_ro("want_lse", [](const Problem& p) { return p.want_lse != 0; })
+      .def_prop_ro("needs_grad", [](const Problem& p) { return p.needs_grad != 0; })
+      .def_prop_ro("on_cuda", [](const Problem& p) { return p.on_cuda != 0; })
+      .def(
+          "as_if_on_cuda",
+          [](Problem p) {
+            p.on_cuda = 1;
+            return p;
+          },
+          "The same problem with its tensors on a GPU.");
+
+  nb::class_<Device>(m, "Device", "A GPU as planning sees it.")
+      .def_static("from_dict", &device_from_dict, "fields"_a,
+                  nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Device"))
+      .def(
+          "to_dict", [](const Device& d) { return to_dict(d); },
+          nb::sig("def to_dict(self) -> dict[str, typing.Any]"))
+      .def_ro("name", &Device::name)
+      .def_prop_ro("capability", [](const Device& d) { return std::pair(d.major, d.minor); })
+      .def_ro("sm_count", &Device::sm_count)
+      .def_ro("shared_per_block", &Device::shared_per_block)
+      .def_ro("shared_per_sm", &Device::shared_per_sm)
+      .def_ro("l2_bytes", &Device::l2_bytes)
+      .def_ro("registers_per_sm", &Device::registers_per_sm)
+      .def_ro("threads_per_sm", &Device::threads_per_sm);
+
+  nb::class_<LaunchPlan>(m, "LaunchPlan",
+                         "Everything a launch needs but the addresses of the tensors.")
+      .def_static("from_dict", &plan_from_dict, "fields"_a,
+                  nb::sig("def from_dict(fields: dict[str, typing.Any]) -> LaunchPlan"))
+      .def(
+          "to_dict", [](const LaunchPlan& p) { return to_dict(p); },
+          nb::sig("def to_dict(self) -> dict[str, typing.Any]"))
+      .def_ro("implementation", &LaunchPlan::implementation)
+      .def_ro("problem", &LaunchPlan::problem)
+      .def_ro("device", &LaunchPlan::device)
+      .def_ro("workspace_bytes", &LaunchPlan::workspace_bytes)
+      .def_ro("code", &LaunchPlan::code)
+      .def_ro("notes", &LaunchPlan::notes);
+
+  nb::class_<Description>(m, "Description", "What an implementation says of itself.")
+      .def_ro("name", &Description::name)
+      .def_ro("summary", &Description::summary)
+      .def_ro("home_device", &Description::home_device)
+      .def_prop_ro("dtypes",
+                   [](const Description& d) {
+                     std::vector<std::string> names;
+                     for (DType dtype : d.dtypes) names.emplace_back(dtype_name(dtype));
+                     return names;
+                   })
+      .def_ro("head_dims", &Description::head_dims)
+      .def_ro("features", &Description::features);
+
+  nb::class_<Target>(
+      m, "Target",
+      "Code of an implementation and the capabilities (10 * major + minor, inclusive) it loads on.")
+      .def_ro("name", &Target::name)
+      .def_ro("first", &Target::first)
+      .def_ro("last", &Target::last);
+
+  nb::class_<DriverStatus>(m, "DriverStatus", "Whether CUDA works here, and if not, why.")
+      .def_ro("usable", &DriverStatus::usable)
+      .def_ro("device_count", &DriverStatus::device_count)
+      .def_ro("cuda_version", &DriverStatus::cuda_version)
+      .def_ro("problem", &DriverStatus::problem);
+
+  nb::class_<KnownDevice>(m, "KnownDevice", "A row of the table of known GPUs.")
+      .def_ro("device", &KnownDevice::device)
+      .def_ro("boost_mhz", &KnownDevice::boost_mhz)
+      .def_ro("bandwidth_gbps", &KnownDevice::bandwidth_gbps)
+      .def_ro("fp32_tflops", &KnownDevice::fp32_tflops)
+      .def_ro("fp16_tflops", &KnownDevice::fp16_tflops)
+      .def_ro("fp8_tflops", &KnownDevice::fp8_tflops)
+      .def_prop_ro("source", [](const KnownDevice& d) { return std::string(d.source); });
+
+  m.def("folder_names", &folder_names, "Names of the architecture folders, compiled or not.");
+  m.def("describe", [](const std::string& name) { return describe(name); }, "name"_a);
+  m.def(
+      "targets", [](const std::string& name) { return targets(name); }, "name"_a,
+      "What the folder is built for; empty when it was left out of this build.");
+  m.def(
+      "plan",
+      [](const std::string& name, const Problem& problem, const Device& device) {
+        return plan(name, problem, device);
+      },
+      "name"_a, "problem"_a, "device"_a, "A LaunchPlan, or the list of reasons why not.");
+  m.def(
+      "image",
+      [](const std::string& name) {
+        const Bytes bytes = image(name);
+        return nb::bytes(bytes.begin, bytes.end - bytes.begin);
+      },
+      "name"_a, "The fatbin `<folder>/<file stem>`; empty when not compiled in.");
+  m.def("image_names", &image_names);
+  m.def("known_devices", [] { return known_devices(); });
+  m.def(
+      "find_known_device",
+      [](const std::string& name) -> std::optional<KnownDevice> {
+        const KnownDevice* found = find_known_device(name);
+        return found ? std::optional(*found) : std::nullopt;
+      },
+      "name"_a);
+  m.def("driver_status", &driver_status);
+  m.def("query_device", &query_device, "device_index"_a);
+
+  m.def("set_decide", [](nb::object function) { decide() = std::move(function); }, "function"_a);
+  m.def("attention", &attention, ARCHFLASH_CALL_NAMES, "implementation"_a.none(),
+        "Serves an eager call from a kernel. None when `torch` is to serve it; NotImplemented for "
+        "torch's dispatcher.");
+  m.def("make_problem", &make_problem, ARCHFLASH_CALL_NAMES);
+  m.def("execute", &execute_plan, "plan"_a, ARCHFLASH_CALL_NAMES);
+  m.def("bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
+        "The parameter bytes of one launch with (operand, address) pairs filled in.");
+  m.def(
+      "cache_info",
+      [] {
+        return nb::make_tuple(cache().hits, cache().misses, cache().size(), PlanCache::CAPACITY);
+      },
+      nb::sig("def cache_info() -> tuple[int, int, int, int]"),
+      "(hits, misses, entries, capacity) of the plan cache.");
+  m.def("clear_cache", [] { cache().clear(); });
+  m.def("use_exchange_table", &use_exchange_table, "enabled"_a,
+        "Reads tensors through torch's DLPack exchange table (default), or through their Python "
+        "attributes.");
+  m.def("has_exchange_table", [] { return torch().exchange != nullptr; });
+  m.def("is_plain_tensor", [](nb::handle object) { return is_plain_tensor(object); }, "object"_a);
+}
+
+}  // namespace archflash

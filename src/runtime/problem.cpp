@@ -1,0 +1,416 @@
+#include <cmath>
+#include <cstring>
+
+#include "runtime/call.h"
+#include "runtime/text.h"
+
+namespace archflash {
+namespace {
+
+template <class... Parts>
+[[noreturn]] void wrong_value(const Parts&... parts) {
+  throw nb::value_error(join(parts...).c_str());
+}
+template <class... Parts>
+[[noreturn]] void wrong_type(const Parts&... parts) {
+  throw nb::type_error(join(parts...).c_str());
+}
+
+// Where a dimension lies in a tensor of the call.
+struct Axes {
+  int batch, head, row, inner;  // batch is -1 with cu_seqlens
+};
+constexpr Axes BHND{0, 1, 2, 3}, BNHD{0, 2, 1, 3}, PACKED{-1, 1, 0, 2};
+
+Axes axes_of(const Arguments& a, bool varlen) {
+  const bool is_text = PyUnicode_Check(a.layout.ptr());
+  if (is_text && PyUnicode_CompareWithASCIIString(a.layout.ptr(), "bhnd") == 0)
+    return varlen ? PACKED : BHND;
+  if (is_text && PyUnicode_CompareWithASCIIString(a.layout.ptr(), "bnhd") == 0)
+    return varlen ? PACKED : BNHD;
+  wrong_value(
+      "layout is ", nb::cast<std::string>(nb::repr(a.layout)),
+      ": it must be 'bhnd' for (batch, heads, rows, dim) or 'bnhd' for (batch, rows, heads, dim)");
+}
+
+double number(nb::handle value, const char* name) {
+  const double result = PyFloat_AsDouble(value.ptr());
+  if (result == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    wrong_type(name, " is ", nb::cast<std::string>(nb::repr(value)),
+               ": it must be a number or None");
+  }
+  if (!std::isfinite(result)) wrong_value(name, " is ", result, ": it must be finite");
+  return result;
+}
+
+int64_t integer(nb::handle value, const char* name) {
+  const int64_t result = PyLong_Check(value.ptr()) ? PyLong_AsLongLong(value.ptr()) : -1;
+  if (!PyLong_Check(value.ptr()) || (result == -1 && PyErr_Occurred())) {
+    PyErr_Clear();
+    wrong_type(name, " is ", nb::cast<std::string>(nb::repr(value)),
+               ": it must be an int that fits 64 bits, or None");
+  }
+  return result;
+}
+
+void read_window(nb::handle window, Problem& p) {
+  if (window.is_none()) return;
+  if (!(nb::isinstance<nb::tuple>(window) || nb::isinstance<nb::list>(window)) ||
+      nb::len(window) != 2) {
+    wrong_type("window is ", nb::cast<std::string>(nb::repr(window)),
+               ": it must be a pair (left, right) of ints >= 0, None for an unbounded side");
+  }
+  for (int side = 0; side < 2; ++side) {
+    nb::object value = window[side];
+    if (value.is_none()) continue;
+    const char* name = side == 0 ? "window left" : "window right";
+    const int64_t limit = integer(value, name);
+    if (limit < 0)
+      wrong_value(name, " is ", limit, ": it must be >= 0, or None for an unbounded side");
+    (side == 0 ? p.window_left : p.window_right) = limit;
+  }
+}
+
+int32_t alignment(const void* address) {
+  const uintptr_t value = reinterpret_cast<uintptr_t>(address) | 16;
+  return static_cast<int32_t>(value & -value);
+}
+
+bool requires_grad(nb::handle tensor) { return tensor.attr("requires_grad").is(Py_True); }
+
+int64_t stride_of(const TensorView& t, int axis) {
+  return axis < 0 || t.shape[axis] == 1 ? 0 : t.strides[axis];
+}
+
+Strides strides_of(const TensorView& t, const Axes& x) {
+  return {stride_of(t, x.batch), stride_of(t, x.head), stride_of(t, x.row)};
+}
+
+int32_t has_unit_inner(const TensorView& t, const Axes& x) {
+  return t.shape[x.inner] <= 1 || t.strides[x.inner] == 1;
+}
+
+void check_same_device(const TensorView& t, const char* name, const TensorView& q) {
+  if (t.place != q.place || t.device_index != q.device_index) {
+    auto text = [](const TensorView& view) {
+      return view.place == Place::Cuda
+                 ? join("cuda:", view.device_index)
+                 : std::string(view.place == Place::Cpu ? "cpu" : "another device");
+    };
+    wrong_type(name, " is on ", text(t), " but q is on ", text(q), ": move them to one device");
+  }
+}
+
+void check_rank(const TensorView& t, const char* name, int rank, bool varlen) {
+  if (t.ndim == rank) return;
+  wrong_value(name, " has shape ", describe_shape(t), ": ",
+              varlen ? "with cu_seqlens it must have 3 dimensions (tokens, heads, dim)"
+                     : "it must have 4 dimensions, (batch, heads, rows, dim) or with layout='bnhd' "
+                       "(batch, rows, heads, dim); "
+                       "packed (tokens, heads, dim) needs cu_seqlens_q and cu_seqlens_k");
+}
+
+void check_size(int64_t given, int64_t expected, const TensorView& t, const char* name,
+                const char* what, const char* other) {
+  if (given != expected) {
+    wrong_value(name, " has shape ", describe_shape(t), ", ", what, " ", given, ": it must be ",
+                expected, " as in ", other);
+  }
+}
+
+// A 1-D int32 tensor beside q.
+void read_int32(nb::handle object, const char* name, int64_t length, const char* length_text,
+                const TensorView& q, TensorView& view) {
+  read_tensor(object, name, view);
+  if (!view.is_int32)
+    wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.int32");
+  check_same_device(view, name, q);
+  if (view.ndim != 1 || (length >= 0 && view.shape[0] != length) || view.shape[0] < 1) {
+    wrong_value(name, " has shape ", describe_shape(view), ": it must be ", length_text);
+  }
+  if (view.shape[0] > 1 && view.strides[0] != 1)
+    wrong_value(name, " is not contiguous: call .contiguous() on it");
+}
+
+void read_descale(nb::handle object, const char* name, Operand operand, int bit, int64_t heads,
+                  const TensorView& q, Call& call) {
+  if (object.is_none()) return;
+  TensorView view;
+  read_tensor(object, name, view);
+  Problem& p = call.problem;
+  if (!view.is_float || view.dtype != DType::F32)
+    wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.float32");
+  check_same_device(view, name, q);
+  if (p.dtype != DType::E4M3 && p.dtype != DType::E5M2) {
+    wrong_value(name, " is given but q is ", dtype_name(p.dtype),
+                ": descales belong to float8 inputs");
+  }
+  const bool per_tensor = view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1);
+  const bool per_head = view.ndim == 1 && view.shape[0] == heads;
+  const bool per_batch = view.ndim == 2 && view.shape[0] == p.batch && view.shape[1] == heads;
+  if (!per_tensor && !per_head && !per_batch) {
+    wrong_value(name, " has shape ", describe_shape(view), ": it must be (), (1,), (", heads,
+                ",) or (", p.batch, ", ", heads, ")");
+  }
+  p.descale |= 1 << bit;
+  call.addresses[static_cast<int>(operand)] = view.data;
+}
+
+void read_mask(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.attn_mask.is_none()) return;
+  TensorView view;
+  read_tensor(a.attn_mask, "attn_mask", view);
+  Problem& p = call.problem;
+  if (p.varlen)
+    wrong_value(
+        "attn_mask is given with cu_seqlens: packed sequences take no mask; use causal or window");
+  if (!view.is_bool && !view.is_float) {
+    wrong_type("attn_mask has dtype ", dtype_text(a.attn_mask),
+               ": it must be torch.bool (True keeps) or a floating dtype (added)");
+  }
+  check_same_device(view, "attn_mask", q);
+  const int64_t full[4] = {p.batch, p.heads_q, p.nq, p.nk};
+  bool fits = view.ndim <= 4;
+  for (int i = 0; fits && i < view.ndim; ++i) {
+    const int64_t size = view.shape[view.ndim - 1 - i];
+    fits = size == 1 || size == full[3 - i];
+  }
+  if (!fits) {
+    wrong_value("attn_mask has shape ", describe_shape(view),
+                ": it must broadcast to (batch, heads, nq, nk) = (", full[0], ", ", full[1], ", ",
+                full[2], ", ", full[3], ")");
+  }
+  p.mask = view.is_bool ? 1 : 2;
+  call.addresses[static_cast<int>(Operand::Mask)] = view.data;
+}
+
+// Dense strides for an output of call.out_shape whose dimensions nest in the order of q's own
+// strides, the last innermost.
+void plan_output(const TensorView& q, bool same_dtype, Call& call) {
+  const int n = call.out_ndim;
+  int order[4];  // outermost first
+  for (int i = 0; i < n - 1; ++i) {
+    int place = i;
+    // A stride of 0 (expanded) says nothing about order: such a dimension goes outermost.
+    auto inside = [&](int a, int b) {
+      return q.strides[a] != 0 && (q.strides[b] == 0 || q.strides[a] < q.strides[b]);
+    };
+    for (; place > 0 && inside(order[place - 1], i); --place) order[place] = order[place - 1];
+    order[place] = i;
+  }
+  order[n - 1] = n - 1;
+  int64_t stride = 1;
+  call.out_like_q = same_dtype;
+  for (int i = n - 1; i >= 0; --i) {
+    const int axis = order[i];
+    call.out_strides[axis] = stride;
+    stride *= call.out_shape[axis] > 0 ? call.out_shape[axis] : 1;
+    call.out_like_q &=
+        call.out_shape[axis] == q.shape[axis] && call.out_strides[axis] == q.strides[axis];
+  }
+}
+
+void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call) {
+  Problem& p = call.problem;
+  TensorView view;
+  read_tensor(a.out, "out", view);
+  if (!view.is_float || view.dtype != p.out_dtype) {
+    wrong_type("out has dtype ", dtype_text(a.out), ": it must be torch.", dtype_name(p.out_dtype));
+  }
+  check_same_device(view, "out", q);
+  bool fits = view.ndim == call.out_ndim;
+  for (int i = 0; fits && i < view.ndim; ++i) fits = view.shape[i] == call.out_shape[i];
+  if (!fits) {
+    TensorView expected = view;
+    expected.ndim = call.out_ndim;
+    expected.shape = call.out_shape;
+    wrong_value("out has shape ", describe_shape(view), ": it must be ", describe_shape(expected));
+  }
+  for (int i = 0; i < view.ndim; ++i) {
+    if (view.shape[i] > 1 && view.strides[i] == 0)
+      wrong_value("out has stride 0 in dimension ", i,
+                  ": its elements overlap; pass a real tensor");
+  }
+  p.out = strides_of(view, x);
+  p.out_unit = has_unit_inner(view, x);
+  p.out_align = alignment(view.data);
+  call.addresses[static_cast<int>(Operand::Out)] = view.data;
+}
+
+void read_out_dtype(const Arguments& a, Problem& p) {
+  const bool fp8 = p.dtype == DType::E4M3 || p.dtype == DType::E5M2;
+  p.out_dtype = fp8 ? DType::BF16 : p.dtype;
+  if (a.out_dtype.is_none()) return;
+  for (DType type : {DType::F32, DType::F16, DType::BF16, DType::F64}) {
+    if (a.out_dtype.is(torch().dtypes[static_cast<int>(type)])) {
+      p.out_dtype = type;
+      return;
+    }
+  }
+  wrong_type("out_dtype is ", nb::cast<std::string>(nb::repr(a.out_dtype)),
+             ": it must be torch.float32, torch.float16, torch.bfloat16 or torch.float64");
+}
+
+}  // namespace
+
+void build_call(const Arguments& a, Call& call) {
+  std::memset(static_cast<void*>(&call), 0, sizeof(call));
+  Problem& p = call.problem;
+  TensorView q, k, v;
+  read_tensor(a.q, "q", q);
+  read_tensor(a.k, "k", k);
+  read_tensor(a.v, "v", v);
+
+  p.varlen = !a.cu_seqlens_q.is_none();
+  if (p.varlen != !a.cu_seqlens_k.is_none()) {
+    wrong_value(p.varlen ? "cu_seqlens_k" : "cu_seqlens_q",
+                " is missing: packed sequences need both cu_seqlens_q and cu_seqlens_k");
+  }
+  const Axes x = axes_of(a, p.varlen);
+  const int rank = p.varlen ? 3 : 4;
+  check_rank(q, "q", rank, p.varlen);
+  check_rank(k, "k", rank, p.varlen);
+  check_rank(v, "v", rank, p.varlen);
+
+  if (!q.is_float) {
+    wrong_type(
+        "q has dtype ", dtype_text(a.q),
+        ": attention takes float32, float16, bfloat16, float64, float8_e4m3fn and float8_e5m2");
+  }
+  if (!k.is_float || k.dtype != q.dtype || !v.is_float || v.dtype != q.dtype) {
+    wrong_type("q, k and v have dtypes ", dtype_text(a.q), ", ", dtype_text(a.k), " and ",
+               dtype_text(a.v), ": they must be the same; convert them with .to(q.dtype)");
+  }
+  check_same_device(k, "k", q);
+  check_same_device(v, "v", q);
+  p.dtype = q.dtype;
+  p.on_cuda = q.place == Place::Cuda;
+  call.place = q.place;
+  call.device_index = p.on_cuda ? q.device_index : -1;
+
+  p.heads_q = q.shape[x.head];
+  p.heads_kv = k.shape[x.head];
+  p.nq = q.shape[x.row];
+  p.nk = k.shape[x.row];
+  p.d = q.shape[x.inner];
+  p.dv = v.shape[x.inner];
+  check_size(k.shape[x.inner], p.d, k, "k", "head dim", "q");
+  check_size(v.shape[x.head], p.heads_kv, v, "v", "heads", "k");
+  check_size(v.shape[x.row], p.nk, v, "v", "rows", "k");
+  if (p.d < 1 || p.dv < 1)
+    wrong_value("the head dim is ", p.d, " for q and k and ", p.dv,
+                " for v: it must be at least 1");
+  if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
+    wrong_value("q has ", p.heads_q, " heads and k has ", p.heads_kv,
+                ": the heads of q must be a multiple of those of k and v");
+  }
+
+  p.max_seqlen_q = p.max_seqlen_k = UNKNOWN;
+  if (p.varlen) {
+    TensorView cu_q, cu_k;
+    read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", q, cu_q);
+    read_int32(a.cu_seqlens_k, "cu_seqlens_k", -1, "(sequences + 1,)", q, cu_k);
+    if (cu_q.shape[0] != cu_k.shape[0]) {
+      wrong_value("cu_seqlens_q has ", cu_q.shape[0], " entries and cu_seqlens_k ", cu_k.shape[0],
+                  ": both must have one more entry than there are sequences");
+    }
+    p.batch = cu_q.shape[0] - 1;
+    call.addresses[static_cast<int>(Operand::CuSeqlensQ)] = cu_q.data;
+    call.addresses[static_cast<int>(Operand::CuSeqlensK)] = cu_k.data;
+    if (!a.max_seqlen_q.is_none()) p.max_seqlen_q = integer(a.max_seqlen_q, "max_seqlen_q");
+    if (!a.max_seqlen_k.is_none()) p.max_seqlen_k = integer(a.max_seqlen_k, "max_seqlen_k");
+    if (p.max_seqlen_q < UNKNOWN || p.max_seqlen_k < UNKNOWN)
+      wrong_value("max_seqlen_q and max_seqlen_k must be >= 0, or None");
+  } else {
+    p.batch = q.shape[x.batch];
+    check_size(k.shape[x.batch], p.batch, k, "k", "batch", "q");
+    check_size(v.shape[x.batch], p.batch, v, "v", "batch", "q");
+    if (!a.max_seqlen_q.is_none() || !a.max_seqlen_k.is_none()) {
+      wrong_value(
+          "max_seqlen_q or max_seqlen_k is given without cu_seqlens: they belong to packed "
+          "sequences");
+    }
+  }
+
+  p.q = strides_of(q, x);
+  p.k = strides_of(k, x);
+  p.v = strides_of(v, x);
+  p.q_unit = has_unit_inner(q, x);
+  p.k_unit = has_unit_inner(k, x);
+  p.v_unit = has_unit_inner(v, x);
+  p.q_align = alignment(q.data);
+  p.k_align = alignment(k.data);
+  p.v_align = alignment(v.data);
+  call.addresses[static_cast<int>(Operand::Q)] = q.data;
+  call.addresses[static_cast<int>(Operand::K)] = k.data;
+  call.addresses[static_cast<int>(Operand::V)] = v.data;
+
+  p.causal = a.causal;
+  p.window_left = p.window_right = UNBOUNDED;
+  read_window(a.window, p);
+  if (p.causal) p.window_right = 0;  // a right side >= 0 adds nothing to causal
+  p.scale =
+      a.scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(p.d)) : number(a.scale, "scale");
+  if (!a.softcap.is_none()) {
+    p.softcap = number(a.softcap, "softcap");
+    if (p.softcap < 0)
+      wrong_value("softcap is ", p.softcap, ": it must be > 0, or None for no cap");
+  }
+
+  p.q_offset_default = a.q_offset.is_none();
+  p.q_offset = p.varlen ? 0 : p.nk - p.nq;
+  if (!p.q_offset_default) {
+    if (PyLong_Check(a.q_offset.ptr())) {
+      p.q_offset = integer(a.q_offset, "q_offset");
+    } else {
+      TensorView offset;
+      read_int32(a.q_offset, "q_offset", p.batch, join("an int or (", p.batch, ",)").c_str(), q,
+                 offset);
+      p.q_offset = 0;
+      p.q_offset_tensor = 1;
+      call.addresses[static_cast<int>(Operand::QOffset)] = offset.data;
+    }
+  }
+
+  if (!a.sinks.is_none()) {
+    TensorView sinks;
+    read_tensor(a.sinks, "sinks", sinks);
+    if (!sinks.is_float || sinks.dtype == DType::E4M3 || sinks.dtype == DType::E5M2) {
+      wrong_type("sinks has dtype ", dtype_text(a.sinks),
+                 ": it must be float32, float16 or bfloat16");
+    }
+    check_same_device(sinks, "sinks", q);
+    if (sinks.ndim != 1 || sinks.shape[0] != p.heads_q) {
+      wrong_value("sinks has shape ", describe_shape(sinks), ": it must be (", p.heads_q,
+                  ",), one per query head");
+    }
+    if (p.heads_q > 1 && sinks.strides[0] != 1)
+      wrong_value("sinks is not contiguous: call .contiguous() on it");
+    p.sinks = 1 + static_cast<int32_t>(sinks.dtype);
+    call.addresses[static_cast<int>(Operand::Sinks)] = sinks.data;
+  }
+  read_mask(a, q, call);
+  read_descale(a.q_descale, "q_descale", Operand::QDescale, 0, p.heads_q, q, call);
+  read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, q, call);
+  read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, q, call);
+  p.want_lse = a.want_lse;
+  p.needs_grad = a.grad_enabled && (requires_grad(a.q) || requires_grad(a.k) || requires_grad(a.v));
+
+  read_out_dtype(a, p);
+  call.out_ndim = rank;
+  for (int i = 0; i < rank; ++i) call.out_shape[i] = i == x.inner ? p.dv : q.shape[i];
+  plan_output(q, p.out_dtype == p.dtype, call);
+  if (a.out.is_none()) {
+    TensorView planned;
+    planned.shape = call.out_shape;
+    planned.strides = call.out_strides;
+    p.out = strides_of(planned, x);
+    p.out_unit = 1;
+    p.out_align = 16;  // torch allocates to at least 64 bytes
+  } else {
+    read_out(a, q, x, call);
+  }
+}
+
+}  // namespace archflash

@@ -1,0 +1,192 @@
+#include "runtime/tensors.h"
+
+#include <new>
+
+namespace archflash {
+namespace {
+
+// The parts of DLPack's C ABI (dlpack.h 1.x) that are used here.
+struct DLDevice {
+  int32_t device_type;
+  int32_t device_id;
+};
+struct DLDataType {
+  uint8_t code;
+  uint8_t bits;
+  uint16_t lanes;
+};
+struct DLTensor {
+  void* data;
+  DLDevice device;
+  int32_t ndim;
+  DLDataType dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct ExchangeTable {
+  uint32_t version_major, version_minor;
+  ExchangeTable* previous;
+  void *allocate, *from_python, *to_python;
+  int (*view)(void* object, DLTensor* out);
+  int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
+};
+constexpr int32_t DL_CPU = 1, DL_CUDA = 2;
+constexpr uint8_t DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6, DL_E4M3FN = 10,
+                  DL_E5M2 = 12;
+
+bool exchange_enabled = true;
+
+const ExchangeTable* exchange_table() {
+  return exchange_enabled ? static_cast<const ExchangeTable*>(torch().exchange) : nullptr;
+}
+
+const void* find_exchange_table(nb::handle tensor_type) {
+  if (!nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return nullptr;
+  nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
+  auto* table =
+      static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (!table) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  return table->version_major == 1 && table->view && table->current_stream ? table : nullptr;
+}
+
+void set_dtype(DLDataType type, TensorView& view) {
+  view.is_int32 = type.code == DL_INT && type.bits == 32;
+  view.is_bool = type.code == DL_BOOL;
+  view.is_float = true;
+  if (type.code == DL_FLOAT && type.bits == 32) {
+    view.dtype = DType::F32;
+  } else if (type.code == DL_FLOAT && type.bits == 16) {
+    view.dtype = DType::F16;
+  } else if (type.code == DL_BFLOAT) {
+    view.dtype = DType::BF16;
+  } else if (type.code == DL_FLOAT && type.bits == 64) {
+    view.dtype = DType::F64;
+  } else if (type.code == DL_E4M3FN) {
+    view.dtype = DType::E4M3;
+  } else if (type.code == DL_E5M2) {
+    view.dtype = DType::E5M2;
+  } else {
+    view.is_float = false;
+  }
+}
+
+bool read_through_table(nb::handle object, TensorView& view) {
+  const ExchangeTable* table = exchange_table();
+  if (!table || !is_plain_tensor(object)) return false;
+  DLTensor raw;
+  if (table->view(object.ptr(), &raw) != 0) {  // meta tensors, and whatever DLPack cannot say
+    PyErr_Clear();
+    return false;
+  }
+  view.data = static_cast<char*>(raw.data) + raw.byte_offset;
+  view.place = raw.device.device_type == DL_CUDA  ? Place::Cuda
+               : raw.device.device_type == DL_CPU ? Place::Cpu
+                                                  : Place::Other;
+  view.device_index = raw.device.device_type == DL_CUDA ? raw.device.device_id : -1;
+  view.ndim = raw.ndim;
+  view.shape = raw.shape;
+  view.strides = raw.strides;
+  set_dtype(raw.dtype, view);
+  return true;
+}
+
+void read_through_attributes(nb::handle object, TensorView& view) {
+  nb::object device = object.attr("device");
+  const std::string type = nb::cast<std::string>(device.attr("type"));
+  view.place = type == "cuda" ? Place::Cuda : type == "cpu" ? Place::Cpu : Place::Other;
+  view.device_index = view.place == Place::Cuda ? nb::cast<int>(device.attr("index")) : -1;
+  view.ndim = nb::cast<int>(object.attr("ndim"));
+  nb::object shape = object.attr("shape"), strides = object.attr("stride")();
+  for (int i = 0; i < view.ndim && i < MAX_DIMS; ++i) {
+    view.own_shape[i] = nb::cast<int64_t>(shape[i]);
+    view.own_strides[i] = nb::cast<int64_t>(strides[i]);
+  }
+  view.shape = view.own_shape;
+  view.strides = view.own_strides;
+  const std::string dtype = dtype_text(object);
+  view.is_int32 = dtype == "torch.int32";
+  view.is_bool = dtype == "torch.bool";
+  view.is_float = false;
+  for (int i = 0; i < DTYPE_COUNT; ++i) {
+    if (dtype == std::string("torch.") + dtype_name(static_cast<DType>(i))) {
+      view.dtype = static_cast<DType>(i);
+      view.is_float = true;
+    }
+  }
+  view.data = view.place == Place::Other
+                  ? nullptr
+                  : reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
+}
+
+}  // namespace
+
+const Torch& torch() {
+  // Never destroyed: Python objects must not be released after the interpreter is gone.
+  static Torch* handles = [] {
+    auto* t = new Torch;
+    nb::module_ module = nb::module_::import_("torch");
+    t->tensor_type = module.attr("Tensor");
+    t->parameter_type = module.attr("nn").attr("Parameter");
+    t->empty_like = module.attr("empty_like");
+    for (int i = 0; i < DTYPE_COUNT; ++i)
+      t->dtypes[i] = module.attr(dtype_name(static_cast<DType>(i)));
+    t->float32 = t->dtypes[static_cast<int>(DType::F32)];
+    nb::object core = module.attr("_C");
+    if (nb::hasattr(core, "_cuda_getCurrentRawStream"))
+      t->raw_stream = core.attr("_cuda_getCurrentRawStream");
+    t->exchange = find_exchange_table(t->tensor_type);
+    return t;
+  }();
+  return *handles;
+}
+
+void use_exchange_table(bool enabled) { exchange_enabled = enabled; }
+
+bool is_plain_tensor(nb::handle object) {
+  const nb::handle type = object.type();
+  return type.is(torch().tensor_type) || type.is(torch().parameter_type);
+}
+
+bool is_tensor(nb::handle object) {
+  return is_plain_tensor(object) ||
+         PyObject_IsInstance(object.ptr(), torch().tensor_type.ptr()) == 1;
+}
+
+void read_tensor(nb::handle object, const char* name, TensorView& view) {
+  if (!is_tensor(object)) {
+    const std::string type = nb::cast<std::string>(object.type().attr("__name__"));
+    throw nb::type_error(
+        (std::string(name) + " is a " + type + ": it must be a torch.Tensor").c_str());
+  }
+  if (!read_through_table(object, view)) read_through_attributes(object, view);
+  if (view.ndim > MAX_DIMS) {
+    throw nb::value_error(
+        (std::string(name) + " has " + std::to_string(view.ndim) + " dimensions").c_str());
+  }
+}
+
+std::string describe_shape(const TensorView& view) {
+  std::string text = "(";
+  for (int i = 0; i < view.ndim; ++i) text += (i ? ", " : "") + std::to_string(view.shape[i]);
+  return text + (view.ndim == 1 ? ",)" : ")");
+}
+
+std::string dtype_text(nb::handle tensor) {
+  const nb::object dtype = tensor.attr("dtype");
+  return nb::cast<std::string>(nb::str(dtype));
+}
+
+void* current_stream(int device_index) {
+  if (const ExchangeTable* table = exchange_table()) {
+    void* stream = nullptr;
+    if (table->current_stream(DL_CUDA, device_index, &stream) == 0) return stream;
+    PyErr_Clear();
+  }
+  return reinterpret_cast<void*>(nb::cast<uintptr_t>(torch().raw_stream(device_index)));
+}
+
+}  // namespace archflash

@@ -1,0 +1,58 @@
+// Reading a torch tensor without linking to torch: through the DLPack exchange table that
+// torch.Tensor carries (0.6 us for four tensors), or, where it is missing or refuses, through the
+// tensor's Python attributes.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/problem.h"
+
+namespace archflash {
+
+namespace nb = nanobind;
+
+enum class Place : int32_t { Cpu, Cuda, Other };
+
+struct TensorView {
+  void* data = nullptr;
+  Place place = Place::Other;
+  int32_t device_index = 0;  // -1 on the CPU
+  int32_t ndim = 0;
+  const int64_t* shape = nullptr;    // borrowed from the tensor, or own_shape
+  const int64_t* strides = nullptr;  // in elements
+  DType dtype = DType::F32;          // when is_float
+  bool is_float = false;             // one of archflash's dtypes
+  bool is_int32 = false;
+  bool is_bool = false;
+  int64_t own_shape[8], own_strides[8];
+};
+
+constexpr int MAX_DIMS = 8;
+
+// torch's names that the module uses; filled at the first call that sees a tensor.
+struct Torch {
+  nb::object tensor_type, parameter_type, empty_like, float32;
+  nb::object dtypes[DTYPE_COUNT];  // by DType
+  nb::object raw_stream;  // torch._C._cuda_getCurrentRawStream, where the exchange table is missing
+  const void* exchange = nullptr;  // DLPackExchangeAPI
+};
+const Torch& torch();
+void use_exchange_table(bool enabled);  // tests switch to the fallback with it
+
+bool is_plain_tensor(
+    nb::handle object);  // exactly torch.Tensor or torch.nn.Parameter: no subclass, no fake tensor
+bool is_tensor(nb::handle object);
+
+// Throws nb::type_error naming `name` when `object` is no tensor or has more than MAX_DIMS
+// dimensions.
+void read_tensor(nb::handle object, const char* name, TensorView& view);
+std::string describe_shape(const TensorView& view);  // "(4, 16, 512, 64)"
+std::string dtype_text(nb::handle tensor);           // "torch.int64"
+
+void* current_stream(int device_index);  // torch's current stream on that device, as cudaStream_t
+
+}  // namespace archflash

@@ -1,0 +1,10 @@
+// fp16 inputs, fp32 inside. Tiles: config.cuh.
+#include "simt/attention_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::simt;
+
+ARCHFLASH_SIMT_KERNEL(simt_attention_fwd_f16_d32, HalfD32<DType::F16>)
+ARCHFLASH_SIMT_KERNEL(simt_attention_fwd_f16_d64, HalfD64<DType::F16>)
+ARCHFLASH_SIMT_KERNEL(simt_attention_fwd_f16_d128, HalfD128<DType::F16>)
+ARCHFLASH_SIMT_KERNEL(simt_attention_fwd_f16_d256, HalfD256<DType::F16>)

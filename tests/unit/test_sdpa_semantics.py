@@ -1,0 +1,151 @@
+"""archflash.scaled_dot_product_attention against PyTorch's, on what that takes and refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from archflash import _sdpa
+from archflash._sdpa import scaled_dot_product_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # a CPU call names its fallback once
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_same_as_torch(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> None:
+    expected = F.scaled_dot_product_attention(q, k, v, **call)
+    out = scaled_dot_product_attention(q, k, v, **call)
+    assert out.shape == expected.shape
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected)
+
+
+def inputs(lead: tuple[int, ...], nq: int, nk: int, dv: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        rand(*lead, nq, 8, seed=1),
+        rand(*lead, nk, 8, seed=2),
+        rand(*lead, nk, dv, seed=3),
+    )
+
+
+LEADS = [(), (3,), (2, 4), (2, 3, 4), (2, 1, 3, 4), (0, 2)]
+
+
+@pytest.mark.parametrize("lead", LEADS, ids=str)
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (7, 7), (5, 9), (9, 5)])
+def test_any_number_of_leading_dimensions(lead: tuple[int, ...], nq: int, nk: int) -> None:
+    q, k, v = inputs(lead, nq, nk, dv=12)
+    assert_same_as_torch(q, k, v)
+    assert_same_as_torch(q, k, v, is_causal=True)
+    assert_same_as_torch(q, k, v, scale=0.3)
+    for mask_lead in {(), lead, lead[-1:], (*(1 for _ in lead),)}:
+        mask = rand(*mask_lead, nq, nk, seed=4)
+        assert_same_as_torch(q, k, v, attn_mask=mask)
+        assert_same_as_torch(q, k, v, attn_mask=mask > -1)
+
+
+def test_leading_dimensions_broadcast() -> None:
+    q, k, v = rand(2, 4, 5, 8), rand(1, 4, 7, 8), rand(2, 1, 7, 8)
+    assert_same_as_torch(q, k, v)
+    assert_same_as_torch(q, k[0], v[0], is_causal=True)
+    assert_same_as_torch(q[0, 0], k, v)
+    assert_same_as_torch(q, k[0, 0], v[0, 0], attn_mask=rand(5, 7) > 0)
+    assert_same_as_torch(rand(3, 1, 4, 5, 8), k, v)
+
+
+def test_is_causal_aligns_to_the_top_left() -> None:
+    q = torch.zeros(1, 1, 2, 1)
+    v = torch.tensor([3.0, 6.0, 12.0]).reshape(1, 1, 3, 1)
+    out = scaled_dot_product_attention(q, v, v, is_causal=True)
+    assert out.flatten().tolist() == [3.0, 4.5]
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("hkv", [1, 2, 4])
+def test_enable_gqa_shares_key_heads(lead: tuple[int, ...], hkv: int) -> None:
+    q, k, v = rand(*lead, 4, 5, 8), rand(*lead, hkv, 7, 8, seed=2), rand(*lead, hkv, 7, 8, seed=3)
+    assert_same_as_torch(q, k, v, enable_gqa=True)
+    assert_same_as_torch(q, k, v, enable_gqa=True, is_causal=True)
+    assert_same_as_torch(q, k, v, enable_gqa=True, attn_mask=rand(5, 7) > 0)
+
+
+def test_a_row_without_keys_is_zero() -> None:
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    mask[2] = False
+    q, k, v = inputs((2, 3), 5, 7)
+    assert_same_as_torch(q, k, v, attn_mask=mask)
+    assert (scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, :, 2] == 0).all()
+    assert_same_as_torch(q, k, v, attn_mask=torch.where(mask, 0.0, -math.inf))
+
+
+def test_gradients_are_those_of_torch() -> None:
+    grads = []
+    for function in (scaled_dot_product_attention, F.scaled_dot_product_attention):
+        q, k, v = (x.requires_grad_() for x in inputs((2, 3), 5, 7))
+        bias = rand(3, 5, 7).requires_grad_()
+        function(q, k, v, attn_mask=bias).square().sum().backward()
+        grads.append([x.grad for x in (q, k, v, bias)])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in inputs((2, 3), 5, 7))
+    assert_same_as_torch(q, k, v, is_causal=True)
+
+
+def test_positions_of_the_arguments_are_those_of_torch() -> None:
+    q, k, v = inputs((2, 3), 5, 7)
+    mask = rand(5, 7) > 0
+    assert torch.equal(
+        scaled_dot_product_attention(q, k, v, mask, 0.0, False),
+        scaled_dot_product_attention(q, k, v, attn_mask=mask),
+    )
+    assert torch.equal(
+        scaled_dot_product_attention(q, k, v, None, 0.0, True),
+        scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True),
+    )
+
+
+def test_what_torch_refuses_is_refused() -> None:
+    q, k, v = inputs((2, 4), 5, 7)
+    for tensors, call in (
+        ((q, k[:, :2], v[:, :2]), {}),
+        ((q[0, 0, 0], k, v), {}),
+        ((q, k, v), {"attn_mask": rand(1, 1, 1, 5, 7)}),
+        ((q, k, v), {"dropout_p": 1.5}),
+    ):
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(*tensors, **call)
+        with pytest.raises(RuntimeError):
+            scaled_dot_product_attention(*tensors, **call)
+
+
+def test_a_mask_together_with_is_causal_is_refused() -> None:
+    # Torch's documentation makes it an error; some of its CPU kernels take it all the same.
+    q, k, v = inputs((2, 4), 5, 7)
+    with pytest.raises(RuntimeError, match="exclude each other"):
+        scaled_dot_product_attention(q, k, v, attn_mask=rand(5, 7) > 0, is_causal=True)
+
+
+def test_dropout_runs_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[str] = []
+    monkeypatch.setattr(_sdpa, "note_fallback", reasons.append)
+    q, k, v = inputs((2, 4), 5, 7)
+    torch.manual_seed(0)
+    expected = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, dropout_p=0.5), expected)
+    assert len(reasons) == 1
+    assert "dropout" in reasons[0]
+    scaled_dot_product_attention(q, k, v)
+    assert len(reasons) == 1

@@ -1,0 +1,628 @@
+"""The implementation `torch` against the float64 reference: every feature and pair, odd shapes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from archflash import _torch, reference
+
+HALF = (torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LENGTHS = [(0, 7), (7, 0), (1, 1), (1, 65), (2, 9), (7, 59), (59, 7), (65, 113), (113, 65)]
+SEED = 1234
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = SEED) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(
+    nq: int,
+    nk: int,
+    *,
+    b: int = 2,
+    hq: int = 4,
+    hkv: int = 4,
+    d: int = 16,
+    dv: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        rand(b, hq, nq, d, dtype=dtype, seed=1),
+        rand(b, hkv, nk, d, dtype=dtype, seed=2),
+        rand(b, hkv, nk, dv, dtype=dtype, seed=3),
+    )
+
+
+def assert_matches_reference(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+    """Output with and without the LSE (two paths inside), and the LSE; returns the output."""
+    expected, expected_lse = reference.attention(q, k, v, **call)
+    base = reference.baseline(q, k, v, **call)
+    out = _torch.attention(q, k, v, **call)
+    with_lse, lse = _torch.attention(q, k, v, return_lse=True, **call)
+    for result in (out, with_lse):
+        report = reference.check(result, expected, base)
+        assert report.ok, f"{report} (seed {SEED}, {call})"
+        assert result.dtype == base.dtype
+    report = reference.check_lse(lse, expected_lse)
+    assert report.ok, f"LSE {report}"
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    return out
+
+
+def feature_arguments(name: str, nq: int, nk: int) -> dict[str, Any]:
+    """Keywords of one feature for b=2, hq=4; "gqa" and "dv" only shape the tensors."""
+    mask = rand(2, 1, nq, nk, seed=7)
+    return {
+        "causal": {"causal": True},
+        "window": {"window": (9, 3)},
+        "left-window": {"window": (5, None)},
+        "softcap": {"softcap": 1.5},
+        "sinks": {"sinks": rand(4, seed=5)},
+        "scale": {"scale": 0.31},
+        "q-offset": {"q_offset": -4},
+        "q-offset-tensor": {"q_offset": torch.tensor([3, -6], dtype=torch.int32)},
+        "bool-mask": {"attn_mask": mask > 0},
+        "key-padding": {"attn_mask": torch.arange(nk) < max(nk - 3, 1)},
+        "bias": {"attn_mask": mask.masked_fill(mask > 1, -math.inf)},
+        "head-bias": {"attn_mask": rand(4, 1, nk, seed=8)},
+        "gqa": {},
+        "dv": {},
+        "bnhd": {"layout": "bnhd"},
+    }[name]
+
+
+FEATURES = [
+    "causal", "window", "left-window", "softcap", "sinks", "scale", "q-offset", "q-offset-tensor",
+    "bool-mask", "key-padding", "bias", "head-bias", "gqa", "dv", "bnhd",
+]  # fmt: skip
+
+
+def run_features(names: tuple[str, ...], nq: int, nk: int, dtype: torch.dtype) -> None:
+    call: dict[str, Any] = {}
+    for name in names:
+        arguments = feature_arguments(name, nq, nk)
+        # Offsets act on causal and window only.
+        call |= {"causal": True} if name.startswith("q-offset") and "window" not in names else {}
+        call |= arguments
+    q, k, v = qkv(
+        nq, nk, hkv=2 if "gqa" in names else 4, dv=24 if "dv" in names else 16, dtype=dtype
+    )
+    if "bnhd" in names:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    assert_matches_reference(q, k, v, **call)
+
+
+@pytest.mark.parametrize(("nq", "nk"), LENGTHS, ids=lambda n: str(n))
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature_matches_the_reference(name: str, nq: int, nk: int) -> None:
+    run_features((name,), nq, nk, torch.float32)
+
+
+SAME_KEYWORD = [
+    {"window", "left-window"},
+    {"q-offset", "q-offset-tensor"},
+    {"bool-mask", "key-padding", "bias", "head-bias"},
+]
+PAIRS = [
+    pair
+    for pair in itertools.combinations(FEATURES, 2)
+    if not any(set(pair) <= names for names in SAME_KEYWORD)
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-and-".join)
+def test_each_pair_of_features_matches_the_reference(pair: tuple[str, ...]) -> None:
+    for (nq, nk), dtype in zip([(7, 59), (59, 7), (65, 65)], (torch.float32, *HALF), strict=True):
+        run_features(pair, nq, nk, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_each_dtype_matches_the_reference(dtype: torch.dtype, causal: bool) -> None:
+    for nq, nk in [*LENGTHS, (59, 59)]:
+        assert_matches_reference(*qkv(nq, nk, dtype=dtype), causal=causal)
+
+
+@pytest.mark.parametrize("d", [1, 5, 8, 72, 264])
+def test_any_head_dimension_is_taken(d: int) -> None:
+    assert_matches_reference(*qkv(7, 9, d=d, dv=d + 3), causal=True)
+
+
+def test_softcap_zero_is_no_cap() -> None:
+    q, k, v = qkv(7, 9)
+    assert torch.equal(_torch.attention(q, k, v, softcap=0.0), _torch.attention(q, k, v))
+    assert_matches_reference(q, k, v, softcap=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_a_bias_of_another_dtype_is_taken(dtype: torch.dtype) -> None:
+    # PyTorch's own function refuses a 16-bit or float64 bias with float32 inputs.
+    assert_matches_reference(*qkv(7, 9), attn_mask=rand(7, 9, dtype=dtype, seed=7))
+
+
+@pytest.mark.parametrize("far", [1 << 40, (1 << 63) - 1], ids=str)
+def test_far_offsets_and_limits_do_not_overflow(far: int) -> None:
+    (q, k, v), ends = packed()
+    for tensors, shape in ((qkv(7, 9), {}), ((q, k, v), ends)):
+        plain = _torch.attention(*tensors, **shape)
+        for call in (
+            {"window": (far, far)},
+            {"causal": True, "q_offset": far},
+            {"window": (far, None), "q_offset": -5},
+        ):
+            torch.testing.assert_close(_torch.attention(*tensors, **shape, **call), plain)
+        nothing = _torch.attention(*tensors, **shape, causal=True, q_offset=-far)
+        assert (nothing == 0).all()
+
+
+def test_no_batch_gives_an_empty_output() -> None:
+    out, lse = _torch.attention(*qkv(3, 5, b=0), return_lse=True)
+    assert out.shape == (0, 4, 3, 16)
+    assert lse.shape == (0, 4, 3)
+
+
+def test_out_dtype_float32_keeps_what_16_bits_would_round() -> None:
+    q, k, v = qkv(7, 59, dtype=torch.bfloat16)
+    expected = reference.attention(q, k, v, return_lse=False)
+    out = _torch.attention(q, k, v, out_dtype=torch.float32)
+    # The baseline of the same values in float32 sets a bound that a rounding to 16 bits breaks.
+    base = reference.baseline(q.float(), k.float(), v.float())
+    assert reference.check(out, expected, base).ok
+    assert not reference.check(_torch.attention(q, k, v).float(), expected, base).ok
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("shape", ["scalar", "one", "head", "batch-head"])
+def test_fp8_inputs_are_dequantised_by_their_descales(dtype: torch.dtype, shape: str) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(7, 59, hkv=2))
+
+    def descale(heads: int, seed: int) -> Tensor:
+        sizes = {"scalar": (), "one": (1,), "head": (heads,), "batch-head": (2, heads)}[shape]
+        return rand(*sizes, seed=seed).abs() + 0.5
+
+    call = {"q_descale": descale(4, 1), "k_descale": descale(2, 2), "v_descale": descale(2, 3)}
+    out = assert_matches_reference(q, k, v, causal=True, **call)
+    assert out.dtype == torch.bfloat16
+    assert_matches_reference(q, k, v, out_dtype=torch.float16, **call)
+
+
+# --- cu_seqlens ---
+
+LENGTHS_Q = [5, 0, 7, 1, 13]
+LENGTHS_K = [9, 4, 0, 1, 6]
+
+
+def packed(
+    tail: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Sequences of unequal lengths, empty ones among them, with `tail` rows that belong to none."""
+    q = rand(sum(LENGTHS_Q) + tail, 4, 16, dtype=dtype, seed=1)
+    k = rand(sum(LENGTHS_K) + tail, 2, 16, dtype=dtype, seed=2)
+    v = rand(sum(LENGTHS_K) + tail, 2, 24, dtype=dtype, seed=3)
+    ends = [
+        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32)
+        for n in (LENGTHS_Q, LENGTHS_K)
+    ]
+    return (q, k, v), {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"causal": True},
+        {"window": (2, 1)},
+        {"causal": True, "window": (2, None), "softcap": 2.0},
+        {"causal": True, "q_offset": 2},
+        {"window": (3, 0), "q_offset": torch.tensor([4, 0, 1, -1, 2], dtype=torch.int32)},
+        {"causal": True, "sinks": rand(4, seed=5)},
+        {"k_descale": rand(5, 2, seed=6).abs()},
+    ],
+    ids=[
+        "full",
+        "causal",
+        "window",
+        "causal-window-softcap",
+        "offset",
+        "offsets",
+        "sinks",
+        "descale",
+    ],
+)
+@pytest.mark.parametrize("tail", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_sequences_match_the_reference(
+    features: dict[str, Any], tail: int, dtype: torch.dtype
+) -> None:
+    inputs, ends = packed(tail, dtype)
+    assert_matches_reference(*inputs, **ends, **features)
+
+
+def test_packed_sequences_equal_one_call_each() -> None:
+    (q, k, v), ends = packed()
+    out, lse = _torch.attention(q, k, v, causal=True, return_lse=True, **ends)
+    for i in range(len(LENGTHS_Q)):
+        rows = slice(ends["cu_seqlens_q"][i], ends["cu_seqlens_q"][i + 1])
+        keys = slice(ends["cu_seqlens_k"][i], ends["cu_seqlens_k"][i + 1])
+        one, one_lse = _torch.attention(
+            q[None, rows], k[None, keys], v[None, keys], causal=True, layout="bnhd", return_lse=True
+        )
+        torch.testing.assert_close(out[rows], one[0])
+        torch.testing.assert_close(lse[:, rows], one_lse[0])
+
+
+def test_a_packed_call_without_sequences_gives_zeros() -> None:
+    (q, k, v), _ = packed()
+    none = torch.zeros(1, dtype=torch.int32)
+    out, lse = _torch.attention(
+        q, k, v, cu_seqlens_q=none, cu_seqlens_k=none, causal=True, return_lse=True
+    )
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+# --- rows that see nothing, values that nobody sees ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("want_lse", [False, True], ids=["sdpa", "plain"])
+def test_a_row_without_keys_gives_exactly_zero(dtype: torch.dtype, want_lse: bool) -> None:
+    q, k, v = qkv(9, 5, dtype=dtype)
+    bias = torch.zeros(9, 5, dtype=dtype)
+    bias[3] = -math.inf
+    for call, rows in (
+        ({"causal": True}, slice(0, 4)),
+        ({"attn_mask": bias == 0}, slice(3, 4)),
+        ({"attn_mask": bias}, slice(3, 4)),
+        ({"window": (0, 0), "q_offset": 5}, slice(0, 9)),
+    ):
+        result = _torch.attention(q, k, v, return_lse=want_lse, **call)
+        out = result[0] if want_lse else result
+        assert (out[:, :, rows] == 0).all()
+        assert out.isfinite().all()
+        if want_lse:
+            assert (result[1][:, :, rows] == -math.inf).all()
+
+
+def test_a_row_without_keys_has_the_sink_as_its_lse() -> None:
+    sinks = rand(4)
+    out, lse = _torch.attention(*qkv(9, 5), causal=True, sinks=sinks, return_lse=True)
+    assert (out[:, :, :4] == 0).all()
+    assert torch.equal(lse[0, :, 0], sinks)
+
+
+def test_a_bias_of_the_lowest_finite_number_gives_the_mean_of_v() -> None:
+    q, k, v = qkv(3, 7)
+    bias = torch.full((3, 7), torch.finfo(torch.float32).min)
+    for out in (
+        _torch.attention(q, k, v, attn_mask=bias),
+        _torch.attention(q, k, v, attn_mask=bias, return_lse=True)[0],
+    ):
+        torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("want_lse", [False, True], ids=["sdpa", "plain"])
+def test_the_tail_of_a_cache_never_matters(poison: float, want_lse: bool) -> None:
+    q, k, v = qkv(4, 32)
+    call: dict[str, Any] = {"causal": True, "return_lse": want_lse}
+    call["q_offset"] = torch.tensor([10, 20], dtype=torch.int32)
+    clean = _torch.attention(q, k, v, **call)
+    k[0, :, 14:], v[0, :, 14:] = poison, poison
+    k[1, :, 24:], v[1, :, 24:] = poison, poison
+    assert_same(_torch.attention(q, k, v, **call), clean)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("want_lse", [False, True], ids=["sdpa", "plain"])
+def test_a_neighbouring_sequence_never_matters(which: str, want_lse: bool) -> None:
+    (q, k, v), ends = packed(tail=2)
+    clean = _torch.attention(q, k, v, return_lse=want_lse, **ends)
+    (k if which == "k" else v)[13] = math.nan  # the only key of sequence 3, whose only query is 12
+    result = _torch.attention(q, k, v, return_lse=want_lse, **ends)
+    out, clean_out = (result[0], clean[0]) if want_lse else (result, clean)
+    others = torch.arange(len(q)) != 12
+    assert torch.equal(out[others], clean_out[others])
+    assert out[12].isnan().all()
+    if want_lse:
+        assert torch.equal(result[1][:, others], clean[1][:, others])
+        assert result[1][:, 12].isnan().all() == (which == "k")
+
+
+@pytest.mark.parametrize("want_lse", [False, True], ids=["sdpa", "plain"])
+def test_a_non_finite_key_spoils_only_rows_that_see_it(want_lse: bool) -> None:
+    q, k, v = qkv(9, 9)
+    clean = _torch.attention(q, k, v, causal=True, return_lse=want_lse)
+    k[:, :, 6] = math.nan
+    result = _torch.attention(q, k, v, causal=True, return_lse=want_lse)
+    for x, y in zip(*((r,) if isinstance(r, Tensor) else r for r in (result, clean)), strict=True):
+        assert torch.equal(x[:, :, :6], y[:, :, :6])
+        assert x[:, :, 6:].isnan().all()
+
+
+def test_a_non_finite_query_spoils_its_own_row_only() -> None:
+    q, k, v = qkv(7, 9)
+    clean = _torch.attention(q, k, v, causal=True)
+    q[0, 1, 4] = math.nan
+    out = _torch.attention(q, k, v, causal=True)
+    assert out[0, 1, 4].isnan().all()
+    out[0, 1, 4] = clean[0, 1, 4]
+    assert torch.equal(out, clean)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for x, y in zip(*((r,) if isinstance(r, Tensor) else r for r in (one, other)), strict=True):
+        assert torch.equal(x, y)
+
+
+# --- strides, out= ---
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_output_has_the_stride_order_of_q(order: tuple[int, ...], causal: bool) -> None:
+    q, k, v = qkv(7, 9, dv=24)
+    inverse = [order.index(i) for i in range(3)]
+    q = q.permute(*order, 3).contiguous().permute(*inverse, 3)
+    out = assert_matches_reference(q, k, v, causal=causal)
+    expected = torch.empty(2, 4, 7, 24).permute(*order, 3).contiguous().permute(*inverse, 3)
+    assert out.stride() == expected.stride()
+
+
+def test_views_of_one_packed_buffer_match_the_reference() -> None:
+    buffer = rand(2, 59, 3, 4, 16)
+    q, k, v = buffer.unbind(2)
+    out = assert_matches_reference(q, k, v, causal=True, layout="bnhd")
+    assert out.is_contiguous()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = assert_matches_reference(q, k, v, window=(3, 3))
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_expanded_and_strided_inputs_match_the_reference() -> None:
+    q, k, v = qkv(33, 33, b=1)
+    for call in ({}, {"causal": True}, {"window": (4, 4)}):
+        assert_matches_reference(
+            q.expand(3, -1, -1, -1), k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1), **call
+        )
+        assert_matches_reference(
+            q, k[:, :1].expand(-1, 4, -1, -1), v[:, :1].expand(-1, 4, -1, -1), **call
+        )
+        assert_matches_reference(q[..., ::2], k[..., ::2], v[..., ::2], **call)
+
+
+@pytest.mark.parametrize("call", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
+def test_out_is_written_in_place_and_returned(call: dict[str, Any]) -> None:
+    q, k, v = qkv(7, 9)
+    frame = torch.full((2, 7, 4, 20), math.nan)
+    out = frame.transpose(1, 2)[..., 2:18]
+    assert _torch.attention(q, k, v, out=out, **call) is out
+    assert torch.equal(out, _torch.attention(q, k, v, **call))
+    assert frame[..., :2].isnan().all()
+    assert frame[..., 18:].isnan().all()
+
+
+def test_autocast_leaves_the_dtypes_alone() -> None:
+    q, k, v = qkv(7, 9)
+    expected = _torch.attention(q, k, v, causal=True, return_lse=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(_torch.attention(q, k, v, causal=True, return_lse=True), expected)
+        torch.testing.assert_close(_torch.attention(q, k, v, causal=True), expected[0])
+
+
+# --- gradients ---
+
+GRADCHECK_BIAS = torch.tensor(
+    [[0.0, -math.inf, 1.0], [-math.inf] * 3, [0.5, 0.0, 0.0], [1.0, 2.0, 3.0]], dtype=torch.float64
+)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"causal": True},
+        {"window": (1, 1), "softcap": 1.0},
+        {"causal": True, "sinks": torch.tensor([0.3, -0.2], dtype=torch.float64)},
+        {"attn_mask": GRADCHECK_BIAS},
+        {"layout": "bnhd"},
+    ],
+    ids=["full", "causal", "window-softcap", "sinks", "bias", "bnhd"],
+)  # fmt: skip
+def test_gradients_match_finite_differences(call: dict[str, Any]) -> None:
+    n = (3, 3) if call.get("layout") else (4, 3)
+    q, k, v = qkv(*n, b=1, hq=2, hkv=1, d=4, dv=3, dtype=torch.float64)
+    if call.get("layout"):
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    if "sinks" in call:
+        call = dict(call)
+        sinks = call.pop("sinks").clone().requires_grad_()
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, s: _torch.attention(q, k, v, sinks=s, **call), (*tensors, sinks)
+        )
+    else:
+        assert torch.autograd.gradcheck(lambda q, k, v: _torch.attention(q, k, v, **call), tensors)
+
+
+@pytest.mark.parametrize("want_lse", [False, True], ids=["sdpa", "plain"])
+def test_gradients_of_rows_without_keys_are_zero_and_never_nan(want_lse: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(9, 5))
+    bias = torch.zeros(9, 5)
+    bias[6] = -math.inf
+    bias.requires_grad_()
+    result = _torch.attention(q, k, v, causal=True, attn_mask=bias, return_lse=want_lse)
+    loss = result[0].sum() + result[1][:, :, 7:].sum() if want_lse else result.sum()
+    loss.backward()
+    for x in (q, k, v, bias):
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+        assert x.grad.abs().sum() > 0
+    assert (q.grad[:, :, [0, 1, 2, 3, 6]] == 0).all()
+
+
+def test_gradients_flow_through_packed_sequences() -> None:
+    (q, k, v), ends = packed(tail=2)
+    tensors = [x.double().requires_grad_() for x in (q, k, v)]
+    _torch.attention(*tensors, causal=True, **ends).square().sum().backward()
+    packed_grads = [x.grad for x in tensors]
+    again = [x.detach().clone().requires_grad_() for x in tensors]
+    for i in range(len(LENGTHS_Q)):
+        rows = slice(ends["cu_seqlens_q"][i], ends["cu_seqlens_q"][i + 1])
+        keys = slice(ends["cu_seqlens_k"][i], ends["cu_seqlens_k"][i + 1])
+        _torch.attention(
+            again[0][None, rows],
+            again[1][None, keys],
+            again[2][None, keys],
+            causal=True,
+            layout="bnhd",
+        ).square().sum().backward()
+    for grad, x in zip(packed_grads, again, strict=True):
+        torch.testing.assert_close(grad, x.grad)
+
+
+# --- no host synchronisation, torch.compile ---
+
+
+class NoHostRead(TorchDispatchMode):
+    """Fails on the operation behind .item(), .tolist(), bool(tensor) and boolean indexing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        host = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")
+        assert func.overloadpacket.__name__ not in host, f"{func} reads a tensor on the host"
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_every_kind() -> list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]:
+    inputs, ends = packed(tail=2)
+    offsets = torch.tensor([3, -6], dtype=torch.int32)
+    calls: list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = [
+        (qkv(7, 9, hkv=2), feature_arguments(name, 7, 9)) for name in FEATURES if name != "bnhd"
+    ]
+    calls.append((qkv(7, 9), {"causal": True, "q_offset": offsets}))
+    calls.append((inputs, ends))
+    calls.append((inputs, {**ends, "causal": True, "window": (2, None), "softcap": 2.0}))
+    calls.append((inputs, {**ends, "causal": True, "q_offset": torch.arange(5).int()}))
+    return [(t, {**c, "return_lse": lse}) for t, c in calls for lse in (False, True)]
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    for tensors, call in calls_of_every_kind():
+        with NoHostRead():
+            _torch.attention(*tensors, **call)
+        # A meta tensor has no values at all, so reading any would raise.
+        meta = {n: a.to("meta") if isinstance(a, Tensor) else a for n, a in call.items()}
+        result = _torch.attention(*(x.to("meta") for x in tensors), **meta)
+        assert (result[0] if call["return_lse"] else result).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "return_lse": True},
+        {"window": (3, 1), "softcap": 2.0, "sinks": rand(4)},
+        {"causal": True, "q_offset": torch.tensor([2, 5], dtype=torch.int32)},
+        {"attn_mask": rand(7, 9)},
+    ],
+    ids=["full", "causal", "lse", "window-softcap-sinks", "offsets", "bias"],
+)  # fmt: skip
+def test_torch_compile_takes_it_whole(call: dict[str, Any]) -> None:
+    q, k, v = qkv(7, 9, hkv=2)
+    torch._dynamo.reset()
+    compiled = torch.compile(_torch.attention, fullgraph=True, backend="aot_eager")
+    compiled_result = compiled(q, k, v, **call)
+    result = _torch.attention(q, k, v, **call)
+    for x, y in zip(
+        *((r,) if isinstance(r, Tensor) else r for r in (compiled_result, result)), strict=True
+    ):
+        torch.testing.assert_close(x, y)
+
+
+def test_torch_compile_takes_packed_sequences_whole() -> None:
+    inputs, ends = packed(tail=2)
+    torch._dynamo.reset()
+    compiled = torch.compile(_torch.attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(*inputs, causal=True, **ends), _torch.attention(*inputs, causal=True, **ends)
+    )
+
+
+def test_torch_compile_keeps_gradients() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(_torch.attention, fullgraph=True, backend="aot_eager")
+    grads = []
+    for function in (compiled, _torch.attention):
+        q, k, v = (x.requires_grad_() for x in qkv(9, 5))
+        function(q, k, v, causal=True).square().sum().backward()
+        grads.append((q.grad, k.grad, v.grad))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+# --- why_not_fused ---
+
+FUSED: dict[str, Any] = {
+    "device_type": "cuda", "capability": (8, 0), "dtype": torch.bfloat16,
+    "d": 64, "dv": 64, "nq": 128, "nk": 128, "causal": False, "window": False, "softcap": 0.0,
+    "sinks": False, "q_offset_given": False, "varlen": False, "masked": False, "want_lse": False,
+    "fp8": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "nq": 1},
+        {"causal": True, "nq": 64},
+        {"masked": True},
+        {"window": True},
+        {"causal": True, "q_offset_given": True},
+        {"capability": (7, 5), "dtype": "float16"},
+        {"d": 192, "dv": 128},
+        {"d": 72, "dv": 72},
+        {"d": 60, "dv": 60},
+        {"gqa": True, "causal": True},
+        {"gqa": True, "masked": True},
+        {"capability": (12, 1)},
+    ],
+    ids=str,
+)
+def test_why_not_fused_is_empty_where_a_fused_kernel_serves(change: dict[str, Any]) -> None:
+    assert _torch.why_not_fused(**{**FUSED, **change}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device_type": "cpu", "capability": None}, "CUDA device"),
+        ({"varlen": True}, "Tq x Tk mask"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"sinks": True}, "sinks"),
+        ({"want_lse": True}, "log-sum-exp"),
+        ({"fp8": True, "dtype": torch.float8_e4m3fn}, "FP8"),
+        ({"capability": (7, 5)}, "bfloat16 needs compute capability 8.0, this is 7.5"),
+        ({"capability": (13, 0)}, "end at compute capability 12.1"),
+        ({"dtype": torch.float32}, "float32 is not a 16-bit dtype"),
+        ({"dtype": "float64"}, "float64 is not a 16-bit dtype"),
+        ({"nq": 0}, "empty"),
+        ({"d": 60, "dv": 60, "masked": True}, "multiples of 8"),
+        ({"d": 256, "dv": 256, "window": True, "gqa": True}, "takes no mask"),
+    ],
+    ids=str,
+)
+def test_why_not_fused_says_why(change: dict[str, Any], words: str) -> None:
+    reasons = _torch.why_not_fused(**{**FUSED, **change})
+    assert words in "; ".join(reasons)
