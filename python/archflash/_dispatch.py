@@ -201,18 +201,16 @@ def _unasked_device() -> _native.Device:
 # --- the decision ---
 
 
-def order(problem: _native.Problem, capability: tuple[int, int] | None) -> list[str]:
-    """The implementations in the order in which they are asked: by expected speed for the problem
-    and device.
-    """
-    kernels = list(_registry.kernel_names())
+def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """The implementations in the order in which they are asked: by expected speed."""
     if problem.dtype == "float32":
-        return [*kernels, _registry.TORCH]
+        return _registry.names()
+    kernels = _registry.kernel_names()
     tensor_cores = [name for name in kernels if name not in _registry.WITHOUT_TENSOR_CORES]
     cuda_cores = [name for name in kernels if name in _registry.WITHOUT_TENSOR_CORES]
     if _torch_leaves_fused(problem, capability):
-        return [*tensor_cores, *cuda_cores, _registry.TORCH]
-    return [*tensor_cores, _registry.TORCH, *cuda_cores]
+        return (*tensor_cores, *cuda_cores, _registry.TORCH)
+    return (*tensor_cores, _registry.TORCH, *cuda_cores)
 
 
 def _torch_leaves_fused(problem: _native.Problem, capability: tuple[int, int] | None) -> list[str]:
@@ -224,6 +222,7 @@ def _torch_leaves_fused(problem: _native.Problem, capability: tuple[int, int] | 
         dv=problem.dv,
         nq=problem.nq,
         nk=problem.nk,
+        gqa=problem.heads_q != problem.heads_kv,
         causal=problem.causal,
         window=problem.window,
         softcap=problem.softcap,
@@ -274,43 +273,46 @@ def select(
             _registry.TORCH, "no kernel can run here", reasons, problem, device, None, True
         )
 
+    chosen, plan, reasons = _first_that_can(problem, device)
+    kernel_could = plan is not None
+    for other in order(problem, device.capability):
+        if other == chosen or other in reasons:
+            continue
+        answer = [] if other == _registry.TORCH else _native.plan(other, problem, device)
+        if isinstance(answer, list) and answer:
+            reasons[other] = answer
+            continue
+        kernel_could = True
+        if chosen == _registry.TORCH:
+            reasons[other] = [f"it leaves the tensor cores unused: {_FASTER.format('PyTorch')}"]
+        else:
+            reasons[other] = [_FASTER.format(chosen)]
+    fallback = not kernel_could
+    return Decision(chosen, _why(chosen, fallback), reasons, problem, device, plan, fallback)
+
+
+_FASTER = "{} is expected to be faster"
+
+
+def _first_that_can(
+    problem: _native.Problem, device: _native.Device
+) -> tuple[str, _native.LaunchPlan | None, dict[str, list[str]]]:
+    """Who serves a problem, its plan, and the reasons of those asked before."""
     reasons = {}
-    chosen, plan = None, None
     for candidate in order(problem, device.capability):
         if candidate == _registry.TORCH:
-            if chosen is None:
-                chosen = _registry.TORCH
-            else:
-                reasons[candidate] = [f"{chosen} is expected to be faster"]
-            continue
+            break
         answer = _native.plan(candidate, problem, device)
-        if isinstance(answer, list):
-            reasons[candidate] = answer
-        elif chosen is None:
-            chosen, plan = candidate, answer
-        elif chosen == _registry.TORCH:
-            reasons[candidate] = [
-                "it leaves the tensor cores unused: PyTorch's fused kernel is expected to be faster"
-            ]
-        else:
-            reasons[candidate] = [f"{chosen} is expected to be faster"]
-    assert chosen is not None  # order() always ends with torch
-    return Decision(
-        chosen, _why(chosen, reasons), reasons, problem, device, plan, _is_fallback(chosen, reasons)
-    )
+        if not isinstance(answer, list):
+            return candidate, answer, reasons
+        reasons[candidate] = answer
+    return _registry.TORCH, None, reasons
 
 
-def _is_fallback(chosen: str, reasons: dict[str, list[str]]) -> bool:
-    preferred = any(
-        "expected to be faster" in reason for listed in reasons.values() for reason in listed
-    )
-    return chosen == _registry.TORCH and not preferred
-
-
-def _why(chosen: str, reasons: dict[str, list[str]]) -> str:
+def _why(chosen: str, fallback: bool) -> str:
     if chosen != _registry.TORCH:
         return str(_native.describe(chosen).summary)
-    if _is_fallback(chosen, reasons):
+    if fallback:
         return "no kernel of archflash serves this call"
     return "PyTorch's fused kernel uses the tensor cores"
 
@@ -347,6 +349,10 @@ def decide(
     on a plan cache miss.
     """
     device, obstacle = device_of(problem, device_index)
+    if name is None and device is not None and obstacle is None:
+        _, plan, _ = _first_that_can(problem, device)
+        if plan is not None:  # the short way: a new length at every step of a decoding loop
+            return plan
     decision = select(problem, device, name, obstacle)
     if decision.fallback:
         for kernel, reasons in decision.reasons.items():

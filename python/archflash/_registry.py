@@ -71,6 +71,7 @@ def kernel_names() -> tuple[str, ...]:
     return tuple(sorted(_native.folder_names(), key=ORDER.index))
 
 
+@cache
 def names() -> tuple[str, ...]:
     """Every name that can be forced."""
     return (*kernel_names(), TORCH)

@@ -1,5 +1,6 @@
 #include "runtime/registry.h"
 
+#include <map>
 #include <sstream>
 #include <stdexcept>
 
@@ -27,6 +28,26 @@ Target machine_code(const std::string& suffixed) {
   return {"sm_" + suffixed, capability, exact ? capability : capability / 10 * 10 + 9};
 }
 
+std::vector<Target> parse_groups(const char* text) {
+  std::vector<Target> result;
+  std::istringstream groups(text);
+  std::string group, lowest;
+  while (groups >> group) {
+    const size_t colon = group.find(':');
+    if (lowest.empty()) lowest = group.substr(0, colon);
+    std::istringstream list(group.substr(colon + 1));
+    for (std::string suffixed; std::getline(list, suffixed, ',');)
+      result.push_back(machine_code(suffixed));
+  }
+  // PTX for one architecture or family stays there; plain PTX runs on everything newer.
+  if (!lowest.empty()) {
+    const bool plain = lowest.back() >= '0' && lowest.back() <= '9';
+    const Target same = machine_code(lowest);
+    result.push_back({"compute_" + lowest, same.first, plain ? ANY_NEWER : same.last});
+  }
+  return result;
+}
+
 std::string capability_text(int capability) { return join(capability / 10, '.', capability % 10); }
 
 std::string targets_text(const std::vector<Target>& all) {
@@ -52,24 +73,13 @@ bool has_folder(std::string_view name) {
 
 Description describe(std::string_view name) { return find_folder(name).describe(); }
 
-std::vector<Target> targets(std::string_view name) {
-  std::vector<Target> result;
-  std::istringstream groups(find_folder(name).groups);
-  std::string group, lowest;
-  while (groups >> group) {
-    const size_t colon = group.find(':');
-    if (lowest.empty()) lowest = group.substr(0, colon);
-    std::istringstream list(group.substr(colon + 1));
-    for (std::string suffixed; std::getline(list, suffixed, ',');)
-      result.push_back(machine_code(suffixed));
-  }
-  // PTX for one architecture or family stays there; plain PTX runs on everything newer.
-  if (!lowest.empty()) {
-    const bool plain = lowest.back() >= '0' && lowest.back() <= '9';
-    const Target same = machine_code(lowest);
-    result.push_back({"compute_" + lowest, same.first, plain ? ANY_NEWER : same.last});
-  }
-  return result;
+const std::vector<Target>& targets(std::string_view name) {
+  static const auto& parsed = *new std::map<const Folder*, std::vector<Target>>([] {
+    std::map<const Folder*, std::vector<Target>> all;
+    for (const Folder& folder : FOLDERS) all[&folder] = parse_groups(folder.groups);
+    return all;
+  }());
+  return parsed.at(&find_folder(name));
 }
 
 const Target* pick_target(const std::vector<Target>& all, int capability) {
@@ -84,7 +94,7 @@ const Target* pick_target(const std::vector<Target>& all, int capability) {
 
 PlanResult plan(std::string_view name, const Problem& problem, const Device& device) {
   const Folder& folder = find_folder(name);
-  const std::vector<Target> all = targets(name);
+  const std::vector<Target>& all = targets(name);
   if (all.empty()) {
     return Reasons{
         join("not compiled in this build (ARCHFLASH_ARCHS left it out): build again with "
