@@ -18,6 +18,7 @@
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/special_registers.cuh"
+#include "common/ptx/st_global.cuh"
 #include "simt/config.cuh"
 #include "simt/params.h"
 
@@ -47,13 +48,19 @@ __device__ __forceinline__ uint16_t float_to_half(float x) {
 
 // Lane = {col bits 3.., row bit 1} above {col bit 0} above {row bit 0}. Note: a 16-byte shared load of a warp takes two
 // passes instead of four when lane pairs t, t^1 (here: K and V) or t, t^2 (here: Q and P) read the same address.
+// Made anew wherever it is used: its addresses must not live in registers across the products.
 template <class C>
 struct Lane {
-  int row;  // [0, LANE_ROWS)
-  int col;  // [0, LANE_COLS)
+  int warp_row;  // first row of the warp in the CTA's tile
+  int row;       // [0, LANE_ROWS)
+  int col;       // [0, LANE_COLS)
 
-  __device__ __forceinline__ explicit Lane(int lane)
-      : row((lane & 1) | (C::LANE_ROWS == 4 ? lane >> 4 << 1 : 0)), col(lane >> 1 & (C::LANE_COLS - 1)) {}
+  __device__ __forceinline__ Lane() {
+    const int thread = ptx::mov_tid_x_volatile();
+    warp_row = thread / 32 * C::WARP_ROWS;
+    row = (thread & 1) | (C::LANE_ROWS == 4 ? (thread & 16) >> 3 : 0);
+    col = thread >> 1 & (C::LANE_COLS - 1);
+  }
 
   // Reduces over the lanes that share this lane's rows.
   template <class Combine>
@@ -66,13 +73,16 @@ struct Lane {
 
 // What this CTA computes. Rows and keys are counted from the sequence's first.
 struct Work {
-  int batch, head;
+  int batch_head;        // batch * heads_q + head: one register for both
   int first_row;         // of the sequence; negative: nothing to do
   int nq, nk;            // of the sequence
-  int64_t q_start, k_start;  // rows before the sequence in packed tensors
 };
 
-__device__ __forceinline__ int clamped(int x, int low, int high) { return min(max(x, low), high); }
+// Rows before a sequence in a packed tensor of `rows` rows; 0 without cu_seqlens. Offsets outside the tensor are the
+// caller's error: clamping keeps every access inside it.
+__device__ __forceinline__ int sequence_start(const int* cu_seqlens_gmem, int sequence, int rows) {
+  return cu_seqlens_gmem == nullptr ? 0 : min(max(cu_seqlens_gmem[sequence], 0), rows);
+}
 
 // CTA index -> (row tile, head, batch). Row tiles go from the last to the first: under a causal mask the last is the
 // longest. From snake_from on the order is reversed: where two CTAs share each SM, a long one then meets a short one.
@@ -85,27 +95,20 @@ __device__ __forceinline__ Work find_work(const Params& params) {
   if (params.cu_seqlens_q_gmem == nullptr) {
     const int heads = params.batch * params.heads_q;
     tile_from_last = index / heads;
-    work.batch = index % heads / params.heads_q;
-    work.head = index % heads % params.heads_q;
+    work.batch_head = index % heads;
     work.nq = params.nq;
     work.nk = params.nk;
   } else {
     const int* cu_q = params.cu_seqlens_q_gmem;
     const int* cu_k = params.cu_seqlens_k_gmem;
     const int tile = index / params.heads_q;
-    work.head = index % params.heads_q;
     const int batch = math::find_varlen_sequence(cu_q, params.batch, C::BLOCK_Q, tile);
     work.first_row = -1;
     if (batch < 0) return work;
     tile_from_last = tile - math::varlen_tile_start(cu_q, batch, C::BLOCK_Q);
-    // Offsets outside the tensors are the caller's error; clamping keeps every access inside them.
-    const int q_start = clamped(cu_q[batch], 0, params.nq);
-    const int k_start = clamped(cu_k[batch], 0, params.nk);
-    work.batch = batch;
-    work.nq = clamped(cu_q[batch + 1], q_start, params.nq) - q_start;
-    work.nk = clamped(cu_k[batch + 1], k_start, params.nk) - k_start;
-    work.q_start = q_start;
-    work.k_start = k_start;
+    work.batch_head = batch * params.heads_q + index % params.heads_q;
+    work.nq = max(sequence_start(cu_q, batch + 1, params.nq) - sequence_start(cu_q, batch, params.nq), 0);
+    work.nk = max(sequence_start(cu_k, batch + 1, params.nk) - sequence_start(cu_k, batch, params.nk), 0);
   }
   const int tiles = (work.nq + C::BLOCK_Q - 1) / C::BLOCK_Q;
   work.first_row = (tiles - 1 - tile_from_last) * C::BLOCK_Q;  // negative for a surplus tile of a short sequence
@@ -259,6 +262,21 @@ __device__ __forceinline__ void transform_scores(float (&s_rmem)[C::THREAD_ROWS]
   }
 }
 
+// Only where the block has an edge in it. Masking is a select: what a masked score was does not matter.
+template <class C>
+__device__ __forceinline__ void mask_scores(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+                                            const math::VisibleKeys& visible, int first_row, int key_first) {
+  const Lane<C> lane;
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    const int row = first_row + lane.warp_row + i * C::LANE_ROWS + lane.row;
+#pragma unroll
+    for (int j = 0; j < C::THREAD_KEYS; ++j) {
+      if (!visible.sees(row, key_first + j * C::LANE_COLS + lane.col)) s_rmem[i][j] = MINUS_INFINITY;
+    }
+  }
+}
+
 // Running maximum (in units of log2) and this thread's share of the running sum of each of its rows.
 template <class C>
 struct RowState {
@@ -299,13 +317,35 @@ __device__ __forceinline__ float load_sink(const Params& params, int head) {
   return (dtype == DType::F16 ? half_to_float<DType::F16>(bits) : half_to_float<DType::BF16>(bits)) * LOG2_E;
 }
 
+// Writes four columns of one row.
+template <DType DTYPE>
+__device__ __forceinline__ void store_4(void* target_gmem, const float (&x)[4]) {
+  if constexpr (DTYPE == DType::F32) {
+    ptx::st_global_v4_b32(target_gmem, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                          __float_as_uint(x[3]));
+  } else {
+    const auto pair = [](float low, float high) {
+      return float_to_half<DTYPE>(low) | static_cast<uint32_t>(float_to_half<DTYPE>(high)) << 16;
+    };
+    ptx::st_global_v2_b32(target_gmem, pair(x[0], x[1]), pair(x[2], x[3]));
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void store_out(const float (&o_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
-                                          const RowState<C>& state, const Params& params, const Work& work,
-                                          int first_row /* of this lane */, const Lane<C>& lane) {
+                                          const RowState<C>& state, const Params& params, const Work& work) {
   using Element = typename ElementOf<C::DTYPE>::Type;
-  const float sink = load_sink(params, work.head);
-  Element* out_gmem = static_cast<Element*>(params.out_gmem) + work.batch * params.out_batch + work.head * params.out_head;
+  const Lane<C> lane;
+  const int batch = work.batch_head / params.heads_q;
+  const int head = work.batch_head % params.heads_q;
+  const int first_row = work.first_row + lane.warp_row + lane.row;
+  const int first_column = 4 * lane.col;
+  const int64_t packed_row = sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + first_row;
+  Element* row_gmem = static_cast<Element*>(params.out_gmem) + batch * params.out_batch +
+                      head * params.out_head + packed_row * params.out_row + first_column;
+  float* lse_gmem = params.lse_gmem;
+  if (lse_gmem != nullptr) lse_gmem += batch * params.lse_batch + head * params.lse_head + packed_row;
+  const float sink = load_sink(params, head);
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
     const float keys_sum = Lane<C>::reduce_cols(state.sum_rmem[i], [](float x, float y) { return x + y; });
@@ -314,34 +354,21 @@ __device__ __forceinline__ void store_out(const float (&o_rmem)[C::THREAD_ROWS][
     const float base = max == MINUS_INFINITY ? 0.0f : max;
     const float correction = ptx::ex2_approx_ftz(keys_max - base);
     const float sum = fmaf(keys_sum, correction, ptx::ex2_approx_ftz(sink - base));
-    const float factor = correction / sum;
-    const bool saw_keys = keys_sum != 0.0f;  // otherwise 0, even where factor is 0/0
+    const float factor = keys_sum != 0.0f ? correction / sum : 0.0f;  // 0: the row saw no key
 
-    const int row = first_row + i * C::LANE_ROWS;
-    if (row >= work.nq) continue;
+    if (first_row + i * C::LANE_ROWS < work.nq) {
 #pragma unroll
-    for (int n = 0; n < C::OUT_GROUPS; ++n) {
-      const int column = 4 * (n * C::LANE_COLS + lane.col);
-      if (column >= params.dv) continue;
-      float x[4];
+      for (int n = 0; n < C::OUT_GROUPS; ++n) {
+        float x[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x[c] = saw_keys ? o_rmem[i][4 * n + c] * factor : 0.0f;
-      Element* target = out_gmem + (work.q_start + row) * params.out_row + column;
-      if constexpr (C::DTYPE == DType::F32) {
-        *reinterpret_cast<float4*>(target) = make_float4(x[0], x[1], x[2], x[3]);
-      } else {
-        uint32_t words[2];
-#pragma unroll
-        for (int c = 0; c < 4; c += 2) {
-          words[c / 2] = float_to_half<C::DTYPE>(x[c]) | static_cast<uint32_t>(float_to_half<C::DTYPE>(x[c + 1])) << 16;
-        }
-        *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+        for (int c = 0; c < 4; ++c) x[c] = o_rmem[i][4 * n + c] * factor;
+        const int column = 4 * n * C::LANE_COLS;
+        if (first_column + column < params.dv) store_4<C::DTYPE>(row_gmem + column, x);
       }
+      // -inf where max is -inf: sum is then 0.
+      if (lse_gmem != nullptr && lane.col == 0) lse_gmem[i * C::LANE_ROWS] = fmaf(max, LN_2, logf(sum));
     }
-    if (params.lse_gmem != nullptr && lane.col == 0) {
-      float* lse_gmem = params.lse_gmem + work.batch * params.lse_batch + work.head * params.lse_head;
-      lse_gmem[work.q_start + row] = fmaf(max, LN_2, logf(sum));  // -inf where max is -inf: sum is then 0
-    }
+    row_gmem += C::LANE_ROWS * params.out_row;
   }
 }
 
@@ -357,28 +384,24 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   const Work work = find_work<C>(params);
   if (work.first_row < 0) return;
 
-  const int kv_head = work.head / params.heads_per_kv;
-  const Element* q_gmem = static_cast<const Element*>(params.q_gmem) + work.batch * params.q_batch +
-                          work.head * params.q_head + (work.q_start + work.first_row) * params.q_row;
-  const Element* k_gmem = static_cast<const Element*>(params.k_gmem) + work.batch * params.k_batch +
-                          kv_head * params.k_head + work.k_start * params.k_row;
-  const Element* v_gmem = static_cast<const Element*>(params.v_gmem) + work.batch * params.v_batch +
-                          kv_head * params.v_head + work.k_start * params.v_row;
+  const int batch = work.batch_head / params.heads_q;
+  const int head = work.batch_head % params.heads_q;
+  const int kv_head = head / params.heads_per_kv;
+  const int64_t q_row = sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + work.first_row;
+  const int64_t k_row = sequence_start(params.cu_seqlens_k_gmem, batch, params.nk);
+  const Element* q_gmem = static_cast<const Element*>(params.q_gmem) + batch * params.q_batch +
+                          head * params.q_head + q_row * params.q_row;
+  const Element* k_gmem = static_cast<const Element*>(params.k_gmem) + batch * params.k_batch +
+                          kv_head * params.k_head + k_row * params.k_row;
+  const Element* v_gmem = static_cast<const Element*>(params.v_gmem) + batch * params.v_batch +
+                          kv_head * params.v_head + k_row * params.v_row;
 
   int64_t q_offset = params.q_offset;
   if (params.offset_mode == OffsetMode::KeysMinusQueries) q_offset = work.nk - work.nq;
-  if (params.offset_mode == OffsetMode::PerBatch) q_offset = params.q_offsets_gmem[work.batch];
+  if (params.offset_mode == OffsetMode::PerBatch) q_offset = params.q_offsets_gmem[batch];
   const math::VisibleKeys visible =
       math::visible_keys(work.nq, work.nk, q_offset, params.window_left, params.window_right);
 
-  const Lane<C> lane(threadIdx.x % 32);
-  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-  const int warp_first = work.first_row + warp_row;
-  const int warp_last = min(warp_first + C::WARP_ROWS, work.nq) - 1;  // below warp_first: no rows
-  const float* q_lane_smem = q_smem + (warp_row + lane.row) * C::QK_PITCH;
-  const float* k_lane_smem = k_smem + lane.col * C::QK_PITCH;
-  const float* v_lane_smem = v_smem + 4 * lane.col;
-  float* p_lane_smem = shared + C::P_SMEM + (warp_row + lane.row) * C::P_PITCH;
 
   float o_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
   RowState<C> state;
@@ -386,53 +409,47 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   for (int i = 0; i < C::THREAD_ROWS; ++i) state.max_rmem[i] = MINUS_INFINITY, state.sum_rmem[i] = 0.0f;
 
   const int cta_last = min(work.first_row + C::BLOCK_Q, work.nq) - 1;
-  const int block_begin = visible.first(work.first_row) / C::BLOCK_K;
-  const int block_end = (visible.last(cta_last) + C::BLOCK_K) / C::BLOCK_K;  // at most block_begin where no key is seen
+  const int blocks_begin = visible.first(work.first_row) & -C::BLOCK_K;  // first key of the first block with a visible key
+  const int blocks_last = visible.last(cta_last) & -C::BLOCK_K;          // of the last one; before the first: none
 
-  const auto start_k = [&](int block) {
-    const int key = block * C::BLOCK_K;
+  const auto start_k = [&](int key) {
     start_load<C, C::BLOCK_K, C::QK_PITCH>(k_smem, k_gmem + key * params.k_row, params.k_row, work.nk - key, params.d);
   };
-  const auto start_v = [&](int block) {
-    const int key = block * C::BLOCK_K;
+  const auto start_v = [&](int key) {
     start_load<C, C::BLOCK_K, C::V_PITCH>(v_smem, v_gmem + key * params.v_row, params.v_row, work.nk - key, params.dv);
   };
-  if (block_begin < block_end) {
+  if (blocks_begin <= blocks_last) {
     start_load<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, q_gmem, params.q_row, work.nq - work.first_row, params.d);
-    start_k(block_end - 1);
+    start_k(blocks_last);
   }
 
 #pragma unroll 1
-  for (int block = block_end - 1; block >= block_begin; --block) {
-    const int key_first = block * C::BLOCK_K;
+  for (int key_first = blocks_last; key_first >= blocks_begin; key_first -= C::BLOCK_K) {
     const int key_last = key_first + C::BLOCK_K - 1;
+    const int warp_first = work.first_row + Lane<C>().warp_row;
+    const int warp_last = min(warp_first + C::WARP_ROWS, work.nq) - 1;  // below warp_first: the warp has no rows
     const bool computes = warp_last >= warp_first && !visible.hides(warp_first, warp_last, key_first, key_last);
+    const bool masked = visible.masks(warp_first, warp_last, key_first, key_last);
     float s_rmem[C::THREAD_ROWS][C::THREAD_KEYS];
     float correction[C::THREAD_ROWS];
 
     ptx::copies_wait_all();
     __syncthreads();  // K (and at first Q) of all threads have landed; all warps are done with the V of the block before
-    start_v(block);
+    start_v(key_first);
     if (computes) {
-      multiply_qk<C>(s_rmem, q_lane_smem, k_lane_smem, params.d);
+      const Lane<C> lane;
+      multiply_qk<C>(s_rmem, q_smem + (lane.warp_row + lane.row) * C::QK_PITCH, k_smem + lane.col * C::QK_PITCH, params.d);
       if (params.transform_scores) transform_scores<C>(s_rmem, params);
-      if (visible.masks(warp_first, warp_last, key_first, key_last)) {
-#pragma unroll
-        for (int i = 0; i < C::THREAD_ROWS; ++i) {
-          const int row = warp_first + i * C::LANE_ROWS + lane.row;
-#pragma unroll
-          for (int j = 0; j < C::THREAD_KEYS; ++j) {
-            if (!visible.sees(row, key_first + j * C::LANE_COLS + lane.col)) s_rmem[i][j] = MINUS_INFINITY;
-          }
-        }
-      }
+      if (masked) mask_scores<C>(s_rmem, visible, work.first_row, key_first);
       online_softmax<C>(s_rmem, state, correction, params.exp2_scale);
     }
 
     ptx::copies_wait_all();
     __syncthreads();  // V of all threads has landed; all warps are done with K, so the next one may overwrite it
-    if (block > block_begin) start_k(block - 1);
+    if (key_first > blocks_begin) start_k(key_first - C::BLOCK_K);
     if (computes) {
+      const Lane<C> lane;
+      float* p_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;  // (THREAD_ROWS * LANE_ROWS, P_PITCH)
       float pv_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
 #pragma unroll
       for (int part = 0; part < C::P_PARTS; ++part) {
@@ -442,11 +459,11 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
         for (int i = 0; i < C::THREAD_ROWS; ++i) {
 #pragma unroll
           for (int j = 0; j < COLUMNS; ++j) {
-            p_lane_smem[i * C::LANE_ROWS * C::P_PITCH + j * C::LANE_COLS + lane.col] = s_rmem[i][part * COLUMNS + j];
+            p_smem[i * C::LANE_ROWS * C::P_PITCH + j * C::LANE_COLS + lane.col] = s_rmem[i][part * COLUMNS + j];
           }
         }
         __syncwarp();  // the warp's part of P is complete before any lane reads it
-        multiply_pv<C>(pv_rmem, p_lane_smem, v_lane_smem + part * C::P_KEYS * C::V_PITCH);
+        multiply_pv<C>(pv_rmem, p_smem, v_smem + part * C::P_KEYS * C::V_PITCH + 4 * lane.col);
       }
 #pragma unroll
       for (int i = 0; i < C::THREAD_ROWS; ++i) {
@@ -455,7 +472,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       }
     }
   }
-  store_out<C>(o_rmem, state, params, work, warp_first + lane.row, lane);
+  store_out<C>(o_rmem, state, params, work);
 }
 
 }  // namespace archflash::simt

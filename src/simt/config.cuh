@@ -59,7 +59,7 @@ using F32D128Large = Config<DType::F32, 128,          4,      2,     8,    64,  
 using F32D128Medium = Config<DType::F32, 128,         8,      2,     4,    32,     32,    8,     8,      1>;
 using F32D128Small = Config<DType::F32, 128,          4,      2,     4,    32,     32,    8,     8,      3>;
 using F32D256Large = Config<DType::F32, 256,          8,      2,     4,    64,     32,    8,     8,      1>;
-using F32D256Small = Config<DType::F32, 256,          4,      2,     2,    16,     16,    4,     4,      4>;
+using F32D256Small = Config<DType::F32, 256,          4,      2,     2,    16,     16,    4,     4,      3>;
 
 template <DType DTYPE>
 using HalfD32 = Config<DTYPE, 32,                     4,      4,     4,    64,     32,    8,     8,      2>;
@@ -68,7 +68,7 @@ using HalfD64 = Config<DTYPE, 64,                     4,      2,     8,    64,  
 template <DType DTYPE>
 using HalfD128 = Config<DTYPE, 128,                   4,      2,     4,    32,     32,    8,     8,      3>;
 template <DType DTYPE>
-using HalfD256 = Config<DTYPE, 256,                   4,      2,     2,    16,     16,    4,     4,      4>;
+using HalfD256 = Config<DTYPE, 256,                   4,      2,     2,    16,     16,    4,     4,      3>;
 
 constexpr int SMALLEST_SHARED_LIMIT = 64 * 1024;  // opt-in shared memory per CTA on 7.5
 static_assert(F32D32::SHARED_BYTES <= SMALLEST_SHARED_LIMIT && F32D64Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT &&
