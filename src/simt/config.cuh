@@ -1,15 +1,17 @@
-// The tiles of each simt kernel: compile-time numbers only, read by the kernel and by plan.cpp (plain C++).
+// The tiles of each simt kernel: compile-time numbers only, read by the kernel and by plan.cpp
+// (plain C++).
 #pragma once
 
 #include "common/problem.h"
 
 namespace archflash::simt {
 
-// A CTA owns BLOCK_Q query rows of one head and walks over the keys, BLOCK_K at a time. A warp owns WARP_ROWS of the
-// rows: LANE_ROWS x LANE_COLS lanes, each with THREAD_ROWS x THREAD_KEYS scores and THREAD_ROWS x 4*OUT_GROUPS outputs.
-// HEAD_DIM bounds d and dv: it fixes row pitches and the output tile; the product over d runs only as far as d.
-template <DType DTYPE_, int HEAD_DIM_, int WARPS_, int LANE_ROWS_, int THREAD_ROWS_, int BLOCK_K_, int P_KEYS_,
-          int D_STEP_, int KEY_STEP_, int CTAS_PER_SM_>
+// A CTA owns BLOCK_Q query rows of one head and walks over the keys, BLOCK_K at a time. A warp owns
+// WARP_ROWS of the rows: LANE_ROWS x LANE_COLS lanes, each with THREAD_ROWS x THREAD_KEYS scores
+// and THREAD_ROWS x 4*OUT_GROUPS outputs. HEAD_DIM bounds d and dv: it fixes row pitches and the
+// output tile; the product over d runs only as far as d.
+template <DType DTYPE_, int HEAD_DIM_, int WARPS_, int LANE_ROWS_, int THREAD_ROWS_, int BLOCK_K_,
+          int P_KEYS_, int D_STEP_, int KEY_STEP_, int CTAS_PER_SM_>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -22,18 +24,19 @@ struct Config {
   static constexpr int BLOCK_Q = WARPS * WARP_ROWS;
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr int THREAD_KEYS = BLOCK_K / LANE_COLS;
-  static constexpr int OUT_GROUPS = HEAD_DIM / (4 * LANE_COLS);  // groups of 4 output columns of a thread
-  static constexpr int D_STEP = D_STEP_;                         // columns per trip of the loop of Q K^T
-  static constexpr int KEY_STEP = KEY_STEP_;                     // keys per trip of the loop of P V
-  static constexpr int CHUNK_D = 32;                             // columns summed before they join the score
-  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;               // what the registers must allow
+  static constexpr int OUT_GROUPS =
+      HEAD_DIM / (4 * LANE_COLS);                   // groups of 4 output columns of a thread
+  static constexpr int D_STEP = D_STEP_;            // columns per trip of the loop of Q K^T
+  static constexpr int KEY_STEP = KEY_STEP_;        // keys per trip of the loop of P V
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // what the registers must allow
 
-  // Shared memory, in floats. Q and K rows are padded by 16 bytes: the 16-byte reads of 8 rows at one d hit all 32 banks.
-  // V rows need no padding: a read covers one row. P has a pitch of LANE_COLS modulo the 32 banks, so that the
-  // LANE_ROWS x LANE_COLS scalars which a warp stores at once hit all banks.
+  // Shared memory, in floats. Q and K rows are padded by 16 bytes: the 16-byte reads of 8 rows at
+  // one d hit all 32 banks. V rows need no padding: a read covers one row. P has a pitch of
+  // LANE_COLS modulo the 32 banks, so that the LANE_ROWS x LANE_COLS scalars which a warp stores at
+  // once hit all banks.
   static constexpr int QK_PITCH = HEAD_DIM + 4;
   static constexpr int V_PITCH = HEAD_DIM;
-  static constexpr int P_KEYS = P_KEYS_;                // keys of P that a warp keeps at a time
+  static constexpr int P_KEYS = P_KEYS_;  // keys of P that a warp keeps at a time
   static constexpr int P_PARTS = BLOCK_K / P_KEYS;
   static constexpr int P_PITCH = P_KEYS + (LANE_COLS - P_KEYS % 32 + 32) % 32;
   static constexpr int Q_SMEM = 0;
@@ -42,37 +45,47 @@ struct Config {
   static constexpr int P_SMEM = V_SMEM + BLOCK_K * V_PITCH;
   static constexpr int SHARED_BYTES = 4 * (P_SMEM + BLOCK_Q * P_PITCH);
 
-  static_assert(LANE_ROWS * LANE_COLS == 32 && LANE_COLS >= 8, "the lane map of attention_fwd.cuh needs 8 or 16 columns");
-  static_assert(OUT_GROUPS >= 1 && OUT_GROUPS * 4 * LANE_COLS == HEAD_DIM, "lanes must tile the output columns");
-  static_assert(THREAD_KEYS * LANE_COLS == BLOCK_K && P_PARTS * P_KEYS == BLOCK_K, "lanes and parts must tile the keys");
-  static_assert(P_KEYS % LANE_COLS == 0 && P_KEYS % 8 == 0, "a part of P is whole columns of scores, read 4 keys at a time");
+  static_assert(LANE_ROWS * LANE_COLS == 32 && LANE_COLS >= 8,
+                "the lane map of attention_fwd.cuh needs 8 or 16 columns");
+  static_assert(OUT_GROUPS >= 1 && OUT_GROUPS * 4 * LANE_COLS == HEAD_DIM,
+                "lanes must tile the output columns");
+  static_assert(THREAD_KEYS * LANE_COLS == BLOCK_K && P_PARTS * P_KEYS == BLOCK_K,
+                "lanes and parts must tile the keys");
+  static_assert(P_KEYS % LANE_COLS == 0 && P_KEYS % 8 == 0,
+                "a part of P is whole columns of scores, read 4 keys at a time");
   static_assert(P_PITCH % 32 == LANE_COLS % 32, "stores of P must not conflict");
   static_assert(THREADS <= 1024, "CUDA: at most 1024 threads in a CTA");
-  static_assert(SHARED_BYTES <= 227 * 1024, "CUDA: at most 227 KiB of shared memory in a CTA (9.0, 10.0)");
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0, 10.0)");
 };
 
-//                                                  warps lane rows rows block_k p_keys d_step key_step CTAs
-using F32D32 = Config<DType::F32, 32,                 4,      4,     4,    64,     32,    8,     8,      2>;
-using F32D64Large = Config<DType::F32, 64,            4,      2,     8,    64,     32,    8,     8,      2>;
-using F32D64Small = Config<DType::F32, 64,            8,      2,     4,    64,     32,    8,     8,      1>;
-using F32D128Large = Config<DType::F32, 128,          4,      2,     8,    64,     32,    8,     4,      2>;
-using F32D128Medium = Config<DType::F32, 128,         8,      2,     4,    32,     32,    8,     8,      1>;
-using F32D128Small = Config<DType::F32, 128,          4,      2,     4,    32,     32,    8,     8,      3>;
-using F32D256Large = Config<DType::F32, 256,          8,      2,     4,    64,     32,    8,     8,      1>;
-using F32D256Small = Config<DType::F32, 256,          4,      2,     2,    16,     16,    4,     4,      3>;
-
+// clang-format off
+//                                   head       lane thread block   p_    d_  key_ CTAs
+//                                   _dim warps _rows _rows   _k keys step step per SM
+using F32D32         = Config<DType::F32,   32,    4,    4,    4,   64,  32,   8,   8,   3>;
+using F32D64Large    = Config<DType::F32,   64,    4,    2,    8,   64,  32,   8,   8,   2>;
+using F32D64Medium   = Config<DType::F32,   64,    8,    2,    8,   64,  32,   8,   8,   1>;
+using F32D64Small    = Config<DType::F32,   64,    8,    2,    4,   64,  32,   8,   8,   1>;
+using F32D128Large   = Config<DType::F32,  128,    4,    2,    8,   64,  32,   8,   4,   2>;
+using F32D128Medium  = Config<DType::F32,  128,    4,    2,    8,   32,  32,   8,   4,   2>;
+using F32D128Small   = Config<DType::F32,  128,    4,    2,    4,   32,  32,   8,   8,   3>;
+using F32D256Large   = Config<DType::F32,  256,    8,    2,    4,   64,  32,   8,   8,   1>;
+using F32D256Small   = Config<DType::F32,  256,    4,    2,    2,   16,  16,   4,   4,   3>;
 template <DType DTYPE>
-using HalfD32 = Config<DTYPE, 32,                     4,      4,     4,    64,     32,    8,     8,      2>;
+using HalfD32        = Config<DTYPE,        32,    4,    4,    4,   64,  32,   8,   8,   3>;
 template <DType DTYPE>
-using HalfD64 = Config<DTYPE, 64,                     4,      2,     8,    64,     32,    8,     8,      2>;
+using HalfD64        = Config<DTYPE,        64,    4,    2,    8,   64,  32,   8,   8,   2>;
 template <DType DTYPE>
-using HalfD128 = Config<DTYPE, 128,                   4,      2,     4,    32,     32,    8,     8,      3>;
+using HalfD128       = Config<DTYPE,       128,    4,    2,    4,   32,  32,   8,   8,   3>;
 template <DType DTYPE>
-using HalfD256 = Config<DTYPE, 256,                   4,      2,     2,    16,     16,    4,     4,      3>;
+using HalfD256       = Config<DTYPE,       256,    4,    2,    2,   16,  16,   4,   4,   3>;
+// clang-format on
 
 constexpr int SMALLEST_SHARED_LIMIT = 64 * 1024;  // opt-in shared memory per CTA on 7.5
-static_assert(F32D32::SHARED_BYTES <= SMALLEST_SHARED_LIMIT && F32D64Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT &&
-                  F32D128Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT && F32D256Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT,
+static_assert(F32D32::SHARED_BYTES <= SMALLEST_SHARED_LIMIT &&
+                  F32D64Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT &&
+                  F32D128Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT &&
+                  F32D256Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT,
               "every head dimension needs one kernel that runs on 7.5");
 
 }  // namespace archflash::simt

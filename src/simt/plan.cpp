@@ -1,6 +1,7 @@
 // simt: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include "common/plan.h"
+
 #include <algorithm>
-#include <bit>
 #include <climits>
 #include <cmath>
 #include <cstddef>
@@ -8,11 +9,9 @@
 #include <cstring>
 #include <limits>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "common/plan.h"
 #include "common/problem.h"
 #include "simt/config.cuh"
 #include "simt/params.h"
@@ -22,68 +21,84 @@ namespace {
 
 constexpr int64_t HEAD_DIM_STEP = 8;
 constexpr int64_t HEAD_DIM_LIMIT = 256;
-constexpr int64_t ROW_BYTES = 16;                    // rows are read and written 16 bytes at a time
-constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;   // positions are 32-bit inside the kernel
-constexpr int64_t POSITION_LIMIT = int64_t{1} << 60; // offsets and windows beyond mean the same and cannot overflow
-constexpr int64_t GRID_LIMIT = INT32_MAX;            // CUDA: CTAs along x
-constexpr int64_t RESERVED_SHARED_BYTES = 1024;      // CUDA: taken from the SM by each CTA, from 8.0 on
+constexpr int64_t ROW_BYTES = 16;                   // rows are read and written 16 bytes at a time
+constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit inside the kernel
+constexpr int64_t POSITION_LIMIT =
+    int64_t{1} << 60;  // offsets and windows beyond mean the same and cannot overflow
+constexpr int64_t GRID_LIMIT = INT32_MAX;        // CUDA: CTAs along x
+constexpr int64_t RESERVED_SHARED_BYTES = 1024;  // CUDA: taken from the SM by each CTA, from 8.0 on
 constexpr const char* USE_TORCH = " or use implementation='torch'";
 
-// One kernel. Rows of VARIANTS stand best first among those that serve the same head dimensions and type.
+// One kernel. Rows of VARIANTS stand best first among those that serve the same head dimensions and
+// type.
 struct Variant {
   const char* kernel;
   const char* image;
   DType dtype;
-  int head_dim;       // d and dv up to this
+  int head_dim;  // d and dv up to this
   int block_q, block_k;
   int threads;
-  int ctas_per_sm;    // what the registers allow
+  int ctas_per_sm;  // what the registers allow
   int shared_bytes;
-  bool for_full_gpu;  // only where there are more CTAs than SMs
-  const char* reason; // why it is there
+  // It serves only where `per_sm` of its CTAs fit an SM and twice its CTAs are more than `fill`
+  // times the SMs.
+  int per_sm, fill;
+  const char* reason;  // why it is there
 };
 
 template <class C>
-constexpr Variant variant(const char* kernel, const char* image, bool for_full_gpu, const char* reason) {
-  return {kernel, image, C::DTYPE, C::HEAD_DIM, C::BLOCK_Q, C::BLOCK_K, C::THREADS, C::CTAS_PER_SM, C::SHARED_BYTES,
-          for_full_gpu, reason};
+constexpr Variant variant(const char* kernel, const char* image, int per_sm, int fill,
+                          const char* reason) {
+  return {kernel,     image,          C::DTYPE,        C::HEAD_DIM, C::BLOCK_Q, C::BLOCK_K,
+          C::THREADS, C::CTAS_PER_SM, C::SHARED_BYTES, per_sm,      fill,       reason};
 }
 
+constexpr const char* ONE_PER_HEAD_DIM = "16-bit inputs: one kernel per head_dim, for every GPU";
+
+// Measured on an H200 (NOTES.md); one CTA per SM there stands for the GPUs with 64 and 99 KB.
 constexpr Variant VARIANTS[] = {
-    variant<F32D32>("simt_attention_fwd_f32_d32", "simt/fwd_f32", false, "64 rows fit every GPU and keep short sequences busy"),
-    variant<F32D64Large>("simt_attention_fwd_f32_d64_large", "simt/fwd_f32", true,
-                         "8x4 tiles per thread, two CTAs per SM where shared memory allows"),
-    variant<F32D64Small>("simt_attention_fwd_f32_d64_small", "simt/fwd_f32", false,
-                         "at most one CTA per SM: 8 warps share its 64 rows"),
-    variant<F32D128Large>("simt_attention_fwd_f32_d128_large", "simt/fwd_f32", true,
-                          "8x4 tiles per thread; 112 KB, two CTAs per SM on 9.0 and 10.0"),
-    variant<F32D128Medium>("simt_attention_fwd_f32_d128_medium", "simt/fwd_f32", false,
-                           "99 KB GPUs, or at most one CTA per SM: 8 warps share its 64 rows"),
-    variant<F32D128Small>("simt_attention_fwd_f32_d128_small", "simt/fwd_f32", false, "few query rows, or a GPU with 64 KB"),
-    variant<F32D256Large>("simt_attention_fwd_f32_d256_large", "simt/fwd_f32", true, "64 rows where 227 KB allow it"),
-    variant<F32D256Small>("simt_attention_fwd_f32_d256_small", "simt/fwd_f32", false, "16 rows are what fits 64 KB"),
-    variant<HalfD32<DType::F16>>("simt_attention_fwd_f16_d32", "simt/fwd_f16", false,
-                                "16-bit inputs: one kernel per head_dim, for every GPU"),
-    variant<HalfD64<DType::F16>>("simt_attention_fwd_f16_d64", "simt/fwd_f16", false,
-                                "16-bit inputs: one kernel per head_dim, for every GPU"),
-    variant<HalfD128<DType::F16>>("simt_attention_fwd_f16_d128", "simt/fwd_f16", false,
-                                "16-bit inputs: one kernel per head_dim, for every GPU"),
-    variant<HalfD256<DType::F16>>("simt_attention_fwd_f16_d256", "simt/fwd_f16", false,
-                                "16-bit inputs: one kernel per head_dim, for every GPU"),
-    variant<HalfD32<DType::BF16>>("simt_attention_fwd_bf16_d32", "simt/fwd_bf16", false,
-                                "16-bit inputs: one kernel per head_dim, for every GPU"),
-    variant<HalfD64<DType::BF16>>("simt_attention_fwd_bf16_d64", "simt/fwd_bf16", false,
-                                "16-bit inputs: one kernel per head_dim, for every GPU"),
-    variant<HalfD128<DType::BF16>>("simt_attention_fwd_bf16_d128", "simt/fwd_bf16", false,
-                                "16-bit inputs: one kernel per head_dim, for every GPU"),
-    variant<HalfD256<DType::BF16>>("simt_attention_fwd_bf16_d256", "simt/fwd_bf16", false,
-                                "16-bit inputs: one kernel per head_dim, for every GPU"),
+    variant<F32D32>("simt_attention_fwd_f32_d32", "simt/fwd_f32", 1, 0,
+                    "64 rows fit every GPU and suit short sequences"),
+    variant<F32D64Large>("simt_attention_fwd_f32_d64_large", "simt/fwd_f32", 2, 2,
+                         "two CTAs per SM: the fastest in every long case"),
+    variant<F32D64Medium>(
+        "simt_attention_fwd_f32_d64_medium", "simt/fwd_f32", 1, 2,
+        "99 KB: one CTA of 8 warps and 128 rows beats one of 4 warps and 64 rows by a fifth"),
+    variant<F32D64Small>("simt_attention_fwd_f32_d64_small", "simt/fwd_f32", 1, 0,
+                         "64 KB, or at most one CTA per SM: 8 warps share the 64 rows"),
+    variant<F32D128Large>("simt_attention_fwd_f32_d128_large", "simt/fwd_f32", 2, 1,
+                          "two CTAs per SM from 227 KB on"),
+    variant<F32D128Medium>("simt_attention_fwd_f32_d128_medium", "simt/fwd_f32", 1, 1,
+                           "99 KB, or two CTAs per SM in 163 KB: 32 keys at a time"),
+    variant<F32D128Small>("simt_attention_fwd_f32_d128_small", "simt/fwd_f32", 1, 0,
+                          "64 KB, or few CTAs: 32 rows make twice as many"),
+    variant<F32D256Large>("simt_attention_fwd_f32_d256_large", "simt/fwd_f32", 1, 1,
+                          "64 rows where 227 KB allow it"),
+    variant<F32D256Small>("simt_attention_fwd_f32_d256_small", "simt/fwd_f32", 1, 0,
+                          "16 rows are what fits 64 KB"),
+    variant<HalfD32<DType::F16>>("simt_attention_fwd_f16_d32", "simt/fwd_f16", 1, 0,
+                                 ONE_PER_HEAD_DIM),
+    variant<HalfD64<DType::F16>>("simt_attention_fwd_f16_d64", "simt/fwd_f16", 1, 0,
+                                 ONE_PER_HEAD_DIM),
+    variant<HalfD128<DType::F16>>("simt_attention_fwd_f16_d128", "simt/fwd_f16", 1, 0,
+                                  ONE_PER_HEAD_DIM),
+    variant<HalfD256<DType::F16>>("simt_attention_fwd_f16_d256", "simt/fwd_f16", 1, 0,
+                                  ONE_PER_HEAD_DIM),
+    variant<HalfD32<DType::BF16>>("simt_attention_fwd_bf16_d32", "simt/fwd_bf16", 1, 0,
+                                  ONE_PER_HEAD_DIM),
+    variant<HalfD64<DType::BF16>>("simt_attention_fwd_bf16_d64", "simt/fwd_bf16", 1, 0,
+                                  ONE_PER_HEAD_DIM),
+    variant<HalfD128<DType::BF16>>("simt_attention_fwd_bf16_d128", "simt/fwd_bf16", 1, 0,
+                                   ONE_PER_HEAD_DIM),
+    variant<HalfD256<DType::BF16>>("simt_attention_fwd_bf16_d256", "simt/fwd_bf16", 1, 0,
+                                   ONE_PER_HEAD_DIM),
 };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 std::string str(int64_t x) { return std::to_string(x); }
 
-// Row tiles of one head, all sequences together; with cu_seqlens the bound that holds whatever the lengths are.
+// Row tiles of one head, all sequences together; with cu_seqlens the bound that holds whatever the
+// lengths are.
 int64_t row_tiles(const Problem& problem, int block_q) {
   const int64_t tiles = ceil_div(problem.nq, block_q);
   return problem.varlen ? tiles + problem.batch : tiles * problem.batch;
@@ -91,7 +106,7 @@ int64_t row_tiles(const Problem& problem, int block_q) {
 
 int64_t resident_ctas(const Variant& variant, const Device& device) {
   const int64_t by_shared = device.shared_per_sm / (variant.shared_bytes + RESERVED_SHARED_BYTES);
-  return std::max<int64_t>(1, std::min<int64_t>(by_shared, variant.ctas_per_sm));
+  return std::clamp<int64_t>(by_shared, 1, variant.ctas_per_sm);
 }
 
 int64_t rows_per_sequence(const Problem& problem) {  // on average
@@ -103,50 +118,64 @@ const Variant* choose(const Problem& problem, const Device& device) {
   const Variant* fits = nullptr;
   for (const Variant& variant : VARIANTS) {
     if (variant.dtype != problem.dtype || variant.head_dim < head_dim) continue;
-    if (fits != nullptr && variant.head_dim != fits->head_dim) break;  // kernels for larger heads follow
+    if (fits != nullptr && variant.head_dim != fits->head_dim)
+      break;  // kernels for larger heads follow
     if (variant.shared_bytes > device.shared_per_block) continue;
     fits = &variant;  // the last one of a head_dim serves whatever the ones before it should not
-    const bool more_than_one_per_sm = row_tiles(problem, variant.block_q) * problem.heads_q > device.sm_count;
+    const bool fills_gpu =
+        2 * row_tiles(problem, variant.block_q) * problem.heads_q > variant.fill * device.sm_count;
     const bool rows_mostly_used = rows_per_sequence(problem) > variant.block_q / 2;
-    if (rows_mostly_used && (more_than_one_per_sm || !variant.for_full_gpu)) break;
+    const bool enough_per_sm = resident_ctas(variant, device) >= variant.per_sm;
+    if (fills_gpu && rows_mostly_used && enough_per_sm) break;
   }
   return fits;
 }
 
 void refuse_head_dim(const char* name, int64_t head_dim, const char* tensors, Reasons& reasons) {
   if (head_dim % HEAD_DIM_STEP != 0 || head_dim < HEAD_DIM_STEP) {
-    reasons.push_back(std::string(name) + " " + str(head_dim) + ": simt takes multiples of 8 up to 256; pad " + tensors + "," + USE_TORCH);
+    reasons.push_back(std::string(name) + " " + str(head_dim) +
+                      ": simt takes multiples of 8 up to 256; pad " + tensors + "," + USE_TORCH);
   } else if (head_dim > HEAD_DIM_LIMIT) {
-    reasons.push_back(std::string(name) + " " + str(head_dim) + ": simt takes multiples of 8 up to 256; split the heads" + USE_TORCH);
+    reasons.push_back(std::string(name) + " " + str(head_dim) +
+                      ": simt takes multiples of 8 up to 256; split the heads" + USE_TORCH);
   }
 }
 
-void refuse_layout(const char* name, const Strides& strides, int32_t unit, int32_t align, const Problem& problem,
-                   Reasons& reasons) {
+void refuse_layout(const char* name, const Strides& strides, int32_t unit, int32_t align,
+                   const Problem& problem, Reasons& reasons) {
   if (unit != 1) {
-    reasons.push_back(std::string(name) + " has a strided last dimension: simt reads and writes contiguous rows; make " + name + " contiguous" + USE_TORCH);
+    reasons.push_back(
+        std::string(name) +
+        " has a strided last dimension: simt reads and writes contiguous rows; make " + name +
+        " contiguous" + USE_TORCH);
     return;
   }
   const int64_t element_bytes = dtype_bytes(problem.dtype);
   if (align < ROW_BYTES) {
-    reasons.push_back(std::string(name) + " starts at an address that is a multiple of " + str(align) + " bytes: simt needs 16; copy " + name + USE_TORCH);
+    reasons.push_back(std::string(name) + " starts at an address that is a multiple of " +
+                      str(align) + " bytes: simt needs 16; copy " + name + USE_TORCH);
   }
-  const std::pair<const char*, int64_t> named_strides[] = {{"batch", strides.batch}, {"head", strides.head}, {"row", strides.row}};
+  const std::pair<const char*, int64_t> named_strides[] = {
+      {"batch", strides.batch}, {"head", strides.head}, {"row", strides.row}};
   for (const auto& [dimension, stride] : named_strides) {
     if (stride * element_bytes % ROW_BYTES == 0) continue;
-    reasons.push_back(std::string(name) + " has a " + dimension + " stride of " + str(stride * element_bytes) +
-                      " bytes: simt needs multiples of 16; make " + name + " contiguous or pad its rows," + USE_TORCH);
+    reasons.push_back(std::string(name) + " has a " + dimension + " stride of " +
+                      str(stride * element_bytes) + " bytes: simt needs multiples of 16; make " +
+                      name + " contiguous or pad its rows," + USE_TORCH);
   }
 }
 
 Reasons why_not(const Problem& problem) {
   Reasons reasons;
   if (problem.dtype != DType::F32 && problem.dtype != DType::F16 && problem.dtype != DType::BF16) {
-    reasons.push_back(std::string("dtype ") + dtype_name(problem.dtype) + ": simt takes float32, float16 and bfloat16; convert q, k and v" + USE_TORCH);
+    reasons.push_back(std::string("dtype ") + dtype_name(problem.dtype) +
+                      ": simt takes float32, float16 and bfloat16; convert q, k and v" + USE_TORCH);
   }
   if (problem.out_dtype != problem.dtype) {
-    reasons.push_back(std::string("out_dtype ") + dtype_name(problem.out_dtype) + " with " + dtype_name(problem.dtype) +
-                      " inputs: simt writes the type of its inputs; leave out_dtype out" + USE_TORCH);
+    reasons.push_back(std::string("out_dtype ") + dtype_name(problem.out_dtype) + " with " +
+                      dtype_name(problem.dtype) +
+                      " inputs: simt writes the type of its inputs; leave out_dtype out" +
+                      USE_TORCH);
   }
   refuse_head_dim("head_dim", problem.d, "q and k", reasons);
   refuse_head_dim("value head_dim", problem.dv, "v", reasons);
@@ -156,18 +185,27 @@ Reasons why_not(const Problem& problem) {
     refuse_layout("v", problem.v, problem.v_unit, problem.v_align, problem, reasons);
   }
   refuse_layout("out", problem.out, problem.out_unit, problem.out_align, problem, reasons);
-  if (problem.mask != 0) reasons.push_back(std::string("attn_mask: simt has causal and window masks only; drop attn_mask") + USE_TORCH);
-  if (problem.descale != 0) reasons.push_back(std::string("descales: simt takes no fp8 inputs; drop the descales") + USE_TORCH);
+  if (problem.mask != 0)
+    reasons.push_back(
+        std::string("attn_mask: simt has causal and window masks only; drop attn_mask") +
+        USE_TORCH);
+  if (problem.descale != 0)
+    reasons.push_back(std::string("descales: simt takes no fp8 inputs; drop the descales") +
+                      USE_TORCH);
   if (problem.needs_grad) {
-    reasons.push_back(std::string("no backward: simt computes the forward only and q, k or v needs a gradient; call it under torch.no_grad()") + USE_TORCH);
+    reasons.push_back(std::string("no backward: simt computes the forward only and q, k or v needs "
+                                  "a gradient; call it under torch.no_grad()") +
+                      USE_TORCH);
   }
   if (problem.nq >= LENGTH_LIMIT || problem.nk >= LENGTH_LIMIT) {
-    reasons.push_back("lengths " + str(problem.nq) + " and " + str(problem.nk) + ": simt takes fewer than 2^30 rows; split the call" + USE_TORCH);
+    reasons.push_back("lengths " + str(problem.nq) + " and " + str(problem.nk) +
+                      ": simt takes fewer than 2^30 rows; split the call" + USE_TORCH);
   }
   return reasons;
 }
 
-// The score as the kernel takes it: see Params. An exponent scale must be positive and normal, or -inf would meet 0.
+// The score as the kernel takes it: see Params. An exponent scale must be positive and normal, or
+// -inf would meet 0.
 void set_scale(const Problem& problem, Params& params) {
   constexpr double LOG2_E = 1.4426950408889634;
   params.exp2_scale = static_cast<float>(problem.scale * LOG2_E);
@@ -175,7 +213,8 @@ void set_scale(const Problem& problem, Params& params) {
   params.transform_scores = 1;
   params.exp2_scale = static_cast<float>(LOG2_E);
   params.softcap = static_cast<float>(problem.softcap);
-  params.tanh_scale = static_cast<float>(problem.softcap == 0 ? problem.scale : problem.scale / problem.softcap);
+  params.tanh_scale =
+      static_cast<float>(problem.softcap == 0 ? problem.scale : problem.scale / problem.softcap);
 }
 
 Params make_params(const Problem& problem) {
@@ -184,7 +223,8 @@ Params make_params(const Problem& problem) {
   params.q_batch = problem.q.batch, params.q_head = problem.q.head, params.q_row = problem.q.row;
   params.k_batch = problem.k.batch, params.k_head = problem.k.head, params.k_row = problem.k.row;
   params.v_batch = problem.v.batch, params.v_head = problem.v.head, params.v_row = problem.v.row;
-  params.out_batch = problem.out.batch, params.out_head = problem.out.head, params.out_row = problem.out.row;
+  params.out_batch = problem.out.batch, params.out_head = problem.out.head,
+  params.out_row = problem.out.row;
   params.lse_head = problem.nq;
   params.lse_batch = problem.varlen ? 0 : problem.heads_q * problem.nq;
   params.q_offset = std::clamp(problem.q_offset, -POSITION_LIMIT, POSITION_LIMIT);
@@ -207,17 +247,20 @@ Params make_params(const Problem& problem) {
 }
 
 std::vector<PointerSlot> pointer_slots(const Problem& problem) {
-  const auto slot = [](Operand operand, size_t offset) { return PointerSlot{operand, static_cast<int32_t>(offset), 0}; };
-  std::vector<PointerSlot> slots = {slot(Operand::Q, offsetof(Params, q_gmem)), slot(Operand::K, offsetof(Params, k_gmem)),
-                                    slot(Operand::V, offsetof(Params, v_gmem)),
-                                    slot(Operand::Out, offsetof(Params, out_gmem))};
+  const auto slot = [](Operand operand, size_t offset) {
+    return PointerSlot{operand, static_cast<int32_t>(offset), 0};
+  };
+  std::vector<PointerSlot> slots = {
+      slot(Operand::Q, offsetof(Params, q_gmem)), slot(Operand::K, offsetof(Params, k_gmem)),
+      slot(Operand::V, offsetof(Params, v_gmem)), slot(Operand::Out, offsetof(Params, out_gmem))};
   if (problem.want_lse) slots.push_back(slot(Operand::Lse, offsetof(Params, lse_gmem)));
   if (problem.sinks) slots.push_back(slot(Operand::Sinks, offsetof(Params, sinks_gmem)));
   if (problem.varlen) {
     slots.push_back(slot(Operand::CuSeqlensQ, offsetof(Params, cu_seqlens_q_gmem)));
     slots.push_back(slot(Operand::CuSeqlensK, offsetof(Params, cu_seqlens_k_gmem)));
   }
-  if (problem.q_offset_tensor) slots.push_back(slot(Operand::QOffset, offsetof(Params, q_offsets_gmem)));
+  if (problem.q_offset_tensor)
+    slots.push_back(slot(Operand::QOffset, offsetof(Params, q_offsets_gmem)));
   return slots;
 }
 
@@ -230,7 +273,8 @@ Description describe() {
       .home_device = "A100",
       .dtypes = {DType::F32, DType::F16, DType::BF16},
       .head_dims = "multiples of 8 up to 256, d and dv independent",
-      .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens", "strides", "lse"},
+      .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
+                   "strides", "lse"},
   };
 }
 
@@ -250,12 +294,14 @@ PlanResult plan(const Problem& problem, const Device& device) {
 
   const Variant* chosen = choose(problem, device);
   if (chosen == nullptr) {
-    return Reasons{"shared memory: " + device.name + " gives a CTA " + str(device.shared_per_block) +
-                   " bytes and simt needs 64 KB at most for every head_dim; use another GPU" + USE_TORCH};
+    return Reasons{
+        "shared memory: " + device.name + " gives a CTA " + str(device.shared_per_block) +
+        " bytes and simt needs 64 KB at most for every head_dim; use another GPU" + USE_TORCH};
   }
   const int64_t ctas = row_tiles(problem, chosen->block_q) * problem.heads_q;
   if (ctas > GRID_LIMIT) {
-    return Reasons{"grid of " + str(ctas) + " CTAs: CUDA takes up to 2147483647; split the batch" + USE_TORCH};
+    return Reasons{"grid of " + str(ctas) + " CTAs: CUDA takes up to 2147483647; split the batch" +
+                   USE_TORCH};
   }
 
   Params params = make_params(problem);
@@ -275,12 +321,15 @@ PlanResult plan(const Problem& problem, const Device& device) {
   launch.pointers = pointer_slots(problem);
   result.launches.push_back(std::move(launch));
   result.notes = {
-      {"tile", str(chosen->block_q) + " query rows x " + str(chosen->block_k) + " keys, head_dim up to " + str(chosen->head_dim)},
+      {"tile", str(chosen->block_q) + " query rows x " + str(chosen->block_k) +
+                   " keys, head_dim up to " + str(chosen->head_dim)},
       {"variant", chosen->reason},
       {"warps", str(chosen->threads / 32)},
       {"CTAs", str(ctas) + ", " + str(resident) + " per SM on " + str(device.sm_count) + " SMs"},
       {"shared memory", str(chosen->shared_bytes) + " bytes per CTA"},
-      {"order", params.snake_from == INT32_MAX ? "last row tiles first" : "last row tiles first, then the first ones first: two per SM balance"},
+      {"order", params.snake_from == INT32_MAX
+                    ? "last row tiles first"
+                    : "last row tiles first, then the first ones first: two per SM balance"},
   };
   return result;
 }

@@ -1,4 +1,5 @@
-// bfloat16 as the upper half of a float. Integer arithmetic only: the conversion instruction exists from sm_80 on.
+// bfloat16 as the upper half of a float. Integer arithmetic only: the conversion instruction exists
+// from sm_80 on.
 #pragma once
 
 #include <cstdint>

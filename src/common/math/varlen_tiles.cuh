@@ -5,18 +5,21 @@
 
 namespace archflash::math {
 
-// Sequence b owns the tiles [start(b), start(b + 1)) with start(b) = floor(cu_seqlens[b] / block_rows) + b: enough for
-// its ceil(length / block_rows) tiles whatever the lengths, and no more than ceil(total / block_rows) + batch in all.
-__device__ __forceinline__ int varlen_tile_start(const int* cu_seqlens_gmem, int sequence, int block_rows) {
+// Sequence b owns the tiles [start(b), start(b + 1)) with start(b) = floor(cu_seqlens[b] /
+// block_rows) + b: enough for its ceil(length / block_rows) tiles whatever the lengths, and no more
+// than ceil(total / block_rows) + batch in all.
+__device__ __forceinline__ int varlen_tile_start(const int* cu_seqlens_gmem, int sequence,
+                                                 int block_rows) {
   return cu_seqlens_gmem[sequence] / block_rows + sequence;
 }
 
-// The sequence that owns `tile`: the last b of [0, batch) with start(b) <= tile, or -1 where there is none.
-// Called by a whole warp with the same arguments: each step asks 32 sequences at once.
-__device__ __forceinline__ int find_varlen_sequence(const int* cu_seqlens_gmem, int batch, int block_rows, int tile) {
+// The sequence that owns `tile`: the last b of [0, batch) with start(b) <= tile, or -1 where there
+// is none. Called by a whole warp with the same arguments: each step asks 32 sequences at once.
+__device__ __forceinline__ int find_varlen_sequence(const int* cu_seqlens_gmem, int batch,
+                                                    int block_rows, int tile) {
   constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
   const int lane = threadIdx.x % 32;
-  int first = 0;        // the answer lies in [first, first + count)
+  int first = 0;  // the answer lies in [first, first + count)
   int count = batch;
   while (true) {
     const int step = (count + 31) / 32;

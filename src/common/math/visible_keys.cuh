@@ -7,17 +7,25 @@
 
 namespace archflash::math {
 
-// Row i of a sequence sees the keys j with max(0, i + first_shift) <= j <= min(nk - 1, i + last_shift).
+// Row i of a sequence sees the keys j with max(0, i + first_shift) <= j <= min(nk - 1, i +
+// last_shift).
 struct VisibleKeys {
   int first_shift;
   int last_shift;
   int nk;
 
-  ARCHFLASH_HOST_DEVICE int first(int row) const { return row + first_shift > 0 ? row + first_shift : 0; }
-  ARCHFLASH_HOST_DEVICE int last(int row) const { return row + last_shift < nk - 1 ? row + last_shift : nk - 1; }
-  ARCHFLASH_HOST_DEVICE bool sees(int row, int key) const { return key >= first(row) && key <= last(row); }
+  ARCHFLASH_HOST_DEVICE int first(int row) const {
+    return row + first_shift > 0 ? row + first_shift : 0;
+  }
+  ARCHFLASH_HOST_DEVICE int last(int row) const {
+    return row + last_shift < nk - 1 ? row + last_shift : nk - 1;
+  }
+  ARCHFLASH_HOST_DEVICE bool sees(int row, int key) const {
+    return key >= first(row) && key <= last(row);
+  }
 
-  // True unless every one of rows [row_first, row_last] sees every one of keys [key_first, key_last].
+  // True unless every one of rows [row_first, row_last] sees every one of keys [key_first,
+  // key_last].
   ARCHFLASH_HOST_DEVICE bool masks(int row_first, int row_last, int key_first, int key_last) const {
     return key_last > last(row_first) || key_first < first(row_last);
   }
@@ -29,8 +37,8 @@ struct VisibleKeys {
 
 // Shifts beyond the lengths mean the same as the lengths, so they fit 32 bits for nq, nk < 2^30.
 // window_left, window_right and q_offset must lie within +-2^62 (an unbounded side: 2^62).
-ARCHFLASH_HOST_DEVICE inline VisibleKeys visible_keys(int nq, int nk, int64_t q_offset, int64_t window_left,
-                                                      int64_t window_right) {
+ARCHFLASH_HOST_DEVICE inline VisibleKeys visible_keys(int nq, int nk, int64_t q_offset,
+                                                      int64_t window_left, int64_t window_right) {
   const auto clamp = [=](int64_t shift) {
     return static_cast<int>(shift < -nq ? -nq : shift > nk ? nk : shift);
   };

@@ -6,10 +6,11 @@
 namespace archflash::ptx {
 
 #if __CUDA_ARCH__ >= 800
-// cp.async.cg: PTX ISA, "Data Movement and Conversion Instructions: cp.async" (sm_80 and up; L2 only, past L1).
-// Copies the first `source_bytes` (0 to 16) of 16 and fills the rest with zeros.
+// cp.async.cg: PTX ISA, "Data Movement and Conversion Instructions: cp.async" (sm_80 and up; L2
+// only, past L1). Copies the first `source_bytes` (0 to 16) of 16 and fills the rest with zeros.
 // volatile and "memory": it writes shared memory behind the compiler's back.
-__device__ __forceinline__ void cp_async_cg_16(void* dst_smem, const void* src_gmem, uint32_t source_bytes) {
+__device__ __forceinline__ void cp_async_cg_16(void* dst_smem, const void* src_gmem,
+                                               uint32_t source_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(dst_smem))),
                "l"(__cvta_generic_to_global(src_gmem)), "r"(source_bytes)
@@ -17,12 +18,16 @@ __device__ __forceinline__ void cp_async_cg_16(void* dst_smem, const void* src_g
 }
 
 // cp.async.wait_all: every earlier cp.async of this thread is complete and visible to this thread.
-__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 #endif
 
-// Copies 16 bytes, or writes 16 zero bytes where !valid (src_gmem must be a legal address even then).
-// Asynchronous where the target has cp.async, synchronous below 8.0: either way complete after copies_wait_all().
-__device__ __forceinline__ void copy_16_bytes_async(void* dst_smem, const void* src_gmem, bool valid) {
+// Copies 16 bytes, or writes 16 zero bytes where !valid (src_gmem must be a legal address even
+// then). Asynchronous where the target has cp.async, synchronous below 8.0: either way complete
+// after copies_wait_all().
+__device__ __forceinline__ void copy_16_bytes_async(void* dst_smem, const void* src_gmem,
+                                                    bool valid) {
 #if __CUDA_ARCH__ >= 800
   cp_async_cg_16(dst_smem, src_gmem, valid ? 16 : 0);
 #else

@@ -1,0 +1,223 @@
+// The moving parts of the simt kernel: element types, the lane map, loads into shared memory, and
+// the two products.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/bfloat16.cuh"
+#include "common/problem.h"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/st_global.cuh"
+#include "simt/config.cuh"
+
+namespace archflash::simt {
+
+constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
+
+template <DType DTYPE>
+struct ElementOf {
+  using Type = uint16_t;  // fp16 and bf16 travel as bits
+};
+template <>
+struct ElementOf<DType::F32> {
+  using Type = float;
+};
+
+template <DType DTYPE>
+__device__ __forceinline__ float half_to_float(uint16_t bits) {
+  if constexpr (DTYPE == DType::F16) return ptx::cvt_f32_f16(bits);
+  return __uint_as_float(math::float_bits_of_bfloat16(bits));
+}
+
+template <DType DTYPE>
+__device__ __forceinline__ uint16_t float_to_half(float x) {
+  if constexpr (DTYPE == DType::F16) return ptx::cvt_rn_f16_f32(x);
+  return math::bfloat16_of_float_bits(__float_as_uint(x));
+}
+
+// Lane = {col bits 3.., row bit 1} above {col bit 0} above {row bit 0}. Note: a 16-byte shared load
+// of a warp takes two passes instead of four when lane pairs t, t^1 (here: K and V) or t, t^2
+// (here: Q and P) read the same address. Made anew wherever it is used: its addresses must not live
+// in registers across the products.
+template <class C>
+struct Lane {
+  int warp_row;  // first row of the warp in the CTA's tile
+  int row;       // [0, LANE_ROWS)
+  int col;       // [0, LANE_COLS)
+
+  __device__ __forceinline__ Lane() {
+    const int thread = ptx::mov_tid_x_volatile();
+    warp_row = thread / 32 * C::WARP_ROWS;
+    row = (thread & 1) | (C::LANE_ROWS == 4 ? (thread & 16) >> 3 : 0);
+    col = thread >> 1 & (C::LANE_COLS - 1);
+  }
+
+  // Reduces over the lanes that share this lane's rows.
+  template <class Combine>
+  static __device__ __forceinline__ float reduce_cols(float x, Combine combine) {
+#pragma unroll
+    for (int mask = 2; mask <= C::LANE_COLS; mask *= 2) {
+      x = combine(x, __shfl_xor_sync(FULL_WARP, x, mask));
+    }
+    return x;
+  }
+};
+
+// Starts the copy of rows [0, ROWS) of `rows_gmem` to shared memory as fp32; rows from `valid_rows`
+// on and columns from `columns` on become zeros, so that what lies beyond a sequence's end in
+// memory never matters. fp32: asynchronous (copies_wait_all, then a barrier). 16-bit: loaded,
+// converted and stored before it returns.
+template <class C, int ROWS, int PITCH>
+__device__ __forceinline__ void start_load(float* tile_smem /* (ROWS, PITCH) */,
+                                           const typename ElementOf<C::DTYPE>::Type* rows_gmem,
+                                           int64_t row_stride, int valid_rows, int columns) {
+  using Element = typename ElementOf<C::DTYPE>::Type;
+  constexpr int CHUNK = 16 / sizeof(Element);
+  constexpr int CHUNKS_PER_ROW = C::HEAD_DIM / CHUNK;
+  constexpr int ROWS_PER_STEP = C::THREADS / CHUNKS_PER_ROW;
+  constexpr int STEPS = ROWS / ROWS_PER_STEP;
+  static_assert(STEPS * ROWS_PER_STEP == ROWS && ROWS_PER_STEP * CHUNKS_PER_ROW == C::THREADS,
+                "threads must tile the rows");
+
+  const int thread = ptx::mov_tid_x_volatile();  // addresses made here must not live in registers
+                                                 // across the products
+  const int row = thread / CHUNKS_PER_ROW;
+  const int column = thread % CHUNKS_PER_ROW * CHUNK;
+  const int rows_left = column < columns ? valid_rows - row : 0;  // of this thread's column
+  const Element* source = rows_gmem + row * row_stride + column;
+  float* target = tile_smem + row * PITCH + column;
+
+  if constexpr (C::DTYPE == DType::F32) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const bool valid = step * ROWS_PER_STEP < rows_left;
+      ptx::copy_16_bytes_async(target + step * ROWS_PER_STEP * PITCH, valid ? source : rows_gmem,
+                               valid);
+      source += ROWS_PER_STEP * row_stride;
+    }
+  } else {
+    uint4 raw_rmem[STEPS];
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const bool valid = step * ROWS_PER_STEP < rows_left;
+      raw_rmem[step] =
+          valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+      source += ROWS_PER_STEP * row_stride;
+    }
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const uint32_t words[4] = {raw_rmem[step].x, raw_rmem[step].y, raw_rmem[step].z,
+                                 raw_rmem[step].w};
+      float x[CHUNK];
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+        x[i] = half_to_float<C::DTYPE>(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)));
+      }
+      float4* store = reinterpret_cast<float4*>(target + step * ROWS_PER_STEP * PITCH);
+      store[0] = make_float4(x[0], x[1], x[2], x[3]);
+      store[1] = make_float4(x[4], x[5], x[6], x[7]);
+    }
+  }
+}
+
+__device__ __forceinline__ void load_4(float (&x)[4], const float* x_smem) {
+  const float4 vector = *reinterpret_cast<const float4*>(x_smem);
+  x[0] = vector.x, x[1] = vector.y, x[2] = vector.z, x[3] = vector.w;
+}
+
+// S = Q K^T over the first d columns. Thread (row i, key j) holds row i * LANE_ROWS + lane.row, key
+// j * LANE_COLS + lane.col. Even and odd columns are summed apart: shorter chains round less, and
+// an accumulator that always meets registers of one parity can live in the other register bank (a
+// 16-byte load puts column e into a register of parity e % 2).
+template <class C>
+__device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+                                            const float* q_smem /* this lane's first row */,
+                                            const float* k_smem /* this lane's first key */,
+                                            int d) {
+  float even_rmem[C::THREAD_ROWS][C::THREAD_KEYS] = {};
+  float odd_rmem[C::THREAD_ROWS][C::THREAD_KEYS] = {};
+#pragma unroll 1
+  for (int column = 0; column < d; column += C::D_STEP) {
+#pragma unroll
+    for (int step = 0; step < C::D_STEP; step += 4) {
+      float q[C::THREAD_ROWS][4];
+#pragma unroll
+      for (int i = 0; i < C::THREAD_ROWS; ++i)
+        load_4(q[i], q_smem + i * C::LANE_ROWS * C::QK_PITCH + step);
+#pragma unroll
+      for (int j = 0; j < C::THREAD_KEYS; ++j) {
+        float k[4];
+        load_4(k, k_smem + j * C::LANE_COLS * C::QK_PITCH + step);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+#pragma unroll
+          for (int i = 0; i < C::THREAD_ROWS; ++i) {
+            float& sum = e % 2 == 0 ? even_rmem[i][j] : odd_rmem[i][j];
+            sum = fmaf(q[i][e], k[e], sum);
+          }
+        }
+      }
+    }
+    q_smem += C::D_STEP;
+    k_smem += C::D_STEP;
+  }
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < C::THREAD_KEYS; ++j) s_rmem[i][j] = even_rmem[i][j] + odd_rmem[i][j];
+  }
+}
+
+// PV += P V over P_KEYS keys. Thread (row i, group n) holds row i * LANE_ROWS + lane.row, columns 4
+// * (n * LANE_COLS + lane.col).
+template <class C>
+__device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
+                                            const float* p_smem /* this lane's first row */,
+                                            const float* v_smem /* this lane's first column */) {
+#pragma unroll 1
+  for (int key = 0; key < C::P_KEYS; key += C::KEY_STEP) {
+#pragma unroll
+    for (int step = 0; step < C::KEY_STEP; step += 4) {
+      float p[C::THREAD_ROWS][4];
+#pragma unroll
+      for (int i = 0; i < C::THREAD_ROWS; ++i)
+        load_4(p[i], p_smem + i * C::LANE_ROWS * C::P_PITCH + step);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+#pragma unroll
+        for (int n = 0; n < C::OUT_GROUPS; ++n) {
+          float v[4];
+          load_4(v, v_smem + (step + e) * C::V_PITCH + 4 * n * C::LANE_COLS);
+#pragma unroll
+          for (int i = 0; i < C::THREAD_ROWS;
+               ++i) {  // outside: p[i][e] is the operand that the next FFMA reuses
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+              pv_rmem[i][4 * n + c] = fmaf(p[i][e], v[c], pv_rmem[i][4 * n + c]);
+            }
+          }
+        }
+      }
+    }
+    p_smem += C::KEY_STEP;
+    v_smem += C::KEY_STEP * C::V_PITCH;
+  }
+}
+
+// Writes four columns of one row.
+template <DType DTYPE>
+__device__ __forceinline__ void store_4(void* target_gmem, const float (&x)[4]) {
+  if constexpr (DTYPE == DType::F32) {
+    ptx::st_global_v4_b32(target_gmem, __float_as_uint(x[0]), __float_as_uint(x[1]),
+                          __float_as_uint(x[2]), __float_as_uint(x[3]));
+  } else {
+    const auto pair = [](float low, float high) {
+      return float_to_half<DTYPE>(low) | static_cast<uint32_t>(float_to_half<DTYPE>(high)) << 16;
+    };
+    ptx::st_global_v2_b32(target_gmem, pair(x[0], x[1]), pair(x[2], x[3]));
+  }
+}
+
+}  // namespace archflash::simt
