@@ -16,6 +16,7 @@ lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m bench.report --check
 	$(BIN)/clang-format --dry-run --Werror $$(find src -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 format: $(VENV)/linters

@@ -76,7 +76,6 @@ def main() -> None:
     parser.add_argument(
         "--toolkit", type=Path, required=True, help="folder with nvcc, ptxas and fatbinary"
     )
-    parser.add_argument("--launcher", default="", help="compiler cache, if any")
     parser.add_argument(
         "--lineinfo",
         action="store_true",
@@ -101,10 +100,8 @@ def main() -> None:
             f"-arch=compute_{virtual}",
             "-ptx",
         ]
-        launcher = [arguments.launcher] if arguments.launcher else []
         run(
             [
-                *launcher,
                 *nvcc,
                 "-I",
                 str(arguments.source_root),

@@ -65,7 +65,7 @@ def attention(
             default nk - nq. Used by causal and window only.
         cu_seqlens_q: int32 ``(sequences + 1,)`` on q's device: sequence b's queries are rows
             cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Needs cu_seqlens_k. Read on the device
-            only.
+            only. What the output holds in rows of no sequence is unspecified.
         cu_seqlens_k: likewise for the rows of k and v.
         max_seqlen_q: the longest of the packed query sequences, a hint; default unknown.
         max_seqlen_k: the longest of the packed key sequences, a hint; default unknown.
@@ -82,7 +82,8 @@ def attention(
         layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).
         implementation: forces one by name; beats `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
-        out: the tensor to write the output to; default a new one in q's own stride order.
+        out: the tensor to write the output to, apart from k and v in memory; default a new one in
+            q's own stride order.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -171,6 +172,10 @@ def explain(
     """
     problem = make_problem(q, k, v, **options)
     name = implementation or _forced()
+    if device is None and q.device.type == "meta":
+        raise ValueError("q is on the meta device: name the GPU to explain for with device=")
+    if device == "cpu" or device == torch.device("cpu"):
+        return _dispatch.select(problem, None, name)
     if device is None:
         here, obstacle = _dispatch.device_of(problem, q.device.index)
         return _dispatch.select(problem, here, name, obstacle)

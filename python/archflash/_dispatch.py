@@ -298,7 +298,7 @@ def _first_that_can(
     problem: _native.Problem, device: _native.Device
 ) -> tuple[str, _native.LaunchPlan | None, dict[str, list[str]]]:
     """Who serves a problem, its plan, and the reasons of those asked before."""
-    reasons = {}
+    reasons: dict[str, list[str]] = {}
     for candidate in order(problem, device.capability):
         if candidate == _registry.TORCH:
             break

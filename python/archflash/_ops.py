@@ -96,10 +96,11 @@ def _run(
     """The operator on real tensors."""
     from archflash._api import attention as eager
 
+    # A subclass that let the operator through has no more say: as itself it would come back here.
     result = eager(
-        q,
-        k,
-        v,
+        q.as_subclass(Tensor),
+        k.as_subclass(Tensor),
+        v.as_subclass(Tensor),
         causal=causal,
         window=(window_left, window_right),
         softcap=softcap,
@@ -127,12 +128,24 @@ def _fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *arguments: Any,
-    cu_seqlens_q: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    layout: str = "bhnd",
-    return_lse: bool = False,
-    **options: Any,
+    causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    q_offset: int | None,
+    q_offset_tensor: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    attn_mask: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    layout: str,
+    implementation: str | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Shapes, strides and dtypes of what `_run` returns."""
     strides = q.stride()[:-1]
@@ -143,11 +156,14 @@ def _fake(
     nested = q.new_empty([*(shape[i] for i in order), shape[-1]], dtype=dtype)
     out = nested.permute([*(order.index(i) for i in range(len(order))), len(order)])
     if not return_lse:
-        return out, q.new_empty(0, dtype=torch.float32)
-    if cu_seqlens_q is not None:
-        return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    rows, heads = (2, 1) if layout == "bhnd" else (1, 2)
-    return out, q.new_empty((q.shape[0], q.shape[heads], q.shape[rows]), dtype=torch.float32)
+        lse_shape: tuple[int, ...] = (0,)
+    elif cu_seqlens_q is not None:
+        lse_shape = (q.shape[1], q.shape[0])
+    elif layout == "bhnd":
+        lse_shape = (q.shape[0], q.shape[1], q.shape[2])
+    else:
+        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
 torch.library.register_fake("archflash::attention", _fake, lib=_library)

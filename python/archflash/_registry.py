@@ -50,9 +50,10 @@ class Implementation:
             f"{first} and newer ({code})" if last is None else f"{first} to {last} ({code})"
             for first, last, code in self.capabilities
         )
+        anywhere = "any device" if self.name == TORCH else "nothing in this build"
         rows = [
             f"{self.name}: {self.description}",
-            f"  runs on   {ranges or 'nothing in this build'}",
+            f"  runs on   {ranges or anywhere}",
             f"  dtypes    {', '.join(self.dtypes)}",
             f"  head dim  {self.head_dims}",
             f"  serves    {', '.join(self.features)}",

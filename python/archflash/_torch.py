@@ -256,7 +256,8 @@ def _inside_dtype(dtype: torch.dtype, out_dtype: torch.dtype, *, scaled: bool) -
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    if torch.amp.is_autocast_available(device_type):
+    # torch.amp.is_autocast_available would tell, but torch.compile cannot trace it (torch 2.11).
+    if device_type in ("cpu", "cuda"):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
@@ -495,7 +496,7 @@ def _plain(
 
     def by_kv_head(x: Tensor) -> Tensor:
         """Stacks the query heads that share a key head, so that k and v are never repeated."""
-        return x.reshape(b, hkv, hq // hkv * nq, x.shape[-1])
+        return x.reshape(b, hkv, hq // max(hkv, 1) * nq, x.shape[-1])
 
     scores = (by_kv_head(q) @ k.transpose(-1, -2)).view(b, hq, nq, nk) * scale
     if softcap:
@@ -511,7 +512,7 @@ def _plain(
 def _sees_non_finite(visible: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Two bool ``(..., Nq, 1)``: whether the query sees a non-finite k, or a non-finite v."""
     bad = torch.stack([~x.isfinite().all(-1) for x in (k, v)], -1)  # (B, Hkv, Nk, 2)
-    bad = bad.repeat_interleave(heads // k.shape[1], 1)
+    bad = bad.repeat_interleave(heads // max(k.shape[1], 1), 1)
     # einsum keeps the mask's size-1 dimensions as they are, where a broadcast matmul would copy it
     # per head.
     hits = torch.einsum("bhqk,bhkx->bhqx", visible.to(v.dtype), bad.to(v.dtype)) > 0

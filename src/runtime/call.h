@@ -12,12 +12,12 @@ namespace archflash {
 // What archflash.attention() was given; None where the caller left the default.
 struct Arguments {
   nb::handle q, k, v;
-  bool causal;
-  nb::handle window, softcap, sinks, scale, q_offset;
+  nb::handle causal, window, softcap, sinks, scale, q_offset;
   nb::handle cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k;
   nb::handle attn_mask, q_descale, k_descale, v_descale, out_dtype;
   nb::handle layout, out;
-  bool want_lse, grad_enabled;
+  nb::handle want_lse;
+  bool grad_enabled;
 };
 
 struct Call {

@@ -93,24 +93,26 @@ nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
 
 using namespace nb::literals;
 
-#define ARCHFLASH_CALL_PARAMETERS                                                               \
-  nb::handle q, nb::handle k, nb::handle v, bool causal, nb::handle window, nb::handle softcap, \
-      nb::handle sinks, nb::handle scale, nb::handle q_offset, nb::handle cu_seqlens_q,         \
-      nb::handle cu_seqlens_k, nb::handle max_seqlen_q, nb::handle max_seqlen_k,                \
-      nb::handle attn_mask, nb::handle q_descale, nb::handle k_descale, nb::handle v_descale,   \
-      nb::handle out_dtype, nb::handle layout, nb::handle out, bool return_lse, bool grad_enabled
+#define ARCHFLASH_CALL_PARAMETERS                                                                \
+  nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle window,                \
+      nb::handle softcap, nb::handle sinks, nb::handle scale, nb::handle q_offset,               \
+      nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle max_seqlen_q,                 \
+      nb::handle max_seqlen_k, nb::handle attn_mask, nb::handle q_descale, nb::handle k_descale, \
+      nb::handle v_descale, nb::handle out_dtype, nb::handle layout, nb::handle out,             \
+      nb::handle return_lse, bool grad_enabled
 #define ARCHFLASH_CALL_ARGUMENTS                                                                   \
   Arguments {                                                                                      \
     q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,          \
         max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype, layout, \
         out, return_lse, grad_enabled                                                              \
   }
-#define ARCHFLASH_CALL_NAMES                                                                   \
-  "q"_a, "k"_a, "v"_a, "causal"_a, "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(),    \
-      "scale"_a.none(), "q_offset"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), \
-      "max_seqlen_q"_a.none(), "max_seqlen_k"_a.none(), "attn_mask"_a.none(),                  \
-      "q_descale"_a.none(), "k_descale"_a.none(), "v_descale"_a.none(), "out_dtype"_a.none(),  \
-      "layout"_a, "out"_a.none(), "return_lse"_a, "grad_enabled"_a
+#define ARCHFLASH_CALL_NAMES                                                                     \
+  "q"_a.none(), "k"_a.none(), "v"_a.none(), "causal"_a.none(), "window"_a.none(),                \
+      "softcap"_a.none(), "sinks"_a.none(), "scale"_a.none(), "q_offset"_a.none(),               \
+      "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "max_seqlen_q"_a.none(),                 \
+      "max_seqlen_k"_a.none(), "attn_mask"_a.none(), "q_descale"_a.none(), "k_descale"_a.none(), \
+      "v_descale"_a.none(), "out_dtype"_a.none(), "layout"_a.none(), "out"_a.none(),             \
+      "return_lse"_a.none(), "grad_enabled"_a
 
 // Tensor subclasses, fake tensors among them, have a say of their own in what runs.
 bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is_tensor(object); }
@@ -171,6 +173,10 @@ nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
   return nb::bytes(block, plan.launches[launch].params.size());
 }
 
+std::vector<std::string> texts(const std::vector<std::string_view>& views) {
+  return {views.begin(), views.end()};
+}
+
 }  // namespace
 
 NB_MODULE(_archflash, m) {
@@ -203,6 +209,11 @@ NB_MODULE(_archflash, m) {
             return std::memcmp(&a, &b, sizeof(Problem)) == 0;
           },
           nb::is_operator(), nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__hash__",
+           [](const Problem& p) {
+             const std::string_view bytes(reinterpret_cast<const char*>(&p), sizeof(p));
+             return static_cast<int64_t>(std::hash<std::string_view>()(bytes) >> 1);
+           })
       .def_prop_ro("dtype", [](const Problem& p) { return dtype_name(p.dtype); })
       .def_prop_ro("out_dtype", [](const Problem& p) { return dtype_name(p.out_dtype); })
       .def_ro("batch", &Problem::batch)
@@ -296,6 +307,8 @@ NB_MODULE(_archflash, m) {
       .def_ro("fp32_tflops", &KnownDevice::fp32_tflops)
       .def_ro("fp16_tflops", &KnownDevice::fp16_tflops)
       .def_ro("fp8_tflops", &KnownDevice::fp8_tflops)
+      .def_prop_ro("aliases", [](const KnownDevice& d) { return texts(d.aliases); })
+      .def_prop_ro("unconfirmed", [](const KnownDevice& d) { return texts(d.unconfirmed); })
       .def_prop_ro("source", [](const KnownDevice& d) { return std::string(d.source); });
 
   m.def("folder_names", &folder_names, "Names of the architecture folders, compiled or not.");

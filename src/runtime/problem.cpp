@@ -54,6 +54,19 @@ int64_t integer(nb::handle value, const char* name) {
   return result;
 }
 
+int64_t longest(nb::handle value, const char* name) {
+  if (value.is_none()) return UNKNOWN;
+  const int64_t result = integer(value, name);
+  if (result < 0) wrong_value(name, " is ", result, ": it must be >= 0, or None");
+  return result;
+}
+
+bool flag(nb::handle value, const char* name) {
+  if (!PyBool_Check(value.ptr()))
+    wrong_type(name, " is ", nb::cast<std::string>(nb::repr(value)), ": it must be a bool");
+  return value.is(Py_True);
+}
+
 void read_window(nb::handle window, Problem& p) {
   if (window.is_none()) return;
   if (!(nb::isinstance<nb::tuple>(window) || nb::isinstance<nb::list>(window)) ||
@@ -126,7 +139,7 @@ void read_int32(nb::handle object, const char* name, int64_t length, const char*
   if (!view.is_int32)
     wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.int32");
   check_same_device(view, name, q);
-  if (view.ndim != 1 || (length >= 0 && view.shape[0] != length) || view.shape[0] < 1) {
+  if (view.ndim != 1 || (length >= 0 ? view.shape[0] != length : view.shape[0] < 1)) {
     wrong_value(name, " has shape ", describe_shape(view), ": it must be ", length_text);
   }
   if (view.shape[0] > 1 && view.strides[0] != 1)
@@ -318,10 +331,8 @@ void build_call(const Arguments& a, Call& call) {
     p.batch = cu_q.shape[0] - 1;
     call.addresses[static_cast<int>(Operand::CuSeqlensQ)] = cu_q.data;
     call.addresses[static_cast<int>(Operand::CuSeqlensK)] = cu_k.data;
-    if (!a.max_seqlen_q.is_none()) p.max_seqlen_q = integer(a.max_seqlen_q, "max_seqlen_q");
-    if (!a.max_seqlen_k.is_none()) p.max_seqlen_k = integer(a.max_seqlen_k, "max_seqlen_k");
-    if (p.max_seqlen_q < UNKNOWN || p.max_seqlen_k < UNKNOWN)
-      wrong_value("max_seqlen_q and max_seqlen_k must be >= 0, or None");
+    p.max_seqlen_q = longest(a.max_seqlen_q, "max_seqlen_q");
+    p.max_seqlen_k = longest(a.max_seqlen_k, "max_seqlen_k");
   } else {
     p.batch = q.shape[x.batch];
     check_size(k.shape[x.batch], p.batch, k, "k", "batch", "q");
@@ -346,7 +357,7 @@ void build_call(const Arguments& a, Call& call) {
   call.addresses[static_cast<int>(Operand::K)] = k.data;
   call.addresses[static_cast<int>(Operand::V)] = v.data;
 
-  p.causal = a.causal;
+  p.causal = flag(a.causal, "causal");
   p.window_left = p.window_right = UNBOUNDED;
   read_window(a.window, p);
   if (p.causal) p.window_right = 0;  // a right side >= 0 adds nothing to causal
@@ -363,6 +374,10 @@ void build_call(const Arguments& a, Call& call) {
   if (!p.q_offset_default) {
     if (PyLong_Check(a.q_offset.ptr())) {
       p.q_offset = integer(a.q_offset, "q_offset");
+    } else if (!is_tensor(a.q_offset)) {
+      wrong_type("q_offset is ", nb::cast<std::string>(nb::repr(a.q_offset)), ", a ",
+                 nb::cast<std::string>(a.q_offset.type().attr("__name__")),
+                 ": it must be an int, an int32 tensor (batch,) or None");
     } else {
       TensorView offset;
       read_int32(a.q_offset, "q_offset", p.batch, join("an int or (", p.batch, ",)").c_str(), q,
@@ -376,9 +391,11 @@ void build_call(const Arguments& a, Call& call) {
   if (!a.sinks.is_none()) {
     TensorView sinks;
     read_tensor(a.sinks, "sinks", sinks);
-    if (!sinks.is_float || sinks.dtype == DType::E4M3 || sinks.dtype == DType::E5M2) {
+    const bool allowed = sinks.dtype == DType::F32 || sinks.dtype == DType::F16 ||
+                         sinks.dtype == DType::BF16 || sinks.dtype == q.dtype;
+    if (!sinks.is_float || !allowed || dtype_bytes(sinks.dtype) == 1) {
       wrong_type("sinks has dtype ", dtype_text(a.sinks),
-                 ": it must be float32, float16 or bfloat16");
+                 ": it must be float32, float16, bfloat16 or q's own dtype, not float8");
     }
     check_same_device(sinks, "sinks", q);
     if (sinks.ndim != 1 || sinks.shape[0] != p.heads_q) {
@@ -394,7 +411,7 @@ void build_call(const Arguments& a, Call& call) {
   read_descale(a.q_descale, "q_descale", Operand::QDescale, 0, p.heads_q, q, call);
   read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, q, call);
   read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, q, call);
-  p.want_lse = a.want_lse;
+  p.want_lse = flag(a.want_lse, "return_lse");
   p.needs_grad = a.grad_enabled && (requires_grad(a.q) || requires_grad(a.k) || requires_grad(a.v));
 
   read_out_dtype(a, p);

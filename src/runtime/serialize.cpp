@@ -6,6 +6,7 @@
 #include <cstring>
 #include <set>
 
+#include "runtime/bind.h"
 #include "runtime/text.h"
 
 namespace archflash {
@@ -142,7 +143,10 @@ inline void read(nb::handle object, Operand& value) {
       enum_by_name<Operand>(nb::cast<std::string>(object), OPERAND_COUNT, operand_name, "operand");
 }
 inline void read(nb::handle object, Swizzle& value) {
-  value = static_cast<Swizzle>(nb::cast<int>(object));
+  const int number = nb::cast<int>(object);
+  if (number < 0 || number > 3)
+    throw nb::value_error(join("swizzle ", number, " is not known: 0 to 3 are").c_str());
+  value = static_cast<Swizzle>(number);
 }
 inline void read(nb::handle object, std::vector<uint8_t>& bytes) {
   const std::string text = nb::cast<std::string>(object);
@@ -165,8 +169,7 @@ void read(nb::handle object, std::vector<T>& values) {
 }
 template <class T, size_t N>
 void read(nb::handle object, std::array<T, N>& values) {
-  if (nb::len(object) != N)
-    throw nb::value_error(join("expected ", N, " numbers, got ", nb::len(object)).c_str());
+  if (nb::len(object) != N) throw nb::cast_error();  // reported with the name of the field
   for (size_t i = 0; i < N; ++i) read(object[i], values[i]);
 }
 template <Struct T>
@@ -204,9 +207,31 @@ T from_dict(const nb::dict& dict) {
   return value;
 }
 
+// A problem from outside must not make plan() divide by zero or overflow.
+void check_problem(const Problem& p) {
+  const std::pair<const char*, int64_t> sizes[] = {
+      {"batch", p.batch}, {"heads_q", p.heads_q}, {"heads_kv", p.heads_kv},
+      {"nq", p.nq},       {"nk", p.nk},           {"d", p.d},
+      {"dv", p.dv}};
+  for (const auto& [name, size] : sizes) {
+    if (size < 0 || size == UNBOUNDED)
+      throw nb::value_error(join("field '", name, "' is ", size, ": it must be a size").c_str());
+  }
+  if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
+    throw nb::value_error(
+        join("field 'heads_kv' is ", p.heads_kv, ": it must divide heads_q = ", p.heads_q).c_str());
+  }
+}
+
 // A plan from outside must not make bind() write past the block or read what is not there.
 void check_plan(const LaunchPlan& plan) {
+  check_problem(plan.problem);
   for (const Launch& launch : plan.launches) {
+    if (launch.params.size() > MAX_PARAMETER_BYTES) {
+      throw nb::value_error(
+          join("field 'params' has ", launch.params.size(), " bytes: at most ", MAX_PARAMETER_BYTES)
+              .c_str());
+    }
     auto fits = [&](int64_t offset, int64_t bytes) {
       return offset >= 0 && offset + bytes <= static_cast<int64_t>(launch.params.size());
     };
@@ -235,6 +260,7 @@ Problem problem_from_dict(const nb::dict& dict) {
   Problem problem;
   std::memset(static_cast<void*>(&problem), 0, sizeof(problem));
   read(nb::handle(dict), problem);
+  check_problem(problem);
   return problem;
 }
 Device device_from_dict(const nb::dict& dict) { return from_dict<Device>(dict); }

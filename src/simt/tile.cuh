@@ -127,19 +127,19 @@ __device__ __forceinline__ void load_4(float (&x)[4], const float* x_smem) {
   x[0] = vector.x, x[1] = vector.y, x[2] = vector.z, x[3] = vector.w;
 }
 
-// S = Q K^T over the first d columns. Thread (row i, key j) holds row i * LANE_ROWS + lane.row, key
+// S = Q K^T over `columns` columns. Thread (row i, key j) holds row i * LANE_ROWS + lane.row, key
 // j * LANE_COLS + lane.col. Even and odd columns are summed apart: shorter chains round less, and
 // an accumulator that always meets registers of one parity can live in the other register bank (a
 // 16-byte load puts column e into a register of parity e % 2).
 template <class C>
-__device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
-                                            const float* q_smem /* this lane's first row */,
-                                            const float* k_smem /* this lane's first key */,
-                                            int d) {
+__device__ __forceinline__ void multiply_columns(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+                                                 const float* q_smem /* this lane's first row */,
+                                                 const float* k_smem /* this lane's first key */,
+                                                 int columns) {
   float even_rmem[C::THREAD_ROWS][C::THREAD_KEYS] = {};
   float odd_rmem[C::THREAD_ROWS][C::THREAD_KEYS] = {};
 #pragma unroll 1
-  for (int column = 0; column < d; column += C::D_STEP) {
+  for (int column = 0; column < columns; column += C::D_STEP) {
 #pragma unroll
     for (int step = 0; step < C::D_STEP; step += 4) {
       float q[C::THREAD_ROWS][4];
@@ -170,12 +170,38 @@ __device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::T
   }
 }
 
+// S = Q K^T over the first d columns: at once, or with SHORT_SUMS a few columns at a time.
+template <class C>
+__device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+                                            const float* q_smem, const float* k_smem, int d) {
+  if constexpr (!C::SHORT_SUMS) {
+    multiply_columns<C>(s_rmem, q_smem, k_smem, d);
+  } else {
+    multiply_columns<C>(s_rmem, q_smem, k_smem, min(d, C::SUM_COLUMNS));
+#pragma unroll 1
+    for (int first = C::SUM_COLUMNS; first < d; first += C::SUM_COLUMNS) {
+      float more_rmem[C::THREAD_ROWS][C::THREAD_KEYS];
+      multiply_columns<C>(more_rmem, q_smem + first, k_smem + first,
+                          min(d - first, C::SUM_COLUMNS));
+#pragma unroll
+      for (int i = 0; i < C::THREAD_ROWS; ++i) {
+#pragma unroll
+        for (int j = 0; j < C::THREAD_KEYS; ++j) s_rmem[i][j] += more_rmem[i][j];
+      }
+    }
+  }
+}
+
 // PV += P V over P_KEYS keys. Thread (row i, group n) holds row i * LANE_ROWS + lane.row, columns 4
-// * (n * LANE_COLS + lane.col).
+// * (n * LANE_COLS + lane.col). With SHORT_SUMS even and odd keys of this part are summed apart,
+// then added.
 template <class C>
 __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
                                             const float* p_smem /* this lane's first row */,
                                             const float* v_smem /* this lane's first column */) {
+  constexpr int OUTPUTS = 4 * C::OUT_GROUPS;
+  float even_rmem[C::THREAD_ROWS][OUTPUTS] = {};  // unused without SHORT_SUMS
+  float odd_rmem[C::THREAD_ROWS][OUTPUTS] = {};
 #pragma unroll 1
   for (int key = 0; key < C::P_KEYS; key += C::KEY_STEP) {
 #pragma unroll
@@ -186,16 +212,17 @@ __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 *
         load_4(p[i], p_smem + i * C::LANE_ROWS * C::P_PITCH + step);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
+        auto& sum_rmem = !C::SHORT_SUMS ? pv_rmem : e % 2 == 0 ? even_rmem : odd_rmem;
 #pragma unroll
         for (int n = 0; n < C::OUT_GROUPS; ++n) {
           float v[4];
           load_4(v, v_smem + (step + e) * C::V_PITCH + 4 * n * C::LANE_COLS);
 #pragma unroll
-          for (int i = 0; i < C::THREAD_ROWS;
-               ++i) {  // outside: p[i][e] is the operand that the next FFMA reuses
+          for (int i = 0; i < C::THREAD_ROWS; ++i) {
+            // Rows outside: p[i][e] is the operand that the next FFMA reuses.
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-              pv_rmem[i][4 * n + c] = fmaf(p[i][e], v[c], pv_rmem[i][4 * n + c]);
+              sum_rmem[i][4 * n + c] = fmaf(p[i][e], v[c], sum_rmem[i][4 * n + c]);
             }
           }
         }
@@ -203,6 +230,13 @@ __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 *
     }
     p_smem += C::KEY_STEP;
     v_smem += C::KEY_STEP * C::V_PITCH;
+  }
+  if constexpr (C::SHORT_SUMS) {
+#pragma unroll
+    for (int i = 0; i < C::THREAD_ROWS; ++i) {
+#pragma unroll
+      for (int c = 0; c < OUTPUTS; ++c) pv_rmem[i][c] += even_rmem[i][c] + odd_rmem[i][c];
+    }
   }
 }
 

@@ -57,6 +57,8 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
         raise ValueError(
             f"--shape {text!r}: it must be four integers B,H,N,D such as 4,16,512,64"
         ) from None
+    if min(batch, heads, rows, dim) < 0:
+        raise ValueError(f"--shape {text!r}: sizes must be >= 0")
     return batch, heads, rows, dim
 
 

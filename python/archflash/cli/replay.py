@@ -50,7 +50,7 @@ def load_plan(path: Path) -> _native.LaunchPlan:
     """
     try:
         return _native.LaunchPlan.from_dict(json.loads(path.read_text()))
-    except (json.JSONDecodeError, ValueError, RuntimeError) as error:
+    except (json.JSONDecodeError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is not a plan of this version of archflash: {error}") from None
 
 

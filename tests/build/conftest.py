@@ -1,0 +1,77 @@
+"""What the build tests share: the wheel, built once, and NVIDIA's tools where they are at hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WHEEL_VARIABLE = "ARCHFLASH_TEST_WHEEL"  # a wheel of these sources that is there already
+
+
+def pip_wheel(target: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`pip wheel . --no-deps`; without isolation where the build requirements are installed."""
+    installed = all(
+        importlib.util.find_spec(name) for name in ("scikit_build_core", "nanobind", "ninja")
+    )
+    isolation = ["--no-build-isolation"] if installed else []
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "-w", str(target)]
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    return subprocess.run(
+        [*command, *isolation, *options],
+        cwd=ROOT,
+        env=os.environ | {"PATH": path} | variables,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Everything that building leaves in an empty folder."""
+    if given := os.environ.get(WHEEL_VARIABLE):
+        return [Path(given)]
+    target = tmp_path_factory.mktemp("wheel")
+    done = pip_wheel(target)
+    if done.returncode != 0:
+        pytest.fail(f"pip wheel failed:\n{(done.stdout + done.stderr)[-3000:]}", pytrace=False)
+    return sorted(target.iterdir())
+
+
+@pytest.fixture(scope="session")
+def wheel(wheels: list[Path]) -> Path:
+    return wheels[-1]
+
+
+def find_tool(name: str) -> Path | None:
+    """A CUDA tool: of the PyPI packages beside this Python, else of the system."""
+    for folder in map(Path, sys.path):
+        packaged = folder / "nvidia" / "cu13" / "bin" / name
+        if packaged.is_file():
+            return packaged
+    found = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+    return Path(found) if found else None
+
+
+@pytest.fixture(scope="session")
+def cuobjdump() -> Path:
+    tool = find_tool("cuobjdump")
+    if tool is None:
+        pytest.skip("no cuobjdump here: pip install nvidia-cuda-cuobjdump")
+    return tool
+
+
+@pytest.fixture(scope="session")
+def ptxas() -> Path:
+    tool = find_tool("ptxas")
+    if tool is None:
+        pytest.skip("no ptxas here: it comes with the CUDA toolkit")
+    return tool

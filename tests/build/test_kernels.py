@@ -1,0 +1,258 @@
+"""The machine code that was built: its targets, its PTX, its registers, and that plans find it."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import archflash
+from archflash import _archflash as native
+from archflash._api import find_device, make_problem
+
+KERNELS = Path(archflash.__file__).parent / "_kernels"
+IMAGES = native.image_names()
+FOLDERS = [name for name in native.folder_names() if native.targets(name)]
+RESOURCES = {
+    f"{file.parent.name}/{file.stem}": json.loads(file.read_text())
+    for file in sorted(KERNELS.glob("*/*.json"))
+}
+REGISTERS_PER_SM = 65536  # 7.5 to 12.1
+REGISTERS_PER_THREAD = 255
+
+every_image = pytest.mark.parametrize("image", IMAGES)
+
+
+def targets_of(image: str, prefix: str) -> list[str]:
+    names = [target.name for target in native.targets(image.partition("/")[0])]
+    return sorted(name for name in names if name.startswith(prefix))
+
+
+def lowest_ptx_of(image: str) -> str:
+    (name,) = targets_of(image, "compute_")
+    return name
+
+
+def ptx_text(image: str, target: str) -> str:
+    return gzip.decompress((KERNELS / f"{image}.{target}.ptx.gz").read_bytes()).decode()
+
+
+def statements(ptx: str) -> list[str]:
+    """Lines without comments and spacing, which fatbinary drops."""
+    lines = (re.sub(r"\s+", " ", line.partition("//")[0]).strip(" \0") for line in ptx.splitlines())
+    return [line for line in lines if line]
+
+
+def entries(ptx: str) -> set[str]:
+    return set(re.findall(r"\.entry\s+(\w+)", ptx))
+
+
+@functools.cache
+def listed(tool: Path, option: str, file: Path) -> list[str]:
+    """Architectures of the code in a file, sorted, one for each piece of code."""
+    done = subprocess.run([tool, option, file], capture_output=True, text=True, timeout=120)
+    return sorted(re.findall(r"\.(sm_\w+)\.(?:cubin|ptx)", done.stdout))
+
+
+@pytest.fixture(scope="module")
+def image_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("images")
+    files = {}
+    for image in IMAGES:
+        files[image] = folder / f"{image.replace('/', '-')}.fatbin"
+        files[image].write_bytes(native.image(image))
+    return files
+
+
+# --- what was compiled ---
+
+
+def test_every_kernel_file_became_an_image() -> None:
+    sources = Path(__file__).parents[2] / "src"
+    expected = [
+        f"{folder}/{file.stem}"
+        for folder in FOLDERS
+        for file in sources.glob(f"{folder}/kernels/*.cu")
+    ]
+    assert sorted(IMAGES) == sorted(expected)
+    assert all(native.image(image) for image in IMAGES)
+    assert native.image("simt/no_such_file") == b""
+
+
+@every_image
+def test_an_image_holds_machine_code_for_exactly_the_registrys_targets(
+    image: str, cuobjdump: Path, image_files: dict[str, Path]
+) -> None:
+    assert listed(cuobjdump, "--list-elf", image_files[image]) == targets_of(image, "sm_")
+
+
+@every_image
+def test_an_image_holds_the_lowest_ptx_only(
+    image: str, cuobjdump: Path, image_files: dict[str, Path]
+) -> None:
+    expected = [lowest_ptx_of(image).replace("compute_", "sm_")]
+    assert listed(cuobjdump, "--list-ptx", image_files[image]) == expected
+
+
+def test_the_extension_itself_lists_the_code_of_all_images(cuobjdump: Path) -> None:
+    module = Path(str(native.__file__))
+    expected = sorted(name for image in IMAGES for name in targets_of(image, "sm_"))
+    assert listed(cuobjdump, "--list-elf", module) == expected
+    ptx = sorted(lowest_ptx_of(image).replace("compute_", "sm_") for image in IMAGES)
+    assert listed(cuobjdump, "--list-ptx", module) == ptx
+
+
+@every_image
+def test_images_are_compressed(
+    image: str, cuobjdump: Path, image_files: dict[str, Path], tmp_path: Path
+) -> None:
+    command = [cuobjdump, "--extract-elf", "all", image_files[image]]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    cubins = list(tmp_path.glob("*.cubin"))
+    assert len(cubins) == len(targets_of(image, "sm_"))
+    assert 2 * len(native.image(image)) < sum(file.stat().st_size for file in cubins)
+
+
+@every_image
+def test_the_embedded_ptx_is_the_text_in_the_wheel(
+    image: str, cuobjdump: Path, image_files: dict[str, Path], tmp_path: Path
+) -> None:
+    command = [cuobjdump, "--extract-ptx", "all", image_files[image]]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    (file,) = tmp_path.glob("*.ptx")
+    assert statements(file.read_text()) == statements(ptx_text(image, lowest_ptx_of(image)))
+
+
+@every_image
+def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
+    image: str, ptxas: Path, tmp_path: Path
+) -> None:
+    source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    source.write_text(ptx_text(image, lowest_ptx_of(image)))
+    # Correctness of the text is what is asked, not of its optimisation, which takes long.
+    command = [ptxas, "-O0", "-arch=sm_110", "-o", cubin, source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert cubin.stat().st_size > 0
+
+
+@pytest.mark.parametrize("file", sorted(KERNELS.glob("*/*.ptx.gz")), ids=lambda file: file.name)
+def test_ptx_names_no_path_of_the_building_machine(file: Path) -> None:
+    text = gzip.decompress(file.read_bytes()).decode()
+    files = re.findall(r'^\s*\.file\s+\d+\s+"([^"]*)"', text, flags=re.MULTILINE)
+    assert files  # line information is there
+    folders = [*FOLDERS, "common", "cuda"]
+    assert [name for name in files if name.partition("/")[0] not in folders] == []
+    assert not re.search(r'"/|/home/|/tmp/|/root/', text)
+
+
+@every_image
+def test_every_target_has_the_same_entries_as_the_ptx(image: str) -> None:
+    names = entries(ptx_text(image, lowest_ptx_of(image)))
+    assert names
+    assert sorted(RESOURCES[image]) == targets_of(image, "sm_")
+    for target, kernels in RESOURCES[image].items():
+        assert set(kernels) == names, target
+
+
+# --- what the assembler reports ---
+
+COMPILED = [
+    pytest.param(image, target, kernel, id=f"{kernel}-{target}")
+    for image, of_target in RESOURCES.items()
+    for target, kernels in of_target.items()
+    for kernel in kernels
+]
+
+
+@pytest.mark.parametrize(("image", "target", "kernel"), COMPILED)
+def test_no_kernel_spills_registers(image: str, target: str, kernel: str) -> None:
+    used = RESOURCES[image][target][kernel]
+    assert (used["spill_store_bytes"], used["spill_load_bytes"]) == (0, 0)
+    assert 0 < used["registers"] <= REGISTERS_PER_THREAD
+
+
+# --- plans and code agree ---
+
+DEVICES = [row.device.name for row in native.known_devices()]
+
+
+@functools.cache
+def problems() -> tuple[native.Problem, ...]:
+    """Calls that reach every kernel: each dtype and head dim, filling a GPU and not."""
+    found = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for d in (32, 64, 128, 256):
+            for b, h, n in ((1, 1, 1), (1, 8, 100), (2, 16, 512), (16, 32, 2048)):
+                q = torch.empty(b, h, n, d, dtype=dtype, device="meta")
+                found.append(make_problem(q, q, q).as_if_on_cuda())
+    return tuple(found)
+
+
+@functools.cache
+def plans(device: str) -> list[native.LaunchPlan]:
+    answers = [
+        native.plan(folder, problem, find_device(device))
+        for folder in FOLDERS
+        for problem in problems()
+    ]
+    return [answer for answer in answers if isinstance(answer, native.LaunchPlan)]
+
+
+def launches(plan: native.LaunchPlan) -> list[dict[str, Any]]:
+    return list(plan.to_dict()["launches"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_planned_kernel_is_in_its_image(device: str) -> None:
+    planned = {
+        (launch["image"], launch["kernel"], plan.code.split()[0])
+        for plan in plans(device)
+        for launch in launches(plan)
+    }
+    assert planned
+    for image, kernel, code in planned:
+        if code.startswith("compute_"):
+            assert kernel in entries(ptx_text(image, code))
+        else:
+            assert kernel in RESOURCES[image][code]
+
+
+def test_every_kernel_is_planned_somewhere() -> None:
+    planned = {
+        launch["kernel"]
+        for device in DEVICES
+        for plan in plans(device)
+        for launch in launches(plan)
+    }
+    built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
+    assert built - planned == set()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_registers_and_shared_memory_allow_the_blocks_per_sm_that_a_plan_counts_on(
+    device: str,
+) -> None:
+    limits = find_device(device)
+    for plan in plans(device):
+        if plan.code.startswith("compute_"):
+            continue  # the driver assembles it
+        for launch in launches(plan):
+            used = RESOURCES[launch["image"]][plan.code][launch["kernel"]]
+            match = re.search(r"(\d+) per SM", dict(plan.notes)["CTAs"])
+            assert match is not None
+            resident, threads = int(match[1]), math.prod(launch["block"])
+            registers = -(-used["registers"] // 8) * 8  # given out by 8 for each thread
+            assert resident * threads * registers <= REGISTERS_PER_SM, launch["kernel"]
+            assert resident * threads <= limits.threads_per_sm
+            shared = launch["shared_bytes"] + used["shared_bytes"]
+            assert shared <= limits.shared_per_block
+            assert resident * shared <= limits.shared_per_sm

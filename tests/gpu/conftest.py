@@ -1,0 +1,29 @@
+"""Tests of the kernels on a GPU: `make test-gpu`. Without one, every test skips and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from gpu_cases import no_gpu
+
+from archflash import _archflash as _native
+from archflash import _dispatch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = no_gpu()
+    if reason is None:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No decision is cached and no fallback has been warned of."""
+    monkeypatch.setattr(_dispatch, "_noted", set())
+    _native.clear_cache()
+    yield
+    _native.clear_cache()

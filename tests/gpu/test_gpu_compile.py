@@ -1,0 +1,188 @@
+"""archflash.attention as a torch operator on a GPU: torch.compile, opcheck, dispatch modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import assert_close, cu_seqlens, int32, kernel_dtypes, kernels, qkv, rand, same_bits
+from torch import Tensor
+
+import archflash
+from archflash import reference
+
+pytestmark = pytest.mark.gpu
+
+each_kernel = pytest.mark.parametrize("kernel", kernels())
+
+
+def case_of(kernel: str, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = next(dtype for name, dtype in kernel_dtypes() if name == kernel)
+    return qkv(65, 129, dtype=dtype, batch=2, heads=(4, 2), **options)
+
+
+def calls() -> dict[str, dict[str, Any]]:
+    """Keywords that reach each kind of argument of the operator; some are tensors on the GPU."""
+    return {
+        "plain": {},
+        "causal-lse": {"causal": True, "return_lse": True},
+        "window": {"window": (9, None), "q_offset": 5, "scale": 0.3},
+        "tensors": {"sinks": rand(4, seed=1), "q_offset": int32(3, 70), "causal": True},
+        "softcap": {"softcap": 5.0},
+        "bnhd": {"layout": "bnhd"},
+        "packed": {"return_lse": True},
+    }
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    return (q, k, v), {"cu_seqlens_q": cu_seqlens((60, 70)), "cu_seqlens_k": cu_seqlens((0, 258))}
+
+
+NAMES = ("plain", "causal-lse", "window", "tensors", "softcap", "bnhd", "packed")
+
+
+def prepared(kernel: str, name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    tensors: tuple[Tensor, ...] = case_of(kernel)
+    call = calls()[name]
+    if name == "bnhd":
+        tensors = tuple(x.transpose(1, 2) for x in tensors)
+    if name == "packed":
+        tensors, ends = packed(*tensors)
+        call |= ends
+    return tensors, call
+
+
+def parts(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+@each_kernel
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_calls_give_the_bits_and_strides_of_eager_ones(kernel: str, name: str) -> None:
+    tensors, call = prepared(kernel, name)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return archflash.attention(q, k, v, implementation=kernel, **call)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for got, expected in zip(parts(compiled(*tensors)), parts(attend(*tensors)), strict=True):
+        assert same_bits(got, expected)
+        assert got.stride() == expected.stride()
+        assert got.dtype == expected.dtype
+
+
+@each_kernel
+def test_inductor_gives_the_bits_of_eager(kernel: str) -> None:
+    q, k, v = case_of(kernel)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return archflash.attention(q, k, v, implementation=kernel, causal=True, return_lse=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True)
+    for got, expected in zip(compiled(q, k, v), attend(q, k, v), strict=True):
+        assert same_bits(got, expected)
+
+
+@each_kernel
+def test_compiled_calls_take_new_lengths(kernel: str) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return archflash.attention(q, k, v, implementation=kernel, causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    q, k, v = case_of(kernel)
+    for nk in (129, 128, 65, 7):
+        keys, values = k[:, :, :nk], v[:, :, :nk]
+        assert same_bits(compiled(q, keys, values), attend(q, keys, values))
+
+
+@each_kernel
+def test_force_holds_in_compiled_calls(kernel: str) -> None:
+    q, k, v = (x[..., :44] for x in case_of(kernel))
+    torch._dynamo.reset()
+    compiled = torch.compile(archflash.attention, backend="aot_eager", fullgraph=True)
+    with archflash.force("torch"):
+        expected = archflash.attention(q, k, v)
+        assert same_bits(compiled(q, k, v), expected)
+    with archflash.force(kernel), pytest.raises(archflash.ForcedImplementationError, match="44"):
+        compiled(q, k, v)
+
+
+def test_compiled_gradients_are_right() -> None:
+    tensors = qkv(65, 113, heads=(4, 2))
+    weight = rand(1, 4, 65, 64, seed=7)
+
+    def gradients(attend: Callable[..., Tensor], kind: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(kind).requires_grad_() for x in tensors]
+        (attend(*leaves) * weight.to(kind)).sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = archflash.attention(q, k, v, causal=True, softcap=8.0)
+        assert isinstance(out, Tensor)
+        return out
+
+    call: dict[str, Any] = {"causal": True, "softcap": 8.0, "return_lse": False}
+    torch._dynamo.reset()
+    got = gradients(torch.compile(ours, backend="aot_eager", fullgraph=True), torch.float32)
+    expected = gradients(lambda *x: reference.attention(*x, **call), torch.float64)
+    plain = gradients(lambda *x: reference.baseline(*x, **call), torch.float32)
+    for mine, right, base in zip(got, expected, plain, strict=True):
+        report = reference.check(mine, right, base)
+        assert report.ok, report
+
+
+@each_kernel
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(kernel: str, name: str) -> None:
+    tensors, call = prepared(kernel, name)
+    left, right = call.get("window") or (None, None)
+    offset = call.get("q_offset")
+    keywords = {
+        "causal": False, "softcap": None, "sinks": None, "scale": None,
+        "cu_seqlens_q": None, "cu_seqlens_k": None, "attn_mask": None, "q_descale": None,
+        "k_descale": None, "v_descale": None, "out_dtype": None, "layout": "bhnd",
+        "return_lse": False,
+    }  # fmt: skip
+    keywords |= {name: value for name, value in call.items() if name in keywords}
+    torch.library.opcheck(
+        torch.ops.archflash.attention,
+        tensors,
+        {
+            **keywords,
+            "window_left": left,
+            "window_right": right,
+            "q_offset": offset if isinstance(offset, int) else None,
+            "q_offset_tensor": offset if isinstance(offset, Tensor) else None,
+            "implementation": kernel,
+        },
+    )
+
+
+@each_kernel
+def test_subclasses_and_modes_reach_the_kernel(kernel: str) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    q, k, v = case_of(kernel)
+    expected = archflash.attention(q, k, v, implementation=kernel)
+    with Watch():
+        out = archflash.attention(q, k, v, implementation=kernel)
+    assert any("archflash.attention" in name for name in seen)
+    assert same_bits(out, expected)
+    parameters = [torch.nn.Parameter(x, requires_grad=False) for x in (q, k, v)]
+    assert same_bits(archflash.attention(*parameters, implementation=kernel), expected)
+    assert_close(out, None, q, k, v)

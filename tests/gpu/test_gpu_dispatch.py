@@ -1,0 +1,361 @@
+"""Which implementation runs on this GPU, that a forced one runs, and what is said of the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import (
+    all_pairs,
+    assert_close,
+    cu_seqlens,
+    int32,
+    kernel_dtypes,
+    kernels,
+    qkv,
+    rand,
+    same_bits,
+)
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as _native
+from archflash import _registry, reference
+from archflash.__main__ import main
+from archflash.cli.replay import Inputs, run_plan
+
+pytestmark = pytest.mark.gpu
+
+each_kernel_and_dtype = pytest.mark.parametrize(("kernel", "dtype"), kernel_dtypes())
+
+
+def plan_of(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> dict[str, Any]:
+    plan = archflash.explain(q, k, v, **call).plan
+    assert plan is not None
+    return dict(plan.to_dict())
+
+
+def launched(call: Callable[[], object]) -> set[str]:
+    """Names of the kernels that a call launches, as CUPTI records them."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.ones(7, device="cuda").erfinv_()  # the profiler works if it sees this one
+        call()
+        torch.cuda.synchronize()
+    names = {event.name for event in profile.events()}
+    if not any("erfinv" in name for name in names):
+        pytest.skip("the profiler records no kernels on this machine")
+    return names
+
+
+# --- automatic choice ---
+
+
+def test_float32_runs_an_exact_kernel() -> None:
+    decision = archflash.explain(*qkv(512, 512))
+    assert decision.chosen == "simt"
+    assert decision.plan is not None
+    assert not decision.fallback
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_plain_16_bit_calls_use_tensor_cores(dtype: str) -> None:
+    decision = archflash.explain(*qkv(512, 512, dtype=dtype))
+    assert decision.chosen not in _registry.WITHOUT_TENSOR_CORES
+    assert "tensor cores" in " ".join(decision.reasons["simt"]) or decision.chosen != "torch"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_calls_that_torch_has_no_fused_kernel_for_run_one_of_ours(dtype: str) -> None:
+    q, k, v = qkv(512, 512, dtype=dtype)
+    call: dict[str, Any] = {"sinks": rand(2, seed=1), "causal": True}
+    decision = archflash.explain(q, k, v, **call)
+    assert decision.chosen in kernels()
+    out = archflash.attention(q, k, v, **call)
+    assert same_bits(out, archflash.attention(q, k, v, implementation=decision.chosen, **call))
+    assert_close(out, None, q, k, v, **call)
+
+
+# --- what runs ---
+
+
+@each_kernel_and_dtype
+def test_a_forced_kernel_is_what_runs(kernel: str, dtype: str) -> None:
+    case = qkv(129, 239, dtype=dtype)
+    launches = plan_of(*case, implementation=kernel)["launches"]
+    names = launched(lambda: archflash.attention(*case, implementation=kernel))
+    assert {launch["kernel"] for launch in launches} <= names
+
+
+def test_a_forced_torch_launches_no_kernel_of_ours() -> None:
+    case = qkv(129, 239)
+    names = launched(lambda: archflash.attention(*case, implementation="torch"))
+    assert not [name for name in names for kernel in kernels() if name.startswith(f"{kernel}_")]
+
+
+def test_the_automatic_choice_is_what_runs() -> None:
+    case = qkv(129, 239)
+    chosen = archflash.explain(*case).chosen
+    names = launched(lambda: archflash.attention(*case))
+    assert any(name.startswith(f"{chosen}_attention_fwd") for name in names)
+
+
+# --- forcing: the argument beats force(), which beats the environment ---
+
+
+def runs_a_kernel(**call: Any) -> bool:
+    """Whether a kernel is forced: one refuses a head dim of 44, and `torch` takes it."""
+    q, k, v = qkv(5, 5, 44)
+    try:
+        archflash.attention(q, k, v, **call)
+    except archflash.ForcedImplementationError:
+        return True
+    return False
+
+
+def test_force_holds_inside_its_block_and_thread(fresh_dispatch: None) -> None:
+    kernel = kernels()[-1]
+    with archflash.force("torch"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not runs_a_kernel()
+        assert runs_a_kernel(implementation=kernel)
+        with archflash.force(kernel):
+            assert runs_a_kernel()
+            assert not runs_a_kernel(implementation="torch")
+            elsewhere: list[str] = []
+            other = threading.Thread(
+                target=lambda: elsewhere.append(archflash.explain(*qkv(5, 5)).why)
+            )
+            other.start()
+            other.join()
+            assert elsewhere[0] != "it is forced"
+        assert not runs_a_kernel()
+
+
+FORCED_BY_ENVIRONMENT = """
+import sys, torch, archflash
+kernel = sys.argv[1]
+q = torch.randn(1, 2, 5, 44, device="cuda")
+def runs_a_kernel(**call):
+    try:
+        archflash.attention(q, q, q, **call)
+    except archflash.ForcedImplementationError:
+        return True
+    return False
+assert runs_a_kernel()
+assert not runs_a_kernel(implementation="torch")
+with archflash.force("torch"):
+    assert not runs_a_kernel()
+    assert runs_a_kernel(implementation=kernel)
+assert archflash.explain(q[..., :40], q[..., :40], q[..., :40]).why == "it is forced"
+print("forced")
+"""
+
+
+def test_the_environment_variable_forces(tmp_path: Path) -> None:
+    kernel = kernels()[-1]
+    environment = {**os.environ, "ARCHFLASH_FORCE_IMPLEMENTATION": kernel}
+    command = [sys.executable, "-c", FORCED_BY_ENVIRONMENT, kernel]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.strip() == "forced", done.stderr
+
+
+def test_an_unknown_name_is_refused() -> None:
+    q, k, v = qkv(5, 5)
+    with pytest.raises(archflash.ForcedImplementationError, match="simt"):
+        archflash.attention(q, k, v, implementation="fastest")
+    with (
+        pytest.raises(archflash.ForcedImplementationError, match="fastest"),
+        archflash.force("fastest"),
+    ):
+        pytest.fail("the block must not be entered")
+
+
+# --- what no kernel serves ---
+
+
+def misaligned(x: Tensor) -> Tensor:
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def unserved(why: str, dtype: str) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    q, k, v = qkv(65, 113, {"d44": 44, "d264": 264}.get(why, 64), dtype=dtype)
+    if why == "misaligned":
+        k = misaligned(k)
+    if why == "misaligned-rows":
+        v = torch.cat([v, v[..., :1]], -1)[..., :-1]
+    if why == "strided":
+        q = strided(q)
+    if why == "grad":
+        v.requires_grad_()
+    mask = rand(65, 113, seed=5) > 0
+    return (q, k, v), ({"attn_mask": mask} if why == "mask" else {"causal": True})
+
+
+UNSERVED = {
+    "d44": "44",
+    "d264": "264",
+    "misaligned": "k starts at an address",
+    "misaligned-rows": "v has a row stride",
+    "strided": "q has a strided last dimension",
+    "grad": "backward",
+    "mask": "attn_mask",
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("why", UNSERVED)
+def test_what_no_kernel_serves_goes_to_torch_with_its_reason_once(
+    why: str, dtype: str, fresh_dispatch: None
+) -> None:
+    tensors, call = unserved(why, dtype)
+    decision = archflash.explain(*tensors, **call)
+    assert decision.chosen == "torch"
+    assert decision.fallback
+    for kernel in kernels():
+        assert UNSERVED[why] in " ".join(decision.reasons[kernel])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = archflash.attention(*tensors, **call)
+        shorter = tensors[0][:, :, :7], *tensors[1:]
+        archflash.attention(*shorter, **({} if why == "mask" else call))
+    texts = [str(warning.message) for warning in caught]
+    assert any(UNSERVED[why] in text for text in texts)
+    assert len(texts) == len(set(texts)), "a reason was given twice"
+    assert same_bits(out, archflash.attention(*tensors, implementation="torch", **call))
+
+
+@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("why", UNSERVED)
+def test_a_forced_kernel_raises_with_the_reason(kernel: str, why: str) -> None:
+    dtype = next(dtype for name, dtype in kernel_dtypes() if name == kernel)
+    tensors, call = unserved(why, dtype)
+    with pytest.raises(archflash.ForcedImplementationError, match=UNSERVED[why]):
+        archflash.attention(*tensors, implementation=kernel, **call)
+    with archflash.force(kernel), pytest.raises(archflash.ForcedImplementationError, match=kernel):
+        archflash.attention(*tensors, **call)
+
+
+def test_fallback_error_turns_the_warning_into_an_error(
+    fresh_dispatch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
+    tensors, call = unserved("d44", "float32")
+    for _ in range(2):
+        with pytest.raises(archflash.UnsupportedError, match="ARCHFLASH_FALLBACK"):
+            archflash.attention(*tensors, **call)
+    archflash.attention(*tensors, implementation="torch", **call)  # asked for by name: no fallback
+    archflash.attention(*qkv(65, 113), **call)
+
+
+@pytest.mark.parametrize(("dtype", "call"), [("float32", {"softcap": 8.0}), ("bfloat16", {})])
+def test_gradients_are_right(dtype: str, call: dict[str, Any], fresh_dispatch: None) -> None:
+    tensors = qkv(65, 113, dtype=dtype, heads=(4, 2))
+    weight = rand(1, 4, 65, 64, seed=7)
+
+    def gradients(attend: Callable[..., Tensor], kind: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(kind).requires_grad_() for x in tensors]
+        attend(*leaves, causal=True, **call).backward(weight.to(kind))
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    def exact(*leaves: Tensor, **options: Any) -> Tensor:
+        return reference.attention(*leaves, return_lse=False, **options)
+
+    kind = tensors[0].dtype
+    with pytest.warns(UserWarning, match="backward"):
+        ours = gradients(archflash.attention, kind)
+    expected, plain = gradients(exact, torch.float64), gradients(reference.baseline, kind)
+    assert len(ours) == len(expected) == len(plain) == 3
+    for got, right, base in zip(ours, expected, plain, strict=True):
+        report = reference.check(got, right, base)
+        assert report.ok, report
+    with torch.no_grad():
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        assert archflash.explain(*leaves, causal=True, softcap=8.0).chosen in kernels()
+
+
+# --- explain and replay ---
+
+REPLAYED = all_pairs(
+    {
+        "d": [64, 128, 40],
+        "causal": [False, True],
+        "window": [None, (17, 4)],
+        "softcap": [None, 5.0],
+        "sinks": [None, "float32", "bfloat16"],
+        "q_offset": [None, 3, "tensor"],
+        "layout": ["bhnd", "bnhd", "packed"],
+        "return_lse": [False, True],
+    }
+)
+
+
+@each_kernel_and_dtype
+def test_saved_plans_replay(kernel: str, dtype: str, tmp_path: Path) -> None:
+    for number, row in enumerate(REPLAYED):
+        call = {name: row[name] for name in ("causal", "window", "softcap", "return_lse")}
+        q, k, v = qkv(65, 129, row["d"], dtype=dtype, batch=2, heads=(4, 2))
+        if row["layout"] == "packed":
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+            call |= {"cu_seqlens_q": cu_seqlens((60, 70)), "cu_seqlens_k": cu_seqlens((129, 129))}
+        elif row["layout"] == "bnhd":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            call["layout"] = "bnhd"
+        if row["sinks"]:
+            call["sinks"] = rand(4, seed=1, dtype=row["sinks"])
+        if row["q_offset"] is not None:
+            call["q_offset"] = int32(3, -4) if row["q_offset"] == "tensor" else row["q_offset"]
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(plan_of(q, k, v, implementation=kernel, **call)))
+        assert main(["replay", str(path)]) == 0, row
+
+
+@each_kernel_and_dtype
+def test_executing_a_plan_gives_the_bits_of_the_call(kernel: str, dtype: str) -> None:
+    q, k, v = qkv(65, 129, dtype=dtype)
+    plan = _native.LaunchPlan.from_dict(plan_of(q, k, v, implementation=kernel, return_lse=True))
+    out, lse = run_plan(plan, Inputs(q, k, v, {"causal": False, "return_lse": True}))
+    expected, expected_lse = archflash.attention(q, k, v, implementation=kernel, return_lse=True)
+    assert same_bits(out, expected)
+    assert same_bits(lse, expected_lse)
+
+
+# --- scaled_dot_product_attention ---
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("nq", "nk"), [(65, 129), (129, 65), (1, 63)])
+def test_sdpa_keeps_the_top_left_rule_of_torch(dtype: str, nq: int, nk: int) -> None:
+    q, k, v = qkv(nq, nk, dtype=dtype, batch=2)
+    out = archflash.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True
+    )
+    base = reference.baseline(q, k, v, causal=True, q_offset=0)
+    report = reference.check(out, expected, base)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_sdpa_runs_a_forced_kernel_with_leading_dimensions_and_gqa(kernel: str) -> None:
+    dtype = next(dtype for name, dtype in kernel_dtypes() if name == kernel)
+    q, k, v = qkv(65, 129, dtype=dtype, batch=6, heads=(4, 2))
+    with archflash.force(kernel):
+        q5, k5, v5 = (x.view(2, 3, *x.shape[1:]) for x in (q, k, v))
+        out = archflash.scaled_dot_product_attention(q5, k5, v5, enable_gqa=True, scale=0.2)
+    assert out.shape == (2, 3, 4, 65, 64)
+    assert_close(out.flatten(0, 1), None, q, k, v, scale=0.2)

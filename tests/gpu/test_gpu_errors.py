@@ -1,0 +1,206 @@
+"""Errors on a GPU: the right one, before any launch, and the next good call works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import NAN, Guarded, attend_and_check, cu_seqlens, int32, kernel_dtypes, kernels, qkv
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as _native
+from archflash.cli.replay import Inputs, run_plan
+
+pytestmark = pytest.mark.gpu
+
+each_kernel = pytest.mark.parametrize("kernel", kernels())
+
+
+def case_of(kernel: str) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = next(dtype for name, dtype in kernel_dtypes() if name == kernel)
+    return qkv(65, 129, dtype=dtype, heads=(4, 2))
+
+
+def assert_all_is_well(kernel: str) -> None:
+    torch.cuda.synchronize()
+    attend_and_check(kernel, *case_of(kernel), causal=True)
+    torch.cuda.synchronize()
+
+
+def packed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(1, H, N, D) as packed rows (N, H, D)."""
+    return tuple(x[0].transpose(0, 1) for x in tensors)
+
+
+# What is wrong with a call of q, k, v: the changed tensors, the keywords, the error and its text.
+Wrong = Callable[[Tensor, Tensor, Tensor], tuple[tuple[Tensor, ...], dict[str, Any]]]
+WRONG: dict[str, tuple[Wrong, type[Exception], str]] = {
+    "rank": (lambda q, k, v: ((q[0], k, v), {}), ValueError, "q has shape"),
+    "dtypes": (lambda q, k, v: ((q, k, v.double()), {}), TypeError, "dtypes"),
+    "k-on-cpu": (lambda q, k, v: ((q, k.cpu(), v), {}), TypeError, "k is on cpu"),
+    "q-on-cpu": (lambda q, k, v: ((q.cpu(), k, v), {}), TypeError, "q is on cpu"),
+    "sinks-on-cpu": (lambda q, k, v: ((q, k, v), {"sinks": torch.zeros(4)}), TypeError, "sinks"),
+    "sinks-shape": (lambda q, k, v: ((q, k, v), {"sinks": q.new_zeros(3)}), ValueError, "sinks"),
+    "heads": (lambda q, k, v: ((q[:, :3], k, v), {}), ValueError, "multiple"),
+    "rows": (lambda q, k, v: ((q, k, v[:, :, 1:]), {}), ValueError, "rows"),
+    "head-dim": (lambda q, k, v: ((q[..., :32], k, v), {}), ValueError, "head dim"),
+    "batch": (lambda q, k, v: ((q.repeat(2, 1, 1, 1), k, v), {}), ValueError, "batch"),
+    "window": (lambda q, k, v: ((q, k, v), {"window": (-1, 0)}), ValueError, "window left"),
+    "scale": (lambda q, k, v: ((q, k, v), {"scale": NAN}), ValueError, "scale"),
+    "softcap": (lambda q, k, v: ((q, k, v), {"softcap": -1.0}), ValueError, "softcap"),
+    "layout": (lambda q, k, v: ((q, k, v), {"layout": "hbnd"}), ValueError, "layout"),
+    "offset-length": (
+        lambda q, k, v: ((q, k, v), {"q_offset": int32(1, 2)}),
+        ValueError,
+        "q_offset",
+    ),
+    "offset-dtype": (
+        lambda q, k, v: ((q, k, v), {"q_offset": int32(1).long()}),
+        TypeError,
+        "q_offset",
+    ),
+    "one-cu-seqlens": (
+        lambda q, k, v: (packed(q, k, v), {"cu_seqlens_q": cu_seqlens((4,))}),
+        ValueError,
+        "cu_seqlens_k",
+    ),
+    "cu-seqlens-dtype": (
+        lambda q, k, v: (
+            packed(q, k, v),
+            {"cu_seqlens_q": int32(0, 4).long(), "cu_seqlens_k": int32(0, 2)},
+        ),
+        TypeError,
+        "int32",
+    ),
+    "cu-seqlens-on-cpu": (
+        lambda q, k, v: (
+            packed(q, k, v),
+            {"cu_seqlens_q": int32(0, 4), "cu_seqlens_k": int32(0, 2).cpu()},
+        ),
+        TypeError,
+        "cu_seqlens_k is on cpu",
+    ),
+    "cu-seqlens-length": (
+        lambda q, k, v: (
+            packed(q, k, v),
+            {"cu_seqlens_q": int32(0, 4), "cu_seqlens_k": int32(0, 2, 2)},
+        ),
+        ValueError,
+        "entries",
+    ),
+    "out-shape": (lambda q, k, v: ((q, k, v), {"out": q[:, :, 1:]}), ValueError, "out has shape"),
+    "out-dtype": (lambda q, k, v: ((q, k, v), {"out": q.double()}), TypeError, "out has dtype"),
+    "out-overlaps": (
+        lambda q, k, v: ((q, k, v), {"out": q[:, :1].expand(-1, 4, -1, -1)}),
+        ValueError,
+        "stride 0",
+    ),
+    "not-built": (
+        lambda q, k, v: ((q, k, v), {"num_splits": 2}),
+        archflash.UnsupportedError,
+        "num_splits",
+    ),
+}
+
+
+@each_kernel
+@pytest.mark.parametrize("what", WRONG)
+def test_after_a_wrong_call_the_next_good_one_works(kernel: str, what: str) -> None:
+    make, error, text = WRONG[what]
+    q, k, v = case_of(kernel)
+    tensors, call = make(q, k, v)
+    for implementation in (kernel, None):
+        with pytest.raises(error, match=text):
+            archflash.attention(*tensors, implementation=implementation, **call)
+    assert_all_is_well(kernel)
+
+
+@each_kernel
+def test_sinks_of_a_dtype_that_no_kernel_reads_are_refused(kernel: str) -> None:
+    q, k, v = case_of(kernel)
+    sinks = torch.zeros(4, dtype=torch.float64, device=q.device)
+    with pytest.raises((TypeError, archflash.ForcedImplementationError), match="sinks"):
+        archflash.attention(q, k, v, implementation=kernel, sinks=sinks)
+    assert_all_is_well(kernel)
+
+
+@each_kernel
+def test_a_refused_call_leaves_its_output_alone(kernel: str) -> None:
+    q, k, v = case_of(kernel)
+    guarded = Guarded(q.shape, q.stride(), q.dtype)
+    with pytest.raises(ValueError, match="window"):
+        archflash.attention(q, k, v, implementation=kernel, out=guarded.view, window=(-1, 0))
+    mask = torch.ones(65, 129, dtype=torch.bool, device=q.device)
+    with pytest.raises(archflash.ForcedImplementationError):
+        archflash.attention(q, k, v, implementation=kernel, out=guarded.view, attn_mask=mask)
+    torch.cuda.synchronize()
+    assert bool(guarded.view.isnan().all())
+    guarded.assert_untouched_outside()
+    assert_all_is_well(kernel)
+
+
+@each_kernel
+def test_a_forced_kernel_refuses_cpu_tensors(kernel: str) -> None:
+    q, k, v = (x.cpu() for x in case_of(kernel))
+    with pytest.raises(archflash.ForcedImplementationError, match="CPU"):
+        archflash.attention(q, k, v, implementation=kernel)
+    assert_all_is_well(kernel)
+
+
+# --- launches that CUDA refuses ---
+
+ABSURD: dict[str, dict[str, Any]] = {
+    "shared-memory": {"shared_bytes": 10_000_000},
+    "kernel-name": {"kernel": "no_such_kernel"},
+    "image": {"image": "no/such_image"},
+    "block": {"block": [4096, 1, 1]},
+    "grid": {"grid": [1, 1 << 20, 1]},
+}
+
+
+@each_kernel
+@pytest.mark.parametrize("what", ABSURD)
+def test_a_refused_launch_raises_launch_error_and_breaks_nothing(kernel: str, what: str) -> None:
+    q, k, v = case_of(kernel)
+    plan = archflash.explain(q, k, v, implementation=kernel).plan
+    assert plan is not None
+    fields = plan.to_dict()
+    fields["launches"][0].update(ABSURD[what])
+    absurd = _native.LaunchPlan.from_dict(fields)
+    inputs = Inputs(q, k, v, {"causal": False, "return_lse": False})
+    for _ in range(2):
+        with pytest.raises(archflash.LaunchError):
+            run_plan(absurd, inputs)
+    assert_all_is_well(kernel)
+    assert torch.equal(run_plan(plan, inputs), archflash.attention(q, k, v, implementation=kernel))
+
+
+@each_kernel
+def test_a_plan_runs_on_its_own_problem_only(kernel: str) -> None:
+    q, k, v = case_of(kernel)
+    plan = archflash.explain(q, k, v, implementation=kernel).plan
+    assert plan is not None
+    options = {"causal": False, "return_lse": False}
+    with pytest.raises(ValueError, match="problem"):
+        run_plan(plan, Inputs(q[:, :, :64], k, v, options))
+    with pytest.raises(ValueError, match="problem"):
+        run_plan(plan, Inputs(q.cpu(), k.cpu(), v.cpu(), options))
+    assert_all_is_well(kernel)
+
+
+@each_kernel
+def test_an_error_inside_a_capture_leaves_cuda_usable(kernel: str) -> None:
+    q, k, v = case_of(kernel)
+    archflash.attention(q, k, v, implementation=kernel)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        with pytest.raises(ValueError, match="window"):
+            archflash.attention(q, k, v, implementation=kernel, window=(-1, 0))
+        out = archflash.attention(q, k, v, implementation=kernel)
+    graph.replay()
+    assert torch.equal(out, archflash.attention(q, k, v, implementation=kernel))
+    assert_all_is_well(kernel)

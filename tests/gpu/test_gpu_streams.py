@@ -1,0 +1,242 @@
+"""Streams, CUDA graphs, threads, several GPUs, the plan cache: when and where a kernel runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import NAN, assert_close, cu_seqlens, int32, kernel_dtypes, kernels, qkv, same_bits
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as _native
+
+pytestmark = pytest.mark.gpu
+
+LONG_SLEEP = 400_000_000  # GPU clock cycles: about 0.2 s
+each_kernel = pytest.mark.parametrize("kernel", kernels())
+
+
+def dtype_of(kernel: str) -> str:
+    return next(dtype for name, dtype in kernel_dtypes() if name == kernel)
+
+
+def inputs(kernel: str, nq: int = 129, nk: int = 239, **options: Any) -> tuple[Tensor, ...]:
+    return qkv(nq, nk, dtype=dtype_of(kernel), heads=(4, 2), **options)
+
+
+# --- streams ---
+
+
+@each_kernel
+def test_it_waits_for_its_own_stream_and_nothing_else(kernel: str) -> None:
+    q, k, v = inputs(kernel)
+    expected = archflash.attention(q, k, v, implementation=kernel)  # also loads the kernel
+    late_q, out = torch.full_like(q, NAN), torch.empty_like(q)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG_SLEEP)
+        late_q.copy_(q)
+        archflash.attention(late_q, k, v, implementation=kernel, out=out)
+        done = torch.cuda.Event()
+        done.record(side)
+    assert not done.query(), "the call waited for the GPU"
+    torch.cuda.current_stream().synchronize()
+    assert not done.query(), "the kernel did not run on the side stream"
+    side.synchronize()
+    assert same_bits(out, expected)
+
+
+@each_kernel
+def test_two_streams_at_once(kernel: str) -> None:
+    q, k, v = inputs(kernel, 1023, 1023)
+    q2, k2, v2 = inputs(kernel, 799, 65, seed=1)
+    expected = archflash.attention(q, k, v, implementation=kernel)
+    expected2 = archflash.attention(q2, k2, v2, implementation=kernel, causal=True)
+    torch.cuda.synchronize()
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    outs = []
+    for _ in range(10):
+        with torch.cuda.stream(streams[0]):
+            outs.append((archflash.attention(q, k, v, implementation=kernel), expected))
+        with torch.cuda.stream(streams[1]):
+            out = archflash.attention(q2, k2, v2, implementation=kernel, causal=True)
+            outs.append((out, expected2))
+    torch.cuda.synchronize()
+    assert all(same_bits(out, right) for out, right in outs)
+
+
+# --- CUDA graphs ---
+
+
+def capture(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+@each_kernel
+def test_a_graph_replays_with_changed_inputs(kernel: str) -> None:
+    q, k, v = inputs(kernel, batch=2)
+    offsets = int32(110, 50)
+    call: dict[str, Any] = {"causal": True, "q_offset": offsets}
+    call["implementation"] = kernel
+    archflash.attention(q, k, v, **call)
+    graph, out = capture(lambda: archflash.attention(q, k, v, **call))
+    for seed in (1, 2):
+        for old, new in zip((q, k, v), inputs(kernel, batch=2, seed=seed), strict=True):
+            old.copy_(new)
+        offsets.add_(seed)
+        out.fill_(NAN)
+        graph.replay()
+        assert same_bits(out, archflash.attention(q, k, v, **call))
+        assert_close(out, None, q, k, v, causal=True, q_offset=offsets)
+
+
+@each_kernel
+def test_a_graph_replays_with_changed_sequence_lengths(kernel: str) -> None:
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs(kernel))
+    ends: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens((64, 0, 65)),
+        "cu_seqlens_k": cu_seqlens((100, 9, 130)),
+    }
+    archflash.attention(q, k, v, implementation=kernel, **ends)
+    graph, out = capture(lambda: archflash.attention(q, k, v, implementation=kernel, **ends))
+    for q_lengths, k_lengths in (((129, 0, 0), (1, 0, 238)), ((1, 127, 1), (80, 80, 79))):
+        ends["cu_seqlens_q"].copy_(cu_seqlens(q_lengths))
+        ends["cu_seqlens_k"].copy_(cu_seqlens(k_lengths))
+        out.fill_(NAN)
+        graph.replay()
+        assert_close(out, None, q, k, v, **ends)
+
+
+FIRST_CALL_IN_A_CAPTURE = """
+import sys, torch, archflash
+kernel, dtype = sys.argv[1:]
+q, k, v = torch.randn(3, 1, 2, 129, 64, device="cuda").to(getattr(torch, dtype)).unbind(0)
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = archflash.attention(q, k, v, implementation=kernel, causal=True)
+out.fill_(float("nan"))
+graph.replay()
+eager = archflash.attention(q, k, v, implementation=kernel, causal=True)
+assert torch.equal(out, eager), "the graph gives other bits"
+print("captured")
+"""
+
+
+@each_kernel
+def test_the_first_call_of_a_process_can_be_captured(kernel: str) -> None:
+    command = [sys.executable, "-c", FIRST_CALL_IN_A_CAPTURE, kernel, dtype_of(kernel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "captured", done.stderr
+
+
+# --- several GPUs ---
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@each_kernel
+def test_it_runs_where_its_tensors_are(kernel: str) -> None:
+    q, k, v = inputs(kernel)
+    expected = archflash.attention(q, k, v, implementation=kernel)
+    there = [x.to("cuda:1") for x in (q, k, v)]
+    with torch.cuda.device(0):
+        out = archflash.attention(*there, implementation=kernel)
+        assert torch.cuda.current_device() == 0
+    assert out.device.index == 1
+    assert_close(out, None, *there)
+    if torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1):
+        assert same_bits(out.cpu(), expected.cpu())
+    with pytest.raises(TypeError, match="cuda:1"):
+        archflash.attention(q, there[1], v)
+
+
+# --- threads ---
+
+
+@each_kernel
+def test_eight_threads_with_their_own_shapes_and_streams(kernel: str) -> None:
+    cases = [inputs(kernel, 60 + 13 * i, 300 - 31 * i, seed=i) for i in range(8)]
+    expected = [archflash.attention(*case, implementation=kernel, causal=True) for case in cases]
+    _native.clear_cache()
+    torch.cuda.synchronize()
+    together = threading.Barrier(8)
+
+    def work(i: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()), archflash.force(kernel):
+            together.wait(timeout=60)
+            # Neighbouring threads' problems too, so that they meet in the plan cache.
+            outs = []
+            for step in range(24):
+                j = (i + step % 3) % 8
+                outs.append((archflash.attention(*cases[j], causal=True), expected[j]))
+            torch.cuda.current_stream().synchronize()
+            return all(same_bits(out, right) for out, right in outs)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+
+
+# --- the plan cache ---
+
+
+@each_kernel
+def test_more_problems_than_the_plan_cache_holds(kernel: str) -> None:
+    _native.clear_cache()
+    q, k, v = inputs(kernel, 5, 300)
+    first = archflash.attention(q, k[:, :, :1], v[:, :, :1], implementation=kernel)
+    assert _native.cache_info()[:3] == (0, 1, 1)
+    assert same_bits(archflash.attention(q, k[:, :, :1], v[:, :, :1], implementation=kernel), first)
+    assert _native.cache_info()[:3] == (1, 1, 1)
+    outs = [
+        archflash.attention(q, k[:, :, :nk], v[:, :, :nk], implementation=kernel)
+        for nk in range(1, 301)
+    ]
+    _, misses, entries, capacity = _native.cache_info()
+    assert entries == capacity
+    assert capacity < 300
+    assert same_bits(archflash.attention(q, k[:, :, :1], v[:, :, :1], implementation=kernel), first)
+    assert _native.cache_info()[1] == misses + 1, "the least recently used problem had to go"
+    for nk in (1, 43, 300):
+        assert_close(outs[nk - 1], None, q, k[:, :, :nk], v[:, :, :nk])
+
+
+@pytest.fixture
+def without_exchange_table() -> Iterator[None]:
+    _native.use_exchange_table(False)
+    yield
+    _native.use_exchange_table(True)
+
+
+@each_kernel
+def test_tensors_read_through_their_attributes_give_the_same_bits(
+    kernel: str, request: pytest.FixtureRequest
+) -> None:
+    case, offsets = inputs(kernel, batch=2), int32(110, 50)
+    call: dict[str, Any] = {"causal": True, "q_offset": offsets, "return_lse": True}
+    call["implementation"] = kernel
+    expected, expected_lse = archflash.attention(*case, **call)
+    request.getfixturevalue("without_exchange_table")
+    out, lse = archflash.attention(*case, **call)
+    assert same_bits(out, expected)
+    assert same_bits(lse, expected_lse)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    late_q = torch.full_like(case[0], NAN)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG_SLEEP)
+        late_q.copy_(case[0])
+        out = archflash.attention(late_q, *case[1:], **{**call, "return_lse": False})
+    side.synchronize()
+    assert same_bits(out, expected)

@@ -1,0 +1,355 @@
+"""The build backend finds a compiler or asks for one; the parsers of the kernel build."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BUILD_FOLDER = Path(__file__).parents[2] / "_build"
+CUDA_PACKAGES = ["cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*"]
+TOOLKIT_VARIABLE = "CUDAToolkit_ROOT"
+COMPILER_VARIABLES = ("CUDACXX", TOOLKIT_VARIABLE, "CUDA_HOME", "CUDA_PATH", "ARCHFLASH_CUDA")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BUILD_FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class FakeSkbuild(ModuleType):
+    """Stands for scikit_build_core.build, which build environments have: records its calls."""
+
+    __all__ = ("build_sdist",)
+
+    def __init__(self) -> None:
+        super().__init__("scikit_build_core.build")
+        self.calls: list[tuple[Any, ...]] = []
+        self.toolkit: str | None = None
+
+    def build_sdist(self, folder: str) -> str:
+        return "sdist"
+
+    def get_requires_for_build_wheel(self, config: object = None) -> list[str]:
+        return ["ninja>=1.5"]
+
+    def get_requires_for_build_editable(self, config: object = None) -> list[str]:
+        return ["ninja>=1.5", "editable"]
+
+    def build_wheel(self, *arguments: object) -> str:
+        self.calls.append(("wheel", *arguments))
+        self.toolkit = os.environ.get(TOOLKIT_VARIABLE)
+        return "archflash.whl"
+
+    def build_editable(self, *arguments: object) -> str:
+        self.calls.append(("editable", *arguments))
+        self.toolkit = os.environ.get(TOOLKIT_VARIABLE)
+        return "archflash-editable.whl"
+
+
+@pytest.fixture
+def skbuild(monkeypatch: pytest.MonkeyPatch) -> FakeSkbuild:
+    package, build = ModuleType("scikit_build_core"), FakeSkbuild()
+    package.build = build  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "scikit_build_core", package)
+    monkeypatch.setitem(sys.modules, "scikit_build_core.build", build)
+    return build
+
+
+@pytest.fixture
+def backend(skbuild: FakeSkbuild, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The backend on a system without CUDA, in an empty folder."""
+    for variable in COMPILER_VARIABLES:
+        monkeypatch.setenv(variable, "")  # what the backend itself sets is undone after the test
+        monkeypatch.delenv(variable)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.chdir(tmp_path)
+    module = load("archflash_backend")
+    # The default CUDA folder of this machine, if any, is not the test's.
+    real = module.shutil.which
+    monkeypatch.setattr(
+        module.shutil,
+        "which",
+        lambda name: None if str(name).startswith("/usr/local/cuda") else real(name),
+    )
+    return module
+
+
+def make_nvcc(folder: Path, version: str, top: Path | None = None) -> Path:
+    """A script that answers as nvcc of that version."""
+    folder.mkdir(parents=True, exist_ok=True)
+    nvcc = folder / "nvcc"
+    lines = ["#!/bin/sh"]
+    if top:
+        lines.append(f'case "$1" in --dryrun) echo "#\\$ TOP={top}" >&2; exit 0;; esac')
+    lines += [
+        f'echo "nvcc: NVIDIA (R) Cuda compiler driver, release {version}, V{version}.88"',
+    ]
+    nvcc.write_text("\n".join(lines) + "\n")
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    return nvcc
+
+
+# --- finding a compiler ---
+
+
+def test_nothing_is_found_where_there_is_no_compiler(backend: ModuleType) -> None:
+    assert backend.find_system_nvcc() is None
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"),
+    [("12.9", False), ("13.0", True), ("13.4", True), ("14.1", True), ("9.2", False)],
+)
+def test_a_compiler_must_be_13_0_or_newer(
+    backend: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    version: str,
+    accepted: bool,
+) -> None:
+    nvcc = make_nvcc(tmp_path / "cuda", version)
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    assert backend.find_system_nvcc() == (nvcc if accepted else None)
+
+
+def test_compilers_are_tried_in_the_documented_order(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    order = ("CUDACXX", "CUDAToolkit_ROOT", "CUDA_HOME", "CUDA_PATH", "PATH")
+    found = {}
+    for variable in order:
+        found[variable] = make_nvcc(tmp_path / variable / "bin", "13.0")
+        folder = {"CUDACXX": found[variable], "PATH": found[variable].parent}
+        monkeypatch.setenv(variable, str(folder.get(variable, tmp_path / variable)))
+    for variable in order:
+        assert backend.find_system_nvcc() == found[variable]
+        monkeypatch.delenv(variable)
+    assert backend.find_system_nvcc() is None
+
+
+def test_an_old_compiler_early_in_the_order_does_not_hide_a_newer_one(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(make_nvcc(tmp_path / "old" / "bin", "12.4").parents[1]))
+    newer = make_nvcc(tmp_path / "new", "13.2")
+    monkeypatch.setenv("PATH", str(newer.parent))
+    assert backend.find_system_nvcc() == newer
+
+
+@pytest.mark.parametrize("body", ["exit 1", "echo no version here", "echo release 13"])
+def test_a_compiler_that_does_not_answer_is_passed_over(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str
+) -> None:
+    nvcc = make_nvcc(tmp_path / "broken", "13.0")
+    nvcc.write_text(f"#!/bin/sh\n{body}\n")
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    assert backend.find_system_nvcc() is None
+
+
+def test_cuda_from_wheels_can_be_asked_for(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDACXX", str(make_nvcc(tmp_path / "cuda", "13.0")))
+    monkeypatch.setenv("ARCHFLASH_CUDA", "wheel")
+    assert backend.find_system_nvcc() is None
+    assert backend.get_requires_for_build_wheel()[-1:] == CUDA_PACKAGES
+
+
+def test_the_toolkit_of_a_wrapper_script_is_what_nvcc_itself_says(
+    backend: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "cuda-13").mkdir()
+    wrapper = make_nvcc(tmp_path / "bin", "13.0", top=tmp_path / "cuda-13" / "bin" / "..")
+    (tmp_path / "cuda-13" / "bin").mkdir()
+    assert backend.toolkit_root(wrapper) == tmp_path / "cuda-13"
+
+
+def test_the_toolkit_of_a_silent_nvcc_is_two_folders_up(
+    backend: ModuleType, tmp_path: Path
+) -> None:
+    assert backend.toolkit_root(make_nvcc(tmp_path / "cuda" / "bin", "13.0")) == tmp_path / "cuda"
+
+
+# --- the hooks ---
+
+
+def test_the_compiler_is_required_only_where_none_was_found(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert backend.get_requires_for_build_wheel() == ["ninja>=1.5", *CUDA_PACKAGES]
+    assert backend.get_requires_for_build_editable() == ["ninja>=1.5", "editable", *CUDA_PACKAGES]
+    monkeypatch.setenv("CUDACXX", str(make_nvcc(tmp_path / "cuda", "13.0")))
+    assert backend.get_requires_for_build_wheel() == ["ninja>=1.5"]
+    assert backend.get_requires_for_build_editable() == ["ninja>=1.5", "editable"]
+
+
+def test_torch_is_never_a_build_requirement(backend: ModuleType) -> None:
+    required = [*backend.get_requires_for_build_wheel(), *CUDA_PACKAGES]
+    pyproject = (BUILD_FOLDER.parent / "pyproject.toml").read_text()
+    build_system = pyproject.partition("[project]")[0]
+    assert not any("torch" in name for name in required)
+    assert "torch" not in build_system
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_builds_are_delegated_with_the_toolkit_named(
+    backend: ModuleType,
+    skbuild: FakeSkbuild,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    nvcc = make_nvcc(tmp_path / "cuda" / "bin", "13.0")
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    built = getattr(backend, f"build_{kind}")("out", {"a": "b"}, "metadata")
+    assert built.startswith("archflash")
+    assert skbuild.calls == [(kind, "out", {"a": "b"}, "metadata")]
+    assert skbuild.toolkit == str(tmp_path / "cuda")
+
+
+def test_other_hooks_are_those_of_scikit_build_core(
+    backend: ModuleType, skbuild: FakeSkbuild
+) -> None:
+    assert backend.build_sdist == skbuild.build_sdist
+
+
+def test_without_any_compiler_the_build_says_what_to_install(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(RuntimeError, match=r"nvcc >= 13\.0.*build isolation, or install CUDA 13"):
+        backend.build_wheel("out")
+
+
+def wheel_layout(site_packages: Path) -> Path:
+    """The files of PyPI's CUDA packages that matter to the link tree."""
+    root = site_packages / "nvidia" / "cu13"
+    for file in (
+        "bin/nvcc",
+        "bin/ptxas",
+        "bin/nvcc.profile",
+        "include/cuda.h",
+        "lib/libcudart.so.13",
+        "lib/libcudart_static.a",
+        "nvvm/bin/cicc",
+    ):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(file)
+    return root
+
+
+def test_without_a_system_compiler_the_wheels_are_laid_out_as_a_toolkit(
+    backend: ModuleType, skbuild: FakeSkbuild, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wheel_layout(tmp_path / "site")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "elsewhere"), str(tmp_path / "site")])
+    backend.build_wheel("out")
+    tree = tmp_path / "build" / "cuda-toolkit"
+    assert skbuild.toolkit == str(tree)
+    assert (tree / "bin" / "nvcc").read_text() == "bin/nvcc"
+
+
+def test_the_link_tree_looks_like_an_ordinary_toolkit(backend: ModuleType, tmp_path: Path) -> None:
+    root, tree = wheel_layout(tmp_path / "site"), tmp_path / "tree"
+    (tree / "bin").mkdir(parents=True)
+    (tree / "bin" / "left-over").write_text("of an earlier build")
+    assert backend.link_wheel_toolkit(root, tree) == tree
+    # nvcc looks for its companions beside the path it was called by: bin itself must be no link.
+    assert not (tree / "bin").is_symlink()
+    assert sorted(file.name for file in (tree / "bin").iterdir()) == [
+        "nvcc",
+        "nvcc.profile",
+        "ptxas",
+    ]
+    for path, text in (
+        ("bin/ptxas", "bin/ptxas"),
+        ("include/cuda.h", "include/cuda.h"),
+        ("nvvm/bin/cicc", "nvvm/bin/cicc"),
+        ("lib64/libcudart_static.a", "lib/libcudart_static.a"),
+        ("lib64/libcudart.so", "lib/libcudart.so.13"),
+    ):
+        assert (tree / path).read_text() == text
+    assert backend.link_wheel_toolkit(root, tree) == tree  # again, over itself
+
+
+# --- the kernel build ---
+
+
+@pytest.fixture(scope="module")
+def build_kernel() -> ModuleType:
+    return load("build_kernel")
+
+
+def test_paths_in_ptx_are_the_same_on_every_machine(build_kernel: ModuleType) -> None:
+    ptx = (
+        '\t.file\t1 "/home/me/archflash/src/simt/attention_fwd.cuh", 1699999999, 20123\n'
+        '.file\t2 "/opt/cuda/include/sm_30_intrinsics.hpp"\n'
+        '\t.file 3 "/home/me/archflash/src/common/math/host_device.h"\n'
+        "\t.loc\t1 12 5\n"
+        '\tld.param.u64 \t%rd1, [file_"/not/a/path"];\n'
+    )
+    assert build_kernel.neutral_paths(ptx, Path("/home/me/archflash/src")) == (
+        '.file\t1 "simt/attention_fwd.cuh"\n'
+        '.file\t2 "cuda/sm_30_intrinsics.hpp"\n'
+        '.file\t3 "common/math/host_device.h"\n'
+        "\t.loc\t1 12 5\n"
+        '\tld.param.u64 \t%rd1, [file_"/not/a/path"];\n'
+    )
+
+
+def test_a_folder_that_only_starts_alike_is_not_the_source_root(build_kernel: ModuleType) -> None:
+    ptx = '.file\t1 "/build/src-old/simt/x.cuh"\n'
+    assert build_kernel.neutral_paths(ptx, Path("/build/src")) == '.file\t1 "cuda/x.cuh"\n'
+
+
+REPORT = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'first' for 'sm_90'
+ptxas info    : Function properties for first
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 49152 bytes smem
+ptxas info    : Compile time = 512.3 ms
+ptxas info    : Compiling entry function 'second' for 'sm_90'
+ptxas info    : Function properties for second
+    72 bytes stack frame, 68 bytes spill stores, 64 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 72 bytes cumulative stack size
+"""
+
+
+def test_resources_are_read_from_the_assemblers_report(build_kernel: ModuleType) -> None:
+    assert build_kernel.parse_resources(REPORT) == {
+        "first": {
+            "registers": 128,
+            "spill_store_bytes": 0,
+            "spill_load_bytes": 0,
+            "stack_bytes": 0,
+            "shared_bytes": 49152,
+        },
+        "second": {
+            "registers": 255,
+            "spill_store_bytes": 68,
+            "spill_load_bytes": 64,
+            "stack_bytes": 72,
+            "shared_bytes": 0,
+        },
+    }
+    assert build_kernel.parse_resources("ptxas info    : 0 bytes gmem\n") == {}
+
+
+def test_a_tool_that_fails_stops_the_build_with_what_it_said(build_kernel: ModuleType) -> None:
+    assert build_kernel.run(["sh", "-c", "echo out; echo err >&2"]) == "out\nerr\n"
+    with pytest.raises(SystemExit, match=r"(?s)sh -c .*\nwhy it failed"):
+        build_kernel.run(["sh", "-c", "echo why it failed >&2; exit 3"])

@@ -1,0 +1,540 @@
+"""Plans are data: they fit the device, cover their operands, survive JSON and bind addresses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import archflash
+from archflash import _archflash as native
+from archflash._api import find_device, make_problem
+
+DEVICES = (
+    "A100",
+    "RTX 3090",
+    "A10G",
+    "L4",
+    "L40S",
+    "RTX 4090",
+    "H100",
+    "H200",
+    "B200",
+    "B300",
+    "RTX 5060 laptop",
+    "RTX 5080",
+    "RTX 5090",
+    "RTX PRO 6000",
+    "GB10",
+)
+OTHER_DEVICES = ("T4", "Jetson AGX Orin", "Jetson Thor")
+
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
+THREADS_PER_BLOCK = 1024
+PARAMETER_BYTES = 4096
+
+
+def call(
+    dtype: str = "float32",
+    *,
+    b: int = 2,
+    hq: int = 4,
+    hkv: int | None = None,
+    nq: int = 128,
+    nk: int | None = None,
+    d: int = 64,
+    dv: int | None = None,
+    offsets: bool = False,
+    sinks: bool = False,
+    **options: Any,
+) -> native.Problem:
+    """A padded call."""
+    kind: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "meta"}
+    hkv, nk, dv = hkv or hq, nq if nk is None else nk, dv or d
+    if offsets:
+        options["q_offset"] = torch.empty(b, dtype=torch.int32, device="meta")
+    if sinks:
+        options["sinks"] = torch.empty(hq, device="meta")
+    return make_problem(
+        torch.empty(b, hq, nq, d, **kind),
+        torch.empty(b, hkv, nk, d, **kind),
+        torch.empty(b, hkv, nk, dv, **kind),
+        **options,
+    ).as_if_on_cuda()
+
+
+def packed_call(dtype: str = "float32", *, sequences: int = 5, **options: Any) -> native.Problem:
+    """A call of packed sequences."""
+    q = torch.empty(777, 4, 64, dtype=getattr(torch, dtype), device="meta")
+    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    return make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, **options).as_if_on_cuda()
+
+
+PROBLEMS: dict[str, Callable[[], native.Problem]] = {
+    **{
+        f"{dtype}-d{d}": lambda dtype=dtype, d=d: call(dtype, d=d)  # type: ignore[misc]
+        for dtype in ("float32", "float16", "bfloat16")
+        for d in (8, 16, 24, 32, 40, 64, 96, 128, 136, 192, 256)
+    },
+    "d192-dv128": lambda: call("bfloat16", d=192, dv=128),
+    "d8-dv256": lambda: call(d=8, dv=256),
+    "full-gpu": lambda: call(b=16, hq=32, nq=2048, d=128),
+    "full-gpu-d256": lambda: call(b=16, hq=32, nq=1024, d=256),
+    "ragged": lambda: call(b=3, hq=5, nq=1023, nk=799),
+    "causal-window-softcap": lambda: call(causal=True, window=(17, 3), softcap=20.0),
+    "gqa-lse-sinks": lambda: call("float16", hq=8, hkv=2, return_lse=True, sinks=True),
+    "decode": lambda: call("float16", b=8, hq=32, hkv=8, nq=1, nk=4096, d=128, causal=True),
+    "decode-offsets": lambda: call(b=8, nq=1, nk=4096, causal=True, offsets=True),
+    "varlen": lambda: packed_call(),
+    "varlen-lse-offsets": lambda: packed_call(
+        "bfloat16",
+        return_lse=True,
+        causal=True,
+        q_offset=torch.empty(5, dtype=torch.int32, device="meta"),
+        max_seqlen_q=300,
+    ),
+    "varlen-many": lambda: packed_call(sequences=70_000),
+    "nk0": lambda: call(nk=0),
+    "nk0-lse": lambda: call(nk=0, return_lse=True),
+    "nq1-nk1": lambda: call(nq=1),
+    "b-times-h-over-65535": lambda: call(b=70_000, hq=16, nq=1, d=32),
+}
+
+every_problem = pytest.mark.parametrize("name", PROBLEMS)
+
+
+@cache
+def problem_named(name: str) -> native.Problem:
+    return PROBLEMS[name]()
+
+
+def plan_of(problem: native.Problem, device: str) -> native.LaunchPlan:
+    answer = native.plan("simt", problem, find_device(device))
+    assert isinstance(answer, native.LaunchPlan), answer
+    return answer
+
+
+def operands_of(problem: native.Problem) -> set[str]:
+    fields = problem.to_dict()
+    wanted = {"q", "k", "v", "out"}
+    wanted |= {"lse"} if fields["want_lse"] else set()
+    wanted |= {"sinks"} if fields["sinks"] else set()
+    wanted |= {"cu_seqlens_q", "cu_seqlens_k"} if fields["varlen"] else set()
+    wanted |= {"q_offset"} if fields["q_offset_tensor"] else set()
+    return wanted
+
+
+# --- what a plan launches ---
+
+
+@pytest.mark.parametrize("device", DEVICES + OTHER_DEVICES)
+@every_problem
+def test_a_launch_fits_its_device(name: str, device: str) -> None:
+    limits = find_device(device)
+    (launch,) = plan_of(problem_named(name), device).to_dict()["launches"]
+    assert 0 <= launch["shared_bytes"] <= limits.shared_per_block
+    threads = math.prod(launch["block"])
+    assert 0 < threads <= THREADS_PER_BLOCK
+    assert threads % 32 == 0
+    assert all(1 <= n <= most for n, most in zip(launch["grid"], GRID_LIMITS, strict=True))
+    assert launch["cluster"] == [1, 1, 1]
+    assert 0 < len(launch["params"]) // 2 <= PARAMETER_BYTES
+    assert launch["image"] in native.image_names()
+
+
+@pytest.mark.parametrize("device", DEVICES + OTHER_DEVICES)
+@every_problem
+def test_the_grid_has_a_block_for_every_row_of_every_head(name: str, device: str) -> None:
+    problem = problem_named(name)
+    plan = plan_of(problem, device)
+    match = re.match(r"(\d+) query rows", dict(plan.notes)["tile"])
+    assert match is not None
+    tile = int(match[1])
+    tiles = -(-problem.nq // tile)
+    # Each packed sequence can end inside a tile, and its length is not known here.
+    per_head = tiles + problem.batch if problem.varlen else tiles * problem.batch
+    assert plan.to_dict()["launches"][0]["grid"] == [per_head * problem.heads_q, 1, 1]
+
+
+@every_problem
+def test_pointer_slots_cover_the_operands_inside_the_parameters(name: str) -> None:
+    problem = problem_named(name)
+    (launch,) = plan_of(problem, "A100").to_dict()["launches"]
+    params = bytes.fromhex(launch["params"])
+    slots = launch["pointers"]
+    assert {slot["operand"] for slot in slots} == operands_of(problem)
+    offsets = sorted(slot["offset"] for slot in slots)
+    assert all(offset % 8 == 0 and 0 <= offset <= len(params) - 8 for offset in offsets)
+    assert len(set(offsets)) == len(slots)
+    assert all(params[offset : offset + 8] == bytes(8) for offset in offsets)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_planning_twice_gives_the_same_plan(device: str) -> None:
+    for name, make in PROBLEMS.items():
+        again = plan_of(make(), device).to_dict()
+        assert again == plan_of(problem_named(name), device).to_dict()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(lambda: call(nq=0, nk=5), id="no queries"),
+        pytest.param(lambda: call(b=0), id="no batch"),
+        pytest.param(lambda: call(nq=0, nk=0, d=44), id="no queries, odd head dim"),
+    ],
+)
+def test_with_nothing_to_write_nothing_is_launched(problem: Callable[[], native.Problem]) -> None:
+    plan = plan_of(problem(), "H100")
+    assert plan.to_dict()["launches"] == []
+    assert dict(plan.notes)["launches"].startswith("none")
+
+
+def test_a_grid_beyond_cudas_limit_is_refused_with_its_size() -> None:
+    reasons = native.plan("simt", call(b=2**20, hq=2**11, nq=1, d=8), find_device("H200"))
+    assert reasons == [
+        "grid of 2147483648 CTAs: CUDA takes up to 2147483647; "
+        "split the batch or use implementation='torch'"
+    ]
+
+
+def test_large_tiles_are_for_calls_that_fill_the_gpu() -> None:
+    def kernel(**shape: int) -> Any:
+        return plan_of(call(d=128, **shape), "H200").to_dict()["launches"][0]["kernel"]
+
+    assert kernel(b=8, hq=16, nq=1024) == "simt_attention_fwd_f32_d128_large"
+    assert not kernel(b=1, hq=2, nq=64).endswith("_large")
+
+
+def test_strides_of_a_packed_buffer_reach_the_parameters() -> None:
+    qkv = torch.empty(2, 100, 3, 4, 64, device="meta")
+    q, k, v = (qkv[:, :, i] for i in range(3))
+    problem = make_problem(q, k, v, layout="bnhd").as_if_on_cuda()
+    expected = {"batch": 100 * 3 * 4 * 64, "head": 64, "row": 3 * 4 * 64}
+    assert problem.to_dict()["q"] == problem.to_dict()["v"] == expected
+    params = bytes.fromhex(plan_of(problem, "A100").to_dict()["launches"][0]["params"])
+    for value in expected.values():
+        assert params.count(struct.pack("<q", value)) >= 3  # once each for q, k and v
+
+
+# --- JSON ---
+
+
+@pytest.mark.parametrize("device", DEVICES + OTHER_DEVICES)
+def test_plans_survive_json(device: str) -> None:
+    for name in PROBLEMS:
+        plan = plan_of(problem_named(name), device)
+        again = native.LaunchPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+        assert again.to_dict() == plan.to_dict()
+        assert again.problem == plan.problem
+        assert (again.implementation, again.code) == (plan.implementation, plan.code)
+        assert again.notes == plan.notes
+        assert again.device.name == plan.device.name
+
+
+def test_a_problem_survives_json_with_unbounded_sides_as_null() -> None:
+    problem = call(window=(5, None), causal=True)
+    text = json.dumps(problem.to_dict())
+    assert '"window_left": 5, "window_right": 0' in text
+    assert native.Problem.from_dict(json.loads(text)) == problem
+    assert '"window_left": null, "window_right": null' in json.dumps(call().to_dict())
+
+
+TENSOR_MAP = {
+    "operand": "k",
+    "offset": 128,
+    "addend": 256,
+    "dtype": "bfloat16",
+    "swizzle": 3,
+    "nan_fill": False,
+    "dims": [64, 1024, 16],
+    "strides": [128, 131072],
+    "box": [64, 128, 1],
+}
+
+
+def hand_written(**launch: Any) -> dict[str, Any]:
+    """A plan as another program might write it."""
+    fields = plan_of(call(), "H200").to_dict()
+    fields["launches"][0] |= launch
+    return fields
+
+
+def test_a_hand_written_plan_with_a_tensor_map_survives_json() -> None:
+    fields = hand_written(params="00" * 512, tensor_maps=[TENSOR_MAP], cluster=[2, 1, 1])
+    plan = native.LaunchPlan.from_dict(json.loads(json.dumps(fields)))
+    assert plan.to_dict() == fields
+
+
+@pytest.mark.skipif(native.driver_status().cuda_version != 0, reason="a driver is here")
+def test_binding_a_tensor_map_needs_the_driver() -> None:
+    plan = native.LaunchPlan.from_dict(hand_written(params="00" * 512, tensor_maps=[TENSOR_MAP]))
+    with pytest.raises(archflash.LaunchError, match="cuTensorMapEncodeTiled"):
+        native.bound_parameters(plan, 0, [("k", 1 << 20)])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dims": [], "strides": [], "box": []},
+        {"dims": [8] * 6, "strides": [16] * 5, "box": [8] * 6},
+        {"box": [64, 128]},
+        {"strides": [128]},
+    ],
+    ids=["rank 0", "rank 6", "short box", "short strides"],
+)
+def test_a_tensor_map_of_the_wrong_rank_is_not_bound(wrong: dict[str, Any]) -> None:
+    fields = hand_written(params="00" * 512, tensor_maps=[TENSOR_MAP | wrong])
+    with pytest.raises(
+        (archflash.LaunchError, ValueError), match=r"tensor map of k: .*1 to 5 dims"
+    ):
+        native.bound_parameters(native.LaunchPlan.from_dict(fields), 0, [("k", 1 << 20)])
+
+
+def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with the entry at `path` ("launches.0.grid") set, or taken out where value is ..."""
+    fields = copy.deepcopy(fields)
+    *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    place: Any = fields
+    for step in way:
+        place = place[step]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("problem", ..., "field 'problem' is missing"),
+        ("launches.0.grid", ..., "field 'grid' is missing"),
+        ("problem.q.row", ..., "field 'row' is missing"),
+        ("device.sm_count", ..., "field 'sm_count' is missing"),
+        ("launches.0.pointers.0.addend", ..., "field 'addend' is missing"),
+        ("version", 2, "field 'version' is not known"),
+        ("problem.dropout", 0.1, "field 'dropout' is not known"),
+        ("launches.0.stream", 0, "field 'stream' is not known"),
+        ("launches.0.shared_bytes", "many", "field 'shared_bytes' is 'many': the wrong kind"),
+        ("launches.0.shared_bytes", 1.5, "field 'shared_bytes' is 1.5: the wrong kind"),
+        ("launches.0.shared_bytes", 1 << 40, "field 'shared_bytes' is 1099511627776: the wrong"),
+        ("launches.0.kernel", 7, "field 'kernel' is 7: the wrong kind"),
+        ("launches.0.grid", 7, "field 'grid' is 7: the wrong kind"),
+        ("launches", 7, "field 'launches' is 7: the wrong kind"),
+        ("problem.scale", "x", "field 'scale' is 'x': the wrong kind"),
+        ("launches.0.block", [128, 1], "'block'"),
+        ("problem.dtype", "float8", "dtype 'float8' is not known"),
+        ("launches.0.pointers.0.operand", "query", "operand 'query' is not known"),
+        ("launches.0.params", "abc", "params must be an even number of lower-case hexadecimal"),
+        ("launches.0.params", "zz", "params must be an even number of lower-case hexadecimal"),
+        ("launches.0.params", "00" * 16, "pointer slot at 16 lies outside the parameters"),
+        ("launches.0.pointers.0.offset", -8, "pointer slot at -8 lies outside the parameters"),
+        ("launches.0.pointers.0.offset", 1 << 20, "pointer slot at 1048576 lies outside"),
+        ("launches.0", 7, "expected an object with named fields"),
+        ("problem", [], "expected an object with named fields"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) and len(value) < 40 else "value",
+)
+def test_a_malformed_plan_is_refused_with_the_field_named(path: str, value: Any, said: str) -> None:
+    good = plan_of(call(), "H200").to_dict()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        native.LaunchPlan.from_dict(changed(good, path, value))
+    assert native.LaunchPlan.from_dict(good).to_dict() == good
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"offset": 100}, "tensor map at 100 is not 128 bytes inside"),
+        ({"offset": 448}, "tensor map at 448 is not 128 bytes inside"),
+        ({"offset": -64}, "tensor map at -64 is not 128 bytes inside"),
+        ({"swizzle": 9}, "swizzle"),
+    ],
+    ids=["misaligned", "past the end", "before the start", "no such swizzle"],
+)
+def test_a_malformed_tensor_map_is_refused(wrong: dict[str, Any], said: str) -> None:
+    fields = hand_written(params="00" * 512, tensor_maps=[TENSOR_MAP | wrong])
+    with pytest.raises(ValueError, match=said):
+        native.LaunchPlan.from_dict(fields)
+
+
+# --- binding ---
+
+
+def bound(plan: native.LaunchPlan, addresses: dict[str, int]) -> bytes:
+    return native.bound_parameters(plan, 0, list(addresses.items()))
+
+
+@every_problem
+def test_binding_patches_exactly_the_listed_slots(name: str) -> None:
+    plan = plan_of(problem_named(name), "L4")
+    (launch,) = plan.to_dict()["launches"]
+    operands = [slot["operand"] for slot in launch["pointers"]]
+    addresses = {operand: 0x7F00_0000_0000 + 4096 * i for i, operand in enumerate(operands)}
+    expected = bytearray.fromhex(launch["params"])
+    for slot in launch["pointers"]:
+        struct.pack_into("<Q", expected, slot["offset"], addresses[slot["operand"]])
+    # An address that no slot asks for changes nothing.
+    assert bound(plan, addresses | {"workspace": 0xDEAD0}) == bytes(expected)
+
+
+def test_binding_adds_the_addend_and_leaves_an_absent_operand_null() -> None:
+    fields = hand_written(
+        params="ff" * 64,
+        pointers=[
+            {"operand": "q", "offset": 8, "addend": 1 << 33},
+            {"operand": "q", "offset": 24, "addend": -16},
+            {"operand": "lse", "offset": 40, "addend": 4096},
+        ],
+    )
+    expected = bytearray(b"\xff" * 64)
+    struct.pack_into("<Q", expected, 8, 0x1000 + (1 << 33))
+    struct.pack_into("<Q", expected, 24, 0x1000 - 16)
+    struct.pack_into("<Q", expected, 40, 0)
+    assert bound(native.LaunchPlan.from_dict(fields), {"q": 0x1000}) == bytes(expected)
+
+
+def test_there_is_no_launch_beyond_the_last() -> None:
+    with pytest.raises(IndexError):
+        native.bound_parameters(plan_of(call(), "L4"), 1, [])
+
+
+def run_isolated(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+# The extension alone, in a Python that cannot import torch.
+LOAD_WITHOUT_TORCH = f"""
+import importlib.machinery, importlib.util, json, sys
+sys.modules["torch"] = None
+loader = importlib.machinery.ExtensionFileLoader("_archflash", {native.__file__!r})
+module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_archflash", loader))
+loader.exec_module(module)
+"""
+
+
+def test_planning_needs_no_torch() -> None:
+    problem = call("bfloat16", hq=8, hkv=2, causal=True)
+    code = LOAD_WITHOUT_TORCH + (
+        f"problem = module.Problem.from_dict(json.loads({json.dumps(problem.to_dict())!r}))\n"
+        "device = module.find_known_device('B200').device\n"
+        "print(json.dumps(module.plan('simt', problem, device).to_dict()))\n"
+    )
+    done = run_isolated(code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == plan_of(problem, "B200").to_dict()
+
+
+def test_a_parameter_block_larger_than_cudas_is_refused_not_overrun() -> None:
+    """In a process of its own: an overrun would end it."""
+    fields = hand_written(params="00" * (PARAMETER_BYTES + 8), pointers=[])
+    code = LOAD_WITHOUT_TORCH + (
+        "try:\n"
+        f"    plan = module.LaunchPlan.from_dict(json.loads({json.dumps(fields)!r}))\n"
+        "    module.bound_parameters(plan, 0, [])\n"
+        "except Exception as error:\n"
+        "    print('refused:', error)\n"
+    )
+    done = run_isolated(code)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert "refused:" in done.stdout
+    assert str(PARAMETER_BYTES) in done.stdout
+
+
+def test_a_problem_that_cannot_be_is_refused_not_planned() -> None:
+    """In a process of its own: dividing by no heads would end it."""
+    fields = call().to_dict() | {"heads_kv": 0}
+    code = LOAD_WITHOUT_TORCH + (
+        "try:\n"
+        f"    problem = module.Problem.from_dict(json.loads({json.dumps(fields)!r}))\n"
+        "    print(module.plan('simt', problem, module.find_known_device('A100').device))\n"
+        "except ValueError as error:\n"
+        "    print('refused:', error)\n"
+    )
+    done = run_isolated(code)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert "refused:" in done.stdout
+    assert "heads_kv" in done.stdout
+
+
+# --- problems ---
+
+
+def test_equal_calls_make_equal_problems_wherever_their_tensors_lie() -> None:
+    def fresh() -> native.Problem:
+        q, k, v = (torch.randn(2, 4, 16, 32) for _ in range(3))
+        return make_problem(q, k, v, causal=True)
+
+    first = torch.randn(100)  # moves the next allocations
+    assert fresh() == fresh()
+    assert first.numel() == 100
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"causal": True},
+        {"scale": 0.5},
+        {"window": (4, None)},
+        {"softcap": 3.0},
+        {"return_lse": True},
+        {"q_offset": 7},
+        {"sinks": torch.zeros(4)},
+        {"out_dtype": torch.float64},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_another_option_makes_another_problem(other: dict[str, Any]) -> None:
+    q = torch.randn(2, 4, 16, 32)
+    assert make_problem(q, q, q, **other) == make_problem(q, q, q, **other)
+    assert make_problem(q, q, q, **other) != make_problem(q, q, q)
+
+
+def test_a_problem_is_not_equal_to_another_thing() -> None:
+    assert (call() == 5) is False
+    assert (call() == None) is False  # noqa: E711  (the operator is what is tested)
+
+
+def test_dimensions_of_size_1_have_stride_0() -> None:
+    q = torch.randn(1, 1, 1, 16)
+    strange = q.as_strided((1, 1, 1, 16), (7, 99, 1234, 1))
+    assert make_problem(strange, strange, strange) == make_problem(q, q, q)
+    zero = {"batch": 0, "head": 0, "row": 0}
+    fields = make_problem(strange, strange, strange).to_dict()
+    assert [fields[name] for name in ("q", "k", "v", "out")] == [zero] * 4
+
+
+def test_strides_and_defaults_of_a_problem() -> None:
+    q = torch.randn(2, 10, 4, 16)
+    k = torch.randn(2, 30, 2, 16)
+    v = torch.randn(2, 30, 2, 24)
+    fields = make_problem(q, k, v, layout="bnhd").to_dict()
+    assert fields["q"] == {"batch": 640, "head": 16, "row": 64}
+    assert fields["v"] == {"batch": 1440, "head": 24, "row": 48}
+    assert fields["out"] == {"batch": 960, "head": 24, "row": 96}
+    shape = [fields[name] for name in ("batch", "heads_q", "heads_kv", "nq", "nk", "d", "dv")]
+    assert shape == [2, 4, 2, 10, 30, 16, 24]
+    assert fields["scale"] == pytest.approx(0.25)
+    assert fields["q_offset"] == 20
+    assert fields["q_offset_default"] == 1
+    assert (fields["dtype"], fields["out_dtype"]) == ("float32", "float32")
+    assert (fields["max_seqlen_q"], fields["max_seqlen_k"]) == (-1, -1)
+
+
+@pytest.mark.parametrize(("shift", "align"), [(0, 16), (1, 4), (2, 8), (3, 4), (4, 16)])
+def test_alignment_is_that_of_the_address(shift: int, align: int) -> None:
+    data = torch.randn(2 * 4 * 16 * 32 + 8)
+    q = data[shift : shift + 2 * 4 * 16 * 32].view(2, 4, 16, 32)
+    assert q.data_ptr() % align == 0
+    assert make_problem(q, q, q).to_dict()["q_align"] == align
