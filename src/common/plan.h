@@ -95,10 +95,10 @@ struct LaunchPlan {
   int64_t workspace_bytes = 0;
   std::string code;  // what the device will run: "sm_90" (native) or "compute_75 PTX, compiled by
                      // the driver"
-  std::vector<std::pair<std::string, std::string>>
-      notes;  // for explain: tile, warps, stages, CTAs per SM, ...
 };
 
+// What a plan does, for people: (name, value) pairs such as tile, warps, stages, CTAs per SM.
+using Notes = std::vector<std::pair<std::string, std::string>>;
 using Reasons = std::vector<std::string>;  // why an implementation cannot serve a problem; never
                                            // empty when returned
 using PlanResult = std::variant<LaunchPlan, Reasons>;

@@ -4,7 +4,7 @@
 
 #include <map>
 #include <mutex>
-#include <set>
+#include <string_view>
 
 #include "runtime/registry.h"
 #include "runtime/text.h"
@@ -56,12 +56,17 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-Kernel* find_kernel(const std::string& image_name, const std::string& entry) {
+Kernel* find_kernel(std::string_view image_name, std::string_view entry) {
+  // The keys are views of the kernels' own names.
   static auto& kernels =
-      *new std::map<std::pair<std::string, std::string>, std::unique_ptr<Kernel>>;
-  std::unique_ptr<Kernel>& kernel = kernels[{image_name, entry}];
-  if (!kernel) kernel.reset(new Kernel{nullptr, image_name, entry, {}});
-  return kernel.get();
+      *new std::map<std::pair<std::string_view, std::string_view>, std::unique_ptr<Kernel>>;
+  if (const auto found = kernels.find({image_name, entry}); found != kernels.end()) {
+    return found->second.get();
+  }
+  std::unique_ptr<Kernel> kernel(
+      new Kernel{nullptr, std::string(image_name), std::string(entry), {}});
+  return kernels.emplace(std::pair(kernel->image, kernel->entry), std::move(kernel))
+      .first->second.get();
 }
 
 void load(Kernel& kernel) {
@@ -126,10 +131,10 @@ void launch_kernel(const Launch& launch, Kernel& kernel,
 
 }  // namespace
 
-std::shared_ptr<PreparedPlan> prepare(LaunchPlan plan) {
+std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan) {
   auto prepared = std::make_shared<PreparedPlan>(PreparedPlan{std::move(plan), {}});
   const std::lock_guard lock(loading);
-  for (const Launch& launch : prepared->plan.launches) {
+  for (const Launch& launch : prepared->plan->launches) {
     if (launch.params.size() > MAX_PARAMETER_BYTES) {
       throw LaunchFailure(join(launch.kernel, " takes ", launch.params.size(),
                                " bytes of parameters: at most ", MAX_PARAMETER_BYTES));
@@ -141,10 +146,10 @@ std::shared_ptr<PreparedPlan> prepare(LaunchPlan plan) {
 
 void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
              int device_index, void* stream) {
-  if (prepared.plan.launches.empty()) return;
+  if (prepared.plan->launches.empty()) return;
   const DeviceGuard guard(device_index);
-  for (size_t i = 0; i < prepared.plan.launches.size(); ++i) {
-    const Launch& launch = prepared.plan.launches[i];
+  for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
+    const Launch& launch = prepared.plan->launches[i];
     make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
     launch_kernel(launch, *prepared.kernels[i], addresses, static_cast<cudaStream_t>(stream));
   }

@@ -13,11 +13,11 @@ struct Kernel;  // an entry of a loaded fatbin
 
 // A plan and the kernels it launches, looked up once.
 struct PreparedPlan {
-  LaunchPlan plan;
+  std::shared_ptr<const LaunchPlan> plan;
   std::vector<Kernel*> kernels;  // one per launch
 };
 
-std::shared_ptr<PreparedPlan> prepare(LaunchPlan plan);
+std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan);
 
 // Launches on `stream` of device `device_index`; asynchronous. Throws LaunchFailure with what was
 // tried; no CUDA error is left behind.

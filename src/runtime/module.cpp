@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
@@ -77,9 +78,9 @@ nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
     lse = allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, lse);
   }
-  if (prepared.plan.workspace_bytes > 0) {
+  if (prepared.plan->workspace_bytes > 0) {
     workspace =
-        a.q.attr("new_empty")(prepared.plan.workspace_bytes,
+        a.q.attr("new_empty")(prepared.plan->workspace_bytes,
                               nb::arg("dtype") = nb::module_::import_("torch").attr("uint8"));
     set_address(call, Operand::Workspace, workspace);
   }
@@ -132,7 +133,7 @@ nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
     prepared = *cached;
   } else {
     nb::object chosen = decide()(call.problem, call.device_index, implementation);
-    if (!chosen.is_none()) prepared = prepare(nb::cast<const LaunchPlan&>(chosen));
+    if (!chosen.is_none()) prepared = prepare(nb::cast<std::shared_ptr<LaunchPlan>>(chosen));
     cache().insert(key, prepared);
   }
   return prepared ? run(*prepared, arguments, call) : nb::none();
@@ -156,7 +157,7 @@ nb::object execute_plan(const LaunchPlan& plan, ARCHFLASH_CALL_PARAMETERS) {
   }
   if (call.device_index < 0)
     throw nb::value_error("q is not on a CUDA device: a plan runs on a GPU");
-  return run(*prepare(plan), arguments, call);
+  return run(*prepare(std::make_shared<LaunchPlan>(plan)), arguments, call);
 }
 
 nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
@@ -272,7 +273,7 @@ NB_MODULE(_archflash, m) {
       .def_ro("device", &LaunchPlan::device)
       .def_ro("workspace_bytes", &LaunchPlan::workspace_bytes)
       .def_ro("code", &LaunchPlan::code)
-      .def_ro("notes", &LaunchPlan::notes);
+      .def_prop_ro("notes", &notes);
 
   nb::class_<Description>(m, "Description", "What an implementation says of itself.")
       .def_ro("name", &Description::name)

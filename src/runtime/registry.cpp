@@ -118,6 +118,8 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
   return result;
 }
 
+Notes notes(const LaunchPlan& plan) { return find_folder(plan.implementation).notes(plan); }
+
 Bytes image(std::string_view name) {
   for (const Image& entry : IMAGES) {
     if (entry.name && name == entry.name) return {entry.begin, entry.end};

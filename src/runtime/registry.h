@@ -29,6 +29,9 @@ const Target* pick_target(const std::vector<Target>& targets, int capability);
 // The folder's plan(), after asking whether its code loads on the device at all.
 PlanResult plan(std::string_view name, const Problem& problem, const Device& device);
 
+// What the folder says of a plan that it made.
+Notes notes(const LaunchPlan& plan);
+
 struct Bytes {
   const unsigned char* begin = nullptr;
   const unsigned char* end = nullptr;

@@ -63,7 +63,7 @@ template <class F>
 void fields(LaunchPlan& p, F&& f) {
   f("implementation", p.implementation), f("problem", p.problem), f("device", p.device),
       f("launches", p.launches);
-  f("workspace_bytes", p.workspace_bytes), f("code", p.code), f("notes", p.notes);
+  f("workspace_bytes", p.workspace_bytes), f("code", p.code);
 }
 
 template <class T>

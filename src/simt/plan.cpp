@@ -282,14 +282,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
   const bool no_rows = problem.batch * problem.heads_q * problem.nq == 0;
   const bool nothing_to_write = no_rows || (problem.dv == 0 && !problem.want_lse);
   Reasons reasons = why_not(problem);
-  LaunchPlan result;
-  result.implementation = "simt";
-  result.problem = problem;
-  result.device = device;
-  if (nothing_to_write && problem.mask == 0 && !problem.needs_grad) {
-    result.notes.emplace_back("launches", "none: there is nothing to write");
-    return result;
-  }
+  LaunchPlan result;  // the registry adds what it was made for
+  if (nothing_to_write && problem.mask == 0 && !problem.needs_grad) return result;
   if (!reasons.empty()) return reasons;
 
   const Variant* chosen = choose(problem, device);
@@ -320,18 +314,28 @@ PlanResult plan(const Problem& problem, const Device& device) {
   std::memcpy(launch.params.data(), &params, sizeof params);
   launch.pointers = pointer_slots(problem);
   result.launches.push_back(std::move(launch));
-  result.notes = {
-      {"tile", str(chosen->block_q) + " query rows x " + str(chosen->block_k) +
-                   " keys, head_dim up to " + str(chosen->head_dim)},
-      {"variant", chosen->reason},
-      {"warps", str(chosen->threads / 32)},
-      {"CTAs", str(ctas) + ", " + str(resident) + " per SM on " + str(device.sm_count) + " SMs"},
-      {"shared memory", str(chosen->shared_bytes) + " bytes per CTA"},
+  return result;
+}
+
+Notes notes(const LaunchPlan& plan) {
+  if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
+  const Launch& launch = plan.launches[0];
+  const auto* used = std::find_if(std::begin(VARIANTS), std::end(VARIANTS),
+                                  [&](const Variant& v) { return launch.kernel == v.kernel; });
+  if (used == std::end(VARIANTS) || launch.params.size() != sizeof(Params)) return {};
+  Params params;
+  std::memcpy(&params, launch.params.data(), sizeof params);
+  return {
+      {"tile", str(used->block_q) + " query rows x " + str(used->block_k) +
+                   " keys, head_dim up to " + str(used->head_dim)},
+      {"variant", used->reason},
+      {"warps", str(used->threads / 32)},
+      {"CTAs", str(launch.grid[0]) + ", " + str(resident_ctas(*used, plan.device)) + " per SM on " +
+                   str(plan.device.sm_count) + " SMs"},
       {"order", params.snake_from == INT32_MAX
                     ? "last row tiles first"
                     : "last row tiles first, then the first ones first: two per SM balance"},
   };
-  return result;
 }
 
 }  // namespace archflash::simt
