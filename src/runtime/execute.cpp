@@ -57,16 +57,17 @@ class DeviceGuard {
 };
 
 Kernel* find_kernel(std::string_view image_name, std::string_view entry) {
-  // The keys are views of the kernels' own names.
-  static auto& kernels =
-      *new std::map<std::pair<std::string_view, std::string_view>, std::unique_ptr<Kernel>>;
+  using Name = std::pair<std::string_view, std::string_view>;
+  // A key views the names inside its own kernel, which never goes away.
+  static auto& kernels = *new std::map<Name, std::unique_ptr<Kernel>>;
   if (const auto found = kernels.find({image_name, entry}); found != kernels.end()) {
     return found->second.get();
   }
-  std::unique_ptr<Kernel> kernel(
-      new Kernel{nullptr, std::string(image_name), std::string(entry), {}});
-  return kernels.emplace(std::pair(kernel->image, kernel->entry), std::move(kernel))
-      .first->second.get();
+  auto kernel = std::make_unique<Kernel>();
+  kernel->image = image_name;
+  kernel->entry = entry;
+  const Name name{kernel->image, kernel->entry};
+  return kernels.emplace(name, std::move(kernel)).first->second.get();
 }
 
 void load(Kernel& kernel) {
