@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from archflash._errors import UnsupportedError
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
+_in_transform = _ops.in_transform
 _forced = _dispatch.forced
 
 
@@ -110,25 +112,31 @@ def attention(
     """
     if alibi_slopes is not None or approximate is not None or num_splits is not None:
         _refuse_unbuilt(alibi_slopes=alibi_slopes, approximate=approximate, num_splits=num_splits)
-    if _is_compiling() or _dispatch_modes():
-        result: Any = NotImplemented
-    else:
+    if not (_is_compiling() or _dispatch_modes() or _in_transform()):
         # The whole way of an eager call: one C++ call that reads the tensors, finds the plan, binds
         # and launches.
         result = _native.attention(
             q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
-            layout, out, return_lse, _is_grad_enabled(), implementation or _forced(),
+            layout, out, return_lse, _is_grad_enabled(),
+            _forced() if implementation is None else implementation,
         )  # fmt: skip
-        if result is not None and result is not NotImplemented:
+        if result is None:
+            return _torch.attention(
+                q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
+                q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                attn_mask=attn_mask, q_descale=q_descale, k_descale=k_descale,
+                v_descale=v_descale, out_dtype=out_dtype, layout=layout, out=out,
+                return_lse=return_lse,
+            )  # fmt: skip
+        if result is not NotImplemented:
             return result
-    serve = _torch.attention if result is None else _ops.attention
-    named = {} if result is None else {"implementation": implementation}
-    return serve(
+    return _ops.attention(
         q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
         q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        attn_mask=attn_mask, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        out_dtype=out_dtype, layout=layout, out=out, return_lse=return_lse, **named,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, attn_mask=attn_mask,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+        layout=layout, implementation=implementation, out=out, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -171,23 +179,26 @@ def explain(
         'simt'
     """
     problem = make_problem(q, k, v, **options)
-    name = implementation or _forced()
-    if device is None and q.device.type == "meta":
-        raise ValueError("q is on the meta device: name the GPU to explain for with device=")
-    if device == "cpu" or device == torch.device("cpu"):
-        return _dispatch.select(problem, None, name)
+    name = _forced() if implementation is None else implementation
     if device is None:
+        if q.device.type == "meta":
+            raise ValueError("q is on the meta device: name the GPU to explain for with device=")
         here, obstacle = _dispatch.device_of(problem, q.device.index)
         return _dispatch.select(problem, here, name, obstacle)
-    if isinstance(device, str) and not device.startswith("cuda"):
+    if isinstance(device, str) and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
         # A GPU from the table: decided as if the tensors lay there, whatever this machine has.
         return _dispatch.select(problem.as_if_on_cuda(), find_device(device), name)
-    index = device if isinstance(device, int) else (torch.device(device).index or 0)
+    asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if asked.type == "cpu":
+        return _dispatch.select(problem, None, name)
+    if asked.type != "cuda":
+        raise ValueError(f"device is {asked}: name a GPU, a CUDA device or the CPU")
     if trouble := _dispatch.driver_problem():
         raise ValueError(
             f"device {device!r} cannot be asked: {trouble}; "
             "name a GPU from the table of known ones instead"
         )
+    index = torch.cuda.current_device() if asked.index is None else asked.index
     return _dispatch.select(problem.as_if_on_cuda(), _dispatch.query_device(index), name)
 
 

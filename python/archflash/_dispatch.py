@@ -322,7 +322,7 @@ def _select_forced(
 ) -> Decision:
     _check_name(name)
     if name == _registry.TORCH:
-        return Decision(name, "it is forced", {}, problem, device, None, False)
+        return Decision(name, "it is forced", _unasked(name), problem, device, None, False)
     if not _native.targets(name):
         raise NotCompiledError(
             f"{name} is forced, but this build left it out: build again with ARCHFLASH_ARCHS=all"
@@ -339,7 +339,11 @@ def _select_forced(
         raise ForcedImplementationError(
             f"{name} is forced, but cannot serve {describe_problem(problem)}:{listed}"
         )
-    return Decision(name, "it is forced", {}, problem, device, answer, False)
+    return Decision(name, "it is forced", _unasked(name), problem, device, answer, False)
+
+
+def _unasked(name: str) -> dict[str, list[str]]:
+    return {other: [f"{name} is forced"] for other in _registry.names() if other != name}
 
 
 def decide(
@@ -365,11 +369,12 @@ _noted: set[str] = set()
 _noting = threading.Lock()
 
 
-def note_fallback(reason: str) -> None:
+def note_fallback(reason: str, stacklevel: int = 4) -> None:
     """Says that PyTorch serves a call that no kernel serves: a warning, once per reason.
 
     Args:
         reason: why, as a sentence.
+        stacklevel: frames from here to the caller's, for the warning.
 
     Raises:
         UnsupportedError: ARCHFLASH_FALLBACK is "error".
@@ -379,11 +384,12 @@ def note_fallback(reason: str) -> None:
             f"no kernel of archflash serves this call, and {_FALLBACK_VARIABLE}=error: {reason}"
         )
     with _noting:
-        if reason in _noted:
+        kind = re.sub(r"\d+", "#", reason)  # other sizes are no other reason
+        if kind in _noted:
             return
-        _noted.add(reason)
+        _noted.add(kind)
     logger.info("PyTorch serves a call: %s", reason)
-    warnings.warn(f"archflash: PyTorch serves this call. {reason}", stacklevel=4)
+    warnings.warn(f"archflash: PyTorch serves this call. {reason}", stacklevel=stacklevel)
 
 
 _native.set_decide(decide)

@@ -51,11 +51,17 @@ def scaled_dot_product_attention(
         note_fallback(
             "dropout: no kernel of archflash drops weights"
             if dropout_p != 0.0
-            else "nested tensors: no kernel of archflash takes them"
+            else "nested tensors: no kernel of archflash takes them",
+            stacklevel=3,
         )
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # PyTorch's function is one of those that autocast runs in its own dtype.
+        query, key, value = (_autocast(x, device) for x in (query, key, value))
+        attn_mask = None if attn_mask is None else _autocast(attn_mask, device)
     if attn_mask is not None and is_causal:
         raise RuntimeError(
             "attn_mask and is_causal=True exclude each other: fold the causal rule into attn_mask"
@@ -85,6 +91,11 @@ def scaled_dot_product_attention(
     )
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out.reshape(shape)
+
+
+def _autocast(x: Tensor, device: str) -> Tensor:
+    reduced = x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return x.to(torch.get_autocast_dtype(device)) if reduced else x
 
 
 def _to_4d(x: Tensor) -> Tensor:

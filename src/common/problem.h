@@ -56,10 +56,9 @@ struct Problem {
       out_align;  // largest power of two, at most 16, that divides the address in bytes
   int32_t q_unit, k_unit, v_unit, out_unit;  // 1: the last dimension is contiguous
 
-  int32_t causal;  // as asked; already folded into window_right
-  int32_t varlen;  // cu_seqlens_q and cu_seqlens_k are given
-  int32_t
-      q_offset_tensor;  // q_offset is an int32 device tensor (batch,), q_offset above is ignored
+  int32_t causal;            // as asked; already folded into window_right
+  int32_t varlen;            // cu_seqlens_q and cu_seqlens_k are given
+  int32_t q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
   int32_t q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
   int32_t sinks;             // 0: none; otherwise 1 + DType of the (heads_q,) tensor
   int32_t mask;              // 0: none, 1: bool, 2: additive

@@ -9,6 +9,9 @@
 
 namespace archflash {
 
+// Whether autograd will want gradients: never, if a tensor of the call asks for them, or surely.
+enum class Grad : int32_t { Off = 0, IfRequired = 1, Needed = 2 };
+
 // What archflash.attention() was given; None where the caller left the default.
 struct Arguments {
   nb::handle q, k, v;
@@ -17,7 +20,7 @@ struct Arguments {
   nb::handle attn_mask, q_descale, k_descale, v_descale, out_dtype;
   nb::handle layout, out;
   nb::handle want_lse;
-  bool grad_enabled;
+  Grad grad;
 };
 
 struct Call {

@@ -42,7 +42,8 @@ int64_t forced_index(nb::handle name) {
   for (size_t i = 0; i < names.size(); ++i) {
     if (names[i] == text) return static_cast<int64_t>(i);
   }
-  return static_cast<int64_t>(names.size());  // `torch`, or unknown: decide() knows
+  // `torch` has a place of its own; an unknown name finds nothing there: decide() refuses it.
+  return static_cast<int64_t>(names.size()) + (text == "torch" ? 0 : 1);
 }
 
 nb::object allocate_out(nb::handle q, const Call& call) {
@@ -72,7 +73,11 @@ void set_address(Call& call, Operand operand, nb::handle tensor) {
 // Allocates what is missing, binds and launches. Returns out, or (out, lse).
 nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
   nb::object out = a.out.is_none() ? allocate_out(a.q, call) : nb::borrow(a.out);
-  if (a.out.is_none()) set_address(call, Operand::Out, out);
+  if (a.out.is_none()) {
+    set_address(call, Operand::Out, out);
+  } else if (!nb::cast<bool>(a.out.attr("is_inference")())) {
+    torch().increment_version(a.out);  // autograd must see that it was written
+  }
   nb::object lse, workspace;
   if (call.problem.want_lse) {
     lse = allocate_lse(a.q, call.problem);
@@ -100,12 +105,12 @@ using namespace nb::literals;
       nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle max_seqlen_q,                 \
       nb::handle max_seqlen_k, nb::handle attn_mask, nb::handle q_descale, nb::handle k_descale, \
       nb::handle v_descale, nb::handle out_dtype, nb::handle layout, nb::handle out,             \
-      nb::handle return_lse, bool grad_enabled
+      nb::handle return_lse, int grad
 #define ARCHFLASH_CALL_ARGUMENTS                                                                   \
   Arguments {                                                                                      \
     q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,          \
         max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype, layout, \
-        out, return_lse, grad_enabled                                                              \
+        out, return_lse, static_cast<Grad>(grad)                                                   \
   }
 #define ARCHFLASH_CALL_NAMES                                                                     \
   "q"_a.none(), "k"_a.none(), "v"_a.none(), "causal"_a.none(), "window"_a.none(),                \
@@ -113,7 +118,7 @@ using namespace nb::literals;
       "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "max_seqlen_q"_a.none(),                 \
       "max_seqlen_k"_a.none(), "attn_mask"_a.none(), "q_descale"_a.none(), "k_descale"_a.none(), \
       "v_descale"_a.none(), "out_dtype"_a.none(), "layout"_a.none(), "out"_a.none(),             \
-      "return_lse"_a.none(), "grad_enabled"_a
+      "return_lse"_a.none(), "grad"_a
 
 // Tensor subclasses, fake tensors among them, have a say of their own in what runs.
 bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is_tensor(object); }
@@ -122,11 +127,13 @@ bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is
 // launch.
 nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
   const Arguments arguments = ARCHFLASH_CALL_ARGUMENTS;
-  if (needs_dispatcher(q) || needs_dispatcher(k) || needs_dispatcher(v))
-    return nb::borrow(Py_NotImplemented);
+  for (nb::handle tensor : {q, k, v, sinks, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask,
+                            q_descale, k_descale, v_descale, out}) {
+    if (!tensor.is_none() && needs_dispatcher(tensor)) return nb::borrow(Py_NotImplemented);
+  }
   Call call;
   build_call(arguments, call);
-  if (call.place == Place::Other) return nb::borrow(Py_NotImplemented);
+  if (call.place == Place::Meta) return nb::borrow(Py_NotImplemented);
   const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
   std::shared_ptr<PreparedPlan> prepared;
   if (const auto* cached = cache().find(key)) {
@@ -342,7 +349,13 @@ NB_MODULE(_archflash, m) {
   m.def("driver_status", &driver_status);
   m.def("query_device", &query_device, "device_index"_a);
 
-  m.def("set_decide", [](nb::object function) { decide() = std::move(function); }, "function"_a);
+  m.def(
+      "set_decide",
+      [](nb::object function) {
+        torch();  // filled before a second thread can come
+        decide() = std::move(function);
+      },
+      "function"_a);
   m.def("attention", &attention, ARCHFLASH_CALL_NAMES, "implementation"_a.none(),
         "Serves an eager call from a kernel. None when `torch` is to serve it; NotImplemented for "
         "torch's dispatcher.");

@@ -33,24 +33,38 @@ Axes axes_of(const Arguments& a, bool varlen) {
       ": it must be 'bhnd' for (batch, heads, rows, dim) or 'bnhd' for (batch, rows, heads, dim)");
 }
 
+// What was given, without asking a tensor for its value: that would wait for the GPU.
+std::string given(nb::handle value) {
+  if (is_tensor(value)) return "a torch.Tensor";
+  return nb::cast<std::string>(nb::repr(value));
+}
+
 double number(nb::handle value, const char* name) {
-  const double result = PyFloat_AsDouble(value.ptr());
-  if (result == -1.0 && PyErr_Occurred()) {
+  const bool takes = !PyBool_Check(value.ptr()) && !is_tensor(value);
+  const double result = takes ? PyFloat_AsDouble(value.ptr()) : -1.0;
+  if (!takes || (result == -1.0 && PyErr_Occurred())) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError) &&
+        !PyErr_ExceptionMatches(PyExc_OverflowError)) {
+      throw nb::python_error();
+    }
     PyErr_Clear();
-    wrong_type(name, " is ", nb::cast<std::string>(nb::repr(value)),
-               ": it must be a number or None");
+    wrong_type(name, " is ", given(value), ": it must be a number or None");
   }
   if (!std::isfinite(result)) wrong_value(name, " is ", result, ": it must be finite");
   return result;
 }
 
 int64_t integer(nb::handle value, const char* name) {
-  const int64_t result = PyLong_Check(value.ptr()) ? PyLong_AsLongLong(value.ptr()) : -1;
-  if (!PyLong_Check(value.ptr()) || (result == -1 && PyErr_Occurred())) {
+  const bool takes = PyLong_Check(value.ptr()) && !PyBool_Check(value.ptr());
+  const int64_t result = takes ? PyLong_AsLongLong(value.ptr()) : -1;
+  if (!takes || (result == -1 && PyErr_Occurred())) {
     PyErr_Clear();
-    wrong_type(name, " is ", nb::cast<std::string>(nb::repr(value)),
-               ": it must be an int that fits 64 bits, or None");
+    wrong_type(name, " is ", given(value), ": it must be an int that fits 64 bits, or None");
   }
+  // So that sums of positions, offsets and window sides never overflow.
+  constexpr int64_t LIMIT = int64_t{1} << 60;
+  if (result >= LIMIT || result <= -LIMIT)
+    wrong_value(name, " is ", result, ": it must lie between -2^60 and 2^60");
   return result;
 }
 
@@ -224,6 +238,26 @@ void plan_output(const TensorView& q, bool same_dtype, Call& call) {
   }
 }
 
+// Whether two elements may share an address: each dimension must step over all that lies inside it.
+bool overlaps_itself(const TensorView& t) {
+  int order[MAX_DIMS];  // innermost first
+  int count = 0;
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] == 0) return false;
+    if (t.shape[i] == 1) continue;
+    int place = count++;
+    for (; place > 0 && t.strides[i] < t.strides[order[place - 1]]; --place)
+      order[place] = order[place - 1];
+    order[place] = i;
+  }
+  int64_t last = 0;  // offset of the last element of the dimensions so far
+  for (int i = 0; i < count; ++i) {
+    if (t.strides[order[i]] <= last) return true;
+    last += (t.shape[order[i]] - 1) * t.strides[order[i]];
+  }
+  return false;
+}
+
 void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call) {
   Problem& p = call.problem;
   TensorView view;
@@ -240,10 +274,12 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
     expected.shape = call.out_shape;
     wrong_value("out has shape ", describe_shape(view), ": it must be ", describe_shape(expected));
   }
-  for (int i = 0; i < view.ndim; ++i) {
-    if (view.shape[i] > 1 && view.strides[i] == 0)
-      wrong_value("out has stride 0 in dimension ", i,
-                  ": its elements overlap; pass a real tensor");
+  if (overlaps_itself(view)) {
+    wrong_value("out has strides ", describe_strides(view),
+                ": its elements overlap; pass a tensor that holds each of them once");
+  }
+  if (a.grad != Grad::Off && requires_grad(a.out)) {
+    wrong_value("out requires a gradient: pass a tensor that does not, or call under no_grad()");
   }
   p.out = strides_of(view, x);
   p.out_unit = has_unit_inner(view, x);
@@ -372,7 +408,7 @@ void build_call(const Arguments& a, Call& call) {
   p.q_offset_default = a.q_offset.is_none();
   p.q_offset = p.varlen ? 0 : p.nk - p.nq;
   if (!p.q_offset_default) {
-    if (PyLong_Check(a.q_offset.ptr())) {
+    if (PyLong_Check(a.q_offset.ptr()) || PyBool_Check(a.q_offset.ptr())) {
       p.q_offset = integer(a.q_offset, "q_offset");
     } else if (!is_tensor(a.q_offset)) {
       wrong_type("q_offset is ", nb::cast<std::string>(nb::repr(a.q_offset)), ", a ",
@@ -412,7 +448,13 @@ void build_call(const Arguments& a, Call& call) {
   read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, q, call);
   read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, q, call);
   p.want_lse = flag(a.want_lse, "return_lse");
-  p.needs_grad = a.grad_enabled && (requires_grad(a.q) || requires_grad(a.k) || requires_grad(a.v));
+  p.needs_grad = a.grad == Grad::Needed;
+  if (a.grad == Grad::IfRequired) {
+    for (nb::handle tensor :
+         {a.q, a.k, a.v, a.sinks, a.attn_mask, a.q_descale, a.k_descale, a.v_descale}) {
+      p.needs_grad |= !tensor.is_none() && requires_grad(tensor);
+    }
+  }
 
   read_out_dtype(a, p);
   call.out_ndim = rank;

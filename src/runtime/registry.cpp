@@ -64,13 +64,6 @@ std::vector<std::string> folder_names() {
   return names;
 }
 
-bool has_folder(std::string_view name) {
-  for (const Folder& folder : FOLDERS) {
-    if (name == folder.name) return true;
-  }
-  return false;
-}
-
 Description describe(std::string_view name) { return find_folder(name).describe(); }
 
 const std::vector<Target>& targets(std::string_view name) {

@@ -18,7 +18,6 @@ struct Target {
 };
 
 std::vector<std::string> folder_names();
-bool has_folder(std::string_view name);
 Description describe(std::string_view name);
 const std::vector<Target>& targets(
     std::string_view name);  // empty when the folder is not compiled in

@@ -94,13 +94,6 @@ inline nb::object write(const std::vector<uint8_t>& bytes) {
   for (uint8_t byte : bytes) text += {DIGITS[byte >> 4], DIGITS[byte & 15]};
   return nb::cast(text);
 }
-template <class A, class B>
-nb::object write(const std::pair<A, B>& pair) {
-  nb::list list;
-  list.append(write(pair.first));
-  list.append(write(pair.second));
-  return list;
-}
 template <class T>
 nb::object write_all(const T& values) {
   nb::list list;
@@ -157,11 +150,6 @@ inline void read(nb::handle object, std::vector<uint8_t>& bytes) {
   for (size_t i = 0; i < text.size(); i += 2)
     bytes.push_back(static_cast<uint8_t>(std::stoi(text.substr(i, 2), nullptr, 16)));
 }
-template <class A, class B>
-void read(nb::handle object, std::pair<A, B>& pair) {
-  read(object[0], pair.first);
-  read(object[1], pair.second);
-}
 template <class T>
 void read(nb::handle object, std::vector<T>& values) {
   values.clear();
@@ -216,6 +204,13 @@ void check_problem(const Problem& p) {
   for (const auto& [name, size] : sizes) {
     if (size < 0 || size == UNBOUNDED)
       throw nb::value_error(join("field '", name, "' is ", size, ": it must be a size").c_str());
+  }
+  const std::pair<const char*, std::pair<int, int>> codes[] = {
+      {"sinks", {p.sinks, DTYPE_COUNT}}, {"mask", {p.mask, 2}}, {"descale", {p.descale, 7}}};
+  for (const auto& [name, code] : codes) {
+    if (code.first < 0 || code.first > code.second)
+      throw nb::value_error(
+          join("field '", name, "' is ", code.first, ": 0 to ", code.second).c_str());
   }
   if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
     throw nb::value_error(

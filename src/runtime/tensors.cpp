@@ -1,6 +1,6 @@
 #include "runtime/tensors.h"
 
-#include <new>
+#include "runtime/text.h"
 
 namespace archflash {
 namespace {
@@ -97,7 +97,10 @@ bool read_through_table(nb::handle object, TensorView& view) {
 void read_through_attributes(nb::handle object, TensorView& view) {
   nb::object device = object.attr("device");
   const std::string type = nb::cast<std::string>(device.attr("type"));
-  view.place = type == "cuda" ? Place::Cuda : type == "cpu" ? Place::Cpu : Place::Other;
+  view.place = type == "cuda"   ? Place::Cuda
+               : type == "cpu"  ? Place::Cpu
+               : type == "meta" ? Place::Meta
+                                : Place::Other;
   view.device_index = view.place == Place::Cuda ? nb::cast<int>(device.attr("index")) : -1;
   view.ndim = nb::cast<int>(object.attr("ndim"));
   nb::object shape = object.attr("shape"), strides = object.attr("stride")();
@@ -117,9 +120,14 @@ void read_through_attributes(nb::handle object, TensorView& view) {
       view.is_float = true;
     }
   }
-  view.data = view.place == Place::Other
-                  ? nullptr
-                  : reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
+  view.data = nullptr;
+  // A subclass may have no address of its own (fake tensors); its dispatcher finds the real ones.
+  if (is_plain_tensor(object) && (view.place == Place::Cpu || view.place == Place::Cuda)) {
+    try {
+      view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
+    } catch (const nb::python_error&) {  // a tensor without storage: batched by vmap, ...
+    }
+  }
 }
 
 }  // namespace
@@ -135,6 +143,8 @@ const Torch& torch() {
     for (int i = 0; i < DTYPE_COUNT; ++i)
       t->dtypes[i] = module.attr(dtype_name(static_cast<DType>(i)));
     t->float32 = t->dtypes[static_cast<int>(DType::F32)];
+    t->strided = module.attr("strided");
+    t->increment_version = module.attr("autograd").attr("graph").attr("increment_version");
     nb::object core = module.attr("_C");
     if (nb::hasattr(core, "_cuda_getCurrentRawStream"))
       t->raw_stream = core.attr("_cuda_getCurrentRawStream");
@@ -162,17 +172,35 @@ void read_tensor(nb::handle object, const char* name, TensorView& view) {
     throw nb::type_error(
         (std::string(name) + " is a " + type + ": it must be a torch.Tensor").c_str());
   }
-  if (!read_through_table(object, view)) read_through_attributes(object, view);
+  if (!read_through_table(object, view)) {
+    if (nb::cast<bool>(object.attr("is_nested")) || !object.attr("layout").is(torch().strided)) {
+      throw nb::type_error(
+          join(name,
+               " is a nested or sparse tensor: it must be dense; pack sequences of several "
+               "lengths and pass cu_seqlens")
+              .c_str());
+    }
+    read_through_attributes(object, view);
+  }
   if (view.ndim > MAX_DIMS) {
     throw nb::value_error(
         (std::string(name) + " has " + std::to_string(view.ndim) + " dimensions").c_str());
   }
 }
 
-std::string describe_shape(const TensorView& view) {
+namespace {
+std::string describe_numbers(const int64_t* numbers, int count) {
   std::string text = "(";
-  for (int i = 0; i < view.ndim; ++i) text += (i ? ", " : "") + std::to_string(view.shape[i]);
-  return text + (view.ndim == 1 ? ",)" : ")");
+  for (int i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
+  return text + (count == 1 ? ",)" : ")");
+}
+}  // namespace
+
+std::string describe_shape(const TensorView& view) {
+  return describe_numbers(view.shape, view.ndim);
+}
+std::string describe_strides(const TensorView& view) {
+  return describe_numbers(view.strides, view.ndim);
 }
 
 std::string dtype_text(nb::handle tensor) {

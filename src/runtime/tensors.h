@@ -15,7 +15,7 @@ namespace archflash {
 
 namespace nb = nanobind;
 
-enum class Place : int32_t { Cpu, Cuda, Other };
+enum class Place : int32_t { Cpu, Cuda, Meta, Other };
 
 struct TensorView {
   void* data = nullptr;
@@ -35,7 +35,7 @@ constexpr int MAX_DIMS = 8;
 
 // torch's names that the module uses; filled at the first call that sees a tensor.
 struct Torch {
-  nb::object tensor_type, parameter_type, empty_like, float32;
+  nb::object tensor_type, parameter_type, empty_like, float32, strided, increment_version;
   nb::object dtypes[DTYPE_COUNT];  // by DType
   nb::object raw_stream;  // torch._C._cuda_getCurrentRawStream, where the exchange table is missing
   const void* exchange = nullptr;  // DLPackExchangeAPI
@@ -47,11 +47,12 @@ bool is_plain_tensor(
     nb::handle object);  // exactly torch.Tensor or torch.nn.Parameter: no subclass, no fake tensor
 bool is_tensor(nb::handle object);
 
-// Throws nb::type_error naming `name` when `object` is no tensor or has more than MAX_DIMS
+// Throws nb::type_error naming `name` when `object` is no dense tensor of at most MAX_DIMS
 // dimensions.
 void read_tensor(nb::handle object, const char* name, TensorView& view);
 std::string describe_shape(const TensorView& view);  // "(4, 16, 512, 64)"
-std::string dtype_text(nb::handle tensor);           // "torch.int64"
+std::string describe_strides(const TensorView& view);
+std::string dtype_text(nb::handle tensor);  // "torch.int64"
 
 void* current_stream(int device_index);  // torch's current stream on that device, as cudaStream_t
 

@@ -108,15 +108,16 @@ __device__ __forceinline__ void mask_scores(float (&s_rmem)[C::THREAD_ROWS][C::T
   }
 }
 
-// Of each row of this thread: the running maximum in units of log2, and its share of the sum.
+// Of each row of this thread: the running maximum of the scores, and its share of the sum.
 template <class C>
 struct RowState {
   float max_rmem[C::THREAD_ROWS];
   float sum_rmem[C::THREAD_ROWS];
 };
 
-// S becomes P = 2^(S * exp2_scale - max); the sums move to the new maxima; `correction` is what O
-// must be multiplied by.
+// S becomes P = 2^((S - max) * exp2_scale); the sums move to the new maxima; `correction` is what O
+// must be multiplied by. The difference comes first: S * exp2_scale - max * exp2_scale as one FMA
+// would be wrong by the rounding of its second product, without bound for large scores.
 template <class C>
 __device__ __forceinline__ void online_softmax(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
                                                RowState<C>& state,
@@ -128,15 +129,15 @@ __device__ __forceinline__ void online_softmax(float (&s_rmem)[C::THREAD_ROWS][C
 #pragma unroll
     for (int j = 1; j < C::THREAD_KEYS; ++j) block_max = fmaxf(block_max, s_rmem[i][j]);
     block_max = Lane<C>::reduce_cols(block_max, [](float x, float y) { return fmaxf(x, y); });
-    const float new_max = fmaxf(state.max_rmem[i], block_max * exp2_scale);
+    const float new_max = fmaxf(state.max_rmem[i], block_max);
     // A row that has seen no key takes 0: no inf - inf.
     const float base = new_max == MINUS_INFINITY ? 0.0f : new_max;
-    correction[i] = ptx::ex2_approx_ftz(state.max_rmem[i] - base);
+    correction[i] = ptx::ex2_approx_ftz((state.max_rmem[i] - base) * exp2_scale);
     state.max_rmem[i] = new_max;
     float block_sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < C::THREAD_KEYS; ++j) {
-      s_rmem[i][j] = ptx::ex2_approx_ftz(fmaf(s_rmem[i][j], exp2_scale, -base));
+      s_rmem[i][j] = ptx::ex2_approx_ftz((s_rmem[i][j] - base) * exp2_scale);
       block_sum += s_rmem[i][j];
     }
     state.sum_rmem[i] = fmaf(state.sum_rmem[i], correction[i], block_sum);
@@ -174,12 +175,11 @@ __device__ __forceinline__ void store_out(const float (&o_rmem)[C::THREAD_ROWS][
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
     const float keys_sum =
         Lane<C>::reduce_cols(state.sum_rmem[i], [](float x, float y) { return x + y; });
-    const float keys_max = state.max_rmem[i];
-    const float max = fmaxf(keys_max, sink * LOG2_E);
+    const float keys_max = state.max_rmem[i] * params.exp2_scale * LN_2;  // natural logarithm
+    const float max = fmaxf(keys_max, sink);
     const float base = max == MINUS_INFINITY ? 0.0f : max;
-    const float correction = ptx::ex2_approx_ftz(keys_max - base);
-    const float sink_exponent = fmaf(sink, LOG2_E, -base);  // one rounding, as for the keys
-    const float sum = fmaf(keys_sum, correction, ptx::ex2_approx_ftz(sink_exponent));
+    const float correction = ptx::ex2_approx_ftz((keys_max - base) * LOG2_E);
+    const float sum = fmaf(keys_sum, correction, ptx::ex2_approx_ftz((sink - base) * LOG2_E));
     const float factor = keys_sum != 0.0f ? correction / sum : 0.0f;  // 0: the row saw no key
 
     if (first_row + i * C::LANE_ROWS < work.nq) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ void store_out(const float (&o_rmem)[C::THREAD_ROWS][
         if (first_column + column < params.dv) store_4<C::DTYPE>(row_gmem + column, x);
       }
       if (lse_gmem != nullptr && lane.col == 0) {
-        lse_gmem[i * C::LANE_ROWS] = fmaf(max, LN_2, logf(sum));  // no key, no sink: -inf + -inf
+        lse_gmem[i * C::LANE_ROWS] = max + logf(sum);  // no key, no sink: -inf + -inf
       }
     }
     row_gmem += C::LANE_ROWS * params.out_row;

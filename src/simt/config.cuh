@@ -29,8 +29,8 @@ struct Config {
   static constexpr int D_STEP = D_STEP_;            // columns per trip of the loop of Q K^T
   static constexpr int KEY_STEP = KEY_STEP_;        // keys per trip of the loop of P V
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // what the registers must allow
-  // Products summed in chains of at most 16 instead of HEAD_DIM / 2 and BLOCK_K. For the variants
-  // that serve few rows, where one unlucky sum shows (NOTES.md, Rounding) and registers are free.
+  // Products summed in chains of at most 16 instead of HEAD_DIM / 2 and BLOCK_K. For the small
+  // variants: among few rows one unlucky sum shows. What it costs in registers: NOTES.md.
   static constexpr bool SHORT_SUMS = SHORT_SUMS_;
   static constexpr int SUM_COLUMNS = 32;  // of Q K^T: 16 even and 16 odd ones
 
@@ -49,8 +49,11 @@ struct Config {
   static constexpr int P_SMEM = V_SMEM + BLOCK_K * V_PITCH;
   static constexpr int SHARED_BYTES = 4 * (P_SMEM + BLOCK_Q * P_PITCH);
 
-  static_assert(LANE_ROWS * LANE_COLS == 32 && LANE_COLS >= 8,
-                "the lane map of attention_fwd.cuh needs 8 or 16 columns");
+  static_assert(LANE_ROWS * LANE_COLS == 32 && (LANE_COLS == 8 || LANE_COLS == 16),
+                "the lane map of tile.cuh has 8 or 16 columns");
+  static_assert(8 % D_STEP == 0 && SUM_COLUMNS % D_STEP == 0,
+                "head dims and short sums are whole trips of the loop of Q K^T");
+  static_assert(P_KEYS % KEY_STEP == 0, "a part of P is whole trips of the loop of P V");
   static_assert(OUT_GROUPS >= 1 && OUT_GROUPS * 4 * LANE_COLS == HEAD_DIM,
                 "lanes must tile the output columns");
   static_assert(THREAD_KEYS * LANE_COLS == BLOCK_K && P_PARTS * P_KEYS == BLOCK_K,

@@ -23,8 +23,8 @@ constexpr int64_t HEAD_DIM_STEP = 8;
 constexpr int64_t HEAD_DIM_LIMIT = 256;
 constexpr int64_t ROW_BYTES = 16;                   // rows are read and written 16 bytes at a time
 constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit inside the kernel
-constexpr int64_t POSITION_LIMIT =
-    int64_t{1} << 60;  // offsets and windows beyond mean the same and cannot overflow
+// UNBOUNDED inside the kernel: beyond every position there can be, and sums of two cannot overflow.
+constexpr int64_t POSITION_LIMIT = int64_t{1} << 60;
 constexpr int64_t GRID_LIMIT = INT32_MAX;        // CUDA: CTAs along x
 constexpr int64_t RESERVED_SHARED_BYTES = 1024;  // CUDA: taken from the SM by each CTA, from 8.0 on
 constexpr const char* USE_TORCH = " or use implementation='torch'";
@@ -65,17 +65,17 @@ constexpr Variant VARIANTS[] = {
         "simt_attention_fwd_f32_d64_medium", "simt/fwd_f32", 1, 2,
         "99 KB: one CTA of 8 warps and 128 rows beats one of 4 warps and 64 rows by a fifth"),
     variant<F32D64Small>("simt_attention_fwd_f32_d64_small", "simt/fwd_f32", 1, 0,
-                         "64 KB, or at most one CTA per SM: 8 warps share the 64 rows"),
+                         "64 KB, few CTAs or short sequences: 8 warps share the 64 rows"),
     variant<F32D128Large>("simt_attention_fwd_f32_d128_large", "simt/fwd_f32", 2, 1,
                           "two CTAs per SM from 227 KB on"),
     variant<F32D128Medium>("simt_attention_fwd_f32_d128_medium", "simt/fwd_f32", 1, 1,
                            "99 KB, or two CTAs per SM in 163 KB: 32 keys at a time"),
     variant<F32D128Small>("simt_attention_fwd_f32_d128_small", "simt/fwd_f32", 1, 0,
-                          "64 KB, or few CTAs: 32 rows make twice as many"),
+                          "64 KB, few CTAs or short sequences: 32 rows make twice as many"),
     variant<F32D256Large>("simt_attention_fwd_f32_d256_large", "simt/fwd_f32", 1, 1,
                           "64 rows where 227 KB allow it"),
     variant<F32D256Small>("simt_attention_fwd_f32_d256_small", "simt/fwd_f32", 1, 0,
-                          "16 rows are what fits 64 KB"),
+                          "64 KB, few CTAs or short sequences: 16 rows"),
     variant<HalfD32<DType::F16>>("simt_attention_fwd_f16_d32", "simt/fwd_f16", 1, 0,
                                  ONE_PER_HEAD_DIM),
     variant<HalfD64<DType::F16>>("simt_attention_fwd_f16_d64", "simt/fwd_f16", 1, 0,
@@ -165,6 +165,12 @@ void refuse_layout(const char* name, const Strides& strides, int32_t unit, int32
   }
 }
 
+// Whether softcap is a normal float and scale / softcap at least a finite one.
+bool fits_float(double softcap, double quotient) {
+  const float cap = static_cast<float>(softcap);
+  return std::isnormal(cap) && std::isfinite(static_cast<float>(quotient));
+}
+
 Reasons why_not(const Problem& problem) {
   Reasons reasons;
   if (problem.dtype != DType::F32 && problem.dtype != DType::F16 && problem.dtype != DType::BF16) {
@@ -193,8 +199,14 @@ Reasons why_not(const Problem& problem) {
     reasons.push_back(std::string("descales: simt takes no fp8 inputs; drop the descales") +
                       USE_TORCH);
   if (problem.needs_grad) {
-    reasons.push_back(std::string("no backward: simt computes the forward only and q, k or v needs "
-                                  "a gradient; call it under torch.no_grad()") +
+    reasons.push_back(std::string("no backward: simt computes the forward only and a tensor of the "
+                                  "call needs a gradient; call it under torch.no_grad()") +
+                      USE_TORCH);
+  }
+  if (problem.softcap != 0 && !fits_float(problem.softcap, problem.scale / problem.softcap)) {
+    reasons.push_back(std::string("softcap ") + std::to_string(problem.softcap) +
+                      " with this scale: simt computes in fp32, where one of the two or their "
+                      "quotient has no normal value; choose a softcap nearer to 1," +
                       USE_TORCH);
   }
   if (problem.nq >= LENGTH_LIMIT || problem.nk >= LENGTH_LIMIT) {
@@ -227,7 +239,7 @@ Params make_params(const Problem& problem) {
   params.out_row = problem.out.row;
   params.lse_head = problem.nq;
   params.lse_batch = problem.varlen ? 0 : problem.heads_q * problem.nq;
-  params.q_offset = std::clamp(problem.q_offset, -POSITION_LIMIT, POSITION_LIMIT);
+  params.q_offset = problem.q_offset;
   params.window_left = std::min(problem.window_left, POSITION_LIMIT);
   params.window_right = std::min(problem.window_right, POSITION_LIMIT);
   params.batch = static_cast<int32_t>(problem.batch);

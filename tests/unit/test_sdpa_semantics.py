@@ -139,7 +139,7 @@ def test_a_mask_together_with_is_causal_is_refused() -> None:
 
 def test_dropout_runs_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons: list[str] = []
-    monkeypatch.setattr(_sdpa, "note_fallback", reasons.append)
+    monkeypatch.setattr(_sdpa, "note_fallback", lambda reason, stacklevel: reasons.append(reason))
     q, k, v = inputs((2, 4), 5, 7)
     torch.manual_seed(0)
     expected = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)

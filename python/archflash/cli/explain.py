@@ -49,7 +49,7 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
     """ "4,16,512,64" -> (4, 16, 512, 64).
 
     Raises:
-        ValueError: not four positive integers.
+        ValueError: not four integers of at least 0.
     """
     try:
         batch, heads, rows, dim = (int(part) for part in text.replace("x", ",").split(","))
@@ -84,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     batch, heads, rows, dim = parse_shape(arguments.shape)
     heads_kv = heads if arguments.heads_kv is None else arguments.heads_kv
     keys = rows if arguments.keys is None else arguments.keys
+    dv = dim if arguments.dv is None else arguments.dv
+    if min(heads_kv, keys, dv) < 0:
+        raise ValueError(f"--heads-kv {heads_kv}, --keys {keys}, --dv {dv}: sizes must be >= 0")
     dtype = getattr(torch, arguments.dtype)
 
     def tensor(h: int, n: int, d: int) -> torch.Tensor:
@@ -101,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     decision = archflash.explain(
         tensor(heads, rows, dim),
         tensor(heads_kv, keys, dim),
-        tensor(heads_kv, keys, dim if arguments.dv is None else arguments.dv),
+        tensor(heads_kv, keys, dv),
         device=device,
         implementation=arguments.implementation,
         causal=arguments.causal,

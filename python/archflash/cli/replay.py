@@ -39,6 +39,7 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
+    out: Tensor
     options: dict[str, Any]
 
 
@@ -69,7 +70,7 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
             step * (size - 1) for step, size in zip(steps, sizes, strict=True) if size > 1
         )
         data = torch.randn(max(extent, 1), generator=generator, device=device).to(
-            getattr(torch, problem["dtype"])
+            getattr(torch, problem["out_dtype" if name == "out" else "dtype"])
         )
         view = data.as_strided(sizes, steps) if 0 not in sizes else data.new_empty(sizes)
         return view.transpose(0, 1) if problem["varlen"] else view
@@ -77,6 +78,7 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
     q = tensor("q", problem["heads_q"], problem["nq"], problem["d"])
     k = tensor("k", problem["heads_kv"], problem["nk"], problem["d"])
     v = tensor("v", problem["heads_kv"], problem["nk"], problem["dv"])
+    out = tensor("out", problem["heads_q"], problem["nq"], problem["dv"])
     batch = problem["batch"]
     options: dict[str, Any] = {
         "scale": problem["scale"],
@@ -101,7 +103,7 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
             options[f"cu_seqlens_{name}"] = torch.tensor(ends, dtype=torch.int32, device=device)
             longest = problem[f"max_seqlen_{name}"]
             options[f"max_seqlen_{name}"] = None if longest == -1 else longest
-    return Inputs(q, k, v, options)
+    return Inputs(q, k, v, out, options)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -117,17 +119,21 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"runs on {_dispatch.describe_device(here)}")
     inputs = make_inputs(problem, device)
     result = run_plan(plan, inputs)
-    out = result[0] if inputs.options["return_lse"] else result
+    out, lse = result if inputs.options["return_lse"] else (result, None)
     options = {
         name: value
         for name, value in inputs.options.items()
         if name not in ("return_lse", "max_seqlen_q", "max_seqlen_k")
     }
-    expected, _ = reference.attention(inputs.q, inputs.k, inputs.v, **options)
+    expected, expected_lse = reference.attention(inputs.q, inputs.k, inputs.v, **options)
     baseline = reference.baseline(inputs.q, inputs.k, inputs.v, **options)
     report = reference.check(out, expected, baseline)
     print(report)
-    return 0 if report.ok else 1
+    if lse is None:
+        return 0 if report.ok else 1
+    lse_report = reference.check_lse(lse, expected_lse)
+    print(f"log-sum-exp: {lse_report}")
+    return 0 if report.ok and lse_report.ok else 1
 
 
 def run_plan(plan: _native.LaunchPlan, inputs: Inputs) -> Any:
@@ -137,5 +143,5 @@ def run_plan(plan: _native.LaunchPlan, inputs: Inputs) -> Any:
         plan, inputs.q, inputs.k, inputs.v, given("causal"), given("window"), given("softcap"),
         given("sinks"), given("scale"), given("q_offset"), given("cu_seqlens_q"),
         given("cu_seqlens_k"), given("max_seqlen_q"), given("max_seqlen_k"),
-        None, None, None, None, None, "bhnd", None, given("return_lse"), False,
+        None, None, None, None, None, "bhnd", inputs.out, given("return_lse"), 0,
     )  # fmt: skip

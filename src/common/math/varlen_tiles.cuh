@@ -10,7 +10,7 @@ namespace archflash::math {
 // than ceil(total / block_rows) + batch in all.
 __device__ __forceinline__ int varlen_tile_start(const int* cu_seqlens_gmem, int sequence,
                                                  int block_rows) {
-  return cu_seqlens_gmem[sequence] / block_rows + sequence;
+  return max(cu_seqlens_gmem[sequence], 0) / block_rows + sequence;
 }
 
 // The sequence that owns `tile`: the last b of [0, batch) with start(b) <= tile, or -1 where there

@@ -1,0 +1,85 @@
+"""Plans made for other GPUs, run here: so every compiled kernel runs, whoever would choose it."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import DTYPES, kernels
+
+import archflash
+from archflash import _archflash as _native
+from archflash import reference
+from archflash.cli.replay import make_inputs, run_plan
+
+DEVICES = ("T4", "A100", "RTX 4090", "H200")
+# batch, query heads, key heads, queries, keys: few rows, and enough to fill each of the GPUs
+SHAPES = {
+    "few": (1, 4, 2, 65, 129),
+    "many": (4, 40, 20, 193, 321),
+}
+HEAD_DIMS = (32, 64, 128, 256)
+
+
+def plan_for(
+    kernel: str, device: str, dtype: str, head_dim: int, shape: str, **options: Any
+) -> _native.LaunchPlan:
+    batch, heads, heads_kv, nq, nk = SHAPES[shape]
+    q = torch.empty(batch, heads, nq, head_dim, dtype=DTYPES[dtype], device="meta")
+    k = torch.empty(batch, heads_kv, nk, head_dim, dtype=DTYPES[dtype], device="meta")
+    with torch.no_grad():
+        plan = archflash.explain(q, k, k, device=device, implementation=kernel, **options).plan
+    assert plan is not None
+    return plan
+
+
+def every_entry(kernel: str) -> set[str]:
+    """The kernels that the build compiled for an implementation."""
+    names: set[str] = set()
+    for file in (files("archflash") / "_kernels" / kernel).iterdir():
+        if file.name.endswith(".json"):
+            for entries in json.loads(file.read_text()).values():
+                names |= set(entries)
+    return names
+
+
+CASES = [
+    pytest.param(kernel, device, dtype, d, shape, id=f"{kernel}-{device}-{dtype}-d{d}-{shape}")
+    for kernel in kernels()
+    for device in DEVICES
+    for dtype in next(i.dtypes for i in archflash.implementations() if i.name == kernel)
+    for d in HEAD_DIMS
+    for shape in SHAPES
+]
+
+
+@pytest.mark.parametrize(("kernel", "device", "dtype", "head_dim", "shape"), CASES)
+def test_a_plan_for_another_gpu_is_right_here(
+    kernel: str, device: str, dtype: str, head_dim: int, shape: str
+) -> None:
+    plan = plan_for(kernel, device, dtype, head_dim, shape, causal=True, return_lse=True)
+    inputs = make_inputs(plan.problem.to_dict(), torch.device("cuda"))
+    inputs.out.fill_(float("nan"))
+    out, lse = run_plan(plan, inputs)
+    call = {"causal": True, "scale": plan.problem.to_dict()["scale"]}
+    expected, expected_lse = reference.attention(inputs.q, inputs.k, inputs.v, **call)
+    report = reference.check(
+        out, expected, reference.baseline(inputs.q, inputs.k, inputs.v, **call)
+    )
+    assert report.ok, report
+    lse_report = reference.check_lse(lse, expected_lse)
+    assert lse_report.ok, lse_report
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
+    ran = set()
+    for case in CASES:
+        name, device, dtype, head_dim, shape = case.values
+        if name == kernel:
+            plan = plan_for(kernel, device, dtype, head_dim, shape)
+            ran |= {launch["kernel"] for launch in plan.to_dict()["launches"]}
+    assert ran == every_entry(kernel)
