@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
 from archflash import _dispatch, _ops, _torch
@@ -15,7 +16,6 @@ from archflash._errors import UnsupportedError
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-_in_transform = _ops.in_transform
 _forced = _dispatch.forced
 
 
@@ -112,7 +112,7 @@ def attention(
     """
     if alibi_slopes is not None or approximate is not None or num_splits is not None:
         _refuse_unbuilt(alibi_slopes=alibi_slopes, approximate=approximate, num_splits=num_splits)
-    if not (_is_compiling() or _dispatch_modes() or _in_transform()):
+    if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
         # The whole way of an eager call: one C++ call that reads the tensors, finds the plan, binds
         # and launches.
         result = _native.attention(

@@ -26,6 +26,7 @@ struct Arguments {
 struct Call {
   Problem problem;                             // every byte set
   std::array<void*, OPERAND_COUNT> addresses;  // by Operand; null where absent or not yet allocated
+  bool has_storage;                            // of q, k and v: they have addresses
   Place place;                                 // of every tensor
   int device_index;                            // -1 when the tensors are not on a CUDA device
   int64_t out_shape[4], out_strides[4];        // of the output to allocate, in elements

@@ -133,7 +133,7 @@ nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
   }
   Call call;
   build_call(arguments, call);
-  if (call.place == Place::Meta) return nb::borrow(Py_NotImplemented);
+  if (call.place == Place::Meta || !call.has_storage) return nb::borrow(Py_NotImplemented);
   const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
   std::shared_ptr<PreparedPlan> prepared;
   if (const auto* cached = cache().find(key)) {

@@ -336,6 +336,7 @@ void build_call(const Arguments& a, Call& call) {
   p.dtype = q.dtype;
   p.on_cuda = q.place == Place::Cuda;
   call.place = q.place;
+  call.has_storage = q.has_storage && k.has_storage && v.has_storage;
   call.device_index = p.on_cuda ? q.device_index : -1;
 
   p.heads_q = q.shape[x.head];

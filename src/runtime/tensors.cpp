@@ -125,7 +125,8 @@ void read_through_attributes(nb::handle object, TensorView& view) {
   if (is_plain_tensor(object) && (view.place == Place::Cpu || view.place == Place::Cuda)) {
     try {
       view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
-    } catch (const nb::python_error&) {  // a tensor without storage: batched by vmap, ...
+    } catch (const nb::python_error&) {
+      view.has_storage = false;
     }
   }
 }

@@ -159,7 +159,10 @@ def test_opcheck(kernel: str, name: str) -> None:
             "window_right": right,
             "q_offset": offset if isinstance(offset, int) else None,
             "q_offset_tensor": offset if isinstance(offset, Tensor) else None,
+            "max_seqlen_q": None,
+            "max_seqlen_k": None,
             "implementation": kernel,
+            "needs_grad": False,
         },
     )
 

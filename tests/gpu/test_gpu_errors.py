@@ -96,7 +96,7 @@ WRONG: dict[str, tuple[Wrong, type[Exception], str]] = {
     "out-overlaps": (
         lambda q, k, v: ((q, k, v), {"out": q[:, :1].expand(-1, 4, -1, -1)}),
         ValueError,
-        "stride 0",
+        "elements overlap",
     ),
     "not-built": (
         lambda q, k, v: ((q, k, v), {"num_splits": 2}),

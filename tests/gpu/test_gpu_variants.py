@@ -62,6 +62,7 @@ def test_a_plan_for_another_gpu_is_right_here(
 ) -> None:
     plan = plan_for(kernel, device, dtype, head_dim, shape, causal=True, return_lse=True)
     inputs = make_inputs(plan.problem.to_dict(), torch.device("cuda"))
+    assert inputs.out is not None
     inputs.out.fill_(float("nan"))
     out, lse = run_plan(plan, inputs)
     call = {"causal": True, "scale": plan.problem.to_dict()["scale"]}

@@ -39,8 +39,8 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    out: Tensor
     options: dict[str, Any]
+    out: Tensor | None = None
 
 
 def load_plan(path: Path) -> _native.LaunchPlan:
@@ -103,7 +103,7 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
             options[f"cu_seqlens_{name}"] = torch.tensor(ends, dtype=torch.int32, device=device)
             longest = problem[f"max_seqlen_{name}"]
             options[f"max_seqlen_{name}"] = None if longest == -1 else longest
-    return Inputs(q, k, v, out, options)
+    return Inputs(q, k, v, options, out)
 
 
 def run(arguments: argparse.Namespace) -> int:
