@@ -23,7 +23,7 @@ ENVIRONMENT = (
     (
         "ARCHFLASH_FALLBACK",
         "error",
-        "a call that no kernel serves raises instead of running in PyTorch",
+        "a CUDA call that no kernel can serve raises instead of running in PyTorch",
     ),
 )
 
