@@ -15,6 +15,8 @@ from archflash import _archflash as _native
 from archflash import reference
 from archflash.cli.replay import make_inputs, run_plan
 
+pytestmark = pytest.mark.gpu
+
 DEVICES = ("T4", "A100", "RTX 4090", "H200")
 # batch, query heads, key heads, queries, keys: few rows, and enough to fill each of the GPUs
 SHAPES = {
