@@ -28,7 +28,8 @@ _library.define(
     "bool return_lse) -> (Tensor, Tensor)"
 )
 
-
+# The options of a call that autograd may want gradients of, beside q, k and v.
+DIFFERENTIABLE = ("sinks", "attn_mask", "q_descale", "k_descale", "v_descale")
 GRADIENTS = "gradients are needed and no kernel has a backward: call it under torch.no_grad()"
 
 
@@ -50,7 +51,7 @@ def attention(
     compiling = torch.compiler.is_compiling()
     tensors = (q, k, v, *(options[name] for name in DIFFERENTIABLE))
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    transformed = not compiling and in_transform()
+    transformed = not compiling and _in_transform()
     if not compiling:
         _native.make_problem(
             q, k, v, options["causal"], window, options["softcap"], options["sinks"],
@@ -103,10 +104,7 @@ def attention(
     return (result, lse) if return_lse else result
 
 
-DIFFERENTIABLE = ("sinks", "attn_mask", "q_descale", "k_descale", "v_descale")
-
-
-def in_transform() -> bool:
+def _in_transform() -> bool:
     """Whether a functorch transform (vmap, grad, jvp) or forward-mode autograd is at work."""
     return _functorch_stack() is not None or forward_ad._current_level >= 0
 

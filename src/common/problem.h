@@ -37,11 +37,10 @@ constexpr int64_t UNKNOWN = -1;           // max_seqlen_q/k not given
 struct Problem {
   // Shapes. With cu_seqlens, batch is the number of sequences and nq, nk are the totals Tq, Tk.
   int64_t batch, heads_q, heads_kv, nq, nk, d, dv;
-  int64_t max_seqlen_q,
-      max_seqlen_k;  // UNKNOWN unless given (cu_seqlens only): a hint, never a bound on memory
+  // UNKNOWN unless given (cu_seqlens only): a hint, never a bound on memory.
+  int64_t max_seqlen_q, max_seqlen_k;
 
-  Strides q, k, v,
-      out;  // of the row-major inner dimension's element type; `out` is what will be written
+  Strides q, k, v, out;  // `out` is the output that will be written
 
   int64_t q_offset;      // position of query 0 among the keys; used by causal and window only
   int64_t window_left;   // keys j >= i + q_offset - left
@@ -52,8 +51,8 @@ struct Problem {
   DType dtype;      // of q, k and v
   DType out_dtype;  // of the output
 
-  int32_t q_align, k_align, v_align,
-      out_align;  // largest power of two, at most 16, that divides the address in bytes
+  // The largest power of two, at most 16, that divides the address in bytes.
+  int32_t q_align, k_align, v_align, out_align;
   int32_t q_unit, k_unit, v_unit, out_unit;  // 1: the last dimension is contiguous
 
   int32_t causal;            // as asked; already folded into window_right
@@ -64,7 +63,7 @@ struct Problem {
   int32_t mask;              // 0: none, 1: bool, 2: additive
   int32_t descale;           // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale
   int32_t want_lse;          // the log-sum-exp is asked for
-  int32_t needs_grad;        // autograd will want gradients of q, k or v
+  int32_t needs_grad;        // autograd will want gradients of a tensor of the call
   int32_t on_cuda;           // 1: tensors are on a CUDA device, 0: elsewhere (CPU, meta)
 };
 static_assert(std::is_trivially_copyable_v<Problem>);

@@ -27,10 +27,10 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
 struct DriverStatus {
   bool usable = false;
   int device_count = 0;
-  int cuda_version =
-      0;  // the newest CUDA that the driver supports, 13000 for 13.0; 0 without a driver
-  std::string problem;  // empty when usable: "no NVIDIA driver", "driver ... is older than ...",
-                        // "no NVIDIA GPU"
+  int cuda_version = 0;  // the newest CUDA that the driver supports, 13000 for 13.0; 0: no driver
+  // Empty when usable; otherwise "no NVIDIA driver ...", "the NVIDIA driver is too old" (which one,
+  // and what to do, _dispatch.driver_problem says), "no NVIDIA GPU ..." or CUDA's own error.
+  std::string problem;
 };
 DriverStatus driver_status();
 Device query_device(int device_index);

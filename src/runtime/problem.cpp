@@ -409,7 +409,7 @@ void build_call(const Arguments& a, Call& call) {
   p.q_offset_default = a.q_offset.is_none();
   p.q_offset = p.varlen ? 0 : p.nk - p.nq;
   if (!p.q_offset_default) {
-    if (PyLong_Check(a.q_offset.ptr()) || PyBool_Check(a.q_offset.ptr())) {
+    if (PyLong_Check(a.q_offset.ptr())) {  // a bool too, which integer() refuses
       p.q_offset = integer(a.q_offset, "q_offset");
     } else if (!is_tensor(a.q_offset)) {
       wrong_type("q_offset is ", nb::cast<std::string>(nb::repr(a.q_offset)), ", a ",

@@ -19,8 +19,8 @@ struct Target {
 
 std::vector<std::string> folder_names();
 Description describe(std::string_view name);
-const std::vector<Target>& targets(
-    std::string_view name);  // empty when the folder is not compiled in
+// Empty when the folder is not compiled in.
+const std::vector<Target>& targets(std::string_view name);
 
 // Machine code for the capability if there is any, else the PTX; nullptr when neither loads.
 const Target* pick_target(const std::vector<Target>& targets, int capability);

@@ -24,8 +24,8 @@ struct Config {
   static constexpr int BLOCK_Q = WARPS * WARP_ROWS;
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr int THREAD_KEYS = BLOCK_K / LANE_COLS;
-  static constexpr int OUT_GROUPS =
-      HEAD_DIM / (4 * LANE_COLS);                   // groups of 4 output columns of a thread
+  // Groups of 4 output columns of a thread.
+  static constexpr int OUT_GROUPS = HEAD_DIM / (4 * LANE_COLS);
   static constexpr int D_STEP = D_STEP_;            // columns per trip of the loop of Q K^T
   static constexpr int KEY_STEP = KEY_STEP_;        // keys per trip of the loop of P V
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // what the registers must allow
