@@ -36,16 +36,22 @@ std::atomic<bool> avx2_in_use = machine_has_avx2();
 
 int element_bits(ElementType type) {
   switch (type) {
-    case ElementType::F64: return 64;
+    case ElementType::F64:
+      return 64;
     case ElementType::F32:
     case ElementType::TF32:
-    case ElementType::S32: return 32;
+    case ElementType::S32:
+      return 32;
     case ElementType::F16:
-    case ElementType::BF16: return 16;
+    case ElementType::BF16:
+      return 16;
     case ElementType::S4:
-    case ElementType::U4: return 4;
-    case ElementType::B1: return 1;
-    default: return 8;
+    case ElementType::U4:
+      return 4;
+    case ElementType::B1:
+      return 1;
+    default:
+      return 8;
   }
 }
 
@@ -127,8 +133,7 @@ ARCHFLASH_AVX2 void decode_f16_avx2(const uint16_t* source, int count, double* o
 ARCHFLASH_AVX2 void decode_bf16_avx2(const uint16_t* source, int count, double* out) {
   for (int i = 0; i < count; i += 8) {
     const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
-    const __m256 floats =
-        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+    const __m256 floats = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
     _mm256_storeu_pd(out + i, _mm256_cvtps_pd(_mm256_castps256_ps128(floats)));
     _mm256_storeu_pd(out + i + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(floats, 1)));
   }
@@ -147,8 +152,7 @@ struct Tiles {
 constexpr int stored_column(int column) { return column / 2 + column % 2 * (N / 2); }
 
 template <bool AVX2>
-ARCHFLASH_INLINE void decode_doubles(ElementType type, const void* source, int count,
-                                     double* out) {
+ARCHFLASH_INLINE void decode_doubles(ElementType type, const void* source, int count, double* out) {
   if (AVX2 && type == ElementType::F16) {
     decode_f16_avx2(static_cast<const uint16_t*>(source), count, out);
   } else if (AVX2 && type == ElementType::BF16) {
@@ -159,8 +163,7 @@ ARCHFLASH_INLINE void decode_doubles(ElementType type, const void* source, int c
 }
 
 template <bool AVX2>
-ARCHFLASH_INLINE void read_tiles(const MmaShape& shape, const MmaOperands& operands,
-                                 Tiles& tiles) {
+ARCHFLASH_INLINE void read_tiles(const MmaShape& shape, const MmaOperands& operands, Tiles& tiles) {
   const int width = 4 * 32 / element_bits(shape.a);  // columns of A in one register
   const int row_bytes = 16;
   for (int block = 0; block < shape.k / width; ++block) {
@@ -302,8 +305,7 @@ QuadPairElement quad_pair_a(int lane, int i, bool column_major) {
 
 QuadPairElement quad_pair_b(int lane, int i, bool row_major) {
   const int offset = lane < 16 ? 0 : 4;
-  return row_major ? QuadPairElement{lane % 4, i + offset}
-                   : QuadPairElement{i, lane % 4 + offset};
+  return row_major ? QuadPairElement{lane % 4, i + offset} : QuadPairElement{i, lane % 4 + offset};
 }
 
 QuadPairElement quad_pair_c(int lane, int i, bool is_f16) {
@@ -343,8 +345,7 @@ void mma_quad_pairs(const MmaShape& shape, const MmaOperands& operands) {
       if (d_f16) {
         static_cast<uint16_t*>(operands.d[i / 2])[2 * lane + i % 2] = f16_of_f64(sum);
       } else {
-        static_cast<uint32_t*>(operands.d[i])[lane] =
-            bits_of(canonical(static_cast<float>(sum)));
+        static_cast<uint32_t*>(operands.d[i])[lane] = bits_of(canonical(static_cast<float>(sum)));
       }
     }
   }
@@ -405,8 +406,8 @@ void mma_integer(const MmaShape& shape, const MmaOperands& operands) {
       for (int block = 0; block < blocks; ++block) {
         const auto* a = static_cast<const uint8_t*>(operands.a[block * halves + i / 2]);
         const auto* b = static_cast<const uint8_t*>(operands.b[block]);
-        sum += dot_16_bytes(shape.a, a + lane / 4 * 16, shape.b,
-                            b + (lane % 4 * 2 + i % 2) * 16, shape.b1_and);
+        sum += dot_16_bytes(shape.a, a + lane / 4 * 16, shape.b, b + (lane % 4 * 2 + i % 2) * 16,
+                            shape.b1_and);
       }
       result[i][lane] =
           static_cast<uint32_t>(shape.satfinite ? saturate_s32(sum) : static_cast<int32_t>(sum));
@@ -541,7 +542,8 @@ constexpr int PANEL = 8;  // columns of d computed together
 ARCHFLASH_INLINE void sum_row_baseline(int k, const float* a, const double* panel, double* sums) {
   for (int i = 0; i < k; ++i) {
     const double factor = a[i];
-    for (int column = 0; column < PANEL; ++column) sums[column] += factor * panel[i * PANEL + column];
+    for (int column = 0; column < PANEL; ++column)
+      sums[column] += factor * panel[i * PANEL + column];
   }
 }
 

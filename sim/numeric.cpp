@@ -16,8 +16,8 @@ constexpr double TWO_64 = 18446744073709551616.0;
 
 // ---- One rounding routine for every floating-point format -------------------------------------
 
-// A binary format: sign, exponent field, mantissa field. `largest` is the bits of the largest finite
-// magnitude; what lies above it is `infinity`, or out of range where the format has none.
+// A binary format: sign, exponent field, mantissa field. `largest` is the bits of the largest
+// finite magnitude; what lies above it is `infinity`, or out of range where the format has none.
 struct Format {
   int exponent_bits, mantissa_bits;
   uint64_t largest;
@@ -37,8 +37,8 @@ constexpr Format E2M3{2, 3, 0x1F, 0, 0};
 constexpr Format E3M2{3, 2, 0x1F, 0, 0};
 constexpr Format E2M1{2, 1, 0x7, 0, 0};
 
-// Whether the kept part of a magnitude grows by one unit. `discarded` is what is cut off, `half` its
-// half-way point; `sticky`: a little more was cut off before.
+// Whether the kept part of a magnitude grows by one unit. `discarded` is what is cut off, `half`
+// its half-way point; `sticky`: a little more was cut off before.
 bool rounds_up(Round round, bool negative, bool odd, uint64_t discarded, uint64_t half,
                bool sticky) {
   const bool inexact = discarded != 0 || sticky;
@@ -82,8 +82,8 @@ uint64_t encode(const Format& format, bool negative, uint64_t significand, int e
     kept += rounds_up(round, negative, kept & 1, discarded, uint64_t{1} << (shift - 1), sticky);
   }
   // The leading one of a normal number adds the last step of the exponent field.
-  const auto steps = static_cast<uint64_t>(std::max(top, format.min_exponent()) -
-                                           format.min_exponent());
+  const auto steps =
+      static_cast<uint64_t>(std::max(top, format.min_exponent()) - format.min_exponent());
   const uint64_t magnitude = kept + (steps << format.mantissa_bits);
   if (magnitude <= format.largest) return sign | magnitude;
   const bool away = round == Round::RZ || round == (negative ? Round::RP : Round::RM);
@@ -230,9 +230,7 @@ uint16_t finish_f16(double value, FloatMode mode) {
   return std::min<uint16_t>(bits, 0x3C00);
 }
 
-uint16_t finish_bf16(double value) {
-  return static_cast<uint16_t>(encode(BF16, value, Round::RN));
-}
+uint16_t finish_bf16(double value) { return static_cast<uint16_t>(encode(BF16, value, Round::RN)); }
 
 double value_f16(uint16_t bits, bool ftz) { return f32_of_f16(ftz ? flush_f16(bits) : bits); }
 
@@ -292,38 +290,60 @@ struct IntegerType {
 
 IntegerType integer_type(NumericType type) {
   switch (type) {
-    case NumericType::U8: return {8, false};
-    case NumericType::S8: return {8, true};
-    case NumericType::U16: return {16, false};
-    case NumericType::S16: return {16, true};
-    case NumericType::U32: return {32, false};
-    case NumericType::S32: return {32, true};
-    case NumericType::U64: return {64, false};
-    case NumericType::S64: return {64, true};
-    default: return {0, false};
+    case NumericType::U8:
+      return {8, false};
+    case NumericType::S8:
+      return {8, true};
+    case NumericType::U16:
+      return {16, false};
+    case NumericType::S16:
+      return {16, true};
+    case NumericType::U32:
+      return {32, false};
+    case NumericType::S32:
+      return {32, true};
+    case NumericType::U64:
+      return {64, false};
+    case NumericType::S64:
+      return {64, true};
+    default:
+      return {0, false};
   }
 }
 
 const Format* float_format(NumericType type) {  // of a type that is one number
   switch (type) {
-    case NumericType::F16: return &F16;
-    case NumericType::BF16: return &BF16;
-    case NumericType::F32: return &F32;
-    case NumericType::F64: return &F64;
-    default: return nullptr;
+    case NumericType::F16:
+      return &F16;
+    case NumericType::BF16:
+      return &BF16;
+    case NumericType::F32:
+      return &F32;
+    case NumericType::F64:
+      return &F64;
+    default:
+      return nullptr;
   }
 }
 
 const Format* element_format(NumericType type) {  // of a packed type's elements
   switch (type) {
-    case NumericType::F16X2: return &F16;
-    case NumericType::BF16X2: return &BF16;
-    case NumericType::E4M3X2: return &E4M3;
-    case NumericType::E5M2X2: return &E5M2;
-    case NumericType::E2M3X2: return &E2M3;
-    case NumericType::E3M2X2: return &E3M2;
-    case NumericType::E2M1X2: return &E2M1;
-    default: return nullptr;
+    case NumericType::F16X2:
+      return &F16;
+    case NumericType::BF16X2:
+      return &BF16;
+    case NumericType::E4M3X2:
+      return &E4M3;
+    case NumericType::E5M2X2:
+      return &E5M2;
+    case NumericType::E2M3X2:
+      return &E2M3;
+    case NumericType::E3M2X2:
+      return &E3M2;
+    case NumericType::E2M1X2:
+      return &E2M1;
+    default:
+      return nullptr;
   }
 }
 
@@ -332,9 +352,12 @@ const Format* element_format(NumericType type) {  // of a packed type's elements
 int element_pitch(NumericType type) {
   switch (type) {
     case NumericType::F16X2:
-    case NumericType::BF16X2: return 16;
-    case NumericType::E2M1X2: return 4;
-    default: return 8;
+    case NumericType::BF16X2:
+      return 16;
+    case NumericType::E2M1X2:
+      return 4;
+    default:
+      return 8;
   }
 }
 
@@ -400,10 +423,14 @@ uint64_t cvt_integer_float(const CvtSpec& spec, uint64_t a, uint64_t) {  // from
 // The integral double that .rni, .rzi, .rmi or .rpi makes of a value.
 double integral(double value, Round round) {
   switch (round) {
-    case Round::RZI: return std::trunc(value);
-    case Round::RMI: return std::floor(value);
-    case Round::RPI: return std::ceil(value);
-    default: return std::nearbyint(value);  // the environment's direction: to nearest even
+    case Round::RZI:
+      return std::trunc(value);
+    case Round::RMI:
+      return std::floor(value);
+    case Round::RPI:
+      return std::ceil(value);
+    default:
+      return std::nearbyint(value);  // the environment's direction: to nearest even
   }
 }
 
@@ -500,6 +527,12 @@ bool is_nearest_or_zero(Round round) { return round == Round::RN || round == Rou
 bool is_float_round(Round round) { return round >= Round::RN && round <= Round::RP; }
 bool is_integral_round(Round round) { return round >= Round::RNI; }
 
+// Whether every value of one integer type is a value of another.
+bool holds(IntegerType to, IntegerType from) {
+  if (from.is_signed && !to.is_signed) return false;
+  return to.bits - (to.is_signed && !from.is_signed) >= from.bits;
+}
+
 // Forms with one number on both sides.
 CvtFunction find_scalar_cvt(const CvtSpec& spec) {
   const bool to_integer = integer_type(spec.to).bits != 0;
@@ -508,8 +541,12 @@ CvtFunction find_scalar_cvt(const CvtSpec& spec) {
   const bool has_f32 = spec.from == NumericType::F32 || spec.to == NumericType::F32;
   if (spec.ftz && !has_f32) return nullptr;
   if (to_integer && from_integer) {
+    if (spec.sat && holds(integer_type(spec.to), integer_type(spec.from))) return nullptr;
     return plain && spec.round == Round::NONE ? cvt_integer_integer : nullptr;
   }
+  const bool has_bf16 = spec.from == NumericType::BF16 || spec.to == NumericType::BF16;
+  const bool has_byte = integer_type(spec.from).bits == 8 || integer_type(spec.to).bits == 8;
+  if (has_bf16 && has_byte) return nullptr;
   if (to_integer) return plain && is_integral_round(spec.round) ? cvt_float_integer : nullptr;
   if (from_integer) return plain && is_float_round(spec.round) ? cvt_integer_float : nullptr;
   if (!plain) {
@@ -627,8 +664,8 @@ namespace {
 
 float extreme_f32(float a, float b, MinMaxMode mode, bool maximum) {
   if (mode.ftz) a = flush(a), b = flush(b);
-  return f32_of(extreme<uint32_t>(bits_of(a), bits_of(b), a, b, 0x80000000u, F32_NAN, mode,
-                                  maximum));
+  return f32_of(
+      extreme<uint32_t>(bits_of(a), bits_of(b), a, b, 0x80000000u, F32_NAN, mode, maximum));
 }
 
 }  // namespace
@@ -644,9 +681,19 @@ namespace {
 
 // 2^x for |x| <= 1/2 is the polynomial in x ln 2 with these coefficients (1/n!), from n = 12 down.
 constexpr int EXP_TERMS = 13;
-constexpr double EXP_COEFFICIENTS[EXP_TERMS] = {
-    1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
-    1.0 / 120,       1.0 / 24,       1.0 / 6,       1.0 / 2,      1.0,         1.0};
+constexpr double EXP_COEFFICIENTS[EXP_TERMS] = {1.0 / 479001600,
+                                                1.0 / 39916800,
+                                                1.0 / 3628800,
+                                                1.0 / 362880,
+                                                1.0 / 40320,
+                                                1.0 / 5040,
+                                                1.0 / 720,
+                                                1.0 / 120,
+                                                1.0 / 24,
+                                                1.0 / 6,
+                                                1.0 / 2,
+                                                1.0,
+                                                1.0};
 constexpr double LN2 = 0.693147180559945309417;
 constexpr double ROUNDER = 0x1.8p52;  // adding it rounds a small double to an integer
 // Beyond these, floats overflow and vanish.
@@ -810,7 +857,9 @@ uint16_t fma_bf16(uint16_t a, uint16_t b, uint16_t c, Relu relu) {
 uint16_t min_bf16(uint16_t a, uint16_t b, MinMaxMode mode) {
   return extreme_bf16(a, b, mode, false);
 }
-uint16_t max_bf16(uint16_t a, uint16_t b, MinMaxMode mode) { return extreme_bf16(a, b, mode, true); }
+uint16_t max_bf16(uint16_t a, uint16_t b, MinMaxMode mode) {
+  return extreme_bf16(a, b, mode, true);
+}
 uint16_t neg_bf16(uint16_t a) { return a ^ 0x8000; }
 uint16_t abs_bf16(uint16_t a) { return a & 0x7FFF; }
 uint16_t ex2_approx_ftz_bf16(uint16_t a) {
@@ -938,13 +987,27 @@ uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t c, PrmtMode mode) {
   for (uint32_t i = 0; i < 4; ++i) {
     uint32_t selector = 0;  // byte of {b, a}; bit 3: its sign, eight times
     switch (mode) {
-      case PrmtMode::NONE: selector = c >> 4 * i & 0xF; break;
-      case PrmtMode::F4E: selector = (control + i) & 7; break;
-      case PrmtMode::B4E: selector = (control - i) & 7; break;
-      case PrmtMode::RC8: selector = control; break;
-      case PrmtMode::ECL: selector = std::max(control, i); break;
-      case PrmtMode::ECR: selector = std::min(control, i); break;
-      case PrmtMode::RC16: selector = (control & 1) * 2 + (i & 1); break;
+      case PrmtMode::NONE:
+        selector = c >> 4 * i & 0xF;
+        break;
+      case PrmtMode::F4E:
+        selector = (control + i) & 7;
+        break;
+      case PrmtMode::B4E:
+        selector = (control - i) & 7;
+        break;
+      case PrmtMode::RC8:
+        selector = control;
+        break;
+      case PrmtMode::ECL:
+        selector = std::max(control, i);
+        break;
+      case PrmtMode::ECR:
+        selector = std::min(control, i);
+        break;
+      case PrmtMode::RC16:
+        selector = (control & 1) * 2 + (i & 1);
+        break;
     }
     uint32_t byte = bytes >> 8 * (selector & 7) & 0xFF;
     if (selector & 8) byte = byte & 0x80 ? 0xFF : 0;
@@ -972,8 +1035,7 @@ uint32_t dp4a(uint32_t a, bool a_signed, uint32_t b, bool b_signed, uint32_t c) 
 uint32_t dp2a(uint32_t a, bool a_signed, uint32_t b, bool b_signed, uint32_t c, bool upper) {
   for (int i = 0; i < 2; ++i) {
     const int byte = 8 * i + (upper ? 16 : 0);
-    c += static_cast<uint32_t>(field_of(a, 16 * i, 16, a_signed) *
-                               field_of(b, byte, 8, b_signed));
+    c += static_cast<uint32_t>(field_of(a, 16 * i, 16, a_signed) * field_of(b, byte, 8, b_signed));
   }
   return c;
 }
@@ -1004,7 +1066,8 @@ ARCHFLASH_AVX2 inline __m256 canonical_lanes(__m256 value) {
 ARCHFLASH_AVX2 inline __m256 flush_lanes(__m256 value) {
   const __m256i exponent = _mm256_set1_epi32(0x7F800000);
   const __m256i bits = _mm256_castps_si256(value);
-  const __m256i small = _mm256_cmpeq_epi32(_mm256_and_si256(bits, exponent), _mm256_setzero_si256());
+  const __m256i small =
+      _mm256_cmpeq_epi32(_mm256_and_si256(bits, exponent), _mm256_setzero_si256());
   const __m256i sign = _mm256_and_si256(bits, _mm256_set1_epi32(INT32_MIN));
   return _mm256_castsi256_ps(_mm256_blendv_epi8(bits, sign, small));
 }
@@ -1026,8 +1089,8 @@ ARCHFLASH_AVX2_FMA void fma_avx2(uint32_t* d, const uint32_t* a, const uint32_t*
 template <bool FTZ>
 void fma_baseline(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
   for (int i = 0; i < WARP; ++i) {
-    d[i] = bits_of(
-        fma_f32_general(f32_of(a[i]), f32_of(b[i]), f32_of(c[i]), {Round::RN, FTZ, false}));
+    d[i] =
+        bits_of(fma_f32_general(f32_of(a[i]), f32_of(b[i]), f32_of(c[i]), {Round::RN, FTZ, false}));
   }
 }
 
@@ -1071,8 +1134,7 @@ ARCHFLASH_AVX2 inline __m256i bf16_lanes(const uint32_t* source) {
   const __m256 value = canonical_lanes(_mm256_castsi256_ps(load_lanes(source)));
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
   // The canonical NaN would round into the sign.
   const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
   return _mm256_blendv_epi8(rounded, bits, _mm256_castps_si256(nan));
