@@ -3,6 +3,7 @@
 // low bits of each; matrix fragments have 32 lanes a warp and one array a register.
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <set>
@@ -489,6 +490,35 @@ int direct_mma(const char* text, int64_t warps, const uint64_t* const* inputs,
 int direct_warp(const char* text, int64_t warps, const uint64_t* const* inputs,
                 uint64_t* const* outputs) {
   return run_warp(text, warps, inputs, outputs) ? 0 : 1;
+}
+
+// The lane maps of one 8 x 8 matrix: "ldmatrix" and "movmatrix" give registers (32 lanes),
+// "stmatrix" gives the matrix, as 32 words in memory order.
+int direct_matrix_map(const char* name, int trans, const uint32_t* source, uint32_t* target) {
+  uint16_t rows[8][8];
+  const std::string opcode = name;
+  if (opcode == "ldmatrix") {
+    std::memcpy(rows, source, sizeof(rows));
+    ldmatrix_m8n8_b16(rows, trans != 0, target);
+  } else if (opcode == "stmatrix") {
+    stmatrix_m8n8_b16(source, trans != 0, rows);
+    std::memcpy(target, rows, sizeof(rows));
+  } else if (opcode == "movmatrix") {
+    movmatrix_m8n8_trans_b16(source, target);
+  } else {
+    return 1;
+  }
+  return 0;
+}
+
+// d (m, n) = a (m, k) * b (k, n) + d of elements that are decoded from memory first.
+int direct_multiply(const char* a_type, const char* b_type, int m, int n, int k, const void* a,
+                    const void* b, float* d, int accumulate) {
+  std::vector<float> a_values(m * k), b_values(k * n);
+  decode_row(ELEMENT_TYPES.at(a_type), a, m * k, a_values.data());
+  decode_row(ELEMENT_TYPES.at(b_type), b, k * n, b_values.data());
+  multiply_accumulate(m, n, k, a_values.data(), k, b_values.data(), n, d, n, accumulate != 0);
+  return 0;
 }
 
 void direct_set_avx2(int enabled) { set_avx2(enabled != 0); }

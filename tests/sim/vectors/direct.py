@@ -65,6 +65,32 @@ class Direct:
         """The warp-wide form of one of the hottest instructions, each operand (warps * 32,)."""
         return self._warps(self._library.direct_warp, instruction, inputs, 1)[0]
 
+    def matrix_map(self, name: str, trans: bool, source: Words) -> Words:
+        """ldmatrix, stmatrix or movmatrix of one 8 x 8 matrix: 32 words in, 32 words out."""
+        words = np.ascontiguousarray(source, dtype=np.uint32)
+        result = np.zeros(32, dtype=np.uint32)
+        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (words, result))
+        if words.size != 32 or self._library.direct_matrix_map(name.encode(), trans, *pointers):
+            raise KeyError(name)
+        return result.astype(np.uint64)
+
+    def multiply(
+        self,
+        types: tuple[str, str],
+        shape: tuple[int, int, int],
+        a: bytes,
+        b: bytes,
+        d: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """A dense product of tiles in memory, (m, n) of ``shape`` = (m, n, k), plus ``d``."""
+        m, n, k = shape
+        result = np.zeros((m, n), dtype=np.float32) if d is None else d.copy()
+        self._library.direct_multiply(
+            types[0].encode(), types[1].encode(), m, n, k, a, b,
+            ctypes.c_void_p(result.ctypes.data), int(d is not None),
+        )  # fmt: skip
+        return result
+
     def _warps(
         self,
         function: ctypes._NamedFuncPointer,

@@ -200,8 +200,7 @@ def _single(name: str, kind: str, operand: int, operand_count: int, count: int) 
         values[:prefix] = specials[pick.astype(np.int64)]
         if operand_count == 2:  # all pairs of the first sixteen
             index = np.arange(prefix)
-            pick = index % 16 if operand == 0 else index // 16
-            values[:prefix] = specials[pick]
+            values[:prefix] = specials[index % 16 if operand == 0 else index // 16]
     return values
 
 
