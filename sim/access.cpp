@@ -253,7 +253,7 @@ uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes,
 
 void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t offset,
             bool wide_address, Space space, uint32_t bytes, Access access, Located& located) {
-  uint32_t shared_lanes = 0, global_lanes = 0;
+  uint32_t shared_lanes = 0, global_lanes = 0, local_lanes = 0;
   uint32_t shared_offsets[LANES];
   const uint64_t* wide = warp.lanes<const uint64_t>(base);
   const uint32_t* narrow = warp.lanes<const uint32_t>(base);
@@ -278,6 +278,7 @@ void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t off
         break;
       case Space::Local:
         located.where[lane] = locate_local(warp, lane, address, bytes, access);
+        local_lanes |= 1u << lane;
         break;
       case Space::Param: {
         const auto& parameters = warp.cta().launch().parameters;
@@ -298,6 +299,10 @@ void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t off
     MemoryCounts& counts = warp.cta().counts().memory[warp.pc()];
     counts.wavefronts += bank_wavefronts(shared_offsets, shared_lanes, bytes, ideal);
     counts.ideal += ideal;
+  }
+  if (local_lanes != 0) {  // a card interleaves the lanes' local memory word by word
+    const uint64_t moved = static_cast<uint64_t>(std::popcount(local_lanes)) * bytes;
+    warp.cta().counts().memory[warp.pc()].local += (moved + SECTOR_BYTES - 1) / SECTOR_BYTES;
   }
   if (global_lanes != 0) count_sectors(warp, located, global_lanes, bytes);
 }

@@ -53,12 +53,14 @@ struct LaunchContext {
 struct MemoryCounts {
   uint64_t transactions = 0;  // 32-byte sectors of global memory
   uint64_t wavefronts = 0;    // of shared memory
+  uint64_t local = 0;         // 32-byte sectors of local memory
   uint64_t ideal = 0;         // wavefronts that the same bytes take without bank conflicts
 
   MemoryCounts& operator+=(const MemoryCounts& other) {
     transactions += other.transactions;
     wavefronts += other.wavefronts;
     ideal += other.ideal;
+    local += other.local;
     return *this;
   }
 };

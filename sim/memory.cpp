@@ -32,16 +32,23 @@ uint64_t GlobalMemory::add_at(size_t slot, std::string name, uint8_t* host, uint
   return buffer.base;
 }
 
-void GlobalMemory::set_rows(uint64_t base, const std::vector<uint64_t>& starts, uint64_t length) {
+void GlobalMemory::forbid(uint64_t base) {
   Buffer* buffer = find(base);
   if (buffer == nullptr) throw LoadError("no buffer at the address given");
-  const uint8_t inside = buffer->state.empty() ? VALID : UNINITIALISED;
   buffer->state.assign(buffer->bytes, GAP);
+}
+
+void GlobalMemory::allow(uint64_t base, const std::vector<uint64_t>& starts, uint64_t length,
+                         bool initialised) {
+  Buffer* buffer = find(base);
+  if (buffer == nullptr || buffer->state.empty()) {
+    throw LoadError("no buffer with forbidden bytes at the address given");
+  }
   for (const uint64_t start : starts) {
     if (start > buffer->bytes || length > buffer->bytes - start) {
       throw LoadError("a row of buffer " + buffer->name + " lies outside it");
     }
-    std::memset(buffer->state.data() + start, inside, length);
+    std::memset(buffer->state.data() + start, initialised ? VALID : UNINITIALISED, length);
   }
 }
 

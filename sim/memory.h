@@ -50,8 +50,9 @@ class GlobalMemory {
   // Likewise in a given slot: those from GLOBAL_SLOTS / 2 on belong to a module's own variables.
   uint64_t add_at(size_t slot, std::string name, uint8_t* host, uint64_t bytes, bool writable,
                   bool initialised);
-  // Declares that only the given rows of a buffer are elements: `starts` and `length` in bytes.
-  void set_rows(uint64_t base, const std::vector<uint64_t>& starts, uint64_t length);
+  // Forbids all bytes of a buffer, and allows some again: `length` bytes from each of `starts` on.
+  void forbid(uint64_t base);
+  void allow(uint64_t base, const std::vector<uint64_t>& starts, uint64_t length, bool initialised);
   void remove(uint64_t base);
 
   Buffer* find(uint64_t address) {

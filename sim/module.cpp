@@ -115,12 +115,13 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
     row["source"] = known ? source_line(*loaded.module, kernel, static_cast<uint32_t>(f.pc)) : "";
     findings.append(row);
   }
-  nb::list executed, wavefronts, ideal, transactions;
+  nb::list executed, wavefronts, ideal, transactions, local;
   for (size_t i = 0; i < kernel.code.size(); ++i) {
     executed.append(report.counts.executed[i]);
     wavefronts.append(report.counts.memory[i].wavefronts);
     ideal.append(report.counts.memory[i].ideal);
     transactions.append(report.counts.memory[i].transactions);
+    local.append(report.counts.memory[i].local);
   }
   nb::dict traces;
   for (const auto& [cta, events] : report.traces) {
@@ -143,6 +144,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   result["wavefronts"] = wavefronts;
   result["ideal_wavefronts"] = ideal;
   result["transactions"] = transactions;
+  result["local"] = local;
   result["traces"] = traces;
   return result;
 }
@@ -171,8 +173,9 @@ NB_MODULE(_archflash_sim, m) {
           },
           "name"_a, "host"_a, "bytes"_a, "writable"_a, "initialised"_a,
           "Registers host memory, which must outlive this; returns its simulated address.")
-      .def("set_rows", &GlobalMemory::set_rows, "address"_a, "starts"_a, "length"_a,
-           "Makes all bytes of a buffer but the given rows forbidden.")
+      .def("forbid", &GlobalMemory::forbid, "address"_a, "Forbids all bytes of a buffer.")
+      .def("allow", &GlobalMemory::allow, "address"_a, "starts"_a, "length"_a, "initialised"_a,
+           "Allows `length` bytes from each start on again.")
       .def("remove", &GlobalMemory::remove, "address"_a)
       .def(
           "state",

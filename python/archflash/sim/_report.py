@@ -1,0 +1,183 @@
+"""What a simulated launch did and what was wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from archflash._errors import LaunchError
+
+
+class SimulationError(LaunchError):
+    """A simulated kernel did something wrong: `report` says what and where.
+
+    Attributes:
+        report: the whole `Report`.
+    """
+
+    def __init__(self, report: Report) -> None:
+        errors = report.errors
+        shown = "\n".join(str(finding) for finding in errors[:8])
+        more = f"\nand {len(errors) - 8} more" if len(errors) > 8 else ""
+        super().__init__(f"the simulator found errors in {report.kernel}:\n{shown}{more}")
+        self.report = report
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong (severity "error") or that hardware tolerates (severity "lint").
+
+    Attributes:
+        severity: "error" or "lint".
+        kind: what it is, in a word: "race", "out-of-bounds", "uninitialised", "deadlock", ...
+        message: a sentence.
+        kernel: the kernel's name.
+        cta: index of the CTA in the grid, x fastest; -1: of none.
+        warp: index of the warp in the CTA; -1: of none.
+        lane: lane of the warp; -1: of none.
+        line: line of the instruction in the PTX text; 0: of none.
+        instruction: the PTX statement.
+        source: "file:line" of the CUDA source, inlined calls behind it; empty without line
+            information.
+        address: the address, for a memory access.
+        count: how often it was found at that instruction.
+    """
+
+    severity: str
+    kind: str
+    message: str
+    kernel: str
+    cta: int
+    warp: int
+    lane: int
+    line: int
+    instruction: str
+    source: str
+    address: int
+    count: int
+    fatal: bool
+
+    def __str__(self) -> str:
+        where = f"{self.kernel}"
+        if self.cta >= 0:
+            where += f", CTA {self.cta}"
+        if self.warp >= 0:
+            where += f", warp {self.warp}"
+        if self.lane >= 0:
+            where += f", lane {self.lane}"
+        text = f"{self.severity}: {self.kind}: {self.message}\n  in {where}"
+        if self.line:
+            text += f"\n  PTX line {self.line}: {self.instruction}"
+        if self.source:
+            text += f"\n  {self.source}"
+        if self.count > 1:
+            text += f"\n  {self.count} times"
+        return text
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did.
+
+    Attributes:
+        kernel: the kernel's name.
+        ctas: how many CTAs ran; 0 when the run was stopped by an error.
+        findings: errors and lints, in the order of CTAs.
+        instructions: warp-instructions executed, by class ("float", "matrix", "load", ...).
+        opcodes: warp-instructions executed, by opcode with its modifiers.
+        transactions: global: 32-byte sectors moved; shared: wavefronts; local: 32-byte sectors.
+        bank_conflicts: for each opcode that touched shared memory (wavefronts, wavefronts without
+            conflicts).
+        barrier_waits: how often a warp waited at a barrier.
+        executed: warp-instructions executed, by index of the instruction in the kernel.
+        complete: no CTA was stopped by an error.
+        traces: events of the traced CTAs, for `archflash.sim._trace`.
+    """
+
+    kernel: str
+    ctas: int
+    findings: tuple[Finding, ...]
+    instructions: dict[str, int]
+    opcodes: dict[str, int]
+    transactions: dict[str, int]
+    bank_conflicts: dict[str, tuple[int, int]]
+    barrier_waits: int
+    executed: tuple[int, ...]
+    complete: bool
+    traces: dict[int, list[tuple[str, int, int, int, int, int]]] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that are errors."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def lints(self) -> list[Finding]:
+        """The findings that are lints."""
+        return [finding for finding in self.findings if finding.severity == "lint"]
+
+    @property
+    def total_instructions(self) -> int:
+        """All warp-instructions executed."""
+        return sum(self.executed)
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel}: {self.ctas} CTAs, {self.total_instructions} warp-instructions"]
+        for name, count in sorted(self.instructions.items(), key=lambda item: -item[1]):
+            lines.append(f"  {name:<12} {count}")
+        for space, count in self.transactions.items():
+            lines.append(f"  {space} transactions: {count}")
+        for opcode, (wavefronts, ideal) in sorted(self.bank_conflicts.items()):
+            if wavefronts > ideal:
+                lines.append(f"  bank conflicts: {opcode} takes {wavefronts} instead of {ideal}")
+        lines.append(f"  barrier waits: {self.barrier_waits}")
+        lines += [str(finding) for finding in self.findings]
+        return "\n".join(lines)
+
+
+def make_report(kernel: str, texts: list[dict[str, Any]], result: dict[str, Any]) -> Report:
+    """The extension module's answer as a `Report`; `texts` are the kernel's instructions."""
+    instructions: dict[str, int] = {}
+    opcodes: dict[str, int] = {}
+    conflicts: dict[str, tuple[int, int]] = {}
+    for index, text in enumerate(texts):
+        count = result["executed"][index]
+        if count == 0:
+            continue
+        opcode = text["opcode"]
+        instructions[text["class"]] = instructions.get(text["class"], 0) + count
+        opcodes[opcode] = opcodes.get(opcode, 0) + count
+        if ideal := result["ideal_wavefronts"][index]:
+            before = conflicts.get(opcode, (0, 0))
+            wavefronts = result["wavefronts"][index]
+            conflicts[opcode] = (before[0] + wavefronts, before[1] + ideal)
+    findings = tuple(
+        Finding(
+            kernel=kernel,
+            **{
+                name: row[name]
+                for name in (
+                    "severity", "kind", "message", "cta", "warp", "lane", "line", "instruction",
+                    "source", "address", "count", "fatal",
+                )
+            },
+        )
+        for row in result["findings"]
+    )  # fmt: skip
+    return Report(
+        kernel=kernel,
+        ctas=result["ctas"],
+        findings=findings,
+        instructions=instructions,
+        opcodes=opcodes,
+        transactions={
+            "global": sum(result["transactions"]),
+            "shared": sum(result["wavefronts"]),
+            "local": sum(result["local"]),
+        },
+        bank_conflicts=conflicts,
+        barrier_waits=result["barrier_waits"],
+        executed=tuple(result["executed"]),
+        complete=result["complete"],
+        traces=result["traces"],
+    )
