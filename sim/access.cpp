@@ -18,10 +18,12 @@ std::string hex(uint64_t value) {
   return text;
 }
 
+bool is_read(Access access) {
+  return access == Access::Read || access == Access::StrongRead || access == Access::CollectiveRead;
+}
+
 const char* verb(Access access) {
-  return access == Access::Read || access == Access::StrongRead ? "reads"
-         : access == Access::Atomic                             ? "updates"
-                                                                : "writes";
+  return is_read(access) ? "reads" : access == Access::Atomic ? "updates" : "writes";
 }
 
 [[noreturn]] void misaligned(int lane, Access access, uint32_t bytes, uint64_t address) {
@@ -31,11 +33,14 @@ const char* verb(Access access) {
               lane, address};
 }
 
-// Why a byte that should hold a value does not.
+// Bytes that should hold a value: which of them does not, and why.
 void report_state(Warp& warp, int lane, const uint8_t* state, uint32_t bytes,
                   const std::string& what, uint64_t address) {
+  const Instruction& instruction = warp.cta().kernel().code[warp.pc()];
   uint32_t at = 0;
-  while (at < bytes && state[at] == VALID) ++at;
+  while (at < bytes && (state[at] == VALID || (instruction.unused != 0 &&
+                                               instruction.unused >> (at / instruction.bytes) & 1)))
+    ++at;
   if (at == bytes) return;
   if (state[at] == IN_FLIGHT) {
     warp.cta().report(Severity::Error, warp, lane, "in-flight",
@@ -67,17 +72,17 @@ uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
   }
   if (address % bytes != 0) misaligned(lane, access, bytes, address);
   const auto at = static_cast<uint32_t>(offset);
-  if (access == Access::Read || access == Access::Atomic || access == Access::StrongRead) {
+  if (access != Access::Write && access != Access::Copy) {
     if (!all_valid(cta.shared_state() + at, bytes)) [[unlikely]] {
       report_state(warp, lane, cta.shared_state() + at, bytes, shared_name(address, bytes),
                    address);
-      std::memset(cta.shared_state() + at, VALID, bytes);
     }
     if (RaceDetector* races = cta.races()) {
       const Accessor who{warp.index(), lane, warp.pc()};
-      const Race race = access == Access::Read         ? races->read(who, at, bytes)
-                        : access == Access::StrongRead ? races->strong_load(who, at, bytes)
-                                                       : races->atomic(who, at, bytes);
+      const Race race = access == Access::Read             ? races->read(who, at, bytes)
+                        : access == Access::CollectiveRead ? races->collective_read(who, at, bytes)
+                        : access == Access::StrongRead     ? races->strong_load(who, at, bytes)
+                                                           : races->atomic(who, at, bytes);
       if (race.found) [[unlikely]] {
         cta.report_race(warp, lane, race, access == Access::Atomic, false,
                         shared_name(address, bytes), address);
@@ -97,8 +102,7 @@ uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
                 lane, address};
   }
   if (address % bytes != 0) misaligned(lane, access, bytes, address);
-  const bool reads_only = access == Access::Read || access == Access::StrongRead;
-  if (!reads_only && !buffer->writable) {
+  if (!is_read(access) && !buffer->writable) {
     throw Fault{
         "read-only",
         std::string(verb(access)) + " " + memory.describe(address, bytes) + ", which is an input",
@@ -115,7 +119,6 @@ uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
     }
     if (access != Access::Write && !all_valid(state, bytes)) {
       report_state(warp, lane, state, bytes, memory.describe(address, bytes), address);
-      std::memset(state, VALID, bytes);
     }
   }
   if (buffer->writable && cta.races() != nullptr && access != Access::Write) {
@@ -147,14 +150,13 @@ uint8_t* locate_local(Warp& warp, int lane, uint64_t address, uint32_t bytes, Ac
     report_state(warp, lane, state, bytes,
                  std::to_string(bytes) + " bytes of local memory at " + std::to_string(address),
                  address);
-    std::memset(state, VALID, bytes);
   }
   return cta.local(warp.index(), lane) + address;
 }
 
 uint8_t* locate_constant(const uint8_t* bytes_at, uint64_t size, const char* name, int lane,
                          uint64_t address, uint32_t bytes, Access access) {
-  if (access != Access::Read && access != Access::StrongRead) {
+  if (!is_read(access)) {
     throw Fault{"read-only", std::string("writes to ") + name, lane, address};
   }
   if (address >= size || bytes > size - address) {

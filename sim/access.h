@@ -10,10 +10,11 @@ namespace archflash::sim {
 
 enum class Access : uint8_t {
   Read,
-  Write,       // races are checked by the caller once it has the data
-  StrongRead,  // volatile, relaxed or acquiring: does not race with strong writes
-  Atomic,      // reads and writes
-  Copy,        // the destination of an asynchronous copy
+  CollectiveRead,  // by all lanes together: ldmatrix
+  Write,           // races are checked by the caller once it has the data
+  StrongRead,      // volatile, relaxed or acquiring: does not race with strong writes
+  Atomic,          // reads and writes
+  Copy,            // the destination of an asynchronous copy
 };
 
 struct Located {

@@ -496,6 +496,7 @@ class KernelLoader {
         }
       }
     }
+    mark_unused_loads(begin, live_out);
     // Intervals over the instructions in order. Both ends belong to the interval, so that an
     // instruction's destination never shares a place with one of its sources of another width.
     constexpr size_t NEVER = SIZE_MAX;
@@ -563,6 +564,37 @@ class KernelLoader {
       }
     }
     for (SpecialUse& use : kernel_.specials) use.place = place[use.place];
+  }
+
+  // Compilers load whole structures at once, with parts that nobody has written or will read.
+  void mark_unused_loads(const std::vector<size_t>& begin,
+                         const std::vector<std::vector<uint64_t>>& live_out) {
+    for (size_t b = 0; b + 1 < begin.size(); ++b) {
+      std::vector<uint64_t> live = live_out[b];
+      const auto set = [&](Ref r) { live[r / 64] |= uint64_t{1} << r % 64; };
+      for (size_t i = begin[b + 1]; i-- > begin[b];) {
+        Instruction& instruction = kernel_.code[i];
+        const bool guarded = instruction.guard != NO_REF;
+        int element = 0;
+        for (size_t k = 0; k < lists_[i].size(); ++k) {
+          const Ref r = lists_[i][k];
+          if (roles_[i][k] != Role::Write) continue;
+          const bool alive = (live[r / 64] >> r % 64 & 1) != 0;
+          if (instruction.counted == Class::Load && !alive && element < 8) {
+            instruction.unused |= static_cast<uint8_t>(1u << element);
+          }
+          ++element;
+        }
+        for (size_t k = 0; k < lists_[i].size(); ++k) {
+          const Ref r = lists_[i][k];
+          if (roles_[i][k] == Role::Write && !guarded) live[r / 64] &= ~(uint64_t{1} << r % 64);
+        }
+        for (size_t k = 0; k < lists_[i].size(); ++k) {
+          if (roles_[i][k] == Role::Read && !(lists_[i][k] & CONSTANT)) set(lists_[i][k]);
+        }
+        if (guarded) set(instruction.guard);
+      }
+    }
   }
 
   ModuleSyntax& module_;

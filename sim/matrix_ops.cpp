@@ -24,7 +24,7 @@ void run_ldmatrix(Warp& warp, const Instruction& instruction, uint32_t mask) {
   Located located;
   locate(warp, instruction, mask & address_lanes(count), instruction.operands[count],
          instruction.offset, (instruction.flags & Builder::ADDRESS_64) != 0, instruction.space,
-         LDMATRIX_ROW_BYTES, Access::Read, located);
+         LDMATRIX_ROW_BYTES, Access::CollectiveRead, located);
   for (int m = 0; m < count; ++m) {
     uint16_t rows[LDMATRIX_ROWS][8];
     for (int r = 0; r < LDMATRIX_ROWS; ++r) {

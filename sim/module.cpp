@@ -7,6 +7,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstring>
 
 #include "sim/launch.h"
@@ -91,9 +92,12 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   request.options.trace = traced_ctas > 0;
   request.traced_ctas = traced_ctas;
   LaunchReport report;
+  double seconds = 0;
   {
     const nb::gil_scoped_release release;
+    const auto begin = std::chrono::steady_clock::now();
     report = launch(*loaded.module, request, memory, loaded.globals);
+    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
   const Kernel& kernel = loaded.kernel(kernel_name);
   nb::list findings;
@@ -145,6 +149,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   result["ideal_wavefronts"] = ideal;
   result["transactions"] = transactions;
   result["local"] = local;
+  result["seconds"] = seconds;
   result["traces"] = traces;
   return result;
 }

@@ -88,8 +88,9 @@ struct Instruction {
   uint8_t converge_operand = 0;
   Class counted = Class::Other;
   Space space = Space::Generic;
-  uint8_t count = 1;  // vector elements
-  uint8_t bytes = 0;  // of one element in memory
+  uint8_t count = 1;   // vector elements
+  uint8_t bytes = 0;   // of one element in memory
+  uint8_t unused = 0;  // of a load: bit k is set where nothing reads element k
 };
 
 // A place in a source file, as .loc states it.

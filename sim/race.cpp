@@ -67,9 +67,10 @@ Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers) c
     if (read == 0) continue;
     const Clock clock = read >> LANE_BITS;
     const uint32_t lane = read & ((1u << LANE_BITS) - 1);
-    const bool ordered = w == who.agent ? clock < known[static_cast<size_t>(w)] ||
-                                              lane == static_cast<uint32_t>(who.lane)
-                                        : clock <= known[static_cast<size_t>(w)];
+    const bool ordered = w == who.agent
+                             ? clock < known[static_cast<size_t>(w)] ||
+                                   lane == static_cast<uint32_t>(who.lane) || lane == ALL_TOGETHER
+                             : clock <= known[static_cast<size_t>(w)];
     if (ordered) continue;
     race.found = true;
     race.same_warp = w == who.agent;
@@ -81,10 +82,18 @@ Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers) c
 }
 
 Race RaceDetector::read(const Accessor& who, uint32_t offset, uint32_t bytes) {
+  return mark_read(who, offset, bytes, static_cast<uint32_t>(who.lane));
+}
+
+Race RaceDetector::collective_read(const Accessor& who, uint32_t offset, uint32_t bytes) {
+  return mark_read(who, offset, bytes, ALL_TOGETHER);
+}
+
+Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane) {
   Race race;
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
-  const uint32_t mark = now << LANE_BITS | static_cast<uint32_t>(who.lane);
+  const uint32_t mark = now << LANE_BITS | lane;
   const uint32_t last = (offset + bytes - 1) >> shift_;
   uint32_t* reader =
       &reads_[static_cast<size_t>(offset >> shift_) * static_cast<size_t>(warps_) + warp];
@@ -92,7 +101,10 @@ Race RaceDetector::read(const Accessor& who, uint32_t offset, uint32_t bytes) {
     const Write& write = writes_[g];
     if (!ordered_after_write(who, write) && !race.found) race = check_write(who, write);
     const uint32_t earlier = *reader;
-    *reader = earlier == mark || earlier >> LANE_BITS != now ? mark : now << LANE_BITS | MANY_LANES;
+    *reader = earlier == mark || earlier >> LANE_BITS != now ||
+                      earlier == (now << LANE_BITS | ALL_TOGETHER)
+                  ? mark
+                  : now << LANE_BITS | MANY_LANES;
   }
   return race;
 }

@@ -56,6 +56,8 @@ class RaceDetector {
   // A warp's plain access to shared memory at `offset` from its start. On a conflict returns what
   // it conflicts with.
   Race read(const Accessor& who, uint32_t offset, uint32_t bytes);
+  // Every lane of the warp takes part, so that what any of them does next comes after it.
+  Race collective_read(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race write(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race strong_load(const Accessor& who, uint32_t offset, uint32_t bytes);
   // Accesses that conflict with plain ones only.
@@ -95,9 +97,11 @@ class RaceDetector {
   // Reads: clock << 6 | lane (MANY_LANES: several).
   static constexpr uint32_t LANE_BITS = 6;
   static constexpr uint32_t MANY_LANES = 63;
+  static constexpr uint32_t ALL_TOGETHER = 62;
 
   bool ordered_after_write(const Accessor& who, const Write& write) const;
   Race check_write(const Accessor& who, const Write& last) const;
+  Race mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane);
   Race check_readers(const Accessor& who, const uint32_t* readers) const;
 
   int warps_, agents_;

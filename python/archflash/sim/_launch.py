@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +31,13 @@ class Program:
     module: _native.Module
     kernels: tuple[str, ...]
     target: str
+    _instructions: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def instructions(self, kernel: str) -> list[dict[str, Any]]:
         """The instructions of a kernel in order: line, opcode, statement, source, class."""
-        return self.module.instructions(kernel)
+        if kernel not in self._instructions:
+            self._instructions[kernel] = self.module.instructions(kernel)
+        return self._instructions[kernel]
 
 
 def load(text: str) -> Program:
@@ -49,7 +52,8 @@ def load(text: str) -> Program:
 
     Example:
         >>> from archflash import sim
-        >>> sim.load(".version 8.0 .target sm_80 .address_size 64 .entry nothing() { ret; }").kernels
+        >>> header = ".version 8.0 .target sm_80 .address_size 64 "
+        >>> sim.load(header + ".entry nothing() { ret; }").kernels
         ('nothing',)
     """
     module = _native.load(text)

@@ -90,6 +90,7 @@ class Report:
             conflicts).
         barrier_waits: how often a warp waited at a barrier.
         executed: warp-instructions executed, by index of the instruction in the kernel.
+        seconds: how long the simulation took.
         complete: no CTA was stopped by an error.
         traces: events of the traced CTAs, for `archflash.sim._trace`.
     """
@@ -103,6 +104,7 @@ class Report:
     bank_conflicts: dict[str, tuple[int, int]]
     barrier_waits: int
     executed: tuple[int, ...]
+    seconds: float
     complete: bool
     traces: dict[int, list[tuple[str, int, int, int, int, int]]] = field(default_factory=dict)
 
@@ -178,6 +180,7 @@ def make_report(kernel: str, texts: list[dict[str, Any]], result: dict[str, Any]
         bank_conflicts=conflicts,
         barrier_waits=result["barrier_waits"],
         executed=tuple(result["executed"]),
+        seconds=result["seconds"],
         complete=result["complete"],
         traces=result["traces"],
     )
