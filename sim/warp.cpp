@@ -234,7 +234,10 @@ Warp::Stop Warp::run(uint64_t budget) {
         const uint32_t predicate = this->predicate(instruction.guard);
         active &= instruction.guard_negated ? ~predicate : predicate;
       }
-      if (instruction.control == Control::None && instruction.converge == Converge::No) [[likely]] {
+      // An aligned instruction of a warp in one piece needs no ceremony either.
+      const bool plain = instruction.converge == Converge::No ||
+                         (instruction.converge == Converge::Aligned && active == live_);
+      if (instruction.control == Control::None && plain) [[likely]] {
         ++executed[pc];
         if (active != 0) instruction.run(*this, instruction, active);
         ++pc;

@@ -360,6 +360,26 @@ void build_redux(Builder& b) {
   b.handler(&run_redux, Class::Shuffle);
 }
 
+// Operands: d, p, members. The leader is the lowest member that takes part.
+void run_elect(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+  uint32_t& p = warp.predicate(instruction.operands[1]);
+  for_each_group(warp, instruction.operands[2], mask, [&](uint32_t group) {
+    const int leader = std::countr_zero(group);
+    for (uint32_t rest = group; rest != 0; rest &= rest - 1) {
+      d[std::countr_zero(rest)] = static_cast<uint32_t>(leader);
+    }
+    p = (p & ~group) | 1u << leader;
+  });
+}
+void build_elect(Builder& b) {
+  b.destination_with_predicate({'b', 32});
+  b.source({'b', 32});
+  b.instruction.converge = Converge::Members;
+  b.instruction.converge_operand = 2;
+  b.handler(&run_elect, Class::Shuffle);
+}
+
 constexpr Form FORMS[] = {
     {"bra", "?uni", build_branch},
     {"brx", "idx ?uni", build_branch_indexed},
@@ -382,6 +402,7 @@ constexpr Form FORMS[] = {
     {"vote", "sync all|any|uni pred", build_vote},
     {"vote", "sync ballot b32", build_vote},
     {"activemask", "b32", build_activemask},
+    {"elect", "sync", build_elect},
     {"match", "any|all sync b32|b64", build_match},
     {"redux", "sync add|min|max|and|or|xor ?abs ?NaN u32|s32|b32|f32", build_redux},
 };
