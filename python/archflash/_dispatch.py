@@ -204,10 +204,14 @@ def _unasked_device() -> _native.Device:
 
 
 def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """The implementations in the order in which they are asked: by expected speed."""
+    """The implementations in the order in which they are asked: those that take the dtype, by
+    expected speed, then the others.
+    """
+    kernels = sorted(
+        _registry.kernel_names(), key=lambda name: not _registry.takes(name, problem.dtype)
+    )
     if problem.dtype == "float32":
-        return _registry.names()
-    kernels = _registry.kernel_names()
+        return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if name not in _registry.WITHOUT_TENSOR_CORES]
     cuda_cores = [name for name in kernels if name in _registry.WITHOUT_TENSOR_CORES]
     if _torch_leaves_fused(problem, capability):
@@ -379,10 +383,25 @@ def decide(
             return plan
     decision = select(problem, device, name, obstacle)
     if decision.fallback:
-        for kernel, reasons in decision.reasons.items():
-            for reason in reasons:
-                note_fallback(f"{kernel}: {reason}")
+        kernel, reasons = nearest(decision)
+        for reason in reasons:
+            note_fallback(f"{kernel}: {reason}")
     return decision.plan
+
+
+def nearest(decision: Decision) -> tuple[str, list[str]]:
+    """The kernel that is the least away from serving a call that none serves, and its reasons."""
+    assert decision.device is not None
+    dtype, capability = decision.problem.dtype, decision.device.capability
+    name = min(
+        (name for name in decision.reasons if name != _registry.TORCH),
+        key=lambda name: (
+            not _registry.has_code(name, capability),
+            not _registry.takes(name, dtype),
+            len(decision.reasons[name]),
+        ),
+    )
+    return name, decision.reasons[name]
 
 
 _noted: set[str] = set()

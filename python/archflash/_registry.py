@@ -79,6 +79,19 @@ def names() -> tuple[str, ...]:
 
 
 @cache
+def takes(name: str, dtype: str) -> bool:
+    """Whether a kernel takes inputs of a dtype, as torch spells it."""
+    return dtype in _native.describe(name).dtypes
+
+
+@cache
+def has_code(name: str, capability: tuple[int, int]) -> bool:
+    """Whether this build has code of a kernel for GPUs of a compute capability."""
+    number = 10 * capability[0] + capability[1]
+    return any(target.first <= number <= target.last for target in _native.targets(name))
+
+
+@cache
 def _kernel(name: str) -> Implementation:
     description = _native.describe(name)
     targets = _native.targets(name)

@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "common/math/varlen_tiles.cuh"
+#include "common/math/attention_work.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/problem.h"
 #include "common/ptx/cp_async.cuh"
@@ -23,57 +23,16 @@
 
 namespace archflash::simt {
 
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float LN_2 = 0.6931471805599453f;
-constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+using math::MINUS_INFINITY;
 
-// What this CTA computes. Rows and keys are counted from the sequence's first.
-struct Work {
-  int batch_head;  // batch * heads_q + head: one register for both
-  int first_row;   // of the sequence; negative: nothing to do
-  int nq, nk;      // of the sequence
-};
-
-// Rows before a sequence in a packed tensor of `rows` rows; 0 without cu_seqlens. Offsets outside
-// the tensor are the caller's error: clamping keeps every access inside it.
-__device__ __forceinline__ int sequence_start(const int* cu_seqlens_gmem, int sequence, int rows) {
-  return cu_seqlens_gmem == nullptr ? 0 : min(max(cu_seqlens_gmem[sequence], 0), rows);
-}
-
-// CTA index -> (row tile, head, batch). Row tiles go from the last to the first: under a causal
-// mask the last is the longest. From snake_from on the order is reversed: where two CTAs share each
-// SM, a long one then meets a short one.
+// From snake_from on the order of the CTAs is reversed: where two share each SM, a long one then
+// meets a short one.
 template <class C>
-__device__ __forceinline__ Work find_work(const Params& params) {
+__device__ __forceinline__ math::Work find_work(const Params& params) {
   int index = blockIdx.x;
   const int last_index = static_cast<int>(gridDim.x) - 1;
   if (index >= params.snake_from) index = params.snake_from + last_index - index;
-  Work work{};
-  int tile_from_last;
-  if (params.cu_seqlens_q_gmem == nullptr) {
-    const int heads = params.batch * params.heads_q;
-    tile_from_last = index / heads;
-    work.batch_head = index % heads;
-    work.nq = params.nq;
-    work.nk = params.nk;
-  } else {
-    const int* cu_q = params.cu_seqlens_q_gmem;
-    const int* cu_k = params.cu_seqlens_k_gmem;
-    const int tile = index / params.heads_q;
-    const int batch = math::find_varlen_sequence(cu_q, params.batch, C::BLOCK_Q, tile);
-    work.first_row = -1;
-    if (batch < 0) return work;
-    tile_from_last = tile - math::varlen_tile_start(cu_q, batch, C::BLOCK_Q);
-    work.batch_head = batch * params.heads_q + index % params.heads_q;
-    work.nq =
-        max(sequence_start(cu_q, batch + 1, params.nq) - sequence_start(cu_q, batch, params.nq), 0);
-    work.nk =
-        max(sequence_start(cu_k, batch + 1, params.nk) - sequence_start(cu_k, batch, params.nk), 0);
-  }
-  const int tiles = (work.nq + C::BLOCK_Q - 1) / C::BLOCK_Q;
-  // Negative for a surplus tile of a sequence that is shorter than its share of the grid.
-  work.first_row = (tiles - 1 - tile_from_last) * C::BLOCK_Q;
-  return work;
+  return math::find_work<C::BLOCK_Q>(params, index);
 }
 
 // Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare, one
@@ -144,55 +103,43 @@ __device__ __forceinline__ void online_softmax(float (&s_rmem)[C::THREAD_ROWS][C
   }
 }
 
-// The attention sink of a head, in natural logarithms: one more logit in the denominator.
-__device__ __forceinline__ float load_sink(const Params& params, int head) {
-  if (params.sinks_gmem == nullptr) return MINUS_INFINITY;
-  const DType dtype = static_cast<DType>(params.sinks_dtype);
-  if (dtype == DType::F32) return static_cast<const float*>(params.sinks_gmem)[head];
-  const uint16_t bits = static_cast<const uint16_t*>(params.sinks_gmem)[head];
-  return dtype == DType::F16 ? half_to_float<DType::F16>(bits) : half_to_float<DType::BF16>(bits);
-}
-
 template <class C>
 __device__ __forceinline__ void store_out(const float (&o_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
                                           const RowState<C>& state, const Params& params,
-                                          const Work& work) {
+                                          const math::Work& work) {
   using Element = typename ElementOf<C::DTYPE>::Type;
   const Lane<C> lane;
   const int batch = work.batch_head / params.heads_q;
   const int head = work.batch_head % params.heads_q;
   const int first_row = work.first_row + lane.warp_row + lane.row;
   const int first_column = 4 * lane.col;
-  const int64_t packed_row = sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + first_row;
+  const int64_t packed_row =
+      math::sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + first_row;
   Element* row_gmem = static_cast<Element*>(params.out_gmem) + batch * params.out_batch +
                       head * params.out_head + packed_row * params.out_row + first_column;
   float* lse_gmem = params.lse_gmem;
   if (lse_gmem != nullptr) {
     lse_gmem += batch * params.lse_batch + head * params.lse_head + packed_row;
   }
-  const float sink = load_sink(params, head);
+  const float sink = math::load_sink(params, head);
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
     const float keys_sum =
         Lane<C>::reduce_cols(state.sum_rmem[i], [](float x, float y) { return x + y; });
-    const float keys_max = state.max_rmem[i] * params.exp2_scale * LN_2;  // natural logarithm
-    const float max = fmaxf(keys_max, sink);
-    const float base = max == MINUS_INFINITY ? 0.0f : max;
-    const float correction = ptx::ex2_approx_ftz((keys_max - base) * LOG2_E);
-    const float sum = fmaf(keys_sum, correction, ptx::ex2_approx_ftz((sink - base) * LOG2_E));
-    const float factor = keys_sum != 0.0f ? correction / sum : 0.0f;  // 0: the row saw no key
+    const float keys_max = state.max_rmem[i] * params.exp2_scale * math::LN_2;
+    const math::RowEnd end = math::finish_row(keys_max, keys_sum, sink);
 
     if (first_row + i * C::LANE_ROWS < work.nq) {
 #pragma unroll
       for (int n = 0; n < C::OUT_GROUPS; ++n) {
         float x[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) x[c] = o_rmem[i][4 * n + c] * factor;
+        for (int c = 0; c < 4; ++c) x[c] = o_rmem[i][4 * n + c] * end.factor;
         const int column = 4 * n * C::LANE_COLS;
         if (first_column + column < params.dv) store_4<C::DTYPE>(row_gmem + column, x);
       }
       if (lse_gmem != nullptr && lane.col == 0) {
-        lse_gmem[i * C::LANE_ROWS] = max + logf(sum);  // no key, no sink: -inf + -inf
+        lse_gmem[i * C::LANE_ROWS] = end.lse;
       }
     }
     row_gmem += C::LANE_ROWS * params.out_row;
@@ -208,26 +155,14 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   float* k_smem = shared + C::K_SMEM;  // (BLOCK_K, QK_PITCH)
   float* v_smem = shared + C::V_SMEM;  // (BLOCK_K, V_PITCH)
 
-  const Work work = find_work<C>(params);
+  const math::Work work = find_work<C>(params);
   if (work.first_row < 0) return;
 
-  const int batch = work.batch_head / params.heads_q;
-  const int head = work.batch_head % params.heads_q;
-  const int kv_head = head / params.heads_per_kv;
-  const int64_t q_row = sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + work.first_row;
-  const int64_t k_row = sequence_start(params.cu_seqlens_k_gmem, batch, params.nk);
-  const Element* q_gmem = static_cast<const Element*>(params.q_gmem) + batch * params.q_batch +
-                          head * params.q_head + q_row * params.q_row;
-  const Element* k_gmem = static_cast<const Element*>(params.k_gmem) + batch * params.k_batch +
-                          kv_head * params.k_head + k_row * params.k_row;
-  const Element* v_gmem = static_cast<const Element*>(params.v_gmem) + batch * params.v_batch +
-                          kv_head * params.v_head + k_row * params.v_row;
-
-  int64_t q_offset = params.q_offset;
-  if (params.offset_mode == OffsetMode::KeysMinusQueries) q_offset = work.nk - work.nq;
-  if (params.offset_mode == OffsetMode::PerBatch) q_offset = params.q_offsets_gmem[batch];
-  const math::VisibleKeys visible =
-      math::visible_keys(work.nq, work.nk, q_offset, params.window_left, params.window_right);
+  const math::Offsets offsets = math::find_offsets(params, work);
+  const Element* q_gmem = static_cast<const Element*>(params.q_gmem) + offsets.q;
+  const Element* k_gmem = static_cast<const Element*>(params.k_gmem) + offsets.k;
+  const Element* v_gmem = static_cast<const Element*>(params.v_gmem) + offsets.v;
+  const math::VisibleKeys visible = math::find_visible_keys(params, work);
 
   float o_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
   RowState<C> state;

@@ -1,54 +1,15 @@
-// The one parameter of every simt kernel: written by plan.cpp, its addresses by bind(), read by
-// attention_fwd.cuh.
+// The one parameter of every simt kernel.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "common/attention_params.h"
+
 namespace archflash::simt {
 
-enum class OffsetMode : int32_t {
-  Value = 0,             // q_offset below
-  KeysMinusQueries = 1,  // each sequence its own nk - nq
-  PerBatch = 2,          // q_offsets_gmem[batch]
-};
-
-struct Params {
-  const void* q_gmem;                // (batch, heads_q, nq, d), or (tq, heads_q, d) with cu_seqlens
-  const void* k_gmem;                // (batch, heads_kv, nk, d), or (tk, heads_kv, d)
-  const void* v_gmem;                // (batch, heads_kv, nk, dv), or (tk, heads_kv, dv)
-  void* out_gmem;                    // as q, with dv columns
-  float* lse_gmem;                   // (batch, heads_q, nq) or (heads_q, tq); null: not asked for
-  const void* sinks_gmem;            // (heads_q,); null: none
-  const int32_t* cu_seqlens_q_gmem;  // (batch + 1,); null: equal lengths
-  const int32_t* cu_seqlens_k_gmem;  // (batch + 1,)
-  const int32_t* q_offsets_gmem;     // (batch,), OffsetMode::PerBatch only
-
-  // Strides in elements; the batch strides are 0 with cu_seqlens.
-  int64_t q_batch, q_head, q_row;
-  int64_t k_batch, k_head, k_row;
-  int64_t v_batch, v_head, v_row;
-  int64_t out_batch, out_head, out_row;
-  int64_t lse_batch, lse_head;
-
-  int64_t q_offset;                   // OffsetMode::Value only
-  int64_t window_left, window_right;  // within +-2^62
-
-  int32_t batch, heads_q;
-  int32_t heads_per_kv;  // heads_q / heads_kv
-  int32_t nq, nk;        // with cu_seqlens the totals tq, tk
-  int32_t d, dv;
-  OffsetMode offset_mode;
-  int32_t sinks_dtype;  // DType of sinks_gmem
-  int32_t snake_from;   // CTAs from this index on take the tiles in reverse order
-
-  // p = 2^(t * exp2_scale - max) with exp2_scale > 0, where t is the score:
-  // q.k itself, or with transform_scores softcap * tanh(q.k * tanh_scale), or q.k * tanh_scale
-  // where softcap is 0.
-  int32_t transform_scores;
-  float exp2_scale;
-  float tanh_scale;
-  float softcap;
+struct Params : AttentionParams {
+  int32_t snake_from;  // CTAs from this index on take the tiles in reverse order
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 

@@ -3,31 +3,19 @@
 
 #include <algorithm>
 #include <climits>
-#include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "common/core_set.h"
 #include "common/problem.h"
 #include "simt/config.cuh"
 #include "simt/params.h"
 
 namespace archflash::simt {
 namespace {
-
-constexpr int64_t HEAD_DIM_STEP = 8;
-constexpr int64_t HEAD_DIM_LIMIT = 256;
-constexpr int64_t ROW_BYTES = 16;                   // rows are read and written 16 bytes at a time
-constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit inside the kernel
-// UNBOUNDED inside the kernel: beyond every position there can be, and sums of two cannot overflow.
-constexpr int64_t POSITION_LIMIT = int64_t{1} << 60;
-constexpr int64_t GRID_LIMIT = INT32_MAX;        // CUDA: CTAs along x
-constexpr int64_t RESERVED_SHARED_BYTES = 1024;  // CUDA: taken from the SM by each CTA, from 8.0 on
-constexpr const char* USE_TORCH = " or use implementation='torch'";
 
 // One kernel. Rows of VARIANTS stand best first among those that serve the same head dimensions and
 // type.
@@ -94,23 +82,10 @@ constexpr Variant VARIANTS[] = {
                                    ONE_PER_HEAD_DIM),
 };
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 std::string str(int64_t x) { return std::to_string(x); }
 
-// Row tiles of one head, all sequences together; with cu_seqlens the bound that holds whatever the
-// lengths are.
-int64_t row_tiles(const Problem& problem, int block_q) {
-  const int64_t tiles = ceil_div(problem.nq, block_q);
-  return problem.varlen ? tiles + problem.batch : tiles * problem.batch;
-}
-
 int64_t resident_ctas(const Variant& variant, const Device& device) {
-  const int64_t by_shared = device.shared_per_sm / (variant.shared_bytes + RESERVED_SHARED_BYTES);
-  return std::clamp<int64_t>(by_shared, 1, variant.ctas_per_sm);
-}
-
-int64_t rows_per_sequence(const Problem& problem) {  // on average
-  return problem.varlen ? problem.nq / problem.batch : problem.nq;
+  return core::resident_ctas(device, variant.shared_bytes, variant.ctas_per_sm);
 }
 
 const Variant* choose(const Problem& problem, const Device& device) {
@@ -122,158 +97,13 @@ const Variant* choose(const Problem& problem, const Device& device) {
       break;  // kernels for larger heads follow
     if (variant.shared_bytes > device.shared_per_block) continue;
     fits = &variant;  // the last one of a head_dim serves whatever the ones before it should not
-    const bool fills_gpu =
-        2 * row_tiles(problem, variant.block_q) * problem.heads_q > variant.fill * device.sm_count;
-    const bool rows_mostly_used = rows_per_sequence(problem) > variant.block_q / 2;
+    const bool fills_gpu = 2 * core::row_tiles(problem, variant.block_q) * problem.heads_q >
+                           variant.fill * device.sm_count;
+    const bool rows_mostly_used = core::rows_per_sequence(problem) > variant.block_q / 2;
     const bool enough_per_sm = resident_ctas(variant, device) >= variant.per_sm;
     if (fills_gpu && rows_mostly_used && enough_per_sm) break;
   }
   return fits;
-}
-
-void refuse_head_dim(const char* name, int64_t head_dim, const char* tensors, Reasons& reasons) {
-  if (head_dim % HEAD_DIM_STEP != 0 || head_dim < HEAD_DIM_STEP) {
-    reasons.push_back(std::string(name) + " " + str(head_dim) +
-                      ": simt takes multiples of 8 up to 256; pad " + tensors + "," + USE_TORCH);
-  } else if (head_dim > HEAD_DIM_LIMIT) {
-    reasons.push_back(std::string(name) + " " + str(head_dim) +
-                      ": simt takes multiples of 8 up to 256; split the heads" + USE_TORCH);
-  }
-}
-
-void refuse_layout(const char* name, const Strides& strides, int32_t unit, int32_t align,
-                   const Problem& problem, Reasons& reasons) {
-  if (unit != 1) {
-    reasons.push_back(
-        std::string(name) +
-        " has a strided last dimension: simt reads and writes contiguous rows; make " + name +
-        " contiguous" + USE_TORCH);
-    return;
-  }
-  const int64_t element_bytes = dtype_bytes(problem.dtype);
-  if (align < ROW_BYTES) {
-    reasons.push_back(std::string(name) + " starts at an address that is a multiple of " +
-                      str(align) + " bytes: simt needs 16; copy " + name + USE_TORCH);
-  }
-  const std::pair<const char*, int64_t> named_strides[] = {
-      {"batch", strides.batch}, {"head", strides.head}, {"row", strides.row}};
-  for (const auto& [dimension, stride] : named_strides) {
-    if (stride * element_bytes % ROW_BYTES == 0) continue;
-    reasons.push_back(std::string(name) + " has a " + dimension + " stride of " +
-                      str(stride * element_bytes) + " bytes: simt needs multiples of 16; make " +
-                      name + " contiguous or pad its rows," + USE_TORCH);
-  }
-}
-
-// Whether softcap is a normal float and scale / softcap at least a finite one.
-bool fits_float(double softcap, double quotient) {
-  const float cap = static_cast<float>(softcap);
-  return std::isnormal(cap) && std::isfinite(static_cast<float>(quotient));
-}
-
-Reasons why_not(const Problem& problem) {
-  Reasons reasons;
-  if (problem.dtype != DType::F32 && problem.dtype != DType::F16 && problem.dtype != DType::BF16) {
-    reasons.push_back(std::string("dtype ") + dtype_name(problem.dtype) +
-                      ": simt takes float32, float16 and bfloat16; convert q, k and v" + USE_TORCH);
-  }
-  if (problem.out_dtype != problem.dtype) {
-    reasons.push_back(std::string("out_dtype ") + dtype_name(problem.out_dtype) + " with " +
-                      dtype_name(problem.dtype) +
-                      " inputs: simt writes the type of its inputs; leave out_dtype out" +
-                      USE_TORCH);
-  }
-  refuse_head_dim("head_dim", problem.d, "q and k", reasons);
-  refuse_head_dim("value head_dim", problem.dv, "v", reasons);
-  refuse_layout("q", problem.q, problem.q_unit, problem.q_align, problem, reasons);
-  if (problem.nk > 0) {  // an empty k or v is never read
-    refuse_layout("k", problem.k, problem.k_unit, problem.k_align, problem, reasons);
-    refuse_layout("v", problem.v, problem.v_unit, problem.v_align, problem, reasons);
-  }
-  refuse_layout("out", problem.out, problem.out_unit, problem.out_align, problem, reasons);
-  if (problem.mask != 0)
-    reasons.push_back(
-        std::string("attn_mask: simt has causal and window masks only; drop attn_mask") +
-        USE_TORCH);
-  if (problem.descale != 0)
-    reasons.push_back(std::string("descales: simt takes no fp8 inputs; drop the descales") +
-                      USE_TORCH);
-  if (problem.needs_grad) {
-    reasons.push_back(std::string("no backward: simt computes the forward only and a tensor of the "
-                                  "call needs a gradient; call it under torch.no_grad()") +
-                      USE_TORCH);
-  }
-  if (problem.softcap != 0 && !fits_float(problem.softcap, problem.scale / problem.softcap)) {
-    reasons.push_back(std::string("softcap ") + std::to_string(problem.softcap) +
-                      " with this scale: simt computes in fp32, where one of the two or their "
-                      "quotient has no normal value; choose a softcap nearer to 1," +
-                      USE_TORCH);
-  }
-  if (problem.nq >= LENGTH_LIMIT || problem.nk >= LENGTH_LIMIT) {
-    reasons.push_back("lengths " + str(problem.nq) + " and " + str(problem.nk) +
-                      ": simt takes fewer than 2^30 rows; split the call" + USE_TORCH);
-  }
-  return reasons;
-}
-
-// The score as the kernel takes it: see Params. An exponent scale must be positive and normal, or
-// -inf would meet 0.
-void set_scale(const Problem& problem, Params& params) {
-  constexpr double LOG2_E = 1.4426950408889634;
-  params.exp2_scale = static_cast<float>(problem.scale * LOG2_E);
-  if (problem.softcap == 0 && params.exp2_scale >= std::numeric_limits<float>::min()) return;
-  params.transform_scores = 1;
-  params.exp2_scale = static_cast<float>(LOG2_E);
-  params.softcap = static_cast<float>(problem.softcap);
-  params.tanh_scale =
-      static_cast<float>(problem.softcap == 0 ? problem.scale : problem.scale / problem.softcap);
-}
-
-Params make_params(const Problem& problem) {
-  Params params;
-  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
-  params.q_batch = problem.q.batch, params.q_head = problem.q.head, params.q_row = problem.q.row;
-  params.k_batch = problem.k.batch, params.k_head = problem.k.head, params.k_row = problem.k.row;
-  params.v_batch = problem.v.batch, params.v_head = problem.v.head, params.v_row = problem.v.row;
-  params.out_batch = problem.out.batch, params.out_head = problem.out.head,
-  params.out_row = problem.out.row;
-  params.lse_head = problem.nq;
-  params.lse_batch = problem.varlen ? 0 : problem.heads_q * problem.nq;
-  params.q_offset = problem.q_offset;
-  params.window_left = std::min(problem.window_left, POSITION_LIMIT);
-  params.window_right = std::min(problem.window_right, POSITION_LIMIT);
-  params.batch = static_cast<int32_t>(problem.batch);
-  params.heads_q = static_cast<int32_t>(problem.heads_q);
-  params.heads_per_kv = static_cast<int32_t>(problem.heads_q / problem.heads_kv);
-  params.nq = static_cast<int32_t>(problem.nq);
-  params.nk = static_cast<int32_t>(problem.nk);
-  params.d = static_cast<int32_t>(problem.d);
-  params.dv = static_cast<int32_t>(problem.dv);
-  params.offset_mode = problem.q_offset_tensor    ? OffsetMode::PerBatch
-                       : problem.q_offset_default ? OffsetMode::KeysMinusQueries
-                                                  : OffsetMode::Value;
-  params.sinks_dtype = problem.sinks == 0 ? 0 : problem.sinks - 1;
-  params.snake_from = INT32_MAX;
-  set_scale(problem, params);
-  return params;
-}
-
-std::vector<PointerSlot> pointer_slots(const Problem& problem) {
-  const auto slot = [](Operand operand, size_t offset) {
-    return PointerSlot{operand, static_cast<int32_t>(offset), 0};
-  };
-  std::vector<PointerSlot> slots = {
-      slot(Operand::Q, offsetof(Params, q_gmem)), slot(Operand::K, offsetof(Params, k_gmem)),
-      slot(Operand::V, offsetof(Params, v_gmem)), slot(Operand::Out, offsetof(Params, out_gmem))};
-  if (problem.want_lse) slots.push_back(slot(Operand::Lse, offsetof(Params, lse_gmem)));
-  if (problem.sinks) slots.push_back(slot(Operand::Sinks, offsetof(Params, sinks_gmem)));
-  if (problem.varlen) {
-    slots.push_back(slot(Operand::CuSeqlensQ, offsetof(Params, cu_seqlens_q_gmem)));
-    slots.push_back(slot(Operand::CuSeqlensK, offsetof(Params, cu_seqlens_k_gmem)));
-  }
-  if (problem.q_offset_tensor)
-    slots.push_back(slot(Operand::QOffset, offsetof(Params, q_offsets_gmem)));
-  return slots;
 }
 
 }  // namespace
@@ -284,33 +114,32 @@ Description describe() {
       .summary = "exact fp32 attention on CUDA cores, any GPU from compute capability 7.5 on",
       .home_device = "A100",
       .dtypes = {DType::F32, DType::F16, DType::BF16},
-      .head_dims = "multiples of 8 up to 256, d and dv independent",
+      .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse"},
   };
 }
 
 PlanResult plan(const Problem& problem, const Device& device) {
-  const bool no_rows = problem.batch * problem.heads_q * problem.nq == 0;
-  const bool nothing_to_write = no_rows || (problem.dv == 0 && !problem.want_lse);
-  Reasons reasons = why_not(problem);
   LaunchPlan result;  // the registry adds what it was made for
-  if (nothing_to_write && problem.mask == 0 && !problem.needs_grad) return result;
+  if (core::nothing_to_write(problem)) return result;
+  Reasons reasons = core::why_not(problem, "simt", {DType::F32, DType::F16, DType::BF16});
   if (!reasons.empty()) return reasons;
 
   const Variant* chosen = choose(problem, device);
   if (chosen == nullptr) {
-    return Reasons{
-        "shared memory: " + device.name + " gives a CTA " + str(device.shared_per_block) +
-        " bytes and simt needs 64 KB at most for every head_dim; use another GPU" + USE_TORCH};
+    return Reasons{"shared memory: " + device.name + " gives a CTA " +
+                   str(device.shared_per_block) +
+                   " bytes and simt needs 64 KB at most for every head_dim; use another GPU" +
+                   core::USE_TORCH};
   }
-  const int64_t ctas = row_tiles(problem, chosen->block_q) * problem.heads_q;
-  if (ctas > GRID_LIMIT) {
-    return Reasons{"grid of " + str(ctas) + " CTAs: CUDA takes up to 2147483647; split the batch" +
-                   USE_TORCH};
-  }
+  const int64_t ctas = core::row_tiles(problem, chosen->block_q) * problem.heads_q;
+  if (ctas > core::GRID_LIMIT) return Reasons{core::grid_too_large(ctas)};
 
-  Params params = make_params(problem);
+  Params params;
+  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
+  static_cast<AttentionParams&>(params) = core::params(problem);
+  params.snake_from = INT32_MAX;
   const int64_t resident = resident_ctas(*chosen, device);
   const bool uneven_tiles = problem.window_right < problem.nk && !problem.varlen;
   const bool two_per_sm = resident >= 2 && ctas > device.sm_count && ctas <= 2 * device.sm_count;
@@ -324,7 +153,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   launch.shared_bytes = chosen->shared_bytes;
   launch.params.resize(sizeof params);
   std::memcpy(launch.params.data(), &params, sizeof params);
-  launch.pointers = pointer_slots(problem);
+  launch.pointers = core::pointers(problem);
   result.launches.push_back(std::move(launch));
   return result;
 }

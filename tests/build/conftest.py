@@ -70,6 +70,14 @@ def cuobjdump() -> Path:
 
 
 @pytest.fixture(scope="session")
+def nvdisasm() -> Path:
+    tool = find_tool("nvdisasm")  # cuobjdump calls it
+    if tool is None:
+        pytest.skip("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
+    return tool
+
+
+@pytest.fixture(scope="session")
 def ptxas() -> Path:
     tool = find_tool("ptxas")
     if tool is None:

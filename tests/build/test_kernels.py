@@ -16,6 +16,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
+from archflash import _registry
 from archflash._api import find_device, make_problem
 
 KERNELS = Path(archflash.__file__).parent / "_kernels"
@@ -144,6 +145,20 @@ def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
     assert cubin.stat().st_size > 0
 
 
+@pytest.mark.parametrize(("folder", "ptx"), [("simt", "compute_75"), ("ampere", "compute_80")])
+def test_a_folder_carries_the_ptx_that_serves_what_no_machine_code_covers(
+    folder: str, ptx: str
+) -> None:
+    images = [image for image in IMAGES if image.startswith(f"{folder}/")]
+    assert images
+    for image in images:
+        assert lowest_ptx_of(image) == ptx
+        text = ptx_text(image, ptx)
+        assert re.search(rf"^\.target {ptx.replace('compute_', 'sm_')}$", text, re.MULTILINE)
+        (built,) = {frozenset(kernels) for kernels in RESOURCES[image].values()}
+        assert entries(text) == built
+
+
 @pytest.mark.parametrize("file", sorted(KERNELS.glob("*/*.ptx.gz")), ids=lambda file: file.name)
 def test_ptx_names_no_path_of_the_building_machine(file: Path) -> None:
     text = gzip.decompress(file.read_bytes()).decode()
@@ -180,6 +195,73 @@ def test_no_kernel_spills_registers(image: str, target: str, kernel: str) -> Non
     assert 0 < used["registers"] <= REGISTERS_PER_THREAD
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_target_of_every_image_was_looked_at_for_spills(folder: str) -> None:
+    looked_at = {
+        (image, target)
+        for image, of_target in RESOURCES.items()
+        for target, kernels in of_target.items()
+        if kernels
+    }
+    images = [image for image in IMAGES if image.startswith(f"{folder}/")]
+    assert images
+    assert {(image, target) for image in images for target in targets_of(image, "sm_")} <= looked_at
+
+
+# --- the machine code ---
+
+# What a folder is made for: instructions that each of its kernels has, on every target.
+INSTRUCTIONS = {
+    "ampere": ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128"),
+    "simt": ("FFMA", "MUFU.EX2"),
+}
+TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
+
+
+@functools.cache
+def machine_code(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
+    """The instructions of each kernel for one target, without operands and predicates."""
+    command = [tool, "--dump-sass", "--gpu-architecture", target, file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if match := re.match(r"\s*Function : (\w+)", line):
+            instructions = found.setdefault(match[1], [])
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ +)?([A-Z][\w.]*)", line):
+            instructions.append(match[1])
+    return found
+
+
+MACHINE_CODE = [
+    pytest.param(image, target, id=f"{image}-{target}")
+    for image in IMAGES
+    for target in targets_of(image, "sm_")
+]
+
+
+@pytest.mark.parametrize(("image", "target"), MACHINE_CODE)
+def test_every_kernel_has_the_instructions_that_it_was_made_for(
+    image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+) -> None:
+    found = machine_code(cuobjdump, target, image_files[image])
+    assert set(found) == set(RESOURCES[image][target])
+    folder = image.partition("/")[0]
+    for kernel, instructions in found.items():
+        for wanted in INSTRUCTIONS[folder]:
+            assert any(has.startswith(wanted) for has in instructions), (kernel, wanted)
+
+
+@pytest.mark.parametrize(("image", "target"), MACHINE_CODE)
+def test_tensor_cores_are_used_where_the_registry_says_so(
+    image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+) -> None:
+    with_tensor_cores = image.partition("/")[0] not in _registry.WITHOUT_TENSOR_CORES
+    for kernel, found in machine_code(cuobjdump, target, image_files[image]).items():
+        assert found
+        assert any(has.startswith(TENSOR_CORES) for has in found) == with_tensor_cores, kernel
+
+
 # --- plans and code agree ---
 
 DEVICES = [row.device.name for row in native.known_devices()]
@@ -190,10 +272,11 @@ def problems() -> tuple[native.Problem, ...]:
     """Calls that reach every kernel: each dtype and head dim, filling a GPU and not."""
     found = []
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for d in (32, 64, 128, 256):
-            for b, h, n in ((1, 1, 1), (1, 8, 100), (2, 16, 512), (16, 32, 2048)):
+        for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+            for b, h, n in ((1, 1, 1), (1, 8, 100), (2, 16, 512), (16, 32, 100), (16, 32, 2048)):
                 q = torch.empty(b, h, n, d, dtype=dtype, device="meta")
-                found.append(make_problem(q, q, q).as_if_on_cuda())
+                v = torch.empty(b, h, n, dv, dtype=dtype, device="meta")
+                found.append(make_problem(q, q, v).as_if_on_cuda())
     return tuple(found)
 
 

@@ -19,7 +19,8 @@ from archflash import _archflash as native
 from .conftest import ROOT, pip_wheel
 
 MEGABYTE = 1 << 20
-FOLDER_TARGETS = {"simt": ("compute_75", "compute_80")}  # the PTX texts of each folder
+# The PTX texts of each folder.
+FOLDER_TARGETS = {"simt": ("compute_75", "compute_80"), "ampere": ("compute_80",)}
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -73,6 +74,11 @@ def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: 
     )
     given = sorted(name for name in names_in(wheel) if f"_kernels/{folder}/" in name)
     assert given == expected
+
+
+def test_the_wheel_carries_kernels_of_the_folders_of_this_build_only(wheel: Path) -> None:
+    carried = {name.split("/")[2] for name in names_in(wheel) if "/_kernels/" in name}
+    assert carried == set(FOLDER_TARGETS) == set(native.folder_names())
 
 
 def test_the_wheel_carries_no_sources_tests_or_left_overs(wheel: Path) -> None:
@@ -185,6 +191,7 @@ report = reference.check(out, expected, reference.baseline(q, k, v, causal=True)
 print(json.dumps({
     "file": archflash.__file__, "ok": report.ok, "version": version("archflash"),
     "chosen": archflash.explain(q, q, q, device="RTX 5090").chosen,
+    "chosen16": archflash.explain(*[q.half()] * 3, device="RTX 5090").chosen,
     "images": archflash._archflash.image_names(),
     "backend": __import__("nanobind_backend").__file__,
 }))
@@ -210,7 +217,7 @@ def test_attention_runs_from_the_wheel_in_a_clean_environment(wheel: Path, tmp_p
     assert Path(said["file"]).is_relative_to(tmp_path / "venv")
     assert Path(said["backend"]).is_relative_to(tmp_path / "venv")
     assert said["ok"] is True
-    assert said["chosen"] == "simt"
+    assert (said["chosen"], said["chosen16"]) == ("simt", "ampere")
     assert said["images"] == native.image_names()
     assert wheel.name.startswith(f"archflash-{said['version']}-")
     script = tmp_path / "venv" / "bin" / "archflash"

@@ -37,14 +37,16 @@ def kernels() -> list[str]:
     if no_gpu() is not None:
         return [i.name for i in every]
     here = torch.cuda.get_device_capability()
-    return [
-        i.name
-        for i in every
-        if any(
-            _numbers(first) <= here and (last is None or here <= _numbers(last))
-            for first, last, _ in i.capabilities
-        )
-    ]
+    return [i.name for i in every if serves(i.name, here)]
+
+
+def serves(kernel: str, capability: tuple[int, int]) -> bool:
+    """Whether an implementation has code for GPUs of a compute capability."""
+    implementation = next(i for i in archflash.implementations() if i.name == kernel)
+    return any(
+        _numbers(first) <= capability and (last is None or capability <= _numbers(last))
+        for first, last, _ in implementation.capabilities
+    )
 
 
 def _numbers(capability: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 from gpu_cases import LENGTHS, attend_and_check, kernel_dtypes, kernels, qkv
 
 import archflash
+from archflash import _registry
 
 pytestmark = pytest.mark.gpu
 
@@ -19,12 +20,15 @@ HEAD_DIMS = [(d, d) for d in (8, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)] + 
 
 
 def length_cases() -> list[Any]:
-    """All pairs of lengths in float32, every fifth one in 16 bits; the diagonal with both masks."""
+    """All pairs of lengths, the diagonal with both masks; in 16 bits without tensor cores every
+    fifth.
+    """
     cases = []
     for kernel, dtype in kernel_dtypes():
+        every = dtype == "float32" or kernel not in _registry.WITHOUT_TENSOR_CORES
         for number, (nq, nk) in enumerate(itertools.product(LENGTHS, LENGTHS)):
             for d in (64, 128):
-                if dtype == "float32" or nq == nk:
+                if every or nq == nk:
                     masks = (False, True) if nq == nk else ((number + d // 64) % 2 == 0,)
                 elif number % 5 == (0 if dtype == "float16" else 2):
                     masks = (d == 64,)

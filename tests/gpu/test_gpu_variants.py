@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import DTYPES, kernels
+from gpu_cases import DTYPES, kernels, serves
 
 import archflash
 from archflash import _archflash as _native
@@ -23,19 +23,27 @@ SHAPES = {
     "few": (1, 4, 2, 65, 129),
     "many": (4, 40, 20, 193, 321),
 }
-HEAD_DIMS = (32, 64, 128, 256)
+HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
 def plan_for(
-    kernel: str, device: str, dtype: str, head_dim: int, shape: str, **options: Any
+    kernel: str, device: str, dtype: str, dims: tuple[int, int], shape: str, **options: Any
 ) -> _native.LaunchPlan:
     batch, heads, heads_kv, nq, nk = SHAPES[shape]
-    q = torch.empty(batch, heads, nq, head_dim, dtype=DTYPES[dtype], device="meta")
-    k = torch.empty(batch, heads_kv, nk, head_dim, dtype=DTYPES[dtype], device="meta")
+    q = torch.empty(batch, heads, nq, dims[0], dtype=DTYPES[dtype], device="meta")
+    k, v = (
+        torch.empty(batch, heads_kv, nk, dim, dtype=DTYPES[dtype], device="meta") for dim in dims
+    )
     with torch.no_grad():
-        plan = archflash.explain(q, k, k, device=device, implementation=kernel, **options).plan
+        plan = archflash.explain(q, k, v, device=device, implementation=kernel, **options).plan
     assert plan is not None
     return plan
+
+
+def capability_of(device: str) -> tuple[int, int]:
+    known = _native.find_known_device(device)
+    assert known is not None
+    return known.device.capability
 
 
 def every_entry(kernel: str) -> set[str]:
@@ -49,20 +57,23 @@ def every_entry(kernel: str) -> set[str]:
 
 
 CASES = [
-    pytest.param(kernel, device, dtype, d, shape, id=f"{kernel}-{device}-{dtype}-d{d}-{shape}")
+    pytest.param(
+        kernel, device, dtype, (d, dv), shape, id=f"{kernel}-{device}-{dtype}-d{d}-{dv}-{shape}"
+    )
     for kernel in kernels()
     for device in DEVICES
+    if serves(kernel, capability_of(device))
     for dtype in next(i.dtypes for i in archflash.implementations() if i.name == kernel)
-    for d in HEAD_DIMS
+    for d, dv in HEAD_DIMS
     for shape in SHAPES
 ]
 
 
-@pytest.mark.parametrize(("kernel", "device", "dtype", "head_dim", "shape"), CASES)
+@pytest.mark.parametrize(("kernel", "device", "dtype", "dims", "shape"), CASES)
 def test_a_plan_for_another_gpu_is_right_here(
-    kernel: str, device: str, dtype: str, head_dim: int, shape: str
+    kernel: str, device: str, dtype: str, dims: tuple[int, int], shape: str
 ) -> None:
-    plan = plan_for(kernel, device, dtype, head_dim, shape, causal=True, return_lse=True)
+    plan = plan_for(kernel, device, dtype, dims, shape, causal=True, return_lse=True)
     inputs = make_inputs(plan.problem.to_dict(), torch.device("cuda"))
     assert inputs.out is not None
     inputs.out.fill_(float("nan"))
@@ -81,8 +92,8 @@ def test_a_plan_for_another_gpu_is_right_here(
 def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
     ran = set()
     for case in CASES:
-        name, device, dtype, head_dim, shape = case.values
+        name, device, dtype, dims, shape = case.values
         if name == kernel:
-            plan = plan_for(kernel, device, dtype, head_dim, shape)
+            plan = plan_for(kernel, device, dtype, dims, shape)
             ran |= {launch["kernel"] for launch in plan.to_dict()["launches"]}
     assert ran == every_entry(kernel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,12 +18,11 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch
+from archflash import _dispatch, _registry
 from archflash._api import find_device, make_problem
 
-PTX = "compute_75 PTX, compiled by the driver at first use"
-
-# Each capability: a GPU of the table to start from, and the code that simt runs there.
+# Each capability: a GPU of the table to start from, and the machine code that it runs of a folder
+# built for 7.5 and newer; None: PTX, which the driver compiles.
 CAPABILITIES = {
     (7, 5): ("T4", "sm_75"),
     (8, 0): ("A100", "sm_80"),
@@ -33,11 +33,15 @@ CAPABILITIES = {
     (10, 0): ("B200", "sm_100"),
     (10, 3): ("B300", "sm_100"),
     (10, 7): ("B300", "sm_100"),
-    (11, 0): ("Jetson Thor", PTX),
+    (11, 0): ("Jetson Thor", None),
     (12, 0): ("RTX 5090", "sm_120"),
     (12, 1): ("GB10", "sm_120"),
-    (13, 0): ("B300", PTX),
+    (13, 0): ("B300", None),
 }
+PTX = {"simt": "compute_75", "ampere": "compute_80"}
+TENSOR_CORES_FROM = (8, 0)  # of archflash's own kernels for 16-bit inputs
+KERNELS = _registry.kernel_names()
+THIS_BUILD = ", ".join(_registry.names())
 # The newest capability that PyTorch's fused kernels are built for.
 PYTORCH_ENDS = (12, 1)
 
@@ -46,7 +50,16 @@ def dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
+def code(name: str, capability: tuple[int, int]) -> str:
+    return CAPABILITIES[capability][1] or f"{PTX[name]} PTX, compiled by the driver at first use"
+
+
+def kernel_for_16_bits(capability: tuple[int, int]) -> str:
+    return "ampere" if capability >= TENSOR_CORES_FROM else "simt"
+
+
 every_capability = pytest.mark.parametrize("capability", CAPABILITIES, ids=dotted)
+every_16_bit_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
 def gpu(capability: tuple[int, int]) -> native.Device:
@@ -83,6 +96,10 @@ def sinks() -> torch.Tensor:
 
 # --- the choice ---
 
+BEFORE_AMPERE = (
+    "compute capability 7.5 (GPU 7.5): ampere is built for sm_80, sm_90, sm_100, sm_120, compute_80"
+)
+
 
 @every_capability
 def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int]) -> None:
@@ -90,46 +107,113 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
     assert decision.chosen == "simt"
     assert decision.plan is not None
     assert decision.plan.implementation == "simt"
-    assert decision.plan.code == CAPABILITIES[capability][1]
+    assert decision.plan.code == code("simt", capability)
     assert decision.plan.device.capability == capability
-    assert decision.reasons == {"torch": ["simt is expected to be faster"]}
+    assert list(decision.reasons) == ["ampere", "torch"]
+    assert decision.reasons["torch"] == ["simt is expected to be faster"]
+    (reason,) = decision.reasons["ampere"]
+    if capability >= TENSOR_CORES_FROM:
+        assert reason.startswith("dtype float32: ampere takes float16 and bfloat16; convert")
+    else:
+        assert reason == BEFORE_AMPERE
     assert not decision.fallback
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @every_capability
-def test_only_thor_and_the_future_run_ptx(capability: tuple[int, int]) -> None:
-    plan = _dispatch.select(problem(), gpu(capability)).plan
+def test_only_thor_and_the_future_run_ptx(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    plan = _dispatch.select(problem(dtype, return_lse=True), gpu(capability)).plan
     assert plan is not None
     needs_driver_compiler = plan.code.startswith("compute_")
     assert needs_driver_compiler == (capability in [(11, 0), (13, 0)])
 
 
+# Query rows and keys of ampere's tile where a call fills the GPU, by KB of shared memory that a
+# CTA can have, then by (d, dv).
+AMPERE_TILES = {
+    99: {64: (128, 64), 96: (128, 64), 128: (128, 32), 192: (128, 32), 256: (128, 32)},
+    163: {64: (128, 128), 96: (128, 64), 128: (128, 64), 192: (128, 32), 256: (128, 64)},
+    227: {64: (128, 128), 96: (128, 64), 128: (128, 64), 192: (128, 64), 256: (64, 64)},
+}
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@every_16_bit_dtype
 @every_capability
-def test_plain_float16_goes_to_pytorch_where_its_fused_kernels_reach(
-    capability: tuple[int, int],
+def test_16_bits_go_to_the_tensor_cores_with_the_tile_for_the_gpu(
+    capability: tuple[int, int], dtype: torch.dtype, d: int
 ) -> None:
-    decision = _dispatch.select(problem(torch.float16), gpu(capability))
-    if capability > PYTORCH_ENDS:
-        assert decision.chosen == "simt"
-        assert decision.reasons == {"torch": ["simt is expected to be faster"]}
+    q = torch.empty(8, 32, 2048, d, dtype=dtype, device="meta")
+    v = q[..., :128] if d == 192 else q
+    device = gpu(capability)
+    decision = _dispatch.select(make_problem(q, q, v).as_if_on_cuda(), device)
+    if capability < TENSOR_CORES_FROM:
+        assert decision.chosen != "ampere"
+        assert decision.reasons["ampere"] == [BEFORE_AMPERE]
         return
+    assert decision.chosen == "ampere"
+    assert decision.why == native.describe("ampere").summary
+    assert decision.plan is not None
+    assert decision.plan.implementation == "ampere"
+    assert decision.plan.code == code("ampere", capability)
+    assert decision.plan.device.capability == capability
+    rows, keys = AMPERE_TILES[device.shared_per_block // 1024][d]
+    dims = "192 and 128" if d == 192 else str(d)
+    tile = f"{rows} query rows x {keys} keys, head_dim up to {dims}"
+    assert dict(decision.plan.notes)["tile"] == tile
+    (launch,) = decision.plan.to_dict()["launches"]
+    assert launch["grid"] == [8 * 32 * 2048 // rows, 1, 1]
+
+
+@every_16_bit_dtype
+@pytest.mark.parametrize(
+    "capability", [c for c in CAPABILITIES if c >= TENSOR_CORES_FROM], ids=dotted
+)
+def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
+    capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    decision = _dispatch.select(problem(dtype), gpu(capability))
+    assert decision.chosen == "ampere"
+    assert decision.reasons == {
+        name: ["ampere is expected to be faster"] for name in ("torch", "simt")
+    }
+    assert not decision.fallback
+
+
+def test_plain_float16_goes_to_pytorchs_fused_kernel_on_7_5() -> None:
+    decision = _dispatch.select(problem(torch.float16), gpu((7, 5)))
     assert decision.chosen == "torch"
     assert decision.plan is None
     assert not decision.fallback
     assert "tensor cores" in decision.why
+    assert list(decision.reasons) == ["ampere", "simt"]
+    assert decision.reasons["ampere"] == [BEFORE_AMPERE]
     (reason,) = decision.reasons["simt"]
     assert reason.startswith("it leaves the tensor cores unused: ")
 
 
-@every_capability
-def test_plain_bfloat16_goes_to_pytorch_from_8_0_on(capability: tuple[int, int]) -> None:
-    decision = _dispatch.select(problem(torch.bfloat16), gpu(capability))
-    fused = (8, 0) <= capability <= PYTORCH_ENDS
-    assert decision.chosen == ("torch" if fused else "simt")
+def test_plain_bfloat16_goes_to_simt_on_7_5() -> None:
+    decision = _dispatch.select(problem(torch.bfloat16), gpu((7, 5)))
+    assert decision.chosen == "simt"
+    assert decision.reasons == {
+        "ampere": [BEFORE_AMPERE],
+        "torch": ["simt is expected to be faster"],
+    }
     assert not decision.fallback
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_16_bit_dtype
+@every_capability
+def test_pytorch_comes_before_the_cuda_cores_where_its_fused_kernels_reach(
+    capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    asked = _dispatch.order(problem(dtype), capability)
+    first = (7, 5) if dtype == torch.float16 else (8, 0)
+    fused = first <= capability <= PYTORCH_ENDS
+    assert asked == (("ampere", "torch", "simt") if fused else ("ampere", "simt", "torch"))
+
+
+@every_16_bit_dtype
 @pytest.mark.parametrize(
     "make",
     [
@@ -140,15 +224,17 @@ def test_plain_bfloat16_goes_to_pytorch_from_8_0_on(capability: tuple[int, int])
     ],
 )
 @every_capability
-def test_what_pytorch_does_unfused_goes_to_simt(
+def test_what_pytorch_does_unfused_goes_to_a_kernel(
     capability: tuple[int, int],
     make: Callable[[torch.dtype], native.Problem],
     dtype: torch.dtype,
 ) -> None:
-    decision = _dispatch.select(make(dtype), gpu(capability))
-    assert decision.chosen == "simt"
+    given, expected = make(dtype), kernel_for_16_bits(capability)
+    assert _dispatch.order(given, capability) == ("ampere", "simt", "torch")
+    decision = _dispatch.select(given, gpu(capability))
+    assert decision.chosen == expected
     assert decision.plan is not None
-    assert decision.plan.code == CAPABILITIES[capability][1]
+    assert decision.plan.code == code(expected, capability)
 
 
 def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
@@ -157,7 +243,8 @@ def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
     k = torch.empty(2, 2, 128, 64, dtype=torch.float16, device="meta")
     grouped = make_problem(q, k, k).as_if_on_cuda()
     assert _dispatch.select(grouped, gpu((7, 5))).chosen == "simt"
-    assert _dispatch.select(grouped, gpu((8, 0))).chosen == "torch"
+    assert _dispatch.order(grouped, (7, 5)) == ("ampere", "simt", "torch")
+    assert _dispatch.order(grouped, (8, 0)) == ("ampere", "torch", "simt")
 
 
 @pytest.mark.parametrize(
@@ -197,11 +284,58 @@ def test_what_no_kernel_serves_falls_back_to_torch_with_the_reason(
     assert decision.why == "no kernel of archflash serves this call"
     assert any(reason in said for said in decision.reasons["simt"])
     assert all("torch" in said for said in decision.reasons["simt"])  # what to do
+    if capability >= TENSOR_CORES_FROM:
+        assert all("torch" in said for said in decision.reasons["ampere"])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        pytest.param({"d": 44}, "head_dim 44: ampere takes multiples of 8 up to 256", id="d"),
+        pytest.param({"d": 264}, "head_dim 264: ampere takes multiples of 8", id="large d"),
+        pytest.param(
+            {"attn_mask": torch.empty(128, 128, dtype=torch.bool, device="meta")},
+            "attn_mask: ampere has causal and window masks only",
+            id="mask",
+        ),
+        pytest.param({"grad": True}, "no backward: ampere computes the forward only", id="grad"),
+        pytest.param({"out_dtype": torch.float32}, "out_dtype float32 with ", id="out_dtype"),
+    ],
+)
+@every_16_bit_dtype
+@every_capability
+def test_16_bits_that_no_kernel_serves_fall_back_to_torch_with_the_reasons(
+    capability: tuple[int, int], dtype: torch.dtype, options: dict[str, Any], reason: str
+) -> None:
+    decision = _dispatch.select(problem(dtype, **options), gpu(capability))
+    assert decision.chosen == "torch"
+    assert decision.fallback
+    if capability < TENSOR_CORES_FROM:
+        assert decision.reasons["ampere"] == [BEFORE_AMPERE]
+        return
+    assert decision.reasons["ampere"][0].startswith(reason)
+    own_words = [said.replace("ampere", "simt") for said in decision.reasons["ampere"]]
+    assert decision.reasons["simt"] == own_words  # the core set has the same limits everywhere
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed"),
+    [
+        (torch.float32, "float16 and bfloat16"),
+        (torch.float64, "float16 and bfloat16"),
+        (torch.float8_e4m3fn, "float16 and bfloat16"),
+    ],
+    ids=str,
+)
+def test_ampere_names_the_dtypes_that_it_takes(dtype: torch.dtype, allowed: str) -> None:
+    reasons = native.plan("ampere", problem(dtype), find_device("A100"))
+    name = str(dtype).removeprefix("torch.")
+    assert reasons[0].startswith(f"dtype {name}: ampere takes {allowed}; convert q, k and v")
 
 
 @every_capability
 def test_no_decision_ever_says_no_kernel_image(capability: tuple[int, int]) -> None:
-    for dtype in (torch.float32, torch.float16, torch.float8_e5m2):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2):
         assert "no kernel image" not in str(_dispatch.select(problem(dtype), gpu(capability)))
 
 
@@ -210,19 +344,26 @@ def test_a_gpu_older_than_every_target_is_told_what_the_build_serves() -> None:
     decision = _dispatch.select(problem(), native.Device.from_dict(facts))
     assert decision.chosen == "torch"
     assert decision.fallback
-    (reason,) = decision.reasons["simt"]
-    assert reason == (
-        "compute capability 7.0 (V100): simt is built for "
-        "sm_75, sm_80, sm_90, sm_100, sm_120, compute_75"
-    )
+    assert decision.reasons == {
+        "ampere": [
+            "compute capability 7.0 (V100): ampere is built for "
+            "sm_80, sm_90, sm_100, sm_120, compute_80"
+        ],
+        "simt": [
+            "compute capability 7.0 (V100): simt is built for "
+            "sm_75, sm_80, sm_90, sm_100, sm_120, compute_75"
+        ],
+    }
 
 
-def test_tensors_on_the_cpu_go_to_torch_and_say_what_to_do() -> None:
-    decision = archflash.explain(*[torch.randn(1, 2, 3, 8)] * 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_tensors_on_the_cpu_go_to_torch_and_say_what_to_do(dtype: torch.dtype) -> None:
+    decision = archflash.explain(*[torch.randn(1, 2, 3, 8, dtype=dtype)] * 3)
     assert decision.chosen == "torch"
     assert decision.device is None
     assert not decision.fallback
-    assert decision.reasons == {"simt": ["q, k and v are on the CPU: move them to a CUDA device"]}
+    sentence = "q, k and v are on the CPU: move them to a CUDA device"
+    assert decision.reasons == {name: [sentence] for name in KERNELS}
 
 
 # --- what is printed ---
@@ -243,7 +384,28 @@ def test_a_decision_reads_like_a_report() -> None:
     (step,) = plan.to_dict()["launches"]
     assert f"{step['kernel']}, grid {step['grid'][0]}, block {step['block'][0]}" in launch
     assert f"{step['shared_bytes']} bytes of shared memory" in launch
+    assert lines[-2].startswith("  not     ampere: dtype float32: ampere takes float16 and ")
     assert lines[-1] == "  not     torch: simt is expected to be faster"
+
+
+def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None:
+    decision = _dispatch.select(problem(torch.float16, nq=4096, nk=4096), find_device("RTX 4090"))
+    assert str(decision).splitlines() == [
+        "float16, batch 2, heads 4, 4096 queries, 4096 keys, head dim 64 "
+        "on RTX 4090 (compute capability 8.9, 128 SMs)",
+        f"  chosen  ampere: {native.describe('ampere').summary}",
+        "          code: sm_80",
+        "          tile: 128 query rows x 64 keys, head_dim up to 64",
+        "          variant: 99 KB, or few keys: 64 keys at a time",
+        "          warps: 4 of 32 rows",
+        "          stages: 2",
+        "          CTAs: 256, 2 per SM on 128 SMs",
+        "          order: last row tiles first, 8 heads at a time, whose keys stay in L2",
+        "          launch: ampere_attention_fwd_f16_d64_medium, grid 256, block 128, "
+        "49216 bytes of shared memory",
+        "  not     torch: ampere is expected to be faster",
+        "  not     simt: ampere is expected to be faster",
+    ]
 
 
 def test_a_problem_is_described_with_all_its_features() -> None:
@@ -262,18 +424,29 @@ def test_a_problem_is_described_with_all_its_features() -> None:
 # --- forcing ---
 
 
+@pytest.mark.parametrize("name", KERNELS)
 @every_capability
-def test_a_forced_kernel_is_what_is_planned(capability: tuple[int, int]) -> None:
-    decision = _dispatch.select(problem(torch.float16), gpu(capability), "simt")
-    assert decision.chosen == "simt"
+def test_a_forced_kernel_is_what_is_planned(capability: tuple[int, int], name: str) -> None:
+    given = problem(torch.float16)
+    if name == "ampere" and capability < TENSOR_CORES_FROM:
+        with pytest.raises(archflash.ForcedImplementationError) as caught:
+            _dispatch.select(given, gpu(capability), name)
+        assert str(caught.value).splitlines()[1:] == [f"  {BEFORE_AMPERE}"]
+        return
+    decision = _dispatch.select(given, gpu(capability), name)
+    assert decision.chosen == name
     assert decision.why == "it is forced"
+    assert decision.reasons == {
+        other: [f"{name} is forced"] for other in _registry.names() if other != name
+    }
     assert decision.plan is not None
-    assert decision.plan.implementation == "simt"
-    assert decision.plan.code == CAPABILITIES[capability][1]
+    assert decision.plan.implementation == name
+    assert decision.plan.code == code(name, capability)
 
 
-def test_torch_can_be_forced_where_a_kernel_would_serve() -> None:
-    decision = _dispatch.select(problem(), find_device("H200"), "torch")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_torch_can_be_forced_where_a_kernel_would_serve(dtype: torch.dtype) -> None:
+    decision = _dispatch.select(problem(dtype), find_device("H200"), "torch")
     assert (decision.chosen, decision.plan, decision.fallback) == ("torch", None, False)
 
 
@@ -291,13 +464,14 @@ def test_a_forced_kernel_that_cannot_serve_raises_with_every_reason() -> None:
     assert message.splitlines()[1:] == [f"  {reason}" for reason in automatic]
 
 
-def test_a_forced_kernel_never_substitutes_on_the_cpu() -> None:
-    q = torch.randn(1, 2, 3, 8)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_forced_kernel_never_substitutes_on_the_cpu(name: str) -> None:
+    q = torch.randn(1, 2, 3, 8, dtype=torch.float16)
     with pytest.raises(archflash.ForcedImplementationError, match="on the CPU: move them"):
-        archflash.attention(q, q, q, implementation="simt")
+        archflash.attention(q, q, q, implementation=name)
     with (
-        archflash.force("simt"),
-        pytest.raises(archflash.ForcedImplementationError, match="simt is forced"),
+        archflash.force(name),
+        pytest.raises(archflash.ForcedImplementationError, match=f"{name} is forced"),
     ):
         archflash.attention(q, q, q)
 
@@ -309,25 +483,26 @@ def test_force_refuses_an_unknown_name_and_lists_the_known_ones(name: Any) -> No
         archflash.force(name),
     ):
         pass
-    assert str(caught.value) == (
-        f"no implementation is called {name!r}: this build has simt, torch"
-    )
+    assert str(caught.value) == f"no implementation is called {name!r}: this build has {THIS_BUILD}"
 
 
 def test_an_unknown_name_as_argument_is_refused() -> None:
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(archflash.ForcedImplementationError, match=r"'fermi'.* has simt, torch"):
+    with pytest.raises(archflash.ForcedImplementationError, match=f"'fermi'.* has {THIS_BUILD}"):
         archflash.attention(q, q, q, implementation="fermi")
     with pytest.raises(archflash.ForcedImplementationError, match="'fermi'"):
         archflash.explain(q, q, q, implementation="fermi", device="H200")
 
 
-def test_a_forced_folder_without_kernels_was_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_forced_folder_without_kernels_was_not_compiled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "targets", lambda name: [])
     with pytest.raises(archflash.NotCompiledError) as caught:
-        _dispatch.select(problem(), find_device("H200"), "simt")
+        _dispatch.select(problem(torch.float16), find_device("H200"), name)
     assert str(caught.value) == (
-        "simt is forced, but this build left it out: build again with ARCHFLASH_ARCHS=all"
+        f"{name} is forced, but this build left it out: build again with ARCHFLASH_ARCHS=all"
     )
 
 
@@ -415,7 +590,7 @@ except archflash.ForcedImplementationError as error:
     print(error)
 """
     said = run_python(code, ARCHFLASH_FORCE_IMPLEMENTATION="fermi").strip()
-    assert said == "no implementation is called 'fermi': this build has simt, torch"
+    assert said == f"no implementation is called 'fermi': this build has {THIS_BUILD}"
 
 
 # --- falling back aloud ---
@@ -437,46 +612,77 @@ def warned(work: Callable[[], object]) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.usefixtures("on_an_a100")
-def test_a_fallback_warns_once_per_reason() -> None:
-    first = warned(lambda: _dispatch.decide(problem(grad=True), 0, None))
-    assert len(first) == 1
-    assert first[0].startswith("archflash: PyTorch serves this call. simt: no backward:")
-    assert warned(lambda: _dispatch.decide(problem(grad=True, nq=64), 0, None)) == []
-    second = warned(lambda: _dispatch.decide(problem(torch.float64), 0, None))
-    assert [text.partition(": simt takes")[0] for text in second] == [
-        "archflash: PyTorch serves this call. simt: dtype float64"
-    ]
-    both = warned(lambda: _dispatch.decide(problem(d=44, grad=True), 0, None))
-    assert len(both) == 2  # the head dims of q and v are new, the gradient is not
-
-
-@pytest.mark.usefixtures("on_an_a100")
-@pytest.mark.parametrize(
-    ("make", "plan"),
-    [
-        pytest.param(problem, True, id="a kernel serves"),
-        pytest.param(lambda: problem(torch.float16), False, id="PyTorch is faster"),
-    ],
+# On an A100: each dtype and the kernel that takes it. Others are further away: not a word of them.
+every_dtype_and_kernel = pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(torch.float32, "simt"), (torch.float16, "ampere"), (torch.bfloat16, "ampere")],
+    ids=str,
 )
+
+
+@pytest.mark.usefixtures("on_an_a100")
+@every_dtype_and_kernel
+def test_a_fallback_warns_once_per_reason(dtype: torch.dtype, kernel: str) -> None:
+    start = "archflash: PyTorch serves this call. "
+    first = warned(lambda: _dispatch.decide(problem(dtype, grad=True), 0, None))
+    assert len(first) == 1
+    assert first[0].startswith(f"{start}{kernel}: no backward:")
+    assert warned(lambda: _dispatch.decide(problem(dtype, grad=True, nq=64), 0, None)) == []
+    second = warned(lambda: _dispatch.decide(problem(torch.float64), 0, None))
+    assert len(second) == 1
+    assert re.match(rf"{start}\w+: dtype float64: \w+ takes", second[0])
+    both = warned(lambda: _dispatch.decide(problem(dtype, d=264, grad=True), 0, None))
+    # The head dims of q and v are new, the gradient is not.
+    assert [text.partition(" 264: ")[0] for text in both] == [
+        f"{start}{kernel}: head_dim",
+        f"{start}{kernel}: value head_dim",
+    ]
+
+
+@pytest.mark.usefixtures("on_an_a100")
+@every_16_bit_dtype
+def test_a_fallback_names_no_kernel_that_the_gpu_cannot_run(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("T4"))
+    (said,) = warned(lambda: _dispatch.decide(problem(dtype, grad=True), 0, None))
+    assert said.startswith("archflash: PyTorch serves this call. simt: no backward:")
+
+
+@pytest.mark.usefixtures("on_an_a100")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_choice_that_is_no_fallback_is_silent(
-    make: Callable[[], native.Problem], plan: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
-    given = make()
+    given = problem(dtype)
     assert warned(lambda: _dispatch.decide(given, 0, None)) == []
-    assert (_dispatch.decide(given, 0, None) is not None) == plan
+    plan = _dispatch.decide(given, 0, None)
+    assert plan is not None
+    assert plan.implementation == ("simt" if dtype == torch.float32 else "ampere")
 
 
 @pytest.mark.usefixtures("on_an_a100")
-def test_fallback_error_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_being_faster_is_no_fallback_and_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("T4"))
+    monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
+    given = problem(torch.float16)
+    assert warned(lambda: _dispatch.decide(given, 0, None)) == []
+    assert _dispatch.decide(given, 0, None) is None
+
+
+@pytest.mark.usefixtures("on_an_a100")
+@every_dtype_and_kernel
+def test_fallback_error_raises_with_the_reason(
+    dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
     for _ in range(2):  # every time, not only the first
         with pytest.raises(archflash.UnsupportedError) as caught:
-            _dispatch.decide(problem(grad=True), 0, None)
-        assert "ARCHFLASH_FALLBACK=error: simt: no backward" in str(caught.value)
+            _dispatch.decide(problem(dtype, grad=True), 0, None)
+        assert f"ARCHFLASH_FALLBACK=error: {kernel}: no backward" in str(caught.value)
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "warn")
-    assert len(warned(lambda: _dispatch.decide(problem(grad=True), 0, None))) == 1
+    assert len(warned(lambda: _dispatch.decide(problem(dtype, grad=True), 0, None))) == 1
 
 
 def test_tensors_on_the_cpu_are_served_silently(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,10 +735,11 @@ def test_an_old_driver_is_named_with_its_version_and_the_fix(driver: FakeDriver)
     decision = _dispatch.select(problem(), device, None, obstacle)
     assert decision.chosen == "torch"
     assert decision.fallback
-    assert decision.reasons == {"simt": [sentence]}
-    with pytest.raises(archflash.ForcedImplementationError) as caught:
-        _dispatch.select(problem(), device, "simt", obstacle)
-    assert str(caught.value) == f"simt is forced, but {sentence}"
+    assert decision.reasons == {name: [sentence] for name in KERNELS}
+    for name in KERNELS:
+        with pytest.raises(archflash.ForcedImplementationError) as caught:
+            _dispatch.select(problem(), device, name, obstacle)
+        assert str(caught.value) == f"{name} is forced, but {sentence}"
 
 
 def test_an_old_driver_without_a_version_file_is_named_by_its_cuda(driver: FakeDriver) -> None:

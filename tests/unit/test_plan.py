@@ -15,113 +15,94 @@ from typing import Any
 
 import pytest
 import torch
+from plan_cases import (
+    DEVICES,
+    KERNELS,
+    OTHER_DEVICES,
+    call,
+    dtypes_of,
+    packed_call,
+    plan_of,
+    query_rows_of_a_tile,
+    serves,
+)
 
 import archflash
 from archflash import _archflash as native
 from archflash._api import find_device, make_problem
 
-DEVICES = (
-    "A100",
-    "RTX 3090",
-    "A10G",
-    "L4",
-    "L40S",
-    "RTX 4090",
-    "H100",
-    "H200",
-    "B200",
-    "B300",
-    "RTX 5060 laptop",
-    "RTX 5080",
-    "RTX 5090",
-    "RTX PRO 6000",
-    "GB10",
-)
-OTHER_DEVICES = ("T4", "Jetson AGX Orin", "Jetson Thor")
-
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 THREADS_PER_BLOCK = 1024
 PARAMETER_BYTES = 4096
 
-
-def call(
-    dtype: str = "float32",
-    *,
-    b: int = 2,
-    hq: int = 4,
-    hkv: int | None = None,
-    nq: int = 128,
-    nk: int | None = None,
-    d: int = 64,
-    dv: int | None = None,
-    offsets: bool = False,
-    sinks: bool = False,
-    **options: Any,
-) -> native.Problem:
-    """A padded call."""
-    kind: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "meta"}
-    hkv, nk, dv = hkv or hq, nq if nk is None else nk, dv or d
-    if offsets:
-        options["q_offset"] = torch.empty(b, dtype=torch.int32, device="meta")
-    if sinks:
-        options["sinks"] = torch.empty(hq, device="meta")
-    return make_problem(
-        torch.empty(b, hq, nq, d, **kind),
-        torch.empty(b, hkv, nk, d, **kind),
-        torch.empty(b, hkv, nk, dv, **kind),
-        **options,
-    ).as_if_on_cuda()
-
-
-def packed_call(dtype: str = "float32", *, sequences: int = 5, **options: Any) -> native.Problem:
-    """A call of packed sequences."""
-    q = torch.empty(777, 4, 64, dtype=getattr(torch, dtype), device="meta")
-    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
-    return make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, **options).as_if_on_cuda()
-
-
-PROBLEMS: dict[str, Callable[[], native.Problem]] = {
-    **{
-        f"{dtype}-d{d}": lambda dtype=dtype, d=d: call(dtype, d=d)  # type: ignore[misc]
-        for dtype in ("float32", "float16", "bfloat16")
-        for d in (8, 16, 24, 32, 40, 64, 96, 128, 136, 192, 256)
-    },
-    "d192-dv128": lambda: call("bfloat16", d=192, dv=128),
-    "d8-dv256": lambda: call(d=8, dv=256),
-    "full-gpu": lambda: call(b=16, hq=32, nq=2048, d=128),
-    "full-gpu-d256": lambda: call(b=16, hq=32, nq=1024, d=256),
-    "ragged": lambda: call(b=3, hq=5, nq=1023, nk=799),
-    "causal-window-softcap": lambda: call(causal=True, window=(17, 3), softcap=20.0),
-    "gqa-lse-sinks": lambda: call("float16", hq=8, hkv=2, return_lse=True, sinks=True),
-    "decode": lambda: call("float16", b=8, hq=32, hkv=8, nq=1, nk=4096, d=128, causal=True),
-    "decode-offsets": lambda: call(b=8, nq=1, nk=4096, causal=True, offsets=True),
-    "varlen": lambda: packed_call(),
-    "varlen-lse-offsets": lambda: packed_call(
-        "bfloat16",
+# Each takes a dtype.
+HEAD_DIMS: dict[str, Callable[[str], native.Problem]] = {
+    f"d{d}": lambda dtype, d=d: call(dtype, d=d)  # type: ignore[misc]
+    for d in (8, 16, 24, 32, 40, 64, 96, 128, 136, 192, 256)
+}
+FEATURES: dict[str, Callable[[str], native.Problem]] = {
+    "d192-dv128": lambda dtype: call(dtype, d=192, dv=128),
+    "d8-dv256": lambda dtype: call(dtype, d=8, dv=256),
+    "full-gpu": lambda dtype: call(dtype, b=16, hq=32, nq=2048, d=128),
+    "full-gpu-d256": lambda dtype: call(dtype, b=16, hq=32, nq=1024, d=256),
+    "ragged": lambda dtype: call(dtype, b=3, hq=5, nq=1023, nk=799),
+    "causal-window-softcap": lambda dtype: call(dtype, causal=True, window=(17, 3), softcap=20.0),
+    "gqa-lse-sinks": lambda dtype: call(dtype, hq=8, hkv=2, return_lse=True, sinks=True),
+    "decode": lambda dtype: call(dtype, b=8, hq=32, hkv=8, nq=1, nk=4096, d=128, causal=True),
+    "decode-offsets": lambda dtype: call(dtype, b=8, nq=1, nk=4096, causal=True, offsets=True),
+    "varlen": lambda dtype: packed_call(dtype),
+    "varlen-lse-offsets": lambda dtype: packed_call(
+        dtype,
         return_lse=True,
         causal=True,
         q_offset=torch.empty(5, dtype=torch.int32, device="meta"),
         max_seqlen_q=300,
     ),
-    "varlen-many": lambda: packed_call(sequences=70_000),
-    "nk0": lambda: call(nk=0),
-    "nk0-lse": lambda: call(nk=0, return_lse=True),
-    "nq1-nk1": lambda: call(nq=1),
-    "b-times-h-over-65535": lambda: call(b=70_000, hq=16, nq=1, d=32),
+    "varlen-many": lambda dtype: packed_call(dtype, sequences=70_000),
+    "nk0": lambda dtype: call(dtype, nk=0),
+    "nk0-lse": lambda dtype: call(dtype, nk=0, return_lse=True),
+    "nq1-nk1": lambda dtype: call(dtype, nq=1),
+    "b-times-h-over-65535": lambda dtype: call(dtype, b=70_000, hq=16, nq=1, d=32),
 }
 
+# id: (kernel, dtype, what makes the call). Every dtype with every head dim; what does not depend
+# on the dtype with the first and the last.
+PROBLEMS = {
+    f"{kernel}-{dtype}-{name}": (kernel, dtype, make)
+    for kernel in KERNELS
+    for dtype in dtypes_of(kernel)
+    for name, make in (
+        HEAD_DIMS | FEATURES
+        if dtype in (dtypes_of(kernel)[0], dtypes_of(kernel)[-1])
+        else HEAD_DIMS
+    ).items()
+}
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
+every_problem_and_device = pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        pytest.param(name, device, id=f"{name}-{device}")
+        for name, (kernel, _, _) in PROBLEMS.items()
+        for device in DEVICES + OTHER_DEVICES
+        if serves(kernel, device)
+    ],
+)
 
 
 @cache
 def problem_named(name: str) -> native.Problem:
-    return PROBLEMS[name]()
+    _, dtype, make = PROBLEMS[name]
+    return make(dtype)
 
 
-def plan_of(problem: native.Problem, device: str) -> native.LaunchPlan:
-    answer = native.plan("simt", problem, find_device(device))
-    assert isinstance(answer, native.LaunchPlan), answer
-    return answer
+def plan_named(name: str, device: str) -> native.LaunchPlan:
+    return plan_of(problem_named(name), device, PROBLEMS[name][0])
+
+
+def served_by(device: str) -> list[str]:
+    return [name for name, (kernel, _, _) in PROBLEMS.items() if serves(kernel, device)]
 
 
 def operands_of(problem: native.Problem) -> set[str]:
@@ -137,11 +118,11 @@ def operands_of(problem: native.Problem) -> set[str]:
 # --- what a plan launches ---
 
 
-@pytest.mark.parametrize("device", DEVICES + OTHER_DEVICES)
-@every_problem
+@every_problem_and_device
 def test_a_launch_fits_its_device(name: str, device: str) -> None:
     limits = find_device(device)
-    (launch,) = plan_of(problem_named(name), device).to_dict()["launches"]
+    plan = plan_named(name, device)
+    (launch,) = plan.to_dict()["launches"]
     assert 0 <= launch["shared_bytes"] <= limits.shared_per_block
     threads = math.prod(launch["block"])
     assert 0 < threads <= THREADS_PER_BLOCK
@@ -150,16 +131,15 @@ def test_a_launch_fits_its_device(name: str, device: str) -> None:
     assert launch["cluster"] == [1, 1, 1]
     assert 0 < len(launch["params"]) // 2 <= PARAMETER_BYTES
     assert launch["image"] in native.image_names()
+    assert launch["image"].startswith(f"{plan.implementation}/")
+    assert launch["kernel"].startswith(f"{plan.implementation}_attention_fwd_")
 
 
-@pytest.mark.parametrize("device", DEVICES + OTHER_DEVICES)
-@every_problem
+@every_problem_and_device
 def test_the_grid_has_a_block_for_every_row_of_every_head(name: str, device: str) -> None:
     problem = problem_named(name)
-    plan = plan_of(problem, device)
-    match = re.match(r"(\d+) query rows", dict(plan.notes)["tile"])
-    assert match is not None
-    tile = int(match[1])
+    plan = plan_named(name, device)
+    tile = query_rows_of_a_tile(plan)
     tiles = -(-problem.nq // tile)
     # Each packed sequence can end inside a tile, and its length is not known here.
     per_head = tiles + problem.batch if problem.varlen else tiles * problem.batch
@@ -169,7 +149,7 @@ def test_the_grid_has_a_block_for_every_row_of_every_head(name: str, device: str
 @every_problem
 def test_pointer_slots_cover_the_operands_inside_the_parameters(name: str) -> None:
     problem = problem_named(name)
-    (launch,) = plan_of(problem, "A100").to_dict()["launches"]
+    (launch,) = plan_named(name, "A100").to_dict()["launches"]
     params = bytes.fromhex(launch["params"])
     slots = launch["pointers"]
     assert {slot["operand"] for slot in slots} == operands_of(problem)
@@ -181,27 +161,33 @@ def test_pointer_slots_cover_the_operands_inside_the_parameters(name: str) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_planning_twice_gives_the_same_plan(device: str) -> None:
-    for name, make in PROBLEMS.items():
-        again = plan_of(make(), device).to_dict()
-        assert again == plan_of(problem_named(name), device).to_dict()
+    for name in served_by(device):
+        kernel, dtype, make = PROBLEMS[name]
+        again = plan_of(make(dtype), device, kernel).to_dict()
+        assert again == plan_named(name, device).to_dict(), name
 
 
 @pytest.mark.parametrize(
     "problem",
     [
-        pytest.param(lambda: call(nq=0, nk=5), id="no queries"),
-        pytest.param(lambda: call(b=0), id="no batch"),
-        pytest.param(lambda: call(nq=0, nk=0, d=44), id="no queries, odd head dim"),
+        pytest.param(lambda dtype: call(dtype, nq=0, nk=5), id="no queries"),
+        pytest.param(lambda dtype: call(dtype, b=0), id="no batch"),
+        pytest.param(lambda dtype: call(dtype, nq=0, nk=0, d=44), id="no queries, odd head dim"),
     ],
 )
-def test_with_nothing_to_write_nothing_is_launched(problem: Callable[[], native.Problem]) -> None:
-    plan = plan_of(problem(), "H100")
+@every_kernel
+def test_with_nothing_to_write_nothing_is_launched(
+    kernel: str, problem: Callable[[str], native.Problem]
+) -> None:
+    plan = plan_of(problem(dtypes_of(kernel)[0]), "H100", kernel)
     assert plan.to_dict()["launches"] == []
     assert dict(plan.notes)["launches"].startswith("none")
 
 
-def test_a_grid_beyond_cudas_limit_is_refused_with_its_size() -> None:
-    reasons = native.plan("simt", call(b=2**20, hq=2**11, nq=1, d=8), find_device("H200"))
+@every_kernel
+def test_a_grid_beyond_cudas_limit_is_refused_with_its_size(kernel: str) -> None:
+    problem = call(dtypes_of(kernel)[0], b=2**20, hq=2**11, nq=1, d=8)
+    reasons = native.plan(kernel, problem, find_device("H200"))
     assert reasons == [
         "grid of 2147483648 CTAs: CUDA takes up to 2147483647; "
         "split the batch or use implementation='torch'"
@@ -216,13 +202,15 @@ def test_large_tiles_are_for_calls_that_fill_the_gpu() -> None:
     assert not kernel(b=1, hq=2, nq=64).endswith("_large")
 
 
-def test_strides_of_a_packed_buffer_reach_the_parameters() -> None:
-    qkv = torch.empty(2, 100, 3, 4, 64, device="meta")
+@every_kernel
+def test_strides_of_a_packed_buffer_reach_the_parameters(kernel: str) -> None:
+    dtype = getattr(torch, dtypes_of(kernel)[0])
+    qkv = torch.empty(2, 100, 3, 4, 64, dtype=dtype, device="meta")
     q, k, v = (qkv[:, :, i] for i in range(3))
     problem = make_problem(q, k, v, layout="bnhd").as_if_on_cuda()
     expected = {"batch": 100 * 3 * 4 * 64, "head": 64, "row": 3 * 4 * 64}
     assert problem.to_dict()["q"] == problem.to_dict()["v"] == expected
-    params = bytes.fromhex(plan_of(problem, "A100").to_dict()["launches"][0]["params"])
+    params = bytes.fromhex(plan_of(problem, "A100", kernel).to_dict()["launches"][0]["params"])
     for value in expected.values():
         assert params.count(struct.pack("<q", value)) >= 3  # once each for q, k and v
 
@@ -232,8 +220,8 @@ def test_strides_of_a_packed_buffer_reach_the_parameters() -> None:
 
 @pytest.mark.parametrize("device", DEVICES + OTHER_DEVICES)
 def test_plans_survive_json(device: str) -> None:
-    for name in PROBLEMS:
-        plan = plan_of(problem_named(name), device)
+    for name in served_by(device):
+        plan = plan_named(name, device)
         again = native.LaunchPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
         assert again.to_dict() == plan.to_dict()
         assert again.problem == plan.problem
@@ -378,7 +366,7 @@ def bound(plan: native.LaunchPlan, addresses: dict[str, int]) -> bytes:
 
 @every_problem
 def test_binding_patches_exactly_the_listed_slots(name: str) -> None:
-    plan = plan_of(problem_named(name), "L4")
+    plan = plan_named(name, "L4")
     (launch,) = plan.to_dict()["launches"]
     operands = [slot["operand"] for slot in launch["pointers"]]
     addresses = {operand: 0x7F00_0000_0000 + 4096 * i for i, operand in enumerate(operands)}
@@ -424,16 +412,17 @@ loader.exec_module(module)
 """
 
 
-def test_planning_needs_no_torch() -> None:
+@every_kernel
+def test_planning_needs_no_torch(kernel: str) -> None:
     problem = call("bfloat16", hq=8, hkv=2, causal=True)
     code = LOAD_WITHOUT_TORCH + (
         f"problem = module.Problem.from_dict(json.loads({json.dumps(problem.to_dict())!r}))\n"
         "device = module.find_known_device('B200').device\n"
-        "print(json.dumps(module.plan('simt', problem, device).to_dict()))\n"
+        f"print(json.dumps(module.plan({kernel!r}, problem, device).to_dict()))\n"
     )
     done = run_isolated(code)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == plan_of(problem, "B200").to_dict()
+    assert json.loads(done.stdout) == plan_of(problem, "B200", kernel).to_dict()
 
 
 def test_a_parameter_block_larger_than_cudas_is_refused_not_overrun() -> None:
@@ -452,13 +441,14 @@ def test_a_parameter_block_larger_than_cudas_is_refused_not_overrun() -> None:
     assert str(PARAMETER_BYTES) in done.stdout
 
 
-def test_a_problem_that_cannot_be_is_refused_not_planned() -> None:
+@every_kernel
+def test_a_problem_that_cannot_be_is_refused_not_planned(kernel: str) -> None:
     """In a process of its own: dividing by no heads would end it."""
-    fields = call().to_dict() | {"heads_kv": 0}
+    fields = call(dtypes_of(kernel)[0]).to_dict() | {"heads_kv": 0}
     code = LOAD_WITHOUT_TORCH + (
         "try:\n"
         f"    problem = module.Problem.from_dict(json.loads({json.dumps(fields)!r}))\n"
-        "    print(module.plan('simt', problem, module.find_known_device('A100').device))\n"
+        f"    print(module.plan({kernel!r}, problem, module.find_known_device('A100').device))\n"
         "except ValueError as error:\n"
         "    print('refused:', error)\n"
     )

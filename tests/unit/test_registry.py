@@ -33,7 +33,7 @@ def loads_on(target: str) -> tuple[str, str | None]:
 
 def test_implementations_are_listed_best_first_and_torch_last() -> None:
     listed = [row.name for row in archflash.implementations()]
-    assert listed == ["simt", "torch"]
+    assert listed == ["ampere", "simt", "torch"]
     assert listed == list(_registry.names())
     assert set(KERNELS) == set(native.folder_names())
 
@@ -47,6 +47,23 @@ def test_capability_ranges_follow_from_what_was_built(name: str) -> None:
 
 def test_simt_is_built_for_the_targets_of_the_design() -> None:
     assert facts("simt").compiled == ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_75")
+
+
+def test_ampere_is_built_for_the_targets_of_the_design() -> None:
+    row = facts("ampere")
+    assert row.compiled == ("sm_80", "sm_90", "sm_100", "sm_120", "compute_80")
+    assert row.capabilities == (
+        ("8.0", "8.9", "sm_80"),
+        ("9.0", "9.9", "sm_90"),
+        ("10.0", "10.9", "sm_100"),
+        ("12.0", "12.9", "sm_120"),
+        ("8.0", None, "compute_80"),
+    )
+    assert row.dtypes == ("float16", "bfloat16")
+
+
+def test_only_simt_leaves_the_tensor_cores_unused() -> None:
+    assert set(KERNELS) & _registry.WITHOUT_TENSOR_CORES == {"simt"}
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -69,15 +86,17 @@ def test_what_a_folder_says_of_itself_is_what_is_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_simt_takes_exactly_the_dtypes_that_it_states(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_takes_exactly_the_dtypes_that_it_states(name: str, dtype: torch.dtype) -> None:
+    home = native.describe(name).home_device
     q = torch.empty(1, 2, 16, 64, dtype=dtype, device="meta")
     given = str(dtype).removeprefix("torch.")
-    if given in facts("simt").dtypes:
-        chosen = archflash.explain(q, q, q, device="A100", implementation="simt").chosen
-        assert chosen == "simt"
+    if given in facts(name).dtypes:
+        chosen = archflash.explain(q, q, q, device=home, implementation=name).chosen
+        assert chosen == name
     else:
         with pytest.raises(archflash.ForcedImplementationError, match=f"dtype {given}"):
-            archflash.explain(q, q, q, device="A100", implementation="simt")
+            archflash.explain(q, q, q, device=home, implementation=name)
 
 
 def test_the_row_of_torch_says_where_it_runs() -> None:

@@ -9,11 +9,17 @@ namespace archflash::ptx {
 // cp.async.cg: PTX ISA, "Data Movement and Conversion Instructions: cp.async" (sm_80 and up; L2
 // only, past L1). Copies the first `source_bytes` (0 to 16) of 16 and fills the rest with zeros.
 // volatile and "memory": it writes shared memory behind the compiler's back.
-__device__ __forceinline__ void cp_async_cg_16(void* dst_smem, const void* src_gmem,
+__device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* src_gmem,
                                                uint32_t source_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(dst_smem))),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_smem),
                "l"(__cvta_generic_to_global(src_gmem)), "r"(source_bytes)
+               : "memory");
+}
+
+// The same with all 16 bytes read, into shared memory at a 32-bit address.
+__device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* src_gmem) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst_smem),
+               "l"(__cvta_generic_to_global(src_gmem))
                : "memory");
 }
 
@@ -29,7 +35,8 @@ __device__ __forceinline__ void cp_async_wait_all() {
 __device__ __forceinline__ void copy_16_bytes_async(void* dst_smem, const void* src_gmem,
                                                     bool valid) {
 #if __CUDA_ARCH__ >= 800
-  cp_async_cg_16(dst_smem, src_gmem, valid ? 16 : 0);
+  cp_async_cg_16(static_cast<uint32_t>(__cvta_generic_to_shared(dst_smem)), src_gmem,
+                 valid ? 16 : 0);
 #else
   uint4 data = make_uint4(0, 0, 0, 0);
   if (valid) data = __ldg(static_cast<const uint4*>(src_gmem));

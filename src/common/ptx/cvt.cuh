@@ -1,7 +1,9 @@
-// Conversions between float and the 16 bits of an IEEE half, one instruction each, on every target.
+// Conversions between float and 16-bit floating point, one instruction each.
 #pragma once
 
 #include <cstdint>
+
+#include "common/problem.h"
 
 namespace archflash::ptx {
 
@@ -17,6 +19,20 @@ __device__ __forceinline__ uint16_t cvt_rn_f16_f32(float x) {
   uint16_t half_bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half_bits) : "f"(x));
   return half_bits;
+}
+
+// cvt.rn.{f16x2,bf16x2}.f32 (sm_80 and up): two floats to the halves of one register, to nearest
+// even.
+template <DType DTYPE>
+__device__ __forceinline__ uint32_t cvt_rn_x2_f32(float low, float high) {
+  static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "16-bit outputs only");
+  uint32_t pair;
+  if constexpr (DTYPE == DType::F16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
 }
 
 }  // namespace archflash::ptx

@@ -1,0 +1,190 @@
+// The moving parts of the ampere kernel: loads into swizzled shared memory, the lane maps of
+// ldmatrix and mma.sync, and the two products.
+#pragma once
+
+#include <cstdint>
+
+#include "ampere/config.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mma_sync.cuh"
+#include "common/ptx/special_registers.cuh"
+
+namespace archflash::ampere {
+
+// Which chunks of a tile a thread copies: one chunk of each group, every ROWS_PER_STEP-th row. The
+// swizzle of all its rows is the same.
+template <class C, class Tile>
+struct CopyLane {
+  static constexpr int ROWS_PER_STEP = C::THREADS / Tile::GROUP;
+  static constexpr int GROUPS = Tile::CHUNKS / Tile::GROUP;
+  static constexpr int GROUP_COLUMNS = Tile::GROUP * 8;
+  static_assert(ROWS_PER_STEP % 8 == 0, "the swizzle must be the same in every step");
+
+  int row, column;  // of the first chunk
+  uint32_t offset;  // its place in the tile, in bytes
+
+  __device__ __forceinline__ CopyLane() {
+    const int thread = ptx::mov_tid_x_volatile();
+    const int chunk = thread % Tile::GROUP;
+    row = thread / Tile::GROUP;
+    column = chunk * 8;
+    offset = Tile::offset(row, chunk);
+  }
+};
+
+// Starts the copy of rows [0, ROWS) of `rows_gmem`; columns from `columns` on are left alone.
+template <class C, class Tile, int ROWS>
+__device__ __forceinline__ void start_load(uint32_t tile_smem, const uint16_t* rows_gmem,
+                                           int64_t row_stride, int columns) {
+  using Lane = CopyLane<C, Tile>;
+  static_assert(ROWS % Lane::ROWS_PER_STEP == 0, "threads must tile the rows");
+  const Lane lane;
+  const uint16_t* source = rows_gmem + lane.row * row_stride + lane.column;
+  const uint32_t target = tile_smem + lane.offset;
+#pragma unroll
+  for (int row = 0; row < ROWS; row += Lane::ROWS_PER_STEP) {
+#pragma unroll
+    for (int group = 0; group < Lane::GROUPS; ++group) {
+      if (lane.column + group * Lane::GROUP_COLUMNS < columns) {
+        ptx::cp_async_cg_16(target + row * Tile::ROW_BYTES + group * Tile::GROUP * 16,
+                            source + group * Lane::GROUP_COLUMNS);
+      }
+    }
+    source += Lane::ROWS_PER_STEP * row_stride;
+  }
+}
+
+// The same where the tile ends before ROWS: rows from `valid_rows` on become zeros, so that what
+// lies beyond a sequence's end in memory never matters.
+template <class C, class Tile, int ROWS>
+__device__ __forceinline__ void start_ragged_load(uint32_t tile_smem, const uint16_t* rows_gmem,
+                                                  int64_t row_stride, int valid_rows, int columns) {
+  using Lane = CopyLane<C, Tile>;
+  const Lane lane;
+  const uint16_t* source = rows_gmem + lane.row * row_stride + lane.column;
+  const uint32_t target = tile_smem + lane.offset;
+#pragma unroll 1
+  for (int row = 0; row < ROWS; row += Lane::ROWS_PER_STEP) {
+    const bool valid = lane.row + row < valid_rows;
+#pragma unroll
+    for (int group = 0; group < Lane::GROUPS; ++group) {
+      if (lane.column + group * Lane::GROUP_COLUMNS < columns) {
+        ptx::cp_async_cg_16(target + row * Tile::ROW_BYTES + group * Tile::GROUP * 16,
+                            valid ? source + group * Lane::GROUP_COLUMNS : rows_gmem,
+                            valid ? 16 : 0);
+      }
+    }
+    source += Lane::ROWS_PER_STEP * row_stride;
+  }
+}
+
+// Zeros in the columns that no load writes: Q and K are multiplied over all of HEAD_DIM.
+template <class C, class Tile>
+__device__ __forceinline__ void clear_columns(unsigned char* tile_smem, int rows, int columns) {
+  if (columns >= Tile::COLUMNS) return;
+  using Lane = CopyLane<C, Tile>;
+  const Lane lane;
+  for (int row = 0; lane.row + row < rows; row += Lane::ROWS_PER_STEP) {
+#pragma unroll
+    for (int group = 0; group < Lane::GROUPS; ++group) {
+      if (lane.column + group * Lane::GROUP_COLUMNS >= columns) {
+        *reinterpret_cast<uint4*>(tile_smem + lane.offset + row * Tile::ROW_BYTES +
+                                  group * Tile::GROUP * 16) = make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+}
+
+// Byte offsets, in a tile, of the 16-byte row that this lane names to ldmatrix.x4. Its four
+// matrices are the quarters of a 16x16 square, in one of two orders.
+//   rows first:    rows 0-7, rows 8-15 of columns 0-7, then of columns 8-15. Of Q this is the
+//                  fragment a of mma.sync; transposed, of V, it is b of two neighbouring column
+//                  tiles.
+//   columns first: columns 0-7, 8-15 of rows 0-7, then of rows 8-15. Of K (a row is a key) this is
+//                  b of two neighbouring key tiles.
+template <class Tile>
+__device__ __forceinline__ uint32_t rows_first_offset(int lane) {
+  return Tile::offset(lane % 16, lane / 16);
+}
+template <class Tile>
+__device__ __forceinline__ uint32_t columns_first_offset(int lane) {
+  return Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// Q fragments of 16 columns.
+template <class C>
+__device__ __forceinline__ void load_q(uint32_t (&q_rmem)[C::M_TILES][4],
+                                       uint32_t q_smem /* this lane's row */, int column) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+    ptx::ldmatrix_x4(q_rmem[m],
+                     C::QKTile::advance(q_smem, column / 8) + m * 16 * C::QKTile::ROW_BYTES);
+  }
+}
+
+// S = Q K^T for STEP_KEYS keys. Lane l holds rows l/4 and l/4 + 8 of each row tile, of key tile n
+// the keys 8n + 2*(l%4) and the next one.
+template <class C>
+__device__ __forceinline__ void multiply_qk(
+    float (&s_rmem)[C::M_TILES][C::STEP_KEYS / 8][4],
+    const uint32_t (&all_q_rmem)[C::Q_IN_REGISTERS ? C::HEAD_DIM / 16 : 1][C::M_TILES][4],
+    uint32_t q_smem /* this lane's row */, uint32_t k_smem /* this lane's row */) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int column = 0; column < C::HEAD_DIM; column += 16) {
+    uint32_t q_rmem[C::M_TILES][4];
+    if constexpr (C::Q_IN_REGISTERS) {
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q_rmem[m][i] = all_q_rmem[column / 16][m][i];
+      }
+    } else {
+      load_q<C>(q_rmem, q_smem, column);
+    }
+#pragma unroll
+    for (int n = 0; n < C::STEP_KEYS / 8; n += 2) {
+      uint32_t k_rmem[4];
+      ptx::ldmatrix_x4(k_rmem,
+                       C::QKTile::advance(k_smem, column / 8) + n * 8 * C::QKTile::ROW_BYTES);
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+        ptx::mma_m16n8k16<C::DTYPE>(s_rmem[m][n], q_rmem[m], k_rmem[0], k_rmem[1]);
+        ptx::mma_m16n8k16<C::DTYPE>(s_rmem[m][n + 1], q_rmem[m], k_rmem[2], k_rmem[3]);
+      }
+    }
+  }
+}
+
+// O += P V for STEP_KEYS keys. The fragments d of Q K^T of two neighbouring key tiles are, as pairs
+// of 16-bit values, the fragment a of P V.
+template <class C>
+__device__ __forceinline__ void multiply_pv(
+    float (&o_rmem)[C::M_TILES][C::HEAD_DIM_V / 8][4],
+    const uint32_t (&p_rmem)[C::M_TILES][C::STEP_KEYS / 16][4],
+    uint32_t v_smem /* this lane's row */) {
+#pragma unroll
+  for (int key = 0; key < C::STEP_KEYS; key += 16) {
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+      uint32_t v_rmem[4];
+      ptx::ldmatrix_x4_trans(v_rmem, C::VTile::advance(v_smem, n) + key * C::VTile::ROW_BYTES);
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+        ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n], p_rmem[m][key / 16], v_rmem[0], v_rmem[1]);
+        ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n + 1], p_rmem[m][key / 16], v_rmem[2], v_rmem[3]);
+      }
+    }
+  }
+}
+
+}  // namespace archflash::ampere

@@ -1,0 +1,204 @@
+#include "common/core_set.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+namespace archflash::core {
+namespace {
+
+constexpr int64_t HEAD_DIM_STEP = 8;
+constexpr int64_t HEAD_DIM_LIMIT = 256;
+constexpr int64_t ROW_BYTES = 16;                   // rows are read and written 16 bytes at a time
+constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit inside the kernel
+// UNBOUNDED inside the kernel: beyond every position there can be, and sums of two cannot overflow.
+constexpr int64_t POSITION_LIMIT = int64_t{1} << 60;
+constexpr int64_t RESERVED_SHARED_BYTES = 1024;  // CUDA: taken from the SM by each CTA, from 8.0 on
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+std::string str(int64_t x) { return std::to_string(x); }
+
+// "float32, float16 and bfloat16"
+std::string names(std::initializer_list<DType> dtypes) {
+  std::string text;
+  for (auto dtype = dtypes.begin(); dtype != dtypes.end(); ++dtype) {
+    if (dtype != dtypes.begin()) text += dtype + 1 == dtypes.end() ? " and " : ", ";
+    text += dtype_name(*dtype);
+  }
+  return text;
+}
+
+// Collects the reasons of one implementation: each ends with the way out that always works.
+struct Refusals {
+  const Problem& problem;
+  const std::string& implementation;
+  Reasons reasons;
+
+  void add(const std::string& given, const std::string& allowed_and_what_to_do) {
+    reasons.push_back(given + ": " + implementation + " " + allowed_and_what_to_do + USE_TORCH);
+  }
+
+  void head_dim(const std::string& name, int64_t head_dim, const std::string& tensors) {
+    if (head_dim % HEAD_DIM_STEP != 0 || head_dim < HEAD_DIM_STEP)
+      add(name + " " + str(head_dim), "takes multiples of 8 up to 256; pad " + tensors + ",");
+    else if (head_dim > HEAD_DIM_LIMIT)
+      add(name + " " + str(head_dim), "takes multiples of 8 up to 256; split the heads");
+  }
+
+  void layout(const std::string& name, const Strides& strides, int32_t unit, int32_t align) {
+    if (unit != 1) {
+      add(name + " has a strided last dimension",
+          "reads and writes contiguous rows; make " + name + " contiguous");
+      return;
+    }
+    if (align < ROW_BYTES) {
+      add(name + " starts at an address that is a multiple of " + str(align) + " bytes",
+          "needs 16; copy " + name);
+    }
+    const std::pair<const char*, int64_t> named_strides[] = {
+        {"batch", strides.batch}, {"head", strides.head}, {"row", strides.row}};
+    for (const auto& [dimension, stride] : named_strides) {
+      const int64_t bytes = stride * dtype_bytes(problem.dtype);
+      if (bytes % ROW_BYTES == 0) continue;
+      add(name + " has a " + dimension + " stride of " + str(bytes) + " bytes",
+          "needs multiples of 16; make " + name + " contiguous or pad its rows,");
+    }
+  }
+};
+
+// Whether softcap is a normal float and scale / softcap at least a finite one.
+bool fits_float(double softcap, double quotient) {
+  const float cap = static_cast<float>(softcap);
+  return std::isnormal(cap) && std::isfinite(static_cast<float>(quotient));
+}
+
+// The score as the kernel takes it: see AttentionParams. An exponent scale must be positive and
+// normal, or -inf would meet 0.
+void set_scale(const Problem& problem, AttentionParams& params) {
+  constexpr double LOG2_E = 1.4426950408889634;
+  params.exp2_scale = static_cast<float>(problem.scale * LOG2_E);
+  if (problem.softcap == 0 && params.exp2_scale >= std::numeric_limits<float>::min()) return;
+  params.transform_scores = 1;
+  params.exp2_scale = static_cast<float>(LOG2_E);
+  params.softcap = static_cast<float>(problem.softcap);
+  params.tanh_scale =
+      static_cast<float>(problem.softcap == 0 ? problem.scale : problem.scale / problem.softcap);
+}
+
+}  // namespace
+
+Reasons why_not(const Problem& problem, const std::string& implementation,
+                std::initializer_list<DType> dtypes) {
+  Refusals refuse{problem, implementation, {}};
+  if (std::find(dtypes.begin(), dtypes.end(), problem.dtype) == dtypes.end())
+    refuse.add(std::string("dtype ") + dtype_name(problem.dtype),
+               "takes " + names(dtypes) + "; convert q, k and v");
+  if (problem.out_dtype != problem.dtype) {
+    refuse.add(std::string("out_dtype ") + dtype_name(problem.out_dtype) + " with " +
+                   dtype_name(problem.dtype) + " inputs",
+               "writes the type of its inputs; leave out_dtype out");
+  }
+  refuse.head_dim("head_dim", problem.d, "q and k");
+  refuse.head_dim("value head_dim", problem.dv, "v");
+  refuse.layout("q", problem.q, problem.q_unit, problem.q_align);
+  if (problem.nk > 0) {  // an empty k or v is never read
+    refuse.layout("k", problem.k, problem.k_unit, problem.k_align);
+    refuse.layout("v", problem.v, problem.v_unit, problem.v_align);
+  }
+  refuse.layout("out", problem.out, problem.out_unit, problem.out_align);
+  if (problem.mask != 0)
+    refuse.add("attn_mask", "has causal and window masks only; drop attn_mask");
+  if (problem.descale != 0) refuse.add("descales", "takes no fp8 inputs; drop the descales");
+  if (problem.needs_grad) {
+    refuse.add("no backward",
+               "computes the forward only and a tensor of the call needs a gradient; call it under "
+               "torch.no_grad()");
+  }
+  if (problem.softcap != 0 && !fits_float(problem.softcap, problem.scale / problem.softcap)) {
+    refuse.add("softcap " + std::to_string(problem.softcap) + " with this scale",
+               "computes in fp32, where one of the two or their quotient has no normal value; "
+               "choose a softcap nearer to 1,");
+  }
+  if (problem.nq >= LENGTH_LIMIT || problem.nk >= LENGTH_LIMIT) {
+    refuse.add("lengths " + str(problem.nq) + " and " + str(problem.nk),
+               "takes fewer than 2^30 rows; split the call");
+  }
+  return refuse.reasons;
+}
+
+bool nothing_to_write(const Problem& problem) {
+  const bool no_rows = problem.batch * problem.heads_q * problem.nq == 0;
+  const bool nothing = no_rows || (problem.dv == 0 && !problem.want_lse);
+  return nothing && problem.mask == 0 && !problem.needs_grad;
+}
+
+AttentionParams params(const Problem& problem) {
+  AttentionParams params;
+  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
+  params.q_batch = problem.q.batch, params.q_head = problem.q.head, params.q_row = problem.q.row;
+  params.k_batch = problem.k.batch, params.k_head = problem.k.head, params.k_row = problem.k.row;
+  params.v_batch = problem.v.batch, params.v_head = problem.v.head, params.v_row = problem.v.row;
+  params.out_batch = problem.out.batch, params.out_head = problem.out.head,
+  params.out_row = problem.out.row;
+  params.lse_head = problem.nq;
+  params.lse_batch = problem.varlen ? 0 : problem.heads_q * problem.nq;
+  params.q_offset = problem.q_offset;
+  params.window_left = std::min(problem.window_left, POSITION_LIMIT);
+  params.window_right = std::min(problem.window_right, POSITION_LIMIT);
+  params.batch = static_cast<int32_t>(problem.batch);
+  params.heads_q = static_cast<int32_t>(problem.heads_q);
+  params.heads_per_kv = static_cast<int32_t>(problem.heads_q / problem.heads_kv);
+  params.nq = static_cast<int32_t>(problem.nq);
+  params.nk = static_cast<int32_t>(problem.nk);
+  params.d = static_cast<int32_t>(problem.d);
+  params.dv = static_cast<int32_t>(problem.dv);
+  params.offset_mode = problem.q_offset_tensor    ? OffsetMode::PerBatch
+                       : problem.q_offset_default ? OffsetMode::KeysMinusQueries
+                                                  : OffsetMode::Value;
+  params.sinks_dtype = problem.sinks == 0 ? 0 : problem.sinks - 1;
+  params.heads_per_group = static_cast<int32_t>(problem.batch * problem.heads_q);
+  set_scale(problem, params);
+  return params;
+}
+
+std::vector<PointerSlot> pointers(const Problem& problem) {
+  using P = AttentionParams;
+  const auto slot = [](Operand operand, size_t offset) {
+    return PointerSlot{operand, static_cast<int32_t>(offset), 0};
+  };
+  std::vector<PointerSlot> slots = {
+      slot(Operand::Q, offsetof(P, q_gmem)), slot(Operand::K, offsetof(P, k_gmem)),
+      slot(Operand::V, offsetof(P, v_gmem)), slot(Operand::Out, offsetof(P, out_gmem))};
+  if (problem.want_lse) slots.push_back(slot(Operand::Lse, offsetof(P, lse_gmem)));
+  if (problem.sinks) slots.push_back(slot(Operand::Sinks, offsetof(P, sinks_gmem)));
+  if (problem.varlen) {
+    slots.push_back(slot(Operand::CuSeqlensQ, offsetof(P, cu_seqlens_q_gmem)));
+    slots.push_back(slot(Operand::CuSeqlensK, offsetof(P, cu_seqlens_k_gmem)));
+  }
+  if (problem.q_offset_tensor) slots.push_back(slot(Operand::QOffset, offsetof(P, q_offsets_gmem)));
+  return slots;
+}
+
+int64_t row_tiles(const Problem& problem, int block_q) {
+  const int64_t tiles = ceil_div(problem.nq, block_q);
+  return problem.varlen ? tiles + problem.batch : tiles * problem.batch;
+}
+
+int64_t rows_per_sequence(const Problem& problem) {
+  return problem.varlen ? problem.nq / problem.batch : problem.nq;
+}
+
+int64_t resident_ctas(const Device& device, int64_t shared_bytes, int64_t by_registers) {
+  const int64_t by_shared = device.shared_per_sm / (shared_bytes + RESERVED_SHARED_BYTES);
+  return std::clamp<int64_t>(by_shared, 1, by_registers);
+}
+
+std::string grid_too_large(int64_t ctas) {
+  return "grid of " + str(ctas) + " CTAs: CUDA takes up to " + str(GRID_LIMIT) +
+         "; split the batch" + USE_TORCH;
+}
+
+}  // namespace archflash::core

@@ -1,0 +1,123 @@
+// What every kernel of the core set does around its products: which rows and keys a CTA computes,
+// where they lie, and how a finished row becomes output and LSE.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_params.h"
+#include "common/math/bfloat16.cuh"
+#include "common/math/varlen_tiles.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/problem.h"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ex2.cuh"
+
+namespace archflash::math {
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+
+// What a CTA computes. Rows and keys are counted from the sequence's first.
+struct Work {
+  int batch_head;  // batch * heads_q + head: one register for both
+  int first_row;   // of the sequence; negative: nothing to do
+  int nq, nk;      // of the sequence
+};
+
+// Rows before a sequence in a packed tensor of `rows` rows; 0 without cu_seqlens. Offsets outside
+// the tensor are the caller's error: clamping keeps every access inside it.
+__device__ __forceinline__ int sequence_start(const int* cu_seqlens_gmem, int sequence, int rows) {
+  return cu_seqlens_gmem == nullptr ? 0 : min(max(cu_seqlens_gmem[sequence], 0), rows);
+}
+
+// CTA index -> (row tile, head, batch). Row tiles go from the last to the first: under a causal
+// mask the last is the longest.
+template <int BLOCK_Q>
+__device__ __forceinline__ Work find_work(const AttentionParams& params, int index) {
+  Work work{};
+  int tile_from_last;
+  if (params.cu_seqlens_q_gmem == nullptr) {
+    work.nq = params.nq;
+    work.nk = params.nk;
+    const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;
+    const int group = index / (params.heads_per_group * tiles);
+    const int first_head = group * params.heads_per_group;
+    const int heads = min(params.heads_per_group, params.batch * params.heads_q - first_head);
+    index -= first_head * tiles;
+    tile_from_last = index / heads;
+    work.batch_head = first_head + index % heads;
+  } else {
+    const int* cu_q = params.cu_seqlens_q_gmem;
+    const int* cu_k = params.cu_seqlens_k_gmem;
+    const int tile = index / params.heads_q;
+    const int batch = find_varlen_sequence(cu_q, params.batch, BLOCK_Q, tile);
+    work.first_row = -1;
+    if (batch < 0) return work;
+    tile_from_last = tile - varlen_tile_start(cu_q, batch, BLOCK_Q);
+    work.batch_head = batch * params.heads_q + index % params.heads_q;
+    work.nq =
+        max(sequence_start(cu_q, batch + 1, params.nq) - sequence_start(cu_q, batch, params.nq), 0);
+    work.nk =
+        max(sequence_start(cu_k, batch + 1, params.nk) - sequence_start(cu_k, batch, params.nk), 0);
+  }
+  const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;
+  // Negative for a surplus tile of a sequence that is shorter than its share of the grid.
+  work.first_row = (tiles - 1 - tile_from_last) * BLOCK_Q;
+  return work;
+}
+
+// Where a CTA's tensors start, in elements.
+struct Offsets {
+  int64_t q;     // of its first row
+  int64_t k, v;  // of its sequence's first key
+};
+
+__device__ __forceinline__ Offsets find_offsets(const AttentionParams& params, const Work& work) {
+  const int batch = work.batch_head / params.heads_q;
+  const int head = work.batch_head % params.heads_q;
+  const int kv_head = head / params.heads_per_kv;
+  const int64_t q_row = sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + work.first_row;
+  const int64_t k_row = sequence_start(params.cu_seqlens_k_gmem, batch, params.nk);
+  return {batch * params.q_batch + head * params.q_head + q_row * params.q_row,
+          batch * params.k_batch + kv_head * params.k_head + k_row * params.k_row,
+          batch * params.v_batch + kv_head * params.v_head + k_row * params.v_row};
+}
+
+__device__ __forceinline__ VisibleKeys find_visible_keys(const AttentionParams& params,
+                                                         const Work& work) {
+  int64_t q_offset = params.q_offset;
+  if (params.offset_mode == OffsetMode::KeysMinusQueries) q_offset = work.nk - work.nq;
+  if (params.offset_mode == OffsetMode::PerBatch)
+    q_offset = params.q_offsets_gmem[work.batch_head / params.heads_q];
+  return visible_keys(work.nq, work.nk, q_offset, params.window_left, params.window_right);
+}
+
+// The attention sink of a head, in natural logarithms: one more logit in the denominator.
+__device__ __forceinline__ float load_sink(const AttentionParams& params, int head) {
+  if (params.sinks_gmem == nullptr) return MINUS_INFINITY;
+  const DType dtype = static_cast<DType>(params.sinks_dtype);
+  if (dtype == DType::F32) return static_cast<const float*>(params.sinks_gmem)[head];
+  const uint16_t bits = static_cast<const uint16_t*>(params.sinks_gmem)[head];
+  return dtype == DType::F16 ? ptx::cvt_f32_f16(bits)
+                             : __uint_as_float(float_bits_of_bfloat16(bits));
+}
+
+// What ends a row: out = (sum of p * v) * factor.
+struct RowEnd {
+  float factor;
+  float lse;
+};
+
+// keys_sum: the sum of exp(score - keys_max) over the keys that the row sees, 0 if it sees none.
+// keys_max in natural logarithms, -inf if it sees none.
+__device__ __forceinline__ RowEnd finish_row(float keys_max, float keys_sum, float sink) {
+  const float max = fmaxf(keys_max, sink);
+  const float base = max == MINUS_INFINITY ? 0.0f : max;
+  const float correction = ptx::ex2_approx_ftz((keys_max - base) * LOG2_E);
+  const float sum = fmaf(keys_sum, correction, ptx::ex2_approx_ftz((sink - base) * LOG2_E));
+  // No key: factor 0. Neither key nor sink: the LSE is -inf + -inf.
+  return {keys_sum != 0.0f ? correction / sum : 0.0f, max + logf(sum)};
+}
+
+}  // namespace archflash::math

@@ -1,0 +1,33 @@
+// Matrix products of one warp, all operands in registers.
+#pragma once
+
+#include <cstdint>
+
+#include "common/problem.h"
+
+namespace archflash::ptx {
+
+// mma.sync.aligned.m16n8k16.row.col.f32.{f16,bf16}.{f16,bf16}.f32: PTX ISA, "Warp Level Matrix
+// Instructions: mma" (sm_80 and up). d += a b. With g = lane/4 and t = lane%4:
+//   a[0], a[1]: rows g and g+8, columns 2t, 2t+1;  a[2], a[3]: the same rows, columns 2t+8, 2t+9
+//   b0, b1:     column g, rows 2t, 2t+1 and 2t+8, 2t+9
+//   d[0..1]:    row g, columns 2t, 2t+1;           d[2..3]: row g+8, the same columns
+// Not volatile: a pure function of its operands.
+template <DType DTYPE>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "16-bit inputs only");
+  if constexpr (DTYPE == DType::F16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+}  // namespace archflash::ptx

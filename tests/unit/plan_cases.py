@@ -1,0 +1,98 @@
+"""What the tests of plans share: calls as if on a GPU, the devices, who serves where."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from archflash import _archflash as native
+from archflash import _registry
+from archflash._api import find_device, make_problem
+
+KERNELS = _registry.kernel_names()
+DEVICES = (
+    "A100",
+    "RTX 3090",
+    "A10G",
+    "L4",
+    "L40S",
+    "RTX 4090",
+    "H100",
+    "H200",
+    "B200",
+    "B300",
+    "RTX 5060 laptop",
+    "RTX 5080",
+    "RTX 5090",
+    "RTX PRO 6000",
+    "GB10",
+)
+OTHER_DEVICES = ("T4", "Jetson AGX Orin", "Jetson Thor")
+
+
+def call(
+    dtype: str = "float32",
+    *,
+    b: int = 2,
+    hq: int = 4,
+    hkv: int | None = None,
+    nq: int = 128,
+    nk: int | None = None,
+    d: int = 64,
+    dv: int | None = None,
+    offsets: bool = False,
+    sinks: bool = False,
+    **options: Any,
+) -> native.Problem:
+    """A padded call."""
+    kind: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "meta"}
+    hkv, nk, dv = hkv or hq, nq if nk is None else nk, dv or d
+    if offsets:
+        options["q_offset"] = torch.empty(b, dtype=torch.int32, device="meta")
+    if sinks:
+        options["sinks"] = torch.empty(hq, device="meta")
+    return make_problem(
+        torch.empty(b, hq, nq, d, **kind),
+        torch.empty(b, hkv, nk, d, **kind),
+        torch.empty(b, hkv, nk, dv, **kind),
+        **options,
+    ).as_if_on_cuda()
+
+
+def packed_call(
+    dtype: str = "float32", *, rows: int = 777, sequences: int = 5, **options: Any
+) -> native.Problem:
+    """A call of packed sequences."""
+    q = torch.empty(rows, 4, 64, dtype=getattr(torch, dtype), device="meta")
+    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    return make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, **options).as_if_on_cuda()
+
+
+def dtypes_of(kernel: str) -> tuple[str, ...]:
+    return tuple(native.describe(kernel).dtypes)
+
+
+def serves(kernel: str, device: str) -> bool:
+    """Whether the kernel is built for code that the device can run."""
+    major, minor = find_device(device).capability
+    return any(t.first <= 10 * major + minor <= t.last for t in native.targets(kernel))
+
+
+def plan_of(problem: native.Problem, device: str, kernel: str = "simt") -> native.LaunchPlan:
+    answer = native.plan(kernel, problem, find_device(device))
+    assert isinstance(answer, native.LaunchPlan), answer
+    return answer
+
+
+def query_rows_of_a_tile(plan: native.LaunchPlan) -> int:
+    match = re.match(r"(\d+) query rows", dict(plan.notes)["tile"])
+    assert match is not None
+    return int(match[1])
+
+
+def ctas_per_sm(plan: native.LaunchPlan) -> int:
+    match = re.search(r"(\d+) per SM", dict(plan.notes)["CTAs"])
+    assert match is not None
+    return int(match[1])
