@@ -218,11 +218,21 @@ uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes,
   const uint32_t columns = BANKS * BANK_BYTES / unit;
   uint32_t total = 0;
   ideal = 0;
+  const auto log2 = static_cast<uint32_t>(std::countr_zero(unit));
   for (uint32_t first = 0; first < LANES; first += lanes_at_once) {
     uint32_t part = mask >> first;
     if (lanes_at_once < LANES) part &= (1u << lanes_at_once) - 1;
     if (part == 0) continue;
     ++ideal;
+    uint32_t columns_used = 0;
+    for (uint32_t rest = part; rest != 0; rest &= rest - 1) {
+      const uint32_t at = offsets[first + static_cast<uint32_t>(std::countr_zero(rest))] >> log2;
+      columns_used |= 1u << (at & (columns - 1));
+    }
+    if (columns_used == part || std::popcount(columns_used) == std::popcount(part)) {
+      ++total;  // no two lanes meet in a bank
+      continue;
+    }
     // Rows that each column of banks has been asked for.
     uint32_t seen[LANES], seen_column[LANES];
     int seen_count = 0;
@@ -253,12 +263,51 @@ uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes,
   return total;
 }
 
+// The common case of `locate`, for lanes that are all in order; false: look at each by itself.
+bool locate_shared_at_once(Warp& warp, uint32_t mask, const uint32_t* base, uint32_t offset,
+                           uint32_t bytes, Access access, Located& located) {
+  Cta& cta = warp.cta();
+  if (cta.races() != nullptr && access != Access::Write && access != Access::Copy) return false;
+  if (bytes > cta.shared_bytes()) return false;
+  const auto highest = static_cast<uint32_t>(cta.shared_bytes() - bytes);
+  uint32_t addresses[LANES];
+  uint32_t wrong = 0;
+  for (int lane = 0; lane < LANES; ++lane) {
+    addresses[lane] = base[lane] + offset;
+    const uint32_t bad =
+        (addresses[lane] - SHARED_START > highest) | (addresses[lane] & (bytes - 1));
+    wrong |= mask >> lane & 1 ? bad : 0;
+  }
+  if (wrong != 0) return false;
+  const bool reads = access != Access::Write && access != Access::Copy;
+  uint8_t* const memory = cta.shared();
+  const uint8_t* const state = cta.shared_state();
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const int lane = std::countr_zero(rest);
+    const uint32_t at = addresses[lane] - SHARED_START;
+    if (reads && !all_valid(state + at, bytes)) return false;
+    located.where[lane] = memory + at;
+    located.address[lane] = addresses[lane];
+    located.space[lane] = Space::Shared;
+  }
+  uint32_t ideal = 0;
+  MemoryCounts& counts = cta.counts().memory[warp.pc()];
+  counts.wavefronts += bank_wavefronts(addresses, mask, bytes, ideal);
+  counts.ideal += ideal;
+  return true;
+}
+
 void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t offset,
             bool wide_address, Space space, uint32_t bytes, Access access, Located& located) {
   uint32_t shared_lanes = 0, global_lanes = 0, local_lanes = 0;
   uint32_t shared_offsets[LANES];
   const uint64_t* wide = warp.lanes<const uint64_t>(base);
   const uint32_t* narrow = warp.lanes<const uint32_t>(base);
+  if (space == Space::Shared && !wide_address &&
+      locate_shared_at_once(warp, mask, narrow, static_cast<uint32_t>(offset), bytes, access,
+                            located)) {
+    return;
+  }
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
     uint64_t address = wide_address

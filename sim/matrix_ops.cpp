@@ -8,6 +8,7 @@
 #include "sim/access.h"
 #include "sim/instructions.h"
 #include "sim/matrix.h"
+#include "sim/mma_hot.h"
 
 namespace archflash::sim {
 namespace {
@@ -26,10 +27,16 @@ void run_ldmatrix(Warp& warp, const Instruction& instruction, uint32_t mask) {
          instruction.offset, (instruction.flags & Builder::ADDRESS_64) != 0, instruction.space,
          LDMATRIX_ROW_BYTES, Access::CollectiveRead, located);
   for (int m = 0; m < count; ++m) {
-    uint16_t rows[LDMATRIX_ROWS][8];
-    for (int r = 0; r < LDMATRIX_ROWS; ++r) {
-      std::memcpy(rows[r], located.where[LDMATRIX_ROWS * m + r], LDMATRIX_ROW_BYTES);
+    const uint8_t* const* where = located.where + LDMATRIX_ROWS * m;
+    if (!(instruction.flags & TRANS)) {  // row r lies in lanes 4r .. 4r + 3 as it is
+      auto* d = warp.lanes<uint8_t>(instruction.operands[m]);
+      for (int r = 0; r < LDMATRIX_ROWS; ++r) {
+        std::memcpy(d + r * LDMATRIX_ROW_BYTES, where[r], LDMATRIX_ROW_BYTES);
+      }
+      continue;
     }
+    uint16_t rows[LDMATRIX_ROWS][8];
+    for (int r = 0; r < LDMATRIX_ROWS; ++r) std::memcpy(rows[r], where[r], LDMATRIX_ROW_BYTES);
     ldmatrix_m8n8_b16(rows, (instruction.flags & TRANS) != 0,
                       warp.lanes<uint32_t>(instruction.operands[m]));
   }
@@ -141,6 +148,7 @@ void build_mma(Builder& b) {
   if (b.has("popc") != (shape.a == ElementType::B1)) b.fail(".popc is for .b1, which needs it");
   extra.function = find_mma(shape);
   if (extra.function == nullptr) b.fail("PTX has no such matrix product, or it is not simulated");
+  if (const MmaFunction hot = find_hot_mma(shape)) extra.function = hot;
   extra.registers = mma_registers(shape);
   const auto type = [](ElementType t) -> Type {
     return t == ElementType::F64 ? Type{'f', 64} : Type{'b', 32};
