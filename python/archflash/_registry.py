@@ -114,8 +114,7 @@ def _kernel(name: str) -> Implementation:
 
 
 def implementations() -> list[Implementation]:
-    """The implementations of this build, in the order in which dispatch asks them for float32
-    inputs.
+    """The implementations of this build; dispatch asks those that take the dtype in this order.
 
     Returns:
         A list of `Implementation`; the last is `torch`, which serves every call, on any device.

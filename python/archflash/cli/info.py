@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for index in range(_native.driver_status().device_count):
             print(f"  cuda:{index}  {_dispatch.describe_device(_dispatch.query_device(index))}")
-    print("\nimplementations, in the order in which they are asked for float32")
+    print("\nimplementations, best first among those that take the dtype")
     for implementation in implementations():
         print("  " + str(implementation).replace("\n", "\n  "))
     print("\nenvironment variables")
