@@ -9,7 +9,10 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <string>
+#include <string_view>
 
 #include "runtime/call.h"
 #include "runtime/execute.h"
@@ -156,6 +159,17 @@ std::shared_ptr<PreparedPlan> prepare_for(const Call& call, nb::handle chosen) {
   return std::make_shared<PreparedPlan>(PreparedPlan{std::move(plan), {}});
 }
 
+// Plans for the simulator depend on ARCHFLASH_SIM_DEVICE: with another value what is cached is
+// stale.
+void forget_other_simulated_devices() {
+  static std::string last;
+  const char* given = std::getenv("ARCHFLASH_SIM_DEVICE");
+  const std::string_view now = given == nullptr ? "" : given;
+  if (now == last) return;
+  last = now;
+  cache().clear();
+}
+
 // The eager call. On a cached decision this is the whole way: read, look up, allocate, bind,
 // launch.
 nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
@@ -167,6 +181,7 @@ nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
   Call call;
   build_call(arguments, call);
   if (call.place == Place::Meta || !call.has_storage) return nb::borrow(Py_NotImplemented);
+  if (call.device_index < 0) forget_other_simulated_devices();
   const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
   std::shared_ptr<PreparedPlan> prepared;
   if (const auto* cached = cache().find(key)) {
