@@ -74,3 +74,16 @@ def test_inputs_have_the_bits_that_were_recorded() -> None:
     assert abs(float(k.float().mean())) < 0.05
     assert 0.9 < float(v.float().std()) < 1.4
     assert options["sinks"].dtype == torch.float32
+
+
+def test_there_is_a_recording() -> None:
+    assert RECORDINGS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_differences_count_in_ulp_of_the_dtype(dtype: str) -> None:
+    card = torch.tensor([1.5, -3.0, 0.0], dtype=DTYPES[dtype])
+    up = torch.nextafter(card[:1], card[:1] + 1)
+    ours = torch.cat([up, card[1:]]).double()
+    assert worst_ulps(ours, card.double(), torch.tensor(1.5).double(), dtype) == 1
+    assert worst_ulps(ours, card.double(), torch.tensor(3.0).double(), dtype) == 0.5
