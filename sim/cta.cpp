@@ -80,6 +80,9 @@ Cta::Cta(const LaunchContext& launch, int64_t index, Counts& counts)
         std::make_unique<Warp>(*this, w, rest >= LANES ? ALL_LANES : (1u << rest) - 1));
   }
   for (Barrier& barrier : barriers_) barrier.arrived_lanes.assign(static_cast<size_t>(warps), 0);
+  if (traced()) {
+    for (int w = 0; w < warps; ++w) trace_.track("warp " + std::to_string(w));
+  }
   for (int w = 0; w < warps; ++w) {
     priorities_.push_back(static_cast<uint32_t>(random_.next() >> 32));
   }
@@ -89,8 +92,11 @@ Cta::Cta(const LaunchContext& launch, int64_t index, Counts& counts)
 Warp* Cta::pick(uint64_t& budget) {
   const size_t count = warps_.size();
   const Mode mode = options().mode;
+  const auto longest = [&](uint64_t of_mode) {
+    return options().stretch > 0 ? options().stretch : of_mode;
+  };
   if (mode == Mode::Lazy || mode == Mode::Eager) {
-    budget = mode == Mode::Lazy ? LAZY_BUDGET : EAGER_BUDGET;
+    budget = longest(mode == Mode::Lazy ? LAZY_BUDGET : EAGER_BUDGET);
     for (size_t i = 0; i < count; ++i) {
       turn_ = (turn_ + 1) % count;
       if (warps_[turn_]->runnable()) return warps_[turn_].get();
@@ -105,13 +111,13 @@ Warp* Cta::pick(uint64_t& budget) {
     for (uint64_t n = random_.below(4); n > 0; --n) lucky.land_copy(random_.next());
   }
   if (mode == Mode::Random) {
-    budget = 1 + random_.below(RANDOM_BUDGET);
+    budget = 1 + random_.below(longest(RANDOM_BUDGET));
     size_t skip = random_.below(runnable);
     for (const auto& warp : warps_) {
       if (warp->runnable() && skip-- == 0) return warp.get();
     }
   }
-  budget = 1 + random_.below(PRIORITY_BUDGET);
+  budget = 1 + random_.below(longest(PRIORITY_BUDGET));
   if (random_.below(8) == 0) {
     priorities_[random_.below(count)] = static_cast<uint32_t>(random_.next() >> 32);
   }
@@ -130,13 +136,12 @@ void Cta::run() {
       uint64_t budget = 0;
       warp = pick(budget);
       if (warp == nullptr) break;
-      const uint64_t before = warp->executed();
-      const uint64_t begin = time_;
-      const uint32_t pc = warp->fragments().front().pc;
-      warp->run(budget);
-      time_ += warp->executed() - before;
-      if (options().trace && time_ > begin) {
-        trace_.push_back({TraceEvent::Kind::Run, warp->index(), begin, time_, pc, 0});
+      if (traced()) {
+        run_traced(*warp, budget);
+      } else {
+        const uint64_t before = warp->executed();
+        warp->run(budget);
+        time_ += warp->executed() - before;
       }
       if (time_ > options().max_instructions) {
         throw Fault{"limit", "more than " + std::to_string(options().max_instructions) +
@@ -146,6 +151,7 @@ void Cta::run() {
     const bool alive =
         std::any_of(warps_.begin(), warps_.end(), [](const auto& w) { return !w->exited(); });
     if (alive) {
+      if (traced()) trace_endless_waits();
       Finding finding;
       finding.kind = "deadlock";
       finding.message = deadlock_dump();
@@ -172,6 +178,45 @@ void Cta::run() {
     finding.address = fault.address;
     finding.fatal = true;
     findings_.add(std::move(finding));
+  }
+}
+
+// One instruction at a time, so that every event has its exact time.
+void Cta::run_traced(Warp& warp, uint64_t budget) {
+  TraceEvent event;
+  event.track = warp.index();
+  const auto end_event = [&] {
+    event.end = time_;
+    if (event.end > event.begin) trace_.events.push_back(event);
+  };
+  event.begin = time_;
+  for (uint64_t turn = 0; turn < budget && warp.runnable(); ++turn) {
+    const uint64_t before = warp.executed();
+    warp.run(1);
+    if (warp.executed() == before) continue;
+    const auto follows = event.pc + static_cast<uint32_t>(time_ - event.begin);
+    if (time_ == event.begin || warp.pc() != follows) {
+      end_event();
+      event.begin = time_;
+      event.pc = warp.pc();
+    }
+    ++time_;
+  }
+  end_event();
+}
+
+void Cta::trace_endless_waits() {
+  for (int id = 0; id < BARRIERS; ++id) {
+    for (const Barrier::Waiting& waiting : barriers_[static_cast<size_t>(id)].waiting) {
+      TraceEvent event;
+      event.kind = TraceEvent::Kind::Wait;
+      event.track = waiting.warp;
+      event.begin = waiting.since;
+      event.end = time_ + 1;
+      event.pc = waiting.pc;
+      event.label = "barrier " + std::to_string(id) + ", for ever";
+      trace_.events.push_back(std::move(event));
+    }
   }
 }
 
@@ -245,7 +290,6 @@ bool Cta::arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind
     barrier.active = true;
     barrier.threads = threads;
     barrier.kind = kind;
-    barrier.first_arrival = time_;
   } else if (barrier.threads != threads) {
     throw Fault{"barrier",
                 "barrier " + std::to_string(id) + " waits for " +
@@ -270,7 +314,7 @@ bool Cta::arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind
   barrier.any = barrier.any || votes != 0;
   if (races_) races_->release(warp.index(), barrier.knowledge);
   if (kind != BarrierKind::Arrive) {
-    barrier.waiting.push_back(warp.index());
+    barrier.waiting.push_back({warp.index(), time_ + 1, warp.pc()});
     if (kind != BarrierKind::Sync)
       barrier.results.push_back({warp.index(), mask, destination, kind});
     warp.block(id);
@@ -281,11 +325,11 @@ bool Cta::arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind
                     std::to_string(threads) + " it is for",
                 lane};
   }
-  complete_if_full(id);
+  complete_if_full(id, warp.index());
   return true;
 }
 
-void Cta::complete_if_full(int id) {
+void Cta::complete_if_full(int id, int cause) {
   Barrier& barrier = barriers_[static_cast<size_t>(id)];
   if (!barrier.active) return;
   const int64_t expected = barrier.threads > 0 ? barrier.threads : live_threads();
@@ -303,13 +347,20 @@ void Cta::complete_if_full(int id) {
       p = value ? p | result.mask : p & ~result.mask;
     }
   }
-  for (const int waiting : barrier.waiting) {
-    if (races_) races_->acquire(waiting, barrier.knowledge);
-    warps_[static_cast<size_t>(waiting)]->release_barrier(id);
+  for (const Barrier::Waiting& waiting : barrier.waiting) {
+    if (races_) races_->acquire(waiting.warp, barrier.knowledge);
+    warps_[static_cast<size_t>(waiting.warp)]->release_barrier(id);
     ++counts_.barrier_waits;
-    if (options().trace && time_ > barrier.first_arrival) {
-      trace_.push_back({TraceEvent::Kind::Wait, waiting, barrier.first_arrival, time_, 0,
-                        static_cast<uint32_t>(id)});
+    if (traced() && time_ + 1 > waiting.since) {
+      TraceEvent event;
+      event.kind = TraceEvent::Kind::Wait;
+      event.track = waiting.warp;
+      event.begin = waiting.since;
+      event.end = time_ + 1;  // the instruction that ends it is under way
+      event.pc = waiting.pc;
+      event.cause = cause;
+      event.label = "barrier " + std::to_string(id);
+      trace_.events.push_back(std::move(event));
     }
   }
   const size_t warps = warps_.size();
@@ -318,9 +369,8 @@ void Cta::complete_if_full(int id) {
 }
 
 void Cta::lanes_exited(Warp& warp) {
-  (void)warp;
   for (int id = 0; id < BARRIERS; ++id) {
-    if (barriers_[static_cast<size_t>(id)].threads == 0) complete_if_full(id);
+    if (barriers_[static_cast<size_t>(id)].threads == 0) complete_if_full(id, warp.index());
   }
 }
 

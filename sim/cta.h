@@ -12,6 +12,7 @@
 #include "sim/race.h"
 #include "sim/random.h"
 #include "sim/report.h"
+#include "sim/trace.h"
 #include "sim/warp.h"
 
 namespace archflash::sim {
@@ -28,7 +29,8 @@ struct Options {
   uint64_t seed = 0;
   bool race = true;
   bool trace = false;
-  int threads = 0;                                // 0: one for each core
+  int threads = 0;       // 0: one for each core
+  uint64_t stretch = 0;  // a warp's longest turn, in instructions; 0: what the mode says
   uint64_t max_instructions = uint64_t{1} << 32;  // of one CTA
 };
 
@@ -74,15 +76,6 @@ struct Counts {
 
   explicit Counts(size_t instructions) : executed(instructions), memory(instructions) {}
   Counts& operator+=(const Counts& other);
-};
-
-struct TraceEvent {
-  enum class Kind : uint8_t { Run, Wait, Copy };
-  Kind kind;
-  int warp;
-  uint64_t begin, end;  // instructions of the CTA so far
-  uint32_t pc;
-  uint32_t amount;  // bytes of a copy, barrier of a wait
 };
 
 // A write to global memory, kept to find CTAs that write the same bytes.
@@ -142,7 +135,8 @@ class Cta {
   void report_race(const Warp& warp, int lane, const Race& race, bool writes, bool benign,
                    const std::string& what, uint64_t address);
 
-  std::vector<TraceEvent>& trace() { return trace_; }
+  bool traced() const { return options().trace; }
+  Trace& trace() { return trace_; }
   std::vector<GlobalWrite>& global_writes() { return global_writes_; }
   Random& random() { return random_; }
 
@@ -155,7 +149,12 @@ class Cta {
     uint32_t popc = 0;
     bool all = true, any = false;
     Knowledge knowledge;
-    std::vector<int> waiting;             // warps with a blocked fragment
+    struct Waiting {
+      int warp;  // with a blocked fragment
+      uint64_t since;
+      uint32_t pc;
+    };
+    std::vector<Waiting> waiting;
     std::vector<uint32_t> arrived_lanes;  // by warp
     struct Result {
       int warp;
@@ -164,13 +163,15 @@ class Cta {
       BarrierKind kind;
     };
     std::vector<Result> results;
-    uint64_t first_arrival = 0;
   };
 
   int64_t live_threads() const;
-  void complete_if_full(int id);
+  // `cause`: the warp that arrived or ended.
+  void complete_if_full(int id, int cause);
   Warp* pick(uint64_t& budget);
+  void run_traced(Warp& warp, uint64_t budget);
   std::string deadlock_dump();
+  void trace_endless_waits();
   void check_exit();
 
   const LaunchContext& launch_;
@@ -187,7 +188,7 @@ class Cta {
   std::vector<uint32_t> priorities_;
   size_t turn_ = 0;
   uint64_t time_ = 0;
-  std::vector<TraceEvent> trace_;
+  Trace trace_;
   std::vector<GlobalWrite> global_writes_;
 };
 

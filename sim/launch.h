@@ -24,9 +24,9 @@ struct LaunchRequest {
 struct LaunchReport {
   Findings findings;
   Counts counts{0};
-  bool complete = true;                               // no CTA stopped early
-  bool overlaps_checked = true;                       // the log of global writes did not overflow
-  std::map<int64_t, std::vector<TraceEvent>> traces;  // by CTA
+  bool complete = true;             // no CTA stopped early
+  bool overlaps_checked = true;     // the log of global writes did not overflow
+  std::map<int64_t, Trace> traces;  // by CTA
 };
 
 // Runs a kernel. Throws LoadError for a launch that a driver would refuse; what goes wrong inside

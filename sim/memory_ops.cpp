@@ -459,7 +459,7 @@ void run_copy_async(Warp& warp, const Instruction& instruction, uint32_t mask) {
   locate(warp, instruction, mask, instruction.operands[0], instruction.offset,
          extra.destination_wide, Space::Shared, bytes, Access::Copy, to);
   PendingCopy copy;
-  copy.mask = copy.unwaited = mask;
+  copy.lanes = copy.mask = copy.unwaited = mask;
   copy.sequence = warp.next_copy_sequence();
   copy.pc = warp.pc();
   copy.bytes = static_cast<uint8_t>(bytes);

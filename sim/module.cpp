@@ -19,6 +19,8 @@ namespace {
 namespace nb = nanobind;
 using namespace nb::literals;
 
+constexpr int MAX_INLINED = 64;  // calls of calls; a guard against rings
+
 // A loaded module with the storage of its .global variables, which outlive a launch.
 struct LoadedModule {
   std::unique_ptr<Module> module;
@@ -45,6 +47,21 @@ std::unique_ptr<LoadedModule> load(const std::string& text) {
   return result;
 }
 
+// Where an instruction comes from: (function, file, line), innermost first. What nothing is inlined
+// into has no function name.
+nb::list calls(const Module& module, const Kernel& kernel, int location) {
+  nb::list result;
+  for (int depth = 0; location >= 0 && depth < MAX_INLINED; ++depth) {
+    const Location& place = kernel.locations[static_cast<size_t>(location)];
+    const auto file = module.files.find(place.file);
+    result.append(nb::make_tuple(
+        place.function >= 0 ? module.functions[static_cast<size_t>(place.function)] : std::string(),
+        file == module.files.end() ? std::string() : file->second, place.line));
+    location = place.inlined_at;
+  }
+  return result;
+}
+
 nb::list instructions(const LoadedModule& loaded, const std::string& name) {
   const Kernel& kernel = loaded.kernel(name);
   nb::list result;
@@ -55,6 +72,7 @@ nb::list instructions(const LoadedModule& loaded, const std::string& name) {
     row["opcode"] = text.text;
     row["statement"] = text.statement;
     row["source"] = source_line(*loaded.module, kernel, static_cast<uint32_t>(i));
+    row["calls"] = calls(*loaded.module, kernel, text.location);
     row["class"] = class_name(kernel.code[i].counted);
     result.append(row);
   }
@@ -74,7 +92,8 @@ using Sizes = std::array<int64_t, 3>;
 nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& grid,
              const Sizes& cluster, const Sizes& block, uint64_t shared_bytes, nb::bytes parameters,
              GlobalMemory& memory, const std::string& mode, uint64_t seed, bool race, int threads,
-             uint64_t max_instructions, uint64_t shared_limit, int64_t traced_ctas) {
+             uint64_t max_instructions, uint64_t shared_limit, int64_t traced_ctas,
+             uint64_t stretch) {
   LaunchRequest request;
   request.kernel = kernel_name;
   request.grid = {grid[0], grid[1], grid[2]};
@@ -89,6 +108,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   request.options.race = race;
   request.options.threads = threads;
   request.options.max_instructions = max_instructions;
+  request.options.stretch = stretch;
   request.options.trace = traced_ctas > 0;
   request.traced_ctas = traced_ctas;
   LaunchReport report;
@@ -128,14 +148,15 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
     local.append(report.counts.memory[i].local);
   }
   nb::dict traces;
-  for (const auto& [cta, events] : report.traces) {
+  for (const auto& [cta, trace] : report.traces) {
     nb::list rows;
-    for (const TraceEvent& event : events) {
-      static const char* const KINDS[] = {"run", "wait", "copy"};
-      rows.append(nb::make_tuple(KINDS[static_cast<int>(event.kind)], event.warp, event.begin,
-                                 event.end, event.pc, event.amount));
+    for (const TraceEvent& event : trace.events) {
+      static const char* const KINDS[] = {"run", "wait", "async"};
+      rows.append(nb::make_tuple(KINDS[static_cast<int>(event.kind)], event.track, event.begin,
+                                 event.end, event.pc, event.bytes, event.seen, event.cause,
+                                 event.label));
     }
-    traces[nb::int_(cta)] = rows;
+    traces[nb::int_(cta)] = nb::make_tuple(trace.tracks, rows);
   }
   nb::dict result;
   result["findings"] = findings;
@@ -218,12 +239,12 @@ NB_MODULE(_archflash_sim, m) {
           "kernel"_a, "What a warp's registers take on the host.")
       .def("run", &run, "kernel"_a, "grid"_a, "cluster"_a, "block"_a, "shared_bytes"_a,
            "parameters"_a, "memory"_a, "mode"_a, "seed"_a, "race"_a, "threads"_a,
-           "max_instructions"_a, "shared_limit"_a, "traced_ctas"_a,
+           "max_instructions"_a, "shared_limit"_a, "traced_ctas"_a, "stretch"_a,
            nb::sig("def run(self, kernel: str, grid: collections.abc.Sequence[int], cluster: "
                    "collections.abc.Sequence[int], block: collections.abc.Sequence[int], "
                    "shared_bytes: int, parameters: bytes, memory: Memory, mode: str, seed: int, "
                    "race: bool, threads: int, max_instructions: int, shared_limit: int, "
-                   "traced_ctas: int) -> dict[str, typing.Any]"));
+                   "traced_ctas: int, stretch: int) -> dict[str, typing.Any]"));
 
   m.def("load", &load, "text"_a,
         "Parses PTX text and resolves every instruction of every kernel; LaunchError names the "

@@ -217,6 +217,7 @@ class Parser {
   ModuleSyntax run() {
     while (!lexer_.at_end()) module_item();
     if (result_.module->version.empty()) fail(1, "no .version directive: this is not PTX");
+    name_functions();
     return std::move(result_);
   }
 
@@ -239,11 +240,11 @@ class Parser {
     } else if (word == "file") {
       file();
     } else if (word == "section") {
-      if (lexer_.peek() == '.')
-        lexer_.modifier();
+      const std::string_view section = lexer_.peek() == '.' ? lexer_.modifier() : lexer_.name();
+      if (section == "debug_str")
+        debug_strings();
       else
-        lexer_.name();
-      skip_braces();
+        skip_braces();
     } else if (word == "pragma") {
       lexer_.quoted();
       lexer_.expect(';');
@@ -284,6 +285,45 @@ class Parser {
       lexer_.number();
     else
       lexer_.accept(lexer_.peek());
+  }
+
+  // The names of inlined functions: { label: .b8 byte, byte, ... 0 ... }.
+  void debug_strings() {
+    const int line = lexer_.line();
+    lexer_.expect('{');
+    while (!lexer_.accept('}')) {
+      if (lexer_.at_end()) fail(line, "a '{' has no '}'");
+      if (starts_name(lexer_.peek())) {
+        const std::string_view label = lexer_.name();
+        if (lexer_.accept(':')) debug_labels_[std::string(label)] = debug_bytes_.size();
+      } else if (lexer_.peek_modifier() == "b8") {
+        lexer_.modifier();
+        do {
+          debug_bytes_ += static_cast<char>(lexer_.number().value);
+        } while (lexer_.accept(','));
+      } else {
+        skip_token();
+      }
+    }
+  }
+
+  void name_functions() {
+    for (const auto& [label, offset] : functions_) {
+      const auto found = debug_labels_.find(label);
+      std::string name;
+      if (found != debug_labels_.end() && offset < debug_bytes_.size() - found->second) {
+        name = short_function_name(debug_bytes_.c_str() + found->second + offset);
+      }
+      result_.module->functions.push_back(std::move(name));
+    }
+  }
+
+  int function_named(const std::string& label, uint64_t offset) {
+    const auto key = std::make_pair(label, offset);
+    const auto [found, added] =
+        function_index_.try_emplace(key, static_cast<int>(functions_.size()));
+    if (added) functions_.push_back(key);
+    return found->second;
   }
 
   void skip_braces() {
@@ -647,8 +687,9 @@ class Parser {
     const auto key = std::make_tuple(place.file, place.line, place.column);
     if (lexer_.accept(',')) {
       lexer_.name();  // function_name
-      lexer_.name();
-      if (lexer_.accept('+')) lexer_.number();
+      const std::string label(lexer_.name());
+      const int64_t offset = lexer_.accept('+') ? lexer_.number().value : 0;
+      place.function = function_named(label, static_cast<uint64_t>(offset));
       lexer_.expect(',');
       lexer_.name();  // inlined_at
       const Location call = read_place();
@@ -815,6 +856,10 @@ class Parser {
   int current_ = 0;
   int location_ = -1;
   std::map<std::tuple<int, int, int>, int> place_index_;
+  std::vector<std::pair<std::string, uint64_t>> functions_;  // label and offset of their names
+  std::map<std::pair<std::string, uint64_t>, int> function_index_;
+  std::unordered_map<std::string, size_t> debug_labels_;
+  std::string debug_bytes_;
 };
 
 }  // namespace

@@ -97,6 +97,7 @@ struct Instruction {
 struct Location {
   int file = 0, line = 0, column = 0;
   int inlined_at = -1;  // index of the location of the call; -1: not inlined
+  int function = -1;    // index in Module::functions; -1: not stated, as in what is not inlined
 };
 
 // What an instruction was before it was resolved, for reports and for tools.
@@ -197,8 +198,9 @@ struct Module {
   std::string version, target;
   std::map<std::string, std::unique_ptr<Kernel>> kernels;
   std::map<int, std::string> files;
-  std::vector<Variable> globals;      // .global
-  std::vector<uint8_t> const_memory;  // all .const variables
+  std::vector<std::string> functions;  // names of inlined ones, without namespaces and arguments
+  std::vector<Variable> globals;       // .global
+  std::vector<uint8_t> const_memory;   // all .const variables
 };
 
 // Parses PTX text and resolves every instruction of every kernel. Throws LoadError naming the line.
@@ -207,5 +209,7 @@ std::unique_ptr<Module> load_module(const std::string& text);
 // "line 12: ld.shared.u32 (attention.cu:33)"
 std::string describe_instruction(const Module& module, const Kernel& kernel, uint32_t pc);
 std::string source_line(const Module& module, const Kernel& kernel, uint32_t pc);
+// "_ZN9archflash6ampere11multiply_qkI..." -> "multiply_qk"; of a lambda "lambda".
+std::string short_function_name(const std::string& linkage_name);
 
 }  // namespace archflash::sim

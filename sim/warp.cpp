@@ -405,6 +405,7 @@ void land(Cta& cta, PendingCopy& copy, uint32_t mask) {
     if (read < copy.bytes) std::memset(destination + read, 0, copy.bytes - read);
   }
   copy.mask &= ~mask;
+  if (copy.mask == 0 && copy.landed == 0) copy.landed = cta.time() + 1;
 }
 
 }  // namespace
@@ -421,8 +422,10 @@ void Warp::commit_copies(uint32_t mask) {
     if (!(copies_[i].unwaited & mask)) continue;
     if (copies_[i].unwaited & ~mask) {
       PendingCopy rest = copies_[i];
+      rest.lanes &= ~mask;
       rest.mask &= ~mask;
       rest.unwaited &= ~mask;
+      copies_[i].lanes &= mask;
       copies_[i].mask &= mask;
       copies_[i].unwaited &= mask;
       copies_.push_back(rest);
@@ -438,6 +441,7 @@ void Warp::wait_copies(uint32_t mask, uint32_t groups, bool uncommitted) {
   const auto waited = [&](const PendingCopy& copy) {
     return uncommitted || (copy.committed && copy.age >= groups);
   };
+  size_t ended = 0;
   for (PendingCopy& copy : copies_) {
     if (!(copy.unwaited & mask) || !waited(copy)) continue;
     land(cta_, copy, mask);
@@ -445,10 +449,18 @@ void Warp::wait_copies(uint32_t mask, uint32_t groups, bool uncommitted) {
       std::memset(cta_.shared_state() + copy.offset[std::countr_zero(rest)], VALID, copy.bytes);
     }
     copy.unwaited &= ~mask;
-    if (copy.unwaited == 0 && cta_.options().trace) {
-      cta_.trace().push_back({TraceEvent::Kind::Copy, index_, copy.issued, cta_.time() + 1, copy.pc,
-                              static_cast<uint32_t>(copy.bytes) * LANES});
-    }
+    if (copy.unwaited > 0) continue;
+    ++ended;
+    if (cta_.traced()) trace_copy(copy);
+  }
+  if (cta_.traced() && ended > 0) {  // a point in time: what has not landed lands now
+    TraceEvent event;
+    event.kind = TraceEvent::Kind::Wait;
+    event.track = index_;
+    event.begin = event.end = cta_.time() + 1;
+    event.pc = pc_;
+    event.label = std::to_string(ended) + " cp.async";
+    cta_.trace().events.push_back(std::move(event));
   }
   std::erase_if(copies_, [](const PendingCopy& copy) { return copy.unwaited == 0; });
   if (RaceDetector* races = cta_.races()) {
@@ -456,6 +468,27 @@ void Warp::wait_copies(uint32_t mask, uint32_t groups, bool uncommitted) {
     for (const PendingCopy& copy : copies_) done = std::min(done, copy.sequence - 1);
     races->copies_done(index_, done);
   }
+}
+
+void Warp::trace_copy(const PendingCopy& copy) {
+  TraceEvent event;
+  event.kind = TraceEvent::Kind::Async;
+  event.track = cta_.trace().track("warp " + std::to_string(index_) + " cp.async");
+  event.begin = copy.issued;
+  event.end = copy.landed;
+  event.seen = cta_.time() + 1;
+  event.pc = copy.pc;
+  event.label = "zeros";
+  for (int lane = 0; lane < LANES; ++lane) {
+    if (!(copy.lanes >> lane & 1)) continue;
+    event.bytes += copy.bytes;
+    if (copy.read_bytes[lane] == 0) continue;
+    for (const Buffer& buffer : cta_.launch().memory->buffers()) {
+      const uint8_t* const source = copy.source[lane];
+      if (source >= buffer.host && source < buffer.host + buffer.bytes) event.label = buffer.name;
+    }
+  }
+  cta_.trace().events.push_back(std::move(event));
 }
 
 // At the exit of a warp: nothing may be under way any more.

@@ -27,6 +27,7 @@ struct Fragment {
 
 // One cp.async of one instruction: lanes of a warp whose groups have the same age.
 struct PendingCopy {
+  uint32_t lanes = 0;     // that copy
   uint32_t mask = 0;      // lanes whose part has not landed
   uint32_t unwaited = 0;  // lanes that have not waited for it
   uint32_t sequence = 0;  // of the warp's copies, from 1
@@ -35,6 +36,7 @@ struct PendingCopy {
   uint32_t pc = 0;
   uint8_t bytes = 0;
   uint64_t issued = 0;        // time, for the trace
+  uint64_t landed = 0;        // likewise
   uint32_t offset[LANES];     // destination in shared memory
   uint8_t read_bytes[LANES];  // the rest is zero
   const uint8_t* source[LANES];
@@ -83,6 +85,7 @@ class Warp {
   void merge_fragments();
   void set_specials(uint32_t lanes);
   void finish_copies();
+  void trace_copy(const PendingCopy& copy);
 
   uint8_t* bases_[2];
   Cta& cta_;

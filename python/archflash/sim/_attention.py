@@ -60,6 +60,7 @@ class _Settings:
     race_check: bool = True
     threads: int = 0
     traced_ctas: int = 0
+    stretch: int = 0
     check: bool = True
     limit: bool = True
 
@@ -86,6 +87,7 @@ def run(
     race_check: bool = True,
     threads: int = 0,
     traced_ctas: int = 0,
+    stretch: int = 0,
     check: bool = True,
     plan: _runtime.LaunchPlan | None = None,
     **options: Any,
@@ -100,7 +102,9 @@ def run(
         seed: 64 bits; the same seed gives the same run.
         race_check: whether to look for data races.
         threads: of the host; 0: one for each core.
-        traced_ctas: so many CTAs record events.
+        traced_ctas: so many CTAs, the first of the grid, record what they do in `Report.traces`.
+        stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
+            as the mode says.
         check: whether errors of the kernel are raised.
         plan: run this plan instead of making one.
         options: the other arguments of `archflash.attention`.
@@ -121,7 +125,7 @@ def run(
     """
     from archflash import _api
 
-    _session.settings = _Settings(mode, seed, race_check, threads, traced_ctas, check, False)
+    _session.settings = _Settings(mode, seed, race_check, threads, traced_ctas, stretch, check, False)
     _session.reports = ()
     _session.plan = plan
     try:
@@ -179,6 +183,7 @@ def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
             threads=settings.threads,
             shared_limit=plan.device.shared_per_block,
             traced_ctas=settings.traced_ctas,
+            stretch=settings.stretch,
         )
         reports.append(report)
         if settings.check and report.errors:

@@ -166,6 +166,7 @@ def launch(
     max_instructions: int = MAX_INSTRUCTIONS,
     shared_limit: int = SHARED_LIMIT,
     traced_ctas: int = 0,
+    stretch: int = 0,
     check: bool = True,
 ) -> Report:
     """Runs a kernel to its end.
@@ -186,7 +187,9 @@ def launch(
         threads: of the host; 0: one for each core. The report does not depend on it.
         max_instructions: of one CTA, before it counts as an endless loop.
         shared_limit: what shared memory a CTA may have, in bytes.
-        traced_ctas: so many CTAs record events.
+        traced_ctas: so many CTAs, the first of the grid, record what they do in `Report.traces`.
+        stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
+            as the mode says.
         check: whether errors are raised.
 
     Returns:
@@ -232,6 +235,7 @@ def launch(
         max_instructions=max_instructions,
         shared_limit=shared_limit,
         traced_ctas=traced_ctas,
+        stretch=stretch,
     )
     if check and report.errors:
         raise SimulationError(report)
@@ -255,6 +259,7 @@ def run_kernel(
     max_instructions: int = MAX_INSTRUCTIONS,
     shared_limit: int = SHARED_LIMIT,
     traced_ctas: int = 0,
+    stretch: int = 0,
 ) -> Report:
     """Runs a kernel on parameter bytes whose addresses are those of `memory`."""
     result = program.module.run(
@@ -272,6 +277,7 @@ def run_kernel(
         max_instructions,
         shared_limit,
         traced_ctas,
+        stretch,
     )
     return make_report(kernel, program.instructions(kernel), result)
 

@@ -76,6 +76,49 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class TraceEvent:
+    """Something that went on for a while. Times are warp-instructions of the CTA so far: an order
+    of events, not time on a GPU.
+
+    Attributes:
+        kind: "run": a warp executed the instructions from `pc` on, one after the other; "wait":
+            nothing happened until `label` came about; "async": work that went on by itself.
+        track: index in `Trace.tracks`.
+        begin: the first instruction of it; of "async", its issue.
+        end: behind the last; of "async", its landing. A wait that found everything done ends where
+            it begins.
+        pc: index of the (first) instruction in `Report.listing`.
+        bytes: that "async" work moves.
+        seen: when "async" work was waited for.
+        cause: track that ended a wait; -1: none or its own.
+        label: what a wait waited for ("barrier 0"); what "async" work reads (a buffer's name).
+    """
+
+    kind: str
+    track: int
+    begin: int
+    end: int
+    pc: int
+    bytes: int
+    seen: int
+    cause: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one CTA did.
+
+    Attributes:
+        tracks: names of what went on by itself; warp w is track w.
+        events: in the order in which they ended.
+    """
+
+    tracks: tuple[str, ...]
+    events: tuple[TraceEvent, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """What a launch did.
 
@@ -92,7 +135,9 @@ class Report:
         executed: warp-instructions executed, by index of the instruction in the kernel.
         seconds: how long the simulation took.
         complete: no CTA was stopped by an error.
-        traces: events of the traced CTAs, for `archflash.sim._trace`.
+        traces: what each traced CTA did, by its index in the grid.
+        listing: the kernel's instructions in order, each with its line in the PTX text, opcode,
+            statement, source, class and calls (function, file, line; innermost first).
     """
 
     kernel: str
@@ -106,7 +151,8 @@ class Report:
     executed: tuple[int, ...]
     seconds: float
     complete: bool
-    traces: dict[int, list[tuple[str, int, int, int, int, int]]] = field(default_factory=dict)
+    traces: dict[int, Trace] = field(default_factory=dict, repr=False)
+    listing: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     @property
     def errors(self) -> list[Finding]:
@@ -182,5 +228,9 @@ def make_report(kernel: str, texts: list[dict[str, Any]], result: dict[str, Any]
         executed=tuple(result["executed"]),
         seconds=result["seconds"],
         complete=result["complete"],
-        traces=result["traces"],
+        traces={
+            cta: Trace(tuple(tracks), tuple(TraceEvent(*event) for event in events))
+            for cta, (tracks, events) in result["traces"].items()
+        },
+        listing=texts,
     )
