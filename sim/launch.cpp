@@ -149,7 +149,8 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
         const int64_t index = next++;
         if (index >= ctas || index > first_fatal) break;
         LaunchContext mine = context;
-        mine.options.trace = context.options.trace && index < request.traced_ctas;
+        mine.options.trace = std::find(request.traced_ctas.begin(), request.traced_ctas.end(),
+                                       index) != request.traced_ctas.end();
         Cta cta(mine, index, counts);
         cta.run();
         const Findings& findings = cta.findings();

@@ -18,7 +18,7 @@ struct LaunchRequest {
   uint64_t shared_limit = 227 * 1024;  // of one CTA, static and dynamic together
   std::vector<uint8_t> parameters;
   Options options;
-  int64_t traced_ctas = 1;  // with options.trace: the first so many
+  std::vector<int64_t> traced_ctas;  // these record what they do
 };
 
 struct LaunchReport {

@@ -92,8 +92,8 @@ using Sizes = std::array<int64_t, 3>;
 nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& grid,
              const Sizes& cluster, const Sizes& block, uint64_t shared_bytes, nb::bytes parameters,
              GlobalMemory& memory, const std::string& mode, uint64_t seed, bool race, int threads,
-             uint64_t max_instructions, uint64_t shared_limit, int64_t traced_ctas,
-             uint64_t stretch) {
+             uint64_t max_instructions, uint64_t shared_limit,
+             const std::vector<int64_t>& traced_ctas, uint64_t stretch) {
   LaunchRequest request;
   request.kernel = kernel_name;
   request.grid = {grid[0], grid[1], grid[2]};
@@ -109,7 +109,6 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   request.options.threads = threads;
   request.options.max_instructions = max_instructions;
   request.options.stretch = stretch;
-  request.options.trace = traced_ctas > 0;
   request.traced_ctas = traced_ctas;
   LaunchReport report;
   double seconds = 0;
@@ -244,7 +243,8 @@ NB_MODULE(_archflash_sim, m) {
                    "collections.abc.Sequence[int], block: collections.abc.Sequence[int], "
                    "shared_bytes: int, parameters: bytes, memory: Memory, mode: str, seed: int, "
                    "race: bool, threads: int, max_instructions: int, shared_limit: int, "
-                   "traced_ctas: int, stretch: int) -> dict[str, typing.Any]"));
+                   "traced_ctas: collections.abc.Sequence[int], stretch: int) -> dict[str, "
+                   "typing.Any]"));
 
   m.def("load", &load, "text"_a,
         "Parses PTX text and resolves every instruction of every kernel; LaunchError names the "

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -59,7 +60,7 @@ class _Settings:
     seed: int = 0
     race_check: bool = True
     threads: int = 0
-    traced_ctas: int = 0
+    traced_ctas: int | Sequence[int] = 0
     stretch: int = 0
     check: bool = True
     limit: bool = True
@@ -82,11 +83,12 @@ def run(
     v: Tensor,
     *,
     implementation: str,
+    device: str | None = None,
     mode: str = "random",
     seed: int = 0,
     race_check: bool = True,
     threads: int = 0,
-    traced_ctas: int = 0,
+    traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
     check: bool = True,
     plan: _runtime.LaunchPlan | None = None,
@@ -96,17 +98,19 @@ def run(
 
     Args:
         q, k, v: as for `archflash.attention`, on the CPU.
-        implementation: whose kernel to run; planned for its home GPU, or for what
-            ARCHFLASH_SIM_DEVICE names.
+        implementation: whose kernel to run.
+        device: the GPU to plan for, a name from the table of known GPUs such as "RTX 5090"; default
+            what ARCHFLASH_SIM_DEVICE names, otherwise the implementation's home GPU.
         mode: "lazy", "eager", "random" or "priority": see `archflash.sim.launch`.
         seed: 64 bits; the same seed gives the same run.
         race_check: whether to look for data races.
         threads: of the host; 0: one for each core.
-        traced_ctas: so many CTAs, the first of the grid, record what they do in `Report.traces`.
+        traced_ctas: CTAs that record what they do in `Report.traces`: so many, the first of the
+            grid, or their indices (x fastest).
         stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
             as the mode says.
         check: whether errors of the kernel are raised.
-        plan: run this plan instead of making one.
+        plan: run this plan instead of making one; `device` is then ignored.
         options: the other arguments of `archflash.attention`.
 
     Returns:
@@ -114,7 +118,8 @@ def run(
 
     Raises:
         SimulationError: the kernel did something wrong and `check` is set.
-        Otherwise as `archflash.attention`.
+        ValueError: an unknown mode or device; a CTA to trace that the grid does not have.
+        Otherwise as `archflash.attention`; ARCHFLASH_SIM_LIMIT does not apply.
 
     Example:
         >>> import torch
@@ -123,9 +128,14 @@ def run(
         >>> sim.run(q, q, q, implementation="simt").report.barrier_waits > 0
         True
     """
-    from archflash import _api
+    from archflash import _api, _dispatch
 
-    _session.settings = _Settings(mode, seed, race_check, threads, traced_ctas, stretch, check, False)
+    if plan is None and device is not None:
+        problem = _api.make_problem(q, k, v, **options).as_if_on_cuda()
+        plan = _dispatch.select(problem, _api.find_device(device), implementation).plan
+    _session.settings = _Settings(
+        mode, seed, race_check, threads, traced_ctas, stretch, check, False
+    )
     _session.reports = ()
     _session.plan = plan
     try:
@@ -133,7 +143,7 @@ def run(
             result = _api.attention(q, k, v, implementation=implementation, **options)
         else:
             values = [options.get(name, _api._DEFAULTS[name]) for name in _api._OPTIONS]
-            result = _runtime.execute(plan, q, k, v, *values, False)
+            result = _runtime.execute(plan, q, k, v, *[*values, False])
         out, lse = result if options.get("return_lse") else (result, None)
         if _session.plan is None:
             raise LaunchError(f"{implementation} has nothing to launch for this call")
@@ -246,7 +256,7 @@ def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     else:
         pairs = problem["batch"] * problem["nq"] * problem["nk"]
     pairs *= problem["heads_q"]
-    return pairs // 2 if problem["causal"] else pairs
+    return int(pairs // 2 if problem["causal"] else pairs)
 
 
 def estimate_seconds(
@@ -264,7 +274,7 @@ def estimate_seconds(
         for row in program.instructions(kernel)
     )
     rate = MATRIX_FLOPS if uses_matrices else SCALAR_FLOPS
-    return flops / rate / max(os.cpu_count() or 1, 1)
+    return float(flops / rate / max(os.cpu_count() or 1, 1))
 
 
 def _check_limit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ def launch(
     threads: int = 0,
     max_instructions: int = MAX_INSTRUCTIONS,
     shared_limit: int = SHARED_LIMIT,
-    traced_ctas: int = 0,
+    traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
     check: bool = True,
 ) -> Report:
@@ -187,7 +188,8 @@ def launch(
         threads: of the host; 0: one for each core. The report does not depend on it.
         max_instructions: of one CTA, before it counts as an endless loop.
         shared_limit: what shared memory a CTA may have, in bytes.
-        traced_ctas: so many CTAs, the first of the grid, record what they do in `Report.traces`.
+        traced_ctas: CTAs that record what they do in `Report.traces`: so many, the first of the
+            grid, or their indices (x fastest).
         stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
             as the mode says.
         check: whether errors are raised.
@@ -199,7 +201,7 @@ def launch(
         SimulationError: the kernel did something wrong and `check` is set.
         LaunchError: no such kernel, parameters of the wrong size, a block or grid beyond the
             limits.
-        ValueError: an unknown mode.
+        ValueError: an unknown mode; a CTA to trace that the grid does not have.
     """
     memory = _native.Memory()
     buffers = [
@@ -258,7 +260,7 @@ def run_kernel(
     threads: int,
     max_instructions: int = MAX_INSTRUCTIONS,
     shared_limit: int = SHARED_LIMIT,
-    traced_ctas: int = 0,
+    traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
 ) -> Report:
     """Runs a kernel on parameter bytes whose addresses are those of `memory`."""
@@ -276,10 +278,20 @@ def run_kernel(
         threads,
         max_instructions,
         shared_limit,
-        traced_ctas,
+        _indices(traced_ctas, grid),
         stretch,
     )
     return make_report(kernel, program.instructions(kernel), result)
+
+
+def _indices(traced_ctas: int | Sequence[int], grid: Sequence[int]) -> list[int]:
+    count = math.prod(grid)
+    if isinstance(traced_ctas, int):
+        return list(range(min(traced_ctas, count)))
+    for index in traced_ctas:
+        if not 0 <= index < count:
+            raise ValueError(f"traced_ctas: there is no CTA {index} in a grid of {count}")
+    return list(traced_ctas)
 
 
 def _three(sizes: Sequence[int]) -> list[int]:

@@ -170,15 +170,39 @@ class Report:
         return sum(self.executed)
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel}: {self.ctas} CTAs, {self.total_instructions} warp-instructions"]
+        errors, lints = len(self.errors), len(self.lints)
+        lines = [
+            f"{self.kernel}: {self.ctas} CTAs, {errors or 'no'} errors, {lints or 'no'} lints, "
+            f"{self.seconds:.2f} s"
+        ]
+        if not self.complete:
+            lines[0] += "; stopped by an error, so what was done was not counted"
+        total = self.total_instructions
+        if total:
+            lines.append(f"  {'warp-instructions':<28}{total:>14,}")
         for name, count in sorted(self.instructions.items(), key=lambda item: -item[1]):
-            lines.append(f"  {name:<12} {count}")
-        for space, count in self.transactions.items():
-            lines.append(f"  {space} transactions: {count}")
-        for opcode, (wavefronts, ideal) in sorted(self.bank_conflicts.items()):
-            if wavefronts > ideal:
-                lines.append(f"  bank conflicts: {opcode} takes {wavefronts} instead of {ideal}")
-        lines.append(f"  barrier waits: {self.barrier_waits}")
+            lines.append(f"    {name:<26}{count:>14,}{count / total:>8.1%}")
+        if total:
+            units = {
+                "global": "32-byte sectors",
+                "shared": "wavefronts",
+                "local": "32-byte sectors",
+            }
+            lines.append("  memory transactions")
+            lines += [
+                f"    {space:<26}{count:>14,}  {units[space]}"
+                for space, count in self.transactions.items()
+            ]
+        if self.bank_conflicts:
+            width = max(26, *(len(opcode) for opcode in self.bank_conflicts))
+            lines.append(
+                f"  {'wavefronts of shared memory':<{width + 2}}{'taken':>14}{'least':>14}"
+            )
+            for opcode, (taken, least) in sorted(self.bank_conflicts.items()):
+                note = f"  bank conflicts: {taken / least:.2f} times" if taken > least else ""
+                lines.append(f"    {opcode:<{width}}{taken:>14,}{least:>14,}{note}")
+        if total:
+            lines.append(f"  {'waits at barriers':<28}{self.barrier_waits:>14,}")
         lines += [str(finding) for finding in self.findings]
         return "\n".join(lines)
 
