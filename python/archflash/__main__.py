@@ -1,5 +1,5 @@
-"""`python -m archflash`: what this installation is and can do, and the commands explain, replay and
-demo.
+"""`python -m archflash`: what this installation is and can do, and the commands explain, replay,
+sim and demo.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import argparse
 import sys
 
 from archflash._errors import ArchflashError
-from archflash.cli import demo, explain, info, replay
+from archflash.cli import demo, explain, info, replay, sim
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="archflash", description=__doc__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (info, explain, replay, demo):
+    for command in (info, explain, replay, sim, demo):
         command.add_parser(commands)
     parser.set_defaults(run=info.run)
     parsed = parser.parse_args(arguments)

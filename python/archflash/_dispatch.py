@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from archflash import _archflash as _native
 from archflash import _registry
@@ -26,6 +27,7 @@ logger = logging.getLogger("archflash")
 MINIMUM_DRIVER = 580  # of CUDA 13.0, which the wheel's CUDA runtime comes from
 _FORCE_VARIABLE = "ARCHFLASH_FORCE_IMPLEMENTATION"
 _FALLBACK_VARIABLE = "ARCHFLASH_FALLBACK"
+_SIM_DEVICE_VARIABLE = "ARCHFLASH_SIM_DEVICE"
 
 # What force() set in this context; the environment variable below it, an argument of the call above
 # it.
@@ -353,10 +355,11 @@ def _select_forced(
         raise NotCompiledError(
             f"{name} is forced, but this build left it out: build again with ARCHFLASH_ARCHS=all"
         )
+    why = "it is forced"
     if device is None:
-        raise ForcedImplementationError(
-            f"{name} is forced, but q, k and v are on the CPU: move them to a CUDA device"
-        )
+        device = simulated_device(name)
+        problem = problem.as_if_on_cuda()
+        why += f"; tensors on the CPU are served by the simulator, as on {device.name}"
     if obstacle:
         raise ForcedImplementationError(f"{name} is forced, but {obstacle}")
     answer = _native.plan(name, problem, device)
@@ -365,7 +368,24 @@ def _select_forced(
         raise ForcedImplementationError(
             f"{name} is forced, but cannot serve {describe_problem(problem)}:{listed}"
         )
-    return Decision(name, "it is forced", _unasked(name), problem, device, answer, False)
+    return Decision(name, why, _unasked(name), problem, device, answer, False)
+
+
+def simulated_device(name: str) -> _native.Device:
+    """The GPU that the simulator stands for: what ARCHFLASH_SIM_DEVICE names, otherwise the home of
+    that implementation.
+
+    Raises:
+        ForcedImplementationError: ARCHFLASH_SIM_DEVICE names no GPU of the table.
+    """
+    asked = os.environ.get(_SIM_DEVICE_VARIABLE)
+    known = _native.find_known_device(asked or _native.describe(name).home_device)
+    if known is None:
+        names = ", ".join(row.device.name for row in _native.known_devices())
+        raise ForcedImplementationError(
+            f"{_SIM_DEVICE_VARIABLE}={asked} is no GPU in the table of known ones: {names}"
+        )
+    return known.device
 
 
 def _unasked(name: str) -> dict[str, list[str]]:
@@ -433,4 +453,12 @@ def note_fallback(reason: str, stacklevel: int = 4) -> None:
     warnings.warn(f"archflash: PyTorch serves this call. {reason}", stacklevel=stacklevel)
 
 
+def simulate(plan: _native.LaunchPlan, tensors: dict[str, Any]) -> None:
+    """Runs a plan on tensors on the CPU: what the runtime calls instead of a launch."""
+    from archflash.sim import _attention
+
+    _attention.simulate(plan, tensors)
+
+
 _native.set_decide(decide)
+_native.set_simulate(simulate)

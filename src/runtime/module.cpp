@@ -9,7 +9,10 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <string>
+#include <string_view>
 
 #include "runtime/call.h"
 #include "runtime/execute.h"
@@ -30,6 +33,11 @@ PlanCache& cache() {
 }
 nb::object&
 decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`
+  static auto& instance = *new nb::object;
+  return instance;
+}
+
+nb::object& simulate() {  // archflash.sim runs a plan on the CPU: (LaunchPlan, {operand: tensor})
   static auto& instance = *new nb::object;
   return instance;
 }
@@ -89,8 +97,29 @@ nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
                               nb::arg("dtype") = nb::module_::import_("torch").attr("uint8"));
     set_address(call, Operand::Workspace, workspace);
   }
-  void* stream = current_stream(call.device_index);
-  {
+  if (call.device_index < 0) {
+    nb::dict tensors;
+    const std::pair<Operand, nb::handle> operands[] = {
+        {Operand::Q, a.q},
+        {Operand::K, a.k},
+        {Operand::V, a.v},
+        {Operand::Out, out},
+        {Operand::Lse, lse},
+        {Operand::Sinks, a.sinks},
+        {Operand::CuSeqlensQ, a.cu_seqlens_q},
+        {Operand::CuSeqlensK, a.cu_seqlens_k},
+        {Operand::QOffset, call.problem.q_offset_tensor ? a.q_offset : nb::handle()},
+        {Operand::QDescale, a.q_descale},
+        {Operand::KDescale, a.k_descale},
+        {Operand::VDescale, a.v_descale},
+        {Operand::Mask, a.attn_mask},
+        {Operand::Workspace, workspace}};
+    for (const auto& [operand, tensor] : operands) {
+      if (tensor.is_valid() && !tensor.is_none()) tensors[operand_name(operand)] = tensor;
+    }
+    simulate()(std::const_pointer_cast<LaunchPlan>(prepared.plan), tensors);
+  } else {
+    void* stream = current_stream(call.device_index);
     const nb::gil_scoped_release release;
     execute(prepared, call.addresses, call.device_index, stream);
   }
@@ -123,6 +152,24 @@ using namespace nb::literals;
 // Tensor subclasses, fake tensors among them, have a say of their own in what runs.
 bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is_tensor(object); }
 
+// On the CPU a plan is simulated: no kernel is looked up.
+std::shared_ptr<PreparedPlan> prepare_for(const Call& call, nb::handle chosen) {
+  auto plan = nb::cast<std::shared_ptr<LaunchPlan>>(chosen);
+  if (call.device_index >= 0) return prepare(std::move(plan));
+  return std::make_shared<PreparedPlan>(PreparedPlan{std::move(plan), {}});
+}
+
+// Plans for the simulator depend on ARCHFLASH_SIM_DEVICE: with another value what is cached is
+// stale.
+void forget_other_simulated_devices() {
+  static std::string last;
+  const char* given = std::getenv("ARCHFLASH_SIM_DEVICE");
+  const std::string_view now = given == nullptr ? "" : given;
+  if (now == last) return;
+  last = now;
+  cache().clear();
+}
+
 // The eager call. On a cached decision this is the whole way: read, look up, allocate, bind,
 // launch.
 nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
@@ -134,13 +181,14 @@ nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
   Call call;
   build_call(arguments, call);
   if (call.place == Place::Meta || !call.has_storage) return nb::borrow(Py_NotImplemented);
+  if (call.device_index < 0) forget_other_simulated_devices();
   const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
   std::shared_ptr<PreparedPlan> prepared;
   if (const auto* cached = cache().find(key)) {
     prepared = *cached;
   } else {
     nb::object chosen = decide()(call.problem, call.device_index, implementation);
-    if (!chosen.is_none()) prepared = prepare(nb::cast<std::shared_ptr<LaunchPlan>>(chosen));
+    if (!chosen.is_none()) prepared = prepare_for(call, chosen);
     cache().insert(key, prepared);
   }
   return prepared ? run(*prepared, arguments, call) : nb::none();
@@ -157,14 +205,17 @@ nb::object execute_plan(const LaunchPlan& plan, ARCHFLASH_CALL_PARAMETERS) {
   const Arguments arguments = ARCHFLASH_CALL_ARGUMENTS;
   Call call;
   build_call(arguments, call);
-  if (std::memcmp(&call.problem, &plan.problem, sizeof(Problem)) != 0) {
+  Problem asked = call.problem;
+  asked.on_cuda =
+      plan.problem.on_cuda;  // a plan for a GPU is simulated where tensors are on the CPU
+  if (std::memcmp(&asked, &plan.problem, sizeof(Problem)) != 0) {
     throw nb::value_error(
         "these tensors and arguments are not the plan's problem: compare archflash.explain's with "
         "the plan's");
   }
-  if (call.device_index < 0)
-    throw nb::value_error("q is not on a CUDA device: a plan runs on a GPU");
-  return run(*prepare(std::make_shared<LaunchPlan>(plan)), arguments, call);
+  if (call.place == Place::Meta || !call.has_storage)
+    throw nb::value_error("q has no storage: a plan runs on tensors with data");
+  return run(*prepare_for(call, nb::cast(std::make_shared<LaunchPlan>(plan))), arguments, call);
 }
 
 nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
@@ -356,6 +407,8 @@ NB_MODULE(_archflash, m) {
         decide() = std::move(function);
       },
       "function"_a);
+  m.def(
+      "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
   m.def("attention", &attention, ARCHFLASH_CALL_NAMES, "implementation"_a.none(),
         "Serves an eager call from a kernel. None when `torch` is to serve it; NotImplemented for "
         "torch's dispatcher.");

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,21 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "explain", help="which implementation would serve a call, why, and what it would launch"
     )
-    parser.add_argument(
-        "--shape", required=True, metavar="B,H,N,D", help="of q; k and v have the same unless told"
-    )
+    add_call_arguments(parser)
     parser.add_argument(
         "--device", help="a known GPU such as 'RTX 5090', or cuda:0; default the first GPU here"
+    )
+    parser.add_argument("--implementation", help="force one")
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="write the plan as JSON, for `archflash replay`"
+    )
+    parser.set_defaults(run=run)
+
+
+def add_call_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what describes a call of `archflash.attention`."""
+    parser.add_argument(
+        "--shape", required=True, metavar="B,H,N,D", help="of q; k and v have the same unless told"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     parser.add_argument("--heads-kv", type=int, help="heads of k and v")
@@ -38,11 +49,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--sinks", action="store_true")
     parser.add_argument("--lse", action="store_true", help="the log-sum-exp is asked for")
     parser.add_argument("--layout", choices=("bhnd", "bnhd"), default="bhnd")
-    parser.add_argument("--implementation", help="force one")
-    parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="write the plan as JSON, for `archflash replay`"
-    )
-    parser.set_defaults(run=run)
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:
@@ -79,20 +85,53 @@ def parse_window(text: str | None) -> tuple[int | None, int | None] | None:
     return left, right
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the decision; with --plan also writes the plan."""
+@dataclass(frozen=True)
+class Call:
+    """What the arguments of a command describe.
+
+    Attributes:
+        shapes: of q, k and v.
+        dtype: of all three.
+        heads: of q.
+        options: for `archflash.attention`, but for sinks.
+    """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+    heads: int
+    options: dict[str, Any]
+
+
+def read_call(arguments: argparse.Namespace) -> Call:
+    """The call that a command's arguments describe.
+
+    Raises:
+        ValueError: a size or window that is none.
+    """
     batch, heads, rows, dim = parse_shape(arguments.shape)
     heads_kv = heads if arguments.heads_kv is None else arguments.heads_kv
     keys = rows if arguments.keys is None else arguments.keys
     dv = dim if arguments.dv is None else arguments.dv
     if min(heads_kv, keys, dv) < 0:
         raise ValueError(f"--heads-kv {heads_kv}, --keys {keys}, --dv {dv}: sizes must be >= 0")
-    dtype = getattr(torch, arguments.dtype)
 
-    def tensor(h: int, n: int, d: int) -> torch.Tensor:
-        shape = (batch, h, n, d) if arguments.layout == "bhnd" else (batch, n, h, d)
-        return torch.empty(shape, dtype=dtype, device="meta")
+    def shape(h: int, n: int, d: int) -> tuple[int, ...]:
+        return (batch, h, n, d) if arguments.layout == "bhnd" else (batch, n, h, d)
 
+    options = {
+        "causal": arguments.causal,
+        "window": parse_window(arguments.window),
+        "softcap": arguments.softcap,
+        "layout": arguments.layout,
+        "return_lse": arguments.lse,
+    }
+    shapes = (shape(heads, rows, dim), shape(heads_kv, keys, dim), shape(heads_kv, keys, dv))
+    return Call(shapes, getattr(torch, arguments.dtype), heads, options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the decision; with --plan also writes the plan."""
+    call = read_call(arguments)
     device = arguments.device
     if device is None:
         if trouble := _dispatch.driver_problem():
@@ -102,17 +141,11 @@ def run(arguments: argparse.Namespace) -> int:
             )
         device = "cuda:0"
     decision = archflash.explain(
-        tensor(heads, rows, dim),
-        tensor(heads_kv, keys, dim),
-        tensor(heads_kv, keys, dv),
+        *(torch.empty(shape, dtype=call.dtype, device="meta") for shape in call.shapes),
         device=device,
         implementation=arguments.implementation,
-        causal=arguments.causal,
-        window=parse_window(arguments.window),
-        softcap=arguments.softcap,
-        sinks=torch.empty(heads, device="meta") if arguments.sinks else None,
-        layout=arguments.layout,
-        return_lse=arguments.lse,
+        sinks=torch.empty(call.heads, device="meta") if arguments.sinks else None,
+        **call.options,
     )
     print(decision)
     if arguments.plan is not None:

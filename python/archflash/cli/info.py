@@ -25,6 +25,16 @@ ENVIRONMENT = (
         "error",
         "a CUDA call that no kernel can serve raises instead of running in PyTorch",
     ),
+    (
+        "ARCHFLASH_SIM_DEVICE",
+        "a known GPU",
+        "what the simulator plans for; default each implementation's home GPU",
+    ),
+    (
+        "ARCHFLASH_SIM_LIMIT",
+        "seconds",
+        "a call that the simulator would take longer for raises; default 60",
+    ),
 )
 
 

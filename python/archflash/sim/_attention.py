@@ -1,0 +1,312 @@
+"""Attention calls on the simulator: a bound plan runs as the CUDA runtime would launch it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _runtime
+from archflash import _archflash_sim as _native
+from archflash._errors import LaunchError, NotCompiledError
+from archflash.sim._launch import Bindings, Buffer, Program, load, run_kernel
+from archflash.sim._report import Report, SimulationError
+
+LIMIT_VARIABLE = "ARCHFLASH_SIM_LIMIT"
+LIMIT_SECONDS = 60.0
+# Multiplications and additions of attention that one core simulates in a second, on the slow side
+# of what was seen: with CUDA cores only, and through matrix instructions.
+SCALAR_FLOPS = 0.25e9
+MATRIX_FLOPS = 1.5e9
+
+_WRITTEN = ("out", "lse", "workspace")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `archflash.sim.run` returns.
+
+    Attributes:
+        out: the output, as `archflash.attention` gives it.
+        lse: the log-sum-exp, float32 ``(batch, heads_q, nq)``; None unless it was asked for.
+        reports: one `Report` for each launch of the plan.
+        plan: what was run.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    reports: tuple[Report, ...]
+    plan: _runtime.LaunchPlan
+
+    @property
+    def report(self) -> Report:
+        """The report of the first launch."""
+        return self.reports[0]
+
+
+@dataclass
+class _Settings:
+    mode: str = "random"
+    seed: int = 0
+    race_check: bool = True
+    threads: int = 0
+    traced_ctas: int | Sequence[int] = 0
+    stretch: int = 0
+    check: bool = True
+    limit: bool = True
+
+
+class _Session(threading.local):
+    """What `run` wants of the plan that the runtime hands back, in this thread."""
+
+    settings: _Settings | None = None
+    reports: tuple[Report, ...] = ()
+    plan: _runtime.LaunchPlan | None = None
+
+
+_session = _Session()
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    implementation: str,
+    device: str | None = None,
+    mode: str = "random",
+    seed: int = 0,
+    race_check: bool = True,
+    threads: int = 0,
+    traced_ctas: int | Sequence[int] = 0,
+    stretch: int = 0,
+    check: bool = True,
+    plan: _runtime.LaunchPlan | None = None,
+    **options: Any,
+) -> Run:
+    """Runs one attention call on the simulator.
+
+    Args:
+        q, k, v: as for `archflash.attention`, on the CPU.
+        implementation: whose kernel to run.
+        device: the GPU to plan for, a name from the table of known GPUs such as "RTX 5090"; default
+            what ARCHFLASH_SIM_DEVICE names, otherwise the implementation's home GPU.
+        mode: "lazy", "eager", "random" or "priority": see `archflash.sim.launch`.
+        seed: 64 bits; the same seed gives the same run.
+        race_check: whether to look for data races.
+        threads: of the host; 0: one for each core.
+        traced_ctas: CTAs that record what they do in `Report.traces`: so many, the first of the
+            grid, or their indices (x fastest).
+        stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
+            as the mode says.
+        check: whether errors of the kernel are raised.
+        plan: run this plan instead of making one; `device` is then ignored.
+        options: the other arguments of `archflash.attention`.
+
+    Returns:
+        A `Run`: outputs, reports, plan.
+
+    Raises:
+        SimulationError: the kernel did something wrong and `check` is set.
+        ValueError: an unknown mode or device; a CTA to trace that the grid does not have.
+        Otherwise as `archflash.attention`; ARCHFLASH_SIM_LIMIT does not apply.
+
+    Example:
+        >>> import torch
+        >>> from archflash import sim
+        >>> q = torch.randn(1, 1, 16, 32)
+        >>> sim.run(q, q, q, implementation="simt").report.barrier_waits > 0
+        True
+    """
+    from archflash import _api, _dispatch
+
+    if plan is None and device is not None:
+        problem = _api.make_problem(q, k, v, **options).as_if_on_cuda()
+        plan = _dispatch.select(problem, _api.find_device(device), implementation).plan
+    _session.settings = _Settings(
+        mode, seed, race_check, threads, traced_ctas, stretch, check, False
+    )
+    _session.reports = ()
+    _session.plan = plan
+    try:
+        if plan is None:
+            result = _api.attention(q, k, v, implementation=implementation, **options)
+        else:
+            values = [options.get(name, _api._DEFAULTS[name]) for name in _api._OPTIONS]
+            result = _runtime.execute(plan, q, k, v, *[*values, False])
+        out, lse = result if options.get("return_lse") else (result, None)
+        if _session.plan is None:
+            raise LaunchError(f"{implementation} has nothing to launch for this call")
+        return Run(out, lse, _session.reports, _session.plan)
+    finally:
+        _session.settings = None
+        _session.reports = ()
+        _session.plan = None
+
+
+def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
+    """Runs a plan on tensors by operand name; what the runtime calls.
+
+    Raises:
+        LaunchError: the work is estimated at more than ARCHFLASH_SIM_LIMIT seconds.
+        SimulationError: the kernel did something wrong.
+    """
+    settings = _session.settings or _Settings()
+    if _session.settings is None:
+        _announce(plan)
+    launches = plan.to_dict()["launches"]
+    programs = [find_program(row["image"], plan.device.capability) for row in launches]
+    if settings.limit:
+        _check_limit(plan, programs, [row["kernel"] for row in launches], tensors)
+    memory = _native.Memory()
+    names = [name for name, tensor in tensors.items() if tensor.numel() > 0]
+    buffers = [
+        Buffer(tensors[name].detach(), name in _WRITTEN, name not in _WRITTEN, name)
+        for name in names
+    ]
+    addresses = list(zip(names, Bindings(memory, buffers).addresses, strict=True))
+    reports = []
+    for index, (row, program) in enumerate(zip(launches, programs, strict=True)):
+        parameters = _runtime.bound_parameters(plan, index, addresses)
+        report = run_kernel(
+            program,
+            row["kernel"],
+            parameters,
+            memory,
+            grid=row["grid"],
+            block=row["block"],
+            cluster=row["cluster"],
+            shared_bytes=row["shared_bytes"],
+            mode=settings.mode,
+            seed=settings.seed,
+            race_check=settings.race_check,
+            threads=settings.threads,
+            shared_limit=plan.device.shared_per_block,
+            traced_ctas=settings.traced_ctas,
+            stretch=settings.stretch,
+        )
+        reports.append(report)
+        if settings.check and report.errors:
+            raise SimulationError(report)
+        if not report.complete:
+            break
+    _session.reports = tuple(reports)
+    _session.plan = plan
+
+
+@cache
+def find_program(image: str, capability: tuple[int, int]) -> Program:
+    """The PTX from which the machine code of an image for that capability was assembled.
+
+    Raises:
+        NotCompiledError: this build left it out.
+    """
+    return load(ptx_text(image, capability))
+
+
+def ptx_text(image: str, capability: tuple[int, int]) -> str:
+    """The PTX of an image ("folder/stem"): the newest that a GPU of that capability can run.
+
+    Raises:
+        NotCompiledError: this build has none.
+    """
+    folder, _, stem = image.partition("/")
+    number = 10 * capability[0] + capability[1]
+    best = (-1, "")
+    kernels = resources.files("archflash") / "_kernels" / folder
+    for file in kernels.iterdir() if kernels.is_dir() else ():
+        match = re.fullmatch(re.escape(stem) + r"\.compute_(\d+)([af]?)\.ptx\.gz", file.name)
+        if match is None:
+            continue
+        of, suffix = int(match[1]), match[2]
+        runs = of <= number and (
+            not suffix or of == number or (suffix == "f" and of // 10 == capability[0])
+        )
+        if runs:
+            best = max(best, (of, file.name))
+    if best[0] < 0:
+        raise NotCompiledError(
+            f"no PTX of {image} that compute capability {capability[0]}.{capability[1]} runs is in "
+            "this build: build again with ARCHFLASH_ARCHS=all"
+        )
+    return gzip.decompress((kernels / best[1]).read_bytes()).decode()
+
+
+# --- how long it will take ---
+
+
+def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
+    """Pairs of a query and a key that attention computes, of all sequences and heads; for causal
+    calls half of them.
+    """
+    if "cu_seqlens_q" in tensors:
+        queries = tensors["cu_seqlens_q"].diff().clamp(min=0).to(torch.int64)
+        keys = tensors["cu_seqlens_k"].diff().clamp(min=0).to(torch.int64)
+        pairs = int((queries * keys).sum())
+    else:
+        pairs = problem["batch"] * problem["nq"] * problem["nk"]
+    pairs *= problem["heads_q"]
+    return int(pairs // 2 if problem["causal"] else pairs)
+
+
+def estimate_seconds(
+    plan: _runtime.LaunchPlan,
+    programs: list[Program],
+    kernels: list[str],
+    tensors: dict[str, Tensor],
+) -> float:
+    """How long the simulation of a plan will take on this machine, roughly."""
+    problem = plan.problem.to_dict()
+    flops = 2 * visible_pairs(problem, tensors) * (problem["d"] + problem["dv"])
+    uses_matrices = any(
+        row["class"] == "matrix"
+        for program, kernel in zip(programs, kernels, strict=True)
+        for row in program.instructions(kernel)
+    )
+    rate = MATRIX_FLOPS if uses_matrices else SCALAR_FLOPS
+    return float(flops / rate / max(os.cpu_count() or 1, 1))
+
+
+def _check_limit(
+    plan: _runtime.LaunchPlan,
+    programs: list[Program],
+    kernels: list[str],
+    tensors: dict[str, Tensor],
+) -> None:
+    given = os.environ.get(LIMIT_VARIABLE)
+    try:
+        limit = float(given) if given else LIMIT_SECONDS
+    except ValueError:
+        raise LaunchError(f"{LIMIT_VARIABLE}={given} is no number of seconds") from None
+    seconds = estimate_seconds(plan, programs, kernels, tensors)
+    if seconds > limit:
+        raise LaunchError(
+            f"{plan.implementation} on the simulator would take about {seconds:.0f} s, more than "
+            f"the limit of {limit:.0f} s: set {LIMIT_VARIABLE} to more seconds, take a smaller "
+            "problem, or move the tensors to a GPU"
+        )
+
+
+_announced: set[str] = set()
+
+
+def _announce(plan: _runtime.LaunchPlan) -> None:
+    key = f"{plan.implementation} {plan.device.name}"
+    if key in _announced:
+        return
+    _announced.add(key)
+    warnings.warn(
+        f"archflash: tensors are on the CPU, so {plan.implementation} runs on the PTX simulator, "
+        f"as on {plan.device.name}: for testing, not for speed",
+        stacklevel=5,
+    )

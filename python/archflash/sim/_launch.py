@@ -1,0 +1,298 @@
+"""Running any PTX: programs, buffers, launches."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash_sim as _native
+from archflash._errors import LaunchError
+from archflash.sim._report import Report, SimulationError, make_report
+
+MODES = ("lazy", "eager", "random", "priority")
+MAX_INSTRUCTIONS = 1 << 32
+SHARED_LIMIT = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Program:
+    """A PTX module: every instruction of every kernel is known to the simulator.
+
+    Attributes:
+        kernels: the names of its kernels.
+        target: what it was compiled for, "sm_80".
+    """
+
+    module: _native.Module
+    kernels: tuple[str, ...]
+    target: str
+    _instructions: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
+
+    def instructions(self, kernel: str) -> list[dict[str, Any]]:
+        """The instructions of a kernel in order: line, opcode, statement, source, class."""
+        if kernel not in self._instructions:
+            self._instructions[kernel] = self.module.instructions(kernel)
+        return self._instructions[kernel]
+
+
+def load(text: str) -> Program:
+    """Loads PTX.
+
+    Args:
+        text: a whole PTX module, as nvcc writes it.
+
+    Raises:
+        LaunchError: the text is malformed, or has an instruction or modifier that the simulator
+            does not know; the message names the line.
+
+    Example:
+        >>> from archflash import sim
+        >>> header = ".version 8.0 .target sm_80 .address_size 64 "
+        >>> sim.load(header + ".entry nothing() { ret; }").kernels
+        ('nothing',)
+    """
+    module = _native.load(text)
+    return Program(module, tuple(module.kernels), module.target)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor on the CPU as a kernel's argument.
+
+    Attributes:
+        tensor: any dtype and strides. What lies between its elements is out of bounds.
+        writable: whether the kernel may write it.
+        initialised: whether its bytes count as written; reading others is an error.
+        name: for reports.
+    """
+
+    tensor: Tensor
+    writable: bool = True
+    initialised: bool = True
+    name: str = "buffer"
+
+
+class Bindings:
+    """Tensors registered with a simulator's memory; addresses by name.
+
+    Tensors that overlap in memory become one buffer, so that they do so in the simulator too.
+    """
+
+    def __init__(self, memory: _native.Memory, buffers: Sequence[Buffer]) -> None:
+        self.addresses: list[int] = [0] * len(buffers)
+        extents = []
+        for index, buffer in enumerate(buffers):
+            if buffer.tensor.device.type != "cpu":
+                raise LaunchError(f"{buffer.name} is on {buffer.tensor.device}: not on the CPU")
+            begin = buffer.tensor.data_ptr()
+            extents.append((begin, begin + extent_bytes(buffer.tensor), index))
+        extents.sort()
+        group: list[int] = []
+        end = 0
+        for begin, stop, index in extents:
+            if group and begin >= end:
+                self._add(memory, buffers, group, end)
+                group = []
+            end = max(end, stop) if group else stop
+            group.append(index)
+        if group:
+            self._add(memory, buffers, group, end)
+
+    def _add(
+        self, memory: _native.Memory, buffers: Sequence[Buffer], group: list[int], end: int
+    ) -> None:
+        members = [buffers[index] for index in group]
+        begin = min(member.tensor.data_ptr() for member in members)
+        name = "/".join(member.name for member in members)
+        writable = any(member.writable for member in members)
+        whole = len(members) == 1 and extent_bytes(members[0].tensor) == (
+            members[0].tensor.numel() * members[0].tensor.element_size()
+        )
+        base = memory.add(name, begin, end - begin, writable, not whole or members[0].initialised)
+        if not whole:
+            memory.forbid(base)
+            # What one member has initialised, another must not undo.
+            for member in sorted(members, key=lambda m: m.initialised):
+                starts, length = row_starts(member.tensor)
+                offset = member.tensor.data_ptr() - begin
+                memory.allow(base, [start + offset for start in starts], length, member.initialised)
+        for index in group:
+            self.addresses[index] = base + buffers[index].tensor.data_ptr() - begin
+
+
+def extent_bytes(tensor: Tensor) -> int:
+    """From a tensor's first byte to behind its last one."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.element_size()
+
+
+def row_starts(tensor: Tensor) -> tuple[list[int], int]:
+    """A tensor's bytes as pieces of one length: where each starts, and the length."""
+    if tensor.numel() == 0:
+        return [], 0
+    size = tensor.element_size()
+    dims = sorted(
+        (step, count) for count, step in zip(tensor.shape, tensor.stride(), strict=True) if step
+    )
+    length = 1
+    while dims and dims[0][0] == length:
+        length *= dims.pop(0)[1]
+    starts = torch.zeros(1, dtype=torch.int64)
+    for step, count in dims:
+        if count > 1:
+            starts = (starts[:, None] + torch.arange(count) * step).flatten()
+    return (starts * size).tolist(), length * size
+
+
+def launch(
+    program: Program,
+    kernel: str,
+    arguments: Sequence[Tensor | Buffer | int | float | bytes],
+    *,
+    grid: Sequence[int] = (1, 1, 1),
+    block: Sequence[int] = (32, 1, 1),
+    shared_bytes: int = 0,
+    mode: str = "random",
+    seed: int = 0,
+    race_check: bool = True,
+    threads: int = 0,
+    max_instructions: int = MAX_INSTRUCTIONS,
+    shared_limit: int = SHARED_LIMIT,
+    traced_ctas: int | Sequence[int] = 0,
+    stretch: int = 0,
+    check: bool = True,
+) -> Report:
+    """Runs a kernel to its end.
+
+    Args:
+        program: from `load`.
+        kernel: the name of one of its kernels.
+        arguments: one for each parameter: a tensor on the CPU (or a `Buffer`) for a pointer, an int
+            for a 32-bit integer, a float for an .f32, bytes for anything else, laid out as the
+            parameters are.
+        grid: CTAs along x, y, z.
+        block: threads along x, y, z.
+        shared_bytes: dynamic shared memory.
+        mode: "lazy" (asynchronous copies land when they are waited for), "eager" (at once),
+            "random", or "priority" (random priorities of warps that change at random points).
+        seed: 64 bits; the same seed gives the same run.
+        race_check: whether to look for data races.
+        threads: of the host; 0: one for each core. The report does not depend on it.
+        max_instructions: of one CTA, before it counts as an endless loop.
+        shared_limit: what shared memory a CTA may have, in bytes.
+        traced_ctas: CTAs that record what they do in `Report.traces`: so many, the first of the
+            grid, or their indices (x fastest).
+        stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
+            as the mode says.
+        check: whether errors are raised.
+
+    Returns:
+        A `Report`. Tensors have been written in place.
+
+    Raises:
+        SimulationError: the kernel did something wrong and `check` is set.
+        LaunchError: no such kernel, parameters of the wrong size, a block or grid beyond the
+            limits.
+        ValueError: an unknown mode; a CTA to trace that the grid does not have.
+    """
+    memory = _native.Memory()
+    buffers = [
+        argument if isinstance(argument, Buffer) else Buffer(argument, name=f"argument {index}")
+        for index, argument in enumerate(arguments)
+        if isinstance(argument, (Tensor, Buffer))
+    ]
+    addresses = iter(Bindings(memory, buffers).addresses)
+    parameters = b""
+    for argument in arguments:
+        if isinstance(argument, (Tensor, Buffer)):
+            piece = struct.pack("<Q", next(addresses))
+        elif isinstance(argument, bytes):
+            piece = argument
+        elif isinstance(argument, float):
+            piece = struct.pack("<f", argument)
+        else:
+            piece = struct.pack("<i" if argument < 0 else "<I", argument)
+        align = len(piece) if not isinstance(argument, bytes) else 1
+        parameters += b"\0" * (-len(parameters) % align) + piece
+    report = run_kernel(
+        program,
+        kernel,
+        parameters,
+        memory,
+        grid=grid,
+        block=block,
+        shared_bytes=shared_bytes,
+        mode=mode,
+        seed=seed,
+        race_check=race_check,
+        threads=threads,
+        max_instructions=max_instructions,
+        shared_limit=shared_limit,
+        traced_ctas=traced_ctas,
+        stretch=stretch,
+    )
+    if check and report.errors:
+        raise SimulationError(report)
+    return report
+
+
+def run_kernel(
+    program: Program,
+    kernel: str,
+    parameters: bytes,
+    memory: _native.Memory,
+    *,
+    grid: Sequence[int],
+    block: Sequence[int],
+    cluster: Sequence[int] = (1, 1, 1),
+    shared_bytes: int,
+    mode: str,
+    seed: int,
+    race_check: bool,
+    threads: int,
+    max_instructions: int = MAX_INSTRUCTIONS,
+    shared_limit: int = SHARED_LIMIT,
+    traced_ctas: int | Sequence[int] = 0,
+    stretch: int = 0,
+) -> Report:
+    """Runs a kernel on parameter bytes whose addresses are those of `memory`."""
+    result = program.module.run(
+        kernel,
+        _three(grid),
+        _three(cluster),
+        _three(block),
+        shared_bytes,
+        parameters,
+        memory,
+        mode,
+        seed % (1 << 64),
+        race_check,
+        threads,
+        max_instructions,
+        shared_limit,
+        _indices(traced_ctas, grid),
+        stretch,
+    )
+    return make_report(kernel, program.instructions(kernel), result)
+
+
+def _indices(traced_ctas: int | Sequence[int], grid: Sequence[int]) -> list[int]:
+    count = math.prod(grid)
+    if isinstance(traced_ctas, int):
+        return list(range(min(traced_ctas, count)))
+    for index in traced_ctas:
+        if not 0 <= index < count:
+            raise ValueError(f"traced_ctas: there is no CTA {index} in a grid of {count}")
+    return list(traced_ctas)
+
+
+def _three(sizes: Sequence[int]) -> list[int]:
+    return [*sizes, 1, 1, 1][:3]

@@ -1,0 +1,260 @@
+"""What a simulated launch did and what was wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from archflash._errors import LaunchError
+
+
+class SimulationError(LaunchError):
+    """A simulated kernel did something wrong: `report` says what and where.
+
+    Attributes:
+        report: the whole `Report`.
+    """
+
+    def __init__(self, report: Report) -> None:
+        errors = report.errors
+        shown = "\n".join(str(finding) for finding in errors[:8])
+        more = f"\nand {len(errors) - 8} more" if len(errors) > 8 else ""
+        super().__init__(f"the simulator found errors in {report.kernel}:\n{shown}{more}")
+        self.report = report
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong (severity "error") or that hardware tolerates (severity "lint").
+
+    Attributes:
+        severity: "error" or "lint".
+        kind: what it is, in a word: "race", "out-of-bounds", "uninitialised", "deadlock", ...
+        message: a sentence.
+        kernel: the kernel's name.
+        cta: index of the CTA in the grid, x fastest; -1: of none.
+        warp: index of the warp in the CTA; -1: of none.
+        lane: lane of the warp; -1: of none.
+        line: line of the instruction in the PTX text; 0: of none.
+        instruction: the PTX statement.
+        source: "file:line" of the CUDA source, inlined calls behind it; empty without line
+            information.
+        address: the address, for a memory access.
+        count: how often it was found at that instruction.
+    """
+
+    severity: str
+    kind: str
+    message: str
+    kernel: str
+    cta: int
+    warp: int
+    lane: int
+    line: int
+    instruction: str
+    source: str
+    address: int
+    count: int
+    fatal: bool
+
+    def __str__(self) -> str:
+        where = f"{self.kernel}"
+        if self.cta >= 0:
+            where += f", CTA {self.cta}"
+        if self.warp >= 0:
+            where += f", warp {self.warp}"
+        if self.lane >= 0:
+            where += f", lane {self.lane}"
+        text = f"{self.severity}: {self.kind}: {self.message}\n  in {where}"
+        if self.line:
+            text += f"\n  PTX line {self.line}: {self.instruction}"
+        if self.source:
+            text += f"\n  {self.source}"
+        if self.count > 1:
+            text += f"\n  {self.count} times"
+        return text
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """Something that went on for a while. Times are warp-instructions of the CTA so far: an order
+    of events, not time on a GPU.
+
+    Attributes:
+        kind: "run": a warp executed the instructions from `pc` on, one after the other; "wait":
+            nothing happened until `label` came about; "async": work that went on by itself.
+        track: index in `Trace.tracks`.
+        begin: the first instruction of it; of "async", its issue.
+        end: behind the last; of "async", its landing. A wait that found everything done ends where
+            it begins.
+        pc: index of the (first) instruction in `Report.listing`.
+        bytes: that "async" work moves.
+        seen: when "async" work was waited for.
+        cause: track that ended a wait; -1: none or its own.
+        label: what a wait waited for ("barrier 0"); what "async" work reads (a buffer's name).
+    """
+
+    kind: str
+    track: int
+    begin: int
+    end: int
+    pc: int
+    bytes: int
+    seen: int
+    cause: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one CTA did.
+
+    Attributes:
+        tracks: names of what went on by itself; warp w is track w.
+        events: in the order in which they ended.
+    """
+
+    tracks: tuple[str, ...]
+    events: tuple[TraceEvent, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did.
+
+    Attributes:
+        kernel: the kernel's name.
+        ctas: how many CTAs ran; 0 when the run was stopped by an error.
+        findings: errors and lints, in the order of CTAs.
+        instructions: warp-instructions executed, by class ("float", "matrix", "load", ...).
+        opcodes: warp-instructions executed, by opcode with its modifiers.
+        transactions: global: 32-byte sectors moved; shared: wavefronts; local: 32-byte sectors.
+        bank_conflicts: for each opcode that touched shared memory (wavefronts, wavefronts without
+            conflicts).
+        barrier_waits: how often a warp waited at a barrier.
+        executed: warp-instructions executed, by index of the instruction in the kernel.
+        seconds: how long the simulation took.
+        complete: no CTA was stopped by an error.
+        traces: what each traced CTA did, by its index in the grid.
+        listing: the kernel's instructions in order, each with its line in the PTX text, opcode,
+            statement, source, class and calls (function, file, line; innermost first).
+    """
+
+    kernel: str
+    ctas: int
+    findings: tuple[Finding, ...]
+    instructions: dict[str, int]
+    opcodes: dict[str, int]
+    transactions: dict[str, int]
+    bank_conflicts: dict[str, tuple[int, int]]
+    barrier_waits: int
+    executed: tuple[int, ...]
+    seconds: float
+    complete: bool
+    traces: dict[int, Trace] = field(default_factory=dict, repr=False)
+    listing: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that are errors."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def lints(self) -> list[Finding]:
+        """The findings that are lints."""
+        return [finding for finding in self.findings if finding.severity == "lint"]
+
+    @property
+    def total_instructions(self) -> int:
+        """All warp-instructions executed."""
+        return sum(self.executed)
+
+    def __str__(self) -> str:
+        errors, lints = len(self.errors), len(self.lints)
+        lines = [
+            f"{self.kernel}: {self.ctas} CTAs, {errors or 'no'} errors, {lints or 'no'} lints, "
+            f"{self.seconds:.2f} s"
+        ]
+        if not self.complete:
+            lines[0] += "; stopped by an error, so what was done was not counted"
+        total = self.total_instructions
+        if total:
+            lines.append(f"  {'warp-instructions':<28}{total:>14,}")
+        for name, count in sorted(self.instructions.items(), key=lambda item: -item[1]):
+            lines.append(f"    {name:<26}{count:>14,}{count / total:>8.1%}")
+        if total:
+            units = {
+                "global": "32-byte sectors",
+                "shared": "wavefronts",
+                "local": "32-byte sectors",
+            }
+            lines.append("  memory transactions")
+            lines += [
+                f"    {space:<26}{count:>14,}  {units[space]}"
+                for space, count in self.transactions.items()
+            ]
+        if self.bank_conflicts:
+            width = max(26, *(len(opcode) for opcode in self.bank_conflicts))
+            lines.append(
+                f"  {'wavefronts of shared memory':<{width + 2}}{'taken':>14}{'least':>14}"
+            )
+            for opcode, (taken, least) in sorted(self.bank_conflicts.items()):
+                note = f"  bank conflicts: {taken / least:.2f} times" if taken > least else ""
+                lines.append(f"    {opcode:<{width}}{taken:>14,}{least:>14,}{note}")
+        if total:
+            lines.append(f"  {'waits at barriers':<28}{self.barrier_waits:>14,}")
+        lines += [str(finding) for finding in self.findings]
+        return "\n".join(lines)
+
+
+def make_report(kernel: str, texts: list[dict[str, Any]], result: dict[str, Any]) -> Report:
+    """The extension module's answer as a `Report`; `texts` are the kernel's instructions."""
+    instructions: dict[str, int] = {}
+    opcodes: dict[str, int] = {}
+    conflicts: dict[str, tuple[int, int]] = {}
+    for index, text in enumerate(texts):
+        count = result["executed"][index]
+        if count == 0:
+            continue
+        opcode = text["opcode"]
+        instructions[text["class"]] = instructions.get(text["class"], 0) + count
+        opcodes[opcode] = opcodes.get(opcode, 0) + count
+        if ideal := result["ideal_wavefronts"][index]:
+            before = conflicts.get(opcode, (0, 0))
+            wavefronts = result["wavefronts"][index]
+            conflicts[opcode] = (before[0] + wavefronts, before[1] + ideal)
+    findings = tuple(
+        Finding(
+            kernel=kernel,
+            **{
+                name: row[name]
+                for name in (
+                    "severity", "kind", "message", "cta", "warp", "lane", "line", "instruction",
+                    "source", "address", "count", "fatal",
+                )
+            },
+        )
+        for row in result["findings"]
+    )  # fmt: skip
+    return Report(
+        kernel=kernel,
+        ctas=result["ctas"],
+        findings=findings,
+        instructions=instructions,
+        opcodes=opcodes,
+        transactions={
+            "global": sum(result["transactions"]),
+            "shared": sum(result["wavefronts"]),
+            "local": sum(result["local"]),
+        },
+        bank_conflicts=conflicts,
+        barrier_waits=result["barrier_waits"],
+        executed=tuple(result["executed"]),
+        seconds=result["seconds"],
+        complete=result["complete"],
+        traces={
+            cta: Trace(tuple(tracks), tuple(TraceEvent(*event) for event in events))
+            for cta, (tracks, events) in result["traces"].items()
+        },
+        listing=texts,
+    )

@@ -1,0 +1,46 @@
+// Finding the bytes that the lanes of an instruction access, with every check on the way.
+#pragma once
+
+#include <cstdint>
+
+#include "sim/cta.h"
+#include "sim/warp.h"
+
+namespace archflash::sim {
+
+enum class Access : uint8_t {
+  Read,
+  CollectiveRead,  // by all lanes together: ldmatrix
+  Write,           // races are checked by the caller once it has the data
+  StrongRead,      // volatile, relaxed or acquiring: does not race with strong writes
+  Atomic,          // reads and writes
+  Copy,            // the destination of an asynchronous copy
+};
+
+struct Located {
+  uint8_t* where[LANES];    // host bytes, of the active lanes
+  uint64_t address[LANES];  // as the program names them, within `space`
+  Space space[LANES];       // never Generic
+};
+
+// Locates `bytes` bytes for each lane of `mask` at base + offset; checks bounds and alignment
+// (throws Fault), and for reads initialisation and races (reports). Counts transactions and bank
+// conflicts.
+void locate(Warp& warp, const Instruction& instruction, uint32_t mask, Ref base, int64_t offset,
+            bool wide_address, Space space, uint32_t bytes, Access access, Located& located);
+
+// Checks one lane's write for races and marks the bytes as valid. `data` is what will be written.
+void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data);
+
+// Likewise for volatile, relaxed and releasing writes, which do not race with each other.
+void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t bytes);
+
+// The source of a copy that reads only `bytes` bytes of a piece that is aligned as a whole.
+const uint8_t* locate_bytes(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
+                            uint32_t aligned, uint32_t bytes);
+
+// Wavefronts of shared memory that `bytes` bytes (4, 8 or 16; less counts as 4) at each active
+// lane's offset take; `ideal`: without conflicts.
+uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes, uint32_t& ideal);
+
+}  // namespace archflash::sim

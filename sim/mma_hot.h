@@ -1,0 +1,12 @@
+// The matrix product that attention kernels spend their time in, with the same bits as find_mma's.
+#pragma once
+
+#include "sim/matrix.h"
+
+namespace archflash::sim {
+
+// For m16n8k16 and m16n8k8 of f16 or bf16 with f32 accumulators, where the machine has AVX2 and its
+// use is enabled; nullptr for anything else.
+MmaFunction find_hot_mma(const MmaShape& shape);
+
+}  // namespace archflash::sim

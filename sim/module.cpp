@@ -1,0 +1,257 @@
+// The extension module archflash._archflash_sim.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <cstring>
+
+#include "sim/launch.h"
+#include "sim/matrix.h"
+
+namespace archflash::sim {
+namespace {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+constexpr int MAX_INLINED = 64;  // calls of calls; a guard against rings
+
+// A loaded module with the storage of its .global variables, which outlive a launch.
+struct LoadedModule {
+  std::unique_ptr<Module> module;
+  std::vector<std::vector<uint8_t>> globals;
+
+  const Kernel& kernel(const std::string& name) const {
+    const auto found = module->kernels.find(name);
+    if (found == module->kernels.end()) throw LoadError("no kernel is called " + name);
+    return *found->second;
+  }
+};
+
+std::unique_ptr<LoadedModule> load(const std::string& text) {
+  auto result = std::make_unique<LoadedModule>();
+  {
+    const nb::gil_scoped_release release;
+    result->module = load_module(text);
+  }
+  for (const Variable& variable : result->module->globals) {
+    std::vector<uint8_t> bytes(variable.bytes);
+    std::copy(variable.initial.begin(), variable.initial.end(), bytes.begin());
+    result->globals.push_back(std::move(bytes));
+  }
+  return result;
+}
+
+// Where an instruction comes from: (function, file, line), innermost first. What nothing is inlined
+// into has no function name.
+nb::list calls(const Module& module, const Kernel& kernel, int location) {
+  nb::list result;
+  for (int depth = 0; location >= 0 && depth < MAX_INLINED; ++depth) {
+    const Location& place = kernel.locations[static_cast<size_t>(location)];
+    const auto file = module.files.find(place.file);
+    result.append(nb::make_tuple(
+        place.function >= 0 ? module.functions[static_cast<size_t>(place.function)] : std::string(),
+        file == module.files.end() ? std::string() : file->second, place.line));
+    location = place.inlined_at;
+  }
+  return result;
+}
+
+nb::list instructions(const LoadedModule& loaded, const std::string& name) {
+  const Kernel& kernel = loaded.kernel(name);
+  nb::list result;
+  for (size_t i = 0; i < kernel.code.size(); ++i) {
+    const InstructionText& text = kernel.texts[i];
+    nb::dict row;
+    row["line"] = text.line;
+    row["opcode"] = text.text;
+    row["statement"] = text.statement;
+    row["source"] = source_line(*loaded.module, kernel, static_cast<uint32_t>(i));
+    row["calls"] = calls(*loaded.module, kernel, text.location);
+    row["class"] = class_name(kernel.code[i].counted);
+    result.append(row);
+  }
+  return result;
+}
+
+Mode mode_named(const std::string& name) {
+  if (name == "lazy") return Mode::Lazy;
+  if (name == "eager") return Mode::Eager;
+  if (name == "random") return Mode::Random;
+  if (name == "priority") return Mode::Priority;
+  throw nb::value_error(("mode " + name + ": lazy, eager, random or priority").c_str());
+}
+
+using Sizes = std::array<int64_t, 3>;
+
+nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& grid,
+             const Sizes& cluster, const Sizes& block, uint64_t shared_bytes, nb::bytes parameters,
+             GlobalMemory& memory, const std::string& mode, uint64_t seed, bool race, int threads,
+             uint64_t max_instructions, uint64_t shared_limit,
+             const std::vector<int64_t>& traced_ctas, uint64_t stretch) {
+  LaunchRequest request;
+  request.kernel = kernel_name;
+  request.grid = {grid[0], grid[1], grid[2]};
+  request.cluster = {cluster[0], cluster[1], cluster[2]};
+  request.block = {block[0], block[1], block[2]};
+  request.dynamic_shared = shared_bytes;
+  request.shared_limit = shared_limit;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(parameters.c_str());
+  request.parameters.assign(bytes, bytes + parameters.size());
+  request.options.mode = mode_named(mode);
+  request.options.seed = seed;
+  request.options.race = race;
+  request.options.threads = threads;
+  request.options.max_instructions = max_instructions;
+  request.options.stretch = stretch;
+  request.traced_ctas = traced_ctas;
+  LaunchReport report;
+  double seconds = 0;
+  {
+    const nb::gil_scoped_release release;
+    const auto begin = std::chrono::steady_clock::now();
+    report = launch(*loaded.module, request, memory, loaded.globals);
+    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+  const Kernel& kernel = loaded.kernel(kernel_name);
+  nb::list findings;
+  for (const Finding& f : report.findings.list()) {
+    nb::dict row;
+    row["severity"] = f.severity == Severity::Error ? "error" : "lint";
+    row["kind"] = f.kind;
+    row["message"] = f.message;
+    row["cta"] = f.cta;
+    row["warp"] = f.warp;
+    row["lane"] = f.lane;
+    row["pc"] = f.pc;
+    row["address"] = f.address;
+    row["count"] = f.count;
+    row["fatal"] = f.fatal;
+    const bool known = f.pc >= 0 && static_cast<size_t>(f.pc) < kernel.texts.size();
+    row["line"] = known ? kernel.texts[static_cast<size_t>(f.pc)].line : 0;
+    row["instruction"] = known ? kernel.texts[static_cast<size_t>(f.pc)].statement : "";
+    row["source"] = known ? source_line(*loaded.module, kernel, static_cast<uint32_t>(f.pc)) : "";
+    findings.append(row);
+  }
+  nb::list executed, wavefronts, ideal, transactions, local;
+  for (size_t i = 0; i < kernel.code.size(); ++i) {
+    executed.append(report.counts.executed[i]);
+    wavefronts.append(report.counts.memory[i].wavefronts);
+    ideal.append(report.counts.memory[i].ideal);
+    transactions.append(report.counts.memory[i].transactions);
+    local.append(report.counts.memory[i].local);
+  }
+  nb::dict traces;
+  for (const auto& [cta, trace] : report.traces) {
+    nb::list rows;
+    for (const TraceEvent& event : trace.events) {
+      static const char* const KINDS[] = {"run", "wait", "async"};
+      rows.append(nb::make_tuple(KINDS[static_cast<int>(event.kind)], event.track, event.begin,
+                                 event.end, event.pc, event.bytes, event.seen, event.cause,
+                                 event.label));
+    }
+    traces[nb::int_(cta)] = nb::make_tuple(trace.tracks, rows);
+  }
+  nb::dict result;
+  result["findings"] = findings;
+  result["dropped"] = report.findings.dropped();
+  result["complete"] = report.complete;
+  result["overlaps_checked"] = report.overlaps_checked;
+  result["ctas"] = report.counts.ctas;
+  result["barrier_waits"] = report.counts.barrier_waits;
+  result["executed"] = executed;
+  result["wavefronts"] = wavefronts;
+  result["ideal_wavefronts"] = ideal;
+  result["transactions"] = transactions;
+  result["local"] = local;
+  result["seconds"] = seconds;
+  result["traces"] = traces;
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_archflash_sim, m) {
+  m.doc() = "The PTX simulator: loads PTX text and runs its kernels on the host.";
+  nb::set_leak_warnings(false);
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const LoadError& failure) {
+      PyErr_SetString(nb::module_::import_("archflash._errors").attr("LaunchError").ptr(),
+                      failure.what());
+    }
+  });
+
+  nb::class_<GlobalMemory>(m, "Memory", "The buffers that kernels may touch.")
+      .def(nb::init<>())
+      .def(
+          "add",
+          [](GlobalMemory& memory, const std::string& name, uintptr_t host, uint64_t bytes,
+             bool writable, bool initialised) {
+            return memory.add(name, reinterpret_cast<uint8_t*>(host), bytes, writable, initialised);
+          },
+          "name"_a, "host"_a, "bytes"_a, "writable"_a, "initialised"_a,
+          "Registers host memory, which must outlive this; returns its simulated address.")
+      .def("forbid", &GlobalMemory::forbid, "address"_a, "Forbids all bytes of a buffer.")
+      .def("allow", &GlobalMemory::allow, "address"_a, "starts"_a, "length"_a, "initialised"_a,
+           "Allows `length` bytes from each start on again.")
+      .def("remove", &GlobalMemory::remove, "address"_a)
+      .def(
+          "state",
+          [](GlobalMemory& memory, uint64_t address) {
+            const Buffer* buffer = memory.find(address);
+            if (buffer == nullptr) throw LoadError("no buffer at the address given");
+            return nb::bytes(reinterpret_cast<const char*>(buffer->state.data()),
+                             buffer->state.size());
+          },
+          "address"_a,
+          "For each byte 0: not written, 1: holds a value, 3: no element; empty: all 1.");
+
+  nb::class_<LoadedModule>(m, "Module", "A PTX module, every instruction resolved.")
+      .def_prop_ro("kernels",
+                   [](const LoadedModule& loaded) {
+                     std::vector<std::string> names;
+                     for (const auto& [name, kernel] : loaded.module->kernels)
+                       names.push_back(name);
+                     return names;
+                   })
+      .def_prop_ro("target", [](const LoadedModule& loaded) { return loaded.module->target; })
+      .def("instructions", &instructions, "kernel"_a,
+           nb::sig("def instructions(self, kernel: str) -> list[dict[str, typing.Any]]"))
+      .def(
+          "parameter_bytes",
+          [](const LoadedModule& loaded, const std::string& name) {
+            return loaded.kernel(name).parameter_bytes;
+          },
+          "kernel"_a)
+      .def(
+          "register_bytes",
+          [](const LoadedModule& loaded, const std::string& name) {
+            return loaded.kernel(name).register_bytes;
+          },
+          "kernel"_a, "What a warp's registers take on the host.")
+      .def("run", &run, "kernel"_a, "grid"_a, "cluster"_a, "block"_a, "shared_bytes"_a,
+           "parameters"_a, "memory"_a, "mode"_a, "seed"_a, "race"_a, "threads"_a,
+           "max_instructions"_a, "shared_limit"_a, "traced_ctas"_a, "stretch"_a,
+           nb::sig("def run(self, kernel: str, grid: collections.abc.Sequence[int], cluster: "
+                   "collections.abc.Sequence[int], block: collections.abc.Sequence[int], "
+                   "shared_bytes: int, parameters: bytes, memory: Memory, mode: str, seed: int, "
+                   "race: bool, threads: int, max_instructions: int, shared_limit: int, "
+                   "traced_ctas: collections.abc.Sequence[int], stretch: int) -> dict[str, "
+                   "typing.Any]"));
+
+  m.def("load", &load, "text"_a,
+        "Parses PTX text and resolves every instruction of every kernel; LaunchError names the "
+        "line of what it does not know.");
+  m.def("uses_avx2", &uses_avx2);
+  m.def("set_avx2", &set_avx2, "enabled"_a,
+        "Chooses the code that modules loaded from now on use; both give the same bits.");
+}
+
+}  // namespace archflash::sim

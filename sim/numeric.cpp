@@ -1,0 +1,1180 @@
+#include "sim/numeric.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "sim/matrix.h"  // uses_avx2
+
+namespace archflash::sim {
+namespace {
+
+constexpr uint32_t DEFAULT_CONTROL = 0x1F80;  // MXCSR: all exceptions masked, RN, no FTZ, no DAZ
+constexpr uint64_t F64_SIGN = uint64_t{1} << 63;
+constexpr double TWO_64 = 18446744073709551616.0;
+
+// ---- One rounding routine for every floating-point format -------------------------------------
+
+// A binary format: sign, exponent field, mantissa field. `largest` is the bits of the largest
+// finite magnitude; what lies above it is `infinity`, or out of range where the format has none.
+struct Format {
+  int exponent_bits, mantissa_bits;
+  uint64_t largest;
+  uint64_t infinity;  // 0: none
+  uint64_t nan;       // 0: none
+  int bits() const { return 1 + exponent_bits + mantissa_bits; }
+  int min_exponent() const { return 2 - (1 << (exponent_bits - 1)); }  // of a normal number
+};
+constexpr Format F16{5, 10, 0x7BFF, 0x7C00, F16_NAN};
+constexpr Format BF16{8, 7, 0x7F7F, 0x7F80, BF16_NAN};
+constexpr Format TF32{8, 10, 0x7F7FE000 >> 13, 0x7F800000 >> 13, 0x7FFFE000 >> 13};
+constexpr Format F32{8, 23, 0x7F7FFFFF, 0x7F800000, F32_NAN};
+constexpr Format F64{11, 52, 0x7FEFFFFFFFFFFFFF, 0x7FF0000000000000, 0x7FFFFFFFFFFFFFFF};
+constexpr Format E4M3{4, 3, 0x7E, 0, 0x7F};
+constexpr Format E5M2{5, 2, 0x7B, 0x7C, 0x7F};
+constexpr Format E2M3{2, 3, 0x1F, 0, 0};
+constexpr Format E3M2{3, 2, 0x1F, 0, 0};
+constexpr Format E2M1{2, 1, 0x7, 0, 0};
+
+// Whether the kept part of a magnitude grows by one unit. `discarded` is what is cut off, `half`
+// its half-way point; `sticky`: a little more was cut off before.
+bool rounds_up(Round round, bool negative, bool odd, uint64_t discarded, uint64_t half,
+               bool sticky) {
+  const bool inexact = discarded != 0 || sticky;
+  switch (round) {
+    case Round::RZ:
+    case Round::RZI:
+      return false;
+    case Round::RM:
+    case Round::RMI:
+      return negative && inexact;
+    case Round::RP:
+    case Round::RPI:
+      return !negative && inexact;
+    case Round::RNA:
+      return discarded >= half;
+    default:
+      return discarded > half || (discarded == half && (sticky || odd));
+  }
+}
+
+// (-1)^negative * significand * 2^exponent in the format's bits, rounded once.
+uint64_t encode(const Format& format, bool negative, uint64_t significand, int exponent,
+                Round round, bool satfinite) {
+  const uint64_t sign = uint64_t{negative} << (format.bits() - 1);
+  if (significand == 0) return sign;
+  const int top = 63 - std::countl_zero(significand) + exponent;
+  const int unit = std::max(top, format.min_exponent()) - format.mantissa_bits;
+  int shift = unit - exponent;  // bits of the significand below the format's last one
+  bool sticky = false;
+  if (shift > 63) {
+    sticky = true;  // all of it is below a quarter of the last bit
+    significand = 0;
+    shift = 63;
+  }
+  uint64_t kept;
+  if (shift <= 0) {
+    kept = significand << -shift;
+  } else {
+    kept = significand >> shift;
+    const uint64_t discarded = significand & ((uint64_t{1} << shift) - 1);
+    kept += rounds_up(round, negative, kept & 1, discarded, uint64_t{1} << (shift - 1), sticky);
+  }
+  // The leading one of a normal number adds the last step of the exponent field.
+  const auto steps =
+      static_cast<uint64_t>(std::max(top, format.min_exponent()) - format.min_exponent());
+  const uint64_t magnitude = kept + (steps << format.mantissa_bits);
+  if (magnitude <= format.largest) return sign | magnitude;
+  const bool away = round == Round::RZ || round == (negative ? Round::RP : Round::RM);
+  if (satfinite || away || format.infinity == 0) return sign | format.largest;
+  return sign | format.infinity;
+}
+
+uint64_t encode(const Format& format, double value, Round round, bool satfinite = false) {
+  const uint64_t bits = bits_of(value);
+  const bool negative = bits >> 63;
+  const auto field = static_cast<int>(bits >> 52 & 0x7FF);
+  const uint64_t fraction = bits & 0xFFFFFFFFFFFFF;
+  if (field == 0x7FF) {
+    if (fraction != 0) {  // formats without NaN take the largest value
+      return format.nan != 0 ? format.nan : format.largest;
+    }
+    const uint64_t sign = uint64_t{negative} << (format.bits() - 1);
+    return sign | (satfinite || format.infinity == 0 ? format.largest : format.infinity);
+  }
+  const uint64_t significand = field == 0 ? fraction : fraction | uint64_t{1} << 52;
+  return encode(format, negative, significand, std::max(field, 1) - 1075, round, satfinite);
+}
+
+// Exact. A NaN becomes the canonical one.
+double decode(const Format& format, uint64_t bits) {
+  const bool negative = bits >> (format.bits() - 1) & 1;
+  const uint64_t magnitude = bits & ((uint64_t{1} << (format.bits() - 1)) - 1);
+  const double sign = negative ? -1.0 : 1.0;
+  if (magnitude > format.largest && (format.infinity != 0 || format.nan != 0)) {
+    if (magnitude == format.infinity) return sign * std::numeric_limits<double>::infinity();
+    return f64_of(F64.nan);
+  }
+  const auto field = static_cast<int>(magnitude >> format.mantissa_bits);
+  const uint64_t fraction = magnitude & ((uint64_t{1} << format.mantissa_bits) - 1);
+  const uint64_t significand =
+      field == 0 ? fraction : fraction | uint64_t{1} << format.mantissa_bits;
+  const int exponent = format.min_exponent() + std::max(field, 1) - 1 - format.mantissa_bits;
+  return sign * std::ldexp(static_cast<double>(significand), exponent);
+}
+
+// ---- Double precision as the wide format of f32 and below --------------------------------------
+
+// `sum` is exact + rounding error, `error` what was lost. Rounded to odd instead: then a second
+// rounding to at most 51 bits, in any direction, gives what one rounding of the exact value would.
+double round_to_odd(double sum, double error) {
+  if (error == 0 || !std::isfinite(sum)) return sum;
+  uint64_t bits = bits_of(sum);
+  if ((error > 0) != (sum > 0)) bits -= 1;  // rounded away from zero: one step back
+  return f64_of(bits | 1);
+}
+
+double add_to_odd(double a, double b) {
+  const double sum = a + b;
+  const double b_part = sum - a;
+  const double error = (a - (sum - b_part)) + (b - b_part);
+  return round_to_odd(sum, std::isfinite(sum) ? error : 0.0);
+}
+
+// The sign of a zero sum: that of both operands, else negative only when rounding down.
+double zero_sum(double a, double b, Round round) {
+  if (std::signbit(a) == std::signbit(b)) return a;
+  return round == Round::RM ? -0.0 : 0.0;
+}
+
+double add_odd(double a, double b, Round round) {
+  const double sum = add_to_odd(a, b);
+  return sum == 0 ? zero_sum(a, b, round) : sum;
+}
+
+float narrow(double value, FloatMode mode) {
+  const auto bits = static_cast<uint32_t>(encode(F32, value, mode.round));
+  return finish_f32(f32_of(bits), mode);
+}
+
+// Double precision in a given direction: the host's own instructions under its rounding control.
+class Direction {
+ public:
+  explicit Direction(Round round) : saved_(_mm_getcsr()) {
+    const uint32_t control = round == Round::RM   ? 0x2000
+                             : round == Round::RP ? 0x4000
+                             : round == Round::RZ ? 0x6000
+                                                  : 0x0000;
+    _mm_setcsr((saved_ & ~0x6000u) | control);
+  }
+  ~Direction() { _mm_setcsr(saved_); }
+
+ private:
+  uint32_t saved_;
+};
+
+// Keeps the compiler from moving an operation across a change of the rounding control.
+inline void pin(double& value) { asm volatile("" : "+x"(value)::"memory"); }
+
+double canonical_f64(double value) { return std::isnan(value) ? f64_of(F64.nan) : value; }
+
+template <class Operation>
+double directed(Round round, Operation operation, double a, double b, double c = 0) {
+  const Direction direction(round);
+  pin(a);
+  pin(b);
+  pin(c);
+  double result = operation(a, b, c);
+  pin(result);
+  return canonical_f64(result);
+}
+
+// ---- min and max, of any type that converts exactly to double ----------------------------------
+
+// The bits of min or max: a NaN loses against a number, unless .NaN; -0 is below +0.
+template <class Bits>
+Bits extreme(Bits a, Bits b, double value_a, double value_b, Bits sign, Bits nan, MinMaxMode mode,
+             bool maximum) {
+  Bits xor_sign = 0;
+  if (mode.xorsign_abs) {
+    xor_sign = (a ^ b) & sign;
+    a &= static_cast<Bits>(~sign);
+    b &= static_cast<Bits>(~sign);
+    value_a = std::fabs(value_a);
+    value_b = std::fabs(value_b);
+  }
+  const bool nan_a = std::isnan(value_a);
+  const bool nan_b = std::isnan(value_b);
+  if ((nan_a && nan_b) || (mode.nan && (nan_a || nan_b))) return nan;
+  Bits result;
+  if (nan_a || nan_b) {
+    result = nan_a ? b : a;
+  } else if (value_a == value_b) {  // equal numbers, or zeros of either sign
+    result = maximum == ((a & sign) != 0) ? b : a;
+  } else {
+    result = maximum == (value_a > value_b) ? a : b;
+  }
+  return result | xor_sign;
+}
+
+// ---- f16 and bf16 ------------------------------------------------------------------------------
+
+uint16_t flush_f16(uint16_t bits) { return (bits & 0x7C00) == 0 ? bits & 0x8000 : bits; }
+
+uint16_t finish_f16(double value, FloatMode mode) {
+  auto bits = static_cast<uint16_t>(encode(F16, value, mode.round));
+  if (mode.ftz) bits = flush_f16(bits);
+  if (!mode.sat) return bits;
+  if ((bits & 0x7FFF) > F16.infinity || (bits & 0x8000)) return 0;
+  return std::min<uint16_t>(bits, 0x3C00);
+}
+
+uint16_t finish_bf16(double value) { return static_cast<uint16_t>(encode(BF16, value, Round::RN)); }
+
+double value_f16(uint16_t bits, bool ftz) { return f32_of_f16(ftz ? flush_f16(bits) : bits); }
+
+constexpr uint16_t OOB_NAN = 0x7FF7;  // .oob: this operand makes the result 0
+
+uint16_t apply_relu(uint16_t bits, uint16_t infinity, Relu relu) {
+  const bool clamps = relu == Relu::RELU || relu == Relu::OOB_RELU;
+  return clamps && (bits & 0x8000) && (bits & 0x7FFF) <= infinity ? 0 : bits;
+}
+
+bool oob(Relu relu, uint16_t a, uint16_t b) {
+  return (relu == Relu::OOB || relu == Relu::OOB_RELU) && (a == OOB_NAN || b == OOB_NAN);
+}
+
+}  // namespace
+
+FloatEnvironment::FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(DEFAULT_CONTROL); }
+FloatEnvironment::~FloatEnvironment() { _mm_setcsr(saved_); }
+
+// ---- Conversions -------------------------------------------------------------------------------
+
+float f32_of_f16(uint16_t bits) {
+  const uint32_t sign = uint32_t{bits & 0x8000u} << 16;
+  const uint32_t magnitude = bits & 0x7FFFu;
+  if (magnitude >= 0x7C00) return f32_of(magnitude > 0x7C00 ? F32_NAN : sign | 0x7F800000u);
+  if (magnitude >= 0x0400) return f32_of(sign | ((magnitude << 13) + (112u << 23)));
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+  return f32_of(sign | bits_of(subnormal));
+}
+
+float f32_of_e5m2(uint8_t bits) { return f32_of_f16(static_cast<uint16_t>(bits << 8)); }
+
+float f32_of_e4m3(uint8_t bits) {
+  const uint32_t sign = uint32_t{bits & 0x80u} << 24;
+  const uint32_t magnitude = bits & 0x7Fu;
+  if (magnitude == 0x7F) return f32_of(F32_NAN);
+  if (magnitude >= 0x08) return f32_of(sign | ((magnitude << 20) + (120u << 23)));
+  return f32_of(sign | bits_of(static_cast<float>(magnitude) * 0x1p-9f));
+}
+
+uint16_t cvt_rn_f16_f32(float value) {
+  return static_cast<uint16_t>(encode(F16, double{value}, Round::RN));
+}
+
+uint16_t cvt_rn_bf16_f32(float value) {
+  if (is_nan(value)) return BF16_NAN;
+  const uint32_t bits = bits_of(value);
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+namespace {
+
+struct IntegerType {
+  int bits;  // 0: not an integer type
+  bool is_signed;
+};
+
+IntegerType integer_type(NumericType type) {
+  switch (type) {
+    case NumericType::U8:
+      return {8, false};
+    case NumericType::S8:
+      return {8, true};
+    case NumericType::U16:
+      return {16, false};
+    case NumericType::S16:
+      return {16, true};
+    case NumericType::U32:
+      return {32, false};
+    case NumericType::S32:
+      return {32, true};
+    case NumericType::U64:
+      return {64, false};
+    case NumericType::S64:
+      return {64, true};
+    default:
+      return {0, false};
+  }
+}
+
+const Format* float_format(NumericType type) {  // of a type that is one number
+  switch (type) {
+    case NumericType::F16:
+      return &F16;
+    case NumericType::BF16:
+      return &BF16;
+    case NumericType::F32:
+      return &F32;
+    case NumericType::F64:
+      return &F64;
+    default:
+      return nullptr;
+  }
+}
+
+const Format* element_format(NumericType type) {  // of a packed type's elements
+  switch (type) {
+    case NumericType::F16X2:
+      return &F16;
+    case NumericType::BF16X2:
+      return &BF16;
+    case NumericType::E4M3X2:
+      return &E4M3;
+    case NumericType::E5M2X2:
+      return &E5M2;
+    case NumericType::E2M3X2:
+      return &E2M3;
+    case NumericType::E3M2X2:
+      return &E3M2;
+    case NumericType::E2M1X2:
+      return &E2M1;
+    default:
+      return nullptr;
+  }
+}
+
+// Bits between the two elements of a packed type: 4-bit elements share a byte, 6-bit ones have one
+// each.
+int element_pitch(NumericType type) {
+  switch (type) {
+    case NumericType::F16X2:
+    case NumericType::BF16X2:
+      return 16;
+    case NumericType::E2M1X2:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
+uint64_t low_bits(uint64_t value, int count) {
+  return count == 64 ? value : value & ((uint64_t{1} << count) - 1);
+}
+
+int64_t sign_extended(uint64_t value, int count) {
+  return static_cast<int64_t>(value << (64 - count)) >> (64 - count);
+}
+
+// Sign and magnitude: every integer type fits.
+struct Integer {
+  bool negative;
+  uint64_t magnitude;
+};
+
+Integer read_integer(IntegerType type, uint64_t bits) {
+  if (!type.is_signed) return {false, low_bits(bits, type.bits)};
+  const int64_t value = sign_extended(bits, type.bits);
+  return {value < 0, value < 0 ? -static_cast<uint64_t>(value) : static_cast<uint64_t>(value)};
+}
+
+uint64_t write_integer(IntegerType type, uint64_t bits) {
+  return type.is_signed ? static_cast<uint64_t>(sign_extended(bits, type.bits))
+                        : low_bits(bits, type.bits);
+}
+
+uint64_t clamp_integer(IntegerType type, Integer value) {
+  const uint64_t all = low_bits(~uint64_t{0}, type.bits);
+  const uint64_t largest = type.is_signed ? all >> 1 : all;
+  if (!value.negative) return write_integer(type, std::min(value.magnitude, largest));
+  if (!type.is_signed) return 0;
+  return write_integer(type, -std::min(value.magnitude, largest + 1));
+}
+
+uint64_t cvt_integer_integer(const CvtSpec& spec, uint64_t a, uint64_t) {
+  const IntegerType from = integer_type(spec.from);
+  const IntegerType to = integer_type(spec.to);
+  const Integer value = read_integer(from, a);
+  if (spec.sat) return clamp_integer(to, value);
+  return write_integer(to, value.negative ? -value.magnitude : value.magnitude);
+}
+
+double flushed(double value, NumericType type, bool ftz) {
+  return ftz && type == NumericType::F32 ? double{flush(static_cast<float>(value))} : value;
+}
+
+// A number in [0, 1] in its bits of format; NaN is +0.
+uint64_t saturated(const Format& format, uint64_t bits) {
+  const double value = decode(format, bits);
+  if (!(value > 0)) return 0;
+  return value < 1 ? bits : encode(format, 1.0, Round::RN);
+}
+
+uint64_t cvt_integer_float(const CvtSpec& spec, uint64_t a, uint64_t) {  // from integer
+  const Integer value = read_integer(integer_type(spec.from), a);
+  const Format& format = *float_format(spec.to);
+  const uint64_t bits = encode(format, value.negative, value.magnitude, 0, spec.round, false);
+  return spec.sat ? saturated(format, bits) : bits;
+}
+
+// The integral double that .rni, .rzi, .rmi or .rpi makes of a value.
+double integral(double value, Round round) {
+  switch (round) {
+    case Round::RZI:
+      return std::trunc(value);
+    case Round::RMI:
+      return std::floor(value);
+    case Round::RPI:
+      return std::ceil(value);
+    default:
+      return std::nearbyint(value);  // the environment's direction: to nearest even
+  }
+}
+
+uint64_t cvt_float_integer(const CvtSpec& spec, uint64_t a, uint64_t) {  // to integer
+  const IntegerType to = integer_type(spec.to);
+  double value = decode(*float_format(spec.from), a);
+  if (std::isnan(value)) {  // PTX ISA, cvt: 0, or the top bit alone where 64 bits are involved
+    const bool wide = spec.from == NumericType::F64 || to.bits == 64;
+    return wide ? write_integer(to, uint64_t{1} << (to.bits - 1)) : 0;
+  }
+  value = integral(flushed(value, spec.from, spec.ftz), spec.round);
+  const double magnitude = std::fabs(value);
+  const uint64_t clamped = magnitude < TWO_64 ? static_cast<uint64_t>(magnitude) : ~uint64_t{0};
+  return clamp_integer(to, {value < 0, clamped});
+}
+
+uint64_t cvt_float_float(const CvtSpec& spec, uint64_t a, uint64_t) {
+  const Format& from = *float_format(spec.from);
+  const Format& to = *float_format(spec.to);
+  double value = flushed(decode(from, a), spec.from, spec.ftz);
+  if (spec.round >= Round::RNI) value = integral(value, spec.round);
+  uint64_t bits = encode(to, value, spec.round, spec.satfinite);
+  if (spec.ftz && spec.to == NumericType::F32) bits = bits_of(flush(f32_of(uint32_t(bits))));
+  if (spec.sat) bits = saturated(to, bits);
+  return bits;
+}
+
+// One element of a conversion that has .relu or .satfinite.
+uint64_t narrow_element(const Format& to, double value, const CvtSpec& spec) {
+  if (spec.relu && value <= 0) value = 0.0;
+  return encode(to, value, spec.round, spec.satfinite);
+}
+
+uint64_t cvt_f32_half(const CvtSpec& spec, uint64_t a, uint64_t) {  // .f16.f32, .bf16.f32 + relu
+  const double value = flushed(double{f32_of(uint32_t(a))}, spec.from, spec.ftz);
+  return narrow_element(*float_format(spec.to), value, spec);
+}
+
+uint64_t cvt_f32_tf32(const CvtSpec& spec, uint64_t a, uint64_t) {
+  const double value = f32_of(static_cast<uint32_t>(a));
+  return narrow_element(TF32, value, spec) << 13;
+}
+
+uint64_t cvt_f32_packed(const CvtSpec& spec, uint64_t a, uint64_t b) {
+  const Format& to = *element_format(spec.to);
+  const uint64_t upper = narrow_element(to, f32_of(static_cast<uint32_t>(a)), spec);
+  const uint64_t lower = narrow_element(to, f32_of(static_cast<uint32_t>(b)), spec);
+  return upper << element_pitch(spec.to) | lower;
+}
+
+uint64_t cvt_packed_packed(const CvtSpec& spec, uint64_t a, uint64_t) {
+  const Format& from = *element_format(spec.from);
+  const Format& to = *element_format(spec.to);
+  const int pitch = element_pitch(spec.from);
+  const uint64_t upper = narrow_element(to, decode(from, low_bits(a >> pitch, pitch)), spec);
+  const uint64_t lower = narrow_element(to, decode(from, low_bits(a, pitch)), spec);
+  return upper << element_pitch(spec.to) | lower;
+}
+
+// UE8M0: a power of two, 2^(bits - 127); 0xFF is NaN.
+constexpr uint64_t UE8M0_NAN = 0xFF;
+uint64_t encode_ue8m0(double value, const CvtSpec& spec) {
+  if (std::isnan(value)) return UE8M0_NAN;
+  const double magnitude = std::fabs(value);
+  if (std::isinf(magnitude)) return spec.satfinite ? 0xFE : UE8M0_NAN;
+  if (magnitude == 0) return 0;
+  int exponent;
+  const double fraction = std::frexp(magnitude, &exponent);  // in [0.5, 1)
+  exponent -= 1;
+  if (spec.round == Round::RP && fraction > 0.5) exponent += 1;
+  if (exponent > 127) return spec.satfinite ? 0xFE : UE8M0_NAN;
+  return static_cast<uint64_t>(std::max(exponent, -127) + 127);
+}
+
+uint64_t cvt_ue8m0(const CvtSpec& spec, uint64_t a, uint64_t b) {
+  if (spec.from == NumericType::F32) {
+    return encode_ue8m0(f32_of(static_cast<uint32_t>(a)), spec) << 8 |
+           encode_ue8m0(f32_of(static_cast<uint32_t>(b)), spec);
+  }
+  return encode_ue8m0(f32_of_bf16(static_cast<uint16_t>(a >> 16)), spec) << 8 |
+         encode_ue8m0(f32_of_bf16(static_cast<uint16_t>(a)), spec);
+}
+
+uint64_t cvt_from_ue8m0(const CvtSpec&, uint64_t a, uint64_t) {
+  const auto element = [](uint64_t bits) {
+    bits &= 0xFF;
+    const double value = bits == UE8M0_NAN ? f64_of(F64.nan) : std::ldexp(1.0, int(bits) - 127);
+    return encode(BF16, value, Round::RN);
+  };
+  return element(a >> 8) << 16 | element(a);
+}
+
+bool is_nearest_or_zero(Round round) { return round == Round::RN || round == Round::RZ; }
+bool is_float_round(Round round) { return round >= Round::RN && round <= Round::RP; }
+bool is_integral_round(Round round) { return round >= Round::RNI; }
+
+// Whether every value of one integer type is a value of another.
+bool holds(IntegerType to, IntegerType from) {
+  if (from.is_signed && !to.is_signed) return false;
+  return to.bits - (to.is_signed && !from.is_signed) >= from.bits;
+}
+
+// Forms with one number on both sides.
+CvtFunction find_scalar_cvt(const CvtSpec& spec) {
+  const bool to_integer = integer_type(spec.to).bits != 0;
+  const bool from_integer = integer_type(spec.from).bits != 0;
+  const bool plain = !spec.satfinite && !spec.relu;
+  const bool has_f32 = spec.from == NumericType::F32 || spec.to == NumericType::F32;
+  if (spec.ftz && !has_f32) return nullptr;
+  if (to_integer && from_integer) {
+    if (spec.sat && holds(integer_type(spec.to), integer_type(spec.from))) return nullptr;
+    return plain && spec.round == Round::NONE ? cvt_integer_integer : nullptr;
+  }
+  const bool has_bf16 = spec.from == NumericType::BF16 || spec.to == NumericType::BF16;
+  const bool has_byte = integer_type(spec.from).bits == 8 || integer_type(spec.to).bits == 8;
+  if (has_bf16 && has_byte) return nullptr;
+  if (to_integer) return plain && is_integral_round(spec.round) ? cvt_float_integer : nullptr;
+  if (from_integer) return plain && is_float_round(spec.round) ? cvt_integer_float : nullptr;
+  if (!plain) {
+    const bool half = spec.to == NumericType::F16 || spec.to == NumericType::BF16;
+    const bool legal = half && spec.from == NumericType::F32 && is_nearest_or_zero(spec.round) &&
+                       !spec.ftz && !spec.sat;
+    return legal ? cvt_f32_half : nullptr;
+  }
+  const Format& from = *float_format(spec.from);
+  const Format& to = *float_format(spec.to);
+  const bool narrows = to.bits() < from.bits() || (to.bits() == from.bits() && &to != &from);
+  if (narrows) return is_float_round(spec.round) ? cvt_float_float : nullptr;
+  if (&to == &from) {
+    const bool legal = spec.round == Round::NONE || is_integral_round(spec.round);
+    return legal ? cvt_float_float : nullptr;
+  }
+  return spec.round == Round::NONE ? cvt_float_float : nullptr;
+}
+
+bool is_small_float(NumericType type) {  // packed, of 8 bits or fewer
+  return type >= NumericType::E4M3X2 && type <= NumericType::E2M1X2;
+}
+
+}  // namespace
+
+bool cvt_has_two_sources(const CvtSpec& spec) {
+  return spec.from == NumericType::F32 && spec.to >= NumericType::F16X2;
+}
+
+CvtFunction find_cvt(const CvtSpec& spec) {
+  const bool to_scalar = integer_type(spec.to).bits != 0 || float_format(spec.to) != nullptr;
+  const bool from_scalar = integer_type(spec.from).bits != 0 || float_format(spec.from) != nullptr;
+  if (to_scalar && from_scalar) return find_scalar_cvt(spec);
+  if (spec.ftz || spec.sat) return nullptr;
+  const bool from_f32 = spec.from == NumericType::F32;
+  switch (spec.to) {
+    case NumericType::TF32:
+      if (!from_f32) return nullptr;
+      if (spec.round == Round::RNA) return spec.relu ? nullptr : cvt_f32_tf32;
+      return is_nearest_or_zero(spec.round) ? cvt_f32_tf32 : nullptr;
+    case NumericType::F16X2:
+      if (is_small_float(spec.from)) {
+        return spec.round == Round::RN && !spec.satfinite ? cvt_packed_packed : nullptr;
+      }
+      return from_f32 && is_nearest_or_zero(spec.round) ? cvt_f32_packed : nullptr;
+    case NumericType::BF16X2:
+      if (spec.from == NumericType::UE8M0X2) {
+        const bool legal = spec.round == Round::RN && !spec.satfinite && !spec.relu;
+        return legal ? cvt_from_ue8m0 : nullptr;
+      }
+      return from_f32 && is_nearest_or_zero(spec.round) ? cvt_f32_packed : nullptr;
+    case NumericType::E4M3X2:
+    case NumericType::E5M2X2:
+      if (spec.round != Round::RN || !spec.satfinite) return nullptr;
+      if (spec.from == NumericType::F16X2) return cvt_packed_packed;
+      return from_f32 ? cvt_f32_packed : nullptr;
+    case NumericType::E2M3X2:
+    case NumericType::E3M2X2:
+    case NumericType::E2M1X2:
+      return from_f32 && spec.round == Round::RN && spec.satfinite ? cvt_f32_packed : nullptr;
+    case NumericType::UE8M0X2: {
+      const bool legal = (spec.round == Round::RZ || spec.round == Round::RP) && !spec.relu &&
+                         (from_f32 || spec.from == NumericType::BF16X2);
+      return legal ? cvt_ue8m0 : nullptr;
+    }
+    default:
+      return nullptr;
+  }
+}
+
+// ---- f32 ---------------------------------------------------------------------------------------
+
+float add_f32_general(float a, float b, FloatMode mode) {
+  if (mode.ftz) a = flush(a), b = flush(b);
+  return narrow(add_odd(a, b, mode.round), mode);
+}
+
+float mul_f32_general(float a, float b, FloatMode mode) {
+  if (mode.ftz) a = flush(a), b = flush(b);
+  return narrow(double{a} * double{b}, mode);
+}
+
+float fma_f32_general(float a, float b, float c, FloatMode mode) {
+  if (mode.ftz) a = flush(a), b = flush(b), c = flush(c);
+  const double product = double{a} * double{b};
+  if (mode.round == Round::RN) {  // a double halfway between floats needs the error's sign
+    const double sum = product + c;
+    const uint64_t below = bits_of(sum) & 0x1FFFFFFF;
+    const bool tie_or_small = below == 0x10000000 || std::fabs(sum) < 0x1p-125;
+    if (!tie_or_small) return finish_f32(static_cast<float>(sum), mode);
+  }
+  return narrow(add_odd(product, c, mode.round), mode);
+}
+
+float div_f32(float a, float b, FloatMode mode) {
+  if (mode.ftz) a = flush(a), b = flush(b);
+  if (mode.round == Round::RN) return finish_f32(a / b, mode);
+  const double quotient = double{a} / double{b};
+  if (!std::isfinite(quotient) || b == 0 || std::isinf(b)) return narrow(quotient, mode);
+  const double remainder = std::fma(-quotient, double{b}, double{a});
+  return narrow(round_to_odd(quotient, std::signbit(b) ? -remainder : remainder), mode);
+}
+
+float rcp_f32(float a, FloatMode mode) { return div_f32(1.0f, a, mode); }
+
+float sqrt_f32(float a, FloatMode mode) {
+  if (mode.ftz) a = flush(a);
+  if (mode.round == Round::RN) return finish_f32(std::sqrt(a), mode);
+  const double root = std::sqrt(double{a});
+  if (!std::isfinite(root)) return narrow(root, mode);
+  return narrow(round_to_odd(root, std::fma(-root, root, double{a})), mode);
+}
+
+namespace {
+
+float extreme_f32(float a, float b, MinMaxMode mode, bool maximum) {
+  if (mode.ftz) a = flush(a), b = flush(b);
+  return f32_of(
+      extreme<uint32_t>(bits_of(a), bits_of(b), a, b, 0x80000000u, F32_NAN, mode, maximum));
+}
+
+}  // namespace
+
+float min_f32(float a, float b, MinMaxMode mode) { return extreme_f32(a, b, mode, false); }
+float max_f32(float a, float b, MinMaxMode mode) { return extreme_f32(a, b, mode, true); }
+float neg_f32(float a, bool ftz) {
+  return f32_of(bits_of(canonical(ftz ? flush(a) : a)) ^ (is_nan(a) ? 0 : 0x80000000u));
+}
+float abs_f32(float a, bool ftz) { return f32_of(bits_of(ftz ? flush(a) : a) & 0x7FFFFFFFu); }
+
+namespace {
+
+// 2^x for |x| <= 1/2 is the polynomial in x ln 2 with these coefficients (1/n!), from n = 12 down.
+constexpr int EXP_TERMS = 13;
+constexpr double EXP_COEFFICIENTS[EXP_TERMS] = {1.0 / 479001600,
+                                                1.0 / 39916800,
+                                                1.0 / 3628800,
+                                                1.0 / 362880,
+                                                1.0 / 40320,
+                                                1.0 / 5040,
+                                                1.0 / 720,
+                                                1.0 / 120,
+                                                1.0 / 24,
+                                                1.0 / 6,
+                                                1.0 / 2,
+                                                1.0,
+                                                1.0};
+constexpr double LN2 = 0.693147180559945309417;
+constexpr double ROUNDER = 0x1.8p52;  // adding it rounds a small double to an integer
+// Beyond these, floats overflow and vanish.
+constexpr double EXP2_MAX = 130.0;
+constexpr double EXP2_MIN = -160.0;
+
+// 2^x to within 2^-50, the same operations in the same order as ex2_avx2.
+double exp2_of(double x) {
+  x = std::min(std::max(x, EXP2_MIN), EXP2_MAX);
+  const double shifted = x + ROUNDER;
+  const double fraction = (x - (shifted - ROUNDER)) * LN2;
+  double sum = EXP_COEFFICIENTS[0];
+  for (int i = 1; i < EXP_TERMS; ++i) sum = sum * fraction + EXP_COEFFICIENTS[i];
+  // The low bits of `shifted` are the integer part, in two's complement.
+  return f64_of(bits_of(sum) + (bits_of(shifted) << 52));
+}
+
+// An approximation as the double-precision function of its operand, rounded.
+template <class Function>
+float approximate(Function function, float a, bool ftz) {
+  if (ftz) a = flush(a);
+  return finish_f32(static_cast<float>(function(double{a})), {Round::RN, ftz, false});
+}
+
+}  // namespace
+
+float ex2_approx_f32(float a, bool ftz) {
+  return approximate([](double x) { return std::isnan(x) ? x : exp2_of(x); }, a, ftz);
+}
+float lg2_approx_f32(float a, bool ftz) {
+  return approximate([](double x) { return std::log2(x); }, a, ftz);
+}
+float rcp_approx_f32(float a, bool ftz) {
+  return approximate([](double x) { return 1.0 / x; }, a, ftz);
+}
+float rsqrt_approx_f32(float a, bool ftz) {
+  return approximate([](double x) { return 1.0 / std::sqrt(x); }, a, ftz);
+}
+float sqrt_approx_f32(float a, bool ftz) {
+  return approximate([](double x) { return std::sqrt(x); }, a, ftz);
+}
+float sin_approx_f32(float a, bool ftz) {
+  return approximate([](double x) { return std::sin(x); }, a, ftz);
+}
+float cos_approx_f32(float a, bool ftz) {
+  return approximate([](double x) { return std::cos(x); }, a, ftz);
+}
+float tanh_approx_f32(float a) {
+  return approximate([](double x) { return std::tanh(x); }, a, false);
+}
+float div_approx_f32(float a, float b, bool ftz) {
+  // PTX ISA, div: for 2^126 < |b| < 2^128 the result is 0, and NaN if a is infinite.
+  if (ftz) a = flush(a), b = flush(b);
+  const float magnitude = std::fabs(b);
+  if (magnitude > 0x1p126f && !std::isinf(b) && !is_nan(b)) {
+    if (std::isinf(a) || is_nan(a)) return f32_of(F32_NAN);
+    return f32_of((bits_of(a) ^ bits_of(b)) & 0x80000000u);
+  }
+  return finish_f32(a / b, {Round::RN, ftz, false});
+}
+float div_full_f32(float a, float b, bool ftz) { return div_f32(a, b, {Round::RN, ftz, false}); }
+
+// ---- f64 ---------------------------------------------------------------------------------------
+
+double add_f64(double a, double b, Round round) {
+  return directed(round, [](double x, double y, double) { return x + y; }, a, b);
+}
+double sub_f64(double a, double b, Round round) {
+  return directed(round, [](double x, double y, double) { return x - y; }, a, b);
+}
+double mul_f64(double a, double b, Round round) {
+  return directed(round, [](double x, double y, double) { return x * y; }, a, b);
+}
+double fma_f64(double a, double b, double c, Round round) {
+  return directed(round, [](double x, double y, double z) { return std::fma(x, y, z); }, a, b, c);
+}
+double div_f64(double a, double b, Round round) {
+  return directed(round, [](double x, double y, double) { return x / y; }, a, b);
+}
+double rcp_f64(double a, Round round) { return div_f64(1.0, a, round); }
+double sqrt_f64(double a, Round round) {
+  return directed(round, [](double x, double, double) { return std::sqrt(x); }, a, 0);
+}
+
+namespace {
+
+double extreme_f64(double a, double b, bool maximum) {
+  return f64_of(extreme<uint64_t>(bits_of(a), bits_of(b), a, b, F64_SIGN, F64.nan, {}, maximum));
+}
+
+double flush_f64(double value) {
+  return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0, value) : value;
+}
+
+// The upper half of the bits, rounded: what the approximate f64 instructions give.
+double upper_half(double value) {
+  if (!std::isfinite(value)) return canonical_f64(value);
+  return f64_of((bits_of(value) + 0x80000000u) & 0xFFFFFFFF00000000u);
+}
+
+}  // namespace
+
+double min_f64(double a, double b) { return extreme_f64(a, b, false); }
+double max_f64(double a, double b) { return extreme_f64(a, b, true); }
+double rcp_approx_ftz_f64(double a) { return flush_f64(upper_half(1.0 / flush_f64(a))); }
+double rsqrt_approx_f64(double a, bool ftz) {
+  if (ftz) a = flush_f64(a);
+  return upper_half(1.0 / std::sqrt(a));
+}
+
+// ---- f16 and bf16 ------------------------------------------------------------------------------
+
+uint16_t add_f16(uint16_t a, uint16_t b, FloatMode mode) {
+  return finish_f16(value_f16(a, mode.ftz) + value_f16(b, mode.ftz), mode);
+}
+uint16_t sub_f16(uint16_t a, uint16_t b, FloatMode mode) {
+  return finish_f16(value_f16(a, mode.ftz) - value_f16(b, mode.ftz), mode);
+}
+uint16_t mul_f16(uint16_t a, uint16_t b, FloatMode mode) {
+  return finish_f16(value_f16(a, mode.ftz) * value_f16(b, mode.ftz), mode);
+}
+uint16_t fma_f16(uint16_t a, uint16_t b, uint16_t c, FloatMode mode, Relu relu) {
+  if (oob(relu, a, b)) return 0;
+  const double product = value_f16(a, mode.ftz) * value_f16(b, mode.ftz);
+  const double sum = add_odd(product, value_f16(c, mode.ftz), Round::RN);
+  return apply_relu(finish_f16(sum, mode), F16.infinity, relu);
+}
+
+namespace {
+
+uint16_t extreme_f16(uint16_t a, uint16_t b, MinMaxMode mode, bool maximum) {
+  if (mode.ftz) a = flush_f16(a), b = flush_f16(b);
+  return extreme<uint16_t>(a, b, f32_of_f16(a), f32_of_f16(b), 0x8000, F16_NAN, mode, maximum);
+}
+
+uint16_t extreme_bf16(uint16_t a, uint16_t b, MinMaxMode mode, bool maximum) {
+  return extreme<uint16_t>(a, b, f32_of_bf16(a), f32_of_bf16(b), 0x8000, BF16_NAN, mode, maximum);
+}
+
+}  // namespace
+
+uint16_t min_f16(uint16_t a, uint16_t b, MinMaxMode mode) { return extreme_f16(a, b, mode, false); }
+uint16_t max_f16(uint16_t a, uint16_t b, MinMaxMode mode) { return extreme_f16(a, b, mode, true); }
+uint16_t neg_f16(uint16_t a, bool ftz) { return (ftz ? flush_f16(a) : a) ^ 0x8000; }
+uint16_t abs_f16(uint16_t a, bool ftz) { return (ftz ? flush_f16(a) : a) & 0x7FFF; }
+uint16_t ex2_approx_f16(uint16_t a) { return finish_f16(std::exp2(double{f32_of_f16(a)}), {}); }
+uint16_t tanh_approx_f16(uint16_t a) { return finish_f16(std::tanh(double{f32_of_f16(a)}), {}); }
+
+uint16_t add_bf16(uint16_t a, uint16_t b) {
+  return finish_bf16(add_odd(f32_of_bf16(a), f32_of_bf16(b), Round::RN));
+}
+uint16_t sub_bf16(uint16_t a, uint16_t b) { return add_bf16(a, b ^ 0x8000); }
+uint16_t mul_bf16(uint16_t a, uint16_t b) {
+  return finish_bf16(double{f32_of_bf16(a)} * double{f32_of_bf16(b)});
+}
+uint16_t fma_bf16(uint16_t a, uint16_t b, uint16_t c, Relu relu) {
+  if (oob(relu, a, b)) return 0;
+  const double product = double{f32_of_bf16(a)} * double{f32_of_bf16(b)};
+  return apply_relu(finish_bf16(add_odd(product, f32_of_bf16(c), Round::RN)), BF16.infinity, relu);
+}
+uint16_t min_bf16(uint16_t a, uint16_t b, MinMaxMode mode) {
+  return extreme_bf16(a, b, mode, false);
+}
+uint16_t max_bf16(uint16_t a, uint16_t b, MinMaxMode mode) {
+  return extreme_bf16(a, b, mode, true);
+}
+uint16_t neg_bf16(uint16_t a) { return a ^ 0x8000; }
+uint16_t abs_bf16(uint16_t a) { return a & 0x7FFF; }
+uint16_t ex2_approx_ftz_bf16(uint16_t a) {
+  return cvt_rn_bf16_f32(ex2_approx_f32(f32_of_bf16(a), true));
+}
+uint16_t tanh_approx_bf16(uint16_t a) { return finish_bf16(std::tanh(double{f32_of_bf16(a)})); }
+
+// ---- Integers ----------------------------------------------------------------------------------
+
+uint64_t mul_hi_u64(uint64_t a, uint64_t b) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+int64_t mul_hi_s64(int64_t a, int64_t b) {
+  return static_cast<int64_t>(static_cast<__int128>(a) * b >> 64);
+}
+
+uint32_t shf_l_b32(uint32_t a, uint32_t b, uint32_t c, bool wrap) {
+  const uint32_t amount = wrap ? c & 31 : std::min(c, 32u);
+  return static_cast<uint32_t>((uint64_t{b} << 32 | a) << amount >> 32);
+}
+uint32_t shf_r_b32(uint32_t a, uint32_t b, uint32_t c, bool wrap) {
+  const uint32_t amount = wrap ? c & 31 : std::min(c, 32u);
+  return static_cast<uint32_t>((uint64_t{b} << 32 | a) >> amount);
+}
+
+namespace {
+
+// The field of `width` bits of a at `position`: bits beyond the top are the sign of the field.
+uint64_t extract(uint64_t a, int bits, bool is_signed, uint32_t position, uint32_t length) {
+  const int start = static_cast<int>(position & 0xFF);
+  const int count = static_cast<int>(length & 0xFF);
+  if (count == 0) return 0;
+  const int last = std::min(start + count - 1, bits - 1);
+  const bool sign = is_signed && (a >> last & 1);
+  const uint64_t fill = sign ? ~uint64_t{0} : 0;
+  if (start >= bits) return low_bits(fill, bits);
+  uint64_t field = low_bits(a, bits) >> start;
+  const int available = bits - start;
+  const int taken = std::min(count, available);
+  field = low_bits(field, taken);
+  if (taken < 64) field |= fill << taken;
+  return low_bits(field, bits);
+}
+
+uint64_t insert(uint64_t a, uint64_t b, int bits, uint32_t position, uint32_t length) {
+  const int start = static_cast<int>(position & 0xFF);
+  const int count = static_cast<int>(length & 0xFF);
+  if (start >= bits || count == 0) return b;
+  const uint64_t mask = low_bits(~uint64_t{0}, std::min(count, bits - start)) << start;
+  return (b & ~mask) | (a << start & mask);
+}
+
+uint32_t find_highest(uint64_t a, bool shiftamt, int bits) {
+  if (a == 0) return 0xFFFFFFFFu;
+  const int position = 63 - std::countl_zero(a);
+  return static_cast<uint32_t>(shiftamt ? bits - 1 - position : position);
+}
+
+}  // namespace
+
+uint32_t bfe_u32(uint32_t a, uint32_t b, uint32_t c) {
+  return static_cast<uint32_t>(extract(a, 32, false, b, c));
+}
+int32_t bfe_s32(int32_t a, uint32_t b, uint32_t c) {
+  return static_cast<int32_t>(extract(static_cast<uint32_t>(a), 32, true, b, c));
+}
+uint64_t bfe_u64(uint64_t a, uint32_t b, uint32_t c) { return extract(a, 64, false, b, c); }
+int64_t bfe_s64(int64_t a, uint32_t b, uint32_t c) {
+  return static_cast<int64_t>(extract(static_cast<uint64_t>(a), 64, true, b, c));
+}
+uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return static_cast<uint32_t>(insert(a, b, 32, c, d));
+}
+uint64_t bfi_b64(uint64_t a, uint64_t b, uint32_t c, uint32_t d) { return insert(a, b, 64, c, d); }
+
+uint32_t bmsk_b32(uint32_t a, uint32_t b, bool wrap) {
+  const uint32_t start = wrap ? a & 31 : std::min(a, 32u);
+  const uint32_t count = wrap ? b & 31 : std::min(b, 32u);
+  return static_cast<uint32_t>(((uint64_t{1} << count) - 1) << start);
+}
+uint32_t szext_u32(uint32_t a, uint32_t b, bool wrap) {
+  const uint32_t count = wrap ? b & 31 : std::min(b, 32u);
+  return static_cast<uint32_t>(low_bits(a, static_cast<int>(count)));
+}
+int32_t szext_s32(int32_t a, uint32_t b, bool wrap) {
+  const uint32_t count = wrap ? b & 31 : std::min(b, 32u);
+  if (count == 0) return 0;
+  return static_cast<int32_t>(sign_extended(static_cast<uint32_t>(a), static_cast<int>(count)));
+}
+
+uint32_t fns_b32(uint32_t mask, uint32_t base, int32_t offset) {
+  constexpr uint32_t NONE = 0xFFFFFFFFu;
+  const int step = offset < 0 ? -1 : 1;
+  int64_t wanted = offset < 0 ? -int64_t{offset} : offset;
+  if (offset == 0) return base < 32 && (mask >> base & 1) ? base : NONE;
+  for (int64_t position = base; position >= 0 && position < 32; position += step) {
+    if ((mask >> position & 1) && --wanted == 0) return static_cast<uint32_t>(position);
+  }
+  return NONE;
+}
+
+uint32_t bfind_u32(uint32_t a, bool shiftamt) { return find_highest(a, shiftamt, 32); }
+uint32_t bfind_s32(int32_t a, bool shiftamt) {
+  return find_highest(static_cast<uint32_t>(a < 0 ? ~a : a), shiftamt, 32);
+}
+uint32_t bfind_u64(uint64_t a, bool shiftamt) { return find_highest(a, shiftamt, 64); }
+uint32_t bfind_s64(int64_t a, bool shiftamt) {
+  return find_highest(static_cast<uint64_t>(a < 0 ? ~a : a), shiftamt, 64);
+}
+
+uint32_t brev_b32(uint32_t a) {
+  a = (a >> 1 & 0x55555555) | (a & 0x55555555) << 1;
+  a = (a >> 2 & 0x33333333) | (a & 0x33333333) << 2;
+  a = (a >> 4 & 0x0F0F0F0F) | (a & 0x0F0F0F0F) << 4;
+  return __builtin_bswap32(a);
+}
+uint64_t brev_b64(uint64_t a) {
+  return uint64_t{brev_b32(static_cast<uint32_t>(a))} << 32 | brev_b32(uint32_t(a >> 32));
+}
+
+uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t c, PrmtMode mode) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  const uint32_t control = c & 3;
+  uint32_t result = 0;
+  for (uint32_t i = 0; i < 4; ++i) {
+    uint32_t selector = 0;  // byte of {b, a}; bit 3: its sign, eight times
+    switch (mode) {
+      case PrmtMode::NONE:
+        selector = c >> 4 * i & 0xF;
+        break;
+      case PrmtMode::F4E:
+        selector = (control + i) & 7;
+        break;
+      case PrmtMode::B4E:
+        selector = (control - i) & 7;
+        break;
+      case PrmtMode::RC8:
+        selector = control;
+        break;
+      case PrmtMode::ECL:
+        selector = std::max(control, i);
+        break;
+      case PrmtMode::ECR:
+        selector = std::min(control, i);
+        break;
+      case PrmtMode::RC16:
+        selector = (control & 1) * 2 + (i & 1);
+        break;
+    }
+    uint32_t byte = bytes >> 8 * (selector & 7) & 0xFF;
+    if (selector & 8) byte = byte & 0x80 ? 0xFF : 0;
+    result |= byte << 8 * i;
+  }
+  return result;
+}
+
+namespace {
+
+int32_t field_of(uint32_t value, int position, int bits, bool is_signed) {
+  const uint32_t field = value >> position & ((1u << bits) - 1);
+  return static_cast<int32_t>(is_signed ? sign_extended(field, bits) : field);
+}
+
+}  // namespace
+
+uint32_t dp4a(uint32_t a, bool a_signed, uint32_t b, bool b_signed, uint32_t c) {
+  for (int i = 0; i < 4; ++i) {
+    c += static_cast<uint32_t>(field_of(a, 8 * i, 8, a_signed) * field_of(b, 8 * i, 8, b_signed));
+  }
+  return c;
+}
+
+uint32_t dp2a(uint32_t a, bool a_signed, uint32_t b, bool b_signed, uint32_t c, bool upper) {
+  for (int i = 0; i < 2; ++i) {
+    const int byte = 8 * i + (upper ? 16 : 0);
+    c += static_cast<uint32_t>(field_of(a, 16 * i, 16, a_signed) * field_of(b, byte, 8, b_signed));
+  }
+  return c;
+}
+
+// ---- Whole warps -------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int WARP = 32;
+
+// The AVX2 functions use fused multiply-add only where PTX does: a contraction elsewhere would
+// change bits.
+#define ARCHFLASH_AVX2 __attribute__((target("avx2,f16c")))
+#define ARCHFLASH_AVX2_FMA __attribute__((target("avx2,fma")))
+
+ARCHFLASH_AVX2 inline __m256i load_lanes(const uint32_t* source) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+}
+ARCHFLASH_AVX2 inline void store_lanes(uint32_t* target, __m256i lanes) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), lanes);
+}
+
+ARCHFLASH_AVX2 inline __m256 canonical_lanes(__m256 value) {
+  const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(F32_NAN)));
+  return _mm256_blendv_ps(value, nan, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+}
+
+ARCHFLASH_AVX2 inline __m256 flush_lanes(__m256 value) {
+  const __m256i exponent = _mm256_set1_epi32(0x7F800000);
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i small =
+      _mm256_cmpeq_epi32(_mm256_and_si256(bits, exponent), _mm256_setzero_si256());
+  const __m256i sign = _mm256_and_si256(bits, _mm256_set1_epi32(INT32_MIN));
+  return _mm256_castsi256_ps(_mm256_blendv_epi8(bits, sign, small));
+}
+
+template <bool FTZ>
+ARCHFLASH_AVX2_FMA void fma_avx2(uint32_t* d, const uint32_t* a, const uint32_t* b,
+                                 const uint32_t* c) {
+  for (int i = 0; i < WARP; i += 8) {
+    __m256 x = _mm256_castsi256_ps(load_lanes(a + i));
+    __m256 y = _mm256_castsi256_ps(load_lanes(b + i));
+    __m256 z = _mm256_castsi256_ps(load_lanes(c + i));
+    if (FTZ) x = flush_lanes(x), y = flush_lanes(y), z = flush_lanes(z);
+    __m256 result = _mm256_fmadd_ps(x, y, z);
+    if (FTZ) result = flush_lanes(result);
+    store_lanes(d + i, _mm256_castps_si256(canonical_lanes(result)));
+  }
+}
+
+template <bool FTZ>
+void fma_baseline(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
+  for (int i = 0; i < WARP; ++i) {
+    d[i] =
+        bits_of(fma_f32_general(f32_of(a[i]), f32_of(b[i]), f32_of(c[i]), {Round::RN, FTZ, false}));
+  }
+}
+
+ARCHFLASH_AVX2 __m256d exp2_lanes(__m256d x) {
+  x = _mm256_min_pd(_mm256_max_pd(x, _mm256_set1_pd(EXP2_MIN)), _mm256_set1_pd(EXP2_MAX));
+  const __m256d rounder = _mm256_set1_pd(ROUNDER);
+  const __m256d shifted = _mm256_add_pd(x, rounder);
+  const __m256d fraction =
+      _mm256_mul_pd(_mm256_sub_pd(x, _mm256_sub_pd(shifted, rounder)), _mm256_set1_pd(LN2));
+  __m256d sum = _mm256_set1_pd(EXP_COEFFICIENTS[0]);
+  for (int i = 1; i < EXP_TERMS; ++i) {
+    sum = _mm256_add_pd(_mm256_mul_pd(sum, fraction), _mm256_set1_pd(EXP_COEFFICIENTS[i]));
+  }
+  const __m256i exponent = _mm256_slli_epi64(_mm256_castpd_si256(shifted), 52);
+  return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(sum), exponent));
+}
+
+ARCHFLASH_AVX2 void ex2_avx2(uint32_t* d, const uint32_t* a) {
+  for (int i = 0; i < WARP; i += 8) {
+    const __m256 x = flush_lanes(_mm256_castsi256_ps(load_lanes(a + i)));
+    const __m128 lower = _mm256_cvtpd_ps(exp2_lanes(_mm256_cvtps_pd(_mm256_castps256_ps128(x))));
+    const __m128 upper = _mm256_cvtpd_ps(exp2_lanes(_mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))));
+    const __m256 result = flush_lanes(_mm256_set_m128(upper, lower));
+    const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    store_lanes(d + i, _mm256_castps_si256(canonical_lanes(_mm256_blendv_ps(result, x, nan))));
+  }
+}
+
+ARCHFLASH_AVX2 void cvt_f16x2_avx2(uint32_t* d, const uint32_t* a, const uint32_t* b) {
+  for (int i = 0; i < WARP; i += 8) {
+    const __m256 upper = canonical_lanes(_mm256_castsi256_ps(load_lanes(a + i)));
+    const __m256 lower = canonical_lanes(_mm256_castsi256_ps(load_lanes(b + i)));
+    const __m256i high = _mm256_cvtepu16_epi32(_mm256_cvtps_ph(upper, _MM_FROUND_TO_NEAREST_INT));
+    const __m256i low = _mm256_cvtepu16_epi32(_mm256_cvtps_ph(lower, _MM_FROUND_TO_NEAREST_INT));
+    store_lanes(d + i, _mm256_or_si256(_mm256_slli_epi32(high, 16), low));
+  }
+}
+
+// bf16 in the upper half of each lane; the lower half is to be cut off.
+ARCHFLASH_AVX2 inline __m256i bf16_lanes(const uint32_t* source) {
+  const __m256 value = canonical_lanes(_mm256_castsi256_ps(load_lanes(source)));
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+  // The canonical NaN would round into the sign.
+  const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+  return _mm256_blendv_epi8(rounded, bits, _mm256_castps_si256(nan));
+}
+
+ARCHFLASH_AVX2 void cvt_bf16x2_avx2(uint32_t* d, const uint32_t* a, const uint32_t* b) {
+  for (int i = 0; i < WARP; i += 8) {
+    const __m256i upper = bf16_lanes(a + i);
+    const __m256i lower = _mm256_srli_epi32(bf16_lanes(b + i), 16);
+    store_lanes(d + i, _mm256_blend_epi16(upper, lower, 0x55));
+  }
+}
+
+}  // namespace
+
+void ex2_approx_ftz_f32_warp(uint32_t* d, const uint32_t* a) {
+  if (uses_avx2()) return ex2_avx2(d, a);
+  for (int i = 0; i < WARP; ++i) d[i] = bits_of(ex2_approx_f32(f32_of(a[i]), true));
+}
+
+void cvt_rn_f16x2_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b) {
+  if (uses_avx2()) return cvt_f16x2_avx2(d, a, b);
+  for (int i = 0; i < WARP; ++i) {
+    d[i] = uint32_t{cvt_rn_f16_f32(f32_of(a[i]))} << 16 | cvt_rn_f16_f32(f32_of(b[i]));
+  }
+}
+
+void cvt_rn_bf16x2_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b) {
+  if (uses_avx2()) return cvt_bf16x2_avx2(d, a, b);
+  for (int i = 0; i < WARP; ++i) {
+    d[i] = uint32_t{cvt_rn_bf16_f32(f32_of(a[i]))} << 16 | cvt_rn_bf16_f32(f32_of(b[i]));
+  }
+}
+
+void fma_rn_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
+  uses_avx2() ? fma_avx2<false>(d, a, b, c) : fma_baseline<false>(d, a, b, c);
+}
+
+void fma_rn_ftz_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
+  uses_avx2() ? fma_avx2<true>(d, a, b, c) : fma_baseline<true>(d, a, b, c);
+}
+
+}  // namespace archflash::sim

@@ -1,0 +1,215 @@
+// A PTX module as the simulator executes it: kernels, their instructions with operands resolved to
+// places in a warp's registers, variables, and the source lines that instructions came from.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace archflash::sim {
+
+constexpr int LANES = 32;
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+// Malformed or unknown PTX, or a launch that a driver would refuse.
+struct LoadError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Where the 32 lanes of an operand lie: a byte offset in the warp's registers, or, with CONSTANT
+// set, in the kernel's constants. While a kernel is being loaded it is a register's number instead.
+using Ref = uint32_t;
+constexpr Ref CONSTANT = 0x80000000u;
+constexpr Ref NO_REF = 0x7FFFFFFFu;
+
+enum class Space : uint8_t { Generic, Global, Shared, Local, Param, Const };
+
+// What the warp's loop does with an instruction besides calling its handler.
+enum class Control : uint8_t {
+  None,
+  Branch,
+  BranchIndexed,
+  Exit,
+  Trap,
+  Barrier,  // the handler may block the fragment
+};
+
+// Which lanes must have arrived before an instruction executes.
+enum class Converge : uint8_t {
+  No,
+  Aligned,  // every lane of the warp that has not exited
+  Members,  // every such lane of the member mask (operand `converge_operand`)
+};
+
+// Classes that the counters add up.
+enum class Class : uint8_t {
+  Integer,
+  Logic,
+  Float,
+  Double,
+  Half,
+  Convert,
+  Special,
+  Move,
+  Compare,
+  Control,
+  Barrier,
+  Load,
+  Store,
+  Atomic,
+  AsyncCopy,
+  Matrix,
+  MatrixLoad,
+  Shuffle,
+  Fence,
+  Other,
+};
+constexpr int CLASS_COUNT = 20;
+const char* class_name(Class c);
+
+class Warp;
+struct Instruction;
+using Handler = void (*)(Warp& warp, const Instruction& instruction, uint32_t mask);
+
+struct Instruction {
+  Handler run = nullptr;
+  const Ref* operands = nullptr;  // in the handler's own order
+  const void* extra = nullptr;    // what only this kind of instruction needs, owned by the kernel
+  int64_t offset = 0;             // added to an address; or an immediate
+  Ref guard = NO_REF;             // a predicate; NO_REF: always
+  uint32_t target = 0;            // of a branch: index of an instruction
+  uint32_t flags = 0;             // the handler's own
+  bool guard_negated = false;
+  Control control = Control::None;
+  Converge converge = Converge::No;
+  uint8_t converge_operand = 0;
+  Class counted = Class::Other;
+  Space space = Space::Generic;
+  uint8_t count = 1;   // vector elements
+  uint8_t bytes = 0;   // of one element in memory
+  uint8_t unused = 0;  // of a load: bit k is set where nothing reads element k
+};
+
+// A place in a source file, as .loc states it.
+struct Location {
+  int file = 0, line = 0, column = 0;
+  int inlined_at = -1;  // index of the location of the call; -1: not inlined
+  int function = -1;    // index in Module::functions; -1: not stated, as in what is not inlined
+};
+
+// What an instruction was before it was resolved, for reports and for tools.
+struct InstructionText {
+  int line = 0;           // in the PTX text, from 1
+  int location = -1;      // index in Kernel::locations
+  std::string text;       // opcode with modifiers
+  std::string statement;  // the whole statement
+};
+
+struct Variable {
+  std::string name;
+  Space space = Space::Shared;
+  uint64_t bytes = 0;
+  uint64_t align = 1;
+  uint64_t address = 0;  // within its space; of .global: index among the module's globals
+  bool dynamic = false;  // .extern .shared name[]
+  std::vector<uint8_t> initial;
+  bool initialised = false;
+};
+
+// Values that every thread finds in registers when it starts.
+enum class Special : uint8_t {
+  TidX,
+  TidY,
+  TidZ,
+  NtidX,
+  NtidY,
+  NtidZ,
+  CtaidX,
+  CtaidY,
+  CtaidZ,
+  NctaidX,
+  NctaidY,
+  NctaidZ,
+  LaneId,
+  WarpId,
+  NwarpId,
+  SmId,
+  NsmId,
+  GridId,
+  LanemaskEq,
+  LanemaskLe,
+  LanemaskLt,
+  LanemaskGe,
+  LanemaskGt,
+  DynamicSmemSize,
+  TotalSmemSize,
+  ClusterCtaidX,
+  ClusterCtaidY,
+  ClusterCtaidZ,
+  ClusterNctaidX,
+  ClusterNctaidY,
+  ClusterNctaidZ,
+  ClusterCtarank,
+  ClusterNctarank,
+  ClusteridX,
+  ClusteridY,
+  ClusteridZ,
+  NclusteridX,
+  NclusteridY,
+  NclusteridZ,
+  Zero,
+};
+
+struct SpecialUse {
+  Special special;
+  Ref place;
+  uint32_t bits;
+};
+
+struct Kernel {
+  std::string name;
+  uint32_t parameter_bytes = 0;
+  int max_threads = 0;                  // .maxntid, all dimensions together; 0: not stated
+  int required_threads[3] = {0, 0, 0};  // .reqntid; 0: not stated
+  uint64_t static_variable_bytes = 0;   // of shared memory
+  uint64_t static_shared_bytes = 0;     // likewise, up to where the dynamic part begins
+  uint64_t dynamic_shared_align = 16;
+  bool uses_dynamic_shared = false;
+  uint64_t local_bytes = 0;  // per thread
+  bool orders_globally =
+      false;                  // atomics or fences beyond the CTA: CTAs then run one after another
+  int race_granule_log2 = 2;  // bytes (log2) of shared memory that are watched as one
+
+  std::vector<Instruction> code;
+  std::vector<InstructionText> texts;  // one for each instruction
+  std::vector<Location> locations;
+  std::vector<uint8_t> constants;  // 32 lanes each
+  uint32_t register_bytes = 0;     // of one warp
+  std::vector<SpecialUse> specials;
+
+  std::vector<std::unique_ptr<Ref[]>> operand_lists;
+  std::vector<std::shared_ptr<const void>> extras;
+};
+
+struct Module {
+  std::string version, target;
+  std::map<std::string, std::unique_ptr<Kernel>> kernels;
+  std::map<int, std::string> files;
+  std::vector<std::string> functions;  // names of inlined ones, without namespaces and arguments
+  std::vector<Variable> globals;       // .global
+  std::vector<uint8_t> const_memory;   // all .const variables
+};
+
+// Parses PTX text and resolves every instruction of every kernel. Throws LoadError naming the line.
+std::unique_ptr<Module> load_module(const std::string& text);
+
+// "line 12: ld.shared.u32 (attention.cu:33)"
+std::string describe_instruction(const Module& module, const Kernel& kernel, uint32_t pc);
+std::string source_line(const Module& module, const Kernel& kernel, uint32_t pc);
+// "_ZN9archflash6ampere11multiply_qkI..." -> "multiply_qk"; of a lambda "lambda".
+std::string short_function_name(const std::string& linkage_name);
+
+}  // namespace archflash::sim

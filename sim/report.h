@@ -1,0 +1,50 @@
+// What a run found: errors, which a card may or may not show but which are wrong, and lints, which
+// hardware tolerates.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace archflash::sim {
+
+enum class Severity : uint8_t { Error, Lint };
+
+struct Finding {
+  Severity severity = Severity::Error;
+  std::string kind;     // one word: "out-of-bounds", "race", "deadlock", ...
+  std::string message;  // a sentence
+  int64_t cta = -1;     // index in the grid, x fastest; -1: not of one CTA
+  int warp = -1;
+  int lane = -1;
+  int64_t pc = -1;        // index of the instruction; -1: none
+  int64_t other_pc = -1;  // the other side of a race
+  uint64_t address = 0;
+  bool fatal = false;  // the CTA stopped here
+  uint64_t count = 1;  // how often the same was found at the same instruction
+};
+
+// Thrown by a handler when its CTA cannot go on.
+struct Fault {
+  std::string kind;
+  std::string message;
+  int lane = -1;
+  uint64_t address = 0;
+};
+
+// Keeps one finding for each (kind, pc, other_pc), up to a limit, and counts the rest.
+class Findings {
+ public:
+  void add(Finding finding);
+  void merge(const Findings& other);
+  const std::vector<Finding>& list() const { return list_; }
+  uint64_t dropped() const { return dropped_; }
+  bool has_errors() const;
+
+ private:
+  static constexpr size_t LIMIT = 64;
+  std::vector<Finding> list_;
+  uint64_t dropped_ = 0;
+};
+
+}  // namespace archflash::sim

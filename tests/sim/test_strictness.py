@@ -1,0 +1,477 @@
+"""What is wrong with a kernel is found, named and placed; what is right is not complained about."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from archflash import sim
+
+from .ptx import findings, program, run
+
+MODES = ("lazy", "eager", "random", "priority")
+
+
+def words(count: int = 256) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32)
+
+
+def only(found: list[sim.Finding], kind: str, severity: str = "error") -> sim.Finding:
+    assert [(f.kind, f.severity) for f in found] == [(kind, severity)], found
+    return found[0]
+
+
+# --- global memory ---
+
+
+@pytest.mark.parametrize(
+    ("statement", "offset"),
+    [
+        ("ld.global.u32 %r1, [%rd0+1024];", "1024"),
+        ("ld.global.u32 %r1, [%rd0+-4];", "-4"),
+        ("ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0+1008];\nadd.s32 %r5, %r1, %r4;\n"
+         "ld.global.u64 %rd9, [%rd0+1024];", "1024"),
+        ("st.global.u8 [%rd1+512], %r0;", "512"),
+        ("atom.global.add.u32 %r1, [%rd1+512], 1;", "512"),
+    ],
+)  # fmt: skip
+def test_access_outside_a_buffer_is_an_error_with_its_offset(statement: str, offset: str) -> None:
+    found = only(findings(program(statement), words(), words(128)), "out-of-bounds")
+    assert re.search(rf"[+0-9a-z ]*{re.escape(offset)} \(the buffer has", found.message)
+    assert found.lane == 0
+    assert found.warp == 0
+
+
+def test_a_pointer_from_nowhere_is_an_error() -> None:
+    body = "mov.u64 %rd5, 4096;\nld.global.u32 %r1, [%rd5];"
+    assert "no registered buffer" in findings(program(body), words(), words())[0].message
+    assert (
+        "is in no memory"
+        in findings(program(body.replace(".global", "")), words(), words())[0].message
+    )
+
+
+def test_neighbouring_buffers_do_not_hide_an_overrun() -> None:
+    both = words(64)
+    first, second = both[:32], both[32:]
+    body = "ld.global.u32 %r1, [%rd10+4];\nst.global.u32 [%rd1], %r1;"
+    # The views are one allocation, but no bytes of one lie in the other.
+    assert only(findings(program(body), first, second), "out-of-bounds").lane == 31
+
+
+def test_gaps_between_the_rows_of_a_view_are_out_of_bounds() -> None:
+    view = words(256).view(16, 16)[:, :12]
+    inside = "ld.global.u32 %r1, [%rd0+44];\nst.global.u32 [%rd11], %r1;"
+    assert not findings(program(inside), view, words())
+    gap = only(findings(program(inside.replace("+44", "+48")), view, words()), "out-of-bounds")
+    assert "between the tensor's rows" in gap.message
+
+
+def test_views_of_one_storage_share_memory() -> None:
+    storage = words(64)
+    body = "st.global.u32 [%rd11], 7;\nld.global.u32 %r1, [%rd10];\nst.global.u32 [%rd10], %r1;"
+    run(program(body), storage, storage)
+    assert (storage[:32] == 7).all()
+
+
+def test_writing_to_an_input_is_an_error() -> None:
+    constant = sim.Buffer(words(), writable=False, name="weights")
+    found = only(findings(program("st.global.u32 [%rd10], 1;"), constant, words()), "read-only")
+    assert "weights" in found.message
+
+
+@pytest.mark.parametrize("width", ["u16", "u32", "u64", "v2.u32", "v4.u32"])
+def test_misaligned_access_is_an_error(width: str) -> None:
+    registers = {"u16": "%h1", "u64": "%rd9", "v2.u32": "{%r1, %r2}"}
+    registers["v4.u32"] = "{%r1, %r2, %r3, %r4}"
+    body = f"ld.global.{width} {registers.get(width, '%r1')}, [%rd0+1];"
+    assert "multiple of" in only(findings(program(body), words(), words()), "misaligned").message
+
+
+def test_reading_memory_that_nothing_wrote_is_an_error() -> None:
+    raw = sim.Buffer(words(), initialised=False, name="raw")
+    body = "ld.global.u32 %r1, [%rd10];\nst.global.u32 [%rd11], %r1;"
+    assert "raw" in only(findings(program(body), raw, words()), "uninitialised").message
+    assert not findings(program("st.global.u32 [%rd10], 3;" + body), raw, words())
+
+
+def test_parts_of_a_vector_that_nobody_uses_need_no_value() -> None:
+    body = """st.shared.v2.u32 [smem], {%r0, %r0};
+    bar.warp.sync -1;
+    ld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [smem];
+    st.global.u32 [%rd11], %rX;"""
+    lints = {
+        f.kind for f in findings(program(body.replace("%rX", "%r2"), shared=16), words(), words())
+    }
+    assert "uninitialised" not in lints
+    kinds = {
+        f.kind for f in findings(program(body.replace("%rX", "%r3"), shared=16), words(), words())
+    }
+    assert "uninitialised" in kinds
+
+
+# --- shared memory ---
+
+
+def test_shared_memory_has_bounds_and_alignment() -> None:
+    beyond = program("ld.shared.u32 %r1, [smem+256];", shared=256)
+    assert "of 256" in only(findings(beyond, words(), words()), "out-of-bounds").message
+    null = program("mov.u32 %r2, 0;\nld.shared.u32 %r1, [%r2];", shared=256)
+    only(findings(null, words(), words()), "out-of-bounds")
+    odd = program("ld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [smem+8];", shared=256)
+    only(findings(odd, words(), words()), "misaligned")
+
+
+def test_reading_shared_memory_that_nothing_wrote_is_an_error() -> None:
+    body = "ld.shared.u32 %r1, [smem+4];\nst.global.u32 [%rd11], %r1;"
+    found = only(findings(program(body, shared=64), words(), words()), "uninitialised")
+    assert "offset 4" in found.message
+
+
+def test_dynamic_shared_memory_is_aligned_as_declared_and_no_more() -> None:
+    module = ".extern .shared .align 128 .b8 dynamic[];"
+    body = "mov.u32 %r1, dynamic;\nst.global.u32 [%rd11], %r1;"
+    out = words()
+    run(program(body, module=module), words(), out, shared_bytes=512)
+    assert out[0] % 128 == 0
+    assert out[0] % 256 != 0
+
+
+# --- races ---
+
+EXCHANGE = """
+mov.u32 %r1, smem;
+mad.lo.u32 %r2, %r0, 4, %r1;
+st.shared.u32 [%r2], %r0;
+BARRIER
+xor.b32 %r3, %r2, 256;
+ld.shared.u32 %r4, [%r3];
+st.global.u32 [%rd11], %r4;
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_barrier_is_a_race_on_every_schedule(mode: str) -> None:
+    # 256-byte aligned so that the xor exchanges the two warps' halves of 512 bytes.
+    text = program(EXCHANGE, shared=512).replace(".align 16", ".align 512")
+    good = text.replace("BARRIER", "bar.sync 0;")
+    assert not findings(good, words(), words(), block=(128,), mode=mode)
+    found = findings(text.replace("BARRIER", ""), words(), words(), block=(128,), mode=mode)
+    assert {f.kind for f in found} & {"race"}
+    race = next(f for f in found if f.kind == "race")
+    assert race.severity == "error"
+    assert "warp" in race.message
+
+
+def test_a_missing_warp_barrier_is_a_race_between_lanes() -> None:
+    body = """mov.u32 %r1, smem;
+    mad.lo.u32 %r2, %r0, 4, %r1;
+    st.shared.u32 [%r2], %r0;
+    BARRIER
+    xor.b32 %r3, %r2, 4;
+    ld.shared.u32 %r4, [%r3];
+    st.global.u32 [%rd11], %r4;"""
+    text = program(body, shared=128)
+    good = text.replace("BARRIER", "bar.warp.sync 0xffffffff;")
+    assert not findings(good, words(), words())
+    found = only(findings(text.replace("BARRIER", ""), words(), words()), "race")
+    assert "another lane of the same warp" in found.message
+
+
+def test_overwriting_what_another_warp_may_still_read_is_a_race() -> None:
+    body = EXCHANGE.replace("BARRIER", "bar.sync 0;") + "AGAIN\nst.shared.u32 [%r2], %r4;"
+    text = program(body, shared=512).replace(".align 16", ".align 512")
+    good = text.replace("AGAIN", "bar.sync 0;")
+    assert not findings(good, words(), words(), block=(128,))
+    # Whichever of the two comes first in the run, it is reported.
+    for seed in range(4):
+        found = findings(text.replace("AGAIN", ""), words(), words(), block=(128,), seed=seed)
+        assert found
+        assert {f.kind for f in found} == {"race"}
+
+
+def test_writes_of_the_same_value_are_only_a_lint() -> None:
+    found = findings(program("st.shared.u32 [smem], 5;", shared=16), words(), words(), block=(64,))
+    assert {(f.kind, f.severity) for f in found} == {("race", "lint")}
+    found = findings(
+        program("st.shared.u32 [smem], %r0;", shared=16), words(), words(), block=(64,)
+    )
+    assert ("race", "error") in {(f.kind, f.severity) for f in found}
+
+
+def test_atomics_do_not_race_with_each_other() -> None:
+    body = """setp.eq.u32 %p1, %r0, 0;
+    @%p1 st.shared.u32 [smem], 0;
+    bar.sync 0;
+    atom.shared.add.u32 %r1, [smem], 1;
+    bar.sync 0;
+    ld.shared.u32 %r2, [smem];
+    st.global.u32 [%rd11], %r2;"""
+    out = words()
+    assert not findings(program(body, shared=16), words(), out, block=(128,))
+    assert (out[:128] == 128).all()
+    without = body.replace("bar.sync 0;\n    ld", "ld")
+    found = findings(program(without, shared=16), words(), words(), block=(128,))
+    assert "race" in {f.kind for f in found}
+
+
+def test_a_flag_published_with_release_orders_and_a_relaxed_one_does_not() -> None:
+    body = """setp.ge.u32 %p1, %r0, 32;
+    @%p1 bra READER;
+    setp.ne.u32 %p2, %r0, 0;
+    @%p2 bra DONE;
+    st.shared.u32 [smem], 99;
+    st.ORDER.cta.shared.u32 [smem+8], 1;
+    bra DONE;
+    READER:
+    ld.acquire.cta.shared.u32 %r1, [smem+8];
+    setp.ne.u32 %p3, %r1, 1;
+    @%p3 bra READER;
+    ld.shared.u32 %r2, [smem];
+    st.global.u32 [%rd11], %r2;
+    DONE:
+    """
+    text = program(
+        "setp.eq.u32 %p4, %r0, 0;\n@%p4 st.shared.u32 [smem+8], 0;\nbar.sync 0;" + body, shared=16
+    )
+    out = words()
+    assert not findings(text.replace("ORDER", "release"), words(), out, block=(64,))
+    assert (out[32:64] == 99).all()
+    found = findings(text.replace("ORDER", "relaxed"), words(), words(), block=(64,))
+    assert "race" in {f.kind for f in found}
+
+
+def test_ctas_that_write_the_same_bytes_are_reported() -> None:
+    body = "mov.u32 %r1, %ctaid.x;\nst.global.u32 [%rd11], %r1;"
+    found = findings(program(body), words(), words(), grid=(3,))
+    assert "which CTA 0 writes too" in only(found, "race").message
+
+
+# --- asynchronous copies ---
+
+COPY = """
+mov.u32 %r1, smem;
+mad.lo.u32 %r2, %r0, 16, %r1;
+mad.wide.u32 %rd5, %r0, 16, %rd0;
+cp.async.cg.shared.global [%r2], [%rd5], 16;
+cp.async.commit_group;
+WAIT
+BARRIER
+xor.b32 %r3, %r2, 16;
+ld.shared.u32 %r4, [%r3];
+st.global.u32 [%rd11], %r4;
+cp.async.wait_all;
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_must_be_waited_for(mode: str) -> None:
+    text = program(COPY, shared=1024)
+    good = text.replace("WAIT", "cp.async.wait_group 0;").replace("BARRIER", "bar.sync 0;")
+    out = words()
+    assert not findings(good, words(), out, block=(64,), mode=mode)
+    assert out[:64].tolist() == [4 * (i ^ 1) for i in range(64)]
+    unwaited = text.replace("WAIT", "").replace("BARRIER", "bar.sync 0;")
+    found = findings(unwaited, words(), words(), block=(64,), mode=mode)
+    assert "in-flight" in {f.kind for f in found}
+    unsynchronised = text.replace("WAIT", "cp.async.wait_group 0;").replace("BARRIER", "")
+    found = findings(unsynchronised, words(), words(), block=(64,), mode=mode)
+    assert {f.kind for f in found} == {"race"}
+
+
+def test_a_wait_that_leaves_one_group_too_many_is_found() -> None:
+    body = """mov.u32 %r1, smem;
+    mad.lo.u32 %r2, %r0, 4, %r1;
+    cp.async.ca.shared.global [%r2], [%rd10], 4;
+    cp.async.commit_group;
+    cp.async.ca.shared.global [%r2+128], [%rd10+128], 4;
+    cp.async.commit_group;
+    cp.async.wait_group N;
+    ld.shared.u32 %r4, [%r2+128];
+    st.global.u32 [%rd11], %r4;
+    cp.async.wait_all;"""
+    text = program(body, shared=256)
+    out = words()
+    assert not findings(text.replace("N;", "0;", 1).replace("group N", "group 0"), words(), out)
+    assert out[:32].tolist() == list(range(32, 64))
+    found = findings(text.replace("group N", "group 1"), words(), words())
+    assert "in-flight" in {f.kind for f in found}
+
+
+def test_a_copy_may_fill_with_zeros_and_skip_its_source() -> None:
+    body = """mov.u32 %r1, smem;
+    mad.lo.u32 %r2, %r0, 16, %r1;
+    and.b32 %r5, %r0, 15;
+    min.u32 %r5, %r5, 16;
+    mad.wide.u32 %rd5, %r0, 16, %rd0;
+    cp.async.cg.shared.global [%r2], [%rd5], 16, %r5;
+    cp.async.wait_all;
+    ld.shared.v4.u32 {%r6, %r7, %r8, %r9}, [%r2];
+    add.u32 %r6, %r6, %r7;
+    add.u32 %r6, %r6, %r8;
+    add.u32 %r6, %r6, %r9;
+    st.global.u32 [%rd11], %r6;"""
+    source = torch.full((32, 16), 1, dtype=torch.uint8)
+    out = words()
+    run(program(body, shared=512), source, out)
+    sums = [sum(1 << 8 * (b % 4) for b in range(i & 15)) for i in range(32)]
+    assert out[:32].tolist() == sums
+    # Nothing is read of a source of size 0, wherever it points.
+    nowhere = body.replace("mad.wide.u32 %rd5, %r0, 16, %rd0;", "mov.u64 %rd5, 0;")
+    nowhere = nowhere.replace("min.u32 %r5, %r5, 16;", "mov.u32 %r5, 0;")
+    run(program(nowhere, shared=512), source, out)
+    assert (out[:32] == 0).all()
+
+
+def test_a_copy_may_not_overtake_readers_of_its_destination() -> None:
+    body = """mov.u32 %r1, smem;
+    mad.lo.u32 %r2, %r0, 4, %r1;
+    st.shared.u32 [%r2], %r0;
+    bar.sync 0;
+    xor.b32 %r3, %r2, 128;
+    ld.shared.u32 %r4, [%r3];
+    BARRIER
+    cp.async.ca.shared.global [%r2], [%rd10], 4;
+    cp.async.wait_all;
+    st.global.u32 [%rd11], %r4;"""
+    text = program(body, shared=256).replace(".align 16", ".align 256")
+    assert not findings(text.replace("BARRIER", "bar.sync 0;"), words(), words(), block=(64,))
+    found = findings(text.replace("BARRIER", ""), words(), words(), block=(64,))
+    assert {f.kind for f in found} <= {"race", "in-flight"}
+    assert any(f.kind == "race" and "asynchronous copy" in f.message for f in found)
+
+
+def test_copies_pending_at_exit_are_an_error() -> None:
+    body = "mov.u32 %r1, smem;\nmad.lo.u32 %r2, %r0, 4, %r1;\n"
+    body += "cp.async.ca.shared.global [%r2], [%rd10], 4;\ncp.async.commit_group;"
+    only(findings(program(body, shared=128), words(), words()), "pending-copy")
+
+
+# --- barriers and convergence ---
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("bar.sync 16;", "barrier 16 does not exist"),
+        ("bar.sync 0, 33;", "multiple of 32"),
+        ("bar.sync 0, 96;", "96 threads in a CTA of 64"),
+        ("setp.lt.u32 %p1, %r0, 32;\n@%p1 bar.sync 1, 64;\n@!%p1 bar.sync 1;", "this arrival"),
+        (
+            "setp.lt.u32 %p1, %r0, 32;\n@%p1 bra L;\nbra L;\nL: @%p1 bar.arrive 1, 64;\n"
+            "@%p1 bar.arrive 1, 64;",
+            "again before it has completed",
+        ),
+    ],
+)
+def test_barriers_are_checked(body: str, message: str) -> None:
+    found = findings(program(body), words(), words(), block=(64,), mode="lazy")
+    assert message in only(found, "barrier").message
+
+
+def test_an_arrival_that_is_never_completed_is_found_at_exit() -> None:
+    found = findings(program("bar.arrive 3, 96;"), words(), words(), block=(96,), mode="lazy")
+    assert not found
+    text = program("setp.lt.u32 %p1, %r0, 32;\n@%p1 bar.arrive 3, 96;")
+    found = findings(text, words(), words(), block=(96,))
+    assert "still holds 32 of 96" in only(found, "barrier").message
+
+
+def test_deadlock_names_every_warp_and_barrier() -> None:
+    body = """setp.lt.u32 %p1, %r0, 32;
+    @%p1 bra FIRST;
+    bar.sync 2, 64;
+    bra DONE;
+    FIRST:
+    bar.sync 1, 64;
+    DONE:"""
+    found = only(findings(program(body), words(), words(), block=(64,)), "deadlock")
+    assert found.fatal
+    for text in ("warp 0", "warp 1", "barrier 1", "barrier 2", "32 of 64", "bar.sync"):
+        assert text in found.message
+
+
+def test_aligned_instructions_in_divergent_code_are_found() -> None:
+    body = """setp.lt.u32 %p1, %r0, 16;
+    @%p1 bra LOW;
+    bar.sync 0;
+    bra DONE;
+    LOW:
+    bar.sync 0;
+    DONE:"""
+    found = only(findings(program(body), words(), words()), "deadlock")
+    assert "waits for lanes of its warp" in found.message
+    guarded = program("setp.lt.u32 %p1, %r0, 16;\n@%p1 bar.sync 0;")
+    only(findings(guarded, words(), words()), "divergent-aligned")
+
+
+def test_lanes_that_a_member_mask_names_are_waited_for() -> None:
+    body = """setp.lt.u32 %p1, %r0, 16;
+    @%p1 bra LATE;
+    bra MEET;
+    LATE:
+    add.u32 %r1, %r0, 100;
+    MEET:
+    shfl.sync.bfly.b32 %r2, %r0, 16, 31, 0xffffffff;
+    st.global.u32 [%rd11], %r2;"""
+    out = words()
+    assert not findings(program(body), words(), out)
+    assert out[:32].tolist() == [i ^ 16 for i in range(32)]
+
+
+def test_a_lane_outside_its_member_mask_is_an_error() -> None:
+    found = findings(program("shfl.sync.bfly.b32 %r1, %r0, 1, 31, 0xffff;"), words(), words())
+    assert only(found, "member-mask").lane == 16
+
+
+def test_an_endless_loop_is_stopped() -> None:
+    found = findings(program("L: bra L;"), words(), words(), max_instructions=100_000)
+    assert "endless loop" in only(found, "limit").message
+
+
+def test_trap_is_an_error() -> None:
+    only(findings(program("trap;"), words(), words()), "trap")
+
+
+# --- reports ---
+
+
+def test_a_report_names_kernel_cta_warp_lane_and_both_lines() -> None:
+    module = '.file 1 "kernels/sum.cu"\n.file 2 "common/load.cuh"'
+    body = """.loc 1 12 3
+    setp.eq.u32 %p1, %r0, 45;
+    .loc 2 7 5, function_name $L__info_string0, inlined_at 1 12 3
+    @%p1 ld.global.u32 %r1, [%rd0+4096];"""
+    text = program(body, module=module)
+    found = only(findings(text, words(), words(), block=(64,)), "out-of-bounds")
+    assert (found.kernel, found.cta, found.warp, found.lane) == ("test", 0, 1, 13)
+    assert found.source == "common/load.cuh:7, inlined at kernels/sum.cu:12"
+    line = text.splitlines()[found.line - 1]
+    assert "ld.global.u32 %r1, [%rd0+4096]" in line
+    for part in ("test", "CTA 0", "warp 1", "lane 13", str(found.line), "common/load.cuh:7"):
+        assert part in str(found)
+
+
+def test_errors_raise_and_the_next_run_works() -> None:
+    with pytest.raises(sim.SimulationError, match="out-of-bounds") as caught:
+        run(program("ld.global.u32 %r1, [%rd0+4096];"), words(), words())
+    assert caught.value.report.errors
+    out = words()
+    run(program("st.global.u32 [%rd11], %r0;"), words(), out)
+    assert out[:32].tolist() == list(range(32))
+
+
+def test_reports_do_not_depend_on_the_number_of_threads() -> None:
+    body = """mov.u32 %r1, %ctaid.x;
+    setp.ge.u32 %p1, %r1, 20;
+    @%p1 ld.global.u32 %r2, [%rd0+4096];
+    st.shared.u32 [smem], %r0;"""
+    text = program(body, shared=16)
+    reports = [
+        run(text, words(), words(), grid=(64,), threads=n, check=False) for n in (1, 2, 7) * 3
+    ]
+    assert len({tuple(map(str, report.findings)) for report in reports}) == 1
+    assert not reports[0].complete
+    assert min(f.cta for f in reports[0].findings if f.fatal) == 20

@@ -1,0 +1,112 @@
+"""The simulator's arithmetic by itself: ``sim/numeric.h`` and ``sim/matrix.h`` through ctypes.
+
+A small library (direct.cpp and the two sources) is compiled once a test session; each call runs one
+instruction, named by its PTX text, over arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SOURCES = ("sim/numeric.cpp", "sim/matrix.cpp", "tests/sim/vectors/direct.cpp")
+
+Words = npt.NDArray[np.uint64]
+
+
+class Direct:
+    """The compiled library. Operands are arrays of raw bits, one value in an element."""
+
+    def __init__(self, folder: Path) -> None:
+        """Compiles into ``folder``. Raises RuntimeError with the compiler's words if it cannot."""
+        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+        if compiler is None:
+            raise RuntimeError("no C++ compiler: install g++ or set CXX")
+        library = folder / "direct.so"
+        command = [compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC"]
+        command += [f"-I{REPOSITORY}", *(str(REPOSITORY / name) for name in SOURCES)]
+        done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(done.stderr)
+        self._library = ctypes.CDLL(str(library))
+
+    def set_avx2(self, enabled: bool) -> bool:
+        """Chooses between AVX2 and baseline code; returns whether AVX2 is in use now."""
+        self._library.direct_set_avx2(int(enabled))
+        return bool(self._library.direct_uses_avx2())
+
+    def run(self, instruction: str, *operands: npt.ArrayLike) -> Words:
+        """One instruction on arrays of equal length. Raises KeyError for an unknown one."""
+        inputs = [np.ascontiguousarray(operand, dtype=np.uint64) for operand in operands]
+        output = np.empty_like(inputs[0])
+        failed = self._library.direct_run(
+            instruction.encode(),
+            ctypes.c_int64(output.size),
+            _pointers(inputs),
+            len(inputs),
+            ctypes.c_void_p(output.ctypes.data),
+        )
+        if failed:
+            raise KeyError(instruction)
+        return output
+
+    def mma(self, instruction: str, inputs: list[Words], output_count: int) -> list[Words]:
+        """mma.sync: ``inputs`` are A's, B's and C's registers, each (warps * 32,)."""
+        return self._warps(self._library.direct_mma, instruction, inputs, output_count)
+
+    def warp(self, instruction: str, inputs: list[Words]) -> Words:
+        """The warp-wide form of one of the hottest instructions, each operand (warps * 32,)."""
+        return self._warps(self._library.direct_warp, instruction, inputs, 1)[0]
+
+    def matrix_map(self, name: str, trans: bool, source: Words) -> Words:
+        """ldmatrix, stmatrix or movmatrix of one 8 x 8 matrix: 32 words in, 32 words out."""
+        words = np.ascontiguousarray(source, dtype=np.uint32)
+        result = np.zeros(32, dtype=np.uint32)
+        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (words, result))
+        if words.size != 32 or self._library.direct_matrix_map(name.encode(), trans, *pointers):
+            raise KeyError(name)
+        return result.astype(np.uint64)
+
+    def multiply(
+        self,
+        types: tuple[str, str],
+        shape: tuple[int, int, int],
+        a: bytes,
+        b: bytes,
+        d: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """A dense product of tiles in memory, (m, n) of ``shape`` = (m, n, k), plus ``d``."""
+        m, n, k = shape
+        result = np.zeros((m, n), dtype=np.float32) if d is None else d.copy()
+        self._library.direct_multiply(
+            types[0].encode(), types[1].encode(), m, n, k, a, b,
+            ctypes.c_void_p(result.ctypes.data), int(d is not None),
+        )  # fmt: skip
+        return result
+
+    def _warps(
+        self,
+        function: ctypes._NamedFuncPointer,
+        instruction: str,
+        inputs: list[Words],
+        output_count: int,
+    ) -> list[Words]:
+        inputs = [np.ascontiguousarray(operand, dtype=np.uint64) for operand in inputs]
+        if any(operand.size != inputs[0].size or operand.size % 32 for operand in inputs):
+            raise ValueError("operands must be equally many whole warps of 32 lanes")
+        outputs = [np.empty_like(inputs[0]) for _ in range(output_count)]
+        warps = ctypes.c_int64(inputs[0].size // 32)
+        if function(instruction.encode(), warps, _pointers(inputs), _pointers(outputs)):
+            raise KeyError(instruction)
+        return outputs
+
+
+def _pointers(arrays: list[Words]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
