@@ -78,9 +78,8 @@ using Table = std::unordered_map<std::string_view, std::vector<PreparedForm>>;
 const Table& table() {
   static const Table instance = [] {
     Table result;
-    for (const auto forms : {integer_forms(), float_forms(), move_forms(), memory_forms(),
-                             warp_forms(), matrix_forms()}) {
-      for (const Form& form : forms) {
+    for (const FormTable& about : form_tables()) {
+      for (const Form& form : about.forms) {
         PreparedForm prepared{&form, {}};
         std::string_view rest = form.modifiers;
         while (!rest.empty()) {
@@ -185,6 +184,44 @@ uint64_t dynamic_start(uint64_t static_bytes, uint64_t align) {
 }
 
 }  // namespace
+
+std::span<const FormTable> form_tables() {
+  static const FormTable TABLES[] = {
+      {"integer", integer_forms()},
+      {"floating point", float_forms()},
+      {"moves, conversions, comparisons", move_forms()},
+      {"memory", memory_forms()},
+      {"control, barriers, warps", warp_forms()},
+      {"matrices", matrix_forms()},
+  };
+  return TABLES;
+}
+
+const Form* find_form(std::string_view instruction) {
+  std::vector<std::string_view> words, slots;
+  while (!instruction.empty()) {
+    const size_t dot = instruction.find('.');
+    words.push_back(instruction.substr(0, dot));
+    if (dot == std::string_view::npos) break;
+    instruction.remove_prefix(dot + 1);
+  }
+  if (words.empty()) return nullptr;
+  const auto found = table().find(words.front());
+  if (found == table().end()) return nullptr;
+  words.erase(words.begin());
+  for (const PreparedForm& form : found->second) {
+    bool matched = false;
+    match(form, words, slots, matched);
+    if (matched) return form.form;
+  }
+  return nullptr;
+}
+
+std::vector<std::pair<std::string, std::string>> modifier_sets() {
+  std::vector<std::pair<std::string, std::string>> sets;
+  for (const ModifierSet& set : SETS) sets.emplace_back(set.name, set.alternatives);
+  return sets;
+}
 
 // ---- Loading one kernel -------------------------------------------------------------------------
 

@@ -32,6 +32,17 @@ std::span<const Form> memory_forms();
 std::span<const Form> warp_forms();
 std::span<const Form> matrix_forms();
 
+// All of them, by what they are about.
+struct FormTable {
+  const char* name;
+  std::span<const Form> forms;
+};
+std::span<const FormTable> form_tables();
+// The form of a spelled instruction such as "ld.global.v4.f32"; nullptr: the simulator has none.
+const Form* find_form(std::string_view instruction);
+// Alternatives that forms name with $: (name, "u16|s16|...").
+std::vector<std::pair<std::string, std::string>> modifier_sets();
+
 // How a register is used, for liveness.
 enum class Role : uint8_t { Read, Write };
 

@@ -4,12 +4,14 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <cstring>
 
+#include "sim/instructions.h"
 #include "sim/launch.h"
 #include "sim/matrix.h"
 
@@ -249,6 +251,35 @@ NB_MODULE(_archflash_sim, m) {
   m.def("load", &load, "text"_a,
         "Parses PTX text and resolves every instruction of every kernel; LaunchError names the "
         "line of what it does not know.");
+  m.def(
+      "forms",
+      [] {
+        std::vector<std::tuple<std::string, std::string, std::string>> rows;
+        for (const FormTable& table : form_tables()) {
+          for (const Form& form : table.forms) {
+            rows.emplace_back(table.name, form.opcode, form.modifiers);
+          }
+        }
+        return rows;
+      },
+      "The instruction table: (what it is about, opcode, modifiers in order: alternatives with |, "
+      "? before what may be missing, $name for a set of `modifier_sets`).");
+  m.def(
+      "find_form",
+      [](const std::string& instruction) {
+        const Form* const form = find_form(instruction);
+        int64_t index = 0;
+        for (const FormTable& table : form_tables()) {
+          const auto forms = static_cast<int64_t>(table.forms.size());
+          if (form >= table.forms.data() && form < table.forms.data() + forms) {
+            return index + (form - table.forms.data());
+          }
+          index += forms;
+        }
+        return int64_t{-1};
+      },
+      "instruction"_a, "Index in `forms` of a spelled instruction; -1: there is none.");
+  m.def("modifier_sets", &modifier_sets, "Sets of alternatives: (name, \"a|b|c\").");
   m.def("uses_avx2", &uses_avx2);
   m.def("set_avx2", &set_avx2, "enabled"_a,
         "Chooses the code that modules loaded from now on use; both give the same bits.");
