@@ -293,6 +293,11 @@ class KernelLoader {
     return static_cast<Ref>(syntax_.registers.size() - 1);
   }
 
+  void widen(Ref ref) {
+    int& bits = syntax_.registers[ref].bits;
+    bits = std::max(bits, 64);
+  }
+
   Ref carry() {
     if (carry_ == NO_REF) carry_ = new_register(1);
     return carry_;
@@ -708,16 +713,22 @@ Ref Builder::add_scratch(int bits) {
   return ref;
 }
 
+void Builder::widen(Ref scratch) { loader_->widen(scratch); }
+
 void Builder::add_carry(Role role) { add(loader_->carry(), role); }
+
+// A register that is due as a type; `wider`: it may have up to 64 bits.
+static bool fits(const Type& actual, const Type& due, bool wider) {
+  return (actual.kind == 'p') == (due.kind == 'p') &&
+         (actual.bits == due.bits || (wider && actual.bits > due.bits && actual.bits <= 64));
+}
 
 Ref Builder::add_destination(const Operand& operand, Type type, bool wider) {
   if (operand.kind == Operand::Kind::Sink) return add_scratch(type.bits);
   if (operand.kind != Operand::Kind::Register) fail("a destination that is not a register");
   if (operand.negated) fail("a negated destination");
   const Type& actual = loader_->registers()[static_cast<size_t>(operand.reg)];
-  const bool fits = (actual.kind == 'p') == (type.kind == 'p') &&
-                    (actual.bits == type.bits || (wider && actual.bits > type.bits));
-  if (!fits) {
+  if (!fits(actual, type, wider)) {
     fail("a destination of " + std::to_string(actual.bits) + " bits where " +
          std::to_string(type.bits) + " are due");
   }
@@ -727,12 +738,13 @@ Ref Builder::add_destination(const Operand& operand, Type type, bool wider) {
 
 Ref Builder::add_source(const Operand& operand, Type type, bool wider) {
   Ref ref = NO_REF;
+  if (type.bits > 64 && operand.kind != Operand::Kind::Register) {
+    fail("a literal or address where a register of 128 bits is due");
+  }
   switch (operand.kind) {
     case Operand::Kind::Register: {
       const Type& actual = loader_->registers()[static_cast<size_t>(operand.reg)];
-      const bool fits = (actual.kind == 'p') == (type.kind == 'p') &&
-                        (actual.bits == type.bits || (wider && actual.bits > type.bits));
-      if (!fits) {
+      if (!fits(actual, type, wider)) {
         fail("a source of " + std::to_string(actual.bits) + " bits where " +
              std::to_string(type.bits) + " are due");
       }

@@ -94,6 +94,7 @@ class Builder {
   Ref add_source(const Operand& operand, Type type, bool wider = false);
   Ref add_destination(const Operand& operand, Type type, bool wider = false);
   Ref add_scratch(int bits);  // a register of this kernel that nobody else uses
+  void widen(Ref scratch);    // to 64 bits
   void add_carry(Role role);  // the carry flag of add.cc and its kind, one bit for each lane
   void add(Ref ref, Role role);
 

@@ -173,9 +173,21 @@ void build_load(Builder& b, Space space, size_t vector_slot, size_t type_slot) {
   } else {
     if (static_cast<int>(destination.items.size()) != count) b.fail("a vector of another size");
     b.take();
+    // All wider than 32 bits or none, as one function writes them all.
+    std::vector<Ref> sinks;
+    int wide = 0, narrow = 0;
     for (const Operand& item : destination.items) {
-      const Ref ref = b.add_destination(item, t, true);
-      register_bits = std::max(register_bits, b.register_bits(ref));
+      if (item.kind == Operand::Kind::Sink) {
+        sinks.push_back(b.add_scratch(t.bits));
+        continue;
+      }
+      const int bits = b.register_bits(b.add_destination(item, t, true));
+      ++(bits > 32 ? wide : narrow);
+      register_bits = std::max(register_bits, bits);
+    }
+    if (wide > 0 && narrow > 0) b.fail("registers of different widths");
+    if (wide > 0) {
+      for (const Ref sink : sinks) b.widen(sink);
     }
   }
   b.instruction.count = static_cast<uint8_t>(count);

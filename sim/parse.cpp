@@ -17,7 +17,9 @@ namespace {
 
 constexpr int MAX_NESTING = 64;
 constexpr int64_t MAX_REGISTERS = 1 << 20;
-constexpr uint64_t MAX_VARIABLE_BYTES = uint64_t{1} << 30;
+constexpr uint64_t MAX_VARIABLE_BYTES = uint64_t{1} << 30;  // also of all .global ones together
+constexpr uint64_t MAX_CONST_BYTES = 64 * 1024, MAX_LOCAL_BYTES = 512 * 1024;  // as on a card
+constexpr uint64_t MAX_PARAMETER_ALIGN = 1024;
 
 bool starts_name(char c) {
   return std::isalpha(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%';
@@ -460,10 +462,15 @@ class Parser {
       }
       variable.space = Space::Global;
       variable.address = module.globals.size();
+      global_bytes_ += variable.bytes;
+      if (global_bytes_ > MAX_VARIABLE_BYTES) fail(line, "the .global variables are too large");
       module.globals.push_back(variable);
     } else if (space_word == "const") {
       variable.space = Space::Const;
       variable.address = round_up(module.const_memory.size(), variable.align);
+      if (variable.address + variable.bytes > MAX_CONST_BYTES) {
+        fail(line, "more than 64 KB of .const variables");
+      }
       module.const_memory.resize(variable.address + variable.bytes);
       std::copy(variable.initial.begin(), variable.initial.end(),
                 module.const_memory.begin() + static_cast<int64_t>(variable.address));
@@ -473,6 +480,9 @@ class Parser {
       variable.space = Space::Local;
       variable.address = round_up(kernel->kernel->local_bytes, variable.align);
       kernel->kernel->local_bytes = variable.address + variable.bytes;
+      if (kernel->kernel->local_bytes > MAX_LOCAL_BYTES) {
+        fail(line, "more than 512 KB of .local variables");
+      }
     }
     const std::string name = variable.name;
     table.emplace(name, std::move(variable));
@@ -520,7 +530,7 @@ class Parser {
       const std::string_view word = lexer_.modifier();
       if (word == "align") {
         const auto value = static_cast<uint64_t>(lexer_.number().value);
-        if (!std::has_single_bit(value)) fail(line, "bad .align");
+        if (!std::has_single_bit(value) || value > MAX_PARAMETER_ALIGN) fail(line, "bad .align");
         if (!pointer) align = value;  // after .ptr it is that of what is pointed to
       } else if (word == "ptr") {
         pointer = true;
@@ -860,6 +870,7 @@ class Parser {
   std::map<std::pair<std::string, uint64_t>, int> function_index_;
   std::unordered_map<std::string, size_t> debug_labels_;
   std::string debug_bytes_;
+  uint64_t global_bytes_ = 0;
 };
 
 }  // namespace
