@@ -350,11 +350,11 @@ void build_neg_f32(Builder& b) {
 }
 void build_abs_f64(Builder& b) {
   operands(b, {'f', 64}, 1);
-  b.handler(elementwise<[](uint64_t x) { return x & 0x7FFFFFFFFFFFFFFFu; }>(), Class::Double);
+  b.handler(elementwise<[](double x) { return abs_f64(x); }>(), Class::Double);
 }
 void build_neg_f64(Builder& b) {
   operands(b, {'f', 64}, 1);
-  b.handler(elementwise<[](uint64_t x) { return x ^ 0x8000000000000000u; }>(), Class::Double);
+  b.handler(elementwise<[](double x) { return neg_f64(x); }>(), Class::Double);
 }
 void build_copysign(Builder& b) {
   const Type t = b.type(0);

@@ -227,7 +227,8 @@ void build_mad24(Builder& b) {
 void build_div(Builder& b) {
   const Type t = b.type(0);
   operands(b, t, 2);
-  // Division by zero is unspecified in PTX: all ones here. The lowest value by -1 is itself.
+  // Division by zero is unspecified in PTX: all ones here, of rem too, as on an H200. The lowest
+  // value by -1 is itself.
   b.handler(by_type(b, t,
                     []<class T>() {
                       return elementwise<[](T x, T y) -> T {
@@ -247,7 +248,7 @@ void build_rem(Builder& b) {
   b.handler(by_type(b, t,
                     []<class T>() {
                       return elementwise<[](T x, T y) -> T {
-                        if (y == 0) return x;
+                        if (y == 0) return T(-1);
                         if constexpr (std::is_signed_v<T>) {
                           if (y == T(-1)) return 0;
                         }

@@ -1,13 +1,13 @@
 #include "sim/matrix.h"
 
-#include <immintrin.h>
-
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "sim/numeric.h"
+#include "sim/tensor_core.h"
 
 // Fragments (PTX ISA, "Matrix Fragments for mma"). With lane = 4 * g + t and E elements in a
 // register, register j of A holds row g + 8 * (j % (m / 8)), columns 4 * E * (j / (m / 8)) + E * t
@@ -23,9 +23,6 @@ constexpr int MAX_M = 16;
 constexpr int N = 8;
 constexpr int MAX_K = 32;  // of the floating-point forms
 constexpr int BLOCK_ROWS = 8;
-
-#define ARCHFLASH_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define ARCHFLASH_INLINE inline __attribute__((always_inline))
 
 bool machine_has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -79,9 +76,9 @@ int nibble(const uint8_t* bytes, int index, bool is_signed) {
   return is_signed && value > 7 ? value - 16 : value;
 }
 
-// `count` elements in memory as Out. Instantiated for float and double, in baseline and AVX2 code.
-template <class Out>
-ARCHFLASH_INLINE void decode_elements(ElementType type, const void* source, int count, Out* out) {
+}  // namespace
+
+void decode_row(ElementType type, const void* source, int count, float* out) {
   const auto* bytes = static_cast<const uint8_t*>(source);
   const auto* halves = static_cast<const uint16_t*>(source);
   const auto* words = static_cast<const uint32_t*>(source);
@@ -105,7 +102,7 @@ ARCHFLASH_INLINE void decode_elements(ElementType type, const void* source, int 
       for (int i = 0; i < count; ++i) out[i] = E5M2_VALUES.value[bytes[i]];
       break;
     case ElementType::S8:
-      for (int i = 0; i < count; ++i) out[i] = static_cast<Out>(static_cast<int8_t>(bytes[i]));
+      for (int i = 0; i < count; ++i) out[i] = static_cast<int8_t>(bytes[i]);
       break;
     case ElementType::U8:
       for (int i = 0; i < count; ++i) out[i] = bytes[i];
@@ -113,7 +110,7 @@ ARCHFLASH_INLINE void decode_elements(ElementType type, const void* source, int 
     case ElementType::S4:
     case ElementType::U4:
       for (int i = 0; i < count; ++i) {
-        out[i] = static_cast<Out>(nibble(bytes, i, type == ElementType::S4));
+        out[i] = static_cast<float>(nibble(bytes, i, type == ElementType::S4));
       }
       break;
     default:
@@ -121,173 +118,113 @@ ARCHFLASH_INLINE void decode_elements(ElementType type, const void* source, int 
   }
 }
 
-ARCHFLASH_AVX2 void decode_f16_avx2(const uint16_t* source, int count, double* out) {
-  for (int i = 0; i < count; i += 8) {
-    const __m256 floats =
-        _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i)));
-    _mm256_storeu_pd(out + i, _mm256_cvtps_pd(_mm256_castps256_ps128(floats)));
-    _mm256_storeu_pd(out + i + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(floats, 1)));
-  }
-}
-
-ARCHFLASH_AVX2 void decode_bf16_avx2(const uint16_t* source, int count, double* out) {
-  for (int i = 0; i < count; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
-    const __m256 floats = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-    _mm256_storeu_pd(out + i, _mm256_cvtps_pd(_mm256_castps256_ps128(floats)));
-    _mm256_storeu_pd(out + i + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(floats, 1)));
-  }
-}
+namespace {
 
 // ---- Floating-point mma.sync, every shape but m8n8k4 --------------------------------------------
 
 // A, B and C as plain matrices. B and C have their columns in the order of the accumulator's
 // registers, even ones first: lane 4 * g + t of c[0] is column 2 * t.
 struct Tiles {
-  alignas(32) double a[MAX_M][MAX_K];
-  alignas(32) double b[MAX_K][N];
-  alignas(32) double c[MAX_M][N];
+  float a[MAX_M][MAX_K];
+  float b[MAX_K][N];
+  TileC c;
 };
 
 constexpr int stored_column(int column) { return column / 2 + column % 2 * (N / 2); }
 
-template <bool AVX2>
-ARCHFLASH_INLINE void decode_doubles(ElementType type, const void* source, int count, double* out) {
-  if (AVX2 && type == ElementType::F16) {
-    decode_f16_avx2(static_cast<const uint16_t*>(source), count, out);
-  } else if (AVX2 && type == ElementType::BF16) {
-    decode_bf16_avx2(static_cast<const uint16_t*>(source), count, out);
-  } else {
-    decode_elements(type, source, count, out);
-  }
-}
-
-template <bool AVX2>
-ARCHFLASH_INLINE void read_tiles(const MmaShape& shape, const MmaOperands& operands, Tiles& tiles) {
+void read_tiles(const MmaShape& shape, const MmaOperands& operands, Tiles& tiles) {
   const int width = 4 * 32 / element_bits(shape.a);  // columns of A in one register
   const int row_bytes = 16;
   for (int block = 0; block < shape.k / width; ++block) {
-    for (int half = 0; half < shape.m / BLOCK_ROWS; ++half) {
-      const auto* a =
-          static_cast<const uint8_t*>(operands.a[block * (shape.m / BLOCK_ROWS) + half]);
+    for (int half = 0; half < MAX_M / BLOCK_ROWS; ++half) {
+      const auto* a = static_cast<const uint8_t*>(operands.a[block * (MAX_M / BLOCK_ROWS) + half]);
       for (int row = 0; row < BLOCK_ROWS; ++row) {
-        decode_doubles<AVX2>(shape.a, a + row * row_bytes, width,
-                             &tiles.a[half * BLOCK_ROWS + row][block * width]);
+        decode_row(shape.a, a + row * row_bytes, width,
+                   &tiles.a[half * BLOCK_ROWS + row][block * width]);
       }
     }
-    alignas(32) double transposed[N][16];
     const auto* b = static_cast<const uint8_t*>(operands.b[block]);
     for (int column = 0; column < N; ++column) {
-      decode_doubles<AVX2>(shape.b, b + column * row_bytes, width,
-                           transposed[stored_column(column)]);
-    }
-    for (int k = 0; k < width; ++k) {
-      for (int column = 0; column < N; ++column) {
-        tiles.b[block * width + k][column] = transposed[column][k];
-      }
+      float rows[16];
+      decode_row(shape.b, b + column * row_bytes, width, rows);
+      for (int k = 0; k < width; ++k) tiles.b[block * width + k][stored_column(column)] = rows[k];
     }
   }
-  for (int half = 0; half < shape.m / BLOCK_ROWS; ++half) {
-    for (int row = 0; row < BLOCK_ROWS; ++row) {
-      double* c = tiles.c[half * BLOCK_ROWS + row];
-      if (shape.c == ElementType::F16) {
-        const auto* packed_row = static_cast<const uint16_t*>(operands.c[half]) + row * N;
-        for (int column = 0; column < N; ++column) {
-          c[stored_column(column)] = f32_of_f16(packed_row[column]);
-        }
-      } else {
-        const auto* even = static_cast<const float*>(operands.c[2 * half]) + row * (N / 2);
-        const auto* odd = static_cast<const float*>(operands.c[2 * half + 1]) + row * (N / 2);
-        for (int i = 0; i < N / 2; ++i) {
-          c[i] = even[i];
-          c[N / 2 + i] = odd[i];
-        }
-      }
+  for (int row = 0; row < MAX_M; ++row) {
+    const int half = row / BLOCK_ROWS, g = row % BLOCK_ROWS;
+    for (int column = 0; column < N; ++column) {
+      tiles.c.value[row][stored_column(column)] =
+          shape.c == ElementType::F16
+              ? f32_of_f16(static_cast<const uint16_t*>(operands.c[half])[g * N + column])
+              : static_cast<const float*>(
+                    operands.c[2 * half + column % 2])[g * (N / 2) + column / 2];
     }
   }
 }
 
-// c += a * b. A product of two elements is exact in double, so that a fused multiply-add and a
-// multiplication followed by an addition give the same bits.
-void multiply_baseline(int m, int depth, Tiles& tiles) {
-  for (int row = 0; row < m; ++row) {
-    double* c = tiles.c[row];
-    for (int k = 0; k < depth; ++k) {
-      const double a = tiles.a[row][k];
-      for (int column = 0; column < N; ++column) c[column] += a * tiles.b[k][column];
-    }
-  }
-}
-
-ARCHFLASH_AVX2 void multiply_avx2(int m, int depth, Tiles& tiles) {
-  constexpr int ROWS = 4;  // x 2 vectors of 4 columns: enough independent sums to hide the latency
-  for (int row = 0; row < m; row += ROWS) {
-    __m256d sums[ROWS][2];
-    for (int i = 0; i < ROWS; ++i) {
-      sums[i][0] = _mm256_load_pd(tiles.c[row + i]);
-      sums[i][1] = _mm256_load_pd(tiles.c[row + i] + 4);
-    }
-    for (int k = 0; k < depth; ++k) {
-      const __m256d b_even = _mm256_load_pd(tiles.b[k]);
-      const __m256d b_odd = _mm256_load_pd(tiles.b[k] + 4);
-      for (int i = 0; i < ROWS; ++i) {
-        const __m256d a = _mm256_broadcast_sd(&tiles.a[row + i][k]);
-        sums[i][0] = _mm256_fmadd_pd(a, b_even, sums[i][0]);
-        sums[i][1] = _mm256_fmadd_pd(a, b_odd, sums[i][1]);
-      }
-    }
-    for (int i = 0; i < ROWS; ++i) {
-      _mm256_store_pd(tiles.c[row + i], sums[i][0]);
-      _mm256_store_pd(tiles.c[row + i] + 4, sums[i][1]);
-    }
-  }
-}
-
-// A double rounded to .f16 once (through float it would be rounded twice).
-uint16_t f16_of_f64(double value) {
-  static const CvtSpec SPEC{NumericType::F16, NumericType::F64, Round::RN};
-  static const CvtFunction CONVERT = find_cvt(SPEC);
-  return static_cast<uint16_t>(CONVERT(SPEC, bits_of(value), 0));
-}
-
-ARCHFLASH_INLINE void write_tile(const MmaShape& shape, const MmaOperands& operands,
-                                 const Tiles& tiles) {
-  for (int half = 0; half < shape.m / BLOCK_ROWS; ++half) {
-    for (int row = 0; row < BLOCK_ROWS; ++row) {
-      const double* d = tiles.c[half * BLOCK_ROWS + row];
+void write_tile(const MmaShape& shape, const MmaOperands& operands, const TileC& c) {
+  for (int row = 0; row < MAX_M; ++row) {
+    const int half = row / BLOCK_ROWS, g = row % BLOCK_ROWS;
+    for (int column = 0; column < N; ++column) {
+      const float value = c.value[row][stored_column(column)];
       if (shape.d == ElementType::F16) {
-        auto* packed_row = static_cast<uint16_t*>(operands.d[half]) + row * N;
-        for (int column = 0; column < N; ++column) {
-          packed_row[column] = f16_of_f64(d[stored_column(column)]);
-        }
+        static_cast<uint16_t*>(operands.d[half])[g * N + column] = cvt_rn_f16_f32(value);
       } else {
-        auto* even = static_cast<uint32_t*>(operands.d[2 * half]) + row * (N / 2);
-        auto* odd = static_cast<uint32_t*>(operands.d[2 * half + 1]) + row * (N / 2);
-        for (int i = 0; i < N / 2; ++i) {
-          even[i] = bits_of(canonical(static_cast<float>(d[i])));
-          odd[i] = bits_of(canonical(static_cast<float>(d[N / 2 + i])));
-        }
+        static_cast<float*>(operands.d[2 * half + column % 2])[g * (N / 2) + column / 2] = value;
       }
     }
   }
 }
 
-void mma_float_baseline(const MmaShape& shape, const MmaOperands& operands) {
-  Tiles tiles;
-  read_tiles<false>(shape, operands, tiles);
-  multiply_baseline(shape.m, shape.k, tiles);
-  write_tile(shape, operands, tiles);
-}
-
-ARCHFLASH_AVX2 void mma_float_avx2(const MmaShape& shape, const MmaOperands& operands) {
-  Tiles tiles;
-  read_tiles<true>(shape, operands, tiles);
-  multiply_avx2(shape.m, shape.k, tiles);
-  write_tile(shape, operands, tiles);
+// One addition of the tensor core: `depth` of k, number i of which is k_of(i).
+template <class Function>
+void add_step(const Tiles& tiles, TileC& c, int depth, int smallest, bool to_f16, Function k_of) {
+  TileA a;
+  TileB b;
+  for (int i = 0; i < depth; ++i) {
+    const int k = k_of(i);
+    for (int row = 0; row < MAX_M; ++row) {
+      a.value[row][i] = tiles.a[row][k];
+      a.exponent[row][i] = exponent_of(tiles.a[row][k], smallest);
+    }
+    for (int column = 0; column < N; ++column) {
+      b.value[i][column] = tiles.b[k][column];
+      b.exponent[i / 2][column][i % 2] = exponent_of(tiles.b[k][column], smallest);
+    }
+  }
+  add_products(a, b, c, depth, to_f16);
 }
 
 void mma_float(const MmaShape& shape, const MmaOperands& operands) {
-  uses_avx2() ? mma_float_avx2(shape, operands) : mma_float_baseline(shape, operands);
+  Tiles tiles;
+  read_tiles(shape, operands, tiles);
+  const int smallest = shape.a == ElementType::F16 ? F16_SMALLEST : F32_SMALLEST;
+  add_step(tiles, tiles.c, shape.k, smallest, shape.d == ElementType::F16, [](int i) { return i; });
+  write_tile(shape, operands, tiles.c);
+}
+
+// An H200 has no such instruction: FP8 becomes .f16, the first two of every four of k are added up
+// from zero, then the other two, and c is added as the type of d is.
+void mma_fp8(const MmaShape& shape, const MmaOperands& operands) {
+  Tiles tiles;
+  read_tiles(shape, operands, tiles);
+  const bool to_f16 = shape.d == ElementType::F16;
+  const auto rounded = [&](float& value) {
+    value = to_f16 ? f32_of_f16(cvt_rn_f16_f32(value)) : canonical(value);
+  };
+  TileC products{};
+  for (int half = 0; half < 2; ++half) {
+    add_step(tiles, products, shape.k / 2, F16_SMALLEST, to_f16,
+             [&](int i) { return i / 2 * 4 + half * 2 + i % 2; });
+    for (auto& row : products.value) std::for_each(row, row + N, rounded);
+  }
+  for (int row = 0; row < MAX_M; ++row) {
+    for (int column = 0; column < N; ++column) {
+      products.value[row][column] += tiles.c.value[row][column];
+      rounded(products.value[row][column]);
+    }
+  }
+  write_tile(shape, operands, products);
 }
 
 // ---- m8n8k4 with .f16: four independent products, one for each pair of quads --------------------
@@ -319,7 +256,7 @@ uint16_t half_of(const void* const* registers, int lane, int i) {
 }
 
 void mma_quad_pairs(const MmaShape& shape, const MmaOperands& operands) {
-  double a[4][8][4], b[4][4][8], c[4][8][8];
+  float a[4][8][4], b[4][4][8], c[4][8][8];
   const bool c_f16 = shape.c == ElementType::F16;
   const bool d_f16 = shape.d == ElementType::F16;
   for (int lane = 0; lane < WARP; ++lane) {
@@ -340,12 +277,18 @@ void mma_quad_pairs(const MmaShape& shape, const MmaOperands& operands) {
     const int q = lane % 16 / 4;
     for (int i = 0; i < 8; ++i) {
       const QuadPairElement out = quad_pair_c(lane, i, d_f16);
-      double sum = c[q][out.row][out.column];
-      for (int k = 0; k < 4; ++k) sum += a[q][out.row][k] * b[q][k][out.column];
-      if (d_f16) {
-        static_cast<uint16_t*>(operands.d[i / 2])[2 * lane + i % 2] = f16_of_f64(sum);
+      // An H200 does it with the instructions of its CUDA cores, in float.
+      const float addend = c[q][out.row][out.column];
+      float products[4];
+      for (int k = 0; k < 4; ++k) {
+        const bool starts = k == 0 || (d_f16 && k == 2);
+        products[k] = fma_f32(a[q][out.row][k], b[q][k][out.column], starts ? 0 : products[k - 1]);
+      }
+      if (d_f16) {  // pairs of k by themselves, each added to c
+        const float sum = add_f32(add_f32(addend, products[1]), products[3]);
+        static_cast<uint16_t*>(operands.d[i / 2])[2 * lane + i % 2] = cvt_rn_f16_f32(sum);
       } else {
-        static_cast<uint32_t*>(operands.d[i])[lane] = bits_of(canonical(static_cast<float>(sum)));
+        static_cast<float*>(operands.d[i])[lane] = add_f32(products[3], addend);
       }
     }
   }
@@ -364,9 +307,11 @@ void mma_f64(const MmaShape& shape, const MmaOperands& operands) {
       for (int k = 0; k < shape.k; ++k) {
         const auto* a = static_cast<const double*>(operands.a[k / 4 * halves + i / 2]);
         const auto* b = static_cast<const double*>(operands.b[k / 4]);
-        sum = std::fma(a[row_lane + k % 4], b[column_lane + k % 4], sum);
+        const double x = a[row_lane + k % 4], y = b[column_lane + k % 4];
+        const double next = std::fma(x, y, sum);
+        sum = std::isnan(next) ? fma_f64(x, y, sum) : next;  // which NaN it is
       }
-      result[i][lane] = std::isnan(sum) ? f64_of(0x7FFFFFFFFFFFFFFF) : sum;
+      result[i][lane] = sum;
     }
   }
   for (int i = 0; i < 2 * halves; ++i) std::memcpy(operands.d[i], result[i], sizeof(result[i]));
@@ -445,7 +390,7 @@ MmaFunction find_float_mma(const MmaShape& shape) {
     return is_k(shape, 4, 8) && f32 ? mma_float : nullptr;
   }
   if (is_fp8(shape.a) && is_fp8(shape.b)) {
-    return is_k(shape, 16, 32) && (f32 || f16) ? mma_float : nullptr;
+    return is_k(shape, 16, 32) && (f32 || f16) ? mma_fp8 : nullptr;
   }
   return nullptr;
 }
@@ -531,60 +476,63 @@ void movmatrix_m8n8_trans_b16(const uint32_t* a, uint32_t* d) {
 
 // ---- Dense products -----------------------------------------------------------------------------
 
-void decode_row(ElementType type, const void* source, int count, float* out) {
-  decode_elements(type, source, count, out);
-}
-
 namespace {
 
-constexpr int PANEL = 8;  // columns of d computed together
+// The k of one addition.
+int step_of(ElementType type) { return type == ElementType::TF32 ? 8 : TILE_K; }
 
-ARCHFLASH_INLINE void sum_row_baseline(int k, const float* a, const double* panel, double* sums) {
-  for (int i = 0; i < k; ++i) {
-    const double factor = a[i];
-    for (int column = 0; column < PANEL; ++column)
-      sums[column] += factor * panel[i * PANEL + column];
-  }
-}
-
-ARCHFLASH_AVX2 void sum_row_avx2(int k, const float* a, const double* panel, double* sums) {
-  __m256d left = _mm256_loadu_pd(sums);
-  __m256d right = _mm256_loadu_pd(sums + 4);
-  for (int i = 0; i < k; ++i) {
-    const __m256d factor = _mm256_set1_pd(a[i]);
-    left = _mm256_fmadd_pd(factor, _mm256_loadu_pd(panel + i * PANEL), left);
-    right = _mm256_fmadd_pd(factor, _mm256_loadu_pd(panel + i * PANEL + 4), right);
-  }
-  _mm256_storeu_pd(sums, left);
-  _mm256_storeu_pd(sums + 4, right);
+int smallest_exponent(ElementType type) {
+  return type == ElementType::BF16 || type == ElementType::TF32 ? F32_SMALLEST : F16_SMALLEST;
 }
 
 }  // namespace
 
-void multiply_accumulate(int m, int n, int k, const float* a, int a_pitch, const float* b,
+void multiply_accumulate(const TileShape& shape, const float* a, int a_pitch, const float* b,
                          int b_pitch, float* d, int d_pitch, bool accumulate) {
-  const bool avx2 = uses_avx2();
-  std::vector<double> panel(static_cast<size_t>(k) * PANEL);
-  for (int first = 0; first < n; first += PANEL) {
-    const int columns = n - first < PANEL ? n - first : PANEL;
-    for (int i = 0; i < k; ++i) {
-      for (int column = 0; column < PANEL; ++column) {
-        panel[i * PANEL + column] =
-            column < columns ? b[static_cast<int64_t>(i) * b_pitch + first + column] : 0.0f;
+  const int depth = step_of(shape.type), smallest = smallest_exponent(shape.type);
+  const int steps = (shape.k + depth - 1) / depth;
+  std::vector<TileB> columns(steps);
+  std::vector<TileA> rows(static_cast<size_t>(steps) * ((shape.m + TILE_ROWS - 1) / TILE_ROWS));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int first_row = static_cast<int>(i) / steps * TILE_ROWS;
+    const int first_k = static_cast<int>(i) % steps * depth;
+    for (int row = 0; row < TILE_ROWS; ++row) {
+      for (int k = 0; k < depth; ++k) {
+        const bool inside = first_row + row < shape.m && first_k + k < shape.k;
+        const float value = inside ? a[int64_t{first_row + row} * a_pitch + first_k + k] : 0.0f;
+        rows[i].value[row][k] = value;
+        rows[i].exponent[row][k] = exponent_of(value, smallest);
       }
     }
-    for (int row = 0; row < m; ++row) {
-      const float* a_row = a + static_cast<int64_t>(row) * a_pitch;
-      float* d_row = d + static_cast<int64_t>(row) * d_pitch + first;
-      double sums[PANEL] = {};
-      for (int column = 0; accumulate && column < columns; ++column) sums[column] = d_row[column];
-      if (avx2) {
-        sum_row_avx2(k, a_row, panel.data(), sums);
-      } else {
-        sum_row_baseline(k, a_row, panel.data(), sums);
+  }
+  for (int first_column = 0; first_column < shape.n; first_column += TILE_COLUMNS) {
+    const int width = std::min(TILE_COLUMNS, shape.n - first_column);
+    for (int k = 0; k < steps * depth; ++k) {
+      TileB& tile = columns[k / depth];
+      for (int column = 0; column < TILE_COLUMNS; ++column) {
+        const bool inside = column < width && k < shape.k;
+        const float value = inside ? b[int64_t{k} * b_pitch + first_column + column] : 0.0f;
+        tile.value[k % depth][column] = value;
+        tile.exponent[k % depth / 2][column][k % 2] = exponent_of(value, smallest);
       }
-      for (int column = 0; column < columns; ++column) {
-        d_row[column] = canonical(static_cast<float>(sums[column]));
+    }
+    for (int first_row = 0; first_row < shape.m; first_row += TILE_ROWS) {
+      const int height = std::min(TILE_ROWS, shape.m - first_row);
+      float* target = d + int64_t{first_row} * d_pitch + first_column;
+      TileC c{};
+      for (int row = 0; accumulate && row < height; ++row) {
+        std::copy_n(target + int64_t{row} * d_pitch, width, c.value[row]);
+      }
+      for (int step = 0; step < steps; ++step) {
+        const TileA& tile = rows[static_cast<size_t>(first_row / TILE_ROWS) * steps + step];
+        add_products(tile, columns[step], c, depth, shape.to_f16);
+        if (!shape.to_f16) continue;
+        for (auto& row : c.value) {
+          for (float& value : row) value = f32_of_f16(cvt_rn_f16_f32(value));
+        }
+      }
+      for (int row = 0; row < height; ++row) {
+        std::copy_n(c.value[row], width, target + int64_t{row} * d_pitch);
       }
     }
   }

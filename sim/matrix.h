@@ -4,10 +4,13 @@
 // uint64_t[32] for an .f64 one. A fragment is an array of pointers to such registers, in the order
 // in which PTX lists them.
 //
-// How mma.sync adds up (PTX leaves order and precision open): each product of two elements is
-// exact; c and the products are summed in double precision in the order of k, and the sum is
-// rounded once to the type of d. NaN results are canonical. With .s32 everything is exact modulo
-// 2^32, or clamped (.satfinite).
+// How mma.sync adds up (PTX leaves order and precision open) is what an H200 does, to the last bit:
+// - .f16, .bf16, .tf32: all of k in one addition, see tensor_core.h;
+// - .e4m3, .e5m2: as .f16 in two additions from zero; then c is added (a card of capability 8.9 or
+//   12.0 has an instruction for it, which may add up otherwise: not measured);
+// - m8n8k4 with .f16: fused multiply-adds in float, in the order of k from zero; then c is added;
+// - .f64: fused multiply-adds in the order of k, from c; a NaN is that of the operation;
+// - .s32: exact modulo 2^32, or clamped (.satfinite).
 #pragma once
 
 #include <cstdint>
@@ -84,9 +87,17 @@ void movmatrix_m8n8_trans_b16(const uint32_t* a, uint32_t* d);  // d may be a
 // lower half first.
 void decode_row(ElementType type, const void* source, int count, float* out);
 
-// d (m, n) = a (m, k) * b (k, n) + d, or without d where `accumulate` is false: row-major, row
-// lengths in floats given (so that tiles of larger arrays can be used), added up as mma.sync does.
-void multiply_accumulate(int m, int n, int k, const float* a, int a_pitch, const float* b,
+// d (m, n) = a (m, k) * b (k, n) + d of decoded elements of `type`: F16, BF16, TF32, E4M3 or E5M2.
+struct TileShape {
+  int m, n, k;
+  ElementType type;     // of a; of b, too, but for FP8, where each may be either
+  bool to_f16 = false;  // d holds .f16 values
+};
+
+// Row-major, row lengths in floats given (so that tiles of larger arrays can be used); without d
+// where `accumulate` is false. Added up as mma.sync does it: 16 of k at a time (8 of TF32) with the
+// sum so far, in their order. FP8 likewise: how a tensor core with FP8 adds up is not measured.
+void multiply_accumulate(const TileShape& shape, const float* a, int a_pitch, const float* b,
                          int b_pitch, float* d, int d_pitch, bool accumulate);
 
 }  // namespace archflash::sim

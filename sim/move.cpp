@@ -730,7 +730,7 @@ void run_testp(Warp& warp, const Instruction& instruction, uint32_t mask) {
         holds = nan;
         break;
       case 4:
-        holds = finite && (bits & exponent_mask) != 0;
+        holds = finite && ((bits & exponent_mask) != 0 || magnitude == 0);  // zero is normal
         break;
       case 5:
         holds = (bits & exponent_mask) == 0 && magnitude != 0;

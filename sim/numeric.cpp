@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "sim/matrix.h"  // uses_avx2
+#include "sim/numeric_tables.h"
 
 namespace archflash::sim {
 namespace {
@@ -177,7 +178,19 @@ class Direction {
 // Keeps the compiler from moving an operation across a change of the rounding control.
 inline void pin(double& value) { asm volatile("" : "+x"(value)::"memory"); }
 
-double canonical_f64(double value) { return std::isnan(value) ? f64_of(F64.nan) : value; }
+constexpr uint64_t F64_QUIET = uint64_t{1} << 51;
+constexpr uint64_t F64_INVALID = 0xFFF8000000000000;  // of an operation without a NaN operand
+
+double quiet(double nan) { return f64_of(bits_of(nan) | F64_QUIET); }
+
+// A NaN result in double precision is the first NaN operand in the order given, made quiet.
+double with_nan_of(double result, double first, double second, double third) {
+  if (!std::isnan(result)) return result;
+  for (const double operand : {first, second, third}) {
+    if (std::isnan(operand)) return quiet(operand);
+  }
+  return f64_of(F64_INVALID);
+}
 
 template <class Operation>
 double directed(Round round, Operation operation, double a, double b, double c = 0) {
@@ -187,7 +200,7 @@ double directed(Round round, Operation operation, double a, double b, double c =
   pin(c);
   double result = operation(a, b, c);
   pin(result);
-  return canonical_f64(result);
+  return with_nan_of(result, b, c, a);
 }
 
 // ---- min and max, of any type that converts exactly to double ----------------------------------
@@ -220,11 +233,14 @@ Bits extreme(Bits a, Bits b, double value_a, double value_b, Bits sign, Bits nan
 
 // ---- f16 and bf16 ------------------------------------------------------------------------------
 
+bool is_nan_f16(uint16_t bits) { return (bits & 0x7FFF) > F16.infinity; }
+bool is_nan_bf16(uint16_t bits) { return (bits & 0x7FFF) > BF16.infinity; }
 uint16_t flush_f16(uint16_t bits) { return (bits & 0x7C00) == 0 ? bits & 0x8000 : bits; }
 
 uint16_t finish_f16(double value, FloatMode mode) {
-  auto bits = static_cast<uint16_t>(encode(F16, value, mode.round));
-  if (mode.ftz) bits = flush_f16(bits);
+  // What is too small before rounding is flushed, even if it would round to a normal number.
+  if (mode.ftz && std::fabs(value) < 0x1p-14) value = std::copysign(0.0, value);
+  const auto bits = static_cast<uint16_t>(encode(F16, value, mode.round));
   if (!mode.sat) return bits;
   if ((bits & 0x7FFF) > F16.infinity || (bits & 0x8000)) return 0;
   return std::min<uint16_t>(bits, 0x3C00);
@@ -234,7 +250,7 @@ uint16_t finish_bf16(double value) { return static_cast<uint16_t>(encode(BF16, v
 
 double value_f16(uint16_t bits, bool ftz) { return f32_of_f16(ftz ? flush_f16(bits) : bits); }
 
-constexpr uint16_t OOB_NAN = 0x7FF7;  // .oob: this operand makes the result 0
+constexpr uint16_t OOB_NAN = 0x7FF7;  // .oob: this operand, of either sign, makes the result 0
 
 uint16_t apply_relu(uint16_t bits, uint16_t infinity, Relu relu) {
   const bool clamps = relu == Relu::RELU || relu == Relu::OOB_RELU;
@@ -242,7 +258,8 @@ uint16_t apply_relu(uint16_t bits, uint16_t infinity, Relu relu) {
 }
 
 bool oob(Relu relu, uint16_t a, uint16_t b) {
-  return (relu == Relu::OOB || relu == Relu::OOB_RELU) && (a == OOB_NAN || b == OOB_NAN);
+  const bool checks = relu == Relu::OOB || relu == Relu::OOB_RELU;
+  return checks && ((a & 0x7FFF) == OOB_NAN || (b & 0x7FFF) == OOB_NAN);
 }
 
 }  // namespace
@@ -406,6 +423,9 @@ double flushed(double value, NumericType type, bool ftz) {
   return ftz && type == NumericType::F32 ? double{flush(static_cast<float>(value))} : value;
 }
 
+// cvt.ftz.f32.f64 flushes what is below this, whatever the rounding: half a unit under 2^-126.
+constexpr double FLUSHED_F64 = 0x1.fffffep-127 + 0x1p-151;
+
 // A number in [0, 1] in its bits of format; NaN is +0.
 uint64_t saturated(const Format& format, uint64_t bits) {
   const double value = decode(format, bits);
@@ -447,10 +467,32 @@ uint64_t cvt_float_integer(const CvtSpec& spec, uint64_t a, uint64_t) {  // to i
   return clamp_integer(to, {value < 0, clamped});
 }
 
+// A NaN of .f64 keeps its sign and the top of its payload; one of .f32 is kept when widened.
+uint64_t converted_nan(const Format& from, const Format& to, uint64_t bits) {
+  const uint64_t sign = bits >> (from.bits() - 1) & 1;
+  const uint64_t payload = low_bits(bits, from.mantissa_bits);
+  const int dropped = from.mantissa_bits - to.mantissa_bits;
+  const uint64_t kept = dropped >= 0 ? payload >> dropped : payload << -dropped;
+  const uint64_t quiet = uint64_t{1} << (to.mantissa_bits - 1);
+  return sign << (to.bits() - 1) | to.infinity | quiet | kept;
+}
+
 uint64_t cvt_float_float(const CvtSpec& spec, uint64_t a, uint64_t) {
   const Format& from = *float_format(spec.from);
   const Format& to = *float_format(spec.to);
-  double value = flushed(decode(from, a), spec.from, spec.ftz);
+  if (spec.round == Round::NONE && !spec.ftz && !spec.sat) {
+    if (&from == &to && &to != &F16) return a;                                          // a move
+    if (spec.from == NumericType::BF16 && spec.to == NumericType::F32) return a << 16;  // a shift
+  }
+  const bool into_f16 = spec.to == NumericType::F16;  // where .ftz does not touch the operand
+  double value = into_f16 ? decode(from, a) : flushed(decode(from, a), spec.from, spec.ftz);
+  if (std::isnan(value) && !spec.sat) {
+    if (spec.from == NumericType::F64) return converted_nan(from, to, a);
+    if (spec.to == NumericType::F64) return converted_nan(from, to, spec.ftz ? F32_NAN : a);
+  }
+  if (spec.from == NumericType::F64 && spec.ftz && std::fabs(value) < FLUSHED_F64) {
+    value = std::copysign(0.0, value);
+  }
   if (spec.round >= Round::RNI) value = integral(value, spec.round);
   uint64_t bits = encode(to, value, spec.round, spec.satfinite);
   if (spec.ftz && spec.to == NumericType::F32) bits = bits_of(flush(f32_of(uint32_t(bits))));
@@ -470,6 +512,10 @@ uint64_t cvt_f32_half(const CvtSpec& spec, uint64_t a, uint64_t) {  // .f16.f32,
 }
 
 uint64_t cvt_f32_tf32(const CvtSpec& spec, uint64_t a, uint64_t) {
+  if (spec.round == Round::RNA && is_nan(f32_of(static_cast<uint32_t>(a)))) {
+    // ptxas makes this form of integer instructions: a NaN is cut off, and clamped, as a number.
+    return (a & 0xFFFFE000u) - (spec.satfinite ? 0x2000 : 0);
+  }
   const double value = f32_of(static_cast<uint32_t>(a));
   return narrow_element(TF32, value, spec) << 13;
 }
@@ -675,86 +721,174 @@ float max_f32(float a, float b, MinMaxMode mode) { return extreme_f32(a, b, mode
 float neg_f32(float a, bool ftz) {
   return f32_of(bits_of(canonical(ftz ? flush(a) : a)) ^ (is_nan(a) ? 0 : 0x80000000u));
 }
-float abs_f32(float a, bool ftz) { return f32_of(bits_of(ftz ? flush(a) : a) & 0x7FFFFFFFu); }
+float abs_f32(float a, bool ftz) {
+  return canonical(f32_of(bits_of(ftz ? flush(a) : a) & 0x7FFFFFFFu));
+}
 
 namespace {
 
-// 2^x for |x| <= 1/2 is the polynomial in x ln 2 with these coefficients (1/n!), from n = 12 down.
-constexpr int EXP_TERMS = 13;
-constexpr double EXP_COEFFICIENTS[EXP_TERMS] = {1.0 / 479001600,
-                                                1.0 / 39916800,
-                                                1.0 / 3628800,
-                                                1.0 / 362880,
-                                                1.0 / 40320,
-                                                1.0 / 5040,
-                                                1.0 / 720,
-                                                1.0 / 120,
-                                                1.0 / 24,
-                                                1.0 / 6,
-                                                1.0 / 2,
-                                                1.0,
-                                                1.0};
-constexpr double LN2 = 0.693147180559945309417;
-constexpr double ROUNDER = 0x1.8p52;  // adding it rounds a small double to an integer
-// Beyond these, floats overflow and vanish.
-constexpr double EXP2_MAX = 130.0;
-constexpr double EXP2_MIN = -160.0;
+// ---- The function unit (MUFU) ----
+//
+// ex2, rcp and rsqrt are quadratic interpolation in fixed point. The squarer leaves out every
+// partial product below some column, and the sum is cut off, not rounded. Tables and parameters
+// were found from whole binades of an H200's results, all of which they give bit for bit.
+struct Interpolation {
+  const uint64_t* table;
+  int x_bits;      // operand bits below the segment's number
+  int square_cut;  // partial products of x * x below 2^square_cut do not exist
+  bool falling;    // c1 is subtracted
+  int c0_shift;    // the three terms are added in units of 2^-result_shift
+  int c2_shift;
+  int64_t bias;
+  int result_shift;
+};
+constexpr Interpolation EX2{EX2_TABLE, 17, 19, false, 13, 0, 6114, 15};
+constexpr Interpolation RCP{RCP_TABLE, 16, 17, true, 13, 0, 2023, 15};
+constexpr Interpolation RSQRT{RSQRT_TABLE, 17, 19, true, 14, 2, -1, 16};
 
-// 2^x to within 2^-50, the same operations in the same order as ex2_avx2.
-double exp2_of(double x) {
-  x = std::min(std::max(x, EXP2_MIN), EXP2_MAX);
-  const double shifted = x + ROUNDER;
-  const double fraction = (x - (shifted - ROUNDER)) * LN2;
-  double sum = EXP_COEFFICIENTS[0];
-  for (int i = 1; i < EXP_TERMS; ++i) sum = sum * fraction + EXP_COEFFICIENTS[i];
-  // The low bits of `shifted` are the integer part, in two's complement.
-  return f64_of(bits_of(sum) + (bits_of(shifted) << 52));
+// Bit j of x contributes its products with the lower bits, doubled, and with itself.
+template <Interpolation F>
+constexpr uint32_t own_square(int j) {
+  return 2 * j >= F.square_cut ? 1u << (2 * j - F.square_cut) : 0;
+}
+template <Interpolation F>
+constexpr int lower_shift(int j) {
+  return F.square_cut - 1 - j;
 }
 
-// An approximation as the double-precision function of its operand, rounded.
+// The mantissa field of the function at a mantissa: it grows by one at each unit in the last place
+// and may carry into the exponent.
+template <Interpolation F>
+uint32_t interpolate(uint32_t mantissa) {
+  const uint64_t entry = F.table[mantissa >> F.x_bits];
+  const uint32_t x = mantissa & ((1u << F.x_bits) - 1);
+  uint32_t square = 0;
+  for (int j = F.square_cut / 2; j < F.x_bits; ++j) {
+    const uint32_t products = ((x & ((1u << j) - 1)) >> lower_shift<F>(j)) + own_square<F>(j);
+    if (x >> j & 1) square += products;
+  }
+  const int64_t slope = static_cast<int64_t>(entry >> 10 & 0xFFFF) * x;
+  const int64_t sum = static_cast<int64_t>(entry >> 26 << F.c0_shift) + F.bias +
+                      (F.falling ? -slope : slope) +
+                      (static_cast<int64_t>(entry & 0x3FF) * square << F.c2_shift);
+  return static_cast<uint32_t>(sum >> F.result_shift);
+}
+
+constexpr uint32_t MANTISSA = 0x7FFFFF;
+constexpr uint32_t INFINITY_BITS = 0x7F800000;
+
+// The unit reads subnormals as zeros and gives zeros for them.
+float mufu_ex2(float a) {
+  if (is_nan(a)) return f32_of(F32_NAN);
+  // 23 bits after the point, the rest cut off; negative numbers as the complement to one, but for
+  // integers. 255: far enough to overflow or vanish.
+  const auto fixed = static_cast<int32_t>(std::min(std::fabs(a), 255.0f) * 0x1p23f);
+  const bool integral = (fixed & MANTISSA) == 0;
+  const int32_t exponent_of = !std::signbit(a) ? fixed : integral ? -fixed : ~fixed;
+  const int32_t exponent = exponent_of >> 23;
+  if (exponent > 127) return f32_of(INFINITY_BITS);
+  if (exponent < -126) return 0.0f;
+  return f32_of((static_cast<uint32_t>(exponent + 127) << 23) +
+                interpolate<EX2>(exponent_of & MANTISSA));
+}
+
+float mufu_rcp(float a) {
+  const uint32_t sign = bits_of(a) & 0x80000000u;
+  const uint32_t magnitude = bits_of(a) ^ sign;
+  if (magnitude > INFINITY_BITS) return f32_of(F32_NAN);
+  if (magnitude < 0x00800000) return f32_of(sign | INFINITY_BITS);
+  if (magnitude > 0x7E800000) return f32_of(sign);  // below 2^-126
+  // 1 / m is in (1/2, 1]: its field counts from 1/2 on.
+  const uint32_t result =
+      ((253 - (magnitude >> 23)) << 23) + interpolate<RCP>(magnitude & MANTISSA);
+  return f32_of(sign | result);
+}
+
+float mufu_rsqrt(float a) {
+  const uint32_t bits = bits_of(a);
+  if (is_nan(a)) return f32_of(F32_NAN);
+  if ((bits & 0x7FFFFFFF) < 0x00800000) return f32_of((bits & 0x80000000u) | INFINITY_BITS);
+  if (bits & 0x80000000u) return f32_of(F32_NAN);
+  if (bits == INFINITY_BITS) return 0.0f;
+  const int exponent = static_cast<int>(bits >> 23) - 127;
+  const uint32_t odd = exponent & 1;
+  const auto half = static_cast<uint32_t>(126 - (exponent >> 1)) << 23;
+  if (!odd && (bits & MANTISSA) == 0) return f32_of(half + 0x00800000);  // exact by itself
+  return f32_of(half + interpolate<RSQRT>(odd << 23 | (bits & MANTISSA)));
+}
+
+constexpr float TWO_24 = 0x1p24f;  // by which ptxas makes subnormal operands normal
+constexpr float SMALLEST_NORMAL = 0x1p-126f;
+
+// What follows has no table here: the function in double precision, rounded.
 template <class Function>
-float approximate(Function function, float a, bool ftz) {
-  if (ftz) a = flush(a);
-  return finish_f32(static_cast<float>(function(double{a})), {Round::RN, ftz, false});
+float approximate(Function function, double a) {
+  return canonical(static_cast<float>(function(a)));
+}
+
+float mufu_lg2(float a) {
+  return approximate([](double x) { return std::log2(x); }, flush(a));
+}
+float mufu_sqrt(float a) {
+  return approximate([](double x) { return std::sqrt(x); }, flush(a));
+}
+
+// sin and cos multiply by 1 / (2 pi), cut off, and give the unit what is left of whole turns. The
+// angle in radians, in double precision.
+double turns(float a, bool ftz) {
+  const float scaled = mul_f32(a, 0x1.45f306p-3f, {Round::RZ, ftz, false});
+  const double rest = double{scaled} - std::nearbyint(double{scaled});
+  return std::copysign(rest, rest == 0 ? double{a} : rest) * 6.283185307179586;
 }
 
 }  // namespace
 
+// Without .ftz the instruction is the unit's, with operands scaled into its range.
 float ex2_approx_f32(float a, bool ftz) {
-  return approximate([](double x) { return std::isnan(x) ? x : exp2_of(x); }, a, ftz);
+  if (ftz || !(a < -126.0f)) return mufu_ex2(a);
+  const float root = mufu_ex2(a * 0.5f);
+  return root * root;
 }
 float lg2_approx_f32(float a, bool ftz) {
-  return approximate([](double x) { return std::log2(x); }, a, ftz);
+  if (ftz || !(std::fabs(a) < SMALLEST_NORMAL)) return mufu_lg2(a);
+  return mufu_lg2(a * TWO_24) - 24.0f;
 }
 float rcp_approx_f32(float a, bool ftz) {
-  return approximate([](double x) { return 1.0 / x; }, a, ftz);
+  if (ftz || is_nan(a)) return mufu_rcp(a);
+  const float magnitude = std::fabs(a);
+  const float scale = magnitude > 0x1p126f ? 0.25f : magnitude < SMALLEST_NORMAL ? TWO_24 : 1.0f;
+  return scale * mufu_rcp(a * scale);
 }
 float rsqrt_approx_f32(float a, bool ftz) {
-  return approximate([](double x) { return 1.0 / std::sqrt(x); }, a, ftz);
+  if (ftz || !(std::fabs(a) < SMALLEST_NORMAL)) return mufu_rsqrt(a);
+  return mufu_rsqrt(a * TWO_24) * 0x1p12f;
 }
 float sqrt_approx_f32(float a, bool ftz) {
-  return approximate([](double x) { return std::sqrt(x); }, a, ftz);
+  if (ftz || !(std::fabs(a) < SMALLEST_NORMAL)) return mufu_sqrt(a);
+  return mufu_sqrt(a * TWO_24) * 0x1p-12f;
 }
 float sin_approx_f32(float a, bool ftz) {
-  return approximate([](double x) { return std::sin(x); }, a, ftz);
+  return approximate([](double x) { return std::sin(x); }, turns(a, ftz));
 }
 float cos_approx_f32(float a, bool ftz) {
-  return approximate([](double x) { return std::cos(x); }, a, ftz);
+  return approximate([](double x) { return std::cos(x); }, turns(a, ftz));
 }
-float tanh_approx_f32(float a) {
-  return approximate([](double x) { return std::tanh(x); }, a, false);
-}
+float tanh_approx_f32(float a) { return canonical(static_cast<float>(std::tanh(double{a}))); }
 float div_approx_f32(float a, float b, bool ftz) {
-  // PTX ISA, div: for 2^126 < |b| < 2^128 the result is 0, and NaN if a is infinite.
-  if (ftz) a = flush(a), b = flush(b);
-  const float magnitude = std::fabs(b);
-  if (magnitude > 0x1p126f && !std::isinf(b) && !is_nan(b)) {
-    if (std::isinf(a) || is_nan(a)) return f32_of(F32_NAN);
-    return f32_of((bits_of(a) ^ bits_of(b)) & 0x80000000u);
-  }
-  return finish_f32(a / b, {Round::RN, ftz, false});
+  if (!ftz && std::fabs(b) < SMALLEST_NORMAL) a *= TWO_24, b *= TWO_24;
+  return mul_f32(a, mufu_rcp(b), {Round::RN, ftz, false});
 }
-float div_full_f32(float a, float b, bool ftz) { return div_f32(a, b, {Round::RN, ftz, false}); }
+float div_full_f32(float a, float b, bool ftz) {
+  const float magnitude = std::fabs(b);
+  const FloatMode mode{Round::RN, ftz, false};
+  if (magnitude > 0x1p126f) {
+    a = mul_f32(a, 0.25f, mode);
+    b = mul_f32(b, 0.25f, mode);
+  } else if (!ftz && magnitude < SMALLEST_NORMAL) {
+    a *= TWO_24, b *= TWO_24;
+  }
+  return mul_f32(a, mufu_rcp(b), mode);
+}
 
 // ---- f64 ---------------------------------------------------------------------------------------
 
@@ -771,6 +905,7 @@ double fma_f64(double a, double b, double c, Round round) {
   return directed(round, [](double x, double y, double z) { return std::fma(x, y, z); }, a, b, c);
 }
 double div_f64(double a, double b, Round round) {
+  if (std::isnan(a)) return quiet(a);  // here a comes first
   return directed(round, [](double x, double y, double) { return x / y; }, a, b);
 }
 double rcp_f64(double a, Round round) { return div_f64(1.0, a, round); }
@@ -781,27 +916,67 @@ double sqrt_f64(double a, Round round) {
 namespace {
 
 double extreme_f64(double a, double b, bool maximum) {
+  if (std::isnan(a) && std::isnan(b)) return quiet(b);
   return f64_of(extreme<uint64_t>(bits_of(a), bits_of(b), a, b, F64_SIGN, F64.nan, {}, maximum));
 }
 
-double flush_f64(double value) {
-  return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0, value) : value;
+// The function unit reads and gives upper halves of doubles only: 20 bits of mantissa, of which it
+// makes as many of the result's as of a float's, and cuts off three.
+constexpr uint32_t UPPER_MANTISSA = 0xFFFFF;
+constexpr uint32_t UPPER_NAN = 0x7FFFFFFF;
+constexpr uint32_t UPPER_INFINITY = 0x7FF00000;
+constexpr int CUT_BITS = 23 - 20;
+
+uint32_t upper_half(double value) { return static_cast<uint32_t>(bits_of(value) >> 32); }
+double of_upper_half(uint32_t bits) { return f64_of(uint64_t{bits} << 32); }
+
+double mufu_rcp64h(double a) {
+  const uint32_t sign = upper_half(a) & 0x80000000u;
+  const uint32_t magnitude = upper_half(a) ^ sign;
+  if (magnitude > UPPER_INFINITY) return of_upper_half(UPPER_NAN);
+  if (magnitude < 0x00100000) return of_upper_half(sign | UPPER_INFINITY);
+  if (magnitude > 0x7FD00000) return of_upper_half(sign);  // below 2^-1022
+  const uint32_t mantissa = interpolate<RCP>((magnitude & UPPER_MANTISSA) << CUT_BITS) >> CUT_BITS;
+  return of_upper_half(sign | (((2045 - (magnitude >> 20)) << 20) + mantissa));
 }
 
-// The upper half of the bits, rounded: what the approximate f64 instructions give.
-double upper_half(double value) {
-  if (!std::isfinite(value)) return canonical_f64(value);
-  return f64_of((bits_of(value) + 0x80000000u) & 0xFFFFFFFF00000000u);
+double mufu_rsq64h(double a) {
+  const uint32_t bits = upper_half(a);
+  if ((bits & 0x7FFFFFFF) > UPPER_INFINITY) return of_upper_half(UPPER_NAN);
+  if ((bits & 0x7FFFFFFF) < 0x00100000) {
+    return of_upper_half((bits & 0x80000000u) | UPPER_INFINITY);
+  }
+  if (bits & 0x80000000u) return of_upper_half(UPPER_NAN);
+  if (bits == UPPER_INFINITY) return 0.0;
+  const int exponent = static_cast<int>(bits >> 20) - 1023;
+  const uint32_t odd = exponent & 1;
+  const auto half = static_cast<uint32_t>(1022 - (exponent >> 1)) << 20;
+  if (!odd && (bits & UPPER_MANTISSA) == 0) return of_upper_half(half + 0x00100000);
+  const uint32_t mantissa = odd << 23 | (bits & UPPER_MANTISSA) << CUT_BITS;
+  return of_upper_half(half + (interpolate<RSQRT>(mantissa) >> CUT_BITS));
+}
+
+// One step from the unit's estimate, as ptxas writes it.
+double refined_rsqrt(double a) {
+  const double y = mufu_rsq64h(a);
+  const double error = std::fma(a, -(y * y), 1.0);
+  return std::fma(std::fma(error, 0.375, 0.5), y * error, y);
 }
 
 }  // namespace
 
 double min_f64(double a, double b) { return extreme_f64(a, b, false); }
 double max_f64(double a, double b) { return extreme_f64(a, b, true); }
-double rcp_approx_ftz_f64(double a) { return flush_f64(upper_half(1.0 / flush_f64(a))); }
+double neg_f64(double a) { return std::isnan(a) ? quiet(a) : f64_of(bits_of(a) ^ F64_SIGN); }
+double abs_f64(double a) { return std::isnan(a) ? quiet(a) : f64_of(bits_of(a) & ~F64_SIGN); }
+double rcp_approx_ftz_f64(double a) { return mufu_rcp64h(a); }
 double rsqrt_approx_f64(double a, bool ftz) {
-  if (ftz) a = flush_f64(a);
-  return upper_half(1.0 / std::sqrt(a));
+  if (ftz) return mufu_rsq64h(a);
+  if (std::isnan(a)) return quiet(a);
+  if (a == 0) return std::copysign(std::numeric_limits<double>::infinity(), a);
+  if (a < 0) return f64_of(F64_INVALID);
+  if (std::isinf(a)) return 0.0;
+  return a < 0x1p-1022 ? refined_rsqrt(a * 0x1p54) * 0x1p27 : refined_rsqrt(a);
 }
 
 // ---- f16 and bf16 ------------------------------------------------------------------------------
@@ -837,9 +1012,17 @@ uint16_t extreme_bf16(uint16_t a, uint16_t b, MinMaxMode mode, bool maximum) {
 
 uint16_t min_f16(uint16_t a, uint16_t b, MinMaxMode mode) { return extreme_f16(a, b, mode, false); }
 uint16_t max_f16(uint16_t a, uint16_t b, MinMaxMode mode) { return extreme_f16(a, b, mode, true); }
-uint16_t neg_f16(uint16_t a, bool ftz) { return (ftz ? flush_f16(a) : a) ^ 0x8000; }
-uint16_t abs_f16(uint16_t a, bool ftz) { return (ftz ? flush_f16(a) : a) & 0x7FFF; }
-uint16_t ex2_approx_f16(uint16_t a) { return finish_f16(std::exp2(double{f32_of_f16(a)}), {}); }
+uint16_t neg_f16(uint16_t a, bool ftz) {
+  return is_nan_f16(a) ? F16_NAN : (ftz ? flush_f16(a) : a) ^ 0x8000;
+}
+uint16_t abs_f16(uint16_t a, bool ftz) {
+  return is_nan_f16(a) ? F16_NAN : (ftz ? flush_f16(a) : a) & 0x7FFF;
+}
+uint16_t ex2_approx_f16(uint16_t a) {
+  const float power = mufu_ex2(f32_of_f16(a));
+  if (power >= 65536.0f) return F16.infinity;
+  return finish_f16(power, {Round::RZ, false, false});
+}
 uint16_t tanh_approx_f16(uint16_t a) { return finish_f16(std::tanh(double{f32_of_f16(a)}), {}); }
 
 uint16_t add_bf16(uint16_t a, uint16_t b) {
@@ -860,10 +1043,10 @@ uint16_t min_bf16(uint16_t a, uint16_t b, MinMaxMode mode) {
 uint16_t max_bf16(uint16_t a, uint16_t b, MinMaxMode mode) {
   return extreme_bf16(a, b, mode, true);
 }
-uint16_t neg_bf16(uint16_t a) { return a ^ 0x8000; }
-uint16_t abs_bf16(uint16_t a) { return a & 0x7FFF; }
+uint16_t neg_bf16(uint16_t a) { return is_nan_bf16(a) ? BF16_NAN : a ^ 0x8000; }
+uint16_t abs_bf16(uint16_t a) { return is_nan_bf16(a) ? BF16_NAN : a & 0x7FFF; }
 uint16_t ex2_approx_ftz_bf16(uint16_t a) {
-  return cvt_rn_bf16_f32(ex2_approx_f32(f32_of_bf16(a), true));
+  return static_cast<uint16_t>(bits_of(mufu_ex2(f32_of_bf16(a))) >> 16);
 }
 uint16_t tanh_approx_bf16(uint16_t a) { return finish_bf16(std::tanh(double{f32_of_bf16(a)})); }
 
@@ -888,9 +1071,14 @@ uint32_t shf_r_b32(uint32_t a, uint32_t b, uint32_t c, bool wrap) {
 namespace {
 
 // The field of `width` bits of a at `position`: bits beyond the top are the sign of the field.
+// The 32-bit forms take the low 8 bits of position and length; the 64-bit ones take all of them.
+int field_operand(uint32_t operand, int bits) {
+  return static_cast<int>(bits == 32 ? operand & 0xFF : std::min(operand, 255u));
+}
+
 uint64_t extract(uint64_t a, int bits, bool is_signed, uint32_t position, uint32_t length) {
-  const int start = static_cast<int>(position & 0xFF);
-  const int count = static_cast<int>(length & 0xFF);
+  const int start = field_operand(position, bits);
+  const int count = field_operand(length, bits);
   if (count == 0) return 0;
   const int last = std::min(start + count - 1, bits - 1);
   const bool sign = is_signed && (a >> last & 1);
@@ -905,8 +1093,8 @@ uint64_t extract(uint64_t a, int bits, bool is_signed, uint32_t position, uint32
 }
 
 uint64_t insert(uint64_t a, uint64_t b, int bits, uint32_t position, uint32_t length) {
-  const int start = static_cast<int>(position & 0xFF);
-  const int count = static_cast<int>(length & 0xFF);
+  const int start = field_operand(position, bits);
+  const int count = field_operand(length, bits);
   if (start >= bits || count == 0) return b;
   const uint64_t mask = low_bits(~uint64_t{0}, std::min(count, bits - start)) << start;
   return (b & ~mask) | (a << start & mask);
@@ -954,6 +1142,7 @@ uint32_t fns_b32(uint32_t mask, uint32_t base, int32_t offset) {
   constexpr uint32_t NONE = 0xFFFFFFFFu;
   const int step = offset < 0 ? -1 : 1;
   int64_t wanted = offset < 0 ? -int64_t{offset} : offset;
+  if (offset == INT32_MIN) return 0;  // which has no magnitude: what ptxas makes of it
   if (offset == 0) return base < 32 && (mask >> base & 1) ? base : NONE;
   for (int64_t position = base; position >= 0 && position < 32; position += step) {
     if ((mask >> position & 1) && --wanted == 0) return static_cast<uint32_t>(position);
@@ -1094,28 +1283,72 @@ void fma_baseline(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint3
   }
 }
 
-ARCHFLASH_AVX2 __m256d exp2_lanes(__m256d x) {
-  x = _mm256_min_pd(_mm256_max_pd(x, _mm256_set1_pd(EXP2_MIN)), _mm256_set1_pd(EXP2_MAX));
-  const __m256d rounder = _mm256_set1_pd(ROUNDER);
-  const __m256d shifted = _mm256_add_pd(x, rounder);
-  const __m256d fraction =
-      _mm256_mul_pd(_mm256_sub_pd(x, _mm256_sub_pd(shifted, rounder)), _mm256_set1_pd(LN2));
-  __m256d sum = _mm256_set1_pd(EXP_COEFFICIENTS[0]);
-  for (int i = 1; i < EXP_TERMS; ++i) {
-    sum = _mm256_add_pd(_mm256_mul_pd(sum, fraction), _mm256_set1_pd(EXP_COEFFICIENTS[i]));
-  }
-  const __m256i exponent = _mm256_slli_epi64(_mm256_castpd_si256(shifted), 52);
-  return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(sum), exponent));
+// interpolate<F> of four mantissas' segments, x and squares, each in 64 bits.
+template <Interpolation F>
+ARCHFLASH_AVX2 inline __m256i add_terms(__m128i segments, __m256i x, __m256i square) {
+  const auto* table = reinterpret_cast<const long long*>(F.table);
+  const __m256i entry = _mm256_i32gather_epi64(table, segments, 8);
+  const __m256i c0 = _mm256_slli_epi64(_mm256_srli_epi64(entry, 26), F.c0_shift);
+  const __m256i c1 = _mm256_and_si256(_mm256_srli_epi64(entry, 10), _mm256_set1_epi64x(0xFFFF));
+  const __m256i c2 = _mm256_and_si256(entry, _mm256_set1_epi64x(0x3FF));
+  const __m256i slope = _mm256_mul_epu32(c1, x);
+  const __m256i start = _mm256_add_epi64(c0, _mm256_set1_epi64x(F.bias));
+  const __m256i linear =
+      F.falling ? _mm256_sub_epi64(start, slope) : _mm256_add_epi64(start, slope);
+  const __m256i curve = _mm256_slli_epi64(_mm256_mul_epu32(c2, square), F.c2_shift);
+  return _mm256_srli_epi64(_mm256_add_epi64(linear, curve), F.result_shift);
 }
 
+template <Interpolation F>
+ARCHFLASH_AVX2 inline __m256i interpolate_lanes(__m256i mantissa) {
+  const __m256i x = _mm256_and_si256(mantissa, _mm256_set1_epi32((1 << F.x_bits) - 1));
+  __m256i square = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int j = F.square_cut / 2; j < F.x_bits; ++j) {
+    const __m256i lower = _mm256_and_si256(x, _mm256_set1_epi32((1 << j) - 1));
+    const __m256i products = _mm256_add_epi32(_mm256_srli_epi32(lower, lower_shift<F>(j)),
+                                              _mm256_set1_epi32(int(own_square<F>(j))));
+    const __m256i bit = _mm256_srai_epi32(_mm256_slli_epi32(x, 31 - j), 31);
+    square = _mm256_add_epi32(square, _mm256_and_si256(products, bit));
+  }
+  const __m256i segments = _mm256_srli_epi32(mantissa, F.x_bits);
+  const __m256i low = add_terms<F>(_mm256_castsi256_si128(segments),
+                                   _mm256_cvtepu32_epi64(_mm256_castsi256_si128(x)),
+                                   _mm256_cvtepu32_epi64(_mm256_castsi256_si128(square)));
+  const __m256i high = add_terms<F>(_mm256_extracti128_si256(segments, 1),
+                                    _mm256_cvtepu32_epi64(_mm256_extracti128_si256(x, 1)),
+                                    _mm256_cvtepu32_epi64(_mm256_extracti128_si256(square, 1)));
+  // The lower words of both, in order.
+  const __m256 words = _mm256_shuffle_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high), 0x88);
+  return _mm256_permute4x64_epi64(_mm256_castps_si256(words), 0xD8);
+}
+
+// mufu_ex2 of each lane.
 ARCHFLASH_AVX2 void ex2_avx2(uint32_t* d, const uint32_t* a) {
+  const __m256i zero = _mm256_setzero_si256();
   for (int i = 0; i < WARP; i += 8) {
-    const __m256 x = flush_lanes(_mm256_castsi256_ps(load_lanes(a + i)));
-    const __m128 lower = _mm256_cvtpd_ps(exp2_lanes(_mm256_cvtps_pd(_mm256_castps256_ps128(x))));
-    const __m128 upper = _mm256_cvtpd_ps(exp2_lanes(_mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))));
-    const __m256 result = flush_lanes(_mm256_set_m128(upper, lower));
-    const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-    store_lanes(d + i, _mm256_castps_si256(canonical_lanes(_mm256_blendv_ps(result, x, nan))));
+    const __m256i bits = load_lanes(a + i);
+    const __m256 x = _mm256_castsi256_ps(bits);
+    const __m256 magnitude =
+        _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)));
+    const __m256i fixed = _mm256_cvttps_epi32(
+        _mm256_mul_ps(_mm256_min_ps(magnitude, _mm256_set1_ps(255.0f)), _mm256_set1_ps(0x1p23f)));
+    const __m256i fraction_mask = _mm256_set1_epi32(MANTISSA);
+    const __m256i integral = _mm256_cmpeq_epi32(_mm256_and_si256(fixed, fraction_mask), zero);
+    const __m256i sign = _mm256_srai_epi32(bits, 31);
+    // ~fixed where negative, and one more, which makes it -fixed, where that is integral.
+    const __m256i exponent_of =
+        _mm256_sub_epi32(_mm256_xor_si256(fixed, sign), _mm256_and_si256(sign, integral));
+    const __m256i exponent = _mm256_srai_epi32(exponent_of, 23);
+    __m256i result =
+        _mm256_add_epi32(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23),
+                         interpolate_lanes<EX2>(_mm256_and_si256(exponent_of, fraction_mask)));
+    const __m256i vanishes = _mm256_cmpgt_epi32(_mm256_set1_epi32(-126), exponent);
+    const __m256i overflows = _mm256_cmpgt_epi32(exponent, _mm256_set1_epi32(127));
+    result = _mm256_andnot_si256(vanishes, result);
+    result = _mm256_blendv_epi8(result, _mm256_set1_epi32(INFINITY_BITS), overflows);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    store_lanes(d + i, _mm256_blendv_epi8(result, _mm256_set1_epi32(F32_NAN), nan));
   }
 }
 

@@ -190,6 +190,8 @@ double rcp_f64(double a, Round round = Round::RN);
 double sqrt_f64(double a, Round round = Round::RN);
 double min_f64(double a, double b);
 double max_f64(double a, double b);
+double neg_f64(double a);                     // a NaN keeps its sign
+double abs_f64(double a);                     // likewise
 double rcp_approx_ftz_f64(double a);          // 2^-20 relative; the result's low 32 bits are 0
 double rsqrt_approx_f64(double a, bool ftz);  // likewise
 
@@ -274,7 +276,7 @@ inline int64_t shr_s64(int64_t a, uint32_t b) { return a >> (b > 63 ? 63 : b); }
 uint32_t shf_l_b32(uint32_t a, uint32_t b, uint32_t c, bool wrap);
 uint32_t shf_r_b32(uint32_t a, uint32_t b, uint32_t c, bool wrap);
 
-// Position b and length c are their low 8 bits.
+// Position b and length c: of the 32-bit forms their low 8 bits count.
 uint32_t bfe_u32(uint32_t a, uint32_t b, uint32_t c);
 int32_t bfe_s32(int32_t a, uint32_t b, uint32_t c);
 uint64_t bfe_u64(uint64_t a, uint32_t b, uint32_t c);

@@ -169,6 +169,8 @@ Function arithmetic_f64(const Instruction& i) {
   if (op == "div") return binary([=](double a, double b, double) { return div_f64(a, b, round); });
   if (op == "min") return binary([=](double a, double b, double) { return min_f64(a, b); });
   if (op == "max") return binary([=](double a, double b, double) { return max_f64(a, b); });
+  if (op == "neg") return binary([=](double a, double, double) { return neg_f64(a); });
+  if (op == "abs") return binary([=](double a, double, double) { return abs_f64(a); });
   if (op == "sqrt") return binary([=](double a, double, double) { return sqrt_f64(a, round); });
   if (op == "rcp" && i.has("approx")) {
     return binary([=](double a, double, double) { return rcp_approx_ftz_f64(a); });
@@ -262,6 +264,7 @@ Function integer(const Instruction& i) {
   const bool is_signed = type == "s32" || type == "s64";
   const bool wide = type == "u64" || type == "s64" || type == "b64";
   const bool wrap = i.has("wrap");
+  if (type == "u16" || type == "s16") return nullptr;  // of 32 and 64 bits only
   if (op == "lop3") return words([](U a, U b, U c, U d) { return lop3_b32(a, b, c, uint8_t(d)); });
   if (op == "prmt") {
     const PrmtMode mode = prmt_mode(i);
@@ -321,7 +324,7 @@ Function integer(const Instruction& i) {
     return [=](Value a, Value, Value, Value) { return Value{wide ? popc_b64(a) : popc_b32(U(a))}; };
   if (op == "brev")
     return [=](Value a, Value, Value, Value) { return wide ? brev_b64(a) : Value{brev_b32(U(a))}; };
-  if (op == "sad") {
+  if (op == "sad" && !wide) {
     return words(
         [=](U a, U b, U c, U) { return is_signed ? sad_s32(S(a), S(b), c) : sad_u32(a, b, c); });
   }
@@ -517,7 +520,8 @@ int direct_multiply(const char* a_type, const char* b_type, int m, int n, int k,
   std::vector<float> a_values(m * k), b_values(k * n);
   decode_row(ELEMENT_TYPES.at(a_type), a, m * k, a_values.data());
   decode_row(ELEMENT_TYPES.at(b_type), b, k * n, b_values.data());
-  multiply_accumulate(m, n, k, a_values.data(), k, b_values.data(), n, d, n, accumulate != 0);
+  multiply_accumulate({m, n, k, ELEMENT_TYPES.at(a_type)}, a_values.data(), k, b_values.data(), n,
+                      d, n, accumulate != 0);
   return 0;
 }
 

@@ -16,7 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-SOURCES = ("sim/numeric.cpp", "sim/matrix.cpp", "tests/sim/vectors/direct.cpp")
+SOURCES = (
+    "sim/numeric.cpp",
+    "sim/matrix.cpp",
+    "sim/tensor_core.cpp",
+    "tests/sim/vectors/direct.cpp",
+)
 
 Words = npt.NDArray[np.uint64]
 

@@ -44,6 +44,27 @@ F64 = Operand(64, "f64")
 
 
 @dataclass(frozen=True)
+class Bound:
+    """How far the simulator's result may be from the card's: in one of the two measures.
+
+    NaN must meet NaN, infinity infinity of its sign, in either measure.
+
+    Attributes:
+        ulp: Distance in units of the last place, counted through the representable numbers.
+        absolute: Distance of the values.
+    """
+
+    ulp: int = 0
+    absolute: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.ulp} ulp"] if self.ulp else []
+        if self.absolute:
+            parts.append(f"2^{np.log2(self.absolute):g} absolute")
+        return " or ".join(parts)
+
+
+@dataclass(frozen=True)
 class Program:
     """One instruction under test.
 
@@ -57,6 +78,7 @@ class Program:
         count: Threads, a multiple of BLOCK.
         explicit: How many elements from the start are stored; of all ``count`` there is a hash.
         bound: None where the simulator must give the same bits, else how far it may be off.
+        elements: The type of each element of the results, as in the instruction.
         shared_bytes: Static shared memory of a block, named ``tile``, 0 for none.
         make: Gives input buffer i: raw bits, (count,), uint64.
     """
@@ -70,8 +92,14 @@ class Program:
     count: int
     explicit: int
     make: Callable[[int], Words]
-    bound: str | None = None
+    bound: Bound | None = None
     shared_bytes: int = 0
+    elements: str = ""
+
+    @property
+    def key(self) -> str:
+        """The program's name in the recorded data."""
+        return f"{self.family}/{self.name}"
 
     def input(self, index: int) -> Words:
         """Input buffer ``index``: raw bits, (count,), uint64."""
@@ -135,7 +163,7 @@ def _elementwise(
     kinds: tuple[str, ...],
     result: str,
     *,
-    bound: str | None = None,
+    bound: Bound | None = None,
     suffix: str = "",
     body: tuple[str, ...] = (),
 ) -> Program:
@@ -146,7 +174,7 @@ def _elementwise(
     def make(index: int) -> Words:
         return inputs.elements(key, kinds[index], index, len(kinds), ELEMENTWISE_COUNT)
 
-    explicit = 2048 if bound else 256 if len(kinds) == 1 else 512
+    explicit = 2048 if family == "approx" else 256 if len(kinds) == 1 else 512
     return Program(
         family=family,
         name=name + suffix,
@@ -158,6 +186,7 @@ def _elementwise(
         explicit=explicit,
         make=make,
         bound=bound,
+        elements=result,
     )
 
 
@@ -262,39 +291,33 @@ def _narrow_cvt() -> Iterator[Program]:
 
 
 def _approximations() -> Iterator[Program]:
+    def case(
+        name: str, kinds: tuple[str, ...], bound: Bound | None, target: str = "sm_80"
+    ) -> Program:
+        return _elementwise("approx", name, target, kinds, kinds[0], bound=bound)
+
     bounds = {
-        "ex2": "2 ulp",
-        "lg2": "2^-22 absolute in (0.5, 2), else relative",
-        "rcp": "1 ulp",
-        "rsqrt": "2^-22.9 relative",
-        "sqrt": "2^-23 relative",
-        "sin": "2^-20.5 absolute in [-2 pi, 2 pi]",
-        "cos": "2^-20.5 absolute in [-2 pi, 2 pi]",
+        "ex2": None,
+        "lg2": Bound(ulp=2, absolute=2.0**-22),
+        "rcp": None,
+        "rsqrt": None,
+        "sqrt": Bound(ulp=1),
+        "sin": Bound(ulp=1, absolute=2.0**-21),
+        "cos": Bound(ulp=1, absolute=2.0**-21),
     }
-    for function, bound in bounds.items():
-        for ftz in ("", ".ftz"):
-            name = f"{function}.approx{ftz}.f32"
-            yield _elementwise("approx", name, "sm_80", ("f32",), "f32", bound=bound)
-    name = "tanh.approx.f32"
-    yield _elementwise("approx", name, "sm_80", ("f32",), "f32", bound="2^-11 relative")
+    for function, ftz in itertools.product(bounds, ("", ".ftz")):
+        yield case(f"{function}.approx{ftz}.f32", ("f32",), bounds[function])
+    yield case("tanh.approx.f32", ("f32",), Bound(ulp=1 << 13))
     for kind, ftz in itertools.product(("approx", "full"), ("", ".ftz")):
-        name = f"div.{kind}{ftz}.f32"
-        yield _elementwise("approx", name, "sm_80", ("f32", "f32"), "f32", bound="2 ulp")
-    bound = "2^-20 relative"
-    yield _elementwise("approx", "rcp.approx.ftz.f64", "sm_80", ("f64",), "f64", bound=bound)
-    for ftz in ("", ".ftz"):
-        name = f"rsqrt.approx{ftz}.f64"
-        yield _elementwise("approx", name, "sm_80", ("f64",), "f64", bound=bound)
+        yield case(f"div.{kind}{ftz}.f32", ("f32", "f32"), None)
+    for name in ("rcp.approx.ftz.f64", "rsqrt.approx.f64", "rsqrt.approx.ftz.f64"):
+        yield case(name, ("f64",), None)
     for kind in ("f16", "f16x2"):
-        name = f"ex2.approx.{kind}"
-        yield _elementwise("approx", name, "sm_80", (kind,), kind, bound="2^-9.9 relative")
-        name = f"tanh.approx.{kind}"
-        yield _elementwise("approx", name, "sm_80", (kind,), kind, bound="2^-10.987 absolute")
+        yield case(f"ex2.approx.{kind}", (kind,), None)
+        yield case(f"tanh.approx.{kind}", (kind,), Bound(ulp=1))
     for kind in ("bf16", "bf16x2"):
-        name = f"ex2.approx.ftz.{kind}"
-        yield _elementwise("approx", name, "sm_90", (kind,), kind, bound="2^-7 relative")
-        name = f"tanh.approx.{kind}"
-        yield _elementwise("approx", name, "sm_90", (kind,), kind, bound="2^-8 relative")
+        yield case(f"ex2.approx.ftz.{kind}", (kind,), None, "sm_90")
+        yield case(f"tanh.approx.{kind}", (kind,), Bound(ulp=1), "sm_90")
 
 
 def _f32() -> Iterator[Program]:
@@ -687,7 +710,6 @@ def _mma(
         return "{" + ", ".join(f"%x{first + i}" for i in range(count)) + "}"
 
     outputs = "{" + ", ".join(f"%y{i}" for i in range(d)) + "}"
-    exact = shape.d in ("s32", "f64")
     return Program(
         family="mma",
         name=name,
@@ -698,7 +720,7 @@ def _mma(
         count=WARPS_OF_MATRICES * 32,
         explicit=12 * 32,
         make=make,
-        bound=None if exact else "accumulation",
+        elements=shape.d,
     )
 
 

@@ -123,12 +123,12 @@ def text_hash(program: Program) -> str:
     return hashlib.sha256(program.ptx().encode()).hexdigest()[:HASH_DIGITS]
 
 
-def inputs_hash(program: Program) -> str:
+def inputs_hash(program: Program, values: list[Words]) -> str:
     """A hash of a program's inputs: data recorded from other inputs must not be compared."""
     return outputs_hash(
         [
-            program.input(index).astype(NAMES[operand.bits])
-            for index, operand in enumerate(program.reads)
+            value.astype(NAMES[operand.bits])
+            for value, operand in zip(values, program.reads, strict=True)
         ]
     )
 
@@ -213,7 +213,7 @@ def record_programs(gpu: Gpu, output: Path, label: str, families: list[str]) -> 
         started = time.perf_counter()
         group = programs(family)
         for program in group:
-            key = f"{family}/{program.name}"
+            key = program.key
             values = [program.input(index) for index in range(len(program.reads))]
             try:
                 outputs = gpu.run(program, values)
@@ -231,7 +231,7 @@ def record_programs(gpu: Gpu, output: Path, label: str, families: list[str]) -> 
                 full[f"{key}/{index}"] = result[:FULL_ELEMENTS]
             entries[key] = {
                 "ptx": text_hash(program),
-                "inputs": inputs_hash(program),
+                "inputs": inputs_hash(program, values),
                 "outputs": outputs_hash(outputs),
             }
         print(f"{family}: {len(group)} programs, {time.perf_counter() - started:.1f} s", flush=True)

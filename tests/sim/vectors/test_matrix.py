@@ -113,15 +113,20 @@ def test_float_products_are_numpys(direct: Direct, program: Program) -> None:
     c = gather(shape.c, values[a_count + b_count :], shape.m, shape.n, "C")
     d = gather(shape.d, run(direct, program, values), shape.m, shape.n, "C")
     exact = np.einsum("wmk,wkn->wmn", a, b) + c
-    # Half an ulp of the result's type, and what double precision loses in any order of summing.
+    # An ulp of the result's type, and what is cut off of each product beside the largest one, or
+    # lost where .f16 is in between.
     magnitude = np.einsum("wmk,wkn->wmn", np.abs(a), np.abs(b)) + np.abs(c)
     kind, epsilon, smallest = LIMITS[shape.d]
     rounded = exact.astype(kind).astype(np.float64)
     finite = np.isfinite(rounded) & np.isfinite(magnitude)
+    if shape.a in ("e4m3", "e5m2"):  # half of the sum may leave .f16 where all of it does not
+        finite &= np.isfinite(d)
     assert finite.sum() > finite.size / 2
-    bound = np.abs(exact) * epsilon / 2 + smallest / 2 + magnitude * 2**-48
+    bound = (
+        np.abs(exact) * epsilon + smallest + magnitude * epsilon * (8 if shape.d == "f32" else 2)
+    )
     assert np.all(np.abs(d - exact)[finite] <= bound[finite])
-    if shape.d != "f64":  # where the order of summing decides what overflows
+    if shape.a not in ("f64", "e4m3", "e5m2"):  # whose order of summing decides what overflows
         assert np.array_equal(d[~finite], rounded[~finite], equal_nan=True)
 
 
@@ -177,9 +182,14 @@ def test_quad_pairs_are_four_products(direct: Direct, program: Program) -> None:
     c = matrices(c_type, values[4:], c_type, (8, 8))
     d = matrices(d_type, run(direct, program, values), d_type, (8, 8))
     exact = np.einsum("wqmk,wqkn->wqmn", a, b) + c
+    magnitude = np.einsum("wqmk,wqkn->wqmn", np.abs(a), np.abs(b)) + np.abs(c)
+    kind, epsilon, smallest = LIMITS[d_type]
     with np.errstate(over="ignore"):
-        rounded = exact.astype(np.float16 if d_type == "f16" else np.float32).astype(np.float64)
-    assert np.array_equal(d, rounded, equal_nan=True)
+        rounded = exact.astype(kind).astype(np.float64)
+    finite = np.isfinite(rounded)
+    bound = np.abs(exact) * epsilon + smallest + magnitude * 2.0**-21
+    assert np.all(np.abs(d - exact)[finite] <= bound[finite])
+    assert np.array_equal(d[~finite], rounded[~finite], equal_nan=True)
 
 
 @pytest.mark.parametrize("program", FLOAT + QUAD_PAIRS + INTEGER, ids=name_of)
@@ -252,5 +262,6 @@ def test_dense_products_decode_and_add_up(direct: Direct, kind: str, avx2: bool)
     finally:
         direct.set_avx2(True)
     for result, exact in ((product, a @ b), (summed, a @ b + c)):
-        bound = 2.0**-24 * np.abs(exact) + 2.0**-48 * (np.abs(a) @ np.abs(b) + c)
+        exact_types = kind[0] in "su"
+        bound = 0.0 if exact_types else 2.0**-20 * (np.abs(a) @ np.abs(b) + c)
         assert np.all(np.abs(result - exact) <= bound)
