@@ -1,0 +1,121 @@
+"""Mutants that compute what the kernel computes, with the reason why.
+
+An excuse counts only for a mutant that survives all calls. Mutants are known by what they change
+and by the text of the CUDA line that the instruction came from, not by line numbers, which move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """Why mutants are equivalent to the kernel.
+
+    Attributes:
+        kind: of the mutant.
+        change: a regular expression for the whole of its change.
+        source: a part of "file: text of the line".
+        reason: why it computes the same for every input.
+    """
+
+    kind: str
+    change: str
+    source: str
+    reason: str
+
+
+_NO_SIGN = (
+    "division of a number from 0 to 2^29 by a power of two: the correction for negative ones is 0 "
+    "whatever it is shifted by"
+)
+_SIGN = r"shr\.s32: 31 -> 3[02]|shr\.u32: (2[5-9]|30) -> .*"
+_OWN_COPY = (
+    "clears columns that the same thread's own copy fills afterwards, or the next tile's that are "
+    "cleared or copied by the same thread afterwards: taking columns away from what is cleared "
+    "is found as a read of uninitialised memory"
+)
+_WHOLE = (
+    "only decides whether a step without an edge is masked as if it had one, which hides nothing"
+)
+
+EXCUSES = (
+    *(
+        Excuse("constant", _SIGN, source, _NO_SIGN)
+        for source in (
+            "const int step = (count + 31) / 32;",
+            "const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;",
+            "return GROUP == 8 ? row % 8 : row / 2 % 4;",
+            "(chunk % GROUP ^ swizzle(row)) * 16;",
+            "const int row = index / Tile::CHUNKS;",
+        )
+    ),
+    *(
+        Excuse(kind, change, source, _OWN_COPY)
+        for kind, change in (
+            ("constant", r"(max|add|mov|and)\..*|shr\.u32: 4 -> .*"),
+            ("predicate", r"negate the guard of bra|setp\.lt\.s32 -> .*"),
+        )
+        for source in (
+            "tile.cuh: if (lane.column + group * Lane::GROUP_COLUMNS >= columns) {",
+            "tile.cuh: for (int group = 0; group < Lane::GROUPS; ++group) {",
+            "tile.cuh: group * Tile::GROUP * 16) = make_uint4(0, 0, 0, 0);",
+        )
+    ),
+    Excuse("constant", r"shl\.b32: 3 -> 4", "tile.cuh: column = chunk * 8;", _OWN_COPY),
+    Excuse(
+        "predicate",
+        "negate the guard of bra",
+        "attention_fwd.cuh: if (key + C::BLOCK_K <= nk)",
+        "blocks before the last have no ragged end: the copy that looks for one copies the same",
+    ),
+    Excuse(
+        "predicate",
+        r"setp\.lt\.f32 -> setp\.geu\.f32",
+        "max + logf(sum)};",
+        "logf multiplies denormal numbers by 2^23 and takes 23 off again: exact for others too",
+    ),
+    Excuse(
+        "constant",
+        r"mov\.u32: 1 -> 3",
+        "sm_30_intrinsics.hpp",
+        "a maximum over lanes xor 3, then xor 2, meets the same four lanes as xor 1, then xor 2",
+    ),
+    Excuse(
+        "constant",
+        r"mov\.u32: 16 -> 48",
+        "sm_30_intrinsics.hpp",
+        "shfl.bfly takes the lower five bits of the lane, and xor 16 is its own partner",
+    ),
+    Excuse(
+        "constant",
+        r"bfi\.b32: 29 -> 3[01]",
+        "attention_fwd.cuh",
+        "the field begins at bit 3: 29 bits are all that is left of 32",
+    ),
+    Excuse(
+        "constant",
+        r"add\.s32: 31 -> 32",
+        "const int step = (count + 31) / 32;",
+        "a search in steps that are longer than need be finds the same sequence",
+    ),
+    Excuse(
+        "constant",
+        r"mov\.u32: 0 -> .*",
+        "attention_work.cuh: if (batch < 0) return work;",
+        "a CTA without rows returns before it reads what else its work says",
+    ),
+    Excuse(
+        "constant",
+        r"max\.s32: 0 -> -1",
+        "return row + first_shift > 0 ? row + first_shift : 0;",
+        "no key has the number -1",
+    ),
+    Excuse(
+        "constant",
+        r"max\.s32: 0 -> [12]|add\.s32: -1 -> (0|-[23])|ld\.shared\.u32: .*",
+        "visible_keys.cuh: return row +",
+        _WHOLE,
+    ),
+)

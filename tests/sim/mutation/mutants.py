@@ -1,0 +1,259 @@
+"""The mutants of a kernel: synchronisation deleted, predicates negated, constants changed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .equivalence import Lanes
+from .statements import Statement
+
+KINDS = ("sync", "predicate", "constant")
+
+_NEGATED = {
+    "eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "le": "gt", "gt": "le",
+    "lo": "hs", "hs": "lo", "ls": "hi", "hi": "ls",
+}  # fmt: skip
+# A comparison of floats that is negated holds where one of them is NaN.
+_NEGATED_FLOAT = {
+    "eq": "neu", "ne": "equ", "lt": "geu", "ge": "ltu", "le": "gtu", "gt": "leu",
+    "equ": "ne", "neu": "eq", "ltu": "ge", "geu": "lt", "leu": "gt", "gtu": "le",
+    "num": "nan", "nan": "num",
+}  # fmt: skip
+_LANE_SOURCES = ("%tid.x", "%laneid", "%warpid")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one statement.
+
+    Attributes:
+        kind: "sync", "predicate" or "constant".
+        statement: the index of the changed one.
+        change: what was done, for people and for the list of excuses.
+        begin, end: what is replaced in the module's text.
+        text: what it is replaced with.
+        equivalent: why it computes what the kernel computes, where that is proved; otherwise empty.
+    """
+
+    kind: str
+    statement: int
+    change: str
+    begin: int
+    end: int
+    text: str
+    equivalent: str = ""
+
+    def apply(self, module: str) -> str:
+        return module[: self.begin] + self.text + module[self.end :]
+
+
+def is_sync(statement: Statement) -> bool:
+    """Whether an instruction orders what threads or asynchronous units do."""
+    parts = statement.parts
+    if parts[0] in ("bar", "barrier", "fence", "membar"):
+        return True
+    if parts[0] in ("cp", "wgmma", "tcgen05"):
+        # cp.async.wait_group, wgmma.commit_group, tcgen05.wait, ...
+        return any(
+            word in part for part in parts[1:] for word in ("wait", "commit", "arrive", "fence")
+        )
+    if parts[0] == "mbarrier":
+        return any("arrive" in part or "wait" in part or "expect" in part for part in parts[1:])
+    return parts[0] == "griddepcontrol"
+
+
+def mutants(
+    statements: Sequence[Statement], executed: Sequence[bool], threads: int, seed: int
+) -> list[Mutant]:
+    """All mutants of the executed instructions of a kernel; of each constant one, by seed.
+
+    Args:
+        statements: the kernel's.
+        executed: for each whether it is.
+        threads: of a CTA.
+        seed: picks what constants become.
+    """
+    found = []
+    users = _users(statements)
+    lanes = Lanes(statements, threads)
+    constants = _constant_operands(statements)
+    for statement in statements:
+        if not executed[statement.index]:
+            continue
+        if is_sync(statement):
+            found.append(_delete(statement))
+            continue
+        found += _negate(statement, users)
+        for operand in sorted(constants.get(statement.index, ())):
+            for begin, end in statement.immediates(operand):
+                # The seed of a constant does not depend on what else the kernel has.
+                rng = random.Random(f"{seed} {statement.index} {begin}")
+                found.append(_change(statement, begin, end, rng, lanes))
+    return found
+
+
+def _replace(
+    statement: Statement, begin: int, end: int, text: str, kind: str, change: str, why: str = ""
+) -> Mutant:
+    return Mutant(
+        kind, statement.index, change, statement.begin + begin, statement.begin + end, text, why
+    )
+
+
+def _delete(statement: Statement) -> Mutant:
+    instead = ""
+    if statement.defined:  # mbarrier.try_wait: as if it had succeeded
+        registers = [r for r in statement.defined if r.startswith("%p")]
+        instead = "; ".join(f"mov.pred {register}, 1" for register in registers)
+    return _replace(
+        statement, 0, len(statement.text), instead, "sync", f"delete {statement.opcode}"
+    )
+
+
+def _users(statements: Iterable[Statement]) -> dict[str, list[Statement]]:
+    users = defaultdict(list)
+    for statement in statements:
+        for register in statement.used:
+            users[register].append(statement)
+    return users
+
+
+def _negate(statement: Statement, users: dict[str, list[Statement]]) -> list[Mutant]:
+    found = []
+    if statement.guard:
+        at = statement.text.index(statement.guard)
+        negated = "@" if statement.text[1] == "!" else "@!"
+        found.append(
+            _replace(
+                statement, 0, at, negated, "predicate", f"negate the guard of {statement.opcode}"
+            )
+        )
+    parts = statement.parts
+    if parts[0] == "setp":
+        # Where a guard or a selp alone reads it, its negation is theirs.
+        readers = [user for register in statement.defined for user in users[register]]
+        only = readers[0] if len(readers) == 1 else None
+        if only is None or not (
+            only.guard in statement.defined or only.parts[0] in ("selp", "vote")
+        ):
+            table = _NEGATED_FLOAT if re.fullmatch(r"b?f\d+(x2)?", parts[-1]) else _NEGATED
+            opcode = ".".join([parts[0], table[parts[1]], *parts[2:]])
+            begin, end = statement.body, statement.body + len(statement.opcode)
+            change = f"{statement.opcode} -> {opcode}"
+            found.append(_replace(statement, begin, end, opcode, "predicate", change))
+    elif parts[0] == "selp":
+        (a, b), (c, d) = statement.operand_spans[1:3]
+        swapped = statement.text[c:d] + statement.text[b:c] + statement.text[a:b]
+        found.append(
+            _replace(statement, a, d, swapped, "predicate", f"swap the values of {parts[0]}")
+        )
+    elif parts[0] == "vote":
+        begin, end = statement.operand_spans[1]
+        predicate = statement.text[begin:end]
+        negated = predicate[1:] if predicate.startswith("!") else "!" + predicate
+        change = f"negate the predicate of {statement.opcode}"
+        found.append(_replace(statement, begin, end, negated, "predicate", change))
+    return found
+
+
+# --- constants ---
+
+
+def _shared_address(statement: Statement) -> int | None:
+    """Which operand is an address in shared memory; None: it has none."""
+    parts = statement.parts
+    if parts[0] in ("ldmatrix", "stmatrix"):
+        return 1 if parts[0] == "ldmatrix" else 0
+    if parts[0] == "cp" and parts[1] == "async" and len(statement.operands) > 1:
+        return 0
+    if "shared" not in "".join(parts[1:3]) and not any(p.startswith("shared") for p in parts):
+        return None
+    return {"ld": 1, "st": 0, "atom": 1, "red": 0}.get(parts[0])
+
+
+def _constant_operands(statements: Sequence[Statement]) -> dict[int, set[int]]:
+    """For each statement the operands whose integers make shared addresses or fragments: addresses
+    in shared memory and what they are computed from, what is computed from the number of the
+    thread, and the operands of shuffles and votes.
+    """
+    chosen: dict[int, set[int]] = defaultdict(set)
+    defined = defaultdict(list)
+    for statement in statements:
+        if statement.is_alu:
+            for register in statement.defined:
+                defined[register].append(statement)
+    roots: list[str] = []
+    for statement in statements:
+        address = _shared_address(statement)
+        if address is not None:
+            chosen[statement.index].add(address)
+            roots += re.findall(r"%\w+", statement.operands[address])
+        elif statement.parts[0] in ("shfl", "vote", "match", "redux", "activemask"):
+            for operand in range(2, len(statement.operands)):
+                chosen[statement.index].add(operand)
+                roots += re.findall(r"%\w+", statement.operands[operand])
+    seen = set(roots)
+    while roots:
+        for statement in defined[roots.pop()]:
+            chosen[statement.index] |= set(range(1, len(statement.operands)))
+            for register in statement.used:
+                if not register.startswith("%p") and register not in seen:
+                    seen.add(register)
+                    roots.append(register)
+    # Forwards from the number of the thread.
+    lanes: set[str] = set()
+    grew = True
+    while grew:
+        grew = False
+        for statement in statements:
+            if not statement.is_alu or statement.defined[0] in lanes:
+                continue
+            text = statement.operands[1:]
+            if any(register in lanes for register in statement.used) or any(
+                source in operand for operand in text for source in _LANE_SOURCES
+            ):
+                lanes.add(statement.defined[0])
+                grew = True
+    for statement in statements:
+        if statement.is_alu and statement.defined[0] in lanes:
+            chosen[statement.index] |= set(range(1, len(statement.operands)))
+    return chosen
+
+
+def _change(statement: Statement, begin: int, end: int, rng: random.Random, lanes: Lanes) -> Mutant:
+    old_text = statement.text[begin:end]
+    old = int(old_text, 0)
+    candidates = [value for value in _neighbours(statement, old) if value != old]
+    rng.shuffle(candidates)
+    why = ""
+    for value in candidates:
+        changed = statement.text[:begin] + str(value) + statement.text[end:]
+        why = lanes.equivalent(statement, changed)
+        if not why:
+            break
+    # [p+4] and [p+-4], but 4 and -4.
+    text = str(value)
+    change = f"{statement.opcode}: {old_text} -> {text}"
+    return _replace(statement, begin, end, text, "constant", change, why)
+
+
+def _neighbours(statement: Statement, old: int) -> list[int]:
+    mnemonic = statement.parts[0]
+    if mnemonic in ("shl", "shr", "shf"):
+        return [old + 1, old - 1] if old > 0 else [old + 1]
+    lowest = old & -old if old else 1
+    if mnemonic == "and":
+        magnitude = abs(old)
+        if old < 0:  # a multiple of -old
+            return [2 * old, old // 2] if magnitude > 1 else [2 * old]
+        return [old & ~lowest if old else 1]
+    if mnemonic in ("shfl", "vote") or (mnemonic == "mov" and old == -1):
+        return [old ^ 1, old ^ 2, old ^ 16]
+    near = [old + lowest, old - lowest, old ^ (lowest << 1)]
+    if lowest > 16:
+        near += [old + 16, old - 16]
+    return near

@@ -1,0 +1,333 @@
+"""Runs mutants of a kernel on the simulator and says which are caught."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _runtime
+from archflash import _archflash_sim as _native
+from archflash import sim
+from archflash.sim._attention import ptx_text
+from archflash.sim._launch import Bindings, Buffer, run_kernel
+
+from .excuses import EXCUSES
+from .mutants import KINDS, Mutant, mutants
+from .statements import Statement, kernel_module, split
+from .targets import TARGETS, Call, Target
+
+SOURCES = Path(__file__).parents[3] / "src"
+# A run that takes so many times the instructions of the kernel's own is an endless loop.
+PATIENCE = 8
+# (mode, seed, race check) of the runs of a mutant, cheapest first.
+SCHEDULES = {
+    "sync": (("lazy", 0, True), ("random", 1, True), ("eager", 0, True), ("priority", 2, True)),
+    "predicate": (("eager", 0, False), ("random", 1, True)),
+    "constant": (("eager", 0, False), ("random", 1, True)),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutant.
+
+    Attributes:
+        kernel, kind, change: which it was.
+        statement: the instruction.
+        source: the line of CUDA that it came from: file and text.
+        result: "error", "lint", "numbers" (wrong by the error rule), "bits" (others than the
+            kernel's own), "excused", "survived", or "no influence": it is proved that no change of
+            this constant is seen by any thread, so that it is no mutant.
+        detail: what was found, why it is excused.
+    """
+
+    kernel: str
+    kind: str
+    change: str
+    statement: str
+    source: str
+    result: str
+    detail: str
+
+    @property
+    def caught(self) -> bool:
+        return self.result in ("error", "lint", "numbers", "bits")
+
+
+@dataclass(frozen=True)
+class _Baseline:
+    call: Call
+    executed: tuple[int, ...]
+    outputs: list[Tensor]
+    limit: int
+    seconds: float
+
+
+class Subject:
+    """A kernel with what it gives unchanged."""
+
+    def __init__(self, target: Target) -> None:
+        """Raises AssertionError if the unchanged kernel does not pass its own calls."""
+        self.target = target
+        calls = target.calls()
+        text = ptx_text(calls[0].launch["image"], calls[0].plan.device.capability)
+        self._module = kernel_module(text, target.kernel)
+        self.statements = split(self._module)
+        program = sim.load(self._module)
+        loaded = program.instructions(target.kernel)[: len(self.statements)]
+        assert [s.text.split() for s in self.statements] == [
+            row["statement"].split() for row in loaded
+        ], "instructions are numbered as the simulator numbers them"
+        self._sources = [row["source"] for row in sim.load(text).instructions(target.kernel)]
+        self.threads = math.prod(calls[0].launch["block"])
+        self._baselines = []
+        for call in calls:
+            limit = 1 << 30
+            for mode, seed, race in sorted({run for runs in SCHEDULES.values() for run in runs}):
+                tensors = _fresh(call)
+                report = _run(program, call, tensors, mode, seed, race, limit)
+                assert not report.findings, f"{target.kernel}, {call.name}: {report}"
+                outputs = [tensors[name] for name in ("out", "lse") if name in tensors]
+                verdict = call.verdict(tensors)
+                assert not verdict, f"{target.kernel}, {call.name}: {verdict}"
+                if limit != 1 << 30:
+                    before = self._baselines[-1]
+                    assert all(map(_same_bits, outputs, before.outputs)), "deterministic"
+                    continue
+                limit = PATIENCE * report.total_instructions + 100_000
+                self._baselines.append(
+                    _Baseline(call, report.executed, outputs, limit, report.seconds)
+                )
+        self._baselines.sort(key=lambda baseline: baseline.seconds)
+
+    def executed(self, statement: int) -> bool:
+        """Whether any call executes an instruction."""
+        return any(baseline.executed[statement] > 0 for baseline in self._baselines)
+
+    def coverage(self) -> float:
+        """The part of the instructions that are executed."""
+        return sum(self.executed(s.index) for s in self.statements) / len(self.statements)
+
+    def mutants(self, seed: int) -> list[Mutant]:
+        executed = [self.executed(s.index) for s in self.statements]
+        return mutants(self.statements, executed, self.threads, seed)
+
+    def traps(self, statement: Statement) -> bool:
+        """Whether a run notices that an instruction became `trap`: that it is executed."""
+        trap = Mutant("predicate", statement.index, "trap", statement.begin, statement.end, "trap")
+        result, detail = self._judge(trap)
+        return result == "error" and "trap" in detail
+
+    def run(self, mutant: Mutant) -> Outcome:
+        """Runs a mutant until it is caught."""
+        statement = self.statements[mutant.statement]
+        result, detail = self._judge(mutant)
+        source = self.source(mutant.statement)
+        if mutant.equivalent:
+            assert result == "survived", f"proved equivalent, yet {result}: {detail}"
+            result, detail = "no influence", mutant.equivalent
+        elif result == "survived" and (excuse := find_excuse(mutant, source)):
+            result, detail = "excused", excuse
+        text = " ".join(statement.text.split())
+        return Outcome(self.target.kernel, mutant.kind, mutant.change, text, source, result, detail)
+
+    def source(self, statement: int) -> str:
+        """The line of CUDA that an instruction came from: "file: its text"."""
+        return source_text(self._sources[statement])
+
+    def _judge(self, mutant: Mutant) -> tuple[str, str]:
+        program = sim.load(mutant.apply(self._module))
+        # Where the instruction is not executed nothing is different.
+        baselines = [b for b in self._baselines if b.executed[mutant.statement] > 0]
+        assert baselines, "a mutant that is not executed says nothing"
+        only_bits = ""
+        for mode, seed, race in SCHEDULES[mutant.kind]:
+            for baseline in baselines:
+                tensors = _fresh(baseline.call)
+                report = _run(program, baseline.call, tensors, mode, seed, race, baseline.limit)
+                where = f"{baseline.call.name}, {mode}"
+                for severity in ("error", "lint"):
+                    for finding in report.findings:
+                        if finding.severity == severity:
+                            return severity, f"{where}: {finding.kind}: {finding.message}"
+                outputs = [tensors[name] for name in ("out", "lse") if name in tensors]
+                if all(map(_same_bits, outputs, baseline.outputs)):
+                    continue
+                if verdict := baseline.call.verdict(tensors):
+                    return "numbers", f"{where}: {verdict}"
+                only_bits = only_bits or where
+        if only_bits:
+            return "bits", only_bits
+        return "survived", ""
+
+
+def source_text(source: str) -> str:
+    """ "file: text of the line" for "file:line, inlined at ..."; empty for an empty one."""
+    match = re.match(r"([^,]+):(\d+)", source)
+    if match is None:
+        return ""
+    file, line = SOURCES / match[1], int(match[2])
+    if not file.exists():
+        return match[1]
+    return f"{match[1]}: {file.read_text().splitlines()[line - 1].strip()}"
+
+
+def find_excuse(mutant: Mutant, source: str) -> str:
+    """Why a surviving mutant computes the same, as the list of excuses has it; empty: no excuse."""
+    for excuse in EXCUSES:
+        if (
+            mutant.kind == excuse.kind
+            and re.fullmatch(excuse.change, mutant.change)
+            and excuse.source in source
+        ):
+            return excuse.reason
+    return ""
+
+
+def _fresh(call: Call) -> dict[str, Tensor]:
+    """The tensors of a call, outputs new and full of NaN."""
+    written = {
+        name: torch.full_like(call.tensors[name], math.nan)
+        for name in ("out", "lse")
+        if name in call.tensors
+    }
+    return call.tensors | written
+
+
+def _run(
+    program: sim.Program,
+    call: Call,
+    tensors: dict[str, Tensor],
+    mode: str,
+    seed: int,
+    race: bool,
+    limit: int,
+) -> sim.Report:
+    memory = _native.Memory()
+    buffers = [
+        Buffer(tensor, name in ("out", "lse"), name not in ("out", "lse"), name)
+        for name, tensor in tensors.items()
+    ]
+    addresses = list(zip(tensors, Bindings(memory, buffers).addresses, strict=True))
+    launch = call.launch
+    return run_kernel(
+        program,
+        launch["kernel"],
+        _runtime.bound_parameters(call.plan, 0, addresses),
+        memory,
+        grid=launch["grid"],
+        block=launch["block"],
+        cluster=launch["cluster"],
+        shared_bytes=launch["shared_bytes"],
+        mode=mode,
+        seed=seed,
+        race_check=race,
+        threads=1,
+        max_instructions=limit,
+        shared_limit=call.plan.device.shared_per_block,
+    )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(integers), b.view(integers))
+
+
+def run_mutants(subject: Subject, chosen: list[Mutant], workers: int = 0) -> list[Outcome]:
+    """Runs mutants on all cores."""
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        return list(pool.map(subject.run, chosen))
+
+
+def sample(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
+    """All mutants of synchronisation, and others, as many of each kind, up to `count`."""
+    chosen = [mutant for mutant in found if mutant.kind == "sync"]
+    rng = random.Random(seed)
+    others = {
+        kind: [mutant for mutant in found if mutant.kind == kind]
+        for kind in KINDS
+        if kind != "sync"
+    }
+    for left, kind in enumerate(sorted(others, key=lambda kind: len(others[kind]))):
+        share = max(0, count - len(chosen)) // (len(others) - left)
+        chosen += rng.sample(others[kind], min(share, len(others[kind])))
+    return sorted(chosen, key=lambda mutant: (mutant.statement, mutant.begin))
+
+
+@dataclass(frozen=True)
+class Score:
+    """The outcomes of a set of mutants."""
+
+    outcomes: list[Outcome]
+
+    def count(self, *results: str) -> int:
+        return sum(outcome.result in results for outcome in self.outcomes)
+
+    @property
+    def run(self) -> int:
+        """How many were mutants."""
+        return len(self.outcomes) - self.count("no influence")
+
+    @property
+    def excused(self) -> int:
+        return self.count("excused")
+
+    @property
+    def caught(self) -> int:
+        return sum(outcome.caught for outcome in self.outcomes)
+
+    @property
+    def survivors(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.result == "survived"]
+
+    @property
+    def value(self) -> float:
+        """Caught of those that are not excused."""
+        return self.caught / max(1, self.run - self.excused)
+
+    def __str__(self) -> str:
+        results = Counter(outcome.result for outcome in self.outcomes)
+        shown = ", ".join(f"{count} {result}" for result, count in sorted(results.items()))
+        return f"{self.value:.3f} of {self.run - self.excused} mutants ({shown})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The score, and the scores with stricter rules, for the summary."""
+        unexcused = self.run - self.excused
+        kinds = {
+            kind: dict(sorted(Counter(o.result for o in self.outcomes if o.kind == kind).items()))
+            for kind in KINDS
+        }
+        return {
+            "run": self.run,
+            "score": round(self.value, 4),
+            "score_if_nothing_were_excused": round(self.caught / max(1, self.run), 4),
+            "score_if_other_bits_did_not_count": round(
+                (self.caught - self.count("bits")) / max(1, unexcused), 4
+            ),
+            "excused": self.excused,
+            "constants_without_influence": self.count("no influence"),
+            "by_kind": kinds,
+        }
+
+
+def run_target(target: Target, count: int | None, seed: int) -> Score:
+    """Runs `count` mutants of a kernel, by seed; None: all, and what is proved to be none."""
+    subject = Subject(target)
+    found = subject.mutants(seed)
+    if count is not None:
+        found = sample([mutant for mutant in found if not mutant.equivalent], count, seed)
+    return Score(run_mutants(subject, found))
+
+
+def targets_of(implementation: str) -> list[Target]:
+    return [target for target in TARGETS if target.implementation == implementation]

@@ -1,0 +1,194 @@
+"""The kernels that are mutated, and the calls that a mutant has to get right.
+
+A target is one kernel; its calls are planned for a GPU on which that kernel is chosen for them, if
+need be one with a single SM, which small problems fill. The calls are small, and together execute
+nearly every instruction: ragged lengths, several blocks of keys and several CTAs, causal, windows,
+sequences of different lengths, sinks, softcap, scales that cannot be folded, huge scores.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _api, reference
+from archflash import _archflash as _runtime
+
+from ..cards.cases import DTYPES, hashed
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kernel.
+
+    Attributes:
+        implementation: its folder.
+        name: the end of its name, behind "<implementation>_attention_fwd_".
+        device: planned for this known GPU,
+        sms: but with so many SMs; 0: as many as it has.
+        rows, keys: of a CTA's tile.
+        d: head dimension.
+    """
+
+    implementation: str
+    name: str
+    device: str
+    sms: int
+    rows: int
+    keys: int
+    d: int
+
+    @property
+    def kernel(self) -> str:
+        return f"{self.implementation}_attention_fwd_{self.name}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.name.split("_")[0]]
+
+    def calls(self) -> list[Call]:
+        """The calls, each a bound one."""
+        return [Call(self, *made) for made in _calls(self)]
+
+
+TARGETS = (
+    Target("ampere", "bf16_d64_large", "A100", 1, 128, 128, 64),
+    Target("ampere", "bf16_d128_medium", "A100", 1, 128, 64, 128),
+    Target("ampere", "bf16_d64_few", "A100", 0, 64, 128, 64),
+    Target("ampere", "bf16_d64_medium", "RTX 4090", 1, 128, 64, 64),
+    Target("ampere", "bf16_d128_few", "A100", 0, 64, 64, 128),
+    Target("ampere", "bf16_d128_large", "H200", 1, 128, 64, 128),
+    Target("ampere", "bf16_d128_small", "RTX 4090", 1, 128, 32, 128),
+    Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
+    Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
+    Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
+    Target("simt", "f32_d64_medium", "RTX 4090", 1, 128, 64, 64),
+    Target("simt", "f32_d128_small", "A100", 0, 32, 32, 128),
+    Target("simt", "f32_d128_large", "H200", 1, 64, 64, 128),
+)
+
+
+def implementations() -> list[str]:
+    """Those that have targets, in order."""
+    return list(dict.fromkeys(target.implementation for target in TARGETS))
+
+
+class Call:
+    """One attention call, planned: what a run needs, and how its outputs are judged.
+
+    Attributes:
+        name: what it exercises.
+        plan: its plan, of one launch of the target's kernel.
+        tensors: by operand name; `out` and `lse` are written by a run.
+    """
+
+    def __init__(
+        self, target: Target, name: str, inputs: list[Tensor], options: dict[str, Any]
+    ) -> None:
+        self.name = name
+        q, k, v = inputs
+        want_lse = options.pop("return_lse", True)
+        device = _api.find_device(target.device)
+        if target.sms:
+            device = _runtime.Device.from_dict(device.to_dict() | {"sm_count": target.sms})
+        problem = _api.make_problem(q, k, v, return_lse=want_lse, **options)
+        plan = _runtime.plan(target.implementation, problem.as_if_on_cuda(), device)
+        if isinstance(plan, list):
+            raise ValueError(f"{target.kernel}, {name}: {plan}")
+        (self.launch,) = plan.to_dict()["launches"]
+        if self.launch["kernel"] != target.kernel:
+            raise ValueError(f"{name} is planned on {self.launch['kernel']}, not {target.kernel}")
+        self.plan = plan
+        packed = q.ndim == 3
+        bnhd = options.get("layout") == "bnhd"
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype)
+        if packed:
+            lse_shape: tuple[int, ...] = (q.shape[1], q.shape[0])
+        else:
+            lse_shape = (q.shape[0], *((q.shape[2], q.shape[1]) if bnhd else q.shape[1:3]))
+        self.tensors = {"q": q, "k": k, "v": v, "out": out}
+        if want_lse:
+            self.tensors["lse"] = torch.empty(lse_shape, dtype=torch.float32)
+        for option in ("sinks", "cu_seqlens_q", "cu_seqlens_k", "q_offset"):
+            if isinstance(options.get(option), Tensor):
+                self.tensors[option] = options[option]
+        self._reference, self._lse = reference.attention(q, k, v, **options)
+        self._baseline = reference.baseline(q, k, v, **options)
+
+    def verdict(self, tensors: dict[str, Tensor]) -> str:
+        """What is wrong with the outputs by the project's rules; empty: nothing."""
+        out = reference.check(tensors["out"], self._reference, self._baseline)
+        if not out.ok:
+            return f"out {out}"
+        if "lse" in self.tensors:
+            lse = reference.check_lse(tensors["lse"], self._lse)
+            if not lse.ok:
+                return f"lse {lse}"
+        return ""
+
+
+def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
+    rows, keys, d, dtype = target.rows, target.keys, target.d, target.dtype
+
+    def make(shape: tuple[int, ...], stream: int) -> Tensor:
+        return hashed(shape, stream).to(dtype)
+
+    def qkv(nq: int, nk: int, heads: tuple[int, int], width: int, batch: int = 1) -> list[Tensor]:
+        return [
+            make((batch, heads[0], nq, width), 1),
+            make((batch, heads[1], nk, width), 2),
+            make((batch, heads[1], nk, width), 3),
+        ]
+
+    few = max(130, 2 * keys + keys // 2 + 5)  # enough keys for every kernel
+    queries = [0, rows + 9, rows, 3]
+    sequences = [5, keys + 3, 2 * keys + 1, 0]
+    starts = [
+        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (queries, sequences)
+    ]
+    # Between the rows lies what no kernel may read.
+    packed = [
+        make((sum(queries), 2, d), 1),
+        make((sum(sequences), 1, d), 2),
+        make((sum(sequences), 1, d), 3)[..., : d - 8],
+    ]
+    # Rows behind rows in memory, as layers of a model make them.
+    bnhd = [
+        make((2, rows + rows // 2 + 21, 2, d), 1),
+        make((2, few, 1, d), 2),
+        make((2, few, 1, d), 3),
+    ]
+    late = torch.tensor([few - rows - 5], dtype=torch.int32)
+    narrow = qkv(rows + 1, few, (2, 1), d)
+    narrow = [narrow[0][..., : d - 24], narrow[1][..., : d - 24], narrow[2]]
+    huge = qkv(rows, 3 * keys, (2, 1), d)
+    huge = [huge[0] * 4096, huge[1] * 4096, huge[2]]
+    return [
+        ("causal", bnhd, {"causal": True, "layout": "bnhd"}),
+        # Each row sees four keys: one too many or too few is a large error.
+        ("few visible", qkv(few, few, (1, 1), d), {"window": (2, 1)}),
+        (
+            "packed",
+            packed,
+            {
+                "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "causal": True,
+                "max_seqlen_q": max(queries), "max_seqlen_k": max(sequences),
+                "sinks": hashed((2,), 4),
+            },
+        ),
+        (
+            "window, softcap",
+            narrow,
+            {"window": (keys + 7, 3), "softcap": 4.0, "q_offset": late},
+        ),
+        (
+            "negative scale",
+            qkv(rows - 1, few + 1, (2, 2), d),
+            {"scale": -0.125, "return_lse": False},
+        ),
+        ("huge scores", huge, {}),
+    ]  # fmt: skip

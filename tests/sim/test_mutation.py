@@ -1,0 +1,136 @@
+"""Mutants of the kernels are caught on the simulator: a sample; ``python -m tests.sim.mutation``
+runs all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from .mutation.excuses import EXCUSES
+from .mutation.mutants import mutants
+from .mutation.runner import Score, Subject, run_mutants, sample, targets_of
+from .mutation.statements import split
+from .mutation.targets import implementations
+
+SAMPLE = 60  # mutants of an implementation
+FLOOR = 0.90
+MOST_EXCUSED = 0.10
+SUMMARIES = sorted((Path(__file__).parent / "mutation").glob("*.json"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("implementation", implementations())
+def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = []
+    # The first kernel of each head dimension; the others differ from them in the size of tiles.
+    targets = list({target.d: target for target in reversed(targets_of(implementation))}.values())
+    assert {target.d for target in targets} == {64, 128}
+    for target in targets:
+        subject = Subject(target)
+        assert subject.coverage() > 0.9
+        chosen = sample(
+            [mutant for mutant in subject.mutants(0) if not mutant.equivalent],
+            SAMPLE // len(targets),
+            seed=0,
+        )
+        # Every mutated instruction is executed: as `trap` it stops the run.
+        for mutant in chosen[:: len(chosen) // 3]:
+            assert subject.traps(subject.statements[mutant.statement]), mutant
+        outcomes += run_mutants(subject, chosen)
+    score = Score(outcomes)
+    survivors = "".join(
+        f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
+    )
+    with capsys.disabled():
+        print(f"\n{implementation}: mutation score {score}{survivors}")
+    assert score.run >= SAMPLE
+    assert score.value >= FLOOR, survivors
+    assert score.excused <= MOST_EXCUSED * score.run
+    assert all(outcome.caught for outcome in outcomes if outcome.kind == "sync"), survivors
+
+
+@pytest.mark.parametrize("implementation", implementations())
+def test_the_last_full_run_is_above_the_floor(implementation: str) -> None:
+    summary = json.loads((Path(__file__).parent / f"mutation/{implementation}.json").read_text())
+    assert summary["run"] >= 300
+    assert summary["score"] >= FLOOR
+    assert summary["excused"] <= MOST_EXCUSED * summary["run"]
+    assert set(summary["by_kind"]["sync"]) <= {"error", "numbers", "lint"}
+    listed = sum(sum(kernel["survivors"].values()) for kernel in summary["kernels"].values())
+    assert listed == sum(kind.get("survived", 0) for kind in summary["by_kind"].values())
+    # Each reason is one that still stands in the list.
+    assert set(summary["excused_because"]) <= {excuse.reason for excuse in EXCUSES}
+
+
+# --- the harness itself ---
+
+TEXT = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry test()
+{
+.reg .pred %p<3>;
+.reg .b32 %r<20>;
+.shared .align 16 .b8 smem[1024];
+mov.u32 %r1, %tid.x; // %r1, 77;
+shr.s32 %r2, %r1, 31;
+shr.u32 %r3, %r2, 29;
+add.s32 %r4, %r1, %r3;
+and.b32 %r5, %r4, -8;
+mov.u32 %r6, smem;
+add.s32 %r7, %r6, %r5;
+setp.lt.s32 %p1, %r1, 8;
+@%p1 bra $DONE;
+{ st.shared.u32 [%r7+8], %r1; }
+bar.sync 0;
+mov.u32 %r8, 12345;
+$DONE: ret;
+}
+"""
+
+
+def test_statements_are_found_with_their_places_and_operands() -> None:
+    statements = split(TEXT)
+    assert [s.parts[0] for s in statements] == [
+        "mov", "shr", "shr", "add", "and", "mov", "add", "setp", "bra", "st", "bar", "mov", "ret",
+    ]  # fmt: skip
+    assert all(TEXT[s.begin : s.end] == s.text for s in statements)
+    branch, store = statements[8], statements[9]
+    assert (branch.guard, branch.opcode, branch.operands) == ("%p1", "bra", ["$DONE"])
+    assert store.operands == ["[%r7+8]", "%r1"]
+    assert (store.defined, store.used) == ([], ["%r7", "%r1"])
+    assert (statements[3].defined, statements[3].used) == (["%r4"], ["%r1", "%r3"])
+
+
+def test_mutants_are_what_feeds_addresses_predicates_and_synchronisation() -> None:
+    statements = split(TEXT)
+    found = mutants(statements, [True] * len(statements), 32, seed=0)
+    changes = [(m.kind, m.statement, bool(m.equivalent)) for m in found]
+    # The shifts of a sign that is never set change nothing for any thread; 12345 feeds nothing.
+    assert changes == [
+        ("constant", 1, True),
+        ("constant", 2, True),
+        ("constant", 4, False),
+        ("predicate", 8, False),
+        ("constant", 9, False),
+        ("sync", 10, False),
+    ]
+    texts = [mutant.apply(TEXT) for mutant in found]
+    assert "and.b32 %r5, %r4, -16;" in texts[2] or "and.b32 %r5, %r4, -4;" in texts[2]
+    assert "@!%p1 bra $DONE;" in texts[3]
+    assert "bar.sync" not in texts[5]
+    assert len({*texts, TEXT}) == len(texts) + 1
+    # Instructions that are not executed have none.
+    executed = [s.parts[0] != "bar" for s in statements]
+    assert "sync" not in {m.kind for m in mutants(statements, executed, 32, seed=0)}
+    # With threads beyond 8, rounding down to a multiple of 4 or 16 is seen; with 1 thread nothing.
+    alone = mutants(statements, [True] * len(statements), 1, seed=0)
+    assert [m.statement for m in alone if m.equivalent] == [1, 2, 4]
