@@ -25,13 +25,19 @@ SMALLEST_SHARE = 0.02
 MATRIX = ("#2f6fde", "#12a594", "#6e56cf", "#0b7a8f")
 SHADES = {
     "matrix": MATRIX,
+    "arithmetic": MATRIX,
     "copies": ("#ffb224", "#ffcf70", "#d98200"),
     "load": ("#f2a20c", "#d98200", "#ffc653"),
     "exponential": ("#cf3897", "#a3307f", "#e879b9"),
     "store": ("#2f9e44", "#5cb96d"),
     "other": ("#8d99ab", "#a8b2c1", "#6f7c90"),
 }
-TECHNIQUES = {"matrix": " (mma)", "copies": " (cp.async)", "exponential": " (ex2)"}
+TECHNIQUES = {
+    "matrix": " (mma)",
+    "copies": " (cp.async)",
+    "exponential": " (ex2)",
+    "arithmetic": " (fma)",
+}
 OTHER = "#cdd4de"
 WAIT = "#ffffff"
 BUFFERS = ("#8a6d3b", "#e8590c", "#7c9a12", "#5c7cfa", "#868e96")

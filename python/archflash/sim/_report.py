@@ -135,6 +135,9 @@ class Report:
         executed: warp-instructions executed, by index of the instruction in the kernel.
         seconds: how long the simulation took.
         complete: no CTA was stopped by an error.
+        dropped: further findings that were counted but not kept.
+        overlaps_checked: whether writes of different CTAs were compared; False when a launch wrote
+            too much for that.
         traces: what each traced CTA did, by its index in the grid.
         listing: the kernel's instructions in order, each with its line in the PTX text, opcode,
             statement, source, class and calls (function, file, line; innermost first).
@@ -151,6 +154,8 @@ class Report:
     executed: tuple[int, ...]
     seconds: float
     complete: bool
+    dropped: int = 0
+    overlaps_checked: bool = True
     traces: dict[int, Trace] = field(default_factory=dict, repr=False)
     listing: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -204,6 +209,10 @@ class Report:
         if total:
             lines.append(f"  {'waits at barriers':<28}{self.barrier_waits:>14,}")
         lines += [str(finding) for finding in self.findings]
+        if self.dropped:
+            lines.append(f"and {self.dropped} findings more, not kept")
+        if not self.overlaps_checked:
+            lines.append("writes of different CTAs were too many to be compared")
         return "\n".join(lines)
 
 
@@ -252,6 +261,8 @@ def make_report(kernel: str, texts: list[dict[str, Any]], result: dict[str, Any]
         executed=tuple(result["executed"]),
         seconds=result["seconds"],
         complete=result["complete"],
+        dropped=result["dropped"],
+        overlaps_checked=result["overlaps_checked"],
         traces={
             cta: Trace(tuple(tracks), tuple(TraceEvent(*event) for event in events))
             for cta, (tracks, events) in result["traces"].items()

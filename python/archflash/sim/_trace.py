@@ -25,7 +25,7 @@ class Region:
         name: the function that the kernel's body calls there, inlined; without names in the line
             information, a group of instruction classes.
         role: what its instructions are for: "matrix", "copies" (asynchronous), "load",
-            "exponential", "store" or "other".
+            "exponential", "store", "arithmetic" (on CUDA cores) or "other".
     """
 
     name: str
@@ -176,7 +176,8 @@ def _role(rows: Iterable[dict[str, Any]]) -> str:
         return "exponential"
     if any(opcode.startswith("ld.global") for opcode in opcodes):
         return "load"
-    return "other"
+    arithmetic = sum(row["class"] in ("float", "half", "double") for row in rows)
+    return "arithmetic" if 2 * arithmetic >= len(rows) else "other"
 
 
 # --- one CTA, put together ---
