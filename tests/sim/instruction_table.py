@@ -1,0 +1,221 @@
+"""The instruction table of sim/README.md: each form that the simulator knows, and what stands
+behind it.
+
+``python -m tests.sim.instruction_table`` checks that the README has it, ``--write`` writes it
+anew. What each column says is taken from the simulator's own table and from the tests: the
+programs recorded on a card, the third-party PTX, and the calls that a card and the simulator ran.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from archflash import _archflash_sim as _native
+from archflash import sim
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "sim" / "README.md"
+THIRD_PARTY = Path(__file__).parent / "third_party.json"
+BEGIN, END = "<!-- instructions -->", "<!-- /instructions -->"
+
+
+@dataclass
+class Row:
+    """One form of the simulator's table.
+
+    Attributes:
+        about: the group it is in.
+        opcode, modifiers: as in `_archflash_sim.forms`.
+        exact: spellings whose results on a card are met bit for bit.
+        bounded: spellings held to a bound, and the bound.
+        third_party: spellings that third-party programs execute, whose results are right.
+        kernels: spellings that whole kernels execute, on a card with the same results.
+    """
+
+    about: str
+    opcode: str
+    modifiers: str
+    exact: set[str] = field(default_factory=set)
+    bounded: dict[str, str] = field(default_factory=dict)
+    third_party: set[str] = field(default_factory=set)
+    kernels: set[str] = field(default_factory=set)
+
+    @property
+    def spelling(self) -> str:
+        """ "ld[.volatile/.relaxed].global.$mem": [] what may be missing, / alternatives."""
+        text = self.opcode
+        for word in self.modifiers.split():
+            optional = word.startswith("?")
+            names = "/".join("." + name for name in word.lstrip("?").split("|"))
+            text += f"[{names}]" if optional else f"({names})" if "/" in names else names
+        return text
+
+    @property
+    def evidence(self) -> bool:
+        """Whether anything but the ISA's text stands behind any spelling of it."""
+        return bool(self.exact or self.bounded or self.third_party or self.kernels)
+
+
+def rows() -> list[Row]:
+    """The simulator's table, in its order."""
+    return [Row(*form) for form in _native.forms()]
+
+
+def row_of(table: Sequence[Row], instruction: str) -> Row:
+    """The row of a spelled instruction.
+
+    Raises:
+        ValueError: the simulator does not know it.
+    """
+    index = _native.find_form(instruction)
+    if index < 0:
+        raise ValueError(f"the simulator has no form for {instruction}")
+    return table[index]
+
+
+def add_vectors(table: Sequence[Row]) -> dict[str, str]:
+    """Enters the programs recorded on a card; returns what is known of the card."""
+    from .vectors import summary
+
+    for program in summary.checked():
+        row = row_of(table, program.instruction)
+        if program.tolerance == "exact":
+            row.exact.add(program.instruction)
+        else:
+            row.bounded[program.instruction] = program.tolerance
+    for row in table:  # a spelling with several programs is as good as the worst of them
+        row.exact -= row.bounded.keys()
+    return summary.card()
+
+
+def add_third_party(table: Sequence[Row]) -> list[str]:
+    """Enters what third-party programs execute; returns the programs."""
+    programs = json.loads(THIRD_PARTY.read_text()) if THIRD_PARTY.exists() else []
+    for program in programs:
+        for instruction in program["executed"]:
+            row_of(table, instruction).third_party.add(instruction)
+    return [program["program"] for program in programs]
+
+
+def add_kernels(table: Sequence[Row]) -> str:
+    """Enters what the recorded whole calls execute; returns the card's name and the date."""
+    from .cards.cases import CASES
+
+    about = json.loads((Path(__file__).parent / "cards" / "h200.json").read_text())
+    for case in CASES:
+        tensors, options = case.call("cpu")
+        run = sim.run(
+            *tensors,
+            implementation=case.implementation,
+            device="H200",
+            mode="eager",
+            race_check=False,
+            return_lse=True,
+            **options,
+        )
+        for report in run.reports:
+            for instruction in report.opcodes:
+                row_of(table, instruction).kernels.add(instruction)
+    return f"{about['gpu']}, {about['date']}"
+
+
+def cell(words: Collection[str]) -> str:
+    """How many spellings; empty for none."""
+    return str(len(words)) if words else ""
+
+
+def text() -> str:
+    """The generated part of the README."""
+    table = rows()
+    card = add_vectors(table)
+    programs = add_third_party(table)
+    whole = add_kernels(table)
+    backed = [row for row in table if row.evidence]
+    lines = [
+        f"{len(table)} forms; for {len(backed)} of them some spelling has more behind it than the "
+        "ISA's text. A form's spellings differ in their modifiers: `[.a/.b]` may be missing, "
+        "`(.a/.b)` is one of them. Numbers count spellings; which they are is listed at the end, "
+        "and a spelling that is not listed there stands on the ISA's text alone.",
+        "",
+        f"- **card, exact** and **card, bound**: spellings whose results on an {card['gpu']} "
+        f"({card['date']}, CUDA {card['cuda']}) the simulator meets bit for bit, or within the "
+        "stated bound (tests/sim/vectors).",
+        "- **third-party**: "
+        + (
+            f"spellings executed by {'; '.join(programs)}: the output matches float64."
+            if programs
+            else "no program yet."
+        ),
+        "- **our kernels**: spellings executed by whole ampere and simt calls whose outputs a card "
+        f"gave too ({whole}, tests/sim/cards).",
+        "- **ISA text**: nothing but the reading of the PTX ISA, and our own tests of that.",
+        "",
+    ]
+    for about in dict.fromkeys(row.about for row in table):
+        lines += [
+            f"### {about[0].upper()}{about[1:]}",
+            "",
+            "| form | card, exact | card, bound | third-party | our kernels | else |",
+            "| --- | ---: | ---: | ---: | ---: | --- |",
+        ]
+        lines += [
+            f"| `{row.spelling}` | {cell(row.exact)} | {cell(row.bounded)} | "
+            f"{cell(row.third_party)} | {cell(row.kernels)} | "
+            f"{'' if row.evidence else 'ISA text'} |"
+            for row in table
+            if row.about == about
+        ]
+        lines.append("")
+    lines += ["Sets of modifiers:", ""]
+    lines += [
+        f"- `$name`: {', '.join(f'`.{name}`' for name in names.split('|'))}".replace("name", key, 1)
+        for key, names in _native.modifier_sets()
+        if any(f"${key}" in row.modifiers for row in table)
+    ]
+    lines += ["", "<details><summary>Every spelling behind these numbers</summary>", ""]
+    for row in backed:
+        lines.append(f"- `{row.spelling}`")
+        for name, words in (
+            ("card, exact", sorted(row.exact)),
+            ("card, bound", [f"{word} ({row.bounded[word]})" for word in sorted(row.bounded)]),
+            ("third-party", sorted(row.third_party)),
+            ("our kernels", sorted(row.kernels)),
+        ):
+            if words:
+                lines.append(f"  - {name}: {', '.join(words)}")
+    lines += ["", "</details>"]
+    return "\n".join(lines)
+
+
+def with_table(readme: str, table: str) -> str:
+    """A README with the table between its two marks.
+
+    Raises:
+        ValueError: it has no place for the table.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"there is no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 1 when the README is not up to date."""
+    before = README.read_text()
+    after = with_table(before, text())
+    if before == after:
+        return 0
+    if list(arguments) != ["--write"]:
+        print(f"{README} is not up to date: python -m tests.sim.instruction_table --write")
+        return 1
+    README.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""sim/README.md: its instruction table is what the simulator and the tests say; it names every kind
+of finding.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from archflash import _archflash_sim as native
+
+from . import instruction_table
+from .instruction_table import README, ROOT, row_of, rows
+
+
+def test_the_readme_has_the_table_of_this_build() -> None:
+    readme = README.read_text()
+    assert readme == instruction_table.with_table(readme, instruction_table.text()), (
+        "run: python -m tests.sim.instruction_table --write"
+    )
+
+
+def test_a_spelling_finds_its_form() -> None:
+    table = rows()
+    assert row_of(table, "add.sat.s32").spelling == "add[.sat].$int"
+    assert row_of(table, "mad24.hi.sat.s32").spelling == "mad24(.lo/.hi)[.sat](.u32/.s32)"
+    assert row_of(table, "exit").spelling == "exit"
+    for wrong in ("", "add", "add.s32.sat", "no_such.u32", "add..s32"):
+        assert native.find_form(wrong) == -1
+        with pytest.raises(ValueError, match=r"has no form for"):
+            row_of(table, wrong)
+
+
+def test_every_form_is_in_the_table_once() -> None:
+    forms = [(row.opcode, row.modifiers) for row in rows()]
+    assert len(set(forms)) == len(forms) > 100
+    first_cells = re.findall(r"^\| `(.*?)` \|(?:[^|]*\|){5}$", README.read_text(), re.M)
+    assert first_cells == [row.spelling for row in rows()]
+
+
+def test_every_kind_of_finding_is_explained() -> None:
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "sim").glob("*.cpp")))
+    kinds = set(re.findall(r'Fault\{\s*"([a-z-]+)"', sources))
+    kinds |= set(re.findall(r'\bkind = "([a-z-]+)"', sources))
+    kinds |= {
+        kind
+        for call in re.findall(r"report\(([^;]*Severity::[^;]*);", sources)
+        for kind in re.findall(r'"([a-z-]+)",', call)[:1]
+    }
+    assert {"race", "deadlock", "shuffle", "misaligned", "pending-copy", "uninitialised"} <= kinds
+    explained = set(re.findall(r"^\| `([a-z-]+)` \| (?:error|lint)", README.read_text(), re.M))
+    assert explained == kinds
+
+
+def test_every_file_of_the_picture_exists() -> None:
+    picture = README.read_text().partition("## Parts")[2].partition("## Use")[0]
+    names = set(re.findall(r"\b([a-z_]+\.(?:h|cpp))\b", picture))
+    assert len(names) > 10
+    assert [name for name in sorted(names) if not (Path(README).parent / name).exists()] == []
+
+
+def test_the_examples_of_the_readme_run() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+    assert len(blocks) == 2
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)
