@@ -20,7 +20,7 @@ RECORDINGS = sorted((Path(__file__).parent / "cards").glob("*.json"))
 # The card's name in the table of known GPUs, whose plan is the recorded one.
 DEVICES = {"NVIDIA H200": "H200"}
 # How many ulp of the output's dtype, at the magnitude of the row's largest |O|.
-ULPS = {"f16": 2, "bf16": 2, "f32": 32}
+ULPS = {"f16": 2, "bf16": 2, "f32": 2}
 MANTISSA_BITS = {"f16": 10, "bf16": 7, "f32": 23}
 SMALLEST_EXPONENT = {"f16": -14, "bf16": -126, "f32": -126}
 
@@ -56,7 +56,11 @@ def test_simulator_gives_what_the_card_gave(
     run = sim.run(
         *tensors, implementation=case.implementation, mode="eager", return_lse=True, **options
     )
-    assert launches(run.plan) == about["plans"][case.name]
+    here, there = launches(run.plan), about["plans"][case.name]
+    same_code = [launch.pop("ptx") for launch in here] == [
+        launch.pop("ptx", "") for launch in there
+    ]
+    assert here == there
     assert not run.report.findings
     assert run.lse is not None
     out, lse = case.rows(run.out).double(), run.lse.reshape(-1)[:: case.kept].double()
@@ -65,7 +69,11 @@ def test_simulator_gives_what_the_card_gave(
     assert worst_ulps(out, card_out, largest, case.dtype) <= ULPS[case.dtype]
     seen = card_lse.isfinite()
     assert torch.equal(seen, lse.isfinite())
-    assert worst_ulps(lse[seen], card_lse[seen], card_lse[seen].abs().clamp(min=1), "f32") <= 32
+    assert worst_ulps(lse[seen], card_lse[seen], card_lse[seen].abs().clamp(min=1), "f32") <= 2
+    if same_code:
+        # The arithmetic of this card is known to the bit.
+        assert torch.equal(out, card_out)
+        assert torch.equal(lse, card_lse)
 
 
 def test_inputs_have_the_bits_that_were_recorded() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -19,7 +20,9 @@ import numpy as np
 import torch
 
 import archflash
+from archflash.sim._attention import ptx_text
 
+from ..mutation.statements import kernel_module
 from .cases import CASES, Case, bits
 
 FOLDER = Path(__file__).parent
@@ -46,9 +49,20 @@ def record(case: Case) -> tuple[dict[str, np.ndarray[Any, Any]], list[dict[str, 
 
 
 def launches(plan: Any) -> list[dict[str, Any]]:
-    """What a plan launches, as far as a recording names it."""
+    """What a plan launches, as far as a recording names it; `ptx` is a hash of the kernel's PTX
+    without line information.
+    """
     names = ("kernel", "grid", "block", "shared_bytes")
-    return [{name: row[name] for name in names} for row in plan.to_dict()["launches"]]
+    return [
+        {name: row[name] for name in names} | {"ptx": ptx_hash(row, plan.device.capability)}
+        for row in plan.to_dict()["launches"]
+    ]
+
+
+def ptx_hash(launch: dict[str, Any], capability: tuple[int, int]) -> str:
+    """Of the text from which the machine code of a launch's kernel is assembled."""
+    module = kernel_module(ptx_text(launch["image"], capability), launch["kernel"])
+    return hashlib.sha256(module[module.index(".entry") :].encode()).hexdigest()[:16]
 
 
 def driver_version() -> str:
