@@ -5,6 +5,9 @@
 #include <cstdio>
 #include <cstring>
 
+#include "sim/cluster.h"
+#include "sim/mbarrier.h"
+
 namespace archflash::sim {
 namespace {
 
@@ -42,7 +45,10 @@ void report_state(Warp& warp, int lane, const uint8_t* state, uint32_t bytes,
                                                instruction.unused >> (at / instruction.bytes) & 1)))
     ++at;
   if (at == bytes) return;
-  if (state[at] == IN_FLIGHT) {
+  if (state[at] == MBARRIER) {
+    warp.cta().report(Severity::Error, warp, lane, "mbarrier",
+                      "reads " + what + ", which are part of an mbarrier object", address + at);
+  } else if (state[at] == IN_FLIGHT) {
     warp.cta().report(Severity::Error, warp, lane, "in-flight",
                       "reads " + what +
                           ", which an asynchronous copy that has not been waited for "
@@ -55,41 +61,68 @@ void report_state(Warp& warp, int lane, const uint8_t* state, uint32_t bytes,
 }
 
 std::string shared_name(uint64_t address, uint32_t bytes) {
+  const uint64_t in_window = address & ((uint64_t{1} << CLUSTER_RANK_SHIFT) - 1);
   return std::to_string(bytes) + " bytes of shared memory at offset " +
-         std::to_string(address - SHARED_START);
+         std::to_string(in_window - SHARED_START);
 }
 
-uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access) {
+// Whose shared memory an address lies in: the CTA's own, or with `cluster` that of another one.
+Cta& shared_owner(Warp& warp, int lane, uint64_t address, bool cluster) {
   Cta& cta = warp.cta();
-  const uint64_t offset = address - SHARED_START;
-  if (offset >= cta.shared_bytes() || bytes > cta.shared_bytes() - offset) {
+  const uint64_t rank = address >> CLUSTER_RANK_SHIFT;
+  if (rank == static_cast<uint64_t>(cta.rank())) return cta;
+  if (!cluster || rank >= static_cast<uint64_t>(cta.cluster().size())) {
+    if (cta.cluster().size() == 1) return cta;  // it is out of bounds there
+    throw Fault{"out-of-bounds",
+                "the shared address " + hex(address) +
+                    (cluster ? " is in no CTA of the cluster" : " is not in this CTA"),
+                lane, address};
+  }
+  Cta& owner = cta.cluster().cta(static_cast<int>(rank));
+  if (owner.exited()) {
+    throw Fault{"exited-cta",
+                "accesses shared memory of CTA " + std::to_string(owner.index()) +
+                    ", which has exited: it must stay until the cluster is done with it",
+                lane, address};
+  }
+  return owner;
+}
+
+uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access,
+                       bool cluster) {
+  Cta& cta = warp.cta();
+  Cta& owner = shared_owner(warp, lane, address, cluster);
+  const uint64_t offset = address - owner.shared_base();
+  if (offset >= owner.shared_bytes() || bytes > owner.shared_bytes() - offset) {
     throw Fault{"out-of-bounds",
                 std::string(verb(access)) + " " + std::to_string(bytes) +
                     " bytes of shared memory at offset " +
                     std::to_string(static_cast<int64_t>(offset)) + " of " +
-                    std::to_string(cta.shared_bytes()),
+                    std::to_string(owner.shared_bytes()),
                 lane, address};
   }
   if (address % bytes != 0) misaligned(lane, access, bytes, address);
   const auto at = static_cast<uint32_t>(offset);
   if (access != Access::Write && access != Access::Copy) {
-    if (!all_valid(cta.shared_state() + at, bytes)) [[unlikely]] {
-      report_state(warp, lane, cta.shared_state() + at, bytes, shared_name(address, bytes),
+    if (!all_valid(owner.shared_state() + at, bytes)) [[unlikely]] {
+      report_state(warp, lane, owner.shared_state() + at, bytes, shared_name(address, bytes),
                    address);
     }
     if (RaceDetector* races = cta.races()) {
-      const Accessor who{warp.index(), lane, warp.pc()};
-      const Race race = access == Access::Read             ? races->read(who, at, bytes)
-                        : access == Access::CollectiveRead ? races->collective_read(who, at, bytes)
-                        : access == Access::StrongRead     ? races->strong_load(who, at, bytes)
-                                                           : races->atomic(who, at, bytes);
+      const Accessor who{warp.agent(), lane, warp.pc()};
+      const uint32_t place = owner.race_base() + at;
+      const Race race = access == Access::Read ? races->read(who, place, bytes)
+                        : access == Access::CollectiveRead
+                            ? races->collective_read(who, place, bytes)
+                        : access == Access::StrongRead ? races->strong_load(who, place, bytes)
+                                                       : races->atomic(who, place, bytes);
       if (race.found) [[unlikely]] {
         cta.report_race(warp, lane, race, access == Access::Atomic, false,
                         shared_name(address, bytes), address);
       }
     }
   }
-  return cta.shared() + at;
+  return owner.shared() + at;
 }
 
 uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access) {
@@ -122,7 +155,7 @@ uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
     }
   }
   if (buffer->writable && cta.races() != nullptr && access != Access::Write) {
-    const Accessor who{warp.index(), lane, warp.pc()};
+    const Accessor who{warp.agent(), lane, warp.pc()};
     Race race;
     if (access == Access::Read) race = cta.races()->global_read(who, address, bytes);
     if (access == Access::Atomic) race = cta.races()->global_atomic(who, address, bytes);
@@ -270,12 +303,12 @@ bool locate_shared_at_once(Warp& warp, uint32_t mask, const uint32_t* base, uint
   if (cta.races() != nullptr && access != Access::Write && access != Access::Copy) return false;
   if (bytes > cta.shared_bytes()) return false;
   const auto highest = static_cast<uint32_t>(cta.shared_bytes() - bytes);
+  const uint32_t start = cta.shared_base();
   uint32_t addresses[LANES];
   uint32_t wrong = 0;
   for (int lane = 0; lane < LANES; ++lane) {
     addresses[lane] = base[lane] + offset;
-    const uint32_t bad =
-        (addresses[lane] - SHARED_START > highest) | (addresses[lane] & (bytes - 1));
+    const uint32_t bad = (addresses[lane] - start > highest) | (addresses[lane] & (bytes - 1));
     wrong |= mask >> lane & 1 ? bad : 0;
   }
   if (wrong != 0) return false;
@@ -284,7 +317,7 @@ bool locate_shared_at_once(Warp& warp, uint32_t mask, const uint32_t* base, uint
   const uint8_t* const state = cta.shared_state();
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
-    const uint32_t at = addresses[lane] - SHARED_START;
+    const uint32_t at = addresses[lane] - start;
     if (reads && !all_valid(state + at, bytes)) return false;
     located.where[lane] = memory + at;
     located.address[lane] = addresses[lane];
@@ -317,8 +350,11 @@ void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t off
     located.address[lane] = address;
     located.space[lane] = actual;
     switch (actual) {
+      case Space::SharedCluster:
       case Space::Shared:
-        located.where[lane] = locate_shared(warp, lane, address, bytes, access);
+        located.space[lane] = Space::Shared;
+        located.where[lane] =
+            locate_shared(warp, lane, address, bytes, access, space != Space::Shared);
         shared_lanes |= 1u << lane;
         shared_offsets[lane] = static_cast<uint32_t>(address);
         break;
@@ -358,6 +394,55 @@ void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t off
   if (global_lanes != 0) count_sectors(warp, located, global_lanes, bytes);
 }
 
+namespace {
+
+Cta& owner_of(Cta& cta, uint64_t address) {  // of an address that has been located
+  const auto rank = static_cast<int>(address >> CLUSTER_RANK_SHIFT);
+  return rank == cta.rank() ? cta : cta.cluster().cta(rank);
+}
+
+void mark_valid(Warp& warp, int lane, Cta& owner, uint32_t offset, uint32_t bytes,
+                uint64_t address) {
+  uint8_t* const state = owner.shared_state() + offset;
+  if (owner.mbarriers().any() && std::memchr(state, MBARRIER, bytes) != nullptr) [[unlikely]] {
+    warp.cta().report(Severity::Error, warp, lane, "mbarrier",
+                      "writes " + shared_name(address, bytes) +
+                          ", which are part of an mbarrier object: it must be invalidated first",
+                      address);
+  }
+  std::memset(state, VALID, bytes);
+}
+
+}  // namespace
+
+SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
+                          Space space, uint32_t bytes, uint32_t align) {
+  uint64_t address = wide_address
+                         ? warp.lanes<const uint64_t>(base)[lane] + static_cast<uint64_t>(offset)
+                         : static_cast<uint32_t>(warp.lanes<const uint32_t>(base)[lane] +
+                                                 static_cast<uint32_t>(offset));
+  if (space == Space::Generic && space_of(address, lane, Access::Read, bytes) != Space::Shared) {
+    throw Fault{"out-of-bounds", "the address " + hex(address) + " is not in shared memory", lane,
+                address};
+  }
+  Cta& owner = shared_owner(warp, lane, address, space != Space::Shared);
+  const uint64_t at = address - owner.shared_base();
+  if (at >= owner.shared_bytes() || bytes > owner.shared_bytes() - at) {
+    throw Fault{"out-of-bounds",
+                std::to_string(bytes) + " bytes of shared memory at offset " +
+                    std::to_string(static_cast<int64_t>(at)) + " of " +
+                    std::to_string(owner.shared_bytes()),
+                lane, address};
+  }
+  if (address % align != 0) {
+    throw Fault{
+        "misaligned",
+        "the shared address " + hex(address) + " is not a multiple of " + std::to_string(align),
+        lane, address};
+  }
+  return {&owner, static_cast<uint32_t>(at)};
+}
+
 void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data) {
   Cta& cta = warp.cta();
   const uint64_t address = located.address[lane];
@@ -366,17 +451,18 @@ void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, co
     return;
   }
   RaceDetector* races = cta.races();
-  const Accessor who{warp.index(), lane, warp.pc()};
+  const Accessor who{warp.agent(), lane, warp.pc()};
   if (located.space[lane] == Space::Shared) {
-    const auto offset = static_cast<uint32_t>(address - SHARED_START);
+    Cta& owner = owner_of(cta, address);
+    const auto offset = static_cast<uint32_t>(address - owner.shared_base());
     if (races != nullptr) {
-      const Race race = races->write(who, offset, bytes);
+      const Race race = races->write(who, owner.race_base() + offset, bytes);
       if (race.found) [[unlikely]] {
         const bool benign = race.other_wrote && std::memcmp(located.where[lane], data, bytes) == 0;
         cta.report_race(warp, lane, race, true, benign, shared_name(address, bytes), address);
       }
     }
-    std::memset(cta.shared_state() + offset, VALID, bytes);
+    mark_valid(warp, lane, owner, offset, bytes, address);
     return;
   }
   Buffer* buffer = cta.launch().memory->find(address);
@@ -401,17 +487,18 @@ void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, co
 void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t bytes) {
   Cta& cta = warp.cta();
   const uint64_t address = located.address[lane];
-  const Accessor who{warp.index(), lane, warp.pc()};
+  const Accessor who{warp.agent(), lane, warp.pc()};
   RaceDetector* races = cta.races();
   if (located.space[lane] == Space::Shared) {
-    const auto offset = static_cast<uint32_t>(address - SHARED_START);
+    Cta& owner = owner_of(cta, address);
+    const auto offset = static_cast<uint32_t>(address - owner.shared_base());
     if (races != nullptr) {
-      const Race race = races->atomic(who, offset, bytes);
+      const Race race = races->atomic(who, owner.race_base() + offset, bytes);
       if (race.found) {
         cta.report_race(warp, lane, race, true, false, shared_name(address, bytes), address);
       }
     }
-    std::memset(cta.shared_state() + offset, VALID, bytes);
+    mark_valid(warp, lane, owner, offset, bytes, address);
   } else if (located.space[lane] == Space::Local) {
     std::memset(cta.local_state(warp.index(), lane) + address, VALID, bytes);
   } else {

@@ -29,6 +29,22 @@ struct Located {
 void locate(Warp& warp, const Instruction& instruction, uint32_t mask, Ref base, int64_t offset,
             bool wide_address, Space space, uint32_t bytes, Access access, Located& located);
 
+// A place in the shared memory of a CTA of the cluster.
+struct SharedPlace {
+  Cta* cta;
+  uint32_t offset;
+
+  uint32_t address() const { return cta->shared_base() + offset; }
+  uint32_t race_offset() const { return cta->race_base() + offset; }
+  uint8_t* bytes() const { return cta->shared() + offset; }
+  uint8_t* state() const { return cta->shared_state() + offset; }
+};
+
+// `bytes` bytes of shared memory at a lane's base + offset, a multiple of `align`; with space
+// Shared in the CTA's own. Throws Fault; checks neither races nor what the bytes hold.
+SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
+                          Space space, uint32_t bytes, uint32_t align);
+
 // Checks one lane's write for races and marks the bytes as valid. `data` is what will be written.
 void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data);
 

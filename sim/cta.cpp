@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <cstring>
+
+#include "sim/cluster.h"
+#include "sim/mbarrier.h"
 
 namespace archflash::sim {
 namespace {
-
-constexpr uint64_t LAZY_BUDGET = uint64_t{1} << 20;
-constexpr uint64_t EAGER_BUDGET = 256;
-constexpr uint64_t RANDOM_BUDGET = 400;
-constexpr uint64_t PRIORITY_BUDGET = 2000;
-constexpr uint64_t SEED_STEP = 0xD1342543DE82EF95u;
 
 std::string hex(uint64_t value) {
   char text[32];
@@ -55,154 +53,73 @@ Counts& Counts::operator+=(const Counts& other) {
   return *this;
 }
 
-Cta::Cta(const LaunchContext& launch, int64_t index, Counts& counts)
-    : launch_(launch),
-      index_(index),
-      position_{index % launch.grid.x, index / launch.grid.x % launch.grid.y,
-                index / (launch.grid.x * launch.grid.y)},
-      counts_(counts),
-      random_(launch.options.seed + static_cast<uint64_t>(index) * SEED_STEP) {
-  const int64_t threads = launch.block.count();
-  const auto warps = static_cast<int>((threads + LANES - 1) / LANES);
+uint64_t shared_bytes_of(const LaunchContext& launch) {
   const Kernel& kernel = *launch.kernel;
   uint64_t shared = kernel.static_shared_bytes;
   if (kernel.uses_dynamic_shared || launch.dynamic_shared > 0) shared += launch.dynamic_shared;
+  return shared;
+}
+
+uint64_t race_stride(const LaunchContext& launch) {
+  constexpr uint64_t LARGEST_GRANULE = 16;
+  return (shared_bytes_of(launch) + LARGEST_GRANULE - 1) / LARGEST_GRANULE * LARGEST_GRANULE;
+}
+
+Cta::Cta(Cluster& cluster, int rank, Dim3 position, Counts& counts)
+    : cluster_(cluster),
+      launch_(cluster.launch()),
+      rank_(rank),
+      index_(position.x + launch_.grid.x * (position.y + launch_.grid.y * position.z)),
+      position_(position),
+      counts_(counts),
+      shared_base_((static_cast<uint32_t>(rank) << CLUSTER_RANK_SHIFT) + SHARED_START),
+      constants_(launch_.kernel->constants.data()),
+      races_(cluster.races()) {
+  const int64_t threads = launch_.block.count();
+  const auto warps = static_cast<int>((threads + LANES - 1) / LANES);
+  const Kernel& kernel = *launch_.kernel;
+  const uint64_t shared = shared_bytes_of(launch_);
   shared_.resize(shared);
   shared_state_.resize(shared);
+  race_base_ = static_cast<uint32_t>(race_stride(launch_) * static_cast<uint64_t>(rank));
   local_.resize(static_cast<size_t>(warps) * LANES * kernel.local_bytes);
   local_state_.resize(local_.size());
-  if (launch.options.race) {
-    races_ = std::make_unique<RaceDetector>(warps, shared, kernel.race_granule_log2);
-  }
+  if (rank > 0) relocate_constants();
+  mbarriers_ = std::make_unique<MbarrierUnit>(*this);
   for (int w = 0; w < warps; ++w) {
     const int64_t rest = threads - int64_t{w} * LANES;
-    warps_.push_back(
-        std::make_unique<Warp>(*this, w, rest >= LANES ? ALL_LANES : (1u << rest) - 1));
+    warps_.push_back(std::make_unique<Warp>(*this, w, rank * warps + w,
+                                            rest >= LANES ? ALL_LANES : (1u << rest) - 1));
   }
   for (Barrier& barrier : barriers_) barrier.arrived_lanes.assign(static_cast<size_t>(warps), 0);
   if (traced()) {
     for (int w = 0; w < warps; ++w) trace_.track("warp " + std::to_string(w));
   }
-  for (int w = 0; w < warps; ++w) {
-    priorities_.push_back(static_cast<uint32_t>(random_.next() >> 32));
-  }
 }
 
-// The warp that runs next, and for how long; nullptr when none can.
-Warp* Cta::pick(uint64_t& budget) {
-  const size_t count = warps_.size();
-  const Mode mode = options().mode;
-  const auto longest = [&](uint64_t of_mode) {
-    return options().stretch > 0 ? options().stretch : of_mode;
-  };
-  if (mode == Mode::Lazy || mode == Mode::Eager) {
-    budget = longest(mode == Mode::Lazy ? LAZY_BUDGET : EAGER_BUDGET);
-    for (size_t i = 0; i < count; ++i) {
-      turn_ = (turn_ + 1) % count;
-      if (warps_[turn_]->runnable()) return warps_[turn_].get();
-    }
-    return nullptr;
-  }
-  size_t runnable = 0;
-  for (const auto& warp : warps_) runnable += warp->runnable();
-  if (runnable == 0) return nullptr;
-  if (random_.below(2)) {
-    Warp& lucky = *warps_[random_.below(count)];
-    for (uint64_t n = random_.below(4); n > 0; --n) lucky.land_copy(random_.next());
-  }
-  if (mode == Mode::Random) {
-    budget = 1 + random_.below(longest(RANDOM_BUDGET));
-    size_t skip = random_.below(runnable);
-    for (const auto& warp : warps_) {
-      if (warp->runnable() && skip-- == 0) return warp.get();
+Cta::~Cta() = default;
+
+// Addresses of shared variables lie in the window of the CTA's own rank.
+void Cta::relocate_constants() {
+  own_constants_ = launch_.kernel->constants;
+  const uint64_t addend = uint64_t{shared_base_} - SHARED_START;
+  for (const SharedConstant& place : launch_.kernel->shared_constants) {
+    for (size_t lane = 0; lane < LANES; ++lane) {
+      uint8_t* at = &own_constants_[place.offset + lane * place.bytes];
+      uint64_t value = 0;
+      std::memcpy(&value, at, place.bytes);
+      value += addend;
+      std::memcpy(at, &value, place.bytes);
     }
   }
-  budget = 1 + random_.below(longest(PRIORITY_BUDGET));
-  if (random_.below(8) == 0) {
-    priorities_[random_.below(count)] = static_cast<uint32_t>(random_.next() >> 32);
-  }
-  size_t best = count;
-  for (size_t w = 0; w < count; ++w) {
-    if (warps_[w]->runnable() && (best == count || priorities_[w] > priorities_[best])) best = w;
-  }
-  return warps_[best].get();
+  constants_ = own_constants_.data();
 }
 
-void Cta::run() {
-  ++counts_.ctas;
-  Warp* warp = nullptr;
-  try {
-    for (;;) {
-      uint64_t budget = 0;
-      warp = pick(budget);
-      if (warp == nullptr) break;
-      if (traced()) {
-        run_traced(*warp, budget);
-      } else {
-        const uint64_t before = warp->executed();
-        warp->run(budget);
-        time_ += warp->executed() - before;
-      }
-      if (time_ > options().max_instructions) {
-        throw Fault{"limit", "more than " + std::to_string(options().max_instructions) +
-                                 " warp-instructions in one CTA: an endless loop?"};
-      }
-    }
-    const bool alive =
-        std::any_of(warps_.begin(), warps_.end(), [](const auto& w) { return !w->exited(); });
-    if (alive) {
-      if (traced()) trace_endless_waits();
-      Finding finding;
-      finding.kind = "deadlock";
-      finding.message = deadlock_dump();
-      finding.cta = index_;
-      for (const auto& w : warps_) {
-        if (w->exited()) continue;
-        finding.warp = w->index();
-        finding.pc = w->pc();
-        break;
-      }
-      finding.fatal = true;
-      findings_.add(std::move(finding));
-    } else {
-      check_exit();
-    }
-  } catch (const Fault& fault) {
-    Finding finding;
-    finding.kind = fault.kind;
-    finding.message = fault.message;
-    finding.cta = index_;
-    finding.warp = warp->index();
-    finding.lane = fault.lane;
-    finding.pc = warp->pc();
-    finding.address = fault.address;
-    finding.fatal = true;
-    findings_.add(std::move(finding));
-  }
-}
+uint64_t Cta::time() const { return cluster_.time(); }
+Random& Cta::random() { return cluster_.random(); }
 
-// One instruction at a time, so that every event has its exact time.
-void Cta::run_traced(Warp& warp, uint64_t budget) {
-  TraceEvent event;
-  event.track = warp.index();
-  const auto end_event = [&] {
-    event.end = time_;
-    if (event.end > event.begin) trace_.events.push_back(event);
-  };
-  event.begin = time_;
-  for (uint64_t turn = 0; turn < budget && warp.runnable(); ++turn) {
-    const uint64_t before = warp.executed();
-    warp.run(1);
-    if (warp.executed() == before) continue;
-    const auto follows = event.pc + static_cast<uint32_t>(time_ - event.begin);
-    if (time_ == event.begin || warp.pc() != follows) {
-      end_event();
-      event.begin = time_;
-      event.pc = warp.pc();
-    }
-    ++time_;
-  }
-  end_event();
+bool Cta::exited() const {
+  return std::all_of(warps_.begin(), warps_.end(), [](const auto& w) { return w->exited(); });
 }
 
 void Cta::trace_endless_waits() {
@@ -212,7 +129,7 @@ void Cta::trace_endless_waits() {
       event.kind = TraceEvent::Kind::Wait;
       event.track = waiting.warp;
       event.begin = waiting.since;
-      event.end = time_ + 1;
+      event.end = time() + 1;
       event.pc = waiting.pc;
       event.label = "barrier " + std::to_string(id) + ", for ever";
       trace_.events.push_back(std::move(event));
@@ -232,24 +149,44 @@ void Cta::check_exit() {
     finding.cta = index_;
     findings_.add(std::move(finding));
   }
+  mbarriers_->check_exit();
 }
 
-std::string Cta::deadlock_dump() {
-  std::string text = "no warp can go on:";
+std::string Cta::describe_waits() {
+  std::string text;
   for (const auto& warp : warps_) {
     if (warp->exited()) continue;
     for (const Fragment& fragment : warp->fragments()) {
-      text += "\n  warp " + std::to_string(warp->index()) + ", lanes " + hex(fragment.mask) + ", ";
-      if (fragment.state == Fragment::State::Blocked) {
-        const Barrier& barrier = barriers_[fragment.barrier];
-        text += describe_instruction(*launch_.module, kernel(), fragment.pc - 1) +
-                ": waits at barrier " + std::to_string(fragment.barrier) + " with " +
-                std::to_string(barrier.arrived) + " of " +
-                std::to_string(barrier.threads ? barrier.threads : live_threads()) +
-                " threads arrived";
-      } else {
+      text += "\n  ";
+      if (cluster_.size() > 1) text += "CTA " + std::to_string(index_) + ", ";
+      text += "warp " + std::to_string(warp->index()) + ", lanes " + hex(fragment.mask) + ", ";
+      if (fragment.state != Fragment::State::Blocked) {
         text += describe_instruction(*launch_.module, kernel(), fragment.pc) +
                 ": waits for lanes of its warp that are elsewhere";
+        continue;
+      }
+      text += describe_instruction(*launch_.module, kernel(), fragment.waiting_pc) + ": ";
+      switch (fragment.wait) {
+        case Wait::Barrier: {
+          const Barrier& barrier = barriers_[fragment.key];
+          text += "waits at barrier " + std::to_string(fragment.key) + " with " +
+                  std::to_string(barrier.arrived) + " of " +
+                  std::to_string(barrier.threads ? barrier.threads : live_threads()) +
+                  " threads arrived";
+          break;
+        }
+        case Wait::ClusterBarrier:
+          text += "waits at the barrier of the cluster";
+          break;
+        case Wait::Mbarrier:
+          text += "waits for " + mbarriers_->describe(static_cast<uint32_t>(fragment.key));
+          break;
+        case Wait::Registers:
+          text += "waits for " + std::to_string(fragment.key) + " registers a thread";
+          break;
+        case Wait::Rest:
+          text += "waits in a loop";
+          break;
       }
     }
   }
@@ -312,12 +249,12 @@ bool Cta::arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind
   barrier.popc += static_cast<uint32_t>(std::popcount(votes));
   barrier.all = barrier.all && votes == mask;
   barrier.any = barrier.any || votes != 0;
-  if (races_) races_->release(warp.index(), barrier.knowledge);
+  if (races_) races_->release(warp.agent(), barrier.knowledge);
   if (kind != BarrierKind::Arrive) {
-    barrier.waiting.push_back({warp.index(), time_ + 1, warp.pc()});
+    barrier.waiting.push_back({warp.index(), time() + 1, warp.pc()});
     if (kind != BarrierKind::Sync)
       barrier.results.push_back({warp.index(), mask, destination, kind});
-    warp.block(id);
+    warp.block(Wait::Barrier, static_cast<uint64_t>(id));
   }
   if (threads > 0 && barrier.arrived > threads) {
     throw Fault{"barrier",
@@ -348,21 +285,23 @@ void Cta::complete_if_full(int id, int cause) {
     }
   }
   for (const Barrier::Waiting& waiting : barrier.waiting) {
-    if (races_) races_->acquire(waiting.warp, barrier.knowledge);
-    warps_[static_cast<size_t>(waiting.warp)]->release_barrier(id);
+    Warp& warp = *warps_[static_cast<size_t>(waiting.warp)];
+    if (races_) races_->acquire(warp.agent(), barrier.knowledge);
+    warp.wake(Wait::Barrier, static_cast<uint64_t>(id));
     ++counts_.barrier_waits;
-    if (traced() && time_ + 1 > waiting.since) {
+    if (traced() && time() + 1 > waiting.since) {
       TraceEvent event;
       event.kind = TraceEvent::Kind::Wait;
       event.track = waiting.warp;
       event.begin = waiting.since;
-      event.end = time_ + 1;  // the instruction that ends it is under way
+      event.end = time() + 1;  // the instruction that ends it is under way
       event.pc = waiting.pc;
       event.cause = cause;
       event.label = "barrier " + std::to_string(id);
       trace_.events.push_back(std::move(event));
     }
   }
+  cluster_.progress();
   const size_t warps = warps_.size();
   barrier = Barrier();
   barrier.arrived_lanes.assign(warps, 0);
@@ -372,12 +311,18 @@ void Cta::lanes_exited(Warp& warp) {
   for (int id = 0; id < BARRIERS; ++id) {
     if (barriers_[static_cast<size_t>(id)].threads == 0) complete_if_full(id, warp.index());
   }
+  cluster_.lanes_exited();
 }
 
 // ---- Reports ----
 
 void Cta::report(Severity severity, const Warp& warp, int lane, const char* kind,
                  std::string message, uint64_t address, int64_t other_pc) {
+  report_at(warp.pc(), severity, warp, lane, kind, std::move(message), address, other_pc);
+}
+
+void Cta::report_at(uint32_t pc, Severity severity, const Warp& warp, int lane, const char* kind,
+                    std::string message, uint64_t address, int64_t other_pc) {
   Finding finding;
   finding.severity = severity;
   finding.kind = kind;
@@ -385,7 +330,7 @@ void Cta::report(Severity severity, const Warp& warp, int lane, const char* kind
   finding.cta = index_;
   finding.warp = warp.index();
   finding.lane = lane;
-  finding.pc = warp.pc();
+  finding.pc = pc;
   finding.other_pc = other_pc;
   finding.address = address;
   findings_.add(std::move(finding));
@@ -393,22 +338,32 @@ void Cta::report(Severity severity, const Warp& warp, int lane, const char* kind
 
 void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes, bool benign,
                       const std::string& what, uint64_t address) {
-  std::string other = race.same_warp ? "another lane of the same warp"
-                                     : "warp " + std::to_string(races_->warp_of(race.other_agent));
-  if (race.other_agent >= warp_count()) {
-    other = std::string("an asynchronous copy of ") + (race.same_warp ? "this warp" : other);
-  }
-  std::string message = std::string(writes ? "a write to " : "a read of ") + what +
-                        " is not ordered after " +
-                        (race.other_wrote ? "a write by " : "a read by ") + other;
+  const auto name = [&](int agent) {
+    const int count = warp_count(), of = races_->warp_of(agent);
+    if (agent == warp.agent()) return std::string("another lane of the same warp");
+    if (of == warp.agent()) return std::string("this warp");
+    std::string text = "warp " + std::to_string(of % count);
+    if (of / count != rank_) text += " of CTA " + std::to_string(cluster_.cta(of / count).index());
+    return text;
+  };
+  const int agent = race.other_agent;
+  const std::string other = races_->is_warp(agent)     ? name(agent)
+                            : races_->is_copy(agent)   ? "an asynchronous copy of " + name(agent)
+                            : races_->is_matrix(agent) ? "a wgmma of " + name(agent)
+                                                       : "a bulk copy";
+  const char* const by = race.other_wrote ? "a write by " : "a read by ";
+  std::string message = std::string(writes ? "a write to " : "a read of ") + what;
+  message += race.proxy ? " in the async proxy does not see " : " is not ordered after ";
+  message += by + other;
   if (race.other_lane >= 0) message += " (lane " + std::to_string(race.other_lane) + ")";
   if (race.other_pc >= 0) {
     message += " at " + describe_instruction(*launch_.module, kernel(),
                                              static_cast<uint32_t>(race.other_pc));
   }
+  if (race.proxy) message += ": no fence.proxy.async lies between";
   if (benign) message += "; both write the same value";
-  report(benign ? Severity::Lint : Severity::Error, warp, lane, "race", std::move(message), address,
-         race.other_pc);
+  report(benign ? Severity::Lint : Severity::Error, warp, lane, race.proxy ? "proxy" : "race",
+         std::move(message), address, race.other_pc);
 }
 
 }  // namespace archflash::sim

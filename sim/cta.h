@@ -51,6 +51,10 @@ struct LaunchContext {
   Options options;
 };
 
+// Shared memory of one CTA, and what of the race detector's each CTA of a cluster takes.
+uint64_t shared_bytes_of(const LaunchContext& launch);
+uint64_t race_stride(const LaunchContext& launch);
+
 // What one instruction did in memory, summed over its executions.
 struct MemoryCounts {
   uint64_t transactions = 0;  // 32-byte sectors of global memory
@@ -87,15 +91,18 @@ struct GlobalWrite {
   uint8_t lane;
 };
 
+class Cluster;
+class MbarrierUnit;
+
 class Cta {
  public:
   static constexpr int BARRIERS = 16;
 
-  Cta(const LaunchContext& launch, int64_t index, Counts& counts);
+  Cta(Cluster& cluster, int rank, Dim3 position, Counts& counts);
+  ~Cta();
 
-  // Runs all warps to their end, or until a fault.
-  void run();
-
+  Cluster& cluster() { return cluster_; }
+  int rank() const { return rank_; }  // in the cluster
   const LaunchContext& launch() const { return launch_; }
   const Kernel& kernel() const { return *launch_.kernel; }
   const Options& options() const { return launch_.options; }
@@ -104,10 +111,15 @@ class Cta {
   Dim3 position() const { return position_; }
   int warp_count() const { return static_cast<int>(warps_.size()); }
   Warp& warp(int i) { return *warps_[static_cast<size_t>(i)]; }
+  bool exited() const;
   Findings& findings() { return findings_; }
-  uint64_t time() const { return time_; }
+  uint64_t time() const;
+  Random& random();
 
   // ---- Shared and local memory ----
+  // Addresses of shared memory: the CTA's rank above bit 24, as in a cluster's window.
+  uint32_t shared_base() const { return shared_base_; }
+  const uint8_t* constants() const { return constants_; }
   uint8_t* shared() { return shared_.data(); }
   uint8_t* shared_state() { return shared_state_.data(); }
   uint64_t shared_bytes() const { return shared_.size(); }
@@ -119,7 +131,10 @@ class Cta {
     return &local_state_[(static_cast<size_t>(warp) * LANES + static_cast<size_t>(lane)) *
                          kernel().local_bytes];
   }
-  RaceDetector* races() { return races_.get(); }
+  RaceDetector* races() { return races_; }
+  // Where this CTA's shared memory begins in the race detector's.
+  uint32_t race_base() const { return race_base_; }
+  MbarrierUnit& mbarriers() { return *mbarriers_; }
 
   // ---- Barriers ----
   enum class BarrierKind : uint8_t { Sync, Arrive, RedPopc, RedAnd, RedOr };
@@ -132,13 +147,19 @@ class Cta {
   // ---- Reports ----
   void report(Severity severity, const Warp& warp, int lane, const char* kind, std::string message,
               uint64_t address = 0, int64_t other_pc = -1);
+  // Likewise of what an earlier instruction of the warp started.
+  void report_at(uint32_t pc, Severity severity, const Warp& warp, int lane, const char* kind,
+                 std::string message, uint64_t address = 0, int64_t other_pc = -1);
   void report_race(const Warp& warp, int lane, const Race& race, bool writes, bool benign,
                    const std::string& what, uint64_t address);
 
   bool traced() const { return options().trace; }
   Trace& trace() { return trace_; }
   std::vector<GlobalWrite>& global_writes() { return global_writes_; }
-  Random& random() { return random_; }
+
+  void check_exit();
+  std::string describe_waits();  // of a deadlock: what each warp waits for
+  void trace_endless_waits();
 
  private:
   struct Barrier {
@@ -168,26 +189,25 @@ class Cta {
   int64_t live_threads() const;
   // `cause`: the warp that arrived or ended.
   void complete_if_full(int id, int cause);
-  Warp* pick(uint64_t& budget);
-  void run_traced(Warp& warp, uint64_t budget);
-  std::string deadlock_dump();
-  void trace_endless_waits();
-  void check_exit();
+  void relocate_constants();
 
+  Cluster& cluster_;
   const LaunchContext& launch_;
+  int rank_;
   int64_t index_;
   Dim3 position_;
   Counts& counts_;
-  Random random_;
   Findings findings_;
+  uint32_t shared_base_;
+  uint32_t race_base_ = 0;
   std::vector<uint8_t> shared_, shared_state_;
   std::vector<uint8_t> local_, local_state_;
-  std::unique_ptr<RaceDetector> races_;
+  const uint8_t* constants_;
+  std::vector<uint8_t> own_constants_;  // where addresses of shared memory are the CTA's own
+  RaceDetector* races_;
+  std::unique_ptr<MbarrierUnit> mbarriers_;
   std::array<Barrier, BARRIERS> barriers_;
   std::vector<std::unique_ptr<Warp>> warps_;
-  std::vector<uint32_t> priorities_;
-  size_t turn_ = 0;
-  uint64_t time_ = 0;
   Trace trace_;
   std::vector<GlobalWrite> global_writes_;
 };

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <map>
+#include <tuple>
 #include <unordered_map>
 
 #include "sim/memory.h"
@@ -193,6 +194,7 @@ std::span<const FormTable> form_tables() {
       {"memory", memory_forms()},
       {"control, barriers, warps", warp_forms()},
       {"matrices", matrix_forms()},
+      {"mbarriers", mbarrier_forms()},
   };
   return TABLES;
 }
@@ -251,10 +253,11 @@ class KernelLoader {
     }
   }
 
-  Ref constant(uint64_t value, int bits) {
+  // `shared`: an address of shared memory, which differs between the CTAs of a cluster.
+  Ref constant(uint64_t value, int bits, bool shared = false) {
     if (bits < 64) value &= (uint64_t{1} << bits) - 1;
     const int bytes = bits == 1 ? 4 : bits <= 32 ? 4 : 8;
-    const auto key = std::make_pair(value, bits == 1 ? 1 : bytes);
+    const auto key = std::make_tuple(value, bits == 1 ? 1 : bytes, shared);
     const auto found = constants_.find(key);
     if (found != constants_.end()) return found->second;
     std::vector<uint8_t>& memory = kernel_.constants;
@@ -270,6 +273,7 @@ class KernelLoader {
                     static_cast<size_t>(bytes));
       }
     }
+    if (shared) kernel_.shared_constants.push_back({offset, static_cast<size_t>(bytes)});
     constants_[key] = offset | CONSTANT;
     return offset | CONSTANT;
   }
@@ -642,7 +646,7 @@ class KernelLoader {
   ModuleSyntax& module_;
   KernelSyntax& syntax_;
   Kernel& kernel_;
-  std::map<std::pair<uint64_t, int>, Ref> constants_;
+  std::map<std::tuple<uint64_t, int, bool>, Ref> constants_;
   std::map<Special, Ref> specials_;
   Ref carry_ = NO_REF;
   std::vector<const Variable*> used_shared_;
@@ -699,10 +703,12 @@ void Builder::add(Ref ref, Role role) {
   roles_.push_back(role);
 }
 
-Ref Builder::constant(uint64_t value, int bits) { return loader_->constant(value, bits); }
+Ref Builder::constant(uint64_t value, int bits, bool shared) {
+  return loader_->constant(value, bits, shared);
+}
 
-Ref Builder::add_constant(uint64_t value, int bits) {
-  const Ref ref = constant(value, bits);
+Ref Builder::add_constant(uint64_t value, int bits, bool shared) {
+  const Ref ref = constant(value, bits, shared);
   add(ref, Role::Read);
   return ref;
 }
@@ -791,7 +797,8 @@ Ref Builder::add_source(const Operand& operand, Type type, bool wider) {
       if (!loader_->find_address(operand.text, statement_->scope, address, space)) {
         fail("unknown name " + operand.text);
       }
-      ref = constant(address + static_cast<uint64_t>(operand.value), type.bits);
+      ref = constant(address + static_cast<uint64_t>(operand.value), type.bits,
+                     space == Space::Shared);
       break;
     }
     default:
@@ -883,12 +890,14 @@ const Operand& Builder::address_items(Space space) {
     return operand;
   }
   uint64_t address = 0;
+  bool shared = false;
   if (base.kind == Operand::Kind::Name) {
     Space of = space;
     if (!loader_->find_address(base.text, statement_->scope, address, of)) {
       fail("unknown name " + base.text);
     }
-    if (of != space) {
+    shared = of == Space::Shared;
+    if (of != space && !(shared && space == Space::SharedCluster)) {
       if (space != Space::Generic) fail(base.text + " is in another state space");
       const uint64_t window = of == Space::Shared  ? SHARED_WINDOW
                               : of == Space::Local ? LOCAL_WINDOW
@@ -904,7 +913,7 @@ const Operand& Builder::address_items(Space space) {
     fail("an address of the wrong kind");
   }
   instruction.flags |= ADDRESS_64;
-  add_constant(address, 64);
+  add_constant(address, 64, shared);
   return operand;
 }
 

@@ -31,6 +31,7 @@ std::span<const Form> move_forms();
 std::span<const Form> memory_forms();
 std::span<const Form> warp_forms();
 std::span<const Form> matrix_forms();
+std::span<const Form> mbarrier_forms();
 
 // All of them, by what they are about.
 struct FormTable {
@@ -89,8 +90,9 @@ class Builder {
   int register_bits(Ref ref) const;
 
   // Lower-level: adds an operand that the statement does not spell.
-  Ref constant(uint64_t value, int bits);
-  Ref add_constant(uint64_t value, int bits);
+  Ref constant(uint64_t value, int bits, bool shared = false);
+  // `shared`: it is an address of shared memory.
+  Ref add_constant(uint64_t value, int bits, bool shared = false);
   Ref add_source(const Operand& operand, Type type, bool wider = false);
   Ref add_destination(const Operand& operand, Type type, bool wider = false);
   Ref add_scratch(int bits);  // a register of this kernel that nobody else uses

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <thread>
 
+#include "sim/cluster.h"
 #include "sim/numeric.h"
 
 namespace archflash::sim {
@@ -13,6 +14,7 @@ namespace {
 
 constexpr int64_t MAX_BLOCK = 1024, MAX_BLOCK_Z = 64;
 constexpr int64_t MAX_GRID_X = INT32_MAX, MAX_GRID_YZ = 65535;
+constexpr int64_t MAX_CLUSTER = 8;  // what every GPU with clusters has
 constexpr size_t MAX_LOGGED_WRITES = size_t{1} << 23;
 
 std::string str(int64_t value) { return std::to_string(value); }
@@ -29,7 +31,14 @@ void check(const Kernel& kernel, const LaunchRequest& request) {
     throw LoadError("a grid of " + str(grid.x) + " x " + str(grid.y) + " x " + str(grid.z) +
                     ": at most 2147483647 x 65535 x 65535, at least 1");
   }
-  if (request.cluster.count() != 1) throw LoadError("clusters of several CTAs are not simulated");
+  const Dim3& cluster = request.cluster;
+  if (cluster.x < 1 || cluster.y < 1 || cluster.z < 1 || cluster.count() > MAX_CLUSTER ||
+      grid.x % cluster.x != 0 || grid.y % cluster.y != 0 || grid.z % cluster.z != 0) {
+    throw LoadError("clusters of " + str(cluster.x) + " x " + str(cluster.y) + " x " +
+                    str(cluster.z) + " CTAs in a grid of " + str(grid.x) + " x " + str(grid.y) +
+                    " x " + str(grid.z) + ": at most " + str(MAX_CLUSTER) +
+                    " CTAs, and each side divides the grid's");
+  }
   if (kernel.max_threads > 0 && block.count() > kernel.max_threads) {
     throw LoadError("a block of " + str(block.count()) + " threads: " + kernel.name +
                     " states .maxntid " + str(kernel.max_threads));
@@ -54,6 +63,14 @@ void check(const Kernel& kernel, const LaunchRequest& request) {
     throw LoadError(str(static_cast<int64_t>(request.parameters.size())) +
                     " parameter bytes: " + kernel.name + " takes " + str(kernel.parameter_bytes));
   }
+}
+
+// The cluster of a CTA, both by their indices.
+int64_t cluster_of(const LaunchRequest& request, int64_t cta) {
+  const Dim3 &grid = request.grid, &size = request.cluster;
+  const int64_t x = cta % grid.x / size.x, y = cta / grid.x % grid.y / size.y,
+                z = cta / (grid.x * grid.y) / size.z;
+  return x + grid.x / size.x * (y + grid.y / size.y * z);
 }
 
 // Writes of different CTAs to the same bytes.
@@ -125,11 +142,11 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   context.memory = &memory;
   context.options = request.options;
 
-  const int64_t ctas = request.grid.count();
+  const int64_t ctas = request.grid.count(), clusters = ctas / request.cluster.count();
   int64_t threads = request.options.threads > 0
                         ? request.options.threads
                         : static_cast<int64_t>(std::thread::hardware_concurrency());
-  threads = std::clamp<int64_t>(threads, 1, std::min<int64_t>(ctas, 256));
+  threads = std::clamp<int64_t>(threads, 1, std::min<int64_t>(clusters, 256));
   if (kernel.orders_globally) threads = 1;
 
   LaunchReport report;
@@ -137,7 +154,7 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   std::atomic<int64_t> next{0}, first_fatal{INT64_MAX};
   std::atomic<size_t> logged{0};
   std::mutex mutex;
-  std::map<int64_t, Findings> found_by_cta;
+  std::map<int64_t, Findings> found_by_cluster;
   std::vector<std::pair<int64_t, std::vector<GlobalWrite>>> logs;
   std::exception_ptr failure;
 
@@ -147,13 +164,20 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
     try {
       for (;;) {
         const int64_t index = next++;
-        if (index >= ctas || index > first_fatal) break;
+        if (index >= clusters || index > first_fatal) break;
         LaunchContext mine = context;
-        mine.options.trace = std::find(request.traced_ctas.begin(), request.traced_ctas.end(),
-                                       index) != request.traced_ctas.end();
-        Cta cta(mine, index, counts);
-        cta.run();
-        const Findings& findings = cta.findings();
+        mine.options.trace = false;
+        for (const int64_t traced : request.traced_ctas) {
+          mine.options.trace = mine.options.trace || cluster_of(request, traced) == index;
+        }
+        Cluster cluster(mine, index, counts);
+        cluster.run();
+        Findings findings;
+        bool writes = false;
+        for (int rank = 0; rank < cluster.size(); ++rank) {
+          findings.merge(cluster.cta(rank).findings());
+          writes = writes || !cluster.cta(rank).global_writes().empty();
+        }
         const bool fatal = std::any_of(findings.list().begin(), findings.list().end(),
                                        [](const Finding& f) { return f.fatal; });
         if (fatal) {
@@ -161,16 +185,17 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
             if (first_fatal.compare_exchange_weak(known, index)) break;
           }
         }
-        const bool logs_writes =
-            ctas > 1 && !cta.global_writes().empty() && !kernel.orders_globally;
+        const bool logs_writes = ctas > 1 && writes && !kernel.orders_globally;
         if (findings.list().empty() && !logs_writes && !mine.options.trace) continue;
         const std::lock_guard lock(mutex);
-        if (!findings.list().empty()) found_by_cta.emplace(index, findings);
-        if (mine.options.trace) report.traces.emplace(index, std::move(cta.trace()));
-        if (logs_writes) {
+        if (!findings.list().empty()) found_by_cluster.emplace(index, std::move(findings));
+        for (int rank = 0; rank < cluster.size(); ++rank) {
+          Cta& cta = cluster.cta(rank);
+          if (mine.options.trace) report.traces.emplace(cta.index(), std::move(cta.trace()));
+          if (!logs_writes) continue;
           logged += cta.global_writes().size();
           if (logged < MAX_LOGGED_WRITES)
-            logs.emplace_back(index, std::move(cta.global_writes()));
+            logs.emplace_back(cta.index(), std::move(cta.global_writes()));
           else
             report.overlaps_checked = false;
         }
@@ -193,7 +218,7 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   if (failure) std::rethrow_exception(failure);
 
   report.complete = first_fatal == INT64_MAX;
-  for (const auto& [index, findings] : found_by_cta) {
+  for (const auto& [index, findings] : found_by_cluster) {
     if (index <= first_fatal) report.findings.merge(findings);
   }
   if (report.complete) {

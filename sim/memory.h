@@ -15,6 +15,7 @@ enum ByteState : uint8_t {
   VALID = 1,
   IN_FLIGHT = 2,  // an asynchronous copy that has not been waited for
   GAP = 3,        // inside a buffer's extent, but no element of the tensor
+  MBARRIER = 4,   // part of an mbarrier object
 };
 
 // Generic addresses: each space has a window of its own; 0 is in none of them.
@@ -31,6 +32,8 @@ constexpr size_t GLOBAL_SLOTS = 512;
 
 // Shared memory begins here: a null pointer is outside, as on a card, whose first KB is reserved.
 constexpr uint32_t SHARED_START = 1024;
+// In a cluster, shared addresses carry the rank of their CTA from this bit on.
+constexpr int CLUSTER_RANK_SHIFT = 24;
 
 struct Buffer {
   std::string name;

@@ -7,6 +7,7 @@
 #include "sim/access.h"
 #include "sim/elementwise.h"
 #include "sim/instructions.h"
+#include "sim/mbarrier.h"
 #include "sim/numeric.h"
 
 namespace archflash::sim {
@@ -16,17 +17,18 @@ namespace {
 constexpr uint32_t SIGNED_LOAD = 1, WIDE_REGISTER = 2, STRONG = 4, ACQUIRE = 8, RELEASE = 16;
 
 Space space_named(std::string_view name) {
-  return name.starts_with("shared")  ? Space::Shared
-         : name == "global"          ? Space::Global
-         : name == "local"           ? Space::Local
-         : name.starts_with("param") ? Space::Param
-         : name == "const"           ? Space::Const
-                                     : Space::Generic;
+  return name == "shared::cluster"    ? Space::SharedCluster
+         : name.starts_with("shared") ? Space::Shared
+         : name == "global"           ? Space::Global
+         : name == "local"            ? Space::Local
+         : name.starts_with("param")  ? Space::Param
+         : name == "const"            ? Space::Const
+                                      : Space::Generic;
 }
 
 // Watches shared memory at the granularity of the smallest access.
 void note_width(Builder& b, Space space, uint32_t bytes) {
-  if (space != Space::Shared && space != Space::Generic) return;
+  if (space != Space::Shared && space != Space::SharedCluster && space != Space::Generic) return;
   const int log2 = std::countr_zero(std::min(bytes, 4u));
   b.kernel().race_granule_log2 = std::min(b.kernel().race_granule_log2, log2);
 }
@@ -78,7 +80,7 @@ void run_load(Warp& warp, const Instruction& instruction, uint32_t mask) {
   if (strong) {
     if (RaceDetector* races = warp.cta().races()) {
       for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-        races->strong_read(warp.index(), variable_key(located, std::countr_zero(rest)),
+        races->strong_read(warp.agent(), variable_key(located, std::countr_zero(rest)),
                            (instruction.flags & ACQUIRE) != 0);
       }
     }
@@ -231,7 +233,7 @@ void run_store(Warp& warp, const Instruction& instruction, uint32_t mask) {
     }
     if (strong) {
       if (RaceDetector* races = warp.cta().races()) {
-        races->strong_write(warp.index(), variable_key(located, lane),
+        races->strong_write(warp.agent(), variable_key(located, lane),
                             (instruction.flags & RELEASE) != 0);
       }
       note_strong_write(warp, located, lane, bytes);
@@ -368,8 +370,8 @@ void run_atomic(Warp& warp, const Instruction& instruction, uint32_t mask) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
     if (races != nullptr) {
-      races->strong_read(warp.index(), variable_key(located, lane), instruction.flags & ACQUIRE);
-      races->strong_write(warp.index(), variable_key(located, lane), instruction.flags & RELEASE);
+      races->strong_read(warp.agent(), variable_key(located, lane), instruction.flags & ACQUIRE);
+      races->strong_write(warp.agent(), variable_key(located, lane), instruction.flags & RELEASE);
     }
     for (int k = 0; k < count; ++k) {
       uint8_t* where = located.where[lane] + static_cast<uint32_t>(k) * bytes;
@@ -391,7 +393,7 @@ void run_atomic(Warp& warp, const Instruction& instruction, uint32_t mask) {
 
 void build_atomic(Builder& b, bool returns) {
   const Space space = space_named(b.slot(2));
-  if (space != Space::Shared && space != Space::Global && space != Space::Generic) {
+  if (space == Space::Local || space == Space::Param || space == Space::Const) {
     b.fail("atomics are for global and shared memory");
   }
   const std::string_view name = b.slot(3), type_name = b.slot(7);
@@ -436,7 +438,7 @@ void build_atomic(Builder& b, bool returns) {
   const Type operand{half ? 'b' : t.kind, t.bits};
   const std::string_view vector = b.slot(6);
   const int count = vector.empty() ? 1 : vector[1] - '0';
-  if (count > 1 && (!floating || space == Space::Shared)) {
+  if (count > 1 && (!floating || space == Space::Shared || space == Space::SharedCluster)) {
     b.fail("vectors are for floating point in global memory");
   }
   if (returns && b.vector_destination(operand) != count) b.fail("a vector of another size");
@@ -449,7 +451,7 @@ void build_atomic(Builder& b, bool returns) {
   note_width(b, space, static_cast<uint32_t>(t.bits / 8));
   b.instruction.flags |= order_flags(b) | (returns ? WIDE_REGISTER : 0);
   b.instruction.extra = b.keep(extra);
-  if (space != Space::Shared) b.kernel().orders_globally = true;
+  if (space != Space::Shared && space != Space::SharedCluster) b.kernel().orders_globally = true;
   b.handler(&run_atomic, Class::Atomic);
 }
 void build_atom(Builder& b) { build_atomic(b, true); }
@@ -504,7 +506,7 @@ void run_copy_async(Warp& warp, const Instruction& instruction, uint32_t mask) {
   }
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
-    copy.offset[lane] = static_cast<uint32_t>(to.address[lane] - SHARED_START);
+    copy.offset[lane] = static_cast<uint32_t>(to.address[lane] - cta.shared_base());
     if (whole >> lane & 1) {
       copy.source[lane] = from.where[lane];
       copy.read_bytes[lane] = static_cast<uint8_t>(bytes);
@@ -520,8 +522,8 @@ void run_copy_async(Warp& warp, const Instruction& instruction, uint32_t mask) {
     }
     std::memset(cta.shared_state() + copy.offset[lane], IN_FLIGHT, bytes);
     if (RaceDetector* races = cta.races()) {
-      const Race race =
-          races->copy(warp.index(), lane, warp.pc(), copy.sequence, copy.offset[lane], bytes);
+      const Race race = races->copy(warp.agent(), lane, warp.pc(), copy.sequence,
+                                    cta.race_base() + copy.offset[lane], bytes);
       if (race.found) {
         cta.report_race(warp, lane, race, true, false,
                         std::to_string(bytes) + " bytes of shared memory at offset " +
@@ -582,14 +584,15 @@ void build_wait_all(Builder& b) { b.handler(&run_wait_all, Class::AsyncCopy); }
 // ---- Fences and hints ----
 
 void run_fence(Warp& warp, const Instruction&, uint32_t) {
-  if (RaceDetector* races = warp.cta().races()) races->fence(warp.index());
+  if (RaceDetector* races = warp.cta().races()) races->fence(warp.agent());
 }
 void build_fence(Builder& b) {
   if (b.has("gl") || b.has("sys") || b.has("gpu")) b.kernel().orders_globally = true;
   b.handler(&run_fence, Class::Fence);
 }
 void run_proxy_fence(Warp& warp, const Instruction&, uint32_t) {
-  if (RaceDetector* races = warp.cta().races()) races->proxy_fence(warp.index());
+  if (RaceDetector* races = warp.cta().races()) races->proxy_fence(warp.agent());
+  warp.cta().mbarriers().fence(warp);
 }
 void build_proxy_fence(Builder& b) { b.handler(&run_proxy_fence, Class::Fence); }
 
@@ -619,7 +622,8 @@ constexpr Form FORMS[] = {
     // 0 weak/order, 1 scope, 2 space, 3 cop, 4 L1, 5 L2 evict, 6 hint, 7 prefetch, 8 vec, 9 type
     {"ld",
      "?weak|volatile|relaxed|acquire ?$scope "
-     "?global|shared|shared::cta|local|param|param::entry|const ?$cop ?$evict ?$evict2 "
+     "?global|shared|shared::cta|shared::cluster|local|param|param::entry|const ?$cop ?$evict "
+     "?$evict2 "
      "?L2::cache_hint ?$prefetch ?$vec $mem",
      build_ld},
     // 0 global, 1 cop, 2 nc, 3 L1, 4 hint, 5 prefetch, 6 vec, 7 type
@@ -627,17 +631,18 @@ constexpr Form FORMS[] = {
     {"ldu", "?global ?$vec $mem", build_ldu},
     // 0 order, 1 scope, 2 space, 3 cop, 4 L1, 5 L2, 6 hint, 7 vec, 8 type
     {"st",
-     "?weak|volatile|relaxed|release ?$scope ?global|shared|shared::cta|local ?$cop ?$evict "
+     "?weak|volatile|relaxed|release ?$scope ?global|shared|shared::cta|shared::cluster|local "
+     "?$cop ?$evict "
      "?$evict2 ?L2::cache_hint ?$vec $mem",
      build_st},
     // 0 order, 1 scope, 2 space, 3 operation, 4 noftz, 5 hint, 6 vec, 7 type
     {"atom",
-     "?relaxed|acquire|release|acq_rel ?$scope ?global|shared|shared::cta "
+     "?relaxed|acquire|release|acq_rel ?$scope ?global|shared|shared::cta|shared::cluster "
      "add|min|max|inc|dec|and|or|xor|exch|cas ?noftz ?L2::cache_hint ?$vec "
      "b32|b64|u32|u64|s32|s64|f32|f64|f16|bf16|f16x2|bf16x2",
      build_atom},
     {"red",
-     "?relaxed|release ?$scope ?global|shared|shared::cta "
+     "?relaxed|release ?$scope ?global|shared|shared::cta|shared::cluster "
      "add|min|max|inc|dec|and|or|xor ?noftz ?L2::cache_hint ?$vec "
      "b32|b64|u32|u64|s32|s64|f32|f64|f16|bf16|f16x2|bf16x2",
      build_red},

@@ -581,6 +581,10 @@ class Parser {
     if (word == "maxntid") {
       kernel.max_threads =
           static_cast<int>(std::min<int64_t>(values[0] * values[1] * values[2], 65536));
+    } else if (word == "minnctapersm") {
+      kernel.min_ctas = static_cast<int>(values[0]);
+    } else if (word == "maxnreg") {
+      kernel.max_registers = static_cast<int>(values[0]);
     } else if (word == "reqntid") {
       for (int i = 0; i < 3; ++i) kernel.required_threads[i] = static_cast<int>(values[i]);
     }

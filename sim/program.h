@@ -25,7 +25,8 @@ using Ref = uint32_t;
 constexpr Ref CONSTANT = 0x80000000u;
 constexpr Ref NO_REF = 0x7FFFFFFFu;
 
-enum class Space : uint8_t { Generic, Global, Shared, Local, Param, Const };
+// SharedCluster: shared memory of any CTA of the cluster.
+enum class Space : uint8_t { Generic, Global, Shared, Local, Param, Const, SharedCluster };
 
 // What the warp's loop does with an instruction besides calling its handler.
 enum class Control : uint8_t {
@@ -169,6 +170,12 @@ struct SpecialUse {
   uint32_t bits;
 };
 
+// A constant that is an address of shared memory: `bytes` bytes for each lane, at `offset`.
+struct SharedConstant {
+  size_t offset;
+  size_t bytes;
+};
+
 struct Kernel {
   std::string name;
   uint32_t parameter_bytes = 0;
@@ -182,11 +189,15 @@ struct Kernel {
   bool orders_globally =
       false;                  // atomics or fences beyond the CTA: CTAs then run one after another
   int race_granule_log2 = 2;  // bytes (log2) of shared memory that are watched as one
+  int min_ctas = 1;           // .minnctapersm
+  int max_registers = 0;      // .maxnreg; 0: not stated
+  bool uses_wgmma = false;
 
   std::vector<Instruction> code;
   std::vector<InstructionText> texts;  // one for each instruction
   std::vector<Location> locations;
   std::vector<uint8_t> constants;  // 32 lanes each
+  std::vector<SharedConstant> shared_constants;
   uint32_t register_bytes = 0;     // of one warp
   std::vector<SpecialUse> specials;
 

@@ -10,22 +10,35 @@ void Knowledge::join(const Knowledge& other) {
     *this = other;
     return;
   }
-  for (size_t i = 0; i < general.size(); ++i) {
+  if (general.size() < other.general.size()) {  // it dates from before a unit was added
+    general.resize(other.general.size());
+    async.resize(other.async.size());
+  }
+  for (size_t i = 0; i < other.general.size(); ++i) {
     general[i] = std::max(general[i], other.general[i]);
     async[i] = std::max(async[i], other.async[i]);
   }
 }
 
-RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2)
+namespace {
+
+constexpr Clock UNFINISHED = UINT32_MAX;  // of what a unit has under way
+constexpr size_t MAX_UNIT_READS = 256;
+
+}  // namespace
+
+RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, bool matrix_reads)
     : warps_(warps),
-      agents_(2 * warps),
+      agents_(3 * warps),
+      columns_(matrix_reads ? 2 * warps : warps),
       shift_(granule_log2),
       known_(static_cast<size_t>(warps)),
+      lanes_synced_(static_cast<size_t>(warps), 1),
       copies_synced_(static_cast<size_t>(warps)),
       fenced_(static_cast<size_t>(warps)),
       pending_(static_cast<size_t>(warps)),
       writes_((shared_bytes >> granule_log2) + 1),
-      reads_(((shared_bytes >> granule_log2) + 1) * static_cast<size_t>(warps)) {
+      reads_(((shared_bytes >> granule_log2) + 1) * static_cast<size_t>(columns_)) {
   for (int w = 0; w < warps; ++w) {
     Knowledge& knowledge = known_[static_cast<size_t>(w)];
     knowledge.general.assign(static_cast<size_t>(agents_), 0);
@@ -36,11 +49,11 @@ RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2)
 }
 
 // Agents are warps here. What another lane of the same warp did counts only from before the warp's
-// last synchronisation, which is what its clock counts.
+// last synchronisation.
 bool RaceDetector::ordered_after_write(const Accessor& who, const Write& write) const {
   const auto warp = static_cast<size_t>(who.agent);
   const Clock known = known_[warp].general[write.agent];
-  if (write.agent == who.agent) return write.clock < known || write.lane == who.lane;
+  if (write.agent == who.agent) return write.clock < lanes_synced_[warp] || write.lane == who.lane;
   if (write.agent == copy_agent(who.agent) && write.lane != who.lane) {
     return write.clock <= copies_synced_[warp];
   }
@@ -68,14 +81,52 @@ Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers) c
     const Clock clock = read >> LANE_BITS;
     const uint32_t lane = read & ((1u << LANE_BITS) - 1);
     const bool ordered = w == who.agent
-                             ? clock < known[static_cast<size_t>(w)] ||
+                             ? clock < lanes_synced_[static_cast<size_t>(w)] ||
                                    lane == static_cast<uint32_t>(who.lane) || lane == ALL_TOGETHER
                              : clock <= known[static_cast<size_t>(w)];
     if (ordered) continue;
     race.found = true;
     race.same_warp = w == who.agent;
     race.other_agent = w;
-    race.other_lane = lane == MANY_LANES ? -1 : static_cast<int>(lane);
+    race.other_lane = lane >= ALL_TOGETHER ? -1 : static_cast<int>(lane);
+    return race;
+  }
+  for (int w = warps_; w < columns_; ++w) {  // parts of wgmma: the column is a clock
+    const int agent = matrix_agent(w - warps_);
+    if (readers[w] <= known[static_cast<size_t>(agent)]) continue;
+    race.found = true;
+    race.same_warp = agent == matrix_agent(who.agent);
+    race.other_agent = agent;
+    race.other_lane = -1;
+    return race;
+  }
+  return race;
+}
+
+// Units and wgmma read what others wrote through the async proxy; what units wrote they wrote
+// there.
+Race RaceDetector::check_async(const Accessor& who, const Write& last) const {
+  Race race = check_write(who, last);
+  if (race.found || last.clock == 0 || last.agent >= 3 * warps_) return race;
+  if (last.clock <= known_[static_cast<size_t>(who.agent)].async[last.agent]) return race;
+  race.found = race.other_wrote = race.proxy = true;
+  race.same_warp = warp_of(last.agent) == who.agent;
+  race.other_agent = last.agent;
+  race.other_lane = last.lane;
+  race.other_pc = last.pc;
+  return race;
+}
+
+Race RaceDetector::check_unit_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const {
+  Race race;
+  const std::vector<Clock>& known = known_[static_cast<size_t>(who.agent)].general;
+  for (const UnitRead& read : unit_reads_) {
+    if (offset >= read.end || offset + bytes <= read.begin) continue;
+    if (read.clock <= known[static_cast<size_t>(read.unit)]) continue;
+    race.found = true;
+    race.other_agent = read.unit;
+    race.other_lane = read.lane;
+    race.other_pc = read.pc;
     return race;
   }
   return race;
@@ -96,8 +147,8 @@ Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t byte
   const uint32_t mark = now << LANE_BITS | lane;
   const uint32_t last = (offset + bytes - 1) >> shift_;
   uint32_t* reader =
-      &reads_[static_cast<size_t>(offset >> shift_) * static_cast<size_t>(warps_) + warp];
-  for (uint32_t g = offset >> shift_; g <= last; ++g, reader += warps_) {
+      &reads_[static_cast<size_t>(offset >> shift_) * static_cast<size_t>(columns_) + warp];
+  for (uint32_t g = offset >> shift_; g <= last; ++g, reader += columns_) {
     const Write& write = writes_[g];
     if (!ordered_after_write(who, write) && !race.found) race = check_write(who, write);
     const uint32_t earlier = *reader;
@@ -111,13 +162,14 @@ Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t byte
 
 Race RaceDetector::write(const Accessor& who, uint32_t offset, uint32_t bytes) {
   Race race;
+  if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
   const uint32_t last = (offset + bytes - 1) >> shift_;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found) race = check_write(who, writes_[g]);
     if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]);
+      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)]);
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 0, who.pc};
   }
   return race;
@@ -125,13 +177,14 @@ Race RaceDetector::write(const Accessor& who, uint32_t offset, uint32_t bytes) {
 
 Race RaceDetector::atomic(const Accessor& who, uint32_t offset, uint32_t bytes) {
   Race race;
+  if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
   const uint32_t last = (offset + bytes - 1) >> shift_;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found && !writes_[g].atomic) race = check_write(who, writes_[g]);
     if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]);
+      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)]);
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 1, who.pc};
   }
   return race;
@@ -150,15 +203,106 @@ Race RaceDetector::copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_
                         uint32_t bytes) {
   Race race;
   const Accessor who{warp, lane, pc};
+  if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
   const uint32_t last = (offset + bytes - 1) >> shift_;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found) race = check_write(who, writes_[g]);
     if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]);
+      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)]);
     writes_[g] = {sequence, static_cast<uint16_t>(copy_agent(warp)), static_cast<uint8_t>(lane), 0,
                   pc};
   }
   return race;
+}
+
+int RaceDetector::add_unit() {
+  for (auto* all : {&known_, &fenced_}) {
+    for (Knowledge& knowledge : *all) {
+      knowledge.general.push_back(0);
+      knowledge.async.push_back(0);
+    }
+  }
+  return agents_++;
+}
+
+Race RaceDetector::async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes) {
+  Race race;
+  if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
+  const uint32_t last = (offset + bytes - 1) >> shift_;
+  for (uint32_t g = offset >> shift_; g <= last; ++g) {
+    if (!race.found) race = check_async(who, writes_[g]);
+    if (!race.found)
+      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)]);
+    writes_[g] = {UNFINISHED, static_cast<uint16_t>(unit), static_cast<uint8_t>(who.lane), 0,
+                  who.pc};
+  }
+  return race;
+}
+
+void RaceDetector::landed(int unit, Clock clock, uint32_t offset, uint32_t bytes) {
+  const uint32_t last = (offset + bytes - 1) >> shift_;
+  for (uint32_t g = offset >> shift_; g <= last; ++g) {
+    if (writes_[g].agent == unit) writes_[g].clock = clock;
+  }
+}
+
+Race RaceDetector::async_read(const Accessor& who, int unit, Clock clock, uint32_t offset,
+                              uint32_t bytes) {
+  Race race;
+  const uint32_t last = (offset + bytes - 1) >> shift_;
+  for (uint32_t g = offset >> shift_; g <= last && !race.found; ++g) {
+    race = check_async(who, writes_[g]);
+  }
+  if (unit_reads_.size() >= MAX_UNIT_READS) {
+    std::erase_if(unit_reads_, [&](const UnitRead& read) {
+      return std::all_of(known_.begin(), known_.end(), [&](const Knowledge& k) {
+        return k.general[static_cast<size_t>(read.unit)] >= read.clock;
+      });
+    });
+  }
+  if (!unit_reads_.empty()) {  // rows of one box that follow one another are one read
+    UnitRead& before = unit_reads_.back();
+    if (before.unit == unit && before.clock == clock && before.end == offset) {
+      before.end = offset + bytes;
+      return race;
+    }
+  }
+  unit_reads_.push_back({unit, clock, offset, offset + bytes, who.lane, who.pc});
+  return race;
+}
+
+Race RaceDetector::matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes) {
+  Race race;
+  const uint32_t last = (offset + bytes - 1) >> shift_;
+  const auto column = static_cast<size_t>(warps_ + who.agent);
+  for (uint32_t g = offset >> shift_; g <= last; ++g) {
+    if (!race.found) race = check_async(who, writes_[g]);
+    reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_) + column] = clock;
+  }
+  return race;
+}
+
+void RaceDetector::unit_release(int unit, Clock clock, Knowledge& into) {
+  const auto u = static_cast<size_t>(unit);
+  if (into.general.size() <= u) {
+    into.general.resize(static_cast<size_t>(agents_));
+    into.async.resize(static_cast<size_t>(agents_));
+  }
+  into.general[u] = std::max(into.general[u], clock);
+  into.async[u] = into.general[u];
+}
+
+void RaceDetector::unit_done(int unit, Clock clock, int warp) {
+  Knowledge& knowledge = known_[static_cast<size_t>(warp)];
+  const auto u = static_cast<size_t>(unit);
+  knowledge.general[u] = std::max(knowledge.general[u], clock);
+  knowledge.async[u] = knowledge.general[u];
+}
+
+bool RaceDetector::known(int unit, Clock clock) const {
+  return std::any_of(known_.begin(), known_.end(), [&](const Knowledge& k) {
+    return k.general[static_cast<size_t>(unit)] >= clock;
+  });
 }
 
 Race RaceDetector::global_write(const Accessor& who, uint64_t address, uint32_t bytes) {
@@ -182,7 +326,7 @@ Race RaceDetector::global_read(const Accessor& who, uint64_t address, uint32_t b
   for (uint64_t g = address / 2; g <= (address + bytes - 1) / 2; ++g) {
     GlobalCell& cell = global_[g];
     if (!race.found && cell.written) race = check_write(who, cell.write);
-    if (cell.readers.empty()) cell.readers.assign(static_cast<size_t>(warps_), 0);
+    if (cell.readers.empty()) cell.readers.assign(static_cast<size_t>(columns_), 0);
     uint32_t& reader = cell.readers[warp];
     const uint32_t mark = now << LANE_BITS | static_cast<uint32_t>(who.lane);
     reader = reader == mark || reader >> LANE_BITS != now ? mark : now << LANE_BITS | MANY_LANES;
@@ -206,7 +350,7 @@ Race RaceDetector::global_atomic(const Accessor& who, uint64_t address, uint32_t
 
 void RaceDetector::warp_sync(int warp) {
   const auto w = static_cast<size_t>(warp);
-  ++known_[w].general[w];
+  lanes_synced_[w] = ++known_[w].general[w];
   copies_synced_[w] = known_[w].general[static_cast<size_t>(copy_agent(warp))];
 }
 
@@ -221,7 +365,18 @@ void RaceDetector::release(int warp, Knowledge& into) {
 }
 
 void RaceDetector::acquire(int warp, const Knowledge& from) {
-  known_[static_cast<size_t>(warp)].join(from);
+  const auto w = static_cast<size_t>(warp);
+  known_[w].join(from);
+  const auto copies = static_cast<size_t>(copy_agent(warp));
+  if (!from.empty()) copies_synced_[w] = std::max(copies_synced_[w], from.general[copies]);
+}
+
+void RaceDetector::release_fenced(int warp, Knowledge& into) {
+  into.join(fenced_[static_cast<size_t>(warp)]);
+}
+
+void RaceDetector::acquire_relaxed(int warp, const Knowledge& from) {
+  pending_[static_cast<size_t>(warp)].join(from);
 }
 
 void RaceDetector::fence(int warp) {
@@ -250,8 +405,9 @@ void RaceDetector::strong_write(int warp, uint64_t address, bool releases) {
 }
 
 void RaceDetector::proxy_fence(int warp) {
-  Knowledge& knowledge = known_[static_cast<size_t>(warp)];
-  knowledge.async = knowledge.general;
+  const auto w = static_cast<size_t>(warp);
+  known_[w].async = known_[w].general;
+  ++known_[w].general[w];  // what the warp writes from now on it does not cover
 }
 
 }  // namespace archflash::sim

@@ -39,7 +39,8 @@ struct Accessor {
 struct Race {
   bool found = false;
   bool other_wrote = false;  // the earlier access was a write
-  bool same_warp = false;    // between two lanes of one warp
+  bool proxy = false;      // ordered, but the earlier write was not made visible to the async proxy
+  bool same_warp = false;  // between two lanes of one warp
   int other_agent = 0;
   int other_lane = 0;
   int64_t other_pc = -1;  // -1: unknown (an earlier read)
@@ -47,11 +48,19 @@ struct Race {
 
 class RaceDetector {
  public:
-  // Agents 0 .. warps-1 are warps, warps .. 2*warps-1 their cp.async units.
-  RaceDetector(int warps, uint64_t shared_bytes, int granule_log2);
+  // Agents 0 .. warps-1 are warps, warps .. 2*warps-1 their cp.async units, the next `warps` their
+  // parts of wgmma; units that are added follow. `matrix_reads`: whether wgmma reads are watched.
+  RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, bool matrix_reads);
 
   int copy_agent(int warp) const { return warps_ + warp; }
-  int warp_of(int agent) const { return agent < warps_ ? agent : agent - warps_; }
+  int matrix_agent(int warp) const { return 2 * warps_ + warp; }
+  // A unit that works in the async proxy, with a clock that counts what it has finished.
+  int add_unit();
+  bool is_warp(int agent) const { return agent < warps_; }
+  bool is_copy(int agent) const { return agent >= warps_ && agent < 2 * warps_; }
+  bool is_matrix(int agent) const { return agent >= 2 * warps_ && agent < 3 * warps_; }
+  // The warp that an agent is or belongs to; -1: to none.
+  int warp_of(int agent) const { return agent < 3 * warps_ ? agent % warps_ : -1; }
 
   // A warp's plain access to shared memory at `offset` from its start. On a conflict returns what
   // it conflicts with.
@@ -65,6 +74,19 @@ class RaceDetector {
   // An asynchronous copy, at its issue: it may land at any time from now on. `sequence` counts the
   // warp's copies from 1.
   Race copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_t offset, uint32_t bytes);
+  // Accesses in the async proxy that warp `who.agent` starts now and `unit` carries out. A write is
+  // in flight until `landed`; reads are done when the unit's clock, as others know it, is `clock`.
+  Race async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes);
+  void landed(int unit, Clock clock, uint32_t offset, uint32_t bytes);
+  Race async_read(const Accessor& who, int unit, Clock clock, uint32_t offset, uint32_t bytes);
+  // Likewise of the warp's part of a wgmma.
+  Race matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
+  // A unit's clock: what it did up to there becomes known to whoever acquires `into`, or to a warp.
+  void unit_release(int unit, Clock clock, Knowledge& into);
+  void unit_done(int unit, Clock clock, int warp);
+  // Whether some warp knows what the unit did up to `clock`.
+  bool known(int unit, Clock clock) const;
+
   // Global memory, only between warps of this CTA.
   Race global_write(const Accessor& who, uint64_t address, uint32_t bytes);
   Race global_read(const Accessor& who, uint64_t address, uint32_t bytes);
@@ -78,6 +100,10 @@ class RaceDetector {
   // Release and acquire: what a warp knows flows into and out of a synchronisation object.
   void release(int warp, Knowledge& into);
   void acquire(int warp, const Knowledge& from);
+  // Relaxed ones: what was before the warp's last fence flows out; what flows in counts from its
+  // next fence on.
+  void release_fenced(int warp, Knowledge& into);
+  void acquire_relaxed(int warp, const Knowledge& from);
   // A fence: what was acquired by relaxed reads counts now, later relaxed writes release this.
   void fence(int warp);
   // A strong (volatile, relaxed or stronger) access to a synchronising variable.
@@ -103,17 +129,30 @@ class RaceDetector {
   Race check_write(const Accessor& who, const Write& last) const;
   Race mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane);
   Race check_readers(const Accessor& who, const uint32_t* readers) const;
+  Race check_async(const Accessor& who, const Write& last) const;
+  Race check_unit_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const;
 
   int warps_, agents_;
+  int columns_;  // of reads_: warps, then, where they are watched, their parts of wgmma
   int shift_;
   std::vector<Knowledge> known_;
+  std::vector<Clock> lanes_synced_;  // the warp's clock at its last synchronisation
   // What all lanes of a warp know of its own copies: what was waited for before the last warp-wide
   // synchronisation.
   std::vector<Clock> copies_synced_;
   std::vector<Knowledge> fenced_;   // at the warp's last fence
   std::vector<Knowledge> pending_;  // acquired by relaxed reads, counts from the next fence on
   std::vector<Write> writes_;
-  std::vector<uint32_t> reads_;  // [granule][warp]
+  std::vector<uint32_t> reads_;  // [granule][column]
+  // Reads of units that are under way, or that not every warp knows to be over.
+  struct UnitRead {
+    int unit;
+    Clock clock;
+    uint32_t begin, end;
+    int lane;
+    uint32_t pc;
+  };
+  std::vector<UnitRead> unit_reads_;
   std::unordered_map<uint64_t, Knowledge> variables_;
   struct GlobalCell {
     Write write;

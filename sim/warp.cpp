@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include "sim/cta.h"
+#include "sim/cluster.h"
 
 namespace archflash::sim {
 namespace {
@@ -17,14 +17,15 @@ constexpr int REGISTER_POISON = 0xFF;
 
 }  // namespace
 
-Warp::Warp(Cta& cta, int index, uint32_t lanes) : cta_(cta), index_(index), live_(lanes) {
+Warp::Warp(Cta& cta, int index, int agent, uint32_t lanes)
+    : cta_(cta), index_(index), agent_(agent), live_(lanes) {
   const Kernel& kernel = cta.kernel();
   registers_.assign(kernel.register_bytes + 64, REGISTER_POISON);
   auto start = reinterpret_cast<uintptr_t>(registers_.data());
   start = (start + 63) / 64 * 64;  // whole cache lines for the vector code
   bases_[0] = reinterpret_cast<uint8_t*>(start);
-  bases_[1] = const_cast<uint8_t*>(kernel.constants.data());
-  fragments_.push_back({lanes, 0, Fragment::State::Ready, 0});
+  bases_[1] = const_cast<uint8_t*>(cta.constants());
+  fragments_.push_back({lanes, 0});
   set_specials(lanes);
 }
 
@@ -316,7 +317,7 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
       } else if (active == 0) {
         ++fragment.pc;
       } else {
-        const Fragment taken{active, instruction.target, Fragment::State::Ready, 0};
+        const Fragment taken{active, instruction.target};
         fragment.mask &= ~active;
         ++fragment.pc;
         fragments_.push_back(taken);
@@ -329,7 +330,7 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
       const uint32_t next = fragment.pc + 1;
       const uint32_t stays = fragment.mask & ~active;
       std::vector<Fragment> parts;
-      if (stays != 0) parts.push_back({stays, next, Fragment::State::Ready, 0});
+      if (stays != 0) parts.push_back({stays, next});
       for (uint32_t rest = active; rest != 0; rest &= rest - 1) {
         const int lane = std::countr_zero(rest);
         if (index[lane] >= targets.size()) {
@@ -338,7 +339,7 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
                           std::to_string(targets.size()) + " targets",
                       lane, 0};
         }
-        parts.push_back({1u << lane, targets[index[lane]], Fragment::State::Ready, 0});
+        parts.push_back({1u << lane, targets[index[lane]]});
       }
       fragments_.erase(fragments_.begin() + static_cast<std::ptrdiff_t>(current_));
       fragments_.insert(fragments_.end(), parts.begin(), parts.end());
@@ -378,18 +379,29 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
   }
 }
 
-void Warp::block(int barrier) {
-  fragments_[current_].state = Fragment::State::Blocked;
-  fragments_[current_].barrier = static_cast<uint8_t>(barrier);
+void Warp::block(Wait wait, uint64_t key, bool again) {
+  Fragment& fragment = fragments_[current_];
+  fragment.state = Fragment::State::Blocked;
+  fragment.wait = wait;
+  fragment.key = key;
+  fragment.waiting_pc = pc_;
+  if (again) fragment.pc = pc_;
   reshaped_ = true;
 }
 
-void Warp::release_barrier(int barrier) {
+void Warp::wake(Wait wait, uint64_t key) {
   for (Fragment& fragment : fragments_) {
-    if (fragment.state == Fragment::State::Blocked && fragment.barrier == barrier) {
+    if (fragment.state == Fragment::State::Blocked && fragment.wait == wait &&
+        fragment.key == key) {
       fragment.state = Fragment::State::Ready;
     }
   }
+}
+
+bool Warp::waits_for(Wait wait) const {
+  return std::any_of(fragments_.begin(), fragments_.end(), [&](const Fragment& fragment) {
+    return fragment.state == Fragment::State::Blocked && fragment.wait == wait;
+  });
 }
 
 // ---- Asynchronous copies ----
@@ -413,6 +425,19 @@ void land(Cta& cta, PendingCopy& copy, uint32_t mask) {
 void Warp::land_copy(uint64_t pick) {
   if (copies_.empty()) return;
   land(cta_, copies_[pick % copies_.size()], ALL_LANES);
+}
+
+void Warp::land_copies(uint32_t mask, uint32_t sequence) {
+  for (PendingCopy& copy : copies_) {
+    if (copy.sequence > sequence || !(copy.unwaited & mask)) continue;
+    land(cta_, copy, mask);
+    for (uint32_t rest = copy.unwaited & mask; rest != 0; rest &= rest - 1) {
+      std::memset(cta_.shared_state() + copy.offset[std::countr_zero(rest)], VALID, copy.bytes);
+    }
+    copy.unwaited &= ~mask;
+    if (copy.unwaited == 0 && cta_.traced()) trace_copy(copy);
+  }
+  std::erase_if(copies_, [](const PendingCopy& copy) { return copy.unwaited == 0; });
 }
 
 void Warp::commit_copies(uint32_t mask) {
@@ -466,7 +491,7 @@ void Warp::wait_copies(uint32_t mask, uint32_t groups, bool uncommitted) {
   if (RaceDetector* races = cta_.races()) {
     uint32_t done = copy_sequence_;
     for (const PendingCopy& copy : copies_) done = std::min(done, copy.sequence - 1);
-    races->copies_done(index_, done);
+    races->copies_done(agent_, done);
   }
 }
 
@@ -498,7 +523,7 @@ void Warp::finish_copies() {
   cta_.report(Severity::Error, *this, std::countr_zero(copy.unwaited), "pending-copy",
               "an asynchronous copy of " + std::to_string(copy.bytes) +
                   " bytes has not been waited for at the exit",
-              SHARED_START + copy.offset[std::countr_zero(copy.unwaited)], copy.pc);
+              cta_.shared_base() + copy.offset[std::countr_zero(copy.unwaited)], copy.pc);
   copies_.clear();
 }
 

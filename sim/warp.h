@@ -13,16 +13,27 @@ namespace archflash::sim {
 
 class Cta;
 
+// What a blocked fragment waits for.
+enum class Wait : uint8_t {
+  Barrier,         // of the CTA; the key is its number
+  ClusterBarrier,  // the phase of its lanes to complete
+  Mbarrier,        // the phase of the object at the key to change
+  Registers,       // registers to be given back to the CTA's pool; the key is how many are wanted
+  Rest,            // others to do something
+};
+
 struct Fragment {
   enum class State : uint8_t {
     Ready,
-    Parked,   // at an instruction that needs lanes which are elsewhere
-    Blocked,  // at a barrier
+    Parked,  // at an instruction that needs lanes which are elsewhere
+    Blocked,
   };
   uint32_t mask = 0;
   uint32_t pc = 0;
   State state = State::Ready;
-  uint8_t barrier = 0;  // where it is blocked
+  Wait wait = Wait::Barrier;  // of a blocked one
+  uint64_t key = 0;
+  uint32_t waiting_pc = 0;  // the instruction that blocked it
 };
 
 // One cp.async of one instruction: lanes of a warp whose groups have the same age.
@@ -46,7 +57,7 @@ class Warp {
  public:
   enum class Stop : uint8_t { Budget, Blocked, Exited };
 
-  Warp(Cta& cta, int index, uint32_t lanes);
+  Warp(Cta& cta, int index, int agent, uint32_t lanes);
 
   // Runs up to `budget` instructions.
   Stop run(uint64_t budget);
@@ -59,23 +70,33 @@ class Warp {
 
   Cta& cta() { return cta_; }
   int index() const { return index_; }
+  int agent() const { return agent_; }  // in the race detector: its index in the cluster
   uint32_t live() const { return live_; }
   uint32_t pc() const { return pc_; }
   uint64_t executed() const { return executed_; }
   bool exited() const { return live_ == 0; }
   bool runnable() const;
   std::vector<Fragment>& fragments() { return fragments_; }
-  // Blocks the fragment that is executing; it goes on behind this instruction when released.
-  void block(int barrier);
-  void release_barrier(int barrier);
+  // The lanes that are at the instruction being executed.
+  uint32_t fragment_mask() const { return fragments_[current_].mask; }
+  // Blocks the fragment that is executing; it goes on behind this instruction when it is woken, or
+  // executes it again. Only instructions with Control::Barrier may.
+  void block(Wait wait, uint64_t key, bool again = false);
+  // Wakes fragments that wait for this.
+  void wake(Wait wait, uint64_t key);
+  bool waits_for(Wait wait) const;
 
   // ---- Asynchronous copies ----
   std::vector<PendingCopy>& copies() { return copies_; }
   uint32_t next_copy_sequence() { return ++copy_sequence_; }
+  uint32_t copy_sequence() const { return copy_sequence_; }
   void commit_copies(uint32_t mask);
   // Waits until at most `groups` of the newest groups of these lanes are pending; `uncommitted`
   // too: cp.async.wait_all.
   void wait_copies(uint32_t mask, uint32_t groups, bool uncommitted);
+  // Lets these lanes' copies up to `sequence` land: an mbarrier, and not a wait, tells that they
+  // have.
+  void land_copies(uint32_t mask, uint32_t sequence);
   // Lets one pending copy land, chosen by `pick`.
   void land_copy(uint64_t pick);
 
@@ -89,7 +110,7 @@ class Warp {
 
   uint8_t* bases_[2];
   Cta& cta_;
-  int index_;
+  int index_, agent_;
   uint32_t live_;
   uint32_t pc_ = 0;
   uint64_t executed_ = 0;

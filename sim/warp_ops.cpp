@@ -110,7 +110,7 @@ void build_bar(Builder& b) { build_barrier(b, true); }
 void build_barrier_maybe_aligned(Builder& b) { build_barrier(b, b.has("aligned")); }
 
 void run_warp_sync(Warp& warp, const Instruction&, uint32_t) {
-  if (RaceDetector* races = warp.cta().races()) races->warp_sync(warp.index());
+  if (RaceDetector* races = warp.cta().races()) races->warp_sync(warp.agent());
 }
 void build_warp_sync(Builder& b) {
   b.source({'b', 32});

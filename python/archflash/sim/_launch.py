@@ -159,6 +159,7 @@ def launch(
     *,
     grid: Sequence[int] = (1, 1, 1),
     block: Sequence[int] = (32, 1, 1),
+    cluster: Sequence[int] = (1, 1, 1),
     shared_bytes: int = 0,
     mode: str = "random",
     seed: int = 0,
@@ -180,6 +181,7 @@ def launch(
             parameters are.
         grid: CTAs along x, y, z.
         block: threads along x, y, z.
+        cluster: CTAs of a cluster along x, y, z.
         shared_bytes: dynamic shared memory.
         mode: "lazy" (asynchronous copies land when they are waited for), "eager" (at once),
             "random", or "priority" (random priorities of warps that change at random points).
@@ -229,6 +231,7 @@ def launch(
         memory,
         grid=grid,
         block=block,
+        cluster=cluster,
         shared_bytes=shared_bytes,
         mode=mode,
         seed=seed,
