@@ -121,6 +121,32 @@ def test_demo_succeeds_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_model
+def test_without_a_gpu_every_layer_runs_on_the_simulator(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert demo.run(arguments()) == 0
+    printed = capsys.readouterr().out
+    for kernel in ("simt", "ampere"):
+        assert f"the kernels of {kernel} run on the PTX simulator, as on A100" in printed
+        assert printed.count(f"  {kernel} (simulated)") == 6
+
+
+@needs_model
+def test_a_slow_machine_simulates_one_layer_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(demo, "SIMULATION_SECONDS", 0.0)
+    assert demo.run(arguments("--dtype", "bfloat16")) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("  ampere (simulated)") == 1
+    assert "the other 5 layers are not simulated" in printed
+    rows = [line.split() for line in printed.splitlines() if line.endswith("  met")]
+    assert [row[1] for row in rows] == ["ampere"] + ["torch"] * 5
+
+
+@needs_model
 def test_dtype_restricts_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(arguments("--dtype", "bfloat16")) == 0
     printed = capsys.readouterr().out

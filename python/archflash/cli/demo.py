@@ -3,7 +3,7 @@
 The sentences are packed, with no padding, and each layer's attention is one archflash.attention
 call with cu_seqlens. Each call's output is checked against the float64 reference and compared with
 the model's own masked attention; the sentence embeddings are compared with those of the model's own
-float32 forward over a padded batch.
+float32 forward over a padded batch. On a machine with no GPU the kernels run on the PTX simulator.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor
 
 import archflash
-from archflash import reference
+from archflash import _archflash as _native
+from archflash import _dispatch, reference
 from archflash._errors import ArchflashError
 from archflash.cli import minilm
 
@@ -53,6 +56,11 @@ SENTENCES = (
 # The least cosine between a sentence's embedding and the model's own float32 one.
 MIN_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.999}
 
+# Whose kernels run on the simulator where there is no GPU, and for how long they may all together:
+# if every layer takes longer, only the first is simulated.
+SIMULATED_KERNELS = {torch.float32: "simt", torch.bfloat16: "ampere"}
+SIMULATION_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -71,16 +79,28 @@ class LayerResult:
 
     layer: int
     implementation: str
+    simulated: bool
     difference: float  # largest, from masked attention in float32
     error: reference.ErrorReport
 
 
 @dataclass
 class CheckedAttention:
-    """The attention that an encoder is given: archflash, with every call checked and printed."""
+    """The attention that an encoder is given: archflash, with every call checked and printed.
+
+    Attributes:
+        batch: the sentences.
+        implementation: the one that is forced; None: archflash chooses.
+        layers: how many calls there will be.
+        simulation_seconds: where the forced kernels are simulated and all layers would take longer,
+            the ones after the first go to archflash's own choice.
+        results: of the calls so far.
+    """
 
     batch: Batch
     implementation: str | None = None
+    layers: int = 1
+    simulation_seconds: float = SIMULATION_SECONDS
     results: list[LayerResult] = field(default_factory=list)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,18 +111,30 @@ class CheckedAttention:
             "max_seqlen_k": self.batch.max_seqlen,
         }
         call = {**packing, "implementation": self.implementation}
-        out: Tensor = archflash.attention(q, k, v, **call)
+        begin = time.perf_counter()
+        with warnings.catch_warnings():  # what archflash says once of the simulator, the demo says
+            warnings.filterwarnings("ignore", message="archflash: tensors are on the CPU")
+            out: Tensor = archflash.attention(q, k, v, **call)
+        seconds = time.perf_counter() - begin
 
         expected, _ = reference.attention(q, k, v, **packing)
         plain = reference.baseline(q, k, v, **packing)
+        chosen = archflash.explain(q, k, v, **call).chosen
         result = LayerResult(
             layer,
-            archflash.explain(q, k, v, **call).chosen,
+            chosen,
+            chosen != "torch" and q.device.type == "cpu",
             _difference(out, _masked(self.batch.mask, q, k, v)),
             reference.check(out, expected, plain),
         )
         self.results.append(result)
         print(_layer_row(result), flush=True)
+        if result.simulated and seconds * self.layers > self.simulation_seconds:
+            print(
+                f"       that took {seconds:.1f} s: the other {self.layers - 1} layers are not "
+                "simulated"
+            )
+            self.implementation = None
         return out
 
 
@@ -216,9 +248,20 @@ def _demo(folder: Path, dtypes: list[torch.dtype], implementation: str | None) -
 
     failures = []
     for index, dtype in enumerate(dtypes):
+        forced = implementation
+        if device.type == "cpu" and forced is None:
+            forced = _simulated_kernel(dtype)
         print(f"\n{_name(dtype)}, packed, every attention call through archflash", flush=True)
+        if device.type == "cpu" and forced not in (None, "torch"):
+            simulated = _dispatch.simulated_device(forced)
+            print(
+                f"no GPU here: the kernels of {forced} run on the PTX simulator, as on "
+                f"{simulated.name}"
+            )
         print(_LAYER_HEADER)
-        attention = CheckedAttention(batch, implementation)
+        attention = CheckedAttention(
+            batch, forced, config.num_hidden_layers, SIMULATION_SECONDS / len(dtypes)
+        )
         embeddings = copy.deepcopy(encoder).to(dtype)(batch.tokens, batch.cu_seqlens, attention)
         cosines = torch.nn.functional.cosine_similarity(embeddings.double(), own.double())
         failures += find_failures(dtype, attention.results, cosines)
@@ -230,6 +273,12 @@ def _demo(folder: Path, dtypes: list[torch.dtype], implementation: str | None) -
         if index == 0:
             _print_similarities(embeddings @ embeddings.T, _name(dtype))
     return failures
+
+
+def _simulated_kernel(dtype: torch.dtype) -> str | None:
+    """The implementation that the simulator runs in a dtype; None where the build left it out."""
+    name = SIMULATED_KERNELS[dtype]
+    return name if _native.targets(name) else None
 
 
 def find_failures(dtype: torch.dtype, results: list[LayerResult], cosines: Tensor) -> list[str]:
@@ -289,8 +338,9 @@ _LAYER_HEADER = (
 
 def _layer_row(result: LayerResult) -> str:
     error = result.error
+    name = result.implementation + (" (simulated)" if result.simulated else "")
     return (
-        f"{result.layer + 1:5}  {result.implementation:20}  {result.difference:<18.2e}  "
+        f"{result.layer + 1:5}  {name:20}  {result.difference:<18.2e}  "
         f"{error.max_error:<13.2e}  {error.bound:<9.2e}  {'met' if error.ok else 'NOT MET'}"
     )
 
