@@ -393,7 +393,7 @@ def _legend(
 
 
 def _entry_width(text: str) -> float:
-    return 29 + 8 * len(text) + 20
+    return 29 + 8.5 * len(text) + 20
 
 
 def _wrap(
