@@ -19,6 +19,7 @@ from archflash import reference, sim
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(sys.prefix) / "third-party"  # where `make test` installs it
+TABLE = Path(__file__).parent / "third_party.json"  # what ran, for the instruction table
 D, BLOCK = 64, 64
 
 
@@ -112,6 +113,21 @@ def test_attention_compiled_by_triton_matches_float64(
         assert result.ok, result
         assert report.instructions["matrix"] > 0
         assert report.instructions["async_copy"] > 0
+
+
+def test_what_the_instruction_table_says_of_triton_is_what_ran(
+    compiled: dict[bool, dict[str, Any]],
+) -> None:
+    executed: set[str] = set()
+    for kernel in compiled.values():
+        _, report = attend(sim.load(kernel["ptx"]), kernel, inputs(100, 150), "eager")
+        executed |= set(report.opcodes)
+    row = {
+        "program": f"Triton {pinned()}, attention forward, sm_80",
+        "executed": sorted(executed),
+    }
+    written = json.loads(TABLE.read_text()) if TABLE.exists() else []
+    assert row in written, f"{TABLE} should hold\n{json.dumps(row)}"
 
 
 def test_attention_compiled_by_triton_needs_its_waits_and_barriers(
