@@ -1,7 +1,7 @@
-"""The instruction table of sim/README.md: each form that the simulator knows, and what stands
-behind it.
+"""The generated parts of sim/README.md: the instruction table (each form that the simulator knows,
+and what stands behind it) and the mutation scores.
 
-``python -m tests.sim.instruction_table`` checks that the README has it, ``--write`` writes it
+``python -m tests.sim.instruction_table`` checks that the README has them, ``--write`` writes them
 anew. What each column says is taken from the simulator's own table and from the tests: the
 programs recorded on a card, the third-party PTX, and the calls that a card and the simulator ran.
 """
@@ -20,7 +20,7 @@ from archflash import sim
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "sim" / "README.md"
 THIRD_PARTY = Path(__file__).parent / "third_party.json"
-BEGIN, END = "<!-- instructions -->", "<!-- /instructions -->"
+MUTATION = Path(__file__).parent / "mutation"
 
 
 @dataclass
@@ -129,7 +129,7 @@ def cell(words: Collection[str]) -> str:
 
 
 def text() -> str:
-    """The generated part of the README."""
+    """The instruction table."""
     table = rows()
     card = add_vectors(table)
     programs = add_third_party(table)
@@ -191,23 +191,45 @@ def text() -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, table: str) -> str:
-    """A README with the table between its two marks.
+def mutation() -> str:
+    """What the last full runs of the mutants gave."""
+    files = sorted(MUTATION.glob("*.json"))
+    if not files:
+        return "No full run of the mutants is recorded yet."
+    lines = [
+        "| implementation | mutants run | excused | caught of the others | of all | date, commit |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for file in files:
+        result = json.loads(file.read_text())
+        lines.append(
+            f"| {result['implementation']} | {result['run']} | {result['excused']} | "
+            f"{result['score']:.1%} | {result['score_if_nothing_were_excused']:.1%} | "
+            f"{result['date']}, {result['commit']} |"
+        )
+    return "\n".join(lines)
+
+
+def filled(readme: str) -> str:
+    """A README with its generated parts, each between two marks.
 
     Raises:
-        ValueError: it has no place for the table.
+        ValueError: it has no place for one.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"there is no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    for name, part in (("mutation", mutation()), ("instructions", text())):
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, found, rest = readme.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"there is no {begin} ... {end}")
+        readme = f"{before}{begin}\n{part}\n{end}{after}"
+    return readme
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status 1 when the README is not up to date."""
     before = README.read_text()
-    after = with_table(before, text())
+    after = filled(before)
     if before == after:
         return 0
     if list(arguments) != ["--write"]:
