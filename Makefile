@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell find src python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
+SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
 .PHONY: demo test lint format test-gpu bench clean
 
@@ -17,12 +17,13 @@ lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m bench.report --check
-	$(BIN)/clang-format --dry-run --Werror $$(find src -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+	$(BIN)/python -m tests.sim.instruction_table
+	$(BIN)/clang-format --dry-run --Werror $$(find src sim tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 format: $(VENV)/linters
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find src -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+	$(BIN)/clang-format -i $$(find src sim tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 test-gpu:  ## tests on this machine's GPU, with the Python and the archflash that are installed
 	$(PYTHON) -m pytest tests/gpu

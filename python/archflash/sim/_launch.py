@@ -35,7 +35,9 @@ class Program:
     _instructions: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def instructions(self, kernel: str) -> list[dict[str, Any]]:
-        """The instructions of a kernel in order: line, opcode, statement, source, class."""
+        """The instructions of a kernel in order: each with its line, opcode, statement, source,
+        class and calls, as in `Report.listing`.
+        """
         if kernel not in self._instructions:
             self._instructions[kernel] = self.module.instructions(kernel)
         return self._instructions[kernel]
