@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from .mutation.excuses import EXCUSES
-from .mutation.mutants import mutants
+from .mutation.mutants import is_sync, mutants
 from .mutation.runner import Score, Subject, run_mutants, sample, targets_of
 from .mutation.statements import split
 from .mutation.targets import implementations
@@ -36,6 +36,7 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
     for target in targets:
         subject = Subject(target)
         assert subject.coverage() > 0.9
+        assert all(subject.executed(s.index) for s in subject.statements if is_sync(s))
         chosen = sample(
             [mutant for mutant in subject.mutants(0) if not mutant.equivalent],
             SAMPLE // len(targets),

@@ -54,6 +54,7 @@ def summary(implementation: str, count: int | None, seed: int) -> dict[str, Any]
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
         "seed": seed,
+        "of_each_kernel": "all" if count is None else count,
         **whole.to_dict(),
         "kernels": kernels,
         "excused_because": reasons,
