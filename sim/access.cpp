@@ -158,6 +158,9 @@ uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
     const Accessor who{warp.agent(), lane, warp.pc()};
     Race race;
     if (access == Access::Read) race = cta.races()->global_read(who, address, bytes);
+    if (access == Access::StrongRead) {
+      race = cta.races()->global_strong_read(who, address, bytes);
+    }
     if (access == Access::Atomic) race = cta.races()->global_atomic(who, address, bytes);
     if (race.found) {
       cta.report_race(warp, lane, race, access == Access::Atomic, false,
@@ -520,7 +523,8 @@ const uint8_t* locate_bytes(Warp& warp, int lane, Ref base, int64_t offset, bool
                             uint32_t aligned, uint32_t bytes) {
   const uint64_t address =
       wide_address ? warp.lanes<const uint64_t>(base)[lane] + static_cast<uint64_t>(offset)
-                   : warp.lanes<const uint32_t>(base)[lane] + static_cast<uint64_t>(offset);
+                   : static_cast<uint32_t>(warp.lanes<const uint32_t>(base)[lane] +
+                                           static_cast<uint32_t>(offset));
   if (address % aligned != 0) misaligned(lane, Access::Read, aligned, address);
   // Byte by byte, for a length that is no power of two.
   const uint8_t* first = locate_global(warp, lane, address, 1, Access::Read);

@@ -48,7 +48,6 @@ Counts& Counts::operator+=(const Counts& other) {
   for (size_t i = 0; i < executed.size(); ++i) executed[i] += other.executed[i];
   for (size_t i = 0; i < memory.size(); ++i) memory[i] += other.memory[i];
   barrier_waits += other.barrier_waits;
-  barrier_wait_slices += other.barrier_wait_slices;
   ctas += other.ctas;
   return *this;
 }
@@ -201,7 +200,7 @@ int64_t Cta::live_threads() const {
   return threads;
 }
 
-bool Cta::arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind kind, bool aligned,
+void Cta::arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind kind, bool aligned,
                  uint32_t predicate, Ref destination) {
   const int lane = std::countr_zero(mask);
   if (id < 0 || id >= BARRIERS) {
@@ -263,7 +262,6 @@ bool Cta::arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind
                 lane};
   }
   complete_if_full(id, warp.index());
-  return true;
 }
 
 void Cta::complete_if_full(int id, int cause) {

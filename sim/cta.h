@@ -74,8 +74,7 @@ struct MemoryCounts {
 struct Counts {
   std::vector<uint64_t> executed;  // warp-instructions, by instruction
   std::vector<MemoryCounts> memory;
-  uint64_t barrier_waits = 0;        // fragments that had to wait at a barrier
-  uint64_t barrier_wait_slices = 0;  // scheduling steps that passed meanwhile
+  uint64_t barrier_waits = 0;  // fragments that had to wait at a barrier
   uint64_t ctas = 0;
 
   explicit Counts(size_t instructions) : executed(instructions), memory(instructions) {}
@@ -139,8 +138,8 @@ class Cta {
   // ---- Barriers ----
   enum class BarrierKind : uint8_t { Sync, Arrive, RedPopc, RedAnd, RedOr };
   // The lanes `mask` of a warp arrive. `threads`: how many the barrier waits for; 0: all of the
-  // CTA. True: the fragment must wait.
-  bool arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind kind, bool aligned,
+  // CTA.
+  void arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind kind, bool aligned,
               uint32_t predicate, Ref destination);
   void lanes_exited(Warp& warp);
 

@@ -26,11 +26,16 @@ Space space_named(std::string_view name) {
                                       : Space::Generic;
 }
 
-// Watches shared memory at the granularity of the smallest access.
+// Watches memory at the granularity of the smallest access.
 void note_width(Builder& b, Space space, uint32_t bytes) {
-  if (space != Space::Shared && space != Space::SharedCluster && space != Space::Generic) return;
   const int log2 = std::countr_zero(std::min(bytes, 4u));
-  b.kernel().race_granule_log2 = std::min(b.kernel().race_granule_log2, log2);
+  Kernel& kernel = b.kernel();
+  if (space == Space::Shared || space == Space::Generic) {
+    kernel.race_granule_log2 = std::min(kernel.race_granule_log2, log2);
+  }
+  if (space == Space::Global || space == Space::Generic) {
+    kernel.global_granule_log2 = std::min(kernel.global_granule_log2, log2);
+  }
 }
 
 uint32_t order_flags(const Builder& b) {
@@ -261,7 +266,14 @@ void build_store(Builder& b, Space space, size_t vector_slot, size_t type_slot) 
   } else {
     if (static_cast<int>(source.items.size()) != count) b.fail("a vector of another size");
     b.take();
-    for (const Operand& item : source.items) b.add_source(item, t);
+    int wide = 0;
+    for (const Operand& item : source.items) {
+      const Ref ref = b.add_source(item, t, true);
+      const int bits = ref & CONSTANT ? t.bits : b.register_bits(ref);
+      wide += bits > 32;
+      register_bits = std::max(register_bits, bits);
+    }
+    if (wide != 0 && wide != count) b.fail("registers of different widths");
   }
   b.cache_policy(b.has("L2::cache_hint"));
   b.instruction.count = static_cast<uint8_t>(count);

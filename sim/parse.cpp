@@ -9,8 +9,20 @@
 
 namespace archflash::sim {
 
+namespace {
+
+// Text of any bytes as plain ASCII: a message may cut a character in two.
+std::string printable(std::string text) {
+  for (char& c : text) {
+    if (c < ' ' || c > '~') c = c == '\n' || c == '\t' ? ' ' : '?';
+  }
+  return text;
+}
+
+}  // namespace
+
 void fail(int line, const std::string& message) {
-  throw LoadError("PTX line " + std::to_string(line) + ": " + message);
+  throw LoadError(printable("PTX line " + std::to_string(line) + ": " + message));
 }
 
 namespace {
@@ -314,7 +326,7 @@ class Parser {
       const auto found = debug_labels_.find(label);
       std::string name;
       if (found != debug_labels_.end() && offset < debug_bytes_.size() - found->second) {
-        name = short_function_name(debug_bytes_.c_str() + found->second + offset);
+        name = printable(short_function_name(debug_bytes_.c_str() + found->second + offset));
       }
       result_.module->functions.push_back(std::move(name));
     }

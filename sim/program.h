@@ -187,10 +187,11 @@ struct Kernel {
   bool uses_dynamic_shared = false;
   uint64_t local_bytes = 0;  // per thread
   bool orders_globally =
-      false;                  // atomics or fences beyond the CTA: CTAs then run one after another
-  int race_granule_log2 = 2;  // bytes (log2) of shared memory that are watched as one
-  int min_ctas = 1;           // .minnctapersm
-  int max_registers = 0;      // .maxnreg; 0: not stated
+      false;  // atomics or fences beyond the CTA: CTAs then run one after another
+  // Bytes (log2) that are watched as one, of shared and of global memory.
+  int race_granule_log2 = 2, global_granule_log2 = 2;
+  int min_ctas = 1;       // .minnctapersm
+  int max_registers = 0;  // .maxnreg; 0: not stated
   bool uses_wgmma = false;
 
   std::vector<Instruction> code;
@@ -198,7 +199,7 @@ struct Kernel {
   std::vector<Location> locations;
   std::vector<uint8_t> constants;  // 32 lanes each
   std::vector<SharedConstant> shared_constants;
-  uint32_t register_bytes = 0;     // of one warp
+  uint32_t register_bytes = 0;  // of one warp
   std::vector<SpecialUse> specials;
 
   std::vector<std::unique_ptr<Ref[]>> operand_lists;

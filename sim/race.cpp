@@ -27,11 +27,13 @@ constexpr size_t MAX_UNIT_READS = 256;
 
 }  // namespace
 
-RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, bool matrix_reads)
+RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
+                           int global_granule_log2, bool matrix_reads)
     : warps_(warps),
       agents_(3 * warps),
       columns_(matrix_reads ? 2 * warps : warps),
       shift_(granule_log2),
+      global_shift_(global_granule_log2),
       known_(static_cast<size_t>(warps)),
       lanes_synced_(static_cast<size_t>(warps), 1),
       copies_synced_(static_cast<size_t>(warps)),
@@ -72,14 +74,14 @@ Race RaceDetector::check_write(const Accessor& who, const Write& last) const {
   return race;
 }
 
-Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers) const {
+Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, bool strong) const {
   Race race;
   const std::vector<Clock>& known = known_[static_cast<size_t>(who.agent)].general;
   for (int w = 0; w < warps_; ++w) {
     const uint32_t read = readers[w];
-    if (read == 0) continue;
+    if (read == 0 || (strong && (read & STRONG))) continue;
     const Clock clock = read >> LANE_BITS;
-    const uint32_t lane = read & ((1u << LANE_BITS) - 1);
+    const uint32_t lane = read & (STRONG - 1);
     const bool ordered = w == who.agent
                              ? clock < lanes_synced_[static_cast<size_t>(w)] ||
                                    lane == static_cast<uint32_t>(who.lane) || lane == ALL_TOGETHER
@@ -140,22 +142,34 @@ Race RaceDetector::collective_read(const Accessor& who, uint32_t offset, uint32_
   return mark_read(who, offset, bytes, ALL_TOGETHER);
 }
 
+// Of a warp's reads since its last step the mark keeps the lane, or that there were several.
+void RaceDetector::mark(uint32_t& reader, Clock now, uint32_t lane) {
+  const uint32_t mark = now << LANE_BITS | lane;
+  const uint32_t earlier = reader;
+  if (earlier == mark || earlier >> LANE_BITS != now ||
+      earlier == (now << LANE_BITS | ALL_TOGETHER)) {
+    reader = mark;
+  } else if ((earlier ^ mark) == STRONG) {
+    reader = mark & ~STRONG;
+  } else {
+    reader = now << LANE_BITS | (earlier & mark & STRONG) | MANY_LANES;
+  }
+}
+
 Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane) {
   Race race;
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
-  const uint32_t mark = now << LANE_BITS | lane;
   const uint32_t last = (offset + bytes - 1) >> shift_;
   uint32_t* reader =
       &reads_[static_cast<size_t>(offset >> shift_) * static_cast<size_t>(columns_) + warp];
   for (uint32_t g = offset >> shift_; g <= last; ++g, reader += columns_) {
     const Write& write = writes_[g];
-    if (!ordered_after_write(who, write) && !race.found) race = check_write(who, write);
-    const uint32_t earlier = *reader;
-    *reader = earlier == mark || earlier >> LANE_BITS != now ||
-                      earlier == (now << LANE_BITS | ALL_TOGETHER)
-                  ? mark
-                  : now << LANE_BITS | MANY_LANES;
+    const bool no_conflict = (lane & STRONG) != 0 && write.atomic;
+    if (!no_conflict && !ordered_after_write(who, write) && !race.found) {
+      race = check_write(who, write);
+    }
+    mark(*reader, now, lane);
   }
   return race;
 }
@@ -184,19 +198,15 @@ Race RaceDetector::atomic(const Accessor& who, uint32_t offset, uint32_t bytes) 
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found && !writes_[g].atomic) race = check_write(who, writes_[g]);
     if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)]);
+      race =
+          check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)], true);
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 1, who.pc};
   }
   return race;
 }
 
 Race RaceDetector::strong_load(const Accessor& who, uint32_t offset, uint32_t bytes) {
-  Race race;
-  const uint32_t last = (offset + bytes - 1) >> shift_;
-  for (uint32_t g = offset >> shift_; g <= last; ++g) {
-    if (!race.found && !writes_[g].atomic) race = check_write(who, writes_[g]);
-  }
-  return race;
+  return mark_read(who, offset, bytes, static_cast<uint32_t>(who.lane) | STRONG);
 }
 
 Race RaceDetector::copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_t offset,
@@ -309,7 +319,7 @@ Race RaceDetector::global_write(const Accessor& who, uint64_t address, uint32_t 
   Race race;
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
-  for (uint64_t g = address / 2; g <= (address + bytes - 1) / 2; ++g) {
+  for (uint64_t g = address >> global_shift_; g <= (address + bytes - 1) >> global_shift_; ++g) {
     GlobalCell& cell = global_[g];
     if (!race.found && cell.written) race = check_write(who, cell.write);
     if (!race.found && !cell.readers.empty()) race = check_readers(who, cell.readers.data());
@@ -320,16 +330,24 @@ Race RaceDetector::global_write(const Accessor& who, uint64_t address, uint32_t 
 }
 
 Race RaceDetector::global_read(const Accessor& who, uint64_t address, uint32_t bytes) {
+  return global_mark_read(who, address, bytes, static_cast<uint32_t>(who.lane));
+}
+
+Race RaceDetector::global_strong_read(const Accessor& who, uint64_t address, uint32_t bytes) {
+  return global_mark_read(who, address, bytes, static_cast<uint32_t>(who.lane) | STRONG);
+}
+
+Race RaceDetector::global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes,
+                                    uint32_t lane) {
   Race race;
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
-  for (uint64_t g = address / 2; g <= (address + bytes - 1) / 2; ++g) {
+  for (uint64_t g = address >> global_shift_; g <= (address + bytes - 1) >> global_shift_; ++g) {
     GlobalCell& cell = global_[g];
-    if (!race.found && cell.written) race = check_write(who, cell.write);
+    const bool no_conflict = (lane & STRONG) != 0 && cell.write.atomic;
+    if (!race.found && cell.written && !no_conflict) race = check_write(who, cell.write);
     if (cell.readers.empty()) cell.readers.assign(static_cast<size_t>(columns_), 0);
-    uint32_t& reader = cell.readers[warp];
-    const uint32_t mark = now << LANE_BITS | static_cast<uint32_t>(who.lane);
-    reader = reader == mark || reader >> LANE_BITS != now ? mark : now << LANE_BITS | MANY_LANES;
+    mark(cell.readers[warp], now, lane);
   }
   return race;
 }
@@ -338,10 +356,10 @@ Race RaceDetector::global_atomic(const Accessor& who, uint64_t address, uint32_t
   Race race;
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
-  for (uint64_t g = address / 2; g <= (address + bytes - 1) / 2; ++g) {
+  for (uint64_t g = address >> global_shift_; g <= (address + bytes - 1) >> global_shift_; ++g) {
     GlobalCell& cell = global_[g];
     if (!race.found && cell.written && !cell.write.atomic) race = check_write(who, cell.write);
-    if (!race.found && !cell.readers.empty()) race = check_readers(who, cell.readers.data());
+    if (!race.found && !cell.readers.empty()) race = check_readers(who, cell.readers.data(), true);
     cell.written = true;
     cell.write = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 1, who.pc};
   }

@@ -50,7 +50,8 @@ class RaceDetector {
  public:
   // Agents 0 .. warps-1 are warps, warps .. 2*warps-1 their cp.async units, the next `warps` their
   // parts of wgmma; units that are added follow. `matrix_reads`: whether wgmma reads are watched.
-  RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, bool matrix_reads);
+  RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, int global_granule_log2,
+               bool matrix_reads);
 
   int copy_agent(int warp) const { return warps_ + warp; }
   int matrix_agent(int warp) const { return 2 * warps_ + warp; }
@@ -68,8 +69,8 @@ class RaceDetector {
   // Every lane of the warp takes part, so that what any of them does next comes after it.
   Race collective_read(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race write(const Accessor& who, uint32_t offset, uint32_t bytes);
-  Race strong_load(const Accessor& who, uint32_t offset, uint32_t bytes);
   // Accesses that conflict with plain ones only.
+  Race strong_load(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race atomic(const Accessor& who, uint32_t offset, uint32_t bytes);
   // An asynchronous copy, at its issue: it may land at any time from now on. `sequence` counts the
   // warp's copies from 1.
@@ -90,6 +91,7 @@ class RaceDetector {
   // Global memory, only between warps of this CTA.
   Race global_write(const Accessor& who, uint64_t address, uint32_t bytes);
   Race global_read(const Accessor& who, uint64_t address, uint32_t bytes);
+  Race global_strong_read(const Accessor& who, uint64_t address, uint32_t bytes);
   Race global_atomic(const Accessor& who, uint64_t address, uint32_t bytes);
 
   // The lanes of a warp have synchronised with each other.
@@ -120,21 +122,25 @@ class RaceDetector {
     uint8_t atomic = 0;
     uint32_t pc = 0;
   };
-  // Reads: clock << 6 | lane (MANY_LANES: several).
-  static constexpr uint32_t LANE_BITS = 6;
+  // Reads: clock << 7 | STRONG | lane (MANY_LANES: several).
+  static constexpr uint32_t LANE_BITS = 7;
+  static constexpr uint32_t STRONG = 64;  // all of them: no conflict with strong writes
   static constexpr uint32_t MANY_LANES = 63;
   static constexpr uint32_t ALL_TOGETHER = 62;
 
   bool ordered_after_write(const Accessor& who, const Write& write) const;
   Race check_write(const Accessor& who, const Write& last) const;
   Race mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane);
-  Race check_readers(const Accessor& who, const uint32_t* readers) const;
+  static void mark(uint32_t& reader, Clock now, uint32_t lane);
+  // `strong`: the access is, too, and conflicts with plain reads only.
+  Race check_readers(const Accessor& who, const uint32_t* readers, bool strong = false) const;
+  Race global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes, uint32_t lane);
   Race check_async(const Accessor& who, const Write& last) const;
   Race check_unit_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const;
 
   int warps_, agents_;
   int columns_;  // of reads_: warps, then, where they are watched, their parts of wgmma
-  int shift_;
+  int shift_, global_shift_;
   std::vector<Knowledge> known_;
   std::vector<Clock> lanes_synced_;  // the warp's clock at its last synchronisation
   // What all lanes of a warp know of its own copies: what was waited for before the last warp-wide

@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 
-from archflash import sim
+from archflash import LaunchError, sim
 
+from .fuzz import attempt, corpus
 from .ptx import findings, program, run
 
 MODES = ("lazy", "eager", "random", "priority")
@@ -475,3 +476,42 @@ def test_reports_do_not_depend_on_the_number_of_threads() -> None:
     assert len({tuple(map(str, report.findings)) for report in reports}) == 1
     assert not reports[0].complete
     assert min(f.cta for f in reports[0].findings if f.fatal) == 20
+
+
+def test_neighbouring_bytes_of_global_memory_are_no_race() -> None:
+    body = """cvt.u64.u32 %rd5, %r0;
+    add.u64 %rd6, %rd0, %rd5;
+    st.global.u8 [%rd6], %r0;"""
+    out = torch.zeros(256, dtype=torch.uint8)
+    assert not findings(program(body), out, words(), block=(64,))
+    assert out[:64].tolist() == list(range(64))
+    overlap = body.replace("%r0;", "%r5;", 1).replace("cvt", "shr.u32 %r5, %r0, 1;\ncvt", 1)
+    assert only(findings(program(overlap), out, words(), block=(64,)), "race")
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("space", ["shared", "global"])
+def test_a_plain_write_after_a_strong_read_is_a_race_in_either_order(space: str, seed: int) -> None:
+    place = "smem" if space == "shared" else "%rd0"
+    body = f"""setp.eq.u32 %p2, %r0, 0;
+    @%p2 st.{space}.u32 [{place}], 0;
+    bar.sync 0;
+    setp.eq.u32 %p3, %r0, 32;
+    setp.ge.u32 %p1, %r0, 32;
+    @%p1 bra WRITE;
+    ld.volatile.{space}.u32 %r1, [{place}];
+    bra DONE;
+    WRITE: @%p3 st.{space}.u32 [{place}], 7;
+    DONE:"""
+    found = findings(program(body, shared=16), words(), words(), block=(64,), seed=seed)
+    assert only(found, "race").kind == "race"
+    both = body.replace("@%p3 st.", "@%p3 st.volatile.")
+    assert not findings(program(both, shared=16), words(), words(), block=(64,), seed=seed)
+
+
+def test_damaged_names_of_functions_are_told_as_plain_text() -> None:
+    text = corpus()["control"].replace(".b8 95,90", ".b8 200,255", 1)
+    assert attempt(text, 0) == "launched"
+    with pytest.raises(LaunchError) as caught:
+        sim.load(text.replace("ret;", "r\u00e9t \u00e9\u00e9\u00e9\u00e9\u00e9\u00e9;"))
+    assert str(caught.value).isascii()
