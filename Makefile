@@ -4,13 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test lint format test-gpu bench clean
+.PHONY: demo test test-sim-full lint format test-gpu bench clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
 
 test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU
 	$(BIN)/python -m pytest
+
+test-sim-full: $(VENV)/installed $(VENV)/sanitized  ## the simulator: 20 seeds, every mutant, sanitizers, fuzzed PTX (hours)
+	ARCHFLASH_SIM_SEEDS=20 $(BIN)/python -m pytest tests/sim
+	$(BIN)/python -m tests.sim.mutation
+	$(SANITIZED) $(BIN)/python -m pytest tests/sim
+	$(SANITIZED) $(BIN)/python -m tests.sim.fuzz --seconds 600
 
 lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check .
@@ -50,6 +56,15 @@ TRITON := triton==3.9.0
 $(VENV)/third-party: $(VENV)/torch
 	@echo "== installing $(TRITON), whose PTX the simulator's tests run (a minute or so)"
 	-$(BIN)/python -m pip install -q --no-deps --target $@ $(TRITON)
+
+# The simulator with the address and undefined-behaviour sanitizers, whose runtime must be there before Python is.
+SANITIZED = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitized-site
+$(VENV)/sanitized: $(VENV)/installed
+	@echo "== building the simulator with sanitizers (a few minutes)"
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/sanitized-site \
+		-C cmake.define.ARCHFLASH_SANITIZE=ON -C build-dir=build/sanitized .
+	touch $@
 
 $(VENV)/linters: $(VENV)/installed
 	$(BIN)/python -m pip install -q "ruff>=0.15" "mypy>=1.15" "clang-format>=20"

@@ -1,8 +1,7 @@
 """A fuzzer of PTX text: damaged programs are refused, or they run and are reported on, and the
 process survives. Seeded: a number stands for a text.
 
-From this folder's parent: `python -m sim.fuzz --seconds 600`, with the simulator built with
-sanitizers to find more (`make test-sim-full`).
+`python -m tests.sim.fuzz --seconds 600`; `make test-sim-full` does so with sanitizers.
 """
 
 from __future__ import annotations

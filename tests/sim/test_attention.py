@@ -21,7 +21,9 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
+from archflash import _archflash_sim as _simulator
 from archflash import reference, sim
+from archflash.sim import _attention
 
 NAN = math.nan
 KERNELS = {i.name: i.dtypes for i in archflash.implementations() if i.name != "torch"}
@@ -357,6 +359,28 @@ def test_a_window_hides_a_nan_key(kernel: str, dtype: str) -> None:
     attend_and_check(kernel, q, k, v, window=(9, 4))
 
 
+# --- the host's instruction sets ---
+
+
+@each_kernel_and_dtype
+def test_code_for_any_x86_gives_the_bits_of_avx2(kernel: str, dtype: str) -> None:
+    q, k, v = qkv(70, 150, dtype=dtype)
+    call: dict[str, Any] = {"causal": True, "softcap": 5.0, "sinks": rand(2, seed=4)}
+    out, lse = attend_and_check(kernel, q, k, v, **call)
+    if not _simulator.uses_avx2():
+        pytest.skip("this machine has no AVX2")
+    _attention.find_program.cache_clear()  # handlers are chosen when PTX is loaded
+    _simulator.set_avx2(False)
+    try:
+        assert not _simulator.uses_avx2()
+        plain, plain_lse = attend(kernel, q, k, v, **call)
+    finally:
+        _simulator.set_avx2(True)
+        _attention.find_program.cache_clear()
+    assert torch.equal(plain, out)
+    assert torch.equal(plain_lse, lse)
+
+
 # --- packed sequences ---
 
 SEQUENCES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -532,8 +556,6 @@ def test_the_tiles_above_are_every_compiled_kernel(kernel: str) -> None:
 
 
 def test_attention_runs_forced_kernels_on_the_simulator_and_says_so_once() -> None:
-    from archflash.sim import _attention
-
     _attention._announced.clear()
     q, k, v = (rand(1, 2, n, 32, seed=n) for n in (20, 30, 30))
     with pytest.warns(UserWarning, match="PTX simulator, as on A100"):
