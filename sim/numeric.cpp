@@ -729,7 +729,7 @@ namespace {
 
 // ---- The function unit (MUFU) ----
 //
-// ex2, rcp and rsqrt are quadratic interpolation in fixed point. The squarer leaves out every
+// ex2, lg2, rcp and rsqrt are quadratic interpolation in fixed point. The squarer leaves out every
 // partial product below some column, and the sum is cut off, not rounded. Tables and parameters
 // were found from whole binades of an H200's results, all of which they give bit for bit.
 struct Interpolation {
@@ -744,6 +744,7 @@ struct Interpolation {
 };
 constexpr Interpolation EX2{EX2_TABLE, 17, 19, false, 13, 0, 6114, 15};
 constexpr Interpolation RCP{RCP_TABLE, 16, 17, true, 13, 0, 2023, 15};
+constexpr Interpolation LG2{LG2_TABLE, 17, 19, false, 12, 1, 837, 2};
 constexpr Interpolation RSQRT{RSQRT_TABLE, 17, 19, true, 14, 2, -1, 16};
 
 // Bit j of x contributes its products with the lower bits, doubled, and with itself.
@@ -756,21 +757,27 @@ constexpr int lower_shift(int j) {
   return F.square_cut - 1 - j;
 }
 
+// x * x without the partial products below 2^square_cut, in units of that.
+template <Interpolation F>
+uint32_t truncated_square(uint32_t x) {
+  uint32_t square = 0;
+  for (int j = F.square_cut / 2; j < F.x_bits; ++j) {
+    const uint32_t products = ((x & ((1u << j) - 1)) >> lower_shift<F>(j)) + own_square<F>(j);
+    if (x >> j & 1) square += products;
+  }
+  return square;
+}
+
 // The mantissa field of the function at a mantissa: it grows by one at each unit in the last place
 // and may carry into the exponent.
 template <Interpolation F>
 uint32_t interpolate(uint32_t mantissa) {
   const uint64_t entry = F.table[mantissa >> F.x_bits];
   const uint32_t x = mantissa & ((1u << F.x_bits) - 1);
-  uint32_t square = 0;
-  for (int j = F.square_cut / 2; j < F.x_bits; ++j) {
-    const uint32_t products = ((x & ((1u << j) - 1)) >> lower_shift<F>(j)) + own_square<F>(j);
-    if (x >> j & 1) square += products;
-  }
   const int64_t slope = static_cast<int64_t>(entry >> 10 & 0xFFFF) * x;
   const int64_t sum = static_cast<int64_t>(entry >> 26 << F.c0_shift) + F.bias +
                       (F.falling ? -slope : slope) +
-                      (static_cast<int64_t>(entry & 0x3FF) * square << F.c2_shift);
+                      (static_cast<int64_t>(entry & 0x3FF) * truncated_square<F>(x) << F.c2_shift);
   return static_cast<uint32_t>(sum >> F.result_shift);
 }
 
@@ -817,6 +824,29 @@ float mufu_rsqrt(float a) {
   return f32_of(half + interpolate<RSQRT>(odd << 23 | (bits & MANTISSA)));
 }
 
+float mufu_lg2(float a) {
+  const uint32_t bits = bits_of(a);
+  if (is_nan(a)) return f32_of(F32_NAN);
+  if ((bits & 0x7FFFFFFF) < 0x00800000) return f32_of(0x80000000u | INFINITY_BITS);
+  if (bits & 0x80000000u) return f32_of(F32_NAN);
+  if (bits == INFINITY_BITS) return a;
+  if (a == 1.0f) return 0.0f;
+  // The exponent and 36 bits after the point; negative numbers as the complement to one.
+  constexpr int POINT = 36;
+  const uint32_t mantissa = bits & MANTISSA;
+  const uint64_t entry = LG2.table[mantissa >> LG2.x_bits];
+  const uint32_t x = mantissa & ((1u << LG2.x_bits) - 1);
+  const int64_t curve = static_cast<int64_t>(entry & 0x3FF) * truncated_square<LG2>(x);
+  const int64_t sum = static_cast<int64_t>(entry >> 26 << LG2.c0_shift) + LG2.bias +
+                      static_cast<int64_t>(entry >> 10 & 0xFFFF) * x - (curve << LG2.c2_shift);
+  const int64_t fixed =
+      (static_cast<int64_t>(bits >> 23) - 127) * (int64_t{1} << POINT) + (sum >> LG2.result_shift);
+  auto magnitude = static_cast<uint64_t>(fixed < 0 ? ~fixed : fixed);
+  const int excess = 64 - std::countl_zero(magnitude) - 24;  // bits that a float does not have
+  if (excess > 0) magnitude = magnitude >> excess << excess;
+  return std::copysign(static_cast<float>(magnitude) * 0x1p-36f, fixed < 0 ? -1.0f : 1.0f);
+}
+
 constexpr float TWO_24 = 0x1p24f;  // by which ptxas makes subnormal operands normal
 constexpr float SMALLEST_NORMAL = 0x1p-126f;
 
@@ -826,9 +856,6 @@ float approximate(Function function, double a) {
   return canonical(static_cast<float>(function(a)));
 }
 
-float mufu_lg2(float a) {
-  return approximate([](double x) { return std::log2(x); }, flush(a));
-}
 float mufu_sqrt(float a) {
   return approximate([](double x) { return std::sqrt(x); }, flush(a));
 }
@@ -873,7 +900,10 @@ float sin_approx_f32(float a, bool ftz) {
 float cos_approx_f32(float a, bool ftz) {
   return approximate([](double x) { return std::cos(x); }, turns(a, ftz));
 }
-float tanh_approx_f32(float a) { return canonical(static_cast<float>(std::tanh(double{a}))); }
+float tanh_approx_f32(float a) {
+  if (std::fabs(a) < 0x1p-8f) return a;  // as an H200 has it
+  return canonical(static_cast<float>(std::tanh(double{a})));
+}
 float div_approx_f32(float a, float b, bool ftz) {
   if (!ftz && std::fabs(b) < SMALLEST_NORMAL) a *= TWO_24, b *= TWO_24;
   return mul_f32(a, mufu_rcp(b), {Round::RN, ftz, false});
@@ -1023,7 +1053,9 @@ uint16_t ex2_approx_f16(uint16_t a) {
   if (power >= 65536.0f) return F16.infinity;
   return finish_f16(power, {Round::RZ, false, false});
 }
-uint16_t tanh_approx_f16(uint16_t a) { return finish_f16(std::tanh(double{f32_of_f16(a)}), {}); }
+uint16_t tanh_approx_f16(uint16_t a) {
+  return finish_f16(tanh_approx_f32(f32_of_f16(a)), {Round::RZ, false, false});
+}
 
 uint16_t add_bf16(uint16_t a, uint16_t b) {
   return finish_bf16(add_odd(f32_of_bf16(a), f32_of_bf16(b), Round::RN));
@@ -1048,7 +1080,10 @@ uint16_t abs_bf16(uint16_t a) { return is_nan_bf16(a) ? BF16_NAN : a & 0x7FFF; }
 uint16_t ex2_approx_ftz_bf16(uint16_t a) {
   return static_cast<uint16_t>(bits_of(mufu_ex2(f32_of_bf16(a))) >> 16);
 }
-uint16_t tanh_approx_bf16(uint16_t a) { return finish_bf16(std::tanh(double{f32_of_bf16(a)})); }
+uint16_t tanh_approx_bf16(uint16_t a) {
+  const float result = tanh_approx_f32(f32_of_bf16(a));
+  return static_cast<uint16_t>(bits_of(result) >> 16);
+}
 
 // ---- Integers ----------------------------------------------------------------------------------
 

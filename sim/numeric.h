@@ -5,8 +5,9 @@
 // Operands come in PTX's order. A name says the instruction and the type: fma_f32 is fma.*.f32.
 //
 // Exact: conversions, add, sub, mul, fma, div, sqrt and rcp with a rounding modifier, min, max and
-// all integer functions. A NaN result is PTX's canonical NaN (0x7FFFFFFF, 0x7FFF). Within a bound
-// only: what PTX calls .approx (see each function); its special cases are exact.
+// all integer functions. A NaN result is PTX's canonical NaN (0x7FFFFFFF, 0x7FFF); where PTX leaves
+// bits open (NaN of .f64, fields beyond the top, division by zero) they are an H200's. Within a
+// bound only: some of what PTX calls .approx (see each function); its special cases are exact.
 //
 // The functions expect the default floating-point environment (round to nearest, subnormals kept):
 // a thread that may have another one (torch.set_flush_denormal) holds a FloatEnvironment.
@@ -166,8 +167,10 @@ float max_f32(float a, float b, MinMaxMode mode = {});
 float neg_f32(float a, bool ftz = false);
 float abs_f32(float a, bool ftz = false);
 
-// Approximations. The bound is PTX's own for the full range of inputs unless it says otherwise;
-// ours are correctly rounded, so their own error is at most 0.5 ulp.
+// Approximations. What stands behind each is PTX's own bound for the full range of inputs unless it
+// says otherwise. ex2, lg2, rcp, rsqrt and the divisions give an H200's bits; sqrt and tanh are
+// correctly rounded, sin and cos of the angle that it makes of its operand (how far they are from
+// an H200: tests/sim/vectors/README.md).
 float ex2_approx_f32(float a, bool ftz);    // 2 ulp; ex2(-inf) = +0, ex2(+-0) = 1
 float lg2_approx_f32(float a, bool ftz);    // 2^-22 absolute in (0.5, 2), relative elsewhere
 float rcp_approx_f32(float a, bool ftz);    // 1 ulp
@@ -208,7 +211,7 @@ uint16_t min_f16(uint16_t a, uint16_t b, MinMaxMode mode = {});
 uint16_t max_f16(uint16_t a, uint16_t b, MinMaxMode mode = {});
 uint16_t neg_f16(uint16_t a, bool ftz = false);
 uint16_t abs_f16(uint16_t a, bool ftz = false);
-uint16_t ex2_approx_f16(uint16_t a);   // 2^-9.9 relative; subnormals are kept
+uint16_t ex2_approx_f16(uint16_t a);   // 2^-9.9 relative; an H200's bits
 uint16_t tanh_approx_f16(uint16_t a);  // 2^-10.987 absolute; subnormals are kept
 
 uint16_t add_bf16(uint16_t a, uint16_t b);
@@ -219,7 +222,7 @@ uint16_t min_bf16(uint16_t a, uint16_t b, MinMaxMode mode = {});
 uint16_t max_bf16(uint16_t a, uint16_t b, MinMaxMode mode = {});
 uint16_t neg_bf16(uint16_t a);
 uint16_t abs_bf16(uint16_t a);
-uint16_t ex2_approx_ftz_bf16(uint16_t a);  // 2^-7 relative
+uint16_t ex2_approx_ftz_bf16(uint16_t a);  // 2^-7 relative; an H200's bits
 uint16_t tanh_approx_bf16(uint16_t a);     // 2^-8 relative
 
 template <class Function, class... Operands>

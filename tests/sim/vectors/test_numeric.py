@@ -403,7 +403,7 @@ def test_half_arithmetic_is_the_exact_result_rounded_once(direct: Direct, kind: 
         assert_same(actual, rounded(kind, exact, "rn", False), *operands[:2])
     actual = direct.run(f"fma.rn.{kind}", *operands)
     checked = 0
-    for i in range(0, 1 << 16, 5):
+    for i in range(0, 1 << 16, 16):
         a, b, c = (float(value[i]) for value in values)
         if not all(np.isfinite(x) for x in (a, b, c)):
             continue
@@ -417,7 +417,7 @@ def test_half_arithmetic_is_the_exact_result_rounded_once(direct: Direct, kind: 
         expected = rounded(kind, np.array([near]), "rn", False)[0]
         assert int(actual[i]) == int(expected), (a, b, c, hex(int(actual[i])), hex(int(expected)))
         checked += 1
-    assert checked > 8000
+    assert checked > 2500
 
 
 def test_packed_halves_are_two_single_ones(direct: Direct) -> None:
