@@ -113,8 +113,7 @@ ARCHFLASH_HOT_ENTRY void multiply(const MmaShape&, const MmaOperands& operands) 
     const int half = row / 8, first = row % 8 * GROUP;
     const auto* even = static_cast<const float*>(operands.c[2 * half]) + first;
     const auto* odd = static_cast<const float*>(operands.c[2 * half + 1]) + first;
-    _mm_store_ps(c.value[row], _mm_loadu_ps(even));
-    _mm_store_ps(c.value[row] + GROUP, _mm_loadu_ps(odd));
+    _mm256_store_ps(c.value[row], _mm256_set_m128(_mm_loadu_ps(odd), _mm_loadu_ps(even)));
   }
   add_products(a, b, c, DEPTH, false);
   for (int row = 0; row < TILE_ROWS; ++row) {
