@@ -515,3 +515,115 @@ def test_damaged_names_of_functions_are_told_as_plain_text() -> None:
     with pytest.raises(LaunchError) as caught:
         sim.load(text.replace("ret;", "r\u00e9t \u00e9\u00e9\u00e9\u00e9\u00e9\u00e9;"))
     assert str(caught.value).isascii()
+
+
+# --- every space, and the rest of what is told ---
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind", "message", "lane"),
+    [
+        ("ld.local.u32 %r1, [stack+32];", "out-of-bounds", "at 32 of 32", 0),
+        ("st.local.u32 [stack+-4], %r0;", "out-of-bounds", "local memory", 0),
+        ("ld.local.u16 %r1, [stack+1];", "misaligned", "not a multiple of 2", 0),
+        ("ld.local.u32 %r1, [stack+8];", "uninitialised", "local memory at 8", 0),
+        ("ld.param.u32 %r1, [p1+8];", "out-of-bounds", "the parameters at 16 of 16", 0),
+        ("ld.param.u64 %rd5, [p0+4];", "misaligned", "not a multiple of 8", 0),
+        ("ld.const.u32 %r1, [table+16];", "out-of-bounds", "constant memory at 16 of 16", 0),
+        (
+            "mov.u64 %rd5, table;\ncvta.const.u64 %rd5, %rd5;\nst.u32 [%rd5], 1;",
+            "read-only",
+            "constant memory",
+            0,
+        ),
+        ("ld.shared.u32 %r1, [smem+64];", "out-of-bounds", "at offset 64 of 64", 0),
+        ("st.shared.u32 [smem+-4], %r0;", "out-of-bounds", "at offset -4 of 64", 0),
+        ("red.shared.add.u32 [smem+2], 1;", "misaligned", "updates 4 bytes", 0),
+        ("atom.shared.add.u32 %r1, [smem+8], 1;", "uninitialised", "nothing has written", 0),
+        ("ld.global.u32 %r1, [values+16];", "out-of-bounds", "values+16", 0),
+        ("ld.shared.u32 %r1, [%r8];", "out-of-bounds", "shared memory at offset 64", 16),
+        ("cp.async.cg.shared.global [smem+64], [%rd0], 16;", "out-of-bounds", "offset 64", 0),
+        ("cp.async.cg.shared.global [smem], [%rd0+8], 16;", "misaligned", "multiple of 16", 0),
+        ("cp.async.cg.shared.global [smem], [%rd0+1024], 16;", "out-of-bounds", "+1024", 0),
+        ("cp.async.cg.shared.global [smem], [%rd0], 16, %r7;", "copy-size", "reads 17 of 16", 0),
+        ("LIST: .branchtargets A, A;\nbrx.idx %r0, LIST;\nA:", "branch", "index 2 of 2", 2),
+        ("brkpt;", "trap", "brkpt", 0),
+        ("bar.sync %r0;", "barrier", "lanes disagree", 1),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_with_its_lane_and_line(
+    statement: str, kind: str, message: str, lane: int
+) -> None:
+    module = """.const .align 8 .b32 table[4] = {1, 2, 3, 4};
+    .global .align 8 .b32 values[4] = {1, 2, 3, 4};"""
+    body = f""".local .align 8 .b8 stack[32];
+    mov.u32 %r7, 17;
+    mov.u32 %r8, smem;
+    mad.lo.u32 %r8, %r0, 4, %r8;
+    setp.lt.u32 %p1, %r0, 16;
+    @%p1 st.shared.u32 [%r8], 1;
+    bar.sync 1;
+    {statement}
+    st.global.u32 [%rd11], %r1;"""
+    if kind == "uninitialised" and "atom" in statement:
+        body = body.replace("@%p1 st.shared.u32 [%r8], 1;", "")
+    text = program(body, module=module, shared=64)
+    found = findings(text, words(), words())
+    first = next(f for f in found if f.kind == kind)
+    assert message in first.message
+    assert (first.warp, first.lane, first.severity) == (0, lane, "error")
+    last = statement.splitlines()[-1] if "brx" not in statement else "brx.idx"
+    assert last.rstrip(";") in text.splitlines()[first.line - 1]
+
+
+def test_the_cta_and_warp_of_a_finding_are_those_that_did_it() -> None:
+    body = """mov.u32 %r1, %ctaid.x;
+    mad.lo.u32 %r1, %r1, 64, %r0;
+    setp.eq.u32 %p1, %r1, 173;
+    @%p1 st.global.u32 [%rd1+4096], %r1;"""
+    found = findings(program(body), words(), words(), grid=(4,), block=(64,))
+    place = only(found, "out-of-bounds")
+    assert (place.cta, place.warp, place.lane) == (2, 1, 13)
+
+
+def test_ldmatrix_is_checked_row_by_row() -> None:
+    body = """mov.u32 %r8, smem;
+    and.b32 %r1, %r0, 7;
+    mad.lo.u32 %r2, %r1, 16, %r8;
+    setp.lt.u32 %p1, %r0, 7;
+    @%p1 st.shared.v4.u32 [%r2], {%r0, %r0, %r0, %r0};
+    bar.sync 0;
+    ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r3}, [%r2];
+    st.global.u32 [%rd11], %r3;"""
+    text = program(body, shared=128)
+    assert only(findings(text, words(), words()), "uninitialised").lane == 7
+    off = text.replace("{%r3}, [%r2]", "{%r3}, [%r2+8]")
+    assert only(findings(off, words(), words()), "misaligned").lane == 0
+
+
+def test_a_shuffle_from_a_lane_that_takes_no_part_is_a_lint() -> None:
+    body = """setp.ge.u32 %p1, %r0, 16;
+    @%p1 exit;
+    shfl.sync.bfly.b32 %r1, %r0, 16, 31, 0xffff;
+    st.global.u32 [%rd11], %r1;"""
+    found = findings(program(body), words(), words())
+    only(found, "shuffle", "lint")
+
+
+def test_a_mask_with_lanes_whose_guard_is_false_is_an_error() -> None:
+    body = """setp.lt.u32 %p1, %r0, 16;
+    @%p1 shfl.sync.idx.b32 %r1, %r0, 0, 31, -1;"""
+    found = only(findings(program(body), words(), words()), "member-mask")
+    assert "names lane 16" in found.message
+
+
+def test_a_copy_races_with_a_plain_write_of_its_destination() -> None:
+    body = """mov.u32 %r8, smem;
+    mad.lo.u32 %r8, %r0, 16, %r8;
+    mad.wide.u32 %rd5, %r0, 16, %rd0;
+    cp.async.cg.shared.global [%r8], [%rd5], 16;
+    st.shared.u32 [%r8], 1;
+    cp.async.wait_all;"""
+    for mode in MODES:
+        found = findings(program(body, shared=512), words(), words(), mode=mode)
+        assert "an asynchronous copy of this warp" in only(found, "race").message
