@@ -58,6 +58,10 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
     assert all(outcome.caught for outcome in outcomes if outcome.kind == "sync"), survivors
 
 
+def test_every_implementation_has_a_summary_of_its_last_full_run() -> None:
+    assert {file.stem for file in SUMMARIES} == set(implementations())
+
+
 @pytest.mark.parametrize("file", SUMMARIES, ids=lambda file: file.stem)
 def test_the_last_full_run_is_above_the_floor(file: Path) -> None:
     summary = json.loads(file.read_text())
