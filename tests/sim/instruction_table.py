@@ -197,8 +197,8 @@ def mutation() -> str:
     if not files:
         return "No full run of the mutants is recorded yet."
     lines = [
-        "| implementation | mutants run | excused | caught, of those not excused | caught, of all | "
-        "date, commit |",
+        "| implementation | mutants run | excused | caught, of those not excused | "
+        "caught, of all | date, commit |",
         "| --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for file in files:
