@@ -446,6 +446,62 @@ SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool w
   return {&owner, static_cast<uint32_t>(at)};
 }
 
+const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t bytes) {
+  const Space space = space_of(address, lane, Access::Read, bytes);
+  if (space == Space::Global) return locate_global(warp, lane, address, bytes, Access::Read);
+  if (space == Space::Param) {
+    const auto& parameters = warp.cta().launch().parameters;
+    return locate_constant(parameters.data(), parameters.size(), "the parameters", lane, address,
+                           bytes, Access::Read);
+  }
+  if (space == Space::Const) {
+    const auto& memory = warp.cta().launch().module->const_memory;
+    return locate_constant(memory.data(), memory.size(), "constant memory", lane, address, bytes,
+                           Access::Read);
+  }
+  throw Fault{
+      "out-of-bounds",
+      "the address " + hex(address) + " is in none of global, constant and parameter memory", lane,
+      address};
+}
+
+uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t bytes, bool writes) {
+  Cta& cta = warp.cta();
+  GlobalMemory& memory = *cta.launch().memory;
+  Buffer* buffer = memory.find(address);
+  const char* const doing = writes ? "writes " : "reads ";
+  if (buffer == nullptr || address - buffer->base >= buffer->bytes ||
+      bytes > buffer->bytes - (address - buffer->base)) {
+    throw Fault{"out-of-bounds", doing + memory.describe(address, bytes), lane, address};
+  }
+  if (writes && !buffer->writable) {
+    throw Fault{"read-only", doing + memory.describe(address, bytes) + ", which is an input", lane,
+                address};
+  }
+  const uint64_t offset = address - buffer->base;
+  if (!buffer->state.empty()) {
+    const uint8_t* state = buffer->state.data() + offset;
+    if (std::memchr(state, GAP, bytes) != nullptr) {
+      throw Fault{
+          "out-of-bounds",
+          doing + memory.describe(address, bytes) + ", which lies between the tensor's rows", lane,
+          address};
+    }
+    if (!writes && !all_valid(state, static_cast<uint32_t>(bytes))) {
+      report_state(warp, lane, state, static_cast<uint32_t>(bytes), memory.describe(address, bytes),
+                   address);
+    }
+  }
+  if (!writes && buffer->writable && cta.races() != nullptr) {
+    const Accessor who{warp.agent(), lane, warp.pc()};
+    const Race race = cta.races()->global_read(who, address, static_cast<uint32_t>(bytes));
+    if (race.found) {
+      cta.report_race(warp, lane, race, false, false, memory.describe(address, bytes), address);
+    }
+  }
+  return buffer->host + offset;
+}
+
 void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data) {
   Cta& cta = warp.cta();
   const uint64_t address = located.address[lane];

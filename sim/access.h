@@ -45,6 +45,13 @@ struct SharedPlace {
 SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
                           Space space, uint32_t bytes, uint32_t align);
 
+// `bytes` bytes at a lane's generic address, for reading something of one piece: a tensor map.
+const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t bytes);
+
+// Any number of bytes of global memory that an asynchronous operation reads or writes. Checks
+// bounds, state, and the races of a read.
+uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t bytes, bool writes);
+
 // Checks one lane's write for races and marks the bytes as valid. `data` is what will be written.
 void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data);
 

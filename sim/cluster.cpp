@@ -203,6 +203,12 @@ void Cluster::finish(AsyncOperation& operation) {
   }
 }
 
+void Cluster::advance(AsyncOperation& operation) {
+  if (step(operation)) {
+    std::erase_if(pending_, [&](const auto& pending) { return pending.get() == &operation; });
+  }
+}
+
 bool Cluster::step(AsyncOperation& operation) {
   AsyncOperation* const outer = stepping_;
   stepping_ = &operation;

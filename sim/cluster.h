@@ -51,6 +51,7 @@ class Cluster {
   void start(std::shared_ptr<AsyncOperation> operation);
   // Carries an operation on to its end, out of turn.
   void finish(AsyncOperation& operation);
+  void advance(AsyncOperation& operation);  // by one step
   bool has_pending() const { return !pending_.empty(); }
   // Something happened that a waiting lane may have waited for.
   void progress() { fruitless_ = 0; }

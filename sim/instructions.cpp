@@ -195,6 +195,7 @@ std::span<const FormTable> form_tables() {
       {"control, barriers, warps", warp_forms()},
       {"matrices", matrix_forms()},
       {"mbarriers", mbarrier_forms()},
+      {"bulk copies", bulk_forms()},
   };
   return TABLES;
 }

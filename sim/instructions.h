@@ -32,6 +32,7 @@ std::span<const Form> memory_forms();
 std::span<const Form> warp_forms();
 std::span<const Form> matrix_forms();
 std::span<const Form> mbarrier_forms();
+std::span<const Form> bulk_forms();
 
 // All of them, by what they are about.
 struct FormTable {

@@ -46,6 +46,7 @@ class MbarrierUnit {
   // writes; -1 without a race detector.
   int subscribe(Warp& warp, int lane, uint32_t offset);
   // `bytes` have landed. Returns the clock of the agent from which on they are known.
+  Clock serial(uint32_t offset) { return objects_[offset].serial; }
   Clock landed(AsyncOperation& by, uint32_t offset, int64_t bytes);
   // The phase counts one more pending arrival (cp.async.mbarrier.arrive without .noinc).
   void increment(Warp& warp, int lane, uint32_t offset);

@@ -14,6 +14,7 @@
 #include "sim/instructions.h"
 #include "sim/launch.h"
 #include "sim/matrix.h"
+#include "sim/tensor_map.h"
 
 namespace archflash::sim {
 namespace {
@@ -280,6 +281,19 @@ NB_MODULE(_archflash_sim, m) {
       },
       "instruction"_a, "Index in `forms` of a spelled instruction; -1: there is none.");
   m.def("modifier_sets", &modifier_sets, "Sets of alternatives: (name, \"a|b|c\").");
+  m.def(
+      "encode_tensor_map",
+      [](uint64_t address, const std::string& type, const std::vector<int64_t>& dims,
+         const std::vector<int64_t>& strides, const std::vector<int64_t>& box,
+         const std::vector<int64_t>& element_steps, int swizzle, bool nan_fill) {
+        if (swizzle < 0 || swizzle > 3) throw LoadError("a tensor map: no such swizzle");
+        const auto bytes =
+            encode(make_tensor_map(address, map_type_named(type), dims, strides, box, element_steps,
+                                   static_cast<MapSwizzle>(swizzle), nan_fill));
+        return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+      },
+      "address"_a, "type"_a, "dims"_a, "strides"_a, "box"_a, "element_steps"_a, "swizzle"_a,
+      "nan_fill"_a, "The simulator's tensor map, after the driver's checks: 128 bytes.");
   m.def("uses_avx2", &uses_avx2);
   m.def("set_avx2", &set_avx2, "enabled"_a,
         "Chooses the code that modules loaded from now on use; both give the same bits.");

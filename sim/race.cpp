@@ -22,7 +22,6 @@ void Knowledge::join(const Knowledge& other) {
 
 namespace {
 
-constexpr Clock UNFINISHED = UINT32_MAX;  // of what a unit has under way
 constexpr size_t MAX_UNIT_READS = 256;
 
 }  // namespace
@@ -290,6 +289,26 @@ Race RaceDetector::matrix_read(const Accessor& who, Clock clock, uint32_t offset
     reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_) + column] = clock;
   }
   return race;
+}
+
+Race RaceDetector::global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
+                                      uint32_t bytes) {
+  const Race race = global_write(who, address, bytes);
+  for (uint64_t g = address / 2; g <= (address + bytes - 1) / 2; ++g) {
+    Write& write = global_[g].write;
+    write.clock = clock;
+    write.agent = static_cast<uint16_t>(unit);
+  }
+  return race;
+}
+
+void RaceDetector::reads_landed(int unit, Clock clock, uint32_t offset, uint32_t bytes) {
+  for (UnitRead& read : unit_reads_) {
+    if (read.unit == unit && read.clock == UNFINISHED && read.begin >= offset &&
+        read.end <= offset + bytes) {
+      read.clock = clock;
+    }
+  }
 }
 
 void RaceDetector::unit_release(int unit, Clock clock, Knowledge& into) {

@@ -48,6 +48,8 @@ struct Race {
 
 class RaceDetector {
  public:
+  static constexpr Clock UNFINISHED = UINT32_MAX;  // of what a unit has under way
+
   // Agents 0 .. warps-1 are warps, warps .. 2*warps-1 their cp.async units, the next `warps` their
   // parts of wgmma; units that are added follow. `matrix_reads`: whether wgmma reads are watched.
   RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, int global_granule_log2,
@@ -82,6 +84,11 @@ class RaceDetector {
   Race async_read(const Accessor& who, int unit, Clock clock, uint32_t offset, uint32_t bytes);
   // Likewise of the warp's part of a wgmma.
   Race matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
+  // A write of global memory that `who` starts and `unit` carries out.
+  Race global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
+                          uint32_t bytes);
+  // Reads that were started with the clock UNFINISHED are done by `clock`.
+  void reads_landed(int unit, Clock clock, uint32_t offset, uint32_t bytes);
   // A unit's clock: what it did up to there becomes known to whoever acquires `into`, or to a warp.
   void unit_release(int unit, Clock clock, Knowledge& into);
   void unit_done(int unit, Clock clock, int warp);

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "sim/bulk.h"
 #include "sim/cluster.h"
 
 namespace archflash::sim {
@@ -27,7 +28,10 @@ Warp::Warp(Cta& cta, int index, int agent, uint32_t lanes)
   bases_[1] = const_cast<uint8_t*>(cta.constants());
   fragments_.push_back({lanes, 0});
   set_specials(lanes);
+  bulk_ = std::make_unique<BulkQueue>(*this);
 }
+
+Warp::~Warp() = default;
 
 void Warp::set_specials(uint32_t) {
   const LaunchContext& launch = cta_.launch();
@@ -352,6 +356,7 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
         return;
       }
       finish_copies();
+      bulk_->check_exit(active);
       live_ &= ~active;
       fragment.mask &= ~active;
       ++fragment.pc;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "sim/program.h"
@@ -12,6 +13,7 @@
 namespace archflash::sim {
 
 class Cta;
+class BulkQueue;
 
 // What a blocked fragment waits for.
 enum class Wait : uint8_t {
@@ -58,6 +60,7 @@ class Warp {
   enum class Stop : uint8_t { Budget, Blocked, Exited };
 
   Warp(Cta& cta, int index, int agent, uint32_t lanes);
+  ~Warp();
 
   // Runs up to `budget` instructions.
   Stop run(uint64_t budget);
@@ -85,6 +88,8 @@ class Warp {
   // Wakes fragments that wait for this.
   void wake(Wait wait, uint64_t key);
   bool waits_for(Wait wait) const;
+
+  BulkQueue& bulk() { return *bulk_; }
 
   // ---- Asynchronous copies ----
   std::vector<PendingCopy>& copies() { return copies_; }
@@ -121,6 +126,7 @@ class Warp {
   std::vector<uint8_t> registers_;
   std::vector<PendingCopy> copies_;
   uint32_t copy_sequence_ = 0;
+  std::unique_ptr<BulkQueue> bulk_;
 };
 
 }  // namespace archflash::sim

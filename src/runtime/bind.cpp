@@ -77,14 +77,19 @@ void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map) {
   }
 }
 
-void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
-          unsigned char* block) {
+void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
+                    unsigned char* block) {
   std::memcpy(block, launch.params.data(), launch.params.size());
   for (const PointerSlot& slot : launch.pointers) {
     char* base = static_cast<char*>(addresses[static_cast<int>(slot.operand)]);
     const char* address = base ? base + slot.addend : nullptr;  // an absent operand stays null
     std::memcpy(block + slot.offset, &address, sizeof(address));
   }
+}
+
+void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
+          unsigned char* block) {
+  bind_addresses(launch, addresses, block);
   for (const TensorMapSpec& spec : launch.tensor_maps) {
     encode_tensor_map(spec, addresses[static_cast<int>(spec.operand)], block + spec.offset);
   }

@@ -21,6 +21,10 @@ struct LaunchFailure : std::runtime_error {
 void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
           unsigned char* block);
 
+// Likewise without the tensor maps.
+void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
+                    unsigned char* block);
+
 // Encodes one tensor map into 128 bytes (64-byte aligned) with the driver's own encoder.
 void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map);
 

@@ -219,7 +219,8 @@ nb::object execute_plan(const LaunchPlan& plan, ARCHFLASH_CALL_PARAMETERS) {
 }
 
 nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
-                           const std::vector<std::pair<std::string, uintptr_t>>& addresses) {
+                           const std::vector<std::pair<std::string, uintptr_t>>& addresses,
+                           bool tensor_maps) {
   std::array<void*, OPERAND_COUNT> pointers{};
   for (const auto& [name, address] : addresses) {
     for (int i = 0; i < OPERAND_COUNT; ++i) {
@@ -228,7 +229,7 @@ nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
     }
   }
   alignas(64) unsigned char block[MAX_PARAMETER_BYTES];
-  bind(plan.launches.at(launch), pointers, block);
+  (tensor_maps ? bind : bind_addresses)(plan.launches.at(launch), pointers, block);
   return nb::bytes(block, plan.launches[launch].params.size());
 }
 
@@ -415,7 +416,9 @@ NB_MODULE(_archflash, m) {
   m.def("make_problem", &make_problem, ARCHFLASH_CALL_NAMES);
   m.def("execute", &execute_plan, "plan"_a, ARCHFLASH_CALL_NAMES);
   m.def("bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
-        "The parameter bytes of one launch with (operand, address) pairs filled in.");
+        "tensor_maps"_a = true,
+        "The parameter bytes of one launch with (operand, address) pairs filled in, and tensor maps "
+        "encoded by the driver where they are wanted.");
   m.def(
       "cache_info",
       [] {

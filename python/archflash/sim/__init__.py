@@ -5,7 +5,7 @@ what is wrong with it.
 """
 
 from archflash.sim._attention import Run, run
-from archflash.sim._launch import Buffer, Program, launch, load
+from archflash.sim._launch import Buffer, Program, TensorMap, launch, load
 from archflash.sim._report import Finding, Report, SimulationError
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Report",
     "Run",
     "SimulationError",
+    "TensorMap",
     "launch",
     "load",
     "run",

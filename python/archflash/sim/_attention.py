@@ -177,7 +177,7 @@ def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
     addresses = list(zip(names, Bindings(memory, buffers).addresses, strict=True))
     reports = []
     for index, (row, program) in enumerate(zip(launches, programs, strict=True)):
-        parameters = _runtime.bound_parameters(plan, index, addresses)
+        parameters = bound_parameters(plan, index, row, addresses)
         report = run_kernel(
             program,
             row["kernel"],
@@ -202,6 +202,39 @@ def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
             break
     _session.reports = tuple(reports)
     _session.plan = plan
+
+
+_MAP_TYPES = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float64": "f64",
+    "float8_e4m3fn": "u8",
+    "float8_e5m2": "u8",
+}
+
+
+def bound_parameters(
+    plan: _runtime.LaunchPlan, index: int, launch: dict[str, Any], addresses: list[tuple[str, int]]
+) -> bytes:
+    """The parameter bytes of launch `index` (also given as a dict) with simulated addresses, and
+    the simulator's tensor maps.
+    """
+    block = bytearray(_runtime.bound_parameters(plan, index, addresses, False))
+    address_of = dict(addresses)
+    for spec in launch["tensor_maps"]:
+        encoded = _native.encode_tensor_map(
+            address_of[spec["operand"]] + spec["addend"],
+            _MAP_TYPES[spec["dtype"]],
+            spec["dims"],
+            spec["strides"],
+            spec["box"],
+            [1] * len(spec["box"]),
+            spec["swizzle"],
+            spec["nan_fill"],
+        )
+        block[spec["offset"] : spec["offset"] + len(encoded)] = encoded
+    return bytes(block)
 
 
 @cache

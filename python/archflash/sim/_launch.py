@@ -80,6 +80,77 @@ class Buffer:
     name: str = "buffer"
 
 
+_MAP_ALIGN = 64
+SWIZZLES = (0, 32, 64, 128)
+_MAP_TYPES = {
+    torch.uint8: "u8",
+    torch.int8: "u8",
+    torch.float8_e4m3fn: "u8",
+    torch.float8_e5m2: "u8",
+    torch.int16: "u16",
+    torch.int32: "s32",
+    torch.int64: "s64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+}
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor map as a kernel's argument: 128 bytes, 64-byte aligned, that TMA instructions read.
+
+    Attributes:
+        tensor: on the CPU; its last dimension is the map's first and contiguous.
+        box: elements that one copy moves, in the map's order (the contiguous dimension first).
+        swizzle: 0, 32, 64 or 128 bytes.
+        nan_fill: elements out of bounds are NaN instead of zero (16-bit floating point only).
+        element_steps: every how manieth element is moved, in the map's order; () for all.
+        writable, initialised, name: as of a `Buffer`.
+        dims: the map's sizes in elements, the contiguous one first; () for the tensor's.
+        type: of the elements, "u8", "f16" and so on; "" for the tensor's.
+    """
+
+    tensor: Tensor
+    box: Sequence[int]
+    swizzle: int = 0
+    nan_fill: bool = False
+    element_steps: Sequence[int] = ()
+    writable: bool = True
+    initialised: bool = True
+    name: str = "tensor map"
+    dims: Sequence[int] = ()
+    type: str = ""
+
+    @property
+    def buffer(self) -> Buffer:
+        """The tensor as a buffer."""
+        return Buffer(self.tensor, self.writable, self.initialised, self.name)
+
+    def encode(self, address: int) -> bytes:
+        """The map of the tensor at a simulated address.
+
+        Raises:
+            LaunchError: the driver would refuse it.
+        """
+        if self.swizzle not in SWIZZLES:
+            raise LaunchError(f"a tensor map: a swizzle of {self.swizzle} bytes: 0, 32, 64 or 128")
+        if self.tensor.stride(-1) != 1:
+            raise LaunchError("a tensor map: the last dimension is not contiguous")
+        size = self.tensor.element_size()
+        return _native.encode_tensor_map(
+            address,
+            self.type or _MAP_TYPES[self.tensor.dtype],
+            list(self.dims or reversed(self.tensor.shape)),
+            [step * size for step in reversed(self.tensor.stride()[:-1])],
+            list(self.box),
+            list(self.element_steps or [1] * len(self.box)),
+            SWIZZLES.index(self.swizzle),
+            self.nan_fill,
+        )
+
+
 class Bindings:
     """Tensors registered with a simulator's memory; addresses by name.
 
@@ -157,7 +228,7 @@ def row_starts(tensor: Tensor) -> tuple[list[int], int]:
 def launch(
     program: Program,
     kernel: str,
-    arguments: Sequence[Tensor | Buffer | int | float | bytes],
+    arguments: Sequence[Tensor | Buffer | TensorMap | int | float | bytes],
     *,
     grid: Sequence[int] = (1, 1, 1),
     block: Sequence[int] = (32, 1, 1),
@@ -179,8 +250,8 @@ def launch(
         program: from `load`.
         kernel: the name of one of its kernels.
         arguments: one for each parameter: a tensor on the CPU (or a `Buffer`) for a pointer, an int
-            for a 32-bit integer, a float for an .f32, bytes for anything else, laid out as the
-            parameters are.
+            for a 32-bit integer, a float for an .f32, a `TensorMap`, bytes for anything else, laid
+            out as the parameters are.
         grid: CTAs along x, y, z.
         block: threads along x, y, z.
         cluster: CTAs of a cluster along x, y, z.
@@ -209,22 +280,29 @@ def launch(
     """
     memory = _native.Memory()
     buffers = [
-        argument if isinstance(argument, Buffer) else Buffer(argument, name=f"argument {index}")
+        argument.buffer
+        if isinstance(argument, TensorMap)
+        else argument
+        if isinstance(argument, Buffer)
+        else Buffer(argument, name=f"argument {index}")
         for index, argument in enumerate(arguments)
-        if isinstance(argument, (Tensor, Buffer))
+        if isinstance(argument, (Tensor, Buffer, TensorMap))
     ]
     addresses = iter(Bindings(memory, buffers).addresses)
     parameters = b""
     for argument in arguments:
         if isinstance(argument, (Tensor, Buffer)):
             piece = struct.pack("<Q", next(addresses))
+        elif isinstance(argument, TensorMap):
+            piece = argument.encode(next(addresses))
         elif isinstance(argument, bytes):
             piece = argument
         elif isinstance(argument, float):
             piece = struct.pack("<f", argument)
         else:
             piece = struct.pack("<i" if argument < 0 else "<I", argument)
-        align = len(piece) if not isinstance(argument, bytes) else 1
+        align = len(piece) if not isinstance(argument, (bytes, TensorMap)) else 1
+        align = _MAP_ALIGN if isinstance(argument, TensorMap) else align
         parameters += b"\0" * (-len(parameters) % align) + piece
     report = run_kernel(
         program,

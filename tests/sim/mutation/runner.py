@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _archflash as _runtime
 from archflash import _archflash_sim as _native
 from archflash import sim
-from archflash.sim._attention import ptx_text
+from archflash.sim._attention import bound_parameters, ptx_text
 from archflash.sim._launch import Bindings, Buffer, run_kernel
 
 from .excuses import EXCUSES
@@ -223,7 +222,7 @@ def _run(
     return run_kernel(
         program,
         launch["kernel"],
-        _runtime.bound_parameters(call.plan, 0, addresses),
+        bound_parameters(call.plan, 0, launch, addresses),
         memory,
         grid=launch["grid"],
         block=launch["block"],
