@@ -294,7 +294,7 @@ Race RaceDetector::matrix_read(const Accessor& who, Clock clock, uint32_t offset
 Race RaceDetector::global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
                                       uint32_t bytes) {
   const Race race = global_write(who, address, bytes);
-  for (uint64_t g = address / 2; g <= (address + bytes - 1) / 2; ++g) {
+  for (uint64_t g = address >> global_shift_; g <= (address + bytes - 1) >> global_shift_; ++g) {
     Write& write = global_[g].write;
     write.clock = clock;
     write.agent = static_cast<uint16_t>(unit);
