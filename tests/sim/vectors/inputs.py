@@ -245,3 +245,38 @@ def matrix_register(key: str, element: str, warps: int, accumulator: bool) -> Wo
         value = np.where((warp_kind == 3) & (choice % np.uint64(32) == 0), special, value)
         packed |= value << np.uint64(width * index)
     return packed
+
+
+def edge_register(key: str, element: str, warps: int, accumulator: bool) -> Words:
+    """Like matrix_register, but of a floating-point type and for the edges of adding up.
+
+    Four kinds of warps in turn: most elements of A and B are zeros and C is small; A and B are
+    zeros and C is small or a zero; everything is as small as the type allows; as large.
+    """
+    count = warps * 32
+    layout = FLOAT_LAYOUTS[element]
+    width, mantissa_bits, bias = layout
+    warp_kind = np.arange(count) // 32 % 4
+    packed = np.zeros(count, dtype=np.uint64)
+    for index in range(max(1, 32 // width)):
+        name = f"{key}/{index}"
+        words = random_words(name + "/choice", count)
+        zero = (words >> np.uint64(63)) << np.uint64(width - 1)  # of either sign
+        choice = words % np.uint64(4)
+        least = 1 - bias
+        small = _floats(name + "/small", count, layout, max(-30, least), max(-16, least + 4))
+        moderate = _floats(name + "/moderate", count, layout, -3, 9)
+        value = small if accumulator else np.where(choice == 0, moderate, zero)
+        other = np.where(choice < 2, small, zero) if accumulator else zero
+        value = np.where(warp_kind == 1, other, value)
+        # Down to subnormals where the product of two has the exponents of C's smallest numbers.
+        low = -75 if bias == 127 and not accumulator else least
+        tiny = _floats(name + "/tiny", count, layout, low, low + 12)
+        mantissa = tiny & np.uint64((1 << mantissa_bits) - 1)
+        subnormal = zero | mantissa
+        value = np.where(warp_kind == 2, np.where(choice == 0, subnormal, tiny), value)
+        high = bias if accumulator else 62 if bias == 127 else 8
+        large = _floats(name + "/huge", count, layout, high - 6, high)
+        value = np.where(warp_kind == 3, large, value)
+        packed |= value << np.uint64(width * index)
+    return packed

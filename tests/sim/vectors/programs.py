@@ -690,7 +690,12 @@ class MatrixShape:
 
 
 def _mma(
-    shape: MatrixShape, target: str, layouts: str = "row.col", flags: str = "", operation: str = ""
+    shape: MatrixShape,
+    target: str,
+    layouts: str = "row.col",
+    flags: str = "",
+    operation: str = "",
+    family: str = "mma",
 ) -> Program:
     types = f"{shape.d}.{shape.a}.{shape.b}.{shape.c}"
     size = f"m{shape.m}n{shape.n}k{shape.k}"
@@ -703,15 +708,15 @@ def _mma(
 
     def make(index: int) -> Words:
         accumulator = index >= a + b
-        key = f"mma/{name}/{index}"
-        return inputs.matrix_register(key, elements[index], WARPS_OF_MATRICES, accumulator)
+        register = inputs.matrix_register if family == "mma" else inputs.edge_register
+        return register(f"{family}/{name}/{index}", elements[index], WARPS_OF_MATRICES, accumulator)
 
     def listed(first: int, count: int) -> str:
         return "{" + ", ".join(f"%x{first + i}" for i in range(count)) + "}"
 
     outputs = "{" + ", ".join(f"%y{i}" for i in range(d)) + "}"
     return Program(
-        family="mma",
+        family=family,
         name=name,
         target=target,
         body=(f"{name} {outputs}, {listed(0, a)}, {listed(a, b)}, {listed(a + b, c)};",),
@@ -756,6 +761,20 @@ def _matrices() -> Iterator[Program]:
             yield _mma(shape(8, 4, d, "f16", "f16", c), "sm_80", layouts=layouts)
 
 
+def _matrix_edges() -> Iterator[Program]:
+    """Zeros, subnormals and overflow in what a tensor core adds up."""
+    for a, accumulator, k in (
+        ("f16", "f32", 16), ("f16", "f16", 16), ("f16", "f32", 8), ("bf16", "f32", 16),
+        ("bf16", "f32", 8), ("tf32", "f32", 8), ("tf32", "f32", 4),
+    ):  # fmt: skip
+        shape = MatrixShape(16, 8, k, accumulator, a, a, accumulator)
+        yield _mma(shape, "sm_80", family="mma_edges")
+    for accumulator in ("f32", "f16"):
+        for a, b in (("e4m3", "e4m3"), ("e5m2", "e5m2")):
+            shape = MatrixShape(16, 8, 32, accumulator, a, b, accumulator)
+            yield _mma(shape, "sm_89", family="mma_edges")
+
+
 FAMILIES: dict[str, tuple[Callable[[], Iterator[Program]], ...]] = {
     "cvt": (_integer_cvt, _float_to_integer_cvt, _integer_to_float_cvt, _float_cvt, _narrow_cvt),
     "approx": (_approximations,),
@@ -767,6 +786,7 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Program]], ...]] = {
     "warp": (_warp,),
     "ldmatrix": (_shared_matrices,),
     "mma": (_matrices,),
+    "mma_edges": (_matrix_edges,),
 }
 
 
