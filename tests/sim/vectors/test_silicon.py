@@ -64,7 +64,7 @@ def test_the_simulator_gives_what_the_card_gave(program: Program, recording: Rec
 BY_ITSELF = [
     program
     for program in ALL
-    if program.family in ("cvt", "approx", "f32", "f64", "half", "mma")
+    if program.family in ("cvt", "approx", "f32", "f64", "half", "mma", "mma_edges")
     and not program.name.startswith("copysign")
 ]
 
@@ -83,7 +83,7 @@ def test_baseline_arithmetic_gives_what_the_card_gave(
 ) -> None:
     count = min(program.explicit, program.count)
     values = [program.input(i)[:count] for i in range(len(program.reads))]
-    if program.family == "mma":
+    if program.family.startswith("mma"):
         results = baseline.mma(instruction(program), values, len(program.writes))
     else:
         results = [baseline.run(program.name, *values)]
