@@ -136,7 +136,59 @@ void Cta::trace_endless_waits() {
   }
 }
 
+// What ptxas may give a thread of a kernel with this launch bound, and gives one that uses
+// setmaxnreg.
+int Cta::registers_at_launch() const {
+  constexpr int64_t REGISTERS = 65536, UNIT = 8, MOST = 256;
+  const Kernel& kernel = *launch_.kernel;
+  if (kernel.max_registers > 0) return kernel.max_registers;
+  int64_t threads = kernel.max_threads;
+  if (threads == 0) {
+    threads = int64_t{kernel.required_threads[0]} * kernel.required_threads[1] *
+              kernel.required_threads[2];
+  }
+  if (threads == 0) threads = launch_.block.count();
+  threads = (threads + LANES - 1) / LANES * LANES;
+  return static_cast<int>(std::min(MOST, REGISTERS / (threads * kernel.min_ctas) / UNIT * UNIT));
+}
+
+bool Cta::set_registers(Warp& warp, int count, bool increase) {
+  if (registers_.empty()) {
+    registers_.assign(warps_.size(), registers_at_launch());
+    const Kernel& kernel = *launch_.kernel;
+    if (kernel.max_registers == 0 && kernel.max_threads == 0 && kernel.required_threads[0] == 0) {
+      report(Severity::Lint, warp, -1, "registers",
+             "setmaxnreg in a kernel without launch bounds: ptxas ignores it there");
+    }
+  }
+  int& held = registers_[static_cast<size_t>(warp.index())];
+  if (increase ? count < held : count > held) {
+    throw Fault{"registers", "setmaxnreg." + std::string(increase ? "inc" : "dec") + " to " +
+                                 std::to_string(count) + " of a warp that has " +
+                                 std::to_string(held) + " registers a thread"};
+  }
+  if (count - held > free_registers_) return false;
+  free_registers_ -= count - held;
+  held = count;
+  for (const auto& each : warps_) each->wake_all(Wait::Registers);
+  cluster_.progress();
+  return true;
+}
+
 void Cta::check_exit() {
+  constexpr size_t GROUP = 4;
+  for (size_t w = 0; w < registers_.size(); ++w) {
+    if (registers_[w] == registers_[w / GROUP * GROUP]) continue;
+    Finding finding;
+    finding.kind = "registers";
+    finding.message = "warp " + std::to_string(w) + " has " + std::to_string(registers_[w]) +
+                      " registers a thread and warp " + std::to_string(w / GROUP * GROUP) + " " +
+                      std::to_string(registers_[w / GROUP * GROUP]) +
+                      ": all warps of a warpgroup must execute setmaxnreg alike";
+    finding.cta = index_;
+    findings_.add(std::move(finding));
+    break;
+  }
   for (int id = 0; id < BARRIERS; ++id) {
     const Barrier& barrier = barriers_[static_cast<size_t>(id)];
     if (!barrier.active) continue;
@@ -181,7 +233,11 @@ std::string Cta::describe_waits() {
           text += "waits for " + mbarriers_->describe(static_cast<uint32_t>(fragment.key));
           break;
         case Wait::Registers:
-          text += "waits for " + std::to_string(fragment.key) + " registers a thread";
+          text += "setmaxnreg waits for " + std::to_string(fragment.key) +
+                  " registers a thread, has " +
+                  std::to_string(registers_[static_cast<size_t>(warp->index())]) + ", and " +
+                  std::to_string(free_registers_) +
+                  " are in the CTA's pool: the sum is more than the launch gave";
           break;
         case Wait::Rest:
           text += "waits in a loop";

@@ -143,6 +143,10 @@ class Cta {
               uint32_t predicate, Ref destination);
   void lanes_exited(Warp& warp);
 
+  // ---- Registers (setmaxnreg): those that no warp holds are the pool ----
+  // False: an increase has to wait until others give registers back.
+  bool set_registers(Warp& warp, int count, bool increase);
+
   // ---- Reports ----
   void report(Severity severity, const Warp& warp, int lane, const char* kind, std::string message,
               uint64_t address = 0, int64_t other_pc = -1);
@@ -189,6 +193,7 @@ class Cta {
   // `cause`: the warp that arrived or ended.
   void complete_if_full(int id, int cause);
   void relocate_constants();
+  int registers_at_launch() const;
 
   Cluster& cluster_;
   const LaunchContext& launch_;
@@ -207,6 +212,8 @@ class Cta {
   std::unique_ptr<MbarrierUnit> mbarriers_;
   std::array<Barrier, BARRIERS> barriers_;
   std::vector<std::unique_ptr<Warp>> warps_;
+  std::vector<int> registers_;  // a thread's, by warp; empty until a warp changes its own
+  int free_registers_ = 0;
   Trace trace_;
   std::vector<GlobalWrite> global_writes_;
 };

@@ -196,6 +196,7 @@ std::span<const FormTable> form_tables() {
       {"matrices", matrix_forms()},
       {"mbarriers", mbarrier_forms()},
       {"bulk copies", bulk_forms()},
+      {"clusters, register pools", cluster_forms()},
   };
   return TABLES;
 }

@@ -403,6 +403,14 @@ void Warp::wake(Wait wait, uint64_t key) {
   }
 }
 
+void Warp::wake_all(Wait wait) {
+  for (Fragment& fragment : fragments_) {
+    if (fragment.state == Fragment::State::Blocked && fragment.wait == wait) {
+      fragment.state = Fragment::State::Ready;
+    }
+  }
+}
+
 bool Warp::waits_for(Wait wait) const {
   return std::any_of(fragments_.begin(), fragments_.end(), [&](const Fragment& fragment) {
     return fragment.state == Fragment::State::Blocked && fragment.wait == wait;

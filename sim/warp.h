@@ -87,6 +87,7 @@ class Warp {
   void block(Wait wait, uint64_t key, bool again = false);
   // Wakes fragments that wait for this.
   void wake(Wait wait, uint64_t key);
+  void wake_all(Wait wait);  // whatever the key
   bool waits_for(Wait wait) const;
 
   BulkQueue& bulk() { return *bulk_; }
