@@ -414,6 +414,7 @@ void mark_valid(Warp& warp, int lane, Cta& owner, uint32_t offset, uint32_t byte
                       address);
   }
   std::memset(state, VALID, bytes);
+  if (owner.has_tiles()) owner.set_tile(offset, bytes, {});
 }
 
 }  // namespace

@@ -76,6 +76,12 @@ void trace(AsyncOperation& by, uint64_t issued, uint64_t bytes, const char* labe
 void open_destination(Warp& warp, int lane, const BulkShape& shape, const BulkTarget& target) {
   Cta& owner = *target.data.cta;
   check_extent(lane, shared_extent(shape), target.data);
+  TileLine tile;
+  if (shape.is_box) {
+    tile = {target.data.offset, shape.pitch, static_cast<uint32_t>(shape.pieces.size()),
+            shape.swizzle == 0 ? 0 : shape.pitch};
+  }
+  owner.set_tile(target.data.offset, shared_extent(shape), tile);
   for_each_run(shape, target.data.address(), [&](uint32_t offset, uint32_t bytes) {
     uint8_t* const state = target.data.state() + offset;
     if (owner.mbarriers().any() && std::memchr(state, MBARRIER, bytes) != nullptr) {
@@ -225,6 +231,7 @@ BulkShape box_shape(const TensorMap& map, const int32_t* coordinates, bool store
   shape.piece_bytes = map.row_bytes();
   shape.pitch = map.pitch();
   shape.swizzle = swizzle_mask(map.swizzle);
+  shape.is_box = true;
   shape.element_bytes = map.element_bytes();
   shape.type = map.type;
   shape.nan_fill = map.nan_fill;

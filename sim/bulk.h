@@ -25,6 +25,7 @@ struct BulkShape {
   uint32_t piece_bytes = 0;  // each
   uint32_t pitch = 0;        // from one piece to the next
   uint32_t swizzle = 0;      // swizzle_mask
+  bool is_box = false;
   uint32_t element_bytes = 1;
   MapType type = MapType::U8;
   bool nan_fill = false;

@@ -7,9 +7,12 @@
 
 #include "sim/cluster.h"
 #include "sim/mbarrier.h"
+#include "sim/wgmma.h"
 
 namespace archflash::sim {
 namespace {
+
+constexpr uint32_t TILE_LINE_BYTES = 128;
 
 std::string hex(uint64_t value) {
   char text[32];
@@ -114,6 +117,22 @@ void Cta::relocate_constants() {
   constants_ = own_constants_.data();
 }
 
+const TileLine* Cta::tile_of(uint32_t offset) const {
+  const TileLine& tile = tiles_[offset / TILE_LINE_BYTES];
+  return tile.pitch != 0 ? &tile : nullptr;
+}
+
+void Cta::set_tile(uint32_t offset, uint32_t bytes, const TileLine& tile) {
+  if (tiles_.empty()) {
+    if (tile.pitch == 0) return;
+    tiles_.resize(shared_.size() / TILE_LINE_BYTES + 1);
+  }
+  for (uint32_t line = offset / TILE_LINE_BYTES; line <= (offset + bytes - 1) / TILE_LINE_BYTES;
+       ++line) {
+    tiles_[line] = tile;
+  }
+}
+
 uint64_t Cta::time() const { return cluster_.time(); }
 Random& Cta::random() { return cluster_.random(); }
 
@@ -201,6 +220,17 @@ void Cta::check_exit() {
     findings_.add(std::move(finding));
   }
   mbarriers_->check_exit();
+  for (size_t w = 0; w < warps_.size(); ++w) {
+    if (warps_[w]->matrix().history() == warps_[w / GROUP * GROUP]->matrix().history()) continue;
+    Finding finding;
+    finding.kind = "wgmma";
+    finding.message = "warp " + std::to_string(w) + " executed other wgmmas than warp " +
+                      std::to_string(w / GROUP * GROUP) +
+                      ": all warps of a warpgroup must execute the same";
+    finding.cta = index_;
+    findings_.add(std::move(finding));
+    break;
+  }
 }
 
 std::string Cta::describe_waits() {
@@ -416,8 +446,10 @@ void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes,
   }
   if (race.proxy) message += ": no fence.proxy.async lies between";
   if (benign) message += "; both write the same value";
-  report(benign ? Severity::Lint : Severity::Error, warp, lane, race.proxy ? "proxy" : "race",
-         std::move(message), address, race.other_pc);
+  const char* kind = "race";
+  if (race.proxy) kind = "proxy";
+  report(benign ? Severity::Lint : Severity::Error, warp, lane, kind, std::move(message), address,
+         race.other_pc);
 }
 
 }  // namespace archflash::sim

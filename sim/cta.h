@@ -93,6 +93,14 @@ struct GlobalWrite {
 class Cluster;
 class MbarrierUnit;
 
+// The box that TMA wrote to 128 bytes of shared memory.
+struct TileLine {
+  uint32_t start = 0;  // offset of the box in shared memory
+  uint32_t pitch = 0;  // 0: no box
+  uint32_t rows = 0;
+  uint32_t span = 0;  // of its swizzle; 0: none
+};
+
 class Cta {
  public:
   static constexpr int BARRIERS = 16;
@@ -134,6 +142,11 @@ class Cta {
   // Where this CTA's shared memory begins in the race detector's.
   uint32_t race_base() const { return race_base_; }
   MbarrierUnit& mbarriers() { return *mbarriers_; }
+
+  // ---- What TMA wrote, for checks of what reads it by a layout of its own ----
+  bool has_tiles() const { return !tiles_.empty(); }
+  const TileLine* tile_of(uint32_t offset) const;  // nullptr: something else wrote there last
+  void set_tile(uint32_t offset, uint32_t bytes, const TileLine& tile);
 
   // ---- Barriers ----
   enum class BarrierKind : uint8_t { Sync, Arrive, RedPopc, RedAnd, RedOr };
@@ -210,6 +223,7 @@ class Cta {
   std::vector<uint8_t> own_constants_;  // where addresses of shared memory are the CTA's own
   RaceDetector* races_;
   std::unique_ptr<MbarrierUnit> mbarriers_;
+  std::vector<TileLine> tiles_;  // by 128 bytes; empty: no box yet
   std::array<Barrier, BARRIERS> barriers_;
   std::vector<std::unique_ptr<Warp>> warps_;
   std::vector<int> registers_;  // a thread's, by warp; empty until a warp changes its own

@@ -6,6 +6,7 @@
 #include <map>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "sim/memory.h"
 #include "sim/numeric.h"
@@ -43,6 +44,20 @@ constexpr ModifierSet SETS[] = {
     {"evict2", "L2::evict_normal|L2::evict_first|L2::evict_last"},
     {"prefetch", "L2::64B|L2::128B|L2::256B"},
     {"scope", "cta|cluster|gpu|sys"},
+    {"wgmma",
+     "m64n8k8|m64n16k8|m64n24k8|m64n32k8|m64n40k8|m64n48k8|m64n56k8|m64n64k8|m64n72k8|"
+     "m64n80k8|m64n88k8|m64n96k8|m64n104k8|m64n112k8|m64n120k8|m64n128k8|m64n136k8|"
+     "m64n144k8|m64n152k8|m64n160k8|m64n168k8|m64n176k8|m64n184k8|m64n192k8|m64n200k8|"
+     "m64n208k8|m64n216k8|m64n224k8|m64n232k8|m64n240k8|m64n248k8|m64n256k8|m64n8k16|"
+     "m64n16k16|m64n24k16|m64n32k16|m64n40k16|m64n48k16|m64n56k16|m64n64k16|m64n72k16|"
+     "m64n80k16|m64n88k16|m64n96k16|m64n104k16|m64n112k16|m64n120k16|m64n128k16|"
+     "m64n136k16|m64n144k16|m64n152k16|m64n160k16|m64n168k16|m64n176k16|m64n184k16|"
+     "m64n192k16|m64n200k16|m64n208k16|m64n216k16|m64n224k16|m64n232k16|m64n240k16|"
+     "m64n248k16|m64n256k16|m64n8k32|m64n16k32|m64n24k32|m64n32k32|m64n40k32|m64n48k32|"
+     "m64n56k32|m64n64k32|m64n72k32|m64n80k32|m64n88k32|m64n96k32|m64n104k32|m64n112k32|"
+     "m64n120k32|m64n128k32|m64n136k32|m64n144k32|m64n152k32|m64n160k32|m64n168k32|"
+     "m64n176k32|m64n184k32|m64n192k32|m64n200k32|m64n208k32|m64n216k32|m64n224k32|"
+     "m64n232k32|m64n240k32|m64n248k32|m64n256k32"},
     {"cop", "ca|cg|cs|lu|cv|wb|wt"},
 };
 
@@ -197,6 +212,7 @@ std::span<const FormTable> form_tables() {
       {"mbarriers", mbarrier_forms()},
       {"bulk copies", bulk_forms()},
       {"clusters, register pools", cluster_forms()},
+      {"wgmma", wgmma_forms()},
   };
   return TABLES;
 }
@@ -253,6 +269,7 @@ class KernelLoader {
       kernel_.code[i].operands = list.get();
       kernel_.operand_lists.push_back(std::move(list));
     }
+    if (kernel_.uses_wgmma) note_pinned();
   }
 
   // `shared`: an address of shared memory, which differs between the CTAs of a cluster.
@@ -571,6 +588,14 @@ class KernelLoader {
       }
     }
     for (const SpecialUse& use : kernel_.specials) touch(use.place, 0);
+    for (size_t i = 0; i < count; ++i) {  // a place of their own
+      if (!kernel_.code[i].pinned) continue;
+      for (const Ref r : lists_[i]) {
+        if (r & CONSTANT) continue;
+        touch(r, 0);
+        touch(r, count - 1);
+      }
+    }
     std::vector<Ref> order;
     for (Ref r = 0; r < registers; ++r) {
       if (first[r] != NEVER) order.push_back(r);
@@ -612,6 +637,24 @@ class KernelLoader {
       }
     }
     for (SpecialUse& use : kernel_.specials) use.place = place[use.place];
+  }
+
+  // Which instructions touch registers that a wgmma may have under way.
+  void note_pinned() {
+    std::unordered_set<Ref> pinned;
+    for (size_t i = 0; i < kernel_.code.size(); ++i) {
+      if (kernel_.code[i].pinned) pinned.insert(lists_[i].begin(), lists_[i].end());
+    }
+    for (size_t i = 0; i < kernel_.code.size(); ++i) {
+      const bool touches =
+          !kernel_.code[i].pinned &&
+          std::any_of(lists_[i].begin(), lists_[i].end(), [&](Ref r) { return pinned.count(r); });
+      kernel_.touches_pinned.push_back(touches);
+      kernel_.operand_counts.push_back(static_cast<uint32_t>(lists_[i].size()));
+      std::vector<bool> written;
+      for (const Role role : roles_[i]) written.push_back(role == Role::Write);
+      kernel_.written_operands.push_back(std::move(written));
+    }
   }
 
   // Compilers load whole structures at once, with parts that nobody has written or will read.

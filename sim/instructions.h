@@ -34,6 +34,7 @@ std::span<const Form> matrix_forms();
 std::span<const Form> mbarrier_forms();
 std::span<const Form> bulk_forms();
 std::span<const Form> cluster_forms();
+std::span<const Form> wgmma_forms();
 
 // All of them, by what they are about.
 struct FormTable {

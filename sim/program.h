@@ -89,9 +89,10 @@ struct Instruction {
   uint8_t converge_operand = 0;
   Class counted = Class::Other;
   Space space = Space::Generic;
-  uint8_t count = 1;   // vector elements
-  uint8_t bytes = 0;   // of one element in memory
-  uint8_t unused = 0;  // of a load: bit k is set where nothing reads element k
+  uint8_t count = 1;    // vector elements
+  uint8_t bytes = 0;    // of one element in memory
+  uint8_t unused = 0;   // of a load: bit k is set where nothing reads element k
+  bool pinned = false;  // its registers are used after it has executed: no other shares their place
 };
 
 // A place in a source file, as .loc states it.
@@ -193,6 +194,11 @@ struct Kernel {
   int min_ctas = 1;       // .minnctapersm
   int max_registers = 0;  // .maxnreg; 0: not stated
   bool uses_wgmma = false;
+  // With wgmma, of each instruction: whether it uses a register of one, how many operands it has,
+  // and which of them it writes.
+  std::vector<uint8_t> touches_pinned;
+  std::vector<uint32_t> operand_counts;
+  std::vector<std::vector<bool>> written_operands;
 
   std::vector<Instruction> code;
   std::vector<InstructionText> texts;  // one for each instruction

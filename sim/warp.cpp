@@ -6,6 +6,7 @@
 
 #include "sim/bulk.h"
 #include "sim/cluster.h"
+#include "sim/wgmma.h"
 
 namespace archflash::sim {
 namespace {
@@ -29,9 +30,14 @@ Warp::Warp(Cta& cta, int index, int agent, uint32_t lanes)
   fragments_.push_back({lanes, 0});
   set_specials(lanes);
   bulk_ = std::make_unique<BulkQueue>(*this);
+  matrix_ = std::make_unique<MatrixQueue>(*this);
 }
 
 Warp::~Warp() = default;
+
+void Warp::watch_registers(bool on) {
+  watched_ = on ? cta_.kernel().touches_pinned.data() : nullptr;
+}
 
 void Warp::set_specials(uint32_t) {
   const LaunchContext& launch = cta_.launch();
@@ -233,6 +239,8 @@ Warp::Stop Warp::run(uint64_t budget) {
       if (budget == 0) break;
       --budget;
       pc_ = pc;
+      if (watched_ != nullptr && watched_[pc]) [[unlikely]]
+        matrix_->check_registers(pc);
       const Instruction& instruction = code[pc];
       uint32_t active = mask;
       if (instruction.guard != NO_REF) {
@@ -357,6 +365,7 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
       }
       finish_copies();
       bulk_->check_exit(active);
+      matrix_->check_exit();
       live_ &= ~active;
       fragment.mask &= ~active;
       ++fragment.pc;

@@ -14,6 +14,7 @@ namespace archflash::sim {
 
 class Cta;
 class BulkQueue;
+class MatrixQueue;
 
 // What a blocked fragment waits for.
 enum class Wait : uint8_t {
@@ -91,6 +92,9 @@ class Warp {
   bool waits_for(Wait wait) const;
 
   BulkQueue& bulk() { return *bulk_; }
+  MatrixQueue& matrix() { return *matrix_; }
+  // Whether instructions that touch registers of wgmmas are to be looked at.
+  void watch_registers(bool on);
 
   // ---- Asynchronous copies ----
   std::vector<PendingCopy>& copies() { return copies_; }
@@ -128,6 +132,8 @@ class Warp {
   std::vector<PendingCopy> copies_;
   uint32_t copy_sequence_ = 0;
   std::unique_ptr<BulkQueue> bulk_;
+  std::unique_ptr<MatrixQueue> matrix_;
+  const uint8_t* watched_ = nullptr;  // by instruction
 };
 
 }  // namespace archflash::sim

@@ -1,0 +1,546 @@
+#include "sim/wgmma.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "sim/access.h"
+#include "sim/cluster.h"
+#include "sim/instructions.h"
+#include "sim/numeric.h"
+
+namespace archflash::sim {
+namespace {
+
+constexpr uint32_t UNIT = 16;
+constexpr uint32_t GROUP_ROWS = 8;  // rows of a core matrix
+constexpr int WARP_ROWS = 16;
+constexpr int WARPGROUP = 4;
+
+int element_bits(ElementType type) {
+  switch (type) {
+    case ElementType::TF32:
+      return 32;
+    case ElementType::F16:
+    case ElementType::BF16:
+      return 16;
+    default:
+      return 8;
+  }
+}
+
+bool is_integer(ElementType type) { return type == ElementType::S8 || type == ElementType::U8; }
+
+}  // namespace
+
+const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor) {
+  constexpr uint64_t FIELD = 0x3FFF;
+  descriptor.start = static_cast<uint32_t>(bits & FIELD) * UNIT;
+  descriptor.leading = static_cast<uint32_t>(bits >> 16 & FIELD) * UNIT;
+  descriptor.stride = static_cast<uint32_t>(bits >> 32 & FIELD) * UNIT;
+  descriptor.base_offset = static_cast<uint32_t>(bits >> 49 & 7);
+  const auto mode = static_cast<int>(bits >> 62);
+  static constexpr uint32_t SPANS[] = {0, 128, 64, 32};
+  static constexpr uint32_t MASKS[] = {0, 7, 3, 1};
+  descriptor.span = SPANS[mode];
+  descriptor.mask = MASKS[mode];
+  if (bits >> 14 & 3) return "bits 14-15 are not zero";
+  if (bits >> 30 & 3) return "bits 30-31 are not zero";
+  if (bits >> 46 & 7) return "bits 46-48 are not zero";
+  if (bits >> 52 & 0x3FF) return "bits 52-61 are not zero";
+  if (((descriptor.start >> 7) - descriptor.base_offset) & descriptor.mask) {
+    return "the start address is not where the swizzle's pattern begins, and the base offset does "
+           "not say so";
+  }
+  return nullptr;
+}
+
+uint32_t tile_place(const MatrixDescriptor& d, bool k_major, uint32_t line, uint32_t unit) {
+  const uint32_t in_group = line % GROUP_ROWS, group = line / GROUP_ROWS;
+  if (d.span == 0) {
+    return k_major ? d.start + in_group * UNIT + group * d.stride + unit * d.leading
+                   : d.start + unit * d.stride + in_group * UNIT + group * d.leading;
+  }
+  if (k_major) return d.start + in_group * d.span + group * d.stride + unit * UNIT;
+  const uint32_t along = unit * UNIT;
+  return d.start + along % d.span + along / d.span * d.leading + in_group * d.span +
+         group * d.stride;
+}
+
+uint32_t tile_address(const MatrixDescriptor& d, uint32_t place) {
+  return place ^ ((((place >> 7) - d.base_offset) & d.mask) << 4);
+}
+
+// ---- Issue: what is read is checked when the product is issued, and read until it is waited for
+
+void MatrixQueue::open(const char* operand, const MatrixDescriptor& descriptor, bool k_major,
+                       uint32_t first, uint32_t count, int k, ElementType type) {
+  Cta& cta = warp_.cta();
+  const auto bytes = static_cast<uint32_t>(element_bits(type) / 8);
+  // Lines are rows along M or N, or, MN-major, along K.
+  const uint32_t first_line = k_major ? first : 0, first_unit = k_major ? 0 : first * bytes / UNIT;
+  const uint32_t lines = k_major ? count : static_cast<uint32_t>(k);
+  const uint32_t units = (k_major ? static_cast<uint32_t>(k) : count) * bytes / UNIT;
+  for (uint32_t line = first_line; line < first_line + lines; ++line) {
+    for (uint32_t unit = first_unit; unit < first_unit + units; ++unit) {
+      const uint32_t address =
+          tile_address(descriptor, tile_place(descriptor, k_major, line, unit));
+      const uint32_t offset = address - SHARED_START;
+      if (offset >= cta.shared_bytes() || UNIT > cta.shared_bytes() - offset) {
+        throw Fault{"out-of-bounds",
+                    std::string("matrix ") + operand + " of wgmma reads shared offset " +
+                        std::to_string(static_cast<int32_t>(offset)) + " of " +
+                        std::to_string(cta.shared_bytes()) + ": row " + std::to_string(line) +
+                        ", unit " + std::to_string(unit) + " with a leading offset of " +
+                        std::to_string(descriptor.leading) + " and a stride of " +
+                        std::to_string(descriptor.stride),
+                    -1, address};
+      }
+      const uint8_t* const state = cta.shared_state() + offset;
+      if (!all_valid(state, UNIT)) {
+        const bool in_flight = std::memchr(state, IN_FLIGHT, UNIT) != nullptr;
+        cta.report(Severity::Error, warp_, -1, in_flight ? "in-flight" : "uninitialised",
+                   std::string("matrix ") + operand + " of wgmma reads shared offset " +
+                       std::to_string(offset) +
+                       (in_flight ? ", which an asynchronous copy is writing"
+                                  : ", which nothing has written"),
+                   address);
+      }
+      RaceDetector* races = cta.races();
+      if (races == nullptr) continue;
+      const Accessor who{warp_.agent(), 0, warp_.pc()};
+      const Race race = races->matrix_read(who, clock_, cta.race_base() + offset, UNIT);
+      if (race.found) {
+        cta.report_race(warp_, -1, race, false, false,
+                        std::string("matrix ") + operand + " of wgmma at shared offset " +
+                            std::to_string(offset),
+                        address);
+      }
+    }
+  }
+  check_tile(operand, descriptor, k_major, first_line + lines, first_unit + units);
+}
+
+// Whether the tile follows the boxes that TMA wrote there, as far as it did.
+void MatrixQueue::check_tile(const char* operand, const MatrixDescriptor& descriptor, bool k_major,
+                             uint32_t lines, uint32_t units) {
+  Cta& cta = warp_.cta();
+  if (!cta.has_tiles()) return;
+  const auto complain = [&](const std::string& what, uint32_t place) {
+    cta.report(Severity::Error, warp_, -1, "descriptor",
+               std::string("the descriptor of matrix ") + operand + " of wgmma " + what, place);
+  };
+  const auto tile_at = [&](uint32_t place) -> const TileLine* {
+    const uint32_t offset = place - SHARED_START;
+    return offset < cta.shared_bytes() ? cta.tile_of(offset) : nullptr;
+  };
+  const TileLine* const first = tile_at(descriptor.start);
+  if (first != nullptr && first->span != descriptor.span) {
+    complain("says a swizzle of " + std::to_string(descriptor.span) +
+                 " bytes where TMA wrote with " + std::to_string(first->span),
+             descriptor.start);
+    return;
+  }
+  if (descriptor.span == 0) return;
+  const auto row_of = [&](const TileLine& tile, uint32_t place) {
+    return (place - SHARED_START - tile.start) / tile.pitch;
+  };
+  for (uint32_t line = GROUP_ROWS; line < lines; line += GROUP_ROWS) {
+    const uint32_t before = tile_place(descriptor, k_major, line - GROUP_ROWS, 0);
+    const uint32_t here = tile_place(descriptor, k_major, line, 0);
+    const TileLine *from = tile_at(before), *to = tile_at(here);
+    if (from == nullptr || to == nullptr) continue;
+    const uint32_t next = row_of(*from, before) + GROUP_ROWS;
+    const bool follows = from->start == to->start ? row_of(*to, here) == next
+                                                  : next == from->rows && row_of(*to, here) == 0;
+    if (follows) continue;
+    complain("has a stride offset of " + std::to_string(descriptor.stride) + " bytes: row " +
+                 std::to_string(line) + " is row " + std::to_string(row_of(*to, here)) +
+                 " of a box, after row " + std::to_string(next - GROUP_ROWS) + " for row " +
+                 std::to_string(line - GROUP_ROWS),
+             here);
+    return;
+  }
+  if (k_major) return;
+  const uint32_t per_slab = descriptor.span / UNIT;
+  for (uint32_t unit = per_slab; unit < units; unit += per_slab) {
+    const uint32_t before = tile_place(descriptor, k_major, 0, unit - per_slab);
+    const uint32_t here = tile_place(descriptor, k_major, 0, unit);
+    const TileLine *from = tile_at(before), *to = tile_at(here);
+    if (from == nullptr || to == nullptr) continue;
+    if (from->start != to->start && row_of(*from, before) == row_of(*to, here)) continue;
+    complain("has a leading offset of " + std::to_string(descriptor.leading) + " bytes: slab " +
+                 std::to_string(unit / per_slab) + " begins at row " +
+                 std::to_string(row_of(*to, here)) + " of " +
+                 (from->start == to->start ? "the box of the slab before" : "its box") +
+                 ", that one at row " + std::to_string(row_of(*from, before)),
+             here);
+    return;
+  }
+}
+
+void MatrixQueue::issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, uint64_t b,
+                        bool accumulate) {
+  Cta& cta = warp_.cta();
+  const int group = warp_.index() / WARPGROUP;
+  if (cta.warp_count() < (group + 1) * WARPGROUP) {
+    throw Fault{"wgmma", "wgmma in a warpgroup of " +
+                             std::to_string(cta.warp_count() - group * WARPGROUP) +
+                             " warps: it takes 4, the first with an index that 4 divides"};
+  }
+  if (!fenced_) {
+    cta.report(Severity::Lint, warp_, -1, "wgmma-fence",
+               "the first wgmma of the warp comes without wgmma.fence before it");
+    fenced_ = true;
+  }
+  ++clock_;
+  history_ = (history_ ^ warp_.pc()) * 0x100000001B3u + 1;
+  Entry entry{&shape, refs, {}, {}, accumulate};
+  entry.clock = clock_;
+  entry.pc = warp_.pc();
+  const auto decode = [&](const char* operand, uint64_t bits, MatrixDescriptor& descriptor) {
+    if (const char* wrong = decode_descriptor(bits, descriptor)) {
+      throw Fault{"descriptor",
+                  std::string("the descriptor of matrix ") + operand + " of wgmma: " + wrong};
+    }
+  };
+  decode("B", b, entry.b);
+  open("B", entry.b, shape.b_k_major, 0, static_cast<uint32_t>(shape.n), shape.k, shape.b);
+  if (!shape.a_registers) {
+    decode("A", a, entry.a);
+    const auto first = static_cast<uint32_t>(warp_.index() % WARPGROUP * WARP_ROWS);
+    open("A", entry.a, shape.a_k_major, first, WARP_ROWS, shape.k, shape.a);
+  }
+  entries_.push_back(entry);
+  warp_.watch_registers(true);
+  const Mode mode = cta.options().mode;
+  if (mode == Mode::Eager || (mode != Mode::Lazy && cta.random().below(2))) {
+    run_up_to(entries_.size());
+  }
+}
+
+void MatrixQueue::commit() {
+  for (Entry& entry : entries_) {
+    if (entry.committed) ++entry.age;
+    entry.committed = true;
+  }
+}
+
+void MatrixQueue::wait(uint32_t groups) {
+  size_t count = 0;
+  while (count < entries_.size() && entries_[count].committed && entries_[count].age >= groups) {
+    ++count;
+  }
+  run_up_to(count);
+  if (count == 0) return;
+  const Clock done = entries_[count - 1].clock;
+  entries_.erase(entries_.begin(), entries_.begin() + static_cast<std::ptrdiff_t>(count));
+  if (RaceDetector* races = warp_.cta().races()) {
+    races->unit_done(races->matrix_agent(warp_.agent()), done, warp_.agent());
+  }
+  warp_.watch_registers(!entries_.empty());
+}
+
+void MatrixQueue::check_registers(uint32_t pc) {
+  const Kernel& kernel = warp_.cta().kernel();
+  const Ref* const operands = kernel.code[pc].operands;
+  const size_t count = kernel.operand_counts[pc];
+  for (const Entry& entry : entries_) {
+    const auto results = static_cast<size_t>(entry.shape->d_registers());
+    const size_t all = results + (entry.shape->a_registers ? 4 : 0);
+    for (size_t i = 0; i < all; ++i) {
+      for (size_t k = 0; k < count; ++k) {
+        if (operands[k] != entry.refs[i]) continue;
+        // Reading what a product only reads is in order.
+        if (i >= results && !kernel.written_operands[pc][k]) continue;
+        warp_.cta().report_at(
+            pc, Severity::Error, warp_, -1, "wgmma",
+            std::string("uses ") + (i < results ? "an accumulator" : "a register of matrix A") +
+                " of " + describe_instruction(*warp_.cta().launch().module, kernel, entry.pc) +
+                " that no wgmma.wait_group has covered",
+            0, entry.pc);
+        return;
+      }
+    }
+  }
+}
+
+void MatrixQueue::check_exit() {
+  if (entries_.empty()) return;
+  warp_.cta().report_at(entries_.front().pc, Severity::Error, warp_, -1, "pending-copy",
+                        "a wgmma is not waited for at the exit");
+  entries_.clear();
+}
+
+// ---- The products ----
+
+void MatrixQueue::run_up_to(size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (entries_[i].done) continue;
+    run(entries_[i]);
+    entries_[i].done = true;
+  }
+}
+
+namespace {
+
+// Rows first .. first + count of a tile as floats: out[row * pitch + k * step].
+void read_tile(Cta& cta, const MatrixDescriptor& descriptor, bool k_major, uint32_t first,
+               uint32_t count, int k, ElementType type, float* out, size_t row_step,
+               size_t k_step) {
+  const auto per_unit = UNIT * 8 / static_cast<uint32_t>(element_bits(type));
+  float values[UNIT];
+  const auto depth = static_cast<uint32_t>(k);
+  const uint32_t lines = k_major ? count : depth;
+  const uint32_t units = (k_major ? depth : count) / per_unit;
+  for (uint32_t line = 0; line < lines; ++line) {
+    for (uint32_t unit = 0; unit < units; ++unit) {
+      const uint32_t place = k_major ? tile_place(descriptor, true, first + line, unit)
+                                     : tile_place(descriptor, false, line, first / per_unit + unit);
+      const uint8_t* from = cta.shared() + (tile_address(descriptor, place) - SHARED_START);
+      decode_row(type, from, static_cast<int>(per_unit), values);
+      for (uint32_t e = 0; e < per_unit; ++e) {
+        const size_t row = k_major ? line : unit * per_unit + e;
+        const size_t at = k_major ? unit * per_unit + e : line;
+        out[row * row_step + at * k_step] = values[e];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void MatrixQueue::run(const Entry& entry) {
+  const WgmmaShape& shape = *entry.shape;
+  Cta& cta = warp_.cta();
+  const auto n = static_cast<size_t>(shape.n), k = static_cast<size_t>(shape.k);
+  std::vector<float> a(WARP_ROWS * k), b(k * n);
+  if (shape.a_registers) {
+    const int per_register = 32 / element_bits(shape.a);
+    const Ref* refs = entry.refs + shape.d_registers();
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t* lanes = warp_.lanes<const uint32_t>(refs[j]);
+      for (int lane = 0; lane < LANES; ++lane) {
+        float values[4];
+        decode_row(shape.a, &lanes[lane], per_register, values);
+        const int row = lane / 4 + 8 * (j & 1);
+        const int column = per_register * (lane % 4) + 4 * per_register * (j >> 1);
+        for (int e = 0; e < per_register; ++e) {
+          a[static_cast<size_t>(row) * k + static_cast<size_t>(column + e)] = values[e];
+        }
+      }
+    }
+  } else {
+    const auto first = static_cast<uint32_t>(warp_.index() % WARPGROUP * WARP_ROWS);
+    read_tile(cta, entry.a, shape.a_k_major, first, WARP_ROWS, shape.k, shape.a, a.data(), k, 1);
+  }
+  read_tile(cta, entry.b, shape.b_k_major, 0, static_cast<uint32_t>(n), shape.k, shape.b, b.data(),
+            1, n);
+  if (shape.negate_a) std::transform(a.begin(), a.end(), a.begin(), std::negate<>());
+  if (shape.negate_b) std::transform(b.begin(), b.end(), b.begin(), std::negate<>());
+
+  const auto place = [](int lane, int i) {
+    return std::pair<size_t, size_t>(lane / 4 + 8 * (i >> 1 & 1),
+                                     2 * (lane % 4) + (i & 1) + 8 * (i >> 2));
+  };
+  const int elements = shape.n / 2;  // of each lane
+  if (is_integer(shape.a)) {
+    for (int i = 0; i < elements; ++i) {
+      auto* d = warp_.lanes<int32_t>(entry.refs[i]);
+      for (int lane = 0; lane < LANES; ++lane) {
+        const auto [row, column] = place(lane, i);
+        int64_t sum = entry.accumulate ? d[lane] : 0;
+        for (size_t at = 0; at < k; ++at) {
+          sum += static_cast<int64_t>(a[row * k + at]) * static_cast<int64_t>(b[at * n + column]);
+        }
+        if (shape.satfinite) sum = std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX);
+        d[lane] = static_cast<int32_t>(sum);
+      }
+    }
+    return;
+  }
+  const bool half = shape.d == ElementType::F16;
+  std::vector<float> d(WARP_ROWS * n);
+  if (entry.accumulate) {
+    for (int i = 0; i < elements; ++i) {
+      const uint32_t* lanes = warp_.lanes<const uint32_t>(entry.refs[half ? i / 2 : i]);
+      for (int lane = 0; lane < LANES; ++lane) {
+        const auto [row, column] = place(lane, i);
+        float& value = d[row * n + column];
+        if (half) {
+          const auto bits = static_cast<uint16_t>(lanes[lane] >> 16 * (i & 1));
+          decode_row(ElementType::F16, &bits, 1, &value);
+        } else {
+          value = f32_of(lanes[lane]);
+        }
+      }
+    }
+  }
+  multiply_accumulate({WARP_ROWS, shape.n, shape.k, shape.a, half}, a.data(), shape.k, b.data(),
+                      shape.n, d.data(), shape.n, entry.accumulate);
+  for (int i = 0; i < elements; ++i) {
+    uint32_t* lanes = warp_.lanes<uint32_t>(entry.refs[half ? i / 2 : i]);
+    for (int lane = 0; lane < LANES; ++lane) {
+      const auto [row, column] = place(lane, i);
+      const float value = d[row * n + column];
+      if (!half) {
+        lanes[lane] = bits_of(value);
+        continue;
+      }
+      const uint32_t bits = cvt_rn_f16_f32(value);
+      lanes[lane] = i & 1 ? (lanes[lane] & 0xFFFF) | bits << 16 : (lanes[lane] & 0xFFFF0000) | bits;
+    }
+  }
+}
+
+// ---- Instructions ----
+
+namespace {
+
+struct WgmmaExtra {
+  WgmmaShape shape;
+  bool negated = false;  // the predicate that says whether d is added to
+};
+
+// Operands: d (written), d (read), a in registers or its descriptor, b's descriptor, predicate.
+void run_wgmma(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  const auto& extra = *static_cast<const WgmmaExtra*>(instruction.extra);
+  const WgmmaShape& shape = extra.shape;
+  const int lane = std::countr_zero(mask);
+  const Ref* next = instruction.operands + shape.d_registers();
+  const auto uniform = [&](Ref ref) {
+    const uint64_t* lanes = warp.lanes<const uint64_t>(ref);
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+      if (lanes[std::countr_zero(rest)] != lanes[lane]) {
+        throw Fault{"descriptor", "lanes disagree about a descriptor of wgmma",
+                    std::countr_zero(rest)};
+      }
+    }
+    return lanes[lane];
+  };
+  next += shape.a_registers ? 4 : 0;
+  const uint64_t a = shape.a_registers ? 0 : uniform(*next++);
+  const uint64_t b = uniform(*next++);
+  uint32_t adds = warp.predicate(*next);
+  if (extra.negated) adds = ~adds;
+  if ((adds & mask) != 0 && (adds & mask) != mask) {
+    throw Fault{"wgmma", "lanes disagree about scale-d of wgmma", lane};
+  }
+  warp.matrix().issue(shape, instruction.operands, a, b, (adds & mask) != 0);
+}
+
+ElementType type_of(std::string_view name) {
+  return name == "f16"    ? ElementType::F16
+         : name == "bf16" ? ElementType::BF16
+         : name == "tf32" ? ElementType::TF32
+         : name == "e4m3" ? ElementType::E4M3
+         : name == "e5m2" ? ElementType::E5M2
+         : name == "s8"   ? ElementType::S8
+         : name == "u8"   ? ElementType::U8
+         : name == "s32"  ? ElementType::S32
+                          : ElementType::F32;
+}
+
+// Slots: mma_async, sync, aligned, shape, satfinite, d, a, b.
+void build_wgmma(Builder& b) {
+  WgmmaExtra extra;
+  WgmmaShape& shape = extra.shape;
+  if (std::sscanf(std::string(b.slot(3)).c_str(), "m64n%dk%d", &shape.n, &shape.k) != 2) {
+    b.fail("bad shape");
+  }
+  shape.satfinite = b.has("satfinite");
+  shape.d = type_of(b.slot(5));
+  shape.a = type_of(b.slot(6));
+  shape.b = type_of(b.slot(7));
+  const bool fp8 = shape.a == ElementType::E4M3 || shape.a == ElementType::E5M2;
+  const bool b_fp8 = shape.b == ElementType::E4M3 || shape.b == ElementType::E5M2;
+  const bool integer = is_integer(shape.a);
+  const bool half = shape.a == ElementType::F16 || shape.a == ElementType::BF16;
+  const bool types = fp8 ? b_fp8 : integer ? is_integer(shape.b) : shape.a == shape.b;
+  const bool result = integer                       ? shape.d == ElementType::S32
+                      : shape.d == ElementType::F16 ? fp8 || shape.a == ElementType::F16
+                                                    : shape.d == ElementType::F32;
+  if (!types || !result || shape.k * element_bits(shape.a) != 256 ||
+      (shape.satfinite && !integer) ||
+      (integer && shape.n > 32 && shape.n % 16 != 0 && shape.n != 24)) {
+    b.fail("PTX has no such matrix product");
+  }
+  const Operand& d = b.take();
+  if (d.kind != Operand::Kind::Vector || static_cast<int>(d.items.size()) != shape.d_registers()) {
+    b.fail("a vector of another size");
+  }
+  for (const Operand& item : d.items) b.add_destination(item, {'b', 32});
+  shape.a_registers = b.peek().kind == Operand::Kind::Vector;
+  if (shape.a_registers) {
+    if (b.vector_source({'b', 32}) != 4) b.fail("a fragment of another size");
+  } else {
+    b.source({'b', 64});
+  }
+  b.source({'b', 64});
+  b.predicate_source();
+  extra.negated = (b.instruction.flags & Builder::NEGATED) != 0;
+  b.instruction.flags &= ~Builder::NEGATED;
+  const auto scale = [&] {
+    const int64_t value = b.immediate();
+    if (value != 1 && value != -1) b.fail("a scale must be 1 or -1");
+    return value == -1;
+  };
+  const auto k_major = [&] {
+    const int64_t value = b.immediate();
+    if (value != 0 && value != 1) b.fail("a transposition must be 0 or 1");
+    return value == 0;
+  };
+  if (!integer) {
+    shape.negate_a = scale();
+    shape.negate_b = scale();
+  }
+  if (half) {
+    if (!shape.a_registers) shape.a_k_major = k_major();
+    shape.b_k_major = k_major();
+  }
+  for (const Operand& item : d.items) b.add_source(item, {'b', 32});  // what it is added to
+  b.kernel().uses_wgmma = true;
+  b.instruction.extra = b.keep(extra);
+  b.instruction.converge = Converge::Aligned;
+  b.instruction.pinned = true;
+  b.handler(&run_wgmma, Class::Matrix);
+}
+
+void run_fence(Warp& warp, const Instruction&, uint32_t) { warp.matrix().fence(); }
+void build_fence(Builder& b) {
+  b.instruction.converge = Converge::Aligned;
+  b.handler(&run_fence, Class::Fence);
+}
+void run_commit(Warp& warp, const Instruction&, uint32_t) { warp.matrix().commit(); }
+void build_commit(Builder& b) {
+  b.instruction.converge = Converge::Aligned;
+  b.handler(&run_commit, Class::Matrix);
+}
+void run_wait(Warp& warp, const Instruction& instruction, uint32_t) {
+  warp.matrix().wait(static_cast<uint32_t>(instruction.offset));
+}
+void build_wait(Builder& b) {
+  b.instruction.offset = b.immediate();
+  if (b.instruction.offset < 0 || b.instruction.offset > 7) b.fail("0 to 7 groups");
+  b.instruction.converge = Converge::Aligned;
+  b.handler(&run_wait, Class::Matrix);
+}
+
+constexpr Form FORMS[] = {
+    {"wgmma", "fence sync aligned", build_fence},
+    {"wgmma",
+     "mma_async sync aligned $wgmma ?satfinite f16|f32|s32 f16|bf16|tf32|e4m3|e5m2|s8|u8 "
+     "f16|bf16|tf32|e4m3|e5m2|s8|u8",
+     build_wgmma},
+    {"wgmma", "commit_group sync aligned", build_commit},
+    {"wgmma", "wait_group sync aligned", build_wait},
+};
+
+}  // namespace
+
+std::span<const Form> wgmma_forms() { return FORMS; }
+
+}  // namespace archflash::sim
