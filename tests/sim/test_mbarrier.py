@@ -177,6 +177,17 @@ def test_a_wrong_protocol_is_reported(
     assert words_of in named[0].message
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", ["FULL", "EMPTY"])
+def test_a_missing_wait_is_reported(which: str, mode: str) -> None:
+    lines = ring().splitlines()
+    at = lines.index(f"WAIT_{which}:")
+    text = "\n".join(lines[: at + 1] + lines[at + 3 :])
+    seen = kinds(text, torch.zeros(128, dtype=torch.int32), words(), block=(64, 1, 1), mode=mode)
+    # Without the second one the producer runs ahead until parities repeat.
+    assert seen & {(kind, "error") for kind in ("race", "uninitialised", "deadlock")}
+
+
 def test_a_wait_that_is_not_repeated_is_found_by_some_seed() -> None:
     text = ring().replace("@!%p3 bra WAIT_FULL;", "")
     seen = set()
