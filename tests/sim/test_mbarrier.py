@@ -29,17 +29,19 @@ st.global.u32 [%rd0+{place}], %r52;
 """
 
 
+# The sequence that was run on an H200 with an object for two arrivals.
+STEPS = [
+    "mbarrier.init.shared::cta.b64 [smem], 2;",
+    "mbarrier.arrive.shared::cta.b64 %rd20, [smem];",
+    "mbarrier.arrive.shared::cta.b64 %rd20, [smem];",
+    "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [smem], 64;",
+    "mbarrier.arrive.shared::cta.b64 %rd20, [smem], 2;",
+    "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [smem], 64;",
+]
+
+
 def test_phases_flip_as_on_an_h200() -> None:
-    # The sequence that was run on an H200 with an object for two arrivals.
-    steps = [
-        "mbarrier.init.shared::cta.b64 [smem], 2;",
-        "mbarrier.arrive.shared::cta.b64 %rd20, [smem];",
-        "mbarrier.arrive.shared::cta.b64 %rd20, [smem];",
-        "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [smem], 64;",
-        "mbarrier.arrive.shared::cta.b64 %rd20, [smem], 2;",
-        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [smem], 64;",
-    ]
-    body = "".join(step + PROBE.format(place=4 * i) for i, step in enumerate(steps))
+    body = "".join(step + PROBE.format(place=4 * i) for i, step in enumerate(STEPS))
     out = words()
     run(program(body, shared=16), out, words(), block=(1, 1, 1))
     assert out[:6].tolist() == [2, 2, 1, 1, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def random(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return (values / 2 if dtype.is_floating_point else values).to(dtype)
 
 
-def multiply(
+def problem(
     a: Tensor,
     b: Tensor,
     types: str,
@@ -167,10 +168,11 @@ def multiply(
     b_span: int = 128,
     tail: str = "",
     twice: bool = False,
-    mode: str = "random",
     change: int = 0,
-) -> tuple[sim.Report, Tensor]:
-    """a (64, k) times b (n, k) on the simulator; `a_major` None: A in registers."""
+) -> tuple[str, list[Tensor | bytes]]:
+    """a (64, k) times b (n, k): PTX and the arguments, the second of which is the output. `a_major`
+    None: A in registers; `change`: bits of B's descriptor to flip.
+    """
     e, n = a.element_size(), b.shape[0]
     image = torch.zeros(SHARED, dtype=torch.uint8)
     a_lead, a_stride = strides(bool(a_major), a_span, 64, e)
@@ -178,30 +180,37 @@ def multiply(
     adesc = put(image, 0, a, a_major, a_span, a_lead, a_stride) if a_major is not None else 0
     bdesc = put(image, 16384, b, b_major, b_span, b_lead, b_stride)
     half = types.startswith("f16.")
-    count = n // 4 if half else n // 2
     text = kernel(
         f"m64n{n}k{32 // e}",
         types,
-        count,
+        n // 4 if half else n // 2,
         REGISTERS if a_major is None else "%rd3",
         tail,
         twice=twice,
     )
-    dtype = torch.int32 if types.startswith("s32") else torch.float32
-    out = torch.zeros(128, count, dtype=torch.float16 if half else dtype)
-    if half:
-        out = torch.zeros(128, 2 * count, dtype=torch.float16)
+    dtype = torch.int32 if types.startswith("s32") else torch.float16 if half else torch.float32
+    out = torch.zeros(128, n // 2, dtype=dtype)
     pack = [x.to_bytes(8, "little") for x in (adesc, (bdesc ^ change) & ((1 << 64) - 1))]
+    return text, [image, out, fragments(a), *pack]
+
+
+def multiply(
+    a: Tensor, b: Tensor, types: str, *, mode: str = "random", **options: Any
+) -> tuple[sim.Report, Tensor]:
+    """The product on the simulator, accumulators in their places."""
+    text, arguments = problem(a, b, types, **options)
     report = sim.launch(
         sim.load(text),
         "test",
-        [image, out, fragments(a), *pack],
+        arguments,
         block=(128,),
         shared_bytes=SHARED,
         mode=mode,
         check=False,
     )
-    return report, accumulators(out, n)
+    out = arguments[1]
+    assert isinstance(out, Tensor)
+    return report, accumulators(out, b.shape[0])
 
 
 @pytest.mark.parametrize("b_span", [0, 32, 64, 128])

@@ -1,0 +1,38 @@
+"""Runs a case on the simulator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from archflash import sim
+
+from .cases import Case
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """A tensor's elements in order, as bytes."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def simulate(case: Case, mode: str = "random") -> bytes:
+    """The bytes of the case's output.
+
+    Raises:
+        SimulationError: the simulator finds an error in it.
+    """
+    arguments = case.arguments()
+    sim.launch(
+        sim.load(case.text),
+        "test",
+        arguments,
+        grid=(case.grid,),
+        cluster=(case.cluster,),
+        block=(case.block,),
+        shared_bytes=case.shared_bytes,
+        mode=mode,
+    )
+    output = arguments[case.output]
+    tensor = output.tensor if isinstance(output, sim.TensorMap) else output
+    assert isinstance(tensor, Tensor)
+    return raw_bytes(tensor)

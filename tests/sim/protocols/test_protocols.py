@@ -1,0 +1,32 @@
+"""Every case of TMA, mbarriers, clusters and wgmma: no schedule changes what it gives, and where a
+card's results are recorded they are met bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .cases import Case, cases
+from .replay import simulate
+
+FOLDER = Path(__file__).parent
+ALL = cases()
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_a_case_gives_the_same_under_every_schedule(case: Case) -> None:
+    assert simulate(case, "lazy") == simulate(case, "eager") == simulate(case, "priority")
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_a_case_gives_what_the_card_gave(case: Case) -> None:
+    if not (FOLDER / "h200.json").exists():
+        pytest.skip("not recorded yet: python3 -m tests.sim.protocols.record on an H200")
+    about = json.loads((FOLDER / "h200.json").read_text())
+    assert about["keys"][case.name] == case.key, "the case has changed: record it again"
+    with np.load(FOLDER / "h200.npz") as recorded:
+        assert simulate(case) == recorded[case.name].tobytes()
