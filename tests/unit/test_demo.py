@@ -32,6 +32,10 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(["demo", *words])
 
 
+# What is checked does not depend on the kernel; the simulator would take most of a minute.
+IN_PYTORCH = ("--implementation", "torch")
+
+
 def packed_attention(batch: demo.Batch) -> minilm.Attention:
     """Return archflash.attention over the batch's sentences, unchecked."""
 
@@ -112,7 +116,7 @@ def test_padding_tokens_do_not_matter_to_the_own_forward(
 
 @needs_model
 def test_demo_succeeds_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(arguments()) == 0
+    assert demo.run(arguments(*IN_PYTORCH)) == 0
     printed = capsys.readouterr().out
     assert "OK: every layer meets the error rule" in printed
     assert max(map(len, printed.splitlines()[1:])) <= 100  # the first line holds a path
@@ -148,7 +152,7 @@ def test_a_slow_machine_simulates_one_layer_and_says_so(
 
 @needs_model
 def test_dtype_restricts_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(arguments("--dtype", "bfloat16")) == 0
+    assert demo.run(arguments("--dtype", "bfloat16", *IN_PYTORCH)) == 0
     printed = capsys.readouterr().out
     assert "bfloat16, packed" in printed
     assert "float32, packed" not in printed
@@ -156,7 +160,7 @@ def test_dtype_restricts_the_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 @needs_model
 def test_forced_implementation_is_the_one_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(arguments("--dtype", "float32", "--implementation", "torch")) == 0
+    assert demo.run(arguments("--dtype", "float32", *IN_PYTORCH)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith("  met")]
     assert [row[1] for row in rows] == ["torch"] * 6
 
@@ -185,7 +189,7 @@ def test_wrong_attention_fails_the_demo(
 ) -> None:
     right = archflash.attention
     monkeypatch.setattr(archflash, "attention", lambda q, k, v, **kw: right(**spoil(q, k, v, **kw)))
-    assert demo.run(arguments("--dtype", "float32")) == 1
+    assert demo.run(arguments("--dtype", "float32", *IN_PYTORCH)) == 1
     captured = capsys.readouterr()
     assert "OK" not in captured.out
     assert "NOT MET" in captured.out
@@ -222,14 +226,14 @@ def test_half_precision_copy_runs_the_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "new" / "copy"
-    assert demo.run(arguments("--save-half", str(copy))) == 0
+    assert demo.run(arguments("--save-half", str(copy), *IN_PYTORCH)) == 0
     assert sorted(p.name for p in copy.iterdir()) == [
         "config.json",
         "model.safetensors",
         "tokenizer.json",
     ]
     assert (copy / "model.safetensors").stat().st_size < 46e6
-    assert demo.run(arguments("--weights", str(copy))) == 0
+    assert demo.run(arguments("--weights", str(copy), *IN_PYTORCH)) == 0
     assert f"loading weights from {copy}" in capsys.readouterr().out
     _, encoder = minilm.load_model(copy)
     assert {p.dtype for p in encoder.parameters()} == {torch.float32}
