@@ -6,68 +6,30 @@
 //   two stages:  wait K, V | barrier | start the next K, V | S = Q K^T, softmax, O += P V
 //   one stage:   wait K | barrier | start V | S = Q K^T, softmax
 //                wait V | barrier | start next K | O += P V
-// Loads, lane maps, products: tile.cuh. Tiles: config.cuh. Choice of tile: plan.cpp. Numbers:
-// NOTES.md.
+// Loads, lane maps, products: tile.cuh. Tiles, the choice among them and numbers: the folders that
+// instantiate it.
 #pragma once
 
 #include <cstdint>
 
-#include "ampere/config.cuh"
-#include "ampere/params.h"
-#include "ampere/tile.cuh"
+#include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/visible_keys.cuh"
-#include "common/problem.h"
+#include "common/mma_sync/place.cuh"
+#include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
-namespace archflash::ampere {
+namespace archflash::mma_sync {
 
 using math::Outputs;
 using math::Probabilities;
 using math::RowState;
 using math::Scores;
 
-// What the main loop needs to know of its CTA. In shared memory, read when it is needed: outputs
-// and scores leave few registers.
-struct Place {
-  const uint16_t* k_gmem;  // of the sequence's first key
-  const uint16_t* v_gmem;
-  math::Work work;
-  math::VisibleKeys visible;
-};
-
-// The rows of this thread's warp.
 template <class C>
-struct WarpRows {
-  int first, last;  // last before first: none
-
-  __device__ __forceinline__ explicit WarpRows(const Place& place) {
-    first = place.work.first_row + ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
-    last = min(first + C::WARP_ROWS, place.work.nq) - 1;
-  }
-  __device__ __forceinline__ bool any_sees(const math::VisibleKeys& visible, int key_first) const {
-    return last >= first && !visible.hides(first, last, key_first, key_first + C::STEP_KEYS - 1);
-  }
-  __device__ __forceinline__ bool all_see(const math::VisibleKeys& visible, int key_first) const {
-    return !visible.masks(first, last, key_first, key_first + C::STEP_KEYS - 1);
-  }
-};
-
-// Starts the copy of a block of keys.
-template <class C, class Tile>
-__device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
-                                           int64_t row_stride, int columns, int key, int nk) {
-  keys_gmem += key * row_stride;
-  if (key + C::BLOCK_K <= nk)
-    start_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, row_stride, columns);
-  else
-    start_ragged_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, row_stride, nk - key, columns);
-}
-
-template <class C>
-__device__ __forceinline__ void attention_fwd(const Params& params) {
+__device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   using QKTile = typename C::QKTile;
@@ -191,11 +153,11 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
                             shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES);
 }
 
-}  // namespace archflash::ampere
+}  // namespace archflash::mma_sync
 
 // One entry point: its name is what plan.cpp asks for. The one parameter stays in constant memory.
-#define ARCHFLASH_AMPERE_KERNEL(NAME, CONFIG)                                        \
+#define ARCHFLASH_ATTENTION_KERNEL(NAME, CONFIG)                                     \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::ampere::Params params) {               \
-    archflash::ampere::attention_fwd<CONFIG>(params);                                \
+      NAME(const __grid_constant__ archflash::AttentionParams params) {              \
+    archflash::mma_sync::attention_fwd<CONFIG>(params);                              \
   }
