@@ -1,4 +1,4 @@
-// Conversions between float and 16-bit floating point, one instruction each.
+// Conversions between float and 16-bit or 8-bit floating point, one instruction each.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,14 @@ __device__ __forceinline__ uint32_t cvt_rn_x2_f32(float low, float high) {
   } else {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   }
+  return pair;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32 (sm_89 and up): two floats to two bytes, to nearest even; beyond 448
+// they become 448, NaN stays NaN.
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f32(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
