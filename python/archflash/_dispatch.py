@@ -206,7 +206,12 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     expected speed, then the others.
     """
     kernels = sorted(
-        _registry.kernel_names(), key=lambda name: not _registry.takes(name, problem.dtype)
+        _registry.kernel_names(),
+        key=lambda name: (
+            not _registry.takes(name, problem.dtype),
+            problem.dtype in ("float16", "bfloat16")
+            and _registry.SIXTEEN_BITS_ON.get(name, capability) != capability,
+        ),
     )
     if problem.dtype == "float32":
         return (*kernels, _registry.TORCH)

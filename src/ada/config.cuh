@@ -11,6 +11,31 @@
 
 namespace archflash::ada {
 
+// --- 16-bit inputs: the kernel of common/mma_sync, tiles for the 99 KB of 8.9 ---
+
+using mma_sync::Config;
+
+// clang-format off
+//                             head_dim       m_    block step        Q in   CTAs
+//                           q,k   v   warps tiles _k   _keys stages  regs   per SM
+template <DType T>
+using D64        = Config<T,  64,  64, 4,   2,  128,  128,  1,     false, 2>;
+template <DType T>
+using D64Few     = Config<T,  64,  64, 4,   1,   64,   64,  1,     true,  3>;
+template <DType T>
+using D96        = Config<T,  96,  96, 4,   2,   64,   64,  1,     false, 2>;
+template <DType T>
+using D128Wide   = Config<T, 128, 128, 4,   2,   32,   32,  1,     false, 2>;
+template <DType T>
+using D128       = Config<T, 128, 128, 4,   1,   64,   64,  1,     false, 2>;
+template <DType T>
+using D192       = Config<T, 192, 128, 8,   1,   32,   32,  1,     false, 1>;
+template <DType T>
+using D256       = Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>;
+// clang-format on
+
+// --- 8-bit inputs ---
+
 // A CTA, a warp and a step own what they own in mma_sync::Config; here an element is a byte.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
           int STAGES_, bool Q_IN_REGISTERS_, int CTAS_PER_SM_>

@@ -19,7 +19,24 @@ namespace {
 
 using mma_sync::variant;
 
-// By paper (NOTES.md): what an RTX 4090 makes of them is unmeasured.
+// By paper (NOTES.md): what a GPU of 8.9 makes of them is unmeasured.
+constexpr mma_sync::Variant VARIANTS[] = {
+    variant<D64<DType::F16>>("d64", 1, 2, 0, "two CTAs per SM with 128 keys in 99 KB"),
+    variant<D64Few<DType::F16>>("d64_few", 1, 0, 0,
+                                "few CTAs or short sequences: 64 rows make twice as many"),
+    variant<D96<DType::F16>>("d96", 1, 0, 0, "two CTAs per SM with one buffer in 99 KB"),
+    variant<D128Wide<DType::F16>>("d128_wide", 1, 2, 0,
+                                  "two CTAs per SM with 128 rows and 32 keys in 99 KB",
+                                  /*unmasked_only=*/true),
+    variant<D128<DType::F16>>(
+        "d128", 1, 0, 0,
+        "two CTAs per SM with 64 rows and 64 keys in 99 KB: less of a tile is "
+        "masked, and twice as many CTAs"),
+    variant<D192<DType::F16>>("d192", 1, 0, 0, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+    variant<D256<DType::F16>>("d256", 1, 0, 0, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+};
+constexpr mma_sync::Family FAMILY{"ada", VARIANTS};
+
 constexpr mma_sync::Variant FP8_VARIANTS[] = {
     variant<Fp8D64<DType::E4M3>>("d64", 1, 0, 0, "three CTAs per SM with two buffers in 99 KB"),
     variant<Fp8D128<DType::E4M3>>("d128", 1, 0, 0, "two CTAs per SM with two buffers in 99 KB"),
@@ -32,8 +49,6 @@ constexpr mma_sync::Family FP8_FAMILY{"ada", FP8_VARIANTS};
 void count_pairs(int64_t& batch, int64_t& head, int64_t& row) { batch /= 2, head /= 2, row /= 2; }
 
 PlanResult plan_fp8(const Problem& problem, const Device& device) {
-  Reasons reasons = core::why_not(problem, "ada", {DType::E4M3, DType::E5M2});
-  if (!reasons.empty()) return reasons;
   Params params;
   std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
   AttentionParams& attention = params.attention;
@@ -71,10 +86,12 @@ PlanResult plan_fp8(const Problem& problem, const Device& device) {
 Description describe() {
   return {
       .name = "ada",
-      .summary = "fp8 attention on mma.sync tensor cores, any GPU from compute capability 8.9 on",
+      .summary =
+          "fp8, fp16 and bf16 attention on mma.sync tensor cores, any GPU from compute capability "
+          "8.9 on, tiles for 8.9",
       .home_device = "RTX 4090",
-      .dtypes = {DType::E4M3, DType::E5M2},
-      .head_dims = "multiples of 16 up to 256, d and dv independent",
+      .dtypes = {DType::E4M3, DType::E5M2, DType::F16, DType::BF16},
+      .head_dims = "multiples of 8 (fp8: 16) up to 256, d and dv independent",
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "descales"},
   };
@@ -82,9 +99,15 @@ Description describe() {
 
 PlanResult plan(const Problem& problem, const Device& device) {
   if (core::nothing_to_write(problem)) return LaunchPlan{};
-  return plan_fp8(problem, device);
+  Reasons reasons =
+      core::why_not(problem, "ada", {DType::E4M3, DType::E5M2, DType::F16, DType::BF16});
+  if (!reasons.empty()) return reasons;
+  if (is_fp8(problem.dtype)) return plan_fp8(problem, device);
+  return mma_sync::plan(FAMILY, problem, device, core::bytes(core::params(problem)));
 }
 
-Notes notes(const LaunchPlan& plan) { return mma_sync::notes(FP8_FAMILY, plan); }
+Notes notes(const LaunchPlan& plan) {
+  return mma_sync::notes(is_fp8(plan.problem.dtype) ? FP8_FAMILY : FAMILY, plan);
+}
 
 }  // namespace archflash::ada
