@@ -203,8 +203,8 @@ __device__ __forceinline__ void weigh_scores(Scores<C>& s_rmem, Probabilities<C>
       for (int r = 0; r < 2; ++r) {
         const float* p0 = &s_rmem[m][n][2 * r];
         const float* p1 = &s_rmem[m][n + 1][2 * r];
-        const uint32_t low = ptx::cvt_rn_satfinite_e4m3x2_f32(p0[0], p0[1]);
-        const uint32_t high = ptx::cvt_rn_satfinite_e4m3x2_f32(p1[0], p1[1]);
+        const uint32_t low = ptx::cvt_rn_satfinite_x2_f32<DType::E4M3>(p0[0], p0[1]);
+        const uint32_t high = ptx::cvt_rn_satfinite_x2_f32<DType::E4M3>(p1[0], p1[1]);
         p_rmem[m][n / 4][n % 4 + r] = low | high << 16;
       }
     }
