@@ -157,7 +157,9 @@ def _with_torch(x: Tensor, values: Tensor, per: str, dtype: torch.dtype) -> Tens
         most = largest.amax() if largest.numel() else largest.new_zeros(())
         largest = most.reshape(1, 1, 1)
     limit = _LARGEST[dtype]
-    descale = torch.where(largest == 0, 1.0, (largest / limit).clamp(min=_SMALLEST_NORMAL))
+    # By a tensor: PyTorch multiplies by the reciprocal of a Python number on CUDA.
+    quotient = largest / torch.full_like(largest, limit)
+    descale = torch.where(largest == 0, 1.0, quotient.clamp(min=_SMALLEST_NORMAL))
     factor = (
         (1.0 / descale).repeat_interleave(SCALE_ROWS, 2)[:, :, :rows]
         if per == "block"

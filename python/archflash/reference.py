@@ -171,8 +171,8 @@ def check_fp8(
         |out - ref| <= (2^-4 + 2^-8) * sum(w |v|) + 2^-18 * sum(|v|) + 2 ulp
 
     with the sums over the keys that the row sees, w the weights of the softmax and the ulp that of
-    the output dtype at max|ref|; 2^-8 is for the products of the scores. Of the mean error half as
-    much; NaN and infinities exactly where the reference has them.
+    the output dtype at max|ref|; 2^-8 is for the products of the scores. Of the mean error a
+    quarter; NaN and infinities exactly where the reference has them.
 
     Args:
         out: the output to judge, float16 or bfloat16.

@@ -30,8 +30,8 @@ constexpr mma_sync::Variant VARIANTS[] = {
                                   /*unmasked_only=*/true),
     variant<D128<DType::F16>>(
         "d128", 1, 0, 0,
-        "two CTAs per SM with 64 rows and 64 keys in 99 KB: less of a tile is "
-        "masked, and twice as many CTAs"),
+        "few CTAs, short sequences or masks: two CTAs per SM with 64 rows and 64 "
+        "keys in 99 KB, which end more evenly"),
     variant<D192<DType::F16>>("d192", 1, 0, 0, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
     variant<D256<DType::F16>>("d256", 1, 0, 0, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
 };
@@ -90,7 +90,7 @@ Description describe() {
           "fp8, fp16 and bf16 attention on mma.sync tensor cores, any GPU from compute capability "
           "8.9 on, tiles for 8.9",
       .home_device = "RTX 4090",
-      .dtypes = {DType::E4M3, DType::E5M2, DType::F16, DType::BF16},
+      .dtypes = {DType::F16, DType::BF16, DType::E4M3, DType::E5M2},
       .head_dims = "multiples of 8 (fp8: 16) up to 256, d and dv independent",
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "descales"},
@@ -100,7 +100,7 @@ Description describe() {
 PlanResult plan(const Problem& problem, const Device& device) {
   if (core::nothing_to_write(problem)) return LaunchPlan{};
   Reasons reasons =
-      core::why_not(problem, "ada", {DType::E4M3, DType::E5M2, DType::F16, DType::BF16});
+      core::why_not(problem, "ada", {DType::F16, DType::BF16, DType::E4M3, DType::E5M2});
   if (!reasons.empty()) return reasons;
   if (is_fp8(problem.dtype)) return plan_fp8(problem, device);
   return mma_sync::plan(FAMILY, problem, device, core::bytes(core::params(problem)));

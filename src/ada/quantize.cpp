@@ -11,6 +11,7 @@ namespace archflash::ada {
 
 PlanResult plan_quantize(const QuantizeProblem& problem, const Device& device) {
   LaunchPlan result;
+  result.problem = Problem{};  // of attention: none
   result.implementation = "ada";
   result.device = device;
   const int64_t tiles_per_head = (problem.rows + SCALE_ROWS - 1) / SCALE_ROWS;

@@ -207,7 +207,7 @@ void check_problem(const Problem& p) {
       throw nb::value_error(join("field '", name, "' is ", size, ": it must be a size").c_str());
   }
   const std::pair<const char*, std::pair<int, int>> codes[] = {
-      {"sinks", {p.sinks, DTYPE_COUNT}}, {"mask", {p.mask, 2}}, {"descale", {p.descale, 7}}};
+      {"sinks", {p.sinks, DTYPE_COUNT}}, {"mask", {p.mask, 2}}, {"descale", {p.descale, 15}}};
   for (const auto& [name, code] : codes) {
     if (code.first < 0 || code.first > code.second)
       throw nb::value_error(

@@ -83,8 +83,8 @@ def quantised(x: Tensor, dtype: str, kind: str, kv_heads: int) -> tuple[Tensor, 
     values = (x / by_row[..., None]).clamp(-limit, limit).to(getattr(torch, dtype))
     if kind == "expanded":
         return values, descale[:, :, 0].expand(batch, heads)
-    given = {"tensor": 1, "head": 1, "kv_head": 1, "batch": 2, "block": 3}[kind]
-    return values, descale.reshape(sizes[3 - given - (given == 1) :] if given > 1 else -1)
+    shape = {"tensor": (1,), "batch": sizes[:2], "block": sizes}.get(kind, (-1,))
+    return values, descale.reshape(shape)
 
 
 def check_call(kernel: str, q: Tensor, k: Tensor, v: Tensor, out_pad: int, **call: Any) -> None:

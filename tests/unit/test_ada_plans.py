@@ -212,7 +212,7 @@ def test_what_fp8_cannot_do_is_said(options: dict[str, Any], reason: str) -> Non
 
 def test_float32_is_not_for_ada() -> None:
     (reason,) = native.plan("ada", call("float32"), find_device(RTX))
-    assert reason.startswith("dtype float32: ada takes float8_e4m3fn, float8_e5m2, float16 and")
+    assert reason.startswith("dtype float32: ada takes float16, bfloat16, float8_e4m3fn and")
 
 
 def test_packed_fp8_calls_are_planned() -> None:
