@@ -322,7 +322,8 @@ _CUDNN_CAPABILITIES = (9, 10)
 
 
 def _torch_may_be_faster(problem: _native.Problem, device: _native.Device) -> bool:
-    return problem.dtype != "float32" and device.capability[0] in _CUDNN_CAPABILITIES
+    sixteen_bits = problem.dtype in ("float16", "bfloat16")
+    return sixteen_bits and device.capability[0] in _CUDNN_CAPABILITIES
 
 
 def _first_that_can(
