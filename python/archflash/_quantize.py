@@ -63,24 +63,24 @@ def quantize_fp8(
     _check(x, per, dtype, layout)
     packed = x.ndim == 3
     values = torch.empty_like(x, dtype=dtype)
-    by_head = [_as_bhnd(t, layout) for t in (x, values)]
-    reason = _why_not(*by_head)
+    x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
+    reason = _why_not(x_by_head, values_by_head)
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
             f"no quantiser is called {implementation!r}: there are {_KERNEL} and torch"
         )
     if implementation == _KERNEL and reason is not None:
         raise ForcedImplementationError(f"{_KERNEL} is forced, but {reason}")
-    batch, heads, rows, _ = by_head[0].shape
+    batch, heads, rows, _ = x_by_head.shape
     sizes = {
         "tensor": [1],
         "head": [heads] if packed else [batch, heads],
         "block": [batch, heads, math.ceil(rows / SCALE_ROWS)],
     }[per]
     if implementation == _registry.TORCH or reason is not None or x.numel() == 0:
-        return values, _with_torch(*by_head, per, dtype).reshape(sizes)
+        return values, _with_torch(x_by_head, values_by_head, per, dtype).reshape(sizes)
     descale = torch.empty(sizes, dtype=torch.float32, device=x.device)
-    _launch(*by_head, descale, per, dtype)
+    _launch(x_by_head, values_by_head, descale, per, dtype)
     return values, descale
 
 

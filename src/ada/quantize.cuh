@@ -27,7 +27,7 @@ struct TileChunks {
   static constexpr int VECTORS = DTYPE == DType::F32 ? 2 : 1;  // of 16 bytes in a chunk
 
   uint4 data[QUANTIZE_CHUNKS][VECTORS];
-  int per_row, count;  // chunks
+  int per_row, rows;
   int64_t x_offset, out_offset;
 
   __device__ __forceinline__ explicit TileChunks(const QuantizeParams& params) {
@@ -36,29 +36,48 @@ struct TileChunks {
     const int batch = batch_head / params.heads, head = batch_head % params.heads;
     const int64_t row = static_cast<int64_t>(tile) * SCALE_ROWS;
     per_row = params.d / QUANTIZE_CHUNK;
-    count = min(SCALE_ROWS, params.rows - tile * SCALE_ROWS) * per_row;
+    rows = min(SCALE_ROWS, params.rows - tile * SCALE_ROWS);
     x_offset = batch * params.x_batch + head * params.x_head + row * params.x_row;
     out_offset = batch * params.out_batch + head * params.out_head + row * params.out_row;
   }
 
-  __device__ __forceinline__ int64_t offset(int chunk, int64_t row_stride) const {
-    return chunk / per_row * row_stride + chunk % per_row * QUANTIZE_CHUNK;
-  }
+  // Where this thread's chunks lie, one after another, without a division for each.
+  struct Cursor {
+    int row, column, per_row;  // column in chunks
+
+    __device__ __forceinline__ explicit Cursor(int per_row) : per_row(per_row) {
+      row = threadIdx.x / per_row;
+      column = threadIdx.x % per_row;
+    }
+    __device__ __forceinline__ void advance(int step_rows, int step_columns) {
+      row += step_rows;
+      column += step_columns;
+      if (column >= per_row) {
+        column -= per_row;
+        ++row;
+      }
+    }
+    __device__ __forceinline__ int64_t offset(int64_t row_stride) const {
+      return row * row_stride + column * QUANTIZE_CHUNK;
+    }
+  };
 
   __device__ __forceinline__ void read(const QuantizeParams& params) {
     constexpr int BYTES = VECTORS * 16 / QUANTIZE_CHUNK;
     const char* tile_gmem = static_cast<const char*>(params.x_gmem) + x_offset * BYTES;
+    const int step_rows = QUANTIZE_THREADS / per_row, step_columns = QUANTIZE_THREADS % per_row;
+    Cursor cursor(per_row);
 #pragma unroll
     for (int i = 0; i < QUANTIZE_CHUNKS; ++i) {
-      const int chunk = i * QUANTIZE_THREADS + threadIdx.x;
 #pragma unroll
       for (int vector = 0; vector < VECTORS; ++vector) {
         data[i][vector] = make_uint4(0, 0, 0, 0);
-        if (chunk < count) {
-          data[i][vector] = reinterpret_cast<const uint4*>(tile_gmem + offset(chunk, params.x_row) *
+        if (cursor.row < rows) {
+          data[i][vector] = reinterpret_cast<const uint4*>(tile_gmem + cursor.offset(params.x_row) *
                                                                            BYTES)[vector];
         }
       }
+      cursor.advance(step_rows, step_columns);
     }
   }
 
@@ -72,22 +91,34 @@ struct TileChunks {
     return __uint_as_float(math::float_bits_of_bfloat16(bits));
   }
 
+  // Its magnitude. bf16 otherwise than value() has it, which the compiler would keep until write().
+  __device__ __forceinline__ float magnitude(int i, int j) const {
+    if constexpr (DTYPE == DType::BF16) {
+      const uint4& v = data[i][0];
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      const uint32_t upper = j % 2 == 0 ? words[j / 2] << 16 : words[j / 2];
+      return __uint_as_float(upper & 0x7FFF0000u);
+    }
+    return fabsf(value(i, j));
+  }
+
   __device__ __forceinline__ float largest() const {
     float result = 0.0f;
 #pragma unroll
     for (int i = 0; i < QUANTIZE_CHUNKS; ++i) {
 #pragma unroll
-      for (int j = 0; j < QUANTIZE_CHUNK; ++j) result = fmaxf(result, fabsf(value(i, j)));
+      for (int j = 0; j < QUANTIZE_CHUNK; ++j) result = fmaxf(result, magnitude(i, j));
     }
     return result;
   }
 
   template <DType OUT>
   __device__ __forceinline__ void write_as(const QuantizeParams& params, float factor) const {
+    const int step_rows = QUANTIZE_THREADS / per_row, step_columns = QUANTIZE_THREADS % per_row;
+    Cursor cursor(per_row);
 #pragma unroll
-    for (int i = 0; i < QUANTIZE_CHUNKS; ++i) {
-      const int chunk = i * QUANTIZE_THREADS + threadIdx.x;
-      if (chunk >= count) continue;
+    for (int i = 0; i < QUANTIZE_CHUNKS; ++i, cursor.advance(step_rows, step_columns)) {
+      if (cursor.row >= rows) continue;
       uint32_t words[2];
 #pragma unroll
       for (int word = 0; word < 2; ++word) {
@@ -98,7 +129,7 @@ struct TileChunks {
             ptx::cvt_rn_satfinite_x2_f32<OUT>(value(i, j + 2) * factor, value(i, j + 3) * factor);
         words[word] = low | high << 16;
       }
-      ptx::st_global_v2_b32(params.out_gmem + out_offset + offset(chunk, params.out_row), words[0],
+      ptx::st_global_v2_b32(params.out_gmem + out_offset + cursor.offset(params.out_row), words[0],
                             words[1]);
     }
   }
@@ -170,8 +201,9 @@ __device__ __forceinline__ void quantize_descale(const QuantizeParams& params) {
 
 }  // namespace archflash::ada
 
-#define ARCHFLASH_QUANTIZE_KERNELS(WORD, DTYPE)                                               \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::QUANTIZE_THREADS)              \
+// CTAS: on an SM, so that one reads while another writes.
+#define ARCHFLASH_QUANTIZE_KERNELS(WORD, DTYPE, CTAS)                                         \
+  extern "C" __global__ void __launch_bounds__(archflash::ada::QUANTIZE_THREADS, CTAS)        \
       ada_quantize_at_once_##WORD(const __grid_constant__ archflash::ada::QuantizeParams p) { \
     archflash::ada::quantize_at_once<DTYPE>(p);                                               \
   }                                                                                           \
