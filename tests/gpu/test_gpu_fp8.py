@@ -196,6 +196,22 @@ def test_rows_beyond_a_sequence_and_masked_ones_never_matter(kernel: str) -> Non
     assert out.isnan().sum() == out[:, :, 7].numel()
 
 
+@every_kernel
+@pytest.mark.parametrize("rise", [0.5, 0.7, 0.74, 0.749, 0.76, 1.5, 3.0])
+def test_no_weight_saturates_however_scores_rise(kernel: str, rise: float) -> None:
+    """A key of the last block visited is 2^rise above all others: its weight is right to 2^-4."""
+    q, k, v = (torch.zeros(1, 1, n, 64, device=DEVICE) for n in (16, 128, 128))
+    q[..., 0] = 1
+    k[:, :, :64, 0] = -448
+    k[:, :, 5, 0] = 1
+    v[:, :, 5] = 1
+    stored = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    call = {"scale": rise / math.log2(math.e), "out_dtype": torch.float16}
+    out = archflash.attention(*stored, implementation=kernel, **call).double()
+    exact = 2**rise / (64 + 2**rise)
+    assert (out - exact).abs().max() <= (2**-4 + 2**-10) * exact
+
+
 # --- the whole way from unquantised tensors ---
 
 
