@@ -408,6 +408,7 @@ NB_MODULE(_archflash, m) {
       "The plan that makes 8-bit numbers of x (batch, heads, rows, d); 'per' counts tensor, head, "
       "block.");
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
+        nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
         "Launches a plan on CUDA tensors by operand name.");
   m.def("bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
         "The parameter bytes of one launch with (operand, address) pairs filled in.");
