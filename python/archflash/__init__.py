@@ -13,6 +13,7 @@ from archflash._errors import (
     NotCompiledError,
     UnsupportedError,
 )
+from archflash._quantize import quantize_fp8
 from archflash._registry import Implementation, implementations
 from archflash._sdpa import scaled_dot_product_attention
 
@@ -29,6 +30,7 @@ __all__ = [
     "explain",
     "force",
     "implementations",
+    "quantize_fp8",
     "reference",
     "scaled_dot_product_attention",
 ]

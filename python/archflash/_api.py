@@ -74,11 +74,14 @@ def attention(
         attn_mask: bool (True keeps) or floating (added to the scores), broadcastable to ``(batch,
             heads_q, nq, nk)``.
         alibi_slopes: not built yet.
-        q_descale: float32, ``()``, ``(1,)``, ``(heads_q,)`` or ``(batch, heads_q)``: float8 q
-            stands for q * q_descale.
-        k_descale: likewise for k, with heads_kv.
-        v_descale: likewise for v, with heads_kv.
-        out_dtype: dtype of the output; default q's, bfloat16 for float8 inputs.
+        q_descale: float32: float8 q stands for q * q_descale. ``()`` or ``(1,)`` for the whole
+            tensor; ``(heads_q,)`` or ``(batch, heads_q)``, also with heads_kv for heads_q; or
+            ``(batch, heads_q, ceil(nq / 64))``, one for each block of 64 rows (not with
+            cu_seqlens). Any strides. `archflash.quantize_fp8` makes them.
+        k_descale: likewise for k, with heads_kv and nk.
+        v_descale: likewise for v, with heads_kv and nk.
+        out_dtype: dtype of the output; default q's, bfloat16 for float8 inputs, of which kernels
+            write float16 and bfloat16.
         approximate: not built yet.
         num_splits: not built yet.
         layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).

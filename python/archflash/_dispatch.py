@@ -208,7 +208,12 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     expected speed, then the others.
     """
     kernels = sorted(
-        _registry.kernel_names(), key=lambda name: not _registry.takes(name, problem.dtype)
+        _registry.kernel_names(),
+        key=lambda name: (
+            not _registry.takes(name, problem.dtype),
+            problem.dtype in ("float16", "bfloat16")
+            and _registry.SIXTEEN_BITS_ON.get(name, capability) != capability,
+        ),
     )
     if problem.dtype == "float32":
         return (*kernels, _registry.TORCH)
@@ -319,7 +324,8 @@ _CUDNN_CAPABILITIES = (9, 10)
 
 
 def _torch_may_be_faster(problem: _native.Problem, device: _native.Device) -> bool:
-    return problem.dtype != "float32" and device.capability[0] in _CUDNN_CAPABILITIES
+    sixteen_bits = problem.dtype in ("float16", "bfloat16")
+    return sixteen_bits and device.capability[0] in _CUDNN_CAPABILITIES
 
 
 def _first_that_can(

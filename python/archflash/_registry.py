@@ -15,6 +15,8 @@ from archflash import _archflash as _native
 # By expected speed where more than one serves a problem: made for the GPU first, then the ones that
 # run everywhere.
 ORDER = ("blackwell_dc", "hopper", "blackwell_consumer", "ada", "ampere", "simt")
+# For 16-bit inputs ada's tiles are made for 8.9; elsewhere ampere's come before them.
+SIXTEEN_BITS_ON = {"ada": (8, 9)}
 # Kernels that leave the tensor cores unused: for 16-bit inputs they come after PyTorch's fused
 # kernels.
 WITHOUT_TENSOR_CORES = frozenset({"simt"})

@@ -21,6 +21,7 @@ from torch import Tensor
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
+_SCALE_ROWS = 64  # rows that share a descale given per block
 _FAR = 1 << 60  # an offset beyond it means the same and could overflow
 
 
@@ -66,7 +67,8 @@ def attention(
         cu_seqlens_k: ``(B + 1,)`` int32, where each sequence starts in k and v.
         attn_mask: broadcastable to ``(B, Hq, Nq, Nk)``; bool (True is seen) or floating point
             (added to the scores).
-        q_descale: float32, value = stored * descale: one, ``(H,)`` or ``(B, H)``; None is 1.
+        q_descale: float32, value = stored * descale: one, ``(H,)``, ``(B, H)`` or, for each
+            64 rows, ``(B, H, blocks)``; None is 1. H may be that of k for q.
             Likewise k_descale, v_descale.
         k_descale: see q_descale.
         v_descale: see q_descale.
@@ -281,8 +283,14 @@ def _dequantise(
     x = x.to(dtype)
     if descale is None:
         return x
+    heads = x.shape[1]
+    if descale.numel() > 1 and descale.shape[min(descale.ndim - 1, 1)] != heads:
+        group = heads // descale.shape[min(descale.ndim - 1, 1)]  # given by head of k for q
+        descale = descale.repeat_interleave(group, min(descale.ndim - 1, 1))
     if descale.ndim < 2:
         return x * descale.reshape(1, -1, 1, 1)
+    if descale.ndim == 3:
+        return x * descale.repeat_interleave(_SCALE_ROWS, 2)[:, :, : x.shape[2], None]
     if place is None:
         return x * descale[:, :, None, None]
     return x * _of_rows(descale, place).t()[None, :, :, None]

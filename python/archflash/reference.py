@@ -18,6 +18,7 @@ from torch import Tensor
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK_ELEMENTS = 1 << 24  # scores held at once: 128 MiB in float64
+_SCALE_ROWS = 64  # rows that share a descale given per block
 _LSE_ULPS = 64  # float32 sums of up to a few thousand products, and an approximate exp2 in between
 
 
@@ -159,6 +160,51 @@ def check(out: Tensor, ref: Tensor, base: Tensor) -> ErrorReport:
     return _report(out, ref, bound, mean_bound)
 
 
+def check_fp8(
+    out: Tensor, ref: Tensor, q: Tensor, k: Tensor, v: Tensor, **call: Any
+) -> ErrorReport:
+    """Compares the output of an FP8 kernel with the float64 reference on the same FP8 inputs.
+
+    What such a kernel adds to the rounding of its output is that of the weights to e4m3: each is
+    off by at most 2^-4 of itself, or by 2^-18 of the largest. The rule, for each element::
+
+        |out - ref| <= (2^-4 + 2^-8) * sum(w |v|) + 2^-18 * sum(|v|) + 2 ulp
+
+    with the sums over the keys that the row sees, w the weights of the softmax and the ulp that of
+    the output dtype at max|ref|; 2^-8 is for the products of the scores. Of the mean error a
+    quarter; NaN and infinities exactly where the reference has them.
+
+    Args:
+        out: the output to judge, float16 or bfloat16.
+        ref: the reference, float64, same shape.
+        q, k, v, **call: the call, as for `attention`.
+
+    Returns:
+        An ErrorReport; its bound is the one at the worst element.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if out.shape != ref.shape:
+        raise ValueError(
+            f"out {tuple(out.shape)} and ref {tuple(ref.shape)} differ in shape: "
+            "compare outputs of the same call"
+        )
+    size = v.double().abs()
+    if call.get("v_descale") is not None:
+        call["v_descale"] = call["v_descale"].abs()
+    weighted = attention(q, k, size, return_lse=False, **call)
+    keys = k.shape[1] if call.get("layout") == "bnhd" else k.shape[-2]
+    if call.get("cu_seqlens_k") is not None:
+        keys = k.shape[0]
+    even = call | {"softcap": None, "scale": 0.0, "sinks": None}
+    total = attention(q, k, size, return_lse=False, **even) * keys
+    ulp = _ulp(_max(ref.abs()[ref.isfinite()]), out.dtype)
+    bound = (2.0**-4 + 2.0**-8) * weighted + 2.0**-18 * total + 2 * ulp
+    bound = torch.where(bound.isfinite(), bound, 0.0)
+    return _report(out, ref, bound, _mean(bound) / 2)
+
+
 def check_lse(lse: Tensor, ref: Tensor) -> ErrorReport:
     """Compares a float32 log-sum-exp with the float64 reference.
 
@@ -298,7 +344,13 @@ def _run(
             head_v = _values(
                 v[batch, head // group, k_rows], call.v_descale, number, head // group, dtype
             )
-            head_q = _values(q[batch, head, q_rows], call.q_descale, number, head, dtype)
+            q_descale = call.q_descale
+            if q_descale is not None and q_descale.numel() > 1:
+                by_head = q_descale.shape[min(q_descale.ndim - 1, 1)] == q.shape[1]
+            else:
+                by_head = True
+            q_head = head if by_head else head // group
+            head_q = _values(q[batch, head, q_rows], q_descale, number, q_head, dtype)
             step = max(1, _BLOCK_ELEMENTS // max(1, nk))
             for start in range(0, nq, step):
                 rows = torch.arange(start, min(start + step, nq), device=q.device)
@@ -347,7 +399,9 @@ def _values(
     """The values that a stored (N, D) slice stands for, in `dtype`."""
     if descale is None:
         return x.to(dtype)
-    if descale.ndim == 2:
+    if descale.ndim == 3:
+        factor = descale[number, head].repeat_interleave(_SCALE_ROWS)[: len(x), None]
+    elif descale.ndim == 2:
         factor = descale[number, head]
     elif descale.numel() == 1:
         factor = descale.reshape(())
@@ -387,7 +441,7 @@ def _without_tf32(q: Tensor) -> Iterator[None]:
 # --- the error rule ---
 
 
-def _report(out: Tensor, ref: Tensor, bound: float, mean_bound: float) -> ErrorReport:
+def _report(out: Tensor, ref: Tensor, bound: float | Tensor, mean_bound: float) -> ErrorReport:
     value = out.double()
     same = (value == ref) | (
         value.isnan() & ref.isnan()
@@ -407,8 +461,11 @@ def _report(out: Tensor, ref: Tensor, bound: float, mean_bound: float) -> ErrorR
     )
     worst: tuple[int, ...] = ()
     at, expected = 0.0, 0.0
+    bound_there = 0.0 if isinstance(bound, Tensor) else bound
     if error.numel():
-        worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+        excess = error - bound if isinstance(bound, Tensor) else error
+        worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), error.shape))
+        bound_there = float(bound[worst]) if isinstance(bound, Tensor) else bound
         at, expected = float(value[worst]), float(ref[worst])
     return ErrorReport(
         ok=bad == 0 and mean_error <= mean_bound,
@@ -420,7 +477,7 @@ def _report(out: Tensor, ref: Tensor, bound: float, mean_bound: float) -> ErrorR
         worst=worst,
         value=at,
         expected=expected,
-        bound=bound,
+        bound=bound_there,
         mean_bound=mean_bound,
     )
 

@@ -10,7 +10,6 @@
 namespace archflash::core {
 namespace {
 
-constexpr int64_t HEAD_DIM_STEP = 8;
 constexpr int64_t HEAD_DIM_LIMIT = 256;
 constexpr int64_t ROW_BYTES = 16;                   // rows are read and written 16 bytes at a time
 constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit inside the kernel
@@ -42,13 +41,16 @@ struct Refusals {
   }
 
   void head_dim(const std::string& name, int64_t head_dim, const std::string& tensors) {
-    if (head_dim % HEAD_DIM_STEP != 0 || head_dim < HEAD_DIM_STEP)
-      add(name + " " + str(head_dim), "takes multiples of 8 up to 256; pad " + tensors + ",");
+    const int64_t step = is_fp8(problem.dtype) ? 16 : 8;
+    const std::string takes = "takes multiples of " + str(step) + " up to 256; ";
+    if (head_dim % step != 0 || head_dim < step)
+      add(name + " " + str(head_dim), takes + "pad " + tensors + ",");
     else if (head_dim > HEAD_DIM_LIMIT)
-      add(name + " " + str(head_dim), "takes multiples of 8 up to 256; split the heads");
+      add(name + " " + str(head_dim), takes + "split the heads");
   }
 
-  void layout(const std::string& name, const Strides& strides, int32_t unit, int32_t align) {
+  void layout(const std::string& name, const Strides& strides, int32_t unit, int32_t align,
+              DType dtype) {
     if (unit != 1) {
       add(name + " has a strided last dimension",
           "reads and writes contiguous rows; make " + name + " contiguous");
@@ -61,7 +63,7 @@ struct Refusals {
     const std::pair<const char*, int64_t> named_strides[] = {
         {"batch", strides.batch}, {"head", strides.head}, {"row", strides.row}};
     for (const auto& [dimension, stride] : named_strides) {
-      const int64_t bytes = stride * dtype_bytes(problem.dtype);
+      const int64_t bytes = stride * dtype_bytes(dtype);
       if (bytes % ROW_BYTES == 0) continue;
       add(name + " has a " + dimension + " stride of " + str(bytes) + " bytes",
           "needs multiples of 16; make " + name + " contiguous or pad its rows,");
@@ -93,25 +95,31 @@ void set_scale(const Problem& problem, AttentionParams& params) {
 Reasons why_not(const Problem& problem, const std::string& implementation,
                 std::initializer_list<DType> dtypes) {
   Refusals refuse{problem, implementation, {}};
-  if (std::find(dtypes.begin(), dtypes.end(), problem.dtype) == dtypes.end())
+  const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
+  const bool takes_fp8 = takes && is_fp8(problem.dtype);
+  if (!takes)
     refuse.add(std::string("dtype ") + dtype_name(problem.dtype),
                "takes " + names(dtypes) + "; convert q, k and v");
-  if (problem.out_dtype != problem.dtype) {
+  if (takes_fp8 && problem.out_dtype != DType::F16 && problem.out_dtype != DType::BF16) {
+    refuse.add(std::string("out_dtype ") + dtype_name(problem.out_dtype),
+               "writes float16 or bfloat16; choose one of them");
+  } else if (!takes_fp8 && problem.out_dtype != problem.dtype) {
     refuse.add(std::string("out_dtype ") + dtype_name(problem.out_dtype) + " with " +
                    dtype_name(problem.dtype) + " inputs",
                "writes the type of its inputs; leave out_dtype out");
   }
   refuse.head_dim("head_dim", problem.d, "q and k");
   refuse.head_dim("value head_dim", problem.dv, "v");
-  refuse.layout("q", problem.q, problem.q_unit, problem.q_align);
+  refuse.layout("q", problem.q, problem.q_unit, problem.q_align, problem.dtype);
   if (problem.nk > 0) {  // an empty k or v is never read
-    refuse.layout("k", problem.k, problem.k_unit, problem.k_align);
-    refuse.layout("v", problem.v, problem.v_unit, problem.v_align);
+    refuse.layout("k", problem.k, problem.k_unit, problem.k_align, problem.dtype);
+    refuse.layout("v", problem.v, problem.v_unit, problem.v_align, problem.dtype);
   }
-  refuse.layout("out", problem.out, problem.out_unit, problem.out_align);
+  refuse.layout("out", problem.out, problem.out_unit, problem.out_align, problem.out_dtype);
   if (problem.mask != 0)
     refuse.add("attn_mask", "has causal and window masks only; drop attn_mask");
-  if (problem.descale != 0) refuse.add("descales", "takes no fp8 inputs; drop the descales");
+  if (problem.descale != 0 && !takes_fp8)
+    refuse.add("descales", "takes no fp8 inputs; drop the descales");
   if (problem.needs_grad) {
     refuse.add("no backward",
                "computes the forward only and a tensor of the call needs a gradient; call it under "

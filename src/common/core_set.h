@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <string>
 #include <vector>
@@ -26,6 +27,14 @@ bool nothing_to_write(const Problem& problem);
 
 // All fields, addresses null; the order of CTAs is that of all heads together.
 AttentionParams params(const Problem& problem);
+
+// A parameter block as a plan holds it.
+template <class Params>
+std::vector<uint8_t> bytes(const Params& params) {
+  std::vector<uint8_t> block(sizeof params);
+  std::memcpy(block.data(), &params, sizeof params);
+  return block;
+}
 
 // The addresses to write into a parameter block that starts with AttentionParams.
 std::vector<PointerSlot> pointers(const Problem& problem);

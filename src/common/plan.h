@@ -30,8 +30,9 @@ enum class Operand : int32_t {
   VDescale,
   Mask,
   Workspace,
+  Descale,  // written by quantize_fp8, whose input is Q and whose values are Out
 };
-constexpr int OPERAND_COUNT = 14;
+constexpr int OPERAND_COUNT = 15;
 
 constexpr const char* operand_name(Operand operand) {
   constexpr const char* NAMES[OPERAND_COUNT] = {"q",
@@ -47,7 +48,8 @@ constexpr const char* operand_name(Operand operand) {
                                                 "k_descale",
                                                 "v_descale",
                                                 "mask",
-                                                "workspace"};
+                                                "workspace",
+                                                "descale"};
   return NAMES[static_cast<int>(operand)];
 }
 

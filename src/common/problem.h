@@ -30,6 +30,10 @@ struct Strides {
   int64_t row;
 };
 
+constexpr bool is_fp8(DType dtype) { return dtype == DType::E4M3 || dtype == DType::E5M2; }
+
+constexpr int SCALE_ROWS = 64;  // rows of a sequence that share a descale given per block
+
 constexpr int64_t UNBOUNDED = INT64_MAX;  // a window side without a limit
 constexpr int64_t UNKNOWN = -1;           // max_seqlen_q/k not given
 
@@ -41,6 +45,10 @@ struct Problem {
   int64_t max_seqlen_q, max_seqlen_k;
 
   Strides q, k, v, out;  // `out` is the output that will be written
+
+  // Of the descales, 0 where the same one serves; `row` steps from one block of SCALE_ROWS to the
+  // next.
+  Strides q_descale, k_descale, v_descale;
 
   int64_t q_offset;      // position of query 0 among the keys; used by causal and window only
   int64_t window_left;   // keys j >= i + q_offset - left
@@ -61,13 +69,14 @@ struct Problem {
   int32_t q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
   int32_t sinks;             // 0: none; otherwise 1 + DType of the (heads_q,) tensor
   int32_t mask;              // 0: none, 1: bool, 2: additive
-  int32_t descale;           // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale
+  int32_t descale;           // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale;
+                             // bit 3: that of q has one number for each head of k
   int32_t want_lse;          // the log-sum-exp is asked for
   int32_t needs_grad;        // autograd will want gradients of a tensor of the call
   int32_t on_cuda;           // 1: tensors are on a CUDA device, 0: elsewhere (CPU, meta)
 };
 static_assert(std::is_trivially_copyable_v<Problem>);
-static_assert(sizeof(Problem) == 9 * 8 + 12 * 8 + 3 * 8 + 2 * 8 + 20 * 4,
+static_assert(sizeof(Problem) == 9 * 8 + 21 * 8 + 3 * 8 + 2 * 8 + 20 * 4,
               "Problem must have no padding: it is hashed as bytes");
 
 // A GPU, as the driver reports it or as the table of known devices states it

@@ -14,6 +14,7 @@
 #include <string>
 #include <string_view>
 
+#include "ada/quantize.h"
 #include "runtime/call.h"
 #include "runtime/execute.h"
 #include "runtime/known_devices.h"
@@ -233,6 +234,26 @@ nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
   return nb::bytes(block, plan.launches[launch].params.size());
 }
 
+// A plan that serves no attention call, on tensors of one CUDA device.
+void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
+  std::array<void*, OPERAND_COUNT> addresses{};
+  int device_index = -1;
+  for (int i = 0; i < OPERAND_COUNT; ++i) {
+    const char* name = operand_name(static_cast<Operand>(i));
+    if (!tensors.contains(name)) continue;
+    TensorView view;
+    read_tensor(tensors[name], name, view);
+    if (view.place != Place::Cuda) throw nb::type_error("launch takes tensors on a CUDA device");
+    addresses[i] = view.data;
+    device_index = view.device_index;
+  }
+  if (device_index < 0) return;
+  const auto prepared = prepare(std::make_shared<LaunchPlan>(plan));
+  void* stream = current_stream(device_index);
+  const nb::gil_scoped_release release;
+  execute(*prepared, addresses, device_index, stream);
+}
+
 std::vector<std::string> texts(const std::vector<std::string_view>& views) {
   return {views.begin(), views.end()};
 }
@@ -415,6 +436,34 @@ NB_MODULE(_archflash, m) {
         "torch's dispatcher.");
   m.def("make_problem", &make_problem, ARCHFLASH_CALL_NAMES);
   m.def("execute", &execute_plan, "plan"_a, ARCHFLASH_CALL_NAMES);
+  m.def(
+      "plan_quantize",
+      [](const std::string& out_dtype, int per, nb::handle x, nb::handle out,
+         const Device& device) {
+        TensorView from, to;
+        read_tensor(x, "x", from);
+        read_tensor(out, "out", to);
+        const auto strides = [](const TensorView& view) {
+          return Strides{view.strides[0], view.strides[1], view.strides[2]};
+        };
+        return ada::plan_quantize(
+            {.batch = from.shape[0],
+             .heads = from.shape[1],
+             .rows = from.shape[2],
+             .d = from.shape[3],
+             .x = strides(from),
+             .out = strides(to),
+             .dtype = from.dtype,
+             .out_dtype = out_dtype == dtype_name(DType::E4M3) ? DType::E4M3 : DType::E5M2,
+             .per = static_cast<ada::QuantizePer>(per)},
+            device);
+      },
+      "out_dtype"_a, "per"_a, "x"_a, "out"_a, "device"_a,
+      "The plan that makes 8-bit numbers of x (batch, heads, rows, d); 'per' counts tensor, head, "
+      "block.");
+  m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
+        nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
+        "Launches a plan on CUDA tensors by operand name.");
   m.def("bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
         "tensor_maps"_a = true,
         "The parameter bytes of one launch with (operand, address) pairs filled in, and tensor maps "

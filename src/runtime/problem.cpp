@@ -160,8 +160,11 @@ void read_int32(nb::handle object, const char* name, int64_t length, const char*
     wrong_value(name, " is not contiguous: call .contiguous() on it");
 }
 
+// One number for the tensor, each of `heads` (or of `other_heads`), each of those of every batch,
+// or each block of SCALE_ROWS of `rows` rows of them.
 void read_descale(nb::handle object, const char* name, Operand operand, int bit, int64_t heads,
-                  const TensorView& q, Call& call) {
+                  int64_t other_heads, int64_t rows, const TensorView& q, Call& call,
+                  Strides& strides) {
   if (object.is_none()) return;
   TensorView view;
   read_tensor(object, name, view);
@@ -169,16 +172,30 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
   if (!view.is_float || view.dtype != DType::F32)
     wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.float32");
   check_same_device(view, name, q);
-  if (p.dtype != DType::E4M3 && p.dtype != DType::E5M2) {
+  if (!is_fp8(p.dtype)) {
     wrong_value(name, " is given but q is ", dtype_name(p.dtype),
                 ": descales belong to float8 inputs");
   }
   const bool per_tensor = view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1);
-  const bool per_head = view.ndim == 1 && view.shape[0] == heads;
-  const bool per_batch = view.ndim == 2 && view.shape[0] == p.batch && view.shape[1] == heads;
-  if (!per_tensor && !per_head && !per_batch) {
-    wrong_value(name, " has shape ", describe_shape(view), ": it must be (), (1,), (", heads,
-                ",) or (", p.batch, ", ", heads, ")");
+  if (!per_tensor) {
+    const int head_axis = view.ndim == 1 ? 0 : 1;
+    const int64_t blocks = (rows + SCALE_ROWS - 1) / SCALE_ROWS;
+    const bool fits = view.ndim <= 3 && (view.ndim == 1 || view.shape[0] == p.batch) &&
+                      (view.shape[head_axis] == heads || view.shape[head_axis] == other_heads) &&
+                      (view.ndim < 3 || (!p.varlen && view.shape[2] == blocks));
+    if (!fits) {
+      const std::string other = other_heads == heads ? "" : join(" (or ", other_heads, ")");
+      const std::string in_blocks =
+          p.varlen ? "; packed sequences take no descales of blocks"
+                   : join(" or (", p.batch, ", ", heads, ", ", blocks, ")", other,
+                          ", the last of these one for each block of ", SCALE_ROWS, " rows");
+      wrong_value(name, " has shape ", describe_shape(view), ": it must be (), (1,), (", heads,
+                  ",)", other, ", (", p.batch, ", ", heads, ")", other, in_blocks);
+    }
+    strides.head = stride_of(view, head_axis);
+    if (view.ndim > 1) strides.batch = stride_of(view, 0);
+    if (view.ndim > 2) strides.row = stride_of(view, 2);
+    if (view.shape[head_axis] != heads) p.descale |= 8;
   }
   p.descale |= 1 << bit;
   call.addresses[static_cast<int>(operand)] = view.data;
@@ -288,8 +305,7 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
 }
 
 void read_out_dtype(const Arguments& a, Problem& p) {
-  const bool fp8 = p.dtype == DType::E4M3 || p.dtype == DType::E5M2;
-  p.out_dtype = fp8 ? DType::BF16 : p.dtype;
+  p.out_dtype = is_fp8(p.dtype) ? DType::BF16 : p.dtype;
   if (a.out_dtype.is_none()) return;
   for (DType type : {DType::F32, DType::F16, DType::BF16, DType::F64}) {
     if (a.out_dtype.is(torch().dtypes[static_cast<int>(type)])) {
@@ -445,9 +461,12 @@ void build_call(const Arguments& a, Call& call) {
     call.addresses[static_cast<int>(Operand::Sinks)] = sinks.data;
   }
   read_mask(a, q, call);
-  read_descale(a.q_descale, "q_descale", Operand::QDescale, 0, p.heads_q, q, call);
-  read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, q, call);
-  read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, q, call);
+  read_descale(a.q_descale, "q_descale", Operand::QDescale, 0, p.heads_q, p.heads_kv, p.nq, q, call,
+               p.q_descale);
+  read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, p.heads_kv, p.nk, q,
+               call, p.k_descale);
+  read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, p.heads_kv, p.nk, q,
+               call, p.v_descale);
   p.want_lse = flag(a.want_lse, "return_lse");
   p.needs_grad = a.grad == Grad::Needed;
   if (a.grad == Grad::IfRequired) {

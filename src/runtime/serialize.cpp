@@ -25,6 +25,7 @@ void fields(Problem& p, F&& f) {
       f("nk", p.nk);
   f("d", p.d), f("dv", p.dv), f("max_seqlen_q", p.max_seqlen_q), f("max_seqlen_k", p.max_seqlen_k);
   f("q", p.q), f("k", p.k), f("v", p.v), f("out", p.out);
+  f("q_descale", p.q_descale), f("k_descale", p.k_descale), f("v_descale", p.v_descale);
   f("q_offset", p.q_offset), f("window_left", p.window_left), f("window_right", p.window_right);
   f("scale", p.scale), f("softcap", p.softcap);
   f("q_align", p.q_align), f("k_align", p.k_align), f("v_align", p.v_align),
@@ -206,7 +207,7 @@ void check_problem(const Problem& p) {
       throw nb::value_error(join("field '", name, "' is ", size, ": it must be a size").c_str());
   }
   const std::pair<const char*, std::pair<int, int>> codes[] = {
-      {"sinks", {p.sinks, DTYPE_COUNT}}, {"mask", {p.mask, 2}}, {"descale", {p.descale, 7}}};
+      {"sinks", {p.sinks, DTYPE_COUNT}}, {"mask", {p.mask, 2}}, {"descale", {p.descale, 15}}};
   for (const auto& [name, code] : codes) {
     if (code.first < 0 || code.first > code.second)
       throw nb::value_error(

@@ -145,7 +145,9 @@ def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
     assert cubin.stat().st_size > 0
 
 
-@pytest.mark.parametrize(("folder", "ptx"), [("simt", "compute_75"), ("ampere", "compute_80")])
+@pytest.mark.parametrize(
+    ("folder", "ptx"), [("simt", "compute_75"), ("ampere", "compute_80"), ("ada", "compute_89")]
+)
 def test_a_folder_carries_the_ptx_that_serves_what_no_machine_code_covers(
     folder: str, ptx: str
 ) -> None:
@@ -210,11 +212,22 @@ def test_every_target_of_every_image_was_looked_at_for_spills(folder: str) -> No
 
 # --- the machine code ---
 
-# What a folder is made for: instructions that each of its kernels has, on every target.
+# What kernels are made for, by how their names start: instructions that each has on every target.
+TILES = ("LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128")
 INSTRUCTIONS = {
-    "ampere": ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128"),
-    "simt": ("FFMA", "MUFU.EX2"),
+    "ada_attention_fwd_bf16_": ("HMMA.16816.F32", *TILES),
+    "ada_attention_fwd_e": (*TILES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
+    "ada_attention_fwd_f16_": ("HMMA.16816.F32", *TILES),
+    "ada_quantize_at_once_": ("F2FP.SATFINITE.E4M3.F32", "F2FP.SATFINITE.E5M2.F32", "LDG.E.128"),
+    "ada_quantize_descale": ("FMNMX",),
+    "ada_quantize_largest_": ("FMNMX", "LDG.E.128"),
+    "ada_quantize_values_": ("F2FP.SATFINITE.E4M3.F32", "F2FP.SATFINITE.E5M2.F32", "LDG.E.128"),
+    "ampere_": ("HMMA.16816.F32", *TILES),
+    "simt_": ("FFMA", "MUFU.EX2"),
 }
+# 8-bit floating-point products: 9.0 and 10.0 make them of 16-bit ones.
+FP8_PRODUCTS = {"sm_89": "QMMA.16832.F32", "sm_120": "QMMA.16832.F32"}
+WITHOUT_TENSOR_CORES = ("simt_", "ada_quantize_")
 TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
 
@@ -246,9 +259,12 @@ def test_every_kernel_has_the_instructions_that_it_was_made_for(
 ) -> None:
     found = machine_code(cuobjdump, target, image_files[image])
     assert set(found) == set(RESOURCES[image][target])
-    folder = image.partition("/")[0]
     for kernel, instructions in found.items():
-        for wanted in INSTRUCTIONS[folder]:
+        (start,) = (start for start in INSTRUCTIONS if kernel.startswith(start))
+        expected = list(INSTRUCTIONS[start])
+        if start == "ada_attention_fwd_e":
+            expected.append(FP8_PRODUCTS.get(target, "HMMA.16816.F32"))
+        for wanted in expected:
             assert any(has.startswith(wanted) for has in instructions), (kernel, wanted)
 
 
@@ -256,10 +272,12 @@ def test_every_kernel_has_the_instructions_that_it_was_made_for(
 def test_tensor_cores_are_used_where_the_registry_says_so(
     image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
 ) -> None:
-    with_tensor_cores = image.partition("/")[0] not in _registry.WITHOUT_TENSOR_CORES
     for kernel, found in machine_code(cuobjdump, target, image_files[image]).items():
         assert found
+        with_tensor_cores = not kernel.startswith(WITHOUT_TENSOR_CORES)
         assert any(has.startswith(TENSOR_CORES) for has in found) == with_tensor_cores, kernel
+    if image.partition("/")[0] in _registry.WITHOUT_TENSOR_CORES:
+        assert kernel.startswith(WITHOUT_TENSOR_CORES)
 
 
 # --- plans and code agree ---
@@ -271,7 +289,8 @@ DEVICES = [row.device.name for row in native.known_devices()]
 def problems() -> tuple[native.Problem, ...]:
     """Calls that reach every kernel: each dtype and head dim, filling a GPU and not."""
     found = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    for dtype in (*floats, torch.float8_e4m3fn, torch.float8_e5m2):
         for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
             for b, h, n in ((1, 1, 1), (1, 8, 100), (2, 16, 512), (16, 32, 100), (16, 32, 2048)):
                 q = torch.empty(b, h, n, d, dtype=dtype, device="meta")
@@ -316,6 +335,12 @@ def test_every_kernel_is_planned_somewhere() -> None:
         for plan in plans(device)
         for launch in launches(plan)
     }
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.empty(2, 3, 200, 64, dtype=dtype, device="meta")
+        for per in (0, 2):
+            plan = native.plan_quantize("float8_e4m3fn", per, x, x, find_device("RTX 4090"))
+            assert isinstance(plan, native.LaunchPlan)
+            planned |= {launch["kernel"] for launch in launches(plan)}
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
     assert built - planned == set()
 

@@ -74,6 +74,11 @@ def dtypes_of(kernel: str) -> tuple[str, ...]:
     return tuple(native.describe(kernel).dtypes)
 
 
+def home_of(kernel: str) -> str:
+    """A GPU that the kernel is made for."""
+    return str(native.describe(kernel).home_device)
+
+
 def serves(kernel: str, device: str) -> bool:
     """Whether the kernel is built for code that the device can run."""
     major, minor = find_device(device).capability

@@ -92,6 +92,7 @@ def test_the_public_names() -> None:
         "explain",
         "force",
         "implementations",
+        "quantize_fp8",
         "reference",
         "scaled_dot_product_attention",
     ]

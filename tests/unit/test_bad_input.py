@@ -337,12 +337,26 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "descale-shape": (
         fp8(k_descale=torch.ones(4)),
         ValueError,
-        ("k_descale has shape (4,)", "it must be (), (1,), (2,) or (2, 2)"),
+        ("k_descale has shape (4,)", "it must be (), (1,), (2,), (2, 2) or (2, 2, 1), the last"),
     ),
     "descale-shape-2d": (
-        fp8(q_descale=torch.ones(2, 2)),
+        fp8(q_descale=torch.ones(2, 3)),
         ValueError,
-        ("q_descale has shape (2, 2)", "it must be (), (1,), (4,) or (2, 4)"),
+        ("q_descale has shape (2, 3)", "it must be (), (1,), (4,) (or 2), (2, 4) (or 2)"),
+    ),
+    "descale-shape-3d": (
+        fp8(v_descale=torch.ones(2, 2, 2)),
+        ValueError,
+        ("v_descale has shape (2, 2, 2)", "(2, 2, 1)", "block of 64 rows"),
+    ),
+    "descale-blocks-packed": (
+        {
+            name: x.to(torch.float8_e4m3fn) if name in ("q", "k", "v") else x
+            for name, x in packed().items()
+        }
+        | {"k_descale": torch.ones(2, 2, 1)},
+        ValueError,
+        ("k_descale has shape (2, 2, 1)", "packed sequences take no descales of blocks"),
     ),
     "descale-dtype": (
         fp8(v_descale=torch.ones(1, dtype=torch.float16)),

@@ -38,7 +38,8 @@ CAPABILITIES = {
     (12, 1): ("GB10", "sm_120"),
     (13, 0): ("B300", None),
 }
-PTX = {"simt": "compute_75", "ampere": "compute_80"}
+PTX = {"simt": "compute_75", "ampere": "compute_80", "ada": "compute_89"}
+FP8_FROM = (8, 9)  # of ada, whose 16-bit tiles come first there
 TENSOR_CORES_FROM = (8, 0)  # of archflash's own kernels for 16-bit inputs
 KERNELS = _registry.kernel_names()
 THIS_BUILD = ", ".join(_registry.names())
@@ -51,11 +52,20 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def code(name: str, capability: tuple[int, int]) -> str:
+    if name == "ada" and capability == FP8_FROM:
+        return "sm_89"
     return CAPABILITIES[capability][1] or f"{PTX[name]} PTX, compiled by the driver at first use"
 
 
 def kernel_for_16_bits(capability: tuple[int, int]) -> str:
+    if capability == FP8_FROM:
+        return "ada"
     return "ampere" if capability >= TENSOR_CORES_FROM else "simt"
+
+
+def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, str]:
+    """Those with tensor cores, in the order in which they are asked."""
+    return ("ada", "ampere") if capability == FP8_FROM else ("ampere", "ada")
 
 
 every_capability = pytest.mark.parametrize("capability", CAPABILITIES, ids=dotted)
@@ -101,6 +111,14 @@ BEFORE_AMPERE = (
 )
 
 
+def before_ada(capability: tuple[int, int]) -> str:
+    number = dotted(capability)
+    return (
+        f"compute capability {number} (GPU {number}): ada is built for "
+        "sm_89, sm_90, sm_100, sm_120, compute_89"
+    )
+
+
 @every_capability
 def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int]) -> None:
     decision = _dispatch.select(problem(), gpu(capability))
@@ -109,8 +127,10 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
     assert decision.plan.implementation == "simt"
     assert decision.plan.code == code("simt", capability)
     assert decision.plan.device.capability == capability
-    assert list(decision.reasons) == ["ampere", "torch"]
+    assert list(decision.reasons) == ["ada", "ampere", "torch"]
     assert decision.reasons["torch"] == ["simt is expected to be faster"]
+    if capability < FP8_FROM:
+        assert decision.reasons["ada"] == [before_ada(capability)]
     (reason,) = decision.reasons["ampere"]
     if capability >= TENSOR_CORES_FROM:
         assert reason.startswith("dtype float32: ampere takes float16 and bfloat16; convert")
@@ -128,8 +148,9 @@ def test_only_thor_and_the_future_run_ptx(capability: tuple[int, int], dtype: to
     assert needs_driver_compiler == (capability in [(11, 0), (13, 0)])
 
 
-# Query rows and keys of ampere's tile where a call fills the GPU, by KB of shared memory that a
-# CTA can have, then by (d, dv).
+# Query rows and keys of the tile where a call fills the GPU, by KB of shared memory that a CTA can
+# have, then by d.
+ADA_TILES = {64: (128, 128), 96: (128, 64), 128: (128, 32), 192: (128, 32), 256: (128, 32)}
 AMPERE_TILES = {
     99: {64: (128, 64), 96: (128, 64), 128: (128, 32), 192: (128, 32), 256: (128, 32)},
     163: {64: (128, 128), 96: (128, 64), 128: (128, 64), 192: (128, 32), 256: (128, 64)},
@@ -151,13 +172,15 @@ def test_16_bits_go_to_the_tensor_cores_with_the_tile_for_the_gpu(
         assert decision.chosen != "ampere"
         assert decision.reasons["ampere"] == [BEFORE_AMPERE]
         return
-    assert decision.chosen == "ampere"
-    assert decision.why == native.describe("ampere").summary
+    name = kernel_for_16_bits(capability)
+    assert decision.chosen == name
+    assert decision.why == native.describe(name).summary
     assert decision.plan is not None
-    assert decision.plan.implementation == "ampere"
-    assert decision.plan.code == code("ampere", capability)
+    assert decision.plan.implementation == name
+    assert decision.plan.code == code(name, capability)
     assert decision.plan.device.capability == capability
-    rows, keys = AMPERE_TILES[device.shared_per_block // 1024][d]
+    tiles = ADA_TILES if name == "ada" else AMPERE_TILES[device.shared_per_block // 1024]
+    rows, keys = tiles[d]
     dims = "192 and 128" if d == 192 else str(d)
     tile = f"{rows} query rows x {keys} keys, head_dim up to {dims}"
     assert dict(decision.plan.notes)["tile"] == tile
@@ -173,11 +196,14 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
     decision = _dispatch.select(problem(dtype), gpu(capability))
-    assert decision.chosen == "ampere"
-    of_torch = "ampere is expected to be faster"
+    name, other = kernels_for_16_bits(capability)
+    assert decision.chosen == name
+    of_torch = f"{name} is expected to be faster"
     if capability[0] in (9, 10):  # cuDNN uses what these have beyond mma.sync
         of_torch = "ampere comes first, though PyTorch's cuDNN kernel may be faster on this GPU"
-    assert decision.reasons == {"torch": [of_torch], "simt": ["ampere is expected to be faster"]}
+    slower = [f"{name} is expected to be faster"]
+    of_other = [before_ada(capability)] if capability < FP8_FROM else slower
+    assert decision.reasons == {other: of_other, "torch": [of_torch], "simt": slower}
     assert not decision.fallback
 
 
@@ -202,7 +228,7 @@ def test_plain_float16_goes_to_pytorchs_fused_kernel_on_7_5() -> None:
     assert decision.plan is None
     assert not decision.fallback
     assert "tensor cores" in decision.why
-    assert list(decision.reasons) == ["ampere", "simt"]
+    assert list(decision.reasons) == ["ampere", "ada", "simt"]
     assert decision.reasons["ampere"] == [BEFORE_AMPERE]
     (reason,) = decision.reasons["simt"]
     assert reason.startswith("it leaves the tensor cores unused: ")
@@ -213,6 +239,7 @@ def test_plain_bfloat16_goes_to_simt_on_7_5() -> None:
     assert decision.chosen == "simt"
     assert decision.reasons == {
         "ampere": [BEFORE_AMPERE],
+        "ada": [before_ada((7, 5))],
         "torch": ["simt is expected to be faster"],
     }
     assert not decision.fallback
@@ -226,7 +253,8 @@ def test_pytorch_comes_before_the_cuda_cores_where_its_fused_kernels_reach(
     asked = _dispatch.order(problem(dtype), capability)
     first = (7, 5) if dtype == torch.float16 else (8, 0)
     fused = first <= capability <= PYTORCH_ENDS
-    assert asked == (("ampere", "torch", "simt") if fused else ("ampere", "simt", "torch"))
+    kernels = kernels_for_16_bits(capability)
+    assert asked == (*kernels, *(("torch", "simt") if fused else ("simt", "torch")))
 
 
 @every_16_bit_dtype
@@ -246,7 +274,8 @@ def test_what_pytorch_does_unfused_goes_to_a_kernel(
     dtype: torch.dtype,
 ) -> None:
     given, expected = make(dtype), kernel_for_16_bits(capability)
-    assert _dispatch.order(given, capability) == ("ampere", "simt", "torch")
+    kernels = kernels_for_16_bits(capability)
+    assert _dispatch.order(given, capability) == (*kernels, "simt", "torch")
     decision = _dispatch.select(given, gpu(capability))
     assert decision.chosen == expected
     assert decision.plan is not None
@@ -259,15 +288,15 @@ def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
     k = torch.empty(2, 2, 128, 64, dtype=torch.float16, device="meta")
     grouped = make_problem(q, k, k).as_if_on_cuda()
     assert _dispatch.select(grouped, gpu((7, 5))).chosen == "simt"
-    assert _dispatch.order(grouped, (7, 5)) == ("ampere", "simt", "torch")
-    assert _dispatch.order(grouped, (8, 0)) == ("ampere", "torch", "simt")
+    assert _dispatch.order(grouped, (7, 5)) == ("ampere", "ada", "simt", "torch")
+    assert _dispatch.order(grouped, (8, 0)) == ("ampere", "ada", "torch", "simt")
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         pytest.param(
-            lambda: problem(torch.float8_e4m3fn),
+            lambda: problem(torch.float8_e4m3fn, out_dtype=torch.float32),
             "dtype float8_e4m3fn: simt takes float32, float16 and bfloat16",
             id="fp8",
         ),
@@ -302,6 +331,24 @@ def test_what_no_kernel_serves_falls_back_to_torch_with_the_reason(
     assert all("torch" in said for said in decision.reasons["simt"])  # what to do
     if capability >= TENSOR_CORES_FROM:
         assert all("torch" in said for said in decision.reasons["ampere"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@every_capability
+def test_fp8_goes_to_ada_from_8_9_on_and_to_torch_before(
+    capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    decision = _dispatch.select(problem(dtype), gpu(capability))
+    if capability >= FP8_FROM:
+        assert decision.chosen == "ada"
+        assert decision.plan is not None
+        assert decision.plan.code == code("ada", capability)
+        assert decision.reasons["torch"] == ["ada is expected to be faster"]
+        assert decision.reasons["ampere"][0].startswith(f"dtype {str(dtype)[6:]}: ampere takes")
+    else:
+        assert decision.chosen == "torch"
+        assert decision.fallback
+        assert decision.reasons["ada"] == [before_ada(capability)]
 
 
 @pytest.mark.parametrize(
@@ -361,6 +408,10 @@ def test_a_gpu_older_than_every_target_is_told_what_the_build_serves() -> None:
     assert decision.chosen == "torch"
     assert decision.fallback
     assert decision.reasons == {
+        "ada": [
+            "compute capability 7.0 (V100): ada is built for "
+            "sm_89, sm_90, sm_100, sm_120, compute_89"
+        ],
         "ampere": [
             "compute capability 7.0 (V100): ampere is built for "
             "sm_80, sm_90, sm_100, sm_120, compute_80"
@@ -409,18 +460,19 @@ def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None
     assert str(decision).splitlines() == [
         "float16, batch 2, heads 4, 4096 queries, 4096 keys, head dim 64 "
         "on RTX 4090 (compute capability 8.9, 128 SMs)",
-        f"  chosen  ampere: {native.describe('ampere').summary}",
-        "          code: sm_80",
-        "          tile: 128 query rows x 64 keys, head_dim up to 64",
-        "          variant: 99 KB, or few keys: 64 keys at a time",
+        f"  chosen  ada: {native.describe('ada').summary}",
+        "          code: sm_89",
+        "          tile: 128 query rows x 128 keys, head_dim up to 64",
+        "          variant: two CTAs per SM with 128 keys in 99 KB",
         "          warps: 4 of 32 rows",
-        "          stages: 2",
+        "          stages: 1",
         "          CTAs: 256, 2 per SM on 128 SMs",
         "          order: last row tiles first, 8 heads at a time, whose keys stay in L2",
-        "          launch: ampere_attention_fwd_f16_d64_medium, grid 256, block 128, "
+        "          launch: ada_attention_fwd_f16_d64, grid 256, block 128, "
         "49216 bytes of shared memory",
-        "  not     torch: ampere is expected to be faster",
-        "  not     simt: ampere is expected to be faster",
+        "  not     ampere: ada is expected to be faster",
+        "  not     torch: ada is expected to be faster",
+        "  not     simt: ada is expected to be faster",
     ]
 
 
@@ -448,6 +500,11 @@ def test_a_forced_kernel_is_what_is_planned(capability: tuple[int, int], name: s
         with pytest.raises(archflash.ForcedImplementationError) as caught:
             _dispatch.select(given, gpu(capability), name)
         assert str(caught.value).splitlines()[1:] == [f"  {BEFORE_AMPERE}"]
+        return
+    if name == "ada" and capability < FP8_FROM:
+        with pytest.raises(archflash.ForcedImplementationError) as caught:
+            _dispatch.select(given, gpu(capability), name)
+        assert str(caught.value).splitlines()[1:] == [f"  {before_ada(capability)}"]
         return
     decision = _dispatch.select(given, gpu(capability), name)
     assert decision.chosen == name

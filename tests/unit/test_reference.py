@@ -232,6 +232,59 @@ def test_fp8_values_are_stored_times_descale() -> None:
     assert reference.baseline(q, k, v, q_descale=per_head).dtype == torch.bfloat16
 
 
+def test_fp8_descales_of_blocks_and_of_key_heads() -> None:
+    q = rand(1, 4, 70, 8, seed=0).to(torch.float8_e4m3fn)
+    k, v = (rand(1, 2, 130, 8, seed=i).to(torch.float8_e4m3fn) for i in (1, 2))
+    blocks = torch.tensor([[[1.0, 2.0, 4.0], [3.0, 0.5, 0.25]]])
+    by_key_head = torch.tensor([[2.0, 0.5]])
+    out, _ = reference.attention(q, k, v, q_descale=by_key_head, v_descale=blocks)
+    rows = blocks.repeat_interleave(64, 2)[:, :, :130, None]
+    heads = by_key_head.repeat_interleave(2, 1)[..., None, None]
+    expected, _ = reference.attention(q.float() * heads, k.float(), v.float() * rows)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def fp8_case() -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    tensors = tuple(rand(1, 2, 40, 16, seed=i).to(torch.float8_e4m3fn) for i in range(3))
+    return tensors, {"v_descale": torch.tensor([0.5, -3.0])}
+
+
+def test_weights_rounded_to_e4m3_meet_the_fp8_rule() -> None:
+    (q, k, v), call = fp8_case()
+    ref, _ = reference.attention(q, k, v, causal=True, **call)
+    scores = (q.double() @ k.double().transpose(-1, -2)) / 4
+    scores = scores.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -math.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True)) * 256
+    stored = weights.to(torch.float8_e4m3fn).double()
+    factor = call["v_descale"].double()[:, None, None]
+    out = (stored @ v.double()) * factor / weights.sum(-1, keepdim=True)
+    report = reference.check_fp8(out.bfloat16(), ref, q, k, v, causal=True, **call)
+    assert report.ok, report
+    assert report.max_error > 0
+    assert report.bound > 0
+
+
+@pytest.mark.parametrize("wrong", ["element", "everywhere a little", "nan", "scale"])
+def test_the_fp8_rule_finds_what_is_wrong(wrong: str) -> None:
+    (q, k, v), call = fp8_case()
+    ref, _ = reference.attention(q, k, v, **call)
+    out = ref.clone()
+    assert reference.check_fp8(out.half(), ref, q, k, v, **call).ok
+    if wrong == "element":
+        out[0, 1, 7, 3] += 0.3
+    elif wrong == "everywhere a little":
+        out += 0.3 * ref.abs().mean()
+    elif wrong == "nan":
+        out[0, 0, 5, 5] = math.nan
+    else:
+        out *= 1.2
+    report = reference.check_fp8(out.half(), ref, q, k, v, **call)
+    assert not report.ok, report
+    if wrong == "element":
+        assert report.worst == (0, 1, 7, 3)
+        assert report.bad_elements == 1
+
+
 def test_a_value_that_is_not_finite_spoils_the_rows_that_see_it() -> None:
     q, k, v = (rand(1, 1, 5, 4, seed=i) for i in range(3))
     clean, _ = reference.attention(q, k, v, causal=True)

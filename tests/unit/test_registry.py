@@ -33,7 +33,7 @@ def loads_on(target: str) -> tuple[str, str | None]:
 
 def test_implementations_are_listed_best_first_and_torch_last() -> None:
     listed = [row.name for row in archflash.implementations()]
-    assert listed == ["ampere", "simt", "torch"]
+    assert listed == ["ada", "ampere", "simt", "torch"]
     assert listed == list(_registry.names())
     assert set(KERNELS) == set(native.folder_names())
 
@@ -60,6 +60,19 @@ def test_ampere_is_built_for_the_targets_of_the_design() -> None:
         ("8.0", None, "compute_80"),
     )
     assert row.dtypes == ("float16", "bfloat16")
+
+
+def test_ada_is_built_for_the_targets_of_the_design() -> None:
+    row = facts("ada")
+    assert row.compiled == ("sm_89", "sm_90", "sm_100", "sm_120", "compute_89")
+    assert row.capabilities == (
+        ("8.9", "8.9", "sm_89"),
+        ("9.0", "9.9", "sm_90"),
+        ("10.0", "10.9", "sm_100"),
+        ("12.0", "12.9", "sm_120"),
+        ("8.9", None, "compute_89"),
+    )
+    assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 def test_only_simt_leaves_the_tensor_cores_unused() -> None:

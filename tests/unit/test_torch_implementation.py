@@ -181,15 +181,28 @@ def test_out_dtype_float32_keeps_what_16_bits_would_round() -> None:
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-@pytest.mark.parametrize("shape", ["scalar", "one", "head", "batch-head"])
+@pytest.mark.parametrize("shape", ["scalar", "one", "head", "batch-head", "kv-head", "block"])
 def test_fp8_inputs_are_dequantised_by_their_descales(dtype: torch.dtype, shape: str) -> None:
-    q, k, v = (x.to(dtype) for x in qkv(7, 59, hkv=2))
+    nq, nk = (70, 130) if shape == "block" else (7, 59)
+    q, k, v = (x.to(dtype) for x in qkv(nq, nk, hkv=2))
 
-    def descale(heads: int, seed: int) -> Tensor:
-        sizes = {"scalar": (), "one": (1,), "head": (heads,), "batch-head": (2, heads)}[shape]
+    def descale(heads: int, rows: int, seed: int) -> Tensor:
+        heads = 2 if shape == "kv-head" else heads
+        sizes = {
+            "scalar": (),
+            "one": (1,),
+            "head": (heads,),
+            "batch-head": (2, heads),
+            "kv-head": (2, heads),
+            "block": (2, heads, math.ceil(rows / 64)),
+        }[shape]
         return rand(*sizes, seed=seed).abs() + 0.5
 
-    call = {"q_descale": descale(4, 1), "k_descale": descale(2, 2), "v_descale": descale(2, 3)}
+    call = {
+        "q_descale": descale(4, nq, 1),
+        "k_descale": descale(2, nk, 2),
+        "v_descale": descale(2, nk, 3),
+    }
     out = assert_matches_reference(q, k, v, causal=True, **call)
     assert out.dtype == torch.bfloat16
     assert_matches_reference(q, k, v, out_dtype=torch.float16, **call)

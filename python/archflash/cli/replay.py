@@ -97,6 +97,21 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
         options["sinks"] = torch.randn(problem["heads_q"], generator=generator, device=device).to(
             dtype
         )
+    if problem["out_dtype"] != problem["dtype"]:
+        options["out_dtype"] = getattr(torch, problem["out_dtype"])
+    heads_of_q = problem["heads_kv" if problem["descale"] & 8 else "heads_q"]
+    heads = {"q": heads_of_q, "k": problem["heads_kv"], "v": problem["heads_kv"]}
+    for bit, name in enumerate("qkv"):
+        if problem["descale"] >> bit & 1:
+            steps = problem[f"{name}_descale"]
+            rows = problem["nq" if name == "q" else "nk"]
+            sizes = [batch, heads[name], -(-rows // 64)][: 3 if steps["row"] else 2]
+            strides = [steps["batch"], steps["head"], steps["row"]][: len(sizes)]
+            if not any(strides):
+                sizes, strides = [1], [1]
+            extent = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+            data = torch.rand(extent, generator=generator, device=device) + 0.5
+            options[f"{name}_descale"] = data.as_strided(sizes, strides)
     if problem["varlen"]:
         for name, total in (("q", problem["nq"]), ("k", problem["nk"])):
             ends = [total * sequence // max(batch, 1) for sequence in range(batch + 1)]
@@ -126,8 +141,11 @@ def run(arguments: argparse.Namespace) -> int:
         if name not in ("return_lse", "max_seqlen_q", "max_seqlen_k")
     }
     expected, expected_lse = reference.attention(inputs.q, inputs.k, inputs.v, **options)
-    baseline = reference.baseline(inputs.q, inputs.k, inputs.v, **options)
-    report = reference.check(out, expected, baseline)
+    if problem["dtype"].startswith("float8"):
+        report = reference.check_fp8(out, expected, inputs.q, inputs.k, inputs.v, **options)
+    else:
+        baseline = reference.baseline(inputs.q, inputs.k, inputs.v, **options)
+        report = reference.check(out, expected, baseline)
     print(report)
     if lse is None:
         return 0 if report.ok else 1

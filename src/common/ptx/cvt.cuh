@@ -1,4 +1,4 @@
-// Conversions between float and 16-bit floating point, one instruction each.
+// Conversions between float and 16-bit or 8-bit floating point, one instruction each.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,20 @@ __device__ __forceinline__ uint32_t cvt_rn_x2_f32(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   } else {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+// cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32 (sm_89 and up): two floats to two bytes, to nearest even;
+// beyond the largest number (448, 57344) they become that, NaN stays NaN.
+template <DType DTYPE>
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_x2_f32(float low, float high) {
+  static_assert(DTYPE == DType::E4M3 || DTYPE == DType::E5M2, "8-bit outputs only");
+  uint16_t pair;
+  if constexpr (DTYPE == DType::E4M3) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   }
   return pair;
 }

@@ -1,17 +1,16 @@
-// The moving parts of the ampere kernel: loads into swizzled shared memory, the lane maps of
+// The moving parts of the kernels on mma.sync: loads into swizzled shared memory, the lane maps of
 // ldmatrix and mma.sync, and the two products.
 #pragma once
 
 #include <cstdint>
 
-#include "ampere/config.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mma_sync.cuh"
 #include "common/ptx/special_registers.cuh"
 
-namespace archflash::ampere {
+namespace archflash::mma_sync {
 
 // Which chunks of a tile a thread copies: one chunk of each group, every ROWS_PER_STEP-th row. The
 // swizzle of all its rows is the same.
@@ -187,4 +186,4 @@ __device__ __forceinline__ void multiply_pv(
   }
 }
 
-}  // namespace archflash::ampere
+}  // namespace archflash::mma_sync

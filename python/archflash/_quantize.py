@@ -1,0 +1,169 @@
+"""archflash.quantize_fp8: numbers to 8-bit ones and the descales that they stand by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _dispatch, _registry
+from archflash._errors import ForcedImplementationError
+
+SCALE_ROWS = 64  # rows that share a descale given per block
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_PER = ("tensor", "head", "block")
+_KERNEL = "ada"
+
+
+def quantize_fp8(
+    x: Tensor,
+    *,
+    per: str = "tensor",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    layout: str = "bhnd",
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantises q, k or v to FP8 for `archflash.attention`.
+
+    A descale is the largest magnitude of what shares it, divided by the largest number of `dtype`
+    (448 or 57344), and 1 where all are zero.
+
+    Args:
+        x: ``(batch, heads, rows, d)``; with layout="bnhd" ``(batch, rows, heads, d)``; or packed
+            sequences ``(total, heads, d)``. float32, float16 or bfloat16.
+        per: what shares a descale: "tensor"; "head", each head of each batch (of all packed
+            sequences together); or "block", each 64 rows of those (not of packed sequences).
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        layout: "bhnd" or "bnhd", as in `archflash.attention`.
+        implementation: "ada" for the fused kernel, "torch" for plain operations; default the kernel
+            on CUDA devices that it runs on, for contiguous rows of up to 256 numbers in multiples
+            of 8.
+
+    Returns:
+        The pair (values, descale): values of `dtype`, shaped as x and dense in its stride order;
+        descale float32, ``(1,)``, ``(batch, heads)`` (``(heads,)`` for packed sequences) or
+        ``(batch, heads, ceil(rows / 64))``: what `archflash.attention` takes as q_descale,
+        k_descale and v_descale. x is about values * descale.
+
+    Raises:
+        ValueError: another `per`, layout or number of dimensions; blocks of packed sequences.
+        TypeError: another dtype.
+        ForcedImplementationError: the forced implementation cannot do it.
+
+    Example:
+        >>> import archflash, torch
+        >>> values, descale = archflash.quantize_fp8(torch.randn(2, 4, 100, 64), per="block")
+        >>> values.dtype, descale.shape
+        (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
+    """
+    _check(x, per, dtype, layout)
+    packed = x.ndim == 3
+    values = torch.empty_like(x, dtype=dtype)
+    x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
+    reason = _why_not(x_by_head, values_by_head)
+    if implementation not in (None, _KERNEL, _registry.TORCH):
+        raise ForcedImplementationError(
+            f"no quantiser is called {implementation!r}: there are {_KERNEL} and torch"
+        )
+    if implementation == _KERNEL and reason is not None:
+        raise ForcedImplementationError(f"{_KERNEL} is forced, but {reason}")
+    batch, heads, rows, _ = x_by_head.shape
+    sizes = {
+        "tensor": [1],
+        "head": [heads] if packed else [batch, heads],
+        "block": [batch, heads, math.ceil(rows / SCALE_ROWS)],
+    }[per]
+    if implementation == _registry.TORCH or reason is not None or x.numel() == 0:
+        return values, _with_torch(x_by_head, values_by_head, per, dtype).reshape(sizes)
+    descale = torch.empty(sizes, dtype=torch.float32, device=x.device)
+    _launch(x_by_head, values_by_head, descale, per, dtype)
+    return values, descale
+
+
+def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
+    if per not in _PER:
+        raise ValueError(f"per is {per!r}: it must be 'tensor', 'head' or 'block'")
+    if layout not in ("bhnd", "bnhd"):
+        raise ValueError(f"layout is {layout!r}: it must be 'bhnd' or 'bnhd'")
+    if dtype not in _LARGEST:
+        raise TypeError(f"dtype is {dtype}: it must be torch.float8_e4m3fn or torch.float8_e5m2")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"x has dtype {x.dtype}: it must be float32, float16 or bfloat16")
+    if x.ndim not in (3, 4):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}: it must have 4 dimensions, or 3 for packed sequences"
+        )
+    if x.ndim == 3 and per == "block":
+        raise ValueError(
+            "per='block' with packed sequences: blocks would straddle them; use 'head'"
+        )
+
+
+def _as_bhnd(x: Tensor, layout: str) -> Tensor:
+    if x.ndim == 3:
+        return x.transpose(0, 1)[None]
+    return x.transpose(1, 2) if layout == "bnhd" else x
+
+
+def _why_not(x: Tensor, values: Tensor) -> str | None:
+    """Why the kernel cannot quantise x (bhnd) into values."""
+    if x.device.type != "cuda":
+        return "x is not on a CUDA device: move it to one"
+    if problem := _dispatch.driver_problem():
+        return problem
+    capability = _dispatch.query_device(x.device.index).capability
+    if not _registry.has_code(_KERNEL, capability):
+        return f"this build has no code of it for {capability[0]}.{capability[1]}"
+    if x.requires_grad and torch.is_grad_enabled():
+        return "x requires a gradient: call it under torch.no_grad()"
+    d = x.shape[-1]
+    if d % 8 or d > 256:
+        return f"x has rows of {d} numbers: it takes multiples of 8 up to 256"
+    steps = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1][:-1]
+    if (d > 1 and x.stride(-1) != 1) or any(s * x.itemsize % 16 for s in steps):
+        return "x has rows that are not contiguous and 16-byte aligned"
+    if x.data_ptr() % 16 or values.stride(-1) != 1:
+        return "x does not start at a multiple of 16 bytes"
+    return None
+
+
+def _launch(x: Tensor, values: Tensor, descale: Tensor, per: str, dtype: torch.dtype) -> None:
+    device = _dispatch.query_device(x.device.index)
+    name = str(dtype).removeprefix("torch.")
+    plan = _native.plan_quantize(name, _PER.index(per), x, values.view(torch.uint8), device)
+    if isinstance(plan, list):
+        raise ForcedImplementationError("; ".join(plan))
+    tensors: dict[str, Any] = {"q": x, "out": values, "descale": descale}
+    if plan.workspace_bytes:
+        tensors["workspace"] = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device)
+    _native.launch(plan, tensors)
+
+
+def _with_torch(x: Tensor, values: Tensor, per: str, dtype: torch.dtype) -> Tensor:
+    """Writes values (bhnd); returns the descales, broadcastable to (batch, heads, blocks)."""
+    batch, heads, rows, d = x.shape
+    blocks = math.ceil(rows / SCALE_ROWS)
+    magnitude = x.detach().abs().float().nan_to_num(nan=0.0, posinf=math.inf)
+    padded = torch.nn.functional.pad(magnitude, (0, 0, 0, blocks * SCALE_ROWS - rows))
+    of_rows = padded.reshape(batch, heads, blocks, SCALE_ROWS * d)
+    largest = of_rows.amax(-1) if of_rows.numel() else magnitude.new_zeros(batch, heads, blocks)
+    if per == "head":
+        largest = largest.amax(-1, keepdim=True) if blocks else largest.new_zeros(batch, heads, 1)
+    if per == "tensor":
+        most = largest.amax() if largest.numel() else largest.new_zeros(())
+        largest = most.reshape(1, 1, 1)
+    limit = _LARGEST[dtype]
+    # By a tensor: PyTorch multiplies by the reciprocal of a Python number on CUDA.
+    quotient = largest / torch.full_like(largest, limit)
+    descale = torch.where(largest == 0, 1.0, quotient.clamp(min=_SMALLEST_NORMAL))
+    factor = (
+        (1.0 / descale).repeat_interleave(SCALE_ROWS, 2)[:, :, :rows]
+        if per == "block"
+        else (1.0 / descale)
+    )
+    values.copy_((x.detach().float() * factor[..., None]).clamp(-limit, limit))
+    return descale

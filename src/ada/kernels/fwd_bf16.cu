@@ -1,0 +1,14 @@
+// bf16 inputs. Tiles: config.cuh.
+#include "ada/config.cuh"
+#include "common/mma_sync/attention_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ada;
+
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d64, D64<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d64_few, D64Few<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d96, D96<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d128_wide, D128Wide<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d128, D128<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d192, D192<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d256, D256<DType::BF16>)

@@ -1,0 +1,13 @@
+// quantize_fp8, by the type of its input.
+#include "ada/quantize.cuh"
+
+using archflash::DType;
+
+ARCHFLASH_QUANTIZE_KERNELS(f32, DType::F32, 2)
+ARCHFLASH_QUANTIZE_KERNELS(f16, DType::F16, 4)
+ARCHFLASH_QUANTIZE_KERNELS(bf16, DType::BF16, 4)
+
+extern "C" __global__ void __launch_bounds__(archflash::ada::QUANTIZE_THREADS)
+    ada_quantize_descale(const __grid_constant__ archflash::ada::QuantizeParams params) {
+  archflash::ada::quantize_descale(params);
+}

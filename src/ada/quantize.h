@@ -1,0 +1,44 @@
+// quantize_fp8: numbers -> 8-bit ones and the descales that they stand by. Parameters of its
+// kernels, and its plan: pure host code.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/plan.h"
+#include "common/problem.h"
+
+namespace archflash::ada {
+
+// A tile is SCALE_ROWS rows of one head. Strides in elements.
+struct QuantizeParams {
+  const void* x_gmem;   // (batch, heads, rows, d)
+  uint8_t* out_gmem;    // the same shape
+  float* descale_gmem;  // one for each group of tiles
+  float* largest_gmem;  // of each tile; unused where a group is a tile
+  int64_t x_batch, x_head, x_row;
+  int64_t out_batch, out_head, out_row;
+  int32_t heads, rows, d;
+  int32_t tiles_per_head;
+  int32_t tiles_per_group;
+  DType out_dtype;  // E4M3 or E5M2
+};
+static_assert(std::is_trivially_copyable_v<QuantizeParams>);
+
+enum class QuantizePer : int32_t { Tensor = 0, Head = 1, Block = 2 };
+
+struct QuantizeProblem {
+  int64_t batch, heads, rows, d;
+  Strides x, out;
+  DType dtype, out_dtype;
+  QuantizePer per;
+};
+
+constexpr int QUANTIZE_THREADS = 256;
+constexpr int QUANTIZE_CHUNK = 8;  // neighbouring elements that a thread reads at once
+constexpr int QUANTIZE_MOST_COLUMNS = 256;
+
+PlanResult plan_quantize(const QuantizeProblem& problem, const Device& device);
+
+}  // namespace archflash::ada

@@ -1,0 +1,50 @@
+// What a CTA and its warps know of their work, and how a block of keys is loaded.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/mma_sync/tile.cuh"
+#include "common/ptx/special_registers.cuh"
+
+namespace archflash::mma_sync {
+
+// What the main loop needs to know of its CTA. In shared memory, read when it is needed: outputs
+// and scores leave few registers.
+struct Place {
+  const uint16_t* k_gmem;  // of the sequence's first key
+  const uint16_t* v_gmem;
+  math::Work work;
+  math::VisibleKeys visible;
+};
+
+// The rows of this thread's warp.
+template <class C>
+struct WarpRows {
+  int first, last;  // last before first: none
+
+  __device__ __forceinline__ explicit WarpRows(const Place& place) {
+    first = place.work.first_row + ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
+    last = min(first + C::WARP_ROWS, place.work.nq) - 1;
+  }
+  __device__ __forceinline__ bool any_sees(const math::VisibleKeys& visible, int key_first) const {
+    return last >= first && !visible.hides(first, last, key_first, key_first + C::STEP_KEYS - 1);
+  }
+  __device__ __forceinline__ bool all_see(const math::VisibleKeys& visible, int key_first) const {
+    return !visible.masks(first, last, key_first, key_first + C::STEP_KEYS - 1);
+  }
+};
+
+// Starts the copy of a block of keys.
+template <class C, class Tile>
+__device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
+                                           int64_t row_stride, int columns, int key, int nk) {
+  keys_gmem += key * row_stride;
+  if (key + C::BLOCK_K <= nk)
+    start_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, row_stride, columns);
+  else
+    start_ragged_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, row_stride, nk - key, columns);
+}
+
+}  // namespace archflash::mma_sync

@@ -1,0 +1,254 @@
+"""What ada plans: tiles of 16-bit and FP8 calls, descales as parameters, where it is chosen."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import call, ctas_per_sm, packed_call, plan_of
+
+import archflash
+from archflash import _archflash as native
+from archflash import _dispatch
+from archflash._api import find_device, make_problem
+
+RTX = "RTX 4090"
+FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+SIXTEEN_BITS = {"float16": "f16", "bfloat16": "bf16"}
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+# struct Params ends with three Descales (address, three strides), heads_per_q_descale, out_dtype.
+TAIL = struct.Struct("<Qqqq Qqqq Qqqq ii")
+OUT_DTYPES = {"float16": 1, "bfloat16": 2}
+
+every_fp8 = pytest.mark.parametrize("dtype", FP8)
+every_16_bit = pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+
+
+def ada(problem: native.Problem, device: str = RTX) -> native.LaunchPlan:
+    return plan_of(problem, device, "ada")
+
+
+def launch_of(plan: native.LaunchPlan) -> dict[str, Any]:
+    (launch,) = plan.to_dict()["launches"]
+    return dict(launch)
+
+
+def tail(plan: native.LaunchPlan) -> tuple[int, ...]:
+    params = bytes.fromhex(launch_of(plan)["params"])
+    return TAIL.unpack(params[-TAIL.size :])
+
+
+def fp8_call(heads: tuple[int, int] = (4, 2), nq: int = 100, nk: int = 300, **options: Any) -> Any:
+    q, k = (
+        torch.empty(3, h, n, 64, dtype=torch.float8_e4m3fn, device="meta")
+        for h, n in zip(heads, (nq, nk), strict=True)
+    )
+    return make_problem(q, k, k, **options).as_if_on_cuda()
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+# --- tiles ---
+
+
+@every_fp8
+@pytest.mark.parametrize(
+    ("dims", "name", "per_sm"),
+    [
+        ((64, 64), "d64", 3),
+        ((128, 128), "d128", 2),
+        ((192, 128), "d192", 1),
+        ((256, 256), "d256", 2),
+    ],
+)
+def test_an_fp8_call_gets_the_kernel_of_its_head_dim(
+    dtype: str, dims: tuple[int, int], name: str, per_sm: int
+) -> None:
+    plan = ada(call(dtype, b=16, hq=32, nq=2048, d=dims[0], dv=dims[1]))
+    launch = launch_of(plan)
+    assert launch["kernel"] == f"ada_attention_fwd_{FP8[dtype]}_{name}"
+    assert launch["image"] == f"ada/fwd_{FP8[dtype]}"
+    assert ctas_per_sm(plan) == per_sm
+    assert launch["grid"] == [16 * 32 * 2048 // 64, 1, 1]
+
+
+@every_16_bit
+@pytest.mark.parametrize(
+    ("d", "causal", "nq", "name"),
+    [
+        (64, False, 2048, "d64"),
+        (64, True, 2048, "d64"),
+        (64, False, 20, "d64_few"),
+        (96, True, 2048, "d96"),
+        (128, False, 2048, "d128_wide"),
+        (128, True, 2048, "d128"),
+        (128, False, 20, "d128"),
+        (192, False, 2048, "d256"),
+        (256, True, 2048, "d256"),
+    ],
+)
+def test_a_16_bit_call_gets_a_tile_of_its_own(
+    dtype: str, d: int, causal: bool, nq: int, name: str
+) -> None:
+    plan = ada(call(dtype, b=8, hq=32, nq=nq, d=d, causal=causal))
+    assert launch_of(plan)["kernel"] == f"ada_attention_fwd_{SIXTEEN_BITS[dtype]}_{name}"
+
+
+def test_a_window_counts_as_a_mask_when_tiles_are_chosen() -> None:
+    plan = ada(call("float16", b=8, hq=32, nq=2048, d=128, window=(100, None)))
+    assert launch_of(plan)["kernel"].endswith("_d128")
+
+
+@pytest.mark.parametrize("dtype", [*FP8, *SIXTEEN_BITS])
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+def test_every_tile_fits_a_gpu_of_8_9_as_often_as_the_plan_says(
+    dtype: str, dims: tuple[int, int]
+) -> None:
+    limits = find_device(RTX)
+    for nq in (20, 2048):
+        plan = ada(call(dtype, b=8, hq=32, nq=nq, d=dims[0], dv=dims[1]))
+        launch = launch_of(plan)
+        assert launch["shared_bytes"] <= limits.shared_per_block
+        resident = ctas_per_sm(plan)
+        assert resident * (launch["shared_bytes"] + 1024) <= limits.shared_per_sm
+        assert resident * launch["block"][0] <= limits.threads_per_sm
+
+
+def test_at_least_one_16_bit_tile_differs_from_that_of_ampere_here() -> None:
+    differ = {}
+    for d in (64, 96, 128):
+        problem = call("float16", b=8, hq=32, nq=2048, d=d, causal=True)
+        tiles = [dict(plan_of(problem, RTX, name).notes)["tile"] for name in ("ada", "ampere")]
+        differ[d] = tiles[0] != tiles[1]
+    assert differ == {64: True, 96: False, 128: True}
+
+
+# --- parameters ---
+
+
+def test_descales_become_addresses_and_strides() -> None:
+    problem = fp8_call(
+        q_descale=scales(3, 4, 2),
+        k_descale=scales(3, 2),
+        v_descale=scales(2),
+        out_dtype=torch.float16,
+    )
+    plan = ada(problem)
+    assert tail(plan) == (0, 8, 2, 1, 0, 2, 1, 0, 0, 0, 1, 0, 1, OUT_DTYPES["float16"])
+    size = len(launch_of(plan)["params"]) // 2
+    slots = {s["operand"]: s["offset"] for s in launch_of(plan)["pointers"]}
+    first = size - TAIL.size
+    assert [slots[f"{name}_descale"] for name in "qkv"] == [first, first + 32, first + 64]
+
+
+def test_absent_descales_have_no_address() -> None:
+    plan = ada(fp8_call())
+    assert tail(plan) == (0,) * 12 + (1, OUT_DTYPES["bfloat16"])
+    assert not [s for s in launch_of(plan)["pointers"] if "descale" in s["operand"]]
+
+
+@pytest.mark.parametrize("given", [scales(2), scales(3, 2), scales(3, 2, 2)], ids=lambda x: x.ndim)
+def test_a_descale_of_q_may_be_given_for_each_head_of_k(given: torch.Tensor) -> None:
+    assert tail(ada(fp8_call(q_descale=given)))[12] == 2
+    own = scales(
+        *(
+            4 if size == 2 and i == min(given.ndim - 1, 1) else size
+            for i, size in enumerate(given.shape)
+        )
+    )
+    assert tail(ada(fp8_call(q_descale=own)))[12] == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [torch.empty((), device="meta"), scales(1), scales(1, 1).expand(3, 4)],
+    ids=["scalar", "one", "expanded"],
+)
+def test_one_descale_for_all_has_strides_of_zero(given: torch.Tensor) -> None:
+    assert tail(ada(fp8_call(q_descale=given)))[1:4] == (0, 0, 0)
+
+
+def test_a_descale_may_have_any_strides() -> None:
+    given = scales(2, 4, 3).permute(2, 1, 0)
+    assert given.stride() == (1, 3, 12)
+    assert tail(ada(fp8_call(q_descale=given)))[1:4] == (1, 3, 12)
+
+
+def test_problems_that_differ_in_descales_differ() -> None:
+    kinds = [None, scales(1), scales(4), scales(3, 4), scales(3, 4, 2), scales(2), scales(3, 2)]
+    problems = {fp8_call(q_descale=kind) for kind in kinds}
+    assert len(problems) == len(kinds)
+    for problem in problems:
+        assert native.Problem.from_dict(problem.to_dict()) == problem
+
+
+def test_strides_count_pairs_of_bytes() -> None:
+    params = bytes.fromhex(launch_of(ada(fp8_call()))["params"])
+    q_strides = struct.unpack_from("<qqq", params, 9 * 8)
+    assert q_strides == (4 * 100 * 32, 100 * 32, 32)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"d": 40}, "head_dim 40: ada takes multiples of 16 up to 256"),
+        ({"dv": 24}, "value head_dim 24: ada takes multiples of 16 up to 256"),
+        ({"d": 272, "dv": 64}, "head_dim 272: ada takes multiples of 16 up to 256"),
+        ({"out_dtype": torch.float32}, "out_dtype float32: ada writes float16 or bfloat16"),
+    ],
+)
+def test_what_fp8_cannot_do_is_said(options: dict[str, Any], reason: str) -> None:
+    answer = native.plan("ada", call("float8_e4m3fn", **options), find_device(RTX))
+    assert isinstance(answer, list)
+    assert [text for text in answer if text.startswith(reason)], answer
+
+
+def test_float32_is_not_for_ada() -> None:
+    (reason,) = native.plan("ada", call("float32"), find_device(RTX))
+    assert reason.startswith("dtype float32: ada takes float16, bfloat16, float8_e4m3fn and")
+
+
+def test_packed_fp8_calls_are_planned() -> None:
+    assert launch_of(ada(packed_call("float8_e5m2")))["kernel"] == "ada_attention_fwd_e5m2_d64"
+
+
+# --- who is chosen ---
+
+
+@every_fp8
+@pytest.mark.parametrize("device", ["L4", "RTX 4090", "H200", "B200", "RTX 5090"])
+def test_fp8_goes_to_ada_from_8_9_on(dtype: str, device: str) -> None:
+    for nq in (1, 500):
+        decision = _dispatch.select(call(dtype, nq=nq), find_device(device))
+        assert decision.chosen == "ada"
+
+
+@every_fp8
+@pytest.mark.parametrize("device", ["A100", "RTX 3090"])
+def test_fp8_goes_to_torch_before_8_9(dtype: str, device: str) -> None:
+    decision = _dispatch.select(call(dtype), find_device(device))
+    assert decision.chosen == "torch"
+    assert decision.fallback
+
+
+@every_16_bit
+def test_16_bit_inputs_go_to_ada_on_8_9_only(dtype: str) -> None:
+    problem = call(dtype, b=8, hq=32, nq=2048)
+    chosen = {
+        device: _dispatch.select(problem, find_device(device)).chosen
+        for device in ("A100", "RTX 3090", "L40S", "RTX 4090", "H200", "RTX 5090")
+    }
+    assert {device for device, name in chosen.items() if name == "ada"} == {"L40S", "RTX 4090"}
+
+
+def test_ada_says_where_it_is_made_for() -> None:
+    (row,) = (i for i in archflash.implementations() if i.name == "ada")
+    assert "8.9" in row.description
+    assert "descales" in row.features

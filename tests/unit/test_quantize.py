@@ -1,0 +1,162 @@
+"""quantize_fp8 with plain operations, its plans, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import ForcedImplementationError, reference
+from archflash import _archflash as native
+from archflash._api import find_device
+
+FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(descale: Tensor, x: Tensor) -> Tensor:
+    """The descale of each number of x (bhnd)."""
+    if descale.ndim == 3:
+        return descale.repeat_interleave(64, 2)[:, :, : x.shape[2], None]
+    return descale.reshape(*descale.shape, 1, 1) if descale.ndim == 2 else descale
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize(
+    ("per", "shape"), [("tensor", (1,)), ("head", (2, 3)), ("block", (2, 3, 3))]
+)
+def test_the_largest_of_what_shares_a_descale_becomes_the_largest_number(
+    dtype: torch.dtype, per: str, shape: tuple[int, ...]
+) -> None:
+    x = rand(2, 3, 150, 16) * torch.arange(1, 7).view(2, 3, 1, 1)
+    values, descale = archflash.quantize_fp8(x, per=per, dtype=dtype)
+    assert values.dtype == dtype
+    assert descale.shape == shape
+    blocks = {"tensor": (2, 3, 150), "head": (1, 1, 150), "block": (1, 1, 64)}[per]
+    b, h, n = blocks
+    for i in range(0, 2, b):
+        for j in range(0, 3, h):
+            for row in range(0, 150, n):
+                part = x[i : i + b, j : j + h, row : row + n]
+                stored = values[i : i + b, j : j + h, row : row + n].float()
+                assert stored.abs().max() == FP8[dtype]
+                index = {"tensor": (0,), "head": (i, j), "block": (i, j, row // 64)}[per]
+                assert descale[index] == part.abs().max() / FP8[dtype]
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+def test_values_times_descale_are_near(dtype: torch.dtype, per: str) -> None:
+    x = rand(2, 3, 150, 16)
+    values, descale = archflash.quantize_fp8(x, per=per, dtype=dtype)
+    error = (values.float() * spread(descale, x) - x).abs()
+    relative = 2.0**-4 if dtype == torch.float8_e4m3fn else 2.0**-3
+    assert (error <= relative * x.abs() + 1e-3).all()
+
+
+def test_zeros_have_descale_1_and_no_number_becomes_nan() -> None:
+    x = torch.zeros(1, 2, 130, 16)
+    x[0, 1, 70] = 1e-42  # so small that its descale would not be normal
+    values, descale = archflash.quantize_fp8(x, per="block")
+    assert descale[0, 0].tolist() == [1.0, 1.0, 1.0]
+    assert descale[0, 1, 1] == torch.finfo(torch.float32).tiny
+    assert not values.float().isnan().any()
+
+
+def test_nan_stays_where_it_is() -> None:
+    x = rand(1, 1, 64, 16)
+    x[0, 0, 3, 5] = math.nan
+    values, descale = archflash.quantize_fp8(x)
+    assert descale.isfinite().all()
+    assert values.float().isnan().nonzero().tolist() == [[0, 0, 3, 5]]
+
+
+def test_the_layout_says_where_the_heads_are() -> None:
+    x = rand(2, 3, 150, 16)
+    for per in ("tensor", "head", "block"):
+        values, descale = archflash.quantize_fp8(x, per=per)
+        other = x.transpose(1, 2).contiguous()
+        there, same = archflash.quantize_fp8(other, per=per, layout="bnhd")
+        assert torch.equal(there.transpose(1, 2).float(), values.float())
+        assert torch.equal(same, descale)
+
+
+def test_packed_sequences_share_the_descale_of_a_head() -> None:
+    x = rand(150, 3, 16)
+    values, descale = archflash.quantize_fp8(x, per="head")
+    assert descale.shape == (3,)
+    assert torch.equal(descale, x.abs().amax((0, 2)) / 448)
+    assert values.shape == x.shape
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 16), (2, 0, 5, 16), (2, 2, 0, 16)])
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+def test_nothing_is_quantised_to_nothing(shape: tuple[int, ...], per: str) -> None:
+    values, descale = archflash.quantize_fp8(torch.empty(shape), per=per)
+    assert values.shape == shape
+    blocks = math.ceil(shape[2] / 64)
+    assert descale.shape == {"tensor": (1,), "head": shape[:2], "block": (*shape[:2], blocks)}[per]
+
+
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+def test_attention_of_quantised_tensors_is_near_that_of_the_tensors(per: str) -> None:
+    q, k, v = (rand(2, 2, 150, 32, seed=i) for i in range(3))
+    pairs = [archflash.quantize_fp8(x, per=per) for x in (q, k, v)]
+    descales = {f"{name}_descale": d for name, (_, d) in zip("qkv", pairs, strict=True)}
+    stored = [values for values, _ in pairs]
+    out = archflash.attention(*stored, **descales, out_dtype=torch.float32)
+    exact = reference.attention(*stored, return_lse=False, **descales)
+    assert (out - exact).abs().max() < 1e-5
+    wanted = reference.attention(q, k, v, return_lse=False)
+    error = (exact - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+    assert 0.001 < error < 0.07
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "per": ({"per": "row"}, ValueError, "per is 'row'"),
+    "layout": ({"layout": "hnbd"}, ValueError, "layout is 'hnbd'"),
+    "dtype": ({"dtype": torch.float16}, TypeError, "dtype is torch.float16"),
+    "x-dtype": ({"x": torch.zeros(1, 1, 1, 16, dtype=torch.int32)}, TypeError, "x has dtype"),
+    "rank": ({"x": torch.zeros(2, 16)}, ValueError, "x has shape (2, 16)"),
+    "packed-blocks": ({"x": torch.zeros(5, 2, 16), "per": "block"}, ValueError, "straddle"),
+    "unknown": ({"implementation": "simt"}, ForcedImplementationError, "no quantiser"),
+    "cpu": ({"implementation": "ada"}, ForcedImplementationError, "not on a CUDA device"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_calls_are_refused_with_what_was_given(name: str) -> None:
+    options, error, text = REFUSED[name]
+    x = options.get("x", torch.zeros(1, 2, 5, 16))
+    with pytest.raises(error) as caught:
+        archflash.quantize_fp8(x, **{key: value for key, value in options.items() if key != "x"})
+    assert text in str(caught.value)
+
+
+# --- plans ---
+
+
+@pytest.mark.parametrize(
+    ("per", "kernels", "grids"),
+    [
+        (0, ["largest_f16", "descale", "values_f16"], [18, 1, 18]),
+        (1, ["largest_f16", "descale", "values_f16"], [18, 6, 18]),
+        (2, ["at_once_f16"], [18]),
+    ],
+)
+def test_blocks_are_read_once_and_larger_parts_twice(
+    per: int, kernels: list[str], grids: list[int]
+) -> None:
+    x = torch.empty(2, 3, 150, 16, dtype=torch.float16, device="meta")
+    plan = native.plan_quantize("float8_e5m2", per, x, x, find_device("RTX 4090"))
+    launches = plan.to_dict()["launches"]
+    assert [launch["kernel"] for launch in launches] == [f"ada_quantize_{name}" for name in kernels]
+    assert [launch["grid"][0] for launch in launches] == grids
+    assert plan.workspace_bytes == (0 if per == 2 else 18 * 4)
