@@ -191,7 +191,9 @@ BUGS = {
     "tx-bytes-high": ({"_, [%r34], 24576": "_, [%r34], 24592"}, {"deadlock"}, "16 bytes are exp"),
     "tx-bytes-low": ({"_, [%r34], 24576": "_, [%r34], 24560"}, {"deadlock"}, "16 bytes have come"),
     "arrive-count": ({"[%r4+16], 4;": "[%r4+16], 5;"}, {"deadlock"}, "1 of 5 arrivals pending"),
-    "arrive-count-low": ({"[%r4+16], 4;": "[%r4+16], 3;"}, {"race", "mbarrier", "deadlock"}, "mbarrier"),
+    "arrive-count-low": (
+        {"[%r4+16], 4;": "[%r4+16], 3;"}, {"race", "mbarrier", "deadlock"}, "",
+    ),
     "parity": ({"xor.b32 %r32, %r32, 1;": ""}, {"deadlock"}, "mbarrier"),
     "early-release": (
         {ARRIVE: "", COMMIT: ARRIVE + COMMIT},
