@@ -415,10 +415,11 @@ NB_MODULE(_archflash, m) {
         "torch's dispatcher.");
   m.def("make_problem", &make_problem, ARCHFLASH_CALL_NAMES);
   m.def("execute", &execute_plan, "plan"_a, ARCHFLASH_CALL_NAMES);
-  m.def("bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
-        "tensor_maps"_a = true,
-        "The parameter bytes of one launch with (operand, address) pairs filled in, and tensor maps "
-        "encoded by the driver where they are wanted.");
+  m.def(
+      "bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
+      "tensor_maps"_a = true,
+      "The parameter bytes of one launch with (operand, address) pairs filled in, and tensor maps "
+      "encoded by the driver where they are wanted.");
   m.def(
       "cache_info",
       [] {

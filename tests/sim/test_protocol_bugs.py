@@ -240,3 +240,18 @@ def test_a_seeded_bug_is_reported_with_its_cause(bug: str, mode: str) -> None:
     named = [f for f in report.findings if f.kind in kinds]
     assert named, report.findings
     assert any(words in f.message for f in named), named
+
+
+def test_a_trace_shows_copies_and_what_waits_waited_for() -> None:
+    report, _, _ = multiply(kernel(), mode="lazy", traced_ctas=1)
+    trace = report.traces[0]
+    copies = [e for e in trace.events if e.kind == "async"]
+    assert {trace.tracks[e.track] for e in copies} == {"bulk copies"}
+    assert sum(e.bytes for e in copies) == TILES * STAGE + 4 * M * N
+    assert all(e.end > e.begin for e in copies)
+    waits = [e for e in trace.events if e.kind == "wait" and e.label.startswith("mbarrier")]
+    by_copies = {e.track for e in waits if e.cause == copies[0].track}
+    assert by_copies == {0, 1, 2, 3}  # full: ended by the bytes
+    by_warps = [e for e in waits if e.cause in (0, 1, 2, 3)]
+    assert by_warps  # empty: ended by the last of the warps that multiply
+    assert {e.track for e in by_warps} == {4}
