@@ -447,23 +447,27 @@ SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool w
   return {&owner, static_cast<uint32_t>(at)};
 }
 
-const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t bytes) {
+const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t bytes,
+                              uint32_t align) {
   const Space space = space_of(address, lane, Access::Read, bytes);
-  if (space == Space::Global) return locate_global(warp, lane, address, bytes, Access::Read);
-  if (space == Space::Param) {
-    const auto& parameters = warp.cta().launch().parameters;
-    return locate_constant(parameters.data(), parameters.size(), "the parameters", lane, address,
-                           bytes, Access::Read);
+  if (space != Space::Global && space != Space::Param && space != Space::Const) {
+    throw Fault{
+        "out-of-bounds",
+        "the address " + hex(address) + " is in none of global, constant and parameter memory",
+        lane, address};
   }
-  if (space == Space::Const) {
-    const auto& memory = warp.cta().launch().module->const_memory;
-    return locate_constant(memory.data(), memory.size(), "constant memory", lane, address, bytes,
+  const auto piece = [&](uint64_t at) -> const uint8_t* {
+    if (space == Space::Global) return locate_global(warp, lane, at, align, Access::Read);
+    const bool param = space == Space::Param;
+    const auto& memory =
+        param ? warp.cta().launch().parameters : warp.cta().launch().module->const_memory;
+    return locate_constant(memory.data(), memory.size(),
+                           param ? "the parameters" : "constant memory", lane, at, align,
                            Access::Read);
-  }
-  throw Fault{
-      "out-of-bounds",
-      "the address " + hex(address) + " is in none of global, constant and parameter memory", lane,
-      address};
+  };
+  const uint8_t* const first = piece(address);
+  for (uint32_t at = align; at < bytes; at += align) piece(address + at);
+  return first;
 }
 
 uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t bytes, bool writes) {

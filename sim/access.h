@@ -45,8 +45,10 @@ struct SharedPlace {
 SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
                           Space space, uint32_t bytes, uint32_t align);
 
-// `bytes` bytes at a lane's generic address, for reading something of one piece: a tensor map.
-const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t bytes);
+// `bytes` bytes at a lane's generic address, a multiple of `align` as `bytes` is, for reading
+// something of one piece: a tensor map.
+const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t bytes,
+                              uint32_t align);
 
 // Any number of bytes of global memory that an asynchronous operation reads or writes. Checks
 // bounds, state, and the races of a read.

@@ -63,7 +63,7 @@ void trace(AsyncOperation& by, uint64_t issued, uint64_t bytes, const char* labe
   if (!cta.traced()) return;
   TraceEvent event;
   event.kind = TraceEvent::Kind::Async;
-  event.track = cta.trace().track("bulk copies");
+  event.track = cta.trace().track(BULK_TRACK);
   event.begin = issued;
   event.end = event.seen = cta.time() + 1;
   event.pc = by.pc();

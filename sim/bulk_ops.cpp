@@ -109,7 +109,7 @@ TensorMap map_of(Warp& warp, const Instruction& instruction, const Address& addr
     throw Fault{"misaligned", "the address of a tensor map is not a multiple of 64", lane, at};
   }
   TensorMap map;
-  if (!decode(locate_generic(warp, lane, at, TENSOR_MAP_BYTES), map)) {
+  if (!decode(locate_generic(warp, lane, at, TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN), map)) {
     throw Fault{"tensor-map", "the address holds no tensor map", lane, at};
   }
   const int rank = extra_of(instruction).rank;
@@ -456,7 +456,7 @@ void run_prefetch_map(Warp& warp, const Instruction& instruction, uint32_t mask)
     const uint64_t at = value_of(warp, instruction, extra_of(instruction).from, lane);
     TensorMap map;
     if (at % TENSOR_MAP_ALIGN != 0 ||
-        !decode(locate_generic(warp, lane, at, TENSOR_MAP_BYTES), map)) {
+        !decode(locate_generic(warp, lane, at, TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN), map)) {
       throw Fault{"tensor-map", "the address holds no tensor map", lane, at};
     }
   });

@@ -143,8 +143,35 @@ void MbarrierUnit::add_transactions(Object& object, int lane, uint32_t offset, i
   }
 }
 
-void MbarrierUnit::complete_if_due(Object& object, uint32_t offset) {
+int MbarrierUnit::track_of(const Warp& warp) {
+  const bool own = warp.index() < cta_.warp_count() && &cta_.warp(warp.index()) == &warp;
+  return own ? warp.index() : -1;
+}
+
+void MbarrierUnit::trace_waits(const Object& object, uint32_t offset, int cause) {
+  for (int w = 0; w < cta_.warp_count(); ++w) {
+    for (const Fragment& fragment : cta_.warp(w).fragments()) {
+      if (fragment.state != Fragment::State::Blocked || fragment.wait != Wait::Mbarrier ||
+          fragment.key != cta_.shared_base() + offset) {
+        continue;
+      }
+      TraceEvent event;
+      event.kind = TraceEvent::Kind::Wait;
+      event.track = w;
+      event.begin = fragment.since;
+      event.end = cta_.time() + 1;
+      event.pc = fragment.waiting_pc;
+      event.cause = cause;
+      event.label =
+          "mbarrier " + std::to_string(offset) + ", phase " + std::to_string(object.phase);
+      if (event.end > event.begin) cta_.trace().events.push_back(std::move(event));
+    }
+  }
+}
+
+void MbarrierUnit::complete_if_due(Object& object, uint32_t offset, int cause) {
   if (object.pending != 0 || object.tx != 0) return;
+  if (cta_.traced()) trace_waits(object, offset, cause);
   ++object.phase;
   ++object.serial;
   object.pending = object.expected;
@@ -184,20 +211,20 @@ uint64_t MbarrierUnit::arrive(Warp& warp, int lane, uint32_t offset, const Arriv
   const uint64_t state = object.phase << STATE_PHASE_SHIFT | object.pending;
   if (arrival.drop) object.expected -= arrival.count;
   object.pending -= arrival.count;
-  complete_if_due(object, offset);
+  complete_if_due(object, offset, track_of(warp));
   return state;
 }
 
 void MbarrierUnit::expect(Warp& warp, int lane, uint32_t offset, int64_t bytes) {
   Object& object = find_for(warp, lane, offset, "mbarrier.expect_tx");
   add_transactions(object, lane, offset, bytes);
-  complete_if_due(object, offset);
+  complete_if_due(object, offset, track_of(warp));
 }
 
 void MbarrierUnit::complete(Warp& warp, int lane, uint32_t offset, int64_t bytes) {
   Object& object = find_for(warp, lane, offset, "mbarrier.complete_tx");
   add_transactions(object, lane, offset, -bytes);
-  complete_if_due(object, offset);
+  complete_if_due(object, offset, track_of(warp));
 }
 
 bool MbarrierUnit::observe(Warp& warp, Object& object, bool done, bool acquires) {
@@ -268,7 +295,7 @@ Clock MbarrierUnit::landed(AsyncOperation& by, uint32_t offset, int64_t bytes) {
     object.landed_pc = by.pc();
   }
   add_transactions(object, by.lane(), offset, -bytes);
-  complete_if_due(object, offset);
+  complete_if_due(object, offset, cta_.traced() ? cta_.trace().track(BULK_TRACK) : -1);
   return clock;
 }
 
@@ -290,7 +317,7 @@ void MbarrierUnit::arrive_for(AsyncOperation& by, uint32_t offset, int agent, Cl
   }
   if (RaceDetector* races = cta_.races()) races->unit_release(agent, clock, object.arriving);
   --object.pending;
-  complete_if_due(object, offset);
+  complete_if_due(object, offset, track_of(by.warp()));
 }
 
 void MbarrierUnit::check_exit() {

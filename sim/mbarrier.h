@@ -75,7 +75,10 @@ class MbarrierUnit {
   Object& find(const Warp& warp, int lane, uint32_t offset, const char* what);
   Object& find_for(Warp& warp, int lane, uint32_t offset, const char* what);
   void add_transactions(Object& object, int lane, uint32_t offset, int64_t bytes);
-  void complete_if_due(Object& object, uint32_t offset);
+  // `cause`: the track of the trace that may have completed the phase.
+  void complete_if_due(Object& object, uint32_t offset, int cause);
+  void trace_waits(const Object& object, uint32_t offset, int cause);
+  int track_of(const Warp& warp);
   bool observe(Warp& warp, Object& object, bool done, bool acquires);
   std::string name(uint32_t offset) const;
   std::string name(const Object& object, uint32_t offset) const;

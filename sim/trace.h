@@ -24,6 +24,8 @@ struct TraceEvent {
   std::string label;   // of a wait: for what; of asynchronous work: with what
 };
 
+constexpr const char* BULK_TRACK = "bulk copies";
+
 struct Trace {
   std::vector<std::string> tracks;  // the warps first: warp w is track w
   std::vector<TraceEvent> events;

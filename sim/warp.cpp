@@ -399,6 +399,7 @@ void Warp::block(Wait wait, uint64_t key, bool again) {
   fragment.wait = wait;
   fragment.key = key;
   fragment.waiting_pc = pc_;
+  fragment.since = cta_.time() + 1;
   if (again) fragment.pc = pc_;
   reshaped_ = true;
 }

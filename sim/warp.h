@@ -37,6 +37,7 @@ struct Fragment {
   Wait wait = Wait::Barrier;  // of a blocked one
   uint64_t key = 0;
   uint32_t waiting_pc = 0;  // the instruction that blocked it
+  uint64_t since = 0;       // when it was blocked, for the trace
 };
 
 // One cp.async of one instruction: lanes of a warp whose groups have the same age.

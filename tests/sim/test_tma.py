@@ -180,6 +180,14 @@ def test_out_of_bounds_can_be_nan_and_elements_can_be_skipped() -> None:
     assert torch.equal(out, image(source[1::2].contiguous(), [16, 3], [0, 0], 0, 0))
 
 
+def test_a_tensor_map_needs_an_alignment_of_64_only() -> None:
+    text = kernel(load_body(2, [8, 3], 2048)).replace("test(", "test(.param .u64 first, ")
+    source, out = tensor(16, 128), torch.zeros(SHARED, dtype=torch.uint8)
+    arguments = [bytes(8), sim.TensorMap(source, [64, 16], 128), out]  # at 0, 64 and 192
+    sim.launch(sim.load(text), "test", arguments, shared_bytes=SHARED)
+    assert torch.equal(out, image(source, [64, 16], [8, 3], 128, 0))
+
+
 @pytest.mark.parametrize("change", [-16, 16])
 @pytest.mark.parametrize("mode", MODES)
 def test_wrong_transaction_bytes_are_a_deadlock_that_says_so(change: int, mode: str) -> None:

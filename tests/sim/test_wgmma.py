@@ -267,6 +267,23 @@ def test_every_type_and_accumulation(
     assert torch.equal(d.double(), 2 * (a.double() @ b.double().T))
 
 
+@pytest.mark.parametrize(
+    ("rows", "k_major", "lead", "stride", "high"),
+    [
+        (64, True, 16, 1024, 0x4000004000010000),  # Q or K, rows of 128 bytes
+        (64, False, 0, 1024, 0x4000004000000000),  # V of one slab
+        (128, False, 16384, 1024, 0x4000004004000000),  # V of two slabs, 16384 bytes apart
+    ],
+)
+def test_descriptors_are_those_of_cutlass(
+    rows: int, k_major: bool, lead: int, stride: int, high: int
+) -> None:
+    # What a host program on CUTLASS's headers printed for the same tiles.
+    image = torch.zeros(SHARED, dtype=torch.uint8)
+    tile = random(rows, 16, torch.bfloat16)
+    assert put(image, 0x4400, tile, k_major, 128, lead, stride) == high | 0x440
+
+
 def test_scales_negate() -> None:
     a, b = random(M, 16, torch.bfloat16), random(N, 16, torch.bfloat16)
     product = a.double() @ b.double().T

@@ -1,9 +1,10 @@
-"""The plan cache and the kernel table under load, without a GPU: launches end in LaunchError."""
+"""The plan cache under load, without a GPU: plans are bound, what would run them refuses."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,10 @@ LENGTHS = range(1, 40)
 HEAD_DIMS = (8, 64, 128, 256)  # a kernel each
 
 
+def refuse_to_run(plan: _native.LaunchPlan, tensors: dict[str, Any]) -> None:
+    raise archflash.LaunchError("no driver")
+
+
 @pytest.fixture
 def _plans_for_a_gpu_that_is_not_here() -> Iterator[None]:
     if _native.driver_status().usable:
@@ -26,14 +31,16 @@ def _plans_for_a_gpu_that_is_not_here() -> Iterator[None]:
     _native.set_decide(
         lambda problem, index, name: _native.plan("simt", problem.as_if_on_cuda(), device)
     )
+    _native.set_simulate(refuse_to_run)
     _native.clear_cache()
     yield
     _native.set_decide(_dispatch.decide)
+    _native.set_simulate(_dispatch.simulate)
     _native.clear_cache()
 
 
 @pytest.mark.usefixtures("_plans_for_a_gpu_that_is_not_here")
-def test_threads_share_plans_and_kernels_and_drop_the_oldest() -> None:
+def test_threads_share_plans_and_drop_the_oldest() -> None:
     wrong: list[str] = []
 
     def work(shift: int) -> None:
