@@ -16,223 +16,18 @@
 #include "ampere/params.h"
 #include "ampere/tile.cuh"
 #include "common/math/attention_work.cuh"
+#include "common/math/online_softmax.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/problem.h"
 #include "common/ptx/cp_async.cuh"
-#include "common/ptx/cvt.cuh"
-#include "common/ptx/ex2.cuh"
 #include "common/ptx/special_registers.cuh"
-#include "common/ptx/st_global.cuh"
 
 namespace archflash::ampere {
 
-using math::MINUS_INFINITY;
-
-constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
-constexpr float LOWEST = -3.402823466e38f;
-
-// P is 2^(score - base) with a base that follows the row maximum only when that has risen by more
-// than this (in powers of two): P stays below 2^9, far from the limits of fp16, and the outputs are
-// rescaled in few blocks instead of all.
-constexpr float BASE_LAG = 8.0f;
-// From here on, score * scale - base in one FMA would leave the rounding of base alone, which is
-// more than P may grow by: see weigh_scores.
-constexpr float LARGE_BASE = 1 << 24;
-
-// The running state of a warp's rows. Index [m][r]: row lane/4 + 8r of row tile m.
-template <class C>
-struct RowState {
-  float base[C::M_TILES][2];  // scaled for 2^x; the same in the four lanes of a row
-  float sum[C::M_TILES][2];   // of P over the keys of this lane
-  bool large;                 // some base is beyond LARGE_BASE; the same in the whole warp
-};
-
-template <class C>
-using Scores = float[C::M_TILES][C::STEP_KEYS / 8][4];
-template <class C>
-using Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / 16][4];
-template <class C>
-using Outputs = float[C::M_TILES][C::HEAD_DIM_V / 8][4];
-
-// Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare, one
-// branch per step. tanh(y) = 1 - 2 / (1 + e^2y): its error is 2^-22 of 1, where tanh.approx has
-// 2^-11.
-template <class C>
-__device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, const Params& params) {
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = s_rmem[m][n][i] * params.tanh_scale;
-        const float power = ptx::ex2_approx_ftz(x * (2 * math::LOG2_E));
-        const float tanh = fmaf(-2.0f, ptx::rcp_approx_ftz(1.0f + power), 1.0f);
-        s_rmem[m][n][i] = params.softcap == 0.0f ? x : params.softcap * tanh;
-      }
-    }
-  }
-}
-
-// Only where the step has an edge in it. A select: what a masked score was does not matter.
-template <class C>
-__device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, const math::VisibleKeys& visible,
-                                            int first_row /* of this lane */,
-                                            int first_key /* of this lane */) {
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_row + 16 * m + 8 * r;
-      const int first = visible.first(row) - first_key;
-      const int last = visible.last(row) - first_key;
-#pragma unroll
-      for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int key = 8 * n + i;
-          if (key < first || key > last) s_rmem[m][n][2 * r + i] = MINUS_INFINITY;
-        }
-      }
-    }
-  }
-}
-
-// Moves the bases of a warp's rows up to their maxima, and sums and outputs with them.
-template <class C>
-__device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][2],
-                                            RowState<C>& state, Outputs<C>& o_rmem,
-                                            float exp2_scale) {
-  bool large = false;
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float row_max = lane_max[m][r];
-      row_max = fmaxf(row_max, __shfl_xor_sync(FULL_WARP, row_max, 1));
-      row_max = fmaxf(row_max, __shfl_xor_sync(FULL_WARP, row_max, 2));
-      const float base = fmaxf(state.base[m][r], row_max * exp2_scale);
-      const float correction = ptx::ex2_approx_ftz(state.base[m][r] - base);
-      state.base[m][r] = base;
-      state.sum[m][r] *= correction;
-#pragma unroll
-      for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
-        o_rmem[m][n][2 * r] *= correction;
-        o_rmem[m][n][2 * r + 1] *= correction;
-      }
-      large |= fabsf(base) > LARGE_BASE && base != LOWEST;
-    }
-  }
-  state.large = __any_sync(FULL_WARP, large);
-}
-
-// S -> P = 2^(S * exp2_scale - base), in 16 bits; its sums in fp32.
-template <class C>
-__device__ __forceinline__ void weigh_scores(Scores<C>& s_rmem, Probabilities<C>& p_rmem,
-                                             RowState<C>& state, Outputs<C>& o_rmem,
-                                             float exp2_scale) {
-  float lane_max[C::M_TILES][2];
-  bool rises = false;
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float max = s_rmem[m][0][2 * r];
-#pragma unroll
-      for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-        max = fmaxf(max, fmaxf(s_rmem[m][n][2 * r], s_rmem[m][n][2 * r + 1]));
-      }
-      lane_max[m][r] = max;
-      rises |= fmaf(max, exp2_scale, -BASE_LAG) > state.base[m][r];
-    }
-  }
-  if (__any_sync(FULL_WARP, rises)) raise_bases<C>(lane_max, state, o_rmem, exp2_scale);
-
-  // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
-  // subtracted: the largest of a row meets its own base and gives 1.
-  if (state.large) {
-#pragma unroll
-    for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-      for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = __fmul_rn(s_rmem[m][n][i], exp2_scale);
-      }
-    }
-    exp2_scale = 1.0f;
-  }
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float p[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          p[i] = ptx::ex2_approx_ftz(fmaf(s_rmem[m][n][2 * r + i], exp2_scale, -state.base[m][r]));
-          state.sum[m][r] += p[i];
-        }
-        p_rmem[m][n / 2][n % 2 * 2 + r] = ptx::cvt_rn_x2_f32<C::DTYPE>(p[0], p[1]);
-      }
-    }
-  }
-}
-
-// Rows go through the warp's own rows of Q in shared memory, so that each lane writes 16
-// bytes to global memory and a row is written whole.
-template <class C>
-__device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C>& state,
-                                          const Params& params, const math::Work& work,
-                                          unsigned char* q_smem) {
-  using Tile = typename C::VTile;
-  const int lane = threadIdx.x % 32;
-  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-  const int batch = work.batch_head / params.heads_q;
-  const int head = work.batch_head % params.heads_q;
-  const int64_t packed_row =
-      math::sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + work.first_row + warp_row;
-  const int rows = work.nq - work.first_row - warp_row;  // of this warp and beyond
-  unsigned char* rows_smem = q_smem + warp_row * C::QKTile::ROW_BYTES;
-  const float sink = math::load_sink(params, head);
-
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = state.sum[m][r];
-      sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-      sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-      const float keys_max = sum == 0.0f ? MINUS_INFINITY : state.base[m][r] * math::LN_2;
-      const math::RowEnd end = math::finish_row(keys_max, sum, sink);
-      const int row = 16 * m + 8 * r + lane / 4;
-#pragma unroll
-      for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
-        const float* o = &o_rmem[m][n][2 * r];
-        const uint32_t pair = ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
-        const int offset = Tile::offset(row, n);
-        *reinterpret_cast<uint32_t*>(rows_smem + offset + lane % 4 * 4) = pair;
-      }
-      if (params.lse_gmem != nullptr && lane % 4 == 0 && row < rows) {
-        params.lse_gmem[batch * params.lse_batch + head * params.lse_head + packed_row + row] =
-            end.lse;
-      }
-    }
-  }
-  __syncwarp();  // the warp's rows are complete before any lane reads them
-
-  uint16_t* out_gmem = static_cast<uint16_t*>(params.out_gmem) + batch * params.out_batch +
-                       head * params.out_head + packed_row * params.out_row;
-#pragma unroll 4
-  for (int index = lane; index < C::WARP_ROWS * Tile::CHUNKS; index += 32) {
-    const int row = index / Tile::CHUNKS;
-    const int chunk = index % Tile::CHUNKS;
-    const uint4 x = *reinterpret_cast<const uint4*>(rows_smem + Tile::offset(row, chunk));
-    if (row < rows && chunk * 8 < params.dv) {
-      ptx::st_global_v4_b32(out_gmem + row * params.out_row + chunk * 8, x.x, x.y, x.z, x.w);
-    }
-  }
-}
+using math::Outputs;
+using math::Probabilities;
+using math::RowState;
+using math::Scores;
 
 // What the main loop needs to know of its CTA. In shared memory, read when it is needed: outputs
 // and scores leave few registers.
@@ -329,7 +124,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      state.base[m][r] = LOWEST;  // finite: no inf - inf in a row that has seen no key
+      state.base[m][r] = math::LOWEST;  // finite: no inf - inf in a row that has seen no key
       state.sum[m][r] = 0.0f;
     }
   }
@@ -372,13 +167,14 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       if (computes) {
         Scores<C> s_rmem;
         multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem + step * QKTile::ROW_BYTES);
-        if (params.transform_scores) transform_scores<C>(s_rmem, params);
+        if (params.transform_scores) math::transform_scores<C>(s_rmem, params);
         const WarpRows<C> rows(place);
         if (!rows.all_see(place.visible, key_first)) {
           const int lane = ptx::mov_tid_x_volatile() % 32;
-          mask_scores<C>(s_rmem, place.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
+          math::mask_scores<C>(s_rmem, place.visible, rows.first + lane / 4,
+                               key_first + lane % 4 * 2);
         }
-        weigh_scores<C>(s_rmem, p_rmem, state, o_rmem, params.exp2_scale);
+        math::weigh_scores<C>(s_rmem, p_rmem, state, o_rmem, params.exp2_scale);
       }
       if constexpr (C::STAGES == 1) {
         // V of all threads has landed; all warps are done with K: the next may overwrite it.
@@ -390,7 +186,9 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     }
     if constexpr (C::STAGES == 2) stage_smem = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
   }
-  store_out<C>(o_rmem, state, params, place.work, shared + C::Q_SMEM);
+  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+  math::store_out<C, VTile>(o_rmem, state, params, place.work, warp_row,
+                            shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES);
 }
 
 }  // namespace archflash::ampere
