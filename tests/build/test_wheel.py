@@ -20,7 +20,11 @@ from .conftest import ROOT, pip_wheel
 
 MEGABYTE = 1 << 20
 # The PTX texts of each folder.
-FOLDER_TARGETS = {"simt": ("compute_75", "compute_80"), "ampere": ("compute_80",)}
+FOLDER_TARGETS = {
+    "simt": ("compute_75", "compute_80"),
+    "ampere": ("compute_80",),
+    "blackwell_consumer": ("compute_120f", "compute_90a"),
+}
 
 
 def names_in(wheel: Path) -> list[str]:

@@ -39,6 +39,8 @@ CAPABILITIES = {
     (13, 0): ("B300", None),
 }
 PTX = {"simt": "compute_75", "ampere": "compute_80"}
+CONSUMER = "blackwell_consumer"
+CONSUMER_CODE = {(9, 0): "sm_90a", (12, 0): "sm_120f", (12, 1): "sm_120f"}
 TENSOR_CORES_FROM = (8, 0)  # of archflash's own kernels for 16-bit inputs
 KERNELS = _registry.kernel_names()
 THIS_BUILD = ", ".join(_registry.names())
@@ -51,11 +53,25 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def code(name: str, capability: tuple[int, int]) -> str:
+    if name == CONSUMER:
+        return CONSUMER_CODE[capability]
     return CAPABILITIES[capability][1] or f"{PTX[name]} PTX, compiled by the driver at first use"
 
 
 def kernel_for_16_bits(capability: tuple[int, int]) -> str:
+    if capability[0] == 12:
+        return CONSUMER
     return "ampere" if capability >= TENSOR_CORES_FROM else "simt"
+
+
+def why_not_the_consumer(capability: tuple[int, int]) -> list[str]:
+    """What keeps blackwell_consumer from a capability that it does not serve unforced."""
+    if capability == (9, 0):
+        return [f"compute capability 9.0: {CONSUMER} serves it only when it is forced"]
+    return [
+        f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {CONSUMER} is built "
+        "for sm_120f, sm_90a, compute_120f"
+    ]
 
 
 every_capability = pytest.mark.parametrize("capability", CAPABILITIES, ids=dotted)
@@ -109,8 +125,13 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
     assert decision.plan.implementation == "simt"
     assert decision.plan.code == code("simt", capability)
     assert decision.plan.device.capability == capability
-    assert list(decision.reasons) == ["ampere", "torch"]
+    assert list(decision.reasons) == [CONSUMER, "ampere", "torch"]
     assert decision.reasons["torch"] == ["simt is expected to be faster"]
+    if capability[0] == 12:
+        (said,) = decision.reasons[CONSUMER]
+        assert said.startswith(f"dtype float32: {CONSUMER} takes float16 and bfloat16; convert")
+    else:
+        assert decision.reasons[CONSUMER] == why_not_the_consumer(capability)
     (reason,) = decision.reasons["ampere"]
     if capability >= TENSOR_CORES_FROM:
         assert reason.startswith("dtype float32: ampere takes float16 and bfloat16; convert")
@@ -151,8 +172,12 @@ def test_16_bits_go_to_the_tensor_cores_with_the_tile_for_the_gpu(
         assert decision.chosen != "ampere"
         assert decision.reasons["ampere"] == [BEFORE_AMPERE]
         return
+    if capability[0] == 12:
+        assert decision.chosen == CONSUMER
+        decision = _dispatch.select(make_problem(q, q, v).as_if_on_cuda(), device, "ampere")
+    else:
+        assert decision.why == native.describe("ampere").summary
     assert decision.chosen == "ampere"
-    assert decision.why == native.describe("ampere").summary
     assert decision.plan is not None
     assert decision.plan.implementation == "ampere"
     assert decision.plan.code == code("ampere", capability)
@@ -173,11 +198,16 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
     decision = _dispatch.select(problem(dtype), gpu(capability))
-    assert decision.chosen == "ampere"
-    of_torch = "ampere is expected to be faster"
+    chosen = kernel_for_16_bits(capability)
+    assert decision.chosen == chosen
+    faster = [f"{chosen} is expected to be faster"]
+    of_torch = faster
     if capability[0] in (9, 10):  # cuDNN uses what these have beyond mma.sync
-        of_torch = "ampere comes first, though PyTorch's cuDNN kernel may be faster on this GPU"
-    assert decision.reasons == {"torch": [of_torch], "simt": ["ampere is expected to be faster"]}
+        of_torch = ["ampere comes first, though PyTorch's cuDNN kernel may be faster on this GPU"]
+    other = (
+        {"ampere": faster} if chosen == CONSUMER else {CONSUMER: why_not_the_consumer(capability)}
+    )
+    assert decision.reasons == {**other, "torch": of_torch, "simt": faster}
     assert not decision.fallback
 
 
@@ -202,7 +232,7 @@ def test_plain_float16_goes_to_pytorchs_fused_kernel_on_7_5() -> None:
     assert decision.plan is None
     assert not decision.fallback
     assert "tensor cores" in decision.why
-    assert list(decision.reasons) == ["ampere", "simt"]
+    assert list(decision.reasons) == [CONSUMER, "ampere", "simt"]
     assert decision.reasons["ampere"] == [BEFORE_AMPERE]
     (reason,) = decision.reasons["simt"]
     assert reason.startswith("it leaves the tensor cores unused: ")
@@ -212,6 +242,7 @@ def test_plain_bfloat16_goes_to_simt_on_7_5() -> None:
     decision = _dispatch.select(problem(torch.bfloat16), gpu((7, 5)))
     assert decision.chosen == "simt"
     assert decision.reasons == {
+        CONSUMER: why_not_the_consumer((7, 5)),
         "ampere": [BEFORE_AMPERE],
         "torch": ["simt is expected to be faster"],
     }
@@ -226,7 +257,8 @@ def test_pytorch_comes_before_the_cuda_cores_where_its_fused_kernels_reach(
     asked = _dispatch.order(problem(dtype), capability)
     first = (7, 5) if dtype == torch.float16 else (8, 0)
     fused = first <= capability <= PYTORCH_ENDS
-    assert asked == (("ampere", "torch", "simt") if fused else ("ampere", "simt", "torch"))
+    assert asked[:2] == (CONSUMER, "ampere")
+    assert asked[2:] == (("torch", "simt") if fused else ("simt", "torch"))
 
 
 @every_16_bit_dtype
@@ -246,7 +278,7 @@ def test_what_pytorch_does_unfused_goes_to_a_kernel(
     dtype: torch.dtype,
 ) -> None:
     given, expected = make(dtype), kernel_for_16_bits(capability)
-    assert _dispatch.order(given, capability) == ("ampere", "simt", "torch")
+    assert _dispatch.order(given, capability) == (CONSUMER, "ampere", "simt", "torch")
     decision = _dispatch.select(given, gpu(capability))
     assert decision.chosen == expected
     assert decision.plan is not None
@@ -259,8 +291,8 @@ def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
     k = torch.empty(2, 2, 128, 64, dtype=torch.float16, device="meta")
     grouped = make_problem(q, k, k).as_if_on_cuda()
     assert _dispatch.select(grouped, gpu((7, 5))).chosen == "simt"
-    assert _dispatch.order(grouped, (7, 5)) == ("ampere", "simt", "torch")
-    assert _dispatch.order(grouped, (8, 0)) == ("ampere", "torch", "simt")
+    assert _dispatch.order(grouped, (7, 5)) == (CONSUMER, "ampere", "simt", "torch")
+    assert _dispatch.order(grouped, (8, 0)) == (CONSUMER, "ampere", "torch", "simt")
 
 
 @pytest.mark.parametrize(
@@ -330,8 +362,11 @@ def test_16_bits_that_no_kernel_serves_fall_back_to_torch_with_the_reasons(
         assert decision.reasons["ampere"] == [BEFORE_AMPERE]
         return
     assert decision.reasons["ampere"][0].startswith(reason)
-    own_words = [said.replace("ampere", "simt") for said in decision.reasons["ampere"]]
-    assert decision.reasons["simt"] == own_words  # the core set has the same limits everywhere
+    # The core set has the same limits everywhere.
+    others = ("simt", CONSUMER) if capability[0] == 12 else ("simt",)
+    for other in others:
+        own_words = [said.replace("ampere", other) for said in decision.reasons["ampere"]]
+        assert decision.reasons[other] == own_words
 
 
 @pytest.mark.parametrize(
@@ -361,6 +396,9 @@ def test_a_gpu_older_than_every_target_is_told_what_the_build_serves() -> None:
     assert decision.chosen == "torch"
     assert decision.fallback
     assert decision.reasons == {
+        CONSUMER: [
+            f"compute capability 7.0 (V100): {CONSUMER} is built for sm_120f, sm_90a, compute_120f"
+        ],
         "ampere": [
             "compute capability 7.0 (V100): ampere is built for "
             "sm_80, sm_90, sm_100, sm_120, compute_80"
@@ -419,6 +457,8 @@ def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None
         "          order: last row tiles first, 8 heads at a time, whose keys stay in L2",
         "          launch: ampere_attention_fwd_f16_d64_medium, grid 256, block 128, "
         "49216 bytes of shared memory",
+        "  not     blackwell_consumer: compute capability 8.9 (RTX 4090): blackwell_consumer is built "
+        "for sm_120f, sm_90a, compute_120f",
         "  not     torch: ampere is expected to be faster",
         "  not     simt: ampere is expected to be faster",
     ]
@@ -444,10 +484,14 @@ def test_a_problem_is_described_with_all_its_features() -> None:
 @every_capability
 def test_a_forced_kernel_is_what_is_planned(capability: tuple[int, int], name: str) -> None:
     given = problem(torch.float16)
-    if name == "ampere" and capability < TENSOR_CORES_FROM:
+    refused = {
+        "ampere": [BEFORE_AMPERE] if capability < TENSOR_CORES_FROM else [],
+        CONSUMER: [] if capability in CONSUMER_CODE else why_not_the_consumer(capability),
+    }
+    if reasons := refused.get(name):
         with pytest.raises(archflash.ForcedImplementationError) as caught:
             _dispatch.select(given, gpu(capability), name)
-        assert str(caught.value).splitlines()[1:] == [f"  {BEFORE_AMPERE}"]
+        assert str(caught.value).splitlines()[1:] == [f"  {reason}" for reason in reasons]
         return
     decision = _dispatch.select(given, gpu(capability), name)
     assert decision.chosen == name
