@@ -130,12 +130,27 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
 // What a warp needs to know of its rows. In shared memory, read when it is needed: outputs and
 // scores leave few registers. Blocks are named by their first keys.
 struct Place {
+  unsigned round;               // of the tiles
+  uint32_t q_parity;            // of the phase that brings this tile's Q
+  uint32_t large_bases;         // RowState::large
   Blocks blocks;                // of the CTA
   int seen_first, seen_last;    // some row sees some key of these blocks; none: last before first
   int clear_first, clear_last;  // every row sees every key of these
   int ragged_after;             // V of later blocks has rows of another sequence
   math::Work work;
   math::VisibleKeys visible;
+};
+
+// A flag in shared memory, the same for the whole warp.
+struct WarpFlag {
+  uint32_t* flag_smem;
+
+  __device__ __forceinline__ operator bool() const { return *flag_smem != 0; }
+  __device__ __forceinline__ void operator=(bool value) {
+    __syncwarp();  // nobody reads the value before any more
+    if (threadIdx.x % 32 == 0) *flag_smem = value;
+    __syncwarp();  // it is written before any lane reads it
+  }
 };
 
 template <class C>
@@ -157,30 +172,41 @@ __device__ __forceinline__ Place find_place(const AttentionParams& params, const
   return place;
 }
 
-// The consumer warps that share a scheduler take turns at the products: see Config::TURNS.
+// The consumer warps that share a scheduler take turns at the products: see Config::TURNS. Each has
+// a barrier that the other one arrives at when it has issued its products.
 template <class C>
 struct Turns {
-  // Named barriers: 0 is that of the whole CTA.
-  static constexpr int FIRST_BARRIER = 1;
-  static constexpr int SCHEDULERS = 4;
-  static constexpr int THREADS = 64;  // one warp waits, the other arrives
-  int mine, others;
+  uint32_t mine, others;
+  uint32_t parity;  // of the phase that ends when the next turn comes
 
-  __device__ __forceinline__ explicit Turns(int warp) {
-    const int pair = FIRST_BARRIER + warp % SCHEDULERS;
-    mine = pair + warp / SCHEDULERS * SCHEDULERS;
-    others = pair + (1 - warp / SCHEDULERS) * SCHEDULERS;
-    if (C::TURNS && warp >= SCHEDULERS) pass();  // the lower warp begins
+  __device__ __forceinline__ Turns(const Barriers<C>& barriers, unsigned warp)
+      : mine(barriers.turn(warp)),
+        others(barriers.turn(warp ^ C::SCHEDULERS)),
+        parity(warp < C::SCHEDULERS ? 1 : 0) {
+  }  // the lower warp begins: new barriers pass parity 1
+  __device__ __forceinline__ void wait() {
+    if constexpr (C::TURNS) {
+      ptx::mbarrier_wait_parity(mine, parity);
+      parity ^= 1;
+    }
   }
-  __device__ __forceinline__ void wait() const {
-    if constexpr (C::TURNS) ptx::bar_sync(mine, THREADS);
+  // Waits once the sums of a softmax are there. Without the dependence, which costs an instruction
+  // or two because nobody knows that `zero` is 0, the assembler puts most of a softmax behind the
+  // wait, into the turn.
+  __device__ __forceinline__ void wait_after(const float (&sum)[C::M_TILES][2], uint32_t zero) {
+    if constexpr (C::TURNS) {
+      uint32_t bits = 0;
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m)
+        bits |= __float_as_uint(sum[m][0]) | __float_as_uint(sum[m][1]);
+      ptx::mbarrier_wait_parity(mine, parity ^ (bits & zero));
+      parity ^= 1;
+    }
   }
   __device__ __forceinline__ void pass() const {
-    if constexpr (C::TURNS) ptx::bar_arrive(others, THREADS);
-  }
-  // Every arrival is awaited by someone before the CTA ends.
-  __device__ __forceinline__ void finish(int warp) const {
-    if (C::TURNS && warp < SCHEDULERS) wait();
+    if constexpr (C::TURNS) {
+      if (ptx::elect_sync()) ptx::mbarrier_arrive(others);
+    }
   }
 };
 
@@ -213,7 +239,7 @@ __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage)
 // A block of which this warp sees nothing: others may.
 template <class C>
 __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosition<C>& ring,
-                                           const Turns<C>& turns) {
+                                           Turns<C>& turns) {
   ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
   release(barriers.k_empty(ring.stage()));
   turns.pass();
@@ -232,7 +258,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   static_assert(sizeof(Place) <= C::PLACE_BYTES);
   Place& place =
       *reinterpret_cast<Place*>(shared + C::PLACE_SMEM + threadIdx.x / 32 * C::PLACE_BYTES);
-  const Turns<C> turns(threadIdx.x / 32);
+  Turns<C> turns(barriers, threadIdx.x / 32);
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
@@ -242,13 +268,18 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       if (work.first_row < 0) continue;
       const math::VisibleKeys visible = math::find_visible_keys(attention, work);
       __syncwarp();  // no lane reads the last tile's place any more
-      if (threadIdx.x % 32 == 0) place = find_place<C>(attention, work, visible, threadIdx.x / 32);
+      if (threadIdx.x % 32 == 0) {
+        place = find_place<C>(attention, work, visible, threadIdx.x / 32);
+        place.round = index.round;
+        place.q_parity = q_parity;
+        place.large_bases = 0;
+      }
       __syncwarp();  // it is written before any lane reads it
     }
     QFragments<C> q_rmem;
     math::Outputs<C> o_rmem = {};
-    math::RowState<C> state;
-    state.large = false;
+    math::RowState<C, WarpFlag> state;
+    state.large.flag_smem = &place.large_bases;
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -258,7 +289,6 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       }
     }
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
-    q_parity ^= 1;
     if constexpr (C::Q_IN_REGISTERS) {
       const uint32_t q_smem = lane_q_smem<C>(shared_smem);
 #pragma unroll
@@ -273,30 +303,43 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       skip_block<C>(barriers, ring, turns);
 #pragma unroll 1
     for (; block >= place.seen_first; block -= C::BLOCK_K) {
-      math::Probabilities<C> p_rmem;
-      {
-        math::Scores<C> s_rmem;
-        ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
-        multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
-                       lane_k_smem<C>(shared_smem, ring.stage()));
-        release(barriers.k_empty(ring.stage()));
-        turns.pass();
-        if (attention.transform_scores) math::transform_scores<C>(s_rmem, attention);
-        if (block < place.clear_first || block > place.clear_last) {
-          const unsigned thread = ptx::mov_tid_x_volatile();
-          const int first_row = place.work.first_row + thread / 32 * C::WARP_ROWS;
-          math::mask_scores<C>(s_rmem, place.visible, first_row + thread % 32 / 4,
-                               block + thread % 4 * 2);
-        }
-        math::weigh_scores<C>(s_rmem, p_rmem, state, o_rmem, attention.exp2_scale);
+      math::Scores<C> s_rmem;
+      ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
+      multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
+                     lane_k_smem<C>(shared_smem, ring.stage()), [&] { turns.pass(); });
+      release(barriers.k_empty(ring.stage()));
+      if (attention.transform_scores) math::transform_scores<C>(s_rmem, attention);
+      if (block < place.clear_first || block > place.clear_last) {
+        const unsigned thread = ptx::mov_tid_x_volatile();
+        const int first_row = place.work.first_row + thread / 32 * C::WARP_ROWS;
+        math::mask_scores<C>(s_rmem, place.visible, first_row + thread % 32 / 4,
+                             block + thread % 4 * 2);
       }
-      turns.wait();
-      ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
-      const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-      if (block > place.ragged_after) {
-        multiply_pv<C, true>(o_rmem, p_rmem, v_smem, threadIdx.x % 4 * 2, place.work.nk - block);
+      const float exp2_scale = math::follow_maxima<C>(s_rmem, state, o_rmem, attention.exp2_scale);
+      const auto wait_v = [&] {
+        ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
+      };
+      const auto lane_key = [] { return ptx::mov_tid_x_volatile() % 4 * 2; };
+      if constexpr (C::FUSED) {
+        wait_v();
+        const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
+        if (block > place.ragged_after) {
+          weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem, lane_key(),
+                                         place.work.nk - block);
+        } else {
+          weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
+        }
       } else {
-        multiply_pv<C, false>(o_rmem, p_rmem, v_smem, 0, 0);
+        math::Probabilities<C> p_rmem;
+        math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+        turns.wait_after(state.sum, params.zero);
+        wait_v();
+        const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
+        if (block > place.ragged_after) {
+          multiply_pv<C, true>(o_rmem, p_rmem, v_smem, lane_key(), place.work.nk - block);
+        } else {
+          multiply_pv<C, false>(o_rmem, p_rmem, v_smem, 0, 0);
+        }
       }
       release(barriers.v_empty(ring.stage()));
       ++ring.count;
@@ -310,9 +353,10 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
                               shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
     // This thread's rows in Q's part are written and read: the copy engine may write there next.
     ptx::fence_proxy_async_shared();
+    index.round = place.round;  // read again: no register holds them during the loops above
+    q_parity = place.q_parity ^ 1;
     release(barriers.q_empty());
   }
-  turns.finish(threadIdx.x / 32);
 }
 
 template <class C>
@@ -333,6 +377,9 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       ptx::mbarrier_init(barriers.v_full(stage), 1);
       ptx::mbarrier_init(barriers.v_empty(stage), C::WARPS);
     }
+    // A turn: one lane of the warp that passes it on.
+    for (int warp = 0; C::TURNS && warp < C::WARPS; ++warp)
+      ptx::mbarrier_init(barriers.turn(warp), 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are ready before anyone uses them

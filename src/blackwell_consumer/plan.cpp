@@ -30,13 +30,16 @@ struct Variant {
   int shared_bytes;
   int slab;  // columns of a TMA box
   Swizzle swizzle;
-  // It serves only where 4 times its row tiles, of all heads, are more than `fill` times the SMs.
-  int fill;
+  // It serves only where it has more row tiles, of all heads, than `fill` / 4 for each SM; where
+  // tiles take unequal time, finer ones balance better, it needs `unequal_fill` / 4.
+  int fill, unequal_fill;
+  int per_sm;  // ... and only where an SM holds this many of its CTAs
   const char* reason;  // why it is there
 };
 
 template <template <DType> class Tiles>
-constexpr Variant variant(const char* name, int fill, const char* reason) {
+constexpr Variant variant(const char* name, int per_sm, int fill, int unequal_fill,
+                          const char* reason) {
   using C = Tiles<DType::F16>;
   return {.name = name,
           .head_dim = C::HEAD_DIM,
@@ -56,22 +59,24 @@ constexpr Variant variant(const char* name, int fill, const char* reason) {
           .slab = C::QTile::SLAB,
           .swizzle = C::QTile::SWIZZLE,
           .fill = fill,
+          .unequal_fill = unequal_fill,
+          .per_sm = per_sm,
           .reason = reason};
 }
 
 constexpr Variant VARIANTS[] = {
-    variant<D64Large>("d64_large", 4, "256 rows: two consumer warps per scheduler share K and V"),
-    variant<D64Medium>("d64_medium", 2, "128 rows: twice as many tiles"),
-    variant<D64Few>("d64_few", 0, "64 rows: few tiles or short sequences"),
-    variant<D96Large>("d96_large", 4, "256 rows: two consumer warps per scheduler share K and V"),
-    variant<D96Few>("d96_few", 0, "64 rows: few tiles or short sequences"),
-    variant<D128Large>("d128_large", 4, "256 rows: two consumer warps per scheduler share K and V"),
-    variant<D128Medium>("d128_medium", 2, "128 rows: twice as many tiles"),
-    variant<D128Few>("d128_few", 0, "64 rows: few tiles or short sequences"),
-    variant<D192Large>("d192_large", 2, "128 rows: two consumer warps per scheduler"),
-    variant<D192Few>("d192_few", 0, "64 rows: few tiles or short sequences"),
-    variant<D256Large>("d256_large", 2, "128 rows: two consumer warps per scheduler"),
-    variant<D256Few>("d256_few", 0, "64 rows: few tiles or short sequences"),
+    variant<D64Pair>("d64_pair", 2, 4, 48, "two CTAs per SM with 128 keys and two stages"),
+    variant<D64Large>("d64_large", 1, 8, 48, "one CTA per SM: 8 warps share K and V"),
+    variant<D64Few>("d64_few", 1, 0, 0, "few tiles or uneven ones: 64 rows balance better"),
+    variant<D96Large>("d96_large", 1, 4, 8, "8 warps of 32 rows share K and V"),
+    variant<D96Few>("d96_few", 1, 0, 0, "few tiles: 64 rows make four times as many"),
+    variant<D128Large>("d128_large", 1, 4, 8, "8 warps of 32 rows share K and V"),
+    variant<D128Medium>("d128_medium", 1, 2, 2, "few tiles: 128 rows make twice as many"),
+    variant<D128Few>("d128_few", 1, 0, 0, "very few tiles or short sequences: 64 rows"),
+    variant<D192Large>("d192_large", 1, 2, 2, "8 warps of 16 rows share K and V"),
+    variant<D192Few>("d192_few", 1, 0, 0, "few tiles: 64 rows make twice as many"),
+    variant<D256Large>("d256_large", 1, 2, 2, "8 warps of 16 rows share K and V"),
+    variant<D256Few>("d256_few", 1, 0, 0, "few tiles: 64 rows make twice as many"),
 };
 
 // TMA: strides are multiples of 16 bytes below 2^40.
@@ -89,6 +94,12 @@ int64_t resident_ctas(const Variant& variant, const Device& device) {
   return core::resident_ctas(device, variant.shared_bytes, variant.ctas_per_sm);
 }
 
+// Whether all row tiles take the same time, so that sharing them out beforehand is fair. Where they
+// do not, every tile is a CTA and the hardware gives the next one to whoever is done.
+bool equal_tiles(const Problem& problem) {
+  return !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
+}
+
 const Variant* choose(const Problem& problem, const Device& device) {
   const Variant* fits = nullptr;
   for (const Variant& variant : VARIANTS) {
@@ -97,11 +108,13 @@ const Variant* choose(const Problem& problem, const Device& device) {
       break;  // kernels for larger heads follow
     if (variant.shared_bytes > device.shared_per_block) continue;
     fits = &variant;  // the last one of a head_dim serves whatever the ones before it should not
-    const bool fills_gpu = 4 * core::row_tiles(problem, variant.block_q) * problem.heads_q >
-                           variant.fill * device.sm_count;
+    const int fill = equal_tiles(problem) ? variant.fill : variant.unequal_fill;
+    const bool fills_gpu =
+        4 * core::row_tiles(problem, variant.block_q) * problem.heads_q > fill * device.sm_count;
     const bool rows_mostly_used =
         variant.fill == 0 || core::rows_per_sequence(problem) > variant.block_q / 2;
-    if (fills_gpu && rows_mostly_used) break;
+    const bool enough_per_sm = resident_ctas(variant, device) >= variant.per_sm;
+    if (fills_gpu && rows_mostly_used && enough_per_sm) break;
   }
   return fits;
 }
@@ -203,7 +216,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
   launch.kernel = kernel_name(*chosen, problem.dtype);
   launch.image =
       problem.dtype == DType::F16 ? "blackwell_consumer/fwd_f16" : "blackwell_consumer/fwd_bf16";
-  launch.grid = {std::min(tiles, device.sm_count * resident_ctas(*chosen, device)), 1, 1};
+  const int64_t resident = device.sm_count * resident_ctas(*chosen, device);
+  launch.grid = {equal_tiles(problem) ? std::min(tiles, resident) : tiles, 1, 1};
   launch.block = {chosen->threads, 1, 1};
   launch.shared_bytes = chosen->shared_bytes;
   launch.params.resize(sizeof params);

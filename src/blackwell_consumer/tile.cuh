@@ -44,12 +44,14 @@ __device__ __forceinline__ void load_q(uint32_t (&q_rmem)[C::M_TILES][4],
 }
 
 // S = Q K^T for a block of keys. Lane l holds rows l/4 and l/4 + 8 of each row tile, of key tile n
-// the keys 8n + 2*(l%4) and the next one.
-template <class C>
+// the keys 8n + 2*(l%4) and the next one. near_end() is called TURN_EARLY times 16 columns before
+// the end.
+template <class C, class NearEnd>
 __device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem,
                                             const QFragments<C>& all_q_rmem,
                                             uint32_t q_smem /* this lane's row */,
-                                            uint32_t k_smem /* this lane's row */) {
+                                            uint32_t k_smem /* this lane's row */,
+                                            NearEnd near_end) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -60,6 +62,7 @@ __device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem,
   }
 #pragma unroll
   for (int column = 0; column < C::HEAD_DIM; column += 16) {
+    if (column == C::HEAD_DIM - 16 * C::TURN_EARLY) near_end();
     uint32_t q_rmem[C::M_TILES][4];
     if constexpr (C::Q_IN_REGISTERS) {
 #pragma unroll
@@ -81,6 +84,7 @@ __device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem,
       }
     }
   }
+  if (C::TURN_EARLY == 0) near_end();
 }
 
 // Two 16-bit ones or zeros for the keys `key` and `key` + 1 of this lane: V counts only before
@@ -89,9 +93,33 @@ __device__ __forceinline__ uint32_t v_mask(int key, int keys) {
   return (key < keys ? 0x0000FFFFu : 0u) | (key + 1 < keys ? 0xFFFF0000u : 0u);
 }
 
-// O += P V for a block of keys. The fragments d of Q K^T of two neighbouring key tiles are, as
-// pairs of 16-bit values, the fragment a of P V. RAGGED: rows of V from `keys` on belong to another
-// sequence and count as zeros, whatever they are.
+// O += P V for 16 keys. The fragments d of Q K^T of two neighbouring key tiles are, as pairs of
+// 16-bit values, the fragment a of P V. RAGGED: rows of V from `keys` on belong to another sequence
+// and count as zeros, whatever they are.
+template <class C, bool RAGGED>
+__device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
+                                                  const uint32_t (&p_rmem)[C::M_TILES][4],
+                                                  uint32_t v_smem /* this lane's row */, int key,
+                                                  int lane_key, int keys) {
+  const uint32_t masks[2] = {RAGGED ? v_mask(key + lane_key, keys) : 0u,
+                             RAGGED ? v_mask(key + 8 + lane_key, keys) : 0u};
+#pragma unroll
+  for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+    uint32_t v_rmem[4];
+    ptx::ldmatrix_x4_trans(v_rmem, C::VTile::advance(v_smem, n) + key * C::VTile::ROW_BYTES);
+    if constexpr (RAGGED) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v_rmem[i] &= masks[i % 2];
+    }
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+      ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n], p_rmem[m], v_rmem[0], v_rmem[1]);
+      ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n + 1], p_rmem[m], v_rmem[2], v_rmem[3]);
+    }
+  }
+}
+
+// O += P V for a block of keys.
 template <class C, bool RAGGED>
 __device__ __forceinline__ void multiply_pv(math::Outputs<C>& o_rmem,
                                             const math::Probabilities<C>& p_rmem,
@@ -99,22 +127,33 @@ __device__ __forceinline__ void multiply_pv(math::Outputs<C>& o_rmem,
                                             int keys) {
 #pragma unroll
   for (int key = 0; key < C::BLOCK_K; key += 16) {
-    const uint32_t masks[2] = {RAGGED ? v_mask(key + lane_key, keys) : 0u,
-                               RAGGED ? v_mask(key + 8 + lane_key, keys) : 0u};
+    uint32_t group_rmem[C::M_TILES][4];
 #pragma unroll
-    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
-      uint32_t v_rmem[4];
-      ptx::ldmatrix_x4_trans(v_rmem, C::VTile::advance(v_smem, n) + key * C::VTile::ROW_BYTES);
-      if constexpr (RAGGED) {
+    for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v_rmem[i] &= masks[i % 2];
-      }
-#pragma unroll
-      for (int m = 0; m < C::M_TILES; ++m) {
-        ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n], p_rmem[m][key / 16], v_rmem[0], v_rmem[1]);
-        ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n + 1], p_rmem[m][key / 16], v_rmem[2], v_rmem[3]);
-      }
+      for (int i = 0; i < 4; ++i) group_rmem[m][i] = p_rmem[m][key / 16][i];
     }
+    multiply_pv_group<C, RAGGED>(o_rmem, group_rmem, v_smem, key, lane_key, keys);
+  }
+}
+
+// P = 2^(S * exp2_scale - base) and O += P V, 16 keys at a time: the exponentials of one group lie
+// between the products of another.
+template <class C, bool RAGGED, class State>
+__device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
+                                                      const math::Scores<C>& s_rmem, State& state,
+                                                      float exp2_scale,
+                                                      uint32_t v_smem /* this lane's row */,
+                                                      int lane_key, int keys) {
+#pragma unroll
+  for (int key = 0; key < C::BLOCK_K; key += 16) {
+    uint32_t p_rmem[C::M_TILES][4];
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+      math::weigh_key_tile<C>(s_rmem, p_rmem[m], state, m, key / 8, exp2_scale);
+      math::weigh_key_tile<C>(s_rmem, p_rmem[m], state, m, key / 8 + 1, exp2_scale);
+    }
+    multiply_pv_group<C, RAGGED>(o_rmem, p_rmem, v_smem, key, lane_key, keys);
   }
 }
 
@@ -136,6 +175,10 @@ struct Barriers {
   }
   __device__ __forceinline__ uint32_t v_empty(int stage) const {
     return k_full(stage) + 24 * C::STAGES;
+  }
+  // With Config::TURNS, of each consumer warp.
+  __device__ __forceinline__ uint32_t turn(int warp) const {
+    return k_full(0) + 32 * C::STAGES + 8 * warp;
   }
 };
 

@@ -6,8 +6,8 @@ using namespace archflash::blackwell_consumer;
 
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_large,
                                     D64Large<DType::BF16>)
-ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_medium,
-                                    D64Medium<DType::BF16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_pair,
+                                    D64Pair<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_few,
                                     D64Few<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d96_large,

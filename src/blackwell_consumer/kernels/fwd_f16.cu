@@ -6,8 +6,8 @@ using namespace archflash::blackwell_consumer;
 
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_large,
                                     D64Large<DType::F16>)
-ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_medium,
-                                    D64Medium<DType::F16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_pair,
+                                    D64Pair<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_few,
                                     D64Few<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d96_large,

@@ -1,5 +1,5 @@
-// What warps of different roles in one CTA need: one leader, registers of their own, barriers of
-// some of them.
+// What warps of different roles in one CTA need: one leader, registers of their
+// own.
 #pragma once
 
 #include <cstdint>
@@ -30,16 +30,6 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-// bar.sync, bar.arrive: PTX ISA, "Parallel Synchronization and Communication Instructions: bar".
-// The barrier (0 is the one of __syncthreads) opens when `threads` threads have come; those that
-// arrive do not wait. Volatile with "memory": accesses stay on their side.
-__device__ __forceinline__ void bar_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void bar_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 }  // namespace archflash::ptx
