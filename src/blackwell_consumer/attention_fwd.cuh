@@ -3,7 +3,8 @@
 // query rows of a head, the longest first) and visit the visible key blocks of each from the last
 // (ragged) one back to the first with an online softmax.
 //   producer, one warp      K, V -> rings of STAGES     Q -> its part, once the last tile's output
-//   left consumers, WARPS warps  wait K | S = Q K^T | free K | softmax | wait V | O += P V | free V
+//   left consumers, WARPS warps  wait K | S = Q K^T | free K | maxima | wait V | P, O += P V | free
+//   V
 // A consumer warp owns WARP_ROWS rows: scores, P and outputs never leave its registers, no warp
 // waits for another. Lane maps, products, rings: tile.cuh. Tiles: config.cuh. Choice: plan.cpp.
 // Numbers: NOTES.md.
@@ -172,44 +173,6 @@ __device__ __forceinline__ Place find_place(const AttentionParams& params, const
   return place;
 }
 
-// The consumer warps that share a scheduler take turns at the products: see Config::TURNS. Each has
-// a barrier that the other one arrives at when it has issued its products.
-template <class C>
-struct Turns {
-  uint32_t mine, others;
-  uint32_t parity;  // of the phase that ends when the next turn comes
-
-  __device__ __forceinline__ Turns(const Barriers<C>& barriers, unsigned warp)
-      : mine(barriers.turn(warp)),
-        others(barriers.turn(warp ^ C::SCHEDULERS)),
-        parity(warp < C::SCHEDULERS ? 1 : 0) {
-  }  // the lower warp begins: new barriers pass parity 1
-  __device__ __forceinline__ void wait() {
-    if constexpr (C::TURNS) {
-      ptx::mbarrier_wait_parity(mine, parity);
-      parity ^= 1;
-    }
-  }
-  // Waits once the sums of a softmax are there. Without the dependence, which costs an instruction
-  // or two because nobody knows that `zero` is 0, the assembler puts most of a softmax behind the
-  // wait, into the turn.
-  __device__ __forceinline__ void wait_after(const float (&sum)[C::M_TILES][2], uint32_t zero) {
-    if constexpr (C::TURNS) {
-      uint32_t bits = 0;
-#pragma unroll
-      for (int m = 0; m < C::M_TILES; ++m)
-        bits |= __float_as_uint(sum[m][0]) | __float_as_uint(sum[m][1]);
-      ptx::mbarrier_wait_parity(mine, parity ^ (bits & zero));
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void pass() const {
-    if constexpr (C::TURNS) {
-      if (ptx::elect_sync()) ptx::mbarrier_arrive(others);
-    }
-  }
-};
-
 // All lanes of the warp have read what the barrier guards.
 __device__ __forceinline__ void release(uint32_t barrier_smem) {
   __syncwarp();
@@ -238,12 +201,9 @@ __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage)
 
 // A block of which this warp sees nothing: others may.
 template <class C>
-__device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosition<C>& ring,
-                                           Turns<C>& turns) {
+__device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosition<C>& ring) {
   ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
   release(barriers.k_empty(ring.stage()));
-  turns.pass();
-  turns.wait();
   ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());
   release(barriers.v_empty(ring.stage()));
   ++ring.count;
@@ -258,7 +218,6 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   static_assert(sizeof(Place) <= C::PLACE_BYTES);
   Place& place =
       *reinterpret_cast<Place*>(shared + C::PLACE_SMEM + threadIdx.x / 32 * C::PLACE_BYTES);
-  Turns<C> turns(barriers, threadIdx.x / 32);
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
@@ -296,17 +255,16 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         load_q<C>(q_rmem[column / 16], q_smem, column);
     }
 
-    turns.wait();
     int block = place.blocks.last;
 #pragma unroll 1
     for (; block >= place.blocks.first && block > place.seen_last; block -= C::BLOCK_K)
-      skip_block<C>(barriers, ring, turns);
+      skip_block<C>(barriers, ring);
 #pragma unroll 1
     for (; block >= place.seen_first; block -= C::BLOCK_K) {
       math::Scores<C> s_rmem;
       ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
       multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
-                     lane_k_smem<C>(shared_smem, ring.stage()), [&] { turns.pass(); });
+                     lane_k_smem<C>(shared_smem, ring.stage()));
       release(barriers.k_empty(ring.stage()));
       if (attention.transform_scores) math::transform_scores<C>(s_rmem, attention);
       if (block < place.clear_first || block > place.clear_last) {
@@ -316,37 +274,19 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
                              block + thread % 4 * 2);
       }
       const float exp2_scale = math::follow_maxima<C>(s_rmem, state, o_rmem, attention.exp2_scale);
-      const auto wait_v = [&] {
-        ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
-      };
-      const auto lane_key = [] { return ptx::mov_tid_x_volatile() % 4 * 2; };
-      if constexpr (C::FUSED) {
-        wait_v();
-        const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-        if (block > place.ragged_after) {
-          weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem, lane_key(),
-                                         place.work.nk - block);
-        } else {
-          weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
-        }
+      ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
+      const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
+      if (block > place.ragged_after) {
+        weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
+                                       ptx::mov_tid_x_volatile() % 4 * 2, place.work.nk - block);
       } else {
-        math::Probabilities<C> p_rmem;
-        math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
-        turns.wait_after(state.sum, params.zero);
-        wait_v();
-        const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-        if (block > place.ragged_after) {
-          multiply_pv<C, true>(o_rmem, p_rmem, v_smem, lane_key(), place.work.nk - block);
-        } else {
-          multiply_pv<C, false>(o_rmem, p_rmem, v_smem, 0, 0);
-        }
+        weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
       }
       release(barriers.v_empty(ring.stage()));
       ++ring.count;
     }
 #pragma unroll 1
-    for (; block >= place.blocks.first; block -= C::BLOCK_K) skip_block<C>(barriers, ring, turns);
-    turns.pass();
+    for (; block >= place.blocks.first; block -= C::BLOCK_K) skip_block<C>(barriers, ring);
 
     const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
     math::store_out<C, QTile>(o_rmem, state, attention, place.work, warp_row,
@@ -377,9 +317,6 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       ptx::mbarrier_init(barriers.v_full(stage), 1);
       ptx::mbarrier_init(barriers.v_empty(stage), C::WARPS);
     }
-    // A turn: one lane of the warp that passes it on.
-    for (int warp = 0; C::TURNS && warp < C::WARPS; ++warp)
-      ptx::mbarrier_init(barriers.turn(warp), 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are ready before anyone uses them

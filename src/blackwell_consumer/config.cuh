@@ -19,8 +19,7 @@ enum class Registers {
 // consumer warp owns M_TILES tiles of 16 rows, which share every fragment of K and V that it reads.
 // HEAD_DIM bounds d, HEAD_DIM_V bounds dv.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
-          int STAGES_, bool Q_IN_REGISTERS_, bool TURNS_, Registers REGISTERS_, int CTAS_PER_SM_,
-          int TURN_EARLY_ = 0, bool FUSED_ = true>
+          int STAGES_, bool Q_IN_REGISTERS_, Registers REGISTERS_, int CTAS_PER_SM_>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -33,12 +32,6 @@ struct Config {
   static constexpr int STEP_KEYS = BLOCK_K;
   static constexpr int STAGES = STAGES_;                   // of the ring of K, and of that of V
   static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;  // read once; else anew for every block
-  // Consumer warps w and w + 4 share a scheduler. With TURNS they multiply in turns: one has the
-  // tensor cores while the other computes its softmax.
-  static constexpr bool TURNS = TURNS_;
-  static constexpr int SCHEDULERS = 4;
-  static constexpr int TURN_EARLY = TURN_EARLY_;
-  static constexpr bool FUSED = FUSED_;
   static constexpr Registers REGISTERS = REGISTERS_;
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // what the registers must allow
 
@@ -65,8 +58,7 @@ struct Config {
   static constexpr int K_SMEM = Q_SMEM + QTile::BYTES;
   static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;
   static constexpr int BARRIER_SMEM = V_SMEM + STAGES * VTile::BYTES;
-  // Full and empty, of Q and of each stage; the turn of each warp.
-  static constexpr int BARRIERS = 2 + 4 * STAGES + (TURNS ? WARPS : 0);
+  static constexpr int BARRIERS = 2 + 4 * STAGES;  // full and empty, of Q and of each stage
   static constexpr int PLACE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
   static constexpr int PLACE_BYTES = 96;  // of each consumer warp
   static constexpr int SHARED_BYTES = PLACE_SMEM + WARPS * PLACE_BYTES;
@@ -76,9 +68,6 @@ struct Config {
   static_assert(HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB,
                 "output rows pass through the part of Q's rows");
   static_assert((STAGES & (STAGES - 1)) == 0, "a power of two: stages are counted through");
-  static_assert(!TURNS || !FUSED, "with turns the exponentials belong to the other warp's turn");
-  static_assert(!TURNS || WARPS == 2 * SCHEDULERS,
-                "turns are for two consumer warps per scheduler");
   static_assert(REGISTERS == Registers::Even || CONSUMER_REGISTERS <= 256, "setmaxnreg");
   static_assert(REGISTERS == Registers::Even || CONSUMER_THREADS % WARPGROUP == 0,
                 "setmaxnreg: whole warpgroups take one role");
@@ -86,32 +75,36 @@ struct Config {
 };
 
 // clang-format off
-//                                  head_dim         m_    block         Q in                             CTAs
-//                                q,k   v    warps  tiles   _k   stages  regs   turns  registers         per SM
+//                                head_dim         m_    block         Q in                    CTAs
+//                              q,k   v    warps tiles  _k    stages  regs   registers         per SM
 template <DType T>
-using D64Pair      = Config<T,  64,  64,  4,     2,    128,  2,     false, false, Registers::Roles,  2>;
+using D64Pair    = Config<T,  64,  64,  4,     2,    128,  2,     false, Registers::Roles,  2>;
 template <DType T>
-using D64Large     = Config<T,  64,  64,  8,     2,     64,  4,     true,  false, Registers::Roles,  1>;
+using D64Large   = Config<T,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
 template <DType T>
-using D64Few       = Config<T,  64,  64,  4,     1,     64,  2,     true,  false, Registers::Even,   3>;
+using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3>;
 template <DType T>
-using D96Large     = Config<T,  96,  96,  8,     2,     64,  2,     false, false, Registers::Roles,  1>;
+using D64Few     = Config<T,  64,  64,  4,     1,    128,  2,     true,  Registers::Roles,  2>;
 template <DType T>
-using D96Few       = Config<T,  96,  96,  4,     1,     64,  2,     true,  false, Registers::Even,   1>;
+using D96Large   = Config<T,  96,  96,  8,     2,     64,  2,     false, Registers::Roles,  1>;
 template <DType T>
-using D128Large    = Config<T, 128, 128,  8,     2,     64,  1,     false, false, Registers::Roles,  1>;
+using D96Few     = Config<T,  96,  96,  4,     1,     64,  2,     true,  Registers::Even,   1>;
 template <DType T>
-using D128Medium   = Config<T, 128, 128,  8,     1,     64,  2,     true,  false, Registers::Roles,  1>;
+using D128Large  = Config<T, 128, 128,  8,     2,     64,  1,     false, Registers::Roles,  1>;
 template <DType T>
-using D128Few      = Config<T, 128, 128,  4,     1,     64,  2,     true,  false, Registers::Even,   1>;
+using D128Medium = Config<T, 128, 128,  8,     1,     64,  2,     true,  Registers::Roles,  1>;
 template <DType T>
-using D192Large    = Config<T, 192, 128,  8,     1,     64,  1,     false, false, Registers::Roles,  1>;
+using D128Few    = Config<T, 128, 128,  4,     1,     64,  2,     true,  Registers::Even,   1>;
 template <DType T>
-using D192Few      = Config<T, 192, 128,  4,     1,     32,  2,     false, false, Registers::Even,   1>;
+using D192Large  = Config<T, 192, 128,  8,     1,     64,  1,     false, Registers::Roles,  1>;
 template <DType T>
-using D256Large    = Config<T, 256, 256,  8,     1,     32,  1,     false, false, Registers::Roles,  1>;
+using D192Few    = Config<T, 192, 128,  4,     1,     32,  2,     false, Registers::Even,   1>;
 template <DType T>
-using D256Few      = Config<T, 256, 256,  4,     1,     32,  2,     false, false, Registers::Even,   1>;
+using D256Pair   = Config<T, 256, 256,  4,     1,     64,  1,     false, Registers::Roles,  2>;
+template <DType T>
+using D256Large  = Config<T, 256, 256,  8,     1,     32,  1,     false, Registers::Roles,  1>;
+template <DType T>
+using D256Few    = Config<T, 256, 256,  4,     1,     32,  2,     false, Registers::Even,   1>;
 // clang-format on
 
 }  // namespace archflash::blackwell_consumer

@@ -13,7 +13,6 @@ namespace archflash::blackwell_consumer {
 struct Params {
   AttentionParams attention;
   int32_t tiles;  // row tiles of all heads: the CTAs share them out
-  uint32_t zero;  // 0: see Turns::wait_after
   TensorMap q_map, k_map, v_map;
 };
 static_assert(std::is_trivially_copyable_v<Params>);

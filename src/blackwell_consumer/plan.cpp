@@ -23,7 +23,6 @@ struct Variant {
   int head_dim, head_dim_v;  // d and dv up to these
   int block_q, block_k;
   int threads, warps, m_tiles, stages, barriers;
-  bool turns;
   Registers registers;
   int consumer_registers;  // with Registers::Roles
   int ctas_per_sm;         // what the registers allow
@@ -33,7 +32,7 @@ struct Variant {
   // It serves only where it has more row tiles, of all heads, than `fill` / 4 for each SM; where
   // tiles take unequal time, finer ones balance better, it needs `unequal_fill` / 4.
   int fill, unequal_fill;
-  int per_sm;  // ... and only where an SM holds this many of its CTAs
+  int per_sm;          // ... and only where an SM holds this many of its CTAs
   const char* reason;  // why it is there
 };
 
@@ -51,7 +50,6 @@ constexpr Variant variant(const char* name, int per_sm, int fill, int unequal_fi
           .m_tiles = C::M_TILES,
           .stages = C::STAGES,
           .barriers = C::BARRIERS,
-          .turns = C::TURNS,
           .registers = C::REGISTERS,
           .consumer_registers = C::CONSUMER_REGISTERS,
           .ctas_per_sm = C::CTAS_PER_SM,
@@ -65,17 +63,19 @@ constexpr Variant variant(const char* name, int per_sm, int fill, int unequal_fi
 }
 
 constexpr Variant VARIANTS[] = {
-    variant<D64Pair>("d64_pair", 2, 4, 48, "two CTAs per SM with 128 keys and two stages"),
-    variant<D64Large>("d64_large", 1, 8, 48, "one CTA per SM: 8 warps share K and V"),
-    variant<D64Few>("d64_few", 1, 0, 0, "few tiles or uneven ones: 64 rows balance better"),
+    variant<D64Pair>("d64_pair", 2, 6, 16, "two CTAs per SM of 128 rows with 128 keys at a time"),
+    variant<D64Large>("d64_large", 1, 4, 8, "one CTA per SM: 8 warps of 32 rows share K and V"),
+    variant<D64Medium>("d64_medium", 1, 16, 16, "fewer tiles: 64 rows balance better"),
+    variant<D64Few>("d64_few", 1, 0, 0, "few tiles: 64 rows with 128 keys at a time"),
     variant<D96Large>("d96_large", 1, 4, 8, "8 warps of 32 rows share K and V"),
     variant<D96Few>("d96_few", 1, 0, 0, "few tiles: 64 rows make four times as many"),
     variant<D128Large>("d128_large", 1, 4, 8, "8 warps of 32 rows share K and V"),
-    variant<D128Medium>("d128_medium", 1, 2, 2, "few tiles: 128 rows make twice as many"),
-    variant<D128Few>("d128_few", 1, 0, 0, "very few tiles or short sequences: 64 rows"),
+    variant<D128Medium>("d128_medium", 1, 2, 2, "fewer tiles: 128 rows make twice as many"),
+    variant<D128Few>("d128_few", 1, 0, 0, "few tiles: 64 rows make four times as many"),
     variant<D192Large>("d192_large", 1, 2, 2, "8 warps of 16 rows share K and V"),
     variant<D192Few>("d192_few", 1, 0, 0, "few tiles: 64 rows make twice as many"),
-    variant<D256Large>("d256_large", 1, 2, 2, "8 warps of 16 rows share K and V"),
+    variant<D256Pair>("d256_pair", 2, 0, 0, "two CTAs per SM with 64 keys where 227 KB are there"),
+    variant<D256Large>("d256_large", 1, 2, 2, "one CTA per SM: 8 warps of 16 rows share K and V"),
     variant<D256Few>("d256_few", 1, 0, 0, "few tiles: 64 rows make twice as many"),
 };
 
@@ -94,8 +94,7 @@ int64_t resident_ctas(const Variant& variant, const Device& device) {
   return core::resident_ctas(device, variant.shared_bytes, variant.ctas_per_sm);
 }
 
-// Whether all row tiles take the same time, so that sharing them out beforehand is fair. Where they
-// do not, every tile is a CTA and the hardware gives the next one to whoever is done.
+// Whether all row tiles take the same time.
 bool equal_tiles(const Problem& problem) {
   return !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
 }
@@ -165,13 +164,17 @@ TensorMapSpec tensor_map(Operand operand, size_t offset, const Problem& problem,
 }
 
 // Heads whose K and V stay in half of L2 while their row tiles are computed: neighbouring CTAs read
-// the same keys, and the longest tiles of a causal problem still come first.
+// the same keys, and the longest tiles of a causal problem still come first. All groups but the
+// last have this size, and the last is not much smaller: its longest tiles would come when the
+// others are done.
 int32_t heads_per_group(const Problem& problem, const Device& device) {
   const int64_t kv_head_bytes = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
-  const int64_t kv_heads =
-      std::max<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(kv_head_bytes, 1), 1);
-  return static_cast<int32_t>(
-      std::min(kv_heads * (problem.heads_q / problem.heads_kv), problem.batch * problem.heads_q));
+  const int64_t kv_heads = problem.batch * problem.heads_kv;
+  const int64_t fitting =
+      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(kv_head_bytes, 1), 1, kv_heads);
+  const int64_t groups = (kv_heads + fitting - 1) / fitting;
+  const int64_t kv_heads_per_group = (kv_heads + groups - 1) / groups;
+  return static_cast<int32_t>(kv_heads_per_group * (problem.heads_q / problem.heads_kv));
 }
 
 }  // namespace
@@ -216,8 +219,12 @@ PlanResult plan(const Problem& problem, const Device& device) {
   launch.kernel = kernel_name(*chosen, problem.dtype);
   launch.image =
       problem.dtype == DType::F16 ? "blackwell_consumer/fwd_f16" : "blackwell_consumer/fwd_bf16";
-  const int64_t resident = device.sm_count * resident_ctas(*chosen, device);
-  launch.grid = {equal_tiles(problem) ? std::min(tiles, resident) : tiles, 1, 1};
+  // One CTA per SM that goes on to the next tile loads its keys while the last one is written; two
+  // of them, and tiles of unequal length, are better served by the hardware, which gives the next
+  // tile to whoever is done (NOTES.md).
+  const int64_t per_sm = resident_ctas(*chosen, device);
+  const bool stays = per_sm == 1 && equal_tiles(problem);
+  launch.grid = {stays ? std::min<int64_t>(tiles, device.sm_count) : tiles, 1, 1};
   launch.block = {chosen->threads, 1, 1};
   launch.shared_bytes = chosen->shared_bytes;
   launch.params.resize(sizeof params);
@@ -249,8 +256,7 @@ Notes notes(const LaunchPlan& plan) {
   const std::string registers = used->registers == Registers::Roles
                                     ? str(used->consumer_registers) +
                                           " for each consumer thread, " +
-                                          str(Config<DType::F16, 64, 64, 4, 2, 64, 2, true, false,
-                                                     Registers::Roles, 1>::PRODUCER_REGISTERS) +
+                                          str(D64Large<DType::F16>::PRODUCER_REGISTERS) +
                                           " for each of the producer's warpgroup (setmaxnreg)"
                                     : "the same for all warps";
   return {
@@ -258,8 +264,7 @@ Notes notes(const LaunchPlan& plan) {
                    " keys, head_dim up to " + str(used->head_dim) +
                    (used->head_dim == used->head_dim_v ? "" : " and " + str(used->head_dim_v))},
       {"variant", used->reason},
-      {"warps", str(used->warps) + " of " + str(16 * used->m_tiles) + " rows" +
-                    (used->turns ? " that multiply in turns" : "") + ", 1 producer"},
+      {"warps", str(used->warps) + " of " + str(16 * used->m_tiles) + " rows" + ", 1 producer"},
       {"registers", registers},
       {"stages", str(used->stages) + " of K and of V, " + str(used->barriers) + " barriers"},
       {"CTAs", str(launch.grid[0]) + " for " + str(params.tiles) + " tiles, " +

@@ -44,14 +44,12 @@ __device__ __forceinline__ void load_q(uint32_t (&q_rmem)[C::M_TILES][4],
 }
 
 // S = Q K^T for a block of keys. Lane l holds rows l/4 and l/4 + 8 of each row tile, of key tile n
-// the keys 8n + 2*(l%4) and the next one. near_end() is called TURN_EARLY times 16 columns before
-// the end.
-template <class C, class NearEnd>
+// the keys 8n + 2*(l%4) and the next one.
+template <class C>
 __device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem,
                                             const QFragments<C>& all_q_rmem,
                                             uint32_t q_smem /* this lane's row */,
-                                            uint32_t k_smem /* this lane's row */,
-                                            NearEnd near_end) {
+                                            uint32_t k_smem /* this lane's row */) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -62,7 +60,6 @@ __device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem,
   }
 #pragma unroll
   for (int column = 0; column < C::HEAD_DIM; column += 16) {
-    if (column == C::HEAD_DIM - 16 * C::TURN_EARLY) near_end();
     uint32_t q_rmem[C::M_TILES][4];
     if constexpr (C::Q_IN_REGISTERS) {
 #pragma unroll
@@ -84,7 +81,6 @@ __device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem,
       }
     }
   }
-  if (C::TURN_EARLY == 0) near_end();
 }
 
 // Two 16-bit ones or zeros for the keys `key` and `key` + 1 of this lane: V counts only before
@@ -119,24 +115,6 @@ __device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
   }
 }
 
-// O += P V for a block of keys.
-template <class C, bool RAGGED>
-__device__ __forceinline__ void multiply_pv(math::Outputs<C>& o_rmem,
-                                            const math::Probabilities<C>& p_rmem,
-                                            uint32_t v_smem /* this lane's row */, int lane_key,
-                                            int keys) {
-#pragma unroll
-  for (int key = 0; key < C::BLOCK_K; key += 16) {
-    uint32_t group_rmem[C::M_TILES][4];
-#pragma unroll
-    for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) group_rmem[m][i] = p_rmem[m][key / 16][i];
-    }
-    multiply_pv_group<C, RAGGED>(o_rmem, group_rmem, v_smem, key, lane_key, keys);
-  }
-}
-
 // P = 2^(S * exp2_scale - base) and O += P V, 16 keys at a time: the exponentials of one group lie
 // between the products of another.
 template <class C, bool RAGGED, class State>
@@ -147,6 +125,7 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
                                                       int lane_key, int keys) {
 #pragma unroll
   for (int key = 0; key < C::BLOCK_K; key += 16) {
+    if (RAGGED && key >= keys) return;  // their P is 0
     uint32_t p_rmem[C::M_TILES][4];
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {
@@ -175,10 +154,6 @@ struct Barriers {
   }
   __device__ __forceinline__ uint32_t v_empty(int stage) const {
     return k_full(stage) + 24 * C::STAGES;
-  }
-  // With Config::TURNS, of each consumer warp.
-  __device__ __forceinline__ uint32_t turn(int warp) const {
-    return k_full(0) + 32 * C::STAGES + 8 * warp;
   }
 };
 

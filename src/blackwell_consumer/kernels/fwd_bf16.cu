@@ -4,10 +4,12 @@
 using namespace archflash;
 using namespace archflash::blackwell_consumer;
 
-ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_large,
-                                    D64Large<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_pair,
                                     D64Pair<DType::BF16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_large,
+                                    D64Large<DType::BF16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_medium,
+                                    D64Medium<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_few,
                                     D64Few<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d96_large,
@@ -24,6 +26,8 @@ ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d192_l
                                     D192Large<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d192_few,
                                     D192Few<DType::BF16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d256_pair,
+                                    D256Pair<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d256_large,
                                     D256Large<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d256_few,

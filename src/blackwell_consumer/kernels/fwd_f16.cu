@@ -4,10 +4,12 @@
 using namespace archflash;
 using namespace archflash::blackwell_consumer;
 
-ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_large,
-                                    D64Large<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_pair,
                                     D64Pair<DType::F16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_large,
+                                    D64Large<DType::F16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_medium,
+                                    D64Medium<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_few,
                                     D64Few<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d96_large,
@@ -24,6 +26,8 @@ ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d192_la
                                     D192Large<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d192_few,
                                     D192Few<DType::F16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d256_pair,
+                                    D256Pair<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d256_large,
                                     D256Large<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d256_few,
