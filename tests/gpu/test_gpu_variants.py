@@ -17,12 +17,13 @@ from archflash.cli.replay import make_inputs, run_plan
 
 pytestmark = pytest.mark.gpu
 
-DEVICES = ("T4", "A100", "RTX 4090", "H200")
+DEVICES = ("T4", "A100", "RTX 4090", "RTX 5090", "H200")
 # batch, query heads, key heads, queries, keys: few rows, some, and enough to fill each of the GPUs
 SHAPES = {
     "few": (1, 4, 2, 65, 129),
     "some": (2, 24, 12, 193, 321),
     "many": (4, 40, 20, 193, 321),
+    "most": (8, 48, 24, 193, 321),
 }
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
