@@ -23,9 +23,7 @@ HOME = ("RTX 5060 laptop", "RTX 5080", "RTX 5090", "RTX PRO 6000", "GB10")
 DEVICES = (*HOME, "H200")
 # (d, dv) that a kernel is for; the first that is large enough serves.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-LARGE = {dims: f"d{dims[0]}_large" for dims in HEAD_DIMS}
-FEW = {dims: f"d{dims[0]}_few" for dims in HEAD_DIMS}
-NONE, B64, B128 = 0, 2, 3  # swizzles
+B64, B128 = 2, 3  # swizzles
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -62,6 +60,18 @@ def views(
     return [torch.empty_strided(*shape, dtype=dtype, device="meta") for shape in shapes]
 
 
+def largest(device: str, dims: tuple[int, int]) -> str:
+    """The kernel for a call that fills the GPU: 9.0 has room for two CTAs of 99 KB in an SM."""
+    pair = device == "H200" and dims in ((64, 64), (256, 256))
+    return f"d{dims[0]}_pair" if pair else f"d{dims[0]}_large"
+
+
+def smallest(device: str, dims: tuple[int, int]) -> str:
+    if device == "H200" and dims == (256, 256):
+        return "d256_pair"
+    return f"d{dims[0]}_few"
+
+
 # --- which kernel ---
 
 
@@ -73,7 +83,7 @@ def test_a_call_that_fills_the_gpu_gets_the_largest_tiles(
 ) -> None:
     plan = consumer(large_call(dtype, dims), device)
     launch = launch_of(plan)
-    assert launch["kernel"] == f"{NAME}_attention_fwd_{DTYPES[dtype]}_{LARGE[dims]}"
+    assert launch["kernel"] == f"{NAME}_attention_fwd_{DTYPES[dtype]}_{largest(device, dims)}"
     assert launch["image"] == f"{NAME}/fwd_{DTYPES[dtype]}"
     assert launch["shared_bytes"] <= 99 * KB  # what 12.x has, on 9.0 too
 
@@ -85,7 +95,7 @@ def test_a_call_of_few_tiles_gets_small_ones(
     device: str, dtype: str, dims: tuple[int, int]
 ) -> None:
     problem = call(dtype, b=1, hq=1, nq=64, d=dims[0], dv=dims[1])
-    assert variant(consumer(problem, device)) == FEW[dims]
+    assert variant(consumer(problem, device)) == smallest(device, dims)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +120,7 @@ def test_a_call_of_few_tiles_gets_small_ones(
 def test_the_smallest_kernel_that_holds_both_head_dims_serves(
     device: str, dims: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    assert variant(consumer(large_call("bfloat16", dims), device)) == LARGE[expected]
+    assert variant(consumer(large_call("bfloat16", dims), device)) == largest(device, expected)
 
 
 @every_dtype
@@ -121,7 +131,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         str(launch_of(consumer(call(dtype, b=b, hq=8, nq=nq, d=d, dv=dv), device))["kernel"])
         for device in DEVICES
         for d, dv in HEAD_DIMS
-        for b in (1, 2, 4, 64)
+        for b in (1, 2, 4, 8, 16, 64)
         for nq in (64, 512, 1024, 2048)
     }
     assert chosen == built
@@ -140,16 +150,45 @@ def test_too_little_shared_memory_is_a_reason() -> None:
 
 @every_head_dim
 @every_device
-def test_no_more_ctas_than_an_sm_holds_share_the_tiles(device: str, dims: tuple[int, int]) -> None:
+def test_one_cta_per_sm_goes_on_to_the_next_of_equal_tiles(
+    device: str, dims: tuple[int, int]
+) -> None:
     sm_count = find_device(device).sm_count
     for batch in (1, 64):
-        plan = consumer(call("float16", b=batch, nq=1000, nk=300, d=dims[0], dv=dims[1]), device)
-        tile = query_rows_of_a_tile(plan)
-        assert row_tiles(plan) == batch * 4 * -(-1000 // tile)
-        expected = min(row_tiles(plan), sm_count * ctas_per_sm(plan))
-        assert launch_of(plan)["grid"] == [expected, 1, 1]
-        (tiles,) = struct.unpack_from("<i", bytes.fromhex(launch_of(plan)["params"]), 264)
-        assert tiles == row_tiles(plan)
+        shape: dict[str, Any] = {"b": batch, "nq": 1000, "nk": 300, "d": dims[0], "dv": dims[1]}
+        plan = consumer(call("float16", **shape), device)
+        tiles = batch * 4 * -(-1000 // query_rows_of_a_tile(plan))
+        assert row_tiles(plan) == tiles
+        stays = ctas_per_sm(plan) == 1
+        assert launch_of(plan)["grid"] == [min(tiles, sm_count) if stays else tiles, 1, 1]
+        (told,) = struct.unpack_from("<i", bytes.fromhex(launch_of(plan)["params"]), 264)
+        assert told == tiles
+
+
+@every_device
+def test_unequal_tiles_go_to_whoever_is_done(device: str) -> None:
+    for options in ({"causal": True}, {"window": (30, None)}, {"window": (None, 5)}):
+        plan = consumer(call("float16", b=64, nq=1000, d=128, **options), device)
+        assert launch_of(plan)["grid"] == [row_tiles(plan), 1, 1]
+    plan = consumer(packed_call("float16", rows=100_000, sequences=50), device)
+    assert launch_of(plan)["grid"] == [row_tiles(plan), 1, 1]
+
+
+@pytest.mark.parametrize("nk", [1, 1000, 4096, 20_000, 300_000])
+@pytest.mark.parametrize(("hq", "hkv"), [(32, 32), (32, 8), (8, 1), (5, 5)])
+@every_device
+def test_groups_of_heads_are_even_and_their_keys_fit_half_of_l2(
+    device: str, hq: int, hkv: int, nk: int
+) -> None:
+    batch, ratio = 3, hq // hkv
+    plan = consumer(call("float16", b=batch, hq=hq, hkv=hkv, nq=128, nk=nk, d=128), device)
+    (group,) = re.findall(r"(\d+) heads at a time", dict(plan.notes)["order"])
+    kv_heads = int(group) // ratio
+    assert int(group) % ratio == 0
+    one = nk * 256 * 2
+    assert kv_heads == 1 or kv_heads * one <= find_device(device).l2_bytes // 2
+    groups = -(-batch * hkv // kv_heads)
+    assert batch * hkv - (groups - 1) * kv_heads > kv_heads - groups  # the last one is no remnant
 
 
 @pytest.mark.parametrize("device", HOME)
