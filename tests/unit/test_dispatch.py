@@ -457,8 +457,8 @@ def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None
         "          order: last row tiles first, 8 heads at a time, whose keys stay in L2",
         "          launch: ampere_attention_fwd_f16_d64_medium, grid 256, block 128, "
         "49216 bytes of shared memory",
-        "  not     blackwell_consumer: compute capability 8.9 (RTX 4090): blackwell_consumer is built "
-        "for sm_120f, sm_90a, compute_120f",
+        "  not     blackwell_consumer: compute capability 8.9 (RTX 4090): blackwell_consumer is "
+        "built for sm_120f, sm_90a, compute_120f",
         "  not     torch: ampere is expected to be faster",
         "  not     simt: ampere is expected to be faster",
     ]

@@ -1,4 +1,4 @@
-"""slab_tile.cuh, compiled for the host: its layout is what TMA writes, and has no bank conflicts."""
+"""slab_tile.cuh, compiled for the host: its layout is what TMA writes, without bank conflicts."""
 
 from __future__ import annotations
 
