@@ -248,7 +248,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       }
     }
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
-    if constexpr (C::Q_IN_REGISTERS) {
+    if (C::Q_IN_REGISTERS && place.blocks.first <= place.blocks.last) {  // else there is no Q
       const uint32_t q_smem = lane_q_smem<C>(shared_smem);
 #pragma unroll
       for (int column = 0; column < C::HEAD_DIM; column += 16)
