@@ -296,7 +296,7 @@ def select(
     for other in order(problem, device.capability):
         if other == chosen or other in reasons:
             continue
-        answer = [] if other == _registry.TORCH else _native.plan(other, problem, device)
+        answer = [] if other == _registry.TORCH else _unforced_plan(other, problem, device)
         if isinstance(answer, list) and answer:
             reasons[other] = answer
             continue
@@ -328,6 +328,16 @@ def _torch_may_be_faster(problem: _native.Problem, device: _native.Device) -> bo
     return sixteen_bits and device.capability[0] in _CUDNN_CAPABILITIES
 
 
+def _unforced_plan(
+    name: str, problem: _native.Problem, device: _native.Device
+) -> _native.LaunchPlan | list[str]:
+    """A kernel's plan, or its reasons, for a call that does not force it."""
+    if _registry.only_forced(name, device.capability) and _native.targets(name):
+        major, minor = device.capability
+        return [f"compute capability {major}.{minor}: {name} serves it only when it is forced"]
+    return _native.plan(name, problem, device)
+
+
 def _first_that_can(
     problem: _native.Problem, device: _native.Device
 ) -> tuple[str, _native.LaunchPlan | None, dict[str, list[str]]]:
@@ -336,7 +346,7 @@ def _first_that_can(
     for candidate in order(problem, device.capability):
         if candidate == _registry.TORCH:
             break
-        answer = _native.plan(candidate, problem, device)
+        answer = _unforced_plan(candidate, problem, device)
         if not isinstance(answer, list):
             return candidate, answer, reasons
         reasons[candidate] = answer
@@ -424,7 +434,7 @@ def nearest(decision: Decision) -> tuple[str, list[str]]:
     name = min(
         (name for name in decision.reasons if name != _registry.TORCH),
         key=lambda name: (
-            not _registry.has_code(name, capability),
+            not _registry.has_code(name, capability) or _registry.only_forced(name, capability),
             not _registry.takes(name, dtype),
             len(decision.reasons[name]),
         ),

@@ -20,6 +20,9 @@ SIXTEEN_BITS_ON = {"ada": (8, 9)}
 # Kernels that leave the tensor cores unused: for 16-bit inputs they come after PyTorch's fused
 # kernels.
 WITHOUT_TENSOR_CORES = frozenset({"simt"})
+# Kernels built for GPUs of another generation too, so that they can be run there: on these
+# capabilities (major numbers) they serve only the calls that force them.
+FORCED_ONLY = {"blackwell_consumer": frozenset({9})}
 TORCH = "torch"
 
 
@@ -91,6 +94,11 @@ def has_code(name: str, capability: tuple[int, int]) -> bool:
     """Whether this build has code of a kernel for GPUs of a compute capability."""
     number = 10 * capability[0] + capability[1]
     return any(target.first <= number <= target.last for target in _native.targets(name))
+
+
+def only_forced(name: str, capability: tuple[int, int]) -> bool:
+    """Whether a kernel serves a GPU of a compute capability only where it is forced."""
+    return capability[0] in FORCED_ONLY.get(name, ())
 
 
 @cache

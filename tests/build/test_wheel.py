@@ -24,6 +24,7 @@ FOLDER_TARGETS = {
     "simt": ("compute_75", "compute_80"),
     "ampere": ("compute_80",),
     "ada": ("compute_89",),
+    "blackwell_consumer": ("compute_120f", "compute_90a"),
 }
 
 

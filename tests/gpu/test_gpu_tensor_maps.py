@@ -1,4 +1,4 @@
-"""Tensor maps are encoded by the driver when a plan is bound. No kernel uses them yet."""
+"""Tensor maps are encoded by the driver when a plan is bound."""
 
 from __future__ import annotations
 

@@ -17,11 +17,14 @@ from archflash.cli.replay import make_inputs, run_plan
 
 pytestmark = pytest.mark.gpu
 
-DEVICES = ("T4", "A100", "RTX 4090", "H200")
-# batch, query heads, key heads, queries, keys, causal: few rows, and enough to fill each GPU
+DEVICES = ("T4", "A100", "RTX 4090", "RTX 5090", "H200")
+# batch, query heads, key heads, queries, keys, causal: few rows, some, and enough to fill each of
+# the GPUs
 SHAPES = {
     "few": (1, 4, 2, 65, 129, True),
+    "some": (2, 24, 12, 193, 321, True),
     "many": (4, 40, 20, 193, 321, True),
+    "most": (8, 48, 24, 193, 321, True),
     "unmasked": (4, 40, 20, 193, 321, False),
 }
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))

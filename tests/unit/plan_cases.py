@@ -97,6 +97,12 @@ def query_rows_of_a_tile(plan: native.LaunchPlan) -> int:
     return int(match[1])
 
 
+def row_tiles(plan: native.LaunchPlan) -> int:
+    """Row tiles of all heads: the CTAs, unless fewer CTAs share the tiles out."""
+    match = re.search(r" for (\d+) tiles", dict(plan.notes)["CTAs"])
+    return int(match[1]) if match else int(plan.to_dict()["launches"][0]["grid"][0])
+
+
 def ctas_per_sm(plan: native.LaunchPlan) -> int:
     match = re.search(r"(\d+) per SM", dict(plan.notes)["CTAs"])
     assert match is not None

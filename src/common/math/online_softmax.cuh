@@ -22,15 +22,15 @@ constexpr float LOWEST = -3.402823466e38f;
 // rescaled in few blocks instead of all.
 constexpr float BASE_LAG = 8.0f;
 // From here on, score * scale - base in one FMA would leave the rounding of base alone, which is
-// more than P may grow by: see weigh_scores.
+// more than P may grow by: see follow_maxima.
 constexpr float LARGE_BASE = 1 << 24;
 
 // The running state of a warp's rows. Index [m][r]: row lane/4 + 8r of row tile m.
-template <class C>
+template <class C, class Flag = bool>
 struct RowState {
   float base[C::M_TILES][2];  // scaled for 2^x; the same in the four lanes of a row
   float sum[C::M_TILES][2];   // of P over the keys of this lane
-  bool large;                 // some base is beyond LARGE_BASE; the same in the whole warp
+  Flag large;                 // some base is beyond LARGE_BASE; the same in the whole warp
 };
 
 template <class C>
@@ -85,9 +85,9 @@ __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, const VisibleKeys
 }
 
 // Moves the bases of a warp's rows up to their maxima, and sums and outputs with them.
-template <class C>
+template <class C, class Flag>
 __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][2],
-                                            RowState<C>& state, Outputs<C>& o_rmem,
+                                            RowState<C, Flag>& state, Outputs<C>& o_rmem,
                                             float exp2_scale) {
   bool large = false;
 #pragma unroll
@@ -112,11 +112,11 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
   state.large = __any_sync(FULL_WARP, large);
 }
 
-// S -> P = 2^(S * exp2_scale - base), in 16 bits; its sums in fp32.
-template <class C>
-__device__ __forceinline__ void weigh_scores(Scores<C>& s_rmem, Probabilities<C>& p_rmem,
-                                             RowState<C>& state, Outputs<C>& o_rmem,
-                                             float exp2_scale) {
+// Moves the bases of a warp's rows up where these scores ask for it. Returns the scale to weigh
+// them with, which may be another than the given one: the scores may be scaled already.
+template <class C, class Flag>
+__device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Flag>& state,
+                                               Outputs<C>& o_rmem, float exp2_scale) {
   float lane_max[C::M_TILES][2];
   bool rises = false;
 #pragma unroll
@@ -147,29 +147,44 @@ __device__ __forceinline__ void weigh_scores(Scores<C>& s_rmem, Probabilities<C>
     }
     exp2_scale = 1.0f;
   }
+  return exp2_scale;
+}
+
+// S -> P = 2^(S * exp2_scale - base) for key tile n of row tile m, in 16 bits; its sums in fp32. P
+// goes to its half of the fragment of two neighbouring key tiles.
+template <class C, class Flag>
+__device__ __forceinline__ void weigh_key_tile(const Scores<C>& s_rmem, uint32_t (&p_rmem)[4],
+                                               RowState<C, Flag>& state, int m, int n,
+                                               float exp2_scale) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float p[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      p[i] = ptx::ex2_approx_ftz(fmaf(s_rmem[m][n][2 * r + i], exp2_scale, -state.base[m][r]));
+      state.sum[m][r] += p[i];
+    }
+    p_rmem[n % 2 * 2 + r] = ptx::cvt_rn_x2_f32<C::DTYPE>(p[0], p[1]);
+  }
+}
+
+// The same for all keys.
+template <class C, class Flag>
+__device__ __forceinline__ void weigh_all_scores(const Scores<C>& s_rmem, Probabilities<C>& p_rmem,
+                                                 RowState<C, Flag>& state, float exp2_scale) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
-    for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float p[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          p[i] = ptx::ex2_approx_ftz(fmaf(s_rmem[m][n][2 * r + i], exp2_scale, -state.base[m][r]));
-          state.sum[m][r] += p[i];
-        }
-        p_rmem[m][n / 2][n % 2 * 2 + r] = ptx::cvt_rn_x2_f32<C::DTYPE>(p[0], p[1]);
-      }
-    }
+    for (int n = 0; n < C::STEP_KEYS / 8; ++n)
+      weigh_key_tile<C>(s_rmem, p_rmem[m][n / 2], state, m, n, exp2_scale);
   }
 }
 
 // Rows go through `rows_smem`, the warp's own part of shared memory in the layout of Tile, so that
 // each lane writes 16 bytes to global memory and a row is written whole. warp_row counts from the
 // CTA's first row.
-template <class C, class Tile>
-__device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C>& state,
+template <class C, class Tile, class Flag>
+__device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C, Flag>& state,
                                           const AttentionParams& params, const Work& work,
                                           int warp_row, unsigned char* rows_smem) {
   const int lane = threadIdx.x % 32;

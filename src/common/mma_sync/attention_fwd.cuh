@@ -136,7 +136,8 @@ __device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
           math::mask_scores<C>(s_rmem, place.visible, rows.first + lane / 4,
                                key_first + lane % 4 * 2);
         }
-        math::weigh_scores<C>(s_rmem, p_rmem, state, o_rmem, params.exp2_scale);
+        const float exp2_scale = math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale);
+        math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
       }
       if constexpr (C::STAGES == 1) {
         // V of all threads has landed; all warps are done with K: the next may overwrite it.

@@ -1,6 +1,8 @@
 // Reads of special registers that the compiler must not keep.
 #pragma once
 
+#include <cstdint>
+
 namespace archflash::ptx {
 
 // %tid.x: PTX ISA, "Special Registers: %tid". volatile for a reason: threadIdx.x is a constant to
@@ -10,6 +12,14 @@ __device__ __forceinline__ int mov_tid_x_volatile() {
   int tid;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
   return tid;
+}
+
+// mov.b32: PTX ISA, "Data Movement and Conversion Instructions: mov". volatile for a reason: the
+// result stays in a register, where the compiler would otherwise compute x anew at each use.
+__device__ __forceinline__ uint32_t mov_b32_volatile(uint32_t x) {
+  uint32_t y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 }  // namespace archflash::ptx

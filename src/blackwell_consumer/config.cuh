@@ -1,0 +1,110 @@
+// The tiles of each blackwell_consumer kernel: compile-time numbers only, read by the kernel and by
+// plan.cpp (plain C++).
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/slab_tile.cuh"
+#include "common/problem.h"
+
+namespace archflash::blackwell_consumer {
+
+// How the registers of an SM are shared out between the roles.
+enum class Registers {
+  Even,   // every warp has the same: the producer is one warp
+  Roles,  // setmaxnreg moves them to the consumers: the producer is one warp of a warpgroup
+};
+
+// A CTA owns BLOCK_Q query rows of one head at a time and walks over the keys, BLOCK_K at a time. A
+// consumer warp owns M_TILES tiles of 16 rows, which share every fragment of K and V that it reads.
+// HEAD_DIM bounds d, HEAD_DIM_V bounds dv.
+template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
+          int STAGES_, bool Q_IN_REGISTERS_, Registers REGISTERS_, int CTAS_PER_SM_>
+struct Config {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
+  static constexpr int WARPS = WARPS_;  // consumers
+  static constexpr int M_TILES = M_TILES_;
+  static constexpr int WARP_ROWS = 16 * M_TILES;
+  static constexpr int BLOCK_Q = WARPS * WARP_ROWS;
+  static constexpr int BLOCK_K = BLOCK_K_;
+  static constexpr int STEP_KEYS = BLOCK_K;
+  static constexpr int STAGES = STAGES_;                   // of the ring of K, and of that of V
+  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;  // read once; else anew for every block
+  static constexpr Registers REGISTERS = REGISTERS_;
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // what the registers must allow
+
+  static constexpr int WARPGROUP = 128;  // threads
+  static constexpr int CONSUMER_THREADS = 32 * WARPS;
+  static constexpr int PRODUCER_THREADS = REGISTERS == Registers::Roles ? WARPGROUP : 32;
+  static constexpr int THREADS = CONSUMER_THREADS + PRODUCER_THREADS;
+  // With Roles: every thread starts with what __launch_bounds__ leaves it, then the producer's
+  // warpgroup gives to the consumers.
+  static constexpr int SM_REGISTERS = 65536;
+  static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
+  static constexpr int PRODUCER_REGISTERS = 24;
+  static constexpr int CONSUMER_REGISTERS =
+      (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / CONSUMER_THREADS / 8 *
+      8;
+
+  using QTile = math::SlabTile<HEAD_DIM, BLOCK_Q>;
+  using KTile = math::SlabTile<HEAD_DIM, BLOCK_K>;
+  using VTile = math::SlabTile<HEAD_DIM_V, BLOCK_K>;
+
+  // Shared memory, in bytes: Q | ring of K | ring of V | barriers | Places. Output rows pass
+  // through Q's part.
+  static constexpr int Q_SMEM = 0;
+  static constexpr int K_SMEM = Q_SMEM + QTile::BYTES;
+  static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;
+  static constexpr int BARRIER_SMEM = V_SMEM + STAGES * VTile::BYTES;
+  static constexpr int BARRIERS = 2 + 4 * STAGES;  // full and empty, of Q and of each stage
+  static constexpr int PLACE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
+  static constexpr int PLACE_BYTES = 96;  // of each consumer warp
+  static constexpr int SHARED_BYTES = PLACE_SMEM + WARPS * PLACE_BYTES;
+
+  static_assert(BLOCK_K % 16 == 0 && (BLOCK_K & (BLOCK_K - 1)) == 0,
+                "mma.sync: 16 keys of P V; blocks start at multiples of a power of two");
+  static_assert(HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB,
+                "output rows pass through the part of Q's rows");
+  static_assert((STAGES & (STAGES - 1)) == 0, "a power of two: stages are counted through");
+  static_assert(REGISTERS == Registers::Even || CONSUMER_REGISTERS <= 256, "setmaxnreg");
+  static_assert(REGISTERS == Registers::Even || CONSUMER_THREADS % WARPGROUP == 0,
+                "setmaxnreg: whole warpgroups take one role");
+  static_assert(SHARED_BYTES <= 99 * 1024, "CUDA: at most 99 KiB of shared memory in a CTA (12.x)");
+};
+
+// clang-format off
+//                                head_dim         m_    block         Q in                    CTAs
+//                              q,k   v    warps tiles  _k    stages  regs   registers         per SM
+template <DType T>
+using D64Pair    = Config<T,  64,  64,  4,     2,    128,  2,     false, Registers::Roles,  2>;
+template <DType T>
+using D64Large   = Config<T,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
+template <DType T>
+using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3>;
+template <DType T>
+using D64Few     = Config<T,  64,  64,  4,     1,    128,  2,     true,  Registers::Roles,  2>;
+template <DType T>
+using D96Large   = Config<T,  96,  96,  8,     2,     64,  2,     false, Registers::Roles,  1>;
+template <DType T>
+using D96Few     = Config<T,  96,  96,  4,     1,     64,  2,     true,  Registers::Even,   1>;
+template <DType T>
+using D128Large  = Config<T, 128, 128,  8,     2,     64,  1,     false, Registers::Roles,  1>;
+template <DType T>
+using D128Medium = Config<T, 128, 128,  8,     1,     64,  2,     true,  Registers::Roles,  1>;
+template <DType T>
+using D128Few    = Config<T, 128, 128,  4,     1,     64,  2,     true,  Registers::Even,   1>;
+template <DType T>
+using D192Large  = Config<T, 192, 128,  8,     1,     64,  1,     false, Registers::Roles,  1>;
+template <DType T>
+using D192Few    = Config<T, 192, 128,  4,     1,     32,  2,     false, Registers::Even,   1>;
+template <DType T>
+using D256Pair   = Config<T, 256, 256,  4,     1,     64,  1,     false, Registers::Roles,  2>;
+template <DType T>
+using D256Large  = Config<T, 256, 256,  8,     1,     32,  1,     false, Registers::Roles,  1>;
+template <DType T>
+using D256Few    = Config<T, 256, 256,  4,     1,     32,  2,     false, Registers::Even,   1>;
+// clang-format on
+
+}  // namespace archflash::blackwell_consumer

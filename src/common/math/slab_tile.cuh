@@ -1,0 +1,47 @@
+// The layout of a tile in shared memory that TMA writes and ldmatrix reads without bank conflicts.
+#pragma once
+
+#include "common/math/host_device.h"
+#include "common/plan.h"
+
+namespace archflash::math {
+
+// A tile of 16-bit elements as slabs of SLAB columns, one after another: a TMA box is all rows of
+// one slab, or half of them. A row of a slab is a swizzle span (128 or 64 bytes), whose 16-byte
+// chunks the copy engine permutes by bits of the shared-memory address. Tiles start at multiples of
+// ALIGNMENT, so that those bits are those of the row, and eight rows at one chunk lie in different
+// banks:
+//   128-byte rows: chunk ^ (row % 8)        64-byte rows: chunk ^ (row / 2 % 4)
+template <int COLUMNS_, int ROWS_>
+struct SlabTile {
+  static constexpr int COLUMNS = COLUMNS_;
+  static constexpr int ROWS = ROWS_;
+  static constexpr int SLAB = COLUMNS % 64 == 0 ? 64 : 32;  // columns
+  static constexpr int SLABS = COLUMNS / SLAB;
+  static constexpr int GROUP = SLAB / 8;      // chunks in a row of a slab
+  static constexpr int ROW_BYTES = 2 * SLAB;  // from one row to the next in a slab
+  static constexpr int SLAB_BYTES = ROWS * ROW_BYTES;
+  static constexpr int BYTES = SLABS * SLAB_BYTES;
+  static constexpr int ALIGNMENT = 1024;
+  static constexpr Swizzle SWIZZLE = SLAB == 64 ? Swizzle::B128 : Swizzle::B64;
+  static_assert(COLUMNS % 32 == 0, "a row is whole slabs");
+  static constexpr int BOX_ROWS = ROWS <= 256 ? ROWS : ROWS / 2;  // TMA: at most 256
+  static_assert(ROWS % 32 == 0 && ROWS <= 512, "boxes are whole row tiles of ldmatrix");
+  static_assert(BYTES % ALIGNMENT == 0, "the next tile must start where its swizzle does");
+
+  ARCHFLASH_HOST_DEVICE static constexpr int swizzle(int row) {
+    return GROUP == 8 ? row % 8 : row / 2 % 4;
+  }
+  // Byte offset of a chunk.
+  ARCHFLASH_HOST_DEVICE static constexpr int offset(int row, int chunk) {
+    return chunk / GROUP * SLAB_BYTES + row * ROW_BYTES + (chunk % GROUP ^ swizzle(row)) * 16;
+  }
+  // From a lane's own chunk (0 or 1) to the one `chunks` (even) further.
+  template <typename Address>
+  ARCHFLASH_HOST_DEVICE static constexpr Address advance(Address offset, int chunks) {
+    return (offset ^ static_cast<Address>(chunks % GROUP * 16)) +
+           static_cast<Address>(chunks / GROUP * SLAB_BYTES);
+  }
+};
+
+}  // namespace archflash::math

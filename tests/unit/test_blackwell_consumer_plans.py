@@ -1,0 +1,289 @@
+"""Which of its kernels blackwell_consumer plans, its tensor maps, what TMA cannot describe."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import call, ctas_per_sm, packed_call, plan_of, query_rows_of_a_tile, row_tiles
+
+import archflash
+from archflash import _archflash as native
+from archflash._api import find_device, make_problem
+
+KB = 1024
+NAME = "blackwell_consumer"
+DTYPES = {"float16": "f16", "bfloat16": "bf16"}
+HOME = ("RTX 5060 laptop", "RTX 5080", "RTX 5090", "RTX PRO 6000", "GB10")
+DEVICES = (*HOME, "H200")
+# (d, dv) that a kernel is for; the first that is large enough serves.
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+B64, B128 = 2, 3  # swizzles
+
+every_device = pytest.mark.parametrize("device", DEVICES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_head_dim = pytest.mark.parametrize(
+    "dims", HEAD_DIMS, ids=lambda dims: f"d{dims[0]}" if dims[0] == dims[1] else "d192-dv128"
+)
+
+
+def consumer(problem: native.Problem, device: str) -> native.LaunchPlan:
+    return plan_of(problem, device, NAME)
+
+
+def launch_of(plan: native.LaunchPlan) -> dict[str, Any]:
+    (launch,) = plan.to_dict()["launches"]
+    return dict(launch)
+
+
+def variant(plan: native.LaunchPlan) -> str:
+    return re.sub(rf"{NAME}_attention_fwd_b?f16_", "", str(launch_of(plan)["kernel"]))
+
+
+def maps_of(plan: native.LaunchPlan) -> dict[str, dict[str, Any]]:
+    return {row["operand"]: row for row in launch_of(plan)["tensor_maps"]}
+
+
+def large_call(dtype: str, dims: tuple[int, int]) -> native.Problem:
+    return call(dtype, b=16, hq=32, nq=2048, d=dims[0], dv=dims[1])
+
+
+def views(
+    dtype: torch.dtype, *shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> list[torch.Tensor]:
+    """Tensors of given shapes and strides, without storage."""
+    return [torch.empty_strided(*shape, dtype=dtype, device="meta") for shape in shapes]
+
+
+def largest(device: str, dims: tuple[int, int]) -> str:
+    """The kernel for a call that fills the GPU: 9.0 has room for two CTAs of 99 KB in an SM."""
+    pair = device == "H200" and dims in ((64, 64), (256, 256))
+    return f"d{dims[0]}_pair" if pair else f"d{dims[0]}_large"
+
+
+def smallest(device: str, dims: tuple[int, int]) -> str:
+    if device == "H200" and dims == (256, 256):
+        return "d256_pair"
+    return f"d{dims[0]}_few"
+
+
+# --- which kernel ---
+
+
+@every_head_dim
+@every_dtype
+@every_device
+def test_a_call_that_fills_the_gpu_gets_the_largest_tiles(
+    device: str, dtype: str, dims: tuple[int, int]
+) -> None:
+    plan = consumer(large_call(dtype, dims), device)
+    launch = launch_of(plan)
+    assert launch["kernel"] == f"{NAME}_attention_fwd_{DTYPES[dtype]}_{largest(device, dims)}"
+    assert launch["image"] == f"{NAME}/fwd_{DTYPES[dtype]}"
+    assert launch["shared_bytes"] <= 99 * KB  # what 12.x has, on 9.0 too
+
+
+@every_head_dim
+@every_dtype
+@every_device
+def test_a_call_of_few_tiles_gets_small_ones(
+    device: str, dtype: str, dims: tuple[int, int]
+) -> None:
+    problem = call(dtype, b=1, hq=1, nq=64, d=dims[0], dv=dims[1])
+    assert variant(consumer(problem, device)) == smallest(device, dims)
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ((8, 8), (64, 64)),
+        ((64, 8), (64, 64)),
+        ((64, 72), (96, 96)),
+        ((72, 64), (96, 96)),
+        ((96, 104), (128, 128)),
+        ((104, 8), (128, 128)),
+        ((136, 128), (192, 128)),
+        ((192, 64), (192, 128)),
+        ((192, 136), (256, 256)),
+        ((128, 192), (256, 256)),
+        ((200, 8), (256, 256)),
+        ((8, 256), (256, 256)),
+    ],
+    ids=str,
+)
+@every_device
+def test_the_smallest_kernel_that_holds_both_head_dims_serves(
+    device: str, dims: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    assert variant(consumer(large_call("bfloat16", dims), device)) == largest(device, expected)
+
+
+@every_dtype
+def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
+    file = Path(archflash.__file__).parent / "_kernels" / NAME / f"fwd_{DTYPES[dtype]}.json"
+    built = {name for names in json.loads(file.read_text()).values() for name in names}
+    chosen = {
+        str(launch_of(consumer(call(dtype, b=b, hq=8, nq=nq, d=d, dv=dv), device))["kernel"])
+        for device in DEVICES
+        for d, dv in HEAD_DIMS
+        for b in (1, 2, 4, 8, 16, 64)
+        for nq in (64, 512, 1024, 2048)
+    }
+    assert chosen == built
+
+
+def test_too_little_shared_memory_is_a_reason() -> None:
+    facts = find_device("RTX 5090").to_dict()
+    small = native.Device.from_dict(facts | {"name": "small", "shared_per_block": 40 * KB})
+    (reason,) = native.plan(NAME, call("float16", d=256), small)
+    assert reason.startswith("shared memory: small gives a CTA 40960 bytes and ")
+    assert reason.endswith("use another GPU or use implementation='torch'")
+
+
+# --- the grid and what is said ---
+
+
+@every_head_dim
+@every_device
+def test_one_cta_per_sm_goes_on_to_the_next_of_equal_tiles(
+    device: str, dims: tuple[int, int]
+) -> None:
+    sm_count = find_device(device).sm_count
+    for batch in (1, 64):
+        shape: dict[str, Any] = {"b": batch, "nq": 1000, "nk": 300, "d": dims[0], "dv": dims[1]}
+        plan = consumer(call("float16", **shape), device)
+        tiles = batch * 4 * -(-1000 // query_rows_of_a_tile(plan))
+        assert row_tiles(plan) == tiles
+        stays = ctas_per_sm(plan) == 1
+        assert launch_of(plan)["grid"] == [min(tiles, sm_count) if stays else tiles, 1, 1]
+        (told,) = struct.unpack_from("<i", bytes.fromhex(launch_of(plan)["params"]), 264)
+        assert told == tiles
+
+
+@every_device
+def test_unequal_tiles_go_to_whoever_is_done(device: str) -> None:
+    for options in ({"causal": True}, {"window": (30, None)}, {"window": (None, 5)}):
+        plan = consumer(call("float16", b=64, nq=1000, d=128, **options), device)
+        assert launch_of(plan)["grid"] == [row_tiles(plan), 1, 1]
+    plan = consumer(packed_call("float16", rows=100_000, sequences=50), device)
+    assert launch_of(plan)["grid"] == [row_tiles(plan), 1, 1]
+
+
+@pytest.mark.parametrize("nk", [1, 1000, 4096, 20_000, 300_000])
+@pytest.mark.parametrize(("hq", "hkv"), [(32, 32), (32, 8), (8, 1), (5, 5)])
+@every_device
+def test_groups_of_heads_are_even_and_their_keys_fit_half_of_l2(
+    device: str, hq: int, hkv: int, nk: int
+) -> None:
+    batch, ratio = 3, hq // hkv
+    plan = consumer(call("float16", b=batch, hq=hq, hkv=hkv, nq=128, nk=nk, d=128), device)
+    (group,) = re.findall(r"(\d+) heads at a time", dict(plan.notes)["order"])
+    kv_heads = int(group) // ratio
+    assert int(group) % ratio == 0
+    one = nk * 256 * 2
+    assert kv_heads == 1 or kv_heads * one <= find_device(device).l2_bytes // 2
+    groups = -(-batch * hkv // kv_heads)
+    assert batch * hkv - (groups - 1) * kv_heads > kv_heads - groups  # the last one is no remnant
+
+
+@pytest.mark.parametrize("device", HOME)
+def test_the_plan_shows_stages_barriers_registers_and_ctas(device: str) -> None:
+    notes = dict(consumer(large_call("float16", (128, 128)), device).notes)
+    assert re.fullmatch(r"\d+ of K and of V, \d+ barriers", notes["stages"])
+    assert re.search(r"^\d+ of (16|32) rows.*, 1 producer$", notes["warps"])
+    assert re.search(r"setmaxnreg|the same for all", notes["registers"])
+    assert f"per SM on {find_device(device).sm_count} SMs" in notes["CTAs"]
+
+
+# --- tensor maps ---
+
+
+@every_head_dim
+@every_dtype
+def test_maps_describe_the_tensors_and_boxes_the_tiles(dtype: str, dims: tuple[int, int]) -> None:
+    d, dv = dims
+    plan = consumer(call(dtype, b=3, hq=8, hkv=2, nq=1000, nk=777, d=d, dv=dv), "RTX 5090")
+    rows, keys = (int(n) for n in re.findall(r"(\d+) (?:query|keys)", dict(plan.notes)["tile"]))
+    slab, swizzle = (64, B128) if d % 64 == 0 else (32, B64)
+    for operand, columns, length, heads, box in (
+        ("q", d, 1000, 8, rows),
+        ("k", d, 777, 2, keys),
+        ("v", dv, 777, 2, keys),
+    ):
+        spec = maps_of(plan)[operand]
+        row = 2 * columns
+        assert spec["dims"] == [columns, length, heads, 3]
+        assert spec["strides"] == [row, row * length, row * length * heads]
+        assert spec["box"] == [slab, box, 1, 1]
+        assert (spec["dtype"], spec["swizzle"]) == (dtype, swizzle)
+        assert (spec["addend"], spec["nan_fill"], spec["offset"] % 64) == (0, False, 0)
+
+
+def test_a_dimension_that_is_not_moved_along_has_size_one() -> None:
+    kind = torch.float16
+    q, k = views(
+        kind, ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)), ((2, 4, 200, 64), (0, 0, 64, 1))
+    )
+    (v,) = views(kind, ((2, 4, 200, 64), (200 * 64, 0, 64, 1)))
+    maps = maps_of(consumer(make_problem(q, k, v).as_if_on_cuda(), "RTX 5090"))
+    assert maps["k"]["dims"] == [64, 200, 1, 1]
+    assert maps["v"]["dims"] == [64, 200, 1, 2]
+    assert all(s % 16 == 0 and s > 0 for row in maps.values() for s in row["strides"])
+
+
+def test_packed_sequences_are_one_tensor_of_rows() -> None:
+    maps = maps_of(consumer(packed_call("float16", rows=777, sequences=5), "RTX 5090"))
+    for operand in ("q", "k", "v"):
+        assert maps[operand]["dims"] == [64, 777, 4, 1]
+        assert maps[operand]["strides"][:2] == [2 * 4 * 64, 2 * 64]
+
+
+def test_an_empty_k_or_v_has_no_map() -> None:
+    assert set(maps_of(consumer(call("float16", nk=0), "RTX 5090"))) == {"q"}
+
+
+# --- what TMA cannot describe ---
+
+
+def test_a_repeated_row_is_refused_and_ampere_serves_it() -> None:
+    q, k = views(
+        torch.float16,
+        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
+        ((2, 4, 200, 64), (256, 64, 0, 1)),
+    )
+    problem = make_problem(q, k, k).as_if_on_cuda()
+    reasons = native.plan(NAME, problem, find_device("RTX 5090"))
+    assert [reason.partition(":")[0] for reason in reasons] == [
+        "k repeats one row (a row stride of 0)",
+        "v repeats one row (a row stride of 0)",
+    ]
+    decision = archflash.explain(q, k, k, device="RTX 5090")
+    assert decision.chosen == "ampere"
+    assert decision.reasons[NAME] == reasons
+
+
+def test_a_single_row_has_no_stride_to_refuse() -> None:
+    q, k = views(
+        torch.float16,
+        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
+        ((2, 4, 1, 64), (256, 64, 0, 1)),
+    )
+    plan = consumer(make_problem(q, k, k).as_if_on_cuda(), "RTX 5090")
+    assert maps_of(plan)["k"]["dims"] == [64, 1, 4, 2]
+
+
+def test_strides_of_a_terabyte_are_refused() -> None:
+    q, k = views(
+        torch.float16,
+        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
+        ((2, 4, 200, 64), (2**39, 200 * 64, 64, 1)),
+    )
+    problem = make_problem(q, k, k).as_if_on_cuda()
+    reasons = native.plan(NAME, problem, find_device("RTX 5090"))
+    assert all("stride of 1099511627776 bytes" in reason for reason in reasons)
+    assert len(reasons) == 2
