@@ -113,7 +113,7 @@ def test_regions_are_the_functions_that_the_kernel_calls(
     wanted = {
         "start_keys": "copies",
         "multiply_qk": "matrix",
-        "weigh_scores": "exponential",
+        "weigh_all_scores": "exponential",
         "multiply_pv": "matrix",
         "store_out": "store",
     }
