@@ -464,10 +464,11 @@ NB_MODULE(_archflash, m) {
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
         "Launches a plan on CUDA tensors by operand name.");
-  m.def("bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
-        "tensor_maps"_a = true,
-        "The parameter bytes of one launch with (operand, address) pairs filled in, and tensor maps "
-        "encoded by the driver where they are wanted.");
+  m.def(
+      "bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
+      "tensor_maps"_a = true,
+      "The parameter bytes of one launch with (operand, address) pairs filled in, and tensor maps "
+      "encoded by the driver where they are wanted.");
   m.def(
       "cache_info",
       [] {

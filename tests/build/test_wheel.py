@@ -223,7 +223,7 @@ def test_attention_runs_from_the_wheel_in_a_clean_environment(wheel: Path, tmp_p
     assert Path(said["file"]).is_relative_to(tmp_path / "venv")
     assert Path(said["backend"]).is_relative_to(tmp_path / "venv")
     assert said["ok"] is True
-    assert (said["chosen"], said["chosen16"]) == ("simt", "ampere")
+    assert (said["chosen"], said["chosen16"]) == ("simt", "blackwell_consumer")
     assert said["images"] == native.image_names()
     assert wheel.name.startswith(f"archflash-{said['version']}-")
     script = tmp_path / "venv" / "bin" / "archflash"

@@ -48,7 +48,7 @@ EXCUSES = (
             "const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;",
             "return GROUP == 8 ? row % 8 : row / 2 % 4;",
             "(chunk % GROUP ^ swizzle(row)) * 16;",
-            "const int row = index / Tile::CHUNKS;",
+            "const int row = index / (C::HEAD_DIM_V / 8);",
         )
     ),
     *(
