@@ -485,10 +485,60 @@ int smallest_exponent(ElementType type) {
   return type == ElementType::BF16 || type == ElementType::TF32 ? F32_SMALLEST : F16_SMALLEST;
 }
 
+constexpr int FP8_DEPTH = 32;
+constexpr int FP8_FRACTION_BITS = 13;
+
+float cut_to_fp8_sum(double value) {
+  int exponent;
+  const double fraction = std::frexp(value, &exponent);
+  const double bits = std::trunc(std::ldexp(fraction, FP8_FRACTION_BITS + 1));
+  return static_cast<float>(std::ldexp(bits, exponent - FP8_FRACTION_BITS - 1));
+}
+
+// A tensor core with FP8, an H200's in wgmma: 32 products and c are aligned to the largest exponent
+// among them and cut off, toward zero, 2^-13 below it; their sum is cut off to 13 bits of fraction.
+// What it does with subnormals is not measured.
+float sum_fp8(const float* a, const float* b, int b_pitch, int count, float c) {
+  const auto product = [&](int k) { return double{a[k]} * double{b[int64_t{k} * b_pitch]}; };
+  int largest = exponent_of(c, F32_SMALLEST);
+  double plain = c;  // as IEEE 754 adds up: for what is not finite
+  for (int k = 0; k < count; ++k) {
+    const float x = a[k], y = b[int64_t{k} * b_pitch];
+    largest = std::max(largest, exponent_of(x, F16_SMALLEST) + exponent_of(y, F16_SMALLEST));
+    plain += product(k);
+  }
+  if (!std::isfinite(plain)) return canonical(static_cast<float>(plain));
+  if (plain == 0 && largest < ZERO_EXPONENT / 2) return 0.0f;
+  const double scale = std::ldexp(1.0, FP8_FRACTION_BITS - largest);
+  double sum = std::trunc(c * scale);
+  for (int k = 0; k < count; ++k) sum += std::trunc(product(k) * scale);
+  return cut_to_fp8_sum(sum / scale);
+}
+
+void multiply_accumulate_fp8(const TileShape& shape, const float* a, int a_pitch, const float* b,
+                             int b_pitch, float* d, int d_pitch, bool accumulate) {
+  for (int row = 0; row < shape.m; ++row) {
+    for (int column = 0; column < shape.n; ++column) {
+      float& target = d[int64_t{row} * d_pitch + column];
+      float sum = accumulate ? target : 0.0f;
+      for (int k = 0; k < shape.k; k += FP8_DEPTH) {
+        sum = sum_fp8(a + int64_t{row} * a_pitch + k, b + int64_t{k} * b_pitch + column, b_pitch,
+                      std::min(FP8_DEPTH, shape.k - k), sum);
+        if (shape.to_f16) sum = f32_of_f16(cvt_rn_f16_f32(sum));
+      }
+      target = sum;
+    }
+  }
+}
+
 }  // namespace
 
 void multiply_accumulate(const TileShape& shape, const float* a, int a_pitch, const float* b,
                          int b_pitch, float* d, int d_pitch, bool accumulate) {
+  if (is_fp8(shape.type)) {
+    multiply_accumulate_fp8(shape, a, a_pitch, b, b_pitch, d, d_pitch, accumulate);
+    return;
+  }
   const int depth = step_of(shape.type), smallest = smallest_exponent(shape.type);
   const int steps = (shape.k + depth - 1) / depth;
   std::vector<TileB> columns(steps);
