@@ -247,7 +247,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         state.sum[m][r] = 0.0f;
       }
     }
-    ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
+    ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);              // Q has landed
     if (C::Q_IN_REGISTERS && place.blocks.first <= place.blocks.last) {  // else there is no Q
       const uint32_t q_smem = lane_q_smem<C>(shared_smem);
 #pragma unroll
