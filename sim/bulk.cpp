@@ -62,14 +62,12 @@ void trace(AsyncOperation& by, uint64_t issued, uint64_t bytes, const char* labe
   Cta& cta = by.warp().cta();
   if (!cta.traced()) return;
   TraceEvent event;
-  event.kind = TraceEvent::Kind::Async;
-  event.track = cta.trace().track(BULK_TRACK);
   event.begin = issued;
   event.end = event.seen = cta.time() + 1;
   event.pc = by.pc();
   event.bytes = bytes;
   event.label = label;
-  cta.trace().events.push_back(std::move(event));
+  cta.trace().add_async(BULK_TRACK, std::move(event));
 }
 
 // The destination of a copy: checked, in flight from now on.

@@ -25,6 +25,7 @@ struct TraceEvent {
 };
 
 constexpr const char* BULK_TRACK = "bulk copies";
+constexpr const char* TENSOR_TRACK = "tensor pipe";  // products that no warp waits in
 
 struct Trace {
   std::vector<std::string> tracks;  // the warps first: warp w is track w
@@ -37,6 +38,13 @@ struct Trace {
     }
     tracks.push_back(name);
     return static_cast<int>(tracks.size()) - 1;
+  }
+
+  // Adds asynchronous work on the track of that name; without `bytes` what it does is no copy.
+  void add_async(const std::string& name, TraceEvent event) {
+    event.kind = TraceEvent::Kind::Async;
+    event.track = track(name);
+    events.push_back(std::move(event));
   }
 };
 

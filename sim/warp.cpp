@@ -520,8 +520,6 @@ void Warp::wait_copies(uint32_t mask, uint32_t groups, bool uncommitted) {
 
 void Warp::trace_copy(const PendingCopy& copy) {
   TraceEvent event;
-  event.kind = TraceEvent::Kind::Async;
-  event.track = cta_.trace().track("warp " + std::to_string(index_) + " cp.async");
   event.begin = copy.issued;
   event.end = copy.landed;
   event.seen = cta_.time() + 1;
@@ -536,7 +534,7 @@ void Warp::trace_copy(const PendingCopy& copy) {
       if (source >= buffer.host && source < buffer.host + buffer.bytes) event.label = buffer.name;
     }
   }
-  cta_.trace().events.push_back(std::move(event));
+  cta_.trace().add_async("warp " + std::to_string(index_) + " cp.async", std::move(event));
 }
 
 // At the exit of a warp: nothing may be under way any more.

@@ -201,6 +201,7 @@ void MatrixQueue::issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, ui
   Entry entry{&shape, refs, {}, {}, accumulate};
   entry.clock = clock_;
   entry.pc = warp_.pc();
+  entry.issued = cta.time();
   const auto decode = [&](const char* operand, uint64_t bits, MatrixDescriptor& descriptor) {
     if (const char* wrong = decode_descriptor(bits, descriptor)) {
       throw Fault{"descriptor",
@@ -236,6 +237,7 @@ void MatrixQueue::wait(uint32_t groups) {
   }
   run_up_to(count);
   if (count == 0) return;
+  if (warp_.cta().traced()) trace_wait(count);
   const Clock done = entries_[count - 1].clock;
   entries_.erase(entries_.begin(), entries_.begin() + static_cast<std::ptrdiff_t>(count));
   if (RaceDetector* races = warp_.cta().races()) {
@@ -282,7 +284,31 @@ void MatrixQueue::run_up_to(size_t count) {
     if (entries_[i].done) continue;
     run(entries_[i]);
     entries_[i].done = true;
+    entries_[i].ended = warp_.cta().time() + 1;
   }
+}
+
+// The first `count` products have been waited for.
+void MatrixQueue::trace_wait(size_t count) {
+  Trace& trace = warp_.cta().trace();
+  const uint64_t now = warp_.cta().time() + 1;
+  for (size_t i = 0; i < count; ++i) {
+    TraceEvent event;
+    event.begin = entries_[i].issued;
+    event.end = entries_[i].ended;
+    event.seen = now;
+    event.pc = entries_[i].pc;
+    event.label = "of warp " + std::to_string(warp_.index());
+    trace.add_async(TENSOR_TRACK, std::move(event));
+  }
+  TraceEvent wait;  // a point in time: what has not ended ends now
+  wait.kind = TraceEvent::Kind::Wait;
+  wait.track = warp_.index();
+  wait.begin = wait.end = now;
+  wait.pc = warp_.pc();
+  wait.cause = trace.track(TENSOR_TRACK);
+  wait.label = std::to_string(count) + " wgmma";
+  trace.events.push_back(std::move(wait));
 }
 
 namespace {

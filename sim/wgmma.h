@@ -67,6 +67,7 @@ class MatrixQueue {
     uint32_t age = 0;
     Clock clock;
     uint32_t pc;
+    uint64_t issued = 0, ended = 0;  // times, for the trace
   };
 
   void open(const char* operand, const MatrixDescriptor& descriptor, bool k_major, uint32_t first,
@@ -74,6 +75,7 @@ class MatrixQueue {
   void check_tile(const char* operand, const MatrixDescriptor& descriptor, bool k_major,
                   uint32_t lines, uint32_t units);
   void run_up_to(size_t count);
+  void trace_wait(size_t count);
   void run(const Entry& entry);
 
   Warp& warp_;

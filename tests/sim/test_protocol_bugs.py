@@ -4,10 +4,14 @@ their own, a TMA store), and bugs seeded into it: each is reported with its caus
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from archflash import sim
+from archflash.sim._picture import draw
+from archflash.sim._trace import chrome_trace, timeline
 
 MODES = ("lazy", "eager", "random", "priority")
 M, N, TILE_K, TILES = 64, 128, 64, 5
@@ -245,8 +249,8 @@ def test_a_seeded_bug_is_reported_with_its_cause(bug: str, mode: str) -> None:
 def test_a_trace_shows_copies_and_what_waits_waited_for() -> None:
     report, _, _ = multiply(kernel(), mode="lazy", traced_ctas=1)
     trace = report.traces[0]
-    copies = [e for e in trace.events if e.kind == "async"]
-    assert {trace.tracks[e.track] for e in copies} == {"bulk copies"}
+    work = [e for e in trace.events if e.kind == "async"]
+    copies = [e for e in work if trace.tracks[e.track] == "bulk copies"]
     assert sum(e.bytes for e in copies) == TILES * STAGE + 4 * M * N
     assert all(e.end > e.begin for e in copies)
     waits = [e for e in trace.events if e.kind == "wait" and e.label.startswith("mbarrier")]
@@ -255,3 +259,31 @@ def test_a_trace_shows_copies_and_what_waits_waited_for() -> None:
     by_warps = [e for e in waits if e.cause in (0, 1, 2, 3)]
     assert by_warps  # empty: ended by the last of the warps that multiply
     assert {e.track for e in by_warps} == {4}
+    products = [e for e in work if e not in copies]
+    assert {trace.tracks[e.track] for e in products} == {"tensor pipe"}
+    assert Counter(e.label for e in products) == {f"of warp {w}": 4 * TILES for w in range(4)}
+    # Under way from the issue to the wait, which shows what it waited for.
+    waits = [e for e in trace.events if e.kind == "wait" and e.label == "4 wgmma"]
+    assert Counter(e.track for e in waits) == dict.fromkeys(range(4), TILES)
+    assert {trace.tracks[e.cause] for e in waits} == {"tensor pipe"}
+    assert all(e.begin < e.end <= e.seen and e.bytes == 0 for e in products)
+
+
+def test_the_tensor_pipe_is_in_the_files_of_a_trace() -> None:
+    report, _, _ = multiply(kernel(), mode="lazy", traced_ctas=1)
+    line = timeline(report, 0)
+    events = chrome_trace([line], report.listing)["traceEvents"]
+    rows = {
+        e["args"]["name"]: e["tid"]
+        for e in events
+        if e["ph"] == "M" and e["name"] == "thread_name"
+    }
+    for warp in range(4):
+        groups = [
+            e["args"]["products"]
+            for e in events
+            if e["ph"] == "X" and e["tid"] == rows[f"tensor pipe of warp {warp}"]
+        ]
+        assert groups == [4] * TILES
+    texts = [shape["text"] for kind, shape in draw(line, "t").shapes if kind == "text"]
+    assert "tensor pipe" in texts

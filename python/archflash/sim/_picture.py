@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -193,7 +193,9 @@ def draw(
     colours = _colours(line)
     buffers = {
         label: BUFFERS[min(index, len(BUFFERS) - 1)]
-        for index, label in enumerate(dict.fromkeys(batch.label for batch in line.batches))
+        for index, label in enumerate(
+            dict.fromkeys(batch.label for batch in line.batches if batch.bytes)
+        )
     }
     lanes = {
         warp: [batch for batch in line.batches if batch.track.startswith(f"warp {warp} ")]
@@ -240,7 +242,10 @@ def draw(
         y = top + step * line.warps + (COPIES + GAP) * index
         drawing.text(left - 10, y + COPIES / 2 + 5, track, 17, INK, "end")
         mine = [batch for batch in others if batch.track == track]
-        _draw_copies(drawing, mine, buffers, x, y, COPIES, most)
+        _draw_copies(drawing, [b for b in mine if b.bytes], buffers, x, y, COPIES, most)
+        for first, final in _under_way(batch for batch in mine if not batch.bytes):
+            if final > begin and first < last:
+                drawing.rectangle(x(first), y, x(final) - x(first), COPIES, MATRIX[0])
 
     drawing.line(left, axis, right, axis, FAINT)
     for tick in _ticks(begin, last):
@@ -307,6 +312,17 @@ def _bars(line: Timeline, warp: int, colours: dict[Region, str]) -> list[tuple[i
         else:
             bars.append((piece.begin, end, colour))
     return bars
+
+
+def _under_way(batches: Iterable[Batch]) -> list[tuple[int, int]]:
+    """When some of these are, as (begin, end), in order."""
+    spans: list[tuple[int, int]] = []
+    for begin, end in sorted((e.begin, e.end) for batch in batches for e in batch.copies):
+        if spans and begin <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+        else:
+            spans.append((begin, end))
+    return spans
 
 
 def _levels(batches: Sequence[Batch], label: str) -> list[tuple[int, int]]:

@@ -88,10 +88,11 @@ class TraceEvent:
         end: behind the last; of "async", its landing. A wait that found everything done ends where
             it begins.
         pc: index of the (first) instruction in `Report.listing`.
-        bytes: that "async" work moves.
+        bytes: that "async" work moves; 0 of products.
         seen: when "async" work was waited for.
         cause: track that ended a wait; -1: none or its own.
-        label: what a wait waited for ("barrier 0"); what "async" work reads (a buffer's name).
+        label: what a wait waited for ("barrier 0"); what "async" work reads (a buffer's name), or
+            whose product it is.
     """
 
     kind: str

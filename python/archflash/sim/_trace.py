@@ -56,11 +56,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class Batch:
-    """Asynchronous copies of one track from one buffer that one wait ended.
+    """Asynchronous work of one track that one wait ended: copies from one buffer, or products.
 
     Attributes:
         track: its name.
-        label: the buffer's name.
+        label: the buffer's name; of products, what names their row in the track.
         begin, end: from the first issue to the last landing.
         seen: when it was waited for.
         copies: the events.
@@ -75,7 +75,7 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """Bytes that it moves."""
+        """Bytes that it moves; 0: products."""
         return sum(copy.bytes for copy in self.copies)
 
 
@@ -90,7 +90,7 @@ class Timeline:
         end: warp-instructions of the CTA.
         slices: where warps were, by warp and time.
         waits: what warps waited for.
-        batches: asynchronous copies.
+        batches: asynchronous copies, and the products of the tensor pipe.
     """
 
     kernel: str
@@ -328,9 +328,13 @@ def chrome_trace(
             )
         for tid, batches in enumerate(rows.values(), start=line.warps):
             for batch in batches:
+                what = (
+                    {"copies": len(batch.copies), "bytes": batch.bytes}
+                    if batch.bytes
+                    else {"products": len(batch.copies)}
+                )
                 arguments = {
-                    "copies": len(batch.copies),
-                    "bytes": batch.bytes,
+                    **what,
                     "waited for at": batch.seen,
                     "issued at": _place(listing[batch.copies[0].pc]),
                     "issue to landing": [[copy.begin, copy.end] for copy in batch.copies],
