@@ -31,8 +31,8 @@ format: $(VENV)/linters
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(find src sim tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
-test-gpu:  ## tests on this machine's GPU, with the Python and the archflash that are installed
-	$(PYTHON) -m pytest tests/gpu
+test-gpu:  ## tests on this machine's GPU, with the Python and the archflash that are installed (2 minutes with pytest-xdist)
+	$(PYTHON) -m pytest tests/gpu $$($(PYTHON) -c "import xdist" 2>/dev/null && echo -n 6)
 
 bench:  ## times every implementation and its peers; appends to bench/results
 	$(PYTHON) -m bench.run
