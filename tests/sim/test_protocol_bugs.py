@@ -274,9 +274,7 @@ def test_the_tensor_pipe_is_in_the_files_of_a_trace() -> None:
     line = timeline(report, 0)
     events = chrome_trace([line], report.listing)["traceEvents"]
     rows = {
-        e["args"]["name"]: e["tid"]
-        for e in events
-        if e["ph"] == "M" and e["name"] == "thread_name"
+        e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"
     }
     for warp in range(4):
         groups = [
