@@ -100,27 +100,47 @@ ARCHFLASH_HOT void read_a(const void* left, const void* right, int first_row, Ti
   }
 }
 
-template <ElementType TYPE, int DEPTH>
-ARCHFLASH_HOT_ENTRY void multiply(const MmaShape&, const MmaOperands& operands) {
-  TileA a;
-  TileB b;
+// d = a * b + c, of registers.
+template <int DEPTH, class C>
+ARCHFLASH_HOT void add_to_registers(const TileA& a, const TileB& b, C* const* c_registers,
+                                    void* const* d_registers) {
   TileC c;
-  for (int half = 0; half < 2; ++half) {
-    read_a<TYPE>(operands.a[half], DEPTH == 16 ? operands.a[half + 2] : nullptr, 8 * half, a);
-  }
-  for (int block = 0; block < DEPTH / 8; ++block) read_b<TYPE>(operands.b[block], 8 * block, b);
   for (int row = 0; row < TILE_ROWS; ++row) {
     const int half = row / 8, first = row % 8 * GROUP;
-    const auto* even = static_cast<const float*>(operands.c[2 * half]) + first;
-    const auto* odd = static_cast<const float*>(operands.c[2 * half + 1]) + first;
+    const auto* even = static_cast<const float*>(c_registers[2 * half]) + first;
+    const auto* odd = static_cast<const float*>(c_registers[2 * half + 1]) + first;
     _mm256_store_ps(c.value[row], _mm256_set_m128(_mm_loadu_ps(odd), _mm_loadu_ps(even)));
   }
   add_products(a, b, c, DEPTH, false);
   for (int row = 0; row < TILE_ROWS; ++row) {
     const int half = row / 8, first = row % 8 * GROUP;
-    _mm_storeu_ps(static_cast<float*>(operands.d[2 * half]) + first, _mm_load_ps(c.value[row]));
-    _mm_storeu_ps(static_cast<float*>(operands.d[2 * half + 1]) + first,
+    _mm_storeu_ps(static_cast<float*>(d_registers[2 * half]) + first, _mm_load_ps(c.value[row]));
+    _mm_storeu_ps(static_cast<float*>(d_registers[2 * half + 1]) + first,
                   _mm_load_ps(c.value[row] + GROUP));
+  }
+}
+
+template <ElementType TYPE, int DEPTH>
+ARCHFLASH_HOT_ENTRY void multiply(const MmaShape&, const MmaOperands& operands) {
+  TileA a;
+  TileB b;
+  for (int half = 0; half < 2; ++half) {
+    read_a<TYPE>(operands.a[half], DEPTH == 16 ? operands.a[half + 2] : nullptr, 8 * half, a);
+  }
+  for (int block = 0; block < DEPTH / 8; ++block) read_b<TYPE>(operands.b[block], 8 * block, b);
+  add_to_registers<DEPTH>(a, b, operands.c, operands.d);
+}
+
+template <ElementType TYPE>
+ARCHFLASH_HOT_ENTRY void multiply_wide(const WideOperands& operands, int count) {
+  TileA a;
+  TileB b;
+  for (int half = 0; half < 2; ++half) {
+    read_a<TYPE>(operands.a[half], operands.a[half + 2], 8 * half, a);
+  }
+  for (int i = 0; i < count; ++i) {
+    for (int block = 0; block < 2; ++block) read_b<TYPE>(operands.b[i][block], 8 * block, b);
+    add_to_registers<16>(a, b, operands.d + 4 * i, operands.d + 4 * i);
   }
 }
 
@@ -141,12 +161,19 @@ MmaFunction find_hot_mma(const MmaShape& shape) {
   return nullptr;
 }
 
+WideMmaFunction find_wide_mma(const MmaShape& shape) {
+  if (find_hot_mma(shape) == nullptr || shape.k != 16) return nullptr;
+  return shape.a == ElementType::F16 ? &multiply_wide<ElementType::F16>
+                                     : &multiply_wide<ElementType::BF16>;
+}
+
 }  // namespace archflash::sim
 
 #else
 
 namespace archflash::sim {
 MmaFunction find_hot_mma(const MmaShape&) { return nullptr; }
+WideMmaFunction find_wide_mma(const MmaShape&) { return nullptr; }
 }  // namespace archflash::sim
 
 #endif

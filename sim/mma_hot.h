@@ -9,4 +9,15 @@ namespace archflash::sim {
 // use is enabled; nullptr for anything else.
 MmaFunction find_hot_mma(const MmaShape& shape);
 
+// Products m16n8k16 of one A with several B, side by side as in wgmma.
+struct WideOperands {
+  const void* a[4];
+  const uint32_t (*b)[2][32];  // the registers of each B
+  void* const* d;              // four registers for each B, which are added to
+};
+using WideMmaFunction = void (*)(const WideOperands& operands, int count);
+
+// For types as above; nullptr for others.
+WideMmaFunction find_wide_mma(const MmaShape& shape);
+
 }  // namespace archflash::sim

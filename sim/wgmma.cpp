@@ -10,6 +10,7 @@
 #include "sim/access.h"
 #include "sim/cluster.h"
 #include "sim/instructions.h"
+#include "sim/mma_hot.h"
 #include "sim/numeric.h"
 
 namespace archflash::sim {
@@ -313,25 +314,45 @@ void MatrixQueue::trace_wait(size_t count) {
 
 namespace {
 
-// Rows first .. first + count of a tile as floats: out[row * pitch + k * step].
-void read_tile(Cta& cta, const MatrixDescriptor& descriptor, bool k_major, uint32_t first,
-               uint32_t count, int k, ElementType type, float* out, size_t row_step,
-               size_t k_step) {
+constexpr int BLOCK = 8;  // rows of A, or columns of B, in a register
+
+bool is_fp8(ElementType type) { return type == ElementType::E4M3 || type == ElementType::E5M2; }
+
+// A register of an mma.sync fragment: of rows first .. first + 8 of a tile, unit `unit` along K.
+void read_register(Cta& cta, const MatrixDescriptor& descriptor, bool k_major, uint32_t first,
+                   uint32_t unit, uint32_t negation, uint32_t* lanes) {
+  const auto bytes_at = [&](uint32_t line, uint32_t at) {
+    const uint32_t place = tile_place(descriptor, k_major, line, at);
+    return cta.shared() + (tile_address(descriptor, place) - SHARED_START);
+  };
+  if (k_major) {
+    for (uint32_t row = 0; row < BLOCK; ++row) {
+      std::memcpy(lanes + row * (UNIT / 4), bytes_at(first + row, unit), UNIT);
+    }
+  } else {
+    uint16_t rows[BLOCK][BLOCK];
+    for (uint32_t k = 0; k < BLOCK; ++k) {
+      std::memcpy(rows[k], bytes_at(unit * BLOCK + k, first / BLOCK), UNIT);
+    }
+    ldmatrix_m8n8_b16(rows, true, lanes);
+  }
+  if (negation != 0) {
+    for (int lane = 0; lane < LANES; ++lane) lanes[lane] ^= negation;
+  }
+}
+
+// Rows first .. first + count of a K-major tile as floats: out[row * row_step + k * k_step].
+void read_floats(Cta& cta, const MatrixDescriptor& descriptor, uint32_t first, uint32_t count,
+                 int k, ElementType type, float* out, size_t row_step, size_t k_step) {
   const auto per_unit = UNIT * 8 / static_cast<uint32_t>(element_bits(type));
   float values[UNIT];
-  const auto depth = static_cast<uint32_t>(k);
-  const uint32_t lines = k_major ? count : depth;
-  const uint32_t units = (k_major ? depth : count) / per_unit;
-  for (uint32_t line = 0; line < lines; ++line) {
-    for (uint32_t unit = 0; unit < units; ++unit) {
-      const uint32_t place = k_major ? tile_place(descriptor, true, first + line, unit)
-                                     : tile_place(descriptor, false, line, first / per_unit + unit);
+  for (uint32_t row = 0; row < count; ++row) {
+    for (uint32_t unit = 0; unit < static_cast<uint32_t>(k) / per_unit; ++unit) {
+      const uint32_t place = tile_place(descriptor, true, first + row, unit);
       const uint8_t* from = cta.shared() + (tile_address(descriptor, place) - SHARED_START);
       decode_row(type, from, static_cast<int>(per_unit), values);
       for (uint32_t e = 0; e < per_unit; ++e) {
-        const size_t row = k_major ? line : unit * per_unit + e;
-        const size_t at = k_major ? unit * per_unit + e : line;
-        out[row * row_step + at * k_step] = values[e];
+        out[row * row_step + (unit * per_unit + e) * k_step] = values[e];
       }
     }
   }
@@ -340,31 +361,83 @@ void read_tile(Cta& cta, const MatrixDescriptor& descriptor, bool k_major, uint3
 }  // namespace
 
 void MatrixQueue::run(const Entry& entry) {
+  if (is_fp8(entry.shape->a)) {
+    run_fp8(entry);
+    return;
+  }
+  // A warp's part is N / 8 products of mma.sync: the same fragments, the same sums.
+  const WgmmaShape& shape = *entry.shape;
+  Cta& cta = warp_.cta();
+  const auto sign = [&](bool negate) -> uint32_t {
+    if (!negate) return 0;
+    return element_bits(shape.a) == 32 ? 0x80000000u : 0x80008000u;
+  };
+  const Ref* refs = entry.refs;
+  MmaOperands operands;
+  uint32_t a[4][LANES];
+  const auto first = static_cast<uint32_t>(warp_.index() % WARPGROUP * WARP_ROWS);
+  for (uint32_t j = 0; j < 4; ++j) {
+    operands.a[j] = a[j];
+    if (!shape.a_registers) {
+      read_register(cta, entry.a, shape.a_k_major, first + j % 2 * BLOCK, j / 2,
+                    sign(shape.negate_a), a[j]);
+      continue;
+    }
+    const uint32_t* lanes = warp_.lanes<const uint32_t>(refs[shape.d_registers() + j]);
+    for (int lane = 0; lane < LANES; ++lane) a[j][lane] = lanes[lane] ^ sign(shape.negate_a);
+  }
+  constexpr int MOST_BLOCKS = 256 / BLOCK;
+  uint32_t b[MOST_BLOCKS][2][LANES];
+  const int blocks = shape.n / BLOCK;
+  for (int i = 0; i < blocks; ++i) {
+    for (uint32_t unit = 0; unit < 2; ++unit) {
+      read_register(cta, entry.b, shape.b_k_major, static_cast<uint32_t>(i) * BLOCK, unit,
+                    sign(shape.negate_b), b[i][unit]);
+    }
+  }
+  void* d[4 * MOST_BLOCKS];
+  const int per_block = shape.d_registers() / blocks;
+  for (int i = 0; i < shape.d_registers(); ++i) {
+    d[i] = warp_.lanes<uint32_t>(refs[i]);
+    if (!entry.accumulate) std::memset(d[i], 0, LANES * sizeof(uint32_t));
+  }
+  MmaShape product{WARP_ROWS, BLOCK, shape.k, shape.d, shape.a, shape.b, shape.d};
+  product.satfinite = shape.satfinite;
+  if (const WideMmaFunction wide = find_wide_mma(product)) {
+    wide({{a[0], a[1], a[2], a[3]}, b, d}, blocks);
+    return;
+  }
+  const MmaFunction function = find_mma(product);
+  for (int i = 0; i < blocks; ++i) {
+    for (int unit = 0; unit < 2; ++unit) operands.b[unit] = b[i][unit];
+    for (int j = 0; j < per_block; ++j) operands.c[j] = operands.d[j] = d[per_block * i + j];
+    function(product, operands);
+  }
+}
+
+// FP8 adds up otherwise than in mma.sync.
+void MatrixQueue::run_fp8(const Entry& entry) {
   const WgmmaShape& shape = *entry.shape;
   Cta& cta = warp_.cta();
   const auto n = static_cast<size_t>(shape.n), k = static_cast<size_t>(shape.k);
   std::vector<float> a(WARP_ROWS * k), b(k * n);
   if (shape.a_registers) {
-    const int per_register = 32 / element_bits(shape.a);
+    constexpr int PER_REGISTER = 4;
     const Ref* refs = entry.refs + shape.d_registers();
     for (int j = 0; j < 4; ++j) {
       const uint32_t* lanes = warp_.lanes<const uint32_t>(refs[j]);
       for (int lane = 0; lane < LANES; ++lane) {
-        float values[4];
-        decode_row(shape.a, &lanes[lane], per_register, values);
-        const int row = lane / 4 + 8 * (j & 1);
-        const int column = per_register * (lane % 4) + 4 * per_register * (j >> 1);
-        for (int e = 0; e < per_register; ++e) {
-          a[static_cast<size_t>(row) * k + static_cast<size_t>(column + e)] = values[e];
-        }
+        const int row = lane / 4 + BLOCK * (j & 1);
+        const int column = PER_REGISTER * (lane % 4) + 4 * PER_REGISTER * (j >> 1);
+        decode_row(shape.a, &lanes[lane], PER_REGISTER,
+                   &a[static_cast<size_t>(row) * k + static_cast<size_t>(column)]);
       }
     }
   } else {
     const auto first = static_cast<uint32_t>(warp_.index() % WARPGROUP * WARP_ROWS);
-    read_tile(cta, entry.a, shape.a_k_major, first, WARP_ROWS, shape.k, shape.a, a.data(), k, 1);
+    read_floats(cta, entry.a, first, WARP_ROWS, shape.k, shape.a, a.data(), k, 1);
   }
-  read_tile(cta, entry.b, shape.b_k_major, 0, static_cast<uint32_t>(n), shape.k, shape.b, b.data(),
-            1, n);
+  read_floats(cta, entry.b, 0, static_cast<uint32_t>(n), shape.k, shape.b, b.data(), 1, n);
   if (shape.negate_a) std::transform(a.begin(), a.end(), a.begin(), std::negate<>());
   if (shape.negate_b) std::transform(b.begin(), b.end(), b.begin(), std::negate<>());
 
@@ -373,21 +446,6 @@ void MatrixQueue::run(const Entry& entry) {
                                      2 * (lane % 4) + (i & 1) + 8 * (i >> 2));
   };
   const int elements = shape.n / 2;  // of each lane
-  if (is_integer(shape.a)) {
-    for (int i = 0; i < elements; ++i) {
-      auto* d = warp_.lanes<int32_t>(entry.refs[i]);
-      for (int lane = 0; lane < LANES; ++lane) {
-        const auto [row, column] = place(lane, i);
-        int64_t sum = entry.accumulate ? d[lane] : 0;
-        for (size_t at = 0; at < k; ++at) {
-          sum += static_cast<int64_t>(a[row * k + at]) * static_cast<int64_t>(b[at * n + column]);
-        }
-        if (shape.satfinite) sum = std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX);
-        d[lane] = static_cast<int32_t>(sum);
-      }
-    }
-    return;
-  }
   const bool half = shape.d == ElementType::F16;
   std::vector<float> d(WARP_ROWS * n);
   if (entry.accumulate) {

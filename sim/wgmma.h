@@ -77,6 +77,7 @@ class MatrixQueue {
   void run_up_to(size_t count);
   void trace_wait(size_t count);
   void run(const Entry& entry);
+  void run_fp8(const Entry& entry);
 
   Warp& warp_;
   std::deque<Entry> entries_;
