@@ -39,7 +39,9 @@ RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
       fenced_(static_cast<size_t>(warps)),
       pending_(static_cast<size_t>(warps)),
       writes_((shared_bytes >> granule_log2) + 1),
-      reads_(((shared_bytes >> granule_log2) + 1) * static_cast<size_t>(columns_)) {
+      reads_(((shared_bytes >> granule_log2) + 1) * static_cast<size_t>(columns_)),
+      passed_(static_cast<size_t>(warps)),
+      passed_async_(static_cast<size_t>(warps)) {
   for (int w = 0; w < warps; ++w) {
     Knowledge& knowledge = known_[static_cast<size_t>(w)];
     knowledge.general.assign(static_cast<size_t>(agents_), 0);
@@ -59,6 +61,16 @@ bool RaceDetector::ordered_after_write(const Accessor& who, const Write& write) 
     return write.clock <= copies_synced_[warp];
   }
   return write.clock <= known;
+}
+
+// As ordered_after_write; false, too, where that depends on the lane.
+bool RaceDetector::ordered_for_every_lane(const Accessor& who, const Write& write) {
+  Write& passed = passed_[static_cast<size_t>(who.agent)];
+  if (write == passed) return true;
+  if (write.agent == who.agent || write.agent == copy_agent(who.agent)) return false;
+  if (!ordered_after_write(who, write)) return false;
+  passed = write;
+  return true;
 }
 
 Race RaceDetector::check_write(const Accessor& who, const Write& last) const {
@@ -106,10 +118,16 @@ Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, b
 
 // Units and wgmma read what others wrote through the async proxy; what units wrote they wrote
 // there.
-Race RaceDetector::check_async(const Accessor& who, const Write& last) const {
+Race RaceDetector::check_async(const Accessor& who, const Write& last) {
+  Write& passed = passed_async_[static_cast<size_t>(who.agent)];
+  if (last == passed) return {};
   Race race = check_write(who, last);
-  if (race.found || last.clock == 0 || last.agent >= 3 * warps_) return race;
-  if (last.clock <= known_[static_cast<size_t>(who.agent)].async[last.agent]) return race;
+  if (race.found) return race;
+  if (last.clock == 0 || last.agent >= 3 * warps_ ||
+      last.clock <= known_[static_cast<size_t>(who.agent)].async[last.agent]) {
+    if (last.agent != who.agent && last.agent != copy_agent(who.agent)) passed = last;
+    return race;
+  }
   race.found = race.other_wrote = race.proxy = true;
   race.same_warp = warp_of(last.agent) == who.agent;
   race.other_agent = last.agent;
@@ -165,7 +183,7 @@ Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t byte
   for (uint32_t g = offset >> shift_; g <= last; ++g, reader += columns_) {
     const Write& write = writes_[g];
     const bool no_conflict = (lane & STRONG) != 0 && write.atomic;
-    if (!no_conflict && !ordered_after_write(who, write) && !race.found) {
+    if (!no_conflict && !race.found && !ordered_for_every_lane(who, write)) {
       race = check_write(who, write);
     }
     mark(*reader, now, lane);
@@ -238,10 +256,15 @@ Race RaceDetector::async_write(const Accessor& who, int unit, uint32_t offset, u
   Race race;
   if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
   const uint32_t last = (offset + bytes - 1) >> shift_;
+  const auto columns = static_cast<size_t>(columns_);
+  const uint32_t* passed = nullptr;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found) race = check_async(who, writes_[g]);
-    if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)]);
+    const uint32_t* const readers = &reads_[g * columns];
+    if (!race.found && (passed == nullptr || !std::equal(readers, readers + columns, passed))) {
+      race = check_readers(who, readers);
+      passed = readers;
+    }
     writes_[g] = {UNFINISHED, static_cast<uint16_t>(unit), static_cast<uint8_t>(who.lane), 0,
                   who.pc};
   }
@@ -284,8 +307,9 @@ Race RaceDetector::matrix_read(const Accessor& who, Clock clock, uint32_t offset
   Race race;
   const uint32_t last = (offset + bytes - 1) >> shift_;
   const auto column = static_cast<size_t>(warps_ + who.agent);
+  const Write& passed = passed_async_[static_cast<size_t>(who.agent)];
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
-    if (!race.found) race = check_async(who, writes_[g]);
+    if (!race.found && !(writes_[g] == passed)) race = check_async(who, writes_[g]);
     reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_) + column] = clock;
   }
   return race;

@@ -128,6 +128,7 @@ class RaceDetector {
     uint8_t lane = 0;
     uint8_t atomic = 0;
     uint32_t pc = 0;
+    bool operator==(const Write&) const = default;
   };
   // Reads: clock << 7 | STRONG | lane (MANY_LANES: several).
   static constexpr uint32_t LANE_BITS = 7;
@@ -136,13 +137,14 @@ class RaceDetector {
   static constexpr uint32_t ALL_TOGETHER = 62;
 
   bool ordered_after_write(const Accessor& who, const Write& write) const;
+  bool ordered_for_every_lane(const Accessor& who, const Write& write);
   Race check_write(const Accessor& who, const Write& last) const;
   Race mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane);
   static void mark(uint32_t& reader, Clock now, uint32_t lane);
   // `strong`: the access is, too, and conflicts with plain reads only.
   Race check_readers(const Accessor& who, const uint32_t* readers, bool strong = false) const;
   Race global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes, uint32_t lane);
-  Race check_async(const Accessor& who, const Write& last) const;
+  Race check_async(const Accessor& who, const Write& last);
   Race check_unit_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const;
 
   int warps_, agents_;
@@ -157,6 +159,10 @@ class RaceDetector {
   std::vector<Knowledge> pending_;  // acquired by relaxed reads, counts from the next fence on
   std::vector<Write> writes_;
   std::vector<uint32_t> reads_;  // [granule][column]
+  // Of each warp the last write that was found in order, whatever the lane; and the last one that
+  // was for the async proxy. What a warp knows only grows, so they stay in order, and the next
+  // granule often has the same.
+  std::vector<Write> passed_, passed_async_;
   // Reads of units that are under way, or that not every warp knows to be over.
   struct UnitRead {
     int unit;

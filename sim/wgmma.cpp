@@ -16,8 +16,6 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t UNIT = 16;
-constexpr uint32_t GROUP_ROWS = 8;  // rows of a core matrix
 constexpr int WARP_ROWS = 16;
 constexpr int WARPGROUP = 4;
 
@@ -57,22 +55,6 @@ const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor) {
            "not say so";
   }
   return nullptr;
-}
-
-uint32_t tile_place(const MatrixDescriptor& d, bool k_major, uint32_t line, uint32_t unit) {
-  const uint32_t in_group = line % GROUP_ROWS, group = line / GROUP_ROWS;
-  if (d.span == 0) {
-    return k_major ? d.start + in_group * UNIT + group * d.stride + unit * d.leading
-                   : d.start + unit * d.stride + in_group * UNIT + group * d.leading;
-  }
-  if (k_major) return d.start + in_group * d.span + group * d.stride + unit * UNIT;
-  const uint32_t along = unit * UNIT;
-  return d.start + along % d.span + along / d.span * d.leading + in_group * d.span +
-         group * d.stride;
-}
-
-uint32_t tile_address(const MatrixDescriptor& d, uint32_t place) {
-  return place ^ ((((place >> 7) - d.base_offset) & d.mask) << 4);
 }
 
 // ---- Issue: what is read is checked when the product is issued, and read until it is waited for

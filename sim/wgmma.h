@@ -2,6 +2,7 @@
 // warp carries out its own 16 rows; its products are one pipe, in order.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <deque>
 #include <string>
@@ -10,6 +11,9 @@
 #include "sim/matrix.h"
 
 namespace archflash::sim {
+
+constexpr uint32_t UNIT = 16;       // bytes that lie together, whatever the swizzle
+constexpr uint32_t GROUP_ROWS = 8;  // rows of a core matrix
 
 // What a matrix descriptor says.
 struct MatrixDescriptor {
@@ -26,8 +30,20 @@ const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor);
 
 // Where the 16-byte unit of a tile lies, as an address, before and after swizzling. K-major: unit
 // `unit` (0 or 1) of row `line`. MN-major: unit `unit` along M or N of row `line` of K.
-uint32_t tile_place(const MatrixDescriptor& descriptor, bool k_major, uint32_t line, uint32_t unit);
-uint32_t tile_address(const MatrixDescriptor& descriptor, uint32_t place);
+inline uint32_t tile_place(const MatrixDescriptor& d, bool k_major, uint32_t line, uint32_t unit) {
+  const uint32_t in_group = line % GROUP_ROWS, group = line / GROUP_ROWS;
+  if (d.span == 0) {
+    return k_major ? d.start + in_group * UNIT + group * d.stride + unit * d.leading
+                   : d.start + unit * d.stride + in_group * UNIT + group * d.leading;
+  }
+  if (k_major) return d.start + in_group * d.span + group * d.stride + unit * UNIT;
+  const uint32_t along = unit * UNIT;  // the span is a power of two
+  return d.start + (along & (d.span - 1)) + (along >> std::countr_zero(d.span)) * d.leading +
+         in_group * d.span + group * d.stride;
+}
+inline uint32_t tile_address(const MatrixDescriptor& d, uint32_t place) {
+  return place ^ ((((place >> 7) - d.base_offset) & d.mask) << 4);
+}
 
 struct WgmmaShape {
   int n = 0, k = 0;
