@@ -24,12 +24,12 @@ lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
 	$(BIN)/mypy
 	$(BIN)/python -m bench.report --check
 	$(BIN)/python -m tests.sim.instruction_table
-	$(BIN)/clang-format --dry-run --Werror $$(find src sim tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+	$(BIN)/clang-format --dry-run --Werror $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 format: $(VENV)/linters
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find src sim tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+	$(BIN)/clang-format -i $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 test-gpu:  ## tests on this machine's GPU, with the Python and the archflash that are installed (2 minutes with pytest-xdist)
 	$(PYTHON) -m pytest tests/gpu $$($(PYTHON) -c "import xdist" 2>/dev/null && echo -n 6)

@@ -37,6 +37,7 @@ class Candidate:
             It must add as little host time as it can: its cost is part of host_us.
         context: entered around all calls, so that it is not part of their cost.
         refuses: the reason why a case is not even tried, or None.
+        features: what the column `features` says of its rows; such rows stay out of the tables.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Candidate:
     bind: Callable[[Case], Call]
     context: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     refuses: Callable[[Case], str | None] = _serves_all
+    features: str = ""
 
 
 def our_candidates() -> list[Candidate]:
@@ -62,6 +64,52 @@ def our_candidates() -> list[Candidate]:
         for item in archflash.implementations()
         if item.name != "torch"
     ]
+
+
+# What a GPU of compute capability 12.x has for the CTAs of an SM, and for one of them; CUDA takes
+# 1 KB of each CTA's part.
+SHARED_12X = {"shared_per_sm": 100 * 1024, "shared_per_block": 99 * 1024}
+RESERVED_SHARED = 1024
+
+
+def consumer_as_on_12x() -> Candidate:
+    """blackwell_consumer with no more CTAs on an SM than a 12.x GPU has room for.
+
+    Planned for this GPU with the shared memory of 12.x; each CTA asks for so much more than it uses
+    that no more of them fit.
+    """
+    import torch
+
+    import archflash
+    from archflash import _api, _dispatch
+    from archflash import _archflash as native
+
+    name = "blackwell_consumer"
+
+    def bind(case: Case) -> Call:
+        here = _dispatch.query_device(torch.cuda.current_device())
+        device = native.Device.from_dict(here.to_dict() | SHARED_12X)
+        plans: dict[torch.Size, native.LaunchPlan] = {}
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            if q.shape not in plans:
+                plan = native.plan(name, _api.make_problem(q, k, v, causal=case.causal), device)
+                if isinstance(plan, list):
+                    raise RuntimeError("; ".join(plan))
+                fields = plan.to_dict()
+                for launch in fields["launches"]:
+                    needed = launch["shared_bytes"] + RESERVED_SHARED
+                    ctas = device.shared_per_sm // needed
+                    part = here.shared_per_sm // ctas - RESERVED_SHARED
+                    launch["shared_bytes"] = min(part, here.shared_per_block)
+                plans[q.shape] = native.LaunchPlan.from_dict(fields)
+            native.launch(plans[q.shape], {"q": q, "k": k, "v": v, "out": out})
+            return out
+
+        return call
+
+    return Candidate(f"{name}-99KB", archflash.__version__, True, bind, features="shared=99KB")
 
 
 def torch_candidates() -> list[Candidate]:

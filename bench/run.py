@@ -1,7 +1,7 @@
 """Measures every case with every implementation of ours and every peer, and appends result rows.
 
     python -m bench.run [--only REGEX] [--group NAME] [--rounds N] [--time-limit S]
-                        [--output FOLDER]
+                        [--as-on-12x] [--output FOLDER]
 
 Exit status: 0 when all is measured or refused with a reason, 1 when an implementation of ours gave
 a wrong result, 2 when nothing can be measured.
@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import environment
-from bench.candidates import Candidate, our_candidates, reason_of, refusals, torch_candidates
+from bench.candidates import (
+    Candidate,
+    consumer_as_on_12x,
+    our_candidates,
+    reason_of,
+    refusals,
+    torch_candidates,
+)
 from bench.cases import BYTES_RULE, FLOPS_RULE, Case, choose_cases, load_cases
 from bench.correctness import Checker, Verdict
 from bench.results import (
@@ -132,7 +139,14 @@ def run_case(
                     case,
                     implementation=candidate.name,
                     version=candidate.version,
-                    features="" if timed[candidate.name].captured else EAGER,
+                    features=";".join(
+                        word
+                        for word in (
+                            candidate.features,
+                            "" if timed[candidate.name].captured else EAGER,
+                        )
+                        if word
+                    ),
                     clocks_mhz=median_clock(clocks),
                     samples_us=samples[candidate.name],
                     max_err=verdicts[candidate.name].max_err,
@@ -246,6 +260,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--time-limit", type=float, metavar="S", help="start no case after S seconds"
     )
     parser.add_argument(
+        "--as-on-12x",
+        action="store_true",
+        help="also blackwell_consumer with the CTAs that fit on an SM of 12.x",
+    )
+    parser.add_argument(
         "--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER",
         help="where <gpu>.csv is appended to (default: bench/results)",
     )  # fmt: skip
@@ -283,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
 
     candidates = our_candidates() + torch_candidates()
+    if options.as_on_12x:
+        candidates.append(consumer_as_on_12x())
     results: dict[str, CaseResult] = {}
     with torch.no_grad():
         for number, case in enumerate(cases, 1):
