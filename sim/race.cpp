@@ -23,6 +23,7 @@ void Knowledge::join(const Knowledge& other) {
 namespace {
 
 constexpr size_t MAX_UNIT_READS = 256;
+constexpr int UNIT_LOG2 = 4;  // what wgmma reads at least
 
 }  // namespace
 
@@ -30,7 +31,6 @@ RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
                            int global_granule_log2, bool matrix_reads)
     : warps_(warps),
       agents_(3 * warps),
-      columns_(matrix_reads ? 2 * warps : warps),
       shift_(granule_log2),
       global_shift_(global_granule_log2),
       known_(static_cast<size_t>(warps)),
@@ -39,7 +39,9 @@ RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
       fenced_(static_cast<size_t>(warps)),
       pending_(static_cast<size_t>(warps)),
       writes_((shared_bytes >> granule_log2) + 1),
-      reads_(((shared_bytes >> granule_log2) + 1) * static_cast<size_t>(columns_)),
+      reads_(((shared_bytes >> granule_log2) + 1) * static_cast<size_t>(warps)),
+      matrix_reads_(matrix_reads ? ((shared_bytes >> UNIT_LOG2) + 1) * static_cast<size_t>(warps)
+                                 : 0),
       passed_(static_cast<size_t>(warps)),
       passed_async_(static_cast<size_t>(warps)) {
   for (int w = 0; w < warps; ++w) {
@@ -104,15 +106,6 @@ Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, b
     race.other_lane = lane >= ALL_TOGETHER ? -1 : static_cast<int>(lane);
     return race;
   }
-  for (int w = warps_; w < columns_; ++w) {  // parts of wgmma: the column is a clock
-    const int agent = matrix_agent(w - warps_);
-    if (readers[w] <= known[static_cast<size_t>(agent)]) continue;
-    race.found = true;
-    race.same_warp = agent == matrix_agent(who.agent);
-    race.other_agent = agent;
-    race.other_lane = -1;
-    return race;
-  }
   return race;
 }
 
@@ -136,8 +129,9 @@ Race RaceDetector::check_async(const Accessor& who, const Write& last) {
   return race;
 }
 
-Race RaceDetector::check_unit_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const {
+Race RaceDetector::check_async_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const {
   Race race;
+  if (unit_reads_.empty() && matrix_reads_.empty()) return race;
   const std::vector<Clock>& known = known_[static_cast<size_t>(who.agent)].general;
   for (const UnitRead& read : unit_reads_) {
     if (offset >= read.end || offset + bytes <= read.begin) continue;
@@ -147,6 +141,20 @@ Race RaceDetector::check_unit_reads(const Accessor& who, uint32_t offset, uint32
     race.other_lane = read.lane;
     race.other_pc = read.pc;
     return race;
+  }
+  if (matrix_reads_.empty()) return race;
+  const auto warps = static_cast<size_t>(warps_);
+  const Clock* const by_agent = &known[static_cast<size_t>(matrix_agent(0))];
+  const Clock* read = &matrix_reads_[(offset >> UNIT_LOG2) * warps];
+  for (uint32_t unit = offset >> UNIT_LOG2; unit <= (offset + bytes - 1) >> UNIT_LOG2; ++unit) {
+    for (size_t w = 0; w < warps; ++w, ++read) {
+      if (*read <= by_agent[w]) continue;
+      race.found = true;
+      race.other_agent = matrix_agent(static_cast<int>(w));
+      race.same_warp = static_cast<int>(w) == who.agent;
+      race.other_lane = -1;
+      return race;
+    }
   }
   return race;
 }
@@ -179,8 +187,8 @@ Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t byte
   const Clock now = known_[warp].general[warp];
   const uint32_t last = (offset + bytes - 1) >> shift_;
   uint32_t* reader =
-      &reads_[static_cast<size_t>(offset >> shift_) * static_cast<size_t>(columns_) + warp];
-  for (uint32_t g = offset >> shift_; g <= last; ++g, reader += columns_) {
+      &reads_[static_cast<size_t>(offset >> shift_) * static_cast<size_t>(warps_) + warp];
+  for (uint32_t g = offset >> shift_; g <= last; ++g, reader += warps_) {
     const Write& write = writes_[g];
     const bool no_conflict = (lane & STRONG) != 0 && write.atomic;
     if (!no_conflict && !race.found && !ordered_for_every_lane(who, write)) {
@@ -192,23 +200,21 @@ Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t byte
 }
 
 Race RaceDetector::write(const Accessor& who, uint32_t offset, uint32_t bytes) {
-  Race race;
-  if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
+  Race race = check_async_reads(who, offset, bytes);
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
   const uint32_t last = (offset + bytes - 1) >> shift_;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found) race = check_write(who, writes_[g]);
     if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)]);
+      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]);
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 0, who.pc};
   }
   return race;
 }
 
 Race RaceDetector::atomic(const Accessor& who, uint32_t offset, uint32_t bytes) {
-  Race race;
-  if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
+  Race race = check_async_reads(who, offset, bytes);
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
   const uint32_t last = (offset + bytes - 1) >> shift_;
@@ -216,7 +222,7 @@ Race RaceDetector::atomic(const Accessor& who, uint32_t offset, uint32_t bytes) 
     if (!race.found && !writes_[g].atomic) race = check_write(who, writes_[g]);
     if (!race.found)
       race =
-          check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)], true);
+          check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)], true);
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 1, who.pc};
   }
   return race;
@@ -228,14 +234,13 @@ Race RaceDetector::strong_load(const Accessor& who, uint32_t offset, uint32_t by
 
 Race RaceDetector::copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_t offset,
                         uint32_t bytes) {
-  Race race;
   const Accessor who{warp, lane, pc};
-  if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
+  Race race = check_async_reads(who, offset, bytes);
   const uint32_t last = (offset + bytes - 1) >> shift_;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found) race = check_write(who, writes_[g]);
     if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_)]);
+      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]);
     writes_[g] = {sequence, static_cast<uint16_t>(copy_agent(warp)), static_cast<uint8_t>(lane), 0,
                   pc};
   }
@@ -253,10 +258,9 @@ int RaceDetector::add_unit() {
 }
 
 Race RaceDetector::async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes) {
-  Race race;
-  if (!unit_reads_.empty()) race = check_unit_reads(who, offset, bytes);
+  Race race = check_async_reads(who, offset, bytes);
   const uint32_t last = (offset + bytes - 1) >> shift_;
-  const auto columns = static_cast<size_t>(columns_);
+  const auto columns = static_cast<size_t>(warps_);
   const uint32_t* passed = nullptr;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found) race = check_async(who, writes_[g]);
@@ -306,11 +310,13 @@ Race RaceDetector::async_read(const Accessor& who, int unit, Clock clock, uint32
 Race RaceDetector::matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes) {
   Race race;
   const uint32_t last = (offset + bytes - 1) >> shift_;
-  const auto column = static_cast<size_t>(warps_ + who.agent);
   const Write& passed = passed_async_[static_cast<size_t>(who.agent)];
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found && !(writes_[g] == passed)) race = check_async(who, writes_[g]);
-    reads_[static_cast<size_t>(g) * static_cast<size_t>(columns_) + column] = clock;
+  }
+  const auto warps = static_cast<size_t>(warps_), warp = static_cast<size_t>(who.agent);
+  for (uint32_t u = offset >> UNIT_LOG2; u <= (offset + bytes - 1) >> UNIT_LOG2; ++u) {
+    matrix_reads_[u * warps + warp] = clock;
   }
   return race;
 }
@@ -389,7 +395,7 @@ Race RaceDetector::global_mark_read(const Accessor& who, uint64_t address, uint3
     GlobalCell& cell = global_[g];
     const bool no_conflict = (lane & STRONG) != 0 && cell.write.atomic;
     if (!race.found && cell.written && !no_conflict) race = check_write(who, cell.write);
-    if (cell.readers.empty()) cell.readers.assign(static_cast<size_t>(columns_), 0);
+    if (cell.readers.empty()) cell.readers.assign(static_cast<size_t>(warps_), 0);
     mark(cell.readers[warp], now, lane);
   }
   return race;

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -82,7 +83,7 @@ class RaceDetector {
   Race async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes);
   void landed(int unit, Clock clock, uint32_t offset, uint32_t bytes);
   Race async_read(const Accessor& who, int unit, Clock clock, uint32_t offset, uint32_t bytes);
-  // Likewise of the warp's part of a wgmma.
+  // Likewise of the warp's part of a wgmma: whole units of 16 bytes.
   Race matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
   // A write of global memory that `who` starts and `unit` carries out.
   Race global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
@@ -128,8 +129,9 @@ class RaceDetector {
     uint8_t lane = 0;
     uint8_t atomic = 0;
     uint32_t pc = 0;
-    bool operator==(const Write&) const = default;
+    bool operator==(const Write& other) const { return std::memcmp(this, &other, 12) == 0; }
   };
+  static_assert(sizeof(Write) == 12);  // no padding
   // Reads: clock << 7 | STRONG | lane (MANY_LANES: several).
   static constexpr uint32_t LANE_BITS = 7;
   static constexpr uint32_t STRONG = 64;  // all of them: no conflict with strong writes
@@ -145,10 +147,10 @@ class RaceDetector {
   Race check_readers(const Accessor& who, const uint32_t* readers, bool strong = false) const;
   Race global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes, uint32_t lane);
   Race check_async(const Accessor& who, const Write& last);
-  Race check_unit_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const;
+  // Reads by units and by wgmma.
+  Race check_async_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const;
 
   int warps_, agents_;
-  int columns_;  // of reads_: warps, then, where they are watched, their parts of wgmma
   int shift_, global_shift_;
   std::vector<Knowledge> known_;
   std::vector<Clock> lanes_synced_;  // the warp's clock at its last synchronisation
@@ -158,7 +160,8 @@ class RaceDetector {
   std::vector<Knowledge> fenced_;   // at the warp's last fence
   std::vector<Knowledge> pending_;  // acquired by relaxed reads, counts from the next fence on
   std::vector<Write> writes_;
-  std::vector<uint32_t> reads_;  // [granule][column]
+  std::vector<uint32_t> reads_;      // [granule][warp]
+  std::vector<Clock> matrix_reads_;  // [16 bytes][warp], of its part of wgmma; empty: unwatched
   // Of each warp the last write that was found in order, whatever the lane; and the last one that
   // was for the async proxy. What a warp knows only grows, so they stay in order, and the next
   // granule often has the same.
