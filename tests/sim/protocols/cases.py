@@ -13,6 +13,7 @@ from archflash import sim
 
 from .. import test_cluster, test_mbarrier, test_tma, test_wgmma
 from ..ptx import program
+from .samples.kernels import samples
 
 Argument = Tensor | sim.TensorMap | bytes
 
@@ -187,6 +188,18 @@ def _products() -> Iterator[Case]:
         )
 
 
+def sample_cases() -> list[Case]:
+    """Sample kernels, those for sm_120f included."""
+    return [
+        Case(
+            sample.name, sample.text, sample.arguments, sample.OUTPUT,
+            block=sample.block, grid=sample.grid, shared_bytes=sample.shared_bytes,
+        )
+        for sample in samples()
+    ]  # fmt: skip
+
+
 def cases() -> list[Case]:
-    """All of them."""
-    return [*_loads(), *_stores(), *_others(), *_products()]
+    """All that a card of capability 9.0 runs."""
+    for_90 = [case for case in sample_cases() if ".target sm_90a" in case.text]
+    return [*_loads(), *_stores(), *_others(), *_products(), *for_90]

@@ -20,7 +20,8 @@ from .cases import Case, cases
 from .replay import raw_bytes, simulate
 
 TYPES = {  # CUtensorMapDataType
-    torch.uint8: 0, torch.int16: 1, torch.int32: 3, torch.float16: 6, torch.bfloat16: 9,
+    torch.uint8: 0, torch.int16: 1, torch.int32: 3, torch.float16: 6, torch.float32: 7,
+    torch.bfloat16: 9,
 }  # fmt: skip
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 

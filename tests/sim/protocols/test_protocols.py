@@ -24,9 +24,9 @@ def test_a_case_gives_the_same_under_every_schedule(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_a_case_gives_what_the_card_gave(case: Case) -> None:
-    if not (FOLDER / "h200.json").exists():
-        pytest.skip("not recorded yet: python3 -m tests.sim.protocols.record on an H200")
     about = json.loads((FOLDER / "h200.json").read_text())
+    if case.name not in about["keys"]:
+        pytest.skip("not recorded yet: python3 -m tests.sim.protocols.record on an H200")
     assert about["keys"][case.name] == case.key, "the case has changed: record it again"
     with np.load(FOLDER / "h200.npz") as recorded:
         assert simulate(case) == recorded[case.name].tobytes()
