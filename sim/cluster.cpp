@@ -31,7 +31,7 @@ Cluster::Cluster(const LaunchContext& launch, int64_t index, Counts& counts)
     races_ = std::make_unique<RaceDetector>(
         warps * ranks, race_stride(launch) * static_cast<uint64_t>(ranks),
         launch.kernel->race_granule_log2, launch.kernel->global_granule_log2,
-        launch.kernel->uses_wgmma);
+        launch.kernel->uses_wgmma || launch.kernel->uses_tcgen05);
   }
   for (int rank = 0; rank < ranks; ++rank) {
     const Dim3 position{first.x + rank % size.x, first.y + rank / size.x % size.y,

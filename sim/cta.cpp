@@ -7,6 +7,7 @@
 
 #include "sim/cluster.h"
 #include "sim/mbarrier.h"
+#include "sim/tcgen05.h"
 #include "sim/wgmma.h"
 
 namespace archflash::sim {
@@ -93,6 +94,7 @@ Cta::Cta(Cluster& cluster, int rank, Dim3 position, Counts& counts)
     warps_.push_back(std::make_unique<Warp>(*this, w, rank * warps + w,
                                             rest >= LANES ? ALL_LANES : (1u << rest) - 1));
   }
+  if (kernel.uses_tcgen05) tensor_ = std::make_unique<TensorUnit>(*this);
   for (Barrier& barrier : barriers_) barrier.arrived_lanes.assign(static_cast<size_t>(warps), 0);
   if (traced()) {
     for (int w = 0; w < warps; ++w) trace_.track("warp " + std::to_string(w));
@@ -220,6 +222,7 @@ void Cta::check_exit() {
     findings_.add(std::move(finding));
   }
   mbarriers_->check_exit();
+  if (tensor_) tensor_->check_exit();
   for (size_t w = 0; w < warps_.size(); ++w) {
     if (warps_[w]->matrix().history() == warps_[w / GROUP * GROUP]->matrix().history()) continue;
     Finding finding;
@@ -261,6 +264,9 @@ std::string Cta::describe_waits() {
           break;
         case Wait::Mbarrier:
           text += "waits for " + mbarriers_->describe(static_cast<uint32_t>(fragment.key));
+          break;
+        case Wait::TensorMemory:
+          text += tensor_->describe_wait(fragment.key);
           break;
         case Wait::Registers:
           text += "setmaxnreg waits for " + std::to_string(fragment.key) +
@@ -431,9 +437,10 @@ void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes,
     return text;
   };
   const int agent = race.other_agent;
+  const char* const matrix = tensor_ ? "an operation of the tensor pipe for " : "a wgmma of ";
   const std::string other = races_->is_warp(agent)     ? name(agent)
                             : races_->is_copy(agent)   ? "an asynchronous copy of " + name(agent)
-                            : races_->is_matrix(agent) ? "a wgmma of " + name(agent)
+                            : races_->is_matrix(agent) ? matrix + name(agent)
                                                        : "a bulk copy";
   const char* const by = race.other_wrote ? "a write by " : "a read by ";
   std::string message = std::string(writes ? "a write to " : "a read of ") + what;

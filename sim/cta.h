@@ -92,6 +92,7 @@ struct GlobalWrite {
 
 class Cluster;
 class MbarrierUnit;
+class TensorUnit;
 
 // The box that TMA wrote to 128 bytes of shared memory.
 struct TileLine {
@@ -142,6 +143,7 @@ class Cta {
   // Where this CTA's shared memory begins in the race detector's.
   uint32_t race_base() const { return race_base_; }
   MbarrierUnit& mbarriers() { return *mbarriers_; }
+  TensorUnit* tensor() { return tensor_.get(); }  // nullptr: the kernel has no tcgen05
 
   // ---- What TMA wrote, for checks of what reads it by a layout of its own ----
   bool has_tiles() const { return !tiles_.empty(); }
@@ -223,6 +225,7 @@ class Cta {
   std::vector<uint8_t> own_constants_;  // where addresses of shared memory are the CTA's own
   RaceDetector* races_;
   std::unique_ptr<MbarrierUnit> mbarriers_;
+  std::unique_ptr<TensorUnit> tensor_;
   std::vector<TileLine> tiles_;  // by 128 bytes; empty: no box yet
   std::array<Barrier, BARRIERS> barriers_;
   std::vector<std::unique_ptr<Warp>> warps_;

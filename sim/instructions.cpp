@@ -213,6 +213,7 @@ std::span<const FormTable> form_tables() {
       {"bulk copies", bulk_forms()},
       {"clusters, register pools", cluster_forms()},
       {"wgmma", wgmma_forms()},
+      {"tcgen05", tcgen05_forms()},
   };
   return TABLES;
 }
@@ -269,7 +270,7 @@ class KernelLoader {
       kernel_.code[i].operands = list.get();
       kernel_.operand_lists.push_back(std::move(list));
     }
-    if (kernel_.uses_wgmma) note_pinned();
+    if (kernel_.uses_wgmma || kernel_.uses_tcgen05) note_pinned();
   }
 
   // `shared`: an address of shared memory, which differs between the CTAs of a cluster.
@@ -639,7 +640,7 @@ class KernelLoader {
     for (SpecialUse& use : kernel_.specials) use.place = place[use.place];
   }
 
-  // Which instructions touch registers that a wgmma may have under way.
+  // Which instructions touch registers that a wgmma or a load of tensor memory may have under way.
   void note_pinned() {
     std::unordered_set<Ref> pinned;
     for (size_t i = 0; i < kernel_.code.size(); ++i) {

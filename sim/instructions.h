@@ -35,6 +35,7 @@ std::span<const Form> mbarrier_forms();
 std::span<const Form> bulk_forms();
 std::span<const Form> cluster_forms();
 std::span<const Form> wgmma_forms();
+std::span<const Form> tcgen05_forms();
 
 // All of them, by what they are about.
 struct FormTable {

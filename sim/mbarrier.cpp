@@ -310,14 +310,33 @@ void MbarrierUnit::increment(Warp& warp, int lane, uint32_t offset) {
 
 void MbarrierUnit::arrive_for(AsyncOperation& by, uint32_t offset, int agent, Clock clock) {
   Object& object = find(by.warp(), by.lane(), offset, "cp.async.mbarrier.arrive");
+  count_arrival(object, by.lane(), offset);
+  if (RaceDetector* races = cta_.races()) races->unit_release(agent, clock, object.arriving);
+  complete_if_due(object, offset, track_of(by.warp()));
+}
+
+void MbarrierUnit::expect_arrival(Warp& warp, int lane, uint32_t offset) {
+  find_for(warp, lane, offset, "tcgen05.commit");
+}
+
+void MbarrierUnit::commit_arrives(AsyncOperation& by, uint32_t offset, int agent, Clock clock,
+                                  const Knowledge& before) {
+  Object& object = find(by.warp(), by.lane(), offset, "tcgen05.commit");
+  count_arrival(object, by.lane(), offset);
+  if (RaceDetector* races = cta_.races()) {
+    object.arriving.join(before);
+    races->unit_release(agent, clock, object.arriving);
+  }
+  complete_if_due(object, offset, cta_.traced() ? cta_.trace().track(TENSOR_TRACK) : -1);
+}
+
+void MbarrierUnit::count_arrival(Object& object, int lane, uint32_t offset) {
   if (object.pending == 0) {
     throw Fault{"mbarrier",
-                "more arrivals at " + name(object, offset) + " than its phase waits for", by.lane(),
+                "more arrivals at " + name(object, offset) + " than its phase waits for", lane,
                 cta_.shared_base() + offset};
   }
-  if (RaceDetector* races = cta_.races()) races->unit_release(agent, clock, object.arriving);
   --object.pending;
-  complete_if_due(object, offset, track_of(by.warp()));
 }
 
 void MbarrierUnit::check_exit() {

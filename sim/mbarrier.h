@@ -53,6 +53,13 @@ class MbarrierUnit {
   // An arrival by what an operation has carried out: `agent` up to `clock`.
   void arrive_for(AsyncOperation& by, uint32_t offset, int agent, Clock clock);
 
+  // An operation that `warp` starts will arrive here.
+  void expect_arrival(Warp& warp, int lane, uint32_t offset);
+  // tcgen05.commit does: what `agent` carried out up to `clock` becomes known, and what came before
+  // that.
+  void commit_arrives(AsyncOperation& by, uint32_t offset, int agent, Clock clock,
+                      const Knowledge& before);
+
   void check_exit();
   std::string describe(uint32_t address) const;
 
@@ -75,6 +82,7 @@ class MbarrierUnit {
   Object& find(const Warp& warp, int lane, uint32_t offset, const char* what);
   Object& find_for(Warp& warp, int lane, uint32_t offset, const char* what);
   void add_transactions(Object& object, int lane, uint32_t offset, int64_t bytes);
+  void count_arrival(Object& object, int lane, uint32_t offset);
   // `cause`: the track of the trace that may have completed the phase.
   void complete_if_due(Object& object, uint32_t offset, int cause);
   void trace_waits(const Object& object, uint32_t offset, int cause);

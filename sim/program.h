@@ -194,8 +194,10 @@ struct Kernel {
   int min_ctas = 1;       // .minnctapersm
   int max_registers = 0;  // .maxnreg; 0: not stated
   bool uses_wgmma = false;
-  // With wgmma, of each instruction: whether it uses a register of one, how many operands it has,
-  // and which of them it writes.
+  bool uses_tcgen05 = false;
+  int tcgen05_group = 0;  // the number of its .cta_group; 0: none is stated
+  // With one of these, of each instruction: whether it uses a register of a wgmma or of a load of
+  // tensor memory, how many operands it has, and which of them it writes.
   std::vector<uint8_t> touches_pinned;
   std::vector<uint32_t> operand_counts;
   std::vector<std::vector<bool>> written_operands;

@@ -358,6 +358,13 @@ void RaceDetector::unit_done(int unit, Clock clock, int warp) {
   knowledge.async[u] = knowledge.general[u];
 }
 
+Knowledge RaceDetector::known_of_others(int warp) const {
+  const auto w = static_cast<size_t>(warp);
+  Knowledge knowledge = known_[w];
+  knowledge.general[w] = knowledge.async[w] = 0;
+  return knowledge;
+}
+
 bool RaceDetector::known(int unit, Clock clock) const {
   return std::any_of(known_.begin(), known_.end(), [&](const Knowledge& k) {
     return k.general[static_cast<size_t>(unit)] >= clock;

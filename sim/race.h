@@ -52,7 +52,8 @@ class RaceDetector {
   static constexpr Clock UNFINISHED = UINT32_MAX;  // of what a unit has under way
 
   // Agents 0 .. warps-1 are warps, warps .. 2*warps-1 their cp.async units, the next `warps` their
-  // parts of wgmma; units that are added follow. `matrix_reads`: whether wgmma reads are watched.
+  // parts of wgmma or what they put into the tensor pipe of tcgen05; units that are added follow.
+  // `matrix_reads`: whether what these read is watched.
   RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, int global_granule_log2,
                bool matrix_reads);
 
@@ -83,7 +84,7 @@ class RaceDetector {
   Race async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes);
   void landed(int unit, Clock clock, uint32_t offset, uint32_t bytes);
   Race async_read(const Accessor& who, int unit, Clock clock, uint32_t offset, uint32_t bytes);
-  // Likewise of the warp's part of a wgmma: whole units of 16 bytes.
+  // Likewise of the warp's matrix agent: whole units of 16 bytes.
   Race matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
   // A write of global memory that `who` starts and `unit` carries out.
   Race global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
@@ -93,6 +94,18 @@ class RaceDetector {
   // A unit's clock: what it did up to there becomes known to whoever acquires `into`, or to a warp.
   void unit_release(int unit, Clock clock, Knowledge& into);
   void unit_done(int unit, Clock clock, int warp);
+  // What a warp knows: of what it acquires, but nothing that it did itself.
+  Knowledge known_of_others(int warp) const;
+  Clock known_clock(int warp, int agent) const {
+    return known_[static_cast<size_t>(warp)].general[static_cast<size_t>(agent)];
+  }
+  const std::vector<Clock>& known_clocks(int warp) const {
+    return known_[static_cast<size_t>(warp)].general;
+  }
+  // Whether what an agent did up to `clock` happened before what the warp does now.
+  bool happened(int warp, int agent, Clock clock) const {
+    return known_clock(warp, agent) >= clock;
+  }
   // Whether some warp knows what the unit did up to `clock`.
   bool known(int unit, Clock clock) const;
 

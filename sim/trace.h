@@ -25,6 +25,7 @@ struct TraceEvent {
 };
 
 constexpr const char* BULK_TRACK = "bulk copies";
+constexpr const char* TMEM_TRACK = "tensor memory";  // what is allocated
 constexpr const char* TENSOR_TRACK = "tensor pipe";  // products that no warp waits in
 
 struct Trace {

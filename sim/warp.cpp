@@ -6,6 +6,7 @@
 
 #include "sim/bulk.h"
 #include "sim/cluster.h"
+#include "sim/tcgen05.h"
 #include "sim/wgmma.h"
 
 namespace archflash::sim {
@@ -37,6 +38,11 @@ Warp::~Warp() = default;
 
 void Warp::watch_registers(bool on) {
   watched_ = on ? cta_.kernel().touches_pinned.data() : nullptr;
+}
+
+void Warp::check_registers() {
+  matrix_->check_registers(pc_);
+  if (TensorUnit* tensor = cta_.tensor()) tensor->check_registers(*this, pc_);
 }
 
 void Warp::set_specials(uint32_t) {
@@ -240,7 +246,7 @@ Warp::Stop Warp::run(uint64_t budget) {
       --budget;
       pc_ = pc;
       if (watched_ != nullptr && watched_[pc]) [[unlikely]]
-        matrix_->check_registers(pc);
+        check_registers();
       const Instruction& instruction = code[pc];
       uint32_t active = mask;
       if (instruction.guard != NO_REF) {

@@ -21,6 +21,7 @@ enum class Wait : uint8_t {
   Barrier,         // of the CTA; the key is its number
   ClusterBarrier,  // the phase of its lanes to complete
   Mbarrier,        // the phase of the object at the key to change
+  TensorMemory,    // columns of tensor memory; the key is how many are wanted
   Registers,       // registers to be given back to the CTA's pool; the key is how many are wanted
   Rest,            // others to do something
 };
@@ -94,7 +95,8 @@ class Warp {
 
   BulkQueue& bulk() { return *bulk_; }
   MatrixQueue& matrix() { return *matrix_; }
-  // Whether instructions that touch registers of wgmmas are to be looked at.
+  // Whether instructions that touch registers of wgmmas or of loads of tensor memory are to be
+  // looked at.
   void watch_registers(bool on);
 
   // ---- Asynchronous copies ----
@@ -117,6 +119,7 @@ class Warp {
   void merge_fragments();
   void set_specials(uint32_t lanes);
   void finish_copies();
+  void check_registers();
   void trace_copy(const PendingCopy& copy);
 
   uint8_t* bases_[2];

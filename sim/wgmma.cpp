@@ -7,7 +7,6 @@
 #include <functional>
 #include <vector>
 
-#include "sim/access.h"
 #include "sim/cluster.h"
 #include "sim/instructions.h"
 #include "sim/mma_hot.h"
@@ -19,28 +18,12 @@ namespace {
 constexpr int WARP_ROWS = 16;
 constexpr int WARPGROUP = 4;
 
-int element_bits(ElementType type) {
-  switch (type) {
-    case ElementType::TF32:
-      return 32;
-    case ElementType::F16:
-    case ElementType::BF16:
-      return 16;
-    default:
-      return 8;
-  }
-}
-
 bool is_integer(ElementType type) { return type == ElementType::S8 || type == ElementType::U8; }
 
 }  // namespace
 
 const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor) {
-  constexpr uint64_t FIELD = 0x3FFF;
-  descriptor.start = static_cast<uint32_t>(bits & FIELD) * UNIT;
-  descriptor.leading = static_cast<uint32_t>(bits >> 16 & FIELD) * UNIT;
-  descriptor.stride = static_cast<uint32_t>(bits >> 32 & FIELD) * UNIT;
-  descriptor.base_offset = static_cast<uint32_t>(bits >> 49 & 7);
+  descriptor = decode_offsets(bits);
   const auto mode = static_cast<int>(bits >> 62);
   static constexpr uint32_t SPANS[] = {0, 128, 64, 32};
   static constexpr uint32_t MASKS[] = {0, 7, 3, 1};
@@ -50,119 +33,11 @@ const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor) {
   if (bits >> 30 & 3) return "bits 30-31 are not zero";
   if (bits >> 46 & 7) return "bits 46-48 are not zero";
   if (bits >> 52 & 0x3FF) return "bits 52-61 are not zero";
-  if (((descriptor.start >> 7) - descriptor.base_offset) & descriptor.mask) {
+  if (!follows_pattern(descriptor)) {
     return "the start address is not where the swizzle's pattern begins, and the base offset does "
            "not say so";
   }
   return nullptr;
-}
-
-// ---- Issue: what is read is checked when the product is issued, and read until it is waited for
-
-void MatrixQueue::open(const char* operand, const MatrixDescriptor& descriptor, bool k_major,
-                       uint32_t first, uint32_t count, int k, ElementType type) {
-  Cta& cta = warp_.cta();
-  const auto bytes = static_cast<uint32_t>(element_bits(type) / 8);
-  // Lines are rows along M or N, or, MN-major, along K.
-  const uint32_t first_line = k_major ? first : 0, first_unit = k_major ? 0 : first * bytes / UNIT;
-  const uint32_t lines = k_major ? count : static_cast<uint32_t>(k);
-  const uint32_t units = (k_major ? static_cast<uint32_t>(k) : count) * bytes / UNIT;
-  for (uint32_t line = first_line; line < first_line + lines; ++line) {
-    for (uint32_t unit = first_unit; unit < first_unit + units; ++unit) {
-      const uint32_t address =
-          tile_address(descriptor, tile_place(descriptor, k_major, line, unit));
-      const uint32_t offset = address - SHARED_START;
-      if (offset >= cta.shared_bytes() || UNIT > cta.shared_bytes() - offset) {
-        throw Fault{"out-of-bounds",
-                    std::string("matrix ") + operand + " of wgmma reads shared offset " +
-                        std::to_string(static_cast<int32_t>(offset)) + " of " +
-                        std::to_string(cta.shared_bytes()) + ": row " + std::to_string(line) +
-                        ", unit " + std::to_string(unit) + " with a leading offset of " +
-                        std::to_string(descriptor.leading) + " and a stride of " +
-                        std::to_string(descriptor.stride),
-                    -1, address};
-      }
-      const uint8_t* const state = cta.shared_state() + offset;
-      if (!all_valid(state, UNIT)) {
-        const bool in_flight = std::memchr(state, IN_FLIGHT, UNIT) != nullptr;
-        cta.report(Severity::Error, warp_, -1, in_flight ? "in-flight" : "uninitialised",
-                   std::string("matrix ") + operand + " of wgmma reads shared offset " +
-                       std::to_string(offset) +
-                       (in_flight ? ", which an asynchronous copy is writing"
-                                  : ", which nothing has written"),
-                   address);
-      }
-      RaceDetector* races = cta.races();
-      if (races == nullptr) continue;
-      const Accessor who{warp_.agent(), 0, warp_.pc()};
-      const Race race = races->matrix_read(who, clock_, cta.race_base() + offset, UNIT);
-      if (race.found) {
-        cta.report_race(warp_, -1, race, false, false,
-                        std::string("matrix ") + operand + " of wgmma at shared offset " +
-                            std::to_string(offset),
-                        address);
-      }
-    }
-  }
-  check_tile(operand, descriptor, k_major, first_line + lines, first_unit + units);
-}
-
-// Whether the tile follows the boxes that TMA wrote there, as far as it did.
-void MatrixQueue::check_tile(const char* operand, const MatrixDescriptor& descriptor, bool k_major,
-                             uint32_t lines, uint32_t units) {
-  Cta& cta = warp_.cta();
-  if (!cta.has_tiles()) return;
-  const auto complain = [&](const std::string& what, uint32_t place) {
-    cta.report(Severity::Error, warp_, -1, "descriptor",
-               std::string("the descriptor of matrix ") + operand + " of wgmma " + what, place);
-  };
-  const auto tile_at = [&](uint32_t place) -> const TileLine* {
-    const uint32_t offset = place - SHARED_START;
-    return offset < cta.shared_bytes() ? cta.tile_of(offset) : nullptr;
-  };
-  const TileLine* const first = tile_at(descriptor.start);
-  if (first != nullptr && first->span != descriptor.span) {
-    complain("says a swizzle of " + std::to_string(descriptor.span) +
-                 " bytes where TMA wrote with " + std::to_string(first->span),
-             descriptor.start);
-    return;
-  }
-  if (descriptor.span == 0) return;
-  const auto row_of = [&](const TileLine& tile, uint32_t place) {
-    return (place - SHARED_START - tile.start) / tile.pitch;
-  };
-  for (uint32_t line = GROUP_ROWS; line < lines; line += GROUP_ROWS) {
-    const uint32_t before = tile_place(descriptor, k_major, line - GROUP_ROWS, 0);
-    const uint32_t here = tile_place(descriptor, k_major, line, 0);
-    const TileLine *from = tile_at(before), *to = tile_at(here);
-    if (from == nullptr || to == nullptr) continue;
-    const uint32_t next = row_of(*from, before) + GROUP_ROWS;
-    const bool follows = from->start == to->start ? row_of(*to, here) == next
-                                                  : next == from->rows && row_of(*to, here) == 0;
-    if (follows) continue;
-    complain("has a stride offset of " + std::to_string(descriptor.stride) + " bytes: row " +
-                 std::to_string(line) + " is row " + std::to_string(row_of(*to, here)) +
-                 " of a box, after row " + std::to_string(next - GROUP_ROWS) + " for row " +
-                 std::to_string(line - GROUP_ROWS),
-             here);
-    return;
-  }
-  if (k_major) return;
-  const uint32_t per_slab = descriptor.span / UNIT;
-  for (uint32_t unit = per_slab; unit < units; unit += per_slab) {
-    const uint32_t before = tile_place(descriptor, k_major, 0, unit - per_slab);
-    const uint32_t here = tile_place(descriptor, k_major, 0, unit);
-    const TileLine *from = tile_at(before), *to = tile_at(here);
-    if (from == nullptr || to == nullptr) continue;
-    if (from->start != to->start && row_of(*from, before) == row_of(*to, here)) continue;
-    complain("has a leading offset of " + std::to_string(descriptor.leading) + " bytes: slab " +
-                 std::to_string(unit / per_slab) + " begins at row " +
-                 std::to_string(row_of(*to, here)) + " of " +
-                 (from->start == to->start ? "the box of the slab before" : "its box") +
-                 ", that one at row " + std::to_string(row_of(*from, before)),
-             here);
-    return;
-  }
 }
 
 void MatrixQueue::issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, uint64_t b,
@@ -191,12 +66,15 @@ void MatrixQueue::issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, ui
                   std::string("the descriptor of matrix ") + operand + " of wgmma: " + wrong};
     }
   };
-  decode("B", b, entry.b);
-  open("B", entry.b, shape.b_k_major, 0, static_cast<uint32_t>(shape.n), shape.k, shape.b);
+  decode("B", b, entry.b.descriptor);
+  entry.b = {
+      entry.b.descriptor, shape.b_k_major, 0, static_cast<uint32_t>(shape.n), shape.k, shape.b};
+  open_tile(warp_, cta, "matrix B of wgmma", entry.b, clock_);
   if (!shape.a_registers) {
-    decode("A", a, entry.a);
+    decode("A", a, entry.a.descriptor);
     const auto first = static_cast<uint32_t>(warp_.index() % WARPGROUP * WARP_ROWS);
-    open("A", entry.a, shape.a_k_major, first, WARP_ROWS, shape.k, shape.a);
+    entry.a = {entry.a.descriptor, shape.a_k_major, first, WARP_ROWS, shape.k, shape.a};
+    open_tile(warp_, cta, "matrix A of wgmma", entry.a, clock_);
   }
   entries_.push_back(entry);
   warp_.watch_registers(true);
@@ -301,42 +179,25 @@ constexpr int BLOCK = 8;  // rows of A, or columns of B, in a register
 bool is_fp8(ElementType type) { return type == ElementType::E4M3 || type == ElementType::E5M2; }
 
 // A register of an mma.sync fragment: of rows first .. first + 8 of a tile, unit `unit` along K.
-void read_register(Cta& cta, const MatrixDescriptor& descriptor, bool k_major, uint32_t first,
-                   uint32_t unit, uint32_t negation, uint32_t* lanes) {
+void read_register(Cta& cta, const MatrixTile& tile, uint32_t first, uint32_t unit,
+                   uint32_t negation, uint32_t* lanes) {
   const auto bytes_at = [&](uint32_t line, uint32_t at) {
-    const uint32_t place = tile_place(descriptor, k_major, line, at);
-    return cta.shared() + (tile_address(descriptor, place) - SHARED_START);
+    const uint32_t place = tile_place(tile.descriptor, tile.k_major, line, at);
+    return cta.shared() + (tile_address(tile.descriptor, place) - SHARED_START);
   };
-  if (k_major) {
+  if (tile.k_major) {
     for (uint32_t row = 0; row < BLOCK; ++row) {
-      std::memcpy(lanes + row * (UNIT / 4), bytes_at(first + row, unit), UNIT);
+      std::memcpy(lanes + row * (TILE_UNIT / 4), bytes_at(first + row, unit), TILE_UNIT);
     }
   } else {
     uint16_t rows[BLOCK][BLOCK];
     for (uint32_t k = 0; k < BLOCK; ++k) {
-      std::memcpy(rows[k], bytes_at(unit * BLOCK + k, first / BLOCK), UNIT);
+      std::memcpy(rows[k], bytes_at(unit * BLOCK + k, first / BLOCK), TILE_UNIT);
     }
     ldmatrix_m8n8_b16(rows, true, lanes);
   }
   if (negation != 0) {
     for (int lane = 0; lane < LANES; ++lane) lanes[lane] ^= negation;
-  }
-}
-
-// Rows first .. first + count of a K-major tile as floats: out[row * row_step + k * k_step].
-void read_floats(Cta& cta, const MatrixDescriptor& descriptor, uint32_t first, uint32_t count,
-                 int k, ElementType type, float* out, size_t row_step, size_t k_step) {
-  const auto per_unit = UNIT * 8 / static_cast<uint32_t>(element_bits(type));
-  float values[UNIT];
-  for (uint32_t row = 0; row < count; ++row) {
-    for (uint32_t unit = 0; unit < static_cast<uint32_t>(k) / per_unit; ++unit) {
-      const uint32_t place = tile_place(descriptor, true, first + row, unit);
-      const uint8_t* from = cta.shared() + (tile_address(descriptor, place) - SHARED_START);
-      decode_row(type, from, static_cast<int>(per_unit), values);
-      for (uint32_t e = 0; e < per_unit; ++e) {
-        out[row * row_step + (unit * per_unit + e) * k_step] = values[e];
-      }
-    }
   }
 }
 
@@ -361,8 +222,7 @@ void MatrixQueue::run(const Entry& entry) {
   for (uint32_t j = 0; j < 4; ++j) {
     operands.a[j] = a[j];
     if (!shape.a_registers) {
-      read_register(cta, entry.a, shape.a_k_major, first + j % 2 * BLOCK, j / 2,
-                    sign(shape.negate_a), a[j]);
+      read_register(cta, entry.a, first + j % 2 * BLOCK, j / 2, sign(shape.negate_a), a[j]);
       continue;
     }
     const uint32_t* lanes = warp_.lanes<const uint32_t>(refs[shape.d_registers() + j]);
@@ -373,8 +233,8 @@ void MatrixQueue::run(const Entry& entry) {
   const int blocks = shape.n / BLOCK;
   for (int i = 0; i < blocks; ++i) {
     for (uint32_t unit = 0; unit < 2; ++unit) {
-      read_register(cta, entry.b, shape.b_k_major, static_cast<uint32_t>(i) * BLOCK, unit,
-                    sign(shape.negate_b), b[i][unit]);
+      read_register(cta, entry.b, static_cast<uint32_t>(i) * BLOCK, unit, sign(shape.negate_b),
+                    b[i][unit]);
     }
   }
   void* d[4 * MOST_BLOCKS];
@@ -416,10 +276,9 @@ void MatrixQueue::run_fp8(const Entry& entry) {
       }
     }
   } else {
-    const auto first = static_cast<uint32_t>(warp_.index() % WARPGROUP * WARP_ROWS);
-    read_floats(cta, entry.a, first, WARP_ROWS, shape.k, shape.a, a.data(), k, 1);
+    read_tile(cta, entry.a, a.data(), k, 1);
   }
-  read_floats(cta, entry.b, 0, static_cast<uint32_t>(n), shape.k, shape.b, b.data(), 1, n);
+  read_tile(cta, entry.b, b.data(), 1, n);
   if (shape.negate_a) std::transform(a.begin(), a.end(), a.begin(), std::negate<>());
   if (shape.negate_b) std::transform(b.begin(), b.end(), b.begin(), std::negate<>());
 

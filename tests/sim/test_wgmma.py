@@ -11,6 +11,9 @@ from torch import Tensor
 
 from archflash import LaunchError, sim
 
+from . import tiles
+from .tiles import strides
+
 MODES = ("lazy", "eager", "random", "priority")
 M, N = 64, 128
 SHARED = 49152
@@ -87,45 +90,12 @@ def kernel(shape: str, types: str, count: int, a: str, tail: str, *, twice: bool
 REGISTERS = "{%r10, %r11, %r12, %r13}"
 
 
-def place(k_major: bool, span: int, row: int, k_byte: int, e: int, lead: int, stride: int) -> int:
-    """Offset of an element from the tile's start, before swizzling; `row` along M or N, `k_byte`
-    the element's byte along K; element size e. From the PTX manual's canonical layouts.
-    """
-    if k_major:
-        if span == 0:
-            return row % 8 * 16 + row // 8 * stride + k_byte // 16 * lead + k_byte % 16
-        return row % 8 * span + row // 8 * stride + k_byte
-    k = k_byte // e
-    if span == 0:
-        t = 16 // e
-        return row % t * e + row // t * stride + k % 8 * 16 + k // 8 * lead
-    per = span // e
-    return row % per * e + row // per * lead + k % 8 * span + k // 8 * stride
-
-
 def put(
     image: Tensor, start: int, matrix: Tensor, k_major: bool, span: int, lead: int, stride: int
 ) -> int:
     """Writes a (rows, k) matrix to the image; returns its descriptor without smem's own place."""
-    e = matrix.element_size()
-    raw = matrix.contiguous().view(torch.uint8).reshape(matrix.shape[0], -1, e)
-    mask = {0: 0, 32: 1, 64: 3, 128: 7}[span]
-    for row, k in itertools.product(range(raw.shape[0]), range(raw.shape[1])):
-        at = start + place(k_major, span, row, k * e, e, lead, stride)
-        at ^= ((at >> 7) & mask) << 4
-        image[at : at + e] = raw[row, k]
     mode = {0: 0, 128: 1, 64: 2, 32: 3}[span]
-    return start >> 4 | lead >> 4 << 16 | stride >> 4 << 32 | mode << 62
-
-
-def strides(k_major: bool, span: int, rows: int, e: int) -> tuple[int, int]:
-    """(leading, stride) of a compact tile with 32 bytes of K."""
-    if k_major:
-        return (rows * 16, 128) if span == 0 else (16, 8 * span)
-    k = 32 // e
-    if span == 0:
-        return rows // (16 // e) * 128, 128  # k groups behind all of the rows
-    return k * span, 8 * span
+    return tiles.put(image, start, matrix, k_major, span, lead, stride) | mode << 62
 
 
 def accumulators(out: Tensor, n: int) -> Tensor:
