@@ -4,8 +4,6 @@
 
 #include <cstdint>
 
-#include "ada/params.h"
-#include "common/math/swizzled_tile.cuh"
 #include "common/mma_sync/config.cuh"
 #include "common/problem.h"
 
@@ -36,53 +34,21 @@ using D256       = Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>;
 
 // --- 8-bit inputs ---
 
-// A CTA, a warp and a step own what they own in mma_sync::Config; here an element is a byte.
-template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
-          int STAGES_, bool Q_IN_REGISTERS_, int CTAS_PER_SM_>
-struct Fp8Config {
-  static constexpr DType DTYPE = DTYPE_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
-  static constexpr int WARPS = WARPS_;
-  static constexpr int THREADS = 32 * WARPS;
-  static constexpr int M_TILES = M_TILES_;
-  static constexpr int WARP_ROWS = 16 * M_TILES;
-  static constexpr int BLOCK_Q = WARPS * WARP_ROWS;
-  static constexpr int BLOCK_K = BLOCK_K_;
-  static constexpr int STEP_KEYS = BLOCK_K;
-  static constexpr int STAGES = STAGES_;
-  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
-  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;
-
-  // A tile's elements are pairs of bytes: what ldmatrix moves.
-  using QKTile = math::SwizzledTile<HEAD_DIM / 2>;
-  using VTile = math::SwizzledTile<HEAD_DIM_V / 2>;
-
-  // Shared memory, in bytes: Q | K, V of each stage | Place.
-  static constexpr int K_BYTES = BLOCK_K * QKTile::ROW_BYTES;
-  static constexpr int V_BYTES = BLOCK_K * VTile::ROW_BYTES;
-  static constexpr int Q_SMEM = 0;
-  static constexpr int K_SMEM = Q_SMEM + BLOCK_Q * QKTile::ROW_BYTES;
-  static constexpr int V_SMEM = K_SMEM + K_BYTES;
-  static constexpr int STAGE_BYTES = K_BYTES + V_BYTES;
-  static constexpr int PLACE_SMEM = K_SMEM + STAGES * STAGE_BYTES;
+struct Fp8Inputs {
+  static constexpr int QK_PACK = 2;
+  static constexpr int V_PACK = 2;
   static constexpr int PLACE_BYTES = 160;
-  static constexpr int SHARED_BYTES = PLACE_SMEM + PLACE_BYTES;
+};
 
-  // P is 2^(score - base) with the base P_LOG2 below the row maximum, which makes the largest P
-  // 256: e4m3 ends at 448. The base follows the maximum when that has risen by more than BASE_LAG,
-  // before P reaches 256 * 2^0.75 = 431, which rounds to 416 or 448. Beyond LARGE_BASE the rounding
-  // of the base could carry P further, so there the base is the maximum itself and follows at once.
-  static constexpr float P_LOG2 = 8.0f;
-  static constexpr float BASE_LAG = 0.75f;
-  static constexpr float LARGE_BASE = 1 << 18;
-
-  static_assert(DTYPE == DType::E4M3 || DTYPE == DType::E5M2, "8-bit floating point only");
-  static_assert(STAGES == 1 || STAGES == 2, "the main loop knows one or two buffers");
-  static_assert(STEP_KEYS % 32 == 0, "mma.sync: 32 keys of P V");
-  static_assert(SCALE_ROWS % STEP_KEYS == 0, "the keys of a step share a descale");
-  static_assert(SCALE_ROWS % WARP_ROWS == 0, "the rows of a warp share a descale");
-  static_assert(SHARED_BYTES <= 99 * 1024, "CUDA: at most 99 KiB of shared memory in a CTA (8.9)");
+template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int WARPS, int M_TILES, int BLOCK_K,
+          int STAGES, bool Q_IN_REGISTERS, int CTAS_PER_SM>
+struct Fp8Config : Config<DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, M_TILES, BLOCK_K, BLOCK_K, STAGES,
+                          Q_IN_REGISTERS, CTAS_PER_SM, Fp8Inputs> {
+  static_assert(is_fp8(DTYPE), "8-bit floating point only");
+  static_assert(SCALE_ROWS % BLOCK_K == 0, "the keys of a step share a descale");
+  static_assert(SCALE_ROWS % (16 * M_TILES) == 0, "the rows of a warp share a descale");
+  static_assert(Fp8Config::SHARED_BYTES <= 99 * 1024,
+                "CUDA: at most 99 KiB of shared memory in a CTA (8.9)");
 };
 
 // clang-format off

@@ -45,38 +45,25 @@ constexpr mma_sync::Variant FP8_VARIANTS[] = {
 };
 constexpr mma_sync::Family FP8_FAMILY{"ada", FP8_VARIANTS};
 
-// Strides in pairs of bytes: core::why_not has seen that they are multiples of 16 bytes.
-void count_pairs(int64_t& batch, int64_t& head, int64_t& row) { batch /= 2, head /= 2, row /= 2; }
+// Strides in units of 16 bits: core::why_not has seen that they are multiples of 16 bytes.
+void count_units(int64_t& batch, int64_t& head, int64_t& row) { batch /= 2, head /= 2, row /= 2; }
 
 PlanResult plan_fp8(const Problem& problem, const Device& device) {
   Params params;
   std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
   AttentionParams& attention = params.attention;
   attention = core::params(problem);
-  count_pairs(attention.q_batch, attention.q_head, attention.q_row);
-  count_pairs(attention.k_batch, attention.k_head, attention.k_row);
-  count_pairs(attention.v_batch, attention.v_head, attention.v_row);
+  count_units(attention.q_batch, attention.q_head, attention.q_row);
+  count_units(attention.k_batch, attention.k_head, attention.k_row);
+  count_units(attention.v_batch, attention.v_head, attention.v_row);
   if (!attention.transform_scores) attention.tanh_scale = static_cast<float>(problem.scale);
-  const auto descale = [](const Strides& strides) {
-    return Descale{nullptr, strides.batch, strides.head, strides.row};
-  };
-  params.q = descale(problem.q_descale);
-  params.k = descale(problem.k_descale);
-  params.v = descale(problem.v_descale);
-  params.heads_per_q_descale = problem.descale & 8 ? attention.heads_per_kv : 1;
+  params.descales = core::descales(problem);
   params.out_dtype = problem.out_dtype;
 
   PlanResult result = mma_sync::plan(FP8_FAMILY, problem, device, core::bytes(params));
   if (auto* made = std::get_if<LaunchPlan>(&result)) {
-    const std::pair<Operand, size_t> scales[] = {{Operand::QDescale, offsetof(Params, q)},
-                                                 {Operand::KDescale, offsetof(Params, k)},
-                                                 {Operand::VDescale, offsetof(Params, v)}};
-    for (int i = 0; i < 3; ++i) {
-      if ((problem.descale >> i & 1) == 0) continue;
-      const auto& [operand, offset] = scales[i];
-      made->launches[0].pointers.push_back(
-          {operand, static_cast<int32_t>(offset + offsetof(Descale, gmem)), 0});
-    }
+    for (const PointerSlot& slot : core::descale_pointers(problem, offsetof(Params, descales)))
+      made->launches[0].pointers.push_back(slot);
   }
   return result;
 }

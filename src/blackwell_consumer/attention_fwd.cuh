@@ -239,14 +239,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     math::Outputs<C> o_rmem = {};
     math::RowState<C, WarpFlag> state;
     state.large.flag_smem = &place.large_bases;
-#pragma unroll
-    for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        state.base[m][r] = math::LOWEST;  // finite: no inf - inf in a row that has seen no key
-        state.sum[m][r] = 0.0f;
-      }
-    }
+    math::clear(state);
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);              // Q has landed
     if (C::Q_IN_REGISTERS && place.blocks.first <= place.blocks.last) {  // else there is no Q
       const uint32_t q_smem = lane_q_smem<C>(shared_smem);
@@ -266,7 +259,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
                      lane_k_smem<C>(shared_smem, ring.stage()));
       release(barriers.k_empty(ring.stage()));
-      if (attention.transform_scores) math::transform_scores<C>(s_rmem, attention);
+      if (attention.transform_scores)
+        math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       if (block < place.clear_first || block > place.clear_last) {
         const unsigned thread = ptx::mov_tid_x_volatile();
         const int first_row = place.work.first_row + thread / 32 * C::WARP_ROWS;

@@ -190,6 +190,27 @@ std::vector<PointerSlot> pointers(const Problem& problem) {
   return slots;
 }
 
+Descales descales(const Problem& problem) {
+  const auto descale = [](const Strides& strides) {
+    return Descale{nullptr, strides.batch, strides.head, strides.row};
+  };
+  return {descale(problem.q_descale), descale(problem.k_descale), descale(problem.v_descale),
+          problem.descale & 8 ? problem.heads_q / problem.heads_kv : 1};
+}
+
+std::vector<PointerSlot> descale_pointers(const Problem& problem, size_t offset) {
+  const std::pair<Operand, size_t> operands[] = {{Operand::QDescale, offsetof(Descales, q)},
+                                                 {Operand::KDescale, offsetof(Descales, k)},
+                                                 {Operand::VDescale, offsetof(Descales, v)}};
+  std::vector<PointerSlot> slots;
+  for (int i = 0; i < 3; ++i) {
+    if ((problem.descale >> i & 1) == 0) continue;
+    const auto& [operand, descale] = operands[i];
+    slots.push_back({operand, static_cast<int32_t>(offset + descale + offsetof(Descale, gmem)), 0});
+  }
+  return slots;
+}
+
 int64_t row_tiles(const Problem& problem, int block_q) {
   const int64_t tiles = ceil_div(problem.nq, block_q);
   return problem.varlen ? tiles + problem.batch : tiles * problem.batch;

@@ -2,6 +2,7 @@
 // addresses to bind. Pure host code.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "common/attention_params.h"
+#include "common/descales.h"
 #include "common/plan.h"
 #include "common/problem.h"
 
@@ -38,6 +40,10 @@ std::vector<uint8_t> bytes(const Params& params) {
 
 // The addresses to write into a parameter block that starts with AttentionParams.
 std::vector<PointerSlot> pointers(const Problem& problem);
+
+// The same for descales of q, k and v, which lie at `offset` of a parameter block.
+Descales descales(const Problem& problem);
+std::vector<PointerSlot> descale_pointers(const Problem& problem, size_t offset);
 
 // Row tiles of one head, all sequences together; with cu_seqlens the bound that holds whatever the
 // lengths are.

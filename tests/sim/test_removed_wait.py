@@ -11,7 +11,7 @@ import torch
 from archflash import sim
 from archflash.sim import _attention
 
-SOURCE = Path(__file__).parents[2] / "src" / "common" / "mma_sync" / "attention_fwd.cuh"
+SOURCE = Path(__file__).parents[2] / "src" / "common" / "mma_sync" / "main_loop.cuh"
 LOADS_Q = "load_q<C>(q_rmem[column / 16], q_smem, column);"
 
 
@@ -63,7 +63,7 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
         sim.run(q, k, k, implementation="ampere", mode=mode)
     errors = caught.value.report.errors
     assert errors[0].kind in kinds
-    place = f"common/mma_sync/attention_fwd.cuh:{line_of(text)}"
+    place = f"common/mma_sync/main_loop.cuh:{line_of(text)}"
     at = [error for error in errors if re.search(rf"{re.escape(place)}\b", error.source)]
     assert {error.kind for error in at} & kinds
     assert place in str(caught.value.report)

@@ -19,7 +19,7 @@ FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 SIXTEEN_BITS = {"float16": "f16", "bfloat16": "bf16"}
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # struct Params ends with three Descales (address, three strides), heads_per_q_descale, out_dtype.
-TAIL = struct.Struct("<Qqqq Qqqq Qqqq ii")
+TAIL = struct.Struct("<Qqqq Qqqq Qqqq q i4x")
 OUT_DTYPES = {"float16": 1, "bfloat16": 2}
 
 every_fp8 = pytest.mark.parametrize("dtype", FP8)

@@ -17,13 +17,17 @@ namespace archflash::math {
 constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 constexpr float LOWEST = -3.402823466e38f;
 
-// P is 2^(score - base) with a base that follows the row maximum only when that has risen by more
-// than this (in powers of two): P stays below 2^9, far from the limits of fp16, and the outputs are
-// rescaled in few blocks instead of all.
-constexpr float BASE_LAG = 8.0f;
-// From here on, score * scale - base in one FMA would leave the rounding of base alone, which is
-// more than P may grow by: see follow_maxima.
-constexpr float LARGE_BASE = 1 << 24;
+// P is 2^(score - base) with a base that follows the row maximum, P_LOG2 below it, only when that
+// has risen by more than BASE_LAG (all in powers of two): the outputs are rescaled in few blocks
+// instead of all. In 16 bits P stays below 2^9, far from the limits of fp16.
+// From LARGE_BASE on, score * scale - base in one FMA would leave the rounding of base alone, which
+// is more than P may grow by: see follow_maxima. There the base is the maximum itself.
+struct Weights16 {
+  static constexpr float P_LOG2 = 0.0f;
+  static constexpr float BASE_LAG = 8.0f;
+  static constexpr float LARGE_BASE = 1 << 24;
+  static constexpr float LARGE_BASE_LAG = BASE_LAG;
+};
 
 // The running state of a warp's rows. Index [m][r]: row lane/4 + 8r of row tile m.
 template <class C, class Flag = bool>
@@ -40,21 +44,35 @@ using Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / 16][4];
 template <class C>
 using Outputs = float[C::M_TILES][C::HEAD_DIM_V / 8][4];
 
+// Of rows that have seen no key.
+template <class C, class Flag>
+__device__ __forceinline__ void clear(RowState<C, Flag>& state) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      state.base[m][r] = LOWEST;  // finite: no inf - inf in a row that has seen no key
+      state.sum[m][r] = 0.0f;
+    }
+  }
+}
+
 // Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare, one
 // branch per step. tanh(y) = 1 - 2 / (1 + e^2y): its error is 2^-22 of 1, where tanh.approx has
 // 2^-11.
 template <class C>
-__device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, const AttentionParams& params) {
+__device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, float tanh_scale,
+                                                 float softcap) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float x = s_rmem[m][n][i] * params.tanh_scale;
+        const float x = s_rmem[m][n][i] * tanh_scale;
         const float power = ptx::ex2_approx_ftz(x * (2 * LOG2_E));
         const float tanh = fmaf(-2.0f, ptx::rcp_approx_ftz(1.0f + power), 1.0f);
-        s_rmem[m][n][i] = params.softcap == 0.0f ? x : params.softcap * tanh;
+        s_rmem[m][n][i] = softcap == 0.0f ? x : softcap * tanh;
       }
     }
   }
@@ -85,7 +103,7 @@ __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, const VisibleKeys
 }
 
 // Moves the bases of a warp's rows up to their maxima, and sums and outputs with them.
-template <class C, class Flag>
+template <class C, class Weights, class Flag>
 __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][2],
                                             RowState<C, Flag>& state, Outputs<C>& o_rmem,
                                             float exp2_scale) {
@@ -97,7 +115,9 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
       float row_max = lane_max[m][r];
       row_max = fmaxf(row_max, __shfl_xor_sync(FULL_WARP, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(FULL_WARP, row_max, 2));
-      const float base = fmaxf(state.base[m][r], row_max * exp2_scale);
+      float base = __fmul_rn(row_max, exp2_scale);
+      if (Weights::P_LOG2 != 0.0f && fabsf(base) <= Weights::LARGE_BASE) base -= Weights::P_LOG2;
+      base = fmaxf(state.base[m][r], base);
       const float correction = ptx::ex2_approx_ftz(state.base[m][r] - base);
       state.base[m][r] = base;
       state.sum[m][r] *= correction;
@@ -106,7 +126,7 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
         o_rmem[m][n][2 * r] *= correction;
         o_rmem[m][n][2 * r + 1] *= correction;
       }
-      large |= fabsf(base) > LARGE_BASE && base != LOWEST;
+      large |= fabsf(base) > Weights::LARGE_BASE - Weights::P_LOG2 && base != LOWEST;
     }
   }
   state.large = __any_sync(FULL_WARP, large);
@@ -114,9 +134,12 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
 
 // Moves the bases of a warp's rows up where these scores ask for it. Returns the scale to weigh
 // them with, which may be another than the given one: the scores may be scaled already.
-template <class C, class Flag>
+template <class C, class Weights = Weights16, class Flag>
 __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Flag>& state,
                                                Outputs<C>& o_rmem, float exp2_scale) {
+  constexpr float LAG = Weights::P_LOG2 + Weights::BASE_LAG;
+  float lag = LAG;
+  if (Weights::LARGE_BASE_LAG != LAG && state.large) lag = Weights::LARGE_BASE_LAG;
   float lane_max[C::M_TILES][2];
   bool rises = false;
 #pragma unroll
@@ -129,10 +152,10 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
         max = fmaxf(max, fmaxf(s_rmem[m][n][2 * r], s_rmem[m][n][2 * r + 1]));
       }
       lane_max[m][r] = max;
-      rises |= fmaf(max, exp2_scale, -BASE_LAG) > state.base[m][r];
+      rises |= fmaf(max, exp2_scale, -lag) > state.base[m][r];
     }
   }
-  if (__any_sync(FULL_WARP, rises)) raise_bases<C>(lane_max, state, o_rmem, exp2_scale);
+  if (__any_sync(FULL_WARP, rises)) raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale);
 
   // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
   // subtracted: the largest of a row meets its own base and gives 1.
@@ -180,6 +203,41 @@ __device__ __forceinline__ void weigh_all_scores(const Scores<C>& s_rmem, Probab
   }
 }
 
+// Where a warp's rows are written. warp_row counts from the CTA's first row.
+struct OutRows {
+  int batch, head;
+  int64_t packed_row;  // the first; with cu_seqlens of all sequences
+  int rows;            // of this warp and beyond
+  float sink;          // of the head
+
+  __device__ __forceinline__ OutRows(const AttentionParams& params, const Work& work, int warp_row)
+      : batch(work.batch_head / params.heads_q),
+        head(work.batch_head % params.heads_q),
+        packed_row(sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + work.first_row +
+                   warp_row),
+        rows(work.nq - work.first_row - warp_row),
+        sink(load_sink(params, head)) {}
+
+  __device__ __forceinline__ uint16_t* out_gmem(const AttentionParams& params) const {
+    return static_cast<uint16_t*>(params.out_gmem) + batch * params.out_batch +
+           head * params.out_head + packed_row * params.out_row;
+  }
+  __device__ __forceinline__ void store_lse(const AttentionParams& params, int row,
+                                            float lse) const {
+    params.lse_gmem[batch * params.lse_batch + head * params.lse_head + packed_row + row] = lse;
+  }
+};
+
+// Row lane/4 + 8r of row tile m, once all keys are weighed. All lanes of the warp call it.
+template <class C, class Flag>
+__device__ __forceinline__ RowEnd finish_lane_row(const RowState<C, Flag>& state, int m, int r,
+                                                  float sink) {
+  float sum = state.sum[m][r];
+  sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+  sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+  return finish_row(sum == 0.0f ? MINUS_INFINITY : state.base[m][r] * LN_2, sum, sink);
+}
+
 // Rows go through `rows_smem`, the warp's own part of shared memory in the layout of Tile, so that
 // each lane writes 16 bytes to global memory and a row is written whole. warp_row counts from the
 // CTA's first row.
@@ -187,23 +245,13 @@ template <class C, class Tile, class Flag>
 __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C, Flag>& state,
                                           const AttentionParams& params, const Work& work,
                                           int warp_row, unsigned char* rows_smem) {
+  const OutRows out(params, work, warp_row);
   const int lane = threadIdx.x % 32;
-  const int batch = work.batch_head / params.heads_q;
-  const int head = work.batch_head % params.heads_q;
-  const int64_t packed_row =
-      sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + work.first_row + warp_row;
-  const int rows = work.nq - work.first_row - warp_row;  // of this warp and beyond
-  const float sink = load_sink(params, head);
-
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = state.sum[m][r];
-      sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-      sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-      const float keys_max = sum == 0.0f ? MINUS_INFINITY : state.base[m][r] * LN_2;
-      const RowEnd end = finish_row(keys_max, sum, sink);
+      const RowEnd end = finish_lane_row<C>(state, m, r, out.sink);
       const int row = 16 * m + 8 * r + lane / 4;
 #pragma unroll
       for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
@@ -212,22 +260,19 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
         const int offset = Tile::offset(row, n);
         *reinterpret_cast<uint32_t*>(rows_smem + offset + lane % 4 * 4) = pair;
       }
-      if (params.lse_gmem != nullptr && lane % 4 == 0 && row < rows) {
-        params.lse_gmem[batch * params.lse_batch + head * params.lse_head + packed_row + row] =
-            end.lse;
-      }
+      if (params.lse_gmem != nullptr && lane % 4 == 0 && row < out.rows)
+        out.store_lse(params, row, end.lse);
     }
   }
   __syncwarp();  // the warp's rows are complete before any lane reads them
 
-  uint16_t* out_gmem = static_cast<uint16_t*>(params.out_gmem) + batch * params.out_batch +
-                       head * params.out_head + packed_row * params.out_row;
+  uint16_t* out_gmem = out.out_gmem(params);
 #pragma unroll 4
   for (int index = lane; index < C::WARP_ROWS * (C::HEAD_DIM_V / 8); index += 32) {
     const int row = index / (C::HEAD_DIM_V / 8);
     const int chunk = index % (C::HEAD_DIM_V / 8);
     const uint4 x = *reinterpret_cast<const uint4*>(rows_smem + Tile::offset(row, chunk));
-    if (row < rows && chunk * 8 < params.dv) {
+    if (row < out.rows && chunk * 8 < params.dv) {
       ptx::st_global_v4_b32(out_gmem + row * params.out_row + chunk * 8, x.x, x.y, x.z, x.w);
     }
   }

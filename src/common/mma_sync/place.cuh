@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/mma_sync/tile.cuh"
@@ -13,11 +14,19 @@ namespace archflash::mma_sync {
 // What the main loop needs to know of its CTA. In shared memory, read when it is needed: outputs
 // and scores leave few registers.
 struct Place {
-  const uint16_t* k_gmem;  // of the sequence's first key
+  const uint16_t* k_gmem;  // of the sequence's first key; units of 16 bits, as strides count them
   const uint16_t* v_gmem;
   math::Work work;
   math::VisibleKeys visible;
 };
+
+// Called by one thread, for all.
+__device__ __forceinline__ Place find_place(const AttentionParams& params, const math::Work& work) {
+  const math::Offsets offsets = math::find_offsets(params, work);
+  return {static_cast<const uint16_t*>(params.k_gmem) + offsets.k,
+          static_cast<const uint16_t*>(params.v_gmem) + offsets.v, work,
+          math::find_visible_keys(params, work)};
+}
 
 // The rows of this thread's warp.
 template <class C>

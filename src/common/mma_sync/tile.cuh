@@ -1,5 +1,6 @@
 // The moving parts of the kernels on mma.sync: loads into swizzled shared memory, the lane maps of
-// ldmatrix and mma.sync, and the two products.
+// ldmatrix and mma.sync, and the two products. Two 8-bit elements take the place of one of 16 bits:
+// rows are read in units of 16 bits, and a fragment of k16 units is one of k32 elements.
 #pragma once
 
 #include <cstdint>
@@ -112,7 +113,22 @@ __device__ __forceinline__ uint32_t columns_first_offset(int lane) {
   return Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Q fragments of 16 columns.
+// Of V, transposed. A unit of 8-bit V is two columns, and 32 keys are read at once.
+template <class C>
+__device__ __forceinline__ uint32_t v_first_offset(int lane) {
+  if constexpr (C::V_PACK == 2) {
+    return C::VTile::offset(lane, 0);
+  } else {
+    return rows_first_offset<typename C::VTile>(lane);
+  }
+}
+
+template <class C>
+using QFragments = uint32_t[C::Q_IN_REGISTERS ? C::QKTile::COLUMNS / 16 : 1][C::M_TILES][4];
+template <class C>
+using Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / (16 * C::V_PACK)][4];
+
+// Q fragments of 16 units.
 template <class C>
 __device__ __forceinline__ void load_q(uint32_t (&q_rmem)[C::M_TILES][4],
                                        uint32_t q_smem /* this lane's row */, int column) {
@@ -123,13 +139,24 @@ __device__ __forceinline__ void load_q(uint32_t (&q_rmem)[C::M_TILES][4],
   }
 }
 
+// s += q k^T of one tile of 16 rows and 8 keys over 16 units of columns.
+template <class C>
+__device__ __forceinline__ void multiply_qk_tile(float (&s_rmem)[4], const uint32_t (&q_rmem)[4],
+                                                 uint32_t k0, uint32_t k1) {
+  if constexpr (C::QK_PACK == 2) {
+    ptx::mma_m16n8k32<C::DTYPE, C::DTYPE>(s_rmem, q_rmem, k0, k1);
+  } else {
+    ptx::mma_m16n8k16<C::DTYPE>(s_rmem, q_rmem, k0, k1);
+  }
+}
+
 // S = Q K^T for STEP_KEYS keys. Lane l holds rows l/4 and l/4 + 8 of each row tile, of key tile n
 // the keys 8n + 2*(l%4) and the next one.
 template <class C>
-__device__ __forceinline__ void multiply_qk(
-    float (&s_rmem)[C::M_TILES][C::STEP_KEYS / 8][4],
-    const uint32_t (&all_q_rmem)[C::Q_IN_REGISTERS ? C::HEAD_DIM / 16 : 1][C::M_TILES][4],
-    uint32_t q_smem /* this lane's row */, uint32_t k_smem /* this lane's row */) {
+__device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::M_TILES][C::STEP_KEYS / 8][4],
+                                            const QFragments<C>& all_q_rmem,
+                                            uint32_t q_smem /* this lane's row */,
+                                            uint32_t k_smem /* this lane's row */) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -139,7 +166,7 @@ __device__ __forceinline__ void multiply_qk(
     }
   }
 #pragma unroll
-  for (int column = 0; column < C::HEAD_DIM; column += 16) {
+  for (int column = 0; column < C::QKTile::COLUMNS; column += 16) {
     uint32_t q_rmem[C::M_TILES][4];
     if constexpr (C::Q_IN_REGISTERS) {
 #pragma unroll
@@ -157,8 +184,51 @@ __device__ __forceinline__ void multiply_qk(
                        C::QKTile::advance(k_smem, column / 8) + n * 8 * C::QKTile::ROW_BYTES);
 #pragma unroll
       for (int m = 0; m < C::M_TILES; ++m) {
-        ptx::mma_m16n8k16<C::DTYPE>(s_rmem[m][n], q_rmem[m], k_rmem[0], k_rmem[1]);
-        ptx::mma_m16n8k16<C::DTYPE>(s_rmem[m][n + 1], q_rmem[m], k_rmem[2], k_rmem[3]);
+        multiply_qk_tile<C>(s_rmem[m][n], q_rmem[m], k_rmem[0], k_rmem[1]);
+        multiply_qk_tile<C>(s_rmem[m][n + 1], q_rmem[m], k_rmem[2], k_rmem[3]);
+      }
+    }
+  }
+}
+
+// The fragments b of 32 keys of 8-bit V, without a transposed V in memory. ldmatrix.trans of units
+// of two bytes gave lane (g, t) the columns 2g and 2g+1 of the keys 2t, 2t+1 of each of four key
+// tiles; one byte permutation for each register sorts them by column.
+//   keys     4t to 4t+3 (and 4t+16 to 4t+19) of mma.sync are 2t, 2t+1, 2t+8, 2t+9 (and 16 more):
+//            just those of which this lane has the scores, so that P is its fragment a as it is
+//   columns  0 to 7 of mma.sync are the even ones of 16, then the odd ones
+struct Fp8VFragments {
+  uint32_t even[2], odd[2];
+
+  __device__ __forceinline__ explicit Fp8VFragments(const uint32_t (&v_rmem)[4]) {
+    constexpr uint32_t EVEN_BYTES = 0x6420, ODD_BYTES = 0x7531;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      even[i] = __byte_perm(v_rmem[2 * i], v_rmem[2 * i + 1], EVEN_BYTES);
+      odd[i] = __byte_perm(v_rmem[2 * i], v_rmem[2 * i + 1], ODD_BYTES);
+    }
+  }
+};
+
+// O += P V for STEP_KEYS keys, V in 8 bits: of a row and 16 columns a lane holds 4t to 4t+3 in
+// o_rmem[m][n][..], n even: the even ones, and [n + 1], the odd ones.
+template <class C>
+__device__ __forceinline__ void multiply_pv_fp8(float (&o_rmem)[C::M_TILES][C::HEAD_DIM_V / 8][4],
+                                                const Probabilities<C>& p_rmem,
+                                                uint32_t v_smem /* this lane's row */) {
+#pragma unroll
+  for (int key = 0; key < C::STEP_KEYS; key += 32) {
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+      uint32_t v_rmem[4];
+      ptx::ldmatrix_x4_trans(v_rmem, C::VTile::advance(v_smem, n / 2) + key * C::VTile::ROW_BYTES);
+      const Fp8VFragments v(v_rmem);
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+        ptx::mma_m16n8k32<DType::E4M3, C::DTYPE>(o_rmem[m][n], p_rmem[m][key / 32], v.even[0],
+                                                 v.even[1]);
+        ptx::mma_m16n8k32<DType::E4M3, C::DTYPE>(o_rmem[m][n + 1], p_rmem[m][key / 32], v.odd[0],
+                                                 v.odd[1]);
       }
     }
   }
@@ -167,10 +237,9 @@ __device__ __forceinline__ void multiply_qk(
 // O += P V for STEP_KEYS keys. The fragments d of Q K^T of two neighbouring key tiles are, as pairs
 // of 16-bit values, the fragment a of P V.
 template <class C>
-__device__ __forceinline__ void multiply_pv(
-    float (&o_rmem)[C::M_TILES][C::HEAD_DIM_V / 8][4],
-    const uint32_t (&p_rmem)[C::M_TILES][C::STEP_KEYS / 16][4],
-    uint32_t v_smem /* this lane's row */) {
+__device__ __forceinline__ void multiply_pv(float (&o_rmem)[C::M_TILES][C::HEAD_DIM_V / 8][4],
+                                            const Probabilities<C>& p_rmem,
+                                            uint32_t v_smem /* this lane's row */) {
 #pragma unroll
   for (int key = 0; key < C::STEP_KEYS; key += 16) {
 #pragma unroll
