@@ -1,5 +1,5 @@
-"""Products of matrices: a pipeline of TMA, mbarriers and mma.sync, compiled from CUDA C++; wgmma with
-A in shared memory or in registers, as PTX of our own.
+"""Products of matrices: a pipeline of TMA, mbarriers and mma.sync, compiled from CUDA C++; and
+wgmma with A in shared memory or in registers, as PTX of our own.
 """
 
 from __future__ import annotations
