@@ -211,6 +211,7 @@ std::span<const FormTable> form_tables() {
       {"matrices", matrix_forms()},
       {"mbarriers", mbarrier_forms()},
       {"bulk copies", bulk_forms()},
+      {"asynchronous stores", store_async_forms()},
       {"clusters, register pools", cluster_forms()},
       {"wgmma", wgmma_forms()},
       {"tcgen05", tcgen05_forms()},

@@ -257,19 +257,24 @@ int RaceDetector::add_unit() {
   return agents_++;
 }
 
-Race RaceDetector::async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes) {
+Race RaceDetector::async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes,
+                               AsyncWrite kind) {
   Race race = check_async_reads(who, offset, bytes);
   const uint32_t last = (offset + bytes - 1) >> shift_;
   const auto columns = static_cast<size_t>(warps_);
   const uint32_t* passed = nullptr;
+  const bool updates = kind == AsyncWrite::Update;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
-    if (!race.found) race = check_async(who, writes_[g]);
+    if (!race.found && !(updates && writes_[g].atomic)) {
+      race =
+          kind == AsyncWrite::Proxy ? check_async(who, writes_[g]) : check_write(who, writes_[g]);
+    }
     const uint32_t* const readers = &reads_[g * columns];
     if (!race.found && (passed == nullptr || !std::equal(readers, readers + columns, passed))) {
-      race = check_readers(who, readers);
+      race = check_readers(who, readers, updates);
       passed = readers;
     }
-    writes_[g] = {UNFINISHED, static_cast<uint16_t>(unit), static_cast<uint8_t>(who.lane), 0,
+    writes_[g] = {UNFINISHED, static_cast<uint16_t>(unit), static_cast<uint8_t>(who.lane), updates,
                   who.pc};
   }
   return race;

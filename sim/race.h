@@ -47,6 +47,10 @@ struct Race {
   int64_t other_pc = -1;  // -1: unknown (an earlier read)
 };
 
+// How an asynchronous write is ordered: after what is visible to the async proxy, as a thread's own
+// write, or as an atomic one.
+enum class AsyncWrite : uint8_t { Proxy, Generic, Update };
+
 class RaceDetector {
  public:
   static constexpr Clock UNFINISHED = UINT32_MAX;  // of what a unit has under way
@@ -81,7 +85,8 @@ class RaceDetector {
   Race copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_t offset, uint32_t bytes);
   // Accesses in the async proxy that warp `who.agent` starts now and `unit` carries out. A write is
   // in flight until `landed`; reads are done when the unit's clock, as others know it, is `clock`.
-  Race async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes);
+  Race async_write(const Accessor& who, int unit, uint32_t offset, uint32_t bytes,
+                   AsyncWrite kind = AsyncWrite::Proxy);
   void landed(int unit, Clock clock, uint32_t offset, uint32_t bytes);
   Race async_read(const Accessor& who, int unit, Clock clock, uint32_t offset, uint32_t bytes);
   // Likewise of the warp's matrix agent: whole units of 16 bytes.

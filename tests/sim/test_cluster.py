@@ -59,8 +59,8 @@ ret;
 """
 
 
-def exchange(text: str, **options: object) -> tuple[sim.Report, torch.Tensor]:
-    out = torch.zeros(128, dtype=torch.int32)
+def exchange(text: str, size: int = 128, **options: object) -> tuple[sim.Report, torch.Tensor]:
+    out = torch.zeros(size, dtype=torch.int32)
     program = sim.load(HEADER + text)
     options = {"grid": (2,), "cluster": (2,), "check": False} | options
     return sim.launch(program, "test", [out], **options), out
@@ -158,6 +158,102 @@ barrier.cluster.arrive.aligned;
 barrier.cluster.wait.aligned;
 """
 )
+
+
+# Each CTA of two stores two words a thread in the other one's shared memory, and adds to its four
+# counters.
+STORE_ASYNC = """
+.visible .entry test(.param .u64 out)
+{
+.reg .pred %p<4>;
+.reg .b32 %r<20>;
+.reg .b64 %rd<8>;
+.shared .align 16 .b8 box[256];
+.shared .align 16 .b8 counters[16];
+.shared .align 8 .b64 bar;
+ld.param.u64 %rd0, [out];
+mov.u32 %r0, %tid.x;
+mov.u32 %r1, %cluster_ctarank;
+xor.b32 %r2, %r1, 1;
+setp.ne.u32 %p0, %r0, 0;
+mov.u32 %r10, bar;
+mov.u32 %r12, counters;
+@%p0 bra READY;
+mbarrier.init.shared::cta.b64 [%r10], 1;
+fence.mbarrier_init.release.cluster;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 384;
+st.shared.v4.u32 [%r12], {1000, 2000, 3000, 4000};
+READY:
+barrier.cluster.arrive.release.aligned;
+barrier.cluster.wait.acquire.aligned;
+mov.u32 %r3, box;
+shl.b32 %r4, %r0, 3;
+add.u32 %r3, %r3, %r4;
+mapa.shared::cluster.u32 %r5, %r3, %r2;
+mapa.shared::cluster.u32 %r11, %r10, %r2;
+mad.lo.u32 %r6, %r1, 100, %r0;
+add.u32 %r7, %r6, 500;
+st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%r5], {%r6, %r7}, [%r11];
+and.b32 %r13, %r0, 3;
+shl.b32 %r13, %r13, 2;
+add.u32 %r13, %r13, %r12;
+mapa.shared::cluster.u32 %r14, %r13, %r2;
+red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32
+    [%r14], %r6, [%r11];
+WAIT:
+mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p1, [%r10], 0;
+@!%p1 bra WAIT;
+ld.shared.v2.u32 {%r6, %r7}, [%r3];
+ld.shared.u32 %r8, [%r13];
+mad.lo.u32 %r9, %r1, 32, %r0;
+mad.wide.u32 %rd1, %r9, 16, %rd0;
+st.global.v4.u32 [%rd1], {%r6, %r7, %r8, %r9};
+barrier.cluster.arrive.release.aligned;
+barrier.cluster.wait.acquire.aligned;
+ret;
+}
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_asynchronous_stores_and_reductions_arrive_with_their_bytes(mode: str) -> None:
+    for seed in range(3):
+        report, out = exchange(STORE_ASYNC, size=256, mode=mode, seed=seed)
+        assert not report.findings
+        rows = out.view(2, 32, 4)
+        for rank in range(2):
+            sent = torch.arange(32, dtype=torch.int32) + 100 * (1 - rank)
+            assert torch.equal(rows[rank, :, 0], sent)
+            assert torch.equal(rows[rank, :, 1], sent + 500)
+            sums = torch.arange(1000, 5000, 1000) + sent.view(8, 4).sum(0)
+            assert torch.equal(rows[rank, :, 2].view(8, 4), sums.int().expand(8, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("old", "new", "kinds"),
+    [
+        (
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p1, [%r10], 0;\n"
+            "@!%p1 bra WAIT;",
+            "",
+            {"race", "in-flight", "uninitialised"},
+        ),
+        ("_, [%r10], 384", "_, [%r10], 400", {"deadlock"}),
+        ("_, [%r10], 384", "_, [%r10], 368", {"race", "in-flight", "pending-copy"}),
+        ("st.shared.v4.u32 [%r12], {1000, 2000, 3000, 4000};", "", {"uninitialised"}),
+        ("{%r6, %r7}, [%r11];", "{%r6, %r7}, [%r10];", {"mbarrier"}),
+        (".add.u32\n    [%r14]", ".add.u32\n    [%r5]", {"race"}),
+        ("[%r5], {%r6, %r7}", "[%r5+4], {%r6, %r7}", {"misaligned"}),
+        ("[%r5], {%r6, %r7}", "[%r11], {%r6, %r7}", {"mbarrier"}),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_asynchronous_stores_is_named(
+    old: str, new: str, kinds: set[str], mode: str
+) -> None:
+    assert STORE_ASYNC.count(old) == 1
+    report, _ = exchange(STORE_ASYNC.replace(old, new), size=256, mode=mode)
+    assert kinds & {f.kind for f in report.findings}, report.findings
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -47,30 +47,32 @@ def test_phases_flip_as_on_an_h200() -> None:
     assert out[:6].tolist() == [2, 2, 1, 1, 1, 2]
 
 
+STATES = """
+mbarrier.init.shared.b64 [smem], 3;
+mbarrier.arrive.shared.b64 %rd20, [smem];
+mbarrier.pending_count.b64 %r1, %rd20;
+st.global.u32 [%rd0], %r1;
+mbarrier.arrive.noComplete.shared.b64 %rd21, [smem], 1;
+mbarrier.pending_count.b64 %r1, %rd21;
+st.global.u32 [%rd0+4], %r1;
+mbarrier.test_wait.shared.b64 %p1, [smem], %rd21;
+selp.u32 %r1, 1, 0, %p1;
+st.global.u32 [%rd0+8], %r1;
+mbarrier.arrive_drop.shared.b64 %rd22, [smem];
+mbarrier.test_wait.shared.b64 %p1, [smem], %rd21;
+selp.u32 %r1, 1, 0, %p1;
+st.global.u32 [%rd0+12], %r1;
+mbarrier.arrive.shared.b64 %rd22, [smem];
+mbarrier.pending_count.b64 %r1, %rd22;
+st.global.u32 [%rd0+16], %r1;
+mbarrier.arrive.shared.b64 %rd22, [smem];
+mbarrier.inval.shared.b64 [smem];
+"""
+
+
 def test_states_and_pending_counts() -> None:
-    body = """
-    mbarrier.init.shared.b64 [smem], 3;
-    mbarrier.arrive.shared.b64 %rd20, [smem];
-    mbarrier.pending_count.b64 %r1, %rd20;
-    st.global.u32 [%rd0], %r1;
-    mbarrier.arrive.noComplete.shared.b64 %rd21, [smem], 1;
-    mbarrier.pending_count.b64 %r1, %rd21;
-    st.global.u32 [%rd0+4], %r1;
-    mbarrier.test_wait.shared.b64 %p1, [smem], %rd21;
-    selp.u32 %r1, 1, 0, %p1;
-    st.global.u32 [%rd0+8], %r1;
-    mbarrier.arrive_drop.shared.b64 %rd22, [smem];
-    mbarrier.test_wait.shared.b64 %p1, [smem], %rd21;
-    selp.u32 %r1, 1, 0, %p1;
-    st.global.u32 [%rd0+12], %r1;
-    mbarrier.arrive.shared.b64 %rd22, [smem];
-    mbarrier.pending_count.b64 %r1, %rd22;
-    st.global.u32 [%rd0+16], %r1;
-    mbarrier.arrive.shared.b64 %rd22, [smem];
-    mbarrier.inval.shared.b64 [smem];
-    """
     out = words()
-    run(program(body, shared=16), out, words(), block=(1, 1, 1))
+    run(program(STATES, shared=16), out, words(), block=(1, 1, 1))
     assert out[:5].tolist() == [3, 2, 0, 1, 2]
 
 
@@ -267,33 +269,38 @@ def test_a_phase_that_is_half_full_at_the_exit_is_a_lint() -> None:
     }
 
 
+def copies(noinc: bool) -> str:
+    """cp.async by 32 lanes, each waiting for another one's word."""
+    body = """
+setp.ne.u32 %p1, %r0, 0;
+@%p1 bra READY;
+mbarrier.init.shared.b64 [smem+128], COUNT;
+READY:
+bar.sync 0;
+mov.u32 %r1, smem;
+shl.b32 %r2, %r0, 2;
+add.u32 %r1, %r1, %r2;
+cp.async.ca.shared.global [%r1], [%rd10], 4;
+cp.async.mbarrier.arriveNOINC.shared.b64 [smem+128];
+AGAIN
+WAIT:
+mbarrier.try_wait.parity.shared.b64 %p2, [smem+128], 0;
+@!%p2 bra WAIT;
+xor.b32 %r2, %r2, 64;
+mov.u32 %r1, smem;
+add.u32 %r1, %r1, %r2;
+ld.shared.u32 %r3, [%r1];
+st.global.u32 [%rd11], %r3;
+"""
+    body = body.replace("NOINC", ".noinc" if noinc else "").replace("COUNT", "32")
+    body = body.replace("AGAIN", "" if noinc else "mbarrier.arrive.shared.b64 %rd20, [smem+128];")
+    return program(body, shared=256)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("noinc", [False, True])
 def test_copies_arrive_when_they_have_landed(mode: str, noinc: bool) -> None:
-    body = """
-    setp.ne.u32 %p1, %r0, 0;
-    @%p1 bra READY;
-    mbarrier.init.shared.b64 [smem+128], COUNT;
-    READY:
-    bar.sync 0;
-    mov.u32 %r1, smem;
-    shl.b32 %r2, %r0, 2;
-    add.u32 %r1, %r1, %r2;
-    cp.async.ca.shared.global [%r1], [%rd10], 4;
-    cp.async.mbarrier.arriveNOINC.shared.b64 [smem+128];
-    AGAIN
-    WAIT:
-    mbarrier.try_wait.parity.shared.b64 %p2, [smem+128], 0;
-    @!%p2 bra WAIT;
-    xor.b32 %r2, %r2, 64;
-    mov.u32 %r1, smem;
-    add.u32 %r1, %r1, %r2;
-    ld.shared.u32 %r3, [%r1];
-    st.global.u32 [%rd11], %r3;
-    """
-    body = body.replace("NOINC", ".noinc" if noinc else "").replace("COUNT", "32")
-    body = body.replace("AGAIN", "" if noinc else "mbarrier.arrive.shared.b64 %rd20, [smem+128];")
     out = words()
-    report = run(program(body, shared=256), words() * 3, out, mode=mode)
+    report = run(copies(noinc), words() * 3, out, mode=mode)
     assert not report.findings
     assert torch.equal(out[:32], (torch.arange(32, dtype=torch.int32) ^ 16) * 3)

@@ -134,6 +134,130 @@ def _others() -> Iterator[Case]:
         grid=2,
         cluster=2,
     )
+    yield Case(
+        "store-async",
+        test_cluster.HEADER + test_cluster.STORE_ASYNC.replace("{\n.reg .pred", clustered, 1),
+        lambda: [torch.zeros(256, dtype=torch.int32)],
+        0,
+        grid=2,
+        cluster=2,
+    )
+
+
+# Operation, type; f16 and bf16 are rounded as they are added.
+REDUCTIONS = [
+    ("add", "u32"), ("add", "s32"), ("add", "u64"), ("add.noftz", "f16"), ("add.noftz", "bf16"),
+    ("add", "f32"), ("add", "f64"), ("min", "s32"), ("max", "u32"), ("min", "u64"), ("max", "s64"),
+    ("min", "f16"), ("max", "bf16"), ("inc", "u32"), ("dec", "u32"), ("and", "b32"), ("or", "b32"),
+    ("xor", "b32"), ("and", "b64"),
+]  # fmt: skip
+REDUCED = 128  # bytes of each
+_TYPES = {
+    "32": torch.int32, "64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16,
+    "f32": torch.float32, "f64": torch.float64,
+}  # fmt: skip
+
+
+def _elements(stream: int) -> Tensor:
+    """REDUCED bytes for each reduction; its elements are close to others, to show who is less."""
+    generator = torch.Generator().manual_seed(stream)
+    parts = []
+    for _, name in REDUCTIONS:
+        dtype = _TYPES.get(name) or _TYPES[name[1:]]
+        count = REDUCED // dtype.itemsize
+        values = (
+            torch.randn(count, generator=generator) * 100
+            if dtype.is_floating_point
+            else torch.randint(-8, 8, (count,), generator=generator)
+        )
+        parts.append(values.to(dtype).view(torch.uint8))
+    return torch.cat(parts)
+
+
+def _reductions() -> Case:
+    size = REDUCED * len(REDUCTIONS)
+    wait = test_tma.WAIT.format(n=0, parity=0)
+    stores = "".join(
+        f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation}.{name} "
+        f"[%out+{REDUCED * i}], [%r31+{REDUCED * i}], {REDUCED};\n"
+        for i, (operation, name) in enumerate(REDUCTIONS)
+    )
+    body = f"""
+@!%p0 bra DONE;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r30], {size};
+ld.param.u64 %rd5, [from];
+cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r31], [%rd5], {size}, [%r30];
+{wait}
+{stores}
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group 0;
+DONE:
+"""
+    return Case(
+        "reductions",
+        test_tma.kernel(body, parameters=", .param .u64 from"),
+        lambda: [
+            sim.TensorMap(test_tma.tensor(8, 8), [8, 8]),
+            _elements(0).view(torch.int32),
+            _elements(1).view(torch.int32),
+        ],
+        1,
+        shared_bytes=test_tma.SHARED,
+    )
+
+
+def _runs() -> Iterator[Case]:
+    """Plain bulk copies, reductions, and mbarriers with several warps."""
+    yield _reductions()
+    yield Case(
+        "bulk-plain",
+        test_tma.kernel(test_tma.FLAT, parameters=", .param .u64 from"),
+        lambda: [
+            sim.TensorMap(test_tma.tensor(8, 8), [8, 8]),
+            torch.full((256,), 7, dtype=torch.int32),
+            torch.arange(256, dtype=torch.int32),
+        ],
+        1,
+        shared_bytes=test_tma.SHARED,
+    )
+    yield Case(
+        "store-add",
+        test_tma.kernel(test_tma.STORE.format(words=256, at="0, 8")).replace(
+            "cp.async.bulk.tensor.2d.global.shared::cta.tile",
+            "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile",
+        ),
+        lambda: [
+            sim.TensorMap(torch.ones(16, 32, dtype=torch.int32), [32, 8]),
+            torch.zeros(8, dtype=torch.int32),
+        ],
+        0,
+        shared_bytes=test_tma.SHARED,
+    )
+    yield Case(
+        "mbarrier-states",
+        program(test_mbarrier.STATES, shared=16),
+        lambda: [torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)],
+        0,
+        block=1,
+    )
+    for wait in (".try_wait.", ".test_wait."):
+        yield Case(
+            f"mbarrier-ring-{wait.strip('.')}",
+            test_mbarrier.ring(**{".WAIT.": wait}),
+            lambda: [torch.zeros(128, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)],
+            0,
+            block=64,
+        )
+    for noinc in (False, True):
+        yield Case(
+            f"mbarrier-copies{'-noinc' if noinc else ''}",
+            test_mbarrier.copies(noinc),
+            lambda: [
+                torch.arange(256, dtype=torch.int32) * 3,
+                torch.zeros(256, dtype=torch.int32),
+            ],
+            1,
+        )
 
 
 def _products() -> Iterator[Case]:
@@ -202,4 +326,4 @@ def sample_cases() -> list[Case]:
 def cases() -> list[Case]:
     """All that a card of capability 9.0 runs."""
     for_90 = [case for case in sample_cases() if ".target sm_90a" in case.text]
-    return [*_loads(), *_stores(), *_others(), *_products(), *for_90]
+    return [*_loads(), *_stores(), *_others(), *_runs(), *_products(), *for_90]
