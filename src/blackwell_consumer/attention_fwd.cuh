@@ -142,13 +142,13 @@ struct Place {
   math::VisibleKeys visible;
 };
 
-// A flag in shared memory, the same for the whole warp.
+// A flag in shared memory, the same for the whole warp. Assigned after a vote: every lane has
+// branched on what it read before.
 struct WarpFlag {
   uint32_t* flag_smem;
 
   __device__ __forceinline__ operator bool() const { return *flag_smem != 0; }
   __device__ __forceinline__ void operator=(bool value) {
-    __syncwarp();  // nobody reads the value before any more
     if (threadIdx.x % 32 == 0) *flag_smem = value;
     __syncwarp();  // it is written before any lane reads it
   }
@@ -173,9 +173,8 @@ __device__ __forceinline__ Place find_place(const AttentionParams& params, const
   return place;
 }
 
-// All lanes of the warp have read what the barrier guards.
 __device__ __forceinline__ void release(uint32_t barrier_smem) {
-  __syncwarp();
+  __syncwarp();  // all lanes of the warp have read what the barrier guards
   if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
 }
 
@@ -202,9 +201,10 @@ __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage)
 // A block of which this warp sees nothing: others may.
 template <class C>
 __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosition<C>& ring) {
-  ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
+  // Waits, or it would get round the ring before the others.
+  ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // of a skipped block
   release(barriers.k_empty(ring.stage()));
-  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());
+  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // of a skipped block
   release(barriers.v_empty(ring.stage()));
   ++ring.count;
 }
@@ -226,8 +226,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       const math::Work work = find_tile<C>(params, index);
       if (work.first_row < 0) continue;
       const math::VisibleKeys visible = math::find_visible_keys(attention, work);
-      __syncwarp();  // no lane reads the last tile's place any more
-      if (threadIdx.x % 32 == 0) {
+      if (threadIdx.x % 32 == 0) {  // since release() no lane reads the last tile's place
         place = find_place<C>(attention, work, visible, threadIdx.x / 32);
         place.round = index.round;
         place.q_parity = q_parity;

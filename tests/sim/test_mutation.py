@@ -16,7 +16,9 @@ from .mutation.runner import Score, Subject, run_mutants, sample, targets_of
 from .mutation.statements import split
 from .mutation.targets import implementations
 
-SAMPLE = 60  # mutants of an implementation
+# Mutants of an implementation besides those of synchronisation, which are all run; where that is
+# more, twice as many as those.
+SAMPLE = 60
 FLOOR = 0.90
 MOST_EXCUSED = 0.10
 SUMMARIES = sorted((Path(__file__).parent / "mutation").glob("*.json"))
@@ -37,11 +39,9 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
         subject = Subject(target)
         assert subject.coverage() > 0.9
         assert all(subject.executed(s.index) for s in subject.statements if is_sync(s))
-        chosen = sample(
-            [mutant for mutant in subject.mutants(0) if not mutant.equivalent],
-            SAMPLE // len(targets),
-            seed=0,
-        )
+        found = [mutant for mutant in subject.mutants(0) if not mutant.equivalent]
+        syncs = sum(mutant.kind == "sync" for mutant in found)
+        chosen = sample(found, syncs + max(SAMPLE // len(targets), 2 * syncs), seed=0)
         # Every mutated instruction is executed: as `trap` it stops the run.
         for mutant in chosen[:: len(chosen) // 3]:
             assert subject.traps(subject.statements[mutant.statement]), mutant
@@ -55,7 +55,7 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
     assert score.run >= SAMPLE
     assert score.value >= FLOOR, survivors
     assert score.excused <= MOST_EXCUSED * score.run
-    assert all(outcome.caught for outcome in outcomes if outcome.kind == "sync"), survivors
+    assert not any(outcome.kind == "sync" for outcome in score.survivors), survivors
 
 
 def test_every_implementation_has_a_summary_of_its_last_full_run() -> None:
@@ -68,7 +68,7 @@ def test_the_last_full_run_is_above_the_floor(file: Path) -> None:
     assert summary["run"] >= 300
     assert summary["score"] >= FLOOR
     assert summary["excused"] <= MOST_EXCUSED * summary["run"]
-    assert set(summary["by_kind"]["sync"]) <= {"error", "numbers", "lint"}
+    assert set(summary["by_kind"]["sync"]) <= {"error", "numbers", "lint", "excused"}
     listed = sum(sum(kernel["survivors"].values()) for kernel in summary["kernels"].values())
     assert listed == sum(kind.get("survived", 0) for kind in summary["by_kind"].values())
     # Each reason is one that still stands in the list.

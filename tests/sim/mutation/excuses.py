@@ -124,4 +124,25 @@ EXCUSES = (
         "visible_keys.cuh: return row +",
         _WHOLE,
     ),
+    Excuse(
+        "sync",
+        "delete bar.warp.sync",
+        "__syncwarp();  // all lanes of the warp have read what the barrier guards",
+        "elect.sync behind it waits for all lanes too; that it orders their accesses of memory as "
+        "well is promised for bar.warp.sync only",
+    ),
+    Excuse(
+        "sync",
+        "delete bar.warp.sync",
+        "__syncwarp();  // the next tile is searched by the whole warp;",
+        "where no sequence is searched nothing needs the whole warp before the next elect.sync, "
+        "which waits for it, and the search's own shuffles wait too",
+    ),
+    Excuse(
+        "sync",
+        r"delete mbarrier\.try_wait\..*",
+        "ring.parity());  // of a skipped block",
+        "rows of a tile that differ by no more keys than the ring holds: before its first block a "
+        "warp skips too few to get round the ring",
+    ),
 )

@@ -171,14 +171,17 @@ class Subject:
 
 
 def source_text(source: str) -> str:
-    """ "file: text of the line" for "file:line, inlined at ..."; empty for an empty one."""
-    match = re.match(r"([^,]+):(\d+)", source)
-    if match is None:
-        return ""
-    file, line = SOURCES / match[1], int(match[2])
-    if not file.exists():
-        return match[1]
-    return f"{match[1]}: {file.read_text().splitlines()[line - 1].strip()}"
+    """ "file: text of the line" for "file:line, inlined at ..."; empty for an empty one.
+
+    What a file of wrappers or somebody else's is inlined at says more: it is only named before it.
+    """
+    for match in re.finditer(r"([^, ]+):(\d+)", source):
+        file, line = SOURCES / match[1], int(match[2])
+        if file.exists() and not match[1].startswith("common/ptx/"):
+            inner = source[: match.start()].split(":")[0]
+            text = f"{match[1]}: {file.read_text().splitlines()[line - 1].strip()}"
+            return f"{inner}, in {text}" if inner else text
+    return source.split(":")[0]
 
 
 def find_excuse(mutant: Mutant, source: str) -> str:

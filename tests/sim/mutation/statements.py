@@ -125,7 +125,13 @@ def kernel_module(text: str, kernel: str) -> str:
     first = re.search(r"^(\.visible )?\.entry ", text, re.MULTILINE)
     if entry is None or first is None:
         raise ValueError(f"no kernel {kernel}")
-    end = text.index("\n}", entry.start()) + 3
+    depth = 0
+    end = text.index("{", entry.start())
+    for brace in re.finditer(r"[{}]", text[end:]):  # inline assembly has blocks of its own
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            end += brace.end() + 1
+            break
     body = re.sub(r"^\s*\.loc\b.*\n", "", text[entry.start() : end], flags=re.MULTILINE)
     return text[: first.start()] + body
 

@@ -32,6 +32,8 @@ class Target:
         sms: but with so many SMs; 0: as many as it has.
         rows, keys: of a CTA's tile.
         d: head dimension.
+        many: (rows, heads) of one more call, without a mask, whose CTAs have several tiles each;
+            None where each tile has a CTA of its own.
     """
 
     implementation: str
@@ -41,6 +43,7 @@ class Target:
     rows: int
     keys: int
     d: int
+    many: tuple[int, int] | None = None
 
     @property
     def kernel(self) -> str:
@@ -63,6 +66,9 @@ TARGETS = (
     Target("ampere", "bf16_d128_few", "A100", 0, 64, 64, 128),
     Target("ampere", "bf16_d128_large", "H200", 1, 128, 64, 128),
     Target("ampere", "bf16_d128_small", "RTX 4090", 1, 128, 32, 128),
+    Target("blackwell_consumer", "bf16_d64_few", "RTX 5090", 5, 64, 128, 64, (61, 11)),
+    Target("blackwell_consumer", "bf16_d128_large", "RTX 5090", 1, 256, 64, 128, (137, 2)),
+    Target("blackwell_consumer", "bf16_d128_medium", "RTX 5090", 2, 128, 64, 128, (137, 2)),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
@@ -146,16 +152,18 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
 
     few = max(130, 2 * keys + keys // 2 + 5)  # enough keys for every kernel
     queries = [0, rows + 9, rows, 3]
-    sequences = [5, keys + 3, 2 * keys + 1, 0]
+    sequences = [5, keys + 3, 3 * keys - 1, 0]
     starts = [
         torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (queries, sequences)
     ]
-    # Between the rows lies what no kernel may read.
+    # Between the rows lies what no kernel may read; behind the last sequence what must not matter.
     packed = [
         make((sum(queries), 2, d), 1),
-        make((sum(sequences), 1, d), 2),
-        make((sum(sequences), 1, d), 3)[..., : d - 8],
+        make((sum(sequences) + 9, 1, d), 2),
+        make((sum(sequences) + 9, 1, d), 3)[..., : d - 8],
     ]
+    for x in packed[1:]:
+        x[-9:] = torch.nan
     # Rows behind rows in memory, as layers of a model make them.
     bnhd = [
         make((2, rows + rows // 2 + 21, 2, d), 1),
@@ -167,10 +175,15 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     narrow = [narrow[0][..., : d - 24], narrow[1][..., : d - 24], narrow[2]]
     huge = qkv(rows, 3 * keys, (2, 1), d)
     huge = [huge[0] * 4096, huge[1] * 4096, huge[2]]
+    many = []
+    if target.many:
+        n, heads = target.many
+        many = [("many tiles", qkv(n, 2 * keys + 9, (heads, heads), d), {})]
     return [
+        *many,
         ("causal", bnhd, {"causal": True, "layout": "bnhd"}),
         # Each row sees four keys: one too many or too few is a large error.
-        ("few visible", qkv(few, few, (1, 1), d), {"window": (2, 1)}),
+        ("few visible", qkv(few, few, (3, 1), d), {"window": (2, 1)}),
         (
             "packed",
             packed,
