@@ -58,6 +58,13 @@ constexpr ModifierSet SETS[] = {
      "m64n120k32|m64n128k32|m64n136k32|m64n144k32|m64n152k32|m64n160k32|m64n168k32|"
      "m64n176k32|m64n184k32|m64n192k32|m64n200k32|m64n208k32|m64n216k32|m64n224k32|"
      "m64n232k32|m64n240k32|m64n248k32|m64n256k32"},
+    {"collector",
+     "collector::a::fill|collector::a::use|collector::a::lastuse|collector::a::discard"},
+    {"collector_b",
+     "collector::b0::fill|collector::b0::use|collector::b0::lastuse|collector::b0::discard|"
+     "collector::b1::fill|collector::b1::use|collector::b1::lastuse|collector::b1::discard|"
+     "collector::b2::fill|collector::b2::use|collector::b2::lastuse|collector::b2::discard|"
+     "collector::b3::fill|collector::b3::use|collector::b3::lastuse|collector::b3::discard"},
     {"cop", "ca|cg|cs|lu|cv|wb|wt"},
 };
 
@@ -215,6 +222,7 @@ std::span<const FormTable> form_tables() {
       {"clusters, register pools", cluster_forms()},
       {"wgmma", wgmma_forms()},
       {"tcgen05", tcgen05_forms()},
+      {"tcgen05 that does not load", tcgen05_refused_forms()},
   };
   return TABLES;
 }

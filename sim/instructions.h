@@ -37,6 +37,7 @@ std::span<const Form> cluster_forms();
 std::span<const Form> wgmma_forms();
 std::span<const Form> tcgen05_forms();
 std::span<const Form> store_async_forms();
+std::span<const Form> tcgen05_refused_forms();
 
 // All of them, by what they are about.
 struct FormTable {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <functional>
 
 #include "sim/dense_product.h"
@@ -17,6 +18,7 @@ constexpr uint32_t COLUMN_MASK = 0xFFFF;
 constexpr int K_BYTES = 32;   // of one product, in shared memory
 constexpr int K_COLUMNS = 8;  // likewise in tensor memory
 constexpr uint32_t LOWER = 0xFFFF;
+constexpr size_t MOST_USED = 64;  // loads to be remembered in kernels that never wait for them
 // A number for accumulator and shape that no two of them share.
 constexpr uint64_t accumulator_of(uint32_t address, const MmaDescriptor& mma, int ctas) {
   return uint64_t{address} << 24 | static_cast<uint64_t>(mma.m / 16) << 16 |
@@ -200,9 +202,10 @@ TmemUser TensorUnit::next(Warp& warp, TensorPort::Unit& unit, TmemUser::By by) {
 
 TmemUser TensorUnit::next_load(Warp& warp, const Ref* registers, int count) {
   TensorPort& mine = port(warp);
-  mine.pending.push_back({warp.pc(), registers, count});
+  const TmemUser user = next(warp, mine.loads, TmemUser::By::Load);
+  mine.pending.push_back({user.clock, warp.pc(), registers, count});
   warp.watch_registers(true);
-  return next(warp, mine.loads, TmemUser::By::Load);
+  return user;
 }
 
 TmemUser TensorUnit::next_store(Warp& warp) {
@@ -212,6 +215,7 @@ TmemUser TensorUnit::next_store(Warp& warp) {
 void TensorUnit::wait_loads(Warp& warp) {
   TensorPort& mine = port(warp);
   mine.pending.clear();
+  mine.used.clear();
   warp.watch_registers(false);
   if (mine.loads.agent >= 0) {
     cta_.races()->unit_done(mine.loads.agent, mine.loads.issued, warp.agent());
@@ -256,6 +260,10 @@ void TensorUnit::check_registers(Warp& warp, uint32_t pc) {
                      describe_instruction(*cta_.launch().module, kernel, load->pc) +
                      " writes before tcgen05.wait::ld",
                  0, load->pc);
+  if (const RaceDetector* races = cta_.races()) {
+    mine.used.push_back({load->clock, races->known_clock(warp.agent(), warp.agent())});
+    if (mine.used.size() > MOST_USED) mine.used.pop_front();
+  }
   mine.pending.erase(load);  // said once
   warp.watch_registers(!mine.pending.empty());
 }
@@ -509,14 +517,7 @@ void TensorUnit::multiply(Warp& warp, int lane, const MmaRequest& request) {
   }
   TmemUser user = next_operation(warp, lane, TmemUser::By::Product);
   user.accumulator = accumulator_of(request.d, mma, request.ctas);
-  std::vector<Cta*> ctas{&cta_};
-  if (request.ctas == 2) {
-    Cta& peer = peer_of(cta_);
-    if (peer.exited()) {
-      throw Fault{"exited-cta", "tcgen05.mma of a pair whose other CTA has exited", lane};
-    }
-    ctas = cta_.rank() % 2 == 0 ? std::vector<Cta*>{&cta_, &peer} : std::vector<Cta*>{&peer, &cta_};
-  }
+  const std::vector<Cta*> ctas = group(request.ctas, lane, "tcgen05.mma");
   const auto rows = static_cast<uint32_t>(product->rows());
   const MatrixDescriptor b = decode("B", request.b);
   const MatrixDescriptor a = request.a_in_tmem ? MatrixDescriptor{} : decode("A", request.a);
@@ -542,6 +543,126 @@ void TensorUnit::multiply(Warp& warp, int lane, const MmaRequest& request) {
     product->parts().push_back({&owner, a_tile, b_tile});
   }
   pipe().enqueue(std::move(product));
+}
+
+std::vector<Cta*> TensorUnit::group(int ctas, int lane, const char* what) {
+  if (ctas == 1) return {&cta_};
+  Cta& peer = peer_of(cta_);
+  if (peer.exited()) {
+    throw Fault{"exited-cta", std::string(what) + " of a pair whose other CTA has exited", lane};
+  }
+  if (cta_.rank() % 2 == 0) return {&cta_, &peer};
+  return {&peer, &cta_};
+}
+
+// ---- tcgen05.cp, tcgen05.shift ------------------------------------------------------------------
+
+namespace {
+
+class Copy : public PipeOperation {
+ public:
+  Copy(Warp& warp, int lane, const CopyRequest& request, const MatrixDescriptor& descriptor,
+       std::vector<Cta*> ctas)
+      : PipeOperation(warp, lane),
+        request_(request),
+        descriptor_(descriptor),
+        ctas_(std::move(ctas)) {}
+
+ protected:
+  void execute() override {
+    const int column = static_cast<int>(request_.to & COLUMN_MASK);
+    for (Cta* cta : ctas_) {
+      Tmem& memory = cta->tensor()->memory();
+      for (int lane = 0; lane < TMEM_LANES; ++lane) {
+        const uint32_t row =
+            request_.first[static_cast<size_t>(lane / LANES)] + static_cast<uint32_t>(lane % LANES);
+        for (uint32_t unit = 0; unit < request_.bytes / TILE_UNIT; ++unit) {
+          const uint32_t place = tile_place(descriptor_, true, row, unit);
+          uint32_t words[TILE_UNIT / 4];
+          std::memcpy(words, cta->shared() + (tile_address(descriptor_, place) - SHARED_START),
+                      TILE_UNIT);
+          for (int i = 0; i < 4; ++i) {
+            memory.column(column + static_cast<int>(unit) * 4 + i)[lane] = words[i];
+          }
+        }
+      }
+    }
+    trace("copy of warp " + std::to_string(warp().index()));
+  }
+
+ private:
+  CopyRequest request_;
+  MatrixDescriptor descriptor_;
+  std::vector<Cta*> ctas_;
+};
+
+class Shift : public PipeOperation {
+ public:
+  Shift(Warp& warp, int lane, uint32_t address, std::vector<Cta*> ctas)
+      : PipeOperation(warp, lane), address_(address), ctas_(std::move(ctas)) {}
+
+ protected:
+  void execute() override {
+    const auto first = static_cast<int>(address_ >> LANE_SHIFT);
+    for (Cta* cta : ctas_) {
+      for (int c = 0; c < K_COLUMNS; ++c) {
+        uint32_t* const cells =
+            cta->tensor()->memory().column(static_cast<int>(address_ & COLUMN_MASK) + c);
+        std::copy_backward(cells + first, cells + TMEM_LANES - 1, cells + TMEM_LANES);
+      }
+    }
+    trace("shift of warp " + std::to_string(warp().index()));
+  }
+
+ private:
+  uint32_t address_;
+  std::vector<Cta*> ctas_;
+};
+
+}  // namespace
+
+void TensorUnit::copy(Warp& warp, int lane, const CopyRequest& request) {
+  MatrixDescriptor descriptor;
+  if (const std::string wrong = decode_tile(request.source, descriptor); !wrong.empty()) {
+    throw Fault{"descriptor", "the descriptor of tcgen05.cp: " + wrong, lane};
+  }
+  if (request.to >> LANE_SHIFT != 0) {
+    throw Fault{
+        "tmem",
+        "tcgen05.cp to lane " + std::to_string(request.to >> LANE_SHIFT) + ": 0 for this shape",
+        lane, request.to};
+  }
+  const TmemUser user = next_operation(warp, lane, TmemUser::By::Copy);
+  std::vector<Cta*> ctas = group(request.ctas, lane, "tcgen05.cp");
+  // Bytes, as elements of 8 bits.
+  const MatrixTile tile{descriptor,       true, 0, request.rows, static_cast<int>(request.bytes),
+                        ElementType::E4M3};
+  TmemRegion region{static_cast<int>(request.to & COLUMN_MASK),
+                    static_cast<int>(request.bytes / 4)};
+  region.lanes.fill(ALL_LANES);
+  for (Cta* cta : ctas) {
+    open_tile(warp, *cta, "the source of tcgen05.cp", tile, user.clock);
+    cta->tensor()->memory().write(warp, user, region, "tcgen05.cp");
+  }
+  pipe().enqueue(std::make_shared<Copy>(warp, lane, request, descriptor, std::move(ctas)));
+}
+
+void TensorUnit::shift(Warp& warp, int lane, int ctas, uint32_t address) {
+  const uint32_t first = address >> LANE_SHIFT;
+  if (first % LANES != 0 || first >= TMEM_LANES) {
+    throw Fault{"tmem", "tcgen05.shift at lane " + std::to_string(first) + ": a multiple of 32",
+                lane, address};
+  }
+  const TmemUser user = next_operation(warp, lane, TmemUser::By::Shift);
+  std::vector<Cta*> group = this->group(ctas, lane, "tcgen05.shift");
+  TmemRegion region{static_cast<int>(address & COLUMN_MASK), K_COLUMNS};
+  for (size_t q = first / LANES; q < TMEM_QUARTERS; ++q) region.lanes[q] = ALL_LANES;
+  for (Cta* cta : group) {
+    Tmem& memory = cta->tensor()->memory();
+    memory.check_values(warp, user.by, region, "tcgen05.shift");
+    memory.write(warp, user, region, "tcgen05.shift");
+  }
+  pipe().enqueue(std::make_shared<Shift>(warp, lane, address, std::move(group)));
 }
 
 // ---- tcgen05.commit -----------------------------------------------------------------------------

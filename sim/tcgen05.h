@@ -44,6 +44,16 @@ struct MmaRequest {
   std::array<uint32_t, 8> skip{};  // lanes of D that are not written; the second CTA's last
 };
 
+// One tcgen05.cp: rows of shared memory to lanes, to each group of 32 lanes the rows from `first`
+// on that it takes.
+struct CopyRequest {
+  int ctas = 1;
+  uint32_t rows = 128, bytes = 16;  // of each row
+  std::array<uint32_t, TMEM_QUARTERS> first{0, 32, 64, 96};
+  uint64_t source = 0;  // descriptor
+  uint32_t to = 0;
+};
+
 // What a warp has under way in tensor memory, and what it knows of others.
 struct TensorPort {
   struct Unit {
@@ -53,9 +63,15 @@ struct TensorPort {
   };
   // Registers of a load that no wait::ld has covered.
   struct Load {
+    Clock clock;
     uint32_t pc;
     const Ref* registers;
     int count;
+  };
+  // A load whose registers were used early, and the warp's own clock then: who knows of that knows
+  // that the load has read, on cards.
+  struct Used {
+    Clock load, at;
   };
   // What threads of the warp have put into the pipe, and no commit of the same thread has covered.
   struct Issued {
@@ -65,7 +81,8 @@ struct TensorPort {
 
   Unit loads, stores;
   std::vector<Load> pending;
-  Clock issued = 0;  // operations of the pipe
+  std::deque<Used> used;  // since the last wait::ld
+  Clock issued = 0;       // operations of the pipe
   uint32_t issued_pc = 0;
   std::vector<Issued> uncommitted;
   std::vector<Clock> seen;  // what the warp knew at its last fence::after_thread_sync, by agent
@@ -110,6 +127,8 @@ class TensorUnit {
 
   // ---- The pipe ----
   void multiply(Warp& warp, int lane, const MmaRequest& request);
+  void copy(Warp& warp, int lane, const CopyRequest& request);
+  void shift(Warp& warp, int lane, int ctas, uint32_t address);
   // An arrival at each place once all that the thread has put into the pipe is done.
   void commit(Warp& warp, int lane, std::vector<SharedPlace> places);
   // The next operation of a thread: its clock, for what it uses.
@@ -131,6 +150,8 @@ class TensorUnit {
   void check_exit();
 
  private:
+  // This CTA, or both of the pair in the order of their ranks.
+  std::vector<Cta*> group(int ctas, int lane, const char* what);
   TmemUser next(Warp& warp, TensorPort::Unit& unit, TmemUser::By by);
 
   Cta& cta_;

@@ -436,6 +436,78 @@ void build_mma(Builder& b) {
   b.handler(&run_mma, Class::Matrix);
 }
 
+// What is known of it, and why it does not load.
+void build_refused(Builder& b) {
+  const auto starts = [&](std::string_view prefix) {
+    for (size_t i = 0; i < 4; ++i) {
+      if (b.slot(i).starts_with(prefix)) return true;
+    }
+    return false;
+  };
+  b.fail(starts("kind::mx")   ? "block-scaled products of tcgen05 are not simulated"
+         : starts("ws")       ? "tcgen05.mma.ws is not simulated"
+         : starts("sp")       ? "sparse products of tcgen05 are not simulated"
+         : starts("kind::i8") ? "integer products of tcgen05 are not simulated"
+         : starts("red")      ? "tcgen05.ld.red is not simulated"
+                              : "tcgen05.mma with .ashift is not simulated");
+}
+
+// ---- Copies and shifts ----
+
+// Operands: address, descriptor.
+struct CopyExtra {
+  CopyRequest request;
+  Address to;
+};
+
+void run_copy(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  const auto& extra = *static_cast<const CopyExtra*>(instruction.extra);
+  for_each_lane(mask, [&](int lane) {
+    CopyRequest request = extra.request;
+    request.to = tensor_address(warp, instruction, extra.to, lane);
+    request.source = warp.lanes<const uint64_t>(instruction.operands[1])[lane];
+    warp.cta().tensor()->copy(warp, lane, request);
+  });
+}
+// Slots: cp, group, shape, warps, formats.
+void build_copy(Builder& b) {
+  CopyExtra extra;
+  CopyRequest& request = extra.request;
+  request.ctas = take_group(b, 1);
+  const std::string_view shape = b.slot(2), warps = b.slot(3);
+  if (b.has("b8x16")) b.fail("tcgen05.cp that unpacks 6 or 4 bits is not simulated");
+  if (shape == "4x256b") b.fail("tcgen05.cp of 4 rows is not simulated");
+  request.bytes = shape == "128x256b" ? 32 : 16;
+  const bool two = warps == "warpx2::02_13" || warps == "warpx2::01_23";
+  if ((shape == "64x128b") != two || (shape == "32x128b") != (warps == "warpx4")) {
+    b.fail("no such shape of tcgen05.cp");
+  }
+  if (warps == "warpx2::02_13") request.first = {0, 32, 0, 32};
+  if (warps == "warpx2::01_23") request.first = {0, 0, 32, 32};
+  if (warps == "warpx4") request.first = {0, 0, 0, 0};
+  request.rows = two ? 64 : warps == "warpx4" ? 32 : 128;
+  extra.to = take_address(b, 0, Space::Shared);
+  b.source({'b', 64});
+  b.instruction.extra = b.keep(extra);
+  b.handler(&run_copy, Class::AsyncCopy);
+}
+
+// Operands: address.
+void run_shift(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  const auto& extra = *static_cast<const CopyExtra*>(instruction.extra);
+  for_each_lane(mask, [&](int lane) {
+    warp.cta().tensor()->shift(warp, lane, extra.request.ctas,
+                               tensor_address(warp, instruction, extra.to, lane));
+  });
+}
+void build_shift(Builder& b) {
+  CopyExtra extra;
+  extra.request.ctas = take_group(b, 1);
+  extra.to = take_address(b, 0, Space::Shared);
+  b.instruction.extra = b.keep(extra);
+  b.handler(&run_shift, Class::Other);
+}
+
 // ---- Commits ----
 
 // Operands: mbarrier, mask of CTAs.
@@ -499,16 +571,45 @@ constexpr Form FORMS[] = {
     {"tcgen05", "fence::before_thread_sync|fence::after_thread_sync", build_fence},
     {"tcgen05",
      "mma cta_group::1|cta_group::2 kind::f16|kind::tf32|kind::f8f6f4 "
-     "?collector::a::fill|collector::a::use|collector::a::lastuse|collector::a::discard",
+     "?$collector",
      build_mma},
+    {"tcgen05",
+     "cp cta_group::1|cta_group::2 128x256b|4x256b|128x128b|64x128b|32x128b "
+     "?warpx2::02_13|warpx2::01_23|warpx4 ?b8x16 ?b6x16_p32|b4x16_p64",
+     build_copy},
+    {"tcgen05", "shift cta_group::1|cta_group::2 down", build_shift},
     {"tcgen05",
      "commit cta_group::1|cta_group::2 mbarrier::arrive::one ?shared::cluster "
      "?multicast::cluster b64",
      build_commit},
 };
 
+// Known, and refused when they are loaded.
+constexpr Form REFUSED[] = {
+    {"tcgen05",
+     "mma cta_group::1|cta_group::2 kind::mxf8f6f4|kind::mxf4|kind::mxf4nvf4 block_scale "
+     "?scale_vec::1X|scale_vec::2X|scale_vec::4X|block16|block32 ?$collector",
+     build_refused},
+    {"tcgen05", "mma cta_group::1|cta_group::2 kind::i8 ?ashift ?$collector", build_refused},
+    {"tcgen05",
+     "mma cta_group::1|cta_group::2 kind::f16|kind::tf32|kind::f8f6f4 ashift ?$collector",
+     build_refused},
+    {"tcgen05", "mma ws ?sp cta_group::1 kind::f16|kind::tf32|kind::f8f6f4|kind::i8 ?$collector_b",
+     build_refused},
+    {"tcgen05",
+     "mma sp cta_group::1|cta_group::2 "
+     "kind::f16|kind::tf32|kind::f8f6f4|kind::i8|kind::mxf8f6f4|kind::mxf4|kind::mxf4nvf4 "
+     "?block_scale ?scale_vec::1X|scale_vec::2X|scale_vec::4X|block16|block32 ?ashift ?$collector",
+     build_refused},
+    {"tcgen05",
+     "ld red sync aligned 32x32b|16x32bx2 x2|x4|x8|x16|x32|x64|x128 min|max ?abs ?NaN "
+     "f32|u32|s32",
+     build_refused},
+};
+
 }  // namespace
 
 std::span<const Form> tcgen05_forms() { return FORMS; }
+std::span<const Form> tcgen05_refused_forms() { return REFUSED; }
 
 }  // namespace archflash::sim

@@ -138,7 +138,7 @@ void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, 
     const bool waited = races.happened(other.warp, other.unit, other.clock);
     if (severity == Severity::Error && in_pipe(other.by)) {
       message += ": no tcgen05.commit that covers it has been waited for";
-    } else if (!waited) {
+    } else if (!waited && !in_pipe(other.by)) {
       message += other.by == TmemUser::By::Load ? ": no tcgen05.wait::ld covers it"
                                                 : ": no tcgen05.wait::st covers it";
     }
@@ -174,6 +174,17 @@ void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, 
   if (same_warp && user.by == TmemUser::By::Store && other.by == TmemUser::By::Load) {
     report(complaints.wait, Severity::Lint, "tcgen05-wait", "may overtake");
     return;
+  }
+  if (other.by == TmemUser::By::Load) {
+    const auto& used = port_of(cta_, other.warp).used;
+    const auto known = [&](const TensorPort::Used& use) {
+      return use.load == other.clock && races.happened(warp.agent(), other.warp, use.at);
+    };
+    if (std::any_of(used.begin(), used.end(), known)) {
+      report(complaints.wait, Severity::Lint, "tcgen05-wait",
+             "is ordered by a use of registers alone after");
+      return;
+    }
   }
   report(complaints.race, Severity::Error, "race", "is not ordered after");
 }
