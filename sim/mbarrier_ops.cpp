@@ -1,6 +1,7 @@
 // mbarrier instructions, cp.async.mbarrier.arrive and fence.mbarrier_init.
 #include <bit>
 #include <memory>
+#include <string>
 
 #include "sim/access.h"
 #include "sim/instructions.h"
@@ -152,7 +153,11 @@ void run_wait(Warp& warp, const Instruction& instruction, uint32_t mask) {
     bool complete;
     if (instruction.flags & PARITY) {
       const uint32_t parity = warp.lanes<const uint32_t>(instruction.operands[2])[lane];
-      complete = unit.test_parity(warp, lane, at.offset, (parity & 1) != 0, acquires);
+      if (parity > 1) {
+        throw Fault{"mbarrier", "a wait for parity " + std::to_string(parity) + ": 0 or 1", lane,
+                    at.address()};
+      }
+      complete = unit.test_parity(warp, lane, at.offset, parity != 0, acquires);
     } else {
       const uint64_t state = warp.lanes<const uint64_t>(instruction.operands[2])[lane];
       complete = unit.test_state(warp, lane, at.offset, state, acquires);

@@ -211,6 +211,11 @@ def test_a_wait_that_is_not_repeated_is_found_by_some_seed() -> None:
         ("mbarrier.init.shared.b64 [smem+4], 1;", "misaligned"),
         ("mbarrier.init.shared.b64 [smem+16], 1;", "out-of-bounds"),
         (
+            "mbarrier.init.shared.b64 [smem], 1;\n"
+            "mbarrier.test_wait.parity.shared.b64 %p1, [smem], 2;",
+            "mbarrier",
+        ),
+        (
             "mbarrier.init.shared.b64 [smem], 1;\nld.shared.u32 %r1, [smem];\n"
             "st.global.u32 [%rd0], %r1;",
             "mbarrier",
