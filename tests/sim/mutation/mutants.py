@@ -67,7 +67,12 @@ def is_sync(statement: Statement) -> bool:
 
 
 def mutants(
-    statements: Sequence[Statement], executed: Sequence[bool], threads: int, seed: int
+    statements: Sequence[Statement],
+    executed: Sequence[bool],
+    threads: int,
+    seed: int,
+    *,
+    protocols: bool = False,
 ) -> list[Mutant]:
     """All mutants of the executed instructions of a kernel; of each constant one, by seed.
 
@@ -76,18 +81,19 @@ def mutants(
         executed: for each whether it is.
         threads: of a CTA.
         seed: picks what constants become.
+        protocols: also constants of mbarriers, of matrix descriptors and of tensor memory.
     """
     found = []
     users = _users(statements)
     lanes = Lanes(statements, threads)
-    constants = _constant_operands(statements)
+    constants = _constant_operands(statements, protocols)
     for statement in statements:
         if not executed[statement.index]:
             continue
         if is_sync(statement):
             found.append(_delete(statement))
-            continue
-        found += _negate(statement, users)
+        else:
+            found += _negate(statement, users)
         for operand in sorted(constants.get(statement.index, ())):
             for begin, end in statement.immediates(operand):
                 # The seed of a constant does not depend on what else the kernel has.
@@ -175,10 +181,25 @@ def _shared_address(statement: Statement) -> int | None:
     return {"ld": 1, "st": 0, "atom": 1, "red": 0}.get(parts[0])
 
 
-def _constant_operands(statements: Sequence[Statement]) -> dict[int, set[int]]:
+def _protocol_operands(statement: Statement) -> range:
+    """The operands that say where, of a mbarrier or of tensor memory, and how much or what: places,
+    counts, parities, descriptors, columns.
+    """
+    parts, count = statement.parts, len(statement.operands)
+    if parts[0] == "mbarrier" or (parts[0] == "tcgen05" and parts[1] in ("alloc", "dealloc")):
+        return range(1 if statement.has_result else 0, count)
+    if parts[0] == "tcgen05" and parts[1] in ("mma", "commit"):
+        return range(min(count, 4))
+    if parts[0] == "tcgen05" and parts[1] in ("ld", "st"):
+        return range(1, 2) if parts[1] == "ld" else range(1)
+    return range(0)
+
+
+def _constant_operands(statements: Sequence[Statement], protocols: bool) -> dict[int, set[int]]:
     """For each statement the operands whose integers make shared addresses or fragments: addresses
     in shared memory and what they are computed from, what is computed from the number of the
-    thread, and the operands of shuffles and votes.
+    thread, and the operands of shuffles and votes; with `protocols` likewise what
+    `_protocol_operands` names.
     """
     chosen: dict[int, set[int]] = defaultdict(set)
     defined = defaultdict(list)
@@ -192,7 +213,10 @@ def _constant_operands(statements: Sequence[Statement]) -> dict[int, set[int]]:
         if address is not None:
             chosen[statement.index].add(address)
             roots += re.findall(r"%\w+", statement.operands[address])
-        elif statement.parts[0] in ("shfl", "vote", "match", "redux", "activemask"):
+        for operand in _protocol_operands(statement) if protocols else ():
+            chosen[statement.index].add(operand)
+            roots += re.findall(r"%\w+", statement.operands[operand])
+        if statement.parts[0] in ("shfl", "vote", "match", "redux", "activemask"):
             for operand in range(2, len(statement.operands)):
                 chosen[statement.index].add(operand)
                 roots += re.findall(r"%\w+", statement.operands[operand])

@@ -87,6 +87,8 @@ class Statement:
             return modifiers[0] in ("try_wait", "test_wait") or (
                 modifiers[0] == "arrive" and not self.operands[0].startswith(("[", "_"))
             )
+        if mnemonic == "tcgen05":
+            return modifiers[0] == "ld"
         return mnemonic not in _NO_RESULT or (mnemonic == "barrier" and "red" in modifiers)
 
     @cached_property
