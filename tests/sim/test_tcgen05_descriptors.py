@@ -4,7 +4,6 @@ values and against what the simulator makes of every layout, type and bit.
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 from dataclasses import dataclass
@@ -16,15 +15,14 @@ from torch import Tensor
 
 from archflash import sim
 
+from . import tiles
 from .tcgen05_samples import HEADER, lines, registers, wait
 from .test_wgmma import random
-from .tiles import place
 
 MODES = ("lazy", "eager", "random", "priority")
 A_PLACE, B_PLACE, SHARED = 0, 32768, 65536
 CUDA = Path("/usr/local/cuda/include")
 SWIZZLES = {0: 0, 128: 2, 64: 4, 32: 6}  # bytes -> field
-MASKS = {0: 0, 128: 7, 64: 3, 32: 1}
 
 
 def matrix_descriptor(start: int, leading: int, stride: int, span: int) -> int:
@@ -151,22 +149,19 @@ def test_descriptors_are_those_that_cutlass_headers_make(tmp_path: Path) -> None
     assert {row[0]: int(row[1]) for row in rows if len(row) == 2} == COMPILED
 
 
-# Copies `image` to shared memory and A's words to tensor memory, multiplies once, or twice, reads
-# the result.
+# Copies `image` to shared memory, multiplies, reads the result.
 KERNEL = """
-.visible .entry test(.param .u64 image, .param .u64 out, .param .u64 words, .param .u64 adesc,
+.visible .entry test(.param .u64 image, .param .u64 out, .param .u64 adesc,
                      .param .u64 bdesc, .param .u32 idesc) .maxntid 128
 {{
 .reg .pred %p<16>;
 .reg .b32 %r<40>;
-.reg .b32 %a<8>;
 .reg .b32 %d<256>;
 .reg .b64 %rd<20>;
 .shared .align 8 .b64 bar;
 .shared .align 4 .b32 slot;
 ld.param.u64 %rd0, [image];
 ld.param.u64 %rd1, [out];
-ld.param.u64 %rd2, [words];
 ld.param.u64 %rd3, [adesc];
 ld.param.u64 %rd4, [bdesc];
 ld.param.u32 %r20, [idesc];
@@ -200,7 +195,7 @@ MADE:
 bar.warp.sync 0xffffffff;
 setp.ne.u32 %p2, %r4, 0;
 @%p2 bra ALLOCATED;
-tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 512;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 256;
 tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
 ALLOCATED:
 tcgen05.fence::before_thread_sync;
@@ -209,12 +204,8 @@ tcgen05.fence::after_thread_sync;
 ld.shared.b32 %r9, [%r3];
 shl.b32 %r10, %r4, 21;
 add.u32 %r10, %r10, %r9;
-{write_a}
-tcgen05.fence::before_thread_sync;
-bar.sync 0;
-tcgen05.fence::after_thread_sync;
 @%p1 bra READ;
-{products}
+tcgen05.mma.cta_group::1.kind::f16 [%r9], %rd3, %rd4, %r20, 0;
 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2];
 READ:
 {done}
@@ -224,143 +215,69 @@ bar.warp.sync 0xffffffff;
 tcgen05.fence::before_thread_sync;
 bar.sync 0;
 @%p2 bra FREED;
-tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r9, 512;
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r9, 256;
 FREED:
 ret;
 }}
 """
 
 
-def kernel(kind: str, m: int, n: int, *, ts: bool = False, twice: bool = False) -> str:
-    a = "[%r9+256]" if ts else "%rd3"
-    product = f"tcgen05.mma.cta_group::1.kind::{kind} [%r9], {a}, %rd4, %r20, {{}};"
-    if m == 128:
-        # A thread has a row.
-        shape, a_words = "32x32b.x8", 8
-        stores = [
-            f"st.global.v4.b32 [%rd8+{16 * i}], {registers('d', 4, 4 * i)};" for i in range(n // 4)
-        ]
-        place_ = f"mul.wide.u32 %rd8, %r0, {4 * n};"
-        count, load = 8, "32x32b.x8"
-    else:
-        # A warp has 16 rows: pairs of columns of two of them in each thread.
-        shape, a_words = "16x64b.x4", 4
-        place_ = f"""shr.u32 %r12, %r5, 2;
-mad.lo.u32 %r12, %r4, 16, %r12;
-mul.wide.u32 %rd8, %r12, {4 * n};
-and.b32 %r12, %r5, 3;
-mul.wide.u32 %rd9, %r12, 8;
-add.u64 %rd8, %rd8, %rd9;"""
-        stores = [
-            f"st.global.v2.b32 [%rd8+{32 * (i // 2) + 32 * n * (i % 2)}], "
-            f"{registers('d', 2, 2 * i)};"
-            for i in range(n // 4)
-        ]
-        count, load = 4, "16x256b.x1"
-    write_a = [
-        f"mul.wide.u32 %rd7, %r0, {4 * a_words};",
-        "add.u64 %rd7, %rd7, %rd2;",
-        *(f"ld.global.b32 %a{i}, [%rd7+{4 * i}];" for i in range(a_words)),
-        f"tcgen05.st.sync.aligned.{shape}.b32 [%r10+256], {registers('a', a_words)};",
-        "tcgen05.wait::st.sync.aligned;",
-    ]
+def kernel(n: int) -> str:
+    """A product of M 128 and this N, bf16, a row of which each thread writes out."""
     read = [
         *(
-            f"tcgen05.ld.sync.aligned.{load}.b32 {registers('d', count, count * i)}, "
-            f"[%r10+{8 * i}];"
+            f"tcgen05.ld.sync.aligned.32x32b.x8.b32 {registers('d', 8, 8 * i)}, [%r10+{8 * i}];"
             for i in range(n // 8)
         ),
         "tcgen05.wait::ld.sync.aligned;",
-        place_,
+        f"mul.wide.u32 %rd8, %r0, {4 * n};",
         "add.u64 %rd8, %rd8, %rd1;",
-        *stores,
+        *(f"st.global.v4.b32 [%rd8+{16 * i}], {registers('d', 4, 4 * i)};" for i in range(n // 4)),
     ]
-    return HEADER + KERNEL.format(
-        units=SHARED // 16,
-        write_a=lines(write_a) if ts else "",
-        products=product.format("0") + (product.format("1") if twice else ""),
-        done=wait("%r2", "0"),
-        read=lines(read),
-    )
+    return HEADER + KERNEL.format(units=SHARED // 16, done=wait("%r2", "0"), read=lines(read))
 
 
 def put(image: Tensor, start: int, matrix: Tensor, k_major: bool, span: int) -> int:
     """Writes a (rows, k) matrix, 32 bytes of k, to the image as compactly as its layout allows;
     returns its descriptor.
     """
-    e = matrix.element_size()
-    rows = matrix.shape[0]
-    if k_major:
-        leading, stride = (rows * 16, 128) if span == 0 else (16, 8 * span)
-    elif span == 0:
-        leading, stride = rows // (16 // e) * 128, 128
-    else:
-        leading, stride = 32 // e * span, 8 * span
-    raw = matrix.contiguous().view(torch.uint8).reshape(rows, -1, e)
-    row, k = torch.meshgrid(torch.arange(rows), torch.arange(raw.shape[1]), indexing="ij")
-    at = start + torch.tensor(
-        [
-            place(k_major, span, int(r), int(c) * e, e, leading, stride)
-            for r, c in zip(row.flatten(), k.flatten(), strict=True)
-        ]
-    )
-    at ^= (at >> 7 & MASKS[span]) << 4
-    for byte in range(e):
-        image[at + byte] = raw[:, :, byte].flatten()
-    return matrix_descriptor(start, leading, stride, span)
-
-
-def words_of(a: Tensor) -> Tensor:
-    """A's 32-bit words as the threads write them: (128, 8), or (128, 4) of a matrix of 64 rows."""
-    words = a.contiguous().view(torch.int32).reshape(a.shape[0], 8)
-    if a.shape[0] == 128:
-        return words
-    result = torch.zeros(128, 4, dtype=torch.int32)
-    for thread, r in itertools.product(range(128), range(4)):
-        warp, lane = divmod(thread, 32)
-        result[thread, r] = words[16 * warp + lane // 4 + 8 * (lane & 1), (lane >> 1 & 1) + 2 * r]
-    return result
+    offsets = tiles.strides(k_major, span, matrix.shape[0], matrix.element_size())
+    tiles.put(image, start, matrix, k_major, span, *offsets)
+    return matrix_descriptor(start, *offsets, span)
 
 
 def multiply(
     a: Tensor,
     b: Tensor,
-    kind: str,
     instruction: Instruction,
     *,
     a_span: int = 128,
     b_span: int = 128,
-    ts: bool = False,
-    twice: bool = False,
-    flip: tuple[int, int, int] = (0, 0, 0),
+    flip: int = 0,
     mode: str = "random",
 ) -> tuple[sim.Report, Tensor]:
-    """a (m, 32 bytes) times b (n, 32 bytes): the report, (m, n). `flip`: bits to change in the
-    descriptors of A, of B and of the instruction.
+    """a (128, 16) times b (n, 16), bf16: the report, (128, n). `flip`: bits to change in the
+    instruction descriptor.
     """
     image = torch.zeros(SHARED, dtype=torch.uint8)
-    adesc = put(image, A_PLACE, a, instruction.a_k, a_span) ^ flip[0]
-    bdesc = put(image, B_PLACE, b, instruction.b_k, b_span) ^ flip[1]
-    m, n = a.shape[0], b.shape[0]
-    out = torch.full((m, n), torch.nan)
+    adesc = put(image, A_PLACE, a, instruction.a_k, a_span)
+    bdesc = put(image, B_PLACE, b, instruction.b_k, b_span)
+    out = torch.full((128, b.shape[0]), torch.nan)
     report = sim.launch(
-        sim.load(kernel(kind, m, n, ts=ts, twice=twice)),
+        sim.load(kernel(b.shape[0])),
         "test",
         [
             image,
             sim.Buffer(out, initialised=False),
-            words_of(a),
             adesc.to_bytes(8, "little"),
             bdesc.to_bytes(8, "little"),
-            instruction.bits ^ flip[2],
+            instruction.bits ^ flip,
         ],
         block=(128,),
         shared_bytes=SHARED,
         mode=mode,
         check=False,
     )
-    if instruction.d == 0:  # the lower half of each word
-        return report, out.view(torch.int32).to(torch.int16).view(torch.float16).double()
     return report, out.double()
 
 
@@ -372,41 +289,7 @@ def test_every_layout_of_16_bit_operands(a_k: bool, b_k: bool, b_span: int) -> N
     instruction = Instruction(128, 64, BF16, BF16, a_k=a_k, b_k=b_k)
     for a_span in SWIZZLES:
         mode = MODES[(a_span + b_span) // 32 % 4]
-        report, d = multiply(a, b, "f16", instruction, a_span=a_span, b_span=b_span, mode=mode)
-        assert not report.findings
-        assert torch.equal(d, a.double() @ b.double().T)
-
-
-@pytest.mark.parametrize("ts", [False, True], ids=["ss", "ts"])
-@pytest.mark.parametrize("m", [64, 128])
-@pytest.mark.parametrize(
-    ("kind", "dtype", "codes"),
-    [
-        ("f16", torch.float16, (F16, F16, 1)),
-        ("f16", torch.float16, (F16, F16, 0)),
-        ("f16", torch.bfloat16, (BF16, BF16, 1)),
-        ("tf32", torch.float32, (TF32, TF32, 1)),
-        ("f8f6f4", torch.float8_e4m3fn, (E4M3, E4M3, 1)),
-        ("f8f6f4", torch.float8_e5m2, (E5M2, E5M2, 1)),
-        ("f8f6f4", torch.float8_e4m3fn, (E4M3, E4M3, 0)),
-    ],
-)
-def test_every_type_and_accumulation(
-    kind: str, dtype: torch.dtype, codes: tuple[int, int, int], m: int, ts: bool
-) -> None:
-    k = 32 // dtype.itemsize
-    a, b = random(m, k, torch.float32), random(48, k, torch.float32)
-    a, b = (x.clamp(-2, 2).to(dtype) for x in (a, b))
-    report, d = multiply(a, b, kind, Instruction(m, 48, *codes), ts=ts, twice=True)
-    assert not report.findings
-    assert torch.equal(d, 2 * (a.double() @ b.double().T))
-
-
-@pytest.mark.parametrize("m", [64, 128])
-def test_every_n(m: int) -> None:
-    for n in range(8, 257, 8):
-        a, b = random(m, 16, torch.bfloat16), random(n, 16, torch.bfloat16)
-        report, d = multiply(a, b, "f16", Instruction(m, n, BF16, BF16), mode=MODES[n // 8 % 4])
+        report, d = multiply(a, b, instruction, a_span=a_span, b_span=b_span, mode=mode)
         assert not report.findings
         assert torch.equal(d, a.double() @ b.double().T)
 
@@ -416,31 +299,8 @@ def test_every_bit_of_an_instruction_descriptor_matters() -> None:
     instruction = Instruction(128, 256, BF16, BF16)
     named = 0
     for bit in range(32):
-        report, d = multiply(a, b, "f16", instruction, flip=(0, 0, 1 << bit), mode="eager")
+        report, d = multiply(a, b, instruction, flip=1 << bit, mode="eager")
         named += any(f.kind == "descriptor" for f in report.findings)
         # nan where nothing was written
         assert report.errors or not torch.equal(d, a.double() @ b.double().T), bit
     assert named >= 24  # what is reserved, no type, no size
-
-
-@pytest.mark.parametrize("operand", ["A", "B"])
-@pytest.mark.parametrize(
-    ("bit", "words"),
-    [(14, "14-15"), (31, "30-31"), (46, "46-48"), (47, "46-48"), (53, "53-60"), (49, "pattern")],
-)
-def test_fields_of_a_matrix_descriptor_are_checked(operand: str, bit: int, words: str) -> None:
-    a, b = random(128, 16, torch.bfloat16), random(64, 16, torch.bfloat16)
-    flip = (1 << bit, 0, 0) if operand == "A" else (0, 1 << bit, 0)
-    report, _ = multiply(a, b, "f16", Instruction(128, 64, BF16, BF16), flip=flip)
-    assert "descriptor" in {f.kind for f in report.findings}
-    (finding,) = (f for f in report.findings if f.kind == "descriptor")
-    assert words in finding.message
-    assert f"matrix {operand}" in finding.message
-
-
-@pytest.mark.parametrize("field", [1, 3, 5, 7])
-def test_a_swizzle_that_is_none_or_not_for_16_bits_is_refused(field: int) -> None:
-    a, b = random(128, 16, torch.bfloat16), random(64, 16, torch.bfloat16)
-    flip = (0, (field ^ SWIZZLES[128]) << 61, 0)
-    report, _ = multiply(a, b, "f16", Instruction(128, 64, BF16, BF16), flip=flip)
-    assert "descriptor" in {f.kind for f in report.findings}
