@@ -346,10 +346,19 @@ void PipeOperation::trace(const std::string& label) {
   if (!cta.traced()) return;
   TraceEvent event;
   event.begin = issued_;
-  event.end = event.seen = cta.time() + 1;
+  event.end = cta.time() + 1;
   event.pc = pc();
   event.label = label;
-  cta.trace().add_async(TENSOR_TRACK, std::move(event));
+  cta.tensor()->add_trace(warp().agent(), std::move(event));
+}
+
+void TensorUnit::tell(int agent) {
+  std::erase_if(untold_, [&](std::pair<int, TraceEvent>& entry) {
+    if (entry.first != agent) return false;
+    entry.second.seen = cta_.time() + 1;
+    cta_.trace().add_async(TENSOR_TRACK, std::move(entry.second));
+    return true;
+  });
 }
 
 void TensorUnit::enqueue(std::shared_ptr<PipeOperation> operation) {
@@ -681,6 +690,7 @@ class Commit : public PipeOperation {
   void execute() override {
     RaceDetector* races = warp().cta().races();
     const int agent = races != nullptr ? races->matrix_agent(warp().agent()) : -1;
+    warp().cta().tensor()->tell(warp().agent());
     for (const SharedPlace& place : places_) {
       place.cta->mbarriers().commit_arrives(*this, place.offset, agent, clock_, before_);
     }

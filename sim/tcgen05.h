@@ -103,6 +103,7 @@ class PipeOperation : public AsyncOperation {
 
  protected:
   virtual void execute() = 0;
+  // On the tensor pipe's track, once a commit tells that it is done.
   void trace(const std::string& label);
 
  private:
@@ -147,6 +148,10 @@ class TensorUnit {
   // An instruction is about to execute that uses registers which loads write.
   void check_registers(Warp& warp, uint32_t pc);
 
+  // What is done of a traced CTA, and no commit has told yet.
+  void add_trace(int agent, TraceEvent event) { untold_.emplace_back(agent, std::move(event)); }
+  void tell(int agent);
+
   void check_exit();
 
  private:
@@ -165,6 +170,7 @@ class TensorUnit {
   };
   Wish wish_;
   std::deque<std::shared_ptr<PipeOperation>> operations_;
+  std::vector<std::pair<int, TraceEvent>> untold_;
 };
 
 // The CTA that shares a pair with this one. Throws Fault when there is none.

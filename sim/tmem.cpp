@@ -83,7 +83,7 @@ void Tmem::release(Warp& warp, int first, int columns) {
     event.begin = found->since;
     event.end = event.seen = cta_.time() + 1;
     event.pc = found->pc;
-    event.label = "columns " + range(first, columns);
+    event.label = "allocated: columns " + range(first, columns);
     cta_.trace().add_async(TMEM_TRACK, std::move(event));
   }
   for (size_t i = static_cast<size_t>(first) * TMEM_HALVES;
@@ -115,6 +115,43 @@ void Tmem::check_columns(const TmemRegion& region, const char* what) const {
                   -1, static_cast<uint64_t>(c)};
     }
     c = found->first + found->columns;
+  }
+}
+
+void Tmem::trace_end(const Occupant& occupant) {
+  TraceEvent event;
+  event.begin = occupant.begin;
+  event.end = event.seen = occupant.last + 1;
+  event.pc = occupant.pc;
+  event.label =
+      std::string(name_of(occupant.by)) + ": columns " + range(occupant.first, occupant.count);
+  cta_.trace().add_async(TMEM_TRACK, std::move(event));
+}
+
+void Tmem::trace_use(const TmemUser& user, const TmemRegion& region, bool writes) {
+  const uint64_t now = cta_.time();
+  const auto overlaps = [&](const Occupant& o) {
+    return o.first < region.first + region.count && region.first < o.first + o.count;
+  };
+  // More of the same, by other warps or the next step of K.
+  const auto continues = [&](const Occupant& o) {
+    return writes && !o.read && o.by == user.by && o.first == region.first &&
+           o.count == region.count;
+  };
+  bool continued = false;
+  std::erase_if(occupants_, [&](Occupant& o) {
+    if (!overlaps(o)) return false;
+    if (!writes || continues(o)) {
+      continued = continued || writes;
+      o.read = o.read || !writes;
+      o.last = now;
+      return false;
+    }
+    trace_end(o);
+    return true;
+  });
+  if (writes && !continued && user.by != TmemUser::By::Free) {
+    occupants_.push_back({region.first, region.count, user.by, user.pc, now, now, false});
   }
 }
 
@@ -219,6 +256,7 @@ void Tmem::check_values(Warp& warp, TmemUser::By by, const TmemRegion& region,
 void Tmem::read(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what) {
   check_columns(region, what);
   check_values(warp, user.by, region, what);
+  if (cta_.traced()) trace_use(user, region, false);
   if (user.unit < 0) return;
   Complaints complaints;
   TmemUser checked{};
@@ -243,6 +281,7 @@ void Tmem::read(Warp& warp, const TmemUser& user, const TmemRegion& region, cons
 
 void Tmem::write(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what) {
   check_columns(region, what);
+  if (cta_.traced()) trace_use(user, region, true);
   if (user.by != TmemUser::By::Free) {
     for (int c = region.first; c < region.first + region.count; ++c) {
       for (size_t q = 0; q < TMEM_QUARTERS; ++q) {

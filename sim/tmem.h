@@ -77,6 +77,17 @@ class Tmem {
     bool race = false, fence = false, wait = false, order = false;
   };
 
+  // What cells hold, for the trace: from its first write to its last use.
+  struct Occupant {
+    int first, count;
+    TmemUser::By by;
+    uint32_t pc;
+    uint64_t begin, last;
+    bool read;
+  };
+
+  void trace_use(const TmemUser& user, const TmemRegion& region, bool writes);
+  void trace_end(const Occupant& occupant);
   void check_columns(const TmemRegion& region, const char* what) const;
   void check_order(Warp& warp, const TmemUser& user, const TmemUser& other, bool writes,
                    bool other_wrote, const TmemRegion& region, const char* what,
@@ -86,7 +97,8 @@ class Tmem {
   std::vector<Block> blocks_;
   std::vector<uint32_t> cells_;  // [column][lane]
   std::array<LaneMask, TMEM_COLUMNS> written_{};
-  std::vector<Marks> marks_;  // [column][half]; empty without a race detector
+  std::vector<Occupant> occupants_;  // of a traced CTA
+  std::vector<Marks> marks_;         // [column][half]; empty without a race detector
 };
 
 }  // namespace archflash::sim

@@ -21,6 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "sim" / "README.md"
 THIRD_PARTY = Path(__file__).parent / "third_party.json"
 MUTATION = Path(__file__).parent / "mutation"
+# What is said of some groups of instructions.
+NOT_LOADED = "tcgen05 that does not load"
+ABOUT = {
+    "tcgen05": "No card with tcgen05 has run any of this: it rests on the text of the PTX ISA and "
+    "on third-party PTX that gives the right numbers here.",
+    NOT_LOADED: "Known, and refused with a sentence that says why.",
+}
 
 
 @dataclass
@@ -159,13 +166,14 @@ def text() -> str:
         lines += [
             f"### {about[0].upper()}{about[1:]}",
             "",
+            *([ABOUT[about], ""] if about in ABOUT else []),
             "| form | card, exact | card, bound | third-party | our kernels | else |",
             "| --- | ---: | ---: | ---: | ---: | --- |",
         ]
         lines += [
             f"| `{row.spelling}` | {cell(row.exact)} | {cell(row.bounded)} | "
             f"{cell(row.third_party)} | {cell(row.kernels)} | "
-            f"{'' if row.evidence else 'ISA text'} |"
+            f"{'' if row.evidence else 'refused' if row.about == NOT_LOADED else 'ISA text'} |"
             for row in table
             if row.about == about
         ]

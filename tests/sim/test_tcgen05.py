@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from archflash import LaunchError, sim
+from archflash.sim._picture import draw
+from archflash.sim._report import TraceEvent
+from archflash.sim._trace import chrome_trace, timeline
 
 from . import tiles
 
@@ -852,17 +855,34 @@ def test_what_does_not_load(statement: str, words: str) -> None:
 def test_traces_show_the_tensor_pipe_and_tensor_memory() -> None:
     report = flow(traced_ctas=1, mode="lazy")
     trace = report.traces[0]
-    by_track: dict[str, list[sim.TraceEvent]] = {}
+    by_track: dict[str, list[TraceEvent]] = {}
     for event in trace.events:
         by_track.setdefault(trace.tracks[event.track], []).append(event)
     (product,) = by_track["tensor pipe"]
     assert product.label == "of warp 0"
-    assert product.begin < product.end
-    (block,) = by_track["tensor memory"]
-    assert block.label == "columns 0-511"
-    assert block.begin < product.begin < product.end < block.end
+    assert product.begin < product.end <= product.seen
+    uses = {event.label: event for event in by_track["tensor memory"]}
+    whole = uses.pop("allocated: columns 0-511")
+    assert whole.begin < product.begin < product.end < whole.end
+    # A from its store to the product; D from the product to its last load, in two halves.
+    stores = [e for e in by_track["tensor memory"] if e.label == "tcgen05.st: columns 64-71"]
+    assert [(e.begin < product.begin <= e.end, e.end <= product.end) for e in stores] == [
+        (True, True), (False, False),
+    ]  # fmt: skip
+    result = uses["tcgen05.mma: columns 0-63"]
+    assert result.begin <= product.begin
+    assert product.end < result.end
     pipe = trace.tracks.index("tensor pipe")
     waits = [e for e in trace.events if e.kind == "wait" and e.cause == pipe]
-    assert {e.track for e in waits} <= set(range(WARPS))
-    assert waits
+    assert {e.track for e in waits} == set(range(WARPS))
     assert all("mbarrier" in wait.label for wait in waits)
+    line = timeline(report, 0)
+    events = chrome_trace([line], report.listing)["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert {
+        "tensor pipe of warp 0",
+        "tensor memory allocated: columns 0-511",
+        "tensor memory tcgen05.mma: columns 0-63",
+    } <= names
+    texts = [shape["text"] for kind, shape in draw(line, "t").shapes if kind == "text"]
+    assert {"tensor pipe", "tensor memory"} <= set(texts)

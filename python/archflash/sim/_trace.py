@@ -332,6 +332,8 @@ def chrome_trace(
                     {"copies": len(batch.copies), "bytes": batch.bytes}
                     if batch.bytes
                     else {"products": len(batch.copies)}
+                    if batch.track == "tensor pipe"
+                    else {"uses": len(batch.copies)}
                 )
                 arguments = {
                     **what,
