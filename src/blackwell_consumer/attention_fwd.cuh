@@ -17,6 +17,8 @@
 #include "blackwell_consumer/tile.cuh"
 #include "common/math/attention_work.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/math/slab_load.cuh"
+#include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -25,58 +27,7 @@
 
 namespace archflash::blackwell_consumer {
 
-// The row tiles of this CTA, one of each round of gridDim.x; every second round goes backwards, so
-// that who had the longest of one round has the shortest of the next.
-struct TileIndex {
-  unsigned round = 0;
-
-  __device__ __forceinline__ bool more(const Params& params) const {
-    return round * gridDim.x < static_cast<unsigned>(params.tiles);
-  }
-  __device__ __forceinline__ unsigned value() const {
-    return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-  }
-};
-
-// The row tile of an index; first_row negative: nothing to do.
-template <class C>
-__device__ __forceinline__ math::Work find_tile(const Params& params, const TileIndex& index) {
-  math::Work none{};
-  none.first_row = -1;
-  const unsigned value = index.value();
-  if (value >= static_cast<unsigned>(params.tiles)) return none;  // the last round may be short
-  return math::find_work<C::BLOCK_Q>(params.attention, static_cast<int>(value));
-}
-
-// First keys of the first and of the last block with a visible key. None: last before first.
-struct Blocks {
-  int first, last;
-};
-template <class C>
-__device__ __forceinline__ Blocks find_blocks(const math::Work& work,
-                                              const math::VisibleKeys& visible) {
-  const int last_row = min(work.first_row + C::BLOCK_Q, work.nq) - 1;
-  return {visible.first(work.first_row) & -C::BLOCK_K, visible.last(last_row) & -C::BLOCK_K};
-}
-
 // --- producer ---
-
-// Starts the copy of a tile's rows from `row` on of one head; all its bytes go to the barrier. A
-// broadcast dimension (stride 0) has size 1 in the map.
-template <class Tile>
-__device__ __forceinline__ void start_load(uint32_t tile_smem, const TensorMap& map, int row,
-                                           int head, int batch, uint32_t barrier_smem) {
-  ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::BYTES);
-#pragma unroll
-  for (int slab = 0; slab < Tile::SLABS; ++slab) {
-#pragma unroll
-    for (int first = 0; first < Tile::ROWS; first += Tile::BOX_ROWS) {
-      ptx::cp_async_bulk_tensor_4d_load(
-          tile_smem + slab * Tile::SLAB_BYTES + first * Tile::ROW_BYTES, map, slab * Tile::SLAB,
-          row + first, head, batch, barrier_smem);
-    }
-  }
-}
 
 template <class C>
 __device__ __forceinline__ void produce(const Params& params, uint32_t shared_smem) {
@@ -84,10 +35,11 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   RingPosition<C> ring;
   uint32_t q_parity = 0;
-  for (TileIndex index; index.more(params); ++index.round) {
-    const math::Work work = find_tile<C>(params, index);
+  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+    const math::Work work = math::find_tile<C::BLOCK_Q>(attention, params.tiles, index);
     if (work.first_row < 0) continue;
-    const Blocks blocks = find_blocks<C>(work, math::find_visible_keys(attention, work));
+    const math::Blocks blocks =
+        math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, math::find_visible_keys(attention, work));
     if (ptx::elect_sync()) {
       const int batch = work.batch_head / attention.heads_q;
       const int head = work.batch_head % attention.heads_q;
@@ -96,12 +48,12 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
       const auto load_block = [&](int block) {
         // The consumers of what the stage held are done with it.
         ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage()), ring.parity() ^ 1);
-        start_load<typename C::KTile>(
+        math::start_load<typename C::KTile>(
             shared_smem + C::K_SMEM + ring.stage() * C::KTile::BYTES, params.k_map,
             keys_start + block, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(ring.stage()));
         ptx::mbarrier_wait_parity(barriers.v_empty(ring.stage()), ring.parity() ^ 1);
-        start_load<typename C::VTile>(
+        math::start_load<typename C::VTile>(
             shared_smem + C::V_SMEM + ring.stage() * C::VTile::BYTES, params.v_map,
             keys_start + block, attention.v_head == 0 ? 0 : kv_head,
             attention.v_batch == 0 ? 0 : batch, barriers.v_full(ring.stage()));
@@ -112,9 +64,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
       ptx::mbarrier_wait_parity(barriers.q_empty(), q_parity ^ 1);
       if (blocks.first <= blocks.last) {
         const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
-        start_load<typename C::QTile>(shared_smem + C::Q_SMEM, params.q_map,
-                                      q_start + work.first_row, attention.q_head == 0 ? 0 : head,
-                                      attention.q_batch == 0 ? 0 : batch, barriers.q_full());
+        math::start_load<typename C::QTile>(shared_smem + C::Q_SMEM, params.q_map,
+                                            q_start + work.first_row,
+                                            attention.q_head == 0 ? 0 : head,
+                                            attention.q_batch == 0 ? 0 : batch, barriers.q_full());
       } else {
         ptx::mbarrier_arrive(barriers.q_full());  // no key, no Q: the rows are written as zeros
       }
@@ -134,7 +87,7 @@ struct Place {
   unsigned round;               // of the tiles
   uint32_t q_parity;            // of the phase that brings this tile's Q
   uint32_t large_bases;         // RowState::large
-  Blocks blocks;                // of the CTA
+  math::Blocks blocks;          // of the CTA
   int seen_first, seen_last;    // some row sees some key of these blocks; none: last before first
   int clear_first, clear_last;  // every row sees every key of these
   int ragged_after;             // V of later blocks has rows of another sequence
@@ -160,7 +113,7 @@ __device__ __forceinline__ Place find_place(const AttentionParams& params, const
   const int first_row = work.first_row + warp * C::WARP_ROWS;
   const int last_row = min(first_row + C::WARP_ROWS, work.nq) - 1;
   Place place;
-  place.blocks = find_blocks<C>(work, visible);
+  place.blocks = math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
   place.seen_first = max(visible.first(first_row) & -C::BLOCK_K, place.blocks.first);
   place.seen_last = last_row < first_row ? -1 : visible.last(last_row);
   if (place.seen_last < place.seen_first) place.seen_first = INT32_MAX;
@@ -221,9 +174,9 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
-  for (TileIndex index; index.more(params); ++index.round) {
+  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
     {
-      const math::Work work = find_tile<C>(params, index);
+      const math::Work work = math::find_tile<C::BLOCK_Q>(attention, params.tiles, index);
       if (work.first_row < 0) continue;
       const math::VisibleKeys visible = math::find_visible_keys(attention, work);
       if (threadIdx.x % 32 == 0) {  // since release() no lane reads the last tile's place

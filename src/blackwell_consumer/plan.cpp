@@ -12,6 +12,7 @@
 #include "blackwell_consumer/params.h"
 #include "common/core_set.h"
 #include "common/problem.h"
+#include "common/tma_plan.h"
 
 namespace archflash::blackwell_consumer {
 namespace {
@@ -79,10 +80,6 @@ constexpr Variant VARIANTS[] = {
     variant<D256Few>("d256_few", 1, 0, 0, "few tiles: 64 rows make twice as many"),
 };
 
-// TMA: strides are multiples of 16 bytes below 2^40.
-constexpr int64_t STRIDE_UNIT = 16;
-constexpr int64_t STRIDE_LIMIT = int64_t{1} << 40;
-
 std::string str(int64_t x) { return std::to_string(x); }
 
 std::string kernel_name(const Variant& variant, DType dtype) {
@@ -94,11 +91,6 @@ int64_t resident_ctas(const Variant& variant, const Device& device) {
   return core::resident_ctas(device, variant.shared_bytes, variant.ctas_per_sm);
 }
 
-// Whether all row tiles take the same time.
-bool equal_tiles(const Problem& problem) {
-  return !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
-}
-
 const Variant* choose(const Problem& problem, const Device& device) {
   const Variant* fits = nullptr;
   for (const Variant& variant : VARIANTS) {
@@ -107,7 +99,7 @@ const Variant* choose(const Problem& problem, const Device& device) {
       break;  // kernels for larger heads follow
     if (variant.shared_bytes > device.shared_per_block) continue;
     fits = &variant;  // the last one of a head_dim serves whatever the ones before it should not
-    const int fill = equal_tiles(problem) ? variant.fill : variant.unequal_fill;
+    const int fill = core::equal_tiles(problem) ? variant.fill : variant.unequal_fill;
     const bool fills_gpu =
         4 * core::row_tiles(problem, variant.block_q) * problem.heads_q > fill * device.sm_count;
     const bool rows_mostly_used =
@@ -116,65 +108,6 @@ const Variant* choose(const Problem& problem, const Device& device) {
     if (fills_gpu && rows_mostly_used && enough_per_sm) break;
   }
   return fits;
-}
-
-// What TMA cannot describe, beyond the limits of the core set.
-void add_tma_reasons(const Problem& problem, Reasons& reasons) {
-  const auto check = [&](const char* name, const Strides& strides, int64_t rows) {
-    if (strides.row == 0 && rows > 1) {
-      reasons.push_back(std::string(name) +
-                        " repeats one row (a row stride of 0): blackwell_consumer copies by tensor "
-                        "maps, which have no such stride; make " +
-                        name + " contiguous" + core::USE_TORCH);
-    }
-    const int64_t largest =
-        std::max({strides.batch, strides.head, strides.row}) * dtype_bytes(problem.dtype);
-    if (largest >= STRIDE_LIMIT) {
-      reasons.push_back(std::string(name) + " has a stride of " + str(largest) +
-                        " bytes: blackwell_consumer copies by tensor maps, whose strides are below "
-                        "2^40; split the call" +
-                        core::USE_TORCH);
-    }
-  };
-  check("q", problem.q, problem.nq);
-  check("k", problem.k, problem.nk);
-  check("v", problem.v, problem.nk);
-}
-
-// The map of q, k or v: (columns, rows, heads, batch), a box is `rows_per_box` rows of one slab. A
-// dimension of stride 0 is one that the kernel does not move along: size 1, any stride.
-TensorMapSpec tensor_map(Operand operand, size_t offset, const Problem& problem,
-                         const Variant& variant, const Strides& strides, int64_t columns,
-                         int64_t rows, int64_t heads, int rows_per_box) {
-  TensorMapSpec map{};
-  map.operand = operand;
-  map.offset = static_cast<int32_t>(offset);
-  map.dtype = problem.dtype;
-  map.swizzle = variant.swizzle;
-  map.dims = {columns, rows};
-  map.box = {variant.slab, rows_per_box, 1, 1};
-  const int64_t sizes[] = {rows, heads, problem.varlen ? 1 : problem.batch};
-  const int64_t steps[] = {strides.row, strides.head, strides.batch};
-  map.dims = {columns};
-  for (int i = 0; i < 3; ++i) {
-    map.dims.push_back(steps[i] == 0 ? 1 : sizes[i]);
-    map.strides.push_back(steps[i] == 0 ? STRIDE_UNIT : steps[i] * dtype_bytes(problem.dtype));
-  }
-  return map;
-}
-
-// Heads whose K and V stay in half of L2 while their row tiles are computed: neighbouring CTAs read
-// the same keys, and the longest tiles of a causal problem still come first. All groups but the
-// last have this size, and the last is not much smaller: its longest tiles would come when the
-// others are done.
-int32_t heads_per_group(const Problem& problem, const Device& device) {
-  const int64_t kv_head_bytes = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
-  const int64_t kv_heads = problem.batch * problem.heads_kv;
-  const int64_t fitting =
-      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(kv_head_bytes, 1), 1, kv_heads);
-  const int64_t groups = (kv_heads + fitting - 1) / fitting;
-  const int64_t kv_heads_per_group = (kv_heads + groups - 1) / groups;
-  return static_cast<int32_t>(kv_heads_per_group * (problem.heads_q / problem.heads_kv));
 }
 
 }  // namespace
@@ -197,7 +130,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   LaunchPlan result;  // the registry adds what it was made for
   if (core::nothing_to_write(problem)) return result;
   Reasons reasons = core::why_not(problem, "blackwell_consumer", {DType::F16, DType::BF16});
-  add_tma_reasons(problem, reasons);
+  core::add_tma_reasons(problem, "blackwell_consumer", reasons);
   if (!reasons.empty()) return reasons;
 
   const Variant* chosen = choose(problem, device);
@@ -212,7 +145,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   Params params;
   std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
   params.attention = core::params(problem);
-  params.attention.heads_per_group = heads_per_group(problem, device);
+  params.attention.heads_per_group = core::heads_per_group(problem, device);
   params.tiles = static_cast<int32_t>(tiles);
 
   Launch launch;
@@ -223,22 +156,21 @@ PlanResult plan(const Problem& problem, const Device& device) {
   // of them, and tiles of unequal length, are better served by the hardware, which gives the next
   // tile to whoever is done (NOTES.md).
   const int64_t per_sm = resident_ctas(*chosen, device);
-  const bool stays = per_sm == 1 && equal_tiles(problem);
+  const bool stays = per_sm == 1 && core::equal_tiles(problem);
   launch.grid = {stays ? std::min<int64_t>(tiles, device.sm_count) : tiles, 1, 1};
   launch.block = {chosen->threads, 1, 1};
   launch.shared_bytes = chosen->shared_bytes;
   launch.params.resize(sizeof params);
   std::memcpy(launch.params.data(), &params, sizeof params);
   launch.pointers = core::pointers(problem);
-  launch.tensor_maps = {tensor_map(Operand::Q, offsetof(Params, q_map), problem, *chosen, problem.q,
-                                   problem.d, problem.nq, problem.heads_q, chosen->block_q)};
+  const auto map = [&](Operand operand, size_t offset, int rows_per_box) {
+    launch.tensor_maps.push_back(
+        core::tensor_map(problem, operand, offset, chosen->swizzle, {chosen->slab, rows_per_box}));
+  };
+  map(Operand::Q, offsetof(Params, q_map), chosen->block_q);
   if (problem.nk > 0) {  // an empty k or v is never read
-    launch.tensor_maps.push_back(tensor_map(Operand::K, offsetof(Params, k_map), problem, *chosen,
-                                            problem.k, problem.d, problem.nk, problem.heads_kv,
-                                            chosen->block_k));
-    launch.tensor_maps.push_back(tensor_map(Operand::V, offsetof(Params, v_map), problem, *chosen,
-                                            problem.v, problem.dv, problem.nk, problem.heads_kv,
-                                            chosen->block_k));
+    map(Operand::K, offsetof(Params, k_map), chosen->block_k);
+    map(Operand::V, offsetof(Params, v_map), chosen->block_k);
   }
   result.launches.push_back(std::move(launch));
   return result;

@@ -23,6 +23,31 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t dst_smem,
       : "memory");
 }
 
+// cp.async.bulk.tensor.4d from shared to global memory: one thread starts the copy of a box, as
+// part of its bulk group. Elements outside the tensor are not written.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& map, int c0, int c1,
+                                                              int c2, int c3, uint32_t src_smem) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+      "[%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(src_smem)
+      : "memory");
+}
+
+// cp.async.bulk.commit_group: this thread's earlier stores are one group.
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// cp.async.bulk.wait_group: all groups of this thread are complete; with .read: have read their
+// shared memory, which may be written again.
+__device__ __forceinline__ void cp_async_bulk_wait_group_0() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_wait_group_read_0() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // prefetch.tensormap: the map will be used soon. A hint, for maps in the parameters or in constant
 // memory as well.
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {

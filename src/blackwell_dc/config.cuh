@@ -1,0 +1,129 @@
+// The tiles of each blackwell_dc kernel: compile-time numbers only, read by the kernel and by
+// plan.cpp (plain C++).
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/slab_tile.cuh"
+#include "common/problem.h"
+
+namespace archflash::blackwell_dc {
+
+// What can be switched off, to measure what it is worth. The order of the tiles and their number
+// for each CTA are plan.cpp's.
+struct Switches {
+  // Of each 16 pairs of scores, how many get their exponentials from a polynomial on the FMA units
+  // instead of the MUFU.
+  int polynomial_pairs = 0;
+  bool lazy_rescale = true;    // O follows a base that has risen by more than 2^8; else every block
+  bool split_p = true;         // P is handed over in 3/4 + 1/4; else at once
+  bool move_registers = true;  // setmaxnreg; else every warp has 128
+  bool precomputed_descriptors = true;  // steps are added to descriptors; else each is made anew
+  bool tma_store = true;                // else the epilogue warp copies rows
+};
+
+// Registers of a thread of each role.
+struct Registers {
+  int softmax, correction, other;
+};
+
+// A CTA owns TILES tiles of 128 query rows of one head at a time and walks over the keys, BLOCK_K
+// at a time. HEAD_DIM bounds d, HEAD_DIM_V bounds dv. V_STAGES 0: K and V share one ring of
+// K_STAGES.
+template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int TILES_, int BLOCK_K_, int K_STAGES_,
+          int V_STAGES_, bool O_OVER_Q_, Registers REGISTERS_, Switches SWITCHES_>
+struct Config {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
+  static constexpr int TILES = TILES_;
+  static constexpr int TILE_ROWS = 128;  // the lanes of tensor memory
+  static constexpr int BLOCK_Q = TILES * TILE_ROWS;
+  static constexpr int BLOCK_K = BLOCK_K_;
+  static constexpr bool SHARED_RING = V_STAGES_ == 0;
+  static constexpr int K_STAGES = K_STAGES_;
+  static constexpr int V_STAGES = V_STAGES_;
+  static constexpr int SLOTS = K_STAGES + V_STAGES;
+  static constexpr bool O_OVER_Q = O_OVER_Q_;  // output rows are staged where Q was
+  static constexpr Registers REGISTERS = REGISTERS_;
+  static constexpr Switches SWITCHES = SWITCHES_;
+
+  // Warps of each role; setmaxnreg is for groups of four.
+  static constexpr int WARPS = 16;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int SOFTMAX_WARPS = 4;  // of each tile, from warp 0 on
+  static constexpr int CORRECTION_WARP = 8;
+  static constexpr int CORRECTION_WARPS = 4;
+  static constexpr int MMA_WARP = 12;
+  static constexpr int STORE_WARP = 13;
+  static constexpr int LOAD_WARP = 14;
+  static constexpr int CLEAN_WARP = 15;
+
+  using QTile = math::SlabTile<HEAD_DIM, TILE_ROWS>;
+  using KTile = math::SlabTile<HEAD_DIM, BLOCK_K>;
+  using VTile = math::SlabTile<HEAD_DIM_V, BLOCK_K>;
+  using OTile = math::SlabTile<HEAD_DIM_V, TILE_ROWS>;
+
+  // Shared memory, in bytes: Q | K and V | O unless it lies over Q | row statistics | barriers.
+  static constexpr int Q_SMEM = 0;
+  static constexpr int RING_SMEM = Q_SMEM + TILES * QTile::BYTES;
+  static constexpr int K_SLOT_BYTES =
+      SHARED_RING && VTile::BYTES > KTile::BYTES ? VTile::BYTES : KTile::BYTES;
+  static constexpr int RING_BYTES = K_STAGES * K_SLOT_BYTES + V_STAGES * VTile::BYTES;
+  static constexpr int O_SMEM = O_OVER_Q ? Q_SMEM : RING_SMEM + RING_BYTES;
+  static constexpr int O_STRIDE = O_OVER_Q ? QTile::BYTES : OTile::BYTES;  // from tile to tile
+  static constexpr int STATS_SMEM = RING_SMEM + RING_BYTES + (O_OVER_Q ? 0 : TILES * OTile::BYTES);
+  static constexpr int STATS_BYTES = 2 * 4 * TILE_ROWS;  // of a tile: two floats for each row
+  static constexpr int BARRIER_SMEM = STATS_SMEM + TILES * STATS_BYTES;
+  static constexpr int S_BUFFERS = 2;
+  static constexpr int BARRIERS = 7 * TILES + 3 * S_BUFFERS + 2 * SLOTS + 2;
+  static constexpr int TMEM_ADDRESS_SMEM = BARRIER_SMEM + 8 * BARRIERS;
+  static constexpr int SHARED_BYTES = (TMEM_ADDRESS_SMEM + 4 + 15) / 16 * 16;
+
+  // Tensor memory, in columns: two buffers of S, P packed over the upper half of its S, then O.
+  static constexpr int S_COLUMNS = BLOCK_K;
+  static constexpr int P_COLUMN = BLOCK_K / 2;  // in its S
+  static constexpr int O_COLUMN = 256;
+
+  static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "kind::f16");
+  static_assert(TILES == 1 || TILES == 2, "one or two softmax warpgroups");
+  static_assert(BLOCK_K == 128 || BLOCK_K == 64, "quarters of whole k-steps; row masks of 32 bits");
+  static_assert(S_BUFFERS * S_COLUMNS <= O_COLUMN && O_COLUMN + TILES * HEAD_DIM_V <= 512,
+                "tensor memory has 512 columns");
+  static_assert(!O_OVER_Q || OTile::BYTES <= QTile::BYTES, "O is staged where Q was");
+  static_assert(QTile::SLAB == KTile::SLAB && HEAD_DIM_V % 32 == 0,
+                "tcgen05.mma of M = 128: N is a multiple of 16");
+  static_assert(4 * 32 * (2 * REGISTERS.softmax + REGISTERS.correction + REGISTERS.other) <= 65536,
+                "CUDA: 65536 registers of an SM");
+  static_assert(SHARED_BYTES <= 227 * 1024, "CUDA: at most 227 KiB of shared memory in a CTA");
+};
+
+// clang-format off
+constexpr Registers MORE_SOFTMAX{192, 80, 48};
+// Exponentials by polynomial: where the MUFU would bound the kernel (NOTES.md).
+constexpr Switches EIGHTH{.polynomial_pairs = 2};
+constexpr Switches THIRD{.polynomial_pairs = 6};
+
+//                              head_dim        block  stages  O over
+//                             q,k   v    tiles  _k    K   V   Q      registers     switches
+template <DType T>
+using D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, THIRD>;
+template <DType T>
+using D96  = Config<T,  96,  96,  2,    128,  5,  0,  false, MORE_SOFTMAX, EIGHTH>;
+template <DType T>
+using D128 = Config<T, 128, 128,  2,    128,  3,  0,  false, MORE_SOFTMAX, EIGHTH>;
+template <DType T>
+using D192 = Config<T, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, EIGHTH>;
+template <DType T>
+using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  MORE_SOFTMAX, EIGHTH>;
+// clang-format on
+
+// The sums that NOTES.md shows.
+constexpr int KIB = 1024;
+static_assert(D64<DType::BF16>::STATS_SMEM == (32 + 8 * 16 + 32) * KIB);
+static_assert(D96<DType::BF16>::STATS_SMEM == (48 + 5 * 24 + 48) * KIB);
+static_assert(D128<DType::BF16>::STATS_SMEM == (64 + 3 * 32 + 64) * KIB);
+static_assert(D192<DType::BF16>::STATS_SMEM == (96 + 2 * 48 + 32) * KIB);
+static_assert(D256<DType::BF16>::STATS_SMEM == (64 + 4 * 32) * KIB);
+
+}  // namespace archflash::blackwell_dc

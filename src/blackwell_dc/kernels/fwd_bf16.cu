@@ -1,0 +1,11 @@
+// bf16 inputs. Tiles: config.cuh.
+#include "blackwell_dc/attention_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::blackwell_dc;
+
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d64, D64<DType::BF16>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d96, D96<DType::BF16>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d128, D128<DType::BF16>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d192, D192<DType::BF16>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d256, D256<DType::BF16>)

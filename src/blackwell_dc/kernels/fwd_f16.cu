@@ -1,0 +1,11 @@
+// fp16 inputs. Tiles: config.cuh.
+#include "blackwell_dc/attention_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::blackwell_dc;
+
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d64, D64<DType::F16>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d96, D96<DType::F16>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d128, D128<DType::F16>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d192, D192<DType::F16>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d256, D256<DType::F16>)

@@ -1,0 +1,21 @@
+// The one parameter of every blackwell_dc kernel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/attention_params.h"
+#include "common/tensor_map.h"
+
+namespace archflash::blackwell_dc {
+
+struct Params {
+  AttentionParams attention;
+  int32_t tiles;  // row tiles of all heads: the CTAs share them out
+  TensorMap q_map, k_map, v_map, out_map;
+};
+static_assert(std::is_trivially_copyable_v<Params>);
+static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");
+
+}  // namespace archflash::blackwell_dc

@@ -1,0 +1,170 @@
+// blackwell_dc: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include "common/plan.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "blackwell_dc/config.cuh"
+#include "blackwell_dc/params.h"
+#include "common/core_set.h"
+#include "common/problem.h"
+#include "common/tma_plan.h"
+
+namespace archflash::blackwell_dc {
+namespace {
+
+// One kernel of each 16-bit type. Each serves head dimensions up to its own; the smallest first.
+struct Variant {
+  const char* name;
+  int head_dim, head_dim_v;  // d and dv up to these
+  int tiles, block_q, block_k;
+  int k_stages, v_stages, barriers;
+  int polynomial_pairs;  // of 16
+  Registers registers;
+  int threads, shared_bytes;
+  core::Box q_box, k_box, v_box, out_box;
+  Swizzle q_swizzle, v_swizzle;
+};
+
+template <class Tile>
+constexpr core::Box box_of() {
+  return {Tile::SLAB, Tile::BOX_ROWS};
+}
+
+template <template <DType> class Tiles>
+constexpr Variant variant(const char* name) {
+  using C = Tiles<DType::F16>;
+  return {.name = name,
+          .head_dim = C::HEAD_DIM,
+          .head_dim_v = C::HEAD_DIM_V,
+          .tiles = C::TILES,
+          .block_q = C::BLOCK_Q,
+          .block_k = C::BLOCK_K,
+          .k_stages = C::K_STAGES,
+          .v_stages = C::V_STAGES,
+          .barriers = C::BARRIERS,
+          .polynomial_pairs = C::SWITCHES.polynomial_pairs,
+          .registers = C::REGISTERS,
+          .threads = C::THREADS,
+          .shared_bytes = C::SHARED_BYTES,
+          .q_box = box_of<typename C::QTile>(),
+          .k_box = box_of<typename C::KTile>(),
+          .v_box = box_of<typename C::VTile>(),
+          .out_box = box_of<typename C::OTile>(),
+          .q_swizzle = C::QTile::SWIZZLE,
+          .v_swizzle = C::VTile::SWIZZLE};
+}
+
+constexpr Variant VARIANTS[] = {variant<D64>("d64"), variant<D96>("d96"), variant<D128>("d128"),
+                                variant<D192>("d192"), variant<D256>("d256")};
+
+std::string str(int64_t x) { return std::to_string(x); }
+
+std::string kernel_name(const Variant& variant, DType dtype) {
+  return std::string("blackwell_dc_attention_fwd_") + (dtype == DType::F16 ? "f16_" : "bf16_") +
+         variant.name;
+}
+
+const Variant& choose(const Problem& problem) {
+  for (const Variant& variant : VARIANTS) {
+    if (variant.head_dim >= problem.d && variant.head_dim_v >= problem.dv) return variant;
+  }
+  return std::end(VARIANTS)[-1];  // core::why_not() refuses larger ones
+}
+
+}  // namespace
+
+Description describe() {
+  return {
+      .name = "blackwell_dc",
+      .summary =
+          "fp16 and bf16 attention by tcgen05 and tensor memory in 16 warps of roles, for B200, "
+          "B300, GB200 and GB300 (10.0, 10.3)",
+      .home_device = "B200",
+      .dtypes = {DType::F16, DType::BF16},
+      .head_dims = core::HEAD_DIMS,
+      .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
+                   "strides", "lse"},
+  };
+}
+
+PlanResult plan(const Problem& problem, const Device& device) {
+  LaunchPlan result;  // the registry adds what it was made for
+  if (core::nothing_to_write(problem)) return result;
+  Reasons reasons = core::why_not(problem, "blackwell_dc", {DType::F16, DType::BF16});
+  core::add_tma_reasons(problem, "blackwell_dc", reasons);
+  const Variant& chosen = choose(problem);
+  if (chosen.shared_bytes > device.shared_per_block) {
+    reasons.push_back("shared memory: " + device.name + " gives a CTA " +
+                      str(device.shared_per_block) + " bytes and blackwell_dc needs " +
+                      str(chosen.shared_bytes) + "; use another GPU" + core::USE_TORCH);
+  }
+  if (!reasons.empty()) return reasons;
+  const int64_t tiles = core::row_tiles(problem, chosen.block_q) * problem.heads_q;
+  if (tiles > core::GRID_LIMIT) return Reasons{core::grid_too_large(tiles)};
+
+  Params params;
+  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
+  params.attention = core::params(problem);
+  params.attention.heads_per_group = core::heads_per_group(problem, device);
+  params.tiles = static_cast<int32_t>(tiles);
+
+  Launch launch;
+  launch.kernel = kernel_name(chosen, problem.dtype);
+  launch.image = problem.dtype == DType::F16 ? "blackwell_dc/fwd_f16" : "blackwell_dc/fwd_bf16";
+  // One CTA per SM, all of whose tensor memory it takes, goes on to the next tile: that one's
+  // products start while the last one's output is written.
+  launch.grid = {std::min<int64_t>(tiles, device.sm_count), 1, 1};
+  launch.block = {chosen.threads, 1, 1};
+  launch.shared_bytes = chosen.shared_bytes;
+  launch.params = core::bytes(params);
+  launch.pointers = core::pointers(problem);
+  const auto map = [&](Operand operand, size_t offset, Swizzle swizzle, core::Box box) {
+    launch.tensor_maps.push_back(core::tensor_map(problem, operand, offset, swizzle, box));
+  };
+  map(Operand::Q, offsetof(Params, q_map), chosen.q_swizzle, chosen.q_box);
+  if (problem.nk > 0) {  // an empty k or v is never read
+    map(Operand::K, offsetof(Params, k_map), chosen.q_swizzle, chosen.k_box);
+    map(Operand::V, offsetof(Params, v_map), chosen.v_swizzle, chosen.v_box);
+  }
+  map(Operand::Out, offsetof(Params, out_map), chosen.v_swizzle, chosen.out_box);
+  result.launches.push_back(std::move(launch));
+  return result;
+}
+
+Notes notes(const LaunchPlan& plan) {
+  if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
+  const Launch& launch = plan.launches[0];
+  const Variant& used = choose(plan.problem);
+  if (launch.kernel != kernel_name(used, plan.problem.dtype) ||
+      launch.params.size() != sizeof(Params))
+    return {};
+  Params params;
+  std::memcpy(&params, launch.params.data(), sizeof params);
+  const std::string stages = used.v_stages == 0
+                                 ? str(used.k_stages) + " that K and V share"
+                                 : str(used.k_stages) + " of K, " + str(used.v_stages) + " of V";
+  return {
+      {"tile", str(used.block_q) + " query rows x " + str(used.block_k) + " keys, head_dim up to " +
+                   str(used.head_dim) +
+                   (used.head_dim == used.head_dim_v ? "" : " and " + str(used.head_dim_v))},
+      {"warps", std::string(used.tiles == 2 ? "8" : "4") +
+                    " softmax, 4 correction, 1 each for products, loads and stores"},
+      {"registers", str(used.registers.softmax) + " softmax, " + str(used.registers.correction) +
+                        " correction, " + str(used.registers.other) + " others (setmaxnreg)"},
+      {"stages", stages + ", " + str(used.barriers) + " barriers"},
+      {"exponentials", str(used.polynomial_pairs) + " of 16 by polynomial"},
+      {"CTAs", str(launch.grid[0]) + " for " + str(params.tiles) + " tiles, 1 per SM on " +
+                   str(plan.device.sm_count) + " SMs"},
+      {"order", plan.problem.varlen
+                    ? "by sequence, last row tiles first"
+                    : "last row tiles first, " + str(params.attention.heads_per_group) +
+                          " heads at a time, whose keys stay in L2"},
+  };
+}
+
+}  // namespace archflash::blackwell_dc

@@ -1,0 +1,46 @@
+// The row tiles of a CTA that stays for several, and the key blocks of each.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_params.h"
+#include "common/math/attention_work.cuh"
+#include "common/math/visible_keys.cuh"
+
+namespace archflash::math {
+
+// One of each round of gridDim.x tiles; every second round goes backwards, so that who had the
+// longest of one round has the shortest of the next.
+struct TileIndex {
+  unsigned round = 0;
+
+  __device__ __forceinline__ bool more(int tiles) const {
+    return round * gridDim.x < static_cast<unsigned>(tiles);
+  }
+  __device__ __forceinline__ unsigned value() const {
+    return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  }
+};
+
+// The row tile of an index; first_row negative: nothing to do. Called by whole warps.
+template <int BLOCK_Q>
+__device__ __forceinline__ Work find_tile(const AttentionParams& params, int tiles,
+                                          const TileIndex& index) {
+  Work none{};
+  none.first_row = -1;
+  const unsigned value = index.value();
+  if (value >= static_cast<unsigned>(tiles)) return none;  // the last round may be short
+  return find_work<BLOCK_Q>(params, static_cast<int>(value));
+}
+
+// First keys of the first and of the last block with a visible key. None: last before first.
+struct Blocks {
+  int first, last;
+};
+template <int BLOCK_Q, int BLOCK_K>
+__device__ __forceinline__ Blocks find_blocks(const Work& work, const VisibleKeys& visible) {
+  const int last_row = min(work.first_row + BLOCK_Q, work.nq) - 1;
+  return {visible.first(work.first_row) & -BLOCK_K, visible.last(last_row) & -BLOCK_K};
+}
+
+}  // namespace archflash::math

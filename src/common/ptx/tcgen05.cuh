@@ -1,0 +1,172 @@
+// Tensor memory and the matrix products on it, one instruction each.
+#pragma once
+
+#include <cstdint>
+
+namespace archflash::ptx {
+
+// PTX ISA, "TensorCore 5th Generation Family Instructions" (sm_100f, sm_103a and others). Tensor
+// memory has 128 lanes of 512 columns of 32 bits for an SM; an address is lane << 16 | column. All
+// wrappers are volatile with "memory": they act on memory behind the compiler's back and must stay
+// on their side of waits and barriers.
+constexpr int TMEM_LANES = 128;
+constexpr int TMEM_COLUMNS = 512;
+
+// The lanes that a warp may touch, as the lane field of an address: 32 * (warp % 4) and up.
+__device__ __forceinline__ uint32_t tmem_lanes_of_warp(unsigned warp) {
+  return warp % 4 * 32 << 16;
+}
+
+// tcgen05.alloc: a whole warp asks for columns; the address of the first is written to shared
+// memory. Waits while another CTA of the SM has them.
+template <int COLUMNS>
+__device__ __forceinline__ void tcgen05_alloc(uint32_t address_smem) {
+  static_assert(COLUMNS >= 32 && COLUMNS <= TMEM_COLUMNS && (COLUMNS & (COLUMNS - 1)) == 0,
+                "PTX ISA: a power of two from 32 to 512");
+  asm volatile(
+      "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(address_smem),
+      "n"(COLUMNS)
+      : "memory");
+}
+
+// tcgen05.relinquish_alloc_permit: this CTA allocates no more. By the whole warp.
+__device__ __forceinline__ void tcgen05_relinquish_alloc_permit() {
+  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
+}
+
+// tcgen05.dealloc: gives back what alloc returned, once nobody uses it any more. By the whole warp.
+template <int COLUMNS>
+__device__ __forceinline__ void tcgen05_dealloc(uint32_t address_tmem) {
+  asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address_tmem),
+               "n"(COLUMNS)
+               : "memory");
+}
+
+// tcgen05.mma.kind::f16: one thread starts d = a b, or d += a b where `accumulate`, for 16 columns
+// of a. a and b in shared memory, described by matrix descriptors; d in tensor memory.
+__device__ __forceinline__ void tcgen05_mma_f16(uint32_t d_tmem, uint64_t a_descriptor,
+                                                uint64_t b_descriptor, uint32_t instruction,
+                                                bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.u32 accumulate, %4, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, accumulate;\n"
+      "}\n" ::"r"(d_tmem),
+      "l"(a_descriptor), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
+      : "memory");
+}
+
+// The same with a in tensor memory: two 16-bit elements to a column, eight columns.
+__device__ __forceinline__ void tcgen05_mma_f16(uint32_t d_tmem, uint32_t a_tmem,
+                                                uint64_t b_descriptor, uint32_t instruction,
+                                                bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.u32 accumulate, %4, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, %3, accumulate;\n"
+      "}\n" ::"r"(d_tmem),
+      "r"(a_tmem), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
+      : "memory");
+}
+
+// tcgen05.commit: one arrival at the barrier when all earlier products of this thread are done. It
+// implies fence::before_thread_sync.
+__device__ __forceinline__ void tcgen05_commit(uint32_t barrier_smem) {
+  asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(
+                   barrier_smem)
+               : "memory");
+}
+
+// tcgen05.fence::before_thread_sync: this thread's earlier tcgen05 instructions come before what a
+// barrier orders after it. after_thread_sync: the later ones come after what a barrier has ordered
+// before it.
+__device__ __forceinline__ void tcgen05_fence_before_thread_sync() {
+  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+}
+__device__ __forceinline__ void tcgen05_fence_after_thread_sync() {
+  asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+}
+
+// tcgen05.ld.32x32b: lane l of the warp receives N columns from `tmem` on of its own lane,
+// 32 * (warp % 4) + l. Not to be used before tcgen05_wait_ld().
+template <int N>
+__device__ __forceinline__ void tcgen05_ld(float (&r)[N], uint32_t tmem) {
+  static_assert(N == 16 || N == 32, "the sizes that kernels use");
+  if constexpr (N == 16) {
+    asm volatile(
+        "tcgen05.ld.sync.aligned.32x32b.x16.b32 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, [%16];"
+        : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3]), "=f"(r[4]), "=f"(r[5]), "=f"(r[6]),
+          "=f"(r[7]), "=f"(r[8]), "=f"(r[9]), "=f"(r[10]), "=f"(r[11]), "=f"(r[12]), "=f"(r[13]),
+          "=f"(r[14]), "=f"(r[15])
+        : "r"(tmem)
+        : "memory");
+  } else {
+    asm volatile(
+        "tcgen05.ld.sync.aligned.32x32b.x32.b32 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, [%32];"
+        : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3]), "=f"(r[4]), "=f"(r[5]), "=f"(r[6]),
+          "=f"(r[7]), "=f"(r[8]), "=f"(r[9]), "=f"(r[10]), "=f"(r[11]), "=f"(r[12]), "=f"(r[13]),
+          "=f"(r[14]), "=f"(r[15]), "=f"(r[16]), "=f"(r[17]), "=f"(r[18]), "=f"(r[19]), "=f"(r[20]),
+          "=f"(r[21]), "=f"(r[22]), "=f"(r[23]), "=f"(r[24]), "=f"(r[25]), "=f"(r[26]), "=f"(r[27]),
+          "=f"(r[28]), "=f"(r[29]), "=f"(r[30]), "=f"(r[31])
+        : "r"(tmem)
+        : "memory");
+  }
+}
+
+// tcgen05.wait::ld: all earlier tcgen05.ld of this warp are complete. `r` is what they loaded: its
+// uses stay behind the wait.
+template <int N>
+__device__ __forceinline__ void tcgen05_wait_ld(float (&r)[N]) {
+  asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i]));
+}
+template <int M, int N>
+__device__ __forceinline__ void tcgen05_wait_ld(float (&r)[M][N]) {
+  asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < M; ++i) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) asm volatile("" : "+f"(r[i][j]));
+  }
+}
+
+// tcgen05.st.32x32b: lane l writes N columns from `tmem` on of its own lane. Others may read them
+// after tcgen05_wait_st() and a barrier.
+template <int N>
+__device__ __forceinline__ void tcgen05_st(uint32_t tmem, const uint32_t (&r)[N]) {
+  static_assert(N == 8 || N == 16, "the sizes that kernels use");
+  if constexpr (N == 8) {
+    asm volatile(
+        "tcgen05.st.sync.aligned.32x32b.x8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"r"(tmem),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(r[4]), "r"(r[5]), "r"(r[6]), "r"(r[7])
+        : "memory");
+  } else {
+    asm volatile(
+        "tcgen05.st.sync.aligned.32x32b.x16.b32 [%0], "
+        "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16};" ::"r"(tmem),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(r[4]), "r"(r[5]), "r"(r[6]), "r"(r[7]),
+        "r"(r[8]), "r"(r[9]), "r"(r[10]), "r"(r[11]), "r"(r[12]), "r"(r[13]), "r"(r[14]), "r"(r[15])
+        : "memory");
+  }
+}
+__device__ __forceinline__ void tcgen05_st(uint32_t tmem, const float (&r)[16]) {
+  asm volatile(
+      "tcgen05.st.sync.aligned.32x32b.x16.b32 [%0], "
+      "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16};" ::"r"(tmem),
+      "f"(r[0]), "f"(r[1]), "f"(r[2]), "f"(r[3]), "f"(r[4]), "f"(r[5]), "f"(r[6]), "f"(r[7]),
+      "f"(r[8]), "f"(r[9]), "f"(r[10]), "f"(r[11]), "f"(r[12]), "f"(r[13]), "f"(r[14]), "f"(r[15])
+      : "memory");
+}
+
+// tcgen05.wait::st: all earlier tcgen05.st of this warp are complete.
+__device__ __forceinline__ void tcgen05_wait_st() {
+  asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
+}
+
+}  // namespace archflash::ptx

@@ -1,0 +1,78 @@
+#include "common/tma_plan.h"
+
+#include <algorithm>
+
+#include "common/core_set.h"
+
+namespace archflash::core {
+namespace {
+
+// TMA: strides are multiples of 16 bytes below 2^40.
+constexpr int64_t STRIDE_UNIT = 16;
+constexpr int64_t STRIDE_LIMIT = int64_t{1} << 40;
+
+}  // namespace
+
+void add_tma_reasons(const Problem& problem, const std::string& implementation, Reasons& reasons) {
+  const auto check = [&](const char* name, const Strides& strides, int64_t rows, DType dtype) {
+    if (strides.row == 0 && rows > 1) {
+      reasons.push_back(std::string(name) +
+                        " repeats one row (a row stride of 0): " + implementation +
+                        " copies by tensor maps, which have no such stride; make " + name +
+                        " contiguous" + USE_TORCH);
+    }
+    const int64_t largest =
+        std::max({strides.batch, strides.head, strides.row}) * dtype_bytes(dtype);
+    if (largest >= STRIDE_LIMIT) {
+      reasons.push_back(std::string(name) + " has a stride of " + std::to_string(largest) +
+                        " bytes: " + implementation +
+                        " copies by tensor maps, whose strides are below 2^40; split the call" +
+                        USE_TORCH);
+    }
+  };
+  check("q", problem.q, problem.nq, problem.dtype);
+  check("k", problem.k, problem.nk, problem.dtype);
+  check("v", problem.v, problem.nk, problem.dtype);
+}
+
+TensorMapSpec tensor_map(const Problem& problem, Operand operand, size_t offset, Swizzle swizzle,
+                         Box box) {
+  const bool of_q = operand == Operand::Q || operand == Operand::Out;
+  const bool of_v = operand == Operand::V || operand == Operand::Out;
+  const Strides& strides = operand == Operand::Q   ? problem.q
+                           : operand == Operand::K ? problem.k
+                           : operand == Operand::V ? problem.v
+                                                   : problem.out;
+  TensorMapSpec map{};
+  map.operand = operand;
+  map.offset = static_cast<int32_t>(offset);
+  map.dtype = operand == Operand::Out ? problem.out_dtype : problem.dtype;
+  map.swizzle = swizzle;
+  map.box = {box.columns, box.rows, 1, 1};
+  const int64_t sizes[] = {of_q ? problem.nq : problem.nk,
+                           of_q ? problem.heads_q : problem.heads_kv,
+                           problem.varlen ? 1 : problem.batch};
+  const int64_t steps[] = {strides.row, strides.head, strides.batch};
+  map.dims = {of_v ? problem.dv : problem.d};
+  for (int i = 0; i < 3; ++i) {
+    map.dims.push_back(steps[i] == 0 ? 1 : sizes[i]);
+    map.strides.push_back(steps[i] == 0 ? STRIDE_UNIT : steps[i] * dtype_bytes(map.dtype));
+  }
+  return map;
+}
+
+bool equal_tiles(const Problem& problem) {
+  return !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
+}
+
+int32_t heads_per_group(const Problem& problem, const Device& device) {
+  const int64_t kv_head_bytes = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
+  const int64_t kv_heads = problem.batch * problem.heads_kv;
+  const int64_t fitting =
+      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(kv_head_bytes, 1), 1, kv_heads);
+  const int64_t groups = (kv_heads + fitting - 1) / fitting;
+  const int64_t kv_heads_per_group = (kv_heads + groups - 1) / groups;
+  return static_cast<int32_t>(kv_heads_per_group * (problem.heads_q / problem.heads_kv));
+}
+
+}  // namespace archflash::core
