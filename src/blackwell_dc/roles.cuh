@@ -95,6 +95,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
             q_start + work.first_row + t * C::TILE_ROWS, attention.q_head == 0 ? 0 : head,
             attention.q_batch == 0 ? 0 : batch, barriers.q_full(t));
       }
+      if (!any && leader) ptx::mbarrier_arrive(barriers.q_full(t));  // no key, no Q
       __syncwarp();
     }
     if (any) {
@@ -289,10 +290,12 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
     const math::Blocks blocks = find_blocks<C>(params, work);
     const bool ragged = is_ragged<C>(params.attention, work, blocks);
     const int count = count_blocks<C>(blocks);
-    if (count == 0) {
-      if (!C::O_OVER_Q && products.leader) {  // no product reads this tile's Q
-        for (int t = 0; t < C::TILES; ++t) ptx::mbarrier_arrive(products.barriers.q_empty(t));
+    if (count == 0) {  // no product reads this tile's Q
+      for (int t = 0; t < C::TILES; ++t) {
+        ptx::mbarrier_wait_parity(products.barriers.q_full(t), q_parity);
+        if (!C::O_OVER_Q) arrive_as_warp(products.barriers.q_empty(t));
       }
+      q_parity ^= 1;
       continue;
     }
     if constexpr (C::TILES == 2) {
@@ -502,6 +505,8 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
       if (count > 0) {
         ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + count - 1) & 1);
         ptx::tcgen05_fence_after_thread_sync();
+      } else if (C::O_OVER_Q) {  // no product says that load has seen the last tile's q_empty
+        ptx::mbarrier_wait_parity(barriers.q_full(t), tile_parity ^ 1);
       }
       ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
       stage_row<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, count > 0, end.factor,
@@ -548,6 +553,8 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
     if (work.first_row < 0) continue;
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
+    const int map_head = attention.out_head == 0 ? 0 : head;
+    const int map_batch = attention.out_batch == 0 ? 0 : batch;
     const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.o_staged(t), tile_parity);
@@ -559,8 +566,8 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
         if (ptx::elect_sync()) {
           for (int slab = 0; slab < OTile::SLABS; ++slab) {
             if (slab * OTile::SLAB >= attention.dv) continue;
-            ptx::cp_async_bulk_tensor_4d_store(params.out_map, slab * OTile::SLAB, first_row, head,
-                                               batch,
+            ptx::cp_async_bulk_tensor_4d_store(params.out_map, slab * OTile::SLAB, first_row,
+                                               map_head, map_batch,
                                                shared_smem + offset + slab * OTile::SLAB_BYTES);
           }
           ptx::cp_async_bulk_commit_group();
