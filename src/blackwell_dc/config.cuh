@@ -76,7 +76,7 @@ struct Config {
   static constexpr int STATS_BYTES = 2 * 4 * TILE_ROWS;  // of a tile: two floats for each row
   static constexpr int BARRIER_SMEM = STATS_SMEM + TILES * STATS_BYTES;
   static constexpr int S_BUFFERS = 2;
-  static constexpr int BARRIERS = 7 * TILES + 3 * S_BUFFERS + 2 * SLOTS + 2;
+  static constexpr int BARRIERS = 7 * TILES + 3 * S_BUFFERS + 4 * SLOTS;
   static constexpr int TMEM_ADDRESS_SMEM = BARRIER_SMEM + 8 * BARRIERS;
   static constexpr int SHARED_BYTES = (TMEM_ADDRESS_SMEM + 4 + 15) / 16 * 16;
 

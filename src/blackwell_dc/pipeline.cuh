@@ -19,8 +19,8 @@ namespace archflash::blackwell_dc {
 //   kv_full slot    load, bytes           mma, clean   K or V has landed before it is multiplied
 //   kv_empty slot   mma, commit           load         the products with it are done before TMA
 //                                                      writes there again
-//   v_ragged        load                  clean        V of a ragged block is on its way, in phase
-//   v_clean         clean                 mma          rows of another sequence in it are zeros
+//   v_ragged slot   load                  clean        the slot's next V is of a ragged block
+//   v_clean slot    clean                 mma          rows of another sequence in it are zeros
 //   s_ready b       mma, commit           softmax      S is complete; so are the products before
 //   p_ready b       4 w softmax, 4 w      mma          S is read, 3/4 of P are written; O is
 //                   correction                         rescaled (first block: has been read)
@@ -48,8 +48,12 @@ struct Barriers {
   __device__ __forceinline__ uint32_t p_last(int b) const { return at(S + 2 * C::S_BUFFERS + b); }
   __device__ __forceinline__ uint32_t kv_full(int slot) const { return at(KV + slot); }
   __device__ __forceinline__ uint32_t kv_empty(int slot) const { return at(KV + C::SLOTS + slot); }
-  __device__ __forceinline__ uint32_t v_ragged() const { return at(KV + 2 * C::SLOTS); }
-  __device__ __forceinline__ uint32_t v_clean() const { return at(KV + 2 * C::SLOTS + 1); }
+  __device__ __forceinline__ uint32_t v_ragged(int slot) const {
+    return at(KV + 2 * C::SLOTS + slot);
+  }
+  __device__ __forceinline__ uint32_t v_clean(int slot) const {
+    return at(KV + 3 * C::SLOTS + slot);
+  }
 
   // By one thread, before anyone uses them.
   __device__ __forceinline__ void init() const {
@@ -70,16 +74,16 @@ struct Barriers {
     for (int slot = 0; slot < C::SLOTS; ++slot) {
       ptx::mbarrier_init(kv_full(slot), 1);
       ptx::mbarrier_init(kv_empty(slot), 1);
+      ptx::mbarrier_init(v_ragged(slot), 1);
+      ptx::mbarrier_init(v_clean(slot), 1);
     }
-    ptx::mbarrier_init(v_ragged(), 1);
-    ptx::mbarrier_init(v_clean(), 1);
     ptx::fence_mbarrier_init();
   }
 
  private:
   static constexpr int S = 7 * C::TILES;
   static constexpr int KV = S + 3 * C::S_BUFFERS;
-  static_assert(KV + 2 * C::SLOTS + 2 == C::BARRIERS);
+  static_assert(KV + 4 * C::SLOTS == C::BARRIERS);
 
   __device__ __forceinline__ uint32_t at(int index) const { return smem + 8 * index; }
 };

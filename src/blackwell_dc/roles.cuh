@@ -74,13 +74,14 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       }
       __syncwarp();
     };
-    const auto load_v = [&](int block) {
+    const auto load_v = [&](int block, bool ragged) {
       const Slot slot = ring.next_v();
       ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity ^ 1);
       if (leader) {
         math::start_load<typename C::VTile>(shared_smem + ring.offset(slot.index), params.v_map,
                                             keys_start + block, v_head, v_batch,
                                             barriers.kv_full(slot.index));
+        if (ragged) ptx::mbarrier_arrive(barriers.v_ragged(slot.index));
       }
       __syncwarp();
     };
@@ -98,16 +99,11 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       if (!any && leader) ptx::mbarrier_arrive(barriers.q_full(t));  // no key, no Q
       __syncwarp();
     }
-    if (any) {
-      load_v(blocks.last);
-      if (leader && is_ragged<C>(attention, work, blocks))
-        ptx::mbarrier_arrive(barriers.v_ragged());
-      __syncwarp();
-    }
+    if (any) load_v(blocks.last, is_ragged<C>(attention, work, blocks));
 #pragma unroll 1
     for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K) {
       load_k(block);
-      load_v(block);
+      load_v(block, false);
     }
     q_parity ^= 1;
   }
@@ -123,7 +119,7 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
   if (params.attention.cu_seqlens_k_gmem == nullptr) return;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   Ring<C> ring;
-  uint32_t ragged_parity = 0;
+  uint32_t parities = 0;  // of each slot's next ragged block
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
@@ -132,7 +128,8 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
       ring.next_k();
       const Slot slot = ring.next_v();
       if (block != blocks.last || !is_ragged<C>(params.attention, work, blocks)) continue;
-      ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);
+      // Now the slot's phase is that of this use: kv_full's parity says when it has landed.
+      ptx::mbarrier_wait_parity(barriers.v_ragged(slot.index), parities >> slot.index & 1);
       ptx::mbarrier_wait_parity(barriers.kv_full(slot.index), slot.parity);
       const int first = (work.nk - block) * VTile::ROW_BYTES;  // of a slab: rows stay in order
       for (int slab = 0; slab < VTile::SLABS; ++slab) {
@@ -141,8 +138,8 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
           *reinterpret_cast<uint4*>(slab_smem + byte) = uint4{};
       }
       ptx::fence_proxy_async_shared();  // the tensor cores read what was stored
-      arrive_as_warp(barriers.v_clean());
-      ragged_parity ^= 1;
+      arrive_as_warp(barriers.v_clean(slot.index));
+      parities ^= 1u << slot.index;
     }
   }
 }
@@ -221,6 +218,7 @@ struct Products {
   Ring<C> ring{};
   uint32_t k_place = 0, v_place = 0;  // of the block at hand
   int k_slot = 0, v_slot = 0;
+  uint32_t clean_parities = 0;      // of each slot's next ragged block
   uint32_t block_parity = 0;        // two tiles: of the block whose O comes next
   uint32_t s_step = 0, o_step = 0;  // one tile: steps so far of S and of O
 
@@ -246,8 +244,8 @@ struct Products {
     __syncwarp();
   }
 
-  // O of a step. v_clean: the block's V has rows of another sequence.
-  __device__ __forceinline__ void add_o(int half, bool first, bool ragged, uint32_t clean_parity) {
+  // O of a step. ragged: the first block's V has rows of another sequence.
+  __device__ __forceinline__ void add_o(int half, bool first, bool ragged) {
     const int t = C::TILES == 2 ? half : 0;
     const uint32_t buffer = C::TILES == 2 ? half : o_step % 2;
     const uint32_t parity = C::TILES == 2 ? block_parity : o_step / 2 % 2;
@@ -256,7 +254,10 @@ struct Products {
       v_slot = slot.index;
       v_place = shared_place + place_offset<C>(ring.offset(slot.index));
       ptx::mbarrier_wait_parity(barriers.kv_full(slot.index), slot.parity);
-      if (first && ragged) ptx::mbarrier_wait_parity(barriers.v_clean(), clean_parity);
+      if (first && ragged) {
+        ptx::mbarrier_wait_parity(barriers.v_clean(slot.index), clean_parities >> slot.index & 1);
+        clean_parities ^= 1u << slot.index;
+      }
     }
     const uint32_t o_tmem = tmem + C::O_COLUMN + t * C::HEAD_DIM_V;
     const uint32_t p_tmem = tmem + buffer * C::S_COLUMNS + C::P_COLUMN;
@@ -283,7 +284,7 @@ template <class C>
 __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, uint32_t tmem) {
   Products<C> products{Barriers<C>{shared_smem + C::BARRIER_SMEM}, place_of<C>(shared_smem), tmem,
                        ptx::elect_sync()};
-  uint32_t q_parity = 0, clean_parity = 0;
+  uint32_t q_parity = 0;
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
@@ -305,7 +306,7 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
       for (int block = 0; block < count; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          products.add_o(half, block == 0, ragged, clean_parity);
+          products.add_o(half, block == 0, ragged);
           if (block + 1 < count) products.start_s(half, false, block + 2 == count, q_parity);
         }
       }
@@ -314,12 +315,11 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
       if (count > 1) products.start_s(0, false, count == 2, q_parity);
 #pragma unroll 1
       for (int block = 0; block < count; ++block) {
-        products.add_o(0, block == 0, ragged, clean_parity);
+        products.add_o(0, block == 0, ragged);
         if (block + 2 < count) products.start_s(0, false, block + 3 == count, q_parity);
       }
     }
     q_parity ^= 1;
-    if (ragged) clean_parity ^= 1;
   }
 }
 

@@ -27,7 +27,7 @@ RESOURCES = {
     for file in sorted(KERNELS.glob("*/*.json"))
 }
 # PTX of an architecture family is for that family alone.
-ANY_NEWER = [image for image in IMAGES if not image.startswith("blackwell_consumer/")]
+ANY_NEWER = [image for image in IMAGES if not image.startswith("blackwell_")]
 REGISTERS_PER_SM = 65536  # 7.5 to 12.1
 REGISTERS_PER_THREAD = 255
 
@@ -160,6 +160,7 @@ def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
         ("ampere", "compute_80"),
         ("ada", "compute_89"),
         ("blackwell_consumer", "compute_120f"),
+        ("blackwell_dc", "compute_100f"),
     ],
 )
 def test_a_folder_carries_the_ptx_that_serves_what_no_machine_code_covers(
@@ -242,6 +243,20 @@ INSTRUCTIONS = {
         "LDSM.16.M88.4",
         "LDSM.16.MT88.4",
         "UTMALDG.4D",
+        "SYNCS.PHASECHK",
+    ),
+    "blackwell_dc_": (
+        "UTCHMMA",
+        "UTCBAR",
+        "UTMALDG.4D",
+        "UTMASTG.4D",
+        "LDTM.x",
+        "STTM.x",
+        "FFMA2",
+        "FADD2.FTZ.RM",
+        "FMNMX3.NAN",
+        "MUFU.EX2",
+        "USETMAXREG",
         "SYNCS.PHASECHK",
     ),
     "simt_": ("FFMA", "MUFU.EX2"),

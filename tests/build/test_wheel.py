@@ -25,6 +25,7 @@ FOLDER_TARGETS = {
     "ampere": ("compute_80",),
     "ada": ("compute_89",),
     "blackwell_consumer": ("compute_120f", "compute_90a"),
+    "blackwell_dc": ("compute_100f",),
 }
 
 

@@ -36,6 +36,13 @@ KERNELS = {
 MODES = ("lazy", "eager", "random", "priority")
 SEEDS = int(os.environ.get("ARCHFLASH_SIM_SEEDS", "4"))
 
+# Findings that are as they must be, by kernel.
+EXPLAINED = {
+    # S of the next step overwrites P that the product before it reads: products of one thread run in
+    # the order in which they are issued, which FlashAttention-4 relies on too (its NOTES.md).
+    "blackwell_dc": {"tcgen05-order"},
+}
+
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 each_kernel_and_dtype = pytest.mark.parametrize(
     ("kernel", "dtype"), [(name, dtype) for name, dtypes in KERNELS.items() for dtype in dtypes]
@@ -90,6 +97,10 @@ def lay_out(x: Tensor, memory: str, heads_dim: int) -> Tensor:
 # --- the check of a call ---
 
 
+def unexplained(kernel: str, run: sim.Run) -> list[Any]:
+    return [f for f in run.report.findings if f.kind not in EXPLAINED.get(kernel, ())]
+
+
 def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, the same under every schedule; nothing was found wrong."""
     first: sim.Run | None = None
@@ -98,7 +109,7 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[T
         run = sim.run(
             q, k, v, implementation=kernel, mode=mode, seed=number, return_lse=True, **call
         )
-        assert not run.report.findings, f"{mode}, seed {number}: {run.report}"
+        assert not unexplained(kernel, run), f"{mode}, seed {number}: {run.report}"
         assert run.lse is not None
         if first is None:
             first = sim.Run(run.out.clone(), run.lse, run.reports, run.plan)
@@ -443,7 +454,7 @@ def test_max_seqlen_is_a_hint_and_never_a_bound_on_memory(
             q, k, v, implementation=kernel, mode=mode, seed=number, return_lse=True, out=out,
             max_seqlen_q=hint[0], max_seqlen_k=hint[1], **call,
         )  # fmt: skip
-        assert not run.report.findings, run.report
+        assert not unexplained(kernel, run), run.report
     if hint[0] >= 130 and hint[1] >= 129:
         assert run.lse is not None
         assert_close(out, run.lse, q, k, v, **call)
@@ -470,7 +481,7 @@ def test_rows_after_the_last_sequence_never_matter(kernel: str, dtype: str) -> N
     total = sum(lengths)
     out = torch.full_like(q, NAN)
     run = sim.run(q, k, v, implementation=kernel, causal=True, out=out, return_lse=True, **ends)
-    assert not run.report.findings, run.report
+    assert not unexplained(kernel, run), run.report
     assert out[total:].isnan().all()
     assert run.lse is not None
     lse = run.lse[:, :total]
@@ -487,14 +498,16 @@ def test_wrong_cu_seqlens_never_leave_the_tensors(kernel: str, wrong: tuple[int,
     (q, k, v), ends = packed((63, 65, 40), (63, 65, 40), KERNELS[kernel][-1])
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         call = {**ends, name: int32(list(wrong))}
-        report = sim.run(q, k, v, implementation=kernel, check=False, **call).report
+        run = sim.run(q, k, v, implementation=kernel, check=False, **call)
         # Overlapping sequences may make two CTAs write a row; nothing else may be wrong.
-        assert all(f.kind == "race" and "CTA" in f.message for f in report.findings), report
+        wrong_ones = unexplained(kernel, run)
+        assert all(f.kind == "race" and "CTA" in f.message for f in wrong_ones), run.report
 
 
 # --- every compiled kernel, and the tiles that GPUs with more or less shared memory get ---
 
 GPUS = {"A100": 163, "RTX 4090": 99, "H200": 227, "RTX 5090": 99}  # KB of shared memory for a CTA
+ONLY_ON = {"blackwell_dc": {"B200": 227}}
 # Batch, queries, keys, causal.
 SHAPES = {
     "few": (1, 33, 65, True),
@@ -502,10 +515,12 @@ SHAPES = {
     "many": (1, 137, 150, True),
     "most": (2, 137, 150, True),
     "unmasked": (1, 137, 150, False),
+    "rounds": (2, 300, 290, True),
 }
 SHAPES_OF = {
     "ada": ("few", "many", "unmasked"),  # one tile is for unmasked calls only
     "blackwell_consumer": ("few", "some", "most"),  # larger tiles, and some in between
+    "blackwell_dc": ("few", "rounds"),  # one CTA goes from tile to tile
 }
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
@@ -541,7 +556,7 @@ VARIANTS = [
         kernel, gpu, dtype, dims, shape, id=f"{kernel}-{gpu}-{dtype}-d{dims[0]}-{dims[1]}-{shape}"
     )
     for kernel, dtypes in KERNELS.items()
-    for gpu in GPUS
+    for gpu in ONLY_ON.get(kernel, GPUS)
     if serves(kernel, capability_of(gpu))
     for dtype in dtypes
     for dims in HEAD_DIMS
@@ -554,14 +569,14 @@ def test_the_tiles_for_every_gpu_agree_with_float64(
     kernel: str, gpu: str, dtype: str, dims: tuple[int, int], shape: str
 ) -> None:
     plan = variant_plan(kernel, gpu, dtype, dims, shape)
-    assert plan.to_dict()["launches"][0]["shared_bytes"] <= GPUS[gpu] * 1024
+    assert plan.to_dict()["launches"][0]["shared_bytes"] <= ONLY_ON.get(kernel, GPUS)[gpu] * 1024
     q, k, v = inputs_of(shape, dims, dtype)
     mode = MODES[(HEAD_DIMS.index(dims) + len(shape)) % len(MODES)]
     call: dict[str, Any] = {"causal": SHAPES[shape][-1]}
     run = sim.run(
         q, k, v, implementation=kernel, mode=mode, seed=1, plan=plan, return_lse=True, **call
     )
-    assert not run.report.findings, run.report
+    assert not unexplained(kernel, run), run.report
     assert run.lse is not None
     assert_close(run.out, run.lse, q, k, v, **call)
 

@@ -42,6 +42,7 @@ PTX = {"simt": "compute_75", "ampere": "compute_80", "ada": "compute_89"}
 FP8_FROM = (8, 9)  # of ada, whose 16-bit tiles come first there
 CONSUMER = "blackwell_consumer"
 CONSUMER_CODE = {(9, 0): "sm_90a", (12, 0): "sm_120f", (12, 1): "sm_120f"}
+DC = "blackwell_dc"  # 10.x
 TENSOR_CORES_FROM = (8, 0)  # of archflash's own kernels for 16-bit inputs
 KERNELS = _registry.kernel_names()
 THIS_BUILD = ", ".join(_registry.names())
@@ -58,21 +59,33 @@ def code(name: str, capability: tuple[int, int]) -> str:
         return "sm_89"
     if name == CONSUMER:
         return CONSUMER_CODE[capability]
+    if name == DC:
+        return "sm_100f"
     return CAPABILITIES[capability][1] or f"{PTX[name]} PTX, compiled by the driver at first use"
 
 
 def kernel_for_16_bits(capability: tuple[int, int]) -> str:
     if capability[0] == 12:
         return CONSUMER
+    if capability[0] == 10:
+        return DC
     if capability == FP8_FROM:
         return "ada"
     return "ampere" if capability >= TENSOR_CORES_FROM else "simt"
 
 
-def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, str, str]:
+def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, ...]:
     """Those with tensor cores, in the order in which they are asked."""
     for_8_9 = capability == FP8_FROM
-    return (CONSUMER, "ada", "ampere") if for_8_9 else (CONSUMER, "ampere", "ada")
+    return (DC, CONSUMER, *(("ada", "ampere") if for_8_9 else ("ampere", "ada")))
+
+
+def why_not_blackwell_dc(capability: tuple[int, int]) -> list[str]:
+    """What keeps blackwell_dc from a capability other than 10.x."""
+    return [
+        f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {DC} is built "
+        "for sm_100f, compute_100f"
+    ]
 
 
 def why_not_the_consumer(capability: tuple[int, int]) -> list[str]:
@@ -144,13 +157,17 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
     assert decision.plan.implementation == "simt"
     assert decision.plan.code == code("simt", capability)
     assert decision.plan.device.capability == capability
-    assert list(decision.reasons) == [CONSUMER, "ada", "ampere", "torch"]
+    assert list(decision.reasons) == [DC, CONSUMER, "ada", "ampere", "torch"]
     assert decision.reasons["torch"] == ["simt is expected to be faster"]
-    if capability[0] == 12:
-        (said,) = decision.reasons[CONSUMER]
-        assert said.startswith(f"dtype float32: {CONSUMER} takes float16 and bfloat16; convert")
-    else:
-        assert decision.reasons[CONSUMER] == why_not_the_consumer(capability)
+    for name, major, elsewhere in (
+        (CONSUMER, 12, why_not_the_consumer),
+        (DC, 10, why_not_blackwell_dc),
+    ):
+        if capability[0] == major:
+            (said,) = decision.reasons[name]
+            assert said.startswith(f"dtype float32: {name} takes float16 and bfloat16; convert")
+        else:
+            assert decision.reasons[name] == elsewhere(capability)
     if capability < FP8_FROM:
         assert decision.reasons["ada"] == [before_ada(capability)]
     (reason,) = decision.reasons["ampere"]
@@ -197,7 +214,7 @@ def test_16_bits_go_to_the_tensor_cores_with_the_tile_for_the_gpu(
     name = kernel_for_16_bits(capability)
     assert decision.chosen == name
     assert decision.why == native.describe(name).summary
-    if name == CONSUMER:  # its tiles: test_blackwell_consumer_plans.py
+    if name in (CONSUMER, DC):  # their tiles: test_blackwell_consumer_plans.py, ..._dc_plans.py
         name = "ampere"
         decision = _dispatch.select(make_problem(q, q, v).as_if_on_cuda(), device, name)
         assert decision.chosen == name
@@ -226,6 +243,7 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
     assert decision.chosen == name
     faster = [f"{name} is expected to be faster"]
     reasons = {
+        DC: why_not_blackwell_dc(capability),
         CONSUMER: why_not_the_consumer(capability),
         "ada": [before_ada(capability)] if capability < FP8_FROM else faster,
         "ampere": faster,
@@ -235,7 +253,7 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
     del reasons[name]
     if capability[0] in (9, 10):  # cuDNN uses what these have beyond mma.sync
         reasons["torch"] = [
-            "ampere comes first, though PyTorch's cuDNN kernel may be faster on this GPU"
+            f"{name} comes first, though PyTorch's cuDNN kernel may be faster on this GPU"
         ]
     assert decision.reasons == reasons
     assert not decision.fallback
@@ -262,7 +280,7 @@ def test_plain_float16_goes_to_pytorchs_fused_kernel_on_7_5() -> None:
     assert decision.plan is None
     assert not decision.fallback
     assert "tensor cores" in decision.why
-    assert list(decision.reasons) == [CONSUMER, "ampere", "ada", "simt"]
+    assert list(decision.reasons) == [DC, CONSUMER, "ampere", "ada", "simt"]
     assert decision.reasons["ampere"] == [BEFORE_AMPERE]
     (reason,) = decision.reasons["simt"]
     assert reason.startswith("it leaves the tensor cores unused: ")
@@ -272,6 +290,7 @@ def test_plain_bfloat16_goes_to_simt_on_7_5() -> None:
     decision = _dispatch.select(problem(torch.bfloat16), gpu((7, 5)))
     assert decision.chosen == "simt"
     assert decision.reasons == {
+        DC: why_not_blackwell_dc((7, 5)),
         CONSUMER: why_not_the_consumer((7, 5)),
         "ampere": [BEFORE_AMPERE],
         "ada": [before_ada((7, 5))],
@@ -323,8 +342,8 @@ def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
     k = torch.empty(2, 2, 128, 64, dtype=torch.float16, device="meta")
     grouped = make_problem(q, k, k).as_if_on_cuda()
     assert _dispatch.select(grouped, gpu((7, 5))).chosen == "simt"
-    assert _dispatch.order(grouped, (7, 5)) == (CONSUMER, "ampere", "ada", "simt", "torch")
-    assert _dispatch.order(grouped, (8, 0)) == (CONSUMER, "ampere", "ada", "torch", "simt")
+    assert _dispatch.order(grouped, (7, 5)) == (DC, CONSUMER, "ampere", "ada", "simt", "torch")
+    assert _dispatch.order(grouped, (8, 0)) == (DC, CONSUMER, "ampere", "ada", "torch", "simt")
 
 
 @pytest.mark.parametrize(
@@ -413,7 +432,7 @@ def test_16_bits_that_no_kernel_serves_fall_back_to_torch_with_the_reasons(
         return
     assert decision.reasons["ampere"][0].startswith(reason)
     # The core set has the same limits everywhere.
-    others = ("simt", CONSUMER) if capability[0] == 12 else ("simt",)
+    others = ("simt", *{10: (DC,), 12: (CONSUMER,)}.get(capability[0], ()))
     for other in others:
         own_words = [said.replace("ampere", other) for said in decision.reasons["ampere"]]
         assert decision.reasons[other] == own_words
@@ -446,6 +465,7 @@ def test_a_gpu_older_than_every_target_is_told_what_the_build_serves() -> None:
     assert decision.chosen == "torch"
     assert decision.fallback
     assert decision.reasons == {
+        DC: [f"compute capability 7.0 (V100): {DC} is built for sm_100f, compute_100f"],
         CONSUMER: [
             f"compute capability 7.0 (V100): {CONSUMER} is built for sm_120f, sm_90a, compute_120f"
         ],
@@ -511,6 +531,8 @@ def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None
         "          order: last row tiles first, 8 heads at a time, whose keys stay in L2",
         "          launch: ada_attention_fwd_f16_d64, grid 256, block 128, "
         "49216 bytes of shared memory",
+        "  not     blackwell_dc: compute capability 8.9 (RTX 4090): blackwell_dc is built for "
+        "sm_100f, compute_100f",
         "  not     blackwell_consumer: compute capability 8.9 (RTX 4090): blackwell_consumer is "
         "built for sm_120f, sm_90a, compute_120f",
         "  not     ampere: ada is expected to be faster",
@@ -543,6 +565,7 @@ def test_a_forced_kernel_is_what_is_planned(capability: tuple[int, int], name: s
         "ampere": [BEFORE_AMPERE] if capability < TENSOR_CORES_FROM else [],
         "ada": [before_ada(capability)] if capability < FP8_FROM else [],
         CONSUMER: [] if capability in CONSUMER_CODE else why_not_the_consumer(capability),
+        DC: [] if capability[0] == 10 else why_not_blackwell_dc(capability),
     }
     if reasons := refused.get(name):
         with pytest.raises(archflash.ForcedImplementationError) as caught:

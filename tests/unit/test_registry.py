@@ -33,7 +33,7 @@ def loads_on(target: str) -> tuple[str, str | None]:
 
 def test_implementations_are_listed_best_first_and_torch_last() -> None:
     listed = [row.name for row in archflash.implementations()]
-    assert listed == ["blackwell_consumer", "ada", "ampere", "simt", "torch"]
+    assert listed == ["blackwell_dc", "blackwell_consumer", "ada", "ampere", "simt", "torch"]
     assert listed == list(_registry.names())
     assert set(KERNELS) == set(native.folder_names())
 
@@ -86,6 +86,13 @@ def test_blackwell_consumer_is_built_for_the_targets_of_the_design() -> None:
     assert row.dtypes == ("float16", "bfloat16")
 
 
+def test_blackwell_dc_is_built_for_the_targets_of_the_design() -> None:
+    row = facts("blackwell_dc")
+    assert row.compiled == ("sm_100f", "compute_100f")
+    assert row.capabilities == (("10.0", "10.9", "sm_100f"), ("10.0", "10.9", "compute_100f"))
+    assert row.dtypes == ("float16", "bfloat16")
+
+
 def test_only_simt_leaves_the_tensor_cores_unused() -> None:
     assert set(KERNELS) & _registry.WITHOUT_TENSOR_CORES == {"simt"}
 
@@ -94,7 +101,7 @@ def test_only_simt_leaves_the_tensor_cores_unused() -> None:
 def test_only_ptx_is_open_towards_newer_gpus(name: str) -> None:
     open_ended = [code for _, last, code in facts(name).capabilities if last is None]
     assert all(code.startswith("compute_") for code in open_ended)
-    if name == "blackwell_consumer":  # the PTX of a family stays in it
+    if name in ("blackwell_consumer", "blackwell_dc"):  # the PTX of a family stays in it
         assert open_ended == []
         return
     lowest = min(target.first for target in native.targets(name))
