@@ -15,6 +15,7 @@
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/mbarrier.cuh"
+#include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_global.cuh"
 #include "common/ptx/tcgen05.cuh"
 #include "common/ptx/tma.cuh"
@@ -235,8 +236,10 @@ struct Products {
     if (first) ptx::mbarrier_wait_parity(barriers.q_full(t), q_parity);
     ptx::tcgen05_fence_after_thread_sync();
     if (leader) {
-      multiply_qk<C>(tmem + buffer * C::S_COLUMNS,
-                     shared_place + place_offset<C>(C::Q_SMEM + t * C::QTile::BYTES), k_place);
+      // Read anew: descriptors of Q kept over the loop are more than there are uniform registers.
+      const uint32_t q_place = ptx::mov_b32_volatile(shared_place) + place_offset<C>(C::Q_SMEM);
+      multiply_qk<C>(tmem + buffer * C::S_COLUMNS, q_place + place_offset<C>(t * C::QTile::BYTES),
+                     k_place);
       ptx::tcgen05_commit(barriers.s_ready(buffer));
       if (t == C::TILES - 1) ptx::tcgen05_commit(barriers.kv_empty(k_slot));
       if (!C::O_OVER_Q && last) ptx::tcgen05_commit(barriers.q_empty(t));
@@ -244,8 +247,15 @@ struct Products {
     __syncwarp();
   }
 
-  // O of a step. ragged: the first block's V has rows of another sequence.
-  __device__ __forceinline__ void add_o(int half, bool first, bool ragged) {
+  // The next V has rows of another sequence: they are zeros now.
+  __device__ __forceinline__ void wait_until_clean() {
+    const Slot slot = Ring<C>(ring).next_v();
+    ptx::mbarrier_wait_parity(barriers.v_clean(slot.index), clean_parities >> slot.index & 1);
+    clean_parities ^= 1u << slot.index;
+  }
+
+  // O of a step.
+  __device__ __forceinline__ void add_o(int half, bool first) {
     const int t = C::TILES == 2 ? half : 0;
     const uint32_t buffer = C::TILES == 2 ? half : o_step % 2;
     const uint32_t parity = C::TILES == 2 ? block_parity : o_step / 2 % 2;
@@ -254,10 +264,6 @@ struct Products {
       v_slot = slot.index;
       v_place = shared_place + place_offset<C>(ring.offset(slot.index));
       ptx::mbarrier_wait_parity(barriers.kv_full(slot.index), slot.parity);
-      if (first && ragged) {
-        ptx::mbarrier_wait_parity(barriers.v_clean(slot.index), clean_parities >> slot.index & 1);
-        clean_parities ^= 1u << slot.index;
-      }
     }
     const uint32_t o_tmem = tmem + C::O_COLUMN + t * C::HEAD_DIM_V;
     const uint32_t p_tmem = tmem + buffer * C::S_COLUMNS + C::P_COLUMN;
@@ -302,20 +308,22 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
     if constexpr (C::TILES == 2) {
       products.start_s(0, true, count == 1, q_parity);
       products.start_s(1, true, count == 1, q_parity);
+      if (ragged) products.wait_until_clean();
 #pragma unroll 1
       for (int block = 0; block < count; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          products.add_o(half, block == 0, ragged);
+          products.add_o(half, block == 0);
           if (block + 1 < count) products.start_s(half, false, block + 2 == count, q_parity);
         }
       }
     } else {
       products.start_s(0, true, count == 1, q_parity);
       if (count > 1) products.start_s(0, false, count == 2, q_parity);
+      if (ragged) products.wait_until_clean();
 #pragma unroll 1
       for (int block = 0; block < count; ++block) {
-        products.add_o(0, block == 0, ragged);
+        products.add_o(0, block == 0);
         if (block + 2 < count) products.start_s(0, false, block + 3 == count, q_parity);
       }
     }

@@ -107,3 +107,14 @@ def ctas_per_sm(plan: native.LaunchPlan) -> int:
     match = re.search(r"(\d+) per SM", dict(plan.notes)["CTAs"])
     assert match is not None
     return int(match[1])
+
+
+def launch_of(plan: native.LaunchPlan) -> dict[str, Any]:
+    """The plan's only launch."""
+    (launch,) = plan.to_dict()["launches"]
+    return dict(launch)
+
+
+def maps_of(plan: native.LaunchPlan) -> dict[str, dict[str, Any]]:
+    """The tensor maps of the only launch, by operand."""
+    return {row["operand"]: row for row in launch_of(plan)["tensor_maps"]}

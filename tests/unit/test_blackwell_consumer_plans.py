@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from plan_cases import call, ctas_per_sm, packed_call, plan_of, query_rows_of_a_tile, row_tiles
+from plan_cases import (
+    call,
+    ctas_per_sm,
+    launch_of,
+    maps_of,
+    packed_call,
+    plan_of,
+    query_rows_of_a_tile,
+    row_tiles,
+)
 
 import archflash
 from archflash import _archflash as native
-from archflash._api import find_device, make_problem
+from archflash._api import find_device
 
 KB = 1024
 NAME = "blackwell_consumer"
@@ -36,28 +44,12 @@ def consumer(problem: native.Problem, device: str) -> native.LaunchPlan:
     return plan_of(problem, device, NAME)
 
 
-def launch_of(plan: native.LaunchPlan) -> dict[str, Any]:
-    (launch,) = plan.to_dict()["launches"]
-    return dict(launch)
-
-
 def variant(plan: native.LaunchPlan) -> str:
     return re.sub(rf"{NAME}_attention_fwd_b?f16_", "", str(launch_of(plan)["kernel"]))
 
 
-def maps_of(plan: native.LaunchPlan) -> dict[str, dict[str, Any]]:
-    return {row["operand"]: row for row in launch_of(plan)["tensor_maps"]}
-
-
 def large_call(dtype: str, dims: tuple[int, int]) -> native.Problem:
     return call(dtype, b=16, hq=32, nq=2048, d=dims[0], dv=dims[1])
-
-
-def views(
-    dtype: torch.dtype, *shapes: tuple[tuple[int, ...], tuple[int, ...]]
-) -> list[torch.Tensor]:
-    """Tensors of given shapes and strides, without storage."""
-    return [torch.empty_strided(*shape, dtype=dtype, device="meta") for shape in shapes]
 
 
 def largest(device: str, dims: tuple[int, int]) -> str:
@@ -174,23 +166,6 @@ def test_unequal_tiles_go_to_whoever_is_done(device: str) -> None:
     assert launch_of(plan)["grid"] == [row_tiles(plan), 1, 1]
 
 
-@pytest.mark.parametrize("nk", [1, 1000, 4096, 20_000, 300_000])
-@pytest.mark.parametrize(("hq", "hkv"), [(32, 32), (32, 8), (8, 1), (5, 5)])
-@every_device
-def test_groups_of_heads_are_even_and_their_keys_fit_half_of_l2(
-    device: str, hq: int, hkv: int, nk: int
-) -> None:
-    batch, ratio = 3, hq // hkv
-    plan = consumer(call("float16", b=batch, hq=hq, hkv=hkv, nq=128, nk=nk, d=128), device)
-    (group,) = re.findall(r"(\d+) heads at a time", dict(plan.notes)["order"])
-    kv_heads = int(group) // ratio
-    assert int(group) % ratio == 0
-    one = nk * 256 * 2
-    assert kv_heads == 1 or kv_heads * one <= find_device(device).l2_bytes // 2
-    groups = -(-batch * hkv // kv_heads)
-    assert batch * hkv - (groups - 1) * kv_heads > kv_heads - groups  # the last one is no remnant
-
-
 @pytest.mark.parametrize("device", HOME)
 def test_the_plan_shows_stages_barriers_registers_and_ctas(device: str) -> None:
     notes = dict(consumer(large_call("float16", (128, 128)), device).notes)
@@ -222,68 +197,3 @@ def test_maps_describe_the_tensors_and_boxes_the_tiles(dtype: str, dims: tuple[i
         assert spec["box"] == [slab, box, 1, 1]
         assert (spec["dtype"], spec["swizzle"]) == (dtype, swizzle)
         assert (spec["addend"], spec["nan_fill"], spec["offset"] % 64) == (0, False, 0)
-
-
-def test_a_dimension_that_is_not_moved_along_has_size_one() -> None:
-    kind = torch.float16
-    q, k = views(
-        kind, ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)), ((2, 4, 200, 64), (0, 0, 64, 1))
-    )
-    (v,) = views(kind, ((2, 4, 200, 64), (200 * 64, 0, 64, 1)))
-    maps = maps_of(consumer(make_problem(q, k, v).as_if_on_cuda(), "RTX 5090"))
-    assert maps["k"]["dims"] == [64, 200, 1, 1]
-    assert maps["v"]["dims"] == [64, 200, 1, 2]
-    assert all(s % 16 == 0 and s > 0 for row in maps.values() for s in row["strides"])
-
-
-def test_packed_sequences_are_one_tensor_of_rows() -> None:
-    maps = maps_of(consumer(packed_call("float16", rows=777, sequences=5), "RTX 5090"))
-    for operand in ("q", "k", "v"):
-        assert maps[operand]["dims"] == [64, 777, 4, 1]
-        assert maps[operand]["strides"][:2] == [2 * 4 * 64, 2 * 64]
-
-
-def test_an_empty_k_or_v_has_no_map() -> None:
-    assert set(maps_of(consumer(call("float16", nk=0), "RTX 5090"))) == {"q"}
-
-
-# --- what TMA cannot describe ---
-
-
-def test_a_repeated_row_is_refused_and_ampere_serves_it() -> None:
-    q, k = views(
-        torch.float16,
-        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
-        ((2, 4, 200, 64), (256, 64, 0, 1)),
-    )
-    problem = make_problem(q, k, k).as_if_on_cuda()
-    reasons = native.plan(NAME, problem, find_device("RTX 5090"))
-    assert [reason.partition(":")[0] for reason in reasons] == [
-        "k repeats one row (a row stride of 0)",
-        "v repeats one row (a row stride of 0)",
-    ]
-    decision = archflash.explain(q, k, k, device="RTX 5090")
-    assert decision.chosen == "ampere"
-    assert decision.reasons[NAME] == reasons
-
-
-def test_a_single_row_has_no_stride_to_refuse() -> None:
-    q, k = views(
-        torch.float16,
-        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
-        ((2, 4, 1, 64), (256, 64, 0, 1)),
-    )
-    plan = consumer(make_problem(q, k, k).as_if_on_cuda(), "RTX 5090")
-    assert maps_of(plan)["k"]["dims"] == [64, 1, 4, 2]
-
-
-def test_strides_of_a_terabyte_are_refused() -> None:
-    q, k = views(
-        torch.float16,
-        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
-        ((2, 4, 200, 64), (2**39, 200 * 64, 64, 1)),
-    )
-    problem = make_problem(q, k, k).as_if_on_cuda()
-    reasons = native.plan(NAME, problem, find_device("RTX 5090"))
-    assert all("stride of 1099511627776 bytes" in reason for reason in reasons)
-    assert len(reasons) == 2

@@ -189,7 +189,7 @@ def test_planning_twice_gives_the_same_plan(device: str) -> None:
 def test_with_nothing_to_write_nothing_is_launched(
     kernel: str, problem: Callable[[str], native.Problem]
 ) -> None:
-    plan = plan_of(problem(dtypes_of(kernel)[0]), "H100", kernel)
+    plan = plan_of(problem(dtypes_of(kernel)[0]), home_of(kernel), kernel)
     assert plan.to_dict()["launches"] == []
     assert dict(plan.notes)["launches"].startswith("none")
 
@@ -197,7 +197,7 @@ def test_with_nothing_to_write_nothing_is_launched(
 @every_kernel
 def test_a_grid_beyond_cudas_limit_is_refused_with_its_size(kernel: str) -> None:
     problem = call(dtypes_of(kernel)[0], b=2**20, hq=2**11, nq=1, d=8)
-    reasons = native.plan(kernel, problem, find_device("H200"))
+    reasons = native.plan(kernel, problem, find_device(home_of(kernel)))
     assert reasons == [
         "grid of 2147483648 CTAs: CUDA takes up to 2147483647; "
         "split the batch or use implementation='torch'"

@@ -1,0 +1,120 @@
+"""What implementations that copy by TMA plan alike: tensor maps, what those cannot describe, the
+order of heads.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from plan_cases import call, home_of, maps_of, packed_call, plan_of
+
+import archflash
+from archflash import _archflash as native
+from archflash._api import find_device, make_problem
+
+every_kernel = pytest.mark.parametrize("kernel", ["blackwell_consumer", "blackwell_dc"])
+
+
+def views(
+    dtype: torch.dtype, *shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> list[torch.Tensor]:
+    """Tensors of given shapes and strides, without storage."""
+    return [torch.empty_strided(*shape, dtype=dtype, device="meta") for shape in shapes]
+
+
+# --- tensor maps ---
+
+
+@every_kernel
+def test_a_dimension_that_is_not_moved_along_has_size_one(kernel: str) -> None:
+    kind = torch.float16
+    q, k = views(
+        kind, ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)), ((2, 4, 200, 64), (0, 0, 64, 1))
+    )
+    (v,) = views(kind, ((2, 4, 200, 64), (200 * 64, 0, 64, 1)))
+    maps = maps_of(plan_of(make_problem(q, k, v).as_if_on_cuda(), home_of(kernel), kernel))
+    assert maps["k"]["dims"] == [64, 200, 1, 1]
+    assert maps["v"]["dims"] == [64, 200, 1, 2]
+    assert all(s % 16 == 0 and s > 0 for row in maps.values() for s in row["strides"])
+
+
+@every_kernel
+def test_packed_sequences_are_one_tensor_of_rows(kernel: str) -> None:
+    maps = maps_of(plan_of(packed_call("float16", rows=777, sequences=5), home_of(kernel), kernel))
+    for operand in ("q", "k", "v"):
+        assert maps[operand]["dims"] == [64, 777, 4, 1]
+        assert maps[operand]["strides"][:2] == [2 * 4 * 64, 2 * 64]
+
+
+@every_kernel
+def test_an_empty_k_or_v_has_no_map(kernel: str) -> None:
+    maps = maps_of(plan_of(call("float16", nk=0), home_of(kernel), kernel))
+    assert set(maps) - {"out"} == {"q"}
+
+
+# --- what TMA cannot describe ---
+
+
+@every_kernel
+def test_a_repeated_row_is_refused_and_ampere_serves_it(kernel: str) -> None:
+    q, k = views(
+        torch.float16,
+        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
+        ((2, 4, 200, 64), (256, 64, 0, 1)),
+    )
+    problem = make_problem(q, k, k).as_if_on_cuda()
+    reasons = native.plan(kernel, problem, find_device(home_of(kernel)))
+    assert [reason.partition(":")[0] for reason in reasons] == [
+        "k repeats one row (a row stride of 0)",
+        "v repeats one row (a row stride of 0)",
+    ]
+    decision = archflash.explain(q, k, k, device=home_of(kernel))
+    assert decision.chosen == "ampere"
+    assert decision.reasons[kernel] == reasons
+
+
+@every_kernel
+def test_a_single_row_has_no_stride_to_refuse(kernel: str) -> None:
+    q, k = views(
+        torch.float16,
+        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
+        ((2, 4, 1, 64), (256, 64, 0, 1)),
+    )
+    plan = plan_of(make_problem(q, k, k).as_if_on_cuda(), home_of(kernel), kernel)
+    assert maps_of(plan)["k"]["dims"] == [64, 1, 4, 2]
+
+
+@every_kernel
+def test_strides_of_a_terabyte_are_refused(kernel: str) -> None:
+    q, k = views(
+        torch.float16,
+        ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
+        ((2, 4, 200, 64), (2**39, 200 * 64, 64, 1)),
+    )
+    problem = make_problem(q, k, k).as_if_on_cuda()
+    reasons = native.plan(kernel, problem, find_device(home_of(kernel)))
+    assert all("stride of 1099511627776 bytes" in reason for reason in reasons)
+    assert len(reasons) == 2
+
+
+# --- order ---
+
+
+@pytest.mark.parametrize("nk", [1, 1000, 4096, 20_000, 300_000])
+@pytest.mark.parametrize(("hq", "hkv"), [(32, 32), (32, 8), (8, 1), (5, 5)])
+@every_kernel
+def test_groups_of_heads_are_even_and_their_keys_fit_half_of_l2(
+    kernel: str, hq: int, hkv: int, nk: int
+) -> None:
+    batch, ratio = 3, hq // hkv
+    problem = call("float16", b=batch, hq=hq, hkv=hkv, nq=128, nk=nk, d=128)
+    plan = plan_of(problem, home_of(kernel), kernel)
+    (group,) = re.findall(r"(\d+) heads at a time", dict(plan.notes)["order"])
+    kv_heads = int(group) // ratio
+    assert int(group) % ratio == 0
+    one = nk * 256 * 2
+    assert kv_heads == 1 or kv_heads * one <= find_device(home_of(kernel)).l2_bytes // 2
+    groups = -(-batch * hkv // kv_heads)
+    assert batch * hkv - (groups - 1) * kv_heads > kv_heads - groups  # the last one is no remnant
