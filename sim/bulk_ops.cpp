@@ -26,7 +26,7 @@ struct BulkExtra {
   Address to, from, barrier;  // of a tensor copy, `from` or `to` is the tensor map
   int coordinates = -1, rank = 0;
   int bytes = -1, cta_mask = -1;
-  bool other_barrier = false;  // the mbarrier may be in another CTA than the data
+  bool other_barrier = false;  // the mbarrier may be in the other CTA of the pair
   bool updates = false;
   AtomicUpdate update{};
 };
@@ -166,7 +166,8 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
   const SharedPlace data = place_of(warp, instruction, extra.to, lane, 1, align);
   const SharedPlace barrier =
       place_of(warp, instruction, extra.barrier, lane, MBARRIER_BYTES, MBARRIER_BYTES);
-  if (data.cta != barrier.cta && !extra.other_barrier) {
+  const bool peer = extra.other_barrier && (data.cta->rank() ^ barrier.cta->rank()) == 1;
+  if (data.cta != barrier.cta && !peer) {
     throw Fault{"mbarrier", "the mbarrier of a bulk copy is in another CTA than its destination",
                 lane, barrier.address()};
   }

@@ -197,7 +197,7 @@ TensorUnit& TensorUnit::pipe() {
 TmemUser TensorUnit::next(Warp& warp, TensorPort::Unit& unit, TmemUser::By by) {
   RaceDetector* races = cta_.races();
   if (races != nullptr && unit.agent < 0) unit.agent = races->add_unit();
-  return {by, static_cast<uint16_t>(warp.agent()), unit.agent, ++unit.issued, warp.pc()};
+  return {by, 0, static_cast<uint16_t>(warp.agent()), unit.agent, ++unit.issued, warp.pc()};
 }
 
 TmemUser TensorUnit::next_load(Warp& warp, const Ref* registers, int count) {
@@ -300,12 +300,9 @@ std::optional<int> TensorUnit::allocate(Warp& warp, int ctas, uint32_t columns) 
                               std::to_string(peer.wish_.columns)};
     }
     const int first = memory_.find_free(static_cast<int>(columns));
-    if (first < 0) return std::nullopt;
+    if (first < 0 || !peer.memory_.is_free(first, static_cast<int>(columns))) return std::nullopt;
     wish_.first = peer.wish_.first = first;
-    for (int w = 0; w < peer.cta_.warp_count(); ++w) {
-      peer.cta_.warp(w).wake_all(Wait::TensorMemory);
-    }
-    cta_.cluster().progress();
+    peer.wake();
   }
   const int first = wish_.first;
   wish_ = {};
@@ -320,6 +317,11 @@ void TensorUnit::release(Warp& warp, uint32_t address, uint32_t columns) {
                             std::to_string(address >> LANE_SHIFT) + ": the one of tcgen05.alloc"};
   }
   memory_.release(warp, static_cast<int>(address & COLUMN_MASK), static_cast<int>(columns));
+  wake();
+  if (cta_.kernel().tcgen05_group == 2) peer_of(cta_).tensor()->wake();
+}
+
+void TensorUnit::wake() {
   for (int w = 0; w < cta_.warp_count(); ++w) cta_.warp(w).wake_all(Wait::TensorMemory);
   cta_.cluster().progress();
 }
@@ -379,8 +381,10 @@ TmemUser TensorUnit::next_operation(Warp& warp, int lane, TmemUser::By by) {
   mine.uncommitted.push_back({++mine.issued, lane});
   mine.issued_pc = warp.pc();
   RaceDetector* races = cta_.races();
-  return {by, static_cast<uint16_t>(warp.agent()),
-          races != nullptr ? races->matrix_agent(warp.agent()) : -1, mine.issued, warp.pc()};
+  const int agent = races != nullptr ? races->matrix_agent(warp.agent()) : -1;
+  return {
+      by,       static_cast<uint8_t>(lane), static_cast<uint16_t>(warp.agent()), agent, mine.issued,
+      warp.pc()};
 }
 
 // ---- Products -----------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ class TensorUnit {
   // This CTA, or both of the pair in the order of their ranks.
   std::vector<Cta*> group(int ctas, int lane, const char* what);
   TmemUser next(Warp& warp, TensorPort::Unit& unit, TmemUser::By by);
+  void wake();  // warps that wait for columns
 
   Cta& cta_;
   Tmem memory_;

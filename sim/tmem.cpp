@@ -40,16 +40,17 @@ Tmem::Tmem(Cta& cta) : cta_(cta), cells_(static_cast<size_t>(TMEM_LANES) * TMEM_
   if (cta.races() != nullptr) marks_.resize(static_cast<size_t>(TMEM_COLUMNS) * TMEM_HALVES);
 }
 
+bool Tmem::is_free(int first, int columns) const {
+  return std::none_of(blocks_.begin(), blocks_.end(), [&](const Block& block) {
+    return first < block.first + block.columns && block.first < first + columns;
+  });
+}
+
 // From the top: code that counts on column 0 is to fail here.
 int Tmem::find_free(int columns) const {
-  const auto is_free = [&](int first) {
-    return std::none_of(blocks_.begin(), blocks_.end(), [&](const Block& block) {
-      return first < block.first + block.columns && block.first < first + columns;
-    });
-  };
   for (const int step : {columns, TMEM_UNIT}) {
     for (int first = (TMEM_COLUMNS - columns) / step * step; first >= 0; first -= step) {
-      if (is_free(first)) return first;
+      if (is_free(first, columns)) return first;
     }
   }
   return -1;
@@ -72,7 +73,7 @@ void Tmem::release(Warp& warp, int first, int columns) {
                             ", which no tcgen05.alloc gave like that; allocated are " +
                             allocated()};
   }
-  TmemUser user{TmemUser::By::Free, static_cast<uint16_t>(warp.agent())};
+  TmemUser user{TmemUser::By::Free, 0, static_cast<uint16_t>(warp.agent())};
   user.pc = warp.pc();
   user.unit = cta_.races() != nullptr ? warp.agent() : -1;
   TmemRegion region{first, columns};
@@ -197,7 +198,7 @@ void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, 
     }
     return;
   }
-  if (in_pipe(user.by) && in_pipe(other.by) && user.unit == other.unit) {
+  if (in_pipe(user.by) && in_pipe(other.by) && user.unit == other.unit && user.lane == other.lane) {
     // One thread's work in the pipe is carried out in order; the ISA promises it for some pairs.
     const bool products = user.by == TmemUser::By::Product && other.by == TmemUser::By::Product;
     if (!products) return;

@@ -32,6 +32,7 @@ std::string name_of(const TmemRegion& region);
 struct TmemUser {
   enum class By : uint8_t { Load, Store, Product, Copy, Shift, Free };
   By by = By::Load;
+  uint8_t lane = 0;   // of what one thread starts
   uint16_t warp = 0;  // its agent
   int unit = -1;      // the race detector's agent of what is under way; -1: races are not checked
   Clock clock = 0;
@@ -52,6 +53,7 @@ class Tmem {
   };
   // The first of that many free columns that follow one another; -1: there are none.
   int find_free(int columns) const;
+  bool is_free(int first, int columns) const;
   void allocate(const Warp& warp, int first, int columns);
   // Throws Fault when that block was not allocated.
   void release(Warp& warp, int first, int columns);

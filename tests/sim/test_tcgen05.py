@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from archflash import LaunchError, sim
+from archflash import _archflash_sim as native
 from archflash.sim._picture import draw
 from archflash.sim._report import TraceEvent
 from archflash.sim._trace import chrome_trace, timeline
@@ -408,6 +409,23 @@ def test_values_that_are_not_finite() -> None:
     assert torch.equal(d[:3], expected[:3])
 
 
+def test_sums_are_the_same_without_avx2() -> None:
+    generator = torch.Generator().manual_seed(1)
+    results = []
+    for dtype in (BF16, F32):
+        k = 32 // dtype.itemsize
+        a = torch.randn(128, k, generator=generator).to(dtype)
+        b = torch.randn(64, k, generator=generator).to(dtype)
+        for enabled in (True, False):
+            native.set_avx2(enabled)
+            try:
+                results.append(multiply(a, b, products="MMA, 0;\nMMA, 1;")[1])
+            finally:
+                native.set_avx2(True)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[2], results[3])
+
+
 # ---- Loads and stores ----
 
 # Registers of a thread and columns by repeats; lane and column of register r of lane L.
@@ -752,6 +770,18 @@ def test_a_commit_speaks_for_its_own_thread(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_the_products_of_two_threads_are_in_no_order(mode: str) -> None:
+    # Thread 0 starts one, thread 1 another into the same accumulator.
+    text = FLOW.replace("@%p6 bra WAIT;", "setp.gt.u32 %p3, %r0, 1;\n@%p3 bra WAIT;", 1)
+    begin, end = text.index("tcgen05.mma"), text.index(COMMIT)
+    mma = text[begin:end]
+    text = text[:begin] + f"@!%p6 {mma}bar.warp.sync 3;\n@%p6 {mma}" + text[end:]
+    text = text.replace("tcgen05.commit", "@%p6 tcgen05.commit", 1)
+    found = flow(text, mode=mode).errors
+    assert any("not ordered after the write by tcgen05.mma" in f.message for f in found), found
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_generic_writes_need_a_proxy_fence(mode: str) -> None:
     text = program(FLOW).replace("fence.proxy.async;", "")
     image = torch.zeros(SHARED, dtype=torch.uint8)
@@ -810,6 +840,17 @@ def test_tensor_memory_holds_nothing_at_first() -> None:
 def test_a_pair_allocates_together() -> None:
     report, _ = run(program("", pair=True, allocated=128))
     assert not report.findings
+    # All columns again, once both have given them back.
+    again = """SYNC
+    @%p1 bra ON;
+    tcgen05.dealloc.GROUP.sync.aligned.b32 %r2, 512;
+    tcgen05.alloc.GROUP.sync.aligned.shared::cta.b32 [slot], 512;
+    ON:
+    """
+    text = program(again, pair=True)
+    text = text.replace("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;", "")
+    for mode in MODES:
+        assert not run(text, mode=mode)[0].findings
     only = "setp.ne.u32 %p5, %r14, 0;\n@%p5 bra READY;\n@%p1 bra READY;"
     alone = program("", pair=True).replace("@%p1 bra READY;", only, 1)
     found = run(alone)[0].errors
