@@ -363,6 +363,7 @@ void start_bulk_store(Warp& warp, int lane, BulkShape shape, SharedPlace source,
   Cta& cta = warp.cta();
   RaceDetector* races = cta.races();
   const Clock sequence = queue.next_sequence();
+  const bool again = !update && queue.repeats(shape, source);
   for (const BulkShape::Piece& piece : shape.pieces) {
     const uint32_t bytes = piece.end - piece.begin;
     if (bytes == 0) continue;
@@ -373,7 +374,9 @@ void start_bulk_store(Warp& warp, int lane, BulkShape shape, SharedPlace source,
         update ? races->global_atomic(who, piece.address, bytes)
                : races->global_async_write(who, queue.write_unit(), sequence, piece.address, bytes);
     if (race.found) {
-      cta.report_race(warp, lane, race, true, false,
+      // Lanes that all start one store write the same.
+      const bool benign = again && race.other_wrote && race.other_agent == queue.write_unit();
+      cta.report_race(warp, lane, race, true, benign,
                       cta.launch().memory->describe(piece.address, bytes), piece.address);
     }
     if (!update) {
@@ -390,6 +393,14 @@ void start_bulk_store(Warp& warp, int lane, BulkShape shape, SharedPlace source,
 }
 
 BulkQueue::~BulkQueue() = default;
+
+bool BulkQueue::repeats(const BulkShape& shape, SharedPlace source) {
+  Latest issued{warp_.pc(), warp_.cta().time(), source.offset, shape.pieces};
+  const bool same = issued.pc == latest_.pc && issued.time == latest_.time &&
+                    issued.source == latest_.source && issued.pieces == latest_.pieces;
+  latest_ = std::move(issued);
+  return same;
+}
 
 int BulkQueue::read_unit() {
   if (read_unit_ < 0) read_unit_ = warp_.cta().races()->add_unit();

@@ -20,6 +20,7 @@ struct BulkShape {
     uint32_t place;       // from the box's start in shared memory, before swizzling
     uint32_t begin, end;  // the bytes of the piece that are within the tensor
     uint64_t address;     // of byte `begin` in global memory
+    bool operator==(const Piece&) const = default;
   };
   std::vector<Piece> pieces;
   uint32_t piece_bytes = 0;  // each
@@ -68,6 +69,8 @@ class BulkQueue {
   void check_exit(uint32_t mask);
 
   Clock next_sequence() { return ++sequence_; }
+  // Whether another lane has just started the same store by the same instruction.
+  bool repeats(const BulkShape& shape, SharedPlace source);
   int read_unit();
   int write_unit();
 
@@ -82,6 +85,12 @@ class BulkQueue {
   Warp& warp_;
   std::vector<Entry> entries_;
   Clock sequence_ = 0;
+  struct Latest {
+    uint32_t pc = 0;
+    uint64_t time = 0;
+    uint32_t source = 0;
+    std::vector<BulkShape::Piece> pieces;
+  } latest_;
   int read_unit_ = -1, write_unit_ = -1;
 };
 

@@ -31,10 +31,12 @@ void Findings::add(Finding finding) {
       return;
     }
   }
-  if (list_.size() >= LIMIT) {
+  size_t& kept = kept_[static_cast<size_t>(finding.severity)];
+  if (kept >= LIMIT) {
     dropped_ += finding.count;
     return;
   }
+  ++kept;
   list_.push_back(std::move(finding));
 }
 

@@ -2,6 +2,7 @@
 // hardware tolerates.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -32,7 +33,8 @@ struct Fault {
   uint64_t address = 0;
 };
 
-// Keeps one finding for each (kind, pc, other_pc), up to a limit, and counts the rest.
+// Keeps one finding for each (kind, pc, other_pc), up to a limit for each severity, and counts the
+// rest: lints, of which some programs have many, do not hide errors.
 class Findings {
  public:
   void add(Finding finding);
@@ -44,6 +46,7 @@ class Findings {
  private:
   static constexpr size_t LIMIT = 64;
   std::vector<Finding> list_;
+  std::array<size_t, 2> kept_{};  // by severity
   uint64_t dropped_ = 0;
 };
 

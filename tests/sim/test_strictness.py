@@ -627,3 +627,17 @@ def test_a_copy_races_with_a_plain_write_of_its_destination() -> None:
     for mode in MODES:
         found = findings(program(body, shared=512), words(), words(), mode=mode)
         assert "an asynchronous copy of this warp" in only(found, "race").message
+
+
+def test_lints_do_not_hide_errors() -> None:
+    many = "shfl.sync.idx.b32 %r1, %r0, 20, 31, 0xffff;\n" * 100
+    report = run(
+        program(many + "st.shared.u32 [smem+2], %r1;", shared=16),
+        torch.zeros(32, dtype=torch.int32),
+        torch.zeros(32, dtype=torch.int32),
+        block=(16,),
+        check=False,
+    )
+    assert {f.kind for f in report.findings} == {"shuffle", "misaligned"}
+    assert report.dropped == 36
+    assert [f.kind for f in report.errors] == ["misaligned"]

@@ -321,6 +321,26 @@ def test_what_is_wrong_with_a_store_is_named(old: str, new: str, kind: str, mode
     assert kind in {f.kind for f in found}, found
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_lanes_that_start_one_store_together_are_a_lint(mode: str) -> None:
+    target = torch.zeros(16, 64, dtype=torch.int16)
+    map_ = sim.TensorMap(target, [64, 8], 128)
+    together = kernel(STORE.format(words=256, at="0, 0")).replace("@!%p0 bra DONE;", "")
+    out = torch.zeros(8, dtype=torch.int32)
+    (finding,) = run(together, map_, out, mode=mode, check=False).findings
+    assert (finding.kind, finding.severity) == ("race", "lint")
+    assert finding.message.endswith("both write the same value")
+    assert target[:8].any()
+    # Other rows of shared memory to the same place.
+    apart = together.replace("[%r31];\ncp.async.bulk.commit", "[%r5];\ncp.async.bulk.commit")
+    apart = apart.replace("DONE:", "").replace(
+        "cp.async.bulk.tensor", "and.b32 %r5, %r0, 1;\nmad.lo.u32 %r5, %r5, 1024, %r31;\n"
+        "cp.async.bulk.tensor", 1,
+    )  # fmt: skip
+    found = run(apart, map_, out, mode=mode, check=False).findings
+    assert ("race", "error") in {(f.kind, f.severity) for f in found}
+
+
 def test_reducing_stores_add_up() -> None:
     text = kernel(STORE.format(words=256, at="0, 8")).replace(
         "cp.async.bulk.tensor.2d.global.shared::cta.tile",
