@@ -12,7 +12,7 @@ import torch
 
 from .mutation.excuses import EXCUSES
 from .mutation.mutants import is_sync, mutants
-from .mutation.runner import Score, Subject, run_mutants, sample, targets_of
+from .mutation.runner import Score, run_mutants, sample, subject_of, targets_of
 from .mutation.statements import split
 from .mutation.targets import implementations
 
@@ -36,7 +36,7 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
     targets = list({target.d: target for target in reversed(targets_of(implementation))}.values())
     assert {target.d for target in targets} == {64, 128}
     for target in targets:
-        subject = Subject(target)
+        subject = subject_of(target)
         assert subject.coverage() > 0.9
         assert all(subject.executed(s.index) for s in subject.statements if is_sync(s))
         found = [mutant for mutant in subject.mutants(0) if not mutant.equivalent]

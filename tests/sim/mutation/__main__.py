@@ -12,12 +12,14 @@ import datetime
 import json
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .runner import Outcome, Score, run_target, targets_of
+from . import protocols
+from .runner import Outcome, Score, Subject, run_subject, subject_of, targets_of
 from .targets import implementations
 
 FOLDER = Path(__file__).parent
@@ -33,15 +35,24 @@ def counted(outcomes: list[Outcome]) -> dict[str, int]:
     return dict(sorted(Counter(map(shown, outcomes)).items()))
 
 
+def subjects_of(implementation: str) -> Iterator[Subject]:
+    """The kernels of an implementation, or "protocols"."""
+    if implementation == "protocols":
+        yield from protocols.subjects()
+        return
+    for target in targets_of(implementation):
+        yield subject_of(target)
+
+
 def summary(implementation: str, count: int | None, seed: int) -> dict[str, Any]:
     """Runs the mutants of an implementation."""
     kernels: dict[str, Any] = {}
     every: list[Outcome] = []
-    for target in targets_of(implementation):
-        score = run_target(target, count, seed)
-        print(f"{target.kernel}: mutation score {score}", flush=True)
+    for subject in subjects_of(implementation):
+        score = run_subject(subject, count, seed)
+        print(f"{subject.name}: mutation score {score}", flush=True)
         every += score.outcomes
-        kernels[target.kernel] = score.to_dict() | {"survivors": counted(score.survivors)}
+        kernels[subject.name] = score.to_dict() | {"survivors": counted(score.survivors)}
     whole = Score(every)
     print(f"{implementation}: mutation score {whole}", flush=True)
     reasons: dict[str, dict[str, int]] = {}
@@ -78,7 +89,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=FOLDER)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for implementation in options.implementation or implementations():
+    for implementation in options.implementation or [*implementations(), "protocols"]:
         result = summary(implementation, options.count, options.seed)
         file = options.output / f"{implementation}.json"
         file.write_text(json.dumps(result, indent=1) + "\n")

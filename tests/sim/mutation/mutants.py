@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .equivalence import Lanes
 from .statements import Statement
 
-KINDS = ("sync", "predicate", "constant")
+KINDS = ("sync", "protocol", "predicate", "constant")
 
 _NEGATED = {
     "eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "le": "gt", "gt": "le",
@@ -31,7 +31,7 @@ class Mutant:
     """One change of one statement.
 
     Attributes:
-        kind: "sync", "predicate" or "constant".
+        kind: of KINDS.
         statement: the index of the changed one.
         change: what was done, for people and for the list of excuses.
         begin, end: what is replaced in the module's text.
@@ -90,6 +90,7 @@ def mutants(
     for statement in statements:
         if not executed[statement.index]:
             continue
+        found += _protocol(statement)
         if is_sync(statement):
             found.append(_delete(statement))
         else:
@@ -112,12 +113,50 @@ def _replace(
 
 def _delete(statement: Statement) -> Mutant:
     instead = ""
-    if statement.defined:  # mbarrier.try_wait: as if it had succeeded
-        registers = [r for r in statement.defined if r.startswith("%p")]
-        instead = "; ".join(f"mov.pred {register}, 1" for register in registers)
+    if statement.parts[0] == "mbarrier" and "wait" in statement.parts[1]:  # as if it had succeeded
+        instead = f"mov.pred {statement.operands[0]}, 1"
     return _replace(
         statement, 0, len(statement.text), instead, "sync", f"delete {statement.opcode}"
     )
+
+
+# Bits of a wgmma descriptor: 16 and 128 bytes of the start, one that must be zero, both offsets,
+# the base offset, the swizzle.
+_DESCRIPTOR_BITS = (0, 3, 14, 16, 32, 49, 62, 63)
+
+
+def _protocol(statement: Statement) -> list[Mutant]:
+    """Other bytes to wait for, other counts and parities, other bits of descriptors."""
+    parts = statement.parts
+    found = []
+
+    def through(operand: int, register: str, operation: str, change: str) -> None:
+        begin, end = statement.operand_spans[operand]
+        old = statement.text[begin:end]
+        text = (
+            f"{{ .reg .{register} %mutant; {operation.format(f'%mutant, {old}')}; "
+            f"{statement.text[:begin]}%mutant{statement.text[end:]}; }}"
+        )
+        found.append(_replace(statement, 0, len(statement.text), text, "protocol", change))
+
+    if parts[0] == "mbarrier":
+        last = len(statement.operands) - 1
+        if "expect_tx" in parts:
+            for step in (16, -16):
+                through(last, "b32", f"add.s32 {{}}, {step}", f"{statement.opcode}: {step:+} bytes")
+        elif "parity" in parts:
+            through(last, "b32", "xor.b32 {}, 1", f"{statement.opcode}: the other parity")
+        elif parts[1] == "init":
+            for step in (1, -1):
+                through(last, "b32", f"add.s32 {{}}, {step}", f"{statement.opcode}: {step:+}")
+    elif parts[:2] == ["wgmma", "mma_async"]:
+        for operand, matrix in ((1, "A"), (2, "B")):
+            if statement.operands[operand].startswith("{"):
+                continue  # in registers
+            for bit in _DESCRIPTOR_BITS:
+                change = f"bit {bit} of the descriptor of {matrix}"
+                through(operand, "b64", f"xor.b64 {{}}, {1 << bit}", change)
+    return found
 
 
 def _users(statements: Iterable[Statement]) -> dict[str, list[Statement]]:
@@ -234,7 +273,7 @@ def _constant_operands(statements: Sequence[Statement], protocols: bool) -> dict
     while grew:
         grew = False
         for statement in statements:
-            if not statement.is_alu or statement.defined[0] in lanes:
+            if not statement.is_alu or not statement.defined or statement.defined[0] in lanes:
                 continue
             text = statement.operands[1:]
             if any(register in lanes for register in statement.used) or any(
@@ -243,7 +282,7 @@ def _constant_operands(statements: Sequence[Statement], protocols: bool) -> dict
                 lanes.add(statement.defined[0])
                 grew = True
     for statement in statements:
-        if statement.is_alu and statement.defined[0] in lanes:
+        if statement.is_alu and statement.defined and statement.defined[0] in lanes:
             chosen[statement.index] |= set(range(1, len(statement.operands)))
     return chosen
 

@@ -7,10 +7,11 @@ import os
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ SOURCES = Path(__file__).parents[3] / "src"
 # A run that takes so many times the instructions of the kernel's own is an endless loop.
 PATIENCE = 8
 # (mode, seed, race check) of the runs of a mutant, cheapest first.
+_EVERY_MODE = (("lazy", 0, True), ("random", 1, True), ("eager", 0, True), ("priority", 2, True))
 SCHEDULES = {
-    "sync": (("lazy", 0, True), ("random", 1, True), ("eager", 0, True), ("priority", 2, True)),
+    "sync": _EVERY_MODE,
+    "protocol": _EVERY_MODE,
     "predicate": (("eager", 0, False), ("random", 1, True)),
     "constant": (("eager", 0, False), ("random", 1, True)),
 }
@@ -63,9 +66,28 @@ class Outcome:
         return self.result in ("error", "lint", "numbers", "bits")
 
 
+class Trial(Protocol):
+    """Something that a kernel has to get right.
+
+    Attributes:
+        name: what it exercises.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def run(
+        self, program: sim.Program, mode: str, seed: int, race: bool, limit: int
+    ) -> tuple[sim.Report, list[Tensor]]:
+        """Launches the kernel, with errors in the report; its outputs."""
+
+    def verdict(self, outputs: list[Tensor]) -> str:
+        """What is wrong with the outputs; empty: nothing."""
+
+
 @dataclass(frozen=True)
 class _Baseline:
-    call: Call
+    trial: Trial
     executed: tuple[int, ...]
     outputs: list[Tensor]
     limit: int
@@ -75,37 +97,43 @@ class _Baseline:
 class Subject:
     """A kernel with what it gives unchanged."""
 
-    def __init__(self, target: Target) -> None:
-        """Raises AssertionError if the unchanged kernel does not pass its own calls."""
-        self.target = target
-        calls = target.calls()
-        text = ptx_text(calls[0].launch["image"], calls[0].plan.device.capability)
-        self._module = kernel_module(text, target.kernel)
+    def __init__(
+        self, name: str, kernel: str, text: str, threads: int, trials: Sequence[Trial]
+    ) -> None:
+        """Raises AssertionError if the unchanged kernel does not pass its own trials.
+
+        Args:
+            name: for reports.
+            kernel: its entry.
+            text: PTX that has it.
+            threads: of a CTA.
+            trials: what it has to get right.
+        """
+        self.name = name
+        self.threads = threads
+        self._module = kernel_module(text, kernel)
         self.statements = split(self._module)
         program = sim.load(self._module)
-        loaded = program.instructions(target.kernel)[: len(self.statements)]
+        loaded = program.instructions(kernel)[: len(self.statements)]
         assert [s.text.split() for s in self.statements] == [
             row["statement"].split() for row in loaded
         ], "instructions are numbered as the simulator numbers them"
-        self._sources = [row["source"] for row in sim.load(text).instructions(target.kernel)]
-        self.threads = math.prod(calls[0].launch["block"])
+        self._sources = [row["source"] for row in sim.load(text).instructions(kernel)]
         self._baselines = []
-        for call in calls:
+        for trial in trials:
             limit = 1 << 30
             for mode, seed, race in sorted({run for runs in SCHEDULES.values() for run in runs}):
-                tensors = _fresh(call)
-                report = _run(program, call, tensors, mode, seed, race, limit)
-                assert not report.findings, f"{target.kernel}, {call.name}: {report}"
-                outputs = [tensors[name] for name in ("out", "lse") if name in tensors]
-                verdict = call.verdict(tensors)
-                assert not verdict, f"{target.kernel}, {call.name}: {verdict}"
+                report, outputs = trial.run(program, mode, seed, race, limit)
+                assert not report.findings, f"{name}, {trial.name}: {report}"
+                verdict = trial.verdict(outputs)
+                assert not verdict, f"{name}, {trial.name}: {verdict}"
                 if limit != 1 << 30:
                     before = self._baselines[-1]
                     assert all(map(_same_bits, outputs, before.outputs)), "deterministic"
                     continue
                 limit = PATIENCE * report.total_instructions + 100_000
                 self._baselines.append(
-                    _Baseline(call, report.executed, outputs, limit, report.seconds)
+                    _Baseline(trial, report.executed, outputs, limit, report.seconds)
                 )
         self._baselines.sort(key=lambda baseline: baseline.seconds)
 
@@ -138,7 +166,7 @@ class Subject:
         elif result == "survived" and (excuse := find_excuse(mutant, source)):
             result, detail = "excused", excuse
         text = " ".join(statement.text.split())
-        return Outcome(self.target.kernel, mutant.kind, mutant.change, text, source, result, detail)
+        return Outcome(self.name, mutant.kind, mutant.change, text, source, result, detail)
 
     def source(self, statement: int) -> str:
         """The line of CUDA that an instruction came from: "file: its text"."""
@@ -152,17 +180,15 @@ class Subject:
         only_bits = ""
         for mode, seed, race in SCHEDULES[mutant.kind]:
             for baseline in baselines:
-                tensors = _fresh(baseline.call)
-                report = _run(program, baseline.call, tensors, mode, seed, race, baseline.limit)
-                where = f"{baseline.call.name}, {mode}"
+                report, outputs = baseline.trial.run(program, mode, seed, race, baseline.limit)
+                where = f"{baseline.trial.name}, {mode}"
                 for severity in ("error", "lint"):
                     for finding in report.findings:
                         if finding.severity == severity:
                             return severity, f"{where}: {finding.kind}: {finding.message}"
-                outputs = [tensors[name] for name in ("out", "lse") if name in tensors]
                 if all(map(_same_bits, outputs, baseline.outputs)):
                     continue
-                if verdict := baseline.call.verdict(tensors):
+                if verdict := baseline.trial.verdict(outputs):
                     return "numbers", f"{where}: {verdict}"
                 only_bits = only_bits or where
         if only_bits:
@@ -196,48 +222,61 @@ def find_excuse(mutant: Mutant, source: str) -> str:
     return ""
 
 
-def _fresh(call: Call) -> dict[str, Tensor]:
-    """The tensors of a call, outputs new and full of NaN."""
-    written = {
-        name: torch.full_like(call.tensors[name], math.nan)
-        for name in ("out", "lse")
-        if name in call.tensors
-    }
-    return call.tensors | written
+class _AttentionTrial:
+    """One attention call."""
+
+    def __init__(self, call: Call) -> None:
+        self.name = call.name
+        self._call = call
+
+    def run(
+        self, program: sim.Program, mode: str, seed: int, race: bool, limit: int
+    ) -> tuple[sim.Report, list[Tensor]]:
+        call = self._call
+        written = {  # new ones, full of NaN
+            name: torch.full_like(call.tensors[name], math.nan)
+            for name in ("out", "lse")
+            if name in call.tensors
+        }
+        tensors = call.tensors | written
+        memory = _native.Memory()
+        buffers = [
+            Buffer(tensor, name in written, name not in written, name)
+            for name, tensor in tensors.items()
+        ]
+        addresses = list(zip(tensors, Bindings(memory, buffers).addresses, strict=True))
+        launch = call.launch
+        report = run_kernel(
+            program,
+            launch["kernel"],
+            bound_parameters(call.plan, 0, launch, addresses),
+            memory,
+            grid=launch["grid"],
+            block=launch["block"],
+            cluster=launch["cluster"],
+            shared_bytes=launch["shared_bytes"],
+            mode=mode,
+            seed=seed,
+            race_check=race,
+            threads=1,
+            max_instructions=limit,
+            shared_limit=call.plan.device.shared_per_block,
+        )
+        return report, list(written.values())
+
+    def verdict(self, outputs: list[Tensor]) -> str:
+        names = [name for name in ("out", "lse") if name in self._call.tensors]
+        return self._call.verdict(dict(zip(names, outputs, strict=True)))
 
 
-def _run(
-    program: sim.Program,
-    call: Call,
-    tensors: dict[str, Tensor],
-    mode: str,
-    seed: int,
-    race: bool,
-    limit: int,
-) -> sim.Report:
-    memory = _native.Memory()
-    buffers = [
-        Buffer(tensor, name in ("out", "lse"), name not in ("out", "lse"), name)
-        for name, tensor in tensors.items()
-    ]
-    addresses = list(zip(tensors, Bindings(memory, buffers).addresses, strict=True))
-    launch = call.launch
-    return run_kernel(
-        program,
-        launch["kernel"],
-        bound_parameters(call.plan, 0, launch, addresses),
-        memory,
-        grid=launch["grid"],
-        block=launch["block"],
-        cluster=launch["cluster"],
-        shared_bytes=launch["shared_bytes"],
-        mode=mode,
-        seed=seed,
-        race_check=race,
-        threads=1,
-        max_instructions=limit,
-        shared_limit=call.plan.device.shared_per_block,
-    )
+def subject_of(target: Target) -> Subject:
+    """An attention kernel with what it gives unchanged."""
+    calls = target.calls()
+    first = calls[0]
+    text = ptx_text(first.launch["image"], first.plan.device.capability)
+    trials = [_AttentionTrial(call) for call in calls]
+    threads = math.prod(first.launch["block"])
+    return Subject(target.kernel, target.kernel, text, threads, trials)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -322,9 +361,8 @@ class Score:
         }
 
 
-def run_target(target: Target, count: int | None, seed: int) -> Score:
+def run_subject(subject: Subject, count: int | None, seed: int) -> Score:
     """Runs `count` mutants of a kernel, by seed; None: all, and what is proved to be none."""
-    subject = Subject(target)
     found = subject.mutants(seed)
     if count is not None:
         found = sample([mutant for mutant in found if not mutant.equivalent], count, seed)
