@@ -73,10 +73,15 @@ int64_t cluster_of(const LaunchRequest& request, int64_t cta) {
   return x + grid.x / size.x * (y + grid.y / size.y * z);
 }
 
-// Writes of different CTAs to the same bytes.
-void check_overlaps(const Module& module, const Kernel& kernel, GlobalMemory& memory,
+// Writes of different CTAs to the same bytes. Within a cluster there is an order between CTAs,
+// which the race detector knows where it is on.
+void check_overlaps(const Module& module, const LaunchRequest& request, const Kernel& kernel,
+                    GlobalMemory& memory,
                     const std::vector<std::pair<int64_t, std::vector<GlobalWrite>>>& logs,
                     Findings& findings) {
+  const auto same = [&](int64_t a, int64_t b) {
+    return a == b || (request.options.race && cluster_of(request, a) == cluster_of(request, b));
+  };
   struct Piece {
     uint64_t begin, end;
     int64_t cta;
@@ -94,7 +99,7 @@ void check_overlaps(const Module& module, const Kernel& kernel, GlobalMemory& me
   });
   const Piece* furthest = nullptr;
   for (const Piece& piece : pieces) {
-    if (furthest != nullptr && piece.begin < furthest->end && piece.cta != furthest->cta) {
+    if (furthest != nullptr && piece.begin < furthest->end && !same(piece.cta, furthest->cta)) {
       Finding finding;
       finding.kind = "race";
       finding.message =
@@ -222,7 +227,8 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
     if (index <= first_fatal) report.findings.merge(findings);
   }
   if (report.complete) {
-    if (report.overlaps_checked) check_overlaps(module, kernel, memory, logs, report.findings);
+    if (report.overlaps_checked)
+      check_overlaps(module, request, kernel, memory, logs, report.findings);
   } else {
     report.counts = Counts(kernel.code.size());  // how far other CTAs came is chance
   }

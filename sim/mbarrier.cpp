@@ -204,7 +204,7 @@ uint64_t MbarrierUnit::arrive(Warp& warp, int lane, uint32_t offset, const Arriv
   }
   if (RaceDetector* races = cta_.races()) {
     if (arrival.releases)
-      races->release(warp.agent(), object.arriving);
+      races->release_lanes(warp.agent(), 1u << lane, warp.live(), object.arriving);
     else
       races->release_fenced(warp.agent(), object.arriving);
   }

@@ -1,8 +1,14 @@
 #include "sim/race.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace archflash::sim {
+namespace {
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFF, LANES_OF_WARP = 32;
+
+}  // namespace
 
 void Knowledge::join(const Knowledge& other) {
   if (other.empty()) return;
@@ -13,6 +19,19 @@ void Knowledge::join(const Knowledge& other) {
   if (general.size() < other.general.size()) {  // it dates from before a unit was added
     general.resize(other.general.size());
     async.resize(other.async.size());
+  }
+  if (parts.size() < other.parts.size()) parts.resize(other.parts.size());
+  for (size_t w = 0; w < other.parts.size(); ++w) {
+    const Part& theirs = other.parts[w];
+    Part& part = parts[w];
+    if (part.whole >= other.general[w]) continue;
+    if (theirs.whole >= general[w]) {
+      part = theirs;
+      continue;
+    }
+    part.whole = std::max(part.whole, theirs.whole);
+    part.lanes |= theirs.lanes;
+    if (part.lanes == ALL_LANES) part.whole = std::max(general[w], other.general[w]);
   }
   for (size_t i = 0; i < other.general.size(); ++i) {
     general[i] = std::max(general[i], other.general[i]);
@@ -35,6 +54,7 @@ RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
       global_shift_(global_granule_log2),
       known_(static_cast<size_t>(warps)),
       lanes_synced_(static_cast<size_t>(warps), 1),
+      returned_(static_cast<size_t>(warps)),
       copies_synced_(static_cast<size_t>(warps)),
       fenced_(static_cast<size_t>(warps)),
       pending_(static_cast<size_t>(warps)),
@@ -49,8 +69,26 @@ RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
     knowledge.general.assign(static_cast<size_t>(agents_), 0);
     knowledge.async.assign(static_cast<size_t>(agents_), 0);
     knowledge.general[static_cast<size_t>(w)] = 1;
+    knowledge.parts.resize(static_cast<size_t>(warps));
     fenced_[static_cast<size_t>(w)] = knowledge;
   }
+}
+
+bool RaceDetector::known_of(const Knowledge& knowledge, int warp, Clock clock, uint32_t lane) {
+  const auto w = static_cast<size_t>(warp);
+  if (clock > knowledge.general[w]) return false;
+  const Knowledge::Part& part = knowledge.parts[w];
+  if (clock <= part.whole || lane == ALL_TOGETHER) return true;
+  // Which lanes there were is not remembered.
+  if (lane == MANY_LANES) return std::popcount(part.lanes) > 1;
+  return (part.lanes >> lane & 1) != 0;
+}
+
+bool RaceDetector::before_in_warp(int warp, Clock clock, uint32_t lane) const {
+  const auto w = static_cast<size_t>(warp);
+  if (clock < lanes_synced_[w]) return true;
+  const Returned& returned = returned_[w];
+  return clock <= returned.clock && lane < LANES_OF_WARP && (returned.lanes >> lane & 1) != 0;
 }
 
 // Agents are warps here. What another lane of the same warp did counts only from before the warp's
@@ -58,7 +96,10 @@ RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
 bool RaceDetector::ordered_after_write(const Accessor& who, const Write& write) const {
   const auto warp = static_cast<size_t>(who.agent);
   const Clock known = known_[warp].general[write.agent];
-  if (write.agent == who.agent) return write.clock < lanes_synced_[warp] || write.lane == who.lane;
+  if (write.agent == who.agent) {
+    return write.lane == who.lane || before_in_warp(who.agent, write.clock, write.lane);
+  }
+  if (write.agent < warps_) return known_of(known_[warp], write.agent, write.clock, write.lane);
   if (write.agent == copy_agent(who.agent) && write.lane != who.lane) {
     return write.clock <= copies_synced_[warp];
   }
@@ -89,16 +130,15 @@ Race RaceDetector::check_write(const Accessor& who, const Write& last) const {
 
 Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, bool strong) const {
   Race race;
-  const std::vector<Clock>& known = known_[static_cast<size_t>(who.agent)].general;
+  const Knowledge& known = known_[static_cast<size_t>(who.agent)];
   for (int w = 0; w < warps_; ++w) {
     const uint32_t read = readers[w];
     if (read == 0 || (strong && (read & STRONG))) continue;
     const Clock clock = read >> LANE_BITS;
     const uint32_t lane = read & (STRONG - 1);
-    const bool ordered = w == who.agent
-                             ? clock < lanes_synced_[static_cast<size_t>(w)] ||
-                                   lane == static_cast<uint32_t>(who.lane) || lane == ALL_TOGETHER
-                             : clock <= known[static_cast<size_t>(w)];
+    const bool ordered = w == who.agent ? lane == static_cast<uint32_t>(who.lane) ||
+                                              lane == ALL_TOGETHER || before_in_warp(w, clock, lane)
+                                        : known_of(known, w, clock, lane);
     if (ordered) continue;
     race.found = true;
     race.same_warp = w == who.agent;
@@ -439,15 +479,37 @@ void RaceDetector::copies_done(int warp, Clock sequence) {
 }
 
 void RaceDetector::release(int warp, Knowledge& into) {
-  into.join(known_[static_cast<size_t>(warp)]);
-  warp_sync(warp);
+  release_lanes(warp, ALL_LANES, ALL_LANES, into);
+}
+
+void RaceDetector::release_lanes(int warp, uint32_t lanes, uint32_t live, Knowledge& into) {
+  const auto w = static_cast<size_t>(warp);
+  Knowledge& knowledge = known_[w];
+  const bool all = (live & ~lanes) == 0;
+  knowledge.parts[w] = {all ? knowledge.general[w] : lanes_synced_[w] - 1, lanes | ~live};
+  into.join(knowledge);
+  if (all)
+    warp_sync(warp);
+  else
+    ++knowledge.general[w];
 }
 
 void RaceDetector::acquire(int warp, const Knowledge& from) {
   const auto w = static_cast<size_t>(warp);
   known_[w].join(from);
   const auto copies = static_cast<size_t>(copy_agent(warp));
-  if (!from.empty()) copies_synced_[w] = std::max(copies_synced_[w], from.general[copies]);
+  if (from.empty()) return;
+  copies_synced_[w] = std::max(copies_synced_[w], from.general[copies]);
+  // What comes back of the warp's own: its lanes are in order up to there.
+  if (from.parts.size() <= w) return;
+  const Knowledge::Part& part = from.parts[w];
+  lanes_synced_[w] = std::max(lanes_synced_[w], part.whole + 1);
+  Returned& returned = returned_[w];
+  if (returned.clock < lanes_synced_[w]) returned.lanes = 0;
+  if (from.general[w] > part.whole) {
+    returned.lanes |= part.lanes;
+    returned.clock = std::max(returned.clock, from.general[w]);
+  }
 }
 
 void RaceDetector::release_fenced(int warp, Knowledge& into) {
@@ -462,6 +524,7 @@ void RaceDetector::fence(int warp) {
   const auto w = static_cast<size_t>(warp);
   known_[w].join(pending_[w]);
   pending_[w] = {};
+  known_[w].parts[w].whole = known_[w].general[w];
   fenced_[w] = known_[w];
   ++known_[w].general[w];
 }

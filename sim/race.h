@@ -4,7 +4,8 @@
 // vector V holds, for each agent, the last of its steps that is known to have happened before. Each
 // granule of shared memory remembers its last writer and every warp's last read. An access races
 // with an earlier one that is not before it in V. Lanes of a warp are told apart as well: between
-// two of them only a warp-wide synchronisation orders.
+// two of them only a warp-wide synchronisation orders, and what some lanes release at an mbarrier
+// does not cover what others have done since the last one.
 //
 // Two knowledge sets: `general` (happens before, in the generic proxy) and `async` (made visible to
 // the asynchronous proxy by a proxy fence). Both travel along release and acquire. Accesses of
@@ -23,8 +24,15 @@ using Clock = uint32_t;
 
 // What an agent knows of every agent.
 struct Knowledge {
+  // What is known of a warp: up to `whole` what all its lanes did, from there up to its clock what
+  // `lanes` did, who released it without the others.
+  struct Part {
+    Clock whole = 0;
+    uint32_t lanes = 0;
+  };
   std::vector<Clock> general;
   std::vector<Clock> async;
+  std::vector<Part> parts;  // by warp
 
   void join(const Knowledge& other);
   bool empty() const { return general.empty(); }
@@ -127,6 +135,8 @@ class RaceDetector {
 
   // Release and acquire: what a warp knows flows into and out of a synchronisation object.
   void release(int warp, Knowledge& into);
+  // By `lanes` of a warp of which `live` have not exited.
+  void release_lanes(int warp, uint32_t lanes, uint32_t live, Knowledge& into);
   void acquire(int warp, const Knowledge& from);
   // Relaxed ones: what was before the warp's last fence flows out; what flows in counts from its
   // next fence on.
@@ -156,6 +166,10 @@ class RaceDetector {
   static constexpr uint32_t MANY_LANES = 63;
   static constexpr uint32_t ALL_TOGETHER = 62;
 
+  // Whether what `lane` of another warp did at a clock is known; several lanes: MANY_LANES.
+  static bool known_of(const Knowledge& knowledge, int warp, Clock clock, uint32_t lane);
+  // Whether what another lane of the warp did is before what its lane does now.
+  bool before_in_warp(int warp, Clock clock, uint32_t lane) const;
   bool ordered_after_write(const Accessor& who, const Write& write) const;
   bool ordered_for_every_lane(const Accessor& who, const Write& write);
   Race check_write(const Accessor& who, const Write& last) const;
@@ -172,6 +186,12 @@ class RaceDetector {
   int shift_, global_shift_;
   std::vector<Knowledge> known_;
   std::vector<Clock> lanes_synced_;  // the warp's clock at its last synchronisation
+  // What lanes of the warp have released and the warp has acquired: up to which clock, and who.
+  struct Returned {
+    Clock clock = 0;
+    uint32_t lanes = 0;
+  };
+  std::vector<Returned> returned_;
   // What all lanes of a warp know of its own copies: what was waited for before the last warp-wide
   // synchronisation.
   std::vector<Clock> copies_synced_;

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int WARP_ROWS = 16;
 constexpr int WARPGROUP = 4;
+constexpr size_t REGISTER_BYTES = LANES * sizeof(uint32_t);
 
 bool is_integer(ElementType type) { return type == ElementType::S8 || type == ElementType::U8; }
 
@@ -49,11 +50,7 @@ void MatrixQueue::issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, ui
                              std::to_string(cta.warp_count() - group * WARPGROUP) +
                              " warps: it takes 4, the first with an index that 4 divides"};
   }
-  if (!fenced_) {
-    cta.report(Severity::Lint, warp_, -1, "wgmma-fence",
-               "the first wgmma of the warp comes without wgmma.fence before it");
-    fenced_ = true;
-  }
+  check_fence(shape, refs);
   ++clock_;
   history_ = (history_ ^ warp_.pc()) * 0x100000001B3u + 1;
   Entry entry{&shape, refs, {}, {}, accumulate};
@@ -104,13 +101,46 @@ void MatrixQueue::wait(uint32_t groups) {
   if (RaceDetector* races = warp_.cta().races()) {
     races->unit_done(races->matrix_agent(warp_.agent()), done, warp_.agent());
   }
-  warp_.watch_registers(!entries_.empty());
+}
+
+void MatrixQueue::fence() {
+  ++fences_;
+  warp_.watch_registers(true);
+}
+
+// Registers that other instructions have used need a fence before a product uses them.
+void MatrixQueue::check_fence(const WgmmaShape& shape, const Ref* refs) {
+  Cta& cta = warp_.cta();
+  if (fences_ == 0) {
+    cta.report(Severity::Lint, warp_, -1, "wgmma-fence",
+               "the first wgmma of the warp comes without wgmma.fence before it");
+    fence();
+    return;
+  }
+  const int count = shape.d_registers() + (shape.a_registers ? 4 : 0);
+  for (int i = 0; i < count; ++i) {
+    const size_t place = refs[i] / REGISTER_BYTES;
+    if (place >= touches_.size() || touches_[place].fences != fences_) continue;
+    cta.report(Severity::Lint, warp_, -1, "wgmma-fence",
+               std::string(i < shape.d_registers() ? "an accumulator" : "a register of matrix A") +
+                   " was used by " +
+                   describe_instruction(*cta.launch().module, cta.kernel(), touches_[place].pc) +
+                   " and no wgmma.fence lies between",
+               0, touches_[place].pc);
+    return;
+  }
 }
 
 void MatrixQueue::check_registers(uint32_t pc) {
   const Kernel& kernel = warp_.cta().kernel();
   const Ref* const operands = kernel.code[pc].operands;
   const size_t count = kernel.operand_counts[pc];
+  for (size_t k = 0; k < count; ++k) {
+    if (operands[k] & CONSTANT) continue;
+    const size_t place = operands[k] / REGISTER_BYTES;
+    if (place >= touches_.size()) touches_.resize(place + 1);
+    touches_[place] = {fences_, pc};
+  }
   for (const Entry& entry : entries_) {
     const auto results = static_cast<size_t>(entry.shape->d_registers());
     const size_t all = results + (entry.shape->a_registers ? 4 : 0);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <vector>
 
 #include "sim/cta.h"
 #include "sim/matrix_tile.h"
@@ -31,7 +32,7 @@ class MatrixQueue {
 
   // `refs`: d, then a where it is in registers.
   void issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, uint64_t b, bool accumulate);
-  void fence() { fenced_ = true; }
+  void fence();
   void commit();
   void wait(uint32_t groups);
   bool pending() const { return !entries_.empty(); }
@@ -57,13 +58,21 @@ class MatrixQueue {
 
   void run_up_to(size_t count);
   void trace_wait(size_t count);
+  void check_fence(const WgmmaShape& shape, const Ref* refs);
   void run(const Entry& entry);
   void run_fp8(const Entry& entry);
 
   Warp& warp_;
   std::deque<Entry> entries_;
   Clock clock_ = 0;
-  bool fenced_ = false;
+  uint32_t fences_ = 0;
+  // By place of a register: how many fences there were before other instructions used it last, and
+  // which one did.
+  struct Touch {
+    uint32_t fences = 0;
+    uint32_t pc = 0;
+  };
+  std::vector<Touch> touches_;
   uint64_t history_ = 0;
 };
 

@@ -108,6 +108,39 @@ def test_what_is_wrong_between_ctas_is_named(old: str, new: str, kind: str, mode
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_ctas_of_a_cluster_write_the_same_words_in_order(mode: str) -> None:
+    # CTA 1 writes first, then, behind the barrier of the cluster, CTA 0.
+    text = """
+    .visible .entry test(.param .u64 out)
+    {
+    .reg .pred %p<2>;
+    .reg .b32 %r<4>;
+    .reg .b64 %rd<3>;
+    ld.param.u64 %rd0, [out];
+    mov.u32 %r0, %tid.x;
+    mov.u32 %r1, %cluster_ctarank;
+    mad.wide.u32 %rd1, %r0, 4, %rd0;
+    setp.eq.u32 %p0, %r1, 0;
+    @!%p0 st.global.u32 [%rd1], %r1;
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+    @%p0 st.global.u32 [%rd1], 7;
+    ret;
+    }
+    """
+    report, out = exchange(text, mode=mode)
+    assert not report.findings
+    assert out[:32].tolist() == [7] * 32
+    for opcode in ("arrive.release", "wait.acquire"):
+        text = text.replace(f"barrier.cluster.{opcode}.aligned;", "")
+    report, _ = exchange(text, mode=mode)
+    assert {f.kind for f in report.findings} == {"race"}
+    # CTAs of different clusters are never in order.
+    report, _ = exchange(text, mode=mode, grid=(4,))
+    assert {f.kind for f in report.findings} == {"race"}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_cta_that_leaves_its_cluster_early_is_reported(mode: str) -> None:
     # CTA 0 goes at once; CTA 1 works for a while and then writes to its shared memory.
     text = EXCHANGE.replace(

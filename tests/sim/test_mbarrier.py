@@ -192,6 +192,31 @@ def test_a_missing_wait_is_reported(which: str, mode: str) -> None:
     assert seen & {(kind, "error") for kind in ("race", "uninitialised", "deadlock")}
 
 
+FILLED = "mbarrier.arrive.shared::cta.b64 %rd20, [smem+256];"
+TOGETHER = "bar.warp.sync -1;\n"
+FIRST = "setp.eq.u32 %p5, {lane}, 0;\n@%p5 "
+
+
+def elected(producer: str = TOGETHER, consumer: str = TOGETHER) -> str:
+    """The ring with one arrival for each warp."""
+    text = ring(
+        FULL_COUNT="1",
+        RELEASE=consumer + "and.b32 %r27, %r0, 31;\n" + FIRST.format(lane="%r27") + ARRIVE,
+    )
+    text = text.replace("[smem+264], 32;", "[smem+264], 1;")
+    return text.replace(FILLED, producer + FIRST.format(lane="%r0") + FILLED)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_lane_arrives_for_the_others_once_they_are_together(mode: str) -> None:
+    def found(text: str) -> set[tuple[str, str]]:
+        return kinds(text, words(), words(), block=(64, 1, 1), mode=mode)
+
+    assert not found(elected())
+    assert ("race", "error") in found(elected(producer=""))
+    assert ("race", "error") in found(elected(consumer=""))
+
+
 def test_a_wait_that_is_not_repeated_is_found_by_some_seed() -> None:
     text = ring().replace("@!%p3 bra WAIT_FULL;", "")
     seen = set()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from .mutation import protocols
 from .mutation.excuses import EXCUSES
 from .mutation.mutants import is_sync, mutants
 from .mutation.runner import Score, run_mutants, sample, subject_of, targets_of
@@ -58,8 +59,26 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
     assert not any(outcome.kind == "sync" for outcome in score.survivors), survivors
 
 
+def test_mutants_of_protocols_are_caught(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = []
+    for subject in protocols.subjects():
+        assert subject.coverage() == 1
+        found = [mutant for mutant in subject.mutants(0) if not mutant.equivalent]
+        assert {"sync", "protocol", "predicate", "constant"} == {mutant.kind for mutant in found}
+        outcomes += run_mutants(subject, found)
+    score = Score(outcomes)
+    survivors = "".join(
+        f"\n  survived: {o.kernel}: {o.change} | {o.statement[:80]}" for o in score.survivors
+    )
+    with capsys.disabled():
+        print(f"\nprotocols: mutation score {score}{survivors}")
+    assert score.value >= FLOOR, survivors
+    assert score.excused <= MOST_EXCUSED * score.run
+    assert not any(o.kind in ("sync", "protocol") for o in score.survivors), survivors
+
+
 def test_every_implementation_has_a_summary_of_its_last_full_run() -> None:
-    assert {file.stem for file in SUMMARIES} == set(implementations())
+    assert {file.stem for file in SUMMARIES} == {*implementations(), "protocols"}
 
 
 @pytest.mark.parametrize("file", SUMMARIES, ids=lambda file: file.stem)

@@ -101,6 +101,30 @@ def test_a_seeded_bug_is_reported_with_its_cause(bug: str, mode: str) -> None:
     assert any(words in f.message for f in named), named
 
 
+FENCE = "wgmma.fence.sync.aligned;\n"
+
+
+def test_registers_that_others_used_need_a_fence_before_wgmma_uses_them() -> None:
+    text = wgmma_text()
+    late = text.replace(FENCE, FENCE + "@%p2 mul.f32 %d9, %d9, 0f3F800000;\n")
+    early = text.replace(FENCE, "@%p2 mul.f32 %d9, %d9, 0f3F800000;\n" + FENCE)
+    registers = wgmma_text(a_in_registers=True)
+    loads = registers.index("and.b32 %r40"), registers.index(FENCE)
+    fence_first = (
+        registers[: loads[0]]
+        + FENCE
+        + registers[slice(*loads)]
+        + registers[loads[1] + len(FENCE) :]
+    )
+    for mode in MODES:
+        for changed, words in ((late, "an accumulator"), (fence_first, "a register of matrix A")):
+            report, _, _ = multiply(changed, mode=mode)
+            (finding,) = report.findings
+            assert (finding.kind, finding.severity) == ("wgmma-fence", "lint")
+            assert words in finding.message
+        assert not multiply(early, mode=mode)[0].findings
+
+
 def test_a_trace_shows_copies_and_what_waits_waited_for() -> None:
     report, _, _ = multiply(wgmma_text(), mode="lazy", traced_ctas=1)
     trace = report.traces[0]

@@ -18,12 +18,14 @@ class Excuse:
         change: a regular expression for the whole of its change.
         source: a part of "file: text of the line".
         reason: why it computes the same for every input.
+        kernel: a part of the kernel's name.
     """
 
     kind: str
     change: str
     source: str
     reason: str
+    kernel: str = ""
 
 
 _NO_SIGN = (
@@ -144,5 +146,34 @@ EXCUSES = (
         "ring.parity());  // of a skipped block",
         "rows of a tile that differ by no more keys than the ring holds: before its first block a "
         "warp skips too few to get round the ring",
+    ),
+    Excuse(
+        "sync",
+        "delete bar.warp.sync",
+        "",
+        "what the arrival hands back was read by ldmatrix, which a warp executes as one",
+        kernel="protocol_pipeline",
+    ),
+    Excuse(
+        "protocol",
+        "bit 16 of the descriptor of A",
+        "",
+        "K-major with a swizzle as wide as the tile: there is no leading offset to be read",
+        kernel="protocol_wgmma",
+    ),
+    Excuse(
+        "sync",
+        "delete bar.sync",
+        "",
+        "the barrier of the cluster follows at once",
+        kernel="protocol_multicast",
+    ),
+    Excuse(
+        "sync",
+        r"delete barrier\.cluster\.wait(\.acquire)?\.aligned",
+        "",
+        "the one at the end: all that others write to a CTA's shared memory is there when its own "
+        "mbarrier says so, before it comes to this barrier",
+        kernel="protocol_",
     ),
 )

@@ -163,7 +163,7 @@ class Subject:
         if mutant.equivalent:
             assert result == "survived", f"proved equivalent, yet {result}: {detail}"
             result, detail = "no influence", mutant.equivalent
-        elif result == "survived" and (excuse := find_excuse(mutant, source)):
+        elif result == "survived" and (excuse := find_excuse(mutant, source, self.name)):
             result, detail = "excused", excuse
         text = " ".join(statement.text.split())
         return Outcome(self.name, mutant.kind, mutant.change, text, source, result, detail)
@@ -210,13 +210,14 @@ def source_text(source: str) -> str:
     return source.split(":")[0]
 
 
-def find_excuse(mutant: Mutant, source: str) -> str:
+def find_excuse(mutant: Mutant, source: str, kernel: str) -> str:
     """Why a surviving mutant computes the same, as the list of excuses has it; empty: no excuse."""
     for excuse in EXCUSES:
         if (
             mutant.kind == excuse.kind
             and re.fullmatch(excuse.change, mutant.change)
             and excuse.source in source
+            and excuse.kernel in kernel
         ):
             return excuse.reason
     return ""
