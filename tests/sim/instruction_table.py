@@ -14,6 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from archflash import _archflash_sim as _native
 from archflash import sim
 
@@ -41,6 +43,7 @@ class Row:
         bounded: spellings held to a bound, and the bound.
         third_party: spellings that third-party programs execute, whose results are right.
         kernels: spellings that whole kernels execute, on a card with the same results.
+        protocols: likewise small kernels of protocols.
     """
 
     about: str
@@ -50,6 +53,7 @@ class Row:
     bounded: dict[str, str] = field(default_factory=dict)
     third_party: set[str] = field(default_factory=set)
     kernels: set[str] = field(default_factory=set)
+    protocols: set[str] = field(default_factory=set)
 
     @property
     def spelling(self) -> str:
@@ -64,7 +68,9 @@ class Row:
     @property
     def evidence(self) -> bool:
         """Whether anything but the ISA's text stands behind any spelling of it."""
-        return bool(self.exact or self.bounded or self.third_party or self.kernels)
+        return bool(
+            self.exact or self.bounded or self.protocols or self.third_party or self.kernels
+        )
 
 
 def rows() -> list[Row]:
@@ -130,6 +136,28 @@ def add_kernels(table: Sequence[Row]) -> str:
     return f"{about['gpu']}, {about['date']}"
 
 
+def add_protocols(table: Sequence[Row]) -> str:
+    """Enters what the recorded kernels of protocols execute; returns how many, the card, the date.
+
+    Raises:
+        ValueError: the simulator's bits are others than the card's.
+    """
+    from .protocols import test_protocols
+    from .protocols.cases import cases
+    from .protocols.replay import run
+
+    about = json.loads((test_protocols.FOLDER / "h200.json").read_text())
+    recorded = [case for case in cases() if case.name in about["keys"]]
+    with np.load(test_protocols.FOLDER / "h200.npz") as outputs:
+        for case in recorded:
+            report, output = run(case, "lazy")
+            if output != outputs[case.name].tobytes():
+                raise ValueError(f"{case.name} gives other bits than the card")
+            for instruction in report.opcodes:
+                row_of(table, instruction).protocols.add(instruction)
+    return f"{len(recorded)} small kernels on an {about['gpu']}, {about['date']}"
+
+
 def cell(words: Collection[str]) -> str:
     """How many spellings; empty for none."""
     return str(len(words)) if words else ""
@@ -141,6 +169,7 @@ def text() -> str:
     card = add_vectors(table)
     programs = add_third_party(table)
     whole = add_kernels(table)
+    protocols = add_protocols(table)
     backed = [row for row in table if row.evidence]
     lines = [
         f"{len(table)} forms; for {len(backed)} of them some spelling has more behind it than the "
@@ -151,6 +180,8 @@ def text() -> str:
         f"- **card, exact** and **card, bound**: spellings whose results on an {card['gpu']} "
         f"({card['date']}, CUDA {card['cuda']}) the simulator meets bit for bit, or within the "
         "stated bound (tests/sim/vectors).",
+        "- **protocols**: spellings executed by kernels of TMA, mbarriers, clusters, wgmma, whose "
+        f"outputs are a card's, bit for bit ({protocols}, tests/sim/protocols).",
         "- **third-party**: "
         + (
             f"spellings executed by {'; '.join(programs)}: the output matches float64."
@@ -167,12 +198,12 @@ def text() -> str:
             f"### {about[0].upper()}{about[1:]}",
             "",
             *([ABOUT[about], ""] if about in ABOUT else []),
-            "| form | card, exact | card, bound | third-party | our kernels | else |",
-            "| --- | ---: | ---: | ---: | ---: | --- |",
+            "| form | card, exact | card, bound | protocols | third-party | our kernels | else |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
         ]
         lines += [
             f"| `{row.spelling}` | {cell(row.exact)} | {cell(row.bounded)} | "
-            f"{cell(row.third_party)} | {cell(row.kernels)} | "
+            f"{cell(row.protocols)} | {cell(row.third_party)} | {cell(row.kernels)} | "
             f"{'' if row.evidence else 'refused' if row.about == NOT_LOADED else 'ISA text'} |"
             for row in table
             if row.about == about
@@ -190,6 +221,7 @@ def text() -> str:
         for name, words in (
             ("card, exact", sorted(row.exact)),
             ("card, bound", [f"{word} ({row.bounded[word]})" for word in sorted(row.bounded)]),
+            ("protocols", sorted(row.protocols)),
             ("third-party", sorted(row.third_party)),
             ("our kernels", sorted(row.kernels)),
         ):

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from archflash import LaunchError, sim
 from archflash import _archflash_sim as native
 
 from . import instruction_table
 from .instruction_table import README, ROOT, row_of, rows
+from .ptx import program
 
 
 def test_the_readme_is_up_to_date() -> None:
@@ -35,8 +37,19 @@ def test_a_spelling_finds_its_form() -> None:
 def test_every_form_is_in_the_table_once() -> None:
     forms = [(row.opcode, row.modifiers) for row in rows()]
     assert len(set(forms)) == len(forms) > 100
-    first_cells = re.findall(r"^\| `(.*?)` \|(?:[^|]*\|){5}$", README.read_text(), re.M)
+    first_cells = re.findall(r"^\| `(.*?)` \|(?:[^|\n]*\|){6}$", README.read_text(), re.M)
     assert first_cells == [row.spelling for row in rows()]
+
+
+def test_what_is_said_to_be_refused_is_refused() -> None:
+    limits = README.read_text().partition("## Limits")[2].partition("## Instructions")[0]
+    refused = re.findall(r"^\| `(.*?)` \|", limits, re.M)
+    assert len(refused) > 10
+    assert [spelling for spelling in refused if native.find_form(spelling) >= 0] == []
+    operands = "[%rd0], [%rd1, {%r1, %r2}], %r1, [%rd2]"
+    for spelling in refused:
+        with pytest.raises(LaunchError, match=r"PTX line \d+:"):
+            sim.load(program(f"{spelling} {operands};"))
 
 
 def test_every_kind_of_finding_is_explained() -> None:

@@ -66,6 +66,8 @@ VARIANTS = {
     "sm_80": Variant(80, "sm_80"),
     "sm_90": Variant(90, "sm_90a"),
     "sm_120": Variant(120, "sm_120a"),
+    "sm_90-tma": Variant(90, "sm_90a", specialised=False, causal=(True,)),
+    "sm_120-tma": Variant(120, "sm_120a", specialised=False, causal=(True,)),
     "sm_100-d64-q64": Variant(100, "sm_100a"),
     "sm_100-d128": Variant(100, "sm_100a", d=128, rows=128, causal=(True,)),
     "sm_100-tma-d64": Variant(

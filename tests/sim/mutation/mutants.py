@@ -81,7 +81,8 @@ def mutants(
         executed: for each whether it is.
         threads: of a CTA.
         seed: picks what constants become.
-        protocols: also constants of mbarriers, of matrix descriptors and of tensor memory.
+        protocols: also constants of mbarriers, of matrix descriptors and of tensor memory, and what
+            `_protocol` does.
     """
     found = []
     users = _users(statements)
@@ -90,7 +91,8 @@ def mutants(
     for statement in statements:
         if not executed[statement.index]:
             continue
-        found += _protocol(statement)
+        if protocols:
+            found += _protocol(statement)
         if is_sync(statement):
             found.append(_delete(statement))
         else:

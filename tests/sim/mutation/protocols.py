@@ -65,7 +65,12 @@ def subjects() -> list[Subject]:
     named = {case.name: case for case in [*cases(), *sample_cases()]}
     return [
         Subject(
-            f"protocol_{name}", "test", named[name].text, named[name].block, [_Trial(named[name])]
+            f"protocol_{name}",
+            "test",
+            named[name].text,
+            named[name].block,
+            [_Trial(named[name])],
+            protocols=True,
         )
         for name in KERNELS
     ]

@@ -98,7 +98,13 @@ class Subject:
     """A kernel with what it gives unchanged."""
 
     def __init__(
-        self, name: str, kernel: str, text: str, threads: int, trials: Sequence[Trial]
+        self,
+        name: str,
+        kernel: str,
+        text: str,
+        threads: int,
+        trials: Sequence[Trial],
+        protocols: bool = False,
     ) -> None:
         """Raises AssertionError if the unchanged kernel does not pass its own trials.
 
@@ -108,9 +114,11 @@ class Subject:
             text: PTX that has it.
             threads: of a CTA.
             trials: what it has to get right.
+            protocols: mutants of protocols, too, see `mutants`.
         """
         self.name = name
         self.threads = threads
+        self._protocols = protocols
         self._module = kernel_module(text, kernel)
         self.statements = split(self._module)
         program = sim.load(self._module)
@@ -147,7 +155,7 @@ class Subject:
 
     def mutants(self, seed: int) -> list[Mutant]:
         executed = [self.executed(s.index) for s in self.statements]
-        return mutants(self.statements, executed, self.threads, seed)
+        return mutants(self.statements, executed, self.threads, seed, protocols=self._protocols)
 
     def traps(self, statement: Statement) -> bool:
         """Whether a run notices that an instruction became `trap`: that it is executed."""

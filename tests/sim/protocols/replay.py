@@ -15,14 +15,14 @@ def raw_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def simulate(case: Case, mode: str = "random") -> bytes:
-    """The bytes of the case's output.
+def run(case: Case, mode: str = "random") -> tuple[sim.Report, bytes]:
+    """The report, and the bytes of the case's output.
 
     Raises:
         SimulationError: the simulator finds an error in it.
     """
     arguments = case.arguments()
-    sim.launch(
+    report = sim.launch(
         sim.load(case.text),
         "test",
         arguments,
@@ -35,4 +35,9 @@ def simulate(case: Case, mode: str = "random") -> bytes:
     output = arguments[case.output]
     tensor = output.tensor if isinstance(output, sim.TensorMap) else output
     assert isinstance(tensor, Tensor)
-    return raw_bytes(tensor)
+    return report, raw_bytes(tensor)
+
+
+def simulate(case: Case, mode: str = "random") -> bytes:
+    """The bytes alone."""
+    return run(case, mode)[1]
