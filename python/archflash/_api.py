@@ -82,7 +82,11 @@ def attention(
         v_descale: likewise for v, with heads_kv and nk.
         out_dtype: dtype of the output; default q's, bfloat16 for float8 inputs, of which kernels
             write float16 and bfloat16.
-        approximate: not built yet.
+        approximate: "int8_qk" lets q k^T be computed in int8, for fp16 and bf16: q and k (without
+            its mean over the keys, which is added back) are rounded to 8 bits with one scale for
+            each block of 64 rows. The output's root mean square error is about 1.4% of its own
+            on normal data (PyTorch at fp16: 0.05%), 13% where one channel in 32 of k is 20 times as
+            large as the others. Never chosen unless asked for; not with cu_seqlens or softcap.
         num_splits: not built yet.
         layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).
         implementation: forces one by name; beats `archflash.force` and
@@ -113,15 +117,15 @@ def attention(
         >>> archflash.attention(q, k, v, causal=True).shape
         torch.Size([2, 4, 7, 16])
     """
-    if alibi_slopes is not None or approximate is not None or num_splits is not None:
-        _refuse_unbuilt(alibi_slopes=alibi_slopes, approximate=approximate, num_splits=num_splits)
+    if alibi_slopes is not None or num_splits is not None:
+        _refuse_unbuilt(alibi_slopes=alibi_slopes, num_splits=num_splits)
     if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
         # The whole way of an eager call: one C++ call that reads the tensors, finds the plan, binds
         # and launches.
         result = _native.attention(
             q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
-            layout, out, return_lse, _is_grad_enabled(),
+            approximate, layout, out, return_lse, _is_grad_enabled(),
             _forced() if implementation is None else implementation,
         )  # fmt: skip
         if result is None:
@@ -139,7 +143,8 @@ def attention(
         q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, attn_mask=attn_mask,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
-        layout=layout, implementation=implementation, out=out, return_lse=return_lse,
+        approximate=approximate, layout=layout, implementation=implementation, out=out,
+        return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -222,9 +227,9 @@ def find_device(name: str) -> _native.Device:
 _OPTIONS = (
     "causal", "window", "softcap", "sinks", "scale", "q_offset", "cu_seqlens_q", "cu_seqlens_k",
     "max_seqlen_q", "max_seqlen_k", "attn_mask", "q_descale", "k_descale", "v_descale",
-    "out_dtype", "layout", "out", "return_lse",
+    "out_dtype", "approximate", "layout", "out", "return_lse",
 )  # fmt: skip
-_UNBUILT = ("alibi_slopes", "approximate", "num_splits")
+_UNBUILT = ("alibi_slopes", "num_splits")
 _DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
 
 

@@ -115,8 +115,18 @@ def describe_problem(problem: _native.Problem) -> str:
         shape += f" over {problem.heads_kv}" if problem.heads_q != problem.heads_kv else ""
         shape += f", {problem.nq} queries, {problem.nk} keys, head dim {problem.d}"
         shape += f" and {problem.dv}" if problem.d != problem.dv else ""
-    flags = ("causal", "window", "softcap", "sinks", "masked", "want_lse", "needs_grad")
+    flags = (
+        "approximate",
+        "causal",
+        "window",
+        "softcap",
+        "sinks",
+        "masked",
+        "want_lse",
+        "needs_grad",
+    )
     words = {"masked": "attn_mask", "want_lse": "LSE", "needs_grad": "gradients"}
+    words["approximate"] = f"approximate={problem.approximate!r}"
     features = [words.get(flag, flag) for flag in flags if getattr(problem, flag)]
     return f"{problem.dtype}, {shape}" + (f", {', '.join(features)}" if features else "")
 
@@ -221,7 +231,7 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     cuda_cores = [name for name in kernels if name in _registry.WITHOUT_TENSOR_CORES]
     if _torch_leaves_fused(problem, capability):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
-    if problem.nq <= _FEW_QUERIES and not problem.varlen:
+    if problem.nq <= _FEW_QUERIES and not problem.varlen and not problem.approximate:
         return (_registry.TORCH, *tensor_cores, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
 
@@ -436,6 +446,7 @@ def nearest(decision: Decision) -> tuple[str, list[str]]:
         key=lambda name: (
             not _registry.has_code(name, capability) or _registry.only_forced(name, capability),
             not _registry.takes(name, dtype),
+            any(reason.startswith("approximate=") for reason in decision.reasons[name]),
             len(decision.reasons[name]),
         ),
     )

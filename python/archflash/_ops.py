@@ -23,7 +23,7 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, bool causal, int? window_left, int? window_right, "
     "float? softcap, Tensor? sinks, float? scale, int? q_offset, Tensor? q_offset_tensor, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? attn_mask, Tensor? q_descale, "
-    "Tensor? k_descale, Tensor? v_descale, ScalarType? out_dtype, str layout, "
+    "Tensor? k_descale, Tensor? v_descale, ScalarType? out_dtype, str? approximate, str layout, "
     "int? max_seqlen_q, int? max_seqlen_k, str? implementation, bool needs_grad, "
     "bool return_lse) -> (Tensor, Tensor)"
 )
@@ -57,8 +57,8 @@ def attention(
             q, k, v, options["causal"], window, options["softcap"], options["sinks"],
             options["scale"], q_offset, options["cu_seqlens_q"], options["cu_seqlens_k"],
             max_seqlen_q, max_seqlen_k, options["attn_mask"], options["q_descale"],
-            options["k_descale"], options["v_descale"], options["out_dtype"], options["layout"],
-            out, return_lse, int(needs_grad) * 2,
+            options["k_descale"], options["v_descale"], options["out_dtype"],
+            options["approximate"], options["layout"], out, return_lse, int(needs_grad) * 2,
         )  # fmt: skip
         if needs_grad or transformed:
             _refuse_forced(implementation)
@@ -90,8 +90,9 @@ def attention(
         if compiling:
             with torch.no_grad():
                 operator(q.detach(), k.detach(), v.detach())
+        exact = {name: value for name, value in options.items() if name != "approximate"}
         return _torch.attention(
-            q, k, v, window=window, q_offset=q_offset, out=out, return_lse=return_lse, **options
+            q, k, v, window=window, q_offset=q_offset, out=out, return_lse=return_lse, **exact
         )
     result, lse = operator(q, k, v)
     if out is not None:
@@ -137,6 +138,7 @@ def _run(
     k_descale: Tensor | None,
     v_descale: Tensor | None,
     out_dtype: torch.dtype | None,
+    approximate: str | None,
     layout: str,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
@@ -168,6 +170,7 @@ def _run(
         k_descale=_plain(k_descale),
         v_descale=_plain(v_descale),
         out_dtype=out_dtype,
+        approximate=approximate,
         layout=layout,
         implementation=implementation,
         return_lse=return_lse,
@@ -201,6 +204,7 @@ def _fake(
     k_descale: Tensor | None,
     v_descale: Tensor | None,
     out_dtype: torch.dtype | None,
+    approximate: str | None,
     layout: str,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
@@ -216,7 +220,7 @@ def _fake(
             q, k, v, causal, (window_left, window_right), softcap, sinks, scale,
             q_offset if q_offset_tensor is None else q_offset_tensor, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
-            layout, None, return_lse, 0,
+            approximate, layout, None, return_lse, 0,
         )  # fmt: skip
     strides = q.stride()[:-1]
     # The output's dimensions nest as q's do; one of stride 0 (expanded) goes outermost.

@@ -39,9 +39,9 @@ def quantize_fp8(
             sequences together); or "block", each 64 rows of those (not of packed sequences).
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         layout: "bhnd" or "bnhd", as in `archflash.attention`.
-        implementation: "ada" for the fused kernel, "torch" for plain operations; default the kernel
-            on CUDA devices that it runs on, for contiguous rows of up to 256 numbers in multiples
-            of 8.
+        implementation: "ada" for the fused kernel, on the simulator where x is on the CPU; "torch"
+            for plain operations; default the kernel on CUDA devices that it runs on, for contiguous
+            rows of up to 256 numbers in multiples of 8.
 
     Returns:
         The pair (values, descale): values of `dtype`, shaped as x and dense in its stride order;
@@ -64,7 +64,8 @@ def quantize_fp8(
     packed = x.ndim == 3
     values = torch.empty_like(x, dtype=dtype)
     x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
-    reason = _why_not(x_by_head, values_by_head)
+    simulated = implementation == _KERNEL and x.device.type == "cpu"
+    reason = _why_not(x_by_head, values_by_head, simulated)
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
             f"no quantiser is called {implementation!r}: there are {_KERNEL} and torch"
@@ -109,13 +110,14 @@ def _as_bhnd(x: Tensor, layout: str) -> Tensor:
     return x.transpose(1, 2) if layout == "bnhd" else x
 
 
-def _why_not(x: Tensor, values: Tensor) -> str | None:
+def _why_not(x: Tensor, values: Tensor, simulated: bool) -> str | None:
     """Why the kernel cannot quantise x (bhnd) into values."""
-    if x.device.type != "cuda":
-        return "x is not on a CUDA device: move it to one"
-    if problem := _dispatch.driver_problem():
-        return problem
-    capability = _dispatch.query_device(x.device.index).capability
+    if not simulated:
+        if x.device.type != "cuda":
+            return "x is not on a CUDA device: move it to one"
+        if problem := _dispatch.driver_problem():
+            return problem
+    capability = _device_of(x).capability
     if not _registry.has_code(_KERNEL, capability):
         return f"this build has no code of it for {capability[0]}.{capability[1]}"
     if x.requires_grad and torch.is_grad_enabled():
@@ -132,15 +134,25 @@ def _why_not(x: Tensor, values: Tensor) -> str | None:
 
 
 def _launch(x: Tensor, values: Tensor, descale: Tensor, per: str, dtype: torch.dtype) -> None:
-    device = _dispatch.query_device(x.device.index)
+    device = _device_of(x)
     name = str(dtype).removeprefix("torch.")
     plan = _native.plan_quantize(name, _PER.index(per), x, values.view(torch.uint8), device)
     if isinstance(plan, list):
         raise ForcedImplementationError("; ".join(plan))
-    tensors: dict[str, Any] = {"q": x, "out": values, "descale": descale}
+    tensors: dict[str, Any] = {"q": x, "out": values.view(torch.uint8), "descale": descale}
     if plan.workspace_bytes:
         tensors["workspace"] = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device)
-    _native.launch(plan, tensors)
+    if x.device.type == "cpu":
+        _dispatch.simulate(plan, tensors)
+    else:
+        _native.launch(plan, tensors)
+
+
+def _device_of(x: Tensor) -> _native.Device:
+    """The GPU to plan for."""
+    if x.device.type == "cpu":
+        return _dispatch.simulated_device(_KERNEL)
+    return _dispatch.query_device(x.device.index)
 
 
 def _with_torch(x: Tensor, values: Tensor, per: str, dtype: torch.dtype) -> Tensor:

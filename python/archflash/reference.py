@@ -205,7 +205,74 @@ def check_fp8(
     return _report(out, ref, bound, _mean(bound) / 2)
 
 
-def check_lse(lse: Tensor, ref: Tensor) -> ErrorReport:
+def int8_qk(q: Tensor, k: Tensor, layout: str = "bhnd") -> tuple[Tensor, Tensor]:
+    """What approximate="int8_qk" multiplies in place of q and k.
+
+    q and k less its mean over the keys are rounded to multiples of a scale, 1/127 of the largest
+    magnitude in each 64 rows of a head; the mean is added back exactly. Numbers that are not finite
+    count as zeros in means and scales.
+
+    Args:
+        q: ``(B, Hq, Nq, D)``, or ``(B, Nq, Hq, D)`` with layout "bnhd"; no NaN, no infinities.
+        k: ``(B, Hkv, Nk, D)`` or ``(B, Nk, Hkv, D)``; likewise.
+
+    Returns:
+        float64 tensors of one column more than q and k, in their layout: the products of those rows
+        are the scores that such a kernel computes, before scale.
+    """
+    if layout == "bnhd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    mean = k.float().mean(2, keepdim=True) if k.shape[2] else k.new_zeros(()).float()
+    stored_q, stored_k = _to_int8(q.float()), _to_int8(k.float() - mean)
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    by_head = mean.double().repeat_interleave(group, 1) if k.shape[2] else mean.double()
+    shift = (q.double() * by_head).sum(-1, keepdim=True)
+    wide_q = torch.cat([stored_q, shift], -1)
+    wide_k = torch.cat([stored_k, torch.ones_like(stored_k[..., :1])], -1)
+    if layout == "bnhd":
+        wide_q, wide_k = wide_q.transpose(1, 2), wide_k.transpose(1, 2)
+    return wide_q, wide_k
+
+
+def _to_int8(x: Tensor) -> Tensor:
+    """float32 (B, H, N, D) -> the float64 numbers that int8 and its scales stand for."""
+    rows = x.shape[2]
+    largest = x.abs().amax(-1) if x.numel() else x.new_zeros(x.shape[:3])
+    padded = torch.nn.functional.pad(largest, (0, -rows % _SCALE_ROWS))
+    blocks = padded.unflatten(2, (-1, _SCALE_ROWS)).amax(-1) if rows else padded
+    scale = torch.where(blocks == 0, 1.0, blocks / torch.full_like(blocks, 127.0))
+    scale = scale.repeat_interleave(_SCALE_ROWS, 2)[:, :, :rows, None] if rows else x[..., :1]
+    return (x * (1.0 / scale)).round().double() * scale.double()
+
+
+def check_int8_qk(
+    out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **call: Any
+) -> tuple[ErrorReport, ErrorReport | None]:
+    """Judges what a kernel of approximate="int8_qk" makes of a call, by the error rule of exact
+    kernels applied to the rounded q and k of `int8_qk`.
+
+    The log-sum-exp may be off by 2^-10 more: such kernels add a row's base and 1.5 * 2^23 of an
+    exponent scale of at most 2^-10.
+
+    Args:
+        out: the output to judge.
+        lse: its log-sum-exp; None where there is none.
+        q, k, v, **call: the call, as for `attention`.
+
+    Returns:
+        The reports of out and of lse.
+    """
+    scale = call.get("scale")
+    call["scale"] = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    wide_q, wide_k = int8_qk(q, k, call.get("layout", "bhnd"))
+    expected, expected_lse = attention(wide_q, wide_k, v.double(), **call)
+    exact = attention(q, k, v, return_lse=False, **call)
+    rounding = baseline(q, k, v, **call).double() - exact
+    report = check(out, expected, expected + rounding)
+    return report, None if lse is None else check_lse(lse, expected_lse, 2.0**-10)
+
+
+def check_lse(lse: Tensor, ref: Tensor, more: float = 0.0) -> ErrorReport:
     """Compares a float32 log-sum-exp with the float64 reference.
 
     The rule: within 64 ulp of float32 at ``max(1, max|ref|)``, and -inf exactly where it is due.
@@ -213,6 +280,7 @@ def check_lse(lse: Tensor, ref: Tensor) -> ErrorReport:
     Args:
         lse: float32, to judge.
         ref: float64, same shape.
+        more: what an approximate kernel may add.
 
     Returns:
         An ErrorReport.
@@ -225,7 +293,7 @@ def check_lse(lse: Tensor, ref: Tensor) -> ErrorReport:
             f"lse {tuple(lse.shape)} and ref {tuple(ref.shape)} differ in shape: "
             "compare those of the same call"
         )
-    bound = _LSE_ULPS * _ulp(max(1.0, _max(ref.abs()[ref.isfinite()])), torch.float32)
+    bound = _LSE_ULPS * _ulp(max(1.0, _max(ref.abs()[ref.isfinite()])), torch.float32) + more
     return _report(lse, ref, bound, bound)
 
 

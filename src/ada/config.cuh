@@ -9,7 +9,8 @@
 
 namespace archflash::ada {
 
-// --- 16-bit inputs: the kernel of common/mma_sync, tiles for the 99 KB of 8.9 ---
+// --- 16-bit inputs: the kernel of common/mma_sync, tiles for the 99 KB of 8.9; "large" ones for
+// GPUs with more ---
 
 using mma_sync::Config;
 
@@ -17,19 +18,56 @@ using mma_sync::Config;
 //                             head_dim       m_    block step        Q in   CTAs
 //                           q,k   v   warps tiles _k   _keys stages  regs   per SM
 template <DType T>
+using D64Large   = Config<T,  64,  64, 4,   2,  128,  128,  2,     false, 2>;
+template <DType T>
 using D64        = Config<T,  64,  64, 4,   2,  128,  128,  1,     false, 2>;
+template <DType T>
+using D64FewLarge = Config<T, 64,  64, 4,   1,  128,  128,  2,     true,  2>;
 template <DType T>
 using D64Few     = Config<T,  64,  64, 4,   1,   64,   64,  1,     true,  3>;
 template <DType T>
 using D96        = Config<T,  96,  96, 4,   2,   64,   64,  1,     false, 2>;
 template <DType T>
-using D128Wide   = Config<T, 128, 128, 4,   2,   32,   32,  1,     false, 2>;
+using D128Large  = Config<T, 128, 128, 4,   2,   64,   64,  2,     false, 2>;
+template <DType T>
+using D128Tall   = Config<T, 128, 128, 8,   2,   64,   64,  1,     false, 1>;
 template <DType T>
 using D128       = Config<T, 128, 128, 4,   1,   64,   64,  1,     false, 2>;
 template <DType T>
 using D192       = Config<T, 192, 128, 8,   1,   32,   32,  1,     false, 1>;
 template <DType T>
 using D256       = Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>;
+// clang-format on
+
+// --- 16-bit inputs whose Q and K are made int8 ---
+
+struct Int8QkInputs {
+  static constexpr int QK_PACK = 2;
+  static constexpr int V_PACK = 1;
+  static constexpr int PLACE_BYTES = 160;
+};
+
+// DTYPE is that of V, P and the output. A step is a block of keys with one scale.
+template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int WARPS, int M_TILES, int STAGES,
+          int CTAS_PER_SM>
+struct Int8Config : Config<DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, M_TILES, SCALE_ROWS, SCALE_ROWS,
+                           STAGES, false, CTAS_PER_SM, Int8QkInputs> {
+  static_assert(!is_fp8(DTYPE), "16-bit inputs only");
+  static_assert(SCALE_ROWS % (16 * M_TILES) == 0, "the rows of a warp share a scale");
+  static_assert(HEAD_DIM <= 260, "127 * 127 * HEAD_DIM < 2^22: sums are exact as floats");
+};
+
+// clang-format off
+//                               head_dim       m_            CTAs
+//                             q,k   v   warps tiles stages  per SM
+template <DType T>
+using Int8D64    = Int8Config<T,  64,  64, 4,   2,    2,       2>;
+template <DType T>
+using Int8D128Large = Int8Config<T, 128, 128, 4, 2,   2,       2>;
+template <DType T>
+using Int8D128   = Int8Config<T, 128, 128, 8,   2,    2,       1>;
+template <DType T>
+using Int8D256   = Int8Config<T, 256, 256, 8,   1,    1,       1>;
 // clang-format on
 
 // --- 8-bit inputs ---

@@ -1,6 +1,7 @@
-// The one parameter of every 8-bit ada kernel. Those for 16-bit inputs take AttentionParams.
+// The one parameter of every ada kernel of its own. Those for 16-bit inputs take AttentionParams.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 #include "common/attention_params.h"
@@ -16,5 +17,42 @@ struct Params {
   DType out_dtype;  // F16 or BF16
 };
 static_assert(std::is_trivially_copyable_v<Params>);
+
+// A block with keys that are not finite: they spoil the rows that see them, and only those.
+struct OddKeys {
+  float scale;
+  uint32_t keys[SCALE_ROWS / 32];  // a bit for each
+};
+
+// Of the kernels that make Q and K int8, and of the one that computes with them.
+struct Int8Params {
+  // Of the last kernel: q and k are what the others wrote, (batch, heads, rows, columns) in rows of
+  // whole 16 bytes, strides in units of 16 bits; v and out as the caller gave them.
+  AttentionParams attention;
+  // What the caller gave. Strides in elements.
+  const void* q_gmem;  // (batch, heads_q, nq, d)
+  const void* k_gmem;  // (batch, heads_kv, nk, d)
+  int64_t q_batch, q_head, q_row;
+  int64_t k_batch, k_head, k_row;
+  // In the workspace. A block is SCALE_ROWS rows of a head.
+  float* k_sums_gmem;     // (batch, heads_kv, k_sum_tiles, d): columns, summed over a tile
+  int8_t* q_values_gmem;  // (batch, heads_q, nq, columns)
+  int8_t* k_values_gmem;  // (batch, heads_kv, nk, columns)
+  float* q_scales_gmem;   // (batch, heads_q, q_blocks)
+  float* k_scales_gmem;   // (batch, heads_kv, k_blocks); NaN: see k_odd_gmem
+  OddKeys* k_odd_gmem;    // the same shape
+  float* shifts_gmem;     // (batch, heads_q, nq): what the mean of K adds to a row's scores
+  int32_t d;              // columns given
+  int32_t columns;        // stored: d rounded up to 16
+  int32_t heads_q, heads_kv, nq, nk;
+  int32_t q_blocks, k_blocks;  // of a head
+  int32_t k_sum_tiles;         // of a head
+  int32_t k_ctas;              // of the second kernel: those before the ones for Q
+  float scale;
+};
+static_assert(std::is_trivially_copyable_v<Int8Params>);
+
+constexpr int INT8_THREADS = 256;
+constexpr int INT8_SUM_ROWS = 512;  // a CTA of the first kernel sums so many
 
 }  // namespace archflash::ada

@@ -93,7 +93,7 @@ void set_scale(const Problem& problem, AttentionParams& params) {
 }  // namespace
 
 Reasons why_not(const Problem& problem, const std::string& implementation,
-                std::initializer_list<DType> dtypes) {
+                std::initializer_list<DType> dtypes, Approximate approximate) {
   Refusals refuse{problem, implementation, {}};
   const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
   const bool takes_fp8 = takes && is_fp8(problem.dtype);
@@ -116,6 +116,8 @@ Reasons why_not(const Problem& problem, const std::string& implementation,
     refuse.layout("v", problem.v, problem.v_unit, problem.v_align, problem.dtype);
   }
   refuse.layout("out", problem.out, problem.out_unit, problem.out_align, problem.out_dtype);
+  if (problem.approximate != 0 && problem.approximate != static_cast<int64_t>(approximate))
+    refuse.add("approximate='int8_qk'", "computes exactly; leave approximate out");
   if (problem.mask != 0)
     refuse.add("attn_mask", "has causal and window masks only; drop attn_mask");
   if (problem.descale != 0 && !takes_fp8)

@@ -9,6 +9,9 @@
 
 namespace archflash {
 
+// What a caller lets the result differ in from the exact formula.
+enum class Approximate : int64_t { Nothing = 0, Int8Qk = 1 };
+
 enum class DType : int32_t { F32 = 0, F16 = 1, BF16 = 2, E4M3 = 3, E5M2 = 4, F64 = 5 };
 constexpr int DTYPE_COUNT = 6;
 
@@ -55,6 +58,7 @@ struct Problem {
   int64_t window_right;  // keys j <= i + q_offset + right; causal is right = 0 at most
   double scale;          // multiplies q.k
   double softcap;        // 0: none; otherwise score = softcap * tanh(scale * q.k / softcap)
+  int64_t approximate;   // an Approximate: asked for, never implied
 
   DType dtype;      // of q, k and v
   DType out_dtype;  // of the output
@@ -76,7 +80,7 @@ struct Problem {
   int32_t on_cuda;           // 1: tensors are on a CUDA device, 0: elsewhere (CPU, meta)
 };
 static_assert(std::is_trivially_copyable_v<Problem>);
-static_assert(sizeof(Problem) == 9 * 8 + 21 * 8 + 3 * 8 + 2 * 8 + 20 * 4,
+static_assert(sizeof(Problem) == 9 * 8 + 21 * 8 + 4 * 8 + 2 * 8 + 20 * 4,
               "Problem must have no padding: it is hashed as bytes");
 
 // A GPU, as the driver reports it or as the table of known devices states it

@@ -317,6 +317,14 @@ void read_out_dtype(const Arguments& a, Problem& p) {
              ": it must be torch.float32, torch.float16, torch.bfloat16 or torch.float64");
 }
 
+void read_approximate(const Arguments& a, Problem& p) {
+  if (a.approximate.is_none()) return;
+  const bool is_text = PyUnicode_Check(a.approximate.ptr());
+  if (!is_text || PyUnicode_CompareWithASCIIString(a.approximate.ptr(), "int8_qk") != 0)
+    wrong_value("approximate is ", given(a.approximate), ": it must be 'int8_qk' or None");
+  p.approximate = static_cast<int64_t>(Approximate::Int8Qk);
+}
+
 }  // namespace
 
 void build_call(const Arguments& a, Call& call) {
@@ -477,6 +485,7 @@ void build_call(const Arguments& a, Call& call) {
   }
 
   read_out_dtype(a, p);
+  read_approximate(a, p);
   call.out_ndim = rank;
   for (int i = 0; i < rank; ++i) call.out_shape[i] = i == x.inner ? p.dv : q.shape[i];
   plan_output(q, p.out_dtype == p.dtype, call);

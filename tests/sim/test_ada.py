@@ -108,3 +108,25 @@ def test_16_bit_tiles_meet_the_error_rule(
     expected = reference.attention(q, k, v, return_lse=False, causal=causal)
     report = reference.check(ran.out, expected, reference.baseline(q, k, v, causal=causal))
     assert report.ok, report
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize(
+    ("per", "dtype", "of", "d"),
+    [
+        ("tensor", torch.float8_e4m3fn, torch.float32, 64),
+        ("head", torch.float8_e5m2, torch.float16, 256),
+        ("block", torch.float8_e4m3fn, torch.bfloat16, 72),
+    ],
+)
+def test_the_quantiser_gives_the_bits_of_plain_operations(
+    per: str, dtype: torch.dtype, of: torch.dtype, d: int, layout: str
+) -> None:
+    x = (rand(2, 3, 130, d, seed=1) * torch.logspace(-3, 2, 130)[:, None]).to(of)
+    x[0, 1] = 0
+    x = x.transpose(1, 2).contiguous() if layout == "bnhd" else x
+    options: dict[str, Any] = {"per": per, "dtype": dtype, "layout": layout}
+    expected, expected_descale = archflash.quantize_fp8(x, implementation="torch", **options)
+    values, descale = archflash.quantize_fp8(x, implementation="ada", **options)
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(descale, expected_descale)

@@ -84,8 +84,9 @@ def test_an_fp8_call_gets_the_kernel_of_its_head_dim(
         (64, True, 2048, "d64"),
         (64, False, 20, "d64_few"),
         (96, True, 2048, "d96"),
-        (128, False, 2048, "d128_wide"),
-        (128, True, 2048, "d128"),
+        (128, False, 2048, "d128_tall"),
+        (128, True, 2048, "d128_tall"),
+        (128, False, 100, "d128"),
         (128, False, 20, "d128"),
         (192, False, 2048, "d256"),
         (256, True, 2048, "d256"),
@@ -98,9 +99,18 @@ def test_a_16_bit_call_gets_a_tile_of_its_own(
     assert launch_of(plan)["kernel"] == f"ada_attention_fwd_{SIXTEEN_BITS[dtype]}_{name}"
 
 
-def test_a_window_counts_as_a_mask_when_tiles_are_chosen() -> None:
-    plan = ada(call("float16", b=8, hq=32, nq=2048, d=128, window=(100, None)))
-    assert launch_of(plan)["kernel"].endswith("_d128")
+@every_16_bit
+@pytest.mark.parametrize(
+    ("d", "nq", "name"),
+    [(64, 2048, "d64_large"), (64, 20, "d64_few_large"), (128, 2048, "d128_large")],
+)
+def test_a_gpu_with_more_shared_memory_gets_two_buffers(
+    dtype: str, d: int, nq: int, name: str
+) -> None:
+    plan = ada(call(dtype, b=8, hq=32, nq=nq, d=d), "H200")
+    assert launch_of(plan)["kernel"] == f"ada_attention_fwd_{SIXTEEN_BITS[dtype]}_{name}"
+    assert ctas_per_sm(plan) == 2
+    assert dict(plan.notes)["stages"] == "2"
 
 
 @pytest.mark.parametrize("dtype", [*FP8, *SIXTEEN_BITS])
@@ -252,3 +262,98 @@ def test_ada_says_where_it_is_made_for() -> None:
     (row,) = (i for i in archflash.implementations() if i.name == "ada")
     assert "8.9" in row.description
     assert "descales" in row.features
+
+
+# --- approximate="int8_qk" ---
+
+
+def int8_call(*, d: int = 128, nk: int = 300, dtype: str = "float16", **options: Any) -> Any:
+    q, k = (torch.empty(2, h, n, d, dtype=getattr(torch, dtype)) for h, n in ((4, 100), (2, nk)))
+    options = {"approximate": "int8_qk"} | options
+    return make_problem(q, k, k, **options).as_if_on_cuda()
+
+
+@every_16_bit
+@pytest.mark.parametrize(
+    ("d", "device", "name"),
+    [
+        (64, RTX, "int8_d64"),
+        (128, RTX, "int8_d128"),
+        (128, "H200", "int8_d128_large"),
+        (96, RTX, "int8_d128"),
+        (256, RTX, "int8_d256"),
+    ],
+)
+def test_int8_is_two_kernels_that_prepare_and_one_that_computes(
+    dtype: str, d: int, device: str, name: str
+) -> None:
+    plan = ada(int8_call(d=d, dtype=dtype), device)
+    launches = plan.to_dict()["launches"]
+    word = SIXTEEN_BITS[dtype]
+    assert [launch["kernel"] for launch in launches] == [
+        f"ada_int8_sum_{word}", f"ada_int8_values_{word}", f"ada_attention_fwd_{word}_{name}",
+    ]  # fmt: skip
+    assert {launch["image"] for launch in launches} == {f"ada/int8_{word}"}
+    # 2 x 2 heads of 300 keys, 2 x 4 of 100 queries: one tile of sums each, then blocks of 64.
+    assert [launch["grid"][0] for launch in launches[:2]] == [4, 4 * 5 + 8 * 2]
+    assert launches[2]["shared_bytes"] <= find_device(device).shared_per_block
+    assert dict(plan.notes)["approximate"].startswith("q k^T in int8")
+
+
+def test_the_parts_of_the_workspace_do_not_overlap() -> None:
+    plan = ada(int8_call(d=72))
+    last = plan.to_dict()["launches"][-1]
+    starts = sorted({s["addend"] for s in last["pointers"] if s["operand"] == "workspace"})
+    columns = 80  # 72 in whole 16 bytes
+    sizes = {
+        "sums": 4 * 72 * 4, "q": 8 * 100 * columns, "k": 4 * 300 * columns, "q scales": 8 * 2 * 4,
+        "k scales": 4 * 5 * 4, "odd keys": 4 * 5 * 12, "shifts": 8 * 100 * 4,
+    }  # fmt: skip
+    padded = [-(-size // 256) * 256 for size in sizes.values()]
+    assert starts == [sum(padded[:i]) for i in range(len(padded))]
+    assert plan.workspace_bytes == sum(padded)
+    operands = {s["operand"] for s in last["pointers"]}
+    assert "q" not in operands
+    assert "k" not in operands
+    assert operands >= {"v", "out", "workspace"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"softcap": 20.0}, "softcap with approximate='int8_qk'"),
+        ({"scale": -0.5}, "scale -0.500000 with approximate='int8_qk'"),
+        ({"dtype": "float32"}, "dtype float32"),
+        ({"dtype": "float8_e4m3fn"}, "takes float16 and bfloat16"),
+    ],
+)
+def test_int8_says_what_it_does_not_take(options: dict[str, Any], reason: str) -> None:
+    reasons = native.plan("ada", int8_call(**options), find_device(RTX))
+    assert isinstance(reasons, list)
+    assert any(reason in text for text in reasons), reasons
+    assert all("implementation='torch'" in text for text in reasons)
+
+
+def test_int8_refuses_packed_sequences() -> None:
+    problem = packed_call("float16", approximate="int8_qk")
+    reasons = native.plan("ada", problem, find_device(RTX))
+    assert isinstance(reasons, list)
+    assert "cu_seqlens with approximate" in reasons[0]
+
+
+@pytest.mark.parametrize("device", ["RTX 4090", "L40S", "H200", "RTX 5090", "B200", "A100"])
+@pytest.mark.parametrize("nq", [1, 2048])
+def test_int8_is_chosen_where_it_is_asked_for_and_only_there(device: str, nq: int) -> None:
+    q, k = (torch.empty(1, 8, n, 128, dtype=torch.float16, device="meta") for n in (nq, 2048))
+    exact = archflash.explain(q, k, k, device=device)
+    assert exact.plan is None or "int8" not in str(exact.plan.to_dict()["launches"])
+    asked = archflash.explain(q, k, k, device=device, approximate="int8_qk")
+    if device == "A100":  # no kernel of 8.0 has it
+        assert asked.fallback
+        assert asked.chosen == "torch"
+        return
+    assert asked.chosen == "ada"
+    assert asked.plan is not None
+    assert "int8" in str(asked.plan.to_dict()["launches"])
+    for exact_one in ("ampere", "simt"):
+        assert f"{exact_one} computes exactly" in str(asked.reasons[exact_one])

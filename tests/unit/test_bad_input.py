@@ -424,8 +424,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     ),
     "approximate": (
         padded(approximate="fast"),
-        archflash.UnsupportedError,
-        ("approximate: not built yet", "leave it at None"),
+        ValueError,
+        ("approximate is 'fast'", "it must be 'int8_qk' or None"),
     ),
     "num_splits": (
         padded(num_splits=2),

@@ -189,7 +189,7 @@ def test_only_thor_and_the_future_run_ptx(capability: tuple[int, int], dtype: to
 
 # Query rows and keys of the tile where a call fills the GPU, by KB of shared memory that a CTA can
 # have, then by d.
-ADA_TILES = {64: (128, 128), 96: (128, 64), 128: (128, 32), 192: (128, 32), 256: (128, 32)}
+ADA_TILES = {64: (128, 128), 96: (128, 64), 128: (256, 64), 192: (128, 32), 256: (128, 32)}
 AMPERE_TILES = {
     99: {64: (128, 64), 96: (128, 64), 128: (128, 32), 192: (128, 32), 256: (128, 32)},
     163: {64: (128, 128), 96: (128, 64), 128: (128, 64), 192: (128, 32), 256: (128, 64)},

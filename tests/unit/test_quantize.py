@@ -127,7 +127,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rank": ({"x": torch.zeros(2, 16)}, ValueError, "x has shape (2, 16)"),
     "packed-blocks": ({"x": torch.zeros(5, 2, 16), "per": "block"}, ValueError, "straddle"),
     "unknown": ({"implementation": "simt"}, ForcedImplementationError, "no quantiser"),
-    "cpu": ({"implementation": "ada"}, ForcedImplementationError, "not on a CUDA device"),
+    "meta": (
+        {"x": torch.empty(1, 2, 5, 16, device="meta"), "implementation": "ada"},
+        ForcedImplementationError,
+        "not on a CUDA device",
+    ),
 }
 
 

@@ -97,6 +97,8 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
         options["sinks"] = torch.randn(problem["heads_q"], generator=generator, device=device).to(
             dtype
         )
+    if problem["approximate"]:
+        options["approximate"] = "int8_qk"
     if problem["out_dtype"] != problem["dtype"]:
         options["out_dtype"] = getattr(torch, problem["out_dtype"])
     heads_of_q = problem["heads_kv" if problem["descale"] & 8 else "heads_q"]
@@ -138,8 +140,12 @@ def run(arguments: argparse.Namespace) -> int:
     options = {
         name: value
         for name, value in inputs.options.items()
-        if name not in ("return_lse", "max_seqlen_q", "max_seqlen_k")
+        if name not in ("return_lse", "max_seqlen_q", "max_seqlen_k", "approximate")
     }
+    if problem["approximate"]:
+        of_out, of_lse = reference.check_int8_qk(out, lse, inputs.q, inputs.k, inputs.v, **options)
+        print(of_out if of_lse is None else f"{of_out}\nlog-sum-exp: {of_lse}")
+        return 0 if of_out.ok and (of_lse is None or of_lse.ok) else 1
     expected, expected_lse = reference.attention(inputs.q, inputs.k, inputs.v, **options)
     if problem["dtype"].startswith("float8"):
         report = reference.check_fp8(out, expected, inputs.q, inputs.k, inputs.v, **options)
@@ -161,5 +167,6 @@ def run_plan(plan: _native.LaunchPlan, inputs: Inputs) -> Any:
         plan, inputs.q, inputs.k, inputs.v, given("causal"), given("window"), given("softcap"),
         given("sinks"), given("scale"), given("q_offset"), given("cu_seqlens_q"),
         given("cu_seqlens_k"), given("max_seqlen_q"), given("max_seqlen_k"),
-        None, None, None, None, None, "bhnd", inputs.out, given("return_lse"), 0,
+        None, given("q_descale"), given("k_descale"), given("v_descale"), given("out_dtype"),
+        given("approximate"), "bhnd", inputs.out, given("return_lse"), 0,
     )  # fmt: skip

@@ -29,7 +29,7 @@ LIMIT_SECONDS = 60.0
 SCALAR_FLOPS = 0.25e9
 MATRIX_FLOPS = 1.5e9
 
-_WRITTEN = ("out", "lse", "workspace")
+_WRITTEN = ("out", "lse", "workspace", "descale")
 
 
 @dataclass(frozen=True)

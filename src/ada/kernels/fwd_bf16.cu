@@ -5,10 +5,13 @@
 using namespace archflash;
 using namespace archflash::ada;
 
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d64_large, D64Large<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d64, D64<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d64_few_large, D64FewLarge<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d64_few, D64Few<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d96, D96<DType::BF16>)
-ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d128_wide, D128Wide<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d128_large, D128Large<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d128_tall, D128Tall<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d128, D128<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d192, D192<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_bf16_d256, D256<DType::BF16>)

@@ -5,10 +5,13 @@
 using namespace archflash;
 using namespace archflash::ada;
 
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d64_large, D64Large<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d64, D64<DType::F16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d64_few_large, D64FewLarge<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d64_few, D64Few<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d96, D96<DType::F16>)
-ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d128_wide, D128Wide<DType::F16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d128_large, D128Large<DType::F16>)
+ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d128_tall, D128Tall<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d128, D128<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d192, D192<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ada_attention_fwd_f16_d256, D256<DType::F16>)

@@ -17,7 +17,7 @@ namespace archflash::math {
 // The largest P of a row is 2^8 = 256: e4m3 ends at 448. The base follows before P reaches
 // 256 * 2^0.75 = 431, which rounds to 416 or 448. Beyond LARGE_BASE the rounding of the base could
 // carry P further, so there the base is the maximum itself and follows at once.
-struct WeightsE4m3 {
+struct WeightsE4m3 : Weights16 {
   static constexpr float P_LOG2 = 8.0f;
   static constexpr float BASE_LAG = 0.75f;
   static constexpr float LARGE_BASE = 1 << 18;

@@ -27,6 +27,17 @@ struct Weights16 {
   static constexpr float BASE_LAG = 8.0f;
   static constexpr float LARGE_BASE = 1 << 24;
   static constexpr float LARGE_BASE_LAG = BASE_LAG;
+  static constexpr float ZERO = 0.0f;  // what a score of 0 is given as
+};
+
+// Scores that are integers of less than 2^22, given as the floats 1.5 * 2^23 + score: to those bits
+// the accumulators of integer products are set at first. ZERO * scale is rounded as a base is, by
+// 0.75 * scale at most: beyond LARGEST_SCALE, where that would show in 16 bits, scores are made
+// their products one by one.
+struct WeightsOfIntegers : Weights16 {
+  static constexpr float ZERO = 12582912.0f;
+  static constexpr int32_t ZERO_BITS = 0x4B400000;
+  static constexpr float LARGEST_SCALE = 1.0f / 1024;
 };
 
 // The running state of a warp's rows. Index [m][r]: row lane/4 + 8r of row tile m.
@@ -151,6 +162,7 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
       for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
         max = fmaxf(max, fmaxf(s_rmem[m][n][2 * r], s_rmem[m][n][2 * r + 1]));
       }
+      if constexpr (Weights::ZERO != 0.0f) max -= Weights::ZERO;
       lane_max[m][r] = max;
       rises |= fmaf(max, exp2_scale, -lag) > state.base[m][r];
     }
@@ -159,13 +171,19 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
 
   // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
   // subtracted: the largest of a row meets its own base and gives 1.
-  if (state.large) {
+  bool rounds = state.large;
+  if constexpr (Weights::ZERO != 0.0f) rounds |= exp2_scale > Weights::LARGEST_SCALE;
+  if (rounds) {
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
       for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = __fmul_rn(s_rmem[m][n][i], exp2_scale);
+        for (int i = 0; i < 4; ++i) {
+          float score = s_rmem[m][n][i];
+          if constexpr (Weights::ZERO != 0.0f) score -= Weights::ZERO;
+          s_rmem[m][n][i] = __fmul_rn(score, exp2_scale);
+        }
       }
     }
     exp2_scale = 1.0f;

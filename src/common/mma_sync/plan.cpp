@@ -56,9 +56,7 @@ const Variant* Family::choose(const Problem& problem, const Device& device) cons
         variant.fill == 0 || core::rows_per_sequence(problem) > variant.block_q / 2;
     const bool enough_per_sm = resident_ctas(variant, device) >= variant.per_sm;
     const bool enough_keys = problem.nk >= variant.min_keys;
-    const bool masked = problem.window_left != UNBOUNDED || problem.window_right != UNBOUNDED;
-    const bool takes_mask = !masked || !variant.unmasked_only;
-    if (fills_gpu && rows_mostly_used && enough_per_sm && enough_keys && takes_mask) break;
+    if (fills_gpu && rows_mostly_used && enough_per_sm && enough_keys) break;
   }
   return fits;
 }

@@ -24,13 +24,12 @@ struct Variant {
   // It serves only where `per_sm` of its CTAs fit an SM, twice its CTAs are more than `fill` times
   // the SMs, and there are `min_keys` keys.
   int per_sm, fill, min_keys;
-  bool unmasked_only;  // it serves only where neither causal nor a window hides keys
   const char* reason;  // why it is there
 };
 
 template <class C>
-constexpr Variant variant(const char* name, int per_sm, int fill, int min_keys, const char* reason,
-                          bool unmasked_only = false) {
+constexpr Variant variant(const char* name, int per_sm, int fill, int min_keys,
+                          const char* reason) {
   return {.name = name,
           .head_dim = C::HEAD_DIM,
           .head_dim_v = C::HEAD_DIM_V,
@@ -44,7 +43,6 @@ constexpr Variant variant(const char* name, int per_sm, int fill, int min_keys, 
           .per_sm = per_sm,
           .fill = fill,
           .min_keys = min_keys,
-          .unmasked_only = unmasked_only,
           .reason = reason};
 }
 

@@ -150,19 +150,28 @@ __device__ __forceinline__ void multiply_qk_tile(float (&s_rmem)[4], const uint3
   }
 }
 
-// S = Q K^T for STEP_KEYS keys. Lane l holds rows l/4 and l/4 + 8 of each row tile, of key tile n
-// the keys 8n + 2*(l%4) and the next one.
+// The same for Q and K in int8: exact.
 template <class C>
-__device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::M_TILES][C::STEP_KEYS / 8][4],
+__device__ __forceinline__ void multiply_qk_tile(int32_t (&s_rmem)[4], const uint32_t (&q_rmem)[4],
+                                                 uint32_t k0, uint32_t k1) {
+  static_assert(C::QK_PACK == 2);
+  ptx::mma_m16n8k32_s8(s_rmem, q_rmem, k0, k1);
+}
+
+// S = start + Q K^T for STEP_KEYS keys. Lane l holds rows l/4 and l/4 + 8 of each row tile, of key
+// tile n the keys 8n + 2*(l%4) and the next one.
+template <class C, class Number = float>
+__device__ __forceinline__ void multiply_qk(Number (&s_rmem)[C::M_TILES][C::STEP_KEYS / 8][4],
                                             const QFragments<C>& all_q_rmem,
                                             uint32_t q_smem /* this lane's row */,
-                                            uint32_t k_smem /* this lane's row */) {
+                                            uint32_t k_smem /* this lane's row */,
+                                            Number start = 0) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = start;
     }
   }
 #pragma unroll

@@ -1,0 +1,185 @@
+// Attention forward whose Q K^T is a product of int8, exact in 32 bits; P V, outputs and the
+// softmax are those of 16-bit inputs. Q, K and their scales are made by int8_prepare.cuh; work,
+// order and overlap are those of common/mma_sync/attention_fwd.cuh. K is stored without its mean
+// over the keys: that is a number for each row, added where the row ends. Tiles: config.cuh. Choice
+// of tile: plan.cpp. Numbers: NOTES.md.
+#pragma once
+
+#include <cstdint>
+
+#include "ada/config.cuh"
+#include "ada/int8_prepare.cuh"
+#include "ada/params.h"
+#include "common/math/attention_work.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/mma_sync/main_loop.cuh"
+#include "common/mma_sync/place.cuh"
+#include "common/mma_sync/tile.cuh"
+#include "common/ptx/special_registers.cuh"
+
+namespace archflash::ada {
+
+// Exponent scales are kept normal, or -inf would meet 0, and so small that no score is infinite.
+constexpr float SMALLEST_EXP2_SCALE = 1.17549435e-38f;
+constexpr float LARGEST_EXP2_SCALE = 1.26765060e30f;  // 2^100
+
+// What the main loop needs to know of its CTA, in shared memory.
+struct Int8Place {
+  mma_sync::Place place;
+  const float* k_scales_gmem;  // of the head's first block
+  const OddKeys* k_odd_gmem;
+  const float* shifts_gmem;  // of the sequence's first row
+  float q_factor[8];         // of each warp's rows
+};
+
+// S = Q K^T as floats that WeightsOfIntegers takes.
+template <class C>
+__device__ __forceinline__ void multiply_int8_qk(math::Scores<C>& s_rmem,
+                                                 const mma_sync::QFragments<C>& q_rmem,
+                                                 uint32_t q_smem, uint32_t k_smem) {
+  int32_t sums_rmem[C::M_TILES][C::STEP_KEYS / 8][4];
+  mma_sync::multiply_qk<C>(sums_rmem, q_rmem, q_smem, k_smem, math::WeightsOfIntegers::ZERO_BITS);
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = __int_as_float(sums_rmem[m][n][i]);
+    }
+  }
+}
+
+// S -> P with the scale that follow_maxima returned: 1 where the scores are products already.
+template <class C>
+__device__ __forceinline__ void weigh_integers(const math::Scores<C>& s_rmem,
+                                               mma_sync::Probabilities<C>& p_rmem,
+                                               math::RowState<C>& state, float exp2_scale) {
+  if (exp2_scale == 1.0f) {
+    math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+    return;
+  }
+  float base[C::M_TILES][2];
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      base[m][r] = state.base[m][r];
+      state.base[m][r] = fmaf(math::WeightsOfIntegers::ZERO, exp2_scale, base[m][r]);
+    }
+  }
+  math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.base[m][r] = base[m][r];
+  }
+}
+
+// NaN for keys that are not finite. Returns the block's scale.
+template <class C>
+__device__ __forceinline__ float spoil_odd_keys(math::Scores<C>& s_rmem, const OddKeys& odd_gmem) {
+  const int first_key = ptx::mov_tid_x_volatile() % 4 * 2;  // of this lane
+#pragma unroll
+  for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+    const uint32_t keys = odd_gmem.keys[n / 4] >> (n % 4 * 8 + first_key);
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (keys >> (i % 2) & 1) s_rmem[m][n][i] = __uint_as_float(0x7FFFFFFFu);
+      }
+    }
+  }
+  return odd_gmem.scale;
+}
+
+template <class C>
+__device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params) {
+  extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const AttentionParams& params = all_params.attention;
+  static_assert(C::WARPS <= 8 && sizeof(Int8Place) <= C::PLACE_BYTES);
+  Int8Place& scaled = *reinterpret_cast<Int8Place*>(shared + C::PLACE_SMEM);
+  {
+    const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);
+    const int batch = work.batch_head / params.heads_q;
+    const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
+    if (threadIdx.x == 0) {
+      scaled.place = mma_sync::find_place(params, work);
+      const int64_t blocks_before =
+          static_cast<int64_t>(batch * all_params.heads_kv + kv_head) * all_params.k_blocks;
+      scaled.k_scales_gmem = all_params.k_scales_gmem + blocks_before;
+      scaled.k_odd_gmem = all_params.k_odd_gmem + blocks_before;
+      scaled.shifts_gmem =
+          all_params.shifts_gmem + static_cast<int64_t>(work.batch_head) * params.nq;
+    }
+    const int warp = threadIdx.x;  // one thread for each
+    if (warp < C::WARPS) {
+      const int row = min(work.first_row + warp * C::WARP_ROWS, work.nq - 1);
+      const int64_t block =
+          static_cast<int64_t>(work.batch_head) * all_params.q_blocks + row / SCALE_ROWS;
+      scaled.q_factor[warp] = params.exp2_scale * all_params.q_scales_gmem[block];
+    }
+  }
+  __syncthreads();  // `scaled` is written
+  const mma_sync::KeyBlocks<C> blocks(params, scaled.place, shared_smem);
+  blocks.start(shared);
+  math::Outputs<C> o_rmem = {};
+  math::RowState<C> state;
+  state.large = false;
+  math::clear(state);
+  blocks.visit(
+      [&](mma_sync::Probabilities<C>& p_rmem, const mma_sync::QFragments<C>& q_rmem,
+          uint32_t q_smem, uint32_t k_smem, int key_first) {
+        math::Scores<C> s_rmem;
+        multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
+        const int block = key_first / SCALE_ROWS;
+        float k_scale = scaled.k_scales_gmem[block];
+        if (isnan(k_scale)) k_scale = spoil_odd_keys<C>(s_rmem, scaled.k_odd_gmem[block]);
+        float exp2_scale = scaled.q_factor[ptx::mov_tid_x_volatile() / 32] * k_scale;
+        exp2_scale = fminf(fmaxf(exp2_scale, SMALLEST_EXP2_SCALE), LARGEST_EXP2_SCALE);
+        mma_sync::mask_edges<C>(s_rmem, scaled.place, key_first);
+        exp2_scale =
+            math::follow_maxima<C, math::WeightsOfIntegers>(s_rmem, state, o_rmem, exp2_scale);
+        weigh_integers<C>(s_rmem, p_rmem, state, exp2_scale);
+      },
+      [&](const mma_sync::Probabilities<C>& p_rmem, uint32_t v_smem) {
+        mma_sync::multiply_pv<C>(o_rmem, p_rmem, v_smem);
+      });
+
+  // What the mean of K adds to a row's scores; NaN where Q was not finite.
+  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+  const int lane_row = scaled.place.work.first_row + warp_row + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane_row + 16 * m + 8 * r;
+      if (row < scaled.place.work.nq)
+        state.base[m][r] = fmaf(scaled.shifts_gmem[row], math::LOG2_E, state.base[m][r]);
+    }
+  }
+  // Output rows are longer than those of Q: they pass through the parts of Q, K and V.
+  static_assert(C::BLOCK_Q * C::VTile::ROW_BYTES <= C::PLACE_SMEM);
+  __syncthreads();  // all warps are done with K and V
+  math::store_out<C, typename C::VTile>(o_rmem, state, params, scaled.place.work, warp_row,
+                                        shared + warp_row * C::VTile::ROW_BYTES);
+}
+
+}  // namespace archflash::ada
+
+// The kernels of one type of inputs.
+#define ARCHFLASH_ADA_INT8_PREPARE(WORD, DTYPE)                                           \
+  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS)              \
+      ada_int8_sum_##WORD(const __grid_constant__ archflash::ada::Int8Params params) {    \
+    archflash::ada::sum_keys<DTYPE>(params);                                              \
+  }                                                                                       \
+  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS, 3)           \
+      ada_int8_values_##WORD(const __grid_constant__ archflash::ada::Int8Params params) { \
+    archflash::ada::make_int8<DTYPE>(params);                                             \
+  }
+#define ARCHFLASH_ADA_INT8_KERNEL(NAME, CONFIG)                                      \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
+      NAME(const __grid_constant__ archflash::ada::Int8Params params) {              \
+    archflash::ada::int8_attention_fwd<CONFIG>(params);                              \
+  }

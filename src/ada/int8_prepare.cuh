@@ -1,0 +1,218 @@
+// 16-bit Q and K -> int8 with a scale for each block of SCALE_ROWS rows, the mean of K over the
+// keys taken off first: what all keys share only shifts a row's scores, and would cost the bits of
+// what tells keys apart. Two kernels, each reads its tile once:
+//   sum:     a CTA for INT8_SUM_ROWS keys of a head: their columns summed
+//   values:  a CTA for a block of a head, those of K first: sums of the tiles -> mean | read |
+//   largest
+//            magnitude | write values and scale, and of Q what the mean adds to each row's scores
+// No atomics: the same bits each time. Numbers that are not finite count as zeros in sums and
+// scales.
+#pragma once
+
+#include <cstdint>
+
+#include "ada/params.h"
+#include "common/math/bfloat16.cuh"
+#include "common/problem.h"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/st_global.cuh"
+
+namespace archflash::ada {
+
+constexpr int INT8_CHUNK = 8;  // neighbouring elements that a thread reads at once
+constexpr int INT8_MOST_COLUMNS = 256;
+constexpr int INT8_MOST_CHUNKS = SCALE_ROWS * INT8_MOST_COLUMNS / INT8_CHUNK / INT8_THREADS;
+constexpr float LARGEST_FLOAT = 3.402823466e38f;
+constexpr float LARGEST_INT8 = 127.0f;
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST_FLOAT; }
+
+// Element j of 8.
+template <DType DTYPE>
+__device__ __forceinline__ float element(const uint4& chunk, int j) {
+  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+  const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
+  if constexpr (DTYPE == DType::F16) return ptx::cvt_f32_f16(bits);
+  return __uint_as_float(math::float_bits_of_bfloat16(bits));
+}
+
+// The chunks of a tile that one thread takes: those of one chunk of columns, every row_step-th row.
+struct ChunkRows {
+  int column;           // first of the chunk
+  int first, row_step;  // rows; threads that are too many start beyond every row
+
+  __device__ __forceinline__ explicit ChunkRows(int columns) {
+    const int per_row = columns / INT8_CHUNK;
+    const int thread = threadIdx.x;
+    row_step = INT8_THREADS / per_row;
+    column = thread % per_row * INT8_CHUNK;
+    first = thread / per_row < row_step ? thread / per_row : INT32_MAX;
+  }
+};
+
+template <DType DTYPE>
+__device__ __forceinline__ void sum_keys(const Int8Params& params) {
+  const int tile = blockIdx.x % params.k_sum_tiles;
+  const int batch_head = blockIdx.x / params.k_sum_tiles;
+  const int batch = batch_head / params.heads_kv, head = batch_head % params.heads_kv;
+  const int first_key = tile * INT8_SUM_ROWS;
+  const int keys = min(INT8_SUM_ROWS, params.nk - first_key);
+  const ChunkRows rows(params.d);
+  const uint16_t* k_gmem = static_cast<const uint16_t*>(params.k_gmem) + batch * params.k_batch +
+                           head * params.k_head + first_key * params.k_row + rows.column;
+  float sum[INT8_CHUNK] = {};
+  for (int row = rows.first; row < keys; row += rows.row_step) {
+    const uint4 chunk = *reinterpret_cast<const uint4*>(k_gmem + row * params.k_row);
+#pragma unroll
+    for (int j = 0; j < INT8_CHUNK; ++j) {
+      const float x = element<DTYPE>(chunk, j);
+      sum[j] += is_finite(x) ? x : 0.0f;
+    }
+  }
+  __shared__ float sums[INT8_THREADS * INT8_CHUNK];  // (row_step, d)
+  if (rows.first < rows.row_step) {
+#pragma unroll
+    for (int j = 0; j < INT8_CHUNK; ++j) sums[rows.first * params.d + rows.column + j] = sum[j];
+  }
+  __syncthreads();  // the sums of all rows are written
+  const int column = threadIdx.x;
+  if (column >= params.d) return;
+  float total = 0.0f;
+  for (int row = 0; row < rows.row_step; ++row) total += sums[row * params.d + column];
+  params.k_sums_gmem[static_cast<int64_t>(blockIdx.x) * params.d + column] = total;
+}
+
+// Of all threads of the CTA; every thread receives it.
+__device__ __forceinline__ float largest_of_cta(float value) {
+  __shared__ float of_warp[INT8_THREADS / 32];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();  // every warp's largest is written
+#pragma unroll
+  for (int warp = 0; warp < INT8_THREADS / 32; ++warp) value = fmaxf(value, of_warp[warp]);
+  return value;
+}
+
+// What a CTA of the second kernel works on.
+struct Int8Block {
+  bool is_k;
+  int batch, head, heads, rows;  // rows: of the head
+  int block, blocks;             // of the head
+
+  __device__ __forceinline__ explicit Int8Block(const Int8Params& params) {
+    is_k = blockIdx.x < params.k_ctas;
+    const int index = is_k ? blockIdx.x : blockIdx.x - params.k_ctas;
+    blocks = is_k ? params.k_blocks : params.q_blocks;
+    heads = is_k ? params.heads_kv : params.heads_q;
+    rows = is_k ? params.nk : params.nq;
+    block = index % blocks;
+    batch = index / blocks / heads;
+    head = index / blocks % heads;
+  }
+};
+
+template <DType DTYPE>
+__device__ __forceinline__ void make_int8(const Int8Params& params) {
+  __shared__ float mean[INT8_MOST_COLUMNS];
+  __shared__ float dots[SCALE_ROWS][INT8_MOST_COLUMNS / INT8_CHUNK + 1];  // by row and chunk
+  __shared__ uint32_t odd[SCALE_ROWS];  // rows with a number that is not finite
+  const Int8Block at(params);
+  const int thread = threadIdx.x;
+  if (thread < params.d) {
+    const int kv_head = at.is_k ? at.head : at.head / (params.heads_q / params.heads_kv);
+    const int64_t first_tile =
+        static_cast<int64_t>(at.batch * params.heads_kv + kv_head) * params.k_sum_tiles;
+    float sum = 0.0f;
+    for (int tile = 0; tile < params.k_sum_tiles; ++tile)
+      sum += params.k_sums_gmem[(first_tile + tile) * params.d + thread];
+    const float value = sum / max(params.nk, 1);
+    mean[thread] = is_finite(value) ? value : 0.0f;
+  }
+  if (thread < SCALE_ROWS) odd[thread] = 0;
+  __syncthreads();  // the mean is written, no row is odd
+
+  const ChunkRows chunks(params.d);
+  const int first_row = at.block * SCALE_ROWS;
+  const int rows = min(SCALE_ROWS, at.rows - first_row);
+  const uint16_t* x_gmem = static_cast<const uint16_t*>(at.is_k ? params.k_gmem : params.q_gmem) +
+                           at.batch * (at.is_k ? params.k_batch : params.q_batch) +
+                           at.head * (at.is_k ? params.k_head : params.q_head) + chunks.column;
+  const int64_t row_stride = at.is_k ? params.k_row : params.q_row;
+  uint4 data[INT8_MOST_CHUNKS];
+  int row = chunks.first;
+#pragma unroll
+  for (int i = 0; i < INT8_MOST_CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
+    data[i] = make_uint4(0, 0, 0, 0);
+    if (row < rows)
+      data[i] = *reinterpret_cast<const uint4*>(x_gmem + (first_row + row) * row_stride);
+  }
+
+  // K less its mean, in its place; numbers that are not finite are zeros.
+  const auto value = [&](int i, int j) {
+    const float x = element<DTYPE>(data[i], j);
+    const float less = at.is_k ? x - mean[chunks.column + j] : x;
+    return is_finite(x) ? fminf(fmaxf(less, -LARGEST_FLOAT), LARGEST_FLOAT) : 0.0f;
+  };
+  float largest = 0.0f;
+  row = chunks.first;
+#pragma unroll
+  for (int i = 0; i < INT8_MOST_CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
+    if (row >= rows) continue;
+    float dot = 0.0f;
+#pragma unroll
+    for (int j = 0; j < INT8_CHUNK; ++j) {
+      const float x = value(i, j);
+      largest = fmaxf(largest, fabsf(x));
+      dot = fmaf(x, mean[chunks.column + j], dot);
+      if (!is_finite(element<DTYPE>(data[i], j))) odd[row] = 1;
+    }
+    if (!at.is_k) dots[row][chunks.column / INT8_CHUNK] = dot;
+  }
+  largest = largest_of_cta(largest);  // behind its barrier `odd` and `dots` are written
+  constexpr float SMALLEST_NORMAL = 1.17549435e-38f;  // its reciprocal is finite
+  const float scale = largest == 0.0f ? 1.0f : fmaxf(largest / LARGEST_INT8, SMALLEST_NORMAL);
+  const float factor = 1.0f / scale;
+
+  const int64_t head_index = static_cast<int64_t>(at.batch) * at.heads + at.head;
+  int8_t* values_gmem = (at.is_k ? params.k_values_gmem : params.q_values_gmem) +
+                        (head_index * at.rows + first_row) * params.columns + chunks.column;
+  row = chunks.first;
+#pragma unroll
+  for (int i = 0; i < INT8_MOST_CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
+    if (row >= rows) continue;
+    uint32_t words[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < INT8_CHUNK; ++j) {
+      const uint32_t byte = static_cast<uint32_t>(__float2int_rn(value(i, j) * factor)) & 0xFFu;
+      words[j / 4] |= byte << (j % 4 * 8);
+    }
+    ptx::st_global_v2_b32(values_gmem + row * params.columns, words[0], words[1]);
+    // The last chunk fills a row up to whole 16 bytes.
+    if (chunks.column + INT8_CHUNK == params.d && params.columns != params.d)
+      ptx::st_global_v2_b32(values_gmem + row * params.columns + INT8_CHUNK, 0, 0);
+  }
+
+  if (at.is_k) {
+    const uint32_t here = thread < SCALE_ROWS ? odd[thread] : 0;
+    const uint32_t keys = __ballot_sync(0xFFFFFFFFu, here != 0);
+    const bool any = __syncthreads_or(here != 0);
+    const int64_t index = head_index * at.blocks + at.block;
+    if (thread < SCALE_ROWS && thread % 32 == 0) params.k_odd_gmem[index].keys[thread / 32] = keys;
+    if (thread == 0) {
+      params.k_odd_gmem[index].scale = scale;
+      params.k_scales_gmem[index] = any ? __uint_as_float(0x7FFFFFFFu) : scale;
+    }
+  } else {
+    if (thread == 0) params.q_scales_gmem[head_index * at.blocks + at.block] = scale;
+    if (thread < rows) {
+      float dot = 0.0f;
+      for (int chunk = 0; chunk < params.d / INT8_CHUNK; ++chunk) dot += dots[thread][chunk];
+      params.shifts_gmem[head_index * at.rows + first_row + thread] =
+          odd[thread] ? __uint_as_float(0x7FFFFFFFu) : dot * params.scale;
+    }
+  }
+}
+
+}  // namespace archflash::ada
