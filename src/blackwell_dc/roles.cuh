@@ -60,11 +60,12 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
+    // Kept in registers: not made anew for every block.
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
-    const int k_head = attention.k_head == 0 ? 0 : kv_head;
-    const int k_batch = attention.k_batch == 0 ? 0 : batch;
-    const int v_head = attention.v_head == 0 ? 0 : kv_head;
-    const int v_batch = attention.v_batch == 0 ? 0 : batch;
+    const int k_head = ptx::mov_b32_volatile(attention.k_head == 0 ? 0 : kv_head);
+    const int k_batch = ptx::mov_b32_volatile(attention.k_batch == 0 ? 0 : batch);
+    const int v_head = ptx::mov_b32_volatile(attention.v_head == 0 ? 0 : kv_head);
+    const int v_batch = ptx::mov_b32_volatile(attention.v_batch == 0 ? 0 : batch);
     const auto load_k = [&](int block) {
       const Slot slot = ring.next_k();
       ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity ^ 1);
@@ -244,7 +245,6 @@ struct Products {
       if (t == C::TILES - 1) ptx::tcgen05_commit(barriers.kv_empty(k_slot));
       if (!C::O_OVER_Q && last) ptx::tcgen05_commit(barriers.q_empty(t));
     }
-    __syncwarp();
   }
 
   // The next V has rows of another sequence: they are zeros now.
@@ -270,7 +270,6 @@ struct Products {
     ptx::mbarrier_wait_parity(barriers.p_ready(buffer), parity);
     ptx::tcgen05_fence_after_thread_sync();
     if (leader) multiply_pv<C, 0, FIRST_STEPS>(o_tmem, p_tmem, v_place, !first);
-    __syncwarp();
     if constexpr (FIRST_STEPS < STEPS) {
       ptx::mbarrier_wait_parity(barriers.p_last(buffer), parity);
       ptx::tcgen05_fence_after_thread_sync();
@@ -280,7 +279,6 @@ struct Products {
       ptx::tcgen05_commit(barriers.o_ready(t));
       if (t == C::TILES - 1) ptx::tcgen05_commit(barriers.kv_empty(v_slot));
     }
-    __syncwarp();
     if (C::TILES == 1) ++o_step;
     if (C::TILES == 2 && half == 1) block_parity ^= 1;
   }
@@ -363,7 +361,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
     const int warp_row = row - threadIdx.x % 32;
     const int clear_first = visible.first(warp_row + 31);
     const int clear_last = visible.last(warp_row) - (C::BLOCK_K - 1);
-    RowState state{LOWEST, 0.0f};  // finite: no inf - inf in a row that has seen no key
+    RowState state{LOWEST, 0.0f, false};  // finite: no inf - inf in a row that has seen no key
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K, ++step) {
       const uint32_t buffer = C::TILES == 2 ? t : step % 2;
@@ -385,8 +383,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
 
       // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
       // subtracted: the largest of a row meets its own base and gives 1.
-      const bool large = fabsf(state.base) > LARGE_BASE && state.base != LOWEST;
-      if (__any_sync(FULL_WARP, large)) {
+      if (state.large) {
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
 #pragma unroll

@@ -30,6 +30,7 @@ using Scores = float[4][C::BLOCK_K / 4];
 struct RowState {
   float base;  // scaled for 2^x
   float sum;   // of P
+  bool large;  // some base of the warp is beyond LARGE_BASE
 };
 
 // Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare.
@@ -90,18 +91,20 @@ __device__ __forceinline__ float find_maximum(const Scores<C>& s_rmem) {
 }
 
 // Moves the base up where these scores ask for it. Returns the factor for what was summed up with
-// the base before.
+// the base before. The warp's rows branch together: most blocks raise no base.
 template <class C>
 __device__ __forceinline__ float follow_maximum(RowState& state, float max, float exp2_scale) {
   constexpr float LAG = C::SWITCHES.lazy_rescale ? BASE_LAG : 0.0f;
-  const float scaled = max * exp2_scale;
   const bool stays = fmaf(max, exp2_scale, -LAG) <= state.base;  // false for NaN
+  if (__all_sync(FULL_WARP, stays)) return 1.0f;
+  const float scaled = max * exp2_scale;
   // An infinite base would make an infinite score NaN in one way of computing 2^x and not in the
   // other: 0 * infinity is NaN in both.
   const float base = stays ? state.base : fmaf(scaled, 0.0f, scaled);
   const float factor = stays ? 1.0f : ptx::ex2_approx_ftz(state.base - base);
   state.base = base;
   state.sum *= factor;
+  state.large = __any_sync(FULL_WARP, fabsf(base) > LARGE_BASE && base != LOWEST);
   return factor;
 }
 
