@@ -1,0 +1,149 @@
+"""blackwell_dc on the simulator: CTAs that go from tile to tile, schedules, what its switches do.
+
+Every pair of features of the core set: test_attention.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+from archflash import reference
+
+sim = pytest.importorskip("archflash.sim")
+
+NAME = "blackwell_dc"
+MODES = ("lazy", "eager", "random", "priority")
+# Products of one thread run in the order in which they are issued: NOTES.md.
+EXPLAINED = "tcgen05-order"
+# Of each Config: (d, dv), rows and keys of a CTA's tile, how many 2^x of a row's block are MUFU's.
+CONFIGS = {
+    "d64": ((64, 64), 256, 128, 80),
+    "d96": ((96, 96), 256, 128, 112),
+    "d128": ((128, 128), 256, 128, 112),
+    "d192": ((192, 128), 256, 128, 112),
+    "d256": ((256, 256), 128, 64, 56),
+}
+SOFTMAX_WARPS = 4  # of a tile of 128 rows
+
+every_config = pytest.mark.parametrize("config", CONFIGS)
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def run_on_one_sm(mode: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Any:
+    """All row tiles in one CTA, one after another."""
+    planned = archflash.explain(
+        q, k, v, device="B200", implementation=NAME, return_lse=True, **call
+    ).plan
+    assert planned is not None
+    one_sm = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1})
+    plan = native.plan(NAME, planned.problem, one_sm)
+    assert isinstance(plan, native.LaunchPlan)
+    assert plan.to_dict()["launches"][0]["grid"] == [1, 1, 1]
+    return sim.run(
+        q, k, v, implementation=NAME, mode=mode, seed=7, plan=plan, return_lse=True, **call
+    )
+
+
+def check_every_mode(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> None:
+    first = None
+    for mode in MODES:
+        run = run_on_one_sm(mode, q, k, v, **call)
+        assert {finding.kind for finding in run.report.findings} <= {EXPLAINED}, run.report
+        if first is None:
+            first = (run.out.clone(), run.lse.clone())
+            expected, expected_lse = reference.attention(q, k, v, **call)
+            report = reference.check(run.out, expected, reference.baseline(q, k, v, **call))
+            assert report.ok, report
+            lse_report = reference.check_lse(run.lse, expected_lse)
+            assert lse_report.ok, lse_report
+        else:
+            assert torch.equal(run.out, first[0]), mode
+            assert torch.equal(run.lse, first[1]), mode
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@every_config
+def test_a_cta_goes_from_tile_to_tile_under_every_schedule(config: str, causal: bool) -> None:
+    (d, dv), rows, keys, _ = CONFIGS[config]
+    # Three tiles and more of each head, an odd number of blocks, the last ones ragged.
+    nq, nk = 2 * rows + 70, 4 * keys + 9
+    q, k, v = rand(1, 2, nq, d, seed=0), rand(1, 1, nk, d, seed=1), rand(1, 1, nk, dv, seed=2)
+    check_every_mode(q, k, v, causal=causal)
+
+
+@every_config
+def test_packed_sequences_with_and_without_keys_follow_each_other(config: str) -> None:
+    (d, dv), rows, keys, _ = CONFIGS[config]
+    q_lengths = (5, rows, 0, 9, 130, 1, rows + 3)
+    k_lengths = (keys + 3, 0, 7, 2 * keys, 1, 0, 3 * keys - 1)
+    ends = [
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        for lengths in (q_lengths, k_lengths)
+    ]
+    q = rand(sum(q_lengths), 2, d, seed=0)
+    k, v = rand(sum(k_lengths) + 5, 1, d, seed=1), rand(sum(k_lengths) + 5, 1, dv, seed=2)
+    k[-5:], v[-5:] = torch.nan, torch.nan  # rows that no sequence has
+    check_every_mode(q, k, v, causal=True, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+
+
+# --- what the switches do, in instructions ---
+
+
+def opcodes_of(config: str, blocks: int, rising: bool) -> dict[str, int]:
+    """Of one CTA's full tile over so many full blocks of keys. Keys go from the last to the first."""
+    (d, dv), rows, keys, _ = CONFIGS[config]
+    q, k = torch.zeros(1, 1, rows, d), torch.zeros(1, 1, blocks * keys, d)
+    q[..., 0] = 8.0
+    if rising:  # by more than 2^8 from block to block
+        k[..., 0] = -torch.arange(blocks * keys).div(keys, rounding_mode="floor") * d**0.5
+    v = rand(1, 1, blocks * keys, dv, seed=2)
+    run = sim.run(q.bfloat16(), k.bfloat16(), v, implementation=NAME, race_check=False)
+    return dict(run.report.opcodes)
+
+
+def more_per_block(config: str, opcode: str, rising: bool = False) -> float:
+    """Instructions of this kind that each warp of softmax issues for one block more."""
+    counts = [
+        sum(count for name, count in opcodes_of(config, blocks, rising).items() if opcode in name)
+        for blocks in (2, 3)
+    ]
+    return (counts[1] - counts[0]) / (SOFTMAX_WARPS * CONFIGS[config][1] / 128)
+
+
+@every_config
+def test_the_rest_of_the_exponentials_is_a_polynomial(config: str) -> None:
+    keys, mufu = CONFIGS[config][2:]
+    assert more_per_block(config, "ex2.approx") == mufu
+    polynomials = (keys - mufu) / 2  # two numbers an instruction
+    assert more_per_block(config, "add.rm") == polynomials
+    # Scale and base; four steps of each polynomial.
+    assert more_per_block(config, "fma.rn.ftz.f32x2") == keys / 2 + 4 * polynomials
+
+
+@every_config
+def test_o_is_rescaled_only_where_a_base_has_risen(config: str) -> None:
+    (_, dv), _, keys, mufu = CONFIGS[config]
+    quarters = 4  # P, in 3 + 1 stores; nothing of O
+    assert more_per_block(config, "tcgen05.st") == quarters
+    assert more_per_block(config, "tcgen05.st", rising=True) == quarters + dv / 16
+    assert more_per_block(config, "ex2.approx", rising=True) == mufu + 1  # the factor
+    assert more_per_block(config, "tcgen05.ld", rising=True) == quarters + dv / 16
+    assert keys % quarters == 0
+
+
+@every_config
+def test_products_are_as_many_as_the_tile_needs(config: str) -> None:
+    (d, _), rows, keys, _ = CONFIGS[config]
+    of_tile = d / 16 + keys / 16  # steps of Q K^T and of P V
+    assert more_per_block(config, "tcgen05.mma") == of_tile / SOFTMAX_WARPS
+    assert rows % 128 == 0
