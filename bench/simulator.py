@@ -1,5 +1,6 @@
-"""How fast the simulator runs one CTA of the ampere kernel, and both cores many: `python -m
-bench.simulator`. Simulated time says nothing about a GPU, so these numbers enter no results file.
+"""How fast the simulator runs one CTA of the ampere and of the blackwell_dc kernel, and all cores
+many: `python -m bench.simulator`. Simulated time says nothing about a GPU, so these numbers enter
+no results file.
 """
 
 from __future__ import annotations
@@ -11,19 +12,27 @@ import torch
 from archflash import sim
 
 ROUNDS = 5
-QUERIES, KEYS, HEAD_DIM = 64, 1024, 128
-# Million warp-instructions per second on one core, without the race check and with it.
-FLOORS = {False: 5.0, True: 1.5}
+KEYS, HEAD_DIM = 1024, 128
+# By implementation: queries of a CTA; million warp-instructions per second on one core, without the
+# race check and with it. Most of what blackwell_dc takes are the products of tcgen05.
+SUBJECTS = {"ampere": (64, {False: 5.0, True: 1.5}), "blackwell_dc": (256, {False: 1.5, True: 1.0})}
 
 
-def best(heads: int, threads: int, race_check: bool) -> tuple[int, float]:
-    """Warp-instructions and the least seconds of some runs of the bf16 kernel."""
-    q = torch.randn(1, heads, QUERIES, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+def best(implementation: str, heads: int, threads: int, race_check: bool) -> tuple[int, float]:
+    """Warp-instructions and the least seconds of some runs of a bf16 kernel, a CTA for a head."""
+    queries, _ = SUBJECTS[implementation]
+    q = torch.randn(1, heads, queries, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     k = torch.randn(1, heads, KEYS, HEAD_DIM, generator=torch.Generator().manual_seed(1))
     q, k = q.to(torch.bfloat16), k.to(torch.bfloat16)
     reports = [
         sim.run(
-            q, k, k, implementation="ampere", mode="lazy", race_check=race_check, threads=threads
+            q,
+            k,
+            k,
+            implementation=implementation,
+            mode="lazy",
+            race_check=race_check,
+            threads=threads,
         ).report
         for _ in range(ROUNDS)
     ]
@@ -33,16 +42,20 @@ def best(heads: int, threads: int, race_check: bool) -> tuple[int, float]:
 
 def main() -> None:
     cores = os.cpu_count() or 1
-    print(f"ampere, bf16, D={HEAD_DIM}, {QUERIES} queries x {KEYS} keys, best of {ROUNDS}")
-    print("CTAs  threads  race check  warp-instructions  ms      M/s    at least")
-    for race_check in (False, True):
-        for heads, threads in ((1, 1), (2 * cores, 1), (2 * cores, cores)):
-            count, seconds = best(heads, threads, race_check)
-            floor = f"{FLOORS[race_check]}" if heads == 1 else ""
-            print(
-                f"{heads:4}  {threads:7}  {'on' if race_check else 'off':10}  {count:17}  "
-                f"{1e3 * seconds:6.2f}  {count / seconds / 1e6:5.2f}  {floor}".rstrip()
-            )
+    for implementation, (queries, floors) in SUBJECTS.items():
+        print(
+            f"{implementation}, bf16, D={HEAD_DIM}, {queries} queries x {KEYS} keys, "
+            f"best of {ROUNDS}"
+        )
+        print("CTAs  threads  race check  warp-instructions  ms      M/s    at least")
+        for race_check in (False, True):
+            for heads, threads in ((1, 1), (2 * cores, 1), (2 * cores, cores)):
+                count, seconds = best(implementation, heads, threads, race_check)
+                floor = f"{floors[race_check]}" if heads == 1 else ""
+                print(
+                    f"{heads:4}  {threads:7}  {'on' if race_check else 'off':10}  {count:17}  "
+                    f"{1e3 * seconds:6.2f}  {count / seconds / 1e6:5.2f}  {floor}".rstrip()
+                )
 
 
 if __name__ == "__main__":
