@@ -1,4 +1,6 @@
 // Floating-point arithmetic: f32, f64, f16, bf16 and their packed pairs.
+#include <algorithm>
+
 #include "sim/elementwise.h"
 #include "sim/instructions.h"
 #include "sim/numeric.h"
@@ -145,9 +147,66 @@ uint64_t pairwise(const Instruction& i, uint64_t x, uint64_t y, uint64_t z) {
   };
   return half(0) | half(32);
 }
+// The same for what rounds to nearest: a warp's pairs are 64 floats that follow one another.
+template <auto F>
+[[gnu::always_inline]] inline void apply_pairs(Warp& warp, const Instruction& instruction,
+                                               uint32_t mask) {
+  uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+  const uint32_t* x = warp.lanes<const uint32_t>(instruction.operands[1]);
+  const uint32_t* y = warp.lanes<const uint32_t>(instruction.operands[2]);
+  if (mask == ALL_LANES) {
+#pragma GCC ivdep
+    for (int i = 0; i < 2 * LANES; ++i) d[i] = bits_of(F(f32_of(x[i]), f32_of(y[i])));
+    return;
+  }
+  for (; mask != 0; mask &= mask - 1) {
+    const int lane = std::countr_zero(mask);
+    for (int i = 2 * lane; i < 2 * lane + 2; ++i) d[i] = bits_of(F(f32_of(x[i]), f32_of(y[i])));
+  }
+}
+template <auto F>
+void pairs_baseline(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  apply_pairs<F>(warp, instruction, mask);
+}
+template <auto F>
+ARCHFLASH_SIM_AVX2 void pairs_avx2(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  apply_pairs<F>(warp, instruction, mask);
+}
+template <auto F>
+Handler pairs() {
+  return uses_avx2() ? &pairs_avx2<F> : &pairs_baseline<F>;
+}
+
+template <auto WHOLE>
+void run_fma_pairs(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+  const uint32_t* x = warp.lanes<const uint32_t>(instruction.operands[1]);
+  const uint32_t* y = warp.lanes<const uint32_t>(instruction.operands[2]);
+  const uint32_t* z = warp.lanes<const uint32_t>(instruction.operands[3]);
+  uint32_t partial[2 * LANES];
+  uint32_t* const result = mask == ALL_LANES ? d : partial;
+  for (int first = 0; first < 2 * LANES; first += LANES) {
+    WHOLE(result + first, x + first, y + first, z + first);
+  }
+  if (result == d) return;
+  for (; mask != 0; mask &= mask - 1) {
+    const int lane = std::countr_zero(mask);
+    std::copy_n(&partial[2 * lane], 2, &d[2 * lane]);
+  }
+}
+
+bool is_to_nearest(const Builder& b) { return !b.has("rz") && !b.has("rm") && !b.has("rp"); }
+
 void build_add_f32x2(Builder& b) {
   operands(b, b.type(2), 2);
   b.instruction.flags |= mode_flags(b);
+  if (is_to_nearest(b)) {
+    b.handler(b.has("ftz")
+                  ? pairs<[](float x, float y) { return add_f32(x, y, {Round::RN, true}); }>()
+                  : pairs<[](float x, float y) { return add_f32(x, y); }>(),
+              Class::Float);
+    return;
+  }
   b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y) {
     return pairwise<[](const Instruction& in, float p, float q, float) {
       return add_f32(p, q, float_mode(in));
@@ -158,6 +217,13 @@ void build_add_f32x2(Builder& b) {
 void build_sub_f32x2(Builder& b) {
   operands(b, b.type(2), 2);
   b.instruction.flags |= mode_flags(b);
+  if (is_to_nearest(b)) {
+    b.handler(b.has("ftz")
+                  ? pairs<[](float x, float y) { return sub_f32(x, y, {Round::RN, true}); }>()
+                  : pairs<[](float x, float y) { return sub_f32(x, y); }>(),
+              Class::Float);
+    return;
+  }
   b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y) {
     return pairwise<[](const Instruction& in, float p, float q, float) {
       return sub_f32(p, q, float_mode(in));
@@ -168,6 +234,13 @@ void build_sub_f32x2(Builder& b) {
 void build_mul_f32x2(Builder& b) {
   operands(b, b.type(2), 2);
   b.instruction.flags |= mode_flags(b);
+  if (is_to_nearest(b)) {
+    b.handler(b.has("ftz")
+                  ? pairs<[](float x, float y) { return mul_f32(x, y, {Round::RN, true}); }>()
+                  : pairs<[](float x, float y) { return mul_f32(x, y); }>(),
+              Class::Float);
+    return;
+  }
   b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y) {
     return pairwise<[](const Instruction& in, float p, float q, float) {
       return mul_f32(p, q, float_mode(in));
@@ -178,6 +251,11 @@ void build_mul_f32x2(Builder& b) {
 void build_fma_f32x2(Builder& b) {
   operands(b, b.type(2), 3);
   b.instruction.flags |= mode_flags(b);
+  if (is_to_nearest(b)) {
+    b.handler(b.has("ftz") ? &run_fma_pairs<fma_rn_ftz_f32_warp> : &run_fma_pairs<fma_rn_f32_warp>,
+              Class::Float);
+    return;
+  }
   b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y, uint64_t z) {
     return pairwise<[](const Instruction& in, float p, float q, float r) {
       return fma_f32(p, q, r, float_mode(in));

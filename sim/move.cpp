@@ -79,6 +79,25 @@ void run_pack(Warp& warp, const Instruction& instruction, uint32_t mask) {
       write_lane(warp, instruction.operands[0], i, count * bytes, parts[0]);
   }
 }
+// Two halves of 64 bits, of all lanes.
+void run_unpack_pair(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t* low = warp.lanes<uint32_t>(instruction.operands[0]);
+  uint32_t* high = warp.lanes<uint32_t>(instruction.operands[1]);
+  const uint64_t* whole = warp.lanes<const uint64_t>(instruction.operands[2]);
+  if (mask == ALL_LANES) {
+#pragma GCC ivdep
+    for (int i = 0; i < LANES; ++i) {
+      low[i] = static_cast<uint32_t>(whole[i]);
+      high[i] = static_cast<uint32_t>(whole[i] >> 32);
+    }
+    return;
+  }
+  for (; mask != 0; mask &= mask - 1) {
+    const int i = std::countr_zero(mask);
+    low[i] = static_cast<uint32_t>(whole[i]);
+    high[i] = static_cast<uint32_t>(whole[i] >> 32);
+  }
+}
 void run_unpack(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const int count = instruction.count, bytes = instruction.bytes;
   const Ref source = instruction.operands[count];
@@ -114,7 +133,7 @@ void build_mov(Builder& b) {
     b.source(t);
     b.instruction.count = static_cast<uint8_t>(parts);
     b.instruction.bytes = static_cast<uint8_t>(t.bits / parts / 8);
-    b.handler(&run_unpack, Class::Move);
+    b.handler(parts == 2 && t.bits == 64 ? &run_unpack_pair : &run_unpack, Class::Move);
     return;
   }
   b.destination(t);
@@ -125,7 +144,11 @@ void build_mov(Builder& b) {
     b.vector_source({'b', t.bits / parts});
     b.instruction.count = static_cast<uint8_t>(parts);
     b.instruction.bytes = static_cast<uint8_t>(t.bits / parts / 8);
-    b.handler(&run_pack, Class::Move);
+    const bool pair = parts == 2 && t.bits == 64;
+    b.handler(
+        pair ? elementwise<[](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; }>()
+             : &run_pack,
+        Class::Move);
     return;
   }
   if (source.kind == Operand::Kind::Special &&

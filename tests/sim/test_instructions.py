@@ -9,6 +9,8 @@ import struct
 import pytest
 import torch
 
+from archflash import _archflash_sim as native
+
 from .ptx import lanes, program, run
 
 LANES = torch.arange(32, dtype=torch.int32)
@@ -416,3 +418,56 @@ def test_special_registers_say_where_a_thread_is() -> None:
             assert out[cta * 40 + thread].tolist() == [
                 thread % 20, thread // 20, 0, 2, cta, 0, 3, lane, warp, 2, below
             ]  # fmt: skip
+
+
+# --- Pairs of floats ---
+
+PAIRS = """
+ld.global.v2.f32 {%f0, %f1}, [%rd12];
+ld.global.v2.f32 {%f2, %f3}, [%rd12+256];
+ld.global.v2.f32 {%f4, %f5}, [%rd12+512];
+mov.b64 %rd5, {%f0, %f1};
+mov.b64 %rd6, {%f2, %f3};
+mov.b64 %rd7, {%f4, %f5};
+mov.f32 %f9, 0f3f800000;
+mov.f32 %f10, 0f40000000;
+mov.b64 %rd8, {%f9, %f10};
+and.b32 %r1, %r0, 5;
+setp.eq.u32 %p1, %r1, 1;
+"""
+
+
+@pytest.mark.parametrize("guard", ["", "@%p1 "])
+@pytest.mark.parametrize("ftz", ["", ".ftz"])
+@pytest.mark.parametrize("rounding", ["rn", "rm"])
+@pytest.mark.parametrize("operation", ["add", "sub", "mul", "fma"])
+def test_pairs_are_two_of_the_plain_instructions(
+    operation: str, rounding: str, ftz: str, guard: str
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(0, 1 << 32, (192,), generator=generator)
+    special = torch.tensor([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x807FFFFF])
+    bits[::3] = special[torch.randint(0, len(special), (64,), generator=generator)]
+    bits[1::3] = bits[1::3] & 0x80FFFFFF | 0x3F000000
+    inputs = bits.to(torch.uint32).view(torch.int32)
+    mnemonic = f"{guard}{operation}.{rounding}{ftz}"
+    third = operation == "fma"
+    packed = f"""{mnemonic}.f32x2 %rd8, %rd5, %rd6{", %rd7" if third else ""};
+    mov.b64 {{%f9, %f10}}, %rd8;"""
+    plain = "\n".join(
+        f"{mnemonic}.f32 %f{9 + i}, %f{i}, %f{2 + i}{f', %f{4 + i}' if third else ''};"
+        for i in (0, 1)
+    )
+    results = []
+    for avx2 in (True, False):
+        native.set_avx2(avx2)
+        for body in (packed, plain):
+            out = torch.zeros(64, dtype=torch.int32)
+            text = f"""mad.wide.u32 %rd12, %r0, 8, %rd1;
+            mad.wide.u32 %rd13, %r0, 8, %rd0;
+            {PAIRS}{body}
+            st.global.v2.f32 [%rd13], {{%f9, %f10}};"""
+            run(program(text), out, inputs)
+            results.append(out)
+    native.set_avx2(True)
+    assert all(torch.equal(result, results[0]) for result in results)
