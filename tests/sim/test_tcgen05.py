@@ -925,5 +925,17 @@ def test_traces_show_the_tensor_pipe_and_tensor_memory() -> None:
         "tensor memory allocated: columns 0-511",
         "tensor memory tcgen05.mma: columns 0-63",
     } <= names
-    texts = [shape["text"] for kind, shape in draw(line, "t").shapes if kind == "text"]
-    assert {"tensor pipe", "tensor memory"} <= set(texts)
+    shapes = draw(line, "t").shapes
+    texts = {shape["text"] for kind, shape in shapes if kind == "text"}
+    assert {
+        "tensor pipe",
+        "tensor memory",
+        "tensor memory: allocated",
+        "tensor memory: results of products",
+        "tensor memory: stored by warps",
+    } <= texts
+    # The map: 512 columns on 96 pixels.
+    heights = [shape["h"] for kind, shape in shapes if kind == "rectangle"]
+    assert heights.count(96) == 2  # all of it, and what is allocated
+    assert heights.count(12) == 1  # D
+    assert heights.count(1.5) == 2  # A, twice

@@ -128,7 +128,7 @@ def trace_call(arguments: argparse.Namespace) -> int:
             file.write_bytes(drawing.png() if kind == ".png" else drawing.svg().encode())
     print(_describe(result))
     for line in lines:
-        copies = sum(len(batch.copies) for batch in line.batches)
+        copies = sum(len(batch.copies) for batch in line.batches if batch.bytes)
         print(
             f"CTA {line.cta} of {report.kernel}: {line.warps} warps, {line.end:,} "
             f"warp-instructions, {copies} asynchronous copies, "

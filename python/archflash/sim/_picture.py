@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ MARGIN = 24
 LABELS = 80  # to the left of the bars
 BAR = 30
 COPIES = 22  # height of the copies below a warp's bar
+MAP = 96  # of the map of tensor memory
 GAP = 14
 LINE = 23  # of text
 ENTRY = 27  # from one legend entry to the next
@@ -40,6 +42,16 @@ TECHNIQUES = {
 }
 OTHER = "#cdd4de"
 WAIT = "#ffffff"
+# Tensor memory is drawn as a map: its columns downwards, each part coloured by what wrote it.
+TENSOR_MEMORY, TENSOR_COLUMNS = "tensor memory", 512
+WRITERS = {
+    "allocated": ("#f4f6f9", "allocated"),
+    "tcgen05.mma": (MATRIX[0], "results of products"),
+    "tcgen05.st": ("#cf3897", "stored by warps"),
+    "tcgen05.cp": ("#ffb224", "copied from shared memory"),
+    "tcgen05.shift": ("#8d99ab", "shifted"),
+}
+USE = re.compile(r"(.+): columns (\d+)-(\d+)")
 BUFFERS = ("#8a6d3b", "#e8590c", "#7c9a12", "#5c7cfa", "#868e96")
 PAPER, INK, FAINT, EDGE = "#ffffff", "#1c2430", "#5b6675", "#d5dbe3"
 
@@ -211,8 +223,11 @@ def draw(
     left, right = MARGIN + LABELS, WIDTH - MARGIN
     top = MARGIN + 34 + LINE * len(notes) + 16
     step = BAR + copies + GAP
-    axis = top + step * line.warps + (COPIES + GAP) * len(extra)
-    entries = _legend(colours, buffers, most)
+    places = [top + step * line.warps]  # of what no warp's bar has
+    for track in extra:
+        places.append(places[-1] + (MAP if track == TENSOR_MEMORY else COPIES) + GAP)
+    axis = places[-1]
+    entries = _legend(colours, buffers, most) + _writers(others)
     legend_rows = _wrap(entries, right - MARGIN)
     drawing = Drawing(axis + 66 + ENTRY * len(legend_rows) + MARGIN / 2)
     drawing.rectangle(0, 0, WIDTH, drawing.height, PAPER, EDGE)
@@ -239,9 +254,13 @@ def draw(
         if copies:
             _draw_copies(drawing, lanes[warp], buffers, x, y + BAR + 2, COPIES, most)
     for index, track in enumerate(extra):
-        y = top + step * line.warps + (COPIES + GAP) * index
-        drawing.text(left - 10, y + COPIES / 2 + 5, track, 17, INK, "end")
+        y = places[index]
         mine = [batch for batch in others if batch.track == track]
+        if track == TENSOR_MEMORY:
+            drawing.text(left - 10, y + MAP / 2 + 5, track, 17, INK, "end")
+            _draw_map(drawing, mine, x, y, begin, last)
+            continue
+        drawing.text(left - 10, y + COPIES / 2 + 5, track, 17, INK, "end")
         _draw_copies(drawing, [b for b in mine if b.bytes], buffers, x, y, COPIES, most)
         for first, final in _under_way(batch for batch in mine if not batch.bytes):
             if final > begin and first < last:
@@ -383,6 +402,41 @@ def _draw_copies(
                 drawing.polygon([(x(t), base - v / most * height) for t, v in outline], colour)
                 start = None
         below = upper
+
+
+def _writers(batches: Sequence[Batch]) -> list[tuple[str, str, str]]:
+    """Entries of the legend for the map of tensor memory."""
+    matches = [USE.fullmatch(b.label) for b in batches if b.track == TENSOR_MEMORY]
+    present = {match[1] for match in matches if match is not None}
+    return [
+        ("bar", colour, f"{TENSOR_MEMORY}: {text}")
+        for writer, (colour, text) in WRITERS.items()
+        if writer in present
+    ]
+
+
+def _draw_map(
+    drawing: Drawing, batches: Sequence[Batch], x: Any, y: float, begin: int, last: int
+) -> None:
+    """What the columns of tensor memory hold, from the first write to the last use."""
+    order = list(WRITERS)
+    pieces = []
+    for batch in batches:
+        match = USE.fullmatch(batch.label)
+        if match is None:
+            continue
+        writer, first, final = match[1], int(match[2]), int(match[3])
+        pieces += [
+            (order.index(writer), use.begin, use.end, first, final + 1) for use in batch.copies
+        ]
+    scale = MAP / TENSOR_COLUMNS
+    drawing.rectangle(x(begin), y, x(last) - x(begin), MAP, PAPER, EDGE)
+    for writer_index, start, end, first, final in sorted(pieces, key=lambda p: (p[0] > 0, p[1])):
+        if end > begin and start < last:
+            drawing.rectangle(
+                x(start), y + first * scale, x(end) - x(start), (final - first) * scale,
+                WRITERS[order[writer_index]][0], EDGE,
+            )  # fmt: skip
 
 
 def _steps(

@@ -90,7 +90,7 @@ class Timeline:
         end: warp-instructions of the CTA.
         slices: where warps were, by warp and time.
         waits: what warps waited for.
-        batches: asynchronous copies, and the products of the tensor pipe.
+        batches: asynchronous copies, the products of the tensor pipe, what tensor memory holds.
     """
 
     kernel: str
