@@ -166,7 +166,8 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
   const SharedPlace data = place_of(warp, instruction, extra.to, lane, 1, align);
   const SharedPlace barrier =
       place_of(warp, instruction, extra.barrier, lane, MBARRIER_BYTES, MBARRIER_BYTES);
-  const bool peer = extra.other_barrier && (data.cta->rank() ^ barrier.cta->rank()) == 1;
+  const bool peer_signal = extra.other_barrier;
+  const bool peer = peer_signal && (data.cta->rank() ^ barrier.cta->rank()) == 1;
   if (data.cta != barrier.cta && !peer) {
     throw Fault{"mbarrier", "the mbarrier of a bulk copy is in another CTA than its destination",
                 lane, barrier.address()};
@@ -188,7 +189,14 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
       throw Fault{"exited-cta",
                   "a multicast to CTA " + std::to_string(cta.index()) + ", which has exited", lane};
     }
-    targets.push_back({{&cta, data.offset}, {&cta, barrier.offset}});
+    // With a pair's modifier the signal goes to the CTA of each destination's pair whose rank is as
+    // odd or even as that of the mbarrier's CTA.
+    const int signalled = peer_signal ? (cta.rank() & ~1) | (barrier.cta->rank() & 1) : cta.rank();
+    if (signalled >= cluster.size()) {
+      throw Fault{"multicast", "the pair of CTA " + std::to_string(cta.index()) + " has no other",
+                  lane};
+    }
+    targets.push_back({{&cta, data.offset}, {&cluster.cta(signalled), barrier.offset}});
   }
   return targets;
 }
@@ -473,9 +481,11 @@ void build_prefetch_map(Builder& b) {
 }
 
 constexpr Form FORMS[] = {
+    // The group comes last where LLVM writes it.
     {"cp",
      "async bulk tensor 1d|2d|3d|4d|5d shared::cta|shared::cluster global ?tile "
-     "mbarrier::complete_tx::bytes ?multicast::cluster ?cta_group::1|cta_group::2 ?L2::cache_hint",
+     "mbarrier::complete_tx::bytes ?multicast::cluster ?cta_group::1|cta_group::2 ?L2::cache_hint "
+     "?cta_group::1|cta_group::2",
      build_tensor_load},
     {"cp", "async bulk tensor 1d|2d|3d|4d|5d global shared::cta ?tile bulk_group ?L2::cache_hint",
      build_tensor_store},

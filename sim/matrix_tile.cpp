@@ -111,6 +111,13 @@ void open_tile(Warp& warp, Cta& owner, const char* operand, const MatrixTile& ti
   const MatrixDescriptor& descriptor = tile.descriptor;
   const Extent extent = extent_of(tile);
   Cta& cta = warp.cta();
+  if (!follows_pattern(descriptor)) {
+    // A card takes the address bits all the same.
+    cta.report(Severity::Lint, warp, -1, "alignment",
+               std::string("the descriptor of ") + operand +
+                   " starts inside its swizzle's pattern with a base offset of 0",
+               descriptor.start);
+  }
   for (uint32_t line = extent.first_line; line < extent.first_line + extent.lines; ++line) {
     for (uint32_t unit = extent.first_unit; unit < extent.first_unit + extent.units; ++unit) {
       const uint32_t address =

@@ -89,7 +89,7 @@ std::string decode_tile(uint64_t bits, MatrixDescriptor& descriptor) {
     default:
       return "swizzle (bits 61-63) " + std::to_string(mode) + " does not exist";
   }
-  if (!follows_pattern(descriptor)) {
+  if (descriptor.base_offset != 0 && !follows_pattern(descriptor)) {
     return "the start address is not where the swizzle's pattern begins, and the base offset "
            "(bits 49-51) does not say so";
   }

@@ -34,7 +34,7 @@ const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor) {
   if (bits >> 30 & 3) return "bits 30-31 are not zero";
   if (bits >> 46 & 7) return "bits 46-48 are not zero";
   if (bits >> 52 & 0x3FF) return "bits 52-61 are not zero";
-  if (!follows_pattern(descriptor)) {
+  if (descriptor.base_offset != 0 && !follows_pattern(descriptor)) {
     return "the start address is not where the swizzle's pattern begins, and the base offset does "
            "not say so";
   }

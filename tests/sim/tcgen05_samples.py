@@ -78,9 +78,10 @@ def registers(name: str, count: int, first: int = 0, step: int = 1) -> str:
     return "{" + ", ".join(f"%{name}{first + i * step}" for i in range(count)) + "}"
 
 
-def box(at: str, map_: str, x: str, y: str, bar: str) -> str:
-    """A copy of a box to shared memory."""
-    return f"""cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
+def box(at: str, map_: str, x: str, y: str, bar: str, *, pair: bool = False) -> str:
+    """A copy of a box to shared memory, of a pair's CTA that may signal the other."""
+    to, group = ("cluster", ".cta_group::2") if pair else ("cta", "")
+    return f"""cp.async.bulk.tensor.2d.shared::{to}.global.mbarrier::complete_tx::bytes{group}
     [{at}], [{map_}, {{{x}, {y}}}], [{bar}];"""
 
 
@@ -99,7 +100,9 @@ INSTRUCTION = {64: 0x04210490, 128: 0x08210490, 256: 0x10210490}  # bf16 to fp32
 #   loads --full[2]--> multiplies --done--> warps 0-3
 #     ^-----empty[2]------'  ^
 #   warps 0-3 --written[2]---+   TS; they wait for empty[2] too
-#   thread 160 of the other CTA --peer[2]---'   a pair: its own full[2] is over
+#   thread 160 of the other CTA --peer[2]---'   a relaying pair: its own full[2] is over
+#
+# In a pair that does not relay, the copies of both CTAs complete on full[2] of the first.
 GEMM = """
 .visible .entry test(.param .align 64 .b8 amap[128], .param .align 64 .b8 bmap[128],
                      .param .u64 a, .param .u64 out, .param .u32 tiles) .maxntid 192
@@ -170,7 +173,7 @@ add.u32 %r14, %bars0, %r13;
 {empty}
 mad.lo.u32 %r15, %r11, {stage}, %smem0;
 shl.b32 %r16, %r10, 6;
-mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r14], {stage};
+{expect}
 {load}
 add.u32 %r10, %r10, 1;
 setp.lt.u32 %p5, %r10, %tiles0;
@@ -182,6 +185,7 @@ setp.ne.u32 %p6, %lane0, 0;
 @%p6 bra END;
 setp.ne.u32 %p7, %rank0, 0;
 mov.b16 %h0, 3;
+{alone}
 MULTIPLY:
 and.b32 %r11, %r10, 1;
 shr.u32 %r12, %r10, 1;
@@ -246,11 +250,12 @@ def gemm(form: str, m: int, tiles: int = 5) -> Launch:
 
     Args:
         form: A comes from shared memory ("ss"), from tensor memory ("ts"), or from the shared
-            memory of a pair of CTAs ("pair").
+            memory of a pair of CTAs that relays ("relay") or does not ("pair").
         m: 64 or 128; of a pair 128 or 256.
         tiles: of K, 64 each.
     """
-    pair, ts = form == "pair", form == "ts"
+    relays, ts = form == "relay", form == "ts"
+    pair = relays or form == "pair"
     rows = m // 2 if pair else m  # of a CTA
     slabs = 1 if pair else 2
     a_bytes = 0 if ts else rows * TILE_K * 2
@@ -258,11 +263,21 @@ def gemm(form: str, m: int, tiles: int = 5) -> Launch:
     everyone = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
     # Arrivals by place: full, empty, peer, written, done.
     counts = {0: 1, 8: 1, 16: 1, 24: 1, 64: 1}
-    counts |= {32: 1, 40: 1} if pair else {48: 128, 56: 128} if ts else {}
-    load = [] if ts else [box("%r15", "%rd0", "%r16", "%r20", "%r14")]
+    counts |= {32: 1, 40: 1} if relays else {48: 128, 56: 128} if ts else {}
+    expect = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r14], {stage};"
+    signal = "%r14"
+    direct = pair and not relays
+    if direct:
+        # The address of what lies there in the first CTA.
+        expect = f"""and.b32 %r22, %r14, 0xfeffffff;
+setp.ne.u32 %p7, %rank0, 0;
+@!%p7 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r14], {2 * stage};"""
+        signal = "%r22"
+    load = [] if ts else [box("%r15", "%rd0", "%r16", "%r20", signal, pair=direct)]
     for slab in range(slabs):
         x = "%r21" if pair else str(64 * slab)
-        load.append(box(f"%r15+{a_bytes + 8192 * slab}", "%rd1", x, "%r16", "%r14"))
+        at = f"%r15+{a_bytes + 8192 * slab}"
+        load.append(box(at, "%rd1", x, "%r16", signal, pair=direct))
     operands = [
         f"add.u64 %rd12, %rd10, {a_bytes >> 4};",
         f"or.b64 %rd12, %rd12, {B_DESCRIPTOR[pair]:#x};",
@@ -282,7 +297,7 @@ def gemm(form: str, m: int, tiles: int = 5) -> Launch:
             f"{'1' if step else '%p8'};",
         ]
     relay = ""
-    if pair:
+    if relays:
         relay = f"""@!%p7 bra LEADS;
 add.u32 %r18, %r14, 32;
 mapa.shared::cluster.u32 %r19, %r18, 0;
@@ -308,6 +323,8 @@ LEADS:
         rank_shift=rows.bit_length() - 1,
         empty=wait("%r14+16", "%r12"),
         stage=stage,
+        expect=expect,
+        alone="@%p7 bra END;" if direct else "",
         load=lines(load),
         full=wait("%r14", "%r12"),
         relay=relay,

@@ -253,6 +253,7 @@ def multiply(
     *,
     a_span: int = 128,
     b_span: int = 128,
+    a_place: int = A_PLACE,
     flip: int = 0,
     mode: str = "random",
 ) -> tuple[sim.Report, Tensor]:
@@ -260,7 +261,7 @@ def multiply(
     instruction descriptor.
     """
     image = torch.zeros(SHARED, dtype=torch.uint8)
-    adesc = put(image, A_PLACE, a, instruction.a_k, a_span)
+    adesc = put(image, a_place, a, instruction.a_k, a_span)
     bdesc = put(image, B_PLACE, b, instruction.b_k, b_span)
     out = torch.full((128, b.shape[0]), torch.nan)
     report = sim.launch(
@@ -292,6 +293,16 @@ def test_every_layout_of_16_bit_operands(a_k: bool, b_k: bool, b_span: int) -> N
         report, d = multiply(a, b, instruction, a_span=a_span, b_span=b_span, mode=mode)
         assert not report.findings
         assert torch.equal(d, a.double() @ b.double().T)
+
+
+@pytest.mark.parametrize("span", [64, 128])
+def test_a_tile_inside_its_pattern_follows_its_addresses(span: int) -> None:
+    # As wgmma did on an H200.
+    a, b = random(128, 16, torch.bfloat16), random(64, 16, torch.bfloat16)
+    report, d = multiply(a, b, Instruction(128, 64, BF16, BF16), a_span=span, a_place=128)
+    assert {(f.kind, f.severity) for f in report.findings} == {("alignment", "lint")}
+    assert "matrix A of tcgen05.mma" in report.findings[0].message
+    assert torch.equal(d, a.double() @ b.double().T)
 
 
 def test_every_bit_of_an_instruction_descriptor_matters() -> None:

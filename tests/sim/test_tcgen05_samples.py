@@ -20,7 +20,9 @@ from .mutation.runner import SCHEDULES
 from .mutation.statements import Statement, split
 
 MODES = ("lazy", "eager", "random", "priority")
-GEMMS = [("ss", 64), ("ss", 128), ("ts", 64), ("ts", 128), ("pair", 128), ("pair", 256)]
+GEMMS = [
+    ("ss", 64), ("ss", 128), ("ts", 64), ("ts", 128), ("relay", 128), ("pair", 128), ("pair", 256),
+]  # fmt: skip
 NAMES = ["attention", *(f"{form}-{m}" for form, m in GEMMS)]
 # Of attention against float64: P is rounded to bf16, whose relative error is at most 2^-9, and the
 # exponentials' arguments are float32; twice that of outputs below 4.
