@@ -184,14 +184,19 @@ def speedup(ours: Mapping[str, str], peer: Mapping[str, str]) -> float:
             f"no ratio between two runs: {ours['run_id']} ({ours['implementation']}) and "
             f"{peer['run_id']} ({peer['implementation']})"
         )
-    if row_key(ours) != row_key(peer) or call_features(ours) != call_features(peer):
+    if row_key(ours) != row_key(peer) or asked_for(ours) != asked_for(peer):
         raise ValueError("no ratio between two cases")
     return float(peer["p50_us"]) / float(ours["p50_us"])
 
 
 def call_features(row: Mapping[str, str]) -> tuple[str, ...]:
-    """What the call asked for, without the words about how it was timed."""
+    """What the call asked for or was planned for, without the words about how it was timed."""
     return tuple(w for w in row["features"].split(";") if w and not w.startswith("timing="))
+
+
+def asked_for(row: Mapping[str, str]) -> tuple[str, ...]:
+    """The features of the call itself, however it was planned."""
+    return tuple(word for word in call_features(row) if not word.startswith("shared="))
 
 
 def figure(row: Mapping[str, str]) -> str:

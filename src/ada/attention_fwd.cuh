@@ -85,7 +85,7 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
         }
       },
       [&](const mma_sync::Probabilities<C>& p_rmem, uint32_t v_smem) {
-        mma_sync::multiply_pv_fp8<C>(o_rmem, p_rmem, v_smem);
+        mma_sync::multiply_pv<C>(o_rmem, p_rmem, v_smem);
       });
 
   __syncwarp();  // a lane wrote the last unit

@@ -11,21 +11,29 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "blackwell_consumer/config.cuh"
 #include "blackwell_consumer/params.h"
 #include "blackwell_consumer/tile.cuh"
 #include "common/math/attention_work.cuh"
+#include "common/math/descales.cuh"
+#include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
+#include "common/mma_sync/tile.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 
 namespace archflash::blackwell_consumer {
+
+// How P lies below its row's maximum.
+template <class C>
+using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
 // --- producer ---
 
@@ -48,12 +56,12 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
       const auto load_block = [&](int block) {
         // The consumers of what the stage held are done with it.
         ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage()), ring.parity() ^ 1);
-        math::start_load<typename C::KTile>(
+        math::start_load<typename C::KTile, C::QK_PACK>(
             shared_smem + C::K_SMEM + ring.stage() * C::KTile::BYTES, params.k_map,
             keys_start + block, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(ring.stage()));
         ptx::mbarrier_wait_parity(barriers.v_empty(ring.stage()), ring.parity() ^ 1);
-        math::start_load<typename C::VTile>(
+        math::start_load<typename C::VTile, C::V_PACK>(
             shared_smem + C::V_SMEM + ring.stage() * C::VTile::BYTES, params.v_map,
             keys_start + block, attention.v_head == 0 ? 0 : kv_head,
             attention.v_batch == 0 ? 0 : batch, barriers.v_full(ring.stage()));
@@ -64,10 +72,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
       ptx::mbarrier_wait_parity(barriers.q_empty(), q_parity ^ 1);
       if (blocks.first <= blocks.last) {
         const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
-        math::start_load<typename C::QTile>(shared_smem + C::Q_SMEM, params.q_map,
-                                            q_start + work.first_row,
-                                            attention.q_head == 0 ? 0 : head,
-                                            attention.q_batch == 0 ? 0 : batch, barriers.q_full());
+        math::start_load<typename C::QTile, C::QK_PACK>(
+            shared_smem + C::Q_SMEM, params.q_map, q_start + work.first_row,
+            attention.q_head == 0 ? 0 : head, attention.q_batch == 0 ? 0 : batch,
+            barriers.q_full());
       } else {
         ptx::mbarrier_arrive(barriers.q_full());  // no key, no Q: the rows are written as zeros
       }
@@ -95,13 +103,21 @@ struct Place {
   math::VisibleKeys visible;
 };
 
-// A flag in shared memory, the same for the whole warp. Assigned after a vote: every lane has
-// branched on what it read before.
+// Of 8-bit inputs.
+struct ScaledPlace : Place {
+  math::KeyDescales of_keys;
+  math::WarpDescale of_warp;
+};
+template <class C>
+using PlaceOf = std::conditional_t<C::FP8, ScaledPlace, Place>;
+
+// A flag in shared memory, the same for the whole warp.
 struct WarpFlag {
   uint32_t* flag_smem;
 
   __device__ __forceinline__ operator bool() const { return *flag_smem != 0; }
   __device__ __forceinline__ void operator=(bool value) {
+    __syncwarp();  // nobody reads the value before any more
     if (threadIdx.x % 32 == 0) *flag_smem = value;
     __syncwarp();  // it is written before any lane reads it
   }
@@ -136,19 +152,19 @@ template <class C>
 __device__ __forceinline__ uint32_t lane_q_smem(uint32_t shared_smem) {
   const unsigned thread = ptx::mov_tid_x_volatile();
   return shared_smem + C::Q_SMEM + thread / 32 * C::WARP_ROWS * C::QTile::ROW_BYTES +
-         rows_first_offset<typename C::QTile>(thread % 32);
+         mma_sync::rows_first_offset<typename C::QTile>(thread % 32);
 }
 template <class C>
 __device__ __forceinline__ uint32_t lane_k_smem(uint32_t shared_smem, int stage) {
   const unsigned thread = ptx::mov_tid_x_volatile();
   return shared_smem + C::K_SMEM + stage * C::KTile::BYTES +
-         columns_first_offset<typename C::KTile>(thread % 32);
+         mma_sync::columns_first_offset<typename C::KTile>(thread % 32);
 }
 template <class C>
 __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage) {
   const unsigned thread = ptx::mov_tid_x_volatile();
   return shared_smem + C::V_SMEM + stage * C::VTile::BYTES +
-         rows_first_offset<typename C::VTile>(thread % 32);
+         mma_sync::v_first_offset<C>(thread % 32);
 }
 
 // A block of which this warp sees nothing: others may.
@@ -168,9 +184,9 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   using QTile = typename C::QTile;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  static_assert(sizeof(Place) <= C::PLACE_BYTES);
-  Place& place =
-      *reinterpret_cast<Place*>(shared + C::PLACE_SMEM + threadIdx.x / 32 * C::PLACE_BYTES);
+  static_assert(sizeof(PlaceOf<C>) <= C::PLACE_BYTES);
+  PlaceOf<C>& place =
+      *reinterpret_cast<PlaceOf<C>*>(shared + C::PLACE_SMEM + threadIdx.x / 32 * C::PLACE_BYTES);
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
@@ -180,14 +196,20 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       if (work.first_row < 0) continue;
       const math::VisibleKeys visible = math::find_visible_keys(attention, work);
       if (threadIdx.x % 32 == 0) {  // since release() no lane reads the last tile's place
-        place = find_place<C>(attention, work, visible, threadIdx.x / 32);
+        static_cast<Place&>(place) = find_place<C>(attention, work, visible, threadIdx.x / 32);
+        if constexpr (C::FP8) {
+          place.of_keys = math::find_key_descales(params.descales, attention, work);
+          place.of_warp = math::find_warp_descale(
+              params.descales, attention, work,
+              work.first_row + static_cast<int>(threadIdx.x / 32) * C::WARP_ROWS);
+        }
         place.round = index.round;
         place.q_parity = q_parity;
         place.large_bases = 0;
       }
       __syncwarp();  // it is written before any lane reads it
     }
-    QFragments<C> q_rmem;
+    mma_sync::QFragments<C> q_rmem;
     math::Outputs<C> o_rmem = {};
     math::RowState<C, WarpFlag> state;
     state.large.flag_smem = &place.large_bases;
@@ -196,8 +218,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     if (C::Q_IN_REGISTERS && place.blocks.first <= place.blocks.last) {  // else there is no Q
       const uint32_t q_smem = lane_q_smem<C>(shared_smem);
 #pragma unroll
-      for (int column = 0; column < C::HEAD_DIM; column += 16)
-        load_q<C>(q_rmem[column / 16], q_smem, column);
+      for (int column = 0; column < QTile::COLUMNS; column += 16)
+        mma_sync::load_q<C>(q_rmem[column / 16], q_smem, column);
     }
 
     int block = place.blocks.last;
@@ -208,23 +230,36 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     for (; block >= place.seen_first; block -= C::BLOCK_K) {
       math::Scores<C> s_rmem;
       ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
-      multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
-                     lane_k_smem<C>(shared_smem, ring.stage()));
+      mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
+                               lane_k_smem<C>(shared_smem, ring.stage()));
       release(barriers.k_empty(ring.stage()));
-      if (attention.transform_scores)
+      float exp2_scale = attention.exp2_scale;
+      if constexpr (C::FP8) {
+        exp2_scale =
+            math::descale_scores<C>(s_rmem, attention, place.of_keys, place.of_warp, block);
+      } else if (attention.transform_scores) {
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+      }
       if (block < place.clear_first || block > place.clear_last) {
         const unsigned thread = ptx::mov_tid_x_volatile();
         const int first_row = place.work.first_row + thread / 32 * C::WARP_ROWS;
         math::mask_scores<C>(s_rmem, place.visible, first_row + thread % 32 / 4,
                              block + thread % 4 * 2);
       }
-      const float exp2_scale = math::follow_maxima<C>(s_rmem, state, o_rmem, attention.exp2_scale);
+      bool v_is_zero = false;
+      if constexpr (C::FP8) {
+        if (place.of_keys.v_gmem != nullptr) {
+          math::change_unit<C>(o_rmem, place.of_keys, place.of_warp, block, place.blocks.last);
+          v_is_zero = place.of_keys.v(block) == 0.0f;
+        }
+      }
+      exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale);
       ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
       const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-      if (block > place.ragged_after) {
+      if (block > place.ragged_after || v_is_zero) {
         weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
-                                       ptx::mov_tid_x_volatile() % 4 * 2, place.work.nk - block);
+                                       ptx::mov_tid_x_volatile() % 4 * 2,
+                                       v_is_zero ? 0 : place.work.nk - block);
       } else {
         weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
       }
@@ -235,8 +270,14 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     for (; block >= place.blocks.first; block -= C::BLOCK_K) skip_block<C>(barriers, ring);
 
     const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-    math::store_out<C, QTile>(o_rmem, state, attention, place.work, warp_row,
-                              shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
+    if constexpr (C::FP8) {
+      __syncwarp();  // a lane wrote the last unit
+      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, place.work, warp_row,
+                             place.of_warp.v);
+    } else {
+      math::store_out<C, QTile>(o_rmem, state, attention, place.work, warp_row,
+                                shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
+    }
     // This thread's rows in Q's part are written and read: the copy engine may write there next.
     ptx::fence_proxy_async_shared();
     index.round = place.round;  // read again: no register holds them during the loops above

@@ -17,11 +17,16 @@ enum class Registers {
 
 // A CTA owns BLOCK_Q query rows of one head at a time and walks over the keys, BLOCK_K at a time. A
 // consumer warp owns M_TILES tiles of 16 rows, which share every fragment of K and V that it reads.
-// HEAD_DIM bounds d, HEAD_DIM_V bounds dv.
+// HEAD_DIM bounds d, HEAD_DIM_V bounds dv. PLACE_BYTES_: what a consumer warp knows of its work.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
-          int STAGES_, bool Q_IN_REGISTERS_, Registers REGISTERS_, int CTAS_PER_SM_>
+          int STAGES_, bool Q_IN_REGISTERS_, Registers REGISTERS_, int CTAS_PER_SM_,
+          int PLACE_BYTES_ = 96>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
+  static constexpr bool FP8 = is_fp8(DTYPE);
+  // Elements that share the 16 bits which ldmatrix moves as one: of Q and K, and of V.
+  static constexpr int QK_PACK = FP8 ? 2 : 1;
+  static constexpr int V_PACK = QK_PACK;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int WARPS = WARPS_;  // consumers
@@ -48,25 +53,28 @@ struct Config {
       (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / CONSUMER_THREADS / 8 *
       8;
 
-  using QTile = math::SlabTile<HEAD_DIM, BLOCK_Q>;
-  using KTile = math::SlabTile<HEAD_DIM, BLOCK_K>;
-  using VTile = math::SlabTile<HEAD_DIM_V, BLOCK_K>;
+  // In units of 16 bits.
+  using QTile = math::SlabTile<HEAD_DIM / QK_PACK, BLOCK_Q>;
+  using KTile = math::SlabTile<HEAD_DIM / QK_PACK, BLOCK_K>;
+  using VTile = math::SlabTile<HEAD_DIM_V / V_PACK, BLOCK_K>;
 
-  // Shared memory, in bytes: Q | ring of K | ring of V | barriers | Places. Output rows pass
-  // through Q's part.
+  // Shared memory, in bytes: Q | ring of K | ring of V | barriers | Places. Output rows of 16-bit
+  // inputs pass through Q's part.
   static constexpr int Q_SMEM = 0;
   static constexpr int K_SMEM = Q_SMEM + QTile::BYTES;
   static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;
   static constexpr int BARRIER_SMEM = V_SMEM + STAGES * VTile::BYTES;
   static constexpr int BARRIERS = 2 + 4 * STAGES;  // full and empty, of Q and of each stage
   static constexpr int PLACE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
-  static constexpr int PLACE_BYTES = 96;  // of each consumer warp
+  static constexpr int PLACE_BYTES = PLACE_BYTES_;  // of each consumer warp
   static constexpr int SHARED_BYTES = PLACE_SMEM + WARPS * PLACE_BYTES;
 
-  static_assert(BLOCK_K % 16 == 0 && (BLOCK_K & (BLOCK_K - 1)) == 0,
-                "mma.sync: 16 keys of P V; blocks start at multiples of a power of two");
-  static_assert(HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB,
+  static_assert(BLOCK_K % (16 * V_PACK) == 0 && (BLOCK_K & (BLOCK_K - 1)) == 0,
+                "mma.sync: 16 or 32 keys of P V; blocks start at multiples of a power of two");
+  static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
                 "output rows pass through the part of Q's rows");
+  static_assert(!FP8 || (SCALE_ROWS % BLOCK_K == 0 && SCALE_ROWS % WARP_ROWS == 0),
+                "the keys of a block share a descale, and the rows of a warp");
   static_assert((STAGES & (STAGES - 1)) == 0, "a power of two: stages are counted through");
   static_assert(REGISTERS == Registers::Even || CONSUMER_REGISTERS <= 256, "setmaxnreg");
   static_assert(REGISTERS == Registers::Even || CONSUMER_THREADS % WARPGROUP == 0,
@@ -105,6 +113,27 @@ template <DType T>
 using D256Large  = Config<T, 256, 256,  8,     1,     32,  1,     false, Registers::Roles,  1>;
 template <DType T>
 using D256Few    = Config<T, 256, 256,  4,     1,     32,  2,     false, Registers::Even,   1>;
+// clang-format on
+
+// --- 8-bit inputs ---
+
+constexpr int FP8_PLACE_BYTES = 144;
+
+// clang-format off
+//                                  head_dim         m_    block         Q in                    CTAs
+//                                q,k   v    warps tiles  _k    stages  regs   registers         per SM
+template <DType T>
+using Fp8D64Pair   = Config<T,  64,  64,  4,     2,     64,  4,     false, Registers::Roles,  2, FP8_PLACE_BYTES>;
+template <DType T>
+using Fp8D64Few    = Config<T,  64,  64,  4,     1,     64,  4,     true,  Registers::Even,   2, FP8_PLACE_BYTES>;
+template <DType T>
+using Fp8D128Large = Config<T, 128, 128,  8,     1,     64,  2,     false, Registers::Roles,  1, FP8_PLACE_BYTES>;
+template <DType T>
+using Fp8D128Few   = Config<T, 128, 128,  4,     1,     64,  4,     true,  Registers::Even,   1, FP8_PLACE_BYTES>;
+template <DType T>
+using Fp8D192      = Config<T, 192, 128,  4,     1,     64,  2,     false, Registers::Even,   1, FP8_PLACE_BYTES>;
+template <DType T>
+using Fp8D256      = Config<T, 256, 256,  8,     1,     32,  2,     false, Registers::Roles,  1, FP8_PLACE_BYTES>;
 // clang-format on
 
 }  // namespace archflash::blackwell_consumer

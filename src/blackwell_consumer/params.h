@@ -6,6 +6,8 @@
 #include <type_traits>
 
 #include "common/attention_params.h"
+#include "common/descales.h"
+#include "common/problem.h"
 #include "common/tensor_map.h"
 
 namespace archflash::blackwell_consumer {
@@ -14,6 +16,9 @@ struct Params {
   AttentionParams attention;
   int32_t tiles;  // row tiles of all heads: the CTAs share them out
   TensorMap q_map, k_map, v_map;
+  // Of 8-bit inputs, for which tanh_scale is always set.
+  Descales descales;
+  DType out_dtype;  // F16 or BF16
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");

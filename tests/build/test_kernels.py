@@ -229,6 +229,7 @@ def test_every_target_of_every_image_was_looked_at_for_spills(folder: str) -> No
 
 # What kernels are made for, by how their names start: instructions that each has on every target.
 TILES = ("LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128")
+ROLES = ("LDSM.16.M88.4", "LDSM.16.MT88.4", "UTMALDG.4D", "SYNCS.PHASECHK")
 INSTRUCTIONS = {
     "ada_attention_fwd_bf16_": ("HMMA.16816.F32", *TILES),
     "ada_attention_fwd_e": (*TILES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
@@ -238,13 +239,9 @@ INSTRUCTIONS = {
     "ada_quantize_largest_": ("FMNMX", "LDG.E.128"),
     "ada_quantize_values_": ("F2FP.SATFINITE.E4M3.F32", "F2FP.SATFINITE.E5M2.F32", "LDG.E.128"),
     "ampere_": ("HMMA.16816.F32", *TILES),
-    "blackwell_consumer_": (
-        "HMMA.16816.F32",
-        "LDSM.16.M88.4",
-        "LDSM.16.MT88.4",
-        "UTMALDG.4D",
-        "SYNCS.PHASECHK",
-    ),
+    "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),
+    "blackwell_consumer_attention_fwd_e": (*ROLES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
+    "blackwell_consumer_attention_fwd_f16_": ("HMMA.16816.F32", *ROLES),
     "blackwell_dc_": (
         "UTCHMMA",
         "UTCBAR",
@@ -262,7 +259,7 @@ INSTRUCTIONS = {
     "simt_": ("FFMA", "MUFU.EX2"),
 }
 # 8-bit floating-point products: 9.0 and 10.0 make them of 16-bit ones.
-FP8_PRODUCTS = {"sm_89": "QMMA.16832.F32", "sm_120": "QMMA.16832.F32"}
+FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32")
 WITHOUT_TENSOR_CORES = ("simt_", "ada_quantize_")
 TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
@@ -298,7 +295,7 @@ def test_every_kernel_has_the_instructions_that_it_was_made_for(
     for kernel, instructions in found.items():
         (start,) = (start for start in INSTRUCTIONS if kernel.startswith(start))
         expected = list(INSTRUCTIONS[start])
-        if start == "ada_attention_fwd_e":
+        if start.endswith("_attention_fwd_e"):
             expected.append(FP8_PRODUCTS.get(target, "HMMA.16816.F32"))
         for wanted in expected:
             assert any(has.startswith(wanted) for has in instructions), (kernel, wanted)

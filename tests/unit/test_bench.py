@@ -651,3 +651,14 @@ def test_host_loops_call_with_new_pointers_and_growing_lengths() -> None:
     assert all(f["p20"] <= f["p50"] <= f["p80"] for f in breakdown.values())
     assert len(host_overhead.differences(breakdown)) == 3
     assert "p50" in host_overhead.lines_of(breakdown)[0]
+
+
+def test_rows_planned_as_for_another_gpu_have_ratios_and_no_place_in_tables() -> None:
+    case = CASES["bf16 2x2 512 d64"]
+    held = row(case, "blackwell_consumer-99KB", 10.0, features="shared=99KB")
+    peer = row(case, "torch-flash", 20.0)
+    assert results.speedup(held, peer) == 2.0
+    assert set(report.rows_of_case([held, peer], case)) == {"torch-flash"}
+    assert "2.00x" in run.summary([case], {case.name: run.CaseResult(rows=[held, peer])})
+    with pytest.raises(ValueError, match="two cases"):
+        results.speedup({**held, "features": "sinks"}, peer)

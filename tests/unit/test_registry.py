@@ -83,7 +83,7 @@ def test_blackwell_consumer_is_built_for_the_targets_of_the_design() -> None:
         ("9.0", "9.0", "sm_90a"),
         ("12.0", "12.9", "compute_120f"),
     )
-    assert row.dtypes == ("float16", "bfloat16")
+    assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
 def test_blackwell_dc_is_built_for_the_targets_of_the_design() -> None:

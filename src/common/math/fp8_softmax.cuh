@@ -28,38 +28,41 @@ struct WeightsE4m3 : Weights16 {
 template <class C>
 using Fp8Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / 32][4];
 
-// S -> P = 2^(S * exp2_scale - base), in e4m3; its sums in fp32. Of 32 keys a fragment has those of
-// which this lane has the scores: bytes 2t, 2t+1 of two neighbouring key tiles in a register.
+// S -> P = 2^(S * exp2_scale - base) for key tiles n (even) and n + 1 of row tile m, in e4m3; its
+// sums in fp32. P goes to its half of the fragment of four neighbouring key tiles, which has the
+// keys of which this lane has the scores: bytes 2t, 2t+1 of two key tiles in a register.
 template <class C, class Flag>
-__device__ __forceinline__ void weigh_all_scores_e4m3(Scores<C>& s_rmem,
+__device__ __forceinline__ void weigh_key_tiles_e4m3(const Scores<C>& s_rmem, uint32_t (&p_rmem)[4],
+                                                     RowState<C, Flag>& state, int m, int n,
+                                                     float exp2_scale) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    uint32_t pairs[2];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      float p[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        p[i] = ptx::ex2_approx_ftz(
+            fmaf(s_rmem[m][n + tile][2 * r + i], exp2_scale, -state.base[m][r]));
+        state.sum[m][r] += p[i];
+      }
+      pairs[tile] = ptx::cvt_rn_satfinite_x2_f32<DType::E4M3>(p[0], p[1]);
+    }
+    p_rmem[n % 4 + r] = pairs[0] | pairs[1] << 16;
+  }
+}
+
+// The same for all keys.
+template <class C, class Flag>
+__device__ __forceinline__ void weigh_all_scores_e4m3(const Scores<C>& s_rmem,
                                                       Fp8Probabilities<C>& p_rmem,
                                                       RowState<C, Flag>& state, float exp2_scale) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
-    for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float p =
-            ptx::ex2_approx_ftz(fmaf(s_rmem[m][n][i], exp2_scale, -state.base[m][i / 2]));
-        s_rmem[m][n][i] = p;
-        state.sum[m][i / 2] += p;
-      }
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::STEP_KEYS / 8; n += 2) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float* p0 = &s_rmem[m][n][2 * r];
-        const float* p1 = &s_rmem[m][n + 1][2 * r];
-        const uint32_t low = ptx::cvt_rn_satfinite_x2_f32<DType::E4M3>(p0[0], p0[1]);
-        const uint32_t high = ptx::cvt_rn_satfinite_x2_f32<DType::E4M3>(p1[0], p1[1]);
-        p_rmem[m][n / 4][n % 4 + r] = low | high << 16;
-      }
-    }
+    for (int n = 0; n < C::STEP_KEYS / 8; n += 2)
+      weigh_key_tiles_e4m3<C>(s_rmem, p_rmem[m][n / 4], state, m, n, exp2_scale);
   }
 }
 

@@ -44,6 +44,8 @@ struct Config {
 
   // In units of 16 bits.
   using QKTile = math::SwizzledTile<HEAD_DIM / QK_PACK>;
+  using QTile = QKTile;
+  using KTile = QKTile;
   using VTile = math::SwizzledTile<HEAD_DIM_V / V_PACK>;
 
   // Shared memory, in bytes: Q | K, V of each stage | Place.

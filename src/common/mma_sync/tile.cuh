@@ -124,7 +124,7 @@ __device__ __forceinline__ uint32_t v_first_offset(int lane) {
 }
 
 template <class C>
-using QFragments = uint32_t[C::Q_IN_REGISTERS ? C::QKTile::COLUMNS / 16 : 1][C::M_TILES][4];
+using QFragments = uint32_t[C::Q_IN_REGISTERS ? C::QTile::COLUMNS / 16 : 1][C::M_TILES][4];
 template <class C>
 using Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / (16 * C::V_PACK)][4];
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void load_q(uint32_t (&q_rmem)[C::M_TILES][4],
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
     ptx::ldmatrix_x4(q_rmem[m],
-                     C::QKTile::advance(q_smem, column / 8) + m * 16 * C::QKTile::ROW_BYTES);
+                     C::QTile::advance(q_smem, column / 8) + m * 16 * C::QTile::ROW_BYTES);
   }
 }
 
@@ -175,7 +175,7 @@ __device__ __forceinline__ void multiply_qk(Number (&s_rmem)[C::M_TILES][C::STEP
     }
   }
 #pragma unroll
-  for (int column = 0; column < C::QKTile::COLUMNS; column += 16) {
+  for (int column = 0; column < C::QTile::COLUMNS; column += 16) {
     uint32_t q_rmem[C::M_TILES][4];
     if constexpr (C::Q_IN_REGISTERS) {
 #pragma unroll
@@ -189,8 +189,7 @@ __device__ __forceinline__ void multiply_qk(Number (&s_rmem)[C::M_TILES][C::STEP
 #pragma unroll
     for (int n = 0; n < C::STEP_KEYS / 8; n += 2) {
       uint32_t k_rmem[4];
-      ptx::ldmatrix_x4(k_rmem,
-                       C::QKTile::advance(k_smem, column / 8) + n * 8 * C::QKTile::ROW_BYTES);
+      ptx::ldmatrix_x4(k_rmem, C::KTile::advance(k_smem, column / 8) + n * 8 * C::KTile::ROW_BYTES);
 #pragma unroll
       for (int m = 0; m < C::M_TILES; ++m) {
         multiply_qk_tile<C>(s_rmem[m][n], q_rmem[m], k_rmem[0], k_rmem[1]);
@@ -219,48 +218,52 @@ struct Fp8VFragments {
   }
 };
 
-// O += P V for STEP_KEYS keys, V in 8 bits: of a row and 16 columns a lane holds 4t to 4t+3 in
-// o_rmem[m][n][..], n even: the even ones, and [n + 1], the odd ones.
-template <class C>
-__device__ __forceinline__ void multiply_pv_fp8(float (&o_rmem)[C::M_TILES][C::HEAD_DIM_V / 8][4],
-                                                const Probabilities<C>& p_rmem,
-                                                uint32_t v_smem /* this lane's row */) {
+// O += P V for the 16 keys (32 of 8-bit V) from `key` on.
+//   p_of(m)         their fragment a, of row tile m. In 16 bits: the fragments d of Q K^T of two
+//                   neighbouring key tiles, as pairs of 16-bit values
+//   correct(v_rmem)  may change what was read of V; register i of lane (g, t) has the keys 2t and
+//                   2t+1 of key tile i % 2, of 8-bit V those of key tile i
+// Of 8-bit V, a row and 16 columns a lane holds 4t to 4t+3: in o_rmem[m][n], n even, the even ones,
+// in [n + 1] the odd ones.
+template <class C, class PFragments, class Correct>
+__device__ __forceinline__ void multiply_pv_group(float (&o_rmem)[C::M_TILES][C::HEAD_DIM_V / 8][4],
+                                                  const PFragments& p_of,
+                                                  uint32_t v_smem /* this lane's row */, int key,
+                                                  const Correct& correct) {
 #pragma unroll
-  for (int key = 0; key < C::STEP_KEYS; key += 32) {
-#pragma unroll
-    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
-      uint32_t v_rmem[4];
-      ptx::ldmatrix_x4_trans(v_rmem, C::VTile::advance(v_smem, n / 2) + key * C::VTile::ROW_BYTES);
+  for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+    uint32_t v_rmem[4];
+    ptx::ldmatrix_x4_trans(v_rmem,
+                           C::VTile::advance(v_smem, n / C::V_PACK) + key * C::VTile::ROW_BYTES);
+    correct(v_rmem);
+    if constexpr (C::V_PACK == 2) {
       const Fp8VFragments v(v_rmem);
 #pragma unroll
       for (int m = 0; m < C::M_TILES; ++m) {
-        ptx::mma_m16n8k32<DType::E4M3, C::DTYPE>(o_rmem[m][n], p_rmem[m][key / 32], v.even[0],
-                                                 v.even[1]);
-        ptx::mma_m16n8k32<DType::E4M3, C::DTYPE>(o_rmem[m][n + 1], p_rmem[m][key / 32], v.odd[0],
-                                                 v.odd[1]);
+        ptx::mma_m16n8k32<DType::E4M3, C::DTYPE>(o_rmem[m][n], p_of(m), v.even[0], v.even[1]);
+        ptx::mma_m16n8k32<DType::E4M3, C::DTYPE>(o_rmem[m][n + 1], p_of(m), v.odd[0], v.odd[1]);
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+        ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n], p_of(m), v_rmem[0], v_rmem[1]);
+        ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n + 1], p_of(m), v_rmem[2], v_rmem[3]);
       }
     }
   }
 }
 
-// O += P V for STEP_KEYS keys. The fragments d of Q K^T of two neighbouring key tiles are, as pairs
-// of 16-bit values, the fragment a of P V.
+// O += P V for STEP_KEYS keys.
 template <class C>
 __device__ __forceinline__ void multiply_pv(float (&o_rmem)[C::M_TILES][C::HEAD_DIM_V / 8][4],
                                             const Probabilities<C>& p_rmem,
                                             uint32_t v_smem /* this lane's row */) {
+  constexpr int GROUP = 16 * C::V_PACK;
 #pragma unroll
-  for (int key = 0; key < C::STEP_KEYS; key += 16) {
-#pragma unroll
-    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
-      uint32_t v_rmem[4];
-      ptx::ldmatrix_x4_trans(v_rmem, C::VTile::advance(v_smem, n) + key * C::VTile::ROW_BYTES);
-#pragma unroll
-      for (int m = 0; m < C::M_TILES; ++m) {
-        ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n], p_rmem[m][key / 16], v_rmem[0], v_rmem[1]);
-        ptx::mma_m16n8k16<C::DTYPE>(o_rmem[m][n + 1], p_rmem[m][key / 16], v_rmem[2], v_rmem[3]);
-      }
-    }
+  for (int key = 0; key < C::STEP_KEYS; key += GROUP) {
+    multiply_pv_group<C>(
+        o_rmem, [&](int m) -> const uint32_t (&)[4] { return p_rmem[m][key / GROUP]; }, v_smem, key,
+        [](uint32_t (&)[4]) {});
   }
 }
 
