@@ -4,6 +4,10 @@ nvcc >= 13.0 is looked for in CUDACXX, CUDAToolkit_ROOT, CUDA_HOME, CUDA_PATH, P
 CUDA folder. When none is found, the build asks PyPI for the CUDA 13.0 compiler packages and lays a
 tree of links over them that CMake takes for an ordinary toolkit. ARCHFLASH_CUDA=wheel asks for the
 packages even when the system has a compiler.
+
+Kernels that want a newer assembler (NEWER_PTXAS in CMakeLists.txt) get PyPI's, by pip and into the
+build folder: beside CUDA 13.0's packages there is no place for a second release of them.
+ARCHFLASH_PTXAS=toolkit keeps to the toolkit's, and a path names another.
 """
 
 from __future__ import annotations
@@ -23,15 +27,20 @@ MINIMUM = (13, 0)
 # The metapackage pins every component to one release; nvcc's own package leaves its companions
 # unpinned.
 CUDA_PACKAGES = ["cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*"]
+# Its machine code loads from driver 580 on, as that of 13.0 does (src/blackwell_consumer/NOTES.md).
+PTXAS_PACKAGE = "nvidia-cuda-nvcc==13.5.37"
+NEWER_PTXAS = (13, 4)
+PTXAS_FOLDER = Path("build") / "ptxas"
 LINK_TREE = (
     Path("build") / "cuda-toolkit"
 )  # fixed, so that compiler caches see the same path every time
 
 
-def _nvcc_version(nvcc: Path) -> tuple[int, int]:
+def _release(tool: Path) -> tuple[int, int]:
+    """Of nvcc or ptxas; (0, 0) where it does not answer."""
     try:
         text = subprocess.run(
-            [nvcc, "--version"], capture_output=True, text=True, check=True
+            [tool, "--version"], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return (0, 0)
@@ -50,7 +59,7 @@ def find_system_nvcc() -> Path | None:
     candidates += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     for candidate in candidates:
         found = shutil.which(candidate) if candidate else None
-        if found and _nvcc_version(Path(found)) >= MINIMUM:
+        if found and _release(Path(found)) >= MINIMUM:
             return Path(found)
     return None
 
@@ -88,6 +97,49 @@ def toolkit_root(nvcc: Path) -> Path:
     return Path(match[1]).resolve() if match else nvcc.resolve().parent.parent
 
 
+def newer_ptxas(toolkit: Path) -> Path:
+    """The assembler for kernels that want a newer one than CUDA 13.0's.
+
+    Args:
+        toolkit: folder of the CUDA toolkit in use.
+
+    Returns:
+        What ARCHFLASH_PTXAS names; else the toolkit's where that is new enough; else PyPI's; where
+        that cannot be had, the toolkit's, which is then said.
+
+    Raises:
+        RuntimeError: ARCHFLASH_PTXAS names no ptxas of at least MINIMUM.
+    """
+    own = toolkit / "bin" / "ptxas"
+    wanted = os.environ.get("ARCHFLASH_PTXAS")
+    if wanted == "toolkit":
+        return own
+    if wanted:
+        if _release(Path(wanted)) < MINIMUM:
+            needed = ".".join(map(str, MINIMUM))
+            raise RuntimeError(
+                f"ARCHFLASH_PTXAS={wanted} is no ptxas >= {needed}: name one, or 'toolkit' for "
+                "that of the CUDA toolkit in use."
+            )
+        return Path(wanted)
+    if _release(own) >= NEWER_PTXAS:
+        return own
+    ptxas = PTXAS_FOLDER.absolute() / "nvidia" / "cu13" / "bin" / "ptxas"
+    if _release(ptxas) < NEWER_PTXAS:
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
+        command += ["--target", str(PTXAS_FOLDER.absolute()), PTXAS_PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if _release(ptxas) < NEWER_PTXAS:
+            said = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+            print(
+                f"archflash: {PTXAS_PACKAGE} could not be had ({said}): {own} assembles kernels "
+                "for 12.x, whose main loops have up to a fifth more instructions then.",
+                file=sys.stderr,
+            )
+            return own
+    return ptxas
+
+
 def _use_compiler() -> None:
     nvcc = find_system_nvcc()
     if nvcc:
@@ -104,6 +156,7 @@ def _use_compiler() -> None:
             )
         root = link_wheel_toolkit(wheels, LINK_TREE.absolute())
     os.environ["CUDAToolkit_ROOT"] = str(root)  # noqa: SIM112  (CMake's spelling)
+    os.environ["ARCHFLASH_PTXAS"] = str(newer_ptxas(root))
 
 
 def _with_compiler(requires: list[str]) -> list[str]:

@@ -74,8 +74,9 @@ def main() -> None:
     parser.add_argument("--source-root", type=Path, required=True, help="src/, the include path")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument(
-        "--toolkit", type=Path, required=True, help="folder with nvcc, ptxas and fatbinary"
+        "--toolkit", type=Path, required=True, help="folder with nvcc and fatbinary"
     )
+    parser.add_argument("--ptxas", type=Path, required=True, help="the assembler")
     parser.add_argument(
         "--lineinfo",
         action="store_true",
@@ -116,7 +117,7 @@ def main() -> None:
         (output / f"{stem}.compute_{virtual}.ptx.gz").write_bytes(packed)
         for target in targets.split(","):
             cubin = output / f"{stem}.sm_{target}.cubin"
-            ptxas = [str(arguments.toolkit / "ptxas"), "-O3", "-v", f"-arch=sm_{target}"]
+            ptxas = [str(arguments.ptxas), "-O3", "-v", f"-arch=sm_{target}"]
             ptxas.append("--generate-line-info" if arguments.lineinfo else "--suppress-debug-info")
             report = run([*ptxas, "-o", str(cubin), str(ptx_file)])
             resources[f"sm_{target}"] = parse_resources(report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,10 @@ import pytest
 BUILD_FOLDER = Path(__file__).parents[2] / "_build"
 CUDA_PACKAGES = ["cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*"]
 TOOLKIT_VARIABLE = "CUDAToolkit_ROOT"
-COMPILER_VARIABLES = ("CUDACXX", TOOLKIT_VARIABLE, "CUDA_HOME", "CUDA_PATH", "ARCHFLASH_CUDA")
+PTXAS_VARIABLE = "ARCHFLASH_PTXAS"
+COMPILER_VARIABLES = (
+    "CUDACXX", TOOLKIT_VARIABLE, "CUDA_HOME", "CUDA_PATH", "ARCHFLASH_CUDA", PTXAS_VARIABLE,
+)  # fmt: skip
 
 
 def load(name: str) -> ModuleType:
@@ -72,6 +76,7 @@ def backend(skbuild: FakeSkbuild, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for variable in COMPILER_VARIABLES:
         monkeypatch.setenv(variable, "")  # what the backend itself sets is undone after the test
         monkeypatch.delenv(variable)
+    monkeypatch.setenv(PTXAS_VARIABLE, "toolkit")  # nothing is asked of PyPI
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setenv("PATH", str(empty))
@@ -87,10 +92,10 @@ def backend(skbuild: FakeSkbuild, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     return module
 
 
-def make_nvcc(folder: Path, version: str, top: Path | None = None) -> Path:
-    """A script that answers as nvcc of that version."""
+def make_nvcc(folder: Path, version: str, top: Path | None = None, *, name: str = "nvcc") -> Path:
+    """A script that answers as nvcc, or ptxas, of that version."""
     folder.mkdir(parents=True, exist_ok=True)
-    nvcc = folder / "nvcc"
+    nvcc = folder / name
     lines = ["#!/bin/sh"]
     if top:
         lines.append(f'case "$1" in --dryrun) echo "#\\$ TOP={top}" >&2; exit 0;; esac')
@@ -183,6 +188,81 @@ def test_the_toolkit_of_a_silent_nvcc_is_two_folders_up(
     assert backend.toolkit_root(make_nvcc(tmp_path / "cuda" / "bin", "13.0")) == tmp_path / "cuda"
 
 
+# --- the newer assembler ---
+
+
+class FakePip:
+    """Stands for pip: lays a ptxas of a version into its --target, or fails."""
+
+    def __init__(self, backend: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+        self.asked: list[str] = []
+        self._version = version
+        self._run = backend.subprocess.run
+        monkeypatch.delenv(PTXAS_VARIABLE)
+        monkeypatch.setattr(backend.subprocess, "run", self)
+
+    def __call__(self, command: list[Any], **options: Any) -> Any:
+        if command[1:3] != ["-m", "pip"]:
+            return self._run(command, **options)
+        self.asked.append(command[-1])
+        assert "--no-deps" in command
+        if self._version:
+            target = Path(command[command.index("--target") + 1])
+            make_nvcc(target / "nvidia" / "cu13" / "bin", self._version, name="ptxas")
+        return subprocess.CompletedProcess(command, 0, "", "ERROR: no network\n")
+
+
+def test_a_newer_assembler_comes_from_pypi_once(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pip = FakePip(backend, monkeypatch, "13.5")
+    make_nvcc(tmp_path / "cuda" / "bin", "13.0", name="ptxas")
+    expected = tmp_path / "build" / "ptxas" / "nvidia" / "cu13" / "bin" / "ptxas"
+    assert backend.newer_ptxas(tmp_path / "cuda") == expected
+    assert backend.newer_ptxas(tmp_path / "cuda") == expected
+    assert pip.asked == [backend.PTXAS_PACKAGE]
+    assert backend.PTXAS_PACKAGE.startswith("nvidia-cuda-nvcc==13.")
+
+
+def test_a_toolkit_that_is_new_enough_assembles_everything(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pip = FakePip(backend, monkeypatch, "13.5")
+    own = make_nvcc(tmp_path / "cuda" / "bin", "13.4", name="ptxas")
+    assert backend.newer_ptxas(tmp_path / "cuda") == own
+    assert pip.asked == []
+
+
+@pytest.mark.parametrize("version", ["", "13.0"], ids=["nothing", "an older one"])
+def test_without_a_newer_assembler_the_build_says_what_it_takes(
+    backend: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    version: str,
+) -> None:
+    FakePip(backend, monkeypatch, version)
+    own = make_nvcc(tmp_path / "cuda" / "bin", "13.0", name="ptxas")
+    assert backend.newer_ptxas(tmp_path / "cuda") == own
+    said = capsys.readouterr().err
+    assert backend.PTXAS_PACKAGE in said
+    assert "no network" in said
+    assert str(own) in said
+
+
+def test_an_assembler_can_be_named(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = make_nvcc(tmp_path / "cuda" / "bin", "13.0", name="ptxas")
+    assert backend.newer_ptxas(tmp_path / "cuda") == own  # "toolkit"
+    other = make_nvcc(tmp_path / "other", "13.2", name="ptxas")
+    monkeypatch.setenv(PTXAS_VARIABLE, str(other))
+    assert backend.newer_ptxas(tmp_path / "cuda") == other
+    monkeypatch.setenv(PTXAS_VARIABLE, str(tmp_path / "nothing"))
+    with pytest.raises(RuntimeError, match=r"no ptxas >= 13\.0.*'toolkit'"):
+        backend.newer_ptxas(tmp_path / "cuda")
+
+
 # --- the hooks ---
 
 
@@ -218,6 +298,7 @@ def test_builds_are_delegated_with_the_toolkit_named(
     assert built.startswith("archflash")
     assert skbuild.calls == [(kind, "out", {"a": "b"}, "metadata")]
     assert skbuild.toolkit == str(tmp_path / "cuda")
+    assert os.environ[PTXAS_VARIABLE] == str(tmp_path / "cuda" / "bin" / "ptxas")
 
 
 def test_other_hooks_are_those_of_scikit_build_core(
