@@ -71,7 +71,7 @@ constexpr Variant variant(const char* name, int per_sm, int fill, int unequal_fi
 constexpr Variant VARIANTS[] = {
     variant<D64Pair<DType::F16>>("d64_pair", 2, 6, 16,
                                  "two CTAs per SM of 128 rows with 128 keys at a time"),
-    variant<D64Large<DType::F16>>("d64_large", 1, 4, 8,
+    variant<D64Large<DType::F16>>("d64_large", 1, 3, 8,
                                   "one CTA per SM: 8 warps of 32 rows share K and V"),
     variant<D64Medium<DType::F16>>("d64_medium", 1, 16, 16, "fewer tiles: 64 rows balance better"),
     variant<D64Few<DType::F16>>("d64_few", 1, 0, 0, "few tiles: 64 rows with 128 keys at a time"),

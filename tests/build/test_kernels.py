@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import math
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -311,6 +312,20 @@ def test_tensor_cores_are_used_where_the_registry_says_so(
         assert any(has.startswith(TENSOR_CORES) for has in found) == with_tensor_cores, kernel
     if image.partition("/")[0] in _registry.WITHOUT_TENSOR_CORES:
         assert kernel.startswith(WITHOUT_TENSOR_CORES)
+
+
+@pytest.mark.skipif(
+    os.environ.get("ARCHFLASH_PTXAS") == "toolkit", reason="ARCHFLASH_PTXAS asks for the toolkit's"
+)
+def test_the_newer_assembler_leaves_the_products_of_12_x_unpadded(
+    cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+) -> None:
+    """ptxas 13.0 lays a NOP behind three of four HMMA; the build says where it has no newer one."""
+    image = image_files["blackwell_consumer/fwd_f16"]
+    found = [op for ops in machine_code(cuobjdump, "sm_120f", image).values() for op in ops]
+    products = sum(op.startswith("HMMA") for op in found)
+    assert products > 0
+    assert found.count("NOP") < 0.4 * products
 
 
 # --- plans and code agree ---

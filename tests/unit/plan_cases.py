@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+import archflash
 from archflash import _archflash as native
 from archflash import _registry
 from archflash._api import find_device, make_problem
@@ -30,6 +34,31 @@ DEVICES = (
     "GB10",
 )
 OTHER_DEVICES = ("T4", "Jetson AGX Orin", "Jetson Thor")
+
+# Of the kernels on mma.sync for 16-bit inputs: (d, dv) that one is for.
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+every_head_dim = pytest.mark.parametrize(
+    "dims", HEAD_DIMS, ids=lambda dims: f"d{dims[0]}" if dims[0] == dims[1] else "d192-dv128"
+)
+# The first that is large enough serves.
+every_kind_of_head_dims = pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ((8, 8), (64, 64)),
+        ((64, 8), (64, 64)),
+        ((64, 72), (96, 96)),
+        ((72, 64), (96, 96)),
+        ((96, 104), (128, 128)),
+        ((104, 8), (128, 128)),
+        ((136, 128), (192, 128)),
+        ((192, 64), (192, 128)),
+        ((192, 136), (256, 256)),
+        ((128, 192), (256, 256)),
+        ((200, 8), (256, 256)),
+        ((8, 256), (256, 256)),
+    ],
+    ids=str,
+)
 
 
 def call(
@@ -59,6 +88,11 @@ def call(
         torch.empty(b, hkv, nk, dv, **kind),
         **options,
     ).as_if_on_cuda()
+
+
+def large_call(dtype: str, dims: tuple[int, int]) -> native.Problem:
+    """A call that fills every GPU."""
+    return call(dtype, b=16, hq=32, nq=2048, d=dims[0], dv=dims[1])
 
 
 def packed_call(
@@ -118,3 +152,9 @@ def launch_of(plan: native.LaunchPlan) -> dict[str, Any]:
 def maps_of(plan: native.LaunchPlan) -> dict[str, dict[str, Any]]:
     """The tensor maps of the only launch, by operand."""
     return {row["operand"]: row for row in launch_of(plan)["tensor_maps"]}
+
+
+def kernels_built(image: str) -> set[str]:
+    """Of "<folder>/<stem>"."""
+    file = Path(archflash.__file__).parent / "_kernels" / f"{image}.json"
+    return {name for names in json.loads(file.read_text()).values() for name in names}

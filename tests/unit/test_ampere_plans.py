@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 import struct
-from pathlib import Path
 
 import pytest
-from plan_cases import call, ctas_per_sm, packed_call, plan_of, query_rows_of_a_tile
+from plan_cases import (
+    HEAD_DIMS,
+    call,
+    ctas_per_sm,
+    every_head_dim,
+    every_kind_of_head_dims,
+    kernels_built,
+    large_call,
+    packed_call,
+    plan_of,
+    query_rows_of_a_tile,
+)
 
-import archflash
 from archflash import _archflash as native
 from archflash._api import find_device
 
@@ -20,8 +28,6 @@ DTYPES = {"float16": "f16", "bfloat16": "bf16"}
 # The KB of shared memory that a CTA can have, and GPUs with it.
 GPUS = {163: ("A100",), 99: ("RTX 4090", "RTX 5090", "A10G"), 227: ("H200", "B200")}
 DEVICES = {device: kilobytes for kilobytes, names in GPUS.items() for device in names}
-# (d, dv) that a kernel is for; the first that is large enough serves.
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 # For calls that fill the GPU: the kernel and how many of its CTAs an SM holds.
 CHOICES = {
@@ -52,9 +58,6 @@ FEW = {(64, 64): "d64_few", (128, 128): "d128_few"}
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_head_dim = pytest.mark.parametrize(
-    "dims", HEAD_DIMS, ids=lambda dims: f"d{dims[0]}" if dims[0] == dims[1] else "d192-dv128"
-)
 
 
 def ampere(problem: native.Problem, device: str) -> native.LaunchPlan:
@@ -68,10 +71,6 @@ def kernel(plan: native.LaunchPlan) -> str:
 
 def variant(plan: native.LaunchPlan) -> str:
     return kernel(plan).split("_", 4)[-1]
-
-
-def large_call(dtype: str, dims: tuple[int, int]) -> native.Problem:
-    return call(dtype, b=16, hq=32, nq=2048, d=dims[0], dv=dims[1])
 
 
 def claimed_per_sm(reason: str, kilobytes: int) -> int | None:
@@ -119,24 +118,7 @@ def test_as_many_ctas_fit_an_sm_as_the_variants_reason_claims(
         assert int(named) in GPUS
 
 
-@pytest.mark.parametrize(
-    ("dims", "expected"),
-    [
-        ((8, 8), (64, 64)),
-        ((64, 8), (64, 64)),
-        ((64, 72), (96, 96)),
-        ((72, 64), (96, 96)),
-        ((96, 104), (128, 128)),
-        ((104, 8), (128, 128)),
-        ((136, 128), (192, 128)),
-        ((192, 64), (192, 128)),
-        ((192, 136), (256, 256)),
-        ((128, 192), (256, 256)),
-        ((200, 8), (256, 256)),
-        ((8, 256), (256, 256)),
-    ],
-    ids=str,
-)
+@every_kind_of_head_dims
 @every_device
 def test_the_smallest_kernel_that_holds_both_head_dims_serves(
     device: str, dims: tuple[int, int], expected: tuple[int, int]
@@ -200,8 +182,7 @@ def test_128_keys_at_a_time_are_for_more_than_128_keys(device: str) -> None:
 
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
-    file = Path(archflash.__file__).parent / "_kernels" / "ampere" / f"fwd_{DTYPES[dtype]}.json"
-    built = {name for names in json.loads(file.read_text()).values() for name in names}
+    built = kernels_built(f"ampere/fwd_{DTYPES[dtype]}")
     chosen = {
         kernel(ampere(problem, device))
         for device in DEVICES

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
 from plan_cases import (
+    HEAD_DIMS,
     call,
     ctas_per_sm,
+    every_head_dim,
+    every_kind_of_head_dims,
+    kernels_built,
+    large_call,
     launch_of,
     maps_of,
     packed_call,
@@ -20,7 +23,6 @@ from plan_cases import (
     row_tiles,
 )
 
-import archflash
 from archflash import _archflash as native
 from archflash._api import find_device
 
@@ -29,15 +31,10 @@ NAME = "blackwell_consumer"
 DTYPES = {"float16": "f16", "bfloat16": "bf16"}
 HOME = ("RTX 5060 laptop", "RTX 5080", "RTX 5090", "RTX PRO 6000", "GB10")
 DEVICES = (*HOME, "H200")
-# (d, dv) that a kernel is for; the first that is large enough serves.
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 B64, B128 = 2, 3  # swizzles
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_head_dim = pytest.mark.parametrize(
-    "dims", HEAD_DIMS, ids=lambda dims: f"d{dims[0]}" if dims[0] == dims[1] else "d192-dv128"
-)
 
 
 def consumer(problem: native.Problem, device: str) -> native.LaunchPlan:
@@ -46,10 +43,6 @@ def consumer(problem: native.Problem, device: str) -> native.LaunchPlan:
 
 def variant(plan: native.LaunchPlan) -> str:
     return re.sub(rf"{NAME}_attention_fwd_b?f16_", "", str(launch_of(plan)["kernel"]))
-
-
-def large_call(dtype: str, dims: tuple[int, int]) -> native.Problem:
-    return call(dtype, b=16, hq=32, nq=2048, d=dims[0], dv=dims[1])
 
 
 def largest(device: str, dims: tuple[int, int]) -> str:
@@ -90,24 +83,7 @@ def test_a_call_of_few_tiles_gets_small_ones(
     assert variant(consumer(problem, device)) == smallest(device, dims)
 
 
-@pytest.mark.parametrize(
-    ("dims", "expected"),
-    [
-        ((8, 8), (64, 64)),
-        ((64, 8), (64, 64)),
-        ((64, 72), (96, 96)),
-        ((72, 64), (96, 96)),
-        ((96, 104), (128, 128)),
-        ((104, 8), (128, 128)),
-        ((136, 128), (192, 128)),
-        ((192, 64), (192, 128)),
-        ((192, 136), (256, 256)),
-        ((128, 192), (256, 256)),
-        ((200, 8), (256, 256)),
-        ((8, 256), (256, 256)),
-    ],
-    ids=str,
-)
+@every_kind_of_head_dims
 @every_device
 def test_the_smallest_kernel_that_holds_both_head_dims_serves(
     device: str, dims: tuple[int, int], expected: tuple[int, int]
@@ -117,8 +93,7 @@ def test_the_smallest_kernel_that_holds_both_head_dims_serves(
 
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
-    file = Path(archflash.__file__).parent / "_kernels" / NAME / f"fwd_{DTYPES[dtype]}.json"
-    built = {name for names in json.loads(file.read_text()).values() for name in names}
+    built = kernels_built(f"{NAME}/fwd_{DTYPES[dtype]}")
     chosen = {
         str(launch_of(consumer(call(dtype, b=b, hq=8, nq=nq, d=d, dv=dv), device))["kernel"])
         for device in DEVICES
