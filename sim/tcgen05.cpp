@@ -528,6 +528,15 @@ void TensorUnit::multiply(Warp& warp, int lane, const MmaRequest& request) {
   if (request.a_in_tmem && lane_field("A", request.a_tmem) != d_lane) {
     throw Fault{"tmem", "A and D of tcgen05.mma are in different halves of the lanes", lane};
   }
+  const int d_columns = product->groups().front().n;
+  if (request.a_in_tmem && product->a_column() < product->d_column() + d_columns &&
+      product->d_column() < product->a_column() + K_COLUMNS) {
+    cta_.report(Severity::Error, warp, lane, "tcgen05",
+                "D of tcgen05.mma overwrites A while it is read: D has columns " +
+                    std::to_string(product->d_column()) + "-" +
+                    std::to_string(product->d_column() + d_columns - 1) + ", A from " +
+                    std::to_string(product->a_column()) + " on");
+  }
   TmemUser user = next_operation(warp, lane, TmemUser::By::Product);
   user.accumulator = accumulator_of(request.d, mma, request.ctas);
   const std::vector<Cta*> ctas = group(request.ctas, lane, "tcgen05.mma");

@@ -669,6 +669,7 @@ tcgen05.st.sync.aligned.32x32b.x8.b32 [%r3+64], {vector(8)};
 tcgen05.wait::st.sync.aligned;
 """
 SECOND = f"tcgen05.mma.GROUP.kind::f16 [%r2+D], [%r2+64], %rd3, {instruction(128, 32, BF16, BF16)}"
+FROM_SHARED = SECOND.replace("[%r2+64]", "%rd3")
 BEFORE_WAIT = "\nWAIT:\n"
 
 
@@ -705,8 +706,10 @@ BROKEN = {
                       "an operation of the tensor pipe"),
     "another shape": (COMMIT, SECOND.replace("D", "0") + ", 0;" + COMMIT, "race",
                       "not ordered after the write by tcgen05.mma"),
-    "A overwritten by a product": (COMMIT, SECOND.replace("D", "64") + ", 0;" + COMMIT,
+    "A overwritten by a product": (COMMIT, FROM_SHARED.replace("D", "64") + ", 0;" + COMMIT,
                                    "tcgen05-order", "the ISA promises no order"),
+    "A and D in one place": (COMMIT, SECOND.replace("D", "60") + ", 0;" + COMMIT, "tcgen05",
+                             "D has columns 60-91, A from 64 on"),
     "commit of another thread": (COMMIT, "bra WAIT;", "deadlock", "1 of 1 arrivals pending"),
     "no second accumulator": (COMMIT, SECOND.replace("D", "96") + ", 1;" + COMMIT, "uninitialised",
                               "tcgen05.mma that adds to D reads tensor memory"),
