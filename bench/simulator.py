@@ -1,30 +1,45 @@
-"""How fast the simulator runs one CTA of the ampere and of the blackwell_dc kernel, and all cores
-many: `python -m bench.simulator`. Simulated time says nothing about a GPU, so these numbers enter
-no results file.
+"""How fast the simulator runs one CTA of some kernels, and both cores many: `python -m
+bench.simulator`. Simulated time says nothing about a GPU, so these numbers enter no results file.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from tests.sim import test_third_party as third_party
+from tests.sim.protocols.samples.kernels import Sample, samples
 
 from archflash import sim
 
 ROUNDS = 5
 KEYS, HEAD_DIM = 1024, 128
-# By implementation: queries of a CTA; million warp-instructions per second on one core, without the
-# race check and with it. Most of what blackwell_dc takes are the products of tcgen05.
-SUBJECTS = {"ampere": (64, {False: 5.0, True: 1.5}), "blackwell_dc": (256, {False: 1.5, True: 1.0})}
+TILES = 60  # of K in a product of the samples
+# Million warp-instructions per second on one core, without the race check and with it.
+# Most of what blackwell_dc takes are the products of tcgen05.
+FLOORS = {
+    "ampere": {False: 5.0, True: 1.5},
+    "blackwell_consumer": {True: 1.5},
+    "blackwell_dc": {False: 1.5, True: 1.0},
+    "wgmma": {True: 1.0},
+}
+QUERIES = {"ampere": 64, "blackwell_consumer": 128, "blackwell_dc": 256}  # of a CTA
+
+Run = Callable[[int, bool], sim.Report]  # (threads, race check)
 
 
-def best(implementation: str, heads: int, threads: int, race_check: bool) -> tuple[int, float]:
-    """Warp-instructions and the least seconds of some runs of a bf16 kernel, a CTA for a head."""
-    queries, _ = SUBJECTS[implementation]
-    q = torch.randn(1, heads, queries, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    k = torch.randn(1, heads, KEYS, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    q, k = q.to(torch.bfloat16), k.to(torch.bfloat16)
-    reports = [
+def attention(implementation: str, heads: int = 1) -> Run:
+    """Calls of a kernel in bf16, of one CTA for each head."""
+
+    def tensor(rows: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(1, heads, rows, HEAD_DIM, generator=generator).to(torch.bfloat16)
+
+    q, k = tensor(QUERIES[implementation], 0), tensor(KEYS, 1)
+    return lambda threads, race_check: (
         sim.run(
             q,
             k,
@@ -34,28 +49,73 @@ def best(implementation: str, heads: int, threads: int, race_check: bool) -> tup
             race_check=race_check,
             threads=threads,
         ).report
-        for _ in range(ROUNDS)
-    ]
-    assert all(report.ctas == heads for report in reports)
-    return reports[0].total_instructions, min(report.seconds for report in reports)
+    )
+
+
+def triton_attention(kernel: dict[str, Any]) -> Run:
+    """Attention with TMA and wgmma that Triton has compiled for capability 9.0."""
+    variant = third_party.VARIANTS["sm_90-tma"]
+    program = sim.load(kernel["ptx"])
+    tensors = third_party.inputs(variant.rows, KEYS, variant.d)
+    return lambda threads, race_check: third_party.attend(
+        variant, program, kernel, tensors, "lazy", race_check=race_check, threads=threads
+    )[1]
+
+
+def product(sample: Sample) -> Run:
+    """A sample kernel: little besides copies and products."""
+    program, arguments = sim.load(sample.text), sample.arguments(TILES)
+    return lambda threads, race_check: sim.launch(
+        program,
+        "test",
+        arguments,
+        grid=(sample.grid,),
+        block=(sample.block,),
+        shared_bytes=sample.shared_bytes,
+        mode="lazy",
+        race_check=race_check,
+        threads=threads,
+    )
+
+
+def show(name: str, run: Run, threads: int, race_check: bool, floor: float | None = None) -> None:
+    """A row: the best of some runs. One thread's time is the processor's, which other programs on
+    the machine hardly change.
+    """
+    seconds = float("inf")
+    for _ in range(ROUNDS):
+        begin = time.thread_time()
+        report = run(threads, race_check)
+        used = time.thread_time() - begin
+        seconds = min(seconds, used if threads == 1 else report.seconds)
+    count = report.total_instructions
+    row = (
+        f"{name:30}  {report.ctas:4}  {threads:7}  {'on' if race_check else 'off':10}  "
+        f"{count:17}  {1e3 * seconds:7.2f}  {count / seconds / 1e6:5.2f}  {floor or ''}"
+    )
+    print(row.rstrip())
 
 
 def main() -> None:
     cores = os.cpu_count() or 1
-    for implementation, (queries, floors) in SUBJECTS.items():
-        print(
-            f"{implementation}, bf16, D={HEAD_DIM}, {queries} queries x {KEYS} keys, "
-            f"best of {ROUNDS}"
-        )
-        print("CTAs  threads  race check  warp-instructions  ms      M/s    at least")
-        for race_check in (False, True):
-            for heads, threads in ((1, 1), (2 * cores, 1), (2 * cores, cores)):
-                count, seconds = best(implementation, heads, threads, race_check)
-                floor = f"{floors[race_check]}" if heads == 1 else ""
-                print(
-                    f"{heads:4}  {threads:7}  {'on' if race_check else 'off':10}  {count:17}  "
-                    f"{1e3 * seconds:6.2f}  {count / seconds / 1e6:5.2f}  {floor}".rstrip()
-                )
+    print(f"{KEYS} keys, D={HEAD_DIM}, bf16 (Triton: D=64, fp16); best of {ROUNDS}")
+    print(f"{'kernel':30}  CTAs  threads  race check  warp-instructions       ms    M/s  at least")
+    for race_check in (False, True):
+        for heads, threads in ((1, 1), (2 * cores, 1), (2 * cores, cores)):
+            floor = FLOORS["ampere"][race_check] if heads == 1 else None
+            show("ampere", attention("ampere", heads), threads, race_check, floor)
+    for name in ("blackwell_consumer", "blackwell_dc"):
+        for race_check, floor in FLOORS[name].items():
+            show(name, attention(name), 1, race_check, floor)
+    why_not = third_party.why_not()
+    if why_not:
+        print(why_not)
+    else:
+        (kernel,) = third_party.compiled(90, [third_party.VARIANTS["sm_90-tma"].constants(True)])
+        show("Triton, TMA and wgmma", triton_attention(kernel), 1, True, FLOORS["wgmma"][True])
+    for sample in samples():
+        floor = FLOORS["wgmma"][True] if sample.name.startswith("wgmma") else None
+        show(f"a product, {sample.name}", product(sample), 1, True, floor)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,35 +82,45 @@ CAPABILITIES = sorted({variant.capability for variant in VARIANTS.values()})
 Kernels = dict[tuple[str, bool], dict[str, Any]]  # by variant and whether it is causal
 
 
-@pytest.fixture(scope="module")
-def triton(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    environment = os.environ | {
-        "PYTHONPATH": str(FOLDER),
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-    }
-    version = subprocess.run(
-        [sys.executable, "-c", "import triton; print(triton.__version__)"],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if version.stdout.strip() != pinned():
-        here = version.stdout.strip() or "no Triton"
-        pytest.skip(f"Triton {pinned()} is not in {FOLDER} (found: {here}): make test installs it")
+def _python(arguments: list[str], cache: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(FOLDER), "TRITON_CACHE_DIR": cache}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def why_not() -> str:
+    """Why Triton of that version is not at hand; empty: it is."""
+    version = _python(["-c", "import triton; print(triton.__version__)"], "").stdout.strip()
+    if version == pinned():
+        return ""
+    here = version or "no Triton"
+    return f"Triton {pinned()} is not in {FOLDER} (found: {here}): make test installs it"
+
+
+def compiled(capability: int, constants: list[dict[str, object]]) -> list[dict[str, Any]]:
+    """The kernels with these constants: "ptx", name ("kernel"), "warps", "shared" bytes."""
     script = str(Path(__file__).parent / "triton_attention.py")
+    with tempfile.TemporaryDirectory() as cache:
+        result = _python([script, str(capability), *map(json.dumps, constants)], cache)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    for row in rows:
+        # Triton counts on dynamic shared memory to begin at 1024, where a card has it begin,
+        # without asking for it.
+        row["ptx"] = re.sub(r"(\.extern \.shared \.align) 16", r"\1 1024", row["ptx"])
+    return rows
+
+
+@pytest.fixture(scope="module")
+def triton() -> Kernels:
+    if reason := why_not():
+        pytest.skip(reason)
     kernels: Kernels = {}
     for capability in CAPABILITIES:
         keys = [(name, causal) for name, causal in KINDS if VARIANTS[name].capability == capability]
-        constants = [json.dumps(VARIANTS[name].constants(causal)) for name, causal in keys]
-        result = subprocess.run(
-            [sys.executable, script, str(capability), *constants],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr
-        rows = [json.loads(line) for line in result.stdout.splitlines()]
-        for row in rows:
-            # Triton counts on dynamic shared memory to begin at 1024, where a card has it begin,
-            # without asking for it.
-            row["ptx"] = re.sub(r"(\.extern \.shared \.align) 16", r"\1 1024", row["ptx"])
-        kernels |= dict(zip(keys, rows, strict=True))
+        constants = [VARIANTS[name].constants(causal) for name, causal in keys]
+        kernels |= dict(zip(keys, compiled(capability, constants), strict=True))
     return kernels
 
 
@@ -120,6 +131,7 @@ def attend(
     inputs: list[Tensor],
     mode: str,
     check: bool = True,
+    **options: Any,
 ) -> tuple[Tensor, sim.Report]:
     """Launches the kernel as Triton's own launcher would: its two scratch pointers are null."""
     q, k = inputs[:2]
@@ -163,6 +175,7 @@ def attend(
         mode=mode,
         seed=1,
         check=check,
+        **options,
     )
     return out, report
 
