@@ -38,6 +38,7 @@ class Candidate:
         context: entered around all calls, so that it is not part of their cost.
         refuses: the reason why a case is not even tried, or None.
         features: what the column `features` says of its rows; such rows stay out of the tables.
+        exact: False where it approximates on purpose: held to a coarse limit like a peer.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Candidate:
     context: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     refuses: Callable[[Case], str | None] = _serves_all
     features: str = ""
+    exact: bool = True
 
 
 def our_candidates() -> list[Candidate]:
@@ -64,6 +66,20 @@ def our_candidates() -> list[Candidate]:
         for item in archflash.implementations()
         if item.name != "torch"
     ]
+
+
+def int8_candidate() -> Candidate:
+    """ada with Q K^T in int8, the preparation of Q and K included."""
+    import archflash
+
+    def bind(case: Case) -> Call:
+        return functools.partial(
+            archflash.attention, causal=case.causal, implementation="ada", approximate="int8_qk"
+        )
+
+    return Candidate(
+        "ada-int8", archflash.__version__, True, bind, features="approximate=int8_qk", exact=False
+    )
 
 
 # What a GPU of compute capability 12.x has for the CTAs of an SM, and for one of them; CUDA takes
@@ -124,6 +140,8 @@ def torch_candidates() -> list[Candidate]:
         return functools.partial(sdpa, is_causal=case.causal, **extra)
 
     def refuses(case: Case) -> str | None:
+        if case.dtype == "e4m3":
+            return "torch has no attention of FP8 inputs"
         if case.causal and case.nq != case.nk:
             return "is_causal of torch aligns to the top left: another result than ours"
         return None

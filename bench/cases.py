@@ -15,7 +15,8 @@ else:  # the same parser as a package, which pytest brings
     import tomli as tomllib
 
 CASES_FILE = Path(__file__).with_name("cases.toml")
-DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
+OUTPUT_BYTES = DTYPE_BYTES | {"e4m3": 2}  # FP8 inputs give bf16 outputs
 FLOPS_RULE = "flops = 2*B*Hq*Nq*Nk*(D+Dv), half when causal"
 BYTES_RULE = "bytes = q, k, v and the output, each once"
 
@@ -28,7 +29,7 @@ class Case:
 
     Args:
         name: what tables, test ids and --only call it.
-        dtype: "fp32", "fp16" or "bf16", of inputs and output.
+        dtype: "fp32", "fp16" or "bf16", of inputs and output; or "e4m3", with a bf16 output.
         b: batch.
         hq: query heads.
         hkv: key and value heads, a divisor of hq.
@@ -83,9 +84,10 @@ class Case:
 
     def bytes(self) -> int:
         """Fewest bytes that device memory must move: q, k, v and the output, each once."""
-        queries = self.b * self.hq * self.nq * (self.d + self.dv)
+        queries = self.b * self.hq * self.nq
         keys = self.b * self.hkv * self.nk * (self.d + self.dv)
-        return DTYPE_BYTES[self.dtype] * (queries + keys)
+        inputs = DTYPE_BYTES[self.dtype] * (queries * self.d + keys)
+        return inputs + OUTPUT_BYTES[self.dtype] * queries * self.dv
 
     def score_bytes(self) -> int:
         """Bytes of one float32 score matrix for all heads: what an unfused path stores."""

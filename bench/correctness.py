@@ -84,7 +84,7 @@ class Checker:
             q: queries (B, Hq, Nq, D).
             k: keys (B, Hkv, Nk, D).
             v: values (B, Hkv, Nk, Dv).
-            out: what a candidate computed (B, Hq, Nq, Dv), dtype of q.
+            out: what a candidate computed (B, Hq, Nq, Dv), dtype of q; bf16 for FP8.
             ours: hold the output to the package's error rule; a peer only to a coarse limit, since
                 its error is its own affair and stands in the table.
 
@@ -95,9 +95,10 @@ class Checker:
 
         case = self._case
         expected_shape = (case.b, case.hq, case.nq, case.dv)
-        if tuple(out.shape) != expected_shape or out.dtype != q.dtype:
+        dtype = torch.bfloat16 if case.dtype == "e4m3" else q.dtype
+        if tuple(out.shape) != expected_shape or out.dtype != dtype:
             found = f"{tuple(out.shape)} {out.dtype}"
-            wanted = f"{expected_shape} {q.dtype}"
+            wanted = f"{expected_shape} {dtype}"
             return Verdict(float("nan"), False, f"output is {found}, not {wanted}")
         if not bool(torch.isfinite(out).all()):
             return Verdict(float("nan"), False, "output has elements that are not finite")
@@ -107,7 +108,13 @@ class Checker:
         max_err, meets_rule, problem = 0.0, True, ""
         for part in [None] if whole else slices(case):
             expected, baseline = self._expect(q, k, v, part)
-            report = self._reference.check(_part(out, part), expected, baseline)
+            if case.dtype == "e4m3":
+                part_q, part_k, part_v, mask = self._call(q, k, v, part)
+                report = self._reference.check_fp8(
+                    _part(out, part), expected, part_q, part_k, part_v, **mask
+                )
+            else:
+                report = self._reference.check(_part(out, part), expected, baseline)
             max_err = max(max_err, float(report.max_error))
             meets_rule = meets_rule and bool(report.ok)
             if ours and not report.ok:
@@ -122,22 +129,26 @@ class Checker:
         """Float64 output and the baseline's output for a slice, or for everything."""
         key = (id(q), part)
         if key not in self._expected:
-            case = self._case
-            offset = case.nk - case.nq
-            part_k, part_v = k, v
-            if part is not None:
-                kv_head = part.head // (case.hq // case.hkv)
-                kv = (slice(part.batch, part.batch + 1), slice(kv_head, kv_head + 1))
-                part_k, part_v = k[kv], v[kv]
-                offset += part.first_row
-            mask = {"causal": True, "q_offset": offset} if case.causal else {}
-            part_q = _part(q, part)
+            part_q, part_k, part_v, mask = self._call(q, k, v, part)
             expected, _ = self._reference.attention(part_q, part_k, part_v, **mask)
-            self._expected[key] = (
-                expected,
-                self._reference.baseline(part_q, part_k, part_v, **mask),
-            )
+            fp8 = self._case.dtype == "e4m3"  # whose rule needs no baseline
+            baseline = self._reference.baseline(part_q, part_k, part_v, **mask) if not fp8 else None
+            self._expected[key] = (expected, expected if baseline is None else baseline)
         return self._expected[key]
+
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Slice | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """The inputs of a slice, and the options that make it the same rows of the case."""
+        case = self._case
+        offset = case.nk - case.nq
+        if part is not None:
+            kv_head = part.head // (case.hq // case.hkv)
+            kv = (slice(part.batch, part.batch + 1), slice(kv_head, kv_head + 1))
+            k, v = k[kv], v[kv]
+            offset += part.first_row
+        mask = {"causal": True, "q_offset": offset} if case.causal else {}
+        return _part(q, part), k, v, mask
 
 
 def _part(x: torch.Tensor, part: Slice | None) -> torch.Tensor:

@@ -195,8 +195,9 @@ def call_features(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def asked_for(row: Mapping[str, str]) -> tuple[str, ...]:
-    """The features of the call itself, however it was planned."""
-    return tuple(word for word in call_features(row) if not word.startswith("shared="))
+    """The features of the call itself, however it was planned and whatever it approximates."""
+    how = ("shared=", "approximate=")
+    return tuple(word for word in call_features(row) if not word.startswith(how))
 
 
 def figure(row: Mapping[str, str]) -> str:

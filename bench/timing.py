@@ -168,14 +168,20 @@ def make_sets(case: Case, device: str, count: int, seed: int = 0) -> list[Tensor
     """
     import torch
 
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[case.dtype]
+    dtype = {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "e4m3": torch.float8_e4m3fn,
+    }[case.dtype]
+    made = torch.bfloat16 if case.dtype == "e4m3" else dtype  # random numbers come in no 8 bits
     generator = torch.Generator(device=device).manual_seed(seed)
     q_shape = (case.b, case.hq, case.nq, case.d)
     k_shape = (case.b, case.hkv, case.nk, case.d)
     v_shape = (case.b, case.hkv, case.nk, case.dv)
 
     def normal(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+        return torch.randn(shape, device=device, dtype=made, generator=generator).to(dtype)
 
     return [(normal(q_shape), normal(k_shape), normal(v_shape)) for _ in range(count)]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK_ELEMENTS = 1 << 24  # scores held at once: 128 MiB in float64
 _SCALE_ROWS = 64  # rows that share a descale given per block
+_MEAN_KEYS = 512  # the mean of k that approximate="int8_qk" takes off is that of at most so many
 _LSE_ULPS = 64  # float32 sums of up to a few thousand products, and an approximate exp2 in between
 
 
@@ -208,9 +209,9 @@ def check_fp8(
 def int8_qk(q: Tensor, k: Tensor, layout: str = "bhnd") -> tuple[Tensor, Tensor]:
     """What approximate="int8_qk" multiplies in place of q and k.
 
-    q and k less its mean over the keys are rounded to multiples of a scale, 1/127 of the largest
-    magnitude in each 64 rows of a head; the mean is added back exactly. Numbers that are not finite
-    count as zeros in means and scales.
+    q and k less its mean over the keys, at most 512 of them, evenly spread, are rounded to
+    multiples of a scale, 1/127 of the largest magnitude in each 64 rows of a head; the mean is
+    added back exactly.
 
     Args:
         q: ``(B, Hq, Nq, D)``, or ``(B, Nq, Hq, D)`` with layout "bnhd"; no NaN, no infinities.
@@ -222,7 +223,8 @@ def int8_qk(q: Tensor, k: Tensor, layout: str = "bhnd") -> tuple[Tensor, Tensor]
     """
     if layout == "bnhd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    mean = k.float().mean(2, keepdim=True) if k.shape[2] else k.new_zeros(()).float()
+    step = -(-k.shape[2] // _MEAN_KEYS) | 1
+    mean = k[:, :, ::step].float().mean(2, keepdim=True) if k.shape[2] else k.new_zeros(()).float()
     stored_q, stored_k = _to_int8(q.float()), _to_int8(k.float() - mean)
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     by_head = mean.double().repeat_interleave(group, 1) if k.shape[2] else mean.double()

@@ -15,6 +15,7 @@
 #include "common/mma_sync/main_loop.cuh"
 #include "common/mma_sync/place.cuh"
 #include "common/mma_sync/tile.cuh"
+#include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace archflash::ada {
@@ -26,10 +27,10 @@ constexpr float LARGEST_EXP2_SCALE = 1.26765060e30f;  // 2^100
 // What the main loop needs to know of its CTA, in shared memory.
 struct Int8Place {
   mma_sync::Place place;
-  const float* k_scales_gmem;  // of the head's first block
-  const OddKeys* k_odd_gmem;
-  const float* shifts_gmem;  // of the sequence's first row
-  float q_factor[8];         // of each warp's rows
+  const KeyScale* k_scales_gmem;  // of the head's first block
+  const float* shifts_gmem;       // of the sequence's first row
+  float q_factor[8];              // of each warp's rows
+  KeyScale k_scales[2];           // of this block and the next, which lands with its K
 };
 
 // S = Q K^T as floats that WeightsOfIntegers takes.
@@ -75,13 +76,13 @@ __device__ __forceinline__ void weigh_integers(const math::Scores<C>& s_rmem,
   }
 }
 
-// NaN for keys that are not finite. Returns the block's scale.
+// NaN for keys that are not finite.
 template <class C>
-__device__ __forceinline__ float spoil_odd_keys(math::Scores<C>& s_rmem, const OddKeys& odd_gmem) {
+__device__ __forceinline__ void spoil_odd_keys(math::Scores<C>& s_rmem, const KeyScale& k_scale) {
   const int first_key = ptx::mov_tid_x_volatile() % 4 * 2;  // of this lane
 #pragma unroll
   for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-    const uint32_t keys = odd_gmem.keys[n / 4] >> (n % 4 * 8 + first_key);
+    const uint32_t keys = k_scale.odd[n / 4] >> (n % 4 * 8 + first_key);
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -90,7 +91,6 @@ __device__ __forceinline__ float spoil_odd_keys(math::Scores<C>& s_rmem, const O
       }
     }
   }
-  return odd_gmem.scale;
 }
 
 template <class C>
@@ -109,7 +109,6 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
       const int64_t blocks_before =
           static_cast<int64_t>(batch * all_params.heads_kv + kv_head) * all_params.k_blocks;
       scaled.k_scales_gmem = all_params.k_scales_gmem + blocks_before;
-      scaled.k_odd_gmem = all_params.k_odd_gmem + blocks_before;
       scaled.shifts_gmem =
           all_params.shifts_gmem + static_cast<int64_t>(work.batch_head) * params.nq;
     }
@@ -122,7 +121,15 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
     }
   }
   __syncthreads();  // `scaled` is written
-  const mma_sync::KeyBlocks<C> blocks(params, scaled.place, shared_smem);
+  const auto start_scale = [&](int key) {
+    if (ptx::mov_tid_x_volatile() != 0) return;
+    const int block = key / SCALE_ROWS;
+    ptx::cp_async_cg_16(
+        static_cast<uint32_t>(__cvta_generic_to_shared(&scaled.k_scales[block % 2])),
+        scaled.k_scales_gmem + block);
+  };
+  const mma_sync::KeyBlocks<C, decltype(start_scale)> blocks(params, scaled.place, shared_smem,
+                                                             start_scale);
   blocks.start(shared);
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
@@ -133,10 +140,9 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
           uint32_t q_smem, uint32_t k_smem, int key_first) {
         math::Scores<C> s_rmem;
         multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        const int block = key_first / SCALE_ROWS;
-        float k_scale = scaled.k_scales_gmem[block];
-        if (isnan(k_scale)) k_scale = spoil_odd_keys<C>(s_rmem, scaled.k_odd_gmem[block]);
-        float exp2_scale = scaled.q_factor[ptx::mov_tid_x_volatile() / 32] * k_scale;
+        const KeyScale& k_scale = scaled.k_scales[key_first / SCALE_ROWS % 2];
+        if (k_scale.any_odd != 0) spoil_odd_keys<C>(s_rmem, k_scale);
+        float exp2_scale = scaled.q_factor[ptx::mov_tid_x_volatile() / 32] * k_scale.scale;
         exp2_scale = fminf(fmaxf(exp2_scale, SMALLEST_EXP2_SCALE), LARGEST_EXP2_SCALE);
         mma_sync::mask_edges<C>(s_rmem, scaled.place, key_first);
         exp2_scale =
@@ -168,16 +174,19 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
 
 }  // namespace archflash::ada
 
-// The kernels of one type of inputs.
-#define ARCHFLASH_ADA_INT8_PREPARE(WORD, DTYPE)                                           \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS)              \
-      ada_int8_sum_##WORD(const __grid_constant__ archflash::ada::Int8Params params) {    \
-    archflash::ada::sum_keys<DTYPE>(params);                                              \
-  }                                                                                       \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS, 3)           \
-      ada_int8_values_##WORD(const __grid_constant__ archflash::ada::Int8Params params) { \
-    archflash::ada::make_int8<DTYPE>(params);                                             \
+// The kernels of one type of inputs. CTAS: on an SM, so that one reads while another writes.
+#define ARCHFLASH_ADA_INT8_VALUES(NAME, DTYPE, CHUNKS, CTAS)                       \
+  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS, CTAS) \
+      NAME(const __grid_constant__ archflash::ada::Int8Params params) {            \
+    archflash::ada::make_int8<DTYPE, CHUNKS>(params);                              \
   }
+#define ARCHFLASH_ADA_INT8_PREPARE(WORD, DTYPE)                                         \
+  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS)            \
+      ada_int8_mean_##WORD(const __grid_constant__ archflash::ada::Int8Params params) { \
+    archflash::ada::find_mean<DTYPE>(params);                                           \
+  }                                                                                     \
+  ARCHFLASH_ADA_INT8_VALUES(ada_int8_values_##WORD##_d128, DTYPE, 4, 4)                 \
+  ARCHFLASH_ADA_INT8_VALUES(ada_int8_values_##WORD##_d256, DTYPE, 8, 2)
 #define ARCHFLASH_ADA_INT8_KERNEL(NAME, CONFIG)                                      \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
       NAME(const __grid_constant__ archflash::ada::Int8Params params) {              \

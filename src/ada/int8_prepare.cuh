@@ -1,11 +1,11 @@
 // 16-bit Q and K -> int8 with a scale for each block of SCALE_ROWS rows, the mean of K over the
 // keys taken off first: what all keys share only shifts a row's scores, and would cost the bits of
-// what tells keys apart. Two kernels, each reads its tile once:
-//   sum:     a CTA for INT8_SUM_ROWS keys of a head: their columns summed
-//   values:  a CTA for a block of a head, those of K first: sums of the tiles -> mean | read |
-//   largest
-//            magnitude | write values and scale, and of Q what the mean adds to each row's scores
-// No atomics: the same bits each time. Numbers that are not finite count as zeros in sums and
+// what tells keys apart. Any vector would do as that mean, so it is taken of at most INT8_MEAN_KEYS
+// keys.
+//   mean:    a CTA for a head of K
+//   values:  a CTA for a block of a head, those of K first: read | mean | largest magnitude | write
+//            values and scale, and of Q what the mean adds to each row's scores
+// No atomics: the same bits each time. Numbers that are not finite count as zeros in means and
 // scales.
 #pragma once
 
@@ -21,7 +21,6 @@ namespace archflash::ada {
 
 constexpr int INT8_CHUNK = 8;  // neighbouring elements that a thread reads at once
 constexpr int INT8_MOST_COLUMNS = 256;
-constexpr int INT8_MOST_CHUNKS = SCALE_ROWS * INT8_MOST_COLUMNS / INT8_CHUNK / INT8_THREADS;
 constexpr float LARGEST_FLOAT = 3.402823466e38f;
 constexpr float LARGEST_INT8 = 127.0f;
 
@@ -51,22 +50,30 @@ struct ChunkRows {
 };
 
 template <DType DTYPE>
-__device__ __forceinline__ void sum_keys(const Int8Params& params) {
-  const int tile = blockIdx.x % params.k_sum_tiles;
-  const int batch_head = blockIdx.x / params.k_sum_tiles;
-  const int batch = batch_head / params.heads_kv, head = batch_head % params.heads_kv;
-  const int first_key = tile * INT8_SUM_ROWS;
-  const int keys = min(INT8_SUM_ROWS, params.nk - first_key);
+__device__ __forceinline__ void find_mean(const Int8Params& params) {
+  constexpr int READS = 8;  // under way at a time
+  const int batch = blockIdx.x / params.heads_kv, head = blockIdx.x % params.heads_kv;
+  const int keys = (params.nk + params.mean_step - 1) / params.mean_step;
+  const int64_t key_stride = params.mean_step * params.k_row;
   const ChunkRows rows(params.d);
   const uint16_t* k_gmem = static_cast<const uint16_t*>(params.k_gmem) + batch * params.k_batch +
-                           head * params.k_head + first_key * params.k_row + rows.column;
+                           head * params.k_head + rows.column;
   float sum[INT8_CHUNK] = {};
-  for (int row = rows.first; row < keys; row += rows.row_step) {
-    const uint4 chunk = *reinterpret_cast<const uint4*>(k_gmem + row * params.k_row);
+  for (int first = rows.first; first < keys; first += READS * rows.row_step) {
+    uint4 data[READS];
 #pragma unroll
-    for (int j = 0; j < INT8_CHUNK; ++j) {
-      const float x = element<DTYPE>(chunk, j);
-      sum[j] += is_finite(x) ? x : 0.0f;
+    for (int i = 0; i < READS; ++i) {
+      const int key = first + i * rows.row_step;
+      data[i] = make_uint4(0, 0, 0, 0);
+      if (key < keys) data[i] = *reinterpret_cast<const uint4*>(k_gmem + key * key_stride);
+    }
+#pragma unroll
+    for (int i = 0; i < READS; ++i) {
+#pragma unroll
+      for (int j = 0; j < INT8_CHUNK; ++j) {
+        const float x = element<DTYPE>(data[i], j);
+        sum[j] += is_finite(x) ? x : 0.0f;
+      }
     }
   }
   __shared__ float sums[INT8_THREADS * INT8_CHUNK];  // (row_step, d)
@@ -79,7 +86,9 @@ __device__ __forceinline__ void sum_keys(const Int8Params& params) {
   if (column >= params.d) return;
   float total = 0.0f;
   for (int row = 0; row < rows.row_step; ++row) total += sums[row * params.d + column];
-  params.k_sums_gmem[static_cast<int64_t>(blockIdx.x) * params.d + column] = total;
+  const float mean = total / keys;
+  params.k_mean_gmem[static_cast<int64_t>(blockIdx.x) * params.d + column] =
+      is_finite(mean) ? mean : 0.0f;
 }
 
 // Of all threads of the CTA; every thread receives it.
@@ -113,26 +122,14 @@ struct Int8Block {
   }
 };
 
-template <DType DTYPE>
+// CHUNKS: of a thread, at most.
+template <DType DTYPE, int CHUNKS>
 __device__ __forceinline__ void make_int8(const Int8Params& params) {
   __shared__ float mean[INT8_MOST_COLUMNS];
   __shared__ float dots[SCALE_ROWS][INT8_MOST_COLUMNS / INT8_CHUNK + 1];  // by row and chunk
   __shared__ uint32_t odd[SCALE_ROWS];  // rows with a number that is not finite
   const Int8Block at(params);
   const int thread = threadIdx.x;
-  if (thread < params.d) {
-    const int kv_head = at.is_k ? at.head : at.head / (params.heads_q / params.heads_kv);
-    const int64_t first_tile =
-        static_cast<int64_t>(at.batch * params.heads_kv + kv_head) * params.k_sum_tiles;
-    float sum = 0.0f;
-    for (int tile = 0; tile < params.k_sum_tiles; ++tile)
-      sum += params.k_sums_gmem[(first_tile + tile) * params.d + thread];
-    const float value = sum / max(params.nk, 1);
-    mean[thread] = is_finite(value) ? value : 0.0f;
-  }
-  if (thread < SCALE_ROWS) odd[thread] = 0;
-  __syncthreads();  // the mean is written, no row is odd
-
   const ChunkRows chunks(params.d);
   const int first_row = at.block * SCALE_ROWS;
   const int rows = min(SCALE_ROWS, at.rows - first_row);
@@ -140,14 +137,22 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
                            at.batch * (at.is_k ? params.k_batch : params.q_batch) +
                            at.head * (at.is_k ? params.k_head : params.q_head) + chunks.column;
   const int64_t row_stride = at.is_k ? params.k_row : params.q_row;
-  uint4 data[INT8_MOST_CHUNKS];
+  uint4 data[CHUNKS];
   int row = chunks.first;
 #pragma unroll
-  for (int i = 0; i < INT8_MOST_CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
+  for (int i = 0; i < CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
     data[i] = make_uint4(0, 0, 0, 0);
     if (row < rows)
       data[i] = *reinterpret_cast<const uint4*>(x_gmem + (first_row + row) * row_stride);
   }
+
+  if (thread < params.d) {
+    const int kv_head = at.is_k ? at.head : at.head / (params.heads_q / params.heads_kv);
+    const int64_t index = static_cast<int64_t>(at.batch) * params.heads_kv + kv_head;
+    mean[thread] = params.nk == 0 ? 0.0f : params.k_mean_gmem[index * params.d + thread];
+  }
+  if (thread < SCALE_ROWS) odd[thread] = 0;
+  __syncthreads();  // the mean is written, no row is odd
 
   // K less its mean, in its place; numbers that are not finite are zeros.
   const auto value = [&](int i, int j) {
@@ -158,7 +163,7 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
   float largest = 0.0f;
   row = chunks.first;
 #pragma unroll
-  for (int i = 0; i < INT8_MOST_CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
+  for (int i = 0; i < CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
     if (row >= rows) continue;
     float dot = 0.0f;
 #pragma unroll
@@ -180,7 +185,7 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
                         (head_index * at.rows + first_row) * params.columns + chunks.column;
   row = chunks.first;
 #pragma unroll
-  for (int i = 0; i < INT8_MOST_CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
+  for (int i = 0; i < CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
     if (row >= rows) continue;
     uint32_t words[2] = {0, 0};
 #pragma unroll
@@ -195,14 +200,14 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
   }
 
   if (at.is_k) {
-    const uint32_t here = thread < SCALE_ROWS ? odd[thread] : 0;
-    const uint32_t keys = __ballot_sync(0xFFFFFFFFu, here != 0);
-    const bool any = __syncthreads_or(here != 0);
-    const int64_t index = head_index * at.blocks + at.block;
-    if (thread < SCALE_ROWS && thread % 32 == 0) params.k_odd_gmem[index].keys[thread / 32] = keys;
+    const bool here = thread < SCALE_ROWS && odd[thread] != 0;
+    const uint32_t keys = __ballot_sync(0xFFFFFFFFu, here);
+    const int any = __syncthreads_or(here);
+    KeyScale& written = params.k_scales_gmem[head_index * at.blocks + at.block];
+    if (thread < SCALE_ROWS && thread % 32 == 0) written.odd[thread / 32] = keys;
     if (thread == 0) {
-      params.k_odd_gmem[index].scale = scale;
-      params.k_scales_gmem[index] = any ? __uint_as_float(0x7FFFFFFFu) : scale;
+      written.scale = scale;
+      written.any_odd = any;
     }
   } else {
     if (thread == 0) params.q_scales_gmem[head_index * at.blocks + at.block] = scale;

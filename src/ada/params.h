@@ -18,10 +18,12 @@ struct Params {
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 
-// A block with keys that are not finite: they spoil the rows that see them, and only those.
-struct OddKeys {
+// Of a block of K: what its integers are multiples of, and a bit for each key that is not finite:
+// such keys spoil the rows that see them, and only those.
+struct alignas(16) KeyScale {
   float scale;
-  uint32_t keys[SCALE_ROWS / 32];  // a bit for each
+  uint32_t any_odd;
+  uint32_t odd[SCALE_ROWS / 32];
 };
 
 // Of the kernels that make Q and K int8, and of the one that computes with them.
@@ -35,24 +37,23 @@ struct Int8Params {
   int64_t q_batch, q_head, q_row;
   int64_t k_batch, k_head, k_row;
   // In the workspace. A block is SCALE_ROWS rows of a head.
-  float* k_sums_gmem;     // (batch, heads_kv, k_sum_tiles, d): columns, summed over a tile
-  int8_t* q_values_gmem;  // (batch, heads_q, nq, columns)
-  int8_t* k_values_gmem;  // (batch, heads_kv, nk, columns)
-  float* q_scales_gmem;   // (batch, heads_q, q_blocks)
-  float* k_scales_gmem;   // (batch, heads_kv, k_blocks); NaN: see k_odd_gmem
-  OddKeys* k_odd_gmem;    // the same shape
-  float* shifts_gmem;     // (batch, heads_q, nq): what the mean of K adds to a row's scores
-  int32_t d;              // columns given
-  int32_t columns;        // stored: d rounded up to 16
+  float* k_mean_gmem;       // (batch, heads_kv, d)
+  int8_t* q_values_gmem;    // (batch, heads_q, nq, columns)
+  int8_t* k_values_gmem;    // (batch, heads_kv, nk, columns)
+  float* q_scales_gmem;     // (batch, heads_q, q_blocks)
+  KeyScale* k_scales_gmem;  // (batch, heads_kv, k_blocks)
+  float* shifts_gmem;       // (batch, heads_q, nq): what the mean of K adds to a row's scores
+  int32_t d;                // columns given
+  int32_t columns;          // stored: d rounded up to 16
   int32_t heads_q, heads_kv, nq, nk;
   int32_t q_blocks, k_blocks;  // of a head
-  int32_t k_sum_tiles;         // of a head
+  int32_t mean_step;           // the mean of K is that of every mean_step-th key
   int32_t k_ctas;              // of the second kernel: those before the ones for Q
   float scale;
 };
 static_assert(std::is_trivially_copyable_v<Int8Params>);
 
 constexpr int INT8_THREADS = 256;
-constexpr int INT8_SUM_ROWS = 512;  // a CTA of the first kernel sums so many
+constexpr int INT8_MEAN_KEYS = 512;  // the mean of K is that of at most so many
 
 }  // namespace archflash::ada

@@ -130,7 +130,8 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
   const int64_t k_heads = problem.batch * problem.heads_kv;
   const int64_t q_blocks = ceil_div(problem.nq, SCALE_ROWS);
   const int64_t k_blocks = ceil_div(problem.nk, SCALE_ROWS);
-  const int64_t k_sum_tiles = ceil_div(problem.nk, INT8_SUM_ROWS);
+  // Odd, so that it meets no period of two.
+  const int64_t mean_step = ceil_div(problem.nk, INT8_MEAN_KEYS) | 1;
   const int64_t ctas = k_heads * k_blocks + q_heads * q_blocks;  // of the second kernel
   if (ctas > core::GRID_LIMIT) return Reasons{core::grid_too_large(ctas)};
 
@@ -152,7 +153,7 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
   params.nk = static_cast<int32_t>(problem.nk);
   params.q_blocks = static_cast<int32_t>(q_blocks);
   params.k_blocks = static_cast<int32_t>(k_blocks);
-  params.k_sum_tiles = static_cast<int32_t>(k_sum_tiles);
+  params.mean_step = static_cast<int32_t>(mean_step);
   params.k_ctas = static_cast<int32_t>(k_heads * k_blocks);
   params.scale = static_cast<float>(problem.scale);
 
@@ -171,21 +172,20 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
     slots.push_back({Operand::Workspace, static_cast<int32_t>(pointer), start});
     return start;
   };
-  part(offsetof(Int8Params, k_sums_gmem), k_heads * k_sum_tiles * problem.d * sizeof(float));
+  part(offsetof(Int8Params, k_mean_gmem), k_heads * problem.d * sizeof(float));
   const int64_t q_values =
       part(offsetof(Int8Params, q_values_gmem), q_heads * problem.nq * columns);
   const int64_t k_values =
       part(offsetof(Int8Params, k_values_gmem), k_heads * problem.nk * columns);
   part(offsetof(Int8Params, q_scales_gmem), q_heads * q_blocks * sizeof(float));
-  part(offsetof(Int8Params, k_scales_gmem), k_heads * k_blocks * sizeof(float));
-  part(offsetof(Int8Params, k_odd_gmem), k_heads * k_blocks * sizeof(OddKeys));
+  part(offsetof(Int8Params, k_scales_gmem), k_heads * k_blocks * sizeof(KeyScale));
   part(offsetof(Int8Params, shifts_gmem), q_heads * problem.nq * sizeof(float));
   made->workspace_bytes = workspace.bytes;
 
   const auto prepare = [&](const std::string& step, int64_t grid) {
     if (grid == 0) return;
     Launch launch;
-    launch.kernel = "ada_int8_" + step + "_" + word;
+    launch.kernel = "ada_int8_" + step;
     launch.image = last.image;
     launch.grid = {grid, 1, 1};
     launch.block = {INT8_THREADS, 1, 1};
@@ -195,8 +195,8 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
     launch.pointers.push_back({Operand::K, offsetof(Int8Params, k_gmem), 0});
     made->launches.push_back(std::move(launch));
   };
-  prepare("sum", k_heads * k_sum_tiles);
-  prepare("values", ctas);
+  if (problem.nk > 0) prepare("mean_" + word, k_heads);
+  prepare("values_" + word + (problem.d <= 128 ? "_d128" : "_d256"), ctas);
   for (PointerSlot& slot : last.pointers) {
     if (slot.operand == Operand::Q) slot = {Operand::Workspace, slot.offset, q_values};
     if (slot.operand == Operand::K) slot = {Operand::Workspace, slot.offset, k_values};

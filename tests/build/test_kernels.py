@@ -235,6 +235,8 @@ INSTRUCTIONS = {
     "ada_attention_fwd_bf16_": ("HMMA.16816.F32", *TILES),
     "ada_attention_fwd_e": (*TILES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
     "ada_attention_fwd_f16_": ("HMMA.16816.F32", *TILES),
+    "ada_int8_mean_": ("FADD", "LDG.E.128"),
+    "ada_int8_values_": ("LDG.E.128", "F2I"),
     "ada_quantize_at_once_": ("F2FP.SATFINITE.E4M3.F32", "F2FP.SATFINITE.E5M2.F32", "LDG.E.128"),
     "ada_quantize_descale": ("FMNMX",),
     "ada_quantize_largest_": ("FMNMX", "LDG.E.128"),
@@ -261,7 +263,7 @@ INSTRUCTIONS = {
 }
 # 8-bit floating-point products: 9.0 and 10.0 make them of 16-bit ones.
 FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32")
-WITHOUT_TENSOR_CORES = ("simt_", "ada_quantize_")
+WITHOUT_TENSOR_CORES = ("simt_", "ada_quantize_", "ada_int8_")
 TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
 
@@ -298,6 +300,8 @@ def test_every_kernel_has_the_instructions_that_it_was_made_for(
         expected = list(INSTRUCTIONS[start])
         if start.endswith("_attention_fwd_e"):
             expected.append(FP8_PRODUCTS.get(target, "HMMA.16816.F32"))
+        if "_int8_d" in kernel:
+            expected.append("IMMA.16832.S8.S8")
         for wanted in expected:
             assert any(has.startswith(wanted) for has in instructions), (kernel, wanted)
 
@@ -344,6 +348,8 @@ def problems() -> tuple[native.Problem, ...]:
                 q = torch.empty(b, h, n, d, dtype=dtype, device="meta")
                 v = torch.empty(b, h, n, dv, dtype=dtype, device="meta")
                 found.append(make_problem(q, q, v).as_if_on_cuda())
+                if dtype in (torch.float16, torch.bfloat16):
+                    found.append(make_problem(q, q, v, approximate="int8_qk").as_if_on_cuda())
     return tuple(found)
 
 

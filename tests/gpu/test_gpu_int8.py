@@ -25,6 +25,7 @@ from torch import Tensor
 
 import archflash
 from archflash import reference
+from archflash.cli.replay import make_inputs, run_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -136,3 +137,24 @@ def test_error_against_exact_attention(kernel: str, outliers: bool, limit: float
     expected = reference.attention(q, k, v, return_lse=False)
     error = (out.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert 0.001 < error < limit
+
+
+@every_kernel
+@pytest.mark.parametrize("device", ["RTX 4090", "H200"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_a_plan_for_another_gpu_is_right_here(
+    kernel: str, device: str, dims: tuple[int, int]
+) -> None:
+    q, k, v = (
+        torch.empty(2, heads, rows, dim, dtype=torch.float16, device="meta")
+        for heads, rows, dim in ((4, 333, dims[0]), (2, 777, dims[0]), (2, 777, dims[1]))
+    )
+    call: dict[str, Any] = {"causal": True}
+    plan = archflash.explain(
+        q, k, v, device=device, implementation=kernel, approximate="int8_qk", **call
+    ).plan
+    assert plan is not None
+    inputs = make_inputs(plan.problem.to_dict(), torch.device("cuda"))
+    out = run_plan(plan, inputs)
+    report, _ = reference.check_int8_qk(out, None, inputs.q, inputs.k, inputs.v, **call)
+    assert report.ok, report

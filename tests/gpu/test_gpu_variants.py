@@ -121,4 +121,6 @@ def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
         if name == kernel:
             plan = plan_for(kernel, device, dtype, dims, shape)
             ran |= {launch["kernel"] for launch in plan.to_dict()["launches"]}
-    assert ran == {name for name in every_entry(kernel) if "_quantize_" not in name}
+    assert ran == {
+        name for name in every_entry(kernel) if "_quantize_" not in name and "int8_" not in name
+    }

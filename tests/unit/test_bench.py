@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from archflash import reference
+
 # The benchmarks are no part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench import correctness, environment, host_overhead, report, results, run, timing
-from bench.candidates import Candidate, reason_of, torch_candidates
+from bench.candidates import Candidate, int8_candidate, reason_of, torch_candidates
 from bench.cases import Case, choose_cases, load_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +62,7 @@ def test_case_name_says_the_shape(name: str) -> None:
 
 
 def test_cases_cover_the_published_tables() -> None:
-    assert len(CASES) == 27
+    assert len(CASES) == 32
     assert len(choose_cases(list(CASES.values()), group="fp32")) == 8
     assert len(choose_cases(list(CASES.values()), group="decode")) == 3
     published = {name: c.published_vs_math for name, c in CASES.items() if c.published_vs_math}
@@ -78,6 +80,8 @@ def test_flops_and_bytes_of_hand_computed_cases() -> None:
     # 4 * 4 * 16 * 512 * 512 * 64 operations; four tensors of 4 * 16 * 512 * 64 floats.
     dense = CASES["fp32 4x16 512 d64"]
     assert (dense.flops(), dense.bytes()) == (4_294_967_296, 33_554_432)
+    # Three tensors of 64 * 64 * 1024 * 64 bytes, and an output of two bytes for each element.
+    assert CASES["e4m3 64x64 1024 d64"].bytes() == 5 * 268_435_456
     # Causal counts as half; q and out have 32 heads of 8192 rows, k and v 8 heads; 2 bytes each.
     grouped = CASES["bf16 4x32/8 8192 d128 c"]
     assert grouped.flops() == 4 * 4 * 32 * 8192 * 8192 * 128 // 2
@@ -662,3 +666,24 @@ def test_rows_planned_as_for_another_gpu_have_ratios_and_no_place_in_tables() ->
     assert "2.00x" in run.summary([case], {case.name: run.CaseResult(rows=[held, peer])})
     with pytest.raises(ValueError, match="two cases"):
         results.speedup({**held, "features": "sinks"}, peer)
+
+
+def test_fp8_outputs_are_held_to_the_rule_for_fp8() -> None:
+    case = Case("tiny", "e4m3", 1, 2, 1, 5, 70, 16, 16, causal=True)
+    ((q, k, v),) = timing.make_sets(case, "cpu", 1)
+    assert {x.dtype for x in (q, k, v)} == {torch.float8_e4m3fn}
+    right = reference.attention(q, k, v, return_lse=False, causal=True)
+    check = correctness.Checker(case)
+    assert check(q, k, v, right.bfloat16(), ours=True).problem == ""
+    assert "breaks the error rule" in check(q, k, v, (1.2 * right).bfloat16(), ours=True).problem
+    assert "output is" in check(q, k, v, right.half(), ours=True).problem
+
+
+def test_int8_is_a_row_of_its_own_that_no_table_takes_for_exact() -> None:
+    candidate = int8_candidate()
+    assert candidate.ours
+    assert not candidate.exact
+    assert candidate.features == "approximate=int8_qk"
+    call = candidate.bind(CASES["fp16 16x16 8192 d128"])
+    q = torch.randn(1, 1, 8, 16).half()
+    assert call(q, q, q).shape == q.shape  # forced: on the simulator

@@ -26,8 +26,13 @@ __device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const Place&
   math::mask_scores<C>(s_rmem, place.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
 }
 
-// The key blocks of a CTA, and their copies. Made once its place is in shared memory.
-template <class C>
+struct NothingElse {
+  __device__ __forceinline__ void operator()(int) const {}
+};
+
+// The key blocks of a CTA, and their copies. Made once its place is in shared memory. With the copy
+// of a block's K goes what start_with_k(key) starts: it lands with it.
+template <class C, class StartWithK = NothingElse>
 struct KeyBlocks {
   using QKTile = typename C::QKTile;
   using VTile = typename C::VTile;
@@ -37,10 +42,12 @@ struct KeyBlocks {
   uint32_t shared_smem;
   // First keys of the first and of the last block with a visible key. None: last before first.
   int begin, last;
+  StartWithK start_with_k;
 
   __device__ __forceinline__ KeyBlocks(const AttentionParams& params, const Place& place,
-                                       uint32_t shared_smem)
-      : params(params), place(place), shared_smem(shared_smem) {
+                                       uint32_t shared_smem,
+                                       const StartWithK& start_with_k = StartWithK())
+      : params(params), place(place), shared_smem(shared_smem), start_with_k(start_with_k) {
     const int last_row = min(place.work.first_row + C::BLOCK_Q, place.work.nq) - 1;
     begin = place.visible.first(place.work.first_row) & -C::BLOCK_K;
     last = place.visible.last(last_row) & -C::BLOCK_K;
@@ -49,6 +56,7 @@ struct KeyBlocks {
   __device__ __forceinline__ void start_k(int key, uint32_t stage_smem) const {
     start_keys<C, QKTile>(stage_smem + C::K_SMEM, place.k_gmem, params.k_row, params.d / C::QK_PACK,
                           key, place.visible.nk);
+    start_with_k(key);
   }
   __device__ __forceinline__ void start_v(int key, uint32_t stage_smem) const {
     start_keys<C, VTile>(stage_smem + C::V_SMEM, place.v_gmem, params.v_row, params.dv / C::V_PACK,
@@ -82,10 +90,10 @@ struct KeyBlocks {
   __device__ __forceinline__ void visit(const Weigh& weigh, const Multiply& multiply) const;
 };
 
-template <class C>
+template <class C, class StartWithK>
 template <class Weigh, class Multiply>
-__device__ __forceinline__ void KeyBlocks<C>::visit(const Weigh& weigh,
-                                                    const Multiply& multiply) const {
+__device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& weigh,
+                                                                const Multiply& multiply) const {
   uint32_t stage_smem = shared_smem;  // of this block: what the offsets K_SMEM and V_SMEM start at
   QFragments<C> q_rmem;
 #pragma unroll 1

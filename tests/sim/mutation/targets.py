@@ -20,6 +20,9 @@ from archflash import _archflash as _runtime
 
 from ..cards.cases import DTYPES, hashed
 
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DESCALES = ("q_descale", "k_descale", "v_descale")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -51,14 +54,24 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.name.split("_")[0]]
+        return (DTYPES | FP8)[self.name.split("_")[0]]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype in FP8.values()
 
     def calls(self) -> list[Call]:
         """The calls, each a bound one."""
-        return [Call(self, *made) for made in _calls(self)]
+        calls = _calls(self)
+        if self.is_fp8:
+            for number, (_, inputs, options) in enumerate(calls):
+                _add_descales(number, inputs, options)
+        return [Call(self, *made) for made in calls]
 
 
 TARGETS = (
+    Target("ada", "e4m3_d64", "RTX 4090", 0, 64, 64, 64),
+    Target("ada", "e5m2_d128", "RTX 4090", 0, 64, 64, 128),
     Target("ampere", "bf16_d64_large", "A100", 1, 128, 128, 64),
     Target("ampere", "bf16_d128_medium", "A100", 1, 128, 64, 128),
     Target("ampere", "bf16_d64_few", "A100", 0, 64, 128, 64),
@@ -111,7 +124,8 @@ class Call:
         self.plan = plan
         packed = q.ndim == 3
         bnhd = options.get("layout") == "bnhd"
-        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype)
+        out_dtype = options.get("out_dtype", torch.bfloat16) if target.is_fp8 else q.dtype
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
         if packed:
             lse_shape: tuple[int, ...] = (q.shape[1], q.shape[0])
         else:
@@ -119,15 +133,21 @@ class Call:
         self.tensors = {"q": q, "k": k, "v": v, "out": out}
         if want_lse:
             self.tensors["lse"] = torch.empty(lse_shape, dtype=torch.float32)
-        for option in ("sinks", "cu_seqlens_q", "cu_seqlens_k", "q_offset"):
+        for option in ("sinks", "cu_seqlens_q", "cu_seqlens_k", "q_offset", *DESCALES):
             if isinstance(options.get(option), Tensor):
                 self.tensors[option] = options[option]
         self._reference, self._lse = reference.attention(q, k, v, **options)
-        self._baseline = reference.baseline(q, k, v, **options)
+        self._inputs, self._options = inputs, options
+        self._baseline = None if target.is_fp8 else reference.baseline(q, k, v, **options)
 
     def verdict(self, tensors: dict[str, Tensor]) -> str:
         """What is wrong with the outputs by the project's rules; empty: nothing."""
-        out = reference.check(tensors["out"], self._reference, self._baseline)
+        if self._baseline is None:
+            out = reference.check_fp8(
+                tensors["out"], self._reference, *self._inputs, **self._options
+            )
+        else:
+            out = reference.check(tensors["out"], self._reference, self._baseline)
         if not out.ok:
             return f"out {out}"
         if "lse" in self.tensors:
@@ -139,6 +159,7 @@ class Call:
 
 def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     rows, keys, d, dtype = target.rows, target.keys, target.d, target.dtype
+    step = 16 if target.is_fp8 else 8  # of head dims
 
     def make(shape: tuple[int, ...], stream: int) -> Tensor:
         return hashed(shape, stream).to(dtype)
@@ -160,7 +181,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     packed = [
         make((sum(queries), 2, d), 1),
         make((sum(sequences) + 9, 1, d), 2),
-        make((sum(sequences) + 9, 1, d), 3)[..., : d - 8],
+        make((sum(sequences) + 9, 1, d), 3)[..., : d - step],
     ]
     for x in packed[1:]:
         x[-9:] = torch.nan
@@ -172,9 +193,11 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     ]
     late = torch.tensor([few - rows - 5], dtype=torch.int32)
     narrow = qkv(rows + 1, few, (2, 1), d)
-    narrow = [narrow[0][..., : d - 24], narrow[1][..., : d - 24], narrow[2]]
+    some = d - step - 16
+    narrow = [narrow[0][..., :some], narrow[1][..., :some], narrow[2]]
     huge = qkv(rows, 3 * keys, (2, 1), d)
-    huge = [huge[0] * 4096, huge[1] * 4096, huge[2]]
+    if not target.is_fp8:
+        huge = [huge[0] * 4096, huge[1] * 4096, huge[2]]
     many = []
     if target.many:
         n, heads = target.many
@@ -203,5 +226,20 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
             qkv(rows - 1, few + 1, (2, 2), d),
             {"scale": -0.125, "return_lse": False},
         ),
-        ("huge scores", huge, {}),
+        ("huge scores", huge, {"scale": 1e6} if target.is_fp8 else {}),
     ]  # fmt: skip
+
+
+def _add_descales(number: int, inputs: list[Tensor], options: dict[str, Any]) -> None:
+    """Descales of another kind for each FP8 call, and an output of either type."""
+    for letter, x in zip("qkv", inputs, strict=True):
+        if x.ndim == 3:
+            shape: tuple[int, ...] = (len(options["cu_seqlens_q"]) - 1, x.shape[1])
+        else:
+            heads_first = x.transpose(1, 2) if options.get("layout") == "bnhd" else x
+            batch, heads, rows, _ = heads_first.shape
+            blocks = (batch, heads, -(-rows // 64))
+            shape = (blocks, (heads,), (1,), blocks, (batch, heads), (1,))[number % 6]
+        options[f"{letter}_descale"] = hashed(shape, 7 + ord(letter)).abs() + 0.25
+    if number % 2:
+        options["out_dtype"] = torch.float16
