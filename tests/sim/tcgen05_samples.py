@@ -1,7 +1,7 @@
 """Small kernels of tcgen05: a tile of a matrix product in each form, and a tile of attention.
 
-They are PTX text, so that a test can change one thing in them. `barrier pictures` are beside the
-kernels; what the numbers of descriptors mean is in test_tcgen05_descriptors.py.
+They are PTX text, so that a test can change one thing in them. Who signals whom is drawn beside
+each; what the numbers of descriptors mean is in test_tcgen05_descriptors.py.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def lines(pieces: list[str]) -> str:
     return "\n".join(pieces)
 
 
-def registers(name: str, count: int, first: int = 0, step: int = 1) -> str:
-    return "{" + ", ".join(f"%{name}{first + i * step}" for i in range(count)) + "}"
+def registers(name: str, count: int, first: int = 0) -> str:
+    """A vector of registers: {%d4, %d5, ...}."""
+    return "{" + ", ".join(f"%{name}{first + i}" for i in range(count)) + "}"
 
 
 def box(at: str, map_: str, x: str, y: str, bar: str, *, pair: bool = False) -> str:
