@@ -4,6 +4,7 @@ committed, so that the tests need no nvcc; a test compares them where there is o
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,12 +30,14 @@ def compiled(nvcc: str, architecture: str) -> str:
     Raises:
         RuntimeError: it does not compile; the message is nvcc's.
     """
+    # A sanitizer that is loaded before Python is none of the compiler's.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(
         [
             nvcc, "-std=c++20", "-O3", "-Werror", "all-warnings", "-I", str(SOURCES), "-ptx",
             f"-arch=compute_{architecture}", "-o", "-", str(FOLDER / "pipeline.cu"),
         ],
-        capture_output=True, text=True, check=False,
+        env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
