@@ -100,22 +100,24 @@ struct Config {
 
 // clang-format off
 constexpr Registers MORE_SOFTMAX{192, 80, 48};
-// Exponentials by polynomial: where the MUFU would bound the kernel (NOTES.md).
+// Exponentials by polynomial: as many as the MUFU is behind the tensor cores (NOTES.md).
+constexpr Switches NONE{};
 constexpr Switches EIGHTH{.polynomial_pairs = 2};
-constexpr Switches THIRD{.polynomial_pairs = 6};
+constexpr Switches QUARTER{.polynomial_pairs = 4};
+constexpr Switches THREE_EIGHTHS{.polynomial_pairs = 6};
 
 //                              head_dim        block  stages  O over
 //                             q,k   v    tiles  _k    K   V   Q      registers     switches
 template <DType T>
-using D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, THIRD>;
+using D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, THREE_EIGHTHS>;
 template <DType T>
-using D96  = Config<T,  96,  96,  2,    128,  5,  0,  false, MORE_SOFTMAX, EIGHTH>;
+using D96  = Config<T,  96,  96,  2,    128,  5,  0,  false, MORE_SOFTMAX, QUARTER>;
 template <DType T>
 using D128 = Config<T, 128, 128,  2,    128,  3,  0,  false, MORE_SOFTMAX, EIGHTH>;
 template <DType T>
-using D192 = Config<T, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, EIGHTH>;
+using D192 = Config<T, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, NONE>;
 template <DType T>
-using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  MORE_SOFTMAX, EIGHTH>;
+using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  MORE_SOFTMAX, NONE>;
 // clang-format on
 
 // The sums that NOTES.md shows.

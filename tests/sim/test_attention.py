@@ -38,7 +38,8 @@ MODES = ("lazy", "eager", "random", "priority")
 SEEDS = int(os.environ.get("ARCHFLASH_SIM_SEEDS", "4"))
 # Its CTAs are 16 warps and 256 rows, however few a call has: each call runs under one of those
 # four, by its shape; in the full run under all seeds. test_blackwell_dc.py compares schedules.
-ONE_OF_FOUR = set() if SEEDS > len(MODES) else {"blackwell_dc"}
+IN_FULL = len(MODES) < SEEDS
+ONE_OF_FOUR = set() if IN_FULL else {"blackwell_dc"}
 # Findings that are as they must be, by kernel.
 EXPLAINED = {
     # S of the next step overwrites P that the product before it reads: products of one thread run

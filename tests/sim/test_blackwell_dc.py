@@ -25,10 +25,10 @@ EXPLAINED = "tcgen05-order"
 # Of each Config: (d, dv), rows and keys of a CTA's tile, how many 2^x of a row's block are MUFU's.
 CONFIGS = {
     "d64": ((64, 64), 256, 128, 80),
-    "d96": ((96, 96), 256, 128, 112),
+    "d96": ((96, 96), 256, 128, 96),
     "d128": ((128, 128), 256, 128, 112),
-    "d192": ((192, 128), 256, 128, 112),
-    "d256": ((256, 256), 128, 64, 56),
+    "d192": ((192, 128), 256, 128, 128),
+    "d256": ((256, 256), 128, 64, 64),
 }
 SOFTMAX_WARPS = 4  # of a tile of 128 rows
 
@@ -100,7 +100,7 @@ def test_packed_sequences_with_and_without_keys_follow_each_other(config: str) -
 
 
 def opcodes_of(config: str, blocks: int, rising: bool) -> dict[str, int]:
-    """Of one CTA's full tile over so many full blocks of keys. Keys go from the last to the first."""
+    """Of one CTA's full tile over so many full blocks of keys, which it takes from the last on."""
     (d, dv), rows, keys, _ = CONFIGS[config]
     q, k = torch.zeros(1, 1, rows, d), torch.zeros(1, 1, blocks * keys, d)
     q[..., 0] = 8.0
