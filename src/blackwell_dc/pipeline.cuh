@@ -14,8 +14,8 @@ namespace archflash::blackwell_dc {
 //
 //   barrier         arrives               waits        so that
 //   q_full t        load, bytes           mma          Q has landed before it is multiplied
-//   q_empty t       mma, commit (O over   load         the last product with Q (the copy of its
-//                   Q: store)                          output) is done before the next Q is written
+//   q_empty t       mma, commit; O over   load         the last product with Q (and the copy of the
+//                   Q: and store                       output) is done before the next Q is written
 //   kv_full slot    load, bytes           mma, clean   K or V has landed before it is multiplied
 //   kv_empty slot   mma, commit           load         the products with it are done before TMA
 //                                                      writes there again
@@ -59,7 +59,7 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_init(q_full(t), 1);
-      ptx::mbarrier_init(q_empty(t), 1);
+      ptx::mbarrier_init(q_empty(t), C::O_OVER_Q ? 2 : 1);
       ptx::mbarrier_init(stats_full(t), C::SOFTMAX_WARPS);
       ptx::mbarrier_init(stats_empty(t), C::CORRECTION_WARPS);
       ptx::mbarrier_init(o_ready(t), 1);

@@ -243,7 +243,7 @@ struct Products {
                      k_place);
       ptx::tcgen05_commit(barriers.s_ready(buffer));
       if (t == C::TILES - 1) ptx::tcgen05_commit(barriers.kv_empty(k_slot));
-      if (!C::O_OVER_Q && last) ptx::tcgen05_commit(barriers.q_empty(t));
+      if (last) ptx::tcgen05_commit(barriers.q_empty(t));
     }
   }
 
@@ -298,7 +298,7 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
     if (count == 0) {  // no product reads this tile's Q
       for (int t = 0; t < C::TILES; ++t) {
         ptx::mbarrier_wait_parity(products.barriers.q_full(t), q_parity);
-        if (!C::O_OVER_Q) arrive_as_warp(products.barriers.q_empty(t));
+        arrive_as_warp(products.barriers.q_empty(t));
       }
       q_parity ^= 1;
       continue;

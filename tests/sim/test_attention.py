@@ -27,6 +27,8 @@ from archflash import _archflash_sim as _simulator
 from archflash import reference, sim
 from archflash.sim import _attention
 
+from .explained import unexplained
+
 NAN = math.nan
 # FP8: test_ada.py.
 KERNELS = {
@@ -40,12 +42,6 @@ SEEDS = int(os.environ.get("ARCHFLASH_SIM_SEEDS", "4"))
 # four, by its shape; in the full run under all seeds. test_blackwell_dc.py compares schedules.
 IN_FULL = len(MODES) < SEEDS
 ONE_OF_FOUR = set() if IN_FULL else {"blackwell_dc"}
-# Findings that are as they must be, by kernel.
-EXPLAINED = {
-    # S of the next step overwrites P that the product before it reads: products of one thread run
-    # in the order in which they are issued, which FlashAttention-4 relies on too (NOTES.md).
-    "blackwell_dc": {"tcgen05-order"},
-}
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 each_kernel_and_dtype = pytest.mark.parametrize(
@@ -101,10 +97,6 @@ def lay_out(x: Tensor, memory: str, heads_dim: int) -> Tensor:
 # --- the check of a call ---
 
 
-def unexplained(kernel: str, run: sim.Run) -> list[Any]:
-    return [f for f in run.report.findings if f.kind not in EXPLAINED.get(kernel, ())]
-
-
 def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, the same under every schedule; nothing was found wrong."""
     first: sim.Run | None = None
@@ -116,7 +108,7 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[T
         run = sim.run(
             q, k, v, implementation=kernel, mode=mode, seed=number, return_lse=True, **call
         )
-        assert not unexplained(kernel, run), f"{mode}, seed {number}: {run.report}"
+        assert not unexplained(kernel, run.report), f"{mode}, seed {number}: {run.report}"
         assert run.lse is not None
         if first is None:
             first = sim.Run(run.out.clone(), run.lse, run.reports, run.plan)
@@ -461,7 +453,7 @@ def test_max_seqlen_is_a_hint_and_never_a_bound_on_memory(
             q, k, v, implementation=kernel, mode=mode, seed=number, return_lse=True, out=out,
             max_seqlen_q=hint[0], max_seqlen_k=hint[1], **call,
         )  # fmt: skip
-        assert not unexplained(kernel, run), run.report
+        assert not unexplained(kernel, run.report), run.report
     if hint[0] >= 130 and hint[1] >= 129:
         assert run.lse is not None
         assert_close(out, run.lse, q, k, v, **call)
@@ -488,7 +480,7 @@ def test_rows_after_the_last_sequence_never_matter(kernel: str, dtype: str) -> N
     total = sum(lengths)
     out = torch.full_like(q, NAN)
     run = sim.run(q, k, v, implementation=kernel, causal=True, out=out, return_lse=True, **ends)
-    assert not unexplained(kernel, run), run.report
+    assert not unexplained(kernel, run.report), run.report
     assert out[total:].isnan().all()
     assert run.lse is not None
     lse = run.lse[:, :total]
@@ -507,7 +499,7 @@ def test_wrong_cu_seqlens_never_leave_the_tensors(kernel: str, wrong: tuple[int,
         call = {**ends, name: int32(list(wrong))}
         run = sim.run(q, k, v, implementation=kernel, check=False, **call)
         # Overlapping sequences may make two CTAs write a row; nothing else may be wrong.
-        wrong_ones = unexplained(kernel, run)
+        wrong_ones = unexplained(kernel, run.report)
         assert all(f.kind == "race" and "CTA" in f.message for f in wrong_ones), run.report
 
 
@@ -583,7 +575,7 @@ def test_the_tiles_for_every_gpu_agree_with_float64(
     run = sim.run(
         q, k, v, implementation=kernel, mode=mode, seed=1, plan=plan, return_lse=True, **call
     )
-    assert not unexplained(kernel, run), run.report
+    assert not unexplained(kernel, run.report), run.report
     assert run.lse is not None
     assert_close(run.out, run.lse, q, k, v, **call)
 
