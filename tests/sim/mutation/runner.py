@@ -21,7 +21,6 @@ from archflash import sim
 from archflash.sim._attention import bound_parameters, ptx_text
 from archflash.sim._launch import Bindings, Buffer, run_kernel
 
-from ..explained import unexplained
 from .excuses import EXCUSES
 from .mutants import KINDS, Mutant, mutants
 from .statements import Statement, kernel_module, split
@@ -133,7 +132,7 @@ class Subject:
             limit = 1 << 30
             for mode, seed, race in sorted({run for runs in SCHEDULES.values() for run in runs}):
                 report, outputs = trial.run(program, mode, seed, race, limit)
-                assert not unexplained(name, report), f"{name}, {trial.name}: {report}"
+                assert not report.findings, f"{name}, {trial.name}: {report}"
                 verdict = trial.verdict(outputs)
                 assert not verdict, f"{name}, {trial.name}: {verdict}"
                 if limit != 1 << 30:
@@ -191,9 +190,8 @@ class Subject:
             for baseline in baselines:
                 report, outputs = baseline.trial.run(program, mode, seed, race, baseline.limit)
                 where = f"{baseline.trial.name}, {mode}"
-                found = unexplained(self.name, report)
                 for severity in ("error", "lint"):
-                    for finding in found:
+                    for finding in report.findings:
                         if finding.severity == severity:
                             return severity, f"{where}: {finding.kind}: {finding.message}"
                 if all(map(_same_bits, outputs, baseline.outputs)):

@@ -82,8 +82,6 @@ TARGETS = (
     Target("blackwell_consumer", "bf16_d64_few", "RTX 5090", 5, 64, 128, 64, (61, 11)),
     Target("blackwell_consumer", "bf16_d128_large", "RTX 5090", 1, 256, 64, 128, (137, 2)),
     Target("blackwell_consumer", "bf16_d128_medium", "RTX 5090", 2, 128, 64, 128, (137, 2)),
-    Target("blackwell_dc", "bf16_d64", "B200", 1, 256, 128, 64),
-    Target("blackwell_dc", "bf16_d128", "B200", 2, 256, 128, 128),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
