@@ -1,5 +1,6 @@
 #include "sim/matrix_tile.h"
 
+#include <bit>
 #include <cstring>
 
 #include "sim/cluster.h"
@@ -107,6 +108,34 @@ bool follows_pattern(const MatrixDescriptor& descriptor) {
   return (((descriptor.start >> 7) - descriptor.base_offset) & descriptor.mask) == 0;
 }
 
+namespace {
+
+// How many units lie together, in an order that the swizzle chooses, where their first one is
+// aligned to all of them.
+uint32_t units_together(const MatrixTile& tile, const Extent& extent) {
+  if (tile.descriptor.span == 0) return 1;
+  const uint32_t units = tile.k_major ? extent.units : tile.descriptor.span / TILE_UNIT;
+  const bool whole = std::has_single_bit(units) && units * TILE_UNIT <= tile.descriptor.span &&
+                     extent.first_unit % units == 0 && extent.units % units == 0;
+  return whole ? units : 1;
+}
+
+// Whether there is nothing to be said of units that lie together: they are then noted as read.
+bool opens_quietly(Warp& warp, Cta& owner, const MatrixTile& tile, uint32_t line, uint32_t unit,
+                   uint32_t units, Clock clock) {
+  const uint32_t bytes = units * TILE_UNIT;
+  const uint32_t place = tile_place(tile.descriptor, tile.k_major, line, unit);
+  if (place % bytes != 0) return false;
+  const uint32_t offset = (tile_address(tile.descriptor, place) & ~(bytes - 1)) - SHARED_START;
+  if (offset >= owner.shared_bytes() || bytes > owner.shared_bytes() - offset) return false;
+  if (!all_valid(owner.shared_state() + offset, bytes)) return false;
+  RaceDetector* races = warp.cta().races();
+  return races == nullptr || races->matrix_read_in_order({warp.agent(), 0, warp.pc()}, clock,
+                                                         owner.race_base() + offset, bytes);
+}
+
+}  // namespace
+
 void open_tile(Warp& warp, Cta& owner, const char* operand, const MatrixTile& tile, Clock clock) {
   const MatrixDescriptor& descriptor = tile.descriptor;
   const Extent extent = extent_of(tile);
@@ -118,8 +147,13 @@ void open_tile(Warp& warp, Cta& owner, const char* operand, const MatrixTile& ti
                    " starts inside its swizzle's pattern with a base offset of 0",
                descriptor.start);
   }
+  const uint32_t together = units_together(tile, extent);
   for (uint32_t line = extent.first_line; line < extent.first_line + extent.lines; ++line) {
     for (uint32_t unit = extent.first_unit; unit < extent.first_unit + extent.units; ++unit) {
+      if (unit % together == 0 && opens_quietly(warp, owner, tile, line, unit, together, clock)) {
+        unit += together - 1;
+        continue;
+      }
       const uint32_t address =
           tile_address(descriptor, tile_place(descriptor, tile.k_major, line, unit));
       const uint32_t offset = address - SHARED_START;

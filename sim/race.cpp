@@ -359,11 +359,28 @@ Race RaceDetector::matrix_read(const Accessor& who, Clock clock, uint32_t offset
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found && !(writes_[g] == passed)) race = check_async(who, writes_[g]);
   }
+  note_matrix_read(who, clock, offset, bytes);
+  return race;
+}
+
+bool RaceDetector::matrix_read_in_order(const Accessor& who, Clock clock, uint32_t offset,
+                                        uint32_t bytes) {
+  const uint32_t first = offset >> shift_, last = (offset + bytes - 1) >> shift_;
+  if (!(writes_[first] == passed_async_[static_cast<size_t>(who.agent)])) return false;
+  // Each is as the one before it.
+  if (std::memcmp(&writes_[first], &writes_[first] + 1, (last - first) * sizeof(Write)) != 0) {
+    return false;
+  }
+  note_matrix_read(who, clock, offset, bytes);
+  return true;
+}
+
+void RaceDetector::note_matrix_read(const Accessor& who, Clock clock, uint32_t offset,
+                                    uint32_t bytes) {
   const auto warps = static_cast<size_t>(warps_), warp = static_cast<size_t>(who.agent);
   for (uint32_t u = offset >> UNIT_LOG2; u <= (offset + bytes - 1) >> UNIT_LOG2; ++u) {
     matrix_reads_[u * warps + warp] = clock;
   }
-  return race;
 }
 
 Race RaceDetector::global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,

@@ -99,6 +99,8 @@ class RaceDetector {
   Race async_read(const Accessor& who, int unit, Clock clock, uint32_t offset, uint32_t bytes);
   // Likewise of the warp's matrix agent: whole units of 16 bytes.
   Race matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
+  // Likewise if it is known at a glance to be in order; else false, and nothing is noted.
+  bool matrix_read_in_order(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
   // A write of global memory that `who` starts and `unit` carries out.
   Race global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
                           uint32_t bytes);
@@ -174,6 +176,7 @@ class RaceDetector {
   bool ordered_for_every_lane(const Accessor& who, const Write& write);
   Race check_write(const Accessor& who, const Write& last) const;
   Race mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane);
+  void note_matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
   static void mark(uint32_t& reader, Clock now, uint32_t lane);
   // `strong`: the access is, too, and conflicts with plain reads only.
   Race check_readers(const Accessor& who, const uint32_t* readers, bool strong = false) const;
