@@ -89,8 +89,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
 
 // --- consumers ---
 
-// What a warp needs to know of its rows. In shared memory, read when it is needed: outputs and
-// scores leave few registers. Blocks are named by their first keys.
+// What a warp needs to know of its rows. In shared memory, read when it is needed, where outputs
+// and scores leave few registers. Blocks are named by their first keys.
 struct Place {
   unsigned round;               // of the tiles
   uint32_t q_parity;            // of the phase that brings this tile's Q
@@ -147,22 +147,29 @@ __device__ __forceinline__ void release(uint32_t barrier_smem) {
   if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
 }
 
-// Byte offsets of this lane's rows in the tiles, made anew where they are used: registers are few.
+// Read anew where it is used, but where registers hold the place: else they are few.
+template <class C>
+__device__ __forceinline__ unsigned thread_index() {
+  if constexpr (C::PLACE_IN_REGISTERS) return threadIdx.x;
+  return ptx::mov_tid_x_volatile();
+}
+
+// Byte offsets of this lane's rows in the tiles.
 template <class C>
 __device__ __forceinline__ uint32_t lane_q_smem(uint32_t shared_smem) {
-  const unsigned thread = ptx::mov_tid_x_volatile();
+  const unsigned thread = thread_index<C>();
   return shared_smem + C::Q_SMEM + thread / 32 * C::WARP_ROWS * C::QTile::ROW_BYTES +
          mma_sync::rows_first_offset<typename C::QTile>(thread % 32);
 }
 template <class C>
 __device__ __forceinline__ uint32_t lane_k_smem(uint32_t shared_smem, int stage) {
-  const unsigned thread = ptx::mov_tid_x_volatile();
+  const unsigned thread = thread_index<C>();
   return shared_smem + C::K_SMEM + stage * C::KTile::BYTES +
          mma_sync::columns_first_offset<typename C::KTile>(thread % 32);
 }
 template <class C>
 __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage) {
-  const unsigned thread = ptx::mov_tid_x_volatile();
+  const unsigned thread = thread_index<C>();
   return shared_smem + C::V_SMEM + stage * C::VTile::BYTES +
          mma_sync::v_first_offset<C>(thread % 32);
 }
@@ -184,9 +191,12 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   using QTile = typename C::QTile;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  static_assert(sizeof(PlaceOf<C>) <= C::PLACE_BYTES);
-  PlaceOf<C>& place =
-      *reinterpret_cast<PlaceOf<C>*>(shared + C::PLACE_SMEM + threadIdx.x / 32 * C::PLACE_BYTES);
+  static_assert(C::PLACE_IN_REGISTERS || sizeof(PlaceOf<C>) <= C::PLACE_BYTES);
+  PlaceOf<C> own_place;
+  PlaceOf<C>& place = C::PLACE_IN_REGISTERS
+                          ? own_place
+                          : *reinterpret_cast<PlaceOf<C>*>(shared + C::PLACE_SMEM +
+                                                           threadIdx.x / 32 * C::PLACE_BYTES);
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
@@ -195,7 +205,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       const math::Work work = math::find_tile<C::BLOCK_Q>(attention, params.tiles, index);
       if (work.first_row < 0) continue;
       const math::VisibleKeys visible = math::find_visible_keys(attention, work);
-      if (threadIdx.x % 32 == 0) {  // since release() no lane reads the last tile's place
+      // In shared memory one lane writes it for all: since release() none reads the last tile's.
+      if (C::PLACE_IN_REGISTERS || threadIdx.x % 32 == 0) {
         static_cast<Place&>(place) = find_place<C>(attention, work, visible, threadIdx.x / 32);
         if constexpr (C::FP8) {
           place.of_keys = math::find_key_descales(params.descales, attention, work);
@@ -207,12 +218,16 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         place.q_parity = q_parity;
         place.large_bases = 0;
       }
-      __syncwarp();  // it is written before any lane reads it
+      if constexpr (!C::PLACE_IN_REGISTERS) __syncwarp();  // it is written before any lane reads it
     }
     mma_sync::QFragments<C> q_rmem;
     math::Outputs<C> o_rmem = {};
-    math::RowState<C, WarpFlag> state;
-    state.large.flag_smem = &place.large_bases;
+    math::RowState<C, std::conditional_t<C::PLACE_IN_REGISTERS, bool, WarpFlag>> state;
+    if constexpr (C::PLACE_IN_REGISTERS) {
+      state.large = false;
+    } else {
+      state.large.flag_smem = &place.large_bases;
+    }
     math::clear(state);
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);              // Q has landed
     if (C::Q_IN_REGISTERS && place.blocks.first <= place.blocks.last) {  // else there is no Q
@@ -241,7 +256,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
       if (block < place.clear_first || block > place.clear_last) {
-        const unsigned thread = ptx::mov_tid_x_volatile();
+        const unsigned thread = thread_index<C>();
         const int first_row = place.work.first_row + thread / 32 * C::WARP_ROWS;
         math::mask_scores<C>(s_rmem, place.visible, first_row + thread % 32 / 4,
                              block + thread % 4 * 2);

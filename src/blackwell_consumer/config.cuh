@@ -17,10 +17,11 @@ enum class Registers {
 
 // A CTA owns BLOCK_Q query rows of one head at a time and walks over the keys, BLOCK_K at a time. A
 // consumer warp owns M_TILES tiles of 16 rows, which share every fragment of K and V that it reads.
-// HEAD_DIM bounds d, HEAD_DIM_V bounds dv. PLACE_BYTES_: what a consumer warp knows of its work.
+// HEAD_DIM bounds d, HEAD_DIM_V bounds dv. What a consumer warp knows of its work is its place:
+// PLACE_BYTES_ of shared memory, or registers where there are enough.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
           int STAGES_, bool Q_IN_REGISTERS_, Registers REGISTERS_, int CTAS_PER_SM_,
-          int PLACE_BYTES_ = 96>
+          bool PLACE_IN_REGISTERS_ = false, int PLACE_BYTES_ = 96>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
@@ -66,7 +67,9 @@ struct Config {
   static constexpr int BARRIER_SMEM = V_SMEM + STAGES * VTile::BYTES;
   static constexpr int BARRIERS = 2 + 4 * STAGES;  // full and empty, of Q and of each stage
   static constexpr int PLACE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
-  static constexpr int PLACE_BYTES = PLACE_BYTES_;  // of each consumer warp
+  static constexpr bool PLACE_IN_REGISTERS = PLACE_IN_REGISTERS_;
+  static constexpr int PLACE_BYTES =
+      PLACE_IN_REGISTERS ? 0 : PLACE_BYTES_;  // of each consumer warp
   static constexpr int SHARED_BYTES = PLACE_SMEM + WARPS * PLACE_BYTES;
 
   static_assert(BLOCK_K % (16 * V_PACK) == 0 && (BLOCK_K & (BLOCK_K - 1)) == 0,
@@ -83,16 +86,16 @@ struct Config {
 };
 
 // clang-format off
-//                                head_dim         m_    block         Q in                    CTAs
-//                              q,k   v    warps tiles  _k    stages  regs   registers         per SM
+//                                head_dim         m_    block         Q in                    CTAs    place in
+//                              q,k   v    warps tiles  _k    stages  regs   registers         per SM  registers
 template <DType T>
 using D64Pair    = Config<T,  64,  64,  4,     2,    128,  2,     false, Registers::Roles,  2>;
 template <DType T>
 using D64Large   = Config<T,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
 template <DType T>
-using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3>;
+using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3, true>;
 template <DType T>
-using D64Few     = Config<T,  64,  64,  4,     1,    128,  2,     true,  Registers::Roles,  2>;
+using D64Few     = Config<T,  64,  64,  4,     1,    128,  2,     true,  Registers::Roles,  2, true>;
 template <DType T>
 using D96Large   = Config<T,  96,  96,  8,     2,     64,  2,     false, Registers::Roles,  1>;
 template <DType T>
@@ -123,17 +126,17 @@ constexpr int FP8_PLACE_BYTES = 144;
 //                                  head_dim         m_    block         Q in                    CTAs
 //                                q,k   v    warps tiles  _k    stages  regs   registers         per SM
 template <DType T>
-using Fp8D64Pair   = Config<T,  64,  64,  4,     2,     64,  4,     false, Registers::Roles,  2, FP8_PLACE_BYTES>;
+using Fp8D64Pair   = Config<T,  64,  64,  4,     2,     64,  4,     false, Registers::Roles,  2, false, FP8_PLACE_BYTES>;
 template <DType T>
-using Fp8D64Few    = Config<T,  64,  64,  4,     1,     64,  4,     true,  Registers::Even,   2, FP8_PLACE_BYTES>;
+using Fp8D64Few    = Config<T,  64,  64,  4,     1,     64,  4,     true,  Registers::Even,   2, false, FP8_PLACE_BYTES>;
 template <DType T>
-using Fp8D128Large = Config<T, 128, 128,  8,     1,     64,  2,     false, Registers::Roles,  1, FP8_PLACE_BYTES>;
+using Fp8D128Large = Config<T, 128, 128,  8,     1,     64,  2,     false, Registers::Roles,  1, false, FP8_PLACE_BYTES>;
 template <DType T>
-using Fp8D128Few   = Config<T, 128, 128,  4,     1,     64,  4,     true,  Registers::Even,   1, FP8_PLACE_BYTES>;
+using Fp8D128Few   = Config<T, 128, 128,  4,     1,     64,  4,     true,  Registers::Even,   1, false, FP8_PLACE_BYTES>;
 template <DType T>
-using Fp8D192      = Config<T, 192, 128,  4,     1,     64,  2,     false, Registers::Even,   1, FP8_PLACE_BYTES>;
+using Fp8D192      = Config<T, 192, 128,  4,     1,     64,  2,     false, Registers::Even,   1, false, FP8_PLACE_BYTES>;
 template <DType T>
-using Fp8D256      = Config<T, 256, 256,  8,     1,     32,  2,     false, Registers::Roles,  1, FP8_PLACE_BYTES>;
+using Fp8D256      = Config<T, 256, 256,  8,     1,     32,  2,     false, Registers::Roles,  1, false, FP8_PLACE_BYTES>;
 // clang-format on
 
 }  // namespace archflash::blackwell_consumer
