@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "ada/largest_of_cta.cuh"
 #include "ada/params.h"
 #include "common/math/bfloat16.cuh"
 #include "common/problem.h"
@@ -91,19 +92,6 @@ __device__ __forceinline__ void find_mean(const Int8Params& params) {
       is_finite(mean) ? mean : 0.0f;
 }
 
-// Of all threads of the CTA; every thread receives it.
-__device__ __forceinline__ float largest_of_cta(float value) {
-  __shared__ float of_warp[INT8_THREADS / 32];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-  __syncthreads();  // every warp's largest is written
-#pragma unroll
-  for (int warp = 0; warp < INT8_THREADS / 32; ++warp) value = fmaxf(value, of_warp[warp]);
-  return value;
-}
-
 // What a CTA of the second kernel works on.
 struct Int8Block {
   bool is_k;
@@ -175,7 +163,8 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
     }
     if (!at.is_k) dots[row][chunks.column / INT8_CHUNK] = dot;
   }
-  largest = largest_of_cta(largest);  // behind its barrier `odd` and `dots` are written
+  largest =
+      largest_of_cta<INT8_THREADS>(largest);  // behind its barrier `odd` and `dots` are written
   constexpr float SMALLEST_NORMAL = 1.17549435e-38f;  // its reciprocal is finite
   const float scale = largest == 0.0f ? 1.0f : fmaxf(largest / LARGEST_INT8, SMALLEST_NORMAL);
   const float factor = 1.0f / scale;

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "ada/largest_of_cta.cuh"
 #include "ada/quantize.h"
 #include "common/math/bfloat16.cuh"
 #include "common/problem.h"
@@ -144,19 +145,6 @@ struct TileChunks {
   }
 };
 
-// Of all threads of the CTA; every thread receives it.
-__device__ __forceinline__ float largest_of_cta(float value) {
-  __shared__ float of_warp[QUANTIZE_THREADS / 32];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-  __syncthreads();  // every warp's largest is written
-#pragma unroll
-  for (int warp = 0; warp < QUANTIZE_THREADS / 32; ++warp) value = fmaxf(value, of_warp[warp]);
-  return value;
-}
-
 // Normal, so that its reciprocal is finite; 1 for zeros.
 __device__ __forceinline__ float descale_of(float largest, DType out_dtype) {
   constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
@@ -169,7 +157,8 @@ template <DType DTYPE>
 __device__ __forceinline__ void quantize_at_once(const QuantizeParams& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
-  const float descale = descale_of(largest_of_cta(tile.largest()), params.out_dtype);
+  const float descale =
+      descale_of(largest_of_cta<QUANTIZE_THREADS>(tile.largest()), params.out_dtype);
   tile.write(params, descale);
   if (threadIdx.x == 0) params.descale_gmem[blockIdx.x] = descale;
 }
@@ -178,7 +167,7 @@ template <DType DTYPE>
 __device__ __forceinline__ void quantize_largest(const QuantizeParams& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
-  const float largest = largest_of_cta(tile.largest());
+  const float largest = largest_of_cta<QUANTIZE_THREADS>(tile.largest());
   if (threadIdx.x == 0) params.largest_gmem[blockIdx.x] = largest;
 }
 
@@ -195,7 +184,7 @@ __device__ __forceinline__ void quantize_descale(const QuantizeParams& params) {
   float largest = 0.0f;
   for (int tile = threadIdx.x; tile < params.tiles_per_group; tile += QUANTIZE_THREADS)
     largest = fmaxf(largest, tiles_gmem[tile]);
-  largest = largest_of_cta(largest);
+  largest = largest_of_cta<QUANTIZE_THREADS>(largest);
   if (threadIdx.x == 0) params.descale_gmem[blockIdx.x] = descale_of(largest, params.out_dtype);
 }
 
