@@ -13,8 +13,6 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t LANE_SHIFT = 16;  // of an address; the column is below
-constexpr uint32_t COLUMN_MASK = 0xFFFF;
 constexpr int K_BYTES = 32;   // of one product, in shared memory
 constexpr int K_COLUMNS = 8;  // likewise in tensor memory
 constexpr uint32_t LOWER = 0xFFFF;
@@ -415,7 +413,6 @@ class Product : public PipeOperation {
     }
     return lanes;
   }
-  int group_rows(const RowGroup&) const { return rows(); }
 
  protected:
   void execute() override {

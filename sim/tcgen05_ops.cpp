@@ -8,8 +8,6 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t LANE_SHIFT = 16;
-constexpr uint32_t COLUMN_MASK = 0xFFFF;
 constexpr uint32_t MBARRIER_BYTES = 8;
 
 // An operand in brackets.
@@ -317,7 +315,11 @@ void build_transfer(Builder& b) {
   };
   const auto take_place = [&](int operand) {
     extra.address = take_address(b, operand, Space::Shared);
-    if (extra.shape == Shape::S16x32x2) extra.second = b.immediate();
+    if (extra.shape != Shape::S16x32x2) return;
+    extra.second = b.immediate();
+    if (extra.second <= -TMEM_COLUMNS || extra.second >= TMEM_COLUMNS) {
+      b.fail("a second half outside tensor memory");
+    }
   };
   if (loads) {
     take_registers();

@@ -229,6 +229,7 @@ void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, 
 
 void Tmem::check_values(Warp& warp, TmemUser::By by, const TmemRegion& region,
                         const char* what) const {
+  check_columns(region, what);
   constexpr uint32_t UPPER = 0xFFFF0000u;
   for (int c = region.first; c < region.first + region.count; ++c) {
     const LaneMask& written = written_[static_cast<size_t>(c)];
@@ -255,7 +256,6 @@ void Tmem::check_values(Warp& warp, TmemUser::By by, const TmemRegion& region,
 }
 
 void Tmem::read(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what) {
-  check_columns(region, what);
   check_values(warp, user.by, region, what);
   if (cta_.traced()) trace_use(user, region, false);
   if (user.unit < 0) return;

@@ -17,6 +17,8 @@ constexpr int TMEM_UNIT = 32;     // columns that an allocation is a multiple of
 constexpr int TMEM_QUARTERS = 4;  // lanes 32q .. 32q + 31 are those of warps w with w % 4 == q
 // Lanes 16h .. 16h + 15 are watched for races as one.
 constexpr int TMEM_HALVES = 8;
+constexpr uint32_t LANE_SHIFT = 16;  // of an address; the column is below
+constexpr uint32_t COLUMN_MASK = 0xFFFF;
 
 // Lanes of all quarters, bit i of word q: lane 32q + i.
 using LaneMask = std::array<uint32_t, TMEM_QUARTERS>;
@@ -64,7 +66,7 @@ class Tmem {
   void read(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what);
   void write(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what);
 
-  // Whether the cells hold values: for what is read as part of a write.
+  // Whether the cells hold values: for what is read as part of a write. Columns likewise.
   void check_values(Warp& warp, TmemUser::By by, const TmemRegion& region, const char* what) const;
 
   uint32_t* column(int c) { return &cells_[static_cast<size_t>(c) * TMEM_LANES]; }
