@@ -149,8 +149,7 @@ Description describe() {
       .name = "blackwell_consumer",
       .summary =
           "fp8 (e4m3), fp16 and bf16 attention by TMA and mma.sync in warps of two roles, for RTX "
-          "50 "
-          "and GB10 (12.x)",
+          "50 and GB10 (12.x)",
       .home_device = "RTX 5090",
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = "multiples of 8 (fp8: 16) up to 256, d and dv independent",
