@@ -196,7 +196,14 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
       throw Fault{"multicast", "the pair of CTA " + std::to_string(cta.index()) + " has no other",
                   lane};
     }
-    targets.push_back({{&cta, data.offset}, {&cluster.cta(signalled), barrier.offset}});
+    Cta& informed = cluster.cta(signalled);
+    if (informed.exited()) {
+      throw Fault{
+          "exited-cta",
+          "a multicast that signals CTA " + std::to_string(informed.index()) + ", which has exited",
+          lane};
+    }
+    targets.push_back({{&cta, data.offset}, {&informed, barrier.offset}});
   }
   return targets;
 }

@@ -69,7 +69,7 @@ struct TensorPort {
     int count;
   };
   // A load whose registers were used early, and the warp's own clock then: who knows of that knows
-  // that the load has read, on cards.
+  // that the load has read, if a card keeps the dependencies between registers.
   struct Used {
     Clock load, at;
   };

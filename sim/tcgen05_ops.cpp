@@ -201,7 +201,8 @@ Window window_of(Warp& warp, const Instruction& instruction, const TransferExtra
                 address};
   }
   if (field / LANES != quarter) {
-    // What loads and stores of all warps with lane 0 do on cards: each warp gets its own lanes.
+    // DeepGEMM's kernels (epilogue/sm100_store_cd.cuh) count on it: all warps name lane 0, each
+    // gets its own lanes.
     const bool tolerated = field / LANES == 0;
     const std::string message = std::string(what) + " at lane " + std::to_string(field) +
                                 " by warp " + std::to_string(warp.index()) + ", whose window is " +

@@ -460,14 +460,16 @@ def test_pairs_are_two_of_the_plain_instructions(
     )
     results = []
     for avx2 in (True, False):
-        native.set_avx2(avx2)
         for body in (packed, plain):
             out = torch.zeros(64, dtype=torch.int32)
             text = f"""mad.wide.u32 %rd12, %r0, 8, %rd1;
             mad.wide.u32 %rd13, %r0, 8, %rd0;
             {PAIRS}{body}
             st.global.v2.f32 [%rd13], {{%f9, %f10}};"""
-            run(program(text), out, inputs)
+            native.set_avx2(avx2)
+            try:
+                run(program(text), out, inputs)
+            finally:
+                native.set_avx2(True)
             results.append(out)
-    native.set_avx2(True)
     assert all(torch.equal(result, results[0]) for result in results)

@@ -507,7 +507,7 @@ def test_the_window_of_a_warp() -> None:
     assert wrong[0].kind == "tmem"
     assert "by warp" in wrong[0].message
     assert "window" in wrong[0].message
-    # Cards seem to take the warp's own lanes then.
+    # DeepGEMM's kernels count on the warp's own lanes then.
     assert {(f.kind, f.severity) for f in found("mov.u32 %r12, %r2;\n")} == {("tmem", "lint")}
     odd = found("add.u32 %r12, %r3, 0x100000;\n")
     assert "tcgen05.ld of this shape at lane" in odd[0].message
