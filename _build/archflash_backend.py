@@ -27,7 +27,7 @@ MINIMUM = (13, 0)
 # The metapackage pins every component to one release; nvcc's own package leaves its companions
 # unpinned.
 CUDA_PACKAGES = ["cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*"]
-# Its machine code loads from driver 580 on, as that of 13.0 does (src/blackwell_consumer/NOTES.md).
+# Its machine code loads with driver 580, the floor, on an H200 (src/blackwell_consumer/NOTES.md).
 PTXAS_PACKAGE = "nvidia-cuda-nvcc==13.5.37"
 NEWER_PTXAS = (13, 4)
 PTXAS_FOLDER = Path("build") / "ptxas"
@@ -150,9 +150,9 @@ def _use_compiler() -> None:
         if wheels is None:
             needed = ".".join(map(str, MINIMUM))
             raise RuntimeError(
-                f"archflash needs nvcc >= {needed} to build. None was found on this system, and the "
-                f"packages {CUDA_PACKAGES} are not installed: build with pip's build isolation, or "
-                f"install CUDA {needed}."
+                f"archflash needs nvcc >= {needed} to build. None was found on this system, and "
+                f"the packages {CUDA_PACKAGES} are not installed: build with pip's build isolation, "
+                f"or install CUDA {needed}."
             )
         root = link_wheel_toolkit(wheels, LINK_TREE.absolute())
     os.environ["CUDAToolkit_ROOT"] = str(root)  # noqa: SIM112  (CMake's spelling)

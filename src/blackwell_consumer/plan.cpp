@@ -93,15 +93,20 @@ constexpr Variant VARIANTS[] = {
 // By analogy: no GPU with 8-bit mma.sync and TMA was measured (NOTES.md).
 constexpr Variant FP8_VARIANTS[] = {
     variant<Fp8D64Pair<DType::E4M3>>(
-        "d64_pair", 1, 6, 16, "two CTAs per SM with 4 warps of 32 rows; its speed is unmeasured"),
+        "d64_pair", 1, 6, 16,
+        "two CTAs per SM with 4 warps of 32 rows; its speed is unmeasured on 12.x"),
     variant<Fp8D64Few<DType::E4M3>>(
-        "d64_few", 1, 0, 0, "few tiles: 64 rows make twice as many; its speed is unmeasured"),
-    variant<Fp8D128Large<DType::E4M3>>("d128_large", 1, 2, 2,
-                                       "8 warps of 16 rows share K and V; its speed is unmeasured"),
+        "d64_few", 1, 0, 0,
+        "few tiles: 64 rows make twice as many; its speed is unmeasured on 12.x"),
+    variant<Fp8D128Large<DType::E4M3>>(
+        "d128_large", 1, 2, 2, "8 warps of 16 rows share K and V; its speed is unmeasured on 12.x"),
     variant<Fp8D128Few<DType::E4M3>>(
-        "d128_few", 1, 0, 0, "few tiles: 64 rows make twice as many; its speed is unmeasured"),
-    variant<Fp8D192<DType::E4M3>>("d192", 1, 0, 0, "4 warps of 16 rows; its speed is unmeasured"),
-    variant<Fp8D256<DType::E4M3>>("d256", 1, 0, 0, "8 warps of 16 rows; its speed is unmeasured"),
+        "d128_few", 1, 0, 0,
+        "few tiles: 64 rows make twice as many; its speed is unmeasured on 12.x"),
+    variant<Fp8D192<DType::E4M3>>("d192", 1, 0, 0,
+                                  "4 warps of 16 rows; its speed is unmeasured on 12.x"),
+    variant<Fp8D256<DType::E4M3>>("d256", 1, 0, 0,
+                                  "8 warps of 16 rows; its speed is unmeasured on 12.x"),
 };
 
 std::span<const Variant> variants_of(DType dtype) {
