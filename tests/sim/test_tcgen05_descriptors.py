@@ -1,5 +1,5 @@
 """Descriptors of tcgen05: an encoder of our own, from the PTX manual's tables, against worked
-values and against what the simulator makes of every layout, type and bit.
+values and against what the simulator makes of every layout of 16-bit elements and every bit.
 """
 
 from __future__ import annotations
