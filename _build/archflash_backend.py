@@ -127,6 +127,7 @@ def newer_ptxas(toolkit: Path) -> Path:
     ptxas = PTXAS_FOLDER.absolute() / "nvidia" / "cu13" / "bin" / "ptxas"
     if _release(ptxas) < NEWER_PTXAS:
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
+        command += ["--disable-pip-version-check", "--no-input", "--retries", "1"]
         command += ["--target", str(PTXAS_FOLDER.absolute()), PTXAS_PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True)
         if _release(ptxas) < NEWER_PTXAS:
@@ -151,8 +152,8 @@ def _use_compiler() -> None:
             needed = ".".join(map(str, MINIMUM))
             raise RuntimeError(
                 f"archflash needs nvcc >= {needed} to build. None was found on this system, and "
-                f"the packages {CUDA_PACKAGES} are not installed: build with pip's build isolation, "
-                f"or install CUDA {needed}."
+                f"the packages {CUDA_PACKAGES} are not installed: build with pip's isolation, or "
+                f"install CUDA {needed}."
             )
         root = link_wheel_toolkit(wheels, LINK_TREE.absolute())
     os.environ["CUDAToolkit_ROOT"] = str(root)  # noqa: SIM112  (CMake's spelling)

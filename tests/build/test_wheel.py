@@ -198,7 +198,7 @@ report = reference.check(out, expected, reference.baseline(q, k, v, causal=True)
 print(json.dumps({
     "file": archflash.__file__, "ok": report.ok, "version": version("archflash"),
     "chosen": archflash.explain(q, q, q, device="RTX 5090").chosen,
-    "chosen16": archflash.explain(*[torch.empty(1, 2, 64, 64).half()] * 3, device="RTX 5090").chosen,
+    "chosen16": archflash.explain(q.half(), q.half(), q.half(), device="RTX 5090").chosen,
     "images": archflash._archflash.image_names(),
     "backend": __import__("nanobind_backend").__file__,
 }))
