@@ -10,7 +10,9 @@
 namespace archflash::blackwell_dc {
 
 // t: tile of the CTA; b: buffer of S; slot: of the ring. "Bytes": completed by TMA after the one
-// arrival that says how many; "commit": the one arrival of tcgen05.commit; "w": of each warp.
+// arrival that says how many; "commit": the one arrival of tcgen05.commit; "w": of each warp. Where
+// a tile has no keys, load and mma arrive at q_full and q_empty themselves, and where O is staged
+// over Q correction waits for q_full: it stages no earlier than load has seen the last q_empty.
 //
 //   barrier         arrives               waits        so that
 //   q_full t        load, bytes           mma          Q has landed before it is multiplied

@@ -109,7 +109,7 @@ __device__ __forceinline__ float follow_maximum(RowState& state, float max, floa
 }
 
 // 2^x of two numbers without the MUFU: 2^floor(x) * p(x - floor(x)), p(f) = 1 + f (P1 + f (P2 + f
-// (P3 + f P4))), |p(f) / 2^f - 1| <= 2.9e-6 in [0, 1): the log-sum-exp keeps its accuracy too. 0
+// (P3 + f P4))), |p(f) / 2^f - 1| < 3e-6 in [0, 1): the log-sum-exp keeps its accuracy too. 0
 // from -127 down; x is at most about BASE_LAG.
 __device__ __forceinline__ float2 exp2_polynomial(float2 x) {
   constexpr float P1 = 0.69304514f, P2 = 0.24127856f, P3 = 0.052245375f, P4 = 0.013425155f;
