@@ -108,7 +108,8 @@ def consumer_as_on_12x() -> Candidate:
         plans: dict[torch.Size, native.LaunchPlan] = {}
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            dtype = torch.bfloat16 if case.dtype == "e4m3" else q.dtype
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
             if q.shape not in plans:
                 plan = native.plan(name, _api.make_problem(q, k, v, causal=case.causal), device)
                 if isinstance(plan, list):

@@ -194,6 +194,7 @@ def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
             shared_limit=plan.device.shared_per_block,
             traced_ctas=settings.traced_ctas,
             stretch=settings.stretch,
+            strict=True,
         )
         reports.append(report)
         if settings.check and report.errors:

@@ -242,6 +242,7 @@ def launch(
     shared_limit: int = SHARED_LIMIT,
     traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
+    strict: bool = False,
     check: bool = True,
 ) -> Report:
     """Runs a kernel to its end.
@@ -267,6 +268,8 @@ def launch(
             grid, or their indices (x fastest).
         stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
             as the mode says.
+        strict: whether what compilers leave out around tensor memory, without harm on a card, is
+            an error as it is in this library's kernels (kinds "tcgen05-fence" and "tcgen05-wait").
         check: whether errors are raised.
 
     Returns:
@@ -321,6 +324,7 @@ def launch(
         shared_limit=shared_limit,
         traced_ctas=traced_ctas,
         stretch=stretch,
+        strict=strict,
     )
     if check and report.errors:
         raise SimulationError(report)
@@ -345,6 +349,7 @@ def run_kernel(
     shared_limit: int = SHARED_LIMIT,
     traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
+    strict: bool = False,
 ) -> Report:
     """Runs a kernel on parameter bytes whose addresses are those of `memory`."""
     result = program.module.run(
@@ -364,7 +369,7 @@ def run_kernel(
         _indices(traced_ctas, grid),
         stretch,
     )
-    return make_report(kernel, program.instructions(kernel), result)
+    return make_report(kernel, program.instructions(kernel), result, strict=strict)
 
 
 def _indices(traced_ctas: int | Sequence[int], grid: Sequence[int]) -> list[int]:
