@@ -152,8 +152,8 @@ def _use_compiler() -> None:
             needed = ".".join(map(str, MINIMUM))
             raise RuntimeError(
                 f"archflash needs nvcc >= {needed} to build. None was found on this system, and "
-                f"the packages {CUDA_PACKAGES} are not installed: build with pip's isolation, or "
-                f"install CUDA {needed}."
+                f"the packages {CUDA_PACKAGES} are not installed: build with pip's build "
+                f"isolation, or install CUDA {needed}."
             )
         root = link_wheel_toolkit(wheels, LINK_TREE.absolute())
     os.environ["CUDAToolkit_ROOT"] = str(root)  # noqa: SIM112  (CMake's spelling)

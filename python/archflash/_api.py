@@ -86,8 +86,8 @@ def attention(
             its mean over the keys, which is added back) are rounded to 8 bits with one scale for
             each block of 64 rows. The output's root mean square error is about 1.4% of its own
             on normal data (PyTorch at fp16: 0.05%), 13% where one channel in 32 of k is 20 times as
-            large as the others. Keys that no query sees count in mean and scales too. Never chosen
-            unless asked for; not with cu_seqlens or softcap.
+            large as the others. Mean and scales are of all keys up to the last that any query
+            sees. Never chosen unless asked for; not with cu_seqlens or softcap.
         num_splits: not built yet.
         layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).
         implementation: forces one by name; beats `archflash.force` and

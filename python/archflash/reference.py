@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -206,7 +206,9 @@ def check_fp8(
     return _report(out, ref, bound, _mean(bound) / 2)
 
 
-def int8_qk(q: Tensor, k: Tensor, layout: str = "bhnd") -> tuple[Tensor, Tensor]:
+def int8_qk(
+    q: Tensor, k: Tensor, layout: str = "bhnd", keys: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """What approximate="int8_qk" multiplies in place of q and k.
 
     q and k less its mean over the keys, at most 512 of them, evenly spread, are rounded to
@@ -216,6 +218,8 @@ def int8_qk(q: Tensor, k: Tensor, layout: str = "bhnd") -> tuple[Tensor, Tensor]
     Args:
         q: ``(B, Hq, Nq, D)``, or ``(B, Nq, Hq, D)`` with layout "bnhd"; no NaN, no infinities.
         k: ``(B, Hkv, Nk, D)`` or ``(B, Nk, Hkv, D)``; likewise.
+        keys: how many keys of each batch count; those behind them, which no query sees, are zeros.
+            None: all.
 
     Returns:
         float64 tensors of one column more than q and k, in their layout: the products of those rows
@@ -223,11 +227,16 @@ def int8_qk(q: Tensor, k: Tensor, layout: str = "bhnd") -> tuple[Tensor, Tensor]
     """
     if layout == "bnhd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    step = -(-k.shape[2] // _MEAN_KEYS) | 1
-    mean = k[:, :, ::step].float().mean(2, keepdim=True) if k.shape[2] else k.new_zeros(()).float()
-    stored_q, stored_k = _to_int8(q.float()), _to_int8(k.float() - mean)
+    mean = q.new_zeros((k.shape[0], k.shape[1], 1, k.shape[3]), dtype=torch.float32)
+    less = torch.zeros_like(k, dtype=torch.float32)
+    for batch, seen in enumerate([k.shape[2]] * len(k) if keys is None else keys):
+        if seen:
+            step = -(-seen // _MEAN_KEYS) | 1
+            mean[batch] = k[batch, :, :seen:step].float().mean(1, keepdim=True)
+            less[batch, :, :seen] = k[batch, :, :seen].float() - mean[batch]
+    stored_q, stored_k = _to_int8(q.float()), _to_int8(less)
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    by_head = mean.double().repeat_interleave(group, 1) if k.shape[2] else mean.double()
+    by_head = mean.double().repeat_interleave(group, 1)
     shift = (q.double() * by_head).sum(-1, keepdim=True)
     wide_q = torch.cat([stored_q, shift], -1)
     wide_k = torch.cat([stored_k, torch.ones_like(stored_k[..., :1])], -1)
@@ -266,12 +275,29 @@ def check_int8_qk(
     """
     scale = call.get("scale")
     call["scale"] = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    wide_q, wide_k = int8_qk(q, k, call.get("layout", "bhnd"))
+    layout = call.get("layout", "bhnd")
+    wide_q, wide_k = int8_qk(q, k, layout, _seen_keys(q, k, layout, call))
     expected, expected_lse = attention(wide_q, wide_k, v.double(), **call)
     exact = attention(q, k, v, return_lse=False, **call)
     rounding = baseline(q, k, v, **call).double() - exact
     report = check(out, expected, expected + rounding)
     return report, None if lse is None else check_lse(lse, expected_lse, 2.0**-10)
+
+
+def _seen_keys(q: Tensor, k: Tensor, layout: str, call: dict[str, Any]) -> list[int]:
+    """For each batch, the keys before those that no query sees."""
+    nq, nk = (x.shape[2 if layout == "bhnd" else 1] for x in (q, k))
+    rights = [0] if call.get("causal") else []
+    window = call.get("window")
+    if window is not None and window[1] is not None:
+        rights.append(window[1])
+    if not rights:
+        return [nk] * len(q)
+    offset = call.get("q_offset")
+    if offset is None:
+        offset = nk - nq
+    offsets = offset.tolist() if isinstance(offset, Tensor) else [offset] * len(q)
+    return [min(max(nq + start + min(rights), 0), nk) for start in offsets]
 
 
 def check_lse(lse: Tensor, ref: Tensor, more: float = 0.0) -> ErrorReport:

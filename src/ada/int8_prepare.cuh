@@ -5,14 +5,16 @@
 //   mean:    a CTA for a head of K
 //   values:  a CTA for a block of a head, those of K first: read | mean | largest magnitude | write
 //            values and scale, and of Q what the mean adds to each row's scores
-// No atomics: the same bits each time. Numbers that are not finite count as zeros in means and
-// scales.
+// Keys behind the last that a query of the batch sees count as zeros and are not read: the rest of
+// a cache. So do numbers that are not finite, in means and scales. No atomics: the same bits each
+// time.
 #pragma once
 
 #include <cstdint>
 
 #include "ada/largest_of_cta.cuh"
 #include "ada/params.h"
+#include "common/math/attention_work.cuh"
 #include "common/math/bfloat16.cuh"
 #include "common/problem.h"
 #include "common/ptx/cvt.cuh"
@@ -36,6 +38,13 @@ __device__ __forceinline__ float element(const uint4& chunk, int j) {
   return __uint_as_float(math::float_bits_of_bfloat16(bits));
 }
 
+// Keys of a batch before those that no query sees.
+__device__ __forceinline__ int count_seen_keys(const Int8Params& params, int batch) {
+  const math::Work work{
+      .batch_head = batch * params.heads_q, .first_row = 0, .nq = params.nq, .nk = params.nk};
+  return max(0, math::find_visible_keys(params.attention, work).last(params.nq - 1) + 1);
+}
+
 // The chunks of a tile that one thread takes: those of one chunk of columns, every row_step-th row.
 struct ChunkRows {
   int column;           // first of the chunk
@@ -54,8 +63,11 @@ template <DType DTYPE>
 __device__ __forceinline__ void find_mean(const Int8Params& params) {
   constexpr int READS = 8;  // under way at a time
   const int batch = blockIdx.x / params.heads_kv, head = blockIdx.x % params.heads_kv;
-  const int keys = (params.nk + params.mean_step - 1) / params.mean_step;
-  const int64_t key_stride = params.mean_step * params.k_row;
+  const int seen = count_seen_keys(params, batch);
+  // Every mean_step-th key: odd, so that it meets no period of two.
+  const int mean_step = ((seen + INT8_MEAN_KEYS - 1) / INT8_MEAN_KEYS) | 1;
+  const int keys = (seen + mean_step - 1) / mean_step;
+  const int64_t key_stride = mean_step * params.k_row;
   const ChunkRows rows(params.d);
   const uint16_t* k_gmem = static_cast<const uint16_t*>(params.k_gmem) + batch * params.k_batch +
                            head * params.k_head + rows.column;
@@ -87,7 +99,7 @@ __device__ __forceinline__ void find_mean(const Int8Params& params) {
   if (column >= params.d) return;
   float total = 0.0f;
   for (int row = 0; row < rows.row_step; ++row) total += sums[row * params.d + column];
-  const float mean = total / keys;
+  const float mean = total / keys;  // NaN of no keys
   params.k_mean_gmem[static_cast<int64_t>(blockIdx.x) * params.d + column] =
       is_finite(mean) ? mean : 0.0f;
 }
@@ -121,6 +133,8 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
   const ChunkRows chunks(params.d);
   const int first_row = at.block * SCALE_ROWS;
   const int rows = min(SCALE_ROWS, at.rows - first_row);
+  // Those with numbers; behind them zeros are written.
+  const int seen = at.is_k ? min(rows, count_seen_keys(params, at.batch) - first_row) : rows;
   const uint16_t* x_gmem = static_cast<const uint16_t*>(at.is_k ? params.k_gmem : params.q_gmem) +
                            at.batch * (at.is_k ? params.k_batch : params.q_batch) +
                            at.head * (at.is_k ? params.k_head : params.q_head) + chunks.column;
@@ -130,7 +144,7 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
     data[i] = make_uint4(0, 0, 0, 0);
-    if (row < rows)
+    if (row < seen)
       data[i] = *reinterpret_cast<const uint4*>(x_gmem + (first_row + row) * row_stride);
   }
 
@@ -152,7 +166,7 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
   row = chunks.first;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i, row += row < rows ? chunks.row_step : 0) {
-    if (row >= rows) continue;
+    if (row >= seen) continue;
     float dot = 0.0f;
 #pragma unroll
     for (int j = 0; j < INT8_CHUNK; ++j) {
@@ -179,7 +193,8 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
     uint32_t words[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < INT8_CHUNK; ++j) {
-      const uint32_t byte = static_cast<uint32_t>(__float2int_rn(value(i, j) * factor)) & 0xFFu;
+      const float x = row < seen ? value(i, j) * factor : 0.0f;
+      const uint32_t byte = static_cast<uint32_t>(__float2int_rn(x)) & 0xFFu;
       words[j / 4] |= byte << (j % 4 * 8);
     }
     ptx::st_global_v2_b32(values_gmem + row * params.columns, words[0], words[1]);

@@ -47,7 +47,6 @@ struct Int8Params {
   int32_t columns;          // stored: d rounded up to 16
   int32_t heads_q, heads_kv, nq, nk;
   int32_t q_blocks, k_blocks;  // of a head
-  int32_t mean_step;           // the mean of K is that of every mean_step-th key
   int32_t k_ctas;              // of the second kernel: those before the ones for Q
   float scale;
 };

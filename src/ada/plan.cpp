@@ -130,8 +130,6 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
   const int64_t k_heads = problem.batch * problem.heads_kv;
   const int64_t q_blocks = ceil_div(problem.nq, SCALE_ROWS);
   const int64_t k_blocks = ceil_div(problem.nk, SCALE_ROWS);
-  // Odd, so that it meets no period of two.
-  const int64_t mean_step = ceil_div(problem.nk, INT8_MEAN_KEYS) | 1;
   const int64_t ctas = k_heads * k_blocks + q_heads * q_blocks;  // of the second kernel
   if (ctas > core::GRID_LIMIT) return Reasons{core::grid_too_large(ctas)};
 
@@ -153,7 +151,6 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
   params.nk = static_cast<int32_t>(problem.nk);
   params.q_blocks = static_cast<int32_t>(q_blocks);
   params.k_blocks = static_cast<int32_t>(k_blocks);
-  params.mean_step = static_cast<int32_t>(mean_step);
   params.k_ctas = static_cast<int32_t>(k_heads * k_blocks);
   params.scale = static_cast<float>(problem.scale);
 
@@ -193,6 +190,10 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
     launch.pointers = slots;
     launch.pointers.push_back({Operand::Q, offsetof(Int8Params, q_gmem), 0});
     launch.pointers.push_back({Operand::K, offsetof(Int8Params, k_gmem), 0});
+    if (problem.q_offset_tensor)
+      launch.pointers.push_back(
+          {Operand::QOffset,
+           offsetof(Int8Params, attention) + offsetof(AttentionParams, q_offsets_gmem), 0});
     made->launches.push_back(std::move(launch));
   };
   if (problem.nk > 0) prepare("mean_" + word, k_heads);

@@ -195,10 +195,11 @@ q, k, v = (torch.randn(2, 4, n, 16, generator=generator) for n in (7, 9, 9))
 out = archflash.attention(q, k, v, causal=True)
 expected, _ = reference.attention(q, k, v, causal=True)
 report = reference.check(out, expected, reference.baseline(q, k, v, causal=True))
+q16 = torch.empty(1, 2, 64, 64).half()
 print(json.dumps({
     "file": archflash.__file__, "ok": report.ok, "version": version("archflash"),
     "chosen": archflash.explain(q, q, q, device="RTX 5090").chosen,
-    "chosen16": archflash.explain(q.half(), q.half(), q.half(), device="RTX 5090").chosen,
+    "chosen16": archflash.explain(*[q16] * 3, device="RTX 5090").chosen,
     "images": archflash._archflash.image_names(),
     "backend": __import__("nanobind_backend").__file__,
 }))

@@ -59,6 +59,29 @@ def test_int8_products_meet_the_error_rule_on_the_rounded_inputs(name: str) -> N
         assert lse.ok, lse
 
 
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize("tail", [6e4, math.nan])
+def test_what_lies_behind_the_last_visible_key_never_matters(tail: float, per_batch: bool) -> None:
+    """A cache of 300 keys of which 100 are in use, and one with 150 in use beside it."""
+    used = [100, 150 if per_batch else 100]
+    q, k, v = inputs(20, 300, 64, 64, torch.float16)
+    q, k, v = (torch.cat([x, x.flip(2)]) for x in (q, k, v))
+    offsets = torch.tensor(used, dtype=torch.int32) - 20
+    call = {"causal": True, "q_offset": offsets if per_batch else 80}
+    bits = []
+    for behind in (0.0, tail):
+        for batch, keys in enumerate(used):
+            k[batch, :, keys:] = behind
+        ran = sim.run(q, k, v, implementation="ada", approximate="int8_qk", return_lse=True, **call)
+        bits.append((ran.out, ran.lse))
+    assert torch.equal(bits[0][0], bits[1][0])
+    assert torch.equal(bits[0][1], bits[1][1])
+    out, lse = reference.check_int8_qk(*bits[1], q, k.nan_to_num(nan=0.0), v, **call)
+    assert out.ok, out
+    assert lse is not None
+    assert lse.ok, lse
+
+
 def test_rows_that_are_not_finite_spoil_what_sees_them_alone() -> None:
     q, k, v = inputs(40, 130, 64, 64, torch.float16)
     q[0, 0, 7, 3] = math.nan
