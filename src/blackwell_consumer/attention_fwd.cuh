@@ -178,9 +178,9 @@ __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage)
 template <class C>
 __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosition<C>& ring) {
   // Waits, or it would get round the ring before the others.
-  ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
+  ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // of a skipped block
   release(barriers.k_empty(ring.stage()));
-  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());
+  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // of a skipped block
   release(barriers.v_empty(ring.stage()));
   ++ring.count;
 }
