@@ -197,53 +197,21 @@ void run_fma_pairs(Warp& warp, const Instruction& instruction, uint32_t mask) {
 
 bool is_to_nearest(const Builder& b) { return !b.has("rz") && !b.has("rm") && !b.has("rp"); }
 
-void build_add_f32x2(Builder& b) {
+// OPERATION is add_f32, sub_f32 or mul_f32, called as (x, y) or (x, y, mode).
+template <auto OPERATION>
+void build_f32x2(Builder& b) {
   operands(b, b.type(2), 2);
   b.instruction.flags |= mode_flags(b);
   if (is_to_nearest(b)) {
     b.handler(b.has("ftz")
-                  ? pairs<[](float x, float y) { return add_f32(x, y, {Round::RN, true}); }>()
-                  : pairs<[](float x, float y) { return add_f32(x, y); }>(),
+                  ? pairs<[](float x, float y) { return OPERATION(x, y, {Round::RN, true}); }>()
+                  : pairs<[](float x, float y) { return OPERATION(x, y, {}); }>(),
               Class::Float);
     return;
   }
   b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y) {
     return pairwise<[](const Instruction& in, float p, float q, float) {
-      return add_f32(p, q, float_mode(in));
-    }>(i, x, y, 0);
-  }>,
-            Class::Float);
-}
-void build_sub_f32x2(Builder& b) {
-  operands(b, b.type(2), 2);
-  b.instruction.flags |= mode_flags(b);
-  if (is_to_nearest(b)) {
-    b.handler(b.has("ftz")
-                  ? pairs<[](float x, float y) { return sub_f32(x, y, {Round::RN, true}); }>()
-                  : pairs<[](float x, float y) { return sub_f32(x, y); }>(),
-              Class::Float);
-    return;
-  }
-  b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y) {
-    return pairwise<[](const Instruction& in, float p, float q, float) {
-      return sub_f32(p, q, float_mode(in));
-    }>(i, x, y, 0);
-  }>,
-            Class::Float);
-}
-void build_mul_f32x2(Builder& b) {
-  operands(b, b.type(2), 2);
-  b.instruction.flags |= mode_flags(b);
-  if (is_to_nearest(b)) {
-    b.handler(b.has("ftz")
-                  ? pairs<[](float x, float y) { return mul_f32(x, y, {Round::RN, true}); }>()
-                  : pairs<[](float x, float y) { return mul_f32(x, y); }>(),
-              Class::Float);
-    return;
-  }
-  b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y) {
-    return pairwise<[](const Instruction& in, float p, float q, float) {
-      return mul_f32(p, q, float_mode(in));
+      return OPERATION(p, q, float_mode(in));
     }>(i, x, y, 0);
   }>,
             Class::Float);
@@ -628,9 +596,9 @@ constexpr Form FORMS[] = {
     {"mul", "?$rnd ?ftz ?sat f32", build_mul},
     {"fma", "$rnd ?ftz ?sat f32", build_fma},
     {"mad", "$rnd ?ftz ?sat f32", build_fma},
-    {"add", "?$rnd ?ftz f32x2", build_add_f32x2},
-    {"sub", "?$rnd ?ftz f32x2", build_sub_f32x2},
-    {"mul", "?$rnd ?ftz f32x2", build_mul_f32x2},
+    {"add", "?$rnd ?ftz f32x2", build_f32x2<add_f32>},
+    {"sub", "?$rnd ?ftz f32x2", build_f32x2<sub_f32>},
+    {"mul", "?$rnd ?ftz f32x2", build_f32x2<mul_f32>},
     {"fma", "$rnd ?ftz f32x2", build_fma_f32x2},
     {"add", "?$rnd f64", build_add_f64},
     {"sub", "?$rnd f64", build_sub_f64},

@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint32_t UNIT = 16;        // plain copies: addresses and sizes are multiples of it
 constexpr uint32_t BOX_ALIGN = 128;  // of a box in shared memory
-constexpr uint32_t MBARRIER_BYTES = 8;
 
 struct Address {
   int operand = 0;

@@ -9,6 +9,8 @@
 
 namespace archflash::sim {
 
+constexpr uint32_t MBARRIER_BYTES = 8;  // of an object in shared memory
+
 class MbarrierUnit {
  public:
   explicit MbarrierUnit(Cta& cta) : cta_(cta) {}

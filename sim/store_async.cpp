@@ -13,7 +13,6 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t MBARRIER_BYTES = 8;
 constexpr int MOST_ELEMENTS = 4;
 
 struct StoreExtra {

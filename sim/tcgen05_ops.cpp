@@ -3,12 +3,11 @@
 #include <cstring>
 
 #include "sim/instructions.h"
+#include "sim/mbarrier.h"
 #include "sim/tcgen05.h"
 
 namespace archflash::sim {
 namespace {
-
-constexpr uint32_t MBARRIER_BYTES = 8;
 
 // An operand in brackets.
 struct Address {
