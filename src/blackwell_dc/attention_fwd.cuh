@@ -8,15 +8,19 @@
 //   warp 13         store                   rows -> global memory
 //   warp 14         load                    Q, K, V -> shared memory
 //   warp 15         clean                   zeros in V after a packed sequence's end
-// Roles: roles.cuh. Barriers: pipeline.cuh. Tiles: config.cuh. Choice: plan.cpp. Counts: NOTES.md.
+// Roles: load.cuh, products.cuh, softmax.cuh, output.cuh. Their walk: walk.cuh. Barriers:
+// pipeline.cuh. Tiles: config.cuh. Choice: plan.cpp. Counts: NOTES.md.
 #pragma once
 
 #include <cstdint>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/load.cuh"
+#include "blackwell_dc/output.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
-#include "blackwell_dc/roles.cuh"
+#include "blackwell_dc/products.cuh"
+#include "blackwell_dc/softmax.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/tcgen05.cuh"
 #include "common/ptx/tma.cuh"

@@ -1,0 +1,128 @@
+// What comes in: load, one warp, brings Q, K and V; clean, one warp, mends the V that ends a packed
+// sequence. What they hand over and when: the table in pipeline.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "blackwell_dc/config.cuh"
+#include "blackwell_dc/params.h"
+#include "blackwell_dc/pipeline.cuh"
+#include "blackwell_dc/walk.cuh"
+#include "common/math/attention_work.cuh"
+#include "common/math/slab_load.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+
+namespace archflash::blackwell_dc {
+
+// --- load, one warp: Q, K, V -> shared memory ---
+
+template <class C>
+__device__ __forceinline__ void load(const Params& params, uint32_t shared_smem) {
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();  // it issues; the whole warp waits and counts
+  Ring<C> ring;
+  uint32_t q_parity = 1;  // nothing is in Q's part yet
+  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+    const math::Work work = find_tile<C>(params, index);
+    if (work.first_row < 0) continue;
+    const math::Blocks blocks = find_blocks<C>(params, work);
+    const int batch = work.batch_head / attention.heads_q;
+    const int head = work.batch_head % attention.heads_q;
+    const int kv_head = head / attention.heads_per_kv;
+    // Kept in registers: not made anew for every block.
+    const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
+    const int k_head = ptx::mov_b32_volatile(attention.k_head == 0 ? 0 : kv_head);
+    const int k_batch = ptx::mov_b32_volatile(attention.k_batch == 0 ? 0 : batch);
+    const int v_head = ptx::mov_b32_volatile(attention.v_head == 0 ? 0 : kv_head);
+    const int v_batch = ptx::mov_b32_volatile(attention.v_batch == 0 ? 0 : batch);
+    const auto load_k = [&](int block) {
+      const Slot slot = ring.next_k();
+      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity ^ 1);
+      if (leader) {
+        math::start_load<typename C::KTile>(shared_smem + ring.offset(slot.index), params.k_map,
+                                            keys_start + block, k_head, k_batch,
+                                            barriers.kv_full(slot.index));
+      }
+      __syncwarp();
+    };
+    const auto load_v = [&](int block, bool ragged) {
+      const Slot slot = ring.next_v();
+      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity ^ 1);
+      if (leader) {
+        math::start_load<typename C::VTile>(shared_smem + ring.offset(slot.index), params.v_map,
+                                            keys_start + block, v_head, v_batch,
+                                            barriers.kv_full(slot.index));
+        if (ragged) ptx::mbarrier_arrive(barriers.v_ragged(slot.index));
+      }
+      __syncwarp();
+    };
+    const bool any = blocks.first <= blocks.last;
+    if (any) load_k(blocks.last);
+    const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+    for (int t = 0; t < C::TILES; ++t) {
+      ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
+      if (any && leader) {
+        math::start_load<typename C::QTile>(
+            shared_smem + C::Q_SMEM + t * C::QTile::BYTES, params.q_map,
+            q_start + work.first_row + t * C::TILE_ROWS, attention.q_head == 0 ? 0 : head,
+            attention.q_batch == 0 ? 0 : batch, barriers.q_full(t));
+      }
+      if (!any && leader) ptx::mbarrier_arrive(barriers.q_full(t));  // no key, no Q
+      __syncwarp();
+    }
+    if (any) load_v(blocks.last, is_ragged<C>(attention, work, blocks));
+#pragma unroll 1
+    for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K) {
+      load_k(block);
+      load_v(block, false);
+    }
+    q_parity ^= 1;
+  }
+  // The last commits arrive in shared memory: it is there until they have.
+  for (int i = 0; i < C::SLOTS; ++i) {
+    const Slot slot = C::SHARED_RING || i < C::K_STAGES ? ring.next_k() : ring.next_v();
+    ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity ^ 1);
+  }
+}
+
+// --- clean, one warp: zeros to the rows of V that are another sequence's ---
+
+// Their P is 0, and 0 * NaN would be NaN.
+template <class C>
+__device__ __forceinline__ void clean(const Params& params, unsigned char* shared,
+                                      uint32_t shared_smem) {
+  using VTile = typename C::VTile;
+  if (params.attention.cu_seqlens_k_gmem == nullptr) return;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  Ring<C> ring;
+  uint32_t parities = 0;  // of each slot's next ragged block
+  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+    const math::Work work = find_tile<C>(params, index);
+    if (work.first_row < 0) continue;
+    const math::Blocks blocks = find_blocks<C>(params, work);
+    for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
+      ring.next_k();
+      const Slot slot = ring.next_v();
+      if (block != blocks.last || !is_ragged<C>(params.attention, work, blocks)) continue;
+      // Now the slot's phase is that of this use: kv_full's parity says when it has landed.
+      ptx::mbarrier_wait_parity(barriers.v_ragged(slot.index), parities >> slot.index & 1);
+      ptx::mbarrier_wait_parity(barriers.kv_full(slot.index), slot.parity);
+      const int first = (work.nk - block) * VTile::ROW_BYTES;  // of a slab: rows stay in order
+      for (int slab = 0; slab < VTile::SLABS; ++slab) {
+        unsigned char* slab_smem = shared + ring.offset(slot.index) + slab * VTile::SLAB_BYTES;
+        for (int byte = first + threadIdx.x % 32 * 16; byte < VTile::SLAB_BYTES; byte += 32 * 16)
+          *reinterpret_cast<uint4*>(slab_smem + byte) = uint4{};
+      }
+      ptx::fence_proxy_async_shared();  // the tensor cores read what was stored
+      arrive_as_warp(barriers.v_clean(slot.index));
+      parities ^= 1u << slot.index;
+    }
+  }
+}
+
+}  // namespace archflash::blackwell_dc

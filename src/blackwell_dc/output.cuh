@@ -1,0 +1,206 @@
+// What goes out: correction, four warps, keeps O in step with the bases and makes output rows of
+// it; store, one warp, writes them. What they wait for and hand over: the table in pipeline.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "blackwell_dc/config.cuh"
+#include "blackwell_dc/params.h"
+#include "blackwell_dc/pipeline.cuh"
+#include "blackwell_dc/row_softmax.cuh"
+#include "blackwell_dc/walk.cuh"
+#include "common/attention_params.h"
+#include "common/math/attention_work.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/f32x2.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/st_global.cuh"
+#include "common/ptx/tcgen05.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+
+namespace archflash::blackwell_dc {
+
+// --- correction, four warps: O follows the bases; at the end it becomes output rows ---
+
+template <class C>
+__device__ __forceinline__ void rescale(uint32_t o_tmem, float factor) {
+#pragma unroll
+  for (int column = 0; column < C::HEAD_DIM_V; column += 16) {
+    float o_rmem[16];
+    ptx::tcgen05_ld(o_rmem, o_tmem + column);
+    ptx::tcgen05_wait_ld(o_rmem);
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+      const float2 pair = ptx::mul_rn_f32x2({o_rmem[i], o_rmem[i + 1]}, {factor, factor});
+      o_rmem[i] = pair.x;
+      o_rmem[i + 1] = pair.y;
+    }
+    ptx::tcgen05_st(o_tmem + column, o_rmem);
+  }
+  ptx::tcgen05_wait_st();
+  ptx::tcgen05_fence_before_thread_sync();
+}
+
+// One row of O, or zeros where no product was made, to its place in the tile of output rows.
+template <class C>
+__device__ __forceinline__ void stage_row(uint32_t o_tmem, bool any, float factor,
+                                          unsigned char* tile_smem, int row) {
+#pragma unroll
+  for (int column = 0; column < C::HEAD_DIM_V; column += 16) {
+    float o_rmem[16] = {};
+    if (any) {
+      ptx::tcgen05_ld(o_rmem, o_tmem + column);
+      ptx::tcgen05_wait_ld(o_rmem);
+    }
+    uint32_t x[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      x[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(o_rmem[2 * i] * factor, o_rmem[2 * i + 1] * factor);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int offset = C::OTile::offset(row, column / 8 + half);
+      *reinterpret_cast<uint4*>(tile_smem + offset) =
+          uint4{x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]};
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void correction(const Params& params, unsigned char* shared,
+                                           uint32_t shared_smem) {
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int row_of_tile = threadIdx.x % C::TILE_ROWS;
+  const uint32_t lanes_tmem = ptx::tmem_lanes_of_warp(threadIdx.x / 32);
+  const float* stats = reinterpret_cast<const float*>(shared + C::STATS_SMEM) + row_of_tile;
+  constexpr int STATS = C::STATS_BYTES / 4;  // floats from tile to tile
+  // Counted from the CTA's start: messages of each tile, products of each tile, steps, tiles.
+  uint32_t message = 0, product = 0, first_step = 0, tile_parity = 1;
+
+  // The first product of the next tile overwrites O: it may as soon as this warp has read O.
+  for (int t = 0; t < C::TILES; ++t) arrive_as_warp(barriers.p_ready(t));
+  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+    const math::Work work = find_tile<C>(params, index);
+    if (work.first_row < 0) continue;
+    const int count = count_blocks<C>(find_blocks<C>(params, work));
+#pragma unroll 1
+    for (int block = 1; block < count; ++block, ++message) {
+#pragma unroll
+      for (int t = 0; t < C::TILES; ++t) {
+        ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
+        const float factor = stats[t * STATS];
+        arrive_as_warp(barriers.stats_empty(t));
+        ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + block - 1) & 1);
+        if (!C::SWITCHES.lazy_rescale || __any_sync(FULL_WARP, factor != 1.0f)) {
+          ptx::tcgen05_fence_after_thread_sync();
+          rescale<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, factor);
+        }
+        arrive_as_warp(barriers.p_ready((first_step + block * C::TILES + t) % 2));
+      }
+    }
+
+    const int batch = work.batch_head / attention.heads_q;
+    const int head = work.batch_head % attention.heads_q;
+    const int64_t lse_row = batch * attention.lse_batch + head * attention.lse_head +
+                            math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+    const float sink = math::load_sink(attention, head);
+#pragma unroll 1
+    for (int t = 0; t < C::TILES; ++t) {
+      ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
+      const float sum = stats[t * STATS];
+      const float base = stats[t * STATS + C::TILE_ROWS];
+      arrive_as_warp(barriers.stats_empty(t));
+      const float keys_max = sum == 0.0f ? math::MINUS_INFINITY : base * math::LN_2;
+      const math::RowEnd end = math::finish_row(keys_max, sum, sink);
+      if (count > 0) {
+        ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + count - 1) & 1);
+        ptx::tcgen05_fence_after_thread_sync();
+      } else if (C::O_OVER_Q) {  // no product says that load has seen the last tile's q_empty
+        ptx::mbarrier_wait_parity(barriers.q_full(t), tile_parity ^ 1);
+      }
+      ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
+      stage_row<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, count > 0, end.factor,
+                   shared + C::O_SMEM + t * C::O_STRIDE, row_of_tile);
+      ptx::fence_proxy_async_shared();  // the copy engine reads what was stored
+      arrive_as_warp(barriers.o_staged(t));
+      if (count > 0) {
+        ptx::tcgen05_fence_before_thread_sync();
+        arrive_as_warp(barriers.p_ready((first_step + C::TILES * count + t) % 2));
+      }
+      const int row = work.first_row + t * C::TILE_ROWS + row_of_tile;
+      if (attention.lse_gmem != nullptr && row < work.nq)
+        attention.lse_gmem[lse_row + row] = end.lse;
+    }
+    ++message;
+    product += count;
+    first_step += C::TILES * count;
+    tile_parity ^= 1;
+  }
+}
+
+// --- store, one warp: output rows -> global memory ---
+
+// Where the tile ends inside a packed tensor, a box would write the next sequence's rows.
+template <class C>
+__device__ __forceinline__ void copy_rows(const unsigned char* tile_smem, uint16_t* out_gmem,
+                                          int64_t row_stride, int rows, int columns) {
+  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+  for (int i = threadIdx.x % 32; i < C::TILE_ROWS * CHUNKS; i += 32) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    if (row >= rows || chunk * 8 >= columns) continue;
+    const uint4 x = *reinterpret_cast<const uint4*>(tile_smem + C::OTile::offset(row, chunk));
+    ptx::st_global_v4_b32(out_gmem + row * row_stride + chunk * 8, x.x, x.y, x.z, x.w);
+  }
+  ptx::fence_proxy_async_shared();  // the rows are read: the copy engine may write there next
+}
+
+template <class C>
+__device__ __forceinline__ void store(const Params& params, const unsigned char* shared,
+                                      uint32_t shared_smem) {
+  using OTile = typename C::OTile;
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  uint32_t tile_parity = 0;
+  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+    const math::Work work = find_tile<C>(params, index);
+    if (work.first_row < 0) continue;
+    const int batch = work.batch_head / attention.heads_q;
+    const int head = work.batch_head % attention.heads_q;
+    const int map_head = attention.out_head == 0 ? 0 : head;
+    const int map_batch = attention.out_batch == 0 ? 0 : batch;
+    const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+    for (int t = 0; t < C::TILES; ++t) {
+      ptx::mbarrier_wait_parity(barriers.o_staged(t), tile_parity);
+      const int first_row = q_start + work.first_row + t * C::TILE_ROWS;
+      const int rows = work.nq - work.first_row - t * C::TILE_ROWS;
+      const int offset = C::O_SMEM + t * C::O_STRIDE;
+      const bool whole = attention.cu_seqlens_q_gmem == nullptr || rows >= C::TILE_ROWS;
+      if (rows > 0 && C::SWITCHES.tma_store && whole) {
+        if (ptx::elect_sync()) {
+          for (int slab = 0; slab < OTile::SLABS; ++slab) {
+            if (slab * OTile::SLAB >= attention.dv) continue;
+            ptx::cp_async_bulk_tensor_4d_store(params.out_map, slab * OTile::SLAB, first_row,
+                                               map_head, map_batch,
+                                               shared_smem + offset + slab * OTile::SLAB_BYTES);
+          }
+          ptx::cp_async_bulk_commit_group();
+          ptx::cp_async_bulk_wait_group_read_0();
+        }
+      } else if (rows > 0) {
+        uint16_t* out_gmem = static_cast<uint16_t*>(attention.out_gmem) +
+                             batch * attention.out_batch + head * attention.out_head +
+                             first_row * attention.out_row;
+        copy_rows<C>(shared + offset, out_gmem, attention.out_row, rows, attention.dv);
+      }
+      arrive_as_warp(barriers.o_free(t));
+      if (C::O_OVER_Q) arrive_as_warp(barriers.q_empty(t));
+    }
+    tile_parity ^= 1;
+  }
+  if (ptx::elect_sync()) ptx::cp_async_bulk_wait_group_0();  // before shared memory goes
+}
+
+}  // namespace archflash::blackwell_dc

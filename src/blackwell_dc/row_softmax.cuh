@@ -1,0 +1,171 @@
+// The online softmax of a row whose scores all lie in one thread.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_params.h"
+#include "common/math/attention_work.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ex2.cuh"
+#include "common/ptx/f32x2.cuh"
+
+namespace archflash::blackwell_dc {
+
+constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
+constexpr float LOWEST = -3.402823466e38f;
+
+// P is 2^(score - base) with a base that follows the row maximum only when that has risen by more
+// than this (in powers of two): P stays below 2^9, far from the limits of fp16, and O is rescaled
+// in few blocks instead of all.
+constexpr float BASE_LAG = 8.0f;
+// From here on, score * scale - base in one FMA would leave the rounding of base alone, which is
+// more than P may grow by.
+constexpr float LARGE_BASE = 1 << 24;
+
+// Scores of one row and block, later P: quarters of the block's keys.
+template <class C>
+using Scores = float[4][C::BLOCK_K / 4];
+
+struct RowState {
+  float base;  // scaled for 2^x
+  float sum;   // of P
+  bool large;  // some base of the warp is beyond LARGE_BASE
+};
+
+// Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare.
+// tanh(y) = 1 - 2 / (1 + e^2y): its error is 2^-22 of 1, where tanh.approx has 2^-11.
+template <class C>
+__device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, const AttentionParams& params) {
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+#pragma unroll
+    for (int i = 0; i < C::BLOCK_K / 4; ++i) {
+      const float x = s_rmem[quarter][i] * params.tanh_scale;
+      const float power = ptx::ex2_approx_ftz(x * (2 * math::LOG2_E));
+      const float tanh = fmaf(-2.0f, ptx::rcp_approx_ftz(1.0f + power), 1.0f);
+      s_rmem[quarter][i] = params.softcap == 0.0f ? x : params.softcap * tanh;
+    }
+  }
+}
+
+// Bits `first` to `last` of 32; both may lie outside.
+__device__ __forceinline__ uint32_t bits_between(int first, int last) {
+  const uint32_t up_to_last = last < 0 ? 0 : 0xFFFFFFFFu >> (31 - min(last, 31));
+  const uint32_t from_first = first > 31 ? 0 : 0xFFFFFFFFu << max(first, 0);
+  return up_to_last & from_first;
+}
+
+// Only where the block has an edge in it. A select: what a masked score was does not matter. first
+// and last: of the keys that the row sees, counted from the block's first.
+template <class C>
+__device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, int first, int last) {
+  constexpr int KEYS = C::BLOCK_K / 4;
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    const uint32_t seen = bits_between(first - quarter * KEYS, last - quarter * KEYS);
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) {
+      if ((seen >> i & 1) == 0) s_rmem[quarter][i] = math::MINUS_INFINITY;
+    }
+  }
+}
+
+// NaN where any score is: a row that sees one has no other base than that. Four chains, each over a
+// quarter but its last score.
+template <class C>
+__device__ __forceinline__ float find_maximum(const Scores<C>& s_rmem) {
+  constexpr int KEYS = C::BLOCK_K / 4;
+  float max[4];
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    const float (&s)[KEYS] = s_rmem[quarter];
+    max[quarter] = ptx::max_nan_f32(s[0], s[1], s[2]);
+#pragma unroll
+    for (int i = 3; i + 1 < KEYS; i += 2)
+      max[quarter] = ptx::max_nan_f32(max[quarter], s[i], s[i + 1]);
+  }
+  const float first = ptx::max_nan_f32(max[0], s_rmem[0][KEYS - 1], s_rmem[1][KEYS - 1]);
+  const float second = ptx::max_nan_f32(max[1], s_rmem[2][KEYS - 1], s_rmem[3][KEYS - 1]);
+  return ptx::max_nan_f32(ptx::max_nan_f32(first, second, max[2]), max[3], max[3]);
+}
+
+// Moves the base up where these scores ask for it. Returns the factor for what was summed up with
+// the base before. The warp's rows branch together: most blocks raise no base.
+template <class C>
+__device__ __forceinline__ float follow_maximum(RowState& state, float max, float exp2_scale) {
+  constexpr float LAG = C::SWITCHES.lazy_rescale ? BASE_LAG : 0.0f;
+  const bool stays = fmaf(max, exp2_scale, -LAG) <= state.base;  // false for NaN
+  if (__all_sync(FULL_WARP, stays)) return 1.0f;
+  const float scaled = max * exp2_scale;
+  // An infinite base would make an infinite score NaN in one way of computing 2^x and not in the
+  // other: 0 * infinity is NaN in both.
+  const float base = stays ? state.base : fmaf(scaled, 0.0f, scaled);
+  const float factor = stays ? 1.0f : ptx::ex2_approx_ftz(state.base - base);
+  state.base = base;
+  state.sum *= factor;
+  state.large = __any_sync(FULL_WARP, fabsf(base) > LARGE_BASE && base != LOWEST);
+  return factor;
+}
+
+// 2^x of two numbers without the MUFU: 2^floor(x) * p(x - floor(x)), p(f) = 1 + f (P1 + f (P2 + f
+// (P3 + f P4))), |p(f) / 2^f - 1| < 3e-6 in [0, 1): the log-sum-exp keeps its accuracy too. 0
+// from -127 down; x is at most about BASE_LAG.
+__device__ __forceinline__ float2 exp2_polynomial(float2 x) {
+  constexpr float P1 = 0.69304514f, P2 = 0.24127856f, P3 = 0.052245375f, P4 = 0.013425155f;
+  constexpr float ROUNDER = 12582912.0f;  // 2^23 + 2^22: sums with it are whole numbers
+  x = {fmaxf(x.x, -127.0f), fmaxf(x.y, -127.0f)};
+  const float2 shifted = ptx::add_rm_f32x2(x, {ROUNDER, ROUNDER});
+  const float2 whole = ptx::sub_rn_f32x2(shifted, {ROUNDER, ROUNDER});
+  const float2 f = ptx::sub_rn_f32x2(x, whole);
+  float2 p = ptx::fma_rn_f32x2(f, {P4, P4}, {P3, P3});
+  p = ptx::fma_rn_f32x2(p, f, {P2, P2});
+  p = ptx::fma_rn_f32x2(p, f, {P1, P1});
+  p = ptx::fma_rn_f32x2(p, f, {1.0f, 1.0f});
+  // The whole part, low bits of `shifted`, goes to the exponent. The upper bits of ROUNDER leave.
+  return {__uint_as_float(__float_as_uint(p.x) + (__float_as_uint(shifted.x) << 23)),
+          __uint_as_float(__float_as_uint(p.y) + (__float_as_uint(shifted.y) << 23))};
+}
+
+// Every 16 pairs' share of polynomials, evenly spread between the others.
+template <class C>
+__device__ __forceinline__ constexpr bool by_polynomial(int pair) {
+  return pair * C::SWITCHES.polynomial_pairs % 16 < C::SWITCHES.polynomial_pairs;
+}
+
+// S -> P = 2^(S * exp2_scale - base), in place and in 16 bits.
+template <class C, int KEYS>
+__device__ __forceinline__ void weigh_scores(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 2],
+                                             float base, float exp2_scale) {
+#pragma unroll
+  for (int pair = 0; pair < KEYS / 2; ++pair) {
+    float* s = &s_rmem[2 * pair];
+    float2 x = ptx::fma_rn_f32x2({s[0], s[1]}, {exp2_scale, exp2_scale}, {-base, -base});
+    if (by_polynomial<C>(pair)) {
+      x = exp2_polynomial(x);
+    } else {
+      x = {ptx::ex2_approx_ftz(x.x), ptx::ex2_approx_ftz(x.y)};
+    }
+    s[0] = x.x;
+    s[1] = x.y;
+    p_rmem[pair] = ptx::cvt_rn_x2_f32<C::DTYPE>(x.x, x.y);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ float sum_of(const Scores<C>& p_rmem) {
+  float2 sums[4];
+#pragma unroll
+  for (int i = 0; i < C::BLOCK_K / 8; ++i) {
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const float2 pair = {p_rmem[quarter][2 * i], p_rmem[quarter][2 * i + 1]};
+      sums[quarter] = i == 0 ? pair : ptx::add_rn_f32x2(sums[quarter], pair);
+    }
+  }
+  const float2 both =
+      ptx::add_rn_f32x2(ptx::add_rn_f32x2(sums[0], sums[1]), ptx::add_rn_f32x2(sums[2], sums[3]));
+  return both.x + both.y;
+}
+
+}  // namespace archflash::blackwell_dc

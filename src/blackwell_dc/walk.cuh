@@ -1,0 +1,34 @@
+// The walk that all roles take: over the same row tiles and blocks of keys, last tile first, last
+// (ragged) block first.
+#pragma once
+
+#include "blackwell_dc/params.h"
+#include "common/attention_params.h"
+#include "common/math/attention_work.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/math/visible_keys.cuh"
+
+namespace archflash::blackwell_dc {
+
+template <class C>
+__device__ __forceinline__ math::Work find_tile(const Params& params,
+                                                const math::TileIndex& index) {
+  return math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+}
+template <class C>
+__device__ __forceinline__ math::Blocks find_blocks(const Params& params, const math::Work& work) {
+  return math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work,
+                                                   math::find_visible_keys(params.attention, work));
+}
+template <class C>
+__device__ __forceinline__ int count_blocks(const math::Blocks& blocks) {
+  return blocks.last < blocks.first ? 0 : (blocks.last - blocks.first) / C::BLOCK_K + 1;
+}
+// Whether the last block of a sequence has rows of the next one: beyond the tensor TMA reads zeros.
+template <class C>
+__device__ __forceinline__ bool is_ragged(const AttentionParams& params, const math::Work& work,
+                                          const math::Blocks& blocks) {
+  return params.cu_seqlens_k_gmem != nullptr && blocks.last + C::BLOCK_K > work.nk;
+}
+
+}  // namespace archflash::blackwell_dc
