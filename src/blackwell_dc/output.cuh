@@ -80,26 +80,27 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
   // Counted from the CTA's start: messages of each tile, products of each tile, steps, tiles.
   uint32_t message = 0, product = 0, first_step = 0, tile_parity = 1;
 
-  // The first product of the next tile overwrites O: it may as soon as this warp has read O.
-  for (int t = 0; t < C::TILES; ++t) arrive_as_warp(barriers.p_ready(t));
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const int count = count_blocks<C>(find_blocks<C>(params, work));
 #pragma unroll 1
-    for (int block = 1; block < count; ++block, ++message) {
+    for (int block = 0; block < count; ++block) {
 #pragma unroll
       for (int t = 0; t < C::TILES; ++t) {
-        ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
-        const float factor = stats[t * STATS];
-        arrive_as_warp(barriers.stats_empty(t));
-        ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + block - 1) & 1);
-        if (!C::SWITCHES.lazy_rescale || __any_sync(FULL_WARP, factor != 1.0f)) {
-          ptx::tcgen05_fence_after_thread_sync();
-          rescale<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, factor);
+        if (block > 0) {  // the first product overwrites O, which this warp has read
+          ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
+          const float factor = stats[t * STATS];
+          arrive_as_warp(barriers.stats_empty(t));
+          ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + block - 1) & 1);
+          if (!C::SWITCHES.lazy_rescale || __any_sync(FULL_WARP, factor != 1.0f)) {
+            ptx::tcgen05_fence_after_thread_sync();
+            rescale<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, factor);
+          }
         }
         arrive_as_warp(barriers.p_ready((first_step + block * C::TILES + t) % 2));
       }
+      if (block > 0) ++message;
     }
 
     const int batch = work.batch_head / attention.heads_q;
@@ -124,12 +125,9 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
       ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
       stage_row<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, count > 0, end.factor,
                    shared + C::O_SMEM + t * C::O_STRIDE, row_of_tile);
-      ptx::fence_proxy_async_shared();  // the copy engine reads what was stored
+      ptx::tcgen05_fence_before_thread_sync();  // O is read before the next tile's p_ready
+      ptx::fence_proxy_async_shared();          // the copy engine reads what was stored
       arrive_as_warp(barriers.o_staged(t));
-      if (count > 0) {
-        ptx::tcgen05_fence_before_thread_sync();
-        arrive_as_warp(barriers.p_ready((first_step + C::TILES * count + t) % 2));
-      }
       const int row = work.first_row + t * C::TILE_ROWS + row_of_tile;
       if (attention.lse_gmem != nullptr && row < work.nq)
         attention.lse_gmem[lse_row + row] = end.lse;
