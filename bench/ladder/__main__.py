@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from bench import environment
 from bench.candidates import Candidate, our_candidates, torch_candidates
 from bench.cases import Case
-from bench.ladder.rungs import HEAD_DIM, RUNGS, Launcher, Rung, find_nvcc
+from bench.ladder.rungs import HEAD_DIM, RUNGS, Launcher, Rung
+from bench.on_the_spot import find_nvcc
 from bench.run import MIN_ROUNDS, CaseResult, align, reason_lines, run_case
 from bench.timing import CudaLab
 

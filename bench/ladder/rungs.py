@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import shutil
 import struct
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bench import on_the_spot
 
 if TYPE_CHECKING:
     import torch
 
 FOLDER = Path(__file__).parent / "blackwell_consumer"
-SOURCES = Path(__file__).resolve().parents[2] / "src"
 KERNEL = "ladder_rung"
 HEAD_DIM = 64
 BLOCK = 64  # query rows of a CTA, keys at a time
 MAPS_OFFSET, MAP_BYTES = 64, 128  # of the tensor maps in struct Params (rung.cuh)
-COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
 
 
 @dataclass(frozen=True)
@@ -54,40 +49,9 @@ RUNGS = (
 )
 
 
-def find_nvcc() -> str | None:
-    """A CUDA compiler of this system, or None."""
-    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-
-
-@cache
 def compiled(rung: Rung, nvcc: str, kind: str, architecture: str) -> bytes:
-    """What nvcc makes of a rung.
-
-    Args:
-        rung: which.
-        nvcc: the compiler.
-        kind: "ptx" or "cubin".
-        architecture: "compute_90", "sm_120", ...
-
-    Returns:
-        The file.
-
-    Raises:
-        RuntimeError: it does not compile; the message is nvcc's.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / f"rung.{kind}"
-        done = subprocess.run(
-            [
-                nvcc, *COMPILER_FLAGS, f"-arch={architecture}", f"-{kind}", "-I", str(SOURCES),
-                "-o", str(out), str(FOLDER / f"{rung.name}.cu"),
-            ],
-            capture_output=True,
-            text=True,
-        )  # fmt: skip
-        if done.returncode != 0:
-            raise RuntimeError(f"{rung.name}: {done.stdout}{done.stderr}")
-        return out.read_bytes()
+    """What nvcc makes of a rung; see `on_the_spot.compiled`."""
+    return on_the_spot.compiled(FOLDER / f"{rung.name}.cu", nvcc, kind, architecture)
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
@@ -159,44 +123,20 @@ class Launcher:
 
         major, minor = torch.cuda.get_device_capability()
         self._rung = rung
-        torch.cuda.current_stream()  # the context is there
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        module = ctypes.c_void_p()
-        image = compiled(rung, nvcc, "cubin", f"sm_{major}{minor}")
-        self._ask("cuModuleLoadData", ctypes.byref(module), image)
-        self._function = ctypes.c_void_p()
-        self._ask("cuModuleGetFunction", ctypes.byref(self._function), module, KERNEL.encode())
-
-    def _ask(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._driver, name)(*arguments):
-            raise RuntimeError(f"{self._rung.name}: {name} gave CUresult {status}")
+        self._kernel = on_the_spot.Kernel(
+            compiled(rung, nvcc, "cubin", f"sm_{major}{minor}"), KERNEL
+        )
 
     def bind(self, causal: bool) -> Callable[..., torch.Tensor]:
         """The function of q, k and v (batch, heads, n, 64) that makes their output."""
         import torch
 
-        from archflash import _archflash as native
-
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if reason := why_not(q, k, v, causal):
                 raise RuntimeError(reason)
             out = torch.empty_like(q)
-            plan = launch_plan(self._rung, q)
             tensors = {"q": q, "k": k, "v": v, "out": out}
-            block = native.bound_parameters(
-                plan, 0, [(name, x.data_ptr()) for name, x in tensors.items()]
-            )
-            (launch,) = plan.to_dict()["launches"]
-            # The driver copies the parameters, from an address with their alignment.
-            store = ctypes.create_string_buffer(len(block) + MAPS_OFFSET)
-            start = -(-ctypes.addressof(store) // MAPS_OFFSET) * MAPS_OFFSET
-            ctypes.memmove(start, block, len(block))
-            parameters = (ctypes.c_void_p * 1)(start)
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            self._ask(
-                "cuLaunchKernel", self._function, *launch["grid"], *launch["block"], 0, stream,
-                parameters, None,
-            )  # fmt: skip
+            on_the_spot.run_plan(launch_plan(self._rung, q), [self._kernel], tensors)
             return out
 
         return call

@@ -9,8 +9,8 @@
 
 namespace archflash::blackwell_dc {
 
-// What can be switched off, to measure what it is worth. The order of the tiles and their number
-// for each CTA are plan.cpp's.
+// What can be switched off, to measure what it is worth (bench/switches). How many CTAs share the
+// tiles is plan.cpp's.
 struct Switches {
   // Of each 16 pairs of scores, how many get their exponentials from a polynomial on the FMA units
   // instead of the MUFU.
@@ -20,6 +20,7 @@ struct Switches {
   bool move_registers = true;  // setmaxnreg; else every warp has 128
   bool precomputed_descriptors = true;  // steps are added to descriptors; else each is made anew
   bool tma_store = true;                // else the epilogue warp copies rows
+  bool longest_first = true;            // the last row tiles of causal calls first; else the first
 };
 
 // Registers of a thread of each role.

@@ -13,7 +13,10 @@ namespace archflash::blackwell_dc {
 template <class C>
 __device__ __forceinline__ math::Work find_tile(const Params& params,
                                                 const math::TileIndex& index) {
-  return math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+  math::Work work = math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+  if (!C::SWITCHES.longest_first && work.first_row >= 0)
+    work.first_row = (work.nq - 1) / C::BLOCK_Q * C::BLOCK_Q - work.first_row;
+  return work;
 }
 template <class C>
 __device__ __forceinline__ math::Blocks find_blocks(const Params& params, const math::Work& work) {

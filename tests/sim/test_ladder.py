@@ -14,13 +14,14 @@ from archflash import reference, sim
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.ladder import rungs
+from bench.on_the_spot import find_nvcc
 
 N = 192  # three blocks of keys: a buffer is used a second time
 
 
 @pytest.mark.parametrize("rung", rungs.RUNGS, ids=lambda rung: rung.name)
 def test_a_rung_computes_attention(rung: rungs.Rung) -> None:
-    nvcc = rungs.find_nvcc()
+    nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc is not found: it compiles the rungs")
     program = sim.load(rungs.compiled(rung, nvcc, "ptx", "compute_90").decode())

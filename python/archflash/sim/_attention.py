@@ -64,6 +64,7 @@ class _Settings:
     stretch: int = 0
     check: bool = True
     limit: bool = True
+    program: Program | None = None
 
 
 class _Session(threading.local):
@@ -92,6 +93,7 @@ def run(
     stretch: int = 0,
     check: bool = True,
     plan: _runtime.LaunchPlan | None = None,
+    program: Program | None = None,
     **options: Any,
 ) -> Run:
     """Runs one attention call on the simulator.
@@ -111,6 +113,7 @@ def run(
             as the mode says.
         check: whether errors of the kernel are raised.
         plan: run this plan instead of making one; `device` is then ignored.
+        program: from `load`; its kernels run in place of those with the same names.
         options: the other arguments of `archflash.attention`.
 
     Returns:
@@ -134,7 +137,7 @@ def run(
         problem = _api.make_problem(q, k, v, **options).as_if_on_cuda()
         plan = _dispatch.select(problem, _api.find_device(device), implementation).plan
     _session.settings = _Settings(
-        mode, seed, race_check, threads, traced_ctas, stretch, check, False
+        mode, seed, race_check, threads, traced_ctas, stretch, check, False, program
     )
     _session.reports = ()
     _session.plan = plan
@@ -165,7 +168,13 @@ def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
     if _session.settings is None:
         _announce(plan)
     launches = plan.to_dict()["launches"]
-    programs = [find_program(row["image"], plan.device.capability) for row in launches]
+    given = settings.program
+    programs = [
+        given
+        if given is not None and row["kernel"] in given.kernels
+        else find_program(row["image"], plan.device.capability)
+        for row in launches
+    ]
     if settings.limit:
         _check_limit(plan, programs, [row["kernel"] for row in launches], tensors)
     memory = _native.Memory()

@@ -1,0 +1,264 @@
+"""The settings that can be changed, and the kernels, plans and calls that come of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import on_the_spot
+
+if TYPE_CHECKING:
+    import torch
+
+    from archflash import sim
+
+NAME = "blackwell_dc"
+ARCHITECTURE = "100f"
+SOURCE = Path(__file__).with_name("variant.cu")
+KERNELS = on_the_spot.SOURCES / NAME / "kernels"
+ENDLESS_SMS = 1 << 20  # of a GPU that has one for every tile
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing that is not as in the wheel.
+
+    Attributes:
+        name: of the switch and its state, "split_p=off".
+        meaning: what the kernel does then.
+        assignment: to a member of Settings in variant.cu; "" where the plan alone changes.
+    """
+
+    name: str
+    meaning: str
+    assignment: str = ""
+
+    @property
+    def switch(self) -> str:
+        """The name of what is set."""
+        return self.name.partition("=")[0]
+
+
+def _off(name: str, meaning: str) -> Setting:
+    return Setting(f"{name}=off", meaning, f"switches.{name} = false")
+
+
+def _registers(softmax: int, correction: int, other: int) -> Setting:
+    numbers = (softmax, correction, other)
+    return Setting(
+        "registers=" + "/".join(map(str, numbers)),
+        f"{softmax} registers for a thread of softmax, {correction} in correction, {other} else",
+        "registers = {" + ", ".join(map(str, numbers)) + "}",
+    )
+
+
+SETTINGS = (
+    *[
+        Setting(
+            f"polynomial_pairs={pairs}",
+            f"{pairs} of 16 pairs of exponentials by polynomial"
+            if pairs
+            else "all exponentials by MUFU",
+            f"switches.polynomial_pairs = {pairs}",
+        )
+        for pairs in (0, 2, 4, 6, 8)
+    ],
+    _off("lazy_rescale", "O is rescaled in every block"),
+    _off("split_p", "all of P is handed over at once"),
+    _off("move_registers", "no setmaxnreg: every thread has 128 registers"),
+    _off("precomputed_descriptors", "each product's descriptors are made anew"),
+    _off("tma_store", "the epilogue warp copies output rows, 16 bytes a lane"),
+    _off("longest_first", "the first row tiles of causal calls, the shortest, come first"),
+    Setting("persistent=off", "a CTA for each row tile, which ends with it"),
+    _registers(200, 64, 48),
+    _registers(184, 96, 48),
+)
+
+
+@cache
+def configs() -> Mapping[str, str]:
+    """The Config of each kernel of the wheel, by the kernel's name: "D128<DType::BF16>"."""
+    text = "".join(file.read_text() for file in sorted(KERNELS.glob("*.cu")))
+    found = re.findall(r"^ARCHFLASH_BLACKWELL_DC_KERNEL\(\s*(\w+),\s*(.+?)\)$", text, re.M | re.S)
+    return dict(found)
+
+
+def definitions(setting: Setting, kernel: str) -> tuple[str, ...]:
+    """The macros with which variant.cu is a kernel of the wheel but for one setting.
+
+    Raises:
+        RuntimeError: it has no such kernel.
+    """
+    if kernel not in configs():
+        raise RuntimeError(f"{kernel} has no variants: {', '.join(configs())} have")
+    return (
+        f"KERNEL={kernel}",
+        f"WHEEL_CONFIG={configs()[kernel]}",
+        f"SETTING={setting.assignment}",
+    )
+
+
+def compiled(setting: Setting, kernel: str, nvcc: str, kind: str) -> bytes:
+    """A variant of a kernel of the wheel, under its name.
+
+    Args:
+        setting: what is changed; it must be one of code.
+        kernel: name in the wheel.
+        nvcc: the compiler.
+        kind: "ptx" or "cubin".
+
+    Returns:
+        The file.
+
+    Raises:
+        RuntimeError: it does not compile; the message is nvcc's.
+    """
+    prefix = "compute_" if kind == "ptx" else "sm_"
+    return on_the_spot.compiled(
+        SOURCE, nvcc, kind, prefix + ARCHITECTURE, definitions(setting, kernel)
+    )
+
+
+def plan_for(setting: Setting, planned: Any) -> Any:
+    """The wheel's plan, or what the setting makes of it.
+
+    Args:
+        setting: what is changed.
+        planned: the LaunchPlan of blackwell_dc for a call.
+
+    Returns:
+        A LaunchPlan of the same kernels.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    from archflash import _archflash as native
+
+    if setting.switch != "persistent":
+        return planned
+    endless = native.Device.from_dict(planned.device.to_dict() | {"sm_count": ENDLESS_SMS})
+    plan = native.plan(NAME, planned.problem, endless)
+    if isinstance(plan, list):
+        raise RuntimeError("; ".join(plan))
+    names = [[row["kernel"] for row in x.to_dict()["launches"]] for x in (plan, planned)]
+    if names[0] != names[1]:
+        raise RuntimeError(f"{setting.name} would take other kernels: {names[0]}")
+    return plan
+
+
+def simulate(
+    setting: Setting | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    nvcc: str,
+    plan: Any = None,
+    **options: Any,
+) -> sim.Run:
+    """Runs a call on the simulator.
+
+    Args:
+        setting: what is changed; None for the wheel's kernel.
+        q, k, v: as for `archflash.attention`, on the CPU.
+        nvcc: the compiler.
+        plan: the wheel's; by default for a B200.
+        options: the other arguments of `archflash.sim.run`, and of `archflash.attention`.
+
+    Returns:
+        What `archflash.sim.run` does.
+    """
+    import archflash
+    from archflash import sim
+
+    if plan is None:
+        ours = ("mode", "seed", "race_check", "threads", "traced_ctas", "stretch", "check")
+        call = {name: value for name, value in options.items() if name not in ours}
+        plan = archflash.explain(q, k, v, device="B200", implementation=NAME, **call).plan
+    if setting is not None:
+        plan = plan_for(setting, plan)
+    program = None
+    if setting is not None and setting.assignment:
+        (row,) = plan.to_dict()["launches"]
+        program = sim.load(compiled(setting, row["kernel"], nvcc, "ptx").decode())
+    return sim.run(q, k, v, implementation=NAME, plan=plan, program=program, **options)
+
+
+def bind(setting: Setting, nvcc: str, causal: bool) -> Callable[..., torch.Tensor]:
+    """The function of CUDA tensors q, k and v (batch, heads, n, d) that makes their output.
+
+    Args:
+        setting: what is changed.
+        nvcc: the compiler, of a system with the GPU.
+        causal: as of `archflash.attention`.
+
+    Returns:
+        The function. It raises RuntimeError where the kernel does not compile or start.
+    """
+    import archflash
+
+    plans: dict[torch.Size, tuple[Any, list[on_the_spot.Kernel | None]]] = {}
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if q.shape not in plans:
+            decision = archflash.explain(q, k, v, causal=causal, implementation=NAME)
+            plan = plan_for(setting, decision.plan)
+            names = [row["kernel"] for row in plan.to_dict()["launches"]]
+            plans[q.shape] = (plan, [kernel_for(setting, name, nvcc) for name in names])
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        plan, kernels = plans[q.shape]
+        on_the_spot.run_plan(plan, kernels, {"q": q, "k": k, "v": v, "out": out})
+        return out
+
+    return call
+
+
+@cache
+def kernel_for(setting: Setting, kernel: str, nvcc: str) -> on_the_spot.Kernel | None:
+    """The kernel of a variant on the current GPU; None where it is the wheel's."""
+    if not setting.assignment:
+        return None
+    return on_the_spot.Kernel(compiled(setting, kernel, nvcc, "cubin"), kernel)
+
+
+# --- counts ---
+
+# Warps of each role (src/blackwell_dc/config.cuh).
+ROLES = {
+    "softmax": range(0, 4),
+    "correction": range(8, 12),
+    "mma": range(12, 13),
+    "store": range(13, 14),
+    "load": range(14, 15),
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Warp-instructions of a simulated CTA.
+
+    Attributes:
+        roles: by role, of an average warp of it (softmax: of tile 0).
+        opcodes: by opcode, of the whole CTA.
+    """
+
+    roles: Mapping[str, float]
+    opcodes: Mapping[str, int]
+
+
+def counts(run: sim.Run) -> Counts:
+    """What the first CTA of a run with `traced_ctas=1` did."""
+    trace = run.report.traces[0]
+    of_warp: Counter[int] = Counter()
+    for event in trace.events:
+        if event.kind == "run":
+            of_warp[event.track] += event.end - event.begin
+    roles = {
+        name: sum(of_warp[warp] for warp in warps) / len(warps) for name, warps in ROLES.items()
+    }
+    return Counts(roles, dict(run.report.opcodes))

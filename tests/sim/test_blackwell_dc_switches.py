@@ -1,0 +1,217 @@
+"""Every switch of blackwell_dc in its other state: right results, and the counts that it changes.
+
+One kernel, d 128 in bf16; in the full run all of them. test_blackwell_dc.py has the wheel's state.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+from archflash import reference
+
+# The benchmarks are no part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench import on_the_spot
+from bench.switches import variants
+from bench.switches.variants import SETTINGS, Setting
+
+from .explained import unexplained
+from .test_attention import IN_FULL, MODES
+
+NVCC = on_the_spot.find_nvcc()
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not found: it compiles the variants")
+
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)] if IN_FULL else [(128, 128)]
+D, ROWS, KEYS = 128, 256, 128  # of a tile where counts are compared
+SOFTMAX_WARPS = 8
+
+every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def run(setting: Setting | None, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    assert NVCC is not None
+    return variants.simulate(setting, q, k, v, nvcc=NVCC, **options)
+
+
+def plan_on_one_sm(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Any:
+    decision = archflash.explain(q, k, v, device="B200", implementation=variants.NAME, **call)
+    planned = decision.plan
+    assert planned is not None
+    one_sm = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1})
+    plan = native.plan(variants.NAME, planned.problem, one_sm)
+    assert isinstance(plan, native.LaunchPlan)
+    return plan
+
+
+def test_every_switch_of_the_config_has_a_setting() -> None:
+    text = (on_the_spot.SOURCES / variants.NAME / "config.cuh").read_text()
+    (body,) = re.findall(r"^struct Switches \{\n(.*?)^\};", text, re.M | re.S)
+    members = re.findall(r"^  \w+ (\w+) = ", body, re.M)
+    assert len(members) >= 7
+    assert set(members) | {"persistent", "registers"} == {setting.switch for setting in SETTINGS}
+    assert len(BY_NAME) == len(SETTINGS)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@every_setting
+def test_a_changed_kernel_is_right(setting: Setting, dims: tuple[int, int]) -> None:
+    d, dv = dims
+    # Two tiles and more, keys that end inside a block; one CTA goes over all tiles.
+    q, k, v = rand(1, 1, 270, d, seed=0), rand(1, 1, 393, d, seed=1), rand(1, 1, 393, dv, seed=2)
+    plan = plan_on_one_sm(q, k, v, causal=True, return_lse=True)
+    expected, expected_lse = reference.attention(q, k, v, causal=True)
+    baseline = reference.baseline(q, k, v, causal=True)
+    first = SETTINGS.index(setting) % len(MODES)
+    for mode in MODES if IN_FULL else [MODES[first]]:
+        made = run(setting, q, k, v, plan=plan, mode=mode, seed=5, causal=True, return_lse=True)
+        assert not unexplained(variants.NAME, made.report), made.report
+        report = reference.check(made.out, expected, baseline)
+        assert report.ok, report
+        lse_report = reference.check_lse(made.lse, expected_lse)
+        assert lse_report.ok, lse_report
+
+
+# --- counts ---
+
+
+@cache
+def counts_of(setting: Setting | None, blocks: int) -> variants.Counts:
+    """Of a CTA with one full tile over so many full blocks, in which no base rises."""
+    q, k = torch.zeros(1, 1, ROWS, D).bfloat16(), torch.zeros(1, 1, blocks * KEYS, D).bfloat16()
+    v = rand(1, 1, blocks * KEYS, D, seed=2)
+    made = run(setting, q, k, v, mode="lazy", race_check=False, traced_ctas=1)
+    return variants.counts(made)
+
+
+def of_all(setting: Setting | None, opcode: str) -> int:
+    opcodes = counts_of(setting, 2).opcodes
+    return sum(count for name, count in opcodes.items() if opcode in name)
+
+
+def of_a_block(setting: Setting | None, opcode: str) -> int:
+    """Instructions of the CTA for one block more."""
+    blocks = [counts_of(setting, blocks).opcodes for blocks in (2, 3)]
+    few, more = (sum(n for name, n in x.items() if opcode in name) for x in blocks)
+    return more - few
+
+
+@pytest.mark.parametrize("pairs", [0, 2, 4, 6, 8])
+def test_polynomials_take_the_place_of_mufu(pairs: int) -> None:
+    setting = BY_NAME[f"polynomial_pairs={pairs}"]
+    assert of_a_block(setting, "ex2.approx") == SOFTMAX_WARPS * KEYS * (16 - pairs) // 16
+    assert of_a_block(setting, "add.rm") == SOFTMAX_WARPS * KEYS * pairs // 16 // 2
+
+
+def test_without_lazy_rescaling_o_is_rescaled_in_every_block() -> None:
+    pieces = D // 16 * 4 * ROWS // 128  # of 16 columns, by each correction warp for each tile
+    off = BY_NAME["lazy_rescale=off"]
+    for opcode in ("tcgen05.ld", "tcgen05.st"):
+        assert of_a_block(off, opcode) == of_a_block(None, opcode) + pieces
+
+
+def test_without_the_split_p_is_stored_and_announced_once() -> None:
+    off = BY_NAME["split_p=off"]
+    assert of_a_block(off, "tcgen05.st") == of_a_block(None, "tcgen05.st")
+    assert of_a_block(off, "tcgen05.wait::st") == SOFTMAX_WARPS
+    assert of_a_block(None, "tcgen05.wait::st") == 2 * SOFTMAX_WARPS
+    arrivals = [of_a_block(setting, "mbarrier.arrive.") for setting in (None, off)]
+    assert arrivals[0] - arrivals[1] == SOFTMAX_WARPS
+    assert of_a_block(off, "tcgen05.mma") == of_a_block(None, "tcgen05.mma")
+
+
+def test_registers_move_only_where_they_are_asked_to() -> None:
+    off = BY_NAME["move_registers=off"]
+    assert of_all(None, "setmaxnreg") >= 16  # warps; those that wait for registers ask again
+    assert of_all(off, "setmaxnreg") == 0
+
+
+def test_without_precomputed_descriptors_mma_issues_more() -> None:
+    off = BY_NAME["precomputed_descriptors=off"]
+    of_mma = [
+        counts_of(setting, 3).roles["mma"] - counts_of(setting, 2).roles["mma"]
+        for setting in (None, off)
+    ]
+    # A product has one descriptor or two; to make one anew takes two instructions and more.
+    assert of_mma[1] - of_mma[0] >= 2 * of_a_block(None, "tcgen05.mma")
+    assert of_a_block(off, "tcgen05.mma") == of_a_block(None, "tcgen05.mma")
+
+
+def test_without_tma_stores_the_store_warp_copies_rows() -> None:
+    off = BY_NAME["tma_store=off"]
+    store, copy = "cp.async.bulk.tensor.4d.global", "st.global"
+    assert of_all(None, store) > 0
+    assert of_all(off, store) == 0
+    pieces = ROWS * D * 2 // 16 // 32  # 16 bytes of a lane
+    assert of_all(off, copy) - of_all(None, copy) == pieces
+
+
+def test_ctas_come_in_the_order_and_number_that_is_asked_for() -> None:
+    q, k, v = (rand(1, 1, 2 * ROWS, D, seed=seed) for seed in range(3))
+
+    def instructions_of_ctas(setting: Setting | None, sms: int) -> list[int]:
+        plan = archflash.explain(
+            q, k, v, device="B200", implementation=variants.NAME, causal=True
+        ).plan
+        assert plan is not None
+        device = native.Device.from_dict(plan.device.to_dict() | {"sm_count": sms})
+        planned = native.plan(variants.NAME, plan.problem, device)
+        made = run(
+            setting,
+            q,
+            k,
+            v,
+            plan=planned,
+            mode="lazy",
+            causal=True,
+            traced_ctas=2,
+            race_check=False,
+        )
+        return [
+            sum(x.end - x.begin for x in trace.events if x.kind == "run")
+            for _, trace in sorted(made.report.traces.items())
+        ]
+
+    # Four blocks of keys, and two.
+    longest, shortest = instructions_of_ctas(None, 2)
+    assert longest > 1.5 * shortest
+    first, second = instructions_of_ctas(BY_NAME["longest_first=off"], 2)
+    assert second > 1.5 * first
+    assert len(instructions_of_ctas(None, 1)) == 1
+    assert len(instructions_of_ctas(BY_NAME["persistent=off"], 1)) == 2
+
+
+def test_without_setmaxnreg_softmax_does_not_fit_its_registers(tmp_path: Path) -> None:
+    """What it costs to switch it off, as NOTES.md says: 128 registers, and spills."""
+    assert NVCC is not None
+    kernel = f"{variants.NAME}_attention_fwd_bf16_d{D}"
+    ptxas = Path(NVCC).resolve().with_name("ptxas")
+    if not ptxas.exists():
+        pytest.skip("ptxas is not beside nvcc")
+    (tmp_path / "x.ptx").write_bytes(
+        variants.compiled(BY_NAME["move_registers=off"], kernel, NVCC, "ptx")
+    )
+    done = subprocess.run(
+        [str(ptxas), "-O3", "-v", "-arch=sm_100f", "-o", "x.cubin", "x.ptx"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert re.search(r"Used 128 registers", said), said
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", said)
+    assert int(spilled) > 0
