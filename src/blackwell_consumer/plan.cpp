@@ -168,7 +168,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (core::nothing_to_write(problem)) return result;
   Reasons reasons =
       core::why_not(problem, "blackwell_consumer", {DType::F16, DType::BF16, DType::E4M3});
-  core::add_tma_reasons(problem, "blackwell_consumer", reasons);
+  core::add_tma_reasons(problem, "blackwell_consumer", false, reasons);
   if (!reasons.empty()) return reasons;
 
   const Variant* chosen = choose(problem, device);

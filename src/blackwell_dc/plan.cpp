@@ -96,7 +96,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   LaunchPlan result;  // the registry adds what it was made for
   if (core::nothing_to_write(problem)) return result;
   Reasons reasons = core::why_not(problem, "blackwell_dc", {DType::F16, DType::BF16});
-  core::add_tma_reasons(problem, "blackwell_dc", reasons);
+  core::add_tma_reasons(problem, "blackwell_dc", true, reasons);
   const Variant& chosen = choose(problem);
   if (chosen.shared_bytes > device.shared_per_block) {
     reasons.push_back("shared memory: " + device.name + " gives a CTA " +

@@ -13,7 +13,8 @@ constexpr int64_t STRIDE_LIMIT = int64_t{1} << 40;
 
 }  // namespace
 
-void add_tma_reasons(const Problem& problem, const std::string& implementation, Reasons& reasons) {
+void add_tma_reasons(const Problem& problem, const std::string& implementation, bool stores,
+                     Reasons& reasons) {
   const auto check = [&](const char* name, const Strides& strides, int64_t rows, DType dtype) {
     if (strides.row == 0 && rows > 1) {
       reasons.push_back(std::string(name) +
@@ -33,6 +34,7 @@ void add_tma_reasons(const Problem& problem, const std::string& implementation, 
   check("q", problem.q, problem.nq, problem.dtype);
   check("k", problem.k, problem.nk, problem.dtype);
   check("v", problem.v, problem.nk, problem.dtype);
+  if (stores) check("out", problem.out, problem.nq, problem.out_dtype);
 }
 
 TensorMapSpec tensor_map(const Problem& problem, Operand operand, size_t offset, Swizzle swizzle,

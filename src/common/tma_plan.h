@@ -11,8 +11,9 @@
 
 namespace archflash::core {
 
-// What TMA cannot describe, beyond the limits of the core set.
-void add_tma_reasons(const Problem& problem, const std::string& implementation, Reasons& reasons);
+// What TMA cannot describe, beyond the limits of the core set. `stores`: the output goes by TMA too.
+void add_tma_reasons(const Problem& problem, const std::string& implementation, bool stores,
+                     Reasons& reasons);
 
 // Columns and rows of a TMA box.
 struct Box {

@@ -99,6 +99,19 @@ def test_strides_of_a_terabyte_are_refused(kernel: str) -> None:
     assert len(reasons) == 2
 
 
+@pytest.mark.parametrize(
+    ("kernel", "named"), [("blackwell_consumer", []), ("blackwell_dc", ["out"])]
+)
+def test_strides_of_out_matter_to_who_stores_by_tma(kernel: str, named: list[str]) -> None:
+    shape, strides = (2, 4, 300, 64), (2**39, 300 * 64, 64, 1)
+    q, k, v = views(torch.float16, *[(shape, (4 * 300 * 64, 300 * 64, 64, 1))] * 3)
+    (out,) = views(torch.float16, (shape, strides))
+    problem = make_problem(q, k, v, out=out).as_if_on_cuda()
+    planned = native.plan(kernel, problem, find_device(home_of(kernel)))
+    reasons = planned if isinstance(planned, list) else []
+    assert [reason.partition(" ")[0] for reason in reasons] == named
+
+
 # --- order ---
 
 
