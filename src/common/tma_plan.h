@@ -11,7 +11,8 @@
 
 namespace archflash::core {
 
-// What TMA cannot describe, beyond the limits of the core set. `stores`: the output goes by TMA too.
+// What TMA cannot describe, beyond the limits of the core set. `stores`: the output goes by TMA
+// too.
 void add_tma_reasons(const Problem& problem, const std::string& implementation, bool stores,
                      Reasons& reasons);
 
