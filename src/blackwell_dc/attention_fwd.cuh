@@ -21,6 +21,7 @@
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/products.cuh"
 #include "blackwell_dc/softmax.cuh"
+#include "blackwell_dc/walk.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/tcgen05.cuh"
 #include "common/ptx/tma.cuh"
@@ -34,7 +35,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   const uint32_t shared_smem =
       ptx::mov_b32_volatile(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   static_assert(C::QTile::ALIGNMENT <= 1024);
-  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);  // known to be the same in a warp
+  const int warp = uniform(threadIdx.x / 32);
   if (warp == C::MMA_WARP) {
     ptx::tcgen05_alloc<ptx::TMEM_COLUMNS>(shared_smem + C::TMEM_ADDRESS_SMEM);
     ptx::tcgen05_relinquish_alloc_permit();

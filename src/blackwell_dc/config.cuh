@@ -105,12 +105,12 @@ constexpr Registers MORE_SOFTMAX{192, 80, 48};
 constexpr Switches NONE{};
 constexpr Switches EIGHTH{.polynomial_pairs = 2};
 constexpr Switches QUARTER{.polynomial_pairs = 4};
-constexpr Switches THREE_EIGHTHS{.polynomial_pairs = 6};
+constexpr Switches FIVE_16THS{.polynomial_pairs = 5};
 
 //                              head_dim        block  stages  O over
 //                             q,k   v    tiles  _k    K   V   Q      registers     switches
 template <DType T>
-using D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, THREE_EIGHTHS>;
+using D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
 template <DType T>
 using D96  = Config<T,  96,  96,  2,    128,  5,  0,  false, MORE_SOFTMAX, QUARTER>;
 template <DType T>

@@ -23,9 +23,14 @@ namespace archflash::blackwell_dc {
 template <class C>
 __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
-  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const Barriers<C> barriers{uniform(shared_smem + C::BARRIER_SMEM)};
+  const uint32_t ring_smem = uniform(shared_smem + C::RING_SMEM);
+  const auto hold = [](const TensorMap& map) {
+    return reinterpret_cast<const TensorMap*>(uniform(reinterpret_cast<uint64_t>(&map)));
+  };
+  const TensorMap &k_map = *hold(params.k_map), &v_map = *hold(params.v_map);
   const bool leader = ptx::elect_sync();  // it issues; the whole warp waits and counts
-  Ring<C> ring;
+  Ring<C> ring = Ring<C>::of_writer();
   uint32_t q_parity = 1;  // nothing is in Q's part yet
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
@@ -40,29 +45,26 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     const int k_batch = ptx::mov_b32_volatile(attention.k_batch == 0 ? 0 : batch);
     const int v_head = ptx::mov_b32_volatile(attention.v_head == 0 ? 0 : kv_head);
     const int v_batch = ptx::mov_b32_volatile(attention.v_batch == 0 ? 0 : batch);
-    const auto load_k = [&](int block) {
+    const auto load_k = [&](int row) {
       const Slot slot = ring.next_k();
-      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity ^ 1);
+      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);
       if (leader) {
-        math::start_load<typename C::KTile>(shared_smem + ring.offset(slot.index), params.k_map,
-                                            keys_start + block, k_head, k_batch,
-                                            barriers.kv_full(slot.index));
+        math::start_load<typename C::KTile>(ring_smem + ring.offset(slot.index), k_map, row, k_head,
+                                            k_batch, barriers.kv_full(slot.index));
       }
-      __syncwarp();
     };
-    const auto load_v = [&](int block, bool ragged) {
+    const auto load_v = [&](int row, bool ragged) {
       const Slot slot = ring.next_v();
-      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity ^ 1);
+      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);
       if (leader) {
-        math::start_load<typename C::VTile>(shared_smem + ring.offset(slot.index), params.v_map,
-                                            keys_start + block, v_head, v_batch,
-                                            barriers.kv_full(slot.index));
+        math::start_load<typename C::VTile>(ring_smem + ring.offset(slot.index), v_map, row, v_head,
+                                            v_batch, barriers.kv_full(slot.index));
         if (ragged) ptx::mbarrier_arrive(barriers.v_ragged(slot.index));
       }
-      __syncwarp();
     };
     const bool any = blocks.first <= blocks.last;
-    if (any) load_k(blocks.last);
+    const int last_row = keys_start + blocks.last;
+    if (any) load_k(last_row);
     const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
@@ -75,18 +77,18 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       if (!any && leader) ptx::mbarrier_arrive(barriers.q_full(t));  // no key, no Q
       __syncwarp();
     }
-    if (any) load_v(blocks.last, is_ragged<C>(attention, work, blocks));
+    if (any) load_v(last_row, is_ragged<C>(attention, work, blocks));
 #pragma unroll 1
-    for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K) {
-      load_k(block);
-      load_v(block, false);
+    for (int row = last_row - C::BLOCK_K; row >= keys_start + blocks.first; row -= C::BLOCK_K) {
+      load_k(row);
+      load_v(row, false);
     }
     q_parity ^= 1;
   }
   // The last commits arrive in shared memory: it is there until they have.
   for (int i = 0; i < C::SLOTS; ++i) {
     const Slot slot = C::SHARED_RING || i < C::K_STAGES ? ring.next_k() : ring.next_v();
-    ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity ^ 1);
+    ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);
   }
 }
 
@@ -114,7 +116,8 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
       ptx::mbarrier_wait_parity(barriers.kv_full(slot.index), slot.parity);
       const int first = (work.nk - block) * VTile::ROW_BYTES;  // of a slab: rows stay in order
       for (int slab = 0; slab < VTile::SLABS; ++slab) {
-        unsigned char* slab_smem = shared + ring.offset(slot.index) + slab * VTile::SLAB_BYTES;
+        unsigned char* slab_smem =
+            shared + C::RING_SMEM + ring.offset(slot.index) + slab * VTile::SLAB_BYTES;
         for (int byte = first + threadIdx.x % 32 * 16; byte < VTile::SLAB_BYTES; byte += 32 * 16)
           *reinterpret_cast<uint4*>(slab_smem + byte) = uint4{};
       }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int row_of_tile = threadIdx.x % C::TILE_ROWS;
-  const uint32_t lanes_tmem = ptx::tmem_lanes_of_warp(threadIdx.x / 32);
+  const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
   const float* stats = reinterpret_cast<const float*>(shared + C::STATS_SMEM) + row_of_tile;
   constexpr int STATS = C::STATS_BYTES / 4;  // floats from tile to tile
   // Counted from the CTA's start: messages of each tile, products of each tile, steps, tiles.

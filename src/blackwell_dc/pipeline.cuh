@@ -94,11 +94,12 @@ struct Barriers {
 template <int LENGTH>
 struct Turn {
   int index = 0;
-  uint32_t parity = 0;  // of the phase that fills the slot for this use
+  uint32_t parity = 0;  // who reads waits for this phase of "full", who writes for it of "empty"
 
   __device__ __forceinline__ void next() {
-    index = index + 1 == LENGTH ? 0 : index + 1;
-    parity ^= index == 0;
+    const bool last = index == LENGTH - 1;
+    index = last ? 0 : index + 1;
+    parity ^= last;
   }
 };
 
@@ -108,11 +109,14 @@ struct Slot {
 };
 
 // The slots of K and V as a role passes them: in one ring, where it asks for K and V in the order
-// in which they are loaded (K, V, K, V, ...), or each in its own.
+// in which they are loaded (K, V, K, V, ...), or each in its own. Who reads begins with parity 0,
+// who writes with 1: nothing is in the slots yet.
 template <class C>
 struct Ring {
   Turn<C::K_STAGES> k;
   Turn<C::SHARED_RING ? 1 : C::V_STAGES> v;
+
+  __device__ __forceinline__ static Ring of_writer() { return {{0, 1}, {0, 1}}; }
 
   __device__ __forceinline__ Slot next_k() {
     const Slot slot{k.index, k.parity};
@@ -128,9 +132,12 @@ struct Ring {
       return slot;
     }
   }
+  // From the ring's start to a slot, in units of so many bytes.
+  template <int UNIT = 1>
   __device__ __forceinline__ static uint32_t offset(int slot) {
-    if (C::SHARED_RING || slot < C::K_STAGES) return C::RING_SMEM + slot * C::K_SLOT_BYTES;
-    return C::RING_SMEM + C::K_STAGES * C::K_SLOT_BYTES + (slot - C::K_STAGES) * C::VTile::BYTES;
+    constexpr int K_SLOT = C::K_SLOT_BYTES / UNIT, V_SLOT = C::VTile::BYTES / UNIT;
+    if (C::SHARED_RING || slot < C::K_STAGES) return slot * K_SLOT;
+    return C::K_STAGES * K_SLOT + (slot - C::K_STAGES) * V_SLOT;
   }
 };
 

@@ -23,11 +23,8 @@ template <class C>
 __device__ __forceinline__ uint32_t place_of(uint32_t smem) {
   return C::SWITCHES.precomputed_descriptors ? math::matrix_descriptor_address(smem) : smem;
 }
-// Places as far apart as addresses that are `bytes` apart.
 template <class C>
-__device__ __forceinline__ constexpr uint32_t place_offset(int bytes) {
-  return C::SWITCHES.precomputed_descriptors ? bytes >> 4 : bytes;
-}
+constexpr int PLACE_BYTES = C::SWITCHES.precomputed_descriptors ? 16 : 1;  // from place to place
 // The descriptor of a product's 16 columns or rows of K; `step` from matrix_descriptor.h. Only its
 // lower half is not constant.
 template <class C>
@@ -94,28 +91,38 @@ struct Products {
   uint32_t block_parity = 0;        // two tiles: of the block whose O comes next
   uint32_t s_step = 0, o_step = 0;  // one tile: steps so far of S and of O
 
+  __device__ __forceinline__ uint32_t kv_place(const Slot& slot) const {
+    return shared_place + C::RING_SMEM / PLACE_BYTES<C> +
+           Ring<C>::template offset<PLACE_BYTES<C>>(slot.index);
+  }
+
   // S of a step: the `half`-th of two tiles, or the one tile's next.
-  __device__ __forceinline__ void start_s(int half, bool first, bool last, uint32_t q_parity) {
+  __device__ __forceinline__ void start_s(int half, bool first, uint32_t q_parity) {
     const int t = C::TILES == 2 ? half : 0;
     const uint32_t buffer = C::TILES == 2 ? half : s_step++ % 2;
     if (t == 0) {
       const Slot slot = ring.next_k();
       k_slot = slot.index;
-      k_place = shared_place + place_offset<C>(ring.offset(slot.index));
+      k_place = kv_place(slot);
       ptx::mbarrier_wait_parity(barriers.kv_full(slot.index), slot.parity);
     }
     if (first) ptx::mbarrier_wait_parity(barriers.q_full(t), q_parity);
-    ptx::tcgen05_fence_after_thread_sync();
+    // No fence: who read this buffer, add_o has waited for; Q and K come from the copy engine.
     if (leader) {
       // Read anew: descriptors of Q kept over the loop are more than there are uniform registers.
-      const uint32_t q_place = ptx::mov_b32_volatile(shared_place) + place_offset<C>(C::Q_SMEM);
-      multiply_qk<C>(tmem + buffer * C::S_COLUMNS, q_place + place_offset<C>(t * C::QTile::BYTES),
-                     k_place);
+      const uint32_t q_place =
+          ptx::mov_b32_volatile(shared_place) + (C::Q_SMEM + t * C::QTile::BYTES) / PLACE_BYTES<C>;
+      multiply_qk<C>(tmem + buffer * C::S_COLUMNS, q_place, k_place);
       ptx::tcgen05_commit(barriers.s_ready(buffer));
       if (t == C::TILES - 1) ptx::tcgen05_commit(barriers.kv_empty(k_slot));
-      if (last) ptx::tcgen05_commit(barriers.q_empty(t));
     }
-    __syncwarp();  // the leader is back: the warp waits and elects together
+  }
+
+  // After the last S of a row tile.
+  __device__ __forceinline__ void release_q() const {
+    if (leader) {
+      for (int t = 0; t < C::TILES; ++t) ptx::tcgen05_commit(barriers.q_empty(t));
+    }
   }
 
   // The next V has rows of another sequence: they are zeros now.
@@ -133,7 +140,7 @@ struct Products {
     if (t == 0) {
       const Slot slot = ring.next_v();
       v_slot = slot.index;
-      v_place = shared_place + place_offset<C>(ring.offset(slot.index));
+      v_place = kv_place(slot);
       ptx::mbarrier_wait_parity(barriers.kv_full(slot.index), slot.parity);
     }
     const uint32_t o_tmem = tmem + C::O_COLUMN + t * C::HEAD_DIM_V;
@@ -150,7 +157,6 @@ struct Products {
       ptx::tcgen05_commit(barriers.o_ready(t));
       if (t == C::TILES - 1) ptx::tcgen05_commit(barriers.kv_empty(v_slot));
     }
-    __syncwarp();
     if (C::TILES == 1) ++o_step;
     if (C::TILES == 2 && half == 1) block_parity ^= 1;
   }
@@ -176,26 +182,32 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
       continue;
     }
     if constexpr (C::TILES == 2) {
-      products.start_s(0, true, count == 1, q_parity);
-      products.start_s(1, true, count == 1, q_parity);
+      products.start_s(0, true, q_parity);
+      products.start_s(1, true, q_parity);
       if (ragged) products.wait_until_clean();
 #pragma unroll 1
-      for (int block = 0; block < count; ++block) {
+      for (int block = 1; block < count; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          products.add_o(half, block == 0);
-          if (block + 1 < count) products.start_s(half, false, block + 2 == count, q_parity);
+          products.add_o(half, block == 1);
+          products.start_s(half, false, q_parity);
         }
       }
+      products.release_q();
+      products.add_o(0, count == 1);
+      products.add_o(1, count == 1);
     } else {
-      products.start_s(0, true, count == 1, q_parity);
-      if (count > 1) products.start_s(0, false, count == 2, q_parity);
+      products.start_s(0, true, q_parity);
+      if (count > 1) products.start_s(0, false, q_parity);
       if (ragged) products.wait_until_clean();
 #pragma unroll 1
-      for (int block = 0; block < count; ++block) {
-        products.add_o(0, block == 0);
-        if (block + 2 < count) products.start_s(0, false, block + 3 == count, q_parity);
+      for (int block = 2; block < count; ++block) {
+        products.add_o(0, block == 2);
+        products.start_s(0, false, q_parity);
       }
+      products.release_q();
+      if (count > 1) products.add_o(0, count == 2);
+      products.add_o(0, count == 1);
     }
     q_parity ^= 1;
   }

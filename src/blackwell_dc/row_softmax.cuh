@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/visible_keys.cuh"
@@ -12,7 +13,6 @@
 
 namespace archflash::blackwell_dc {
 
-constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 constexpr float LOWEST = -3.402823466e38f;
 
 // P is 2^(score - base) with a base that follows the row maximum only when that has risen by more

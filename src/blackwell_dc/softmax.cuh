@@ -25,7 +25,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int row_of_tile = threadIdx.x % C::TILE_ROWS;
-  const uint32_t lanes_tmem = ptx::tmem_lanes_of_warp(threadIdx.x / 32);
+  const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
   float* stats = reinterpret_cast<float*>(shared + C::STATS_SMEM + t * C::STATS_BYTES);
   // Steps of this warpgroup, and what it told correction, counted from the CTA's start.
   uint32_t step = 0, message = 0;

@@ -10,6 +10,16 @@
 
 namespace archflash::blackwell_dc {
 
+constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
+
+// x, the same in all lanes of a warp, as the assembler knows it after a shuffle: it keeps x in a
+// uniform register and computes with it once for the warp, where it would otherwise make it anew,
+// or move it, at each use.
+template <typename T>
+__device__ __forceinline__ T uniform(T x) {
+  return __shfl_sync(FULL_WARP, x, 0);
+}
+
 template <class C>
 __device__ __forceinline__ math::Work find_tile(const Params& params,
                                                 const math::TileIndex& index) {

@@ -16,7 +16,7 @@ import archflash
 from archflash import _archflash as native
 from archflash import reference
 
-from .explained import unexplained
+from .explained import explanation, unexplained
 
 sim = pytest.importorskip("archflash.sim")
 
@@ -24,7 +24,7 @@ NAME = "blackwell_dc"
 MODES = ("lazy", "eager", "random", "priority")
 # Of each Config: (d, dv), rows and keys of a CTA's tile, how many 2^x of a row's block are MUFU's.
 CONFIGS = {
-    "d64": ((64, 64), 256, 128, 80),
+    "d64": ((64, 64), 256, 128, 88),
     "d96": ((96, 96), 256, 128, 96),
     "d128": ((128, 128), 256, 128, 112),
     "d192": ((192, 128), 256, 128, 128),
@@ -59,6 +59,7 @@ def check_every_mode(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> None:
     for mode in MODES:
         run = run_on_one_sm(mode, q, k, v, **call)
         assert not unexplained(NAME, run.report), run.report
+        assert any(explanation(NAME, finding) for finding in run.report.findings)
         if first is None:
             first = (run.out.clone(), run.lse.clone())
             expected, expected_lse = reference.attention(q, k, v, **call)
