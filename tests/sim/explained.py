@@ -59,9 +59,9 @@ def unexplained(kernel: str, report: sim.Report) -> list[sim.Finding]:
 
 
 def _lines(folder: str, source: str) -> list[str]:
-    """The lines of a folder that a "file:line, inlined at ..." names."""
+    """The lines of a folder that a "file:line, inlined at ..." names, from src/ on or wholly."""
     return [
         (SOURCES / file).read_text().splitlines()[int(number) - 1]
         for file, number in re.findall(r"([^, ]+):(\d+)", source)
-        if file.startswith(f"{folder}/")
+        if f"/{folder}/" in f"/{file}"
     ]
