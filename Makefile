@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-sim-full lint format test-gpu bench clean
+.PHONY: demo test test-sim-full lint format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
@@ -36,6 +36,9 @@ test-gpu:  ## tests on this machine's GPU, with the Python and the archflash tha
 
 bench:  ## times every implementation and its peers; appends to bench/results
 	$(PYTHON) -m bench.run
+
+day-one:  ## the first day with a B200 or B300: correctness, every switch of the kernel, peers (docs/day_one.md)
+	$(PYTHON) -m bench.day_one
 
 # An installed torch >= 2.6 is kept (the environment sees the system's packages); otherwise constraints.txt says which comes.
 $(VENV)/torch:

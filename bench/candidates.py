@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -168,6 +170,56 @@ def torch_candidates() -> list[Candidate]:
         Candidate(name, text, False, bind, functools.partial(context, backend), refusal)
         for name, text, backend, refusal in backends
     ]
+
+
+# Rows of FlashAttention-3 and -4: name, modules one of which has the function, and packages whose
+# version it is.
+FLASH_ATTENTION = (
+    ("fa3", ("flash_attn_interface", "fa3_fwd_interface"), ("flash-attn-3", "fa3-fwd")),
+    ("fa4", ("flash_attn.cute",), ("flash-attn-4",)),
+)
+
+
+def flash_attention_candidates() -> list[Candidate]:
+    """FlashAttention-3 and -4, whose tensors are (batch, rows, heads, d); where they are missing
+    they refuse every case and say so.
+    """
+    return [_flash_attention(*row) for row in FLASH_ATTENTION]
+
+
+def _flash_attention(name: str, modules: tuple[str, ...], packages: tuple[str, ...]) -> Candidate:
+    function: Callable[..., Any] | None = None
+    missing = []
+    for module in modules:
+        try:
+            function = importlib.import_module(module).flash_attn_func
+            break
+        except Exception as error:  # a broken installation fails in its own way
+            missing.append(f"{module}: {type(error).__name__}: {error}")
+    version = "unknown"
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+
+    def refuses(case: Case) -> str | None:
+        if function is None:
+            return "not installed: " + "; ".join(missing)
+        if case.dtype not in ("fp16", "bf16"):
+            return "called with fp16 and bf16 only"
+        return None
+
+    def bind(case: Case) -> Call:
+        assert function is not None  # refuses() speaks first
+        attend = function
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            made = attend(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
+            out: torch.Tensor = made[0] if isinstance(made, tuple) else made
+            return out.transpose(1, 2)
+
+        return call
+
+    return Candidate(name, version, False, bind, refuses=refuses)
 
 
 def _cudnn_version(number: int | None) -> str:

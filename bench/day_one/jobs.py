@@ -1,0 +1,510 @@
+"""The jobs of a day, and what each does. Each runs in a process of its own (__main__.py): a kernel
+that hangs or breaks its CUDA context takes nothing else along.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import environment, on_the_spot, timing
+from bench.candidates import (
+    Candidate,
+    flash_attention_candidates,
+    our_candidates,
+    torch_candidates,
+)
+from bench.cases import Case, load_cases
+from bench.correctness import Checker
+from bench.day_one import record
+from bench.results import Row
+from bench.run import MIN_ROUNDS, WARM_SECONDS, run_case
+from bench.switches import variants
+
+if TYPE_CHECKING:
+    import torch
+
+WITH_SWITCHES = variants.NAME
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+GPU_TESTS = ("features", "lengths", "memory", "fp8", "streams", "tensor_maps", "variants")
+# Beyond bench/cases.toml: where long rows show what the loop over the keys is worth.
+LONG = tuple(
+    Case(f"bf16 2x16 16384 d{d}{mask}", "bf16", 2, 16, 16, 16384, 16384, d, dv, mask != "")
+    for (d, dv), mask in itertools.product(((64, 64), (128, 128), (192, 128)), ("", " c"))
+)
+# Cases on which switches are timed: one of each kind of bound (src/blackwell_dc/NOTES.md), long and
+# short, with and without a mask.
+SWITCH_CASES = (
+    "fp16 16x16 8192 d128", "bf16 1x32/8 16384 d128 c", "bf16 1x32/8 4096 d128 c",
+    "bf16 64x64 1024 d64", "fp16 8x12 2048 d64 c", "bf16 2x16 4096 d256 c",
+    "bf16 2x16 16384 d192 c",
+)  # fmt: skip
+TINY = (
+    Case("bf16 1x2/1 300x260 d128 c", "bf16", 1, 2, 1, 300, 260, 128, 128, True),
+    Case("fp16 1x1 130x140 d64", "fp16", 1, 1, 1, 130, 140, 64, 64, False),
+)
+# What a process may take, in seconds: a kernel that hangs costs no more than this.
+FIRST_LIMIT, TESTS_LIMIT, SWITCH_LIMIT, TIMING_LIMIT = 180, 1200, 240, 900
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all jobs of a run share.
+
+    Attributes:
+        implementation: whose day it is.
+        simulate: CPU tensors, the simulator, tiny problems, no times.
+        facts: columns of bench/results that the run's rows share.
+        without: settings that are not timed, as they are not right.
+    """
+
+    implementation: str
+    simulate: bool
+    facts: dict[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """Where tensors are."""
+        return "cpu" if self.simulate else "cuda"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process.
+
+    Attributes:
+        part: of the day: "correctness", "switches", "peers".
+        name: what it is about.
+        limit_s: seconds that it may take.
+        run: does it. Gives rows, and raises where something is wrong.
+    """
+
+    part: str
+    name: str
+    limit_s: float
+    run: Callable[[Setup], Iterator[Row]]
+
+
+class WrongError(Exception):
+    """A result is wrong, or a test failed."""
+
+
+def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> list[Job]:
+    """All jobs, in their order.
+
+    Args:
+        implementation: whose day it is.
+        dtypes: of its inputs, as torch spells them.
+        simulate: tiny problems for the simulator.
+    """
+    made = []
+    kinds = [DTYPES[dtype] for dtype in dtypes if dtype in DTYPES]
+    for dtype, dims in itertools.product(kinds, DIMS):
+        run = functools.partial(first_calls, dtype, *dims)
+        made.append(Job("correctness", first_name(dtype, dims[0]), FIRST_LIMIT, run))
+    for name in ("sim",) if simulate else GPU_TESTS:
+        path = "tests/sim/test_attention.py" if simulate else f"tests/gpu/test_gpu_{name}.py"
+        only = f"{implementation} and sinks_far" if simulate else implementation
+        run = functools.partial(run_tests, path, only)
+        made.append(Job("correctness", path, TESTS_LIMIT, run))
+    cases = {case.name: case for case in (*load_cases(), *LONG)}
+    if implementation == WITH_SWITCHES:
+        for setting in variants.SETTINGS:
+            run = functools.partial(check_setting, setting)
+            made.append(Job("switches", setting.name, SWITCH_LIMIT, run))
+        for case in TINY if simulate else [cases[name] for name in SWITCH_CASES]:
+            run = functools.partial(time_settings, case)
+            made.append(Job("switches", case.name, TIMING_LIMIT, run))
+    for case in TINY if simulate else cases.values():
+        if case.dtype in kinds:
+            run = functools.partial(time_peers, case)
+            made.append(Job("peers", case.name, TIMING_LIMIT, run))
+    return made
+
+
+# --- the environment ---
+
+
+def describe_environment(implementation: str, simulate: bool) -> dict[str, str]:
+    """What the run's file says of the machine.
+
+    Args:
+        implementation: whose day it is.
+        simulate: no GPU is asked for.
+
+    Returns:
+        Words by name: the columns of bench/results that rows of a run share, and more.
+
+    Raises:
+        WrongError: the day cannot begin here; the message says what it needs.
+    """
+    if problem := environment.why_no_archflash():
+        raise WrongError(problem)
+    import torch
+
+    import archflash
+
+    found = {item.name: item for item in archflash.implementations() if item.name != "torch"}
+    if implementation not in found:
+        raise WrongError(f"--implementation {implementation}: there are {', '.join(found)}")
+    ranges = [
+        f"{first} and newer" if last is None else f"{first} to {last}"
+        for first, last, _ in found[implementation].capabilities
+    ]
+    needed = ", ".join(dict.fromkeys(ranges))
+    needs = f"{implementation} needs a GPU of compute capability {needed}"
+    if not found[implementation].compiled:
+        raise WrongError(f"{implementation} is not compiled in this build of archflash")
+    facts = {
+        "implementation": implementation,
+        "simulated": str(int(simulate)),
+        "dtypes": " ".join(found[implementation].dtypes),
+        "python": platform.python_version(),
+        "archflash": archflash.__version__,
+        "nvcc": _version_of(on_the_spot.find_nvcc()),
+    }
+    for package in ("triton", "flash-attn-3", "fa3-fwd", "flash-attn-4", "pytest"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "none"
+    if simulate:
+        return facts | simulated_facts()
+    if problem := environment.why_no_gpu():
+        raise WrongError(f"{needs}: {problem}. --simulate goes the same way on the simulator")
+    capability = torch.cuda.get_device_capability()
+    if not _serves(found[implementation].capabilities, capability):
+        raise WrongError(
+            f"{needs}: this is {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]}). "
+            "--simulate goes the same way on the simulator, --implementation names another kernel"
+        )
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    nvml = timing.open_nvml()
+    return (
+        facts
+        | environment.run_facts(nvml)
+        | {
+            "capability": f"{capability[0]}.{capability[1]}",
+            "sms": str(properties.multi_processor_count),
+            "l2_bytes": str(properties.L2_cache_size),
+            "memory_bytes": str(properties.total_memory),
+            "clock_mhz": str(nvml.sm_clock_mhz()),
+            "cudnn": str(torch.backends.cudnn.version()),
+        }
+    )
+
+
+def _serves(
+    capabilities: tuple[tuple[str, str | None, str], ...], capability: tuple[int, int]
+) -> bool:
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    return any(
+        numbers(first) <= capability and (last is None or capability <= numbers(last))
+        for first, last, _ in capabilities
+    )
+
+
+def _version_of(nvcc: str | None) -> str:
+    if nvcc is None:
+        return "none"
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else environment.UNKNOWN
+
+
+def simulated_facts() -> dict[str, str]:
+    """The columns that the rows of a simulated run share."""
+    import datetime
+
+    import torch
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    commit, dirty = environment.git_state()
+    return {
+        "run_id": environment.new_run_id("simulated", now), "date": f"{now:%Y-%m-%d}",
+        "commit": commit, "dirty": dirty, "gpu": "simulated", "driver": "none", "cuda": "none",
+        "torch": torch.__version__,
+    }  # fmt: skip
+
+
+# --- correctness ---
+
+
+def first_name(dtype: str, d: int) -> str:
+    """The job of first_calls()."""
+    return f"first calls {dtype} d{d}"
+
+
+def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
+    """A few calls of a head dimension, each against float64: what must work before all else."""
+    import torch
+
+    import archflash
+    from archflash import reference
+
+    item = first_name(dtype, d)
+    rows = 150 if setup.simulate else 700
+
+    def tensors(nq: int, nk: int, heads: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+        case = Case("first", dtype, 1, *heads, nq, nk, d, dv, False)
+        return timing.make_sets(case, setup.device, 1)[0]
+
+    def packed() -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors(rows, rows, (2, 1)))
+        ends = torch.tensor([0, 7, 7, rows], dtype=torch.int32, device=setup.device)
+        return (q, k, v), {"causal": True, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+
+    calls: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
+        ("plain", tensors(128, 128, (1, 1)), {}),
+        ("causal, grouped heads", tensors(rows, rows + 33, (2, 1)), {"causal": True}),
+        ("window and softcap", tensors(rows, rows, (2, 2)), {"window": (70, 3), "softcap": 9.0}),
+        ("one query row", tensors(1, 3 * rows, (4, 1)), {}),
+        ("packed sequences", *packed()),
+    ]
+    for name, (q, k, v), call in calls:
+        try:
+            out, lse = archflash.attention(
+                q, k, v, implementation=setup.implementation, return_lse=True, **call
+            )
+        except archflash.ForcedImplementationError as error:
+            yield record.make_row("correctness", item, "refused", f"{name}: {error}")
+            continue
+        expected, expected_lse = reference.attention(q, k, v, **call)
+        if dtype == "e4m3":
+            report = reference.check_fp8(out, expected, q, k, v, **call)
+        else:
+            report = reference.check(out, expected, reference.baseline(q, k, v, **call))
+        lse_report = reference.check_lse(lse, expected_lse)
+        if not report.ok:
+            raise WrongError(f"{name}: breaks the error rule: {report}")
+        if not lse_report.ok:
+            raise WrongError(f"{name}: log-sum-exp: {lse_report}")
+        yield record.make_row("correctness", item, "note", f"{name}: right")
+
+
+def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
+    """The tests of one file that are about the implementation."""
+    try:
+        import pytest  # noqa: F401
+    except ImportError as error:
+        raise WrongError(f"the grid is pytest's: {error}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "pytest", path, "-q", "-k", only, f"--junitxml={report}",
+                "-p", "no:cacheprovider",
+            ],
+            cwd=environment.REPOSITORY, capture_output=True, text=True,
+        )  # fmt: skip
+        if not report.exists():
+            raise WrongError(f"pytest wrote no report: {(done.stdout + done.stderr)[-400:]}")
+        root = ElementTree.parse(report).getroot()
+    tests = list(root.iter("testcase"))
+    bad = [
+        f"{test.get('name')}"
+        for test in tests
+        if test.find("failure") is not None or test.find("error") is not None
+    ]
+    skipped = sum(test.find("skipped") is not None for test in tests)
+    passed = len(tests) - len(bad) - skipped
+    said = f"{passed} passed, {len(bad)} failed, {skipped} skipped"
+    for name in bad:
+        yield record.make_row("correctness", path, "note", f"failed: {name}")
+    if bad:
+        raise WrongError(said)
+    if not passed and done.returncode != 5:  # 5: no test of this file is about it
+        raise WrongError(f"{said}: {done.stdout[-300:]}")
+    yield record.make_row("correctness", path, "note", said)
+
+
+# --- switches ---
+
+
+def _nvcc() -> str:
+    nvcc = on_the_spot.find_nvcc()
+    if nvcc is None:
+        raise WrongError("nvcc is not found: it compiles the switches' other states")
+    return nvcc
+
+
+def bind_setting(setting: variants.Setting, setup: Setup, case: Case) -> Callable[..., Any]:
+    """The function of q, k and v that a setting's kernel computes."""
+    nvcc = _nvcc()
+    if not setup.simulate:
+        return variants.bind(setting, nvcc, case.causal)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        made = variants.simulate(setting, q, k, v, nvcc=nvcc, causal=case.causal)
+        return made.out
+
+    return call
+
+
+def check_setting(setting: variants.Setting, setup: Setup) -> Iterator[Row]:
+    """A switch in its other state, against float64."""
+    for case in TINY:
+        q, k, v = timing.make_sets(case, setup.device, 1)[0]
+        out = bind_setting(setting, setup, case)(q, k, v)
+        verdict = Checker(case)(q, k, v, out, ours=True)
+        if verdict.problem:
+            raise WrongError(f"{case.name}: {verdict.problem}")
+        said = f"{case.name}: right, largest error {verdict.max_err:.1e}"
+        if setup.simulate and case is TINY[0]:
+            nvcc = _nvcc()
+            counted = variants.simulate(
+                setting, q, k, v, nvcc=nvcc, causal=case.causal, mode="lazy", race_check=False,
+                traced_ctas=1,
+            )  # fmt: skip
+            roles = variants.counts(counted).roles
+            said += "; warp-instructions of CTA 0: " + ", ".join(
+                f"{name} {count:.0f}" for name, count in roles.items()
+            )
+        yield record.make_row("switches", setting.name, "note", f"{setting.meaning}; {said}")
+
+
+def time_settings(case: Case, setup: Setup) -> Iterator[Row]:
+    """The wheel's kernel and all switches' other states, interleaved."""
+    chosen = [setting for setting in variants.SETTINGS if setting.name not in setup.without]
+    wheel = next(item for item in our_candidates() if item.name == setup.implementation)
+    made = [wheel]
+    for setting in chosen:
+        made.append(
+            Candidate(
+                f"{setup.implementation}:{setting.name}",
+                wheel.version,
+                True,
+                functools.partial(bind_setting, setting, setup),
+                features=f"switch={setting.name}",
+            )
+        )
+    if not setup.simulate:
+        _compile_all(case, chosen)
+    yield from _measure("switches", case, made, setup)
+
+
+def _compile_all(case: Case, settings: list[variants.Setting]) -> None:
+    """All kernels that a case will take, on all cores; what fails says so when it is called."""
+    import archflash
+
+    q, k, v = timing.make_sets(timing.tiny(case), "cuda", 1)[0]
+    decision = archflash.explain(q, k, v, causal=case.causal, implementation=WITH_SWITCHES)
+    if decision.plan is None:
+        return
+    names = {row["kernel"] for row in decision.plan.to_dict()["launches"]}
+    nvcc = _nvcc()
+
+    def compile_one(pair: tuple[variants.Setting, str]) -> None:
+        try:
+            variants.compiled(pair[0], pair[1], nvcc, "cubin")
+        except RuntimeError:
+            return
+
+    pairs = [(s, name) for s in settings if s.assignment for name in sorted(names)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, pairs))
+
+
+# --- peers ---
+
+
+def time_peers(case: Case, setup: Setup) -> Iterator[Row]:
+    """The implementation, our kernel for every GPU, and everybody else's, interleaved."""
+    names = dict.fromkeys((setup.implementation, *(() if setup.simulate else ("ampere",))))
+    ours = [item for item in our_candidates() if item.name in names]
+    peers = [*torch_candidates(), *flash_attention_candidates()]
+    yield from _measure("peers", case, [*ours, *peers], setup)
+
+
+class SimulatedLab:
+    """Takes the place of timing.CudaLab: every call runs once, and no time is taken."""
+
+    class Calls:
+        calls = 1
+        captured = True
+
+        def __init__(self, inputs: Any, out: Any) -> None:
+            self._last = (inputs, out)
+
+        def enqueue(self) -> SimulatedLab.Calls:
+            return self
+
+        def wait(self) -> None:
+            """Nothing is under way."""
+
+        def elapsed_us(self) -> float:
+            return float("nan")
+
+        def last_output(self) -> Any:
+            return self._last
+
+    def inputs(self, case: Case) -> Any:
+        return timing.make_sets(case, "cpu", 1)
+
+    def try_call(self, candidate: Candidate, case: Case, sets: Any) -> None:
+        """prepare() calls."""
+
+    def prepare(self, candidate: Candidate, case: Case, sets: Any) -> tuple[Any, str]:
+        with candidate.context():
+            return self.Calls(sets[0], candidate.bind(case)(*sets[0])), ""
+
+    def host_us(self, candidate: Candidate, case: Case) -> float:
+        return float("nan")
+
+    def clock_mhz(self) -> int | None:
+        return None
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def _measure(part: str, case: Case, candidates: list[Candidate], setup: Setup) -> Iterator[Row]:
+    import torch
+
+    lab: Any = SimulatedLab() if setup.simulate else timing.CudaLab()
+    with torch.no_grad():
+        result = run_case(
+            lab, case, candidates, setup.facts, rounds=MIN_ROUNDS,
+            warm_seconds=0.0 if setup.simulate else WARM_SECONDS,
+        )  # fmt: skip
+    for row in result.rows:
+        status = "timed"
+        if setup.simulate:
+            status = "simulated"
+            row = {name: "" if value == "nan" else value for name, value in row.items()}
+        note = result.notes.get(row["implementation"], "")
+        yield record.make_row(part, case.name, status, note, measured=row)
+    for name, reason in result.refused.items():
+        yield record.make_row(part, case.name, "refused", f"{name}: {reason}")
+    for name, problem in result.wrong.items():
+        yield record.make_row(part, case.name, "note", f"wrong: {name}: {problem}")
+    served = {row["implementation"] for row in result.rows}
+    ours = [item.name for item in candidates if item.ours]
+    missing = [name for name in ours if name not in served]
+    wrong_peers = [name for name in result.wrong if name not in ours]
+    if any(name in result.wrong for name in ours) or setup.implementation in missing:
+        raise WrongError(f"not measured: {', '.join(missing)}")
+    if part == "switches" and missing:
+        raise WrongError(f"not measured: {', '.join(missing)}")
+    if wrong_peers:
+        yield record.make_row(part, case.name, "note", f"peers left out: {', '.join(wrong_peers)}")
+
+
+def find(jobs: list[Job], part: str, name: str) -> Job:
+    """The job of a part and name."""
+    return next(job for job in jobs if (job.part, job.name) == (part, name))

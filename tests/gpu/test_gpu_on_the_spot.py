@@ -1,0 +1,60 @@
+"""Kernels that nvcc compiles on the spot, as the ladder and the switches take them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_cases import kernels, qkv
+
+import archflash
+
+# The benchmarks are no part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench import on_the_spot
+from bench.switches import variants
+
+pytestmark = pytest.mark.gpu
+NVCC = on_the_spot.find_nvcc()
+
+
+def source_of(kernel: str, folder: str) -> str:
+    """A source with one kernel of a folder."""
+    for file in sorted((on_the_spot.SOURCES / folder / "kernels").glob("*.cu")):
+        text = file.read_text()
+        for line in text.splitlines():
+            if f"({kernel}," in line:
+                return text.split("ARCHFLASH_")[0] + line + "\n"
+    raise AssertionError(f"{folder} has no {kernel}")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not found")
+def test_a_kernel_compiled_on_the_spot_gives_the_bits_of_the_wheels(tmp_path: Path) -> None:
+    assert NVCC is not None
+    q, k, v = qkv(300, 300, 64)
+    expected = archflash.attention(q, k, v, causal=True, implementation="simt")
+    plan = archflash.explain(q, k, v, causal=True, implementation="simt").plan
+    assert plan is not None
+    (row,) = plan.to_dict()["launches"]
+    assert row["shared_bytes"] > on_the_spot.DEFAULT_SHARED
+    source = tmp_path / "one.cu"
+    source.write_text(source_of(row["kernel"], "simt"))
+    major, minor = torch.cuda.get_device_capability()
+    image = on_the_spot.compiled(source, NVCC, "cubin", f"sm_{major}{minor}")
+    out = torch.full_like(q, float("nan"))
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    on_the_spot.run_plan(plan, [on_the_spot.Kernel(image, row["kernel"])], tensors)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not found")
+@pytest.mark.skipif(variants.NAME not in kernels(), reason=f"{variants.NAME} has no code for it")
+def test_a_switch_in_the_state_of_the_wheel_gives_its_bits() -> None:
+    assert NVCC is not None
+    q, k, v = qkv(300, 300, 128, dtype="bfloat16")
+    expected = archflash.attention(q, k, v, causal=True, implementation=variants.NAME)
+    same = variants.Setting("split_p=on", "as in the wheel", "switches.split_p = true")
+    assert torch.equal(variants.bind(same, NVCC, True)(q, k, v), expected)

@@ -1,0 +1,224 @@
+"""The command for the first day with a card: its jobs, its record, and all of it simulated."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# The benchmarks are no part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench import on_the_spot
+from bench.day_one import __main__ as command
+from bench.day_one import jobs, record
+from bench.day_one.jobs import Job, Setup
+from bench.results import COLUMNS, PEERS, Row
+
+BOTH = ("float16", "bfloat16")
+FACTS = {"implementation": "blackwell_dc", "simulated": "0", "commit": "abc", "gpu": "NVIDIA B200",
+         "driver": "580.1", "torch": "2.11.0"}  # fmt: skip
+
+
+def names(part: str, simulate: bool = False, implementation: str = "blackwell_dc") -> list[str]:
+    made = jobs.make_jobs(implementation, BOTH, simulate)
+    return [job.name for job in made if job.part == part]
+
+
+def test_jobs_check_before_they_time_and_cover_every_switch() -> None:
+    made = jobs.make_jobs("blackwell_dc", BOTH, False)
+    parts = [job.part for job in made]
+    assert list(dict.fromkeys(parts)) == ["correctness", "switches", "peers"]
+    assert len({(job.part, job.name) for job in made}) == len(made)
+    switches = names("switches")
+    settings = [setting.name for setting in jobs.variants.SETTINGS]
+    assert switches[: len(settings)] == settings  # each is checked before any is timed
+    assert len(switches) > len(settings)
+    assert not names("switches", implementation="ampere")
+
+
+def test_published_shapes_are_those_of_the_dtypes_served() -> None:
+    sixteen = names("peers")
+    assert "fp16 16x16 8192 d128" in sixteen
+    assert "bf16 2x16 16384 d192 c" in sixteen
+    assert not [name for name in sixteen if name.startswith(("fp32", "e4m3"))]
+    eight = jobs.make_jobs("blackwell_consumer", ("float8_e4m3fn",), False)
+    assert "e4m3 1x32/8 4096 d128 c" in [job.name for job in eight if job.part == "peers"]
+
+
+def test_gpu_tests_that_are_named_are_there() -> None:
+    for job in jobs.make_jobs("blackwell_dc", BOTH, False):
+        if job.name.startswith("tests/"):
+            assert (command.environment.REPOSITORY / job.name).exists(), job.name
+
+
+# --- the record ---
+
+
+def test_a_record_knows_what_is_done_and_what_must_be_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "day.csv"
+    rows = [
+        record.make_row("switches", "a", "note", "is right"),
+        record.make_row("switches", "a", "ok", seconds=1.0),
+        record.make_row("switches", "b", "failed", "two\nlines", 2.0),
+        record.make_row("peers", "b", "ok", seconds=3.0),
+    ]
+    record.append(path, rows[:2])
+    record.append(path, rows[2:])
+    loaded = record.load(path)
+    assert loaded == rows
+    assert loaded[2]["detail"] == "two lines"
+    assert record.status_of_jobs(loaded) == {
+        ("switches", "a"): "ok", ("switches", "b"): "failed", ("peers", "b"): "ok",
+    }  # fmt: skip
+    again = [*loaded, record.make_row("switches", "b", "ok", seconds=1.0)]
+    assert record.status_of_jobs(again)["switches", "b"] == "ok"
+
+
+def test_a_record_cut_off_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "day.csv"
+    path.write_text(",".join(COLUMNS) + "\n")
+    with pytest.raises(ValueError, match="no record"):
+        record.load(path)
+    record.append(tmp_path / "cut.csv", [record.make_row("peers", "a", "ok")])
+    (tmp_path / "cut.csv").write_text((tmp_path / "cut.csv").read_text()[:-3])
+    with pytest.raises(ValueError, match="cut off"):
+        record.load(tmp_path / "cut.csv")
+    assert record.load(tmp_path / "none.csv") == []
+
+
+@pytest.mark.parametrize("name", ["commit", "gpu", "simulated"])
+def test_a_record_is_continued_only_by_the_same_run(name: str) -> None:
+    assert record.difference(FACTS, dict(FACTS)) is None
+    said = record.difference(FACTS, FACTS | {name: "other"})
+    assert said is not None
+    assert name in said
+
+
+def test_tables_compare_with_the_wheels_kernel_and_with_our_fastest() -> None:
+    def timed(part: str, implementation: str, us: float) -> Row:
+        measured = {"run_id": "1", "implementation": implementation, "p50_us": f"{us:.3f}",
+                    "tflops": "1.00"}  # fmt: skip
+        return record.make_row(part, "case", "timed", measured=measured)
+
+    lines = command.summary(
+        [
+            timed("switches", "blackwell_dc", 10.0),
+            timed("switches", "blackwell_dc:split_p=off", 12.0),
+            timed("peers", "ampere", 30.0),
+            timed("peers", "blackwell_dc", 20.0),
+            timed("peers", PEERS[0], 25.0),
+            record.make_row("peers", "other", "crashed", "exit status -9", 1.0),
+        ]
+    )
+    ratios = {line.split()[1]: line.split()[-1] for line in lines if line.startswith("case ")}
+    assert ratios["blackwell_dc:split_p=off"] == "1.200"
+    assert ratios["ampere"] == "1.500"
+    assert ratios[PEERS[0]] == "1.250"
+    assert lines[-1] == "CRASHED: peers: other: exit status -9"
+
+
+# --- processes ---
+
+
+def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(mark)!r}).touch()"
+    parent = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "print('begun', flush=True)\n"
+        "time.sleep(60)"
+    )
+    status, said = command.run_process([sys.executable, "-c", parent], 1.5)
+    assert status is None
+    assert said == "begun\n"
+    import time
+
+    time.sleep(2.5)
+    assert not mark.exists()
+
+
+def test_a_process_that_dies_leaves_what_it_knew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "ask", lambda arguments, limit: ([{"x": "1"}], "crashed", "why"))
+
+    def nothing(setup: Setup) -> Iterator[Row]:
+        yield from ()
+
+    rows = command.run_job(Job("peers", "a", 1.0, nothing), Setup("blackwell_dc", True))
+    assert rows[0] == {"x": "1"}
+    assert (rows[-1]["status"], rows[-1]["detail"], rows[-1]["item"]) == ("crashed", "why", "a")
+
+
+# --- the command ---
+
+
+def test_without_the_card_it_says_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10:
+        pytest.skip("this is such a card")
+    path = tmp_path / "day.csv"
+    assert command.main(["--output", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "needs a GPU of compute capability 10.0 to 10.9" in said
+    assert "--simulate" in said
+    assert not path.exists()
+
+
+@pytest.mark.skipif(on_the_spot.find_nvcc() is None, reason="nvcc is not found")
+def test_the_simulated_day_ends_well_and_is_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "day.csv"
+    only = "first calls bf16 d64|sim/test|split_p|peers: fp16"
+    arguments = ["--simulate", "--output", str(path), "--only", only]
+    assert command.main(arguments) == 0, capsys.readouterr().out
+    rows = record.load(path)
+    assert set(record.status_of_jobs(rows).values()) == {"ok"}
+    assert {row["part"] for row in rows} == {"environment", "correctness", "switches", "peers"}
+    simulated = [row for row in rows if row["status"] == "simulated"]
+    assert "blackwell_dc" in {row["implementation"] for row in simulated}
+    assert all(row["max_err"] and not row["p50_us"] for row in simulated)
+    assert any("warp-instructions" in row["detail"] for row in rows)
+    capsys.readouterr()
+    assert command.main(arguments) == 0
+    assert capsys.readouterr().out.count("done before") == 4
+
+
+def test_a_failure_is_recorded_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {
+        "environment": ("ok", json.dumps(FACTS | {"dtypes": "bfloat16"})),
+        "lazy_rescale=off": ("timeout", "no end"),
+        "split_p=off": ("ok", ""),
+    }
+    setups = []
+
+    def ask(arguments: list[str], limit_s: float) -> tuple[list[Row], str, str]:
+        if "--setup" in arguments:
+            setups.append(json.loads(arguments[arguments.index("--setup") + 1]))
+        return [], *next(answers[name] for name in answers if name in arguments)
+
+    monkeypatch.setattr(command, "ask", ask)
+    path = tmp_path / "day.csv"
+    arguments = ["--output", str(path), "--only", "lazy_rescale|split_p"]
+    assert command.main(arguments) == 1
+    assert record.status_of_jobs(record.load(path)) == {
+        ("switches", "lazy_rescale=off"): "timeout", ("switches", "split_p=off"): "ok",
+    }  # fmt: skip
+    assert setups[-1]["without"] == ["lazy_rescale=off"]  # it is not timed either
+    # Started again: what failed is tried again, and now ends well.
+    answers["lazy_rescale=off"] = ("ok", "")
+    asked = len(setups)
+    assert command.main(arguments) == 0
+    assert len(setups) == asked + 1
+    # On another card the file is not continued.
+    answers["environment"] = ("ok", json.dumps(FACTS | {"dtypes": "", "gpu": "NVIDIA B300"}))
+    assert command.main([*arguments[:2], "--only", "split_p"]) == 2
