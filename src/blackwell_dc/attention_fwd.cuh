@@ -17,6 +17,7 @@
 #include "blackwell_dc/config.cuh"
 #include "blackwell_dc/load.cuh"
 #include "blackwell_dc/output.cuh"
+#include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/products.cuh"
@@ -37,8 +38,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   static_assert(C::QTile::ALIGNMENT <= 1024);
   const int warp = uniform(threadIdx.x / 32);
   if (warp == C::MMA_WARP) {
-    ptx::tcgen05_alloc<ptx::TMEM_COLUMNS>(shared_smem + C::TMEM_ADDRESS_SMEM);
-    ptx::tcgen05_relinquish_alloc_permit();
+    allocate_tensor_memory<C>(shared_smem + C::TMEM_ADDRESS_SMEM);
   }
   if (threadIdx.x == 0) {
     Barriers<C>{shared_smem + C::BARRIER_SMEM}.init();
@@ -50,7 +50,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     ptx::prefetch_tensormap(params.out_map);
   }
   ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();  // barriers and tensor memory are ready before anyone uses them
+  sync_threads<C>();  // barriers and tensor memory are ready before anyone uses them
   ptx::tcgen05_fence_after_thread_sync();
   // All columns are this CTA's: the roles count them from 0.
 
@@ -65,17 +65,17 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     correction<C>(params, shared, shared_smem);
   } else {
     if constexpr (MOVE) ptx::setmaxnreg_dec<REGISTERS.other>();
-    if (warp == C::MMA_WARP)
+    if (warp == C::MMA_WARP && rank_in_pair<C>() == 0)
       mma<C>(params, shared_smem, *reinterpret_cast<uint32_t*>(shared + C::TMEM_ADDRESS_SMEM));
     if (warp == C::STORE_WARP) store<C>(params, shared, shared_smem);
     if (warp == C::LOAD_WARP) load<C>(params, shared_smem);
     if (warp == C::CLEAN_WARP) clean<C>(params, shared, shared_smem);
   }
   ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();  // nobody uses tensor memory any more
+  sync_threads<C>();  // nobody uses tensor memory any more
   if (warp == C::MMA_WARP) {
     ptx::tcgen05_fence_after_thread_sync();
-    ptx::tcgen05_dealloc<ptx::TMEM_COLUMNS>(0);
+    free_tensor_memory<C>();
   }
 }
 

@@ -30,16 +30,19 @@ struct Registers {
 
 // A CTA owns TILES tiles of 128 query rows of one head at a time and walks over the keys, BLOCK_K
 // at a time. HEAD_DIM bounds d, HEAD_DIM_V bounds dv. V_STAGES 0: K and V share one ring of
-// K_STAGES.
+// K_STAGES. CTAS 2: the tiles t of two CTAs are the rows of one product, for which each has half of
+// K's rows and half of V's columns (pair_pipeline.cuh).
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int TILES_, int BLOCK_K_, int K_STAGES_,
-          int V_STAGES_, bool O_OVER_Q_, Registers REGISTERS_, Switches SWITCHES_>
+          int V_STAGES_, bool O_OVER_Q_, Registers REGISTERS_, Switches SWITCHES_, int CTAS_ = 1>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int TILES = TILES_;
   static constexpr int TILE_ROWS = 128;  // the lanes of tensor memory
-  static constexpr int BLOCK_Q = TILES * TILE_ROWS;
+  static constexpr int CTAS = CTAS_;
+  static constexpr int CTA_ROWS = TILES * TILE_ROWS;
+  static constexpr int BLOCK_Q = CTAS * CTA_ROWS;
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr bool SHARED_RING = V_STAGES_ == 0;
   static constexpr int K_STAGES = K_STAGES_;
@@ -61,8 +64,8 @@ struct Config {
   static constexpr int CLEAN_WARP = 15;
 
   using QTile = math::SlabTile<HEAD_DIM, TILE_ROWS>;
-  using KTile = math::SlabTile<HEAD_DIM, BLOCK_K>;
-  using VTile = math::SlabTile<HEAD_DIM_V, BLOCK_K>;
+  using KTile = math::SlabTile<HEAD_DIM, BLOCK_K / CTAS>;
+  using VTile = math::SlabTile<HEAD_DIM_V / CTAS, BLOCK_K>;
   using OTile = math::SlabTile<HEAD_DIM_V, TILE_ROWS>;
 
   // Shared memory, in bytes: Q | K and V | O unless it lies over Q | row statistics | barriers.
@@ -88,12 +91,13 @@ struct Config {
 
   static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "kind::f16");
   static_assert(TILES == 1 || TILES == 2, "one or two softmax warpgroups");
+  static_assert(CTAS == 1 || (CTAS == 2 && TILES == 2 && !O_OVER_Q), "a CTA, or a pair of them");
   static_assert(BLOCK_K == 128 || BLOCK_K == 64, "quarters of whole k-steps; row masks of 32 bits");
   static_assert(S_BUFFERS * S_COLUMNS <= O_COLUMN && O_COLUMN + TILES * HEAD_DIM_V <= 512,
                 "tensor memory has 512 columns");
   static_assert(!O_OVER_Q || OTile::BYTES <= QTile::BYTES, "O is staged where Q was");
   static_assert(QTile::SLAB == KTile::SLAB && HEAD_DIM_V % 32 == 0,
-                "tcgen05.mma of M = 128: N is a multiple of 16");
+                "tcgen05.mma: N is a multiple of 16, of 32 for a pair with A in tensor memory");
   static_assert(4 * 32 * (2 * REGISTERS.softmax + REGISTERS.correction + REGISTERS.other) <= 65536,
                 "CUDA: 65536 registers of an SM");
   static_assert(SHARED_BYTES <= 227 * 1024, "CUDA: at most 227 KiB of shared memory in a CTA");
@@ -119,6 +123,9 @@ template <DType T>
 using D192 = Config<T, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, NONE>;
 template <DType T>
 using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  MORE_SOFTMAX, NONE>;
+// Long sequences: tiles of 2 x 256 rows, half a tile of K or V in each stage.
+template <DType T>
+using D128Pair = Config<T, 128, 128, 2, 128, 6, 0, false, MORE_SOFTMAX, EIGHTH, 2>;
 // clang-format on
 
 // The sums that NOTES.md shows.
@@ -126,6 +133,7 @@ constexpr int KIB = 1024;
 static_assert(D64<DType::BF16>::STATS_SMEM == (32 + 8 * 16 + 32) * KIB);
 static_assert(D96<DType::BF16>::STATS_SMEM == (48 + 5 * 24 + 48) * KIB);
 static_assert(D128<DType::BF16>::STATS_SMEM == (64 + 3 * 32 + 64) * KIB);
+static_assert(D128Pair<DType::BF16>::STATS_SMEM == (64 + 6 * 16 + 64) * KIB);
 static_assert(D192<DType::BF16>::STATS_SMEM == (96 + 2 * 48 + 32) * KIB);
 static_assert(D256<DType::BF16>::STATS_SMEM == (64 + 4 * 32) * KIB);
 

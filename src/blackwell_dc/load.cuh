@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/walk.cuh"
@@ -24,18 +25,22 @@ template <class C>
 __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{uniform(shared_smem + C::BARRIER_SMEM)};
+  const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
   const uint32_t ring_smem = uniform(shared_smem + C::RING_SMEM);
   const auto hold = [](const TensorMap& map) {
     return reinterpret_cast<const TensorMap*>(uniform(reinterpret_cast<uint64_t>(&map)));
   };
   const TensorMap &k_map = *hold(params.k_map), &v_map = *hold(params.v_map);
+  const int rank = rank_in_pair<C>();
   const bool leader = ptx::elect_sync();  // it issues; the whole warp waits and counts
   Ring<C> ring = Ring<C>::of_writer();
   uint32_t q_parity = 1;  // nothing is in Q's part yet
-  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
+    const bool any = blocks.first <= blocks.last;
+    if (!any && !C::O_OVER_Q) continue;
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
@@ -49,30 +54,35 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       const Slot slot = ring.next_k();
       ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);
       if (leader) {
-        math::start_load<typename C::KTile>(ring_smem + ring.offset(slot.index), k_map, row, k_head,
-                                            k_batch, barriers.kv_full(slot.index));
+        start_part<C, typename C::KTile>(ring_smem + ring.offset(slot.index), k_map, 0,
+                                         row + rank * C::KTile::ROWS, k_head, k_batch,
+                                         of_mma.kv_full(slot.index));
       }
     };
     const auto load_v = [&](int row, bool ragged) {
       const Slot slot = ring.next_v();
       ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);
-      if (leader) {
-        math::start_load<typename C::VTile>(ring_smem + ring.offset(slot.index), v_map, row, v_head,
-                                            v_batch, barriers.kv_full(slot.index));
-        if (ragged) ptx::mbarrier_arrive(barriers.v_ragged(slot.index));
+      const uint32_t v_smem = ring_smem + ring.offset(slot.index);
+      const int column = rank * C::VTile::COLUMNS;
+      if (leader && ragged) {
+        if (rank == 0) ptx::mbarrier_arrive(barriers.kv_full(slot.index));
+        math::start_load<typename C::VTile>(v_smem, v_map, row, v_head, v_batch,
+                                            barriers.v_ragged(slot.index), column);
+      } else if (leader) {
+        start_part<C, typename C::VTile>(v_smem, v_map, column, row, v_head, v_batch,
+                                         of_mma.kv_full(slot.index));
       }
     };
-    const bool any = blocks.first <= blocks.last;
     const int last_row = keys_start + blocks.last;
     if (any) load_k(last_row);
     const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
       if (any && leader) {
-        math::start_load<typename C::QTile>(
-            shared_smem + C::Q_SMEM + t * C::QTile::BYTES, params.q_map,
+        start_part<C, typename C::QTile>(
+            shared_smem + C::Q_SMEM + t * C::QTile::BYTES, params.q_map, 0,
             q_start + work.first_row + t * C::TILE_ROWS, attention.q_head == 0 ? 0 : head,
-            attention.q_batch == 0 ? 0 : batch, barriers.q_full(t));
+            attention.q_batch == 0 ? 0 : batch, of_mma.q_full(t));
       }
       if (!any && leader) ptx::mbarrier_arrive(barriers.q_full(t));  // no key, no Q
       __syncwarp();
@@ -101,9 +111,10 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
   using VTile = typename C::VTile;
   if (params.attention.cu_seqlens_k_gmem == nullptr) return;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
   Ring<C> ring;
   uint32_t parities = 0;  // of each slot's next ragged block
-  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
@@ -111,9 +122,7 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
       ring.next_k();
       const Slot slot = ring.next_v();
       if (block != blocks.last || !is_ragged<C>(params.attention, work, blocks)) continue;
-      // Now the slot's phase is that of this use: kv_full's parity says when it has landed.
       ptx::mbarrier_wait_parity(barriers.v_ragged(slot.index), parities >> slot.index & 1);
-      ptx::mbarrier_wait_parity(barriers.kv_full(slot.index), slot.parity);
       const int first = (work.nk - block) * VTile::ROW_BYTES;  // of a slab: rows stay in order
       for (int slab = 0; slab < VTile::SLABS; ++slab) {
         unsigned char* slab_smem =
@@ -122,7 +131,7 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
           *reinterpret_cast<uint4*>(slab_smem + byte) = uint4{};
       }
       ptx::fence_proxy_async_shared();  // the tensor cores read what was stored
-      arrive_as_warp(barriers.v_clean(slot.index));
+      arrive_at_mma_with_stores_as_warp<C>(of_mma.v_clean(slot.index));
       parities ^= 1u << slot.index;
     }
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/row_softmax.cuh"
@@ -73,6 +74,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
                                            uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
   const int row_of_tile = threadIdx.x % C::TILE_ROWS;
   const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
   const float* stats = reinterpret_cast<const float*>(shared + C::STATS_SMEM) + row_of_tile;
@@ -80,7 +82,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
   // Counted from the CTA's start: messages of each tile, products of each tile, steps, tiles.
   uint32_t message = 0, product = 0, first_step = 0, tile_parity = 1;
 
-  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const int count = count_blocks<C>(find_blocks<C>(params, work));
@@ -98,7 +100,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
             rescale<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, factor);
           }
         }
-        arrive_as_warp(barriers.p_ready((first_step + block * C::TILES + t) % 2));
+        arrive_at_mma_as_warp<C>(of_mma.p_ready((first_step + block * C::TILES + t) % 2));
       }
       if (block > 0) ++message;
     }
@@ -162,7 +164,7 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   uint32_t tile_parity = 0;
-  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const int batch = work.batch_head / attention.heads_q;

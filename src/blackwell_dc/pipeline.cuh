@@ -11,17 +11,18 @@ namespace archflash::blackwell_dc {
 
 // t: tile of the CTA; b: buffer of S; slot: of the ring. "Bytes": completed by TMA after the one
 // arrival that says how many; "commit": the one arrival of tcgen05.commit; "w": of each warp. Where
-// a tile has no keys, load and mma arrive at q_full and q_empty themselves, and where O is staged
-// over Q correction waits for q_full: it stages no earlier than load has seen the last q_empty.
+// a tile has no keys, load and mma pass it by; but where O is staged over Q they arrive at q_full
+// and q_empty themselves, and correction waits for q_full: it stages no earlier than load has seen
+// the last q_empty. The bytes of a ragged V go to v_ragged; load arrives at its kv_full itself.
 //
 //   barrier         arrives               waits        so that
 //   q_full t        load, bytes           mma          Q has landed before it is multiplied
 //   q_empty t       mma, commit; O over   load         the last product with Q (and the copy of the
 //                   Q: and store                       output) is done before the next Q is written
-//   kv_full slot    load, bytes           mma, clean   K or V has landed before it is multiplied
+//   kv_full slot    load, bytes           mma          K or V has landed before it is multiplied
 //   kv_empty slot   mma, commit           load         the products with it are done before TMA
 //                                                      writes there again
-//   v_ragged slot   load                  clean        the slot's next V is of a ragged block
+//   v_ragged slot   load, bytes           clean        a V with rows of another sequence has landed
 //   v_clean slot    clean                 mma          rows of another sequence in it are zeros
 //   s_ready b       mma, commit           softmax      S is complete; so are the products before
 //   p_ready b       4 w softmax, 4 w      mma          S is read, 3/4 of P are written; O is
@@ -70,14 +71,14 @@ struct Barriers {
     }
     for (int b = 0; b < C::S_BUFFERS; ++b) {
       ptx::mbarrier_init(s_ready(b), 1);
-      ptx::mbarrier_init(p_ready(b), C::SOFTMAX_WARPS + C::CORRECTION_WARPS);
-      ptx::mbarrier_init(p_last(b), C::SOFTMAX_WARPS);
+      ptx::mbarrier_init(p_ready(b), C::CTAS * (C::SOFTMAX_WARPS + C::CORRECTION_WARPS));
+      ptx::mbarrier_init(p_last(b), C::CTAS * C::SOFTMAX_WARPS);
     }
     for (int slot = 0; slot < C::SLOTS; ++slot) {
       ptx::mbarrier_init(kv_full(slot), 1);
       ptx::mbarrier_init(kv_empty(slot), 1);
       ptx::mbarrier_init(v_ragged(slot), 1);
-      ptx::mbarrier_init(v_clean(slot), 1);
+      ptx::mbarrier_init(v_clean(slot), C::CTAS);
     }
     ptx::fence_mbarrier_init();
   }

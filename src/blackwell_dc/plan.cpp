@@ -21,7 +21,7 @@ namespace {
 struct Variant {
   const char* name;
   int head_dim, head_dim_v;  // d and dv up to these
-  int tiles, block_q, block_k;
+  int ctas, tiles, block_q, block_k;
   int k_stages, v_stages, barriers;
   int polynomial_pairs;  // of 16
   Registers registers;
@@ -41,6 +41,7 @@ constexpr Variant variant(const char* name) {
   return {.name = name,
           .head_dim = C::HEAD_DIM,
           .head_dim_v = C::HEAD_DIM_V,
+          .ctas = C::CTAS,
           .tiles = C::TILES,
           .block_q = C::BLOCK_Q,
           .block_k = C::BLOCK_K,
@@ -61,6 +62,8 @@ constexpr Variant variant(const char* name) {
 
 constexpr Variant VARIANTS[] = {variant<D64>("d64"), variant<D96>("d96"), variant<D128>("d128"),
                                 variant<D192>("d192"), variant<D256>("d256")};
+// The same head dims as one of them, for calls that pay_in_pairs().
+constexpr Variant PAIR = variant<D128Pair>("d128_pair");
 
 std::string str(int64_t x) { return std::to_string(x); }
 
@@ -69,11 +72,55 @@ std::string kernel_name(const Variant& variant, DType dtype) {
          variant.name;
 }
 
-const Variant& choose(const Problem& problem) {
+std::string image_of(const Variant& variant, DType dtype) {
+  if (variant.ctas == 2) return "blackwell_dc/fwd_pair";
+  return dtype == DType::F16 ? "blackwell_dc/fwd_f16" : "blackwell_dc/fwd_bf16";
+}
+
+const Variant& smallest(const Problem& problem) {
   for (const Variant& variant : VARIANTS) {
     if (variant.head_dim >= problem.d && variant.head_dim_v >= problem.dv) return variant;
   }
   return std::end(VARIANTS)[-1];  // core::why_not() refuses larger ones
+}
+
+int64_t tiles_of(const Problem& problem, const Variant& variant) {
+  return core::row_tiles(problem, variant.block_q) * problem.heads_q;
+}
+
+// Keys that the middle row of a sequence sees, where all have the mean length and an offset that
+// only the device knows is the default.
+int64_t keys_of_a_row(const Problem& problem) {
+  const int64_t rows = core::rows_per_sequence(problem);
+  const int64_t keys = problem.varlen ? problem.nk / problem.batch : problem.nk;
+  const bool known = !problem.q_offset_default && !problem.q_offset_tensor;
+  // Beyond the keys is beyond the keys: no sum overflows.
+  const auto near = [&](int64_t x) { return std::clamp(x, -rows - keys, rows + keys); };
+  const int64_t place = rows / 2 + (known ? near(problem.q_offset) : keys - rows);
+  const auto shifted = [&](int64_t by) { return std::clamp<int64_t>(place + by, 0, keys); };
+  return shifted(near(problem.window_right)) - shifted(-near(problem.window_left));
+}
+
+// Whether pairs of CTAs are expected to be faster than CTAs alone: unmeasured, from a model
+// (NOTES.md). For a block of 128 keys a CTA of a pair reads 128 KB of shared memory in products,
+// not 192, and brings 32 KB of K and V from L2, not 64. But at either edge, that of the rows and
+// that of the keys they see, a tile has up to 256 more that it does not need, and there are half as
+// many tiles to share out. So: where those 256 are at most 1/16, and the tiles of two CTAs take no
+// more rounds and fill the GPU.
+bool pay_in_pairs(const Problem& problem, const Device& device, const Variant& alone) {
+  constexpr int64_t LONG = 16 * 256;
+  if (alone.head_dim != PAIR.head_dim || alone.head_dim_v != PAIR.head_dim_v) return false;
+  if (core::rows_per_sequence(problem) < LONG || keys_of_a_row(problem) < LONG) return false;
+  const int64_t pairs = device.sm_count / 2;
+  const int64_t tiles = tiles_of(problem, PAIR);
+  const auto rounds = [](int64_t x, int64_t workers) { return (x + workers - 1) / workers; };
+  return tiles >= pairs &&
+         rounds(tiles, pairs) <= rounds(tiles_of(problem, alone), device.sm_count);
+}
+
+const Variant& choose(const Problem& problem, const Device& device) {
+  const Variant& alone = smallest(problem);
+  return pay_in_pairs(problem, device, alone) ? PAIR : alone;
 }
 
 }  // namespace
@@ -97,14 +144,14 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (core::nothing_to_write(problem)) return result;
   Reasons reasons = core::why_not(problem, "blackwell_dc", {DType::F16, DType::BF16});
   core::add_tma_reasons(problem, "blackwell_dc", true, reasons);
-  const Variant& chosen = choose(problem);
+  const Variant& chosen = choose(problem, device);
   if (chosen.shared_bytes > device.shared_per_block) {
     reasons.push_back("shared memory: " + device.name + " gives a CTA " +
                       str(device.shared_per_block) + " bytes and blackwell_dc needs " +
                       str(chosen.shared_bytes) + "; use another GPU" + core::USE_TORCH);
   }
   if (!reasons.empty()) return reasons;
-  const int64_t tiles = core::row_tiles(problem, chosen.block_q) * problem.heads_q;
+  const int64_t tiles = tiles_of(problem, chosen);
   if (tiles > core::GRID_LIMIT) return Reasons{core::grid_too_large(tiles)};
 
   Params params;
@@ -115,10 +162,11 @@ PlanResult plan(const Problem& problem, const Device& device) {
 
   Launch launch;
   launch.kernel = kernel_name(chosen, problem.dtype);
-  launch.image = problem.dtype == DType::F16 ? "blackwell_dc/fwd_f16" : "blackwell_dc/fwd_bf16";
+  launch.image = image_of(chosen, problem.dtype);
   // One CTA per SM, all of whose tensor memory it takes, goes on to the next tile: that one's
-  // products start while the last one's output is written.
-  launch.grid = {std::min<int64_t>(tiles, device.sm_count), 1, 1};
+  // products start while the last one's output is written. Or one pair of CTAs for two SMs.
+  launch.grid = {chosen.ctas * std::min<int64_t>(tiles, device.sm_count / chosen.ctas), 1, 1};
+  launch.cluster = {chosen.ctas, 1, 1};
   launch.block = {chosen.threads, 1, 1};
   launch.shared_bytes = chosen.shared_bytes;
   launch.params = core::bytes(params);
@@ -139,19 +187,22 @@ PlanResult plan(const Problem& problem, const Device& device) {
 Notes notes(const LaunchPlan& plan) {
   if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
   const Launch& launch = plan.launches[0];
-  const Variant& used = choose(plan.problem);
+  const Variant& used = choose(plan.problem, plan.device);
   if (launch.kernel != kernel_name(used, plan.problem.dtype) ||
       launch.params.size() != sizeof(Params))
     return {};
   Params params;
   std::memcpy(&params, launch.params.data(), sizeof params);
   const std::string stages = used.v_stages == 0
-                                 ? str(used.k_stages) + " that K and V share"
+                                 ? str(used.k_stages) + " that K and V share" +
+                                       (used.ctas == 2 ? ", half a block each" : "")
                                  : str(used.k_stages) + " of K, " + str(used.v_stages) + " of V";
   return {
       {"tile", str(used.block_q) + " query rows x " + str(used.block_k) + " keys, head_dim up to " +
                    str(used.head_dim) +
                    (used.head_dim == used.head_dim_v ? "" : " and " + str(used.head_dim_v))},
+      {"products", used.ctas == 2 ? "2 CTAs: 256 rows each, 128 of either CTA (cta_group::2)"
+                                  : "1 CTA: 128 rows each"},
       {"warps", std::string(used.tiles == 2 ? "8" : "4") +
                     " softmax, 4 correction, 1 each for products, loads and stores"},
       {"registers", str(used.registers.softmax) + " softmax, " + str(used.registers.correction) +
@@ -159,7 +210,7 @@ Notes notes(const LaunchPlan& plan) {
       {"stages", stages + ", " + str(used.barriers) + " barriers"},
       {"exponentials", str(used.polynomial_pairs) + " of 16 by polynomial"},
       {"CTAs", str(launch.grid[0]) + " for " + str(params.tiles) + " tiles, 1 per SM on " +
-                   str(plan.device.sm_count) + " SMs"},
+                   str(plan.device.sm_count) + " SMs" + (used.ctas == 2 ? ", in pairs" : "")},
       {"order", plan.problem.varlen
                     ? "by sequence, last row tiles first"
                     : "last row tiles first, " + str(params.attention.heads_per_group) +

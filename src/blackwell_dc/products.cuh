@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/walk.cuh"
@@ -44,10 +45,10 @@ __device__ __forceinline__ void multiply_qk(uint32_t s_tmem, uint32_t q_place, u
   using QTile = typename C::QTile;
   using KTile = typename C::KTile;
   constexpr uint32_t INSTRUCTION =
-      math::instruction_descriptor(C::DTYPE, C::TILE_ROWS, C::BLOCK_K, false);
+      math::instruction_descriptor(C::DTYPE, C::CTAS * C::TILE_ROWS, C::BLOCK_K, false);
 #pragma unroll
   for (int step = 0; step < C::HEAD_DIM / 16; ++step) {
-    ptx::tcgen05_mma_f16(
+    multiply<C>(
         s_tmem,
         descriptor_at<C>(math::K_MAJOR_FIELDS<QTile>, q_place, math::k_major_step<QTile>(step)),
         descriptor_at<C>(math::K_MAJOR_FIELDS<KTile>, k_place, math::k_major_step<KTile>(step)),
@@ -61,10 +62,10 @@ __device__ __forceinline__ void multiply_pv(uint32_t o_tmem, uint32_t p_tmem, ui
                                             bool accumulate) {
   using VTile = typename C::VTile;
   constexpr uint32_t INSTRUCTION =
-      math::instruction_descriptor(C::DTYPE, C::TILE_ROWS, C::HEAD_DIM_V, true);
+      math::instruction_descriptor(C::DTYPE, C::CTAS * C::TILE_ROWS, C::HEAD_DIM_V, true);
 #pragma unroll
   for (int step = FIRST; step < LAST; ++step) {
-    ptx::tcgen05_mma_f16(
+    multiply<C>(
         o_tmem, p_tmem + 8 * step,
         descriptor_at<C>(math::MN_MAJOR_FIELDS<VTile>, v_place, math::mn_major_step<VTile>(step)),
         INSTRUCTION, step > 0 || accumulate);
@@ -113,22 +114,22 @@ struct Products {
       const uint32_t q_place =
           ptx::mov_b32_volatile(shared_place) + (C::Q_SMEM + t * C::QTile::BYTES) / PLACE_BYTES<C>;
       multiply_qk<C>(tmem + buffer * C::S_COLUMNS, q_place, k_place);
-      ptx::tcgen05_commit(barriers.s_ready(buffer));
-      if (t == C::TILES - 1) ptx::tcgen05_commit(barriers.kv_empty(k_slot));
+      commit<C>(barriers.s_ready(buffer));
+      if (t == C::TILES - 1) commit<C>(barriers.kv_empty(k_slot));
     }
   }
 
   // After the last S of a row tile.
   __device__ __forceinline__ void release_q() const {
     if (leader) {
-      for (int t = 0; t < C::TILES; ++t) ptx::tcgen05_commit(barriers.q_empty(t));
+      for (int t = 0; t < C::TILES; ++t) commit<C>(barriers.q_empty(t));
     }
   }
 
   // The next V has rows of another sequence: they are zeros now.
   __device__ __forceinline__ void wait_until_clean() {
     const Slot slot = Ring<C>(ring).next_v();
-    ptx::mbarrier_wait_parity(barriers.v_clean(slot.index), clean_parities >> slot.index & 1);
+    wait_for_stores<C>(barriers.v_clean(slot.index), clean_parities >> slot.index & 1);
     clean_parities ^= 1u << slot.index;
   }
 
@@ -154,8 +155,8 @@ struct Products {
     }
     if (leader) {
       multiply_pv<C, FIRST_STEPS, STEPS>(o_tmem, p_tmem, v_place, true);
-      ptx::tcgen05_commit(barriers.o_ready(t));
-      if (t == C::TILES - 1) ptx::tcgen05_commit(barriers.kv_empty(v_slot));
+      commit<C>(barriers.o_ready(t));
+      if (t == C::TILES - 1) commit<C>(barriers.kv_empty(v_slot));
     }
     if (C::TILES == 1) ++o_step;
     if (C::TILES == 2 && half == 1) block_parity ^= 1;
@@ -167,12 +168,13 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
   Products<C> products{Barriers<C>{shared_smem + C::BARRIER_SMEM}, place_of<C>(shared_smem), tmem,
                        ptx::elect_sync()};
   uint32_t q_parity = 0;
-  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
     const bool ragged = is_ragged<C>(params.attention, work, blocks);
     const int count = count_blocks<C>(blocks);
+    if (count == 0 && !C::O_OVER_Q) continue;
     if (count == 0) {  // no product reads this tile's Q
       for (int t = 0; t < C::TILES; ++t) {
         ptx::mbarrier_wait_parity(products.barriers.q_full(t), q_parity);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/row_softmax.cuh"
@@ -24,6 +25,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
   constexpr int KEYS = C::BLOCK_K / 4;  // of a quarter
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
   const int row_of_tile = threadIdx.x % C::TILE_ROWS;
   const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
   float* stats = reinterpret_cast<float*>(shared + C::STATS_SMEM + t * C::STATS_BYTES);
@@ -37,11 +39,11 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
     ++message;
   };
 
-  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::VisibleKeys visible = math::find_visible_keys(attention, work);
-    const math::Blocks blocks = math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
+    const math::Blocks blocks = find_blocks<C>(params, work, visible);
     const int row = work.first_row + t * C::TILE_ROWS + row_of_tile;
     const int first_seen = visible.first(row), last_seen = visible.last(row);
     // Blocks between these have no edge in this warp's rows.
@@ -87,13 +89,13 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
         if (quarter == (C::SWITCHES.split_p ? 2 : 3)) {
           ptx::tcgen05_wait_st();
           ptx::tcgen05_fence_before_thread_sync();
-          arrive_as_warp(barriers.p_ready(buffer));
+          arrive_at_mma_as_warp<C>(of_mma.p_ready(buffer));
         }
       }
       if constexpr (C::SWITCHES.split_p) {
         ptx::tcgen05_wait_st();
         ptx::tcgen05_fence_before_thread_sync();
-        arrive_as_warp(barriers.p_last(buffer));
+        arrive_at_mma_as_warp<C>(of_mma.p_last(buffer));
       }
       state.sum += sum_of<C>(s_rmem);
     }

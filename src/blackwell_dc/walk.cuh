@@ -21,17 +21,32 @@ __device__ __forceinline__ T uniform(T x) {
 }
 
 template <class C>
-__device__ __forceinline__ math::Work find_tile(const Params& params,
-                                                const math::TileIndex& index) {
+using TileIndex = math::SharedTileIndex<C::CTAS>;
+
+// Which of its pair's CTAs this one is: the first has the lower rows. Alone it is the first.
+template <class C>
+__device__ __forceinline__ int rank_in_pair() {
+  return C::CTAS == 1 ? 0 : blockIdx.x % C::CTAS;
+}
+// The rows of this CTA.
+template <class C>
+__device__ __forceinline__ math::Work find_tile(const Params& params, const TileIndex<C>& index) {
   math::Work work = math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
   if (!C::SWITCHES.longest_first && work.first_row >= 0)
     work.first_row = (work.nq - 1) / C::BLOCK_Q * C::BLOCK_Q - work.first_row;
+  if (C::CTAS > 1 && work.first_row >= 0) work.first_row += rank_in_pair<C>() * C::CTA_ROWS;
   return work;
+}
+// The blocks of a tile: those of both CTAs' rows.
+template <class C>
+__device__ __forceinline__ math::Blocks find_blocks(const Params& params, math::Work work,
+                                                    const math::VisibleKeys& visible) {
+  if (C::CTAS > 1) work.first_row -= rank_in_pair<C>() * C::CTA_ROWS;
+  return math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
 }
 template <class C>
 __device__ __forceinline__ math::Blocks find_blocks(const Params& params, const math::Work& work) {
-  return math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work,
-                                                   math::find_visible_keys(params.attention, work));
+  return find_blocks<C>(params, work, math::find_visible_keys(params.attention, work));
 }
 template <class C>
 __device__ __forceinline__ int count_blocks(const math::Blocks& blocks) {

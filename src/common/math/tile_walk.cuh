@@ -9,23 +9,27 @@
 
 namespace archflash::math {
 
-// One of each round of gridDim.x tiles; every second round goes backwards, so that who had the
-// longest of one round has the shortest of the next.
-struct TileIndex {
+// One of each round of tiles, as many as there are workers, which are CTAS CTAs each; every second
+// round goes backwards, so that who had the longest of one round has the shortest of the next.
+template <int CTAS>
+struct SharedTileIndex {
   unsigned round = 0;
 
+  __device__ __forceinline__ static unsigned workers() { return gridDim.x / CTAS; }
   __device__ __forceinline__ bool more(int tiles) const {
-    return round * gridDim.x < static_cast<unsigned>(tiles);
+    return round * workers() < static_cast<unsigned>(tiles);
   }
   __device__ __forceinline__ unsigned value() const {
-    return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    const unsigned worker = blockIdx.x / CTAS;
+    return round * workers() + (round % 2 == 0 ? worker : workers() - 1 - worker);
   }
 };
+using TileIndex = SharedTileIndex<1>;
 
 // The row tile of an index; first_row negative: nothing to do. Called by whole warps.
-template <int BLOCK_Q>
+template <int BLOCK_Q, int CTAS>
 __device__ __forceinline__ Work find_tile(const AttentionParams& params, int tiles,
-                                          const TileIndex& index) {
+                                          const SharedTileIndex<CTAS>& index) {
   Work none{};
   none.first_row = -1;
   const unsigned value = index.value();

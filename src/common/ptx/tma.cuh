@@ -23,6 +23,18 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t dst_smem,
       : "memory");
 }
 
+// The same (sm_100f, sm_103a and others) with a barrier that may be the other CTA's of a pair: both
+// addresses are those of mapa or of this CTA.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_load_of_pair(
+    uint32_t dst_smem, const TensorMap& map, int c0, int c1, int c2, int c3,
+    uint32_t barrier_cluster_smem) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".cta_group::2 [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(dst_smem),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier_cluster_smem)
+      : "memory");
+}
+
 // cp.async.bulk.tensor.4d from shared to global memory: one thread starts the copy of a box, as
 // part of its bulk group. Elements outside the tensor are not written.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& map, int c0, int c1,

@@ -1,0 +1,72 @@
+// Tensor memory and matrix products of a pair of CTAs, one instruction each.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx/tcgen05.cuh"
+
+namespace archflash::ptx {
+
+// PTX ISA, "TensorCore 5th Generation Family Instructions", with .cta_group::2: the two CTAs of a
+// cluster whose ranks differ in bit 0. A kernel has these or those of tcgen05.cuh, not both; loads,
+// stores, waits and fences are the same.
+
+// tcgen05.alloc, by a whole warp of each CTA: both get the same columns, once both have asked.
+template <int COLUMNS>
+__device__ __forceinline__ void tcgen05_pair_alloc(uint32_t address_smem) {
+  static_assert(COLUMNS >= 32 && COLUMNS <= TMEM_COLUMNS && (COLUMNS & (COLUMNS - 1)) == 0,
+                "PTX ISA: a power of two from 32 to 512");
+  asm volatile(
+      "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(address_smem),
+      "n"(COLUMNS)
+      : "memory");
+}
+__device__ __forceinline__ void tcgen05_pair_relinquish_alloc_permit() {
+  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;" ::: "memory");
+}
+template <int COLUMNS>
+__device__ __forceinline__ void tcgen05_pair_dealloc(uint32_t address_tmem) {
+  asm volatile("tcgen05.dealloc.cta_group::2.sync.aligned.b32 %0, %1;" ::"r"(address_tmem),
+               "n"(COLUMNS)
+               : "memory");
+}
+
+// tcgen05.mma.kind::f16 of M = 256: the lower half of the rows of a and d is the first CTA's, the
+// upper half the second one's; of the columns of b each has half. One thread of one CTA starts it:
+// addresses are the same in both.
+__device__ __forceinline__ void tcgen05_pair_mma_f16(uint32_t d_tmem, uint64_t a_descriptor,
+                                                     uint64_t b_descriptor, uint32_t instruction,
+                                                     bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.u32 accumulate, %4, 0;\n"
+      "tcgen05.mma.cta_group::2.kind::f16 [%0], %1, %2, %3, accumulate;\n"
+      "}\n" ::"r"(d_tmem),
+      "l"(a_descriptor), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
+      : "memory");
+}
+__device__ __forceinline__ void tcgen05_pair_mma_f16(uint32_t d_tmem, uint32_t a_tmem,
+                                                     uint64_t b_descriptor, uint32_t instruction,
+                                                     bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.u32 accumulate, %4, 0;\n"
+      "tcgen05.mma.cta_group::2.kind::f16 [%0], [%1], %2, %3, accumulate;\n"
+      "}\n" ::"r"(d_tmem),
+      "r"(a_tmem), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
+      : "memory");
+}
+
+// tcgen05.commit with multicast: one arrival at this barrier in each CTA of the mask (bit: rank)
+// when all earlier products of this thread are done.
+__device__ __forceinline__ void tcgen05_pair_commit(uint32_t barrier_smem, uint16_t ctas) {
+  asm volatile(
+      "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
+      "[%0], %1;" ::"r"(barrier_smem),
+      "h"(ctas)
+      : "memory");
+}
+
+}  // namespace archflash::ptx
