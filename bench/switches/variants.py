@@ -66,12 +66,13 @@ SETTINGS = (
             else "all exponentials by MUFU",
             f"switches.polynomial_pairs = {pairs}",
         )
-        for pairs in (0, 2, 4, 6, 8)
+        for pairs in (0, 2, 4, 5, 6, 8)
     ],
     _off("lazy_rescale", "O is rescaled in every block"),
     _off("split_p", "all of P is handed over at once"),
     _off("move_registers", "no setmaxnreg: every thread has 128 registers"),
     _off("precomputed_descriptors", "each product's descriptors are made anew"),
+    _off("trust_issue_order", "S that overwrites P waits until the product that reads P is done"),
     _off("tma_store", "the epilogue warp copies output rows, 16 bytes a lane"),
     _off("longest_first", "the first row tiles of causal calls, the shortest, come first"),
     Setting("persistent=off", "a CTA for each row tile, which ends with it"),
@@ -253,12 +254,38 @@ class Counts:
 
 def counts(run: sim.Run) -> Counts:
     """What the first CTA of a run with `traced_ctas=1` did."""
-    trace = run.report.traces[0]
     of_warp: Counter[int] = Counter()
-    for event in trace.events:
+    for event in run.report.traces[0].events:
         if event.kind == "run":
             of_warp[event.track] += event.end - event.begin
     roles = {
         name: sum(of_warp[warp] for warp in warps) / len(warps) for name, warps in ROLES.items()
     }
     return Counts(roles, dict(run.report.opcodes))
+
+
+# A full tile of each kernel: query rows of a CTA, keys of a block.
+ROWS = {64: 256, 96: 256, 128: 256, 192: 256, 256: 128}
+BLOCK = {64: 128, 96: 128, 128: 128, 192: 128, 256: 64}
+DV = {192: 128}
+
+
+@cache
+def counts_of(setting: Setting | None, blocks: int, nvcc: str, d: int = 128) -> Counts:
+    """What a CTA does with one full tile over so many full blocks, in which no base rises.
+
+    Args:
+        setting: what is changed; None for the wheel's kernel.
+        blocks: of keys.
+        nvcc: the compiler.
+        d: head dimension of q and k, one that a kernel is made for; bf16.
+    """
+    import torch
+
+    q = torch.zeros(1, 1, ROWS[d], d, dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, blocks * BLOCK[d], d, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    v = torch.randn(1, 1, blocks * BLOCK[d], DV.get(d, d), generator=generator).bfloat16()
+    return counts(
+        simulate(setting, q, k, v, nvcc=nvcc, mode="lazy", race_check=False, traced_ctas=1)
+    )

@@ -20,7 +20,8 @@ struct Switches {
   bool move_registers = true;  // setmaxnreg; else every warp has 128
   bool precomputed_descriptors = true;  // steps are added to descriptors; else each is made anew
   bool tma_store = true;                // else the epilogue warp copies rows
-  bool longest_first = true;            // the last row tiles of causal calls first; else the first
+  bool trust_issue_order = true;  // S follows O that reads P there; else it waits for that O's end
+  bool longest_first = true;      // the last row tiles of causal calls first; else the first
 };
 
 // Registers of a thread of each role.

@@ -158,6 +158,10 @@ struct Products {
       commit<C>(barriers.o_ready(t));
       if (t == C::TILES - 1) commit<C>(barriers.kv_empty(v_slot));
     }
+    if constexpr (!C::SWITCHES.trust_issue_order) {
+      ptx::mbarrier_wait_parity(barriers.o_ready(t), C::TILES == 2 ? block_parity : o_step % 2);
+      ptx::tcgen05_fence_after_thread_sync();
+    }
     if (C::TILES == 1) ++o_step;
     if (C::TILES == 2 && half == 1) block_parity ^= 1;
   }

@@ -1,0 +1,37 @@
+"""What each switch of blackwell_dc changes on the simulator: `python -m bench.switches [D ...]`.
+
+Warp-instructions of PTX for one block of keys more, of an average warp of each role; of the store
+warp for a whole tile.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from bench.on_the_spot import find_nvcc
+from bench.run import align
+from bench.switches.variants import SETTINGS, counts_of
+
+FEW, MORE = 4, 8  # blocks
+
+
+def main() -> int:
+    """Prints a table for each head dimension of the command line (128 by default)."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        print("nvcc is not found: it compiles the variants", file=sys.stderr)
+        return 2
+    for d in [int(text) for text in sys.argv[1:]] or [128]:
+        lines = [["kernel", f"d{d}", "softmax", "correction", "mma", "load", "store"]]
+        for setting in (None, *SETTINGS):
+            few, more = (counts_of(setting, blocks, nvcc, d).roles for blocks in (FEW, MORE))
+            block = [(more[name] - few[name]) / (MORE - FEW) for name in lines[0][2:6]]
+            cells = [*block, few["store"]]
+            name = "as in the wheel" if setting is None else setting.name
+            lines.append([name, "", *(f"{cell:.0f}" for cell in cells)])
+        print("\n".join(align(lines)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
