@@ -360,6 +360,8 @@ def check_setting(setting: variants.Setting, setup: Setup) -> Iterator[Row]:
     """A switch in its other state, against float64."""
     for case in TINY:
         q, k, v = timing.make_sets(case, setup.device, 1)[0]
+        if not variants.applies(setting, _plan_of(case, setup)):
+            continue
         out = bind_setting(setting, setup, case)(q, k, v)
         verdict = Checker(case)(q, k, v, out, ours=True)
         if verdict.problem:
@@ -380,7 +382,12 @@ def check_setting(setting: variants.Setting, setup: Setup) -> Iterator[Row]:
 
 def time_settings(case: Case, setup: Setup) -> Iterator[Row]:
     """The wheel's kernel and all switches' other states, interleaved."""
-    chosen = [setting for setting in variants.SETTINGS if setting.name not in setup.without]
+    planned = _plan_of(case, setup)
+    chosen = [
+        setting
+        for setting in variants.SETTINGS
+        if setting.name not in setup.without and variants.applies(setting, planned)
+    ]
     wheel = next(item for item in our_candidates() if item.name == setup.implementation)
     made = [wheel]
     for setting in chosen:
@@ -394,19 +401,35 @@ def time_settings(case: Case, setup: Setup) -> Iterator[Row]:
             )
         )
     if not setup.simulate:
-        _compile_all(case, chosen)
+        _compile_all(planned, chosen)
     yield from _measure("switches", case, made, setup)
 
 
-def _compile_all(case: Case, settings: list[variants.Setting]) -> None:
-    """All kernels that a case will take, on all cores; what fails says so when it is called."""
+def _plan_of(case: Case, setup: Setup) -> Any:
+    """The wheel's plan of a case."""
+    import torch
+
     import archflash
 
-    q, k, v = timing.make_sets(timing.tiny(case), "cuda", 1)[0]
-    decision = archflash.explain(q, k, v, causal=case.causal, implementation=WITH_SWITCHES)
-    if decision.plan is None:
-        return
-    names = {row["kernel"] for row in decision.plan.to_dict()["launches"]}
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[case.dtype]
+    q, k, v = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape in (
+            (case.b, case.hq, case.nq, case.d),
+            (case.b, case.hkv, case.nk, case.d),
+            (case.b, case.hkv, case.nk, case.dv),
+        )
+    )
+    device = variants.HOME if setup.simulate else torch.cuda.current_device()
+    decision = archflash.explain(
+        q, k, v, causal=case.causal, implementation=WITH_SWITCHES, device=device
+    )
+    return decision.plan
+
+
+def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
+    """All kernels that a case will take, on all cores; what fails says so when it is called."""
+    names = {row["kernel"] for row in planned.to_dict()["launches"]}
     nvcc = _nvcc()
 
     def compile_one(pair: tuple[variants.Setting, str]) -> None:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 NAME = "blackwell_dc"
 ARCHITECTURE = "100f"
+HOME = "B200"  # whose plans are simulated
 SOURCE = Path(__file__).with_name("variant.cu")
 KERNELS = on_the_spot.SOURCES / NAME / "kernels"
-ENDLESS_SMS = 1 << 20  # of a GPU that has one for every tile
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ SETTINGS = (
     _off("tma_store", "the epilogue warp copies output rows, 16 bytes a lane"),
     _off("longest_first", "the first row tiles of causal calls, the shortest, come first"),
     Setting("persistent=off", "a CTA for each row tile, which ends with it"),
+    Setting("pairs=on", "pairs of CTAs multiply together, whatever the call (d 128 only)"),
+    Setting("pairs=off", "CTAs work alone, whatever the call (d 128 only)"),
     _registers(200, 64, 48),
     _registers(184, 96, 48),
 )
@@ -125,31 +127,29 @@ def compiled(setting: Setting, kernel: str, nvcc: str, kind: str) -> bytes:
     )
 
 
+def applies(setting: Setting, planned: Any) -> bool:
+    """Whether a setting says anything of a plan of blackwell_dc."""
+    from bench.switches import plans
+
+    return setting.switch != "pairs" or plans.serves_pairs(planned)
+
+
 def plan_for(setting: Setting, planned: Any) -> Any:
     """The wheel's plan, or what the setting makes of it.
 
     Args:
-        setting: what is changed.
+        setting: what is changed; it must apply.
         planned: the LaunchPlan of blackwell_dc for a call.
-
-    Returns:
-        A LaunchPlan of the same kernels.
-
-    Raises:
-        RuntimeError: there is none.
     """
-    from archflash import _archflash as native
+    from bench.switches import plans
 
-    if setting.switch != "persistent":
-        return planned
-    endless = native.Device.from_dict(planned.device.to_dict() | {"sm_count": ENDLESS_SMS})
-    plan = native.plan(NAME, planned.problem, endless)
-    if isinstance(plan, list):
-        raise RuntimeError("; ".join(plan))
-    names = [[row["kernel"] for row in x.to_dict()["launches"]] for x in (plan, planned)]
-    if names[0] != names[1]:
-        raise RuntimeError(f"{setting.name} would take other kernels: {names[0]}")
-    return plan
+    if setting.name == "persistent=off":
+        return plans.one_tile_each(planned)
+    if setting.name == "pairs=on":
+        return plans.in_pairs(planned)
+    if setting.name == "pairs=off":
+        return plans.alone(planned)
+    return planned
 
 
 def simulate(
@@ -180,7 +180,7 @@ def simulate(
     if plan is None:
         ours = ("mode", "seed", "race_check", "threads", "traced_ctas", "stretch", "check")
         call = {name: value for name, value in options.items() if name not in ours}
-        plan = archflash.explain(q, k, v, device="B200", implementation=NAME, **call).plan
+        plan = archflash.explain(q, k, v, device=HOME, implementation=NAME, **call).plan
     if setting is not None:
         plan = plan_for(setting, plan)
     program = None

@@ -6,6 +6,8 @@ Every pair of features of the core set: test_attention.py.
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,12 @@ import archflash
 from archflash import _archflash as native
 from archflash import reference
 
+# The benchmarks are no part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.switches.plans import in_pairs
+
 from .explained import explanation, unexplained
-from .pairs import in_pairs
 
 sim = pytest.importorskip("archflash.sim")
 

@@ -64,7 +64,9 @@ def test_every_switch_of_the_config_has_a_setting() -> None:
     (body,) = re.findall(r"^struct Switches \{\n(.*?)^\};", text, re.M | re.S)
     members = re.findall(r"^  \w+ (\w+) = ", body, re.M)
     assert len(members) >= 7
-    assert set(members) | {"persistent", "registers"} == {setting.switch for setting in SETTINGS}
+    assert set(members) | {"persistent", "pairs", "registers"} == {
+        setting.switch for setting in SETTINGS
+    }
     assert len(BY_NAME) == len(SETTINGS)
 
 
@@ -75,6 +77,8 @@ def test_a_changed_kernel_is_right(setting: Setting, dims: tuple[int, int]) -> N
     # Two tiles and more, keys that end inside a block; one CTA goes over all tiles.
     q, k, v = rand(1, 1, 270, d, seed=0), rand(1, 1, 393, d, seed=1), rand(1, 1, 393, dv, seed=2)
     plan = plan_on_one_sm(q, k, v, causal=True, return_lse=True)
+    if not variants.applies(setting, plan):
+        pytest.skip("the switch says nothing of this kernel")
     expected, expected_lse = reference.attention(q, k, v, causal=True)
     baseline = reference.baseline(q, k, v, causal=True)
     first = SETTINGS.index(setting) % len(MODES)
@@ -192,6 +196,30 @@ def test_ctas_come_in_the_order_and_number_that_is_asked_for() -> None:
     assert second > 1.5 * first
     assert len(instructions_of_ctas(None, 1)) == 1
     assert len(instructions_of_ctas(BY_NAME["persistent=off"], 1)) == 2
+    # A pair of CTAs has both tiles at once.
+    assert len(instructions_of_ctas(BY_NAME["pairs=on"], 2)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_plans_with_and_without_pairs_are_those_of_the_wheel(dtype: torch.dtype) -> None:
+    q, k = (torch.empty(2, heads, 8192, 128, dtype=dtype, device="meta") for heads in (16, 4))
+    planned = archflash.explain(
+        q, k, k, causal=True, device=variants.HOME, implementation=variants.NAME
+    ).plan
+    assert planned is not None
+    (launch,) = planned.to_dict()["launches"]
+    assert launch["cluster"] == [2, 1, 1]  # else there is nothing to compare with
+    without = variants.plan_for(BY_NAME["pairs=off"], planned)
+    assert variants.plan_for(BY_NAME["pairs=on"], without).to_dict() == planned.to_dict()
+    # A GPU with more SMs than tiles takes no pairs.
+    large = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1 << 20})
+    expected = native.plan(variants.NAME, planned.problem, large)
+    assert isinstance(expected, native.LaunchPlan)
+    (row,), (same) = without.to_dict()["launches"], expected.to_dict()["launches"][0]
+    assert row | {"grid": [planned.device.sm_count, 1, 1]} == row
+    one_each = variants.plan_for(BY_NAME["persistent=off"], without)
+    assert one_each.to_dict()["launches"] == [same]
+    assert variants.applies(BY_NAME["pairs=on"], planned)
 
 
 def test_without_setmaxnreg_softmax_does_not_fit_its_registers(tmp_path: Path) -> None:
