@@ -114,7 +114,7 @@ bool pay_in_pairs(const Problem& problem, const Device& device, const Variant& a
   const int64_t pairs = device.sm_count / 2;
   const int64_t tiles = tiles_of(problem, PAIR);
   const auto rounds = [](int64_t x, int64_t workers) { return (x + workers - 1) / workers; };
-  return tiles >= pairs &&
+  return pairs > 0 && tiles >= pairs &&
          rounds(tiles, pairs) <= rounds(tiles_of(problem, alone), device.sm_count);
 }
 
@@ -187,7 +187,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
 Notes notes(const LaunchPlan& plan) {
   if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
   const Launch& launch = plan.launches[0];
-  const Variant& used = choose(plan.problem, plan.device);
+  const bool in_pairs = launch.kernel == kernel_name(PAIR, plan.problem.dtype);
+  const Variant& used = in_pairs ? PAIR : smallest(plan.problem);
   if (launch.kernel != kernel_name(used, plan.problem.dtype) ||
       launch.params.size() != sizeof(Params))
     return {};

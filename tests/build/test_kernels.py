@@ -274,6 +274,8 @@ INSTRUCTIONS = {
     ),
     "simt_": ("FFMA", "MUFU.EX2"),
 }
+# Of two CTAs that multiply together; an arrival at the other one's barrier is a reduction there.
+PAIR = ("UTCHMMA.2CTA", "UTCBAR.2CTA.MULTICAST", "UTMALDG.4D.2CTA", "SYNCS.ARRIVE.TRANS64.RED")
 # 8-bit floating-point products: 9.0 and 10.0 make them of 16-bit ones.
 FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32")
 WITHOUT_TENSOR_CORES = ("simt_", "ada_quantize_", "ada_int8_")
@@ -326,6 +328,8 @@ def test_every_kernel_has_the_instructions_that_it_was_made_for(
             expected.append(FP8_PRODUCTS.get(target, "HMMA.16816.F32"))
         if "_int8_d" in kernel:
             expected.append("IMMA.16832.S8.S8")
+        if kernel.endswith("_pair"):
+            expected += PAIR
         for wanted in expected:
             assert any(has.startswith(wanted) for has in instructions), (kernel, wanted)
 

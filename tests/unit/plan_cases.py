@@ -96,10 +96,10 @@ def large_call(dtype: str, dims: tuple[int, int]) -> native.Problem:
 
 
 def packed_call(
-    dtype: str = "float32", *, rows: int = 777, sequences: int = 5, **options: Any
+    dtype: str = "float32", *, rows: int = 777, sequences: int = 5, d: int = 64, **options: Any
 ) -> native.Problem:
     """A call of packed sequences."""
-    q = torch.empty(rows, 4, 64, dtype=getattr(torch, dtype), device="meta")
+    q = torch.empty(rows, 4, d, dtype=getattr(torch, dtype), device="meta")
     ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
     return make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, **options).as_if_on_cuda()
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_cases import call, launch_of, maps_of, plan_of, row_tiles
+from plan_cases import call, kernels_built, launch_of, maps_of, packed_call, plan_of, row_tiles
 
-import archflash
 from archflash import _archflash as native
 from archflash._api import find_device
 
@@ -65,8 +62,7 @@ def test_the_smallest_kernel_that_holds_both_head_dims_serves(
 
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
-    file = Path(archflash.__file__).parent / "_kernels" / NAME / f"fwd_{DTYPES[dtype]}.json"
-    built = {name for names in json.loads(file.read_text()).values() for name in names}
+    built = kernels_built(f"{NAME}/fwd_{DTYPES[dtype]}")
     plans = [dc_plan(call(dtype, d=d, dv=dv)) for d, dv in TILES]
     assert {str(launch_of(plan)["kernel"]) for plan in plans} == built
 
@@ -127,3 +123,86 @@ def test_the_plan_shows_roles_registers_stages_and_barriers() -> None:
     assert notes["stages"] == "3 that K and V share, 32 barriers"
     assert dict(dc_plan(call("bfloat16", d=256)).notes)["warps"].startswith("4 softmax")
     assert dict(dc_plan(call("bfloat16", d=192, dv=128)).notes)["stages"].startswith("2 of K, 1 ")
+
+
+# --- pairs of CTAs ---
+
+LONG = {"nq": 8192, "d": 128, "b": 2, "hq": 16}
+
+
+def in_pairs(plan: native.LaunchPlan) -> bool:
+    launch = launch_of(plan)
+    pair = str(launch["kernel"]).endswith("_d128_pair")
+    assert launch["cluster"] == [1 + pair, 1, 1]
+    assert dict(plan.notes)["products"].startswith("2 CTAs" if pair else "1 CTA:")
+    return pair
+
+
+@every_dtype
+@every_device
+def test_long_calls_multiply_in_pairs(device: str, dtype: str) -> None:
+    plan = dc_plan(call(dtype, **LONG), device)
+    assert in_pairs(plan)
+    launch = launch_of(plan)
+    assert launch["image"] == f"{NAME}/fwd_pair"
+    assert launch["kernel"] in kernels_built(launch["image"])
+    assert len(kernels_built(launch["image"])) == len(DTYPES)
+    sms = find_device(device).sm_count
+    assert launch["grid"] == [sms // 2 * 2, 1, 1]
+    assert launch["shared_bytes"] <= SHARED_LIMIT
+    assert row_tiles(plan) == 2 * 16 * 8192 // 512
+    maps = maps_of(plan)
+    # A CTA brings half of a block's keys, all columns, and of all its keys half of the columns.
+    assert [maps[name]["box"] for name in ("q", "k", "v", "out")] == [
+        [64, rows, 1, 1] for rows in (128, 64, 128, 128)
+    ]
+    notes = dict(plan.notes)
+    assert notes["tile"].startswith("512 query rows x 128 keys")
+    assert notes["stages"] == "6 that K and V share, half a block each, 44 barriers"
+    assert notes["CTAs"].endswith(" SMs, in pairs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"causal": True}, True),
+        ({"d": 104, "dv": 8}, True),
+        ({"d": 96}, False),
+        ({"d": 192, "dv": 128}, False),
+        ({"nq": 4096}, True),
+        ({"nq": 4095}, False),  # 256 rows that a tile does not need are more than 1/16
+        ({"nk": 4095}, False),
+        ({"nq": 4096, "nk": 4096, "causal": True}, False),  # half of the keys are seen
+        ({"nq": 4096, "nk": 8192, "causal": True}, True),  # all but a quarter
+        ({"nq": 4096, "nk": 8192, "causal": True, "q_offset": 0}, False),
+        ({"window": (3000, 0)}, False),
+        ({"window": (2100, 2100)}, True),
+        ({"window": (None, 2**59)}, True),
+        ({"b": 1, "hq": 4}, False),  # 64 tiles for 74 pairs
+        ({"b": 1, "hq": 5}, True),  # 80 for 74 pairs; 160 for 148 CTAs are two rounds too
+        # 12 heads of 17 tiles each, in two rounds; of 9 tiles of twice the rows, 108, too.
+        ({"b": 1, "hq": 12, "nq": 4352}, True),
+        # 17 heads: 289 tiles are two rounds, 153 of twice the rows three.
+        ({"b": 1, "hq": 17, "nq": 4352}, False),
+    ],
+    ids=str,
+)
+def test_pairs_serve_where_a_model_says_that_they_pay(
+    changes: dict[str, Any], expected: bool
+) -> None:
+    assert in_pairs(dc_plan(call("bfloat16", **(LONG | changes)))) == expected
+
+
+def test_a_gpu_of_one_sm_has_no_pairs() -> None:
+    facts = find_device("B200").to_dict() | {"sm_count": 1}
+    plan = native.plan(NAME, call("float16", **LONG), native.Device.from_dict(facts))
+    assert isinstance(plan, native.LaunchPlan)
+    assert not in_pairs(plan)
+    assert launch_of(plan)["grid"] == [1, 1, 1]
+
+
+def test_packed_sequences_that_are_long_on_average_multiply_in_pairs() -> None:
+    for sequences, expected in ((10, True), (20, False)):
+        problem = packed_call("bfloat16", rows=50_000, sequences=sequences, d=128)
+        assert in_pairs(dc_plan(problem)) == expected

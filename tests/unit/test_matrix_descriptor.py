@@ -15,11 +15,11 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
 
-# Columns and rows of every tile of blackwell_dc: Q, K and V.
-TILES = ((64, 128), (96, 128), (128, 128), (192, 128), (256, 128), (256, 64))
+# Columns and rows of every tile of blackwell_dc: Q, K and V. A pair's half of K has 64 rows.
+TILES = ((64, 128), (96, 128), (128, 64), (128, 128), (192, 128), (256, 128), (256, 64))
 DTYPES = {"F16": 0, "BF16": 1}
-# m, n of Q K^T (n is of keys) and of P V (n is of columns of V).
-SHAPES = ((128, 64), (128, 96), (128, 128), (128, 256))
+# m, n of Q K^T (n is of keys) and of P V (n is of columns of V). A pair's m is 256.
+SHAPES = ((128, 64), (128, 96), (128, 128), (128, 256), (256, 128))
 
 INSTRUCTIONS = [
     f'instruction(DType::{name}, "{name}", {m}, {n}, {mn});'
@@ -119,21 +119,24 @@ def test_steps_go_through_the_slabs(printed: list[list[str]]) -> None:
 # MN-major tiles of 16-bit elements, and where their steps lie.
 CUTLASS_FIELDS = {
     (64, 128): (0x4000404000010000, 0x4000404000000000),
+    (128, 64): (0x4000404000010000, 0x4000404002000000),
     (128, 128): (0x4000404000010000, 0x4000404004000000),
 }
 CUTLASS_K_STEPS = [0, 2, 4, 6, 1024, 1026, 1028, 1030]  # 128 x 128
 CUTLASS_INSTRUCTIONS = {
-    ("BF16", 64, 0): 0x08100490,
-    ("BF16", 128, 0): 0x08200490,
-    ("BF16", 256, 0): 0x08400490,
-    ("BF16", 64, 1): 0x08110490,
-    ("BF16", 96, 1): 0x08190490,
-    ("BF16", 128, 1): 0x08210490,
-    ("BF16", 256, 1): 0x08410490,
-    ("F16", 64, 0): 0x08100010,
-    ("F16", 128, 0): 0x08200010,
-    ("F16", 64, 1): 0x08110010,
-    ("F16", 128, 1): 0x08210010,
+    ("BF16", 128, 64, 0): 0x08100490,
+    ("BF16", 128, 128, 0): 0x08200490,
+    ("BF16", 128, 256, 0): 0x08400490,
+    ("BF16", 128, 64, 1): 0x08110490,
+    ("BF16", 128, 96, 1): 0x08190490,
+    ("BF16", 128, 128, 1): 0x08210490,
+    ("BF16", 128, 256, 1): 0x08410490,
+    ("F16", 128, 64, 0): 0x08100010,
+    ("F16", 128, 128, 0): 0x08200010,
+    ("F16", 128, 64, 1): 0x08110010,
+    ("F16", 128, 128, 1): 0x08210010,
+    ("BF16", 256, 128, 0): 0x10200490,
+    ("BF16", 256, 128, 1): 0x10210490,
 }
 
 
@@ -165,4 +168,4 @@ def test_instructions_are_what_cutlass_makes_and_the_isa_says(printed: list[list
         kind = DTYPES[name]
         expected = 1 << 4 | kind << 7 | kind << 10 | transposed << 16 | n // 8 << 17 | m // 16 << 24
         assert value == expected
-        assert CUTLASS_INSTRUCTIONS.get((name, n, transposed), value) == value
+        assert CUTLASS_INSTRUCTIONS.get((name, m, n, transposed), value) == value
