@@ -188,8 +188,9 @@ def test_a_pair_whose_rows_end_anywhere_serves_every_feature(nq: int) -> None:
     check_every_mode("d128_pair", q, k, v, **call)
 
 
-def test_pairs_share_the_tiles_out() -> None:
-    q, k, v = (rand(1, 2, n, 128, seed=n) for n in (1200, 400, 400))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_pairs_share_the_tiles_out(dtype: torch.dtype) -> None:
+    q, k, v = (rand(1, 2, n, 128, seed=n).to(dtype) for n in (1200, 400, 400))
     alone = one_after_another("d128", q, k, v, causal=True)
     outs = [
         sim.run(q, k, v, implementation=NAME, mode="random", plan=plan, causal=True).out
@@ -201,3 +202,18 @@ def test_pairs_share_the_tiles_out() -> None:
     assert report.ok, report
     # Rows of one tile see the same keys in the same order, in whichever kernel.
     assert torch.equal(outs[0], outs[1])
+
+
+def test_a_long_call_is_planned_and_served_in_pairs() -> None:
+    q, k, v = (rand(1, 1, 4096, 104, seed=seed) for seed in range(3))
+    planned = archflash.explain(q, k, v, device="B200", implementation=NAME).plan
+    assert planned is not None
+    two_sms = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 2})
+    plan = native.plan(NAME, planned.problem, two_sms)
+    assert isinstance(plan, native.LaunchPlan)
+    launch = plan.to_dict()["launches"][0]
+    assert (launch["cluster"], launch["grid"]) == ([2, 1, 1], [2, 1, 1])
+    run = sim.run(q, k, v, implementation=NAME, mode="random", plan=plan, race_check=False)
+    expected, _ = reference.attention(q, k, v)
+    report = reference.check(run.out, expected, reference.baseline(q, k, v))
+    assert report.ok, report
