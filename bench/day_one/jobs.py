@@ -4,6 +4,7 @@ that hangs or breaks its CUDA context takes nothing else along.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import itertools
@@ -429,18 +430,14 @@ def _plan_of(case: Case, setup: Setup) -> Any:
 
 def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
     """All kernels that a case will take, on all cores; what fails says so when it is called."""
-    names = {row["kernel"] for row in planned.to_dict()["launches"]}
-    nvcc = _nvcc()
+    nvcc, kernel = _nvcc(), variants.changed_kernel(planned)
 
-    def compile_one(pair: tuple[variants.Setting, str]) -> None:
-        try:
-            variants.compiled(pair[0], pair[1], nvcc, "cubin")
-        except RuntimeError:
-            return
+    def compile_one(setting: variants.Setting) -> None:
+        with contextlib.suppress(RuntimeError):
+            variants.compiled(setting, kernel, nvcc, "cubin")
 
-    pairs = [(s, name) for s in settings if s.assignment for name in sorted(names)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, pairs))
+        list(pool.map(compile_one, [setting for setting in settings if setting.assignment]))
 
 
 # --- peers ---

@@ -106,6 +106,19 @@ def definitions(setting: Setting, kernel: str) -> tuple[str, ...]:
     )
 
 
+def changed_kernel(plan: Any) -> str:
+    """The kernel of a plan that has variants; others, such as one that combines parts, have none.
+
+    Raises:
+        RuntimeError: there is none, or more than one.
+    """
+    names = [row["kernel"] for row in plan.to_dict()["launches"]]
+    found = [name for name in names if name in configs()]
+    if len(found) != 1:
+        raise RuntimeError(f"one kernel with variants is wanted: {', '.join(names)}")
+    return found[0]
+
+
 def compiled(setting: Setting, kernel: str, nvcc: str, kind: str) -> bytes:
     """A variant of a kernel of the wheel, under its name.
 
@@ -185,8 +198,7 @@ def simulate(
         plan = plan_for(setting, plan)
     program = None
     if setting is not None and setting.assignment:
-        (row,) = plan.to_dict()["launches"]
-        program = sim.load(compiled(setting, row["kernel"], nvcc, "ptx").decode())
+        program = sim.load(compiled(setting, changed_kernel(plan), nvcc, "ptx").decode())
     return sim.run(q, k, v, implementation=NAME, plan=plan, program=program, **options)
 
 
@@ -201,6 +213,8 @@ def bind(setting: Setting, nvcc: str, causal: bool) -> Callable[..., torch.Tenso
     Returns:
         The function. It raises RuntimeError where the kernel does not compile or start.
     """
+    import torch
+
     import archflash
 
     plans: dict[torch.Size, tuple[Any, list[on_the_spot.Kernel | None]]] = {}
@@ -209,11 +223,18 @@ def bind(setting: Setting, nvcc: str, causal: bool) -> Callable[..., torch.Tenso
         if q.shape not in plans:
             decision = archflash.explain(q, k, v, causal=causal, implementation=NAME)
             plan = plan_for(setting, decision.plan)
-            names = [row["kernel"] for row in plan.to_dict()["launches"]]
-            plans[q.shape] = (plan, [kernel_for(setting, name, nvcc) for name in names])
+            changed = changed_kernel(plan)
+            kernels = [
+                kernel_for(setting, changed, nvcc) if row["kernel"] == changed else None
+                for row in plan.to_dict()["launches"]
+            ]
+            plans[q.shape] = (plan, kernels)
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         plan, kernels = plans[q.shape]
-        on_the_spot.run_plan(plan, kernels, {"q": q, "k": k, "v": v, "out": out})
+        tensors = {"q": q, "k": k, "v": v, "out": out}
+        if plan.workspace_bytes:
+            tensors["workspace"] = q.new_empty(plan.workspace_bytes, dtype=torch.uint8)
+        on_the_spot.run_plan(plan, kernels, tensors)
         return out
 
     return call
