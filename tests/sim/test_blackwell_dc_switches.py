@@ -23,7 +23,7 @@ from archflash import reference
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench import on_the_spot
-from bench.switches import variants
+from bench.switches import plans, variants
 from bench.switches.variants import SETTINGS, Setting
 
 from .explained import unexplained
@@ -33,7 +33,12 @@ NVCC = on_the_spot.find_nvcc()
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not found: it compiles the variants")
 
 BY_NAME = {setting.name: setting for setting in SETTINGS}
-DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)] if IN_FULL else [(128, 128)]
+# (d, dv) that a kernel is for, and whether CTAs work in pairs.
+ALL_KERNELS = [
+    (64, 64, False), (96, 96, False), (128, 128, False), (128, 128, True), (192, 128, False),
+    (256, 256, False),
+]  # fmt: skip
+TESTED = ALL_KERNELS if IN_FULL else [(128, 128, False)]
 D, ROWS, KEYS = 128, 256, 128  # of a tile where counts are compared
 SOFTMAX_WARPS = 8
 
@@ -70,15 +75,16 @@ def test_every_switch_of_the_config_has_a_setting() -> None:
     assert len(BY_NAME) == len(SETTINGS)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(("d", "dv", "pair"), TESTED)
 @every_setting
-def test_a_changed_kernel_is_right(setting: Setting, dims: tuple[int, int]) -> None:
-    d, dv = dims
+def test_a_changed_kernel_is_right(setting: Setting, d: int, dv: int, pair: bool) -> None:
     # Two tiles and more, keys that end inside a block; one CTA goes over all tiles.
     q, k, v = rand(1, 1, 270, d, seed=0), rand(1, 1, 393, d, seed=1), rand(1, 1, 393, dv, seed=2)
     plan = plan_on_one_sm(q, k, v, causal=True, return_lse=True)
     if not variants.applies(setting, plan):
         pytest.skip("the switch says nothing of this kernel")
+    if pair:
+        plan = plans.in_pairs(plan)
     expected, expected_lse = reference.attention(q, k, v, causal=True)
     baseline = reference.baseline(q, k, v, causal=True)
     first = SETTINGS.index(setting) % len(MODES)
