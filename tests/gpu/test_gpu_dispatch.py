@@ -338,6 +338,23 @@ def test_executing_a_plan_gives_the_bits_of_the_call(kernel: str, dtype: str) ->
     assert same_bits(lse, expected_lse)
 
 
+def test_a_plan_with_clusters_is_launched_in_clusters() -> None:
+    """Of a kernel that does not care: its bits stay, and a grid of half a cluster is refused."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters are for 9.0 and newer")
+    q, k, v = qkv(65, 129, dtype="bfloat16")
+    fields = plan_of(q, k, v, implementation="ampere")
+    (launch,) = fields["launches"]
+    assert launch["grid"][0] % 2 == 0
+    launch["cluster"] = [2, 1, 1]
+    inputs = Inputs(q, k, v, {"causal": False, "return_lse": False})
+    out = run_plan(_native.LaunchPlan.from_dict(fields), inputs)
+    assert same_bits(out, archflash.attention(q, k, v, implementation="ampere"))
+    launch["grid"][0] += 1
+    with pytest.raises(archflash.LaunchError):
+        run_plan(_native.LaunchPlan.from_dict(fields), inputs)
+
+
 # --- scaled_dot_product_attention ---
 
 

@@ -164,6 +164,7 @@ ABSURD: dict[str, dict[str, Any]] = {
     "image": {"image": "no/such_image"},
     "block": {"block": [4096, 1, 1]},
     "grid": {"grid": [1, 1 << 20, 1]},
+    "cluster": {"grid": [3, 1, 1], "cluster": [2, 1, 1]},
 }
 
 

@@ -50,6 +50,33 @@ def test_a_kernel_compiled_on_the_spot_gives_the_bits_of_the_wheels(tmp_path: Pa
     assert torch.equal(out, expected)
 
 
+CLUSTERS = """
+extern "C" __global__ void clusters(unsigned* out) {
+  unsigned ctas;
+  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(ctas));
+  out[blockIdx.x] = ctas;
+}
+"""
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not found")
+def test_a_kernel_compiled_on_the_spot_is_launched_in_clusters(tmp_path: Path) -> None:
+    assert NVCC is not None
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        pytest.skip("clusters are for 9.0 and newer")
+    source = tmp_path / "clusters.cu"
+    source.write_text(CLUSTERS)
+    image = on_the_spot.compiled(source, NVCC, "cubin", f"sm_{major}{minor}")
+    kernel = on_the_spot.Kernel(image, "clusters")
+    row = {"grid": [6, 1, 1], "block": [32, 1, 1], "shared_bytes": 0}
+    for ctas in (1, 2):
+        out = torch.zeros(6, dtype=torch.int32, device="cuda")
+        address = out.data_ptr().to_bytes(8, "little")
+        kernel.launch({**row, "cluster": [ctas, 1, 1]}, address)
+        assert out.tolist() == [ctas] * 6
+
+
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not found")
 @pytest.mark.skipif(variants.NAME not in kernels(), reason=f"{variants.NAME} has no code for it")
 def test_a_switch_in_the_state_of_the_wheel_gives_its_bits() -> None:
