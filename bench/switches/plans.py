@@ -15,7 +15,8 @@ ALONE, PAIR = "_d128", "_d128_pair"  # ends of names of kernels
 def serves_pairs(plan: native.LaunchPlan) -> bool:
     """Whether the same call could be served by a pair of CTAs as well as by one."""
     launches = plan.to_dict()["launches"]
-    return len(launches) == 1 and launches[0]["kernel"].endswith((ALONE, PAIR))
+    sixteen_bit = plan.problem.dtype in ("float16", "bfloat16")
+    return sixteen_bit and len(launches) == 1 and launches[0]["kernel"].endswith((ALONE, PAIR))
 
 
 def in_pairs(plan: native.LaunchPlan, pairs: int | None = None) -> native.LaunchPlan:
@@ -38,7 +39,7 @@ def alone(plan: native.LaunchPlan) -> native.LaunchPlan:
 def one_tile_each(plan: native.LaunchPlan) -> native.LaunchPlan:
     """The same kernel with a CTA, or a pair of them, for each row tile."""
     fields = plan.to_dict()
-    (launch,) = fields["launches"]
+    launch = fields["launches"][0]
     (tiles,) = struct.unpack_from("<i", bytes.fromhex(launch["params"]), TILES_OFFSET)
     launch["grid"] = [launch["cluster"][0] * tiles, 1, 1]
     return native.LaunchPlan.from_dict(fields)

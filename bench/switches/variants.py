@@ -229,7 +229,8 @@ def bind(setting: Setting, nvcc: str, causal: bool) -> Callable[..., torch.Tenso
                 for row in plan.to_dict()["launches"]
             ]
             plans[q.shape] = (plan, kernels)
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
         plan, kernels = plans[q.shape]
         tensors = {"q": q, "k": k, "v": v, "out": out}
         if plan.workspace_bytes:
