@@ -8,8 +8,9 @@
 //   warp 13         store                   rows -> global memory
 //   warp 14         load                    Q, K, V -> shared memory
 //   warp 15         clean                   zeros in V after a packed sequence's end
-// Roles: load.cuh, products.cuh, softmax.cuh, output.cuh. Their walk: walk.cuh. Barriers:
-// pipeline.cuh. Tiles: config.cuh. Choice: plan.cpp. Counts: NOTES.md.
+// For long sequences two CTAs multiply together (pair_pipeline.cuh). Roles: load.cuh, products.cuh,
+// softmax.cuh, output.cuh. Their walk: walk.cuh. Barriers: pipeline.cuh. Tiles: config.cuh. Choice:
+// plan.cpp. Counts: NOTES.md.
 #pragma once
 
 #include <cstdint>

@@ -56,7 +56,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       if (leader) {
         start_part<C, typename C::KTile>(ring_smem + ring.offset(slot.index), k_map, 0,
                                          row + rank * C::KTile::ROWS, k_head, k_batch,
-                                         of_mma.kv_full(slot.index));
+                                         barriers.kv_full(slot.index), of_mma.kv_full(slot.index));
       }
     };
     const auto load_v = [&](int row, bool ragged) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
                                             barriers.v_ragged(slot.index), column);
       } else if (leader) {
         start_part<C, typename C::VTile>(v_smem, v_map, column, row, v_head, v_batch,
-                                         of_mma.kv_full(slot.index));
+                                         barriers.kv_full(slot.index), of_mma.kv_full(slot.index));
       }
     };
     const int last_row = keys_start + blocks.last;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
         start_part<C, typename C::QTile>(
             shared_smem + C::Q_SMEM + t * C::QTile::BYTES, params.q_map, 0,
             q_start + work.first_row + t * C::TILE_ROWS, attention.q_head == 0 ? 0 : head,
-            attention.q_batch == 0 ? 0 : batch, of_mma.q_full(t));
+            attention.q_batch == 0 ? 0 : batch, barriers.q_full(t), of_mma.q_full(t));
       }
       if (!any && leader) ptx::mbarrier_arrive(barriers.q_full(t));  // no key, no Q
       __syncwarp();

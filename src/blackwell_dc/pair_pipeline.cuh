@@ -83,6 +83,7 @@ __device__ __forceinline__ void wait_for_stores(uint32_t barrier_smem, uint32_t 
     ptx::mbarrier_wait_parity_acquire_cluster(barrier_smem, parity);
   }
 }
+
 // That all threads of the pair are here.
 template <class C>
 __device__ __forceinline__ void sync_threads() {
@@ -135,11 +136,12 @@ __device__ __forceinline__ void commit(uint32_t barrier_smem) {
   }
 }
 
-// Starts the copy of this CTA's part of a tile; the bytes of all parts go to one barrier, the
-// first CTA's.
+// Starts the copy of this CTA's part of a tile. The bytes of all parts go to the first CTA's
+// barrier: barrier_of_mma_smem, and there barrier_smem too.
 template <class C, class Tile>
 __device__ __forceinline__ void start_part(uint32_t tile_smem, const TensorMap& map, int column,
-                                           int row, int head, int batch, uint32_t barrier_smem) {
+                                           int row, int head, int batch, uint32_t barrier_smem,
+                                           uint32_t barrier_of_mma_smem) {
   if constexpr (C::CTAS == 1) {
     math::start_load<Tile>(tile_smem, map, row, head, batch, barrier_smem);
   } else {
@@ -148,7 +150,7 @@ __device__ __forceinline__ void start_part(uint32_t tile_smem, const TensorMap& 
     for (int slab = 0; slab < Tile::SLABS; ++slab)
       ptx::cp_async_bulk_tensor_4d_load_of_pair(tile_smem + slab * Tile::SLAB_BYTES, map,
                                                 column + slab * Tile::SLAB, row, head, batch,
-                                                barrier_smem);
+                                                barrier_of_mma_smem);
   }
 }
 
