@@ -143,7 +143,12 @@ def plan_facts(plan: _native.LaunchPlan) -> list[tuple[str, str]]:
     """What a plan will do, as (name, value) pairs for people."""
     facts = [("code", plan.code), *plan.notes]
     for launch in plan.to_dict()["launches"]:
-        grid = " x ".join(str(size) for size in launch["grid"] if size != 1) or "1"
+        grid, cluster = (
+            " x ".join(str(size) for size in launch[what] if size != 1) or "1"
+            for what in ("grid", "cluster")
+        )
+        if cluster != "1":
+            grid += f" in clusters of {cluster}"
         facts.append(
             (
                 "launch",

@@ -102,7 +102,8 @@ void make_ready(Kernel& kernel, int device_index, int32_t shared_bytes) {
 
 std::string describe_launch(const Launch& launch) {
   return join("launching ", launch.kernel, " with grid (", launch.grid[0], ", ", launch.grid[1],
-              ", ", launch.grid[2], "), block (", launch.block[0], ", ", launch.block[1], ", ",
+              ", ", launch.grid[2], "), cluster (", launch.cluster[0], ", ", launch.cluster[1],
+              ", ", launch.cluster[2], "), block (", launch.block[0], ", ", launch.block[1], ", ",
               launch.block[2], "), ", launch.shared_bytes, " bytes of shared memory");
 }
 

@@ -10,6 +10,7 @@ from plan_cases import call, kernels_built, launch_of, maps_of, packed_call, pla
 
 from archflash import _archflash as native
 from archflash._api import find_device
+from archflash._dispatch import plan_facts
 
 NAME = "blackwell_dc"
 DTYPES = {"float16": "f16", "bfloat16": "bf16"}
@@ -160,6 +161,8 @@ def test_long_calls_multiply_in_pairs(device: str, dtype: str) -> None:
     assert notes["tile"].startswith("512 query rows x 128 keys")
     assert notes["stages"] == "6 that K and V share, half a block each, 44 barriers"
     assert notes["CTAs"].endswith(" SMs, in pairs")
+    (said,) = (text for name, text in plan_facts(plan) if name == "launch")
+    assert f"_d128_pair, grid {sms // 2 * 2} in clusters of 2, block 512," in said
 
 
 @pytest.mark.parametrize(
