@@ -88,7 +88,10 @@ def attention(
             on normal data (PyTorch at fp16: 0.05%), 13% where one channel in 32 of k is 20 times as
             large as the others. Mean and scales are of all keys up to the last that any query
             sees. Never chosen unless asked for; not with cu_seqlens or softcap.
-        num_splits: not built yet.
+        num_splits: shares into which the keys of each query tile are split, which go to several SMs
+            and are put together by a second kernel: so many at most (never more than there are
+            blocks of keys); 1 for no split; default what is expected to be the fastest. A kernel
+            that does not split refuses more than 1. `torch` goes its own way.
         layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).
         implementation: forces one by name; beats `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
@@ -104,7 +107,7 @@ def attention(
 
     Raises:
         ValueError: shapes that disagree, heads_q not a multiple of heads_kv, negative window, NaN
-            scale.
+            scale, num_splits below 1.
         TypeError: mixed dtypes or devices, an argument of the wrong type.
         UnsupportedError: an argument that is not built yet; or no kernel serves the call and
             ARCHFLASH_FALLBACK=error.
@@ -118,15 +121,15 @@ def attention(
         >>> archflash.attention(q, k, v, causal=True).shape
         torch.Size([2, 4, 7, 16])
     """
-    if alibi_slopes is not None or num_splits is not None:
-        _refuse_unbuilt(alibi_slopes=alibi_slopes, num_splits=num_splits)
+    if alibi_slopes is not None:
+        _refuse_unbuilt(alibi_slopes=alibi_slopes)
     if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
         # The whole way of an eager call: one C++ call that reads the tensors, finds the plan, binds
         # and launches.
         result = _native.attention(
             q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
-            approximate, layout, out, return_lse, _is_grad_enabled(),
+            approximate, num_splits, layout, out, return_lse, _is_grad_enabled(),
             _forced() if implementation is None else implementation,
         )  # fmt: skip
         if result is None:
@@ -144,8 +147,8 @@ def attention(
         q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, attn_mask=attn_mask,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
-        approximate=approximate, layout=layout, implementation=implementation, out=out,
-        return_lse=return_lse,
+        approximate=approximate, num_splits=num_splits, layout=layout,
+        implementation=implementation, out=out, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -228,9 +231,9 @@ def find_device(name: str) -> _native.Device:
 _OPTIONS = (
     "causal", "window", "softcap", "sinks", "scale", "q_offset", "cu_seqlens_q", "cu_seqlens_k",
     "max_seqlen_q", "max_seqlen_k", "attn_mask", "q_descale", "k_descale", "v_descale",
-    "out_dtype", "approximate", "layout", "out", "return_lse",
+    "out_dtype", "approximate", "num_splits", "layout", "out", "return_lse",
 )  # fmt: skip
-_UNBUILT = ("alibi_slopes", "num_splits")
+_UNBUILT = ("alibi_slopes",)
 _DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
 
 

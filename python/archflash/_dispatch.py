@@ -117,6 +117,7 @@ def describe_problem(problem: _native.Problem) -> str:
         shape += f" and {problem.dv}" if problem.d != problem.dv else ""
     flags = (
         "approximate",
+        "num_splits",
         "causal",
         "window",
         "softcap",
@@ -127,6 +128,7 @@ def describe_problem(problem: _native.Problem) -> str:
     )
     words = {"masked": "attn_mask", "want_lse": "LSE", "needs_grad": "gradients"}
     words["approximate"] = f"approximate={problem.approximate!r}"
+    words["num_splits"] = f"num_splits={problem.num_splits}"
     features = [words.get(flag, flag) for flag in flags if getattr(problem, flag)]
     return f"{problem.dtype}, {shape}" + (f", {', '.join(features)}" if features else "")
 
@@ -236,13 +238,16 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     cuda_cores = [name for name in kernels if name in _registry.WITHOUT_TENSOR_CORES]
     if _torch_leaves_fused(problem, capability):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
-    if problem.nq <= _FEW_QUERIES and not problem.varlen and not problem.approximate:
-        return (_registry.TORCH, *tensor_cores, *cuda_cores)
+    plain = not problem.varlen and not problem.approximate and problem.num_splits is None
+    if problem.nq <= _FEW_QUERIES and plain:
+        splitting = [name for name in tensor_cores if _registry.splits_keys(name)]
+        others = [name for name in tensor_cores if name not in splitting]
+        return (*splitting, _registry.TORCH, *others, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
 
 
-# Up to here PyTorch's fused kernels come first: they split the keys over the GPU, which ours do not
-# (one query row on an H200: 1.8 to 17 times faster, bench/results).
+# Up to here PyTorch's fused kernels come before those of ours that do not split the keys over the
+# GPU as they do (one query row on an H200: 1.8 to 17 times faster, bench/results).
 _FEW_QUERIES = 16
 
 

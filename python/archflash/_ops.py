@@ -23,7 +23,8 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, bool causal, int? window_left, int? window_right, "
     "float? softcap, Tensor? sinks, float? scale, int? q_offset, Tensor? q_offset_tensor, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? attn_mask, Tensor? q_descale, "
-    "Tensor? k_descale, Tensor? v_descale, ScalarType? out_dtype, str? approximate, str layout, "
+    "Tensor? k_descale, Tensor? v_descale, ScalarType? out_dtype, str? approximate, "
+    "int? num_splits, str layout, "
     "int? max_seqlen_q, int? max_seqlen_k, str? implementation, bool needs_grad, "
     "bool return_lse) -> (Tensor, Tensor)"
 )
@@ -58,7 +59,8 @@ def attention(
             options["scale"], q_offset, options["cu_seqlens_q"], options["cu_seqlens_k"],
             max_seqlen_q, max_seqlen_k, options["attn_mask"], options["q_descale"],
             options["k_descale"], options["v_descale"], options["out_dtype"],
-            options["approximate"], options["layout"], out, return_lse, int(needs_grad) * 2,
+            options["approximate"], options["num_splits"], options["layout"], out, return_lse,
+            int(needs_grad) * 2,
         )  # fmt: skip
         if needs_grad or transformed:
             _refuse_forced(implementation)
@@ -90,9 +92,10 @@ def attention(
         if compiling:
             with torch.no_grad():
                 operator(q.detach(), k.detach(), v.detach())
-        exact = {name: value for name, value in options.items() if name != "approximate"}
+        of_kernels = ("approximate", "num_splits")
+        of_torch = {name: value for name, value in options.items() if name not in of_kernels}
         return _torch.attention(
-            q, k, v, window=window, q_offset=q_offset, out=out, return_lse=return_lse, **exact
+            q, k, v, window=window, q_offset=q_offset, out=out, return_lse=return_lse, **of_torch
         )
     result, lse = operator(q, k, v)
     if out is not None:
@@ -139,6 +142,7 @@ def _run(
     v_descale: Tensor | None,
     out_dtype: torch.dtype | None,
     approximate: str | None,
+    num_splits: int | None,
     layout: str,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
@@ -171,6 +175,7 @@ def _run(
         v_descale=_plain(v_descale),
         out_dtype=out_dtype,
         approximate=approximate,
+        num_splits=num_splits,
         layout=layout,
         implementation=implementation,
         return_lse=return_lse,
@@ -205,6 +210,7 @@ def _fake(
     v_descale: Tensor | None,
     out_dtype: torch.dtype | None,
     approximate: str | None,
+    num_splits: int | None,
     layout: str,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
@@ -220,7 +226,7 @@ def _fake(
             q, k, v, causal, (window_left, window_right), softcap, sinks, scale,
             q_offset if q_offset_tensor is None else q_offset_tensor, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
-            approximate, layout, None, return_lse, 0,
+            approximate, num_splits, layout, None, return_lse, 0,
         )  # fmt: skip
     strides = q.stride()[:-1]
     # The output's dimensions nest as q's do; one of stride 0 (expanded) goes outermost.

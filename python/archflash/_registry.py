@@ -90,6 +90,12 @@ def takes(name: str, dtype: str) -> bool:
 
 
 @cache
+def splits_keys(name: str) -> bool:
+    """Whether a kernel splits the keys of few query rows over the GPU."""
+    return "num_splits" in _native.describe(name).features
+
+
+@cache
 def has_code(name: str, capability: tuple[int, int]) -> bool:
     """Whether this build has code of a kernel for GPUs of a compute capability."""
     number = 10 * capability[0] + capability[1]

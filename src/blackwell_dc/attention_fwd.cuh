@@ -66,11 +66,15 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     correction<C>(params, shared, shared_smem);
   } else {
     if constexpr (MOVE) ptx::setmaxnreg_dec<REGISTERS.other>();
-    if (warp == C::MMA_WARP && rank_in_pair<C>() == 0)
+    if (warp == C::STORE_WARP) {
+      store<C>(params, shared, shared_smem);
+    } else if (warp == C::LOAD_WARP) {
+      load<C>(params, shared_smem);
+    } else if (warp == C::CLEAN_WARP) {
+      clean<C>(params, shared, shared_smem);
+    } else if (rank_in_pair<C>() == 0) {
       mma<C>(params, shared_smem, *reinterpret_cast<uint32_t*>(shared + C::TMEM_ADDRESS_SMEM));
-    if (warp == C::STORE_WARP) store<C>(params, shared, shared_smem);
-    if (warp == C::LOAD_WARP) load<C>(params, shared_smem);
-    if (warp == C::CLEAN_WARP) clean<C>(params, shared, shared_smem);
+    }
   }
   ptx::tcgen05_fence_before_thread_sync();
   sync_threads<C>();  // nobody uses tensor memory any more

@@ -44,6 +44,7 @@ struct Config {
   static constexpr int CTAS = CTAS_;
   static constexpr int CTA_ROWS = TILES * TILE_ROWS;
   static constexpr int BLOCK_Q = CTAS * CTA_ROWS;
+  static constexpr bool CAN_SPLIT = TILES == 1;  // the keys of a tile, over several CTAs
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr bool SHARED_RING = V_STAGES_ == 0;
   static constexpr int K_STAGES = K_STAGES_;
@@ -93,6 +94,7 @@ struct Config {
   static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "kind::f16");
   static_assert(TILES == 1 || TILES == 2, "one or two softmax warpgroups");
   static_assert(CTAS == 1 || (CTAS == 2 && TILES == 2 && !O_OVER_Q), "a CTA, or a pair of them");
+  static_assert(TILES == 2 || !SHARED_RING, "one tile multiplies the next K before this V");
   static_assert(BLOCK_K == 128 || BLOCK_K == 64, "quarters of whole k-steps; row masks of 32 bits");
   static_assert(S_BUFFERS * S_COLUMNS <= O_COLUMN && O_COLUMN + TILES * HEAD_DIM_V <= 512,
                 "tensor memory has 512 columns");
@@ -106,6 +108,7 @@ struct Config {
 
 // clang-format off
 constexpr Registers MORE_SOFTMAX{192, 80, 48};
+constexpr Registers ONE_SOFTMAX{184, 88, 56};  // one tile: less for its four warps of softmax
 // Exponentials by polynomial: as many as the MUFU is behind the tensor cores (NOTES.md).
 constexpr Switches NONE{};
 constexpr Switches EIGHTH{.polynomial_pairs = 2};
@@ -123,10 +126,19 @@ using D128 = Config<T, 128, 128,  2,    128,  3,  0,  false, MORE_SOFTMAX, EIGHT
 template <DType T>
 using D192 = Config<T, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, NONE>;
 template <DType T>
-using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  MORE_SOFTMAX, NONE>;
+using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  ONE_SOFTMAX, NONE>;
 // Long sequences: tiles of 2 x 256 rows, half a tile of K or V in each stage.
 template <DType T>
 using D128Pair = Config<T, 128, 128, 2, 128, 6, 0, false, MORE_SOFTMAX, EIGHTH, 2>;
+// For few query rows: one tile, as much of K and V under way as there is room for.
+template <DType T>
+using D64Few  = Config<T,  64,  64,  1,    128,  6,  6,  false, ONE_SOFTMAX, FIVE_16THS>;
+template <DType T>
+using D96Few  = Config<T,  96,  96,  1,    128,  4,  3,  false, ONE_SOFTMAX, QUARTER>;
+template <DType T>
+using D128Few = Config<T, 128, 128,  1,    128,  3,  2,  false, ONE_SOFTMAX, EIGHTH>;
+template <DType T>
+using D192Few = Config<T, 192, 128,  1,    128,  2,  2,  true,  ONE_SOFTMAX, NONE>;
 // clang-format on
 
 // The sums that NOTES.md shows.
@@ -137,5 +149,9 @@ static_assert(D128<DType::BF16>::STATS_SMEM == (64 + 3 * 32 + 64) * KIB);
 static_assert(D128Pair<DType::BF16>::STATS_SMEM == (64 + 6 * 16 + 64) * KIB);
 static_assert(D192<DType::BF16>::STATS_SMEM == (96 + 2 * 48 + 32) * KIB);
 static_assert(D256<DType::BF16>::STATS_SMEM == (64 + 4 * 32) * KIB);
+static_assert(D64Few<DType::BF16>::STATS_SMEM == (16 + 6 * 16 + 6 * 16 + 16) * KIB);
+static_assert(D96Few<DType::BF16>::STATS_SMEM == (24 + 4 * 24 + 3 * 24 + 24) * KIB);
+static_assert(D128Few<DType::BF16>::STATS_SMEM == (32 + 3 * 32 + 2 * 32 + 32) * KIB);
+static_assert(D192Few<DType::BF16>::STATS_SMEM == (48 + 2 * 48 + 2 * 32) * KIB);
 
 }  // namespace archflash::blackwell_dc

@@ -36,7 +36,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
   Ring<C> ring = Ring<C>::of_writer();
   uint32_t q_parity = 1;  // nothing is in Q's part yet
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const math::Work work = find_tile<C>(params, index);
+    const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
     const bool any = blocks.first <= blocks.last;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
   Ring<C> ring;
   uint32_t parities = 0;  // of each slot's next ragged block
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const math::Work work = find_tile<C>(params, index);
+    const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {

@@ -69,6 +69,24 @@ __device__ __forceinline__ void stage_row(uint32_t o_tmem, bool any, float facto
   }
 }
 
+// One row of O as it is, unless it lies beyond the sequence's end: columns 0.
+template <class C>
+__device__ __forceinline__ void write_partial_row(uint32_t o_tmem, float* row_gmem, int columns) {
+#pragma unroll
+  for (int column = 0; column < C::HEAD_DIM_V; column += 16) {
+    float o_rmem[16];
+    ptx::tcgen05_ld(o_rmem, o_tmem + column);
+    ptx::tcgen05_wait_ld(o_rmem);
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      if (column + i >= columns) continue;
+      ptx::st_global_v4_b32(row_gmem + column + i, __float_as_uint(o_rmem[i]),
+                            __float_as_uint(o_rmem[i + 1]), __float_as_uint(o_rmem[i + 2]),
+                            __float_as_uint(o_rmem[i + 3]));
+    }
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void correction(const Params& params, unsigned char* shared,
                                            uint32_t shared_smem) {
@@ -83,7 +101,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
   uint32_t message = 0, product = 0, first_step = 0, tile_parity = 1;
 
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const math::Work work = find_tile<C>(params, index);
+    const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const int count = count_blocks<C>(find_blocks<C>(params, work));
 #pragma unroll 1
@@ -116,8 +134,15 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
       const float sum = stats[t * STATS];
       const float base = stats[t * STATS + C::TILE_ROWS];
       arrive_as_warp(barriers.stats_empty(t));
-      const float keys_max = sum == 0.0f ? math::MINUS_INFINITY : base * math::LN_2;
-      const math::RowEnd end = math::finish_row(keys_max, sum, sink);
+      const int row = work.first_row + t * C::TILE_ROWS + row_of_tile;
+      math::RowEnd end{};
+      if (splits_keys<C>(params)) {
+        if (row < work.nq)
+          params.partials.ends_gmem[params.partials.index(work.split, lse_row + row)] = {base, sum};
+      } else {
+        const float keys_max = sum == 0.0f ? math::MINUS_INFINITY : base * math::LN_2;
+        end = math::finish_row(keys_max, sum, sink);
+      }
       if (count > 0) {
         ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + count - 1) & 1);
         ptx::tcgen05_fence_after_thread_sync();
@@ -125,13 +150,19 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
         ptx::mbarrier_wait_parity(barriers.q_full(t), tile_parity ^ 1);
       }
       ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
-      stage_row<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, count > 0, end.factor,
-                   shared + C::O_SMEM + t * C::O_STRIDE, row_of_tile);
+      const uint32_t o_tmem = lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V;
+      if (splits_keys<C>(params)) {
+        const int64_t start = params.partials.index(work.split, lse_row + row) * attention.dv;
+        const int columns = row < work.nq ? attention.dv : 0;
+        if (count > 0) write_partial_row<C>(o_tmem, params.partials.rows_gmem + start, columns);
+      } else {
+        stage_row<C>(o_tmem, count > 0, end.factor, shared + C::O_SMEM + t * C::O_STRIDE,
+                     row_of_tile);
+      }
       ptx::tcgen05_fence_before_thread_sync();  // O is read before the next tile's p_ready
       ptx::fence_proxy_async_shared();          // the copy engine reads what was stored
       arrive_as_warp(barriers.o_staged(t));
-      const int row = work.first_row + t * C::TILE_ROWS + row_of_tile;
-      if (attention.lse_gmem != nullptr && row < work.nq)
+      if (!splits_keys<C>(params) && attention.lse_gmem != nullptr && row < work.nq)
         attention.lse_gmem[lse_row + row] = end.lse;
     }
     ++message;
@@ -165,7 +196,7 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   uint32_t tile_parity = 0;
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const math::Work work = find_tile<C>(params, index);
+    const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
@@ -175,7 +206,8 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.o_staged(t), tile_parity);
       const int first_row = q_start + work.first_row + t * C::TILE_ROWS;
-      const int rows = work.nq - work.first_row - t * C::TILE_ROWS;
+      // Shares of the keys have left their rows in the workspace.
+      const int rows = splits_keys<C>(params) ? 0 : work.nq - work.first_row - t * C::TILE_ROWS;
       const int offset = C::O_SMEM + t * C::O_STRIDE;
       const bool whole = attention.cu_seqlens_q_gmem == nullptr || rows >= C::TILE_ROWS;
       if (rows > 0 && C::SWITCHES.tma_store && whole) {

@@ -6,13 +6,15 @@
 #include <type_traits>
 
 #include "common/attention_params.h"
+#include "common/partials.h"
 #include "common/tensor_map.h"
 
 namespace archflash::blackwell_dc {
 
 struct Params {
   AttentionParams attention;
-  int32_t tiles;  // row tiles of all heads: the CTAs share them out
+  int32_t tiles;  // row tiles of all heads, times splits: the CTAs share them out
+  Partials partials;
   TensorMap q_map, k_map, v_map, out_map;
 };
 static_assert(std::is_trivially_copyable_v<Params>);

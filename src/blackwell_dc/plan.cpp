@@ -12,6 +12,7 @@
 #include "blackwell_dc/params.h"
 #include "common/core_set.h"
 #include "common/problem.h"
+#include "common/split_keys.h"
 #include "common/tma_plan.h"
 
 namespace archflash::blackwell_dc {
@@ -64,28 +65,44 @@ constexpr Variant VARIANTS[] = {variant<D64>("d64"), variant<D96>("d96"), varian
                                 variant<D192>("d192"), variant<D256>("d256")};
 // The same head dims as one of them, for calls that pay_in_pairs().
 constexpr Variant PAIR = variant<D128Pair>("d128_pair");
+// For few query rows: one tile of 128 rows, whose keys may be split over CTAs.
+constexpr Variant FEW_VARIANTS[] = {variant<D64Few>("d64_few"), variant<D96Few>("d96_few"),
+                                    variant<D128Few>("d128_few"), variant<D192Few>("d192_few"),
+                                    variant<D256>("d256")};
 
 std::string str(int64_t x) { return std::to_string(x); }
 
+std::string type_name(DType dtype) { return dtype == DType::F16 ? "f16" : "bf16"; }
+
 std::string kernel_name(const Variant& variant, DType dtype) {
-  return std::string("blackwell_dc_attention_fwd_") + (dtype == DType::F16 ? "f16_" : "bf16_") +
-         variant.name;
+  return "blackwell_dc_attention_fwd_" + type_name(dtype) + "_" + variant.name;
 }
 
 std::string image_of(const Variant& variant, DType dtype) {
-  if (variant.ctas == 2) return "blackwell_dc/fwd_pair";
-  return dtype == DType::F16 ? "blackwell_dc/fwd_f16" : "blackwell_dc/fwd_bf16";
+  return "blackwell_dc/fwd_" + (variant.ctas == 2 ? "pair" : type_name(dtype));
 }
 
-const Variant& smallest(const Problem& problem) {
-  for (const Variant& variant : VARIANTS) {
+template <size_t COUNT>
+const Variant& smallest(const Variant (&variants)[COUNT], const Problem& problem) {
+  for (const Variant& variant : variants) {
     if (variant.head_dim >= problem.d && variant.head_dim_v >= problem.dv) return variant;
   }
-  return std::end(VARIANTS)[-1];  // core::why_not() refuses larger ones
+  return variants[COUNT - 1];  // core::why_not() refuses larger ones
 }
 
 int64_t tiles_of(const Problem& problem, const Variant& variant) {
   return core::row_tiles(problem, variant.block_q) * problem.heads_q;
+}
+
+// The one of that entry name; null: none.
+const Variant* by_kernel(const std::string& kernel, DType dtype) {
+  for (const Variant& variant : VARIANTS) {
+    if (kernel == kernel_name(variant, dtype)) return &variant;
+  }
+  for (const Variant& variant : FEW_VARIANTS) {
+    if (kernel == kernel_name(variant, dtype)) return &variant;
+  }
+  return kernel == kernel_name(PAIR, dtype) ? &PAIR : nullptr;
 }
 
 // Keys that the middle row of a sequence sees, where all have the mean length and an offset that
@@ -118,9 +135,26 @@ bool pay_in_pairs(const Problem& problem, const Device& device, const Variant& a
          rounds(tiles, pairs) <= rounds(tiles_of(problem, alone), device.sm_count);
 }
 
-const Variant& choose(const Problem& problem, const Device& device) {
-  const Variant& alone = smallest(problem);
-  return pay_in_pairs(problem, device, alone) ? PAIR : alone;
+struct Choice {
+  const Variant& variant;
+  int64_t splits;
+};
+
+// One tile of 128 rows where a head has no more of them, or where its keys are split: asked for, or
+// expected to be faster.
+Choice choose(const Problem& problem, const Device& device) {
+  const Variant& few = smallest(FEW_VARIANTS, problem);
+  const Variant& alone = smallest(VARIANTS, problem);
+  const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
+  const Variant& unsplit = longest <= few.block_q                 ? few
+                           : pay_in_pairs(problem, device, alone) ? PAIR
+                                                                  : alone;
+  const int64_t sms = std::max(device.sm_count, 1);
+  const int64_t rounds = (tiles_of(problem, unsplit) * unsplit.ctas + sms - 1) / sms;
+  const int64_t keys = core::visited_keys(problem, unsplit.block_q, unsplit.block_k);
+  const int64_t splits =
+      core::choose_splits(problem, device, few.block_q, few.block_k, rounds * keys * unsplit.tiles);
+  return {splits > 1 ? few : unsplit, splits};
 }
 
 }  // namespace
@@ -135,30 +169,33 @@ Description describe() {
       .dtypes = {DType::F16, DType::BF16},
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse"},
+                   "strides", "lse", "num_splits"},
   };
 }
 
 PlanResult plan(const Problem& problem, const Device& device) {
   LaunchPlan result;  // the registry adds what it was made for
   if (core::nothing_to_write(problem)) return result;
-  Reasons reasons = core::why_not(problem, "blackwell_dc", {DType::F16, DType::BF16});
+  Reasons reasons =
+      core::why_not(problem, "blackwell_dc", {DType::F16, DType::BF16}, Approximate::Nothing, true);
   core::add_tma_reasons(problem, "blackwell_dc", true, reasons);
-  const Variant& chosen = choose(problem, device);
-  if (chosen.shared_bytes > device.shared_per_block) {
-    reasons.push_back("shared memory: " + device.name + " gives a CTA " +
-                      str(device.shared_per_block) + " bytes and blackwell_dc needs " +
-                      str(chosen.shared_bytes) + "; use another GPU" + core::USE_TORCH);
-  }
   if (!reasons.empty()) return reasons;
-  const int64_t tiles = tiles_of(problem, chosen);
-  if (tiles > core::GRID_LIMIT) return Reasons{core::grid_too_large(tiles)};
+  const auto [chosen, splits] = choose(problem, device);
+  if (chosen.shared_bytes > device.shared_per_block) {
+    return Reasons{"shared memory: " + device.name + " gives a CTA " +
+                   str(device.shared_per_block) + " bytes and blackwell_dc needs " +
+                   str(chosen.shared_bytes) + "; use another GPU" + core::USE_TORCH};
+  }
+  const int64_t tiles = tiles_of(problem, chosen) * splits;
+  const int64_t largest = std::max(tiles, splits > 1 ? core::combine_ctas(problem) : 0);
+  if (largest > core::GRID_LIMIT) return Reasons{core::grid_too_large(largest)};
 
   Params params;
   std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
   params.attention = core::params(problem);
   params.attention.heads_per_group = core::heads_per_group(problem, device);
   params.tiles = static_cast<int32_t>(tiles);
+  params.partials.splits = 1;
 
   Launch launch;
   launch.kernel = kernel_name(chosen, problem.dtype);
@@ -181,19 +218,22 @@ PlanResult plan(const Problem& problem, const Device& device) {
   }
   map(Operand::Out, offsetof(Params, out_map), chosen.v_swizzle, chosen.out_box);
   result.launches.push_back(std::move(launch));
+  if (splits > 1) {
+    core::split_keys(result, problem, splits, offsetof(Params, partials),
+                     "blackwell_dc_combine_" + type_name(problem.dtype));
+  }
   return result;
 }
 
 Notes notes(const LaunchPlan& plan) {
   if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
   const Launch& launch = plan.launches[0];
-  const bool in_pairs = launch.kernel == kernel_name(PAIR, plan.problem.dtype);
-  const Variant& used = in_pairs ? PAIR : smallest(plan.problem);
-  if (launch.kernel != kernel_name(used, plan.problem.dtype) ||
-      launch.params.size() != sizeof(Params))
-    return {};
+  const Variant* const found = by_kernel(launch.kernel, plan.problem.dtype);
+  if (found == nullptr || launch.params.size() != sizeof(Params)) return {};
+  const Variant& used = *found;
   Params params;
   std::memcpy(&params, launch.params.data(), sizeof params);
+  const int splits = std::max(params.partials.splits, 1);
   const std::string stages = used.v_stages == 0
                                  ? str(used.k_stages) + " that K and V share" +
                                        (used.ctas == 2 ? ", half a block each" : "")
@@ -210,8 +250,14 @@ Notes notes(const LaunchPlan& plan) {
                         " correction, " + str(used.registers.other) + " others (setmaxnreg)"},
       {"stages", stages + ", " + str(used.barriers) + " barriers"},
       {"exponentials", str(used.polynomial_pairs) + " of 16 by polynomial"},
-      {"CTAs", str(launch.grid[0]) + " for " + str(params.tiles) + " tiles, 1 per SM on " +
+      {"CTAs", str(launch.grid[0]) + " for " + str(params.tiles / splits) + " tiles" +
+                   (splits > 1 ? " x " + str(splits) + " shares" : "") + ", 1 per SM on " +
                    str(plan.device.sm_count) + " SMs" + (used.ctas == 2 ? ", in pairs" : "")},
+      {"splits", splits == 1 ? "none"
+                             : str(splits) + " shares of the keys of each tile, " +
+                                   (plan.problem.num_splits > 0 ? "as asked for"
+                                                                : "expected to be the fastest") +
+                                   "; a second kernel combines them"},
       {"order", plan.problem.varlen
                     ? "by sequence, last row tiles first"
                     : "last row tiles first, " + str(params.attention.heads_per_group) +

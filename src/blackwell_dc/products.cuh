@@ -173,7 +173,7 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
                        ptx::elect_sync()};
   uint32_t q_parity = 0;
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const math::Work work = find_tile<C>(params, index);
+    const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
     const bool ragged = is_ragged<C>(params.attention, work, blocks);

@@ -40,7 +40,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
   };
 
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const math::Work work = find_tile<C>(params, index);
+    const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::VisibleKeys visible = math::find_visible_keys(attention, work);
     const math::Blocks blocks = find_blocks<C>(params, work, visible);

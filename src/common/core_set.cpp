@@ -93,7 +93,7 @@ void set_scale(const Problem& problem, AttentionParams& params) {
 }  // namespace
 
 Reasons why_not(const Problem& problem, const std::string& implementation,
-                std::initializer_list<DType> dtypes, Approximate approximate) {
+                std::initializer_list<DType> dtypes, Approximate approximate, bool splits_keys) {
   Refusals refuse{problem, implementation, {}};
   const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
   const bool takes_fp8 = takes && is_fp8(problem.dtype);
@@ -118,6 +118,10 @@ Reasons why_not(const Problem& problem, const std::string& implementation,
   refuse.layout("out", problem.out, problem.out_unit, problem.out_align, problem.out_dtype);
   if (problem.approximate != 0 && problem.approximate != static_cast<int64_t>(approximate))
     refuse.add("approximate='int8_qk'", "computes exactly; leave approximate out");
+  if (problem.num_splits > 1 && !splits_keys) {
+    refuse.add("num_splits " + str(problem.num_splits),
+               "does not split the keys; leave num_splits out or pass 1");
+  }
   if (problem.mask != 0)
     refuse.add("attn_mask", "has causal and window masks only; drop attn_mask");
   if (problem.descale != 0 && !takes_fp8)

@@ -20,10 +20,10 @@ constexpr const char* USE_TORCH = " or use implementation='torch'";  // ends a r
 constexpr const char* HEAD_DIMS = "multiples of 8 up to 256, d and dv independent";
 
 // Why `implementation`, which serves the whole core set for `dtypes`, cannot serve the problem.
-// Empty: it can. approximate: what it may be asked for.
+// Empty: it can. approximate: what it may be asked for; splits_keys: whether num_splits > 1 may be.
 Reasons why_not(const Problem& problem, const std::string& implementation,
-                std::initializer_list<DType> dtypes,
-                Approximate approximate = Approximate::Nothing);
+                std::initializer_list<DType> dtypes, Approximate approximate = Approximate::Nothing,
+                bool splits_keys = false);
 
 // No output element and no LSE is asked for: a plan without launches serves the problem.
 bool nothing_to_write(const Problem& problem);

@@ -59,6 +59,7 @@ struct Problem {
   double scale;          // multiplies q.k
   double softcap;        // 0: none; otherwise score = softcap * tanh(scale * q.k / softcap)
   int64_t approximate;   // an Approximate: asked for, never implied
+  int64_t num_splits;    // shares of the keys at most, 1: no split, 0: the plan chooses
 
   DType dtype;      // of q, k and v
   DType out_dtype;  // of the output
@@ -80,7 +81,7 @@ struct Problem {
   int32_t on_cuda;           // 1: tensors are on a CUDA device, 0: elsewhere (CPU, meta)
 };
 static_assert(std::is_trivially_copyable_v<Problem>);
-static_assert(sizeof(Problem) == 9 * 8 + 21 * 8 + 4 * 8 + 2 * 8 + 20 * 4,
+static_assert(sizeof(Problem) == 9 * 8 + 21 * 8 + 5 * 8 + 2 * 8 + 20 * 4,
               "Problem must have no padding: it is hashed as bytes");
 
 // A GPU, as the driver reports it or as the table of known devices states it

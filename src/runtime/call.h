@@ -17,7 +17,7 @@ struct Arguments {
   nb::handle q, k, v;
   nb::handle causal, window, softcap, sinks, scale, q_offset;
   nb::handle cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k;
-  nb::handle attn_mask, q_descale, k_descale, v_descale, out_dtype, approximate;
+  nb::handle attn_mask, q_descale, k_descale, v_descale, out_dtype, approximate, num_splits;
   nb::handle layout, out;
   nb::handle want_lse;
   Grad grad;

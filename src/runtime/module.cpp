@@ -134,21 +134,21 @@ using namespace nb::literals;
       nb::handle softcap, nb::handle sinks, nb::handle scale, nb::handle q_offset,               \
       nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle max_seqlen_q,                 \
       nb::handle max_seqlen_k, nb::handle attn_mask, nb::handle q_descale, nb::handle k_descale, \
-      nb::handle v_descale, nb::handle out_dtype, nb::handle approximate, nb::handle layout,     \
-      nb::handle out, nb::handle return_lse, int grad
+      nb::handle v_descale, nb::handle out_dtype, nb::handle approximate, nb::handle num_splits, \
+      nb::handle layout, nb::handle out, nb::handle return_lse, int grad
 #define ARCHFLASH_CALL_ARGUMENTS                                                           \
   Arguments {                                                                              \
     q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,  \
         max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype, \
-        approximate, layout, out, return_lse, static_cast<Grad>(grad)                      \
+        approximate, num_splits, layout, out, return_lse, static_cast<Grad>(grad)          \
   }
 #define ARCHFLASH_CALL_NAMES                                                                     \
   "q"_a.none(), "k"_a.none(), "v"_a.none(), "causal"_a.none(), "window"_a.none(),                \
       "softcap"_a.none(), "sinks"_a.none(), "scale"_a.none(), "q_offset"_a.none(),               \
       "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "max_seqlen_q"_a.none(),                 \
       "max_seqlen_k"_a.none(), "attn_mask"_a.none(), "q_descale"_a.none(), "k_descale"_a.none(), \
-      "v_descale"_a.none(), "out_dtype"_a.none(), "approximate"_a.none(), "layout"_a.none(),     \
-      "out"_a.none(), "return_lse"_a.none(), "grad"_a
+      "v_descale"_a.none(), "out_dtype"_a.none(), "approximate"_a.none(), "num_splits"_a.none(), \
+      "layout"_a.none(), "out"_a.none(), "return_lse"_a.none(), "grad"_a
 
 // Tensor subclasses, fake tensors among them, have a say of their own in what runs.
 bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is_tensor(object); }
@@ -316,6 +316,11 @@ NB_MODULE(_archflash, m) {
                      if (p.approximate == static_cast<int64_t>(Approximate::Int8Qk))
                        return "int8_qk";
                      return std::nullopt;
+                   })
+      .def_prop_ro("num_splits",
+                   [](const Problem& p) -> std::optional<int64_t> {
+                     if (p.num_splits == 0) return std::nullopt;
+                     return p.num_splits;
                    })
       .def_prop_ro("varlen", [](const Problem& p) { return p.varlen != 0; })
       .def_prop_ro("q_offset_given", [](const Problem& p) { return p.q_offset_default == 0; })

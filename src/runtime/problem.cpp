@@ -325,6 +325,15 @@ void read_approximate(const Arguments& a, Problem& p) {
   p.approximate = static_cast<int64_t>(Approximate::Int8Qk);
 }
 
+void read_num_splits(const Arguments& a, Problem& p) {
+  if (a.num_splits.is_none()) return;
+  p.num_splits = integer(a.num_splits, "num_splits");
+  if (p.num_splits < 1) {
+    wrong_value("num_splits is ", p.num_splits,
+                ": it must be at least 1, or None for the plan to choose");
+  }
+}
+
 }  // namespace
 
 void build_call(const Arguments& a, Call& call) {
@@ -486,6 +495,7 @@ void build_call(const Arguments& a, Call& call) {
 
   read_out_dtype(a, p);
   read_approximate(a, p);
+  read_num_splits(a, p);
   call.out_ndim = rank;
   for (int i = 0; i < rank; ++i) call.out_shape[i] = i == x.inner ? p.dv : q.shape[i];
   plan_output(q, p.out_dtype == p.dtype, call);

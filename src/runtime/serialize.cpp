@@ -27,7 +27,8 @@ void fields(Problem& p, F&& f) {
   f("q", p.q), f("k", p.k), f("v", p.v), f("out", p.out);
   f("q_descale", p.q_descale), f("k_descale", p.k_descale), f("v_descale", p.v_descale);
   f("q_offset", p.q_offset), f("window_left", p.window_left), f("window_right", p.window_right);
-  f("scale", p.scale), f("softcap", p.softcap), f("approximate", p.approximate);
+  f("scale", p.scale), f("softcap", p.softcap), f("approximate", p.approximate),
+      f("num_splits", p.num_splits);
   f("q_align", p.q_align), f("k_align", p.k_align), f("v_align", p.v_align),
       f("out_align", p.out_align);
   f("q_unit", p.q_unit), f("k_unit", p.k_unit), f("v_unit", p.v_unit), f("out_unit", p.out_unit);
@@ -210,7 +211,8 @@ void check_problem(const Problem& p) {
       {"sinks", {p.sinks, DTYPE_COUNT}},
       {"mask", {p.mask, 2}},
       {"descale", {p.descale, 15}},
-      {"approximate", {p.approximate, 1}}};
+      {"approximate", {p.approximate, 1}},
+      {"num_splits", {p.num_splits, int64_t{1} << 60}}};
   for (const auto& [name, code] : codes) {
     if (code.first < 0 || code.first > code.second)
       throw nb::value_error(

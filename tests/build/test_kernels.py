@@ -259,7 +259,7 @@ INSTRUCTIONS = {
     "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),
     "blackwell_consumer_attention_fwd_e": (*ROLES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
     "blackwell_consumer_attention_fwd_f16_": ("HMMA.16816.F32", *ROLES),
-    "blackwell_dc_": (
+    "blackwell_dc_attention_fwd_": (
         "UTCHMMA",
         "UTCBAR",
         "UTMALDG.4D",
@@ -272,13 +272,14 @@ INSTRUCTIONS = {
         "USETMAXREG",
         "SYNCS.PHASECHK",
     ),
+    "blackwell_dc_combine_": ("LDG.E.128", "MUFU.EX2", "SHFL.BFLY"),
     "simt_": ("FFMA", "MUFU.EX2"),
 }
 # Of two CTAs that multiply together; an arrival at the other one's barrier is a reduction there.
 PAIR = ("UTCHMMA.2CTA", "UTCBAR.2CTA.MULTICAST", "UTMALDG.4D.2CTA", "SYNCS.ARRIVE.TRANS64.RED")
 # 8-bit floating-point products: 9.0 and 10.0 make them of 16-bit ones.
 FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32")
-WITHOUT_TENSOR_CORES = ("simt_", "ada_quantize_", "ada_int8_")
+WITHOUT_TENSOR_CORES = ("simt_", "ada_quantize_", "ada_int8_", "blackwell_dc_combine_")
 TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
 
@@ -372,12 +373,20 @@ def problems() -> tuple[native.Problem, ...]:
     floats = (torch.float32, torch.float16, torch.bfloat16)
     for dtype in (*floats, torch.float8_e4m3fn, torch.float8_e5m2):
         for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
-            for b, h, n in ((1, 1, 1), (1, 8, 100), (2, 16, 512), (16, 32, 100), (16, 32, 2048)):
+            for b, h, n in (
+                (1, 1, 1),
+                (1, 8, 100),
+                (2, 16, 512),
+                (16, 32, 100),
+                (16, 32, 2048),
+                (1, 32, 8192),
+            ):
                 q = torch.empty(b, h, n, d, dtype=dtype, device="meta")
                 v = torch.empty(b, h, n, dv, dtype=dtype, device="meta")
                 found.append(make_problem(q, q, v).as_if_on_cuda())
                 if dtype in (torch.float16, torch.bfloat16):
-                    found.append(make_problem(q, q, v, approximate="int8_qk").as_if_on_cuda())
+                    for options in ({"approximate": "int8_qk"}, {"num_splits": 2}):
+                        found.append(make_problem(q, q, v, **options).as_if_on_cuda())
     return tuple(found)
 
 

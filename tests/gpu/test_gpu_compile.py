@@ -147,7 +147,7 @@ def test_opcheck(kernel: str, name: str) -> None:
         "causal": False, "softcap": None, "sinks": None, "scale": None,
         "cu_seqlens_q": None, "cu_seqlens_k": None, "attn_mask": None, "q_descale": None,
         "k_descale": None, "v_descale": None, "out_dtype": None, "approximate": None,
-        "layout": "bhnd", "return_lse": False,
+        "num_splits": None, "layout": "bhnd", "return_lse": False,
     }  # fmt: skip
     keywords |= {name: value for name, value in call.items() if name in keywords}
     torch.library.opcheck(

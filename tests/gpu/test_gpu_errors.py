@@ -99,10 +99,11 @@ WRONG: dict[str, tuple[Wrong, type[Exception], str]] = {
         ValueError,
         "elements overlap",
     ),
+    "no-split": (lambda q, k, v: ((q, k, v), {"num_splits": 0}), ValueError, "num_splits is 0"),
     "not-built": (
-        lambda q, k, v: ((q, k, v), {"num_splits": 2}),
+        lambda q, k, v: ((q, k, v), {"alibi_slopes": torch.zeros(4, device=q.device)}),
         archflash.UnsupportedError,
-        "num_splits",
+        "alibi_slopes",
     ),
 }
 

@@ -137,6 +137,12 @@ def row_tiles(plan: native.LaunchPlan) -> int:
     return int(match[1]) if match else int(plan.to_dict()["launches"][0]["grid"][0])
 
 
+def shares(plan: native.LaunchPlan) -> int:
+    """Into how many the keys of a row tile are split."""
+    match = re.search(r" tiles x (\d+) shares", dict(plan.notes)["CTAs"])
+    return int(match[1]) if match else 1
+
+
 def ctas_per_sm(plan: native.LaunchPlan) -> int:
     match = re.search(r"(\d+) per SM", dict(plan.notes)["CTAs"])
     assert match is not None

@@ -428,11 +428,24 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ("approximate is 'fast'", "it must be 'int8_qk' or None"),
     ),
     "num_splits": (
-        padded(num_splits=2),
-        archflash.UnsupportedError,
-        ("num_splits: not built yet", "leave it at None"),
+        padded(num_splits=0),
+        ValueError,
+        ("num_splits is 0", "it must be at least 1, or None for the plan to choose"),
     ),
-    "num_splits-1": (padded(num_splits=1), archflash.UnsupportedError, ("num_splits",)),
+    "num_splits-negative": (padded(num_splits=-4), ValueError, ("num_splits is -4", "at least 1")),
+    "num_splits-huge": (padded(num_splits=1 << 60), ValueError, ("num_splits is ", "2^60")),
+    "num_splits-bool": (padded(num_splits=True), TypeError, ("num_splits is True", "an int")),
+    "num_splits-float": (padded(num_splits=2.0), TypeError, ("num_splits is 2.0", "an int")),
+    "num_splits-tensor": (
+        padded(num_splits=torch.tensor(2)),
+        TypeError,
+        ("num_splits is a torch.Tensor", "an int"),
+    ),
+    "num_splits-forced": (
+        padded(num_splits=2, implementation="simt"),
+        archflash.ForcedImplementationError,
+        ("num_splits 2: simt does not split the keys", "leave num_splits out or pass 1"),
+    ),
     # the implementation
     "implementation-unknown": (
         padded(implementation="volta"),
@@ -479,7 +492,9 @@ def test_explain_refuses_the_same_calls(name: str) -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in WRONG if "implementation" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in WRONG if "implementation" not in name and "forced" not in name]
+)
 def test_a_wrong_call_is_refused_before_anything_is_decided(
     name: str,
 ) -> None:
@@ -493,11 +508,6 @@ def test_a_wrong_call_is_refused_before_anything_is_decided(
         native.set_decide(archflash._dispatch.decide)
         native.clear_cache()
     assert asked == []
-
-
-def test_several_unbuilt_arguments_are_all_named() -> None:
-    with pytest.raises(archflash.UnsupportedError, match="alibi_slopes, num_splits: not built yet"):
-        archflash.attention(**padded(alibi_slopes=rand(4), num_splits=2))
 
 
 def test_float64_calls_take_float64_sinks() -> None:

@@ -6,10 +6,11 @@ import struct
 from typing import Any
 
 import pytest
+import torch
 from plan_cases import call, kernels_built, launch_of, maps_of, packed_call, plan_of, row_tiles
 
 from archflash import _archflash as native
-from archflash._api import find_device
+from archflash._api import find_device, make_problem
 from archflash._dispatch import plan_facts
 
 NAME = "blackwell_dc"
@@ -18,6 +19,7 @@ DEVICES = ("B200", "B300")
 SHARED_LIMIT = 227 * 1024
 B64, B128 = 2, 3  # swizzles
 TILES_OFFSET = 264  # of Params::tiles
+SPLITS_OFFSET = 296  # of Params::partials.splits
 # (d, dv) that a kernel is for: query rows and keys of its tile.
 TILES = {
     (64, 64): (256, 128),
@@ -30,6 +32,22 @@ TILES = {
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_head_dim = pytest.mark.parametrize("dims", TILES, ids=str)
+
+
+def launches_of(plan: native.LaunchPlan) -> list[dict[str, Any]]:
+    return list(plan.to_dict()["launches"])
+
+
+def splits_of(plan: native.LaunchPlan) -> int:
+    """Shares of the keys of a tile that a plan makes; one: no second kernel, no workspace."""
+    first, *others = launches_of(plan)
+    (splits,) = struct.unpack_from("<i", bytes.fromhex(first["params"]), SPLITS_OFFSET)
+    assert [row["kernel"].rpartition("_")[0] for row in others] == [
+        f"{NAME}_combine" for _ in range(splits > 1)
+    ]
+    assert (plan.workspace_bytes > 0) == (splits > 1)
+    assert dict(plan.notes)["splits"].startswith("none" if splits == 1 else f"{splits} shares")
+    return int(splits)
 
 
 def dc_plan(problem: native.Problem, device: str = "B200") -> native.LaunchPlan:
@@ -64,8 +82,13 @@ def test_the_smallest_kernel_that_holds_both_head_dims_serves(
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     built = kernels_built(f"{NAME}/fwd_{DTYPES[dtype]}")
-    plans = [dc_plan(call(dtype, d=d, dv=dv)) for d, dv in TILES]
-    assert {str(launch_of(plan)["kernel"]) for plan in plans} == built
+    plans = [
+        dc_plan(call(dtype, nq=nq, d=d, dv=dv, **options))
+        for d, dv in TILES
+        for nq, options in ((128, {}), (129, {}), (1, {"nk": 300, "num_splits": 2}))
+    ]
+    planned = {str(launch["kernel"]) for plan in plans for launch in launches_of(plan)}
+    assert planned == built
 
 
 @every_head_dim
@@ -123,7 +146,147 @@ def test_the_plan_shows_roles_registers_stages_and_barriers() -> None:
     assert notes["registers"] == "192 softmax, 80 correction, 48 others (setmaxnreg)"
     assert notes["stages"] == "3 that K and V share, 32 barriers"
     assert dict(dc_plan(call("bfloat16", d=256)).notes)["warps"].startswith("4 softmax")
-    assert dict(dc_plan(call("bfloat16", d=192, dv=128)).notes)["stages"].startswith("2 of K, 1 ")
+    large = dc_plan(call("bfloat16", nq=300, d=192, dv=128))
+    assert dict(large.notes)["stages"].startswith("2 of K, 1 ")
+
+
+# --- few query rows, and split keys ---
+
+
+@every_head_dim
+@every_device
+def test_128_rows_and_fewer_take_one_tile_of_128(device: str, dims: tuple[int, int]) -> None:
+    d, dv = dims
+    for nq in (1, 128, 129):
+        plan = dc_plan(call("float16", nq=nq, nk=300, d=d, dv=dv), device)
+        launch = launch_of(plan)
+        one_tile = nq <= 128 or d == 256
+        assert str(launch["kernel"]).endswith("_few") == (nq <= 128 and d != 256)
+        assert dict(plan.notes)["tile"].startswith("128" if one_tile else "256")
+        assert launch["shared_bytes"] <= SHARED_LIMIT
+        assert launch["grid"] == [row_tiles(plan), 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("longest", "rows"), [(None, 256), (128, 128), (129, 256), (0, 128)], ids=str
+)
+def test_packed_sequences_are_short_where_max_seqlen_says_so(
+    longest: int | None, rows: int
+) -> None:
+    options = {} if longest is None else {"max_seqlen_q": longest}
+    plan = dc_plan(packed_call("float16", rows=777, sequences=5, **options))
+    assert dict(plan.notes)["tile"].startswith(str(rows))
+    assert row_tiles(plan) == 4 * (-(-777 // rows) + 5)
+    few = dc_plan(packed_call("float16", rows=100, sequences=5))  # no longer than all together
+    assert dict(few.notes)["tile"].startswith("128")
+
+
+def decoding(nk: int, *, b: int = 1, hq: int = 8, **options: Any) -> native.Problem:
+    return call("float16", b=b, hq=hq, nq=1, nk=nk, d=128, **options)
+
+
+@pytest.mark.parametrize(
+    ("b", "nk", "splits"),
+    [
+        (1, 1023, 1),  # no share has fewer than 512 keys
+        (1, 2048, 4),
+        (1, 4096, 8),
+        (1, 8192, 16),
+        (1, 32768, 18),  # as many as 148 SMs take at once
+        (1, 1 << 20, 37),  # two rounds of fewer keys
+        (4, 32768, 9),  # 32 tiles: 288 shares in two rounds
+        (19, 32768, 2),  # 152 tiles: three rounds of halves are shorter than two of all
+        (19, 1024, 1),
+    ],
+)
+def test_the_plan_splits_so_that_the_sms_are_filled(b: int, nk: int, splits: int) -> None:
+    plan = dc_plan(decoding(nk, b=b))
+    assert splits_of(plan) == splits
+    assert "asked" not in dict(plan.notes)["splits"]
+
+
+def test_keys_that_no_row_sees_are_not_counted() -> None:
+    assert splits_of(dc_plan(decoding(32768, window=(4095, 0)))) == 8
+    assert splits_of(dc_plan(decoding(32768, causal=True, q_offset=1999))) == 4
+    # How far a tensor's offsets go is not known.
+    assert splits_of(dc_plan(decoding(4096, causal=True, offsets=True))) == 8
+    assert splits_of(dc_plan(decoding(4096, causal=True, q_offset=-(1 << 40)))) == 1
+    assert splits_of(dc_plan(decoding(4096, window=(0, 0), q_offset=1 << 40))) == 1
+    assert splits_of(dc_plan(decoding(0))) == 1
+
+
+def test_packed_keys_are_counted_by_max_seqlen_or_on_average() -> None:
+    def problem(**options: Any) -> native.Problem:
+        q = torch.empty(3, 8, 128, dtype=torch.float16, device="meta")
+        k = torch.empty(3 * 4096, 8, 128, dtype=torch.float16, device="meta")
+        ends = torch.empty(4, dtype=torch.int32, device="meta")
+        return make_problem(
+            q, k, k, cu_seqlens_q=ends, cu_seqlens_k=ends, **options
+        ).as_if_on_cuda()
+
+    assert splits_of(dc_plan(problem())) == 4  # of 32 tiles at most
+    assert splits_of(dc_plan(problem(max_seqlen_k=2048))) == 4
+    assert splits_of(dc_plan(problem(max_seqlen_k=1 << 40))) == 4
+    assert splits_of(dc_plan(problem(max_seqlen_k=1000))) == 1
+
+
+def test_long_keys_of_few_tiles_are_split_however_many_rows_they_have() -> None:
+    plan = dc_plan(call("bfloat16", b=1, hq=4, nq=512, nk=65536, d=128, causal=True))
+    assert splits_of(plan) == 9
+    assert row_tiles(plan) == 16
+    assert str(launches_of(plan)[0]["kernel"]).endswith("d128_few")
+    filling = dc_plan(call("bfloat16", b=1, hq=32, nq=4096, nk=65536, d=128, causal=True))
+    assert str(launch_of(filling)["kernel"]).endswith("d128_pair")
+
+
+@every_head_dim
+@every_dtype
+def test_num_splits_says_how_many_at_most(dtype: str, dims: tuple[int, int]) -> None:
+    keys = TILES[dims][1]
+    for nq in (1, 300):
+        for asked, splits in ((1, 1), (2, 2), (5, 5), (7, 6), (1000, 6)):
+            problem = call(
+                dtype, nq=nq, nk=5 * keys + 1, d=dims[0], dv=dims[1], num_splits=asked, b=1
+            )
+            plan = dc_plan(problem)
+            assert splits_of(plan) == splits
+            first = launches_of(plan)[0]
+            if splits > 1:
+                tiles = 4 * -(-nq // 128)
+                assert first["grid"] == [min(tiles * splits, 148), 1, 1]
+                (told,) = struct.unpack_from("<i", bytes.fromhex(first["params"]), TILES_OFFSET)
+                assert told == tiles * splits
+                assert "as asked for" in dict(plan.notes)["splits"]
+    assert splits_of(dc_plan(decoding(1 << 20, num_splits=1))) == 1
+    assert splits_of(dc_plan(decoding(0, num_splits=4))) == 1
+
+
+def test_the_workspace_holds_every_share_of_every_row() -> None:
+    rows, splits, dv = 3 * 8 * 5, 4, 72
+    plan = dc_plan(call("float16", b=3, hq=8, nq=5, nk=1000, d=64, dv=dv, num_splits=splits))
+    ends = splits * rows * 8  # a base and a sum
+    start = -(-ends // 256) * 256
+    assert plan.workspace_bytes == start + splits * rows * dv * 4
+    first, second = launches_of(plan)
+    for launch, splits_offset in ((first, SPLITS_OFFSET), (second, TILES_OFFSET + 24)):
+        slots = [row for row in launch["pointers"] if row["operand"] == "workspace"]
+        places = [(row["addend"], row["offset"]) for row in slots]
+        assert places == [(0, splits_offset - 16), (start, splits_offset - 24)]
+        (told,) = struct.unpack_from("<i", bytes.fromhex(launch["params"]), splits_offset)
+        assert told == splits
+    assert (second["kernel"], second["image"]) == (f"{NAME}_combine_f16", first["image"])
+    assert (second["grid"], second["block"]) == ([rows // 4, 1, 1], [128, 1, 1])
+    assert second["shared_bytes"] == 0
+    assert second["tensor_maps"] == []
+    again = native.LaunchPlan.from_dict(plan.to_dict())
+    assert again.to_dict() == plan.to_dict()
+    assert dict(again.notes) == dict(plan.notes)
+
+
+def test_too_many_shares_are_refused_before_a_launch() -> None:
+    problem = call("float16", b=1 << 16, hq=128, nq=1, nk=1 << 20, d=64, num_splits=1000)
+    (reason,) = native.plan(NAME, problem, find_device("B200"))
+    assert reason.startswith("grid of 8388608000 CTAs: CUDA takes up to 2147483647; split")
 
 
 # --- pairs of CTAs ---

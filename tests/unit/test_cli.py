@@ -255,6 +255,7 @@ def test_the_inputs_of_a_replay_make_exactly_the_plans_problem() -> None:
             {"window": (3, 4), "q_offset": 11, "sinks": meta(4), "return_lse": True},
         ),
         ([meta(2, 4, 9, 32, dtype=torch.float16)] * 3, {"approximate": "int8_qk"}),
+        ([meta(2, 4, 9, 32, dtype=torch.float16)] * 3, {"num_splits": 3}),
         (
             [meta(2, h, n, 32, dtype=torch.float8_e4m3fn) for h, n in ((4, 9), (2, 70), (2, 70))],
             {"k_descale": meta(2, 2, 2), "q_descale": meta(4), "out_dtype": torch.float16},

@@ -274,6 +274,46 @@ def test_few_queries_leave_the_keys_to_pytorch_where_it_has_a_fused_kernel(
     assert archflash.explain(more, k, k, device="H200").chosen == "ampere"
 
 
+@pytest.mark.parametrize("device", ["B200", "B300"])
+@every_16_bit_dtype
+def test_few_queries_go_to_the_kernel_that_splits_the_keys(dtype: torch.dtype, device: str) -> None:
+    q = torch.empty(1, 8, 1, 128, dtype=dtype, device="meta")
+    k = torch.empty(1, 8, 8192, 128, dtype=dtype, device="meta")
+    decision = archflash.explain(q, k, k, device=device)
+    assert decision.chosen == DC
+    assert "  chosen  blackwell_dc" in str(decision)
+    assert "splits: 16 shares of the keys of each tile" in str(decision)
+    assert "workspace: " in str(decision)
+    assert next(iter(decision.reasons)) == "torch"
+    # Where no kernel splits them, PyTorch comes before them.
+    h200 = archflash.explain(q, k, k, device="H200")
+    assert h200.chosen == "torch"
+    assert h200.reasons[DC] == [
+        "compute capability 9.0 (H200): blackwell_dc is built for sm_100f, compute_100f"
+    ]
+
+
+def test_num_splits_is_a_reason_where_a_kernel_does_not_split() -> None:
+    q = torch.empty(1, 8, 1, 128, dtype=torch.float16, device="meta")
+    k = torch.empty(1, 8, 8192, 128, dtype=torch.float16, device="meta")
+    decision = archflash.explain(q, k, k, device="H200", num_splits=3)
+    assert decision.chosen == "torch"
+    assert decision.fallback
+    assert decision.reasons["ampere"] == [
+        "num_splits 3: ampere does not split the keys; leave num_splits out or pass 1 or use "
+        "implementation='torch'"
+    ]
+    assert "num_splits=3" in str(decision).splitlines()[0]
+    for name in ("ampere", "ada", "simt", CONSUMER):
+        with pytest.raises(archflash.ForcedImplementationError, match=f"num_splits 3: {name}"):
+            archflash.explain(q, k, k, device="H200", num_splits=3, implementation=name)
+    # Who asks for no split does not get PyTorch's.
+    assert archflash.explain(q, k, k, device="H200", num_splits=1).chosen == "ampere"
+    asked = archflash.explain(q, k, k, device="B200", num_splits=3)
+    assert asked.chosen == DC
+    assert "splits: 3 shares of the keys of each tile, as asked for" in str(asked)
+
+
 def test_plain_float16_goes_to_pytorchs_fused_kernel_on_7_5() -> None:
     decision = _dispatch.select(problem(torch.float16), gpu((7, 5)))
     assert decision.chosen == "torch"

@@ -28,6 +28,7 @@ from plan_cases import (
     query_rows_of_a_tile,
     row_tiles,
     serves,
+    shares,
 )
 
 import archflash
@@ -128,17 +129,19 @@ def operands_of(problem: native.Problem) -> set[str]:
 def test_a_launch_fits_its_device(name: str, device: str) -> None:
     limits = find_device(device)
     plan = plan_named(name, device)
-    (launch,) = plan.to_dict()["launches"]
-    assert 0 <= launch["shared_bytes"] <= limits.shared_per_block
-    threads = math.prod(launch["block"])
-    assert 0 < threads <= THREADS_PER_BLOCK
-    assert threads % 32 == 0
-    assert all(1 <= n <= most for n, most in zip(launch["grid"], GRID_LIMITS, strict=True))
-    assert launch["cluster"] == [1, 1, 1]
-    assert 0 < len(launch["params"]) // 2 <= PARAMETER_BYTES
-    assert launch["image"] in native.image_names()
-    assert launch["image"].startswith(f"{plan.implementation}/")
-    assert launch["kernel"].startswith(f"{plan.implementation}_attention_fwd_")
+    launches = plan.to_dict()["launches"]
+    kinds = ["attention_fwd", "combine"] if shares(plan) > 1 else ["attention_fwd"]
+    for launch, kind in zip(launches, kinds, strict=True):
+        assert 0 <= launch["shared_bytes"] <= limits.shared_per_block
+        threads = math.prod(launch["block"])
+        assert 0 < threads <= THREADS_PER_BLOCK
+        assert threads % 32 == 0
+        assert all(1 <= n <= most for n, most in zip(launch["grid"], GRID_LIMITS, strict=True))
+        assert launch["cluster"] == [1, 1, 1]
+        assert 0 < len(launch["params"]) // 2 <= PARAMETER_BYTES
+        assert launch["image"] in native.image_names()
+        assert launch["image"].startswith(f"{plan.implementation}/")
+        assert launch["kernel"].startswith(f"{plan.implementation}_{kind}_")
 
 
 @every_problem_and_device
@@ -153,20 +156,23 @@ def test_the_grid_has_a_block_for_every_row_of_every_head(name: str, device: str
     ctas, *others = plan.to_dict()["launches"][0]["grid"]
     assert others == [1, 1]
     resident = find_device(device).sm_count * ctas_per_sm(plan)
-    assert ctas == row_tiles(plan) or ctas == min(row_tiles(plan), resident)
+    work = row_tiles(plan) * shares(plan)
+    assert ctas == work or ctas == min(work, resident)
 
 
 @every_problem
 def test_pointer_slots_cover_the_operands_inside_the_parameters(name: str) -> None:
     problem = problem_named(name)
-    (launch,) = plan_named(name, home_of(PROBLEMS[name][0])).to_dict()["launches"]
-    params = bytes.fromhex(launch["params"])
-    slots = launch["pointers"]
-    assert {slot["operand"] for slot in slots} == operands_of(problem)
-    offsets = sorted(slot["offset"] for slot in slots)
-    assert all(offset % 8 == 0 and 0 <= offset <= len(params) - 8 for offset in offsets)
-    assert len(set(offsets)) == len(slots)
-    assert all(params[offset : offset + 8] == bytes(8) for offset in offsets)
+    plan = plan_named(name, home_of(PROBLEMS[name][0]))
+    workspace = {"workspace"} if plan.workspace_bytes else set()
+    for launch in plan.to_dict()["launches"]:
+        params = bytes.fromhex(launch["params"])
+        slots = launch["pointers"]
+        assert {slot["operand"] for slot in slots} == operands_of(problem) | workspace
+        offsets = sorted(slot["offset"] for slot in slots)
+        assert all(offset % 8 == 0 and 0 <= offset <= len(params) - 8 for offset in offsets)
+        assert len(set(offsets)) == len(slots)
+        assert all(params[offset : offset + 8] == bytes(8) for offset in offsets)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -372,23 +378,25 @@ def test_a_malformed_tensor_map_is_refused(wrong: dict[str, Any], said: str) -> 
 # --- binding ---
 
 
-def bound(plan: native.LaunchPlan, addresses: dict[str, int]) -> bytes:
-    return native.bound_parameters(plan, 0, list(addresses.items()))
+def bound(plan: native.LaunchPlan, addresses: dict[str, int], launch: int = 0) -> bytes:
+    return native.bound_parameters(plan, launch, list(addresses.items()))
 
 
 @every_problem
 def test_binding_patches_exactly_the_listed_slots(name: str) -> None:
     fields = plan_named(name, native.describe(PROBLEMS[name][0]).home_device).to_dict()
-    (launch,) = fields["launches"]
-    launch["tensor_maps"] = []  # the driver encodes them: tests/gpu
+    for launch in fields["launches"]:
+        launch["tensor_maps"] = []  # the driver encodes them: tests/gpu
     plan = native.LaunchPlan.from_dict(fields)
-    operands = [slot["operand"] for slot in launch["pointers"]]
-    addresses = {operand: 0x7F00_0000_0000 + 4096 * i for i, operand in enumerate(operands)}
-    expected = bytearray.fromhex(launch["params"])
-    for slot in launch["pointers"]:
-        struct.pack_into("<Q", expected, slot["offset"], addresses[slot["operand"]])
-    # An address that no slot asks for changes nothing.
-    assert bound(plan, addresses | {"workspace": 0xDEAD0}) == bytes(expected)
+    for index, launch in enumerate(fields["launches"]):
+        operands = [slot["operand"] for slot in launch["pointers"]]
+        addresses = {operand: 0x7F00_0000_0000 + 4096 * i for i, operand in enumerate(operands)}
+        expected = bytearray.fromhex(launch["params"])
+        for slot in launch["pointers"]:
+            address = addresses[slot["operand"]] + slot["addend"]
+            struct.pack_into("<Q", expected, slot["offset"], address)
+        # An address that no slot asks for changes nothing.
+        assert bound(plan, addresses | {"mask": 0xDEAD0}, index) == bytes(expected)
 
 
 def test_binding_adds_the_addend_and_leaves_an_absent_operand_null() -> None:

@@ -99,6 +99,7 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
         )
     if problem["approximate"]:
         options["approximate"] = "int8_qk"
+    options["num_splits"] = problem["num_splits"] or None
     if problem["out_dtype"] != problem["dtype"]:
         options["out_dtype"] = getattr(torch, problem["out_dtype"])
     heads_of_q = problem["heads_kv" if problem["descale"] & 8 else "heads_q"]
@@ -140,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {
         name: value
         for name, value in inputs.options.items()
-        if name not in ("return_lse", "max_seqlen_q", "max_seqlen_k", "approximate")
+        if name not in ("return_lse", "max_seqlen_q", "max_seqlen_k", "approximate", "num_splits")
     }
     if problem["approximate"]:
         of_out, of_lse = reference.check_int8_qk(out, lse, inputs.q, inputs.k, inputs.v, **options)
@@ -168,5 +169,5 @@ def run_plan(plan: _native.LaunchPlan, inputs: Inputs) -> Any:
         given("sinks"), given("scale"), given("q_offset"), given("cu_seqlens_q"),
         given("cu_seqlens_k"), given("max_seqlen_q"), given("max_seqlen_k"),
         None, given("q_descale"), given("k_descale"), given("v_descale"), given("out_dtype"),
-        given("approximate"), "bhnd", inputs.out, given("return_lse"), 0,
+        given("approximate"), given("num_splits"), "bhnd", inputs.out, given("return_lse"), 0,
     )  # fmt: skip

@@ -1,0 +1,105 @@
+// The second kernel where keys are split (common/partials.h): makes output rows and LSE of what
+// the shares left in the workspace. One warp for each row.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_params.h"
+#include "common/math/attention_work.cuh"
+#include "common/partials.h"
+#include "common/problem.h"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ex2.cuh"
+#include "common/ptx/st_global.cuh"
+
+namespace archflash::math {
+
+constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
+
+// The largest base of the shares in which a row sees a key; -inf if there is none. Called by a
+// warp.
+__device__ __forceinline__ float find_largest_base(const Partials& partials, int64_t row) {
+  float largest = MINUS_INFINITY;
+  for (int split = threadIdx.x % 32; split < partials.splits; split += 32) {
+    const PartialEnd end = partials.ends_gmem[partials.index(split, row)];
+    if (end.sum != 0.0f) largest = fmaxf(largest, end.base);
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, lanes));
+  return largest;
+}
+
+// OUT: of the output.
+template <DType OUT>
+__device__ __forceinline__ void combine_splits(const CombineParams& params) {
+  constexpr int COLUMNS = 4;                 // that a lane has side by side
+  constexpr int STEPS = 256 / 32 / COLUMNS;  // dv is at most 256
+  const AttentionParams& attention = params.attention;
+  const Partials& partials = params.partials;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * COMBINE_WARPS + threadIdx.x / 32;
+  if (row >= partials.rows) return;
+  const int row_of_head = static_cast<int>(row % attention.nq);
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  if (cu_q != nullptr && (row_of_head < sequence_start(cu_q, 0, attention.nq) ||
+                          row_of_head >= sequence_start(cu_q, attention.batch, attention.nq)))
+    return;  // of no sequence: no share has written it
+  const int64_t batch_head = row / attention.nq;
+  const int64_t batch = batch_head / attention.heads_q;  // packed sequences: 0
+  const int head = static_cast<int>(batch_head % attention.heads_q);
+
+  const float base = find_largest_base(partials, row);
+  float sum = 0.0f;
+  float4 o_rmem[STEPS] = {};
+  const int lane = threadIdx.x % 32;
+  for (int first = 0; first < partials.splits; first += 32) {
+    // Each lane has the weight of one share.
+    PartialEnd end{0.0f, 0.0f};
+    if (first + lane < partials.splits) end = partials.ends_gmem[partials.index(first + lane, row)];
+    // A base that is NaN, which a row gets from what is not finite, makes everything NaN.
+    const float of_lane = end.sum == 0.0f ? 0.0f : ptx::ex2_approx_ftz(end.base - base);
+    sum = fmaf(end.sum, of_lane, sum);
+    const unsigned seen = __ballot_sync(FULL_WARP, end.sum != 0.0f);
+#pragma unroll 4
+    for (int i = 0; i < min(32, partials.splits - first); ++i) {
+      const float weight = __shfl_sync(FULL_WARP, of_lane, i);
+      if ((seen >> i & 1) == 0) continue;
+      const int64_t start = partials.index(first + i, row) * attention.dv;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        const int column = COLUMNS * (lane + 32 * step);
+        if (column >= attention.dv) continue;
+        const float4 x = *reinterpret_cast<const float4*>(partials.rows_gmem + start + column);
+        float4& o = o_rmem[step];
+        o = {fmaf(x.x, weight, o.x), fmaf(x.y, weight, o.y), fmaf(x.z, weight, o.z),
+             fmaf(x.w, weight, o.w)};
+      }
+    }
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lanes);
+
+  const float keys_max = sum == 0.0f ? MINUS_INFINITY : base * LN_2;
+  const RowEnd end = finish_row(keys_max, sum, load_sink(attention, head));
+  uint16_t* out_gmem = static_cast<uint16_t*>(attention.out_gmem) + batch * attention.out_batch +
+                       head * attention.out_head + row_of_head * attention.out_row;
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int column = COLUMNS * (lane + 32 * step);
+    if (column >= attention.dv) continue;
+    const float4 o = o_rmem[step];
+    ptx::st_global_v2_b32(out_gmem + column,
+                          ptx::cvt_rn_x2_f32<OUT>(o.x * end.factor, o.y * end.factor),
+                          ptx::cvt_rn_x2_f32<OUT>(o.z * end.factor, o.w * end.factor));
+  }
+  if (attention.lse_gmem != nullptr && lane == 0) attention.lse_gmem[row] = end.lse;
+}
+
+}  // namespace archflash::math
+
+// One entry point: its name is what a plan.cpp asks for.
+#define ARCHFLASH_COMBINE_KERNEL(NAME, OUT)                                   \
+  extern "C" __global__ void __launch_bounds__(32 * archflash::COMBINE_WARPS) \
+      NAME(const __grid_constant__ archflash::CombineParams params) {         \
+    archflash::math::combine_splits<OUT>(params);                             \
+  }

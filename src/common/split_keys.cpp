@@ -1,0 +1,98 @@
+#include "common/split_keys.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <utility>
+
+#include "common/core_set.h"
+
+namespace archflash::core {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t all_rows(const Problem& problem) {  // (heads, rows) as the LSE has them
+  return (problem.varlen ? 1 : problem.batch) * problem.heads_q * problem.nq;
+}
+
+}  // namespace
+
+int64_t visited_keys(const Problem& problem, int block_q, int block_k) {
+  int64_t keys = problem.nk;
+  if (problem.varlen) {
+    const int64_t longest = problem.max_seqlen_k;
+    keys = longest == UNKNOWN ? ceil_div(problem.nk, problem.batch) : std::min(longest, keys);
+  }
+  // Positions are below 2^30 (why_not), so that sides beyond that are none.
+  constexpr int64_t NO_SIDE = int64_t{1} << 31;
+  const int64_t left = std::min(problem.window_left, NO_SIDE);
+  const int64_t right = std::min(problem.window_right, NO_SIDE);
+  const int64_t rows = std::min<int64_t>(problem.nq, block_q);
+  int64_t visible = std::min(keys, left + rows + right);
+  if (!problem.varlen && !problem.q_offset_tensor) {
+    const int64_t offset = std::clamp(problem.q_offset, -NO_SIDE, NO_SIDE);
+    const int64_t last = offset + problem.nq - 1 + right;  // of the last row
+    visible = std::clamp<int64_t>(last + 1, 0, visible);
+  }
+  return ceil_div(visible, block_k) * block_k;
+}
+
+int64_t choose_splits(const Problem& problem, const Device& device, int block_q, int block_k,
+                      int64_t otherwise) {
+  if (problem.num_splits > 0) {
+    const int64_t most = std::max<int64_t>(ceil_div(problem.nk, block_k), 1);
+    return std::min(problem.num_splits, most);
+  }
+  const int64_t keys = visited_keys(problem, block_q, block_k);
+  const int64_t blocks = keys / block_k;
+  const int64_t tiles = row_tiles(problem, block_q) * problem.heads_q;
+  const int64_t sms = std::max(device.sm_count, 1);
+  int64_t splits = 1, time = otherwise;
+  const int64_t most = std::min(keys / FEWEST_KEYS, MOST_SPLITS);
+  for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * sms; ++n) {
+    const int64_t of_share = ceil_div(blocks, n) * block_k + START_KEYS;
+    const int64_t of_n = ceil_div(n * tiles, sms) * of_share + COMBINE_KEYS;
+    if (of_n < time) splits = n, time = of_n;
+  }
+  return splits;
+}
+
+int64_t combine_ctas(const Problem& problem) { return ceil_div(all_rows(problem), COMBINE_WARPS); }
+
+void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, size_t offset,
+                const std::string& combine_kernel) {
+  constexpr int64_t ALIGNMENT = 256;
+  CombineParams params;
+  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
+  params.attention = core::params(problem);
+  params.partials.rows = all_rows(problem);
+  params.partials.splits = static_cast<int32_t>(splits);
+  const int64_t ends = splits * params.partials.rows * static_cast<int64_t>(sizeof(PartialEnd));
+  const int64_t rows_start = ceil_div(ends, ALIGNMENT) * ALIGNMENT;
+  plan.workspace_bytes =
+      rows_start + splits * params.partials.rows * problem.dv * static_cast<int64_t>(sizeof(float));
+
+  Launch& first = plan.launches[0];
+  std::memcpy(first.params.data() + offset, &params.partials, sizeof params.partials);
+  Launch second;
+  second.kernel = combine_kernel;
+  second.image = first.image;
+  second.grid = {combine_ctas(problem), 1, 1};
+  second.block = {32 * COMBINE_WARPS, 1, 1};
+  second.params = bytes(params);
+  second.pointers = pointers(problem);
+  const auto add_pointers = [&](Launch& launch, size_t partials) {
+    const auto add = [&](size_t field, int64_t start) {
+      launch.pointers.push_back(
+          {Operand::Workspace, static_cast<int32_t>(partials + field), start});
+    };
+    add(offsetof(Partials, ends_gmem), 0);
+    add(offsetof(Partials, rows_gmem), rows_start);
+  };
+  add_pointers(first, offset);
+  add_pointers(second, offsetof(CombineParams, partials));
+  plan.launches.push_back(std::move(second));
+}
+
+}  // namespace archflash::core
