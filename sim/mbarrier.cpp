@@ -102,7 +102,7 @@ void MbarrierUnit::init(Warp& warp, int lane, uint32_t offset, uint32_t count) {
   object.live = true;
   object.expected = object.pending = count;
   object.tx = 0;
-  object.phase = 0;
+  object.phase = object.seen = object.committed = 0;
   ++object.serial;
   object.fenced = false;
   object.init_agent = warp.agent();
@@ -228,6 +228,7 @@ void MbarrierUnit::complete(Warp& warp, int lane, uint32_t offset, int64_t bytes
 }
 
 bool MbarrierUnit::observe(Warp& warp, Object& object, bool done, bool acquires) {
+  if (done) object.seen = object.phase;
   RaceDetector* races = cta_.races();
   if (!done || races == nullptr) return done;
   if (acquires)
@@ -323,6 +324,8 @@ void MbarrierUnit::commit_arrives(AsyncOperation& by, uint32_t offset, int agent
                                   const Knowledge& before) {
   Object& object = find(by.warp(), by.lane(), offset, "tcgen05.commit");
   count_arrival(object, by.lane(), offset);
+  object.committed = object.phase + 1;
+  object.committed_pc = by.pc();
   if (RaceDetector* races = cta_.races()) {
     object.arriving.join(before);
     races->unit_release(agent, clock, object.arriving);
@@ -351,6 +354,12 @@ void MbarrierUnit::check_exit() {
       finding.message = "bytes that a bulk copy brings are not waited for before the exit: " +
                         name(object, offset);
       finding.pc = object.landed_pc;
+    } else if (object.committed > object.seen) {
+      finding.severity = Severity::Lint;
+      finding.kind = "pending-copy";
+      finding.message = "the arrival of a tcgen05.commit is not waited for before the exit: " +
+                        name(object, offset);
+      finding.pc = object.committed_pc;
     } else if (object.pending != object.expected || object.tx != 0) {
       finding.severity = Severity::Lint;
       finding.kind = "mbarrier";

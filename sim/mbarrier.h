@@ -78,6 +78,9 @@ class MbarrierUnit {
     int unit = -1;  // the agent whose clock is the serial
     Clock landed = 0;
     uint32_t landed_pc = 0;
+    uint64_t seen = 0;       // phases that somebody has seen complete
+    uint64_t committed = 0;  // phases up to the last one in which a tcgen05.commit arrived
+    uint32_t committed_pc = 0;
     Knowledge arriving, complete;
   };
 

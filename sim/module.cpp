@@ -156,7 +156,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
       static const char* const KINDS[] = {"run", "wait", "async"};
       rows.append(nb::make_tuple(KINDS[static_cast<int>(event.kind)], event.track, event.begin,
                                  event.end, event.pc, event.bytes, event.seen, event.cause,
-                                 event.label));
+                                 event.label, nb::tuple(nb::cast(event.operands))));
     }
     traces[nb::int_(cta)] = nb::make_tuple(trace.tracks, rows);
   }

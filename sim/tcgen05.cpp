@@ -341,7 +341,7 @@ bool PipeOperation::step() {
   return true;
 }
 
-void PipeOperation::trace(const std::string& label) {
+void PipeOperation::trace(const std::string& label, std::vector<uint64_t> operands) {
   Cta& cta = warp().cta();
   if (!cta.traced()) return;
   TraceEvent event;
@@ -349,6 +349,7 @@ void PipeOperation::trace(const std::string& label) {
   event.end = cta.time() + 1;
   event.pc = pc();
   event.label = label;
+  event.operands = std::move(operands);
   cta.tensor()->add_trace(warp().agent(), std::move(event));
 }
 
@@ -425,7 +426,9 @@ class Product : public PipeOperation {
     for (size_t part = 0; part < parts_.size(); ++part) {
       for (const RowGroup& group : groups_) multiply(part, group, b.data());
     }
-    trace("of warp " + std::to_string(warp().index()));
+    const uint64_t a = request_.a_in_tmem ? request_.a_tmem : request_.a;
+    trace("of warp " + std::to_string(warp().index()),
+          {request_.d, a, request_.b, request_.descriptor});
   }
 
  private:

@@ -104,7 +104,7 @@ class PipeOperation : public AsyncOperation {
  protected:
   virtual void execute() = 0;
   // On the tensor pipe's track, once a commit tells that it is done.
-  void trace(const std::string& label);
+  void trace(const std::string& label, std::vector<uint64_t> operands = {});
 
  private:
   uint64_t issued_;

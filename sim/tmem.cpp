@@ -184,9 +184,8 @@ void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, 
                       static_cast<uint64_t>(region.first), other.pc);
   };
   if (other.by == TmemUser::By::Free) return;
-  const bool frees = user.by == TmemUser::By::Free;
   if (races.happened(warp.agent(), other.unit, other.clock)) {
-    if (same_warp || frees) return;
+    if (same_warp) return;
     const TensorPort& theirs = port_of(cta_, other.warp);
     if ((other.by == TmemUser::By::Load && other.clock > theirs.loads.fenced) ||
         (other.by == TmemUser::By::Store && other.clock > theirs.stores.fenced)) {

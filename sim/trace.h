@@ -22,6 +22,9 @@ struct TraceEvent {
   uint64_t seen = 0;   // when asynchronous work was waited for
   int cause = -1;      // the track that ended a wait; -1: none or its own
   std::string label;   // of a wait: for what; of asynchronous work: with what
+  // Of a product in the tensor pipe: D, A, B and what it is. D, and A where it is in tensor memory,
+  // are addresses, the others descriptors.
+  std::vector<uint64_t> operands{};
 };
 
 constexpr const char* BULK_TRACK = "bulk copies";

@@ -50,9 +50,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     }
     ptx::prefetch_tensormap(params.out_map);
   }
-  ptx::tcgen05_fence_before_thread_sync();
   sync_threads<C>();  // barriers and tensor memory are ready before anyone uses them
-  ptx::tcgen05_fence_after_thread_sync();
   // All columns are this CTA's: the roles count them from 0.
 
   constexpr Registers REGISTERS = C::REGISTERS;
@@ -76,8 +74,8 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       mma<C>(params, shared_smem, *reinterpret_cast<uint32_t*>(shared + C::TMEM_ADDRESS_SMEM));
     }
   }
-  ptx::tcgen05_fence_before_thread_sync();
-  sync_threads<C>();  // nobody uses tensor memory any more
+  // Nobody uses tensor memory any more. Each role has fenced its last use before it handed over.
+  sync_threads<C>();
   if (warp == C::MMA_WARP) {
     ptx::tcgen05_fence_after_thread_sync();
     free_tensor_memory<C>();

@@ -85,7 +85,6 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
             attention.q_batch == 0 ? 0 : batch, barriers.q_full(t), of_mma.q_full(t));
       }
       if (!any && leader) ptx::mbarrier_arrive(barriers.q_full(t));  // no key, no Q
-      __syncwarp();
     }
     if (any) load_v(last_row, is_ragged<C>(attention, work, blocks));
 #pragma unroll 1
@@ -96,6 +95,8 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     q_parity ^= 1;
   }
   // The last commits arrive in shared memory: it is there until they have.
+  for (int t = 0; t < C::TILES; ++t) ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
+#pragma unroll 1
   for (int i = 0; i < C::SLOTS; ++i) {
     const Slot slot = C::SHARED_RING || i < C::K_STAGES ? ring.next_k() : ring.next_v();
     ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);

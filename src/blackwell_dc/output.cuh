@@ -185,7 +185,7 @@ __device__ __forceinline__ void copy_rows(const unsigned char* tile_smem, uint16
     const uint4 x = *reinterpret_cast<const uint4*>(tile_smem + C::OTile::offset(row, chunk));
     ptx::st_global_v4_b32(out_gmem + row * row_stride + chunk * 8, x.x, x.y, x.z, x.w);
   }
-  ptx::fence_proxy_async_shared();  // the rows are read: the copy engine may write there next
+  if (C::O_OVER_Q) ptx::fence_proxy_async_shared();  // Q comes there next, by the copy engine
 }
 
 template <class C>
@@ -232,7 +232,6 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
     }
     tile_parity ^= 1;
   }
-  if (ptx::elect_sync()) ptx::cp_async_bulk_wait_group_0();  // before shared memory goes
 }
 
 }  // namespace archflash::blackwell_dc

@@ -61,6 +61,13 @@ int main() {
   tcgen05<MN, 128, 64>("mn-128-slabs", cute::UMMA::Layout_MN_SW128_Atom<Element>{});
   tcgen05<MN, 128, 128>("mn-64-slabs", cute::UMMA::Layout_MN_SW64_Atom<Element>{});
   tcgen05<MN, 128, 128>("mn-32-slabs", cute::UMMA::Layout_MN_SW32_Atom<Element>{});
+  // The tiles of blackwell_dc: a slab of K (those of Q are above), V.
+  const auto mn_128 = cute::UMMA::Layout_MN_SW128_Atom<Element>{};
+  tcgen05<K, 64, 64>("dc-k-64x64", cute::UMMA::Layout_K_SW128_Atom<Element>{});
+  tcgen05<MN, 64, 128>("dc-v-128x64", mn_128);
+  tcgen05<MN, 96, 128>("dc-v-128x96", cute::UMMA::Layout_MN_SW64_Atom<Element>{});
+  tcgen05<MN, 128, 128>("dc-v-128x128", mn_128);
+  tcgen05<MN, 256, 64>("dc-v-64x256", mn_128);
   wgmma<cute::GMMA::Major::K, 64, 64>("k-128", cute::GMMA::Layout_K_SW128_Atom<Element>{});
   wgmma<cute::GMMA::Major::K, 64, 32>("k-64", cute::GMMA::Layout_K_SW64_Atom<Element>{});
   wgmma<cute::GMMA::Major::K, 64, 16>("k-32", cute::GMMA::Layout_K_SW32_Atom<Element>{});
@@ -72,6 +79,22 @@ int main() {
   instruction<Element, Element, float, 128, 256, K, MN>("bf16-128-256-k-mn");
   instruction<Element, Element, float, 64, 128, MN, MN>("bf16-64-128-mn-mn");
   instruction<Element, Element, float, 256, 128, K, MN>("bf16-256-128-k-mn");
+  instruction<Element, Element, float, 128, 128>("dc-bf16-s-128");
+  instruction<Half, Half, float, 128, 128>("dc-f16-s-128");
+  instruction<Element, Element, float, 256, 128>("dc-bf16-s-pair");
+  instruction<Half, Half, float, 256, 128>("dc-f16-s-pair");
+  instruction<Element, Element, float, 128, 64>("dc-bf16-s-64");
+  instruction<Half, Half, float, 128, 64>("dc-f16-s-64");
+  instruction<Element, Element, float, 128, 64, K, MN>("dc-bf16-o-64");
+  instruction<Half, Half, float, 128, 64, K, MN>("dc-f16-o-64");
+  instruction<Element, Element, float, 128, 96, K, MN>("dc-bf16-o-96");
+  instruction<Half, Half, float, 128, 96, K, MN>("dc-f16-o-96");
+  instruction<Element, Element, float, 128, 128, K, MN>("dc-bf16-o-128");
+  instruction<Half, Half, float, 128, 128, K, MN>("dc-f16-o-128");
+  instruction<Element, Element, float, 128, 256, K, MN>("dc-bf16-o-256");
+  instruction<Half, Half, float, 128, 256, K, MN>("dc-f16-o-256");
+  instruction<Element, Element, float, 256, 128, K, MN>("dc-bf16-o-pair");
+  instruction<Half, Half, float, 256, 128, K, MN>("dc-f16-o-pair");
   instruction<Half, Half, Half, 128, 128>("f16-f16-128-128-k-k");
   instruction<TF32, TF32, float, 128, 128>("tf32-128-128-k-k");
   instruction<E5M2, E4M3, float, 128, 128>("e5m2-e4m3-128-128-k-k");

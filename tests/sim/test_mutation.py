@@ -5,6 +5,7 @@ runs all.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,10 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
         assert all(subject.executed(s.index) for s in subject.statements if is_sync(s))
         found = [mutant for mutant in subject.mutants(0) if not mutant.equivalent]
         syncs = sum(mutant.kind == "sync" for mutant in found)
-        chosen = sample(found, syncs + max(SAMPLE // len(targets), 2 * syncs), seed=0)
+        if target.sample:
+            chosen = random.Random(0).sample(found, target.sample)
+        else:
+            chosen = sample(found, syncs + max(SAMPLE // len(targets), 2 * syncs), seed=0)
         # Every mutated instruction is executed: as `trap` it stops the run.
         for mutant in chosen[:: len(chosen) // 3]:
             assert subject.traps(subject.statements[mutant.statement]), mutant

@@ -742,6 +742,26 @@ def test_what_compilers_leave_out_is_an_error_where_strict(name: str, strict: bo
     assert {f.severity for f in found if f.kind == kind} == {"error" if strict else "lint"}
 
 
+@pytest.mark.parametrize("fence", ["before", "after"])
+def test_tensor_memory_is_given_back_behind_fences(fence: str) -> None:
+    # Others have written and read what one warp gives back.
+    image = torch.zeros(SHARED, dtype=torch.uint8)
+    desc = put(image, B_PLACE, random(64, 16, BF16), True, 128, 16, 1024)
+    before, removed, behind = program(FLOW).rpartition(f"tcgen05.fence::{fence}_thread_sync;")
+    assert removed
+    found = run(before + behind, image, 0, desc)[0].findings
+    assert {(f.kind, f.severity) for f in found} == {("tcgen05-fence", "lint")}
+    assert "by tcgen05.dealloc" in found[0].message
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_arrival_that_nobody_waits_for_is_named(mode: str) -> None:
+    again = "@!%p6 tcgen05.commit.GROUP.mbarrier::arrive::one.shared::cluster.b64 [%r4];\n"
+    found = flow(FLOW.replace(WAIT, WAIT + "SYNC\n" + again), mode=mode).findings
+    assert {(f.kind, f.severity) for f in found} == {("pending-copy", "lint")}
+    assert "the arrival of a tcgen05.commit" in found[0].message
+
+
 REPLY = """
 bar.sync 1, 128;
 @%p6 bra DONE;

@@ -131,6 +131,26 @@ COMPILED = {
     "instruction-f16-f16-128-128-k-k": Instruction(128, 128, F16, F16, 0).bits,
     "instruction-tf32-128-128-k-k": Instruction(128, 128, TF32, TF32).bits,
     "instruction-e5m2-e4m3-128-128-k-k": Instruction(128, 128, E5M2, E4M3).bits,
+    # blackwell_dc: a slab of K, V (rows x columns); S = Q K^T, O += P V.
+    "tcgen05-dc-k-64x64": matrix_descriptor(0, 16, 1024, 128),
+    "tcgen05-dc-v-128x64": matrix_descriptor(0, 0, 1024, 128),
+    "tcgen05-dc-v-128x96": matrix_descriptor(0, 128 * 64, 512, 64),
+    "tcgen05-dc-v-128x128": matrix_descriptor(0, 128 * 128, 1024, 128),
+    "tcgen05-dc-v-64x256": matrix_descriptor(0, 64 * 128, 1024, 128),
+    **{
+        f"instruction-dc-{name}-{product}": Instruction(m, n, code, code, b_k=b_k).bits
+        for name, code in (("bf16", BF16), ("f16", F16))
+        for product, m, n, b_k in (
+            ("s-128", 128, 128, True),
+            ("s-64", 128, 64, True),
+            ("s-pair", 256, 128, True),
+            ("o-64", 128, 64, False),
+            ("o-96", 128, 96, False),
+            ("o-128", 128, 128, False),
+            ("o-256", 128, 256, False),
+            ("o-pair", 256, 128, False),
+        )
+    },
 }
 
 

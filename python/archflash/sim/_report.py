@@ -93,6 +93,8 @@ class TraceEvent:
         cause: track that ended a wait; -1: none or its own.
         label: what a wait waited for ("barrier 0"); what "async" work reads (a buffer's name), or
             whose product it is.
+        operands: of a product by tcgen05.mma: D, A, B and the instruction descriptor, as the
+            instruction had them: addresses in tensor memory or matrix descriptors.
     """
 
     kind: str
@@ -104,6 +106,7 @@ class TraceEvent:
     seen: int
     cause: int
     label: str
+    operands: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,8 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// cp.async.bulk.wait_group: all groups of this thread are complete; with .read: have read their
-// shared memory, which may be written again.
-__device__ __forceinline__ void cp_async_bulk_wait_group_0() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+// cp.async.bulk.wait_group.read: all groups of this thread have read their shared memory, which may
+// be written again.
 __device__ __forceinline__ void cp_async_bulk_wait_group_read_0() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

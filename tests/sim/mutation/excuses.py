@@ -182,4 +182,66 @@ EXCUSES = (
         "__syncwarp();  // nobody reads the value before any more",
         "with 16-bit inputs the flag was read before the last release(), which lets no lane behind",
     ),
+    Excuse(
+        "sync",
+        "delete bar.warp.sync",
+        "blackwell_dc/pipeline.cuh: __syncwarp();",
+        "what the lanes have done since the last one are instructions of the whole warp on tensor "
+        "memory, and elect.sync waits for the warp; that it orders more is promised for "
+        "bar.warp.sync only",
+        kernel="blackwell_dc",
+    ),
+    Excuse(
+        "sync",
+        r"delete mbarrier\.try_wait\..*",
+        "softmax.cuh: ptx::mbarrier_wait_parity(barriers.stats_empty(t)",
+        "with two tiles: S of a block is made behind the product that waited for correction, which "
+        "had read the message before; with one tile, and for the last message, it counts",
+        kernel="blackwell_dc",
+    ),
+    *(
+        Excuse(
+            "sync",
+            r"delete mbarrier\.try_wait\..*",
+            source,
+            "with two tiles: softmax tells of a block when it has seen its S, whose commit covers "
+            "O of the block before; with one tile it counts (of the two unrolled waits the "
+            "compiler gives one the line of the wait for the message, which counts)",
+            kernel="blackwell_dc",
+        )
+        for source in (
+            "output.cuh: ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + block - 1) & 1)",
+            "output.cuh: ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);",
+        )
+    ),
+    Excuse(
+        "sync",
+        r"delete mbarrier\.try_wait\..*",
+        "load.cuh: ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);",
+        "mma gives both tiles' Q back behind the last S of both: each of the two waits says what "
+        "the other does, and so does that for K's slot in a ring of three",
+        kernel="blackwell_dc",
+    ),
+    Excuse(
+        "sync",
+        r"delete mbarrier\.try_wait\..*",
+        "load.cuh: ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);",
+        "the first V of a row tile: that Q is free says that all products are made but the last "
+        "O's, whose V is in another slot",
+        kernel="blackwell_dc",
+    ),
+    Excuse(
+        "constant",
+        r"shfl\.sync\.idx\.b32: .*",
+        "walk.cuh: return __shfl_sync(FULL_WARP, x, 0);",
+        "x is the same in all lanes, whichever of them it is taken from",
+        kernel="blackwell_dc",
+    ),
+    Excuse(
+        "predicate",
+        "swap the values of selp",
+        "tile_walk.cuh: return round * workers() + (round % 2 == 0 ?",
+        "the tiles of a round are shared out in the other order: each still has one CTA",
+        kernel="blackwell_dc",
+    ),
 )

@@ -37,6 +37,10 @@ class Target:
         d: head dimension.
         many: (rows, heads) of one more call, without a mask, whose CTAs have several tiles each;
             None where each tile has a CTA of its own.
+        blocks: of one more call with so many blocks of keys, more than the kernel has stages for,
+            and of one without keys; 0: neither.
+        sample: how many mutants of any kind the everyday tests run; 0: all of synchronisation, and
+            others.
     """
 
     implementation: str
@@ -47,6 +51,8 @@ class Target:
     keys: int
     d: int
     many: tuple[int, int] | None = None
+    blocks: int = 0
+    sample: int = 0
 
     @property
     def kernel(self) -> str:
@@ -82,6 +88,9 @@ TARGETS = (
     Target("blackwell_consumer", "bf16_d64_few", "RTX 5090", 5, 64, 128, 64, (61, 11)),
     Target("blackwell_consumer", "bf16_d128_large", "RTX 5090", 1, 256, 64, 128, (137, 2)),
     Target("blackwell_consumer", "bf16_d128_medium", "RTX 5090", 2, 128, 64, 128, (137, 2)),
+    # Rows of a tile and a bit, of two: tiles that end in either.
+    Target("blackwell_dc", "bf16_d64", "B200", 1, 150, 128, 64, blocks=10, sample=30),
+    Target("blackwell_dc", "f16_d128", "B200", 1, 150, 128, 128, blocks=10, sample=30),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
@@ -174,6 +183,11 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     few = max(130, 2 * keys + keys // 2 + 5)  # enough keys for every kernel
     queries = [0, rows + 9, rows, 3]
     sequences = [5, keys + 3, 3 * keys - 1, 0]
+    behind = 9  # rows that must not matter
+    if target.blocks:  # a short sequence, and one that no query sees
+        queries += [9, 0]
+        sequences += [40, 60]
+        behind += 60
     starts = [
         torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (queries, sequences)
     ]
@@ -184,7 +198,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
         make((sum(sequences) + 9, 1, d), 3)[..., : d - step],
     ]
     for x in packed[1:]:
-        x[-9:] = torch.nan
+        x[-behind:] = torch.nan
     # Rows behind rows in memory, as layers of a model make them.
     bnhd = [
         make((2, rows + rows // 2 + 21, 2, d), 1),
@@ -198,10 +212,15 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     huge = qkv(rows, 3 * keys, (2, 1), d)
     if not target.is_fp8:
         huge = [huge[0] * 4096, huge[1] * 4096, huge[2]]
-    many = []
+    many: list[tuple[str, list[Tensor], dict[str, Any]]] = []
     if target.many:
         n, heads = target.many
         many = [("many tiles", qkv(n, 2 * keys + 9, (heads, heads), d), {})]
+    if target.blocks:
+        many += [
+            ("many blocks", qkv(3, target.blocks * keys + 9, (2, 2), d), {}),
+            ("no key", qkv(3, 0, (9, 9), d), {}),
+        ]
     return [
         *many,
         ("causal", bnhd, {"causal": True, "layout": "bnhd"}),

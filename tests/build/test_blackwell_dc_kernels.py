@@ -1,0 +1,139 @@
+"""The machine code of blackwell_dc: what FlashAttention-4's way of working shows as, kernel by
+kernel, and that its registers go round.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from archflash import _archflash as native
+
+from .test_kernels import IMAGES, REGISTERS_PER_SM, RESOURCES, ptx_text
+
+TARGET, PTX = "sm_100f", "compute_100f"
+KERNELS = {
+    kernel: image
+    for image in IMAGES
+    if image.startswith("blackwell_dc/")
+    for kernel in RESOURCES[image][TARGET]
+    if "_attention_fwd_" in kernel
+}
+THREADS = 512  # 16 warps: two warpgroups of softmax, one of correction, one of the other roles
+# Of 16 exponentials of the loop over the keys, how many are a polynomial's, by head dimension.
+POLYNOMIALS = {64: 5, 96: 4, 128: 2, 192: 0, 256: 0}
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+
+@functools.cache
+def machine_code(tool: Path, file: Path) -> dict[str, list[str]]:
+    """The instructions of each kernel with their operands."""
+    command = [tool, "--dump-sass", "--gpu-architecture", TARGET, file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if match := re.match(r"\s*Function : (\w+)", line):
+            instructions = found.setdefault(match[1], [])
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+([^;]*);", line):
+            instructions.append(match[1].strip())
+    return found
+
+
+@functools.cache
+def ptx_of(kernel: str) -> list[str]:
+    """The statements of a kernel."""
+    text = ptx_text(KERNELS[kernel], PTX)
+    begin = re.search(rf"\.entry {kernel}\(", text)
+    assert begin is not None
+    end = text.find(".visible .entry", begin.end())
+    return re.findall(r"^\s*(?:@!?%?\w+ )?([a-z][^;/]*);", text[begin.end() : end], re.MULTILINE)
+
+
+def opcodes(instructions: list[str]) -> Counter[str]:
+    """Without predicates and operands."""
+    return Counter(re.sub(r"^@!?\w+\s+", "", text).split()[0] for text in instructions)
+
+
+def count(found: Counter[str], start: str, part: str = "") -> int:
+    return sum(n for name, n in found.items() if name.startswith(start) and part in name)
+
+
+@pytest.fixture(scope="module")
+def image_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("images")
+    files = {image: folder / f"{image.replace('/', '-')}.fatbin" for image in KERNELS.values()}
+    for image, file in files.items():
+        file.write_bytes(native.image(image))
+    return files
+
+
+@pytest.fixture
+def code(kernel: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]) -> list[str]:
+    return machine_code(cuobjdump, image_files[KERNELS[kernel]])[kernel]
+
+
+def test_there_is_a_kernel_for_each_head_dimension() -> None:
+    assert {int(d) for kernel in KERNELS for d in re.findall(r"_d(\d+)", kernel)} == set(
+        POLYNOMIALS
+    )
+
+
+@every_kernel
+def test_tensor_memory_products_and_copies_are_in_the_code(kernel: str, code: list[str]) -> None:
+    found, statements = opcodes(code), opcodes(ptx_of(kernel))
+    of_16_bits = re.search(r"_(bf16|f16)_", kernel) is not None
+    product, other = ("UTCHMMA", "UTCQMMA") if of_16_bits else ("UTCQMMA", "UTCHMMA")
+    assert count(found, product) >= count(statements, "tcgen05.mma") > 0
+    assert count(found, other) == 0
+    assert count(found, "UTCBAR") > 0
+    assert count(found, "UTMALDG.4D") > 0
+    assert count(found, "UTMASTG.4D") > 0
+    assert count(found, "LDTM.") > 0
+    assert count(found, "STTM.") > 0
+    # Nothing of tensor memory goes another way.
+    assert count(found, "HMMA") + count(found, "QMMA") == 0
+
+
+@every_kernel
+def test_exponentials_are_shared_out_as_planned(kernel: str, code: list[str]) -> None:
+    found, statements = opcodes(code), opcodes(ptx_of(kernel))
+    (d,) = map(int, re.findall(r"_d(\d+)", kernel))
+    keys = 128 if d < 256 else 64
+    # A polynomial's floor, two numbers an instruction. The others are the MUFU's, like those of
+    # softcap for each score and a few for a row.
+    floors = keys * POLYNOMIALS[d] // 16 // 2
+    assert count(statements, "add.rm", "f32x2") == floors
+    assert count(found, "FADD2", ".RM") == floors
+    mufu = 2 * keys - 2 * floors
+    assert mufu < count(statements, "ex2.approx") == count(found, "MUFU.EX2") <= mufu + 8
+    # Scale and base of each pair of scores, four steps of each polynomial.
+    assert count(found, "FFMA2") == keys // 2 + 4 * floors
+    # P's sum, in pairs, and what the polynomials take off.
+    assert count(found, "FADD2") >= keys // 2 - 1 + 3 * floors
+    # Maxima of three, in which a NaN stays.
+    assert count(found, "FMNMX3.NAN") >= keys // 2 - 1
+
+
+@every_kernel
+def test_registers_of_the_roles_are_the_ones_at_launch(kernel: str, code: list[str]) -> None:
+    used = RESOURCES[KERNELS[kernel]][TARGET][kernel]["registers"]
+    assert used * THREADS == REGISTERS_PER_SM
+    statements = ptx_of(kernel)
+    more = [int(n) for text in statements for n in re.findall(r"setmaxnreg\.inc\S* (\d+)", text)]
+    less = [int(n) for text in statements for n in re.findall(r"setmaxnreg\.dec\S* (\d+)", text)]
+    assert (len(more), len(less)) == (1, 2)
+    # Two warpgroups have more, one and one have less.
+    assert 128 * (2 * more[0] + sum(less)) <= REGISTERS_PER_SM
+    assert max(less) < used < more[0]
+    moved = [text for text in code if "USETMAXREG" in text]
+    values = [int(value, 16) for text in moved for value in re.findall(r"0x[0-9a-f]+", text)]
+    assert sorted(values) == sorted([*more, *less])
+    names = {int(n) for text in code for n in re.findall(r"\bR(\d+)\b", text)}
+    assert used <= max(names) < more[0]
