@@ -218,8 +218,8 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
         many = [("many tiles", qkv(n, 2 * keys + 9, (heads, heads), d), {})]
     if target.blocks:
         many += [
-            ("many blocks", qkv(3, target.blocks * keys + 9, (2, 2), d), {}),
-            ("no key", qkv(3, 0, (9, 9), d), {}),
+            ("many blocks", qkv(rows, target.blocks * keys + 9, (1, 1), d), {}),
+            ("no key", qkv(rows, 0, (9, 9), d), {}),
         ]
     return [
         *many,
