@@ -37,6 +37,10 @@ template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int TILES_, int BLOCK_K_
           int V_STAGES_, bool O_OVER_Q_, Registers REGISTERS_, Switches SWITCHES_, int CTAS_ = 1>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
+  static constexpr bool FP8 = is_fp8(DTYPE);
+  static constexpr int PACK = FP8 ? 2 : 1;         // elements in 16 bits
+  static constexpr int PRODUCT_DEPTH = 16 * PACK;  // what one product sums over
+  static constexpr int P_PER_COLUMN = 2 * PACK;    // elements in a column of tensor memory
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int TILES = TILES_;
@@ -65,9 +69,10 @@ struct Config {
   static constexpr int LOAD_WARP = 14;
   static constexpr int CLEAN_WARP = 15;
 
-  using QTile = math::SlabTile<HEAD_DIM, TILE_ROWS>;
-  using KTile = math::SlabTile<HEAD_DIM, BLOCK_K / CTAS>;
-  using VTile = math::SlabTile<HEAD_DIM_V / CTAS, BLOCK_K>;
+  // In units of 16 bits.
+  using QTile = math::SlabTile<HEAD_DIM / PACK, TILE_ROWS>;
+  using KTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_K / CTAS>;
+  using VTile = math::SlabTile<HEAD_DIM_V / CTAS / PACK, BLOCK_K>;
   using OTile = math::SlabTile<HEAD_DIM_V, TILE_ROWS>;
 
   // Shared memory, in bytes: Q | K and V | O unless it lies over Q | row statistics | barriers.
@@ -86,15 +91,19 @@ struct Config {
   static constexpr int TMEM_ADDRESS_SMEM = BARRIER_SMEM + 8 * BARRIERS;
   static constexpr int SHARED_BYTES = (TMEM_ADDRESS_SMEM + 4 + 15) / 16 * 16;
 
-  // Tensor memory, in columns: two buffers of S, P packed over the upper half of its S, then O.
+  // Tensor memory, in columns: two buffers of S, P packed over the last columns of its S, then O.
   static constexpr int S_COLUMNS = BLOCK_K;
-  static constexpr int P_COLUMN = BLOCK_K / 2;  // in its S
+  static constexpr int P_COLUMN = BLOCK_K - BLOCK_K / P_PER_COLUMN;  // in its S
   static constexpr int O_COLUMN = 256;
 
-  static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "kind::f16");
+  static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16 || DTYPE == DType::E4M3,
+                "kind::f16 and kind::f8f6f4");
+  static_assert(!FP8 || BLOCK_K % SCALE_ROWS == 0, "keys share descales in parts of a block");
+  static_assert(BLOCK_K / PRODUCT_DEPTH % 4 == 0 || !SWITCHES.split_p, "P is handed over in 3/4");
   static_assert(TILES == 1 || TILES == 2, "one or two softmax warpgroups");
   static_assert(CTAS == 1 || (CTAS == 2 && TILES == 2 && !O_OVER_Q), "a CTA, or a pair of them");
   static_assert(TILES == 2 || !SHARED_RING, "one tile multiplies the next K before this V");
+  static_assert(CTAS == 1 || !FP8, "pairs multiply 16-bit numbers");
   static_assert(BLOCK_K == 128 || BLOCK_K == 64, "quarters of whole k-steps; row masks of 32 bits");
   static_assert(S_BUFFERS * S_COLUMNS <= O_COLUMN && O_COLUMN + TILES * HEAD_DIM_V <= 512,
                 "tensor memory has 512 columns");
@@ -109,7 +118,8 @@ struct Config {
 // clang-format off
 constexpr Registers MORE_SOFTMAX{192, 80, 48};
 constexpr Registers ONE_SOFTMAX{184, 88, 56};  // one tile: less for its four warps of softmax
-// Exponentials by polynomial: as many as the MUFU is behind the tensor cores (NOTES.md).
+// Exponentials by polynomial: as many as the MUFU is behind the tensor cores, or the issue slots
+// (NOTES.md).
 constexpr Switches NONE{};
 constexpr Switches EIGHTH{.polynomial_pairs = 2};
 constexpr Switches QUARTER{.polynomial_pairs = 4};
@@ -141,6 +151,21 @@ template <DType T>
 using D192Few = Config<T, 192, 128,  1,    128,  2,  2,  true,  ONE_SOFTMAX, NONE>;
 // clang-format on
 
+// --- 8-bit inputs ---
+
+// clang-format off
+//                                 head_dim        block  stages  O over
+//                                q,k   v    tiles  _k    K   V   Q      registers     switches
+template <DType T>
+using Fp8D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
+template <DType T>
+using Fp8D128 = Config<T, 128, 128,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
+template <DType T>
+using Fp8D192 = Config<T, 192, 128,  2,    128,  3,  2,  false, MORE_SOFTMAX, FIVE_16THS>;
+template <DType T>
+using Fp8D256 = Config<T, 256, 256,  1,    128,  2,  2,  false, MORE_SOFTMAX, EIGHTH>;
+// clang-format on
+
 // The sums that NOTES.md shows.
 constexpr int KIB = 1024;
 static_assert(D64<DType::BF16>::STATS_SMEM == (32 + 8 * 16 + 32) * KIB);
@@ -153,5 +178,9 @@ static_assert(D64Few<DType::BF16>::STATS_SMEM == (16 + 6 * 16 + 6 * 16 + 16) * K
 static_assert(D96Few<DType::BF16>::STATS_SMEM == (24 + 4 * 24 + 3 * 24 + 24) * KIB);
 static_assert(D128Few<DType::BF16>::STATS_SMEM == (32 + 3 * 32 + 2 * 32 + 32) * KIB);
 static_assert(D192Few<DType::BF16>::STATS_SMEM == (48 + 2 * 48 + 2 * 32) * KIB);
+static_assert(Fp8D64<DType::E4M3>::STATS_SMEM == (16 + 8 * 8 + 32) * KIB);
+static_assert(Fp8D128<DType::E4M3>::STATS_SMEM == (32 + 8 * 16 + 64) * KIB);
+static_assert(Fp8D192<DType::E4M3>::STATS_SMEM == (48 + 3 * 24 + 2 * 16 + 64) * KIB);
+static_assert(Fp8D256<DType::E4M3>::STATS_SMEM == (32 + 2 * 32 + 2 * 32 + 64) * KIB);
 
 }  // namespace archflash::blackwell_dc

@@ -66,8 +66,8 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       const int column = rank * C::VTile::COLUMNS;
       if (leader && ragged) {
         if (rank == 0) ptx::mbarrier_arrive(barriers.kv_full(slot.index));
-        math::start_load<typename C::VTile>(v_smem, v_map, row, v_head, v_batch,
-                                            barriers.v_ragged(slot.index), column);
+        math::start_load<typename C::VTile, C::PACK>(v_smem, v_map, row, v_head, v_batch,
+                                                     barriers.v_ragged(slot.index), column);
       } else if (leader) {
         start_part<C, typename C::VTile>(v_smem, v_map, column, row, v_head, v_batch,
                                          barriers.kv_full(slot.index), of_mma.kv_full(slot.index));

@@ -9,6 +9,7 @@
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/row_softmax.cuh"
+#include "blackwell_dc/row_softmax_e4m3.cuh"
 #include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
@@ -47,7 +48,7 @@ __device__ __forceinline__ void rescale(uint32_t o_tmem, float factor) {
 
 // One row of O, or zeros where no product was made, to its place in the tile of output rows.
 template <class C>
-__device__ __forceinline__ void stage_row(uint32_t o_tmem, bool any, float factor,
+__device__ __forceinline__ void stage_row(uint32_t o_tmem, bool any, float factor, DType out_dtype,
                                           unsigned char* tile_smem, int row) {
 #pragma unroll
   for (int column = 0; column < C::HEAD_DIM_V; column += 16) {
@@ -58,8 +59,15 @@ __device__ __forceinline__ void stage_row(uint32_t o_tmem, bool any, float facto
     }
     uint32_t x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      x[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(o_rmem[2 * i] * factor, o_rmem[2 * i + 1] * factor);
+    for (int i = 0; i < 8; ++i) {
+      const float low = o_rmem[2 * i] * factor, high = o_rmem[2 * i + 1] * factor;
+      if constexpr (C::FP8) {
+        x[i] = out_dtype == DType::F16 ? ptx::cvt_rn_x2_f32<DType::F16>(low, high)
+                                       : ptx::cvt_rn_x2_f32<DType::BF16>(low, high);
+      } else {
+        x[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(low, high);
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int offset = C::OTile::offset(row, column / 8 + half);
@@ -103,7 +111,8 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
-    const int count = count_blocks<C>(find_blocks<C>(params, work));
+    const math::Blocks blocks = find_blocks<C>(params, work);
+    const int count = count_blocks<C>(blocks);
 #pragma unroll 1
     for (int block = 0; block < count; ++block) {
 #pragma unroll
@@ -128,6 +137,8 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
     const int64_t lse_row = batch * attention.lse_batch + head * attention.lse_head +
                             math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     const float sink = math::load_sink(attention, head);
+    float v_unit = 1.0f;
+    if (C::FP8 && count > 0) v_unit = find_v_unit(params.descales, attention, work, blocks.last);
 #pragma unroll 1
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
@@ -142,6 +153,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
       } else {
         const float keys_max = sum == 0.0f ? math::MINUS_INFINITY : base * math::LN_2;
         end = math::finish_row(keys_max, sum, sink);
+        if (C::FP8) end.factor *= v_unit;
       }
       if (count > 0) {
         ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + count - 1) & 1);
@@ -156,8 +168,8 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
         const int columns = row < work.nq ? attention.dv : 0;
         if (count > 0) write_partial_row<C>(o_tmem, params.partials.rows_gmem + start, columns);
       } else {
-        stage_row<C>(o_tmem, count > 0, end.factor, shared + C::O_SMEM + t * C::O_STRIDE,
-                     row_of_tile);
+        stage_row<C>(o_tmem, count > 0, end.factor, params.out_dtype,
+                     shared + C::O_SMEM + t * C::O_STRIDE, row_of_tile);
       }
       ptx::tcgen05_fence_before_thread_sync();  // O is read before the next tile's p_ready
       ptx::fence_proxy_async_shared();          // the copy engine reads what was stored

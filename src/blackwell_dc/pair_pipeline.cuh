@@ -115,12 +115,14 @@ __device__ __forceinline__ void free_tensor_memory() {
   }
 }
 
-// Starts one product of 16 columns of A, which is in shared memory (a descriptor) or in tensor
-// memory (an address).
+// Starts one product of PRODUCT_DEPTH columns of A, which is in shared memory (a descriptor) or in
+// tensor memory (an address).
 template <class C, typename A>
 __device__ __forceinline__ void multiply(uint32_t d_tmem, A a, uint64_t b_descriptor,
                                          uint32_t instruction, bool accumulate) {
-  if constexpr (C::CTAS == 1) {
+  if constexpr (C::FP8) {
+    ptx::tcgen05_mma_f8f6f4(d_tmem, a, b_descriptor, instruction, accumulate);
+  } else if constexpr (C::CTAS == 1) {
     ptx::tcgen05_mma_f16(d_tmem, a, b_descriptor, instruction, accumulate);
   } else {
     ptx::tcgen05_pair_mma_f16(d_tmem, a, b_descriptor, instruction, accumulate);
@@ -143,7 +145,7 @@ __device__ __forceinline__ void start_part(uint32_t tile_smem, const TensorMap& 
                                            int row, int head, int batch, uint32_t barrier_smem,
                                            uint32_t barrier_of_mma_smem) {
   if constexpr (C::CTAS == 1) {
-    math::start_load<Tile>(tile_smem, map, row, head, batch, barrier_smem);
+    math::start_load<Tile, C::PACK>(tile_smem, map, row, head, batch, barrier_smem);
   } else {
     if (rank_in_pair<C>() == 0) ptx::mbarrier_arrive_expect_tx(barrier_smem, C::CTAS * Tile::BYTES);
 #pragma unroll

@@ -6,7 +6,9 @@
 #include <type_traits>
 
 #include "common/attention_params.h"
+#include "common/descales.h"
 #include "common/partials.h"
+#include "common/problem.h"
 #include "common/tensor_map.h"
 
 namespace archflash::blackwell_dc {
@@ -16,6 +18,9 @@ struct Params {
   int32_t tiles;  // row tiles of all heads, times splits: the CTAs share them out
   Partials partials;
   TensorMap q_map, k_map, v_map, out_map;
+  // Of 8-bit inputs, for which tanh_scale is always set.
+  Descales descales;
+  DType out_dtype;  // F16 or BF16
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");

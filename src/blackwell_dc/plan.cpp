@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -18,7 +19,7 @@
 namespace archflash::blackwell_dc {
 namespace {
 
-// One kernel of each 16-bit type. Each serves head dimensions up to its own; the smallest first.
+// One kernel of each type. Each serves head dimensions up to its own; the smallest first.
 struct Variant {
   const char* name;
   int head_dim, head_dim_v;  // d and dv up to these
@@ -28,17 +29,17 @@ struct Variant {
   Registers registers;
   int threads, shared_bytes;
   core::Box q_box, k_box, v_box, out_box;
-  Swizzle q_swizzle, v_swizzle;
+  Swizzle q_swizzle, v_swizzle, out_swizzle;
 };
 
+// pack: elements in the 16 bits that a tile calls one.
 template <class Tile>
-constexpr core::Box box_of() {
-  return {Tile::SLAB, Tile::BOX_ROWS};
+constexpr core::Box box_of(int pack) {
+  return {Tile::SLAB * pack, Tile::BOX_ROWS};
 }
 
-template <template <DType> class Tiles>
+template <class C>
 constexpr Variant variant(const char* name) {
-  using C = Tiles<DType::F16>;
   return {.name = name,
           .head_dim = C::HEAD_DIM,
           .head_dim_v = C::HEAD_DIM_V,
@@ -53,41 +54,58 @@ constexpr Variant variant(const char* name) {
           .registers = C::REGISTERS,
           .threads = C::THREADS,
           .shared_bytes = C::SHARED_BYTES,
-          .q_box = box_of<typename C::QTile>(),
-          .k_box = box_of<typename C::KTile>(),
-          .v_box = box_of<typename C::VTile>(),
-          .out_box = box_of<typename C::OTile>(),
+          .q_box = box_of<typename C::QTile>(C::PACK),
+          .k_box = box_of<typename C::KTile>(C::PACK),
+          .v_box = box_of<typename C::VTile>(C::PACK),
+          .out_box = box_of<typename C::OTile>(1),
           .q_swizzle = C::QTile::SWIZZLE,
-          .v_swizzle = C::VTile::SWIZZLE};
+          .v_swizzle = C::VTile::SWIZZLE,
+          .out_swizzle = C::OTile::SWIZZLE};
 }
 
-constexpr Variant VARIANTS[] = {variant<D64>("d64"), variant<D96>("d96"), variant<D128>("d128"),
-                                variant<D192>("d192"), variant<D256>("d256")};
+constexpr Variant VARIANTS[] = {variant<D64<DType::F16>>("d64"), variant<D96<DType::F16>>("d96"),
+                                variant<D128<DType::F16>>("d128"),
+                                variant<D192<DType::F16>>("d192"),
+                                variant<D256<DType::F16>>("d256")};
+
 // The same head dims as one of them, for calls that pay_in_pairs().
-constexpr Variant PAIR = variant<D128Pair>("d128_pair");
+constexpr Variant PAIR = variant<D128Pair<DType::F16>>("d128_pair");
+
 // For few query rows: one tile of 128 rows, whose keys may be split over CTAs.
-constexpr Variant FEW_VARIANTS[] = {variant<D64Few>("d64_few"), variant<D96Few>("d96_few"),
-                                    variant<D128Few>("d128_few"), variant<D192Few>("d192_few"),
-                                    variant<D256>("d256")};
+constexpr Variant FEW_VARIANTS[] = {
+    variant<D64Few<DType::F16>>("d64_few"), variant<D96Few<DType::F16>>("d96_few"),
+    variant<D128Few<DType::F16>>("d128_few"), variant<D192Few<DType::F16>>("d192_few"),
+    variant<D256<DType::F16>>("d256")};
+
+constexpr Variant FP8_VARIANTS[] = {
+    variant<Fp8D64<DType::E4M3>>("d64"), variant<Fp8D128<DType::E4M3>>("d128"),
+    variant<Fp8D192<DType::E4M3>>("d192"), variant<Fp8D256<DType::E4M3>>("d256")};
+
+std::span<const Variant> variants_of(DType dtype) {
+  if (is_fp8(dtype)) return FP8_VARIANTS;
+  return VARIANTS;
+}
 
 std::string str(int64_t x) { return std::to_string(x); }
 
-std::string type_name(DType dtype) { return dtype == DType::F16 ? "f16" : "bf16"; }
+std::string dtype_word(DType dtype) {
+  return dtype == DType::F16 ? "f16" : dtype == DType::BF16 ? "bf16" : "e4m3";
+}
 
 std::string kernel_name(const Variant& variant, DType dtype) {
-  return "blackwell_dc_attention_fwd_" + type_name(dtype) + "_" + variant.name;
+  return "blackwell_dc_attention_fwd_" + dtype_word(dtype) + "_" + variant.name;
 }
 
 std::string image_of(const Variant& variant, DType dtype) {
-  return "blackwell_dc/fwd_" + (variant.ctas == 2 ? "pair" : type_name(dtype));
+  if (variant.ctas == 2) return "blackwell_dc/fwd_pair";
+  return "blackwell_dc/fwd_" + dtype_word(dtype);
 }
 
-template <size_t COUNT>
-const Variant& smallest(const Variant (&variants)[COUNT], const Problem& problem) {
+const Variant& smallest(std::span<const Variant> variants, const Problem& problem) {
   for (const Variant& variant : variants) {
     if (variant.head_dim >= problem.d && variant.head_dim_v >= problem.dv) return variant;
   }
-  return variants[COUNT - 1];  // core::why_not() refuses larger ones
+  return variants.back();  // core::why_not() refuses larger ones
 }
 
 int64_t tiles_of(const Problem& problem, const Variant& variant) {
@@ -96,11 +114,11 @@ int64_t tiles_of(const Problem& problem, const Variant& variant) {
 
 // The one of that entry name; null: none.
 const Variant* by_kernel(const std::string& kernel, DType dtype) {
-  for (const Variant& variant : VARIANTS) {
-    if (kernel == kernel_name(variant, dtype)) return &variant;
-  }
-  for (const Variant& variant : FEW_VARIANTS) {
-    if (kernel == kernel_name(variant, dtype)) return &variant;
+  using Variants = std::span<const Variant>;
+  for (const Variants& variants : {variants_of(dtype), Variants(FEW_VARIANTS)}) {
+    for (const Variant& variant : variants) {
+      if (kernel == kernel_name(variant, dtype)) return &variant;
+    }
   }
   return kernel == kernel_name(PAIR, dtype) ? &PAIR : nullptr;
 }
@@ -143,6 +161,7 @@ struct Choice {
 // One tile of 128 rows where a head has no more of them, or where its keys are split: asked for, or
 // expected to be faster.
 Choice choose(const Problem& problem, const Device& device) {
+  if (is_fp8(problem.dtype)) return {smallest(FP8_VARIANTS, problem), 1};
   const Variant& few = smallest(FEW_VARIANTS, problem);
   const Variant& alone = smallest(VARIANTS, problem);
   const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
@@ -163,21 +182,28 @@ Description describe() {
   return {
       .name = "blackwell_dc",
       .summary =
-          "fp16 and bf16 attention by tcgen05 and tensor memory in 16 warps of roles, for B200, "
-          "B300, GB200 and GB300 (10.0, 10.3)",
+          "fp8 (e4m3), fp16 and bf16 attention by tcgen05 and tensor memory in 16 warps of roles, "
+          "for B200, B300, GB200 and GB300 (10.0, 10.3)",
       .home_device = "B200",
-      .dtypes = {DType::F16, DType::BF16},
-      .head_dims = core::HEAD_DIMS,
+      .dtypes = {DType::F16, DType::BF16, DType::E4M3},
+      .head_dims = "multiples of 8 (fp8: 16) up to 256, d and dv independent",
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits"},
+                   "strides", "lse", "num_splits", "descales"},
   };
 }
 
 PlanResult plan(const Problem& problem, const Device& device) {
   LaunchPlan result;  // the registry adds what it was made for
   if (core::nothing_to_write(problem)) return result;
-  Reasons reasons =
-      core::why_not(problem, "blackwell_dc", {DType::F16, DType::BF16}, Approximate::Nothing, true);
+  Reasons reasons = core::why_not(problem, "blackwell_dc", {DType::F16, DType::BF16, DType::E4M3},
+                                  Approximate::Nothing, true);
+  if (is_fp8(problem.dtype) && problem.num_splits > 1) {
+    reasons.push_back("num_splits " + str(problem.num_splits) + " with " +
+                      dtype_name(problem.dtype) +
+                      " inputs: blackwell_dc splits the keys of 16-bit inputs only; leave "
+                      "num_splits out or pass 1" +
+                      core::USE_TORCH);
+  }
   core::add_tma_reasons(problem, "blackwell_dc", true, reasons);
   if (!reasons.empty()) return reasons;
   const auto [chosen, splits] = choose(problem, device);
@@ -196,6 +222,12 @@ PlanResult plan(const Problem& problem, const Device& device) {
   params.attention.heads_per_group = core::heads_per_group(problem, device);
   params.tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
+  if (is_fp8(problem.dtype)) {
+    if (!params.attention.transform_scores)
+      params.attention.tanh_scale = static_cast<float>(problem.scale);
+    params.descales = core::descales(problem);
+    params.out_dtype = problem.out_dtype;
+  }
 
   Launch launch;
   launch.kernel = kernel_name(chosen, problem.dtype);
@@ -208,6 +240,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
   launch.shared_bytes = chosen.shared_bytes;
   launch.params = core::bytes(params);
   launch.pointers = core::pointers(problem);
+  for (const PointerSlot& slot : core::descale_pointers(problem, offsetof(Params, descales)))
+    launch.pointers.push_back(slot);
   const auto map = [&](Operand operand, size_t offset, Swizzle swizzle, core::Box box) {
     launch.tensor_maps.push_back(core::tensor_map(problem, operand, offset, swizzle, box));
   };
@@ -216,11 +250,11 @@ PlanResult plan(const Problem& problem, const Device& device) {
     map(Operand::K, offsetof(Params, k_map), chosen.q_swizzle, chosen.k_box);
     map(Operand::V, offsetof(Params, v_map), chosen.v_swizzle, chosen.v_box);
   }
-  map(Operand::Out, offsetof(Params, out_map), chosen.v_swizzle, chosen.out_box);
+  map(Operand::Out, offsetof(Params, out_map), chosen.out_swizzle, chosen.out_box);
   result.launches.push_back(std::move(launch));
   if (splits > 1) {
     core::split_keys(result, problem, splits, offsetof(Params, partials),
-                     "blackwell_dc_combine_" + type_name(problem.dtype));
+                     "blackwell_dc_combine_" + dtype_word(problem.dtype));
   }
   return result;
 }

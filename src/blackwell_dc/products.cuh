@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t place_of(uint32_t smem) {
 }
 template <class C>
 constexpr int PLACE_BYTES = C::SWITCHES.precomputed_descriptors ? 16 : 1;  // from place to place
-// The descriptor of a product's 16 columns or rows of K; `step` from matrix_descriptor.h. Only its
+// The descriptor of a product's 32 bytes of K; `step` from matrix_descriptor.h. Only its
 // lower half is not constant.
 template <class C>
 __device__ __forceinline__ uint64_t descriptor_at(uint64_t fields, uint32_t place, uint64_t step) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_qk(uint32_t s_tmem, uint32_t q_place, u
   constexpr uint32_t INSTRUCTION =
       math::instruction_descriptor(C::DTYPE, C::CTAS * C::TILE_ROWS, C::BLOCK_K, false);
 #pragma unroll
-  for (int step = 0; step < C::HEAD_DIM / 16; ++step) {
+  for (int step = 0; step < C::HEAD_DIM / C::PRODUCT_DEPTH; ++step) {
     multiply<C>(
         s_tmem,
         descriptor_at<C>(math::K_MAJOR_FIELDS<QTile>, q_place, math::k_major_step<QTile>(step)),
@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply_qk(uint32_t s_tmem, uint32_t q_place, u
   }
 }
 
-// O += P V for the steps [FIRST, LAST) of 16 keys: P in tensor memory, V MN-major.
+// O += P V for the steps [FIRST, LAST) of PRODUCT_DEPTH keys: P in tensor memory, V MN-major.
 template <class C, int FIRST, int LAST>
 __device__ __forceinline__ void multiply_pv(uint32_t o_tmem, uint32_t p_tmem, uint32_t v_place,
                                             bool accumulate) {
@@ -65,10 +65,10 @@ __device__ __forceinline__ void multiply_pv(uint32_t o_tmem, uint32_t p_tmem, ui
       math::instruction_descriptor(C::DTYPE, C::CTAS * C::TILE_ROWS, C::HEAD_DIM_V, true);
 #pragma unroll
   for (int step = FIRST; step < LAST; ++step) {
-    multiply<C>(
-        o_tmem, p_tmem + 8 * step,
-        descriptor_at<C>(math::MN_MAJOR_FIELDS<VTile>, v_place, math::mn_major_step<VTile>(step)),
-        INSTRUCTION, step > 0 || accumulate);
+    multiply<C>(o_tmem, p_tmem + 8 * step,
+                descriptor_at<C>(math::MN_MAJOR_FIELDS<VTile>, v_place,
+                                 math::mn_major_step<VTile, C::PRODUCT_DEPTH>(step)),
+                INSTRUCTION, step > 0 || accumulate);
   }
 }
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply_pv(uint32_t o_tmem, uint32_t p_tmem, ui
 // counts, in registers that all lanes share.
 template <class C>
 struct Products {
-  static constexpr int STEPS = C::BLOCK_K / 16;  // of the k dimension of P V
+  static constexpr int STEPS = C::BLOCK_K / C::PRODUCT_DEPTH;  // of P V
   static constexpr int FIRST_STEPS = C::SWITCHES.split_p ? STEPS / 4 * 3 : STEPS;
 
   Barriers<C> barriers;

@@ -1,8 +1,10 @@
-// The online softmax of a row whose scores all lie in one thread.
+// The online softmax of a row whose scores all lie in one thread: what every type has, and the rows
+// of 16-bit inputs. Those of e4m3: row_softmax_e4m3.cuh.
 #pragma once
 
 #include <cstdint>
 
+#include "blackwell_dc/params.h"
 #include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
@@ -27,25 +29,17 @@ constexpr float LARGE_BASE = 1 << 24;
 template <class C>
 using Scores = float[4][C::BLOCK_K / 4];
 
-struct RowState {
-  float base;  // scaled for 2^x
-  float sum;   // of P
-  bool large;  // some base of the warp is beyond LARGE_BASE
-};
-
 // Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare.
 // tanh(y) = 1 - 2 / (1 + e^2y): its error is 2^-22 of 1, where tanh.approx has 2^-11.
-template <class C>
-__device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, const AttentionParams& params) {
+template <int KEYS>
+__device__ __forceinline__ void transform_scores(float (&s_rmem)[KEYS], float tanh_scale,
+                                                 float softcap) {
 #pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) {
-#pragma unroll
-    for (int i = 0; i < C::BLOCK_K / 4; ++i) {
-      const float x = s_rmem[quarter][i] * params.tanh_scale;
-      const float power = ptx::ex2_approx_ftz(x * (2 * math::LOG2_E));
-      const float tanh = fmaf(-2.0f, ptx::rcp_approx_ftz(1.0f + power), 1.0f);
-      s_rmem[quarter][i] = params.softcap == 0.0f ? x : params.softcap * tanh;
-    }
+  for (int i = 0; i < KEYS; ++i) {
+    const float x = s_rmem[i] * tanh_scale;
+    const float power = ptx::ex2_approx_ftz(x * (2 * math::LOG2_E));
+    const float tanh = fmaf(-2.0f, ptx::rcp_approx_ftz(1.0f + power), 1.0f);
+    s_rmem[i] = softcap == 0.0f ? x : softcap * tanh;
   }
 }
 
@@ -74,38 +68,15 @@ __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, int first, int la
 // NaN where any score is: a row that sees one has no other base than that. Four chains, each over a
 // quarter but its last score.
 template <class C>
-__device__ __forceinline__ float find_maximum(const Scores<C>& s_rmem) {
-  constexpr int KEYS = C::BLOCK_K / 4;
-  float max[4];
+__device__ __forceinline__ void find_maxima(const Scores<C>& s_rmem, float (&max)[4]) {
 #pragma unroll
   for (int quarter = 0; quarter < 4; ++quarter) {
-    const float (&s)[KEYS] = s_rmem[quarter];
+    const auto& s = s_rmem[quarter];
     max[quarter] = ptx::max_nan_f32(s[0], s[1], s[2]);
 #pragma unroll
-    for (int i = 3; i + 1 < KEYS; i += 2)
+    for (int i = 3; i + 1 < C::BLOCK_K / 4; i += 2)
       max[quarter] = ptx::max_nan_f32(max[quarter], s[i], s[i + 1]);
   }
-  const float first = ptx::max_nan_f32(max[0], s_rmem[0][KEYS - 1], s_rmem[1][KEYS - 1]);
-  const float second = ptx::max_nan_f32(max[1], s_rmem[2][KEYS - 1], s_rmem[3][KEYS - 1]);
-  return ptx::max_nan_f32(ptx::max_nan_f32(first, second, max[2]), max[3], max[3]);
-}
-
-// Moves the base up where these scores ask for it. Returns the factor for what was summed up with
-// the base before. The warp's rows branch together: most blocks raise no base.
-template <class C>
-__device__ __forceinline__ float follow_maximum(RowState& state, float max, float exp2_scale) {
-  constexpr float LAG = C::SWITCHES.lazy_rescale ? BASE_LAG : 0.0f;
-  const bool stays = fmaf(max, exp2_scale, -LAG) <= state.base;  // false for NaN
-  if (__all_sync(FULL_WARP, stays)) return 1.0f;
-  const float scaled = max * exp2_scale;
-  // An infinite base would make an infinite score NaN in one way of computing 2^x and not in the
-  // other: 0 * infinity is NaN in both.
-  const float base = stays ? state.base : fmaf(scaled, 0.0f, scaled);
-  const float factor = stays ? 1.0f : ptx::ex2_approx_ftz(state.base - base);
-  state.base = base;
-  state.sum *= factor;
-  state.large = __any_sync(FULL_WARP, fabsf(base) > LARGE_BASE && base != LOWEST);
-  return factor;
 }
 
 // 2^x of two numbers without the MUFU: 2^floor(x) * p(x - floor(x)), p(f) = 1 + f (P1 + f (P2 + f
@@ -133,28 +104,19 @@ __device__ __forceinline__ constexpr bool by_polynomial(int pair) {
   return pair * C::SWITCHES.polynomial_pairs % 16 < C::SWITCHES.polynomial_pairs;
 }
 
-// S -> P = 2^(S * exp2_scale - base), in place and in 16 bits.
-template <class C, int KEYS>
-__device__ __forceinline__ void weigh_scores(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 2],
-                                             float base, float exp2_scale) {
-#pragma unroll
-  for (int pair = 0; pair < KEYS / 2; ++pair) {
-    float* s = &s_rmem[2 * pair];
-    float2 x = ptx::fma_rn_f32x2({s[0], s[1]}, {exp2_scale, exp2_scale}, {-base, -base});
-    if (by_polynomial<C>(pair)) {
-      x = exp2_polynomial(x);
-    } else {
-      x = {ptx::ex2_approx_ftz(x.x), ptx::ex2_approx_ftz(x.y)};
-    }
-    s[0] = x.x;
-    s[1] = x.y;
-    p_rmem[pair] = ptx::cvt_rn_x2_f32<C::DTYPE>(x.x, x.y);
-  }
+// 2^(score * exp2_scale - base) of two neighbouring scores, the `pair`-th of a quarter.
+template <class C>
+__device__ __forceinline__ float2 weigh_pair(const float* scores, int pair, float base,
+                                             float exp2_scale) {
+  const float2 x =
+      ptx::fma_rn_f32x2({scores[0], scores[1]}, {exp2_scale, exp2_scale}, {-base, -base});
+  if (by_polynomial<C>(pair)) return exp2_polynomial(x);
+  return {ptx::ex2_approx_ftz(x.x), ptx::ex2_approx_ftz(x.y)};
 }
 
+// The sums of each quarter, of its even and its odd keys.
 template <class C>
-__device__ __forceinline__ float sum_of(const Scores<C>& p_rmem) {
-  float2 sums[4];
+__device__ __forceinline__ void sum_quarters(const Scores<C>& p_rmem, float2 (&sums)[4]) {
 #pragma unroll
   for (int i = 0; i < C::BLOCK_K / 8; ++i) {
 #pragma unroll
@@ -163,9 +125,92 @@ __device__ __forceinline__ float sum_of(const Scores<C>& p_rmem) {
       sums[quarter] = i == 0 ? pair : ptx::add_rn_f32x2(sums[quarter], pair);
     }
   }
-  const float2 both =
-      ptx::add_rn_f32x2(ptx::add_rn_f32x2(sums[0], sums[1]), ptx::add_rn_f32x2(sums[2], sums[3]));
-  return both.x + both.y;
 }
+
+// A row of 16-bit inputs, block by block in the order of its functions.
+template <class C>
+struct RowSoftmax16 {
+  static constexpr int KEYS = C::BLOCK_K / 4;
+
+  float sum = 0.0f;  // of P
+
+  __device__ __forceinline__ RowSoftmax16(const Params& params, const math::Work&, int, int)
+      : attention_(params.attention) {}
+
+  __device__ __forceinline__ void start_block(int) {}
+
+  __device__ __forceinline__ void transform(Scores<C>& s_rmem) {
+    exp2_scale_ = attention_.exp2_scale;
+    if (!attention_.transform_scores) return;
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter)
+      transform_scores(s_rmem[quarter], attention_.tanh_scale, attention_.softcap);
+  }
+
+  // Moves the base up where these scores ask for it. Returns the factor for what was summed up with
+  // the base before. The warp's rows branch together: most blocks raise no base.
+  __device__ __forceinline__ float follow_maximum(const Scores<C>& s_rmem) {
+    constexpr float LAG = C::SWITCHES.lazy_rescale ? BASE_LAG : 0.0f;
+    float of_quarter[4];
+    find_maxima<C>(s_rmem, of_quarter);
+    const float first = ptx::max_nan_f32(of_quarter[0], s_rmem[0][KEYS - 1], s_rmem[1][KEYS - 1]);
+    const float second = ptx::max_nan_f32(of_quarter[1], s_rmem[2][KEYS - 1], s_rmem[3][KEYS - 1]);
+    const float max = ptx::max_nan_f32(ptx::max_nan_f32(first, second, of_quarter[2]),
+                                       of_quarter[3], of_quarter[3]);
+    const bool stays = fmaf(max, exp2_scale_, -LAG) <= base_;  // false for NaN
+    if (__all_sync(FULL_WARP, stays)) return 1.0f;
+    const float scaled = max * exp2_scale_;
+    // An infinite base would make an infinite score NaN in one way of computing 2^x and not in the
+    // other: 0 * infinity is NaN in both.
+    const float base = stays ? base_ : fmaf(scaled, 0.0f, scaled);
+    const float factor = stays ? 1.0f : ptx::ex2_approx_ftz(base_ - base);
+    base_ = base;
+    sum *= factor;
+    large_ = __any_sync(FULL_WARP, fabsf(base) > LARGE_BASE && base != LOWEST);
+    return factor;
+  }
+
+  // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
+  // subtracted: the largest of a row meets its own base and gives 1.
+  __device__ __forceinline__ void round_large(Scores<C>& s_rmem) {
+    if (!large_) return;
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+#pragma unroll
+      for (int i = 0; i < KEYS; ++i)
+        s_rmem[quarter][i] = __fmul_rn(s_rmem[quarter][i], exp2_scale_);
+    }
+    exp2_scale_ = 1.0f;
+  }
+
+  // S -> P of a quarter, in place and in 16 bits.
+  __device__ __forceinline__ void weigh(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 2],
+                                        int) const {
+#pragma unroll
+    for (int pair = 0; pair < KEYS / 2; ++pair) {
+      float* s = &s_rmem[2 * pair];
+      const float2 p = weigh_pair<C>(s, pair, base_, exp2_scale_);
+      s[0] = p.x;
+      s[1] = p.y;
+      p_rmem[pair] = ptx::cvt_rn_x2_f32<C::DTYPE>(p.x, p.y);
+    }
+  }
+
+  __device__ __forceinline__ void add(const Scores<C>& p_rmem) {
+    float2 sums[4];
+    sum_quarters<C>(p_rmem, sums);
+    const float2 both =
+        ptx::add_rn_f32x2(ptx::add_rn_f32x2(sums[0], sums[1]), ptx::add_rn_f32x2(sums[2], sums[3]));
+    sum += both.x + both.y;
+  }
+
+  __device__ __forceinline__ float base() const { return base_; }
+
+ private:
+  const AttentionParams& attention_;
+  float base_ = LOWEST;      // scaled for 2^x; finite: no inf - inf in a row that has seen no key
+  bool large_ = false;       // some base of the warp is beyond LARGE_BASE
+  float exp2_scale_ = 1.0f;  // of the block at hand
+};
 
 }  // namespace archflash::blackwell_dc

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "blackwell_dc/config.cuh"
 #include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/row_softmax.cuh"
+#include "blackwell_dc/row_softmax_e4m3.cuh"
 #include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
@@ -18,6 +20,9 @@
 #include "common/ptx/tcgen05.cuh"
 
 namespace archflash::blackwell_dc {
+
+template <class C>
+using RowSoftmax = std::conditional_t<C::FP8, RowSoftmaxE4m3<C>, RowSoftmax16<C>>;
 
 template <class C>
 __device__ __forceinline__ void softmax(const Params& params, unsigned char* shared,
@@ -50,42 +55,31 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
     const int warp_row = row - threadIdx.x % 32;
     const int clear_first = visible.first(warp_row + 31);
     const int clear_last = visible.last(warp_row) - (C::BLOCK_K - 1);
-    RowState state{LOWEST, 0.0f, false};  // finite: no inf - inf in a row that has seen no key
+    RowSoftmax<C> row_softmax(params, work, warp_row, blocks.last);
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K, ++step) {
       const uint32_t buffer = C::TILES == 2 ? t : step % 2;
       const uint32_t parity = C::TILES == 2 ? step % 2 : step / 2 % 2;
       const uint32_t s_tmem = lanes_tmem + buffer * C::S_COLUMNS;
       Scores<C> s_rmem;
+      row_softmax.start_block(block);
       ptx::mbarrier_wait_parity(barriers.s_ready(buffer), parity);
       ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter)
         ptx::tcgen05_ld(s_rmem[quarter], s_tmem + quarter * KEYS);
       ptx::tcgen05_wait_ld(s_rmem);
-      if (attention.transform_scores) transform_scores<C>(s_rmem, attention);
+      row_softmax.transform(s_rmem);
       if (block < clear_first || block > clear_last)
         mask_scores<C>(s_rmem, first_seen - block, last_seen - block);
-      float exp2_scale = attention.exp2_scale;
-      const float factor = follow_maximum<C>(state, find_maximum<C>(s_rmem), exp2_scale);
+      const float factor = row_softmax.follow_maximum(s_rmem);
       if (block != blocks.last) tell(factor, 0.0f, false);
-
-      // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
-      // subtracted: the largest of a row meets its own base and gives 1.
-      if (state.large) {
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-#pragma unroll
-          for (int i = 0; i < KEYS; ++i)
-            s_rmem[quarter][i] = __fmul_rn(s_rmem[quarter][i], exp2_scale);
-        }
-        exp2_scale = 1.0f;
-      }
+      row_softmax.round_large(s_rmem);
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
-        uint32_t p_rmem[KEYS / 2];
-        weigh_scores<C>(s_rmem[quarter], p_rmem, state.base, exp2_scale);
-        ptx::tcgen05_st(s_tmem + C::P_COLUMN + quarter * (KEYS / 2), p_rmem);
+        uint32_t p_rmem[KEYS / C::P_PER_COLUMN];
+        row_softmax.weigh(s_rmem[quarter], p_rmem, quarter);
+        ptx::tcgen05_st(s_tmem + C::P_COLUMN + quarter * (KEYS / C::P_PER_COLUMN), p_rmem);
         if (quarter == (C::SWITCHES.split_p ? 2 : 3)) {
           ptx::tcgen05_wait_st();
           ptx::tcgen05_fence_before_thread_sync();
@@ -97,9 +91,9 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
         ptx::tcgen05_fence_before_thread_sync();
         arrive_at_mma_as_warp<C>(of_mma.p_last(buffer));
       }
-      state.sum += sum_of<C>(s_rmem);
+      row_softmax.add(s_rmem);
     }
-    tell(state.sum, state.base, true);
+    tell(row_softmax.sum, row_softmax.base(), true);
   }
 }
 

@@ -74,17 +74,18 @@ def test_packed_fp8_sequences() -> None:
 
 
 @pytest.mark.parametrize("rise", [0.5, 0.7, 0.74, 0.749, 0.76, 1.5, 3.0])
-def test_no_weight_saturates_however_scores_rise(rise: float) -> None:
+@pytest.mark.parametrize(("name", "keys"), [("ada", 64), ("blackwell_dc", 128)])
+def test_no_weight_saturates_however_scores_rise(name: str, keys: int, rise: float) -> None:
     """A key of the last block visited is 2^rise above all others: its weight is right to 2^-4."""
-    q, k, v = (torch.zeros(1, 1, n, 64) for n in (16, 128, 128))
+    q, k, v = (torch.zeros(1, 1, n, 64) for n in (16, 2 * keys, 2 * keys))
     q[..., 0] = 1
-    k[:, :, :64, 0] = -448
-    k[:, :, 5, 0] = 1
-    v[:, :, 5] = 1
+    k[:, :, :keys, 0] = -448
+    k[:, :, keys - 59, 0] = 1
+    v[:, :, keys - 59] = 1
     call = {"scale": rise / math.log2(math.e)}
     stored = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
-    out = sim.run(*stored, implementation="ada", out_dtype=torch.float16, **call).out.double()
-    exact = 2**rise / (64 + 2**rise)
+    out = sim.run(*stored, implementation=name, out_dtype=torch.float16, **call).out.double()
+    exact = 2**rise / (keys + 2**rise)
     assert (out - exact).abs().max() <= (2**-4 + 2**-10) * exact
 
 

@@ -1,4 +1,6 @@
-"""FP8 in blackwell_consumer on the simulator: descales of every kind, every kernel, hand-overs."""
+"""FP8 in blackwell_consumer and blackwell_dc on the simulator: descales of every kind, every kernel,
+hand-overs.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,32 @@ from torch import Tensor
 from archflash import _api, reference, sim
 from archflash import _archflash as native
 
+from .explained import unexplained
 from .test_ada import CASES, quantised, rand
 
-NAME = "blackwell_consumer"
 E4M3 = torch.float8_e4m3fn
+CONSUMER, DC = "blackwell_consumer", "blackwell_dc"
+# What runs on a GPU, and which code of it.
+RUNS_ON = {"RTX 5090": (CONSUMER, "sm_120f"), "H200": (CONSUMER, "sm_90a"), "B200": (DC, "sm_100f")}
+HOME = {CONSUMER: "RTX 5090", DC: "B200"}
 # Rows of q and of k, head dims, SMs: where few tiles are planned, or enough to fill the GPU.
 VARIANTS = {
-    "d64_pair": ((300, 140), (64, 64), 2),
-    "d64_few": ((61, 140), (64, 64), 2),
-    "d128_large": ((300, 140), (128, 96), 2),
-    "d128_few": ((61, 140), (112, 128), 3),
-    "d192": ((140, 140), (192, 128), 1),
-    "d256": ((140, 140), (256, 208), 1),
+    (CONSUMER, "d64_pair"): ((300, 140), (64, 64), 2),
+    (CONSUMER, "d64_few"): ((61, 140), (64, 64), 2),
+    (CONSUMER, "d128_large"): ((300, 140), (128, 96), 2),
+    (CONSUMER, "d128_few"): ((61, 140), (112, 128), 3),
+    (CONSUMER, "d192"): ((140, 140), (192, 128), 1),
+    (CONSUMER, "d256"): ((140, 140), (256, 208), 1),
+    (DC, "d64"): ((300, 270), (64, 48), 1),
+    (DC, "d128"): ((300, 270), (96, 96), 1),
+    (DC, "d192"): ((300, 270), (192, 128), 1),
+    (DC, "d256"): ((140, 270), (256, 208), 1),
 }
+each_name = pytest.mark.parametrize("name", [CONSUMER, DC])
 
 
-def check(ran: sim.Run, tensors: list[Tensor], call: dict[str, Any]) -> None:
+def check(name: str, ran: sim.Run, tensors: list[Tensor], call: dict[str, Any]) -> None:
+    assert not unexplained(name, ran.report), ran.report
     expected, expected_lse = reference.attention(*tensors, **call)
     report = reference.check_fp8(ran.out, expected, *tensors, **call)
     assert report.ok, report
@@ -49,42 +61,45 @@ def quantised_call(
     }
 
 
-@pytest.mark.parametrize("device", ["RTX 5090", "H200"])
-@pytest.mark.parametrize("name", CASES)
-def test_fp8_meets_its_error_rule(name: str, device: str) -> None:
-    _, rows, dims, per, options = CASES[name]
+@pytest.mark.parametrize("device", RUNS_ON)
+@pytest.mark.parametrize("case", CASES)
+def test_fp8_meets_its_error_rule(case: str, device: str) -> None:
+    _, rows, dims, per, options = CASES[case]
+    name, code = RUNS_ON[device]
     tensors, call = quantised_call(rows, dims, (2, 1), per)
     call |= options
-    ran = sim.run(*tensors, implementation=NAME, device=device, return_lse=True, **call)
-    assert ran.plan.code == ("sm_120f" if device == "RTX 5090" else "sm_90a")
-    assert not ran.report.findings
-    check(ran, tensors, call)
+    ran = sim.run(*tensors, implementation=name, device=device, return_lse=True, **call)
+    assert ran.plan.code == code
+    check(name, ran, tensors, call)
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager", "random", "priority"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kernel_with_several_tiles_for_a_cta(variant: str, mode: str) -> None:
-    rows, dims, sms = VARIANTS[variant]
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_every_kernel_with_several_tiles_for_a_cta(name: str, variant: str, mode: str) -> None:
+    rows, dims, sms = VARIANTS[name, variant]
     tensors, call = quantised_call(rows, dims, (4, 2), "block")
-    facts = _api.find_device("RTX 5090").to_dict() | {"sm_count": sms}
+    facts = _api.find_device(HOME[name]).to_dict() | {"sm_count": sms}
     problem = _api.make_problem(*tensors, return_lse=True, **call).as_if_on_cuda()
-    plan = native.plan(NAME, problem, native.Device.from_dict(facts))
+    plan = native.plan(name, problem, native.Device.from_dict(facts))
     assert not isinstance(plan, list)
     (launch,) = plan.to_dict()["launches"]
-    assert launch["kernel"] == f"{NAME}_attention_fwd_e4m3_{variant}"
-    ran = sim.run(*tensors, implementation=NAME, plan=plan, mode=mode, return_lse=True, **call)
-    assert not ran.report.findings
-    check(ran, tensors, call)
+    assert launch["kernel"] == f"{name}_attention_fwd_e4m3_{variant}"
+    ran = sim.run(*tensors, implementation=name, plan=plan, mode=mode, return_lse=True, **call)
+    check(name, ran, tensors, call)
 
 
-def test_the_kernels_above_are_all() -> None:
-    file = resources.files("archflash") / "_kernels" / NAME / "fwd_e4m3.json"
+@each_name
+def test_the_kernels_above_are_all(name: str) -> None:
+    file = resources.files("archflash") / "_kernels" / name / "fwd_e4m3.json"
     compiled = {name for entries in json.loads(file.read_text()).values() for name in entries}
-    assert compiled == {f"{NAME}_attention_fwd_e4m3_{variant}" for variant in VARIANTS}
+    assert compiled == {
+        f"{name}_attention_fwd_e4m3_{variant}" for other, variant in VARIANTS if other == name
+    }
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
-def test_the_next_sequence_never_matters(dims: tuple[int, int]) -> None:
+@each_name
+def test_the_next_sequence_never_matters(name: str, dims: tuple[int, int]) -> None:
     """V of another sequence in the same block is NaN, and so is K."""
     lengths = [(33, 37), (0, 20), (20, 70)]
     queries, keys = zip(*lengths, strict=True)
@@ -101,14 +116,31 @@ def test_the_next_sequence_never_matters(dims: tuple[int, int]) -> None:
         x.view(torch.uint8)[total_k:] = 0x7F
     descale = torch.rand(3, 1, generator=torch.Generator().manual_seed(5)) + 0.5
     call = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "v_descale": descale}
-    ran = sim.run(q, k, v, implementation=NAME, return_lse=True, **call)
-    assert not ran.report.findings
-    check(ran, [q, k, v], call)
+    ran = sim.run(q, k, v, implementation=name, return_lse=True, **call)
+    check(name, ran, [q, k, v], call)
 
 
-def test_a_block_of_v_may_stand_for_zeros() -> None:
+@each_name
+def test_a_block_of_v_may_stand_for_zeros(name: str) -> None:
     tensors, call = quantised_call((70, 300), (64, 64), (2, 1), "block")
     call["v_descale"][:, :, 1::2] = 0
     tensors[2].view(torch.uint8)[:, :, 64:128] = 0x7E  # the largest number
-    ran = sim.run(*tensors, implementation=NAME, return_lse=True, **call)
-    check(ran, tensors, call)
+    ran = sim.run(*tensors, implementation=name, return_lse=True, **call)
+    check(name, ran, tensors, call)
+
+
+@pytest.mark.parametrize("scale", [None, -0.3, 1e7])
+@each_name
+def test_descales_of_blocks_of_v_may_have_any_size_and_sign(
+    name: str, scale: float | None
+) -> None:
+    """Of a size that a row's other blocks do not drown in; the largest block comes first or last."""
+    tensors, call = quantised_call((70, 500), (64, 64), (2, 1), "block")
+    sizes = torch.tensor([1.0, -3e-3, 40.0, 2e-30, -0.5, 0.0, 1e-2, -7.0])
+    for descale in (sizes, sizes.flip(0), sizes * 1e-20):
+        call["v_descale"] = descale.view(1, 1, -1)
+        ran = sim.run(
+            *tensors, implementation=name, return_lse=True, out_dtype=torch.bfloat16,
+            scale=scale, **call
+        )  # fmt: skip
+        check(name, ran, tensors, call | {"scale": scale})

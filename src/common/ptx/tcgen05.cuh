@@ -71,6 +71,34 @@ __device__ __forceinline__ void tcgen05_mma_f16(uint32_t d_tmem, uint32_t a_tmem
       : "memory");
 }
 
+// tcgen05.mma.kind::f8f6f4: the same for 32 columns of 8-bit a and b.
+__device__ __forceinline__ void tcgen05_mma_f8f6f4(uint32_t d_tmem, uint64_t a_descriptor,
+                                                   uint64_t b_descriptor, uint32_t instruction,
+                                                   bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.u32 accumulate, %4, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], %1, %2, %3, accumulate;\n"
+      "}\n" ::"r"(d_tmem),
+      "l"(a_descriptor), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
+      : "memory");
+}
+
+// With a in tensor memory: four 8-bit elements to a column, eight columns.
+__device__ __forceinline__ void tcgen05_mma_f8f6f4(uint32_t d_tmem, uint32_t a_tmem,
+                                                   uint64_t b_descriptor, uint32_t instruction,
+                                                   bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.u32 accumulate, %4, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], [%1], %2, %3, accumulate;\n"
+      "}\n" ::"r"(d_tmem),
+      "r"(a_tmem), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
+      : "memory");
+}
+
 // tcgen05.commit: one arrival at the barrier when all earlier products of this thread are done. It
 // implies fence::before_thread_sync.
 __device__ __forceinline__ void tcgen05_commit(uint32_t barrier_smem) {
