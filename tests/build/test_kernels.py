@@ -245,6 +245,18 @@ def test_every_target_of_every_image_was_looked_at_for_spills(folder: str) -> No
 # What kernels are made for, by how their names start: instructions that each has on every target.
 TILES = ("LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128")
 ROLES = ("LDSM.16.M88.4", "LDSM.16.MT88.4", "UTMALDG.4D", "SYNCS.PHASECHK")
+TENSOR_MEMORY = (
+    "UTCBAR",
+    "UTMALDG.4D",
+    "UTMASTG.4D",
+    "LDTM.x",
+    "STTM.x",
+    "FFMA2",
+    "FMNMX3.NAN",
+    "MUFU.EX2",
+    "USETMAXREG",
+    "SYNCS.PHASECHK",
+)
 INSTRUCTIONS = {
     "ada_attention_fwd_bf16_": ("HMMA.16816.F32", *TILES),
     "ada_attention_fwd_e": (*TILES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
@@ -259,26 +271,18 @@ INSTRUCTIONS = {
     "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),
     "blackwell_consumer_attention_fwd_e": (*ROLES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
     "blackwell_consumer_attention_fwd_f16_": ("HMMA.16816.F32", *ROLES),
-    "blackwell_dc_attention_fwd_": (
-        "UTCHMMA",
-        "UTCBAR",
-        "UTMALDG.4D",
-        "UTMASTG.4D",
-        "LDTM.x",
-        "STTM.x",
-        "FFMA2",
-        "FMNMX3.NAN",
-        "MUFU.EX2",
-        "USETMAXREG",
-        "SYNCS.PHASECHK",
-    ),
+    "blackwell_dc_attention_fwd_bf16_": ("UTCHMMA", *TENSOR_MEMORY),
+    "blackwell_dc_attention_fwd_e": (*TENSOR_MEMORY, "F2FP.SATFINITE.E4M3.F32"),
+    "blackwell_dc_attention_fwd_f16_": ("UTCHMMA", *TENSOR_MEMORY),
     "blackwell_dc_combine_": ("LDG.E.128", "MUFU.EX2", "SHFL.BFLY"),
     "simt_": ("FFMA", "MUFU.EX2"),
 }
 # Of two CTAs that multiply together; an arrival at the other one's barrier is a reduction there.
 PAIR = ("UTCHMMA.2CTA", "UTCBAR.2CTA.MULTICAST", "UTMALDG.4D.2CTA", "SYNCS.ARRIVE.TRANS64.RED")
-# 8-bit floating-point products: 9.0 and 10.0 make them of 16-bit ones.
-FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32")
+# 8-bit floating-point products: 9.0 and 10.0 make those of mma.sync of 16-bit ones.
+FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") | {
+    "sm_100f": "UTCQMMA"
+}
 WITHOUT_TENSOR_CORES = ("simt_", "ada_quantize_", "ada_int8_", "blackwell_dc_combine_")
 TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 

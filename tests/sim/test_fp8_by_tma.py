@@ -1,5 +1,5 @@
-"""FP8 in blackwell_consumer and blackwell_dc on the simulator: descales of every kind, every kernel,
-hand-overs.
+"""FP8 in blackwell_consumer and blackwell_dc on the simulator: descales of every kind, every
+kernel, hand-overs.
 """
 
 from __future__ import annotations
@@ -131,10 +131,8 @@ def test_a_block_of_v_may_stand_for_zeros(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [None, -0.3, 1e7])
 @each_name
-def test_descales_of_blocks_of_v_may_have_any_size_and_sign(
-    name: str, scale: float | None
-) -> None:
-    """Of a size that a row's other blocks do not drown in; the largest block comes first or last."""
+def test_descales_of_blocks_of_v_may_have_any_size_and_sign(name: str, scale: float | None) -> None:
+    """Each is judged beside the others: the largest block is visited first or last."""
     tensors, call = quantised_call((70, 500), (64, 64), (2, 1), "block")
     sizes = torch.tensor([1.0, -3e-3, 40.0, 2e-30, -0.5, 0.0, 1e-2, -7.0])
     for descale in (sizes, sizes.flip(0), sizes * 1e-20):

@@ -1,5 +1,6 @@
 """Descriptors of tcgen05: an encoder of our own, from the PTX manual's tables, against worked
-values and against what the simulator makes of every layout of 16-bit elements and every bit.
+values and against what the simulator makes of every layout of 16-bit and 8-bit elements and of
+every bit.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ WORKED_INSTRUCTIONS = [
     (Instruction(128, 128, F16, F16, d=0), 0x08200000),
     (Instruction(128, 128, TF32, TF32), 0x08200910),
     (Instruction(128, 128, E4M3, E4M3), 0x08200010),
+    (Instruction(128, 128, E4M3, E4M3, b_k=False), 0x08210010),
     (Instruction(128, 128, E5M2, E4M3), 0x08200090),
 ]  # fmt: skip
 
@@ -225,7 +227,7 @@ ld.shared.b32 %r9, [%r3];
 shl.b32 %r10, %r4, 21;
 add.u32 %r10, %r10, %r9;
 @%p1 bra READ;
-tcgen05.mma.cta_group::1.kind::f16 [%r9], %rd3, %rd4, %r20, 0;
+tcgen05.mma.cta_group::1.kind::{kind} [%r9], %rd3, %rd4, %r20, 0;
 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2];
 READ:
 {done}
@@ -242,8 +244,8 @@ ret;
 """
 
 
-def kernel(n: int) -> str:
-    """A product of M 128 and this N, bf16, a row of which each thread writes out."""
+def kernel(n: int, kind: str) -> str:
+    """A product of M 128 and this N, a row of which each thread writes out."""
     read = [
         *(
             f"tcgen05.ld.sync.aligned.32x32b.x8.b32 {registers('d', 8, 8 * i)}, [%r10+{8 * i}];"
@@ -254,7 +256,9 @@ def kernel(n: int) -> str:
         "add.u64 %rd8, %rd8, %rd1;",
         *(f"st.global.v4.b32 [%rd8+{16 * i}], {registers('d', 4, 4 * i)};" for i in range(n // 4)),
     ]
-    return HEADER + KERNEL.format(units=SHARED // 16, done=wait("%r2", "0"), read=lines(read))
+    return HEADER + KERNEL.format(
+        kind=kind, units=SHARED // 16, done=wait("%r2", "0"), read=lines(read)
+    )
 
 
 def put(image: Tensor, start: int, matrix: Tensor, k_major: bool, span: int) -> int:
@@ -277,15 +281,15 @@ def multiply(
     flip: int = 0,
     mode: str = "random",
 ) -> tuple[sim.Report, Tensor]:
-    """a (128, 16) times b (n, 16), bf16: the report, (128, n). `flip`: bits to change in the
-    instruction descriptor.
+    """a (128, 32 bytes) times b (n, 32 bytes), of 16 or of 8 bits: the report, (128, n). `flip`:
+    bits to change in the instruction descriptor.
     """
     image = torch.zeros(SHARED, dtype=torch.uint8)
     adesc = put(image, a_place, a, instruction.a_k, a_span)
     bdesc = put(image, B_PLACE, b, instruction.b_k, b_span)
     out = torch.full((128, b.shape[0]), torch.nan)
     report = sim.launch(
-        sim.load(kernel(b.shape[0])),
+        sim.load(kernel(b.shape[0], "f16" if a.element_size() == 2 else "f8f6f4")),
         "test",
         [
             image,
@@ -305,9 +309,13 @@ def multiply(
 @pytest.mark.parametrize("b_span", SWIZZLES)
 @pytest.mark.parametrize("b_k", [True, False], ids=["b-k", "b-mn"])
 @pytest.mark.parametrize("a_k", [True, False], ids=["a-k", "a-mn"])
-def test_every_layout_of_16_bit_operands(a_k: bool, b_k: bool, b_span: int) -> None:
-    a, b = random(128, 16, torch.bfloat16), random(64, 16, torch.bfloat16)
-    instruction = Instruction(128, 64, BF16, BF16, a_k=a_k, b_k=b_k)
+@pytest.mark.parametrize(
+    ("dtype", "code"), [(torch.bfloat16, BF16), (torch.float8_e4m3fn, E4M3)], ids=["bf16", "e4m3"]
+)
+def test_every_layout(dtype: torch.dtype, code: int, a_k: bool, b_k: bool, b_span: int) -> None:
+    depth = 32 // dtype.itemsize
+    a, b = random(128, depth, dtype), random(64, depth, dtype)
+    instruction = Instruction(128, 64, code, code, a_k=a_k, b_k=b_k)
     for a_span in SWIZZLES:
         mode = MODES[(a_span + b_span) // 32 % 4]
         report, d = multiply(a, b, instruction, a_span=a_span, b_span=b_span, mode=mode)

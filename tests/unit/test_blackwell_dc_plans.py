@@ -372,3 +372,111 @@ def test_packed_sequences_that_are_long_on_average_multiply_in_pairs() -> None:
     for sequences, expected in ((10, True), (20, False)):
         problem = packed_call("bfloat16", rows=50_000, sequences=sequences, d=128)
         assert in_pairs(dc_plan(problem)) == expected
+
+
+# --- e4m3 ---
+
+E4M3 = "float8_e4m3fn"
+FP8_TILES = {
+    (64, 64): (256, 128),
+    (128, 128): (256, 128),
+    (192, 128): (256, 128),
+    (256, 256): (128, 128),
+}
+# After the tensor maps: of q, k and v an address and strides of batch, head and block; query heads
+# that share a descale of q; out_dtype.
+FP8_TAIL = struct.Struct("<" + "4q" * 3 + "qi")
+OUT_DTYPES = {"float16": 1, "bfloat16": 2}
+
+
+def fp8_tail(plan: native.LaunchPlan) -> tuple[int, ...]:
+    launch = launch_of(plan)
+    end = max(spec["offset"] for spec in launch["tensor_maps"]) + 128
+    return FP8_TAIL.unpack_from(bytes.fromhex(launch["params"]), end)
+
+
+@pytest.mark.parametrize(
+    ("dims", "serving"),
+    [((16, 16), 64), ((96, 96), 128), ((64, 80), 128), ((144, 128), 192), ((192, 144), 256)],
+    ids=str,
+)
+@every_device
+def test_the_smallest_e4m3_kernel_that_holds_both_head_dims_serves(
+    device: str, dims: tuple[int, int], serving: int
+) -> None:
+    launch = launch_of(dc_plan(call(E4M3, nq=9000, d=dims[0], dv=dims[1]), device))
+    assert launch["kernel"] == f"{NAME}_attention_fwd_e4m3_d{serving}"
+    assert launch["image"] == f"{NAME}/fwd_e4m3"
+    assert launch["shared_bytes"] <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("dims", FP8_TILES, ids=str)
+def test_boxes_of_e4m3_tiles_count_bytes_and_those_of_the_output_16_bits(
+    dims: tuple[int, int],
+) -> None:
+    (d, dv), (rows, keys) = dims, FP8_TILES[dims]
+    plan = dc_plan(call(E4M3, b=3, hq=8, hkv=2, nq=1000, nk=777, d=d, dv=dv))
+    assert dict(plan.notes)["tile"].startswith(f"{rows} query rows x {keys} keys")
+    maps = maps_of(plan)
+    for operand, columns, dtype, size, box in (
+        ("q", d, E4M3, 1, 128),
+        ("k", d, E4M3, 1, keys),
+        ("v", dv, E4M3, 1, keys),
+        ("out", dv, "bfloat16", 2, 128),
+    ):
+        span, swizzle = (128, B128) if columns * size % 128 == 0 else (64, B64)
+        spec = maps[operand]
+        assert spec["dims"][0] == columns
+        assert spec["strides"][0] == columns * size
+        assert spec["box"] == [span // size, box, 1, 1]
+        assert (spec["dtype"], spec["swizzle"]) == (dtype, swizzle)
+
+
+def test_descales_become_addresses_and_strides() -> None:
+    q, k = (
+        torch.empty(3, h, n, 64, dtype=torch.float8_e4m3fn, device="meta")
+        for h, n in ((4, 100), (2, 300))
+    )
+    given = {
+        "q_descale": torch.empty(3, 4, 2, device="meta"),
+        "k_descale": torch.empty(3, 2, device="meta"),
+        "v_descale": torch.empty(2, device="meta"),
+    }
+    for options, strides, names, out_dtype in (
+        (
+            given | {"out_dtype": torch.float16},
+            (0, 8, 2, 1, 0, 2, 1, 0, 0, 0, 1, 0, 1),
+            ["q", "k", "v"],
+            "float16",
+        ),
+        ({}, (0,) * 12 + (1,), [], "bfloat16"),
+    ):
+        plan = dc_plan(make_problem(q, k, k, **options).as_if_on_cuda())
+        assert fp8_tail(plan) == (*strides, OUT_DTYPES[out_dtype])
+        slots = {s["operand"]: s["offset"] for s in launch_of(plan)["pointers"]}
+        assert [name for name in "qkv" if f"{name}_descale" in slots] == names
+        first = max(spec["offset"] for spec in launch_of(plan)["tensor_maps"]) + 128
+        for i, name in enumerate(names):
+            assert slots[f"{name}_descale"] == first + 32 * i
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"d": 40}, "head_dim 40: blackwell_dc takes multiples of 16 up to 256"),
+        (
+            {"out_dtype": torch.float32},
+            "out_dtype float32: blackwell_dc writes float16 or bfloat16",
+        ),
+    ],
+    ids=["d", "out_dtype"],
+)
+def test_what_fp8_cannot_do_is_said(options: dict[str, Any], reason: str) -> None:
+    answer = native.plan(NAME, call(E4M3, **options), find_device("B200"))
+    assert isinstance(answer, list)
+    assert any(said.startswith(reason) for said in answer)
+
+
+def test_e5m2_goes_to_ada() -> None:
+    (reason, *_) = native.plan(NAME, call("float8_e5m2"), find_device("B200"))
+    assert reason.startswith("dtype float8_e5m2: blackwell_dc takes float16, bfloat16 and ")

@@ -433,7 +433,12 @@ def test_fp8_goes_to_ada_from_8_9_on_and_to_torch_before(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
     decision = _dispatch.select(problem(dtype), gpu(capability))
-    if capability[0] == 12 and dtype == torch.float8_e4m3fn:
+    if capability[0] == 10 and dtype == torch.float8_e4m3fn:
+        assert decision.chosen == DC
+        assert decision.plan is not None
+        assert decision.plan.code == code(DC, capability)
+        assert decision.reasons["ada"] == [f"{DC} is expected to be faster"]
+    elif capability[0] == 12 and dtype == torch.float8_e4m3fn:
         assert decision.chosen == CONSUMER
         assert decision.plan is not None
         assert decision.plan.code == code(CONSUMER, capability)

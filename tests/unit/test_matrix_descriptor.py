@@ -15,9 +15,10 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
 
-# Columns and rows of every tile of blackwell_dc: Q, K and V. A pair's half of K has 64 rows.
-TILES = ((64, 128), (96, 128), (128, 64), (128, 128), (192, 128), (256, 128), (256, 64))
-DTYPES = {"F16": 0, "BF16": 1}
+# Columns and rows of every tile of blackwell_dc: Q, K and V; of 8-bit numbers two count as one.
+# A pair's half of K has 64 rows.
+TILES = ((32, 128), (64, 128), (96, 128), (128, 64), (128, 128), (192, 128), (256, 128), (256, 64))
+DTYPES = {"F16": 0, "BF16": 1, "E4M3": 0, "E5M2": 1}  # the kind tells 8 bits from 16
 # m, n of Q K^T (n is of keys) and of P V (n is of columns of V). A pair's m is 256.
 SHAPES = ((128, 64), (128, 96), (128, 128), (128, 256), (256, 128))
 
@@ -42,7 +43,9 @@ void print() {{
   for (int k = 0; k < COLUMNS / 16; ++k)
     std::printf("k %d %d %d %d\\n", COLUMNS, ROWS, k, (int)k_major_step<Tile>(k));
   for (int k = 0; k < ROWS / 16; ++k)
-    std::printf("mn %d %d %d %d\\n", COLUMNS, ROWS, k, (int)mn_major_step<Tile>(k));
+    std::printf("mn %d %d %d %d\\n", COLUMNS, ROWS, k, (int)mn_major_step<Tile, 16>(k));
+  for (int k = 0; k < ROWS / 32; ++k)
+    std::printf("mn_of_8_bits %d %d %d %d\\n", COLUMNS, ROWS, k, (int)mn_major_step<Tile, 32>(k));
 }}
 
 void instruction(DType dtype, const char* name, int m, int n, bool mn_major) {{
@@ -101,13 +104,17 @@ def test_fields_are_those_of_the_isas_table(printed: list[list[str]]) -> None:
 
 
 def test_steps_go_through_the_slabs(printed: list[list[str]]) -> None:
-    """Where the first element of each step of 16 lies, found by walking over the tile's bytes."""
+    """Where the first element of each step lies, found by walking over the tile's bytes: steps of
+    32 bytes of a row, 16 rows of 16 bits, 32 rows of 8.
+    """
+    depths = {"k": 16, "mn": 16, "mn_of_8_bits": 32}
     for line in printed:
-        if line[0] not in ("k", "mn"):
+        if line[0] not in depths:
             continue
         columns, rows, step, units = map(int, line[1:])
         slab = slab_of(columns)
-        column, row = (16 * step, 0) if line[0] == "k" else (0, 16 * step)
+        first = depths[line[0]] * step
+        column, row = (first, 0) if line[0] == "k" else (0, first)
         offset = 0
         while column >= slab:
             column -= slab
@@ -137,6 +144,8 @@ CUTLASS_INSTRUCTIONS = {
     ("F16", 128, 128, 1): 0x08210010,
     ("BF16", 256, 128, 0): 0x10200490,
     ("BF16", 256, 128, 1): 0x10210490,
+    ("E4M3", 128, 128, 0): 0x08200010,
+    ("E4M3", 128, 128, 1): 0x08210010,
 }
 
 

@@ -90,7 +90,7 @@ def test_blackwell_dc_is_built_for_the_targets_of_the_design() -> None:
     row = facts("blackwell_dc")
     assert row.compiled == ("sm_100f", "compute_100f")
     assert row.capabilities == (("10.0", "10.9", "sm_100f"), ("10.0", "10.9", "compute_100f"))
-    assert row.dtypes == ("float16", "bfloat16")
+    assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
 def test_only_simt_leaves_the_tensor_cores_unused() -> None:
