@@ -14,7 +14,7 @@
 
 namespace archflash::math {
 
-constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
+constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
 // The largest base of the shares in which a row sees a key; -inf if there is none. Called by a
 // warp.
@@ -26,7 +26,7 @@ __device__ __forceinline__ float find_largest_base(const Partials& partials, int
   }
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)
-    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, lanes));
+    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, lanes));
   return largest;
 }
 
@@ -59,10 +59,10 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
     // A base that is NaN, which a row gets from what is not finite, makes everything NaN.
     const float of_lane = end.sum == 0.0f ? 0.0f : ptx::ex2_approx_ftz(end.base - base);
     sum = fmaf(end.sum, of_lane, sum);
-    const unsigned seen = __ballot_sync(FULL_WARP, end.sum != 0.0f);
+    const unsigned seen = __ballot_sync(ALL_LANES, end.sum != 0.0f);
 #pragma unroll 4
     for (int i = 0; i < min(32, partials.splits - first); ++i) {
-      const float weight = __shfl_sync(FULL_WARP, of_lane, i);
+      const float weight = __shfl_sync(ALL_LANES, of_lane, i);
       if ((seen >> i & 1) == 0) continue;
       const int64_t start = partials.index(first + i, row) * attention.dv;
 #pragma unroll
@@ -77,7 +77,7 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
     }
   }
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lanes);
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
 
   const float keys_max = sum == 0.0f ? MINUS_INFINITY : base * LN_2;
   const RowEnd end = finish_row(keys_max, sum, load_sink(attention, head));
