@@ -51,11 +51,12 @@ LONG = tuple(
 SWITCH_CASES = (
     "fp16 16x16 8192 d128", "bf16 1x32/8 16384 d128 c", "bf16 1x32/8 4096 d128 c",
     "bf16 64x64 1024 d64", "fp16 8x12 2048 d64 c", "bf16 2x16 4096 d256 c",
-    "bf16 2x16 16384 d192 c", "e4m3 16x16 8192 d128",
+    "bf16 2x16 16384 d192 c", "bf16 1x32/8 1x131072 d128", "e4m3 16x16 8192 d128",
 )  # fmt: skip
 TINY = (
     Case("bf16 1x2/1 300x260 d128 c", "bf16", 1, 2, 1, 300, 260, 128, 128, True),
     Case("fp16 1x1 130x140 d64", "fp16", 1, 1, 1, 130, 140, 64, 64, False),
+    Case("bf16 1x2/1 1x4000 d64", "bf16", 1, 2, 1, 1, 4000, 64, 64, False),
 )
 # What a process may take, in seconds: a kernel that hangs costs no more than this.
 FIRST_LIMIT, TESTS_LIMIT, SWITCH_LIMIT, TIMING_LIMIT = 180, 1200, 240, 900

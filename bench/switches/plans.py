@@ -36,6 +36,24 @@ def alone(plan: native.LaunchPlan) -> native.LaunchPlan:
     return _with_ctas(plan, 1, plan.device.sm_count)
 
 
+def splits_keys(plan: native.LaunchPlan) -> bool:
+    """Whether keys are split over CTAs."""
+    return plan.workspace_bytes > 0
+
+
+def unsplit(plan: native.LaunchPlan) -> native.LaunchPlan:
+    """The call that says num_splits=1.
+
+    Raises:
+        RuntimeError: there is no plan for it.
+    """
+    problem = native.Problem.from_dict(plan.problem.to_dict() | {"num_splits": 1})
+    made = native.plan(plan.implementation, problem, plan.device)
+    if isinstance(made, list):
+        raise RuntimeError("; ".join(made))
+    return made
+
+
 def one_tile_each(plan: native.LaunchPlan) -> native.LaunchPlan:
     """The same kernel with a CTA, or a pair of them, for each row tile."""
     fields = plan.to_dict()

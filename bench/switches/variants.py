@@ -78,6 +78,7 @@ SETTINGS = (
     Setting("persistent=off", "a CTA for each row tile, which ends with it"),
     Setting("pairs=on", "pairs of CTAs multiply together, whatever the call (d 128 only)"),
     Setting("pairs=off", "CTAs work alone, whatever the call (d 128 only)"),
+    Setting("splits=off", "keys are not split over CTAs (calls whose keys the plan splits only)"),
     _registers(200, 64, 48),
     _registers(184, 96, 48),
 )
@@ -144,7 +145,11 @@ def applies(setting: Setting, planned: Any) -> bool:
     """Whether a setting says anything of a plan of blackwell_dc."""
     from bench.switches import plans
 
-    return setting.switch != "pairs" or plans.serves_pairs(planned)
+    if setting.switch == "pairs":
+        return plans.serves_pairs(planned)
+    if setting.switch == "splits":
+        return plans.splits_keys(planned)
+    return True
 
 
 def plan_for(setting: Setting, planned: Any) -> Any:
@@ -162,6 +167,8 @@ def plan_for(setting: Setting, planned: Any) -> Any:
         return plans.in_pairs(planned)
     if setting.name == "pairs=off":
         return plans.alone(planned)
+    if setting.name == "splits=off":
+        return plans.unsplit(planned)
     return planned
 
 
@@ -196,6 +203,8 @@ def simulate(
         plan = archflash.explain(q, k, v, device=HOME, implementation=NAME, **call).plan
     if setting is not None:
         plan = plan_for(setting, plan)
+        if setting.name == "splits=off":  # a plan runs for its own call only
+            options["num_splits"] = 1
     program = None
     if setting is not None and setting.assignment:
         program = sim.load(compiled(setting, changed_kernel(plan), nvcc, "ptx").decode())

@@ -69,7 +69,7 @@ def test_every_switch_of_the_config_has_a_setting() -> None:
     (body,) = re.findall(r"^struct Switches \{\n(.*?)^\};", text, re.M | re.S)
     members = re.findall(r"^  \w+ (\w+) = ", body, re.M)
     assert len(members) >= 7
-    assert set(members) | {"persistent", "pairs", "registers"} == {
+    assert set(members) | {"persistent", "pairs", "splits", "registers"} == {
         setting.switch for setting in SETTINGS
     }
     assert len(BY_NAME) == len(SETTINGS)
@@ -204,6 +204,16 @@ def test_ctas_come_in_the_order_and_number_that_is_asked_for() -> None:
     assert len(instructions_of_ctas(BY_NAME["persistent=off"], 1)) == 2
     # A pair of CTAs has both tiles at once.
     assert len(instructions_of_ctas(BY_NAME["pairs=on"], 2)) == 2
+
+
+@pytest.mark.parametrize("name", ["splits=off", "tma_store=off"])
+def test_keys_that_are_split_are_a_switch_and_leave_the_others_be(name: str) -> None:
+    q, k = rand(1, 2, 1, 64, seed=0), rand(1, 1, 4000, 64, seed=1)
+    made = run(BY_NAME[name], q, k, k, mode="random", seed=3)
+    assert len(made.reports) == (1 if name == "splits=off" else 2)
+    assert not unexplained(variants.NAME, made.report), made.report
+    report = reference.check(made.out, reference.attention(q, k, k)[0], reference.baseline(q, k, k))
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
