@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import archflash
 from archflash import sim
 
-from .test_blackwell_dc import in_pairs
+from .test_blackwell_dc import one_after_another
 from .test_tcgen05_descriptors import BF16, F16, Instruction, matrix_descriptor
 
 KIB = 1024
@@ -96,10 +95,14 @@ class Layout:
 
 LAYOUTS = {
     "d64": Layout(64, 64, 2, 8, 0),
+    "d64_few": Layout(64, 64, 1, 6, 6),
     "d96": Layout(96, 96, 2, 5, 0),
+    "d96_few": Layout(96, 96, 1, 4, 3),
     "d128": Layout(128, 128, 2, 3, 0),
+    "d128_few": Layout(128, 128, 1, 3, 2),
     "d128_pair": Layout(128, 128, 2, 6, 0, ctas=2),
     "d192": Layout(192, 128, 2, 2, 1),
+    "d192_few": Layout(192, 128, 1, 2, 2),
     "d256": Layout(256, 256, 1, 2, 2, keys=64),
 }
 BLOCKS = 9  # each stage of each ring is used
@@ -179,11 +182,7 @@ def test_products_and_their_descriptors(name: str, dtype: torch.dtype) -> None:
     q = torch.ones(1, 1, 128 * layout.tiles * layout.ctas, layout.d, dtype=dtype)
     k = torch.ones(1, 1, BLOCKS * layout.keys, layout.d, dtype=dtype)
     v = torch.ones(1, 1, BLOCKS * layout.keys, layout.dv, dtype=dtype)
-    decision = archflash.explain(q, k, v, device="B200", implementation="blackwell_dc")
-    plan = decision.plan
-    assert plan is not None
-    if layout.ctas == 2:
-        plan = in_pairs(plan, pairs=1)
+    plan = one_after_another(name, q, k, v)
     assert plan.to_dict()["launches"][0]["kernel"].endswith(f"{TYPES[CODES[dtype]]}_{name}")
     report = sim.run(
         q, k, v, implementation="blackwell_dc", plan=plan, race_check=False, traced_ctas=1
