@@ -16,43 +16,50 @@ import torch
 from archflash import sim
 
 from .test_blackwell_dc import one_after_another
-from .test_tcgen05_descriptors import BF16, F16, Instruction, matrix_descriptor
+from .test_tcgen05_descriptors import BF16, E4M3, F16, Instruction, matrix_descriptor
 
 KIB = 1024
-CODES = {torch.bfloat16: BF16, torch.float16: F16}
-TYPES = {BF16: "bf16", F16: "f16"}
-STEP = 16  # elements that one product sums over
+CODES = {torch.bfloat16: BF16, torch.float16: F16, torch.float8_e4m3fn: E4M3}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
+STEP_BYTES = 32  # of a row of Q or K: what one product sums over
 Operands = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile in shared memory: slabs of 64 or 32 columns one after another, swizzled rows.
+    """A tile in shared memory: slabs one after another, swizzled rows.
 
     Attributes:
-        rows, columns: of 16-bit elements.
+        rows, columns: of elements.
+        element: bytes of one.
     """
 
     rows: int
     columns: int
+    element: int = 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Of all slabs."""
+        return self.columns * self.element
 
     @property
     def span(self) -> int:
         """Bytes of a slab's row, over which the swizzle goes."""
-        return 128 if self.columns % 64 == 0 else 64
+        return 128 if self.row_bytes % 128 == 0 else 64
 
     def k_major(self, start: int, step: int) -> int:
         """Descriptor of the columns of a step, which are summed over."""
-        slab, byte = divmod(2 * STEP * step, self.span)
+        slab, byte = divmod(STEP_BYTES * step, self.span)
         return matrix_descriptor(
             start + slab * self.rows * self.span + byte, 16, 8 * self.span, self.span
         )
 
     def mn_major(self, start: int, step: int) -> int:
         """Descriptor of the rows of a step, which are summed over."""
-        one_slab = 2 * self.columns == self.span
+        one_slab = self.row_bytes == self.span
         return matrix_descriptor(
-            start + STEP * step * self.span,
+            start + STEP_BYTES // self.element * step * self.span,
             0 if one_slab else self.rows * self.span,
             8 * self.span,
             self.span,
@@ -70,6 +77,7 @@ class Layout:
         v_stages: of V; 0: one ring.
         keys: of a block.
         ctas: that multiply together: each has half of K's rows and of V's columns.
+        element: bytes of one.
     """
 
     d: int
@@ -79,18 +87,19 @@ class Layout:
     v_stages: int
     keys: int = 128
     ctas: int = 1
+    element: int = 2
 
     @property
     def q(self) -> Tile:
-        return Tile(128, self.d)
+        return Tile(128, self.d, self.element)
 
     @property
     def k(self) -> Tile:
-        return Tile(self.keys // self.ctas, self.d)
+        return Tile(self.keys // self.ctas, self.d, self.element)
 
     @property
     def v(self) -> Tile:
-        return Tile(self.keys, self.dv // self.ctas)
+        return Tile(self.keys, self.dv // self.ctas, self.element)
 
 
 LAYOUTS = {
@@ -105,11 +114,17 @@ LAYOUTS = {
     "d192_few": Layout(192, 128, 1, 2, 2),
     "d256": Layout(256, 256, 1, 2, 2, keys=64),
 }
+E4M3_LAYOUTS = {
+    "d64": Layout(64, 64, 2, 8, 0, element=1),
+    "d128": Layout(128, 128, 2, 8, 0, element=1),
+    "d192": Layout(192, 128, 2, 3, 2, element=1),
+    "d256": Layout(256, 256, 1, 2, 2, element=1),
+}
 BLOCKS = 9  # each stage of each ring is used
 
 
 def size(tile: Tile) -> int:
-    return 2 * tile.rows * tile.columns
+    return tile.rows * tile.row_bytes
 
 
 class Kernel:
@@ -145,7 +160,7 @@ class Kernel:
         """S = Q K^T of a tile and a block, in its buffer's columns."""
         layout = self.layout
         buffer = tile if layout.tiles == 2 else block % 2
-        for step in range(layout.d // STEP):
+        for step in range(layout.q.row_bytes // STEP_BYTES):
             yield (
                 layout.keys * buffer,
                 layout.q.k_major(self.shared + tile * size(layout.q), step),
@@ -154,13 +169,14 @@ class Kernel:
             )
 
     def o(self, tile: int, block: int) -> Iterator[Operands]:
-        """O += P V: P over the upper half of its S, two elements in a column."""
+        """O += P V: P over the last columns of its S, whose 32 bits hold two or four elements."""
         layout = self.layout
         buffer = tile if layout.tiles == 2 else block % 2
-        for step in range(layout.keys // STEP):
+        p_columns = layout.keys * layout.element // 4
+        for step in range(layout.keys * layout.element // STEP_BYTES):
             yield (
                 256 + tile * layout.dv,
-                layout.keys * buffer + layout.keys // 2 + step * STEP // 2,
+                layout.keys * buffer + layout.keys - p_columns + step * STEP_BYTES // 4,
                 layout.v.mn_major(self.v_starts[block], step),
                 self.pv,
             )
@@ -175,15 +191,21 @@ class Kernel:
                 yield from self.s(*steps[number + 2])
 
 
-@pytest.mark.parametrize("dtype", CODES, ids=lambda dtype: TYPES[CODES[dtype]])
-@pytest.mark.parametrize("name", LAYOUTS)
+CASES = [
+    (name, dtype) for dtype in CODES for name in (LAYOUTS if dtype.itemsize == 2 else E4M3_LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), CASES, ids=[f"{name}-{TYPES[dtype]}" for name, dtype in CASES]
+)
 def test_products_and_their_descriptors(name: str, dtype: torch.dtype) -> None:
-    layout = LAYOUTS[name]
-    q = torch.ones(1, 1, 128 * layout.tiles * layout.ctas, layout.d, dtype=dtype)
-    k = torch.ones(1, 1, BLOCKS * layout.keys, layout.d, dtype=dtype)
-    v = torch.ones(1, 1, BLOCKS * layout.keys, layout.dv, dtype=dtype)
+    layout = (LAYOUTS if dtype.itemsize == 2 else E4M3_LAYOUTS)[name]
+    q = torch.ones(1, 1, 128 * layout.tiles * layout.ctas, layout.d).to(dtype)
+    k = torch.ones(1, 1, BLOCKS * layout.keys, layout.d).to(dtype)
+    v = torch.ones(1, 1, BLOCKS * layout.keys, layout.dv).to(dtype)
     plan = one_after_another(name, q, k, v)
-    assert plan.to_dict()["launches"][0]["kernel"].endswith(f"{TYPES[CODES[dtype]]}_{name}")
+    assert plan.to_dict()["launches"][0]["kernel"].endswith(f"{TYPES[dtype]}_{name}")
     report = sim.run(
         q, k, v, implementation="blackwell_dc", plan=plan, race_check=False, traced_ctas=1
     ).report
