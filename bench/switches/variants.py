@@ -318,5 +318,7 @@ def counts_of(setting: Setting | None, blocks: int, nvcc: str, d: int = 128) -> 
     generator = torch.Generator().manual_seed(2)
     v = torch.randn(1, 1, blocks * BLOCK[d], DV.get(d, d), generator=generator).bfloat16()
     return counts(
-        simulate(setting, q, k, v, nvcc=nvcc, mode="lazy", race_check=False, traced_ctas=1)
+        simulate(
+            setting, q, k, v, nvcc=nvcc, mode="lazy", race_check=False, traced_ctas=1, num_splits=1
+        )
     )
