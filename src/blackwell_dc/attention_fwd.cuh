@@ -1,7 +1,7 @@
-// Attention forward on tcgen05 and tensor memory, for compute capability 10.0 and 10.3: fp16 or
-// bf16 inputs, fp32 scores, sums and output accumulators. The CTAs, one for each SM, share out row
-// tiles (BLOCK_Q query rows of a head, the longest first) and visit the visible key blocks of each
-// from the last (ragged) one back to the first with an online softmax.
+// Attention forward on tcgen05 and tensor memory, for compute capability 10.0 and 10.3: fp16, bf16
+// or e4m3 inputs, fp32 scores, sums and output accumulators. The CTAs, one for each SM, share out
+// row tiles (BLOCK_Q query rows of a head, the longest first) and visit the visible key blocks of
+// each from the last (ragged) one back to the first with an online softmax.
 //   warps 0-3, 4-7  softmax of tile 0, 1    S -> P in tensor memory, a thread for each row
 //   warps 8-11      correction              rescales O, at the end O -> rows in shared memory
 //   warp 12         mma                     S = Q K^T and O += P V, two steps in flight
