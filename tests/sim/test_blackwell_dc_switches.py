@@ -33,12 +33,16 @@ NVCC = on_the_spot.find_nvcc()
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not found: it compiles the variants")
 
 BY_NAME = {setting.name: setting for setting in SETTINGS}
-# (d, dv) that a kernel is for, and whether CTAs work in pairs.
-ALL_KERNELS = [
-    (64, 64, False), (96, 96, False), (128, 128, False), (128, 128, True), (192, 128, False),
-    (256, 256, False),
-]  # fmt: skip
-TESTED = ALL_KERNELS if IN_FULL else [(128, 128, False)]
+# The dtype, d and dv that a kernel is for, query rows, and whether CTAs work in pairs. More rows
+# than a tile has, unless the kernel is for few.
+FULL = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+KERNELS = [
+    *[(torch.bfloat16, *dims, 270, False) for dims in FULL],
+    (torch.bfloat16, 128, 128, 270, True),
+    (torch.bfloat16, 128, 128, 100, False),
+    *[(torch.float8_e4m3fn, d, dv, 270, False) for d, dv in FULL if d != 96],
+]
+TESTED = KERNELS if IN_FULL else [(torch.bfloat16, 128, 128, 270, False)]
 D, ROWS, KEYS = 128, 256, 128  # of a tile where counts are compared
 SOFTMAX_WARPS = 8
 
@@ -75,25 +79,31 @@ def test_every_switch_of_the_config_has_a_setting() -> None:
     assert len(BY_NAME) == len(SETTINGS)
 
 
-@pytest.mark.parametrize(("d", "dv", "pair"), TESTED)
+@pytest.mark.parametrize(("dtype", "d", "dv", "nq", "pair"), TESTED)
 @every_setting
-def test_a_changed_kernel_is_right(setting: Setting, d: int, dv: int, pair: bool) -> None:
-    # Two tiles and more, keys that end inside a block; one CTA goes over all tiles.
-    q, k, v = rand(1, 1, 270, d, seed=0), rand(1, 1, 393, d, seed=1), rand(1, 1, 393, dv, seed=2)
+def test_a_changed_kernel_is_right(
+    setting: Setting, dtype: torch.dtype, d: int, dv: int, nq: int, pair: bool
+) -> None:
+    # Keys that end inside a block; one CTA goes over all tiles.
+    shapes = ((nq, d), (393, d), (393, dv))
+    q, k, v = (rand(1, 1, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
     plan = plan_on_one_sm(q, k, v, causal=True, return_lse=True)
     if not variants.applies(setting, plan):
         pytest.skip("the switch says nothing of this kernel")
     if pair:
         plan = plans.in_pairs(plan)
     expected, expected_lse = reference.attention(q, k, v, causal=True)
-    baseline = reference.baseline(q, k, v, causal=True)
     first = SETTINGS.index(setting) % len(MODES)
     for mode in MODES if IN_FULL else [MODES[first]]:
         made = run(setting, q, k, v, plan=plan, mode=mode, seed=5, causal=True, return_lse=True)
         assert not unexplained(variants.NAME, made.report), made.report
         # What is explained is that products are taken to run in the order of issue.
         assert bool(made.report.findings) == (setting.name != "trust_issue_order=off")
-        report = reference.check(made.out, expected, baseline)
+        if dtype == torch.float8_e4m3fn:
+            report = reference.check_fp8(made.out, expected, q, k, v, causal=True)
+        else:
+            baseline = reference.baseline(q, k, v, causal=True)
+            report = reference.check(made.out, expected, baseline)
         assert report.ok, report
         lse_report = reference.check_lse(made.lse, expected_lse)
         assert lse_report.ok, lse_report
