@@ -9,7 +9,9 @@ sequences of different lengths, sinks, softcap, scales that cannot be folded, hu
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,11 @@ from torch import Tensor
 
 from archflash import _api, reference
 from archflash import _archflash as _runtime
+
+# The benchmarks are no part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from bench.switches.plans import in_pairs
 
 from ..cards.cases import DTYPES, hashed
 
@@ -41,6 +48,7 @@ class Target:
             and of one without keys; 0: neither.
         sample: how many mutants of any kind the everyday tests run; 0: all of synchronisation, and
             others.
+        in_pairs: whether a pair of CTAs serves the calls, which are planned for one CTA.
     """
 
     implementation: str
@@ -53,6 +61,7 @@ class Target:
     many: tuple[int, int] | None = None
     blocks: int = 0
     sample: int = 0
+    in_pairs: bool = False
 
     @property
     def kernel(self) -> str:
@@ -91,6 +100,7 @@ TARGETS = (
     # Rows of a tile and a bit, of two: tiles that end in either.
     Target("blackwell_dc", "bf16_d64", "B200", 1, 150, 128, 64, blocks=10, sample=30),
     Target("blackwell_dc", "f16_d128", "B200", 1, 150, 128, 128, blocks=10, sample=30),
+    Target("blackwell_dc", "bf16_d128_pair", "B200", 1, 300, 128, 128, blocks=10, in_pairs=True),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
@@ -127,6 +137,8 @@ class Call:
         plan = _runtime.plan(target.implementation, problem.as_if_on_cuda(), device)
         if isinstance(plan, list):
             raise ValueError(f"{target.kernel}, {name}: {plan}")
+        if target.in_pairs:
+            plan = in_pairs(plan, pairs=1)
         (self.launch,) = plan.to_dict()["launches"]
         if self.launch["kernel"] != target.kernel:
             raise ValueError(f"{name} is planned on {self.launch['kernel']}, not {target.kernel}")
