@@ -236,6 +236,7 @@ bar.warp.sync 0xffffffff;
 {read}
 tcgen05.fence::before_thread_sync;
 bar.sync 0;
+tcgen05.fence::after_thread_sync;
 @%p2 bra FREED;
 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r9, 256;
 FREED:
