@@ -142,3 +142,16 @@ def test_descales_of_blocks_of_v_may_have_any_size_and_sign(name: str, scale: fl
             scale=scale, **call
         )  # fmt: skip
         check(name, ran, tensors, call | {"scale": scale})
+
+
+@pytest.mark.parametrize("descales", [(1.0, 100.0), (100.0, 1.0)], ids=str)
+@each_name
+def test_descales_of_v_count_beside_equal_scores_of_any_size(
+    name: str, descales: tuple[float, float]
+) -> None:
+    """All keys have one score, so large that the logarithm of a descale is less than its ulp."""
+    q, k = torch.ones(1, 1, 5, 64).to(E4M3), torch.ones(1, 1, 128, 64).to(E4M3)
+    v = rand(1, 1, 128, 64, seed=1).to(E4M3)
+    call = {"scale": 1e7, "v_descale": torch.tensor(descales).view(1, 1, 2)}
+    ran = sim.run(q, k, v, implementation=name, return_lse=True, **call)
+    check(name, ran, [q, k, v], call)
