@@ -6,17 +6,18 @@ import struct
 
 from archflash import _archflash as native
 
-CTA_ROWS = 256  # of a tile of the kernel for head dim 128, and of each CTA of a pair
+CTA_ROWS = 256  # of a tile of the kernels that have pairs, and of each CTA of a pair
 TILES_OFFSET = 264  # of Params::tiles
-BARRIER_BYTES = 12 * 8  # that a pair's ring of six stages has more than one of three
-ALONE, PAIR = "_d128", "_d128_pair"  # ends of names of kernels
+BARRIER_BYTES = 12 * 8  # that a pair's six stages have more than the three of a CTA alone
+ALONE = ("_d128", "_d192")  # ends of names of kernels that have pairs,
+PAIR = "_pair"  # whose names end so
 
 
 def serves_pairs(plan: native.LaunchPlan) -> bool:
     """Whether the same call could be served by a pair of CTAs as well as by one."""
     launches = plan.to_dict()["launches"]
     sixteen_bit = plan.problem.dtype in ("float16", "bfloat16")
-    return sixteen_bit and len(launches) == 1 and launches[0]["kernel"].endswith((ALONE, PAIR))
+    return sixteen_bit and len(launches) == 1 and launches[0]["kernel"].endswith((*ALONE, PAIR))
 
 
 def in_pairs(plan: native.LaunchPlan, pairs: int | None = None) -> native.LaunchPlan:
@@ -76,10 +77,9 @@ def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.Launch
     params = bytearray.fromhex(launch["params"])
     struct.pack_into("<i", params, TILES_OFFSET, tiles)
     before = launch["cluster"][0]
-    stem = name.removesuffix(PAIR).removesuffix(ALONE)
     dtype = "f16" if problem["dtype"] == "float16" else "bf16"
     launch |= {
-        "kernel": stem + (PAIR if ctas == 2 else ALONE),
+        "kernel": name.removesuffix(PAIR) + (PAIR if ctas == 2 else ""),
         "image": "blackwell_dc/fwd_pair" if ctas == 2 else f"blackwell_dc/fwd_{dtype}",
         "grid": [ctas * min(groups, tiles), 1, 1],
         "cluster": [ctas, 1, 1],

@@ -101,7 +101,7 @@ struct Config {
   static_assert(!FP8 || BLOCK_K % SCALE_ROWS == 0, "keys share descales in parts of a block");
   static_assert(BLOCK_K / PRODUCT_DEPTH % 4 == 0 || !SWITCHES.split_p, "P is handed over in 3/4");
   static_assert(TILES == 1 || TILES == 2, "one or two softmax warpgroups");
-  static_assert(CTAS == 1 || (CTAS == 2 && TILES == 2 && !O_OVER_Q), "a CTA, or a pair of them");
+  static_assert(CTAS == 1 || (CTAS == 2 && TILES == 2), "a CTA, or a pair of them");
   static_assert(TILES == 2 || !SHARED_RING, "one tile multiplies the next K before this V");
   static_assert(CTAS == 1 || !FP8, "pairs multiply 16-bit numbers");
   static_assert(BLOCK_K == 128 || BLOCK_K == 64, "quarters of whole k-steps; row masks of 32 bits");
@@ -140,6 +140,8 @@ using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  ONE_SOFTMAX, NONE>;
 // Long sequences: tiles of 2 x 256 rows, half a tile of K or V in each stage.
 template <DType T>
 using D128Pair = Config<T, 128, 128, 2, 128, 6, 0, false, MORE_SOFTMAX, EIGHTH, 2>;
+template <DType T>
+using D192Pair = Config<T, 192, 128, 2, 128, 4, 2, true, MORE_SOFTMAX, NONE, 2>;
 // For few query rows: one tile, as much of K and V under way as there is room for.
 template <DType T>
 using D64Few  = Config<T,  64,  64,  1,    128,  6,  6,  false, ONE_SOFTMAX, FIVE_16THS>;
@@ -173,6 +175,7 @@ static_assert(D96<DType::BF16>::STATS_SMEM == (48 + 5 * 24 + 48) * KIB);
 static_assert(D128<DType::BF16>::STATS_SMEM == (64 + 3 * 32 + 64) * KIB);
 static_assert(D128Pair<DType::BF16>::STATS_SMEM == (64 + 6 * 16 + 64) * KIB);
 static_assert(D192<DType::BF16>::STATS_SMEM == (96 + 2 * 48 + 32) * KIB);
+static_assert(D192Pair<DType::BF16>::STATS_SMEM == (96 + 4 * 24 + 2 * 16) * KIB);
 static_assert(D256<DType::BF16>::STATS_SMEM == (64 + 4 * 32) * KIB);
 static_assert(D64Few<DType::BF16>::STATS_SMEM == (16 + 6 * 16 + 6 * 16 + 16) * KIB);
 static_assert(D96Few<DType::BF16>::STATS_SMEM == (24 + 4 * 24 + 3 * 24 + 24) * KIB);

@@ -39,8 +39,14 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
-    const bool any = blocks.first <= blocks.last;
-    if (!any && !C::O_OVER_Q) continue;
+    if (count_blocks<C>(blocks) == 0) {  // no Q; but its part holds this tile's output rows
+      for (int t = 0; t < C::TILES && C::O_OVER_Q; ++t) {
+        ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
+        arrive_as_warp(barriers.q_empty(t));
+      }
+      if (C::O_OVER_Q) q_parity ^= 1;
+      continue;
+    }
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
@@ -74,19 +80,18 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       }
     };
     const int last_row = keys_start + blocks.last;
-    if (any) load_k(last_row);
+    load_k(last_row);
     const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
-      if (any && leader) {
+      if (leader) {
         start_part<C, typename C::QTile>(
             shared_smem + C::Q_SMEM + t * C::QTile::BYTES, params.q_map, 0,
             q_start + work.first_row + t * C::TILE_ROWS, attention.q_head == 0 ? 0 : head,
             attention.q_batch == 0 ? 0 : batch, barriers.q_full(t), of_mma.q_full(t));
       }
-      if (!any && leader) ptx::mbarrier_arrive(barriers.q_full(t));  // no key, no Q
     }
-    if (any) load_v(last_row, is_ragged<C>(attention, work, blocks));
+    load_v(last_row, is_ragged<C>(attention, work, blocks));
 #pragma unroll 1
     for (int row = last_row - C::BLOCK_K; row >= keys_start + blocks.first; row -= C::BLOCK_K) {
       load_k(row);

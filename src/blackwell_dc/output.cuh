@@ -158,8 +158,8 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
       if (count > 0) {
         ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + count - 1) & 1);
         ptx::tcgen05_fence_after_thread_sync();
-      } else if (C::O_OVER_Q) {  // no product says that load has seen the last tile's q_empty
-        ptx::mbarrier_wait_parity(barriers.q_full(t), tile_parity ^ 1);
+      } else if (C::O_OVER_Q) {  // no product says that store's next arrival there is this tile's
+        ptx::mbarrier_wait_parity(barriers.q_empty(t), tile_parity);
       }
       ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
       const uint32_t o_tmem = lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V;

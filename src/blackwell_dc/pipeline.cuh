@@ -11,9 +11,9 @@ namespace archflash::blackwell_dc {
 
 // t: tile of the CTA; b: buffer of S; slot: of the ring. "Bytes": completed by TMA after the one
 // arrival that says how many; "commit": the one arrival of tcgen05.commit; "w": of each warp. Where
-// a tile has no keys, load and mma pass it by; but where O is staged over Q they arrive at q_full
-// and q_empty themselves, and correction waits for q_full: it stages no earlier than load has seen
-// the last q_empty. The bytes of a ragged V go to v_ragged; load arrives at its kv_full itself.
+// a tile has no keys, load and mma pass it by; but where O is staged over Q load arrives at q_empty
+// in mma's place, and correction waits for the last tile's, so that store's arrivals are one for
+// each tile. The bytes of a ragged V go to v_ragged; load arrives at its kv_full itself.
 //
 //   barrier         arrives               waits        so that
 //   q_full t        load, bytes           mma          Q has landed before it is multiplied

@@ -68,8 +68,9 @@ constexpr Variant VARIANTS[] = {variant<D64<DType::F16>>("d64"), variant<D96<DTy
                                 variant<D192<DType::F16>>("d192"),
                                 variant<D256<DType::F16>>("d256")};
 
-// The same head dims as one of them, for calls that pay_in_pairs().
-constexpr Variant PAIR = variant<D128Pair<DType::F16>>("d128_pair");
+// For the same head dims as one of them each, where that pay_in_pairs().
+constexpr Variant PAIRS[] = {variant<D128Pair<DType::F16>>("d128_pair"),
+                             variant<D192Pair<DType::F16>>("d192_pair")};
 
 // For few query rows: one tile of 128 rows, whose keys may be split over CTAs.
 constexpr Variant FEW_VARIANTS[] = {
@@ -120,7 +121,10 @@ const Variant* by_kernel(const std::string& kernel, DType dtype) {
       if (kernel == kernel_name(variant, dtype)) return &variant;
     }
   }
-  return kernel == kernel_name(PAIR, dtype) ? &PAIR : nullptr;
+  for (const Variant& variant : PAIRS) {
+    if (kernel == kernel_name(variant, dtype)) return &variant;
+  }
+  return nullptr;
 }
 
 // Keys that the middle row of a sequence sees, where all have the mean length and an offset that
@@ -137,20 +141,30 @@ int64_t keys_of_a_row(const Problem& problem) {
 }
 
 // Whether pairs of CTAs are expected to be faster than CTAs alone: unmeasured, from a model
-// (NOTES.md). For a block of 128 keys a CTA of a pair reads 128 KB of shared memory in products,
-// not 192, and brings 32 KB of K and V from L2, not 64. But at either edge, that of the rows and
-// that of the keys they see, a tile has up to 256 more that it does not need, and there are half as
-// many tiles to share out. So: where those 256 are at most 1/16, and the tiles of two CTAs take no
-// more rounds and fill the GPU.
-bool pay_in_pairs(const Problem& problem, const Device& device, const Variant& alone) {
+// (NOTES.md). For a block of 128 keys at d 128 a CTA of a pair reads 128 KB of shared memory in
+// products, not 192, and brings 32 KB of K and V from L2, not 64. But at either edge, that of the
+// rows and that of the keys they see, a tile has up to 256 more that it does not need, and there
+// are half as many tiles to share out. So: where those 256 are at most 1/16, and the tiles of two
+// CTAs take no more rounds and fill the GPU.
+bool pay_in_pairs(const Problem& problem, const Device& device, const Variant& alone,
+                  const Variant& pair) {
   constexpr int64_t LONG = 16 * 256;
-  if (alone.head_dim != PAIR.head_dim || alone.head_dim_v != PAIR.head_dim_v) return false;
   if (core::rows_per_sequence(problem) < LONG || keys_of_a_row(problem) < LONG) return false;
   const int64_t pairs = device.sm_count / 2;
-  const int64_t tiles = tiles_of(problem, PAIR);
+  const int64_t tiles = tiles_of(problem, pair);
   const auto rounds = [](int64_t x, int64_t workers) { return (x + workers - 1) / workers; };
   return pairs > 0 && tiles >= pairs &&
          rounds(tiles, pairs) <= rounds(tiles_of(problem, alone), device.sm_count);
+}
+
+// The kernel that serves all rows of a head with all their keys.
+const Variant& alone_or_pair(const Problem& problem, const Device& device) {
+  const Variant& alone = smallest(VARIANTS, problem);
+  for (const Variant& pair : PAIRS) {
+    const bool same_dims = pair.head_dim == alone.head_dim && pair.head_dim_v == alone.head_dim_v;
+    if (same_dims && pay_in_pairs(problem, device, alone, pair)) return pair;
+  }
+  return alone;
 }
 
 struct Choice {
@@ -163,11 +177,8 @@ struct Choice {
 Choice choose(const Problem& problem, const Device& device) {
   if (is_fp8(problem.dtype)) return {smallest(FP8_VARIANTS, problem), 1};
   const Variant& few = smallest(FEW_VARIANTS, problem);
-  const Variant& alone = smallest(VARIANTS, problem);
   const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
-  const Variant& unsplit = longest <= few.block_q                 ? few
-                           : pay_in_pairs(problem, device, alone) ? PAIR
-                                                                  : alone;
+  const Variant& unsplit = longest <= few.block_q ? few : alone_or_pair(problem, device);
   const int64_t sms = std::max(device.sm_count, 1);
   const int64_t rounds = (tiles_of(problem, unsplit) * unsplit.ctas + sms - 1) / sms;
   const int64_t keys = core::visited_keys(problem, unsplit.block_q, unsplit.block_k);
@@ -268,10 +279,10 @@ Notes notes(const LaunchPlan& plan) {
   Params params;
   std::memcpy(&params, launch.params.data(), sizeof params);
   const int splits = std::max(params.partials.splits, 1);
-  const std::string stages = used.v_stages == 0
-                                 ? str(used.k_stages) + " that K and V share" +
-                                       (used.ctas == 2 ? ", half a block each" : "")
-                                 : str(used.k_stages) + " of K, " + str(used.v_stages) + " of V";
+  const std::string halves = used.ctas == 2 ? ", half a block each" : "";
+  const std::string stages =
+      used.v_stages == 0 ? str(used.k_stages) + " that K and V share" + halves
+                         : str(used.k_stages) + " of K, " + str(used.v_stages) + " of V" + halves;
   return {
       {"tile", str(used.block_q) + " query rows x " + str(used.block_k) + " keys, head_dim up to " +
                    str(used.head_dim) +

@@ -178,15 +178,7 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
     const math::Blocks blocks = find_blocks<C>(params, work);
     const bool ragged = is_ragged<C>(params.attention, work, blocks);
     const int count = count_blocks<C>(blocks);
-    if (count == 0 && !C::O_OVER_Q) continue;
-    if (count == 0) {  // no product reads this tile's Q
-      for (int t = 0; t < C::TILES; ++t) {
-        ptx::mbarrier_wait_parity(products.barriers.q_full(t), q_parity);
-        arrive_as_warp(products.barriers.q_empty(t));
-      }
-      q_parity ^= 1;
-      continue;
-    }
+    if (count == 0) continue;
     if constexpr (C::TILES == 2) {
       products.start_s(0, true, q_parity);
       products.start_s(1, true, q_parity);

@@ -296,21 +296,22 @@ LONG = {"nq": 8192, "d": 128, "b": 2, "hq": 16}
 
 def in_pairs(plan: native.LaunchPlan) -> bool:
     launch = launch_of(plan)
-    pair = str(launch["kernel"]).endswith("_d128_pair")
+    pair = str(launch["kernel"]).endswith("_pair")
     assert launch["cluster"] == [1 + pair, 1, 1]
     assert dict(plan.notes)["products"].startswith("2 CTAs" if pair else "1 CTA:")
     return pair
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
 @every_dtype
 @every_device
-def test_long_calls_multiply_in_pairs(device: str, dtype: str) -> None:
-    plan = dc_plan(call(dtype, **LONG), device)
+def test_long_calls_multiply_in_pairs(device: str, dtype: str, dims: tuple[int, int]) -> None:
+    plan = dc_plan(call(dtype, **(LONG | {"d": dims[0], "dv": dims[1]})), device)
     assert in_pairs(plan)
     launch = launch_of(plan)
     assert launch["image"] == f"{NAME}/fwd_pair"
     assert launch["kernel"] in kernels_built(launch["image"])
-    assert len(kernels_built(launch["image"])) == len(DTYPES)
+    assert len(kernels_built(launch["image"])) == 2 * len(DTYPES)
     sms = find_device(device).sm_count
     assert launch["grid"] == [sms // 2 * 2, 1, 1]
     assert launch["shared_bytes"] <= SHARED_LIMIT
@@ -322,10 +323,11 @@ def test_long_calls_multiply_in_pairs(device: str, dtype: str) -> None:
     ]
     notes = dict(plan.notes)
     assert notes["tile"].startswith("512 query rows x 128 keys")
-    assert notes["stages"] == "6 that K and V share, half a block each, 44 barriers"
+    stages = "6 that K and V share" if dims[0] == 128 else "4 of K, 2 of V"
+    assert notes["stages"] == f"{stages}, half a block each, 44 barriers"
     assert notes["CTAs"].endswith(" SMs, in pairs")
     (said,) = (text for name, text in plan_facts(plan) if name == "launch")
-    assert f"_d128_pair, grid {sms // 2 * 2} in clusters of 2, block 512," in said
+    assert f"_d{dims[0]}_pair, grid {sms // 2 * 2} in clusters of 2, block 512," in said
 
 
 @pytest.mark.parametrize(
@@ -335,7 +337,8 @@ def test_long_calls_multiply_in_pairs(device: str, dtype: str) -> None:
         ({"causal": True}, True),
         ({"d": 104, "dv": 8}, True),
         ({"d": 96}, False),
-        ({"d": 192, "dv": 128}, False),
+        ({"d": 192, "dv": 136}, False),
+        ({"d": 136, "dv": 8, "causal": True}, True),
         ({"nq": 4096}, True),
         ({"nq": 4095}, False),  # 256 rows that a tile does not need are more than 1/16
         ({"nk": 4095}, False),

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: 
 
 # Columns and rows of every tile of blackwell_dc: Q, K and V; of 8-bit numbers two count as one.
 # A pair's half of K has 64 rows.
-TILES = ((32, 128), (64, 128), (96, 128), (128, 64), (128, 128), (192, 128), (256, 128), (256, 64))
+TILES = (
+    (32, 128), (64, 128), (96, 128), (128, 64), (128, 128), (192, 64), (192, 128), (256, 64),
+    (256, 128),
+)  # fmt: skip
 DTYPES = {"F16": 0, "BF16": 1, "E4M3": 0, "E5M2": 1}  # the kind tells 8 bits from 16
 # m, n of Q K^T (n is of keys) and of P V (n is of columns of V). A pair's m is 256.
 SHAPES = ((128, 64), (128, 96), (128, 128), (128, 256), (256, 128))
