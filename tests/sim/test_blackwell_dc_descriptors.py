@@ -111,6 +111,7 @@ LAYOUTS = {
     "d128_few": Layout(128, 128, 1, 3, 2),
     "d128_pair": Layout(128, 128, 2, 6, 0, ctas=2),
     "d192": Layout(192, 128, 2, 2, 1),
+    "d192_pair": Layout(192, 128, 2, 4, 2, ctas=2),
     "d192_few": Layout(192, 128, 1, 2, 2),
     "d256": Layout(256, 256, 1, 2, 2, keys=64),
 }
