@@ -211,7 +211,9 @@ tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster{multicast}.b64 [%ba
 
 END:
 bar.warp.sync 0xffffffff;
+tcgen05.fence::before_thread_sync;
 {all}
+tcgen05.fence::after_thread_sync;
 @%p1 bra FREED;
 tcgen05.dealloc.{group}.sync.aligned.b32 %tmem0, {columns};
 FREED:
@@ -661,7 +663,9 @@ setp.le.u32 %p12, %r10, %tiles0;
 
 END:
 bar.warp.sync 0xffffffff;
+tcgen05.fence::before_thread_sync;
 bar.sync 0;
+tcgen05.fence::after_thread_sync;
 @%p1 bra FREED;
 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %tmem0, {columns};
 FREED:

@@ -284,6 +284,7 @@ class _AttentionTrial:
             threads=1,
             max_instructions=limit,
             shared_limit=call.plan.device.shared_per_block,
+            strict=True,
         )
         return report, list(written.values())
 
