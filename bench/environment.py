@@ -16,7 +16,9 @@ UNKNOWN = "unknown"
 
 
 def git_state(
-    repository: Path = REPOSITORY, environ: Mapping[str, str] = os.environ
+    repository: Path = REPOSITORY,
+    environ: Mapping[str, str] = os.environ,
+    results: Path | None = None,
 ) -> tuple[str, str]:
     """The commit that is measured and whether files differ from it.
 
@@ -24,6 +26,7 @@ def git_state(
         repository: folder of the checkout.
         environ: environment variables. A GPU machine may get the files without their history:
             ARCHFLASH_COMMIT and ARCHFLASH_DIRTY ("0" or "1") then say what git cannot.
+        results: a file of results outside bench/results; it need not exist.
 
     Returns:
         The commit and "0" or "1"; "unknown" for what neither git nor the environment says.
@@ -44,7 +47,11 @@ def git_state(
     if top is not None and Path(top).resolve() == repository.resolve():
         commit = git("rev-parse", "--short=12", "HEAD")
         # Results do not count: every run changes them.
-        changes = git("status", "--porcelain", "--", ".", ":(exclude)bench/results")
+        without = [":(exclude)bench/results"]
+        if results is not None and results.resolve().is_relative_to(repository.resolve()):
+            path = results.resolve().relative_to(repository.resolve())
+            without.append(f":(exclude,literal){path.as_posix()}")
+        changes = git("status", "--porcelain", "--", ".", *without)
         if commit and changes is not None:
             return commit, "1" if changes else "0"
     return environ.get("ARCHFLASH_COMMIT", UNKNOWN), environ.get("ARCHFLASH_DIRTY", UNKNOWN)

@@ -46,7 +46,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output", type=Path, metavar="FILE",
         help="the record (default: bench/results/<gpu>-day-one.csv)",
     )  # fmt: skip
-    parser.add_argument("--only", metavar="REGEX", help="jobs whose 'part: name' matches")
+    parser.add_argument(
+        "--only", type=pattern, metavar="REGEX", help="jobs whose 'part: name' matches"
+    )
     parser.add_argument(
         "--implementation", default=DEFAULT, metavar="NAME",
         help="whose day it is; only blackwell_dc has switches",
@@ -61,6 +63,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--setup", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def pattern(text: str) -> str:
+    """A regular expression of the command line."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"no job matches --only {options.only!r}", file=sys.stderr)
         return 0 if chosen else 2
     path = options.output or default_output(facts, options.simulate)
+    _, facts["dirty"] = environment.git_state(results=path)
     try:
         rows = record.load(path)
         check_environment(path, rows, facts)
@@ -150,7 +162,7 @@ def run_process(command: list[str], limit_s: float) -> tuple[int | None, str]:
     Returns:
         The exit status, None where the limit ended it, and the end of what it printed.
     """
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
         process = subprocess.Popen(
             command, cwd=environment.REPOSITORY, stdout=said, stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -213,7 +225,8 @@ def run_job(job: Job, setup: Setup) -> list[Row]:
 def ask_environment(options: argparse.Namespace) -> tuple[dict[str, str], str]:
     """What this machine is, or why the day cannot begin here."""
     arguments = ["--job", "environment", "", "--implementation", options.implementation]
-    arguments += ["--simulate"] if options.simulate else []
+    # The jobs can be named without the card.
+    arguments += ["--simulate"] if options.simulate or options.list else []
     _, status, detail = ask(arguments, ENVIRONMENT_LIMIT)
     if status != record.OK:
         return {}, detail

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 WITH_SWITCHES = variants.NAME
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-GPU_TESTS = ("features", "lengths", "memory", "fp8", "streams", "tensor_maps", "variants")
+GPU_TESTS = ("features", "lengths", "memory", "fp8", "streams", "on_the_spot", "variants")
 # Beyond bench/cases.toml: where long rows show what the loop over the keys is worth.
 LONG = tuple(
     Case(f"bf16 2x16 16384 d{d}{mask}", "bf16", 2, 16, 16, 16384, 16384, d, dv, mask != "")
@@ -273,17 +273,29 @@ def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
         ends = torch.tensor([0, 7, 7, rows], dtype=torch.int32, device=setup.device)
         return (q, k, v), {"causal": True, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
 
-    calls: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
-        ("plain", tensors(128, 128, (1, 1)), {}),
-        ("causal, grouped heads", tensors(rows, rows + 33, (2, 1)), {"causal": True}),
-        ("window and softcap", tensors(rows, rows, (2, 2)), {"window": (70, 3), "softcap": 9.0}),
-        ("one query row", tensors(1, 3 * rows, (4, 1)), {}),
-        ("packed sequences", *packed()),
-    ]
-    for name, (q, k, v), call in calls:
+    # name, tensors, what of the call changes the result, and what does not
+    calls: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any], dict[str, Any]]] = [
+        ("plain", tensors(128, 128, (1, 1)), {}, {}),
+        ("causal, grouped heads", tensors(rows, rows + 33, (2, 1)), {"causal": True}, {}),
+        (
+            "window and softcap", tensors(rows, rows, (2, 2)),
+            {"window": (70, 3), "softcap": 9.0}, {},
+        ),
+        ("one query row", tensors(1, 3 * rows, (4, 1)), {}, {}),
+        ("packed sequences", *packed(), {}),
+    ]  # fmt: skip
+    if dtype != "e4m3":
+        calls.append(
+            ("keys in 3 shares", tensors(100, 3 * rows, (2, 1)), {"causal": True},
+             {"num_splits": 3})
+        )  # fmt: skip
+        if not setup.simulate:
+            calls.append(("long rows", tensors(4096, 4096, (20, 10)), {}, {}))
+    answered = 0
+    for name, (q, k, v), call, how in calls:
         try:
             out, lse = archflash.attention(
-                q, k, v, implementation=setup.implementation, return_lse=True, **call
+                q, k, v, implementation=setup.implementation, return_lse=True, **call, **how
             )
         except archflash.ForcedImplementationError as error:
             yield record.make_row("correctness", item, "refused", f"{name}: {error}")
@@ -298,7 +310,10 @@ def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
             raise WrongError(f"{name}: breaks the error rule: {report}")
         if not lse_report.ok:
             raise WrongError(f"{name}: log-sum-exp: {lse_report}")
+        answered += 1
         yield record.make_row("correctness", item, "note", f"{name}: right")
+    if not answered:
+        raise WrongError("every call was refused")
 
 
 def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
@@ -309,15 +324,14 @@ def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
         raise WrongError(f"the grid is pytest's: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        done = subprocess.run(
+        status, said = _run_aloud(
             [
-                sys.executable, "-m", "pytest", path, "-q", "-k", only, f"--junitxml={report}",
+                sys.executable, "-m", "pytest", path, "-v", "-k", only, f"--junitxml={report}",
                 "-p", "no:cacheprovider",
-            ],
-            cwd=environment.REPOSITORY, capture_output=True, text=True,
+            ]
         )  # fmt: skip
         if not report.exists():
-            raise WrongError(f"pytest wrote no report: {(done.stdout + done.stderr)[-400:]}")
+            raise WrongError(f"pytest wrote no report, exit status {status}: {said[-400:]}")
         root = ElementTree.parse(report).getroot()
     tests = list(root.iter("testcase"))
     bad = [
@@ -327,14 +341,29 @@ def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
     ]
     skipped = sum(test.find("skipped") is not None for test in tests)
     passed = len(tests) - len(bad) - skipped
-    said = f"{passed} passed, {len(bad)} failed, {skipped} skipped"
+    counted = f"{passed} passed, {len(bad)} failed, {skipped} skipped"
     for name in bad:
         yield record.make_row("correctness", path, "note", f"failed: {name}")
     if bad:
-        raise WrongError(said)
-    if not passed and done.returncode != 5:  # 5: no test of this file is about it
-        raise WrongError(f"{said}: {done.stdout[-300:]}")
-    yield record.make_row("correctness", path, "note", said)
+        raise WrongError(counted)
+    if not passed and status != 5:  # 5: no test of this file is about it
+        raise WrongError(f"{counted}: {said[-300:]}")
+    yield record.make_row("correctness", path, "note", counted)
+
+
+def _run_aloud(command: list[str]) -> tuple[int, str]:
+    """Exit status of a command and what it prints, which is passed on at once: where it hangs,
+    the end of that is all that the record has.
+    """
+    said = b""
+    with subprocess.Popen(
+        command, cwd=environment.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        while piece := os.read(process.stdout.fileno(), 1 << 16):
+            os.write(sys.stdout.fileno(), piece)
+            said += piece
+    return process.returncode, said.decode(errors="replace")
 
 
 # --- switches ---
@@ -349,7 +378,7 @@ def _nvcc() -> str:
 
 def bind_setting(setting: variants.Setting, setup: Setup, case: Case) -> Callable[..., Any]:
     """The function of q, k and v that a setting's kernel computes."""
-    nvcc = _nvcc()
+    nvcc = _nvcc() if setting.assignment else ""  # the wheel's kernel has another plan
     if not setup.simulate:
         return variants.bind(setting, nvcc, case.causal)
 
@@ -372,7 +401,7 @@ def check_setting(setting: variants.Setting, setup: Setup) -> Iterator[Row]:
             raise WrongError(f"{case.name}: {verdict.problem}")
         said = f"{case.name}: right, largest error {verdict.max_err:.1e}"
         if setup.simulate and case is TINY[0]:
-            nvcc = _nvcc()
+            nvcc = _nvcc() if setting.assignment else ""
             counted = variants.simulate(
                 setting, q, k, v, nvcc=nvcc, causal=case.causal, mode="lazy", race_check=False,
                 traced_ctas=1,
@@ -433,6 +462,9 @@ def _plan_of(case: Case, setup: Setup) -> Any:
 
 def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
     """All kernels that a case will take, on all cores; what fails says so when it is called."""
+    changed = [setting for setting in settings if setting.assignment]
+    if not changed:
+        return
     nvcc, kernel = _nvcc(), variants.changed_kernel(planned)
 
     def compile_one(setting: variants.Setting) -> None:
@@ -440,7 +472,7 @@ def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
             variants.compiled(setting, kernel, nvcc, "cubin")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, [setting for setting in settings if setting.assignment]))
+        list(pool.map(compile_one, changed))
 
 
 # --- peers ---
@@ -452,6 +484,37 @@ def time_peers(case: Case, setup: Setup) -> Iterator[Row]:
     ours = [item for item in our_candidates() if item.name in names]
     peers = [*torch_candidates(), *flash_attention_candidates()]
     yield from _measure("peers", case, [*ours, *peers], setup)
+
+
+class Lab(timing.CudaLab):
+    """Says what is under way, for the record of a job that hangs.
+
+    Args:
+        host: whether calls are timed on the host too. Those of switches go through a launcher in
+            Python, and tiny cases would take other kernels, which are not compiled yet.
+    """
+
+    def __init__(self, host: bool) -> None:
+        super().__init__()
+        self._host = host
+
+    def try_call(self, candidate: Candidate, case: Case, sets: Any) -> None:
+        """One eager call."""
+        print(f"{candidate.name}: first call", flush=True)
+        super().try_call(candidate, case, sets)
+
+    def prepare(self, candidate: Candidate, case: Case, sets: Any) -> tuple[timing.CudaCalls, str]:
+        """The candidate ready for timing."""
+        prepared = super().prepare(candidate, case, sets)
+        print(f"{candidate.name}: ready", flush=True)
+        return prepared
+
+    def host_us(self, candidate: Candidate, case: Case) -> float:
+        """Microseconds on the host; NaN where they are not asked for."""
+        if not self._host:
+            return float("nan")
+        print(f"{candidate.name}: host time", flush=True)
+        return super().host_us(candidate, case)
 
 
 class SimulatedLab:
@@ -483,6 +546,7 @@ class SimulatedLab:
         """prepare() calls."""
 
     def prepare(self, candidate: Candidate, case: Case, sets: Any) -> tuple[Any, str]:
+        print(f"{candidate.name}: first call", flush=True)
         with candidate.context():
             return self.Calls(sets[0], candidate.bind(case)(*sets[0])), ""
 
@@ -499,7 +563,7 @@ class SimulatedLab:
 def _measure(part: str, case: Case, candidates: list[Candidate], setup: Setup) -> Iterator[Row]:
     import torch
 
-    lab: Any = SimulatedLab() if setup.simulate else timing.CudaLab()
+    lab: Any = SimulatedLab() if setup.simulate else Lab(host=part == "peers")
     with torch.no_grad():
         result = run_case(
             lab, case, candidates, setup.facts, rounds=MIN_ROUNDS,

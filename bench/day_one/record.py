@@ -14,7 +14,7 @@ RECORD_COLUMNS = (*OWN_COLUMNS, *COLUMNS)
 # Of other rows: "timed", "simulated" (no times), "refused" (a candidate's reason), "note".
 OK = "ok"
 # What must agree between the rows of one file.
-SAME = ("implementation", "simulated", "commit", "gpu", "driver", "torch")
+SAME = ("implementation", "simulated", "commit", "dirty", "gpu", "driver", "torch")
 
 
 def make_row(

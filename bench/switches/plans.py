@@ -26,6 +26,9 @@ def in_pairs(plan: native.LaunchPlan, pairs: int | None = None) -> native.Launch
     Args:
         plan: of a call that serves_pairs().
         pairs: that share the tiles out; None: as many as the device has room for.
+
+    Raises:
+        RuntimeError: it does not serves_pairs().
     """
     if pairs is None:
         pairs = max(plan.device.sm_count // 2, 1)
@@ -33,7 +36,11 @@ def in_pairs(plan: native.LaunchPlan, pairs: int | None = None) -> native.Launch
 
 
 def alone(plan: native.LaunchPlan) -> native.LaunchPlan:
-    """A call that serves_pairs() in the kernel of CTAs that work alone."""
+    """A call that serves_pairs() in the kernel of CTAs that work alone.
+
+    Raises:
+        RuntimeError: it does not.
+    """
     return _with_ctas(plan, 1, plan.device.sm_count)
 
 
@@ -66,10 +73,11 @@ def one_tile_each(plan: native.LaunchPlan) -> native.LaunchPlan:
 
 def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.LaunchPlan:
     fields = plan.to_dict()
-    (launch,) = fields["launches"]
+    launch = fields["launches"][0]
     problem = plan.problem.to_dict()
     name: str = launch["kernel"]
-    assert serves_pairs(plan), name
+    if not serves_pairs(plan):
+        raise RuntimeError(f"{name} has no pairs")
     per_sequence = 1 if problem["varlen"] else problem["batch"]
     surplus = problem["batch"] if problem["varlen"] else 0
     row_tiles = -(-problem["nq"] // (ctas * CTA_ROWS)) * per_sequence + surplus

@@ -158,6 +158,9 @@ def plan_for(setting: Setting, planned: Any) -> Any:
     Args:
         setting: what is changed; it must apply.
         planned: the LaunchPlan of blackwell_dc for a call.
+
+    Raises:
+        RuntimeError: the call has no such plan.
     """
     from bench.switches import plans
 

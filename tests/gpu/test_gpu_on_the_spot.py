@@ -79,9 +79,10 @@ def test_a_kernel_compiled_on_the_spot_is_launched_in_clusters(tmp_path: Path) -
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not found")
 @pytest.mark.skipif(variants.NAME not in kernels(), reason=f"{variants.NAME} has no code for it")
-def test_a_switch_in_the_state_of_the_wheel_gives_its_bits() -> None:
+@pytest.mark.parametrize("kernel", [variants.NAME])  # so that -k finds it
+def test_a_switch_in_the_state_of_the_wheel_gives_its_bits(kernel: str) -> None:
     assert NVCC is not None
     q, k, v = qkv(300, 300, 128, dtype="bfloat16")
-    expected = archflash.attention(q, k, v, causal=True, implementation=variants.NAME)
+    expected = archflash.attention(q, k, v, causal=True, implementation=kernel)
     same = variants.Setting("split_p=on", "as in the wheel", "switches.split_p = true")
     assert torch.equal(variants.bind(same, NVCC, True)(q, k, v), expected)

@@ -17,16 +17,19 @@ from archflash.cli.replay import make_inputs, run_plan
 
 pytestmark = pytest.mark.gpu
 
-DEVICES = ("T4", "A100", "RTX 4090", "RTX 5090", "H200")
+DEVICES = ("T4", "A100", "RTX 4090", "RTX 5090", "H200", "B200")
 # batch, query heads, key heads, queries, keys, causal: few rows, some, and enough to fill each of
-# the GPUs
+# the GPUs; few rows of many keys, and rows long enough for pairs of CTAs
 SHAPES = {
     "few": (1, 4, 2, 65, 129, True),
     "some": (2, 24, 12, 193, 321, True),
     "many": (4, 40, 20, 193, 321, True),
     "most": (12, 48, 24, 193, 321, True),
     "unmasked": (4, 40, 20, 193, 321, False),
+    "split": (1, 4, 2, 5, 4100, True),
+    "long": (1, 10, 5, 4096, 4096, False),
 }
+IN_PAIRS = ("blackwell_dc",)  # for the others the long rows would only take time
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
@@ -72,6 +75,7 @@ EVERY = [
     for dtype in next(i.dtypes for i in archflash.implementations() if i.name == kernel)
     for d, dv in HEAD_DIMS
     for shape in SHAPES
+    if shape != "long" or kernel in IN_PAIRS
 ]
 
 

@@ -153,22 +153,20 @@ def test_the_rest_of_the_exponentials_is_a_polynomial(config: str) -> None:
 
 @every_config
 def test_o_is_rescaled_only_where_a_base_has_risen(config: str) -> None:
-    (_, dv), _, keys, mufu = CONFIGS[config]
+    (_, dv), _, _, mufu = CONFIGS[config]
     quarters = 4  # P, in 3 + 1 stores; nothing of O
     assert more_per_block(config, "tcgen05.st") == quarters
     assert more_per_block(config, "tcgen05.st", rising=True) == quarters + dv / 16
     assert more_per_block(config, "ex2.approx", rising=True) == mufu + 1  # the factor
     assert more_per_block(config, "tcgen05.ld", rising=True) == quarters + dv / 16
-    assert keys % quarters == 0
 
 
 @every_config
 def test_products_are_as_many_as_the_tile_needs(config: str) -> None:
-    (d, _), rows, keys, _ = CONFIGS[config]
+    (d, _), _, keys, _ = CONFIGS[config]
     of_tile = d / 16 + keys / 16  # steps of Q K^T and of P V
     # Of 128 rows each; a pair's are of 256.
     assert more_per_block(config, "tcgen05.mma") == of_tile / SOFTMAX_WARPS / (1 + is_pair(config))
-    assert rows % 128 == 0
 
 
 # --- pairs of CTAs ---

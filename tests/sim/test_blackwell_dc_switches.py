@@ -227,11 +227,21 @@ def test_keys_that_are_split_are_a_switch_and_leave_the_others_be(name: str) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_plans_with_and_without_pairs_are_those_of_the_wheel(dtype: torch.dtype) -> None:
-    q, k = (torch.empty(2, heads, 8192, 128, dtype=dtype, device="meta") for heads in (16, 4))
+@pytest.mark.parametrize("d", [128, 192])
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_with_and_without_pairs_are_those_of_the_wheel(
+    dtype: torch.dtype, d: int, packed: bool
+) -> None:
+    def empty(heads: int, dim: int) -> Tensor:
+        shape = (2 * 8192, heads, dim) if packed else (2, heads, 8192, dim)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    call: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if packed else {}
     planned = archflash.explain(
-        q, k, k, causal=True, num_splits=1, device=variants.HOME, implementation=variants.NAME
-    ).plan
+        empty(16, d), empty(4, d), empty(4, 128), causal=True, num_splits=1, device=variants.HOME,
+        implementation=variants.NAME, **call,
+    ).plan  # fmt: skip
     assert planned is not None
     (launch,) = planned.to_dict()["launches"]
     assert launch["cluster"] == [2, 1, 1]  # else there is nothing to compare with

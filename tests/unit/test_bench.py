@@ -474,6 +474,12 @@ def test_commit_comes_from_git_else_from_the_environment(tmp_path: Path) -> None
     (tmp_path / "bench/results").mkdir(parents=True)
     (tmp_path / "bench/results/h200.csv").write_text("x")
     assert environment.git_state(tmp_path, {})[1] == "0"
+    other = tmp_path / "other[1].csv"
+    assert environment.git_state(tmp_path, {}, other)[1] == "0"
+    other.write_text("x")
+    assert environment.git_state(tmp_path, {}, other)[1] == "0"
+    assert environment.git_state(tmp_path, {}, tmp_path.parent / "outside.csv")[1] == "1"
+    other.unlink()
     (tmp_path / "file").write_text("2")
     assert environment.git_state(tmp_path, {})[1] == "1"
     (tmp_path / "inner").mkdir()

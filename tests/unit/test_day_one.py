@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,12 @@ from bench.day_one import __main__ as command
 from bench.day_one import jobs, record
 from bench.day_one.jobs import Job, Setup
 from bench.results import COLUMNS, PEERS, Row
+from bench.switches import __main__ as switches_command
+from bench.switches import variants
 
 BOTH = ("float16", "bfloat16")
 FACTS = {"implementation": "blackwell_dc", "simulated": "0", "commit": "abc", "gpu": "NVIDIA B200",
-         "driver": "580.1", "torch": "2.11.0"}  # fmt: skip
+         "driver": "580.1", "torch": "2.11.0", "dirty": "0"}  # fmt: skip
 
 
 def names(part: str, simulate: bool = False, implementation: str = "blackwell_dc") -> list[str]:
@@ -90,7 +93,7 @@ def test_a_record_cut_off_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert record.load(tmp_path / "none.csv") == []
 
 
-@pytest.mark.parametrize("name", ["commit", "gpu", "simulated"])
+@pytest.mark.parametrize("name", ["commit", "dirty", "gpu", "simulated"])
 def test_a_record_is_continued_only_by_the_same_run(name: str) -> None:
     assert record.difference(FACTS, dict(FACTS)) is None
     said = record.difference(FACTS, FACTS | {name: "other"})
@@ -142,18 +145,125 @@ def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) 
     assert not mark.exists()
 
 
-def test_a_process_that_dies_leaves_what_it_knew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "ask", lambda arguments, limit: ([{"x": "1"}], "crashed", "why"))
+ROW = json.dumps({"row": {"x": "1"}}) + "\n"
+END = json.dumps({"status": "failed", "detail": "it is wrong"}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("wrote", "exit_status", "rows", "status", "detail"),
+    [
+        (ROW + END, 1, 1, "failed", "it is wrong"),
+        (ROW + ROW, -11, 2, "crashed", "exit status -11: said"),
+        (ROW + ROW[:-4], -11, 1, "crashed", "exit status -11: said"),
+        (ROW + END[:-4], None, 1, "timeout", "no end after 7 s: said"),
+        (None, None, 0, "timeout", "no end after 7 s: said"),
+    ],
+)
+def test_a_process_that_dies_leaves_what_it_knew(
+    wrote: str | None, exit_status: int | None, rows: int, status: str, detail: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def run_process(arguments: list[str], limit_s: float) -> tuple[int | None, str]:
+        assert limit_s == 7.0
+        if wrote is not None:
+            Path(arguments[arguments.index("--answer") + 1]).write_text(wrote)
+        return exit_status, "said"
 
     def nothing(setup: Setup) -> Iterator[Row]:
         yield from ()
 
-    rows = command.run_job(Job("peers", "a", 1.0, nothing), Setup("blackwell_dc", True))
-    assert rows[0] == {"x": "1"}
-    assert (rows[-1]["status"], rows[-1]["detail"], rows[-1]["item"]) == ("crashed", "why", "a")
+    monkeypatch.setattr(command, "run_process", run_process)
+    *known, last = command.run_job(Job("peers", "a", 7.0, nothing), Setup("blackwell_dc", True))
+    assert known == [{"x": "1"}] * rows
+    assert (last["status"], last["detail"], last["item"]) == (status, detail, "a")
+
+
+def test_what_a_process_prints_need_not_be_text() -> None:
+    program = "import sys; sys.stdout.buffer.write(bytes([0xff, 0x61]))"
+    status, said = command.run_process([sys.executable, "-c", program], 60)
+    assert status == 0
+    assert said == "\ufffda"
+
+
+def test_of_tests_that_do_not_end_it_is_known_which(tmp_path: Path) -> None:
+    test = tmp_path / "test_x.py"
+    # The job ends while its test runs, as it does where its limit ends it.
+    test.write_text(
+        "import os, signal, time\n"
+        "def test_long():\n"
+        "    time.sleep(2)\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    time.sleep(60)\n"
+    )
+    program = (
+        "from bench.day_one import jobs\n"
+        f"list(jobs.run_tests({str(test)!r}, 'long', jobs.Setup('blackwell_dc', True)))"
+    )
+    status, said = command.run_process([sys.executable, "-c", program], 60)
+    assert status == -signal.SIGKILL
+    assert said.rstrip().endswith("::test_long")
+
+
+def test_calls_that_are_all_refused_are_a_failure() -> None:
+    # It has no kernel of 8 bits.
+    calls = jobs.first_calls("e4m3", 64, 64, Setup("ampere", True))
+    with pytest.raises(jobs.WrongError, match="every call was refused"):
+        list(calls)
+
+
+# --- switches ---
+
+
+@pytest.mark.parametrize("name", ["pairs=on", "pairs=off"])
+@pytest.mark.parametrize("nk", [64, 8192])  # one launch, and two
+def test_few_rows_have_no_pairs(name: str, nk: int) -> None:
+    import torch
+
+    import archflash
+
+    q, k = (torch.empty(1, 1, n, 128, dtype=torch.bfloat16, device="meta") for n in (64, nk))
+    planned = archflash.explain(q, k, k, device="B200", implementation=variants.NAME).plan
+    assert planned is not None
+    setting = next(x for x in variants.SETTINGS if x.name == name)
+    with pytest.raises(RuntimeError, match="_few has no pairs"):
+        variants.plan_for(setting, planned)
+
+
+def test_the_plan_alone_changes_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_the_spot, "find_nvcc", lambda: None)
+    setup = Setup(variants.NAME, True)
+    case = jobs.TINY[1]
+    by_name = {setting.name: setting for setting in variants.SETTINGS}
+    assert callable(jobs.bind_setting(by_name["persistent=off"], setup, case))
+    with pytest.raises(jobs.WrongError, match="nvcc is not found"):
+        jobs.bind_setting(by_name["split_p=off"], setup, case)
+
+
+@pytest.mark.parametrize("text", ["100", "d64", "-"])
+def test_head_dims_that_no_kernel_has_are_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        switches_command.main([text])
+    assert stopped.value.code == 2
+    assert f"{text!r}: kernels are for 64, 96" in capsys.readouterr().err
 
 
 # --- the command ---
+
+
+def test_an_expression_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--only", "d64("])
+    assert stopped.value.code == 2
+    assert "argument --only: 'd64(':" in capsys.readouterr().err
+
+
+def test_jobs_are_named_without_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list", "--only", "bf16 d64$|split_p"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "correctness: first calls bf16 d64", "switches: split_p=off",
+    ]  # fmt: skip
 
 
 def test_without_the_card_it_says_what_it_needs(
