@@ -91,7 +91,8 @@ def attention(
         num_splits: shares into which the keys of each query tile are split, which go to several SMs
             and are put together by a second kernel: so many at most (never more than there are
             blocks of keys); 1 for no split; default what is expected to be the fastest. A kernel
-            that does not split refuses more than 1. `torch` goes its own way.
+            that does not split refuses more than 1, and so does blackwell_dc for FP8. `torch`
+            goes its own way.
         layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).
         implementation: forces one by name; beats `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.

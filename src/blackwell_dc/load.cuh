@@ -58,7 +58,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     const int v_batch = ptx::mov_b32_volatile(attention.v_batch == 0 ? 0 : batch);
     const auto load_k = [&](int row) {
       const Slot slot = ring.next_k();
-      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);
+      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // K's
       if (leader) {
         start_part<C, typename C::KTile>(ring_smem + ring.offset(slot.index), k_map, 0,
                                          row + rank * C::KTile::ROWS, k_head, k_batch,
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     };
     const auto load_v = [&](int row, bool ragged) {
       const Slot slot = ring.next_v();
-      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);
+      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // V's
       const uint32_t v_smem = ring_smem + ring.offset(slot.index);
       const int column = rank * C::VTile::COLUMNS;
       if (leader && ragged) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
 #pragma unroll 1
   for (int i = 0; i < C::SLOTS; ++i) {
     const Slot slot = C::SHARED_RING || i < C::K_STAGES ? ring.next_k() : ring.next_v();
-    ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);
+    ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // the last ones
   }
 }
 
