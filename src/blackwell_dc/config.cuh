@@ -48,7 +48,7 @@ struct Config {
   static constexpr int CTAS = CTAS_;
   static constexpr int CTA_ROWS = TILES * TILE_ROWS;
   static constexpr int BLOCK_Q = CTAS * CTA_ROWS;
-  static constexpr bool CAN_SPLIT = TILES == 1;  // the keys of a tile, over several CTAs
+  static constexpr bool CAN_SPLIT = TILES == 1 && !FP8;  // the keys of a tile, over several CTAs
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr bool SHARED_RING = V_STAGES_ == 0;
   static constexpr int K_STAGES = K_STAGES_;

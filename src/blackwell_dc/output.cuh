@@ -138,7 +138,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
                             math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     const float sink = math::load_sink(attention, head);
     float v_unit = 1.0f;
-    if (C::FP8 && count > 0) v_unit = find_v_unit(params.descales, attention, work, blocks.last);
+    if (C::FP8 && count > 0) v_unit = find_v_unit(params.descales, attention, work);
 #pragma unroll 1
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);

@@ -139,7 +139,7 @@ __device__ __forceinline__ void commit(uint32_t barrier_smem) {
 }
 
 // Starts the copy of this CTA's part of a tile. The bytes of all parts go to the first CTA's
-// barrier: barrier_of_mma_smem, and there barrier_smem too.
+// barrier, barrier_of_mma_smem; there barrier_smem is the same one, and says how many will come.
 template <class C, class Tile>
 __device__ __forceinline__ void start_part(uint32_t tile_smem, const TensorMap& map, int column,
                                            int row, int head, int batch, uint32_t barrier_smem,

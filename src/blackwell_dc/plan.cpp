@@ -182,8 +182,11 @@ Choice choose(const Problem& problem, const Device& device) {
   const int64_t sms = std::max(device.sm_count, 1);
   const int64_t rounds = (tiles_of(problem, unsplit) * unsplit.ctas + sms - 1) / sms;
   const int64_t keys = core::visited_keys(problem, unsplit.block_q, unsplit.block_k);
-  const int64_t splits =
-      core::choose_splits(problem, device, few.block_q, few.block_k, rounds * keys * unsplit.tiles);
+  int64_t time = rounds * keys * unsplit.tiles;
+  // What the model leaves out, the workspace's bytes and what two tiles in flight gain, is taken to
+  // be a quarter.
+  if (unsplit.tiles > few.tiles) time -= time / 4;
+  const int64_t splits = core::choose_splits(problem, device, few.block_q, few.block_k, time);
   return {splits > 1 ? few : unsplit, splits};
 }
 
@@ -217,6 +220,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
   }
   core::add_tma_reasons(problem, "blackwell_dc", true, reasons);
   if (!reasons.empty()) return reasons;
+  const int64_t most_tiles = tiles_of(problem, smallest(FEW_VARIANTS, problem));
+  if (most_tiles > core::GRID_LIMIT) return Reasons{core::grid_too_large(most_tiles)};
   const auto [chosen, splits] = choose(problem, device);
   if (chosen.shared_bytes > device.shared_per_block) {
     return Reasons{"shared memory: " + device.name + " gives a CTA " +

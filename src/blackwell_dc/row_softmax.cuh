@@ -134,7 +134,7 @@ struct RowSoftmax16 {
 
   float sum = 0.0f;  // of P
 
-  __device__ __forceinline__ RowSoftmax16(const Params& params, const math::Work&, int, int)
+  __device__ __forceinline__ RowSoftmax16(const Params& params, const math::Work&, int)
       : attention_(params.attention) {}
 
   __device__ __forceinline__ void start_block(int) {}

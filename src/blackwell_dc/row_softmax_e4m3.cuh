@@ -25,21 +25,18 @@ namespace archflash::blackwell_dc {
 
 template <class C>
 constexpr int PARTS = C::BLOCK_K / SCALE_ROWS;
-// A descale of v that can be a factor; those of zeros and below the normal numbers stand for zeros.
+// A block's descale of v that can be a factor; smaller ones stand for zeros. What a zero block adds
+// to the sum goes by the smallest: so it moves the base of no row that sees another block's share.
+constexpr float SMALLEST_V = 8.271806126e-25f, SMALLEST_V_LOG2 = -80.0f;
 __device__ __forceinline__ bool counts(float v_descale) {
-  return fabsf(v_descale) >= math::SMALLEST_NORMAL || v_descale != v_descale;
+  return fabsf(v_descale) >= SMALLEST_V || v_descale != v_descale;
 }
 
-// What outputs are counted in: v's descale, or where its blocks have their own, the size of that of
-// the first keys visited.
+// What outputs are counted in: v's descale, or 1 where its blocks have their own.
 __device__ __forceinline__ float find_v_unit(const Descales& descales,
-                                             const AttentionParams& params, const math::Work& work,
-                                             int blocks_last) {
-  if (descales.v.gmem == nullptr) return 1.0f;
-  if (math::is_by_block(descales.v)) {
-    const float v = math::find_key_descales(descales, params, work).v(blocks_last);
-    return counts(v) ? fabsf(v) : 1.0f;
-  }
+                                             const AttentionParams& params,
+                                             const math::Work& work) {
+  if (descales.v.gmem == nullptr || math::is_by_block(descales.v)) return 1.0f;
   const int batch = work.batch_head / params.heads_q;
   const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
   return *math::descale_of_head(descales.v, batch, kv_head);
@@ -52,7 +49,7 @@ struct BlockDescales {
   float exp2_scale[PARTS<C>];  // of the scores, which are transformed first where that is asked for
   bool transform;
   float v[PARTS<C>];          // 1 where all keys have the same, 0 where the part stands for zeros
-  float v_log2[PARTS<C>];     // of its size, in v_unit; 0 where it is 0: P becomes 0 at the end
+  float v_log2[PARTS<C>];     // of its size; SMALLEST_V_LOG2 where it is 0: P becomes 0 at the end
   float v_inverse[PARTS<C>];  // 2^-v_log2
   bool v_all_positive;
 };
@@ -69,18 +66,14 @@ struct RowSoftmaxE4m3 {
 
   float sum = 0.0f;  // of P without v's descales
 
-  // warp_row, blocks_last: of the sequence.
+  // warp_row: of the sequence.
   __device__ __forceinline__ RowSoftmaxE4m3(const Params& params, const math::Work& work,
-                                            int warp_row, int blocks_last)
+                                            int warp_row)
       : attention_(params.attention),
         of_keys_(math::find_key_descales(params.descales, params.attention, work)),
         nk_(work.nk) {
     by_block_ = of_keys_.k_gmem != nullptr || of_keys_.v_gmem != nullptr;
     rows_qk_ = math::find_warp_descale(params.descales, params.attention, work, warp_row).qk;
-    if (blocks_last >= 0 && of_keys_.v_gmem != nullptr) {
-      v_unit_log2_ =
-          ptx::lg2_approx_ftz(find_v_unit(params.descales, params.attention, work, blocks_last));
-    }
 #pragma unroll
     for (int part = 0; part < PARTS<C>; ++part) {
       of_block_.qk[part] = rows_qk_;
@@ -102,7 +95,7 @@ struct RowSoftmaxE4m3 {
       if (of_keys_.v_gmem == nullptr) continue;
       const float v = of_keys_.v(key);
       of_block_.v[part] = counts(v) ? v : 0.0f;
-      of_block_.v_log2[part] = counts(v) ? ptx::lg2_approx_ftz(fabsf(v)) - v_unit_log2_ : 0.0f;
+      of_block_.v_log2[part] = counts(v) ? ptx::lg2_approx_ftz(fabsf(v)) : SMALLEST_V_LOG2;
       of_block_.v_inverse[part] = ptx::ex2_approx_ftz(-of_block_.v_log2[part]);
     }
     find_scales();
@@ -240,9 +233,8 @@ struct RowSoftmaxE4m3 {
   const AttentionParams& attention_;
   math::KeyDescales of_keys_;
   int nk_;
-  bool by_block_;  // keys have descales of their own
-  float rows_qk_;  // of the warp's rows, and of the keys where all have the same
-  float v_unit_log2_ = 0.0f;
+  bool by_block_;               // keys have descales of their own
+  float rows_qk_;               // of the warp's rows, and of the keys where all have the same
   BlockDescales<C> of_block_;   // of the block at hand
   float exp2_scale_[PARTS<C>];  // of its scores as they are now
   float base_ = LOWEST;         // finite: no inf - inf in a row that has seen no key

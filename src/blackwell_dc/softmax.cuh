@@ -55,7 +55,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
     const int warp_row = row - threadIdx.x % 32;
     const int clear_first = visible.first(warp_row + 31);
     const int clear_last = visible.last(warp_row) - (C::BLOCK_K - 1);
-    RowSoftmax<C> row_softmax(params, work, warp_row, blocks.last);
+    RowSoftmax<C> row_softmax(params, work, warp_row);
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K, ++step) {
       const uint32_t buffer = C::TILES == 2 ? t : step % 2;

@@ -66,7 +66,8 @@ template <class C>
 __device__ __forceinline__ int count_blocks(const math::Blocks& blocks) {
   return blocks.last < blocks.first ? 0 : (blocks.last - blocks.first) / C::BLOCK_K + 1;
 }
-// Whether the last block of a sequence has rows of the next one: beyond the tensor TMA reads zeros.
+// Whether the last block of a sequence may have rows of the next one: beyond the tensor TMA reads
+// zeros.
 template <class C>
 __device__ __forceinline__ bool is_ragged(const AttentionParams& params, const math::Work& work,
                                           const math::Blocks& blocks) {

@@ -18,7 +18,8 @@ namespace archflash::core {
 //
 // A time is the number of keys that an SM passes with one tile: rounds of the shares over the SMs,
 // times the keys of a share and START_KEYS for its start, plus COMBINE_KEYS for the second kernel.
-// No share is shorter than FEWEST_KEYS. The three numbers are guesses: no GPU was asked.
+// No share is shorter than FEWEST_KEYS, and there are at most MOST_SPLITS shares and two rounds of
+// CTAs. The numbers are guesses: no GPU was asked.
 int64_t choose_splits(const Problem& problem, const Device& device, int block_q, int block_k,
                       int64_t otherwise);
 constexpr int64_t START_KEYS = 256;

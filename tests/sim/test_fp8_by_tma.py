@@ -144,6 +144,18 @@ def test_descales_of_blocks_of_v_may_have_any_size_and_sign(name: str, scale: fl
         check(name, ran, tensors, call | {"scale": scale})
 
 
+@pytest.mark.parametrize(
+    "descales", [(1e-38, 8.0), (8.0, 1e-38), (1e-4, 0.0), (0.0, 1e-12)], ids=str
+)
+def test_tiny_descales_of_v_stand_for_zeros(descales: tuple[float, float]) -> None:
+    """Rows see both blocks, or the first alone: an empty block must not spoil the others."""
+    tensors, call = quantised_call((128, 128), (64, 64), (1, 1), "block")
+    call["v_descale"] = torch.tensor(descales).view(1, 1, 2)
+    options = call | {"causal": True}
+    ran = sim.run(*tensors, implementation="blackwell_dc", return_lse=True, **options)
+    check("blackwell_dc", ran, tensors, options)
+
+
 @pytest.mark.parametrize("descales", [(1.0, 100.0), (100.0, 1.0)], ids=str)
 @each_name
 def test_descales_of_v_count_beside_equal_scores_of_any_size(

@@ -205,6 +205,12 @@ def test_the_plan_splits_so_that_the_sms_are_filled(b: int, nk: int, splits: int
     assert "asked" not in dict(plan.notes)["splits"]
 
 
+def test_two_tiles_in_flight_give_way_to_a_split_for_a_quarter_of_the_time_only() -> None:
+    # 96 tiles of 256 rows: one round; 2 x 192 tiles of half as many keys win 9% in the model.
+    assert splits_of(dc_plan(call("bfloat16", b=1, hq=32, nq=768, nk=4096, d=128))) == 1
+    assert splits_of(dc_plan(call("bfloat16", b=1, hq=8, nq=768, nk=32768, d=128))) > 1
+
+
 def test_keys_that_no_row_sees_are_not_counted() -> None:
     assert splits_of(dc_plan(decoding(32768, window=(4095, 0)))) == 8
     assert splits_of(dc_plan(decoding(32768, causal=True, q_offset=1999))) == 4

@@ -19,6 +19,7 @@ class Excuse:
         source: a part of "file: text of the line".
         reason: why it computes the same for every input.
         kernel: a part of the kernel's name.
+        caller: a part of the text of a line that the source's function is called in.
     """
 
     kind: str
@@ -26,6 +27,7 @@ class Excuse:
     source: str
     reason: str
     kernel: str = ""
+    caller: str = ""
 
 
 _NO_SIGN = (
@@ -182,14 +184,19 @@ EXCUSES = (
         "__syncwarp();  // nobody reads the value before any more",
         "with 16-bit inputs the flag was read before the last release(), which lets no lane behind",
     ),
-    Excuse(
-        "sync",
-        "delete bar.warp.sync",
-        "blackwell_dc/pipeline.cuh: __syncwarp();",
-        "what the lanes have done since the last one are instructions of the whole warp on tensor "
-        "memory, and elect.sync waits for the warp; that it orders more is promised for "
-        "bar.warp.sync only",
-        kernel="blackwell_dc",
+    *(
+        Excuse(
+            "sync",
+            "delete bar.warp.sync",
+            f"blackwell_dc/{page}: __syncwarp();",
+            "what the lanes have done since the last one are instructions of the whole warp on "
+            "tensor memory, and elect.sync waits for the warp; that it orders more is promised for "
+            "bar.warp.sync only",
+            kernel="blackwell_dc",
+            caller=caller,
+        )
+        for page in ("pipeline.cuh", "pair_pipeline.cuh")
+        for caller in ("(of_mma.p_ready(", "(of_mma.p_last(")
     ),
     Excuse(
         "sync",
@@ -225,7 +232,7 @@ EXCUSES = (
     Excuse(
         "sync",
         r"delete mbarrier\.try_wait\..*",
-        "load.cuh: ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);",
+        "load.cuh: ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // V's",
         "the first V of a row tile: that Q is free says that all products are made but the last "
         "O's, whose V is in another slot",
         kernel="blackwell_dc",

@@ -182,10 +182,13 @@ class Subject:
         if mutant.equivalent:
             assert result == "survived", f"proved equivalent, yet {result}: {detail}"
             result, detail = "no influence", mutant.equivalent
-        elif result == "survived" and (excuse := find_excuse(mutant, source, self.name)):
+        elif result == "survived" and (excuse := self._find_excuse(mutant, source)):
             result, detail = "excused", excuse
         text = " ".join(statement.text.split())
         return Outcome(self.name, mutant.kind, mutant.change, text, source, result, detail)
+
+    def _find_excuse(self, mutant: Mutant, source: str) -> str:
+        return find_excuse(mutant, source, self.name, lines_of(self._sources[mutant.statement]))
 
     def source(self, statement: int) -> str:
         """The line of CUDA that an instruction came from: "file: its text"."""
@@ -232,7 +235,16 @@ def source_text(source: str) -> str:
     return source.split(":")[0]
 
 
-def find_excuse(mutant: Mutant, source: str, kernel: str) -> str:
+def lines_of(source: str) -> list[str]:
+    """The texts of all lines of "file:line, inlined at ..." that are this project's."""
+    return [
+        (SOURCES / file).read_text().splitlines()[int(line) - 1]
+        for file, line in re.findall(r"([^, ]+):(\d+)", source)
+        if (SOURCES / file).exists()
+    ]
+
+
+def find_excuse(mutant: Mutant, source: str, kernel: str, lines: list[str]) -> str:
     """Why a surviving mutant computes the same, as the list of excuses has it; empty: no excuse."""
     for excuse in EXCUSES:
         if (
@@ -240,6 +252,7 @@ def find_excuse(mutant: Mutant, source: str, kernel: str) -> str:
             and re.fullmatch(excuse.change, mutant.change)
             and excuse.source in source
             and excuse.kernel in kernel
+            and (not excuse.caller or any(excuse.caller in line for line in lines))
         ):
             return excuse.reason
     return ""

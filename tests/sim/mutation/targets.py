@@ -44,8 +44,8 @@ class Target:
         d: head dimension.
         many: (rows, heads) of one more call, without a mask, whose CTAs have several tiles each;
             None where each tile has a CTA of its own.
-        blocks: of one more call with so many blocks of keys, more than the kernel has stages for,
-            and of one without keys; 0: neither.
+        blocks: of one more call of two tiles with so many blocks of keys, more than the kernel has
+            stages for, and of one without keys; 0: neither.
         sample: how many mutants of any kind the everyday tests run; 0: all of synchronisation, and
             others.
         in_pairs: whether a pair of CTAs serves the calls, which are planned for one CTA.
@@ -101,6 +101,7 @@ TARGETS = (
     Target("blackwell_dc", "bf16_d64", "B200", 1, 150, 128, 64, blocks=10, sample=30),
     Target("blackwell_dc", "f16_d128", "B200", 1, 150, 128, 128, blocks=10, sample=30),
     Target("blackwell_dc", "bf16_d128_pair", "B200", 1, 300, 128, 128, blocks=10, in_pairs=True),
+    Target("blackwell_dc", "e4m3_d128", "B200", 1, 150, 128, 128, blocks=10),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
@@ -230,7 +231,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
         many = [("many tiles", qkv(n, 2 * keys + 9, (heads, heads), d), {})]
     if target.blocks:
         many += [
-            ("many blocks", qkv(rows, target.blocks * keys + 9, (1, 1), d), {}),
+            ("many blocks", qkv(rows, target.blocks * keys + 9, (2, 1), d), {}),
             ("no key", qkv(rows, 0, (9, 9), d), {}),
         ]
     return [
