@@ -100,7 +100,7 @@ TARGETS = (
     # Rows of a tile and a bit, of two: tiles that end in either.
     Target("blackwell_dc", "bf16_d64", "B200", 1, 150, 128, 64, blocks=10, sample=30),
     Target("blackwell_dc", "f16_d128", "B200", 1, 150, 128, 128, blocks=10, sample=30),
-    Target("blackwell_dc", "bf16_d128_pair", "B200", 1, 300, 128, 128, blocks=10, in_pairs=True),
+    Target("blackwell_dc", "bf16_d128_pair", "B200", 1, 400, 128, 128, blocks=10, in_pairs=True),
     Target("blackwell_dc", "e4m3_d128", "B200", 1, 150, 128, 128, blocks=10),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
