@@ -88,8 +88,6 @@ PlanResult plan_fp8(const Problem& problem, const Device& device) {
 
 // --- approximate="int8_qk" ---
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 Reasons why_not_int8(const Problem& problem) {
   Reasons reasons = core::why_not(problem, "ada", {DType::F16, DType::BF16}, Approximate::Int8Qk);
   const std::string exactly = "; leave approximate out" + std::string(core::USE_TORCH);
@@ -116,7 +114,7 @@ struct Workspace {
   int64_t add(int64_t size) {
     constexpr int64_t ALIGNMENT = 256;
     const int64_t offset = bytes;
-    bytes += ceil_div(size, ALIGNMENT) * ALIGNMENT;
+    bytes += core::ceil_div(size, ALIGNMENT) * ALIGNMENT;
     return offset;
   }
 };
@@ -125,11 +123,11 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
   constexpr int64_t COLUMN_STEP = 16;  // rows of whole 16 bytes
   Int8Params params;
   std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
-  const int64_t columns = ceil_div(problem.d, COLUMN_STEP) * COLUMN_STEP;
+  const int64_t columns = core::ceil_div(problem.d, COLUMN_STEP) * COLUMN_STEP;
   const int64_t q_heads = problem.batch * problem.heads_q;
   const int64_t k_heads = problem.batch * problem.heads_kv;
-  const int64_t q_blocks = ceil_div(problem.nq, SCALE_ROWS);
-  const int64_t k_blocks = ceil_div(problem.nk, SCALE_ROWS);
+  const int64_t q_blocks = core::ceil_div(problem.nq, SCALE_ROWS);
+  const int64_t k_blocks = core::ceil_div(problem.nk, SCALE_ROWS);
   const int64_t ctas = k_heads * k_blocks + q_heads * q_blocks;  // of the second kernel
   if (ctas > core::GRID_LIMIT) return Reasons{core::grid_too_large(ctas)};
 

@@ -152,9 +152,8 @@ bool pay_in_pairs(const Problem& problem, const Device& device, const Variant& a
   if (core::rows_per_sequence(problem) < LONG || keys_of_a_row(problem) < LONG) return false;
   const int64_t pairs = device.sm_count / 2;
   const int64_t tiles = tiles_of(problem, pair);
-  const auto rounds = [](int64_t x, int64_t workers) { return (x + workers - 1) / workers; };
   return pairs > 0 && tiles >= pairs &&
-         rounds(tiles, pairs) <= rounds(tiles_of(problem, alone), device.sm_count);
+         core::ceil_div(tiles, pairs) <= core::ceil_div(tiles_of(problem, alone), device.sm_count);
 }
 
 // The kernel that serves all rows of a head with all their keys.
@@ -180,7 +179,7 @@ Choice choose(const Problem& problem, const Device& device) {
   const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
   const Variant& unsplit = longest <= few.block_q ? few : alone_or_pair(problem, device);
   const int64_t sms = std::max(device.sm_count, 1);
-  const int64_t rounds = (tiles_of(problem, unsplit) * unsplit.ctas + sms - 1) / sms;
+  const int64_t rounds = core::ceil_div(tiles_of(problem, unsplit) * unsplit.ctas, sms);
   const int64_t keys = core::visited_keys(problem, unsplit.block_q, unsplit.block_k);
   int64_t time = rounds * keys * unsplit.tiles;
   // What the model leaves out, the workspace's bytes and what two tiles in flight gain, is taken to

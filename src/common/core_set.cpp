@@ -17,7 +17,6 @@ constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit insi
 constexpr int64_t POSITION_LIMIT = int64_t{1} << 60;
 constexpr int64_t RESERVED_SHARED_BYTES = 1024;  // CUDA: taken from the SM by each CTA, from 8.0 on
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 std::string str(int64_t x) { return std::to_string(x); }
 
 // "float32, float16 and bfloat16"

@@ -16,6 +16,8 @@
 
 namespace archflash::core {
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 constexpr const char* USE_TORCH = " or use implementation='torch'";  // ends a reason
 constexpr const char* HEAD_DIMS = "multiples of 8 up to 256, d and dv independent";
 

@@ -10,8 +10,6 @@
 namespace archflash::core {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t all_rows(const Problem& problem) {  // (heads, rows) as the LSE has them
   return (problem.varlen ? 1 : problem.batch) * problem.heads_q * problem.nq;
 }

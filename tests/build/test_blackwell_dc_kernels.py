@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from archflash import _archflash as native
 
-from .test_kernels import IMAGES, REGISTERS_PER_SM, RESOURCES, ptx_text
+from .test_kernels import IMAGES, REGISTERS_PER_SM, RESOURCES, instructions_of, ptx_text
 
 TARGET, PTX = "sm_100f", "compute_100f"
 KERNELS = {
@@ -30,21 +29,6 @@ POLYNOMIALS = {64: 5, 96: 4, 128: 2, 192: 0, 256: 0}
 E4M3_POLYNOMIALS = {64: 5, 128: 5, 192: 5, 256: 2}
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
-
-
-@functools.cache
-def machine_code(tool: Path, file: Path) -> dict[str, list[str]]:
-    """The instructions of each kernel with their operands."""
-    command = [tool, "--dump-sass", "--gpu-architecture", TARGET, file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
-        if match := re.match(r"\s*Function : (\w+)", line):
-            instructions = found.setdefault(match[1], [])
-        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+([^;]*);", line):
-            instructions.append(match[1].strip())
-    return found
 
 
 @functools.cache
@@ -77,7 +61,7 @@ def image_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def code(kernel: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]) -> list[str]:
-    return machine_code(cuobjdump, image_files[KERNELS[kernel]])[kernel]
+    return instructions_of(cuobjdump, TARGET, image_files[KERNELS[kernel]])[kernel]
 
 
 def test_there_is_a_kernel_for_each_head_dimension() -> None:

@@ -288,8 +288,8 @@ TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
 
 @functools.cache
-def machine_code(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
-    """The instructions of each kernel for one target, without operands and predicates."""
+def instructions_of(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
+    """The instructions of each kernel for one target, with operands and predicates."""
     command = [tool, "--dump-sass", "--gpu-architecture", target, file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -297,9 +297,18 @@ def machine_code(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
     for line in done.stdout.splitlines():
         if match := re.match(r"\s*Function : (\w+)", line):
             instructions = found.setdefault(match[1], [])
-        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ +)?([A-Z][\w.]*)", line):
-            instructions.append(match[1])
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+([^;]*);", line):
+            instructions.append(match[1].strip())
     return found
+
+
+def machine_code(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
+    """The instructions of each kernel for one target, without operands and predicates."""
+    opcode = re.compile(r"(?:@!?\w+ +)?([A-Z][\w.]*)")
+    return {
+        kernel: [match[1] for text in found if (match := opcode.match(text))]
+        for kernel, found in instructions_of(tool, target, file).items()
+    }
 
 
 def assembler_of(tool: Path, target: str, file: Path) -> tuple[int, int]:

@@ -14,11 +14,11 @@ import torch
 from gpu_cases import all_pairs
 from torch import Tensor
 
-from archflash import reference, sim
+from archflash import sim
 
-from .explained import unexplained
 from .test_ada import rand
 from .test_blackwell_dc import MODES, one_after_another
+from .test_fp8_by_tma import check
 
 NAME = "blackwell_dc"
 E4M3 = torch.float8_e4m3fn
@@ -58,16 +58,6 @@ def descale(kind: str, batch: int, heads: int, kv_heads: int, rows: int) -> Tens
     }[kind]
     sizes = 0.5 + torch.arange(math.prod(shape)) * 3 % 7
     return (sizes / 200).view(shape)
-
-
-def check(run: sim.Run, tensors: tuple[Tensor, ...], call: dict[str, Any]) -> None:
-    assert not unexplained(NAME, run.report), run.report
-    expected, expected_lse = reference.attention(*tensors, **call)
-    report = reference.check_fp8(run.out, expected, *tensors, **call)
-    assert report.ok, report
-    assert run.lse is not None
-    lse_report = reference.check_lse(run.lse, expected_lse)
-    assert lse_report.ok, lse_report
 
 
 @pytest.mark.parametrize(
@@ -117,7 +107,7 @@ def test_every_pair_of_features_agrees_with_float64(number: int, row: dict[str, 
         q, k, v, implementation=NAME, mode=MODES[number % 4], seed=number, return_lse=True,
         out=room[..., :dv], **call
     )  # fmt: skip
-    check(run, (q, k, v), call)
+    check(NAME, run, [q, k, v], call)
     assert room[..., dv:].isnan().all()
 
 
@@ -153,7 +143,7 @@ def test_packed_sequences_have_the_same_bits_under_every_schedule(config: str) -
             q, k, v, implementation=NAME, mode=mode, seed=7, plan=plan, return_lse=True, **call
         )
         if first is None:
-            check(run, (q, k, v), call)
+            check(NAME, run, [q, k, v], call)
             assert run.lse is not None
             first = (run.out.clone(), run.lse.clone())
         assert torch.equal(run.out, first[0]), mode

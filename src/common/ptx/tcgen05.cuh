@@ -42,62 +42,31 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address_tmem) {
                : "memory");
 }
 
-// tcgen05.mma.kind::f16: one thread starts d = a b, or d += a b where `accumulate`, for 16 columns
-// of a. a and b in shared memory, described by matrix descriptors; d in tensor memory.
-__device__ __forceinline__ void tcgen05_mma_f16(uint32_t d_tmem, uint64_t a_descriptor,
-                                                uint64_t b_descriptor, uint32_t instruction,
-                                                bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.u32 accumulate, %4, 0;\n"
-      "tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, accumulate;\n"
-      "}\n" ::"r"(d_tmem),
-      "l"(a_descriptor), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
-      : "memory");
-}
+// Defines NAME twice, the instruction tcgen05.mma.CTA_GROUP_AND_KIND: one thread starts d = a b, or
+// d += a b where `accumulate`, with d in tensor memory, b in shared memory, described by a matrix
+// descriptor, and a there too (its descriptor) or in tensor memory (its address).
+#define ARCHFLASH_TCGEN05_MMA_WITH_A(NAME, CTA_GROUP_AND_KIND, A_TYPE, A_CONSTRAINT, A_OPERAND) \
+  __device__ __forceinline__ void NAME(uint32_t d_tmem, A_TYPE a, uint64_t b_descriptor,        \
+                                       uint32_t instruction, bool accumulate) {                 \
+    asm volatile(                                                                               \
+        "{\n"                                                                                   \
+        ".reg .pred accumulate;\n"                                                              \
+        "setp.ne.u32 accumulate, %4, 0;\n"                                                      \
+        "tcgen05.mma." CTA_GROUP_AND_KIND " [%0], " A_OPERAND                                   \
+        ", %2, %3, accumulate;\n"                                                               \
+        "}\n" ::"r"(d_tmem),                                                                    \
+        A_CONSTRAINT(a), "l"(b_descriptor), "r"(instruction),                                   \
+        "r"(static_cast<uint32_t>(accumulate))                                                  \
+        : "memory");                                                                            \
+  }
+#define ARCHFLASH_TCGEN05_MMA(NAME, CTA_GROUP_AND_KIND)                       \
+  ARCHFLASH_TCGEN05_MMA_WITH_A(NAME, CTA_GROUP_AND_KIND, uint64_t, "l", "%1") \
+  ARCHFLASH_TCGEN05_MMA_WITH_A(NAME, CTA_GROUP_AND_KIND, uint32_t, "r", "[%1]")
 
-// The same with a in tensor memory: two 16-bit elements to a column, eight columns.
-__device__ __forceinline__ void tcgen05_mma_f16(uint32_t d_tmem, uint32_t a_tmem,
-                                                uint64_t b_descriptor, uint32_t instruction,
-                                                bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.u32 accumulate, %4, 0;\n"
-      "tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, %3, accumulate;\n"
-      "}\n" ::"r"(d_tmem),
-      "r"(a_tmem), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
-      : "memory");
-}
-
-// tcgen05.mma.kind::f8f6f4: the same for 32 columns of 8-bit a and b.
-__device__ __forceinline__ void tcgen05_mma_f8f6f4(uint32_t d_tmem, uint64_t a_descriptor,
-                                                   uint64_t b_descriptor, uint32_t instruction,
-                                                   bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.u32 accumulate, %4, 0;\n"
-      "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], %1, %2, %3, accumulate;\n"
-      "}\n" ::"r"(d_tmem),
-      "l"(a_descriptor), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
-      : "memory");
-}
-
-// With a in tensor memory: four 8-bit elements to a column, eight columns.
-__device__ __forceinline__ void tcgen05_mma_f8f6f4(uint32_t d_tmem, uint32_t a_tmem,
-                                                   uint64_t b_descriptor, uint32_t instruction,
-                                                   bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.u32 accumulate, %4, 0;\n"
-      "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], [%1], %2, %3, accumulate;\n"
-      "}\n" ::"r"(d_tmem),
-      "r"(a_tmem), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
-      : "memory");
-}
+// 16 columns of a in 16 bits; in tensor memory two to a column, eight columns.
+ARCHFLASH_TCGEN05_MMA(tcgen05_mma_f16, "cta_group::1.kind::f16")
+// 32 columns of a in 8 bits; in tensor memory four to a column, eight columns.
+ARCHFLASH_TCGEN05_MMA(tcgen05_mma_f8f6f4, "cta_group::1.kind::f8f6f4")
 
 // tcgen05.commit: one arrival at the barrier when all earlier products of this thread are done. It
 // implies fence::before_thread_sync.

@@ -34,30 +34,7 @@ __device__ __forceinline__ void tcgen05_pair_dealloc(uint32_t address_tmem) {
 // tcgen05.mma.kind::f16 of M = 256: the lower half of the rows of a and d is the first CTA's, the
 // upper half the second one's; of the columns of b each has half. One thread of one CTA starts it:
 // addresses are the same in both.
-__device__ __forceinline__ void tcgen05_pair_mma_f16(uint32_t d_tmem, uint64_t a_descriptor,
-                                                     uint64_t b_descriptor, uint32_t instruction,
-                                                     bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.u32 accumulate, %4, 0;\n"
-      "tcgen05.mma.cta_group::2.kind::f16 [%0], %1, %2, %3, accumulate;\n"
-      "}\n" ::"r"(d_tmem),
-      "l"(a_descriptor), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
-      : "memory");
-}
-__device__ __forceinline__ void tcgen05_pair_mma_f16(uint32_t d_tmem, uint32_t a_tmem,
-                                                     uint64_t b_descriptor, uint32_t instruction,
-                                                     bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.u32 accumulate, %4, 0;\n"
-      "tcgen05.mma.cta_group::2.kind::f16 [%0], [%1], %2, %3, accumulate;\n"
-      "}\n" ::"r"(d_tmem),
-      "r"(a_tmem), "l"(b_descriptor), "r"(instruction), "r"(static_cast<uint32_t>(accumulate))
-      : "memory");
-}
+ARCHFLASH_TCGEN05_MMA(tcgen05_pair_mma_f16, "cta_group::2.kind::f16")
 
 // tcgen05.commit with multicast: one arrival at this barrier in each CTA of the mask (bit: rank)
 // when all earlier products of this thread are done.
