@@ -38,6 +38,7 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
   static_assert(C::WARPS <= MOST_WARPS && sizeof(ScaledPlace) <= C::PLACE_BYTES);
   ScaledPlace& scaled = *reinterpret_cast<ScaledPlace*>(shared + C::PLACE_SMEM);
   {
+    math::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, threadIdx.x, C::THREADS);
     const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
@@ -74,7 +75,8 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
         const bool v_by_block = scaled.of_keys.v_gmem != nullptr;
         if (v_by_block)
           math::change_unit<C>(o_rmem, scaled.of_keys, of_warp(), key_first, blocks.last);
-        exp2_scale = math::follow_maxima<C, math::WeightsE4m3>(s_rmem, state, o_rmem, exp2_scale);
+        exp2_scale =
+            math::follow_maxima<C, math::WeightsE4m3>(s_rmem, state, o_rmem, exp2_scale, nullptr);
         math::weigh_all_scores_e4m3<C>(s_rmem, p_rmem, state, exp2_scale);
         if (v_by_block && scaled.of_keys.v(key_first) == 0.0f) {
 #pragma unroll

@@ -138,6 +138,7 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
   blocks.visit(
       [&](mma_sync::Probabilities<C>& p_rmem, const mma_sync::QFragments<C>& q_rmem,
           uint32_t q_smem, uint32_t k_smem, int key_first) {
+        const math::RaiseLimits<C> limits(state);
         math::Scores<C> s_rmem;
         multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
         const KeyScale& k_scale = scaled.k_scales[key_first / SCALE_ROWS % 2];
@@ -145,8 +146,8 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
         float exp2_scale = scaled.q_factor[ptx::mov_tid_x_volatile() / 32] * k_scale.scale;
         exp2_scale = fminf(fmaxf(exp2_scale, SMALLEST_EXP2_SCALE), LARGEST_EXP2_SCALE);
         mma_sync::mask_edges<C>(s_rmem, scaled.place, key_first);
-        exp2_scale =
-            math::follow_maxima<C, math::WeightsOfIntegers>(s_rmem, state, o_rmem, exp2_scale);
+        exp2_scale = math::follow_maxima<C, math::WeightsOfIntegers>(s_rmem, state, o_rmem,
+                                                                     exp2_scale, &limits);
         weigh_integers<C>(s_rmem, p_rmem, state, exp2_scale);
       },
       [&](const mma_sync::Probabilities<C>& p_rmem, uint32_t v_smem) {

@@ -202,6 +202,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
     {
+      math::write_rows_of_no_sequence<C::BLOCK_Q>(attention, static_cast<int>(index.value()),
+                                                  threadIdx.x, C::CONSUMER_THREADS);
       const math::Work work = math::find_tile<C::BLOCK_Q>(attention, params.tiles, index);
       if (work.first_row < 0) continue;
       const math::VisibleKeys visible = math::find_visible_keys(attention, work);
@@ -268,7 +270,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
           v_is_zero = place.of_keys.v(block) == 0.0f;
         }
       }
-      exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale);
+      exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, nullptr);
       ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
       const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
       if (block > place.ragged_after || v_is_zero) {

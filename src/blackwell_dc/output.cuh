@@ -208,6 +208,10 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   uint32_t tile_parity = 0;
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
+    if (rank_in_pair<C>() == 0 && !splits_keys<C>(params)) {  // else the combining kernel does it
+      math::write_rows_of_no_sequence<C::BLOCK_Q>(attention, static_cast<int>(index.value()),
+                                                  threadIdx.x % 32, 32);
+    }
     const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const int batch = work.batch_head / attention.heads_q;

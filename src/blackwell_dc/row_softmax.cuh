@@ -12,15 +12,21 @@
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/f32x2.cuh"
+#include "common/ptx/lg2.cuh"
 
 namespace archflash::blackwell_dc {
 
 constexpr float LOWEST = -3.402823466e38f;
 
-// P is 2^(score - base) with a base that follows the row maximum only when that has risen by more
-// than this (in powers of two): P stays below 2^9, far from the limits of fp16, and O is rescaled
-// in few blocks instead of all.
+// P is 2^(score - base). The base follows the row maximum, but not at every rise, so that O is
+// rescaled in few blocks instead of all:
+//   - at a rise of more than BASE_LAG (in powers of two) always: P stays below 2^9, far from the
+//     limits of fp16.
+//   - at a smaller rise only where the new largest weight is more than COUNTS of the row's sum. The
+//     largest weight then is exactly 1 in 16 bits. Without this rule it is rounded like the others,
+//     and where it dominates its row, the error of the output grows by half (docs/numerics.md).
 constexpr float BASE_LAG = 8.0f;
+constexpr float COUNTS = 1.0f / 16;
 // From here on, score * scale - base in one FMA would leave the rounding of base alone, which is
 // more than P may grow by.
 constexpr float LARGE_BASE = 1 << 24;
@@ -29,17 +35,16 @@ constexpr float LARGE_BASE = 1 << 24;
 template <class C>
 using Scores = float[4][C::BLOCK_K / 4];
 
-// Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare.
-// tanh(y) = 1 - 2 / (1 + e^2y): its error is 2^-22 of 1, where tanh.approx has 2^-11.
+// Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare. The
+// error of tanhf is relative to its result. tanh.approx, or a formula whose error is relative to 1,
+// would be wrong by that error times softcap.
 template <int KEYS>
 __device__ __forceinline__ void transform_scores(float (&s_rmem)[KEYS], float tanh_scale,
                                                  float softcap) {
 #pragma unroll
   for (int i = 0; i < KEYS; ++i) {
     const float x = s_rmem[i] * tanh_scale;
-    const float power = ptx::ex2_approx_ftz(x * (2 * math::LOG2_E));
-    const float tanh = fmaf(-2.0f, ptx::rcp_approx_ftz(1.0f + power), 1.0f);
-    s_rmem[i] = softcap == 0.0f ? x : softcap * tanh;
+    s_rmem[i] = softcap == 0.0f ? x : softcap * tanhf(x);
   }
 }
 
@@ -137,7 +142,12 @@ struct RowSoftmax16 {
   __device__ __forceinline__ RowSoftmax16(const Params& params, const math::Work&, int)
       : attention_(params.attention) {}
 
-  __device__ __forceinline__ void start_block(int) {}
+  // Finds the scaled score from which on this block raises the base.
+  __device__ __forceinline__ void start_block(int) {
+    limit_ = base_;
+    if constexpr (C::SWITCHES.lazy_rescale)
+      limit_ += fminf(fmaxf(ptx::lg2_approx_ftz(sum * COUNTS), 0.0f), BASE_LAG);
+  }
 
   __device__ __forceinline__ void transform(Scores<C>& s_rmem) {
     exp2_scale_ = attention_.exp2_scale;
@@ -150,14 +160,13 @@ struct RowSoftmax16 {
   // Moves the base up where these scores ask for it. Returns the factor for what was summed up with
   // the base before. The warp's rows branch together: most blocks raise no base.
   __device__ __forceinline__ float follow_maximum(const Scores<C>& s_rmem) {
-    constexpr float LAG = C::SWITCHES.lazy_rescale ? BASE_LAG : 0.0f;
     float of_quarter[4];
     find_maxima<C>(s_rmem, of_quarter);
     const float first = ptx::max_nan_f32(of_quarter[0], s_rmem[0][KEYS - 1], s_rmem[1][KEYS - 1]);
     const float second = ptx::max_nan_f32(of_quarter[1], s_rmem[2][KEYS - 1], s_rmem[3][KEYS - 1]);
     const float max = ptx::max_nan_f32(ptx::max_nan_f32(first, second, of_quarter[2]),
                                        of_quarter[3], of_quarter[3]);
-    const bool stays = fmaf(max, exp2_scale_, -LAG) <= base_;  // false for NaN
+    const bool stays = fmaf(max, exp2_scale_, -limit_) <= 0.0f;  // false for NaN
     if (__all_sync(FULL_WARP, stays)) return 1.0f;
     const float scaled = max * exp2_scale_;
     // An infinite base would make an infinite score NaN in one way of computing 2^x and not in the
@@ -209,6 +218,7 @@ struct RowSoftmax16 {
  private:
   const AttentionParams& attention_;
   float base_ = LOWEST;      // scaled for 2^x; finite: no inf - inf in a row that has seen no key
+  float limit_ = LOWEST;     // scores beyond it raise the base
   bool large_ = false;       // some base of the warp is beyond LARGE_BASE
   float exp2_scale_ = 1.0f;  // of the block at hand
 };

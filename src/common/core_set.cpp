@@ -13,8 +13,9 @@ namespace {
 constexpr int64_t HEAD_DIM_LIMIT = 256;
 constexpr int64_t ROW_BYTES = 16;                   // rows are read and written 16 bytes at a time
 constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit inside the kernel
-// UNBOUNDED inside the kernel: beyond every position there can be, and sums of two cannot overflow.
-constexpr int64_t POSITION_LIMIT = int64_t{1} << 60;
+// UNBOUNDED inside the kernel. A q_offset is within +-2^60 and a key within 2^30: their sums with
+// this lie beyond every position and do not overflow.
+constexpr int64_t POSITION_LIMIT = int64_t{1} << 62;
 constexpr int64_t RESERVED_SHARED_BYTES = 1024;  // CUDA: taken from the SM by each CTA, from 8.0 on
 
 std::string str(int64_t x) { return std::to_string(x); }

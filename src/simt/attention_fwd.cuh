@@ -27,12 +27,10 @@ using math::MINUS_INFINITY;
 
 // From snake_from on the order of the CTAs is reversed: where two share each SM, a long one then
 // meets a short one.
-template <class C>
-__device__ __forceinline__ math::Work find_work(const Params& params) {
-  int index = blockIdx.x;
+__device__ __forceinline__ int find_index(const Params& params) {
+  const int index = blockIdx.x;
   const int last_index = static_cast<int>(gridDim.x) - 1;
-  if (index >= params.snake_from) index = params.snake_from + last_index - index;
-  return math::find_work<C::BLOCK_Q>(params, index);
+  return index < params.snake_from ? index : params.snake_from + last_index - index;
 }
 
 // Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare, one
@@ -155,7 +153,10 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   float* k_smem = shared + C::K_SMEM;  // (BLOCK_K, QK_PITCH)
   float* v_smem = shared + C::V_SMEM;  // (BLOCK_K, V_PITCH)
 
-  const math::Work work = find_work<C>(params);
+  const int index = find_index(params);
+  math::write_rows_of_no_sequence<C::BLOCK_Q, sizeof(Element)>(params, index, threadIdx.x,
+                                                               C::THREADS);
+  const math::Work work = math::find_work<C::BLOCK_Q>(params, index);
   if (work.first_row < 0) return;
 
   const math::Offsets offsets = math::find_offsets(params, work);

@@ -11,6 +11,7 @@
 #include "common/problem.h"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/st_global.cuh"
 
 namespace archflash::math {
 
@@ -67,6 +68,44 @@ __device__ __forceinline__ Work find_work(const AttentionParams& params, int ind
   return work;
 }
 
+// The attention sink of a head, in natural logarithms: one more logit in the denominator.
+__device__ __forceinline__ float load_sink(const AttentionParams& params, int head) {
+  if (params.sinks_gmem == nullptr) return MINUS_INFINITY;
+  const DType dtype = static_cast<DType>(params.sinks_dtype);
+  if (dtype == DType::F32) return static_cast<const float*>(params.sinks_gmem)[head];
+  const uint16_t bits = static_cast<const uint16_t*>(params.sinks_gmem)[head];
+  return dtype == DType::F16 ? ptx::cvt_f32_f16(bits)
+                             : __uint_as_float(float_bits_of_bfloat16(bits));
+}
+
+// Rows of a packed q that belong to no sequence (before the first, after the last): output 0, and
+// the LSE of a row that sees no key. Without this they would come back with what the memory held.
+// CTA `index` looks after the rows [index / heads_q * BLOCK_Q, + BLOCK_Q) of one head, whichever
+// rows it computes: there are at least so many CTAs. Called by `threads` threads, which need not be
+// whole warps.
+template <int BLOCK_Q, int ELEMENT_BYTES = 2>
+__device__ __forceinline__ void write_rows_of_no_sequence(const AttentionParams& params, int index,
+                                                          int thread, int threads) {
+  if (params.cu_seqlens_q_gmem == nullptr) return;
+  const int64_t first = static_cast<int64_t>(index / params.heads_q) * BLOCK_Q;
+  const int end = static_cast<int>(min(first + BLOCK_Q, static_cast<int64_t>(params.nq)));
+  const int owned_first = sequence_start(params.cu_seqlens_q_gmem, 0, params.nq);
+  const int owned_end = sequence_start(params.cu_seqlens_q_gmem, params.batch, params.nq);
+  if (first >= end || (first >= owned_first && end <= owned_end)) return;
+  const int head = index % params.heads_q;
+  const float sink = load_sink(params, head);
+  const int chunks = params.dv * ELEMENT_BYTES / 16;  // of 16 bytes
+  for (int row = static_cast<int>(first); row < end; ++row) {
+    if (row >= owned_first && row < owned_end) continue;
+    const int64_t start = (head * params.out_head + row * params.out_row) * ELEMENT_BYTES;
+    unsigned char* row_gmem = static_cast<unsigned char*>(params.out_gmem) + start;
+    for (int chunk = thread; chunk < chunks; chunk += threads)
+      ptx::st_global_v4_b32(row_gmem + chunk * 16, 0, 0, 0, 0);
+    if (params.lse_gmem != nullptr && thread == 0)
+      params.lse_gmem[head * params.lse_head + row] = sink;
+  }
+}
+
 // Where a CTA's tensors start, in elements.
 struct Offsets {
   int64_t q;     // of its first row
@@ -93,16 +132,6 @@ __device__ __forceinline__ VisibleKeys find_visible_keys(const AttentionParams& 
   return visible_keys(work.nq, work.nk, q_offset, params.window_left, params.window_right);
 }
 
-// The attention sink of a head, in natural logarithms: one more logit in the denominator.
-__device__ __forceinline__ float load_sink(const AttentionParams& params, int head) {
-  if (params.sinks_gmem == nullptr) return MINUS_INFINITY;
-  const DType dtype = static_cast<DType>(params.sinks_dtype);
-  if (dtype == DType::F32) return static_cast<const float*>(params.sinks_gmem)[head];
-  const uint16_t bits = static_cast<const uint16_t*>(params.sinks_gmem)[head];
-  return dtype == DType::F16 ? ptx::cvt_f32_f16(bits)
-                             : __uint_as_float(float_bits_of_bfloat16(bits));
-}
-
 // What ends a row: out = (sum of p * v) * factor.
 struct RowEnd {
   float factor;
@@ -115,7 +144,9 @@ __device__ __forceinline__ RowEnd finish_row(float keys_max, float keys_sum, flo
   const float max = fmaxf(keys_max, sink);
   const float base = max == MINUS_INFINITY ? 0.0f : max;
   const float correction = ptx::ex2_approx_ftz((keys_max - base) * LOG2_E);
-  const float sum = fmaf(keys_sum, correction, ptx::ex2_approx_ftz((sink - base) * LOG2_E));
+  // An infinite sink takes the whole weight: inf - inf would be NaN.
+  const float of_sink = sink == base ? 1.0f : ptx::ex2_approx_ftz((sink - base) * LOG2_E);
+  const float sum = fmaf(keys_sum, correction, of_sink);
   // No key: factor 0. Neither key nor sink: the LSE is -inf + -inf.
   return {keys_sum != 0.0f ? correction / sum : 0.0f, max + logf(sum)};
 }

@@ -41,27 +41,29 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
   if (row >= partials.rows) return;
   const int row_of_head = static_cast<int>(row % attention.nq);
   const int* cu_q = attention.cu_seqlens_q_gmem;
-  if (cu_q != nullptr && (row_of_head < sequence_start(cu_q, 0, attention.nq) ||
-                          row_of_head >= sequence_start(cu_q, attention.batch, attention.nq)))
-    return;  // of no sequence: no share has written it
+  // A row of no sequence: no share has written it. It sees no key.
+  const bool owned =
+      cu_q == nullptr || (row_of_head >= sequence_start(cu_q, 0, attention.nq) &&
+                          row_of_head < sequence_start(cu_q, attention.batch, attention.nq));
+  const int splits = owned ? partials.splits : 0;
   const int64_t batch_head = row / attention.nq;
   const int64_t batch = batch_head / attention.heads_q;  // packed sequences: 0
   const int head = static_cast<int>(batch_head % attention.heads_q);
 
-  const float base = find_largest_base(partials, row);
+  const float base = owned ? find_largest_base(partials, row) : MINUS_INFINITY;
   float sum = 0.0f;
   float4 o_rmem[STEPS] = {};
   const int lane = threadIdx.x % 32;
-  for (int first = 0; first < partials.splits; first += 32) {
+  for (int first = 0; first < splits; first += 32) {
     // Each lane has the weight of one share.
     PartialEnd end{0.0f, 0.0f};
-    if (first + lane < partials.splits) end = partials.ends_gmem[partials.index(first + lane, row)];
+    if (first + lane < splits) end = partials.ends_gmem[partials.index(first + lane, row)];
     // A base that is NaN, which a row gets from what is not finite, makes everything NaN.
     const float of_lane = end.sum == 0.0f ? 0.0f : ptx::ex2_approx_ftz(end.base - base);
     sum = fmaf(end.sum, of_lane, sum);
     const unsigned seen = __ballot_sync(ALL_LANES, end.sum != 0.0f);
 #pragma unroll 4
-    for (int i = 0; i < min(32, partials.splits - first); ++i) {
+    for (int i = 0; i < min(32, splits - first); ++i) {
       const float weight = __shfl_sync(ALL_LANES, of_lane, i);
       if ((seen >> i & 1) == 0) continue;
       const int64_t start = partials.index(first + i, row) * attention.dv;

@@ -20,6 +20,7 @@ namespace archflash::math {
 struct WeightsE4m3 : Weights16 {
   static constexpr float P_LOG2 = 8.0f;
   static constexpr float BASE_LAG = 0.75f;
+  static constexpr float COUNTS = 0.0f;
   static constexpr float LARGE_BASE = 1 << 18;
   static constexpr float LARGE_BASE_LAG = 0.0f;
 };

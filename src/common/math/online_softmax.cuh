@@ -10,6 +10,7 @@
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/lg2.cuh"
 #include "common/ptx/st_global.cuh"
 
 namespace archflash::math {
@@ -17,16 +18,22 @@ namespace archflash::math {
 constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 constexpr float LOWEST = -3.402823466e38f;
 
-// P is 2^(score - base) with a base that follows the row maximum, P_LOG2 below it, only when that
-// has risen by more than BASE_LAG (all in powers of two): the outputs are rescaled in few blocks
-// instead of all. In 16 bits P stays below 2^9, far from the limits of fp16.
+// P is 2^(score - base). The base follows the row maximum, P_LOG2 below it (all in powers of two),
+// but not at every rise, so that the outputs are rescaled in few blocks instead of all:
+//   - at a rise of more than BASE_LAG always. In 16 bits P stays below 2^9, far from the limits of
+//     fp16.
+//   - at a smaller rise only where the new largest weight counts: where it is more than COUNTS of
+//     what a lane's keys have added up to. The largest weight of a row then is exactly 1 in 16
+//     bits, as it is in kernels that rescale at every rise. Without this rule it is rounded like
+//     the others, and where it dominates its row, the error of the output grows by half
+//     (docs/numerics.md).
 // From LARGE_BASE on, score * scale - base in one FMA would leave the rounding of base alone, which
 // is more than P may grow by: see follow_maxima. There the base is the maximum itself.
 struct Weights16 {
   static constexpr float P_LOG2 = 0.0f;
   static constexpr float BASE_LAG = 8.0f;
+  static constexpr float COUNTS = 0.25f;  // 0: only rises of more than BASE_LAG move the base
   static constexpr float LARGE_BASE = 1 << 24;
-  static constexpr float LARGE_BASE_LAG = BASE_LAG;
   static constexpr float ZERO = 0.0f;  // what a score of 0 is given as
 };
 
@@ -69,8 +76,8 @@ __device__ __forceinline__ void clear(RowState<C, Flag>& state) {
 }
 
 // Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare, one
-// branch per step. tanh(y) = 1 - 2 / (1 + e^2y): its error is 2^-22 of 1, where tanh.approx has
-// 2^-11.
+// branch per step. The error of tanhf is relative to its result. tanh.approx, or a formula whose
+// error is relative to 1, would be wrong by that error times softcap.
 template <class C>
 __device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, float tanh_scale,
                                                  float softcap) {
@@ -81,9 +88,7 @@ __device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, float tanh_s
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = s_rmem[m][n][i] * tanh_scale;
-        const float power = ptx::ex2_approx_ftz(x * (2 * LOG2_E));
-        const float tanh = fmaf(-2.0f, ptx::rcp_approx_ftz(1.0f + power), 1.0f);
-        s_rmem[m][n][i] = softcap == 0.0f ? x : softcap * tanh;
+        s_rmem[m][n][i] = softcap == 0.0f ? x : softcap * tanhf(x);
       }
     }
   }
@@ -143,16 +148,33 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
   state.large = __any_sync(FULL_WARP, large);
 }
 
-// Moves the bases of a warp's rows up where these scores ask for it. Returns the scale to weigh
-// them with, which may be another than the given one: the scores may be scaled already.
-template <class C, class Weights = Weights16, class Flag>
-__device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Flag>& state,
-                                               Outputs<C>& o_rmem, float exp2_scale) {
-  constexpr float LAG = Weights::P_LOG2 + Weights::BASE_LAG;
-  float lag = LAG;
-  if (Weights::LARGE_BASE_LAG != LAG && state.large) lag = Weights::LARGE_BASE_LAG;
-  float lane_max[C::M_TILES][2];
-  bool rises = false;
+// How far a row's maximum may lie above its base, before the base is raised: see Weights16.
+// sum: of P so far, over the keys of a lane.
+template <class Weights>
+__device__ __forceinline__ float allowed_rise(float sum) {
+  return fminf(fmaxf(ptx::lg2_approx_ftz(sum * Weights::COUNTS), 0.0f), Weights::BASE_LAG);
+}
+
+// For each row of this lane, the scaled score from which on its base is raised.
+template <class C>
+struct RaiseLimits {
+  float rmem[C::M_TILES][2];
+
+  template <class Flag>
+  __device__ __forceinline__ explicit RaiseLimits(const RowState<C, Flag>& state) {
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        rmem[m][r] = state.base[m][r] + allowed_rise<Weights16>(state.sum[m][r]);
+    }
+  }
+};
+
+// The largest score of each row among the keys of this lane.
+template <class C, class Weights>
+__device__ __forceinline__ void find_lane_maxima(const Scores<C>& s_rmem,
+                                                 float (&lane_max)[C::M_TILES][2]) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -164,10 +186,55 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
       }
       if constexpr (Weights::ZERO != 0.0f) max -= Weights::ZERO;
       lane_max[m][r] = max;
-      rises |= fmaf(max, exp2_scale, -lag) > state.base[m][r];
     }
   }
-  if (__any_sync(FULL_WARP, rises)) raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale);
+}
+
+// Whether the maximum of any row of this lane exceeds what `limit_of(m, r)` says.
+template <class C, class LimitOf>
+__device__ __forceinline__ bool any_exceeds(const float (&lane_max)[C::M_TILES][2],
+                                            float exp2_scale, const LimitOf& limit_of) {
+  bool exceeds = false;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) exceeds |= fmaf(lane_max[m][r], exp2_scale, -limit_of(m, r)) > 0.0f;
+  }
+  return exceeds;
+}
+
+// Moves the bases of a warp's rows up where these scores ask for it. Returns the scale to weigh
+// them with, which may be another than the given one: the scores may be scaled already.
+// limits: RaiseLimits of `state`, where they were found before Q K^T, which hides what they cost.
+// Null: they are found only once some maximum exceeds its base.
+template <class C, class Weights = Weights16, class Flag>
+__device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Flag>& state,
+                                               Outputs<C>& o_rmem, float exp2_scale,
+                                               const RaiseLimits<C>* limits) {
+  float lane_max[C::M_TILES][2];
+  find_lane_maxima<C, Weights>(s_rmem, lane_max);
+  bool raises;
+  if constexpr (Weights::COUNTS == 0.0f) {
+    constexpr float LAG = Weights::P_LOG2 + Weights::BASE_LAG;
+    const float lag = state.large ? Weights::LARGE_BASE_LAG : LAG;
+    raises = any_exceeds<C>(lane_max, exp2_scale,
+                            [&](int m, int r) { return state.base[m][r] + lag; });
+    raises = __any_sync(FULL_WARP, raises);
+  } else if (limits != nullptr) {
+    raises = any_exceeds<C>(lane_max, exp2_scale,
+                            [&](int m, int r) { return limits->rmem[m][r]; });
+    raises = __any_sync(FULL_WARP, raises);
+  } else {
+    raises =
+        any_exceeds<C>(lane_max, exp2_scale, [&](int m, int r) { return state.base[m][r]; });
+    raises = __any_sync(FULL_WARP, raises);
+    if (raises) {
+      const RaiseLimits<C> found(state);
+      raises = any_exceeds<C>(lane_max, exp2_scale, [&](int m, int r) { return found.rmem[m][r]; });
+      raises = __any_sync(FULL_WARP, raises);
+    }
+  }
+  if (raises) raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale);
 
   // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
   // subtracted: the largest of a row meets its own base and gives 1.
@@ -265,6 +332,9 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
                                           int warp_row, unsigned char* rows_smem) {
   const OutRows out(params, work, warp_row);
   const int lane = threadIdx.x % 32;
+  // rows_smem may have held Q: wait until every lane has read its fragments, before any lane
+  // writes there. ldmatrix does not order the lanes.
+  __syncwarp();
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll

@@ -25,6 +25,7 @@ __device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
   static_assert(sizeof(Place) <= C::PLACE_BYTES);
   Place& place = *reinterpret_cast<Place*>(shared + C::PLACE_SMEM);
   {
+    math::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, threadIdx.x, C::THREADS);
     const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) place = find_place(params, work);
@@ -40,12 +41,14 @@ __device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
   blocks.visit(
       [&](Probabilities<C>& p_rmem, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
           int key_first) {
+        const math::RaiseLimits<C> limits(state);
         math::Scores<C> s_rmem;
         multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
         if (params.transform_scores)
           math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
         mask_edges<C>(s_rmem, place, key_first);
-        const float exp2_scale = math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale);
+        const float exp2_scale =
+            math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
         math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
       },
       [&](const Probabilities<C>& p_rmem, uint32_t v_smem) {

@@ -49,11 +49,12 @@ struct WarpRows {
 template <class C, class Tile>
 __device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
                                            int64_t row_stride, int columns, int key, int nk) {
-  keys_gmem += key * row_stride;
-  if (key + C::BLOCK_K <= nk)
-    start_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, row_stride, columns);
-  else
-    start_ragged_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, row_stride, nk - key, columns);
+  if (key + C::BLOCK_K <= nk) {
+    start_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, key, row_stride * 2, columns);
+  } else {
+    start_ragged_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem + key * row_stride, row_stride,
+                                           nk - key, columns);
+  }
 }
 
 }  // namespace archflash::mma_sync

@@ -34,14 +34,17 @@ struct CopyLane {
   }
 };
 
-// Starts the copy of rows [0, ROWS) of `rows_gmem`; columns from `columns` on are left alone.
+// Starts the copy of ROWS rows of `rows_gmem` from first_row on; columns from `columns` on are left
+// alone. The distance of two rows is in bytes, and the rows are added up before they are multiplied
+// by it: addresses of 64 bits cost several instructions for each operation.
 template <class C, class Tile, int ROWS>
 __device__ __forceinline__ void start_load(uint32_t tile_smem, const uint16_t* rows_gmem,
-                                           int64_t row_stride, int columns) {
+                                           uint32_t first_row, uint64_t row_bytes, int columns) {
   using Lane = CopyLane<C, Tile>;
   static_assert(ROWS % Lane::ROWS_PER_STEP == 0, "threads must tile the rows");
   const Lane lane;
-  const uint16_t* source = rows_gmem + lane.row * row_stride + lane.column;
+  const char* source = reinterpret_cast<const char*>(rows_gmem + lane.column) +
+                       (first_row + lane.row) * row_bytes;
   const uint32_t target = tile_smem + lane.offset;
 #pragma unroll
   for (int row = 0; row < ROWS; row += Lane::ROWS_PER_STEP) {
@@ -49,14 +52,14 @@ __device__ __forceinline__ void start_load(uint32_t tile_smem, const uint16_t* r
     for (int group = 0; group < Lane::GROUPS; ++group) {
       if (lane.column + group * Lane::GROUP_COLUMNS < columns) {
         ptx::cp_async_cg_16(target + row * Tile::ROW_BYTES + group * Tile::GROUP * 16,
-                            source + group * Lane::GROUP_COLUMNS);
+                            source + group * Lane::GROUP_COLUMNS * 2);
       }
     }
-    source += Lane::ROWS_PER_STEP * row_stride;
+    source += Lane::ROWS_PER_STEP * row_bytes;
   }
 }
 
-// The same where the tile ends before ROWS: rows from `valid_rows` on become zeros, so that what
+// Starts the copy of the first rows of `rows_gmem`, where the tile ends before ROWS: rows from `valid_rows` on become zeros, so that what
 // lies beyond a sequence's end in memory never matters.
 template <class C, class Tile, int ROWS>
 __device__ __forceinline__ void start_ragged_load(uint32_t tile_smem, const uint16_t* rows_gmem,
