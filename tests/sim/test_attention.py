@@ -291,6 +291,32 @@ def test_sinks_far_above_and_far_below_the_scores(kernel: str, dtype: str) -> No
 
 
 @each_kernel_and_dtype
+def test_an_infinite_sink_takes_the_whole_weight(kernel: str, dtype: str) -> None:
+    q, k, v = qkv(40, 129, dtype=dtype, heads=(4, 2))
+    out, lse = attend_and_check(kernel, q, k, v, sinks=torch.tensor([math.inf, 0.0, math.inf, 1.0]))
+    assert torch.equal(out[:, ::2], torch.zeros_like(out[:, ::2]))
+    assert bool((lse[:, ::2] == math.inf).all())
+
+
+@each_kernel_and_dtype
+@pytest.mark.parametrize("softcap", [1e3, 1e9])
+def test_a_large_softcap_changes_nothing(kernel: str, dtype: str, softcap: float) -> None:
+    attend_and_check(kernel, *qkv(40, 129, dtype=dtype), softcap=softcap, causal=True)
+
+
+@each_kernel_and_dtype
+@pytest.mark.parametrize("window", [(3, None), (None, 3), (None, None)], ids=str)
+def test_the_farthest_offsets_hide_no_key_of_an_unbounded_side(
+    kernel: str, dtype: str, window: tuple[int | None, int | None]
+) -> None:
+    q, k, v = qkv(35, 65, dtype=dtype)
+    far = 2**60 - 1
+    for q_offset in (far,) if window[0] is None else (-far,):
+        out, _ = attend_and_check(kernel, q, k, v, window=window, q_offset=q_offset)
+        assert out.abs().amax() > 0
+
+
+@each_kernel_and_dtype
 def test_huge_finite_scores_give_finite_outputs(kernel: str, dtype: str) -> None:
     size = 5e3 if dtype == "float16" else 1e5
     q, k, v = qkv(40, 129, dtype=dtype)
@@ -448,6 +474,36 @@ def test_packed_sequences(kernel: str, dtype: str, name: str, causal: bool) -> N
         assert out.shape == tensors[0].shape
         return
     attend_and_check(kernel, *tensors, causal=causal, **ends)
+
+
+@each_kernel_and_dtype
+@pytest.mark.parametrize("sinks", [None, "float32"])
+def test_rows_of_no_sequence_are_zero_with_lse_of_the_sink(
+    kernel: str, dtype: str, sinks: str | None
+) -> None:
+    """Rows before the first sequence, after the last one, and all where there is none."""
+    q, k, v = (rand(300, heads, 64, seed=heads, dtype=dtype) for heads in (4, 2, 2))
+    call: dict[str, Any] = {"sinks": rand(4, seed=1, dtype=sinks)} if sinks else {}
+    for ends in ([5, 70, 70, 190], [300, 300], [0, 0]):
+        call["cu_seqlens_q"] = int32(ends)
+        call["cu_seqlens_k"] = int32([7 * i for i in range(len(ends))])
+        out, lse = attend_and_check(kernel, q, k, v, out=torch.full_like(q, NAN), **call)
+        outside = torch.ones(300, dtype=torch.bool)
+        outside[ends[0] : ends[-1]] = False
+        assert torch.equal(out[outside], torch.zeros_like(out[outside]))
+        expected = call["sinks"][:, None] if sinks else torch.full((4, 1), -math.inf)
+        assert torch.equal(lse[:, outside], expected.expand(4, int(outside.sum())))
+
+
+def test_rows_of_no_sequence_are_zero_where_keys_are_split() -> None:
+    q, k, v = (rand(20, heads, 64, seed=heads, dtype="bfloat16") for heads in (4, 2, 2))
+    k, v = (x.repeat(20, 1, 1) for x in (k, v))
+    call = {"cu_seqlens_q": int32([3, 9, 11]), "cu_seqlens_k": int32([0, 300, 400])}
+    out, lse = attend_and_check(
+        "blackwell_dc", q, k, v, out=torch.full_like(q, NAN), num_splits=2, **call
+    )
+    assert torch.equal(out[11:], torch.zeros_like(out[11:]))
+    assert bool((lse[:, :3] == -math.inf).all())
 
 
 @each_kernel_and_dtype

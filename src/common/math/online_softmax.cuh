@@ -190,17 +190,19 @@ __device__ __forceinline__ void find_lane_maxima(const Scores<C>& s_rmem,
   }
 }
 
-// Whether the maximum of any row of this lane exceeds what `limit_of(m, r)` says.
-template <class C, class LimitOf>
+// Whether in any lane the scaled maximum of some row, less `lag`, exceeds the row's limit.
+template <class C>
 __device__ __forceinline__ bool any_exceeds(const float (&lane_max)[C::M_TILES][2],
-                                            float exp2_scale, const LimitOf& limit_of) {
+                                            float exp2_scale, float lag,
+                                            const float (&limits)[C::M_TILES][2]) {
   bool exceeds = false;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) exceeds |= fmaf(lane_max[m][r], exp2_scale, -limit_of(m, r)) > 0.0f;
+    for (int r = 0; r < 2; ++r)
+      exceeds |= fmaf(lane_max[m][r], exp2_scale, -lag) > limits[m][r];
   }
-  return exceeds;
+  return __any_sync(FULL_WARP, exceeds);
 }
 
 // Moves the bases of a warp's rows up where these scores ask for it. Returns the scale to weigh
@@ -217,22 +219,12 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
   if constexpr (Weights::COUNTS == 0.0f) {
     constexpr float LAG = Weights::P_LOG2 + Weights::BASE_LAG;
     const float lag = state.large ? Weights::LARGE_BASE_LAG : LAG;
-    raises = any_exceeds<C>(lane_max, exp2_scale,
-                            [&](int m, int r) { return state.base[m][r] + lag; });
-    raises = __any_sync(FULL_WARP, raises);
+    raises = any_exceeds<C>(lane_max, exp2_scale, lag, state.base);
   } else if (limits != nullptr) {
-    raises = any_exceeds<C>(lane_max, exp2_scale,
-                            [&](int m, int r) { return limits->rmem[m][r]; });
-    raises = __any_sync(FULL_WARP, raises);
+    raises = any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits->rmem);
   } else {
-    raises =
-        any_exceeds<C>(lane_max, exp2_scale, [&](int m, int r) { return state.base[m][r]; });
-    raises = __any_sync(FULL_WARP, raises);
-    if (raises) {
-      const RaiseLimits<C> found(state);
-      raises = any_exceeds<C>(lane_max, exp2_scale, [&](int m, int r) { return found.rmem[m][r]; });
-      raises = __any_sync(FULL_WARP, raises);
-    }
+    raises = any_exceeds<C>(lane_max, exp2_scale, 0.0f, state.base);
+    if (raises) raises = any_exceeds<C>(lane_max, exp2_scale, 0.0f, RaiseLimits<C>(state).rmem);
   }
   if (raises) raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale);
 
