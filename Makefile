@@ -23,6 +23,7 @@ lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m bench.report --check
+	$(BIN)/python -m bench.measured --check
 	$(BIN)/python -m tests.sim.instruction_table
 	$(BIN)/clang-format --dry-run --Werror $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 

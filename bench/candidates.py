@@ -70,6 +70,34 @@ def our_candidates() -> list[Candidate]:
     ]
 
 
+def chosen_candidates() -> list[Candidate]:
+    """What a user gets who forces nothing: from archflash, and from PyTorch.
+
+    A call through archflash must not be slower than the same call of PyTorch where that is
+    measured: these two rows of a run say whether it is. They name no kernel, so no table has them.
+    """
+    import torch
+
+    import archflash
+
+    def ours(case: Case) -> Call:
+        return functools.partial(archflash.attention, causal=case.causal)
+
+    return [
+        Candidate(
+            "archflash", archflash.__version__, True, ours, features="chosen=archflash", exact=False
+        ),
+        Candidate(
+            "torch",
+            torch.__version__,
+            False,
+            _sdpa,
+            refuses=_torch_refuses,
+            features="chosen=torch",
+        ),
+    ]
+
+
 def int8_candidate() -> Candidate:
     """ada with Q K^T in int8, the preparation of Q and K included."""
     import archflash
@@ -131,28 +159,32 @@ def consumer_as_on_12x() -> Candidate:
     return Candidate(f"{name}-99KB", archflash.__version__, True, bind, features="shared=99KB")
 
 
+def _sdpa(case: Case) -> Call:
+    import torch
+
+    # enable_gqa only where needed: some backends refuse every call that has it.
+    extra: dict[str, Any] = {"enable_gqa": True} if case.hq != case.hkv else {}
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return functools.partial(sdpa, is_causal=case.causal, **extra)
+
+
+def _torch_refuses(case: Case) -> str | None:
+    if case.dtype == "e4m3":
+        return "torch has no attention of FP8 inputs"
+    if case.causal and case.nq != case.nk:
+        return "is_causal of torch aligns to the top left: another result than ours"
+    return None
+
+
 def torch_candidates() -> list[Candidate]:
     """PyTorch's scaled_dot_product_attention with one backend allowed at a time."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def bind(case: Case) -> Call:
-        # enable_gqa only where needed: some backends refuse every call that has it.
-        extra: dict[str, Any] = {"enable_gqa": True} if case.hq != case.hkv else {}
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return functools.partial(sdpa, is_causal=case.causal, **extra)
-
-    def refuses(case: Case) -> str | None:
-        if case.dtype == "e4m3":
-            return "torch has no attention of FP8 inputs"
-        if case.causal and case.nq != case.nk:
-            return "is_causal of torch aligns to the top left: another result than ours"
-        return None
-
     def math_refuses(case: Case) -> str | None:
         if case.score_bytes() >= MATH_SCORE_BYTES:
             return "its float32 score matrix has 8 GB or more"
-        return refuses(case)
+        return _torch_refuses(case)
 
     def context(backend: SDPBackend) -> AbstractContextManager[object]:
         manager: AbstractContextManager[object] = sdpa_kernel([backend])
@@ -161,13 +193,13 @@ def torch_candidates() -> list[Candidate]:
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     version = torch.__version__
     backends = (
-        ("torch-flash", version, SDPBackend.FLASH_ATTENTION, refuses),
-        ("torch-cudnn", _cudnn_version(cudnn), SDPBackend.CUDNN_ATTENTION, refuses),
-        ("torch-efficient", version, SDPBackend.EFFICIENT_ATTENTION, refuses),
+        ("torch-flash", version, SDPBackend.FLASH_ATTENTION, _torch_refuses),
+        ("torch-cudnn", _cudnn_version(cudnn), SDPBackend.CUDNN_ATTENTION, _torch_refuses),
+        ("torch-efficient", version, SDPBackend.EFFICIENT_ATTENTION, _torch_refuses),
         ("torch-math", version, SDPBackend.MATH, math_refuses),
     )
     return [
-        Candidate(name, text, False, bind, functools.partial(context, backend), refusal)
+        Candidate(name, text, False, _sdpa, functools.partial(context, backend), refusal)
         for name, text, backend, refusal in backends
     ]
 

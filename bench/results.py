@@ -195,8 +195,10 @@ def call_features(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def asked_for(row: Mapping[str, str]) -> tuple[str, ...]:
-    """The features of the call itself, however it was planned and whatever it approximates."""
-    how = ("shared=", "approximate=")
+    """The features of the call itself, however it was planned, whatever it approximates and whoever
+    chose its kernel.
+    """
+    how = ("shared=", "approximate=", "chosen=")
     return tuple(word for word in call_features(row) if not word.startswith(how))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from bench import environment
 from bench.candidates import (
     Candidate,
+    chosen_candidates,
     consumer_as_on_12x,
     int8_candidate,
     our_candidates,
@@ -302,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
 
-    candidates = [*our_candidates(), int8_candidate(), *torch_candidates()]
+    candidates = [*our_candidates(), int8_candidate(), *torch_candidates(), *chosen_candidates()]
     if options.as_on_12x:
         candidates.append(consumer_as_on_12x())
     results: dict[str, CaseResult] = {}

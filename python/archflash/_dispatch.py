@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from archflash import _archflash as _native
-from archflash import _registry
+from archflash import _measured, _registry, _torch
 from archflash._errors import ForcedImplementationError, NotCompiledError, UnsupportedError
-from archflash._torch import why_not_fused
 
 logger = logging.getLogger("archflash")
 
@@ -222,12 +221,15 @@ def _unasked_device() -> _native.Device:
 
 def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
     """The implementations in the order in which they are asked: those that take the dtype, by
-    expected speed, then the others.
+    measured speed where this kind of problem was measured on such a GPU, else by expected speed;
+    then the others.
     """
+    measured = _measured.find(problem, capability)
     kernels = sorted(
         _registry.kernel_names(),
         key=lambda name: (
             not _registry.takes(name, problem.dtype),
+            measured.place(name) if measured else 0,
             problem.dtype in ("float16", "bfloat16")
             and _registry.SIXTEEN_BITS_ON.get(name, capability) != capability,
         ),
@@ -236,23 +238,48 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if name not in _registry.WITHOUT_TENSOR_CORES]
     cuda_cores = [name for name in kernels if name in _registry.WITHOUT_TENSOR_CORES]
-    if _torch_leaves_fused(problem, capability):
+    if isinstance(_pytorchs_kernel(problem, capability), list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
-    plain = not problem.varlen and not problem.approximate and problem.num_splits is None
-    if problem.nq <= _FEW_QUERIES and plain:
+    if measured is not None and (pytorchs := _measured_pytorch(problem, capability)):
+        place = measured.place(pytorchs)
+        before = [name for name in kernels if measured.place(name) < place]
+        return (*before, _registry.TORCH, *kernels[len(before) :])
+    if problem.nq <= _measured.FEW_QUERIES and _as_it_likes(problem):
         splitting = [name for name in tensor_cores if _registry.splits_keys(name)]
         others = [name for name in tensor_cores if name not in splitting]
+        # PyTorch's fused kernels split the keys over the GPU too (one query row on an H200: 1.8 to
+        # 17 times faster than a kernel that does not, bench/results).
         return (*splitting, _registry.TORCH, *others, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
 
 
-# Up to here PyTorch's fused kernels come before those of ours that do not split the keys over the
-# GPU as they do (one query row on an H200: 1.8 to 17 times faster, bench/results).
-_FEW_QUERIES = 16
+def _as_it_likes(problem: _native.Problem) -> bool:
+    """Whether nothing is asked for that keeps PyTorch from going its own way."""
+    return not problem.varlen and not problem.approximate and problem.num_splits is None
 
 
-def _torch_leaves_fused(problem: _native.Problem, capability: tuple[int, int] | None) -> list[str]:
-    return why_not_fused(
+def _measured_pytorch(problem: _native.Problem, capability: tuple[int, int] | None) -> str | None:
+    """The kernel of PyTorch that serves a problem as it was measured; None where it is unmeasured,
+    or would need a mask, which was never measured.
+    """
+    kernel = _pytorchs_kernel(problem, capability)
+    measured = _measured.find(problem, capability)
+    if measured is None or isinstance(kernel, list) or kernel not in measured.order:
+        return None
+    masked = problem.masked or _torch.needs_mask(
+        causal=problem.causal,
+        window=problem.window,
+        q_offset_given=problem.q_offset_given,
+        nq=problem.nq,
+        nk=problem.nk,
+    )
+    return None if masked or not _as_it_likes(problem) else kernel
+
+
+def _pytorchs_kernel(
+    problem: _native.Problem, capability: tuple[int, int] | None
+) -> str | list[str]:
+    return _torch.fused_kernel(
         device_type="cuda",
         capability=capability,
         dtype=problem.dtype,
@@ -321,38 +348,60 @@ def select(
             reasons[other] = answer
             continue
         kernel_could = True
-        if chosen == _registry.TORCH:
-            tensor_cores = other not in _registry.WITHOUT_TENSOR_CORES
-            short = (
-                "it does not split the keys"
-                if tensor_cores
-                else "it leaves the tensor cores unused"
-            )
-            reasons[other] = [f"{short}: {_FASTER.format('PyTorch')}"]
-        elif other == _registry.TORCH and _torch_may_be_faster(problem, device):
-            reasons[other] = [f"{chosen} comes first, though {_CUDNN} may be faster on this GPU"]
-        else:
-            reasons[other] = [_FASTER.format(chosen)]
+        reasons[other] = [_why_behind(other, chosen, problem, device)]
     fallback = not kernel_could
-    return Decision(chosen, _why(chosen, fallback), reasons, problem, device, plan, fallback)
+    why = _why(chosen, fallback, problem, device)
+    return Decision(chosen, why, reasons, problem, device, plan, fallback)
 
 
-_FASTER = "{} is expected to be faster"
-_CUDNN = "PyTorch's cuDNN kernel"
-# GPUs whose tensor cores have instructions of their own, which cuDNN uses: measured on 9.0.
+_PYTORCHS = {
+    "torch-cudnn": "PyTorch's cuDNN kernel",
+    "torch-flash": "PyTorch's flash kernel",
+    "torch-efficient": "PyTorch's memory-efficient kernel",
+}
+_FASTEST = "the fastest measured of those that serve this call"
+# GPUs whose tensor cores have instructions of their own, which cuDNN uses.
 _CUDNN_CAPABILITIES = (9, 10)
 
 
-def _torch_may_be_faster(problem: _native.Problem, device: _native.Device) -> bool:
-    sixteen_bits = problem.dtype in ("float16", "bfloat16")
-    return sixteen_bits and device.capability[0] in _CUDNN_CAPABILITIES
+def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _native.Device) -> str:
+    """Why an implementation that could serve a problem comes after the chosen one."""
+    measured = _measured.find(problem, device.capability)
+    pytorchs = _measured_pytorch(problem, device.capability)
+    if measured is not None and chosen != _registry.TORCH and chosen in measured.order:
+        if other in measured.order:
+            return f"{chosen} was measured to be faster"
+        if other == _registry.TORCH and pytorchs:
+            return f"{chosen} was measured to be faster than {_PYTORCHS[pytorchs]}"
+    if chosen != _registry.TORCH:
+        sixteen_bits = problem.dtype in ("float16", "bfloat16")
+        unmeasured = measured is None and device.capability[0] in _CUDNN_CAPABILITIES
+        if other == _registry.TORCH and sixteen_bits and unmeasured:
+            cudnn = _PYTORCHS["torch-cudnn"]
+            return f"{chosen} comes first, though {cudnn} may be faster on this GPU"
+        return f"{chosen} is expected to be faster"
+    if measured is not None and pytorchs and other in measured.order:
+        return f"{_PYTORCHS[pytorchs]} was measured to be faster"
+    tensor_cores = other not in _registry.WITHOUT_TENSOR_CORES
+    short = "it does not split the keys" if tensor_cores else "it leaves the tensor cores unused"
+    return f"{short}: PyTorch is expected to be faster"
+
+
+def _only_forced(name: str, problem: _native.Problem, device: _native.Device) -> bool:
+    """Whether a kernel serves a problem on a GPU of another generation than its own only where it
+    is forced: unless it was measured there.
+    """
+    measured = _measured.find(problem, device.capability)
+    return _registry.only_forced(name, device.capability) and (
+        measured is None or name not in measured.order
+    )
 
 
 def _unforced_plan(
     name: str, problem: _native.Problem, device: _native.Device
 ) -> _native.LaunchPlan | list[str]:
     """A kernel's plan, or its reasons, for a call that does not force it."""
-    if _registry.only_forced(name, device.capability) and _native.targets(name):
+    if _only_forced(name, problem, device) and _native.targets(name):
         major, minor = device.capability
         return [f"compute capability {major}.{minor}: {name} serves it only when it is forced"]
     return _native.plan(name, problem, device)
@@ -373,11 +422,17 @@ def _first_that_can(
     return _registry.TORCH, None, reasons
 
 
-def _why(chosen: str, fallback: bool) -> str:
+def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.Device) -> str:
+    measured = _measured.find(problem, device.capability)
     if chosen != _registry.TORCH:
-        return str(_native.describe(chosen).summary)
+        summary = str(_native.describe(chosen).summary)
+        if measured is None or chosen not in measured.order:
+            return summary
+        return f"{summary}; {_FASTEST} ({measured})"
     if fallback:
         return "no kernel of archflash serves this call"
+    if measured is not None and (pytorchs := _measured_pytorch(problem, device.capability)):
+        return f"{_PYTORCHS[pytorchs]}; {_FASTEST} ({measured})"
     return "PyTorch's fused kernel uses the tensor cores and is expected to be faster"
 
 
@@ -436,8 +491,12 @@ def decide(
     """
     device, obstacle = device_of(problem, device_index)
     if name is None and device is not None and obstacle is None:
-        _, plan, _ = _first_that_can(problem, device)
-        if plan is not None:  # the short way: a new length at every step of a decoding loop
+        # The short way, for a new length at every step of a decoding loop: no reasons.
+        _, plan, refused = _first_that_can(problem, device)
+        others = (name for name in _registry.kernel_names() if name not in refused)
+        if plan is not None or any(
+            not isinstance(_unforced_plan(name, problem, device), list) for name in others
+        ):
             return plan
     decision = select(problem, device, name, obstacle)
     if decision.fallback:
@@ -450,12 +509,12 @@ def decide(
 def nearest(decision: Decision) -> tuple[str, list[str]]:
     """The kernel that is the least away from serving a call that none serves, and its reasons."""
     assert decision.device is not None
-    dtype, capability = decision.problem.dtype, decision.device.capability
+    problem, device = decision.problem, decision.device
     name = min(
         (name for name in decision.reasons if name != _registry.TORCH),
         key=lambda name: (
-            not _registry.has_code(name, capability) or _registry.only_forced(name, capability),
-            not _registry.takes(name, dtype),
+            not _registry.has_code(name, device.capability) or _only_forced(name, problem, device),
+            not _registry.takes(name, problem.dtype),
             any(reason.startswith("approximate=") for reason in decision.reasons[name]),
             len(decision.reasons[name]),
         ),

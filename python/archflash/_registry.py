@@ -12,8 +12,8 @@ from functools import cache
 
 from archflash import _archflash as _native
 
-# By expected speed where more than one serves a problem: made for the GPU first, then the ones that
-# run everywhere.
+# By expected speed where more than one serves a problem and nothing was measured: made for the GPU
+# first, then the ones that run everywhere.
 ORDER = ("blackwell_dc", "hopper", "blackwell_consumer", "ada", "ampere", "simt")
 # For 16-bit inputs ada's tiles are made for 8.9; elsewhere ampere's come before them.
 SIXTEEN_BITS_ON = {"ada": (8, 9)}
@@ -21,7 +21,8 @@ SIXTEEN_BITS_ON = {"ada": (8, 9)}
 # kernels.
 WITHOUT_TENSOR_CORES = frozenset({"simt"})
 # Kernels built for GPUs of another generation too, so that they can be run there: on these
-# capabilities (major numbers) they serve only the calls that force them.
+# capabilities (major numbers) they serve the calls that force them, and kinds of problems that they
+# were measured for (_measured.json).
 FORCED_ONLY = {"blackwell_consumer": frozenset({9})}
 TORCH = "torch"
 
@@ -103,7 +104,9 @@ def has_code(name: str, capability: tuple[int, int]) -> bool:
 
 
 def only_forced(name: str, capability: tuple[int, int]) -> bool:
-    """Whether a kernel serves a GPU of a compute capability only where it is forced."""
+    """Whether a kernel serves a GPU of a compute capability only where it is forced or was measured
+    there.
+    """
     return capability[0] in FORCED_ONLY.get(name, ())
 
 

@@ -12,7 +12,9 @@ output, then the caller's layout, dtype and stride order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
 _SCALE_ROWS = 64  # rows that share a descale given per block
+_AUTOCASTING = ("cpu", "cuda")
 _FAR = 1 << 60  # an offset beyond it means the same and could overflow
 
 
@@ -84,13 +87,24 @@ def attention(
     """
     if out_dtype is None:
         out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
-    inside = _inside_dtype(
-        q.dtype, out_dtype, scaled=any(s is not None for s in (q_descale, k_descale, v_descale))
-    )
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    unscaled = q_descale is None and k_descale is None and v_descale is None
     packed = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         packed = _Packed(_place(cu_seqlens_q, q.shape[0]), _place(cu_seqlens_k, k.shape[0]))
+    band = _Band.of(causal, window, q_offset, packed, q, k, layout)
+    plain = attn_mask is None and sinks is None and not softcap and not return_lse and not packed
+    as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
+    if plain and as_it_is and not torch.compiler.is_compiling() and not _autocasts(q.device.type):
+        # The same as below, in less time on the host.
+        is_causal = band.top_left_causal
+        if (is_causal or band.unbounded) and 0 not in (*q.shape, *k.shape, *v.shape):
+            q_bhnd, k_bhnd, v_bhnd = (_to_bhnd(x, layout, None) for x in (q, k, v))
+            result = _sdpa(q_bhnd, k_bhnd, v_bhnd, None, scale, is_causal=is_causal)
+            result = _in_stride_order_of(q, _from_bhnd(result, layout, None))
+            return result if out is None else out.copy_(result)
 
+    inside = _inside_dtype(q.dtype, out_dtype, scaled=not unscaled)
     # Autocast would turn the float32 products below into 16-bit ones; the dtypes of a call are the
     # caller's to choose.
     with _no_autocast(q.device.type):
@@ -98,8 +112,8 @@ def attention(
             _dequantise(_to_bhnd(q, layout, packed), q_descale, packed and packed.q, inside),
             _dequantise(_to_bhnd(k, layout, packed), k_descale, packed and packed.k, inside),
             _dequantise(_to_bhnd(v, layout, packed), v_descale, packed and packed.k, inside),
-            scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
-            band=_Band.of(causal, window, q_offset, packed, q, k, layout),
+            scale=scale,
+            band=band,
             packed=packed,
             attn_mask=attn_mask,
             softcap=softcap,
@@ -115,7 +129,7 @@ def attention(
     return result, lse[0] if packed else lse
 
 
-def why_not_fused(
+def fused_kernel(
     *,
     device_type: str,
     capability: tuple[int, int] | None,
@@ -134,10 +148,8 @@ def why_not_fused(
     want_lse: bool,
     fp8: bool,
     gqa: bool = False,
-) -> list[str]:
-    """Why PyTorch would leave its own fused tensor-core kernels for a call.
-
-    Those are its flash, cuDNN and memory-efficient kernels.
+) -> str | list[str]:
+    """Which of its fused tensor-core kernels PyTorch takes for a call, or why it takes none.
 
     Args:
         device_type: "cuda", "cpu", ...
@@ -159,7 +171,7 @@ def why_not_fused(
         gqa: whether q has more heads than k; no by default.
 
     Returns:
-        One sentence per reason; empty where a fused kernel serves the call.
+        "torch-cudnn", "torch-flash" or "torch-efficient"; or one sentence per reason.
     """
     name = str(dtype).removeprefix("torch.")
     if device_type != "cuda" or capability is None:
@@ -188,17 +200,18 @@ def why_not_fused(
     if reasons:
         return reasons
 
-    # One query sees every key of the default causal alignment, so decoding needs no mask.
-    band = window or (causal and (q_offset_given or nq not in (1, nk)))
     aligned = d % 8 == 0 and dv % 8 == 0
     flash = []
-    if masked or band:
+    if masked or needs_mask(
+        causal=causal, window=window, q_offset_given=q_offset_given, nq=nq, nk=nk
+    ):
         flash.append("takes no mask, window or offset")
     if d != dv or d > 256:
         flash.append("needs D = Dv up to 256")
     cudnn = []
-    if not aligned or max(d, dv) > 128:
-        cudnn.append("needs D and Dv in multiples of 8 up to 128")
+    limit = _cudnn_head_dim(capability)
+    if not aligned or max(d, dv) > limit:
+        cudnn.append(f"needs D and Dv in multiples of 8 up to {limit}")
     if nk == 1:
         cudnn.append("takes no single key")
     if capability < (8, 0):
@@ -209,10 +222,53 @@ def why_not_fused(
         efficient.append("needs D and Dv in multiples of 8")
     if gqa:
         efficient.append("needs as many key heads as query heads")
-    if flash and cudnn and efficient:
-        named = (("flash", flash), ("cuDNN", cudnn), ("memory-efficient", efficient))
-        return [f"PyTorch's {kernel} kernel {' and '.join(why)}" for kernel, why in named]
-    return []
+    kernels = [("torch-flash", "flash", flash), ("torch-efficient", "memory-efficient", efficient)]
+    first = 0 if cudnn_comes_first(capability) else len(kernels)
+    kernels.insert(first, ("torch-cudnn", "cuDNN", cudnn))
+    for kernel, _, why in kernels:
+        if not why:
+            return kernel
+    return [f"PyTorch's {words} kernel {' and '.join(why)}" for _, words, why in kernels]
+
+
+def needs_mask(*, causal: bool, window: bool, q_offset_given: bool, nq: int, nk: int) -> bool:
+    """Whether what a query may see must be written out as a mask for PyTorch."""
+    # One query sees every key of the default causal alignment, so decoding needs no mask.
+    return window or (causal and (q_offset_given or nq not in (1, nk)))
+
+
+# Where PyTorch has no cuDNN (a CPU build asked about some GPU): that of PyTorch 2.11.
+_CUDNN_ELSEWHERE = 91900
+
+
+@functools.cache
+def _cudnn_version() -> int:
+    """Of the cuDNN that PyTorch uses: 91900 is 9.19.0."""
+    try:
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # it does not fit this PyTorch
+        return 0
+    return _CUDNN_ELSEWHERE if version is None else int(version)
+
+
+def cudnn_comes_first(capability: tuple[int, int]) -> bool:
+    """Whether PyTorch asks its cuDNN kernel before its others on GPUs of a compute capability.
+
+    It does on 9.x and 10.x from 2.10 on where cuDNN is newer than 9.15.0 (its sdp_utils.cpp says so
+    in check_prefer_cudnn_attention). Older versions of cuDNN have faults with lengths that are no
+    multiple of 128, so archflash does not ask for them either.
+    """
+    return (
+        capability[0] in (9, 10)
+        and _cudnn_version() > 91500
+        and torch.__version__ >= (2, 10)  # type: ignore[operator]
+        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    )
+
+
+def _cudnn_head_dim(capability: tuple[int, int]) -> int:
+    """The largest head dim that PyTorch gives to cuDNN for a forward pass."""
+    return 256 if capability == (9, 0) and _cudnn_version() >= 91000 else 128
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -257,9 +313,14 @@ def _inside_dtype(dtype: torch.dtype, out_dtype: torch.dtype, *, scaled: bool) -
     return torch.float32
 
 
+def _autocasts(device_type: str) -> bool:
+    """Whether autocast may be at work for tensors of a device."""
+    return device_type not in _AUTOCASTING or torch.is_autocast_enabled(device_type)
+
+
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     # torch.amp.is_autocast_available would tell, but torch.compile cannot trace it (torch 2.11).
-    if device_type in ("cpu", "cuda"):
+    if device_type in _AUTOCASTING:
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
@@ -298,6 +359,8 @@ def _dequantise(
 
 def _in_stride_order_of(q: Tensor, result: Tensor) -> Tensor:
     """The result, dense, its dimensions in memory in the order of q's; the last stays innermost."""
+    if q.is_contiguous() and result.is_contiguous():
+        return result
     # A stride of 0 (expanded) says nothing of the order: such a dimension goes outermost.
     strides = q.stride()[:-1]
     order = sorted(range(len(strides)), key=lambda i: -strides[i] if strides[i] else _MINUS_INF)

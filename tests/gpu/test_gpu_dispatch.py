@@ -29,7 +29,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _registry, reference
+from archflash import _registry, _torch, reference
 from archflash.__main__ import main
 from archflash.cli.replay import Inputs, run_plan
 
@@ -87,6 +87,49 @@ def test_16_bit_calls_with_features_that_torch_lacks_run_one_of_ours(dtype: str)
     out = archflash.attention(q, k, v, **call)
     assert same_bits(out, archflash.attention(q, k, v, implementation=decision.chosen, **call))
     assert_close(out, None, q, k, v, **call)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("call", ["plain", "causal", "decode", "grouped"])
+def test_pytorch_takes_the_kernel_that_dispatch_expects(call: str, d: int) -> None:
+    here = torch.cuda.get_device_capability()
+    if here < (8, 0):
+        pytest.skip("PyTorch's flash and cuDNN kernels start at 8.0")
+    nq, causal = 1 if call == "decode" else 512, call == "causal"
+    gqa = call == "grouped"
+    q, k, v = qkv(nq, 512, d, dtype="bfloat16", heads=(8, 2 if gqa else 8))
+    taken = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, enable_gqa=gqa)
+    backend = torch.nn.attention.SDPBackend
+    names = {
+        int(backend.CUDNN_ATTENTION): "torch-cudnn",
+        int(backend.FLASH_ATTENTION): "torch-flash",
+        int(backend.EFFICIENT_ATTENTION): "torch-efficient",
+    }
+    expected = _torch.fused_kernel(
+        device_type="cuda", capability=here, dtype=q.dtype, d=d, dv=d, nq=nq, nk=512,
+        causal=causal, window=False, softcap=None, sinks=False, q_offset_given=False,
+        varlen=False, masked=False, want_lse=False, fp8=False, gqa=gqa,
+    )  # fmt: skip
+    assert names.get(taken) == expected
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_pytorchs_cudnn_kernel_runs_where_it_was_measured_to_be_the_fastest(
+    d: int, causal: bool
+) -> None:
+    here = torch.cuda.get_device_capability()
+    if here != (9, 0) or not _torch.cudnn_comes_first(here):
+        pytest.skip("measured on 9.0, with a PyTorch that asks cuDNN first")
+    case = qkv(2048, 2048, d, dtype="bfloat16", batch=2, heads=(8, 8))
+    decision = archflash.explain(*case, causal=causal)
+    assert decision.chosen == "torch"
+    assert not decision.fallback
+    out = archflash.attention(*case, causal=causal)
+    assert_close(out, None, *case, causal=causal)
+    names = launched(lambda: archflash.attention(*case, causal=causal))
+    assert any("cudnn" in name for name in names)
+    assert not [name for name in names for kernel in kernels() if name.startswith(f"{kernel}_")]
 
 
 # --- what runs ---

@@ -121,8 +121,8 @@ def test_a_graph_replays_with_changed_sequence_lengths(kernel: str) -> None:
 
 FIRST_CALL_IN_A_CAPTURE = """
 import sys, torch, archflash
-kernel, dtype = sys.argv[1:]
-q, k, v = torch.randn(3, 1, 2, 129, 64, device="cuda").to(getattr(torch, dtype)).unbind(0)
+kernel, dtype, heads = sys.argv[1] or None, getattr(torch, sys.argv[2]), int(sys.argv[3])
+q, k, v = torch.randn(3, 2, heads, 2048, 64, device="cuda").to(dtype).unbind(0)
 torch.cuda.synchronize()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
@@ -135,11 +135,22 @@ print("captured")
 """
 
 
-@each_kernel
-def test_the_first_call_of_a_process_can_be_captured(kernel: str) -> None:
-    command = [sys.executable, "-c", FIRST_CALL_IN_A_CAPTURE, kernel, dtype_of(kernel)]
+def assert_first_call_captured(kernel: str, dtype: str, heads: int) -> None:
+    command = [sys.executable, "-c", FIRST_CALL_IN_A_CAPTURE, kernel, dtype, str(heads)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "captured", done.stderr
+
+
+@each_kernel
+def test_the_first_call_of_a_process_can_be_captured(kernel: str) -> None:
+    assert_first_call_captured(kernel, dtype_of(kernel), 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [1, 16], ids=["small", "large"])
+def test_the_first_call_that_nobody_forces_can_be_captured(dtype: str, heads: int) -> None:
+    """Also where PyTorch's kernel serves it."""
+    assert_first_call_captured("", dtype, heads)
 
 
 # --- several GPUs ---

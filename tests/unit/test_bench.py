@@ -13,13 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from archflash import reference
+from archflash import _measured, reference
 
 # The benchmarks are no part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import correctness, environment, host_overhead, report, results, run, timing
-from bench.candidates import Candidate, int8_candidate, reason_of, torch_candidates
+from bench import correctness, environment, host_overhead, measured, report, results, run, timing
+from bench.candidates import (
+    Candidate,
+    chosen_candidates,
+    int8_candidate,
+    reason_of,
+    torch_candidates,
+)
 from bench.cases import Case, choose_cases, load_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -633,6 +639,74 @@ def test_report_needs_no_third_party_package() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", "False"]
+
+
+# ---- the order for dispatch
+
+
+def test_the_order_that_dispatch_reads_is_that_of_the_results() -> None:
+    text = measured.text_of(measured.measurements())
+    assert measured.FILE.read_text() == text, "run python -m bench.measured"
+    assert _measured.FILE.read_text() == text, "install the package again"
+
+
+def test_the_newest_run_that_has_both_compares_them() -> None:
+    case = CASES["fp16 16x16 8192 d128"]
+    old = [row(case, name, us) for name, us in (("ampere", 9.0), ("ada", 5.0), ("simt", 50.0))]
+    new = [row(case, name, us) for name, us in (("ampere", 2.0), ("ada", 4.0))]
+    rows = old + [{**each, "run_id": "newer"} for each in new]
+    cases = {case: measured.runs_of(rows, case)}
+    assert measured.times_faster(cases, "ampere", "ada") == pytest.approx(2.0)
+    assert measured.times_faster(cases, "ada", "simt") == pytest.approx(10.0)  # of the older run
+    assert measured.times_faster(cases, "ada", "hopper") == 1.0  # never compared
+    assert measured.order_of(cases) == ["ampere", "ada", "simt"]
+    assert measured.evidence(cases, ["ampere", "ada", "simt"])["run_id"] == "newer"
+
+
+def test_cases_of_a_kind_count_by_their_geometric_mean_and_noise_changes_no_order() -> None:
+    first, second = CASES["fp16 16x16 8192 d128"], CASES["bf16 4x32/8 8192 d128 c"]
+
+    def order(ada_us: float) -> list[str]:
+        rows = [row(first, "ampere", 1.0), row(first, "ada", 2.0)]
+        rows += [row(second, "ampere", 8.0), row(second, "ada", ada_us)]
+        return measured.order_of({case: measured.runs_of(rows, case) for case in (first, second)})
+
+    assert order(3.95) == ["ampere", "ada"]  # 1.3% faster: no difference, so by CANDIDATES
+    assert order(3.8) == ["ada", "ampere"]
+
+
+def test_rows_that_ask_for_more_than_the_shape_make_no_order() -> None:
+    case = CASES["fp16 16x16 8192 d128"]
+    rows = [
+        row(case, "ada", 1.0, features="approximate=int8_qk"),
+        row(case, "archflash", 1.0, features="chosen=archflash"),
+        row(case, "ampere", 2.0),
+    ]
+    assert measured.order_of({case: measured.runs_of(rows, case)}) == ["ampere"]
+
+
+def test_a_gpu_of_unknown_capability_is_named(tmp_path: Path) -> None:
+    case = CASES["fp16 16x16 8192 d128"]
+    results.append_rows(tmp_path / "t4.csv", [{**row(case, "simt", 1.0), "gpu": "Tesla T4"}])
+    with pytest.raises(ValueError, match="add the compute capability of Tesla T4"):
+        measured.measurements(tmp_path)
+
+
+def test_what_a_user_gets_is_measured_beside_what_pytorch_chooses() -> None:
+    ours, pytorch = chosen_candidates()
+    assert (ours.name, pytorch.name) == ("archflash", "torch")
+    assert not results.is_peer("archflash")
+    assert results.is_peer("torch")
+    square = replace(SMALL, nk=SMALL.nq)
+    q, k, v = timing.make_sets(square, "cpu", 1)[0]
+    expected = plain_attention(q, k, v, causal=True)
+    for candidate in (ours, pytorch):
+        assert torch.allclose(candidate.bind(square)(q, k, v), expected, atol=1e-5)
+    case = CASES["bf16 2x2 512 d64"]
+    got = row(case, "archflash", 10.0, features=ours.features)
+    peer = row(case, "torch", 20.0, features=pytorch.features)
+    assert results.speedup(got, peer) == 2.0
+    assert report.rows_of_case([got, peer], case) == {}
 
 
 # ---- host overhead

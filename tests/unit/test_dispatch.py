@@ -18,7 +18,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch, _registry
+from archflash import _dispatch, _measured, _registry, _torch
 from archflash._api import find_device, make_problem
 
 # Each capability: a GPU of the table to start from, and the machine code that it runs of a folder
@@ -43,6 +43,7 @@ FP8_FROM = (8, 9)  # of ada, whose 16-bit tiles come first there
 CONSUMER = "blackwell_consumer"
 CONSUMER_CODE = {(9, 0): "sm_90a", (12, 0): "sm_120f", (12, 1): "sm_120f"}
 DC = "blackwell_dc"  # 10.x
+MEASURED = (9, 0)  # the capability with rows in bench/results
 TENSOR_CORES_FROM = (8, 0)  # of archflash's own kernels for 16-bit inputs
 KERNELS = _registry.kernel_names()
 THIS_BUILD = ", ".join(_registry.names())
@@ -65,7 +66,8 @@ def code(name: str, capability: tuple[int, int]) -> str:
 
 
 def kernel_for_16_bits(capability: tuple[int, int]) -> str:
-    if capability[0] == 12:
+    """The first of ours; on 9.0 PyTorch comes before it for what cuDNN serves."""
+    if capability[0] == 12 or capability == MEASURED:
         return CONSUMER
     if capability[0] == 10:
         return DC
@@ -76,6 +78,8 @@ def kernel_for_16_bits(capability: tuple[int, int]) -> str:
 
 def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, ...]:
     """Those with tensor cores, in the order in which they are asked."""
+    if capability == MEASURED:
+        return (CONSUMER, "ampere", "ada", DC)
     for_8_9 = capability == FP8_FROM
     return (DC, CONSUMER, *(("ada", "ampere") if for_8_9 else ("ampere", "ada")))
 
@@ -96,6 +100,13 @@ def why_not_the_consumer(capability: tuple[int, int]) -> list[str]:
         f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {CONSUMER} is built "
         "for sm_120f, sm_90a, compute_120f"
     ]
+
+
+@pytest.fixture(autouse=True)
+def newest_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch asks cuDNN first on 9.x and 10.x, as from 2.11 on, whichever is installed here."""
+    monkeypatch.setattr(_torch, "cudnn_comes_first", lambda capability: capability[0] in (9, 10))
+    monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91900)
 
 
 every_capability = pytest.mark.parametrize("capability", CAPABILITIES, ids=dotted)
@@ -212,8 +223,9 @@ def test_16_bits_go_to_the_tensor_cores_with_the_tile_for_the_gpu(
         assert decision.reasons["ampere"] == [BEFORE_AMPERE]
         return
     name = kernel_for_16_bits(capability)
-    assert decision.chosen == name
-    assert decision.why == native.describe(name).summary
+    if capability != MEASURED:  # there PyTorch comes first
+        assert decision.chosen == name
+        assert decision.why == native.describe(name).summary
     if name in (CONSUMER, DC):  # their tiles: test_blackwell_consumer_plans.py, ..._dc_plans.py
         name = "ampere"
         decision = _dispatch.select(make_problem(q, q, v).as_if_on_cuda(), device, name)
@@ -241,17 +253,19 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
     decision = _dispatch.select(problem(dtype), gpu(capability))
     name = kernel_for_16_bits(capability)
     assert decision.chosen == name
-    faster = [f"{name} is expected to be faster"]
+    faster = [f"{name} {'was measured' if capability == MEASURED else 'is expected'} to be faster"]
     reasons = {
         DC: why_not_blackwell_dc(capability),
-        CONSUMER: why_not_the_consumer(capability),
+        CONSUMER: [] if name == CONSUMER else why_not_the_consumer(capability),
         "ada": [before_ada(capability)] if capability < FP8_FROM else faster,
         "ampere": faster,
         "torch": faster,
         "simt": faster,
     }
     del reasons[name]
-    if capability[0] in (9, 10):  # cuDNN uses what these have beyond mma.sync
+    if capability == MEASURED:  # a small problem
+        reasons["torch"] = [f"{name} was measured to be faster than PyTorch's cuDNN kernel"]
+    elif capability[0] == 10:  # cuDNN uses what these have beyond mma.sync
         reasons["torch"] = [
             f"{name} comes first, though PyTorch's cuDNN kernel may be faster on this GPU"
         ]
@@ -268,10 +282,13 @@ def test_few_queries_leave_the_keys_to_pytorch_where_it_has_a_fused_kernel(
     decision = archflash.explain(q, k, k, device="H200")
     assert decision.chosen == "torch"
     assert not decision.fallback
-    assert "does not split the keys" in decision.reasons["ampere"][0]
+    assert decision.reasons["ampere"] == ["PyTorch's cuDNN kernel was measured to be faster"]
     assert archflash.explain(q, k, k, device="H200", softcap=5.0).chosen == "ampere"
+    elsewhere = archflash.explain(q, k, k, device="A100")
+    assert elsewhere.chosen == "torch"
+    assert "does not split the keys" in elsewhere.reasons["ampere"][0]
     more = torch.empty(1, 8, 17, 128, dtype=dtype, device="meta")
-    assert archflash.explain(more, k, k, device="H200").chosen == "ampere"
+    assert archflash.explain(more, k, k, device="A100").chosen == "ampere"
 
 
 @pytest.mark.parametrize("device", ["B200", "B300"])
@@ -348,7 +365,10 @@ def test_pytorch_comes_before_the_cuda_cores_where_its_fused_kernels_reach(
     first = (7, 5) if dtype == torch.float16 else (8, 0)
     fused = first <= capability <= PYTORCH_ENDS
     kernels = kernels_for_16_bits(capability)
-    assert asked == (*kernels, *(("torch", "simt") if fused else ("simt", "torch")))
+    if capability == MEASURED:
+        assert asked == (CONSUMER, "torch", "ampere", "ada", "simt", DC)
+    else:
+        assert asked == (*kernels, *(("torch", "simt") if fused else ("simt", "torch")))
 
 
 @every_16_bit_dtype
@@ -429,7 +449,7 @@ def test_what_no_kernel_serves_falls_back_to_torch_with_the_reason(
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @every_capability
-def test_fp8_goes_to_ada_from_8_9_on_and_to_torch_before(
+def test_fp8_goes_to_the_kernel_for_the_gpu_from_8_9_on_and_to_torch_before(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
     decision = _dispatch.select(problem(dtype), gpu(capability))
@@ -444,6 +464,9 @@ def test_fp8_goes_to_ada_from_8_9_on_and_to_torch_before(
         assert decision.plan.code == code(CONSUMER, capability)
         assert decision.reasons["ada"] == [f"{CONSUMER} is expected to be faster"]
         assert "its speed is unmeasured" in str(decision)
+    elif capability == MEASURED and dtype == torch.float8_e4m3fn:
+        assert decision.chosen == CONSUMER
+        assert decision.reasons["ada"] == [f"{CONSUMER} was measured to be faster"]
     elif capability >= FP8_FROM:
         assert decision.chosen == "ada"
         assert decision.plan is not None
@@ -543,6 +566,146 @@ def test_tensors_on_the_cpu_go_to_torch_and_say_what_to_do(dtype: torch.dtype) -
     assert not decision.fallback
     sentence = "q, k and v are on the CPU: move them to a CUDA device"
     assert decision.reasons == {name: [sentence] for name in KERNELS}
+
+
+# --- what was measured comes first (bench/results: an H200) ---
+
+
+def h200_call(
+    d: int = 128, *, batch: int = 4, heads: int = 16, nq: int = 2048, nk: int = 2048, **options: Any
+) -> _dispatch.Decision:
+    """A call that fills the GPU, unless sizes say otherwise."""
+    q = torch.empty(batch, heads, nq, d, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, heads, nk, d, dtype=torch.bfloat16, device="meta")
+    return archflash.explain(q, k, k, device="H200", **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_on_9_0_pytorchs_cudnn_kernel_serves_what_it_can(d: int, causal: bool) -> None:
+    decision = h200_call(d, causal=causal)
+    assert decision.chosen == "torch"
+    assert not decision.fallback
+    assert decision.why.startswith("PyTorch's cuDNN kernel; the fastest measured of those that ")
+    for name in (CONSUMER, "ampere", "ada", "simt"):
+        assert decision.reasons[name] == ["PyTorch's cuDNN kernel was measured to be faster"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_lse": True},
+        {"softcap": 5.0},
+        {"window": (100, 0)},
+        {"causal": True, "nk": 4096},
+        {"causal": True, "q_offset": 7},
+        {"sinks": torch.empty(16, device="meta")},
+        {"num_splits": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_on_9_0_the_consumer_serves_what_pytorch_has_no_plain_kernel_for(
+    d: int, options: dict[str, Any]
+) -> None:
+    decision = h200_call(d, **options)
+    assert decision.chosen == CONSUMER
+    assert decision.plan is not None
+    assert decision.plan.code == "sm_90a"
+    assert decision.reasons["ampere"] == [f"{CONSUMER} was measured to be faster"]
+
+
+def test_on_9_0_packed_sequences_go_to_the_consumer_and_packed_decoding_to_ampere() -> None:
+    q = torch.empty(4000, 8, 128, dtype=torch.float16, device="meta")
+    ends = torch.empty(5, dtype=torch.int32, device="meta")
+    many = archflash.explain(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, device="H200")
+    assert many.chosen == CONSUMER
+    rows = archflash.explain(q[:64], q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, device="H200")
+    assert rows.chosen == "ampere"  # 16 rows of each sequence
+
+
+def test_on_9_0_few_queries_stay_with_pytorch_and_then_ampere() -> None:
+    assert h200_call(nq=1, nk=8192, causal=True).chosen == "torch"
+    assert h200_call(64, nq=16, nk=8192).chosen == "torch"
+    assert h200_call(nq=1, nk=8192, return_lse=True).chosen == "ampere"
+
+
+def test_on_9_0_small_problems_go_to_the_consumer_where_that_was_measured() -> None:
+    decision = h200_call(64, batch=1, heads=12, nq=2048, causal=True)
+    assert decision.chosen == CONSUMER
+    assert decision.reasons["torch"] == [
+        f"{CONSUMER} was measured to be faster than PyTorch's cuDNN kernel"
+    ]
+    assert h200_call(128, batch=1, heads=12, nq=2048, causal=True).chosen == "torch"
+
+
+def test_on_9_0_a_pytorch_without_cudnn_first_comes_after_the_consumer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_torch, "cudnn_comes_first", lambda capability: False)
+    for d in (64, 128, 256):
+        decision = h200_call(d)
+        assert decision.chosen == CONSUMER
+        assert decision.reasons["torch"] == [
+            f"{CONSUMER} was measured to be faster than PyTorch's flash kernel"
+        ]
+    assert h200_call(nq=1, nk=8192).chosen == "torch"
+
+
+def test_on_9_0_ampere_serves_where_tensor_maps_cannot_repeat_a_row() -> None:
+    q = torch.empty(4, 16, 2048, 128, dtype=torch.float16, device="meta")
+    k = torch.empty(4, 16, 1, 128, dtype=torch.float16, device="meta").expand(q.shape)
+    decision = archflash.explain(q, k, k, device="H200", return_lse=True)
+    assert decision.chosen == "ampere"
+    assert "row stride" in decision.reasons[CONSUMER][0]
+
+
+def test_sdpa_with_equal_lengths_asks_for_no_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a causal call gets PyTorch's kernel where that is the fastest."""
+    given: list[int | None] = []
+
+    def attention(*tensors: torch.Tensor, q_offset: int | None, **options: Any) -> torch.Tensor:
+        given.append(q_offset)
+        return tensors[0]
+
+    monkeypatch.setattr("archflash._sdpa.attention", attention)
+    q, k = torch.ones(1, 2, 5, 8), torch.ones(1, 2, 7, 8)
+    archflash.scaled_dot_product_attention(q, q, q, is_causal=True)
+    archflash.scaled_dot_product_attention(q, k, k, is_causal=True)
+    assert given == [None, 0]
+
+
+def test_explain_names_the_run_behind_a_measured_order() -> None:
+    torch_first = str(h200_call())
+    assert re.search(
+        r"chosen  torch: PyTorch's cuDNN kernel; the fastest measured of those that serve this "
+        r"call \(run \S+-h200-\S+, NVIDIA H200, fp16 16x16 8192 d128: torch-cudnn \d+, "
+        r"blackwell_consumer \d+, ampere \d+, ada \d+ TFLOP/s\)",
+        torch_first,
+    )
+    summary = native.describe(CONSUMER).summary
+    assert f"chosen  {CONSUMER}: {summary}; the fastest measured of those" in str(
+        h200_call(return_lse=True)
+    )
+
+
+@pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c != MEASURED], ids=dotted)
+def test_a_capability_without_measurements_keeps_its_order(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [problem(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)]
+    given += [packed(), problem(torch.float16, nq=1, nk=4096), problem(torch.float16, d=256)]
+    asked = [_dispatch.order(each, capability) for each in given]
+    assert all(_measured.find(each, capability) is None for each in given)
+    monkeypatch.setattr(_measured, "find", lambda problem, capability: None)
+    assert [_dispatch.order(each, capability) for each in given] == asked
+
+
+def test_every_measured_kernel_is_one_of_ours_or_of_pytorch() -> None:
+    known = {*_registry.ORDER, "torch-cudnn", "torch-flash", "torch-efficient"}
+    assert {capability for capability, _ in _measured._table()} == {MEASURED}
+    for measurement in _measured._table().values():
+        assert known >= set(measurement.order) >= set(measurement.speeds)
 
 
 # --- what is printed ---
@@ -859,6 +1022,18 @@ def test_pytorch_being_faster_is_no_fallback_and_silent(monkeypatch: pytest.Monk
     given = problem(torch.float16)
     assert warned(lambda: _dispatch.decide(given, 0, None)) == []
     assert _dispatch.decide(given, 0, None) is None
+
+
+@pytest.mark.usefixtures("on_an_a100")
+def test_a_new_problem_that_pytorch_serves_faster_makes_one_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("H200"))
+    planned: list[str] = []
+    plan = native.plan
+    monkeypatch.setattr(native, "plan", lambda name, *of: planned.append(name) or plan(name, *of))
+    assert _dispatch.decide(problem(torch.float16, nq=4096, nk=4096), 0, None) is None
+    assert planned == [DC, CONSUMER]  # the consumer could serve it: PyTorch is no fallback
 
 
 @pytest.mark.usefixtures("on_an_a100")

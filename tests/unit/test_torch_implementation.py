@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from archflash import _torch, reference
@@ -583,7 +584,7 @@ def test_torch_compile_keeps_gradients() -> None:
         torch.testing.assert_close(x, y)
 
 
-# --- why_not_fused ---
+# --- fused_kernel ---
 
 FUSED: dict[str, Any] = {
     "device_type": "cuda", "capability": (8, 0), "dtype": torch.bfloat16,
@@ -593,28 +594,67 @@ FUSED: dict[str, Any] = {
 }  # fmt: skip
 
 
+H200 = {"capability": (9, 0)}
+WIDE = {"d": 256, "dv": 256}
+
+
+@pytest.fixture
+def newest_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch as of 2.11: cuDNN comes first on 9.x and 10.x."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91900)
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+
+
+@pytest.mark.usefixtures("newest_cudnn")
 @pytest.mark.parametrize(
-    "change",
+    ("change", "kernel"),
     [
-        {},
-        {"causal": True},
-        {"causal": True, "nq": 1},
-        {"causal": True, "nq": 64},
-        {"masked": True},
-        {"window": True},
-        {"causal": True, "q_offset_given": True},
-        {"capability": (7, 5), "dtype": "float16"},
-        {"d": 192, "dv": 128},
-        {"d": 72, "dv": 72},
-        {"d": 60, "dv": 60},
-        {"gqa": True, "causal": True},
-        {"gqa": True, "masked": True},
-        {"capability": (12, 1)},
+        ({}, "flash"),
+        ({"causal": True}, "flash"),
+        ({"causal": True, "nq": 1}, "flash"),
+        ({"causal": True, "nq": 64}, "efficient"),
+        ({"masked": True}, "efficient"),
+        ({"window": True}, "efficient"),
+        ({"causal": True, "q_offset_given": True}, "efficient"),
+        ({"capability": (7, 5), "dtype": "float16"}, "efficient"),
+        ({"d": 192, "dv": 128}, "efficient"),
+        ({"d": 72, "dv": 72}, "flash"),
+        ({"d": 60, "dv": 60}, "flash"),
+        ({"gqa": True, "causal": True}, "flash"),
+        ({"gqa": True, "masked": True}, "cudnn"),
+        ({"capability": (12, 1)}, "flash"),
+        (H200, "cudnn"),
+        (H200 | {"causal": True, "gqa": True}, "cudnn"),
+        (H200 | {"nq": 1, "causal": True}, "cudnn"),
+        (H200 | {"masked": True}, "cudnn"),
+        (H200 | {"d": 192, "dv": 128}, "cudnn"),
+        (H200 | WIDE, "cudnn"),
+        (H200 | {"d": 60, "dv": 60}, "flash"),
+        (H200 | {"nk": 1}, "flash"),
+        ({"capability": (10, 0)}, "cudnn"),
+        ({"capability": (10, 0)} | WIDE, "flash"),
     ],
     ids=str,
 )
-def test_why_not_fused_is_empty_where_a_fused_kernel_serves(change: dict[str, Any]) -> None:
-    assert _torch.why_not_fused(**{**FUSED, **change}) == []
+def test_fused_kernel_is_the_one_that_pytorch_takes(change: dict[str, Any], kernel: str) -> None:
+    assert _torch.fused_kernel(**{**FUSED, **change}) == f"torch-{kernel}"
+
+
+@pytest.mark.usefixtures("newest_cudnn")
+def test_pytorch_takes_flash_where_its_cudnn_is_old_or_put_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = [_torch.fused_kernel(**{**FUSED, **H200})]
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+        taken.append(_torch.fused_kernel(**{**FUSED, **H200}))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", TorchVersion("2.9.1+cu128"))
+        taken.append(_torch.fused_kernel(**{**FUSED, **H200}))
+    monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91002)
+    taken.append(_torch.fused_kernel(**{**FUSED, **H200}))
+    assert taken == ["torch-cudnn", "torch-flash", "torch-flash", "torch-flash"]
 
 
 @pytest.mark.parametrize(
@@ -636,6 +676,7 @@ def test_why_not_fused_is_empty_where_a_fused_kernel_serves(change: dict[str, An
     ],
     ids=str,
 )
-def test_why_not_fused_says_why(change: dict[str, Any], words: str) -> None:
-    reasons = _torch.why_not_fused(**{**FUSED, **change})
+def test_fused_kernel_says_why_there_is_none(change: dict[str, Any], words: str) -> None:
+    reasons = _torch.fused_kernel(**{**FUSED, **change})
+    assert isinstance(reasons, list)
     assert words in "; ".join(reasons)

@@ -1,0 +1,164 @@
+"""Writes python/archflash/_measured.json: who is fastest, from the result files. Dispatch reads it.
+
+    python -m bench.measured [--check]
+
+Exit status: 0 when the file is up to date or written, 1 when --check finds that it is not.
+
+Two candidates are compared on every case by the newest run that has both, never across runs; over
+the cases of one kind of problem their geometric mean counts. Less than NOISE is no difference: then
+they stand in the order of CANDIDATES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from archflash._measured import Kind
+from bench.cases import Case, load_cases
+from bench.results import RESULTS_FOLDER, Row, call_features, figure, load_rows, row_key, speedup
+
+FILE = Path(__file__).resolve().parent.parent / "python" / "archflash" / "_measured.json"
+NOISE = 0.02
+# In the order for equal speed; other rows are of no use to dispatch.
+CANDIDATES = (
+    "blackwell_dc", "hopper", "blackwell_consumer", "ampere", "ada", "torch-cudnn", "torch-flash",
+    "torch-efficient", "simt",
+)  # fmt: skip
+# Of the GPUs in bench/results, whose rows do not name it.
+CAPABILITIES = {"NVIDIA H200": (9, 0)}
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
+
+Runs = dict[str, dict[str, Row]]  # of one case: row by candidate, by run, the newest run last
+
+
+def runs_of(rows: Sequence[Row], case: Case) -> Runs:
+    """The rows of a case, of candidates that dispatch can choose and calls of nothing but it."""
+    runs: Runs = {}
+    for row in rows:
+        name = row["implementation"]
+        if row_key(row) == case.key and not call_features(row) and name in CANDIDATES:
+            runs.setdefault(row["run_id"], {})[name] = row
+    return runs
+
+
+def newest_with(runs: Runs, names: Sequence[str]) -> Mapping[str, Row] | None:
+    """The newest run that measured all of `names`."""
+    return next((run for run in reversed(runs.values()) if set(names) <= run.keys()), None)
+
+
+def times_faster(cases: Mapping[Case, Runs], one: str, other: str) -> float:
+    """How many times faster one candidate is: geometric mean over cases; 1 where never compared."""
+    logs = [
+        math.log(speedup(run[one], run[other]))
+        for runs in cases.values()
+        if (run := newest_with(runs, (one, other))) is not None
+    ]
+    return math.exp(sum(logs) / len(logs)) if logs else 1.0
+
+
+def order_of(cases: Mapping[Case, Runs]) -> list[str]:
+    """The measured candidates, the fastest first."""
+    order: list[str] = []
+    for name in CANDIDATES:
+        if not any(name in run for runs in cases.values() for run in runs.values()):
+            continue
+        place = len(order)
+        while place > 0 and times_faster(cases, name, order[place - 1]) > 1 + NOISE:
+            place -= 1
+        order.insert(place, name)
+    return order
+
+
+def evidence(cases: Mapping[Case, Runs], order: Sequence[str]) -> dict[str, Any]:
+    """The case with the most work, in the newest run that measured the two that lead."""
+    shown = {case: run for case, runs in cases.items() if (run := newest_with(runs, order[:2]))}
+    case = max(shown, key=Case.flops)
+    rows = shown[case]
+    return {
+        "run_id": rows[order[0]]["run_id"],
+        "case": case.name,
+        "unit": "GB/s" if case.is_decode else "TFLOP/s",
+        "speeds": {name: float(figure(rows[name]).rstrip("*")) for name in order if name in rows},
+    }
+
+
+def kind_of(case: Case) -> Kind | None:
+    """The kind of problem that a case is."""
+    return Kind.of(
+        DTYPES[case.dtype],
+        sequences=case.b,
+        heads_q=case.hq,
+        rows=case.b * case.nq,
+        d=case.d,
+        dv=case.dv,
+    )
+
+
+def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
+    """The entries of the file.
+
+    Args:
+        results: folder of result files.
+
+    Returns:
+        One entry for each compute capability and kind of problem that has rows.
+
+    Raises:
+        ValueError: rows of a GPU whose compute capability is unknown here.
+    """
+    entries = []
+    paths = [path for path in sorted(results.glob("*.csv")) if "day-one" not in path.name]
+    for path in paths:
+        rows = load_rows(path)
+        (gpu,) = {row["gpu"] for row in rows}
+        if gpu not in CAPABILITIES:
+            raise ValueError(f"{path}: add the compute capability of {gpu} to CAPABILITIES")
+        kinds: dict[Kind, dict[Case, Runs]] = {}
+        for case in load_cases():
+            kind, runs = kind_of(case), runs_of(rows, case)
+            if kind is not None and runs:
+                kinds.setdefault(kind, {})[case] = runs
+        for kind, cases in sorted(kinds.items()):
+            order = order_of(cases)
+            entry = {"capability": list(CAPABILITIES[gpu]), "gpu": gpu, **kind._asdict()}
+            entries.append({**entry, "order": order, **evidence(cases, order)})
+    return entries
+
+
+def text_of(entries: Sequence[Mapping[str, Any]]) -> str:
+    """The file, one entry a paragraph."""
+    fields = [
+        ",\n".join(f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items())
+        for entry in entries
+    ]
+    listed = ",\n".join(f"  {{\n{text}\n  }}" for text in fields)
+    made_by = "python -m bench.measured, from bench/results"
+    return f'{{\n "made_by": {json.dumps(made_by)},\n "measurements": [\n{listed}\n ]\n}}\n'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes or checks the file; see the top of this module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.measured", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, fail on a stale file")
+    options = parser.parse_args(argv)
+    text = text_of(measurements())
+    if FILE.exists() and FILE.read_text() == text:
+        return 0
+    if options.check:
+        print(f"{FILE}: stale; run python -m bench.measured", file=sys.stderr)
+        return 1
+    FILE.write_text(text)
+    print(f"{FILE}: written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Which implementation was measured to be the fastest, by kind of problem: _measured.json, read.
+
+`python -m bench.measured` makes that file from bench/results; nobody edits it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from archflash import _archflash as _native
+
+FILE = Path(__file__).with_name("_measured.json")
+
+FEW_QUERIES = 16  # rows of a sequence; up to here reading the keys takes the time
+SMALL_ROWS = 32768  # query rows of all heads; below it the GPU is not full for long
+_HEAD_DIMS = (64, 128, 256)
+# No question of speed for others: simt alone computes float32 exactly, and float64 has no kernel.
+_DTYPES = {
+    "float16": "16 bits",
+    "bfloat16": "16 bits",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
+_SHOWN = 4  # candidates whose speed is told as evidence
+
+
+class Kind(NamedTuple):
+    """A kind of problem: what is fastest for one problem is taken to be so for all of its kind.
+
+    Attributes:
+        dtypes: "16 bits" or "fp8".
+        query_rows: "few" (at most FEW_QUERIES per sequence), "small" (fewer than SMALL_ROWS over
+            all heads and sequences) or "large".
+        head_dim_up_to: the larger head dim is at most this and above the next smaller one; 256 for
+            all where query_rows is "few".
+    """
+
+    dtypes: str
+    query_rows: str
+    head_dim_up_to: int
+
+    @classmethod
+    def of(
+        cls, dtype: str, *, sequences: int, heads_q: int, rows: int, d: int, dv: int
+    ) -> Kind | None:
+        """The kind of a problem; None where there is none.
+
+        Args:
+            dtype: of q, k and v, as torch spells it.
+            sequences: the batch.
+            heads_q: heads of q.
+            rows: query rows of all sequences.
+            d: head dim of q and k.
+            dv: head dim of v.
+        """
+        head_dim = next((limit for limit in _HEAD_DIMS if max(d, dv) <= limit), None)
+        if dtype not in _DTYPES or head_dim is None:
+            return None
+        if rows <= FEW_QUERIES * sequences:
+            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1])
+        size = "small" if heads_q * rows < SMALL_ROWS else "large"
+        return cls(_DTYPES[dtype], size, head_dim)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One entry of the file.
+
+    Attributes:
+        gpu: what was measured.
+        order: kernels of ours and of PyTorch, the fastest first.
+        run_id: the run that `case` and `speeds` are of; all are in bench/results.
+        case: name of a case of bench/cases.toml.
+        unit: of the speeds.
+        speeds: of that case in that run, by kernel.
+    """
+
+    gpu: str
+    order: tuple[str, ...]
+    run_id: str
+    case: str
+    unit: str
+    speeds: dict[str, float]
+
+    def place(self, name: str) -> int:
+        """Where a kernel stands in the order; behind all others where it was not measured."""
+        return self.order.index(name) if name in self.order else len(self.order)
+
+    def __str__(self) -> str:
+        shown = [name for name in self.order if name in self.speeds][:_SHOWN]
+        speeds = ", ".join(f"{name} {self.speeds[name]:.0f}" for name in shown)
+        return f"run {self.run_id}, {self.gpu}, {self.case}: {speeds} {self.unit}"
+
+
+@cache
+def _table() -> dict[tuple[tuple[int, int], Kind], Measurement]:
+    table = {}
+    for entry in json.loads(FILE.read_text())["measurements"]:
+        capability = (entry["capability"][0], entry["capability"][1])
+        kind = Kind(*(entry[name] for name in Kind._fields))
+        table[capability, kind] = Measurement(
+            order=tuple(entry["order"]),
+            **{name: entry[name] for name in ("gpu", "run_id", "case", "unit", "speeds")},
+        )
+    return table
+
+
+def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measurement | None:
+    """What was measured for problems of that kind on GPUs of a compute capability; None for
+    nothing.
+    """
+    if capability is None:
+        return None
+    kind = Kind.of(
+        problem.dtype,
+        sequences=problem.batch,
+        heads_q=problem.heads_q,
+        rows=problem.nq if problem.varlen else problem.batch * problem.nq,
+        d=problem.d,
+        dv=problem.dv,
+    )
+    if kind is None:
+        return None
+    found = _table().get((capability, kind))
+    if found is None and kind.query_rows == "small":
+        found = _table().get((capability, kind._replace(query_rows="large")))
+    return found
