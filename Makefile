@@ -33,7 +33,7 @@ format: $(VENV)/linters
 	$(BIN)/clang-format -i $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 test-gpu:  ## tests on this machine's GPU, with the Python and the archflash that are installed (2 minutes with pytest-xdist)
-	$(PYTHON) -m pytest tests/gpu $$($(PYTHON) -c "import xdist" 2>/dev/null && echo -n 6)
+	$(PYTHON) -m pytest tests/gpu $$($(PYTHON) -c "import xdist; print('-n', 6)" 2>/dev/null)
 
 bench:  ## times every implementation and its peers; appends to bench/results
 	$(PYTHON) -m bench.run
