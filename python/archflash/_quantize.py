@@ -29,12 +29,15 @@ def quantize_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Quantises q, k or v to FP8 for `archflash.attention`.
 
-    A descale is the largest magnitude of what shares it, divided by the largest number of `dtype`
-    (448 or 57344), and 1 where all are zero.
+    A descale is the largest finite magnitude of what shares it, divided by the largest number of
+    `dtype` (448 or 57344), and 1 where no finite number but zero is there. Infinities become the
+    largest number of `dtype` with their sign, NaN stays NaN; neither counts for the descale.
+    Nothing waits for the device to find out.
 
     Args:
         x: ``(batch, heads, rows, d)``; with layout="bnhd" ``(batch, rows, heads, d)``; or packed
-            sequences ``(total, heads, d)``. float32, float16 or bfloat16.
+            sequences ``(total, heads, d)``. float32, float16 or bfloat16, dense. Its gradient is
+            not tracked: the result requires none.
         per: what shares a descale: "tensor"; "head", each head of each batch (of all packed
             sequences together); or "block", each 64 rows of those (not of packed sequences).
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
@@ -50,8 +53,9 @@ def quantize_fp8(
         k_descale and v_descale. x is about values * descale.
 
     Raises:
-        ValueError: another `per`, layout or number of dimensions; blocks of packed sequences.
-        TypeError: another dtype.
+        ValueError: another `per`, layout or number of dimensions; blocks of packed sequences; x
+            without data.
+        TypeError: another dtype; x is no tensor, or a nested or sparse one.
         ForcedImplementationError: the forced implementation cannot do it.
 
     Example:
@@ -61,6 +65,7 @@ def quantize_fp8(
         (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
     """
     _check(x, per, dtype, layout)
+    x = x.resolve_neg()  # a lazily negated view: the kernel reads memory as it lies
     packed = x.ndim == 3
     values = torch.empty_like(x, dtype=dtype)
     x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
@@ -90,18 +95,37 @@ def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
         raise ValueError(f"per is {per!r}: it must be 'tensor', 'head' or 'block'")
     if layout not in ("bhnd", "bnhd"):
         raise ValueError(f"layout is {layout!r}: it must be 'bhnd' or 'bnhd'")
-    if dtype not in _LARGEST:
+    if dtype not in tuple(_LARGEST):
         raise TypeError(f"dtype is {dtype}: it must be torch.float8_e4m3fn or torch.float8_e5m2")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: it must be a torch.Tensor")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError("x is a nested or sparse tensor: it must be dense")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"x has dtype {x.dtype}: it must be float32, float16 or bfloat16")
     if x.ndim not in (3, 4):
         raise ValueError(
             f"x has shape {tuple(x.shape)}: it must have 4 dimensions, or 3 for packed sequences"
         )
+    if _has_no_data(x):
+        raise ValueError(
+            "x has no data: its storage was freed, or none was ever allocated; quantise before "
+            "that, or copy x into a new tensor"
+        )
     if x.ndim == 3 and per == "block":
         raise ValueError(
             "per='block' with packed sequences: blocks would straddle them; use 'head'"
         )
+
+
+def _has_no_data(x: Tensor) -> bool:
+    """Whether x has elements on the CPU or a GPU, but no memory that holds them."""
+    if x.numel() == 0 or x.device.type not in ("cpu", "cuda"):
+        return False
+    try:
+        return x.data_ptr() == 0
+    except RuntimeError:  # inside a transform such as vmap: another tensor has the memory
+        return False
 
 
 def _as_bhnd(x: Tensor, layout: str) -> Tensor:
@@ -137,8 +161,6 @@ def _launch(x: Tensor, values: Tensor, descale: Tensor, per: str, dtype: torch.d
     device = _device_of(x)
     name = str(dtype).removeprefix("torch.")
     plan = _native.plan_quantize(name, _PER.index(per), x, values.view(torch.uint8), device)
-    if isinstance(plan, list):
-        raise ForcedImplementationError("; ".join(plan))
     tensors: dict[str, Any] = {"q": x, "out": values.view(torch.uint8), "descale": descale}
     if plan.workspace_bytes:
         tensors["workspace"] = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device)
@@ -159,7 +181,7 @@ def _with_torch(x: Tensor, values: Tensor, per: str, dtype: torch.dtype) -> Tens
     """Writes values (bhnd); returns the descales, broadcastable to (batch, heads, blocks)."""
     batch, heads, rows, d = x.shape
     blocks = math.ceil(rows / SCALE_ROWS)
-    magnitude = x.detach().abs().float().nan_to_num(nan=0.0, posinf=math.inf)
+    magnitude = x.detach().abs().float().nan_to_num(nan=0.0, posinf=0.0)
     padded = torch.nn.functional.pad(magnitude, (0, 0, 0, blocks * SCALE_ROWS - rows))
     of_rows = padded.reshape(batch, heads, blocks, SCALE_ROWS * d)
     largest = of_rows.amax(-1) if of_rows.numel() else magnitude.new_zeros(batch, heads, blocks)

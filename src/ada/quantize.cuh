@@ -5,6 +5,8 @@
 //   largest:  read | write the tile's largest magnitude
 //   descale:  one CTA for each group of tiles: their largest -> its descale
 //   values:   read | write values
+// Numbers that are not finite count for no descale: an infinity becomes the largest number, NaN
+// stays NaN.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +23,11 @@ namespace archflash::ada {
 constexpr int QUANTIZE_CHUNKS =
     SCALE_ROWS * QUANTIZE_MOST_COLUMNS / QUANTIZE_CHUNK / QUANTIZE_THREADS;  // of a thread
 
+// The tile that this CTA takes, or the group of tiles.
+__device__ __forceinline__ int64_t index_of_cta(const QuantizeParams& params) {
+  return params.first + blockIdx.x;
+}
+
 // Chunks of a tile as one thread holds them: chunk i is number i * QUANTIZE_THREADS + threadIdx.x,
 // counted along the rows.
 template <DType DTYPE>
@@ -32,12 +39,13 @@ struct TileChunks {
   int64_t x_offset, out_offset;
 
   __device__ __forceinline__ explicit TileChunks(const QuantizeParams& params) {
-    const int tile = blockIdx.x % params.tiles_per_head;
-    const int batch_head = blockIdx.x / params.tiles_per_head;
-    const int batch = batch_head / params.heads, head = batch_head % params.heads;
-    const int64_t row = static_cast<int64_t>(tile) * SCALE_ROWS;
+    const int64_t tile = index_of_cta(params);
+    const int64_t batch_head = tile / params.tiles_per_head;
+    const int64_t batch = batch_head / params.heads;
+    const int64_t head = batch_head - batch * params.heads;
+    const int64_t row = (tile - batch_head * params.tiles_per_head) * SCALE_ROWS;
     per_row = params.d / QUANTIZE_CHUNK;
-    rows = min(SCALE_ROWS, params.rows - tile * SCALE_ROWS);
+    rows = static_cast<int>(min(static_cast<int64_t>(SCALE_ROWS), params.rows - row));
     x_offset = batch * params.x_batch + head * params.x_head + row * params.x_row;
     out_offset = batch * params.out_batch + head * params.out_head + row * params.out_row;
   }
@@ -92,23 +100,31 @@ struct TileChunks {
     return __uint_as_float(math::float_bits_of_bfloat16(bits));
   }
 
-  // Its magnitude. bf16 otherwise than value() has it, which the compiler would keep until write().
-  __device__ __forceinline__ float magnitude(int i, int j) const {
-    if constexpr (DTYPE == DType::BF16) {
+  // Its magnitude; NaN if it is not finite. 16 bits otherwise than value() has them, which the
+  // compiler would keep until write().
+  __device__ __forceinline__ float finite_magnitude(int i, int j) const {
+    float x;
+    if constexpr (DTYPE == DType::F32) {
+      x = fabsf(value(i, j));
+    } else {
       const uint4& v = data[i][0];
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
       const uint32_t upper = j % 2 == 0 ? words[j / 2] << 16 : words[j / 2];
-      return __uint_as_float(upper & 0x7FFF0000u);
+      const uint32_t bits = upper & 0x7FFF0000u;
+      x = DTYPE == DType::BF16 ? __uint_as_float(bits)
+                               : ptx::cvt_f32_f16(static_cast<uint16_t>(bits >> 16));
     }
-    return fabsf(value(i, j));
+    return fmaf(x, 0.0f, x);  // infinity times 0 is NaN
   }
 
+  // Of the finite numbers; 0 if there are none.
   __device__ __forceinline__ float largest() const {
     float result = 0.0f;
 #pragma unroll
     for (int i = 0; i < QUANTIZE_CHUNKS; ++i) {
 #pragma unroll
-      for (int j = 0; j < QUANTIZE_CHUNK; ++j) result = fmaxf(result, magnitude(i, j));
+      for (int j = 0; j < QUANTIZE_CHUNK; ++j)
+        result = fmaxf(result, finite_magnitude(i, j));  // drops NaN
     }
     return result;
   }
@@ -160,7 +176,7 @@ __device__ __forceinline__ void quantize_at_once(const QuantizeParams& params) {
   const float descale =
       descale_of(largest_of_cta<QUANTIZE_THREADS>(tile.largest()), params.out_dtype);
   tile.write(params, descale);
-  if (threadIdx.x == 0) params.descale_gmem[blockIdx.x] = descale;
+  if (threadIdx.x == 0) params.descale_gmem[index_of_cta(params)] = descale;
 }
 
 template <DType DTYPE>
@@ -168,24 +184,24 @@ __device__ __forceinline__ void quantize_largest(const QuantizeParams& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
   const float largest = largest_of_cta<QUANTIZE_THREADS>(tile.largest());
-  if (threadIdx.x == 0) params.largest_gmem[blockIdx.x] = largest;
+  if (threadIdx.x == 0) params.largest_gmem[index_of_cta(params)] = largest;
 }
 
 template <DType DTYPE>
 __device__ __forceinline__ void quantize_values(const QuantizeParams& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
-  tile.write(params, params.descale_gmem[blockIdx.x / params.tiles_per_group]);
+  tile.write(params, params.descale_gmem[index_of_cta(params) / params.tiles_per_group]);
 }
 
 __device__ __forceinline__ void quantize_descale(const QuantizeParams& params) {
-  const float* tiles_gmem =
-      params.largest_gmem + static_cast<int64_t>(blockIdx.x) * params.tiles_per_group;
+  const int64_t group = index_of_cta(params);
+  const float* tiles_gmem = params.largest_gmem + group * params.tiles_per_group;
   float largest = 0.0f;
-  for (int tile = threadIdx.x; tile < params.tiles_per_group; tile += QUANTIZE_THREADS)
+  for (int64_t tile = threadIdx.x; tile < params.tiles_per_group; tile += QUANTIZE_THREADS)
     largest = fmaxf(largest, tiles_gmem[tile]);
   largest = largest_of_cta<QUANTIZE_THREADS>(largest);
-  if (threadIdx.x == 0) params.descale_gmem[blockIdx.x] = descale_of(largest, params.out_dtype);
+  if (threadIdx.x == 0) params.descale_gmem[group] = descale_of(largest, params.out_dtype);
 }
 
 }  // namespace archflash::ada

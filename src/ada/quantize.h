@@ -19,9 +19,11 @@ struct QuantizeParams {
   float* largest_gmem;  // of each tile; unused where a group is a tile
   int64_t x_batch, x_head, x_row;
   int64_t out_batch, out_head, out_row;
-  int32_t heads, rows, d;
-  int32_t tiles_per_head;
-  int32_t tiles_per_group;
+  int64_t heads, rows;
+  int64_t tiles_per_head;
+  int64_t tiles_per_group;
+  int64_t first;  // tile of the launch's first CTA; of the kernel that makes descales: group
+  int32_t d;
   DType out_dtype;  // E4M3 or E5M2
 };
 static_assert(std::is_trivially_copyable_v<QuantizeParams>);
@@ -39,6 +41,7 @@ constexpr int QUANTIZE_THREADS = 256;
 constexpr int QUANTIZE_CHUNK = 8;  // neighbouring elements that a thread reads at once
 constexpr int QUANTIZE_MOST_COLUMNS = 256;
 
-PlanResult plan_quantize(const QuantizeProblem& problem, const Device& device);
+// A step of more CTAs than a grid can have takes several launches.
+LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device);
 
 }  // namespace archflash::ada

@@ -35,6 +35,8 @@ def test_the_kernel_gives_the_bits_of_plain_operations(
         pytest.skip("packed sequences have no blocks")
     x = rand(*shape, seed=1, dtype=dtype)
     x[0, 0] = 0
+    x[-1, 0, 0] = float("inf")
+    x[-1, -1, -1] = -float("inf")
     call = {"per": per, "dtype": fp8, "layout": layout}
     values, descale = archflash.quantize_fp8(x, implementation="ada", **call)
     wanted, wanted_descale = archflash.quantize_fp8(x, implementation="torch", **call)
@@ -60,3 +62,43 @@ def test_nan_stays_where_it_is() -> None:
     values, descale = archflash.quantize_fp8(x, per="block", implementation="ada")
     assert descale.isfinite().all()
     assert values.float().isnan().nonzero().tolist() == [[0, 0, 70, 5]]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "per", "gib"),
+    [
+        ((1, 1, 2**31 + 64, 16), "tensor", 99),  # rows beyond 32 bits
+        ((1, 1, 2**31 + 64, 16), "block", 99),
+        ((2**31 + 64, 1, 1, 8), "block", 59),  # more blocks than a grid has CTAs
+    ],
+    ids=["rows-tensor", "rows-block", "blocks"],
+)
+def test_the_first_and_the_last_of_more_than_2_31_rows(
+    shape: tuple[int, ...], per: str, gib: int
+) -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] // GIB
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, {free} are free")
+    x = torch.zeros(shape, dtype=torch.float16, device="cuda")
+    rows = x.view(-1, shape[-1])
+    for seed, end in enumerate((slice(0, 64), slice(-64, None))):
+        rows[end] = rand(64, shape[-1], seed=seed, dtype="float16")
+    rows[-1, -1] = 100  # the largest of all
+    values, descale = archflash.quantize_fp8(x, per=per, implementation="ada")
+    for end in (slice(0, 64), slice(-64, None)):
+        part = rows[end].view(1, 1, 64, -1) if shape[2] > 1 else rows[end].view(64, 1, 1, -1)
+        if per == "block":
+            wanted, descales = archflash.quantize_fp8(part, per=per, implementation="torch")
+            count = descales.numel()
+            found = descale.flatten()[:count] if end.start == 0 else descale.flatten()[-count:]
+            assert torch.equal(found, descales.flatten())
+        else:
+            assert descale.cpu() == torch.tensor([100.0]) / 448
+            wanted = (part.float() * (1.0 / descale)).to(values.dtype)
+        stored = values.view(-1, shape[-1])[end]
+        assert torch.equal(stored.float(), wanted.view(64, -1).float())

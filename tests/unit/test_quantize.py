@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -78,6 +79,53 @@ def test_nan_stays_where_it_is() -> None:
     assert values.float().isnan().nonzero().tolist() == [[0, 0, 3, 5]]
 
 
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+def test_infinities_become_the_largest_number_and_count_for_no_descale(
+    dtype: torch.dtype, per: str
+) -> None:
+    x = rand(1, 1, 64, 16)
+    finite, descale = archflash.quantize_fp8(x, per=per, dtype=dtype)
+    odd = [(3, 5, math.inf, FP8[dtype]), (9, 0, -math.inf, -FP8[dtype]), (60, 1, math.nan, 0.0)]
+    with_odd, expected = x.clone(), finite.float()
+    for row, column, number, stored in odd:
+        assert x[0, 0, row, column].abs() < x.abs().max()
+        with_odd[0, 0, row, column], expected[0, 0, row, column] = number, stored
+    values, same = archflash.quantize_fp8(with_odd, per=per, dtype=dtype)
+    assert torch.equal(same, descale)
+    assert values.float().isnan().nonzero().tolist() == [[0, 0, 60, 1]]
+    assert torch.equal(values.float().nan_to_num(nan=0.0), expected)
+
+
+def test_without_a_finite_number_but_zero_the_descale_is_1() -> None:
+    x = torch.zeros(1, 1, 3, 16)
+    x[0, 0, 0, 0], x[0, 0, 1, 0] = math.inf, math.nan
+    values, descale = archflash.quantize_fp8(x)
+    assert descale.tolist() == [1.0]
+    assert values[0, 0, 0, 0].float() == 448
+
+
+def test_the_largest_float32_numbers_are_finite() -> None:
+    x = torch.full((1, 1, 1, 16), torch.finfo(torch.float32).max)
+    values, descale = archflash.quantize_fp8(x)
+    assert descale == torch.finfo(torch.float32).max / 448
+    assert (values.float() == 448).all()
+
+
+def test_a_lazily_negated_view_is_quantised_as_what_it_stands_for() -> None:
+    x = rand(1, 2, 5, 16)
+    values, _ = archflash.quantize_fp8(torch._neg_view(x))
+    negative, _ = archflash.quantize_fp8(-x)
+    assert torch.equal(values.float(), negative.float())
+
+
+def test_the_result_requires_no_gradient() -> None:
+    for x in (rand(1, 2, 5, 16).requires_grad_(), torch.nn.Parameter(rand(1, 2, 5, 16))):
+        values, descale = archflash.quantize_fp8(x)
+        assert not values.requires_grad
+        assert not descale.requires_grad
+
+
 def test_the_layout_says_where_the_heads_are() -> None:
     x = rand(2, 3, 150, 16)
     for per in ("tensor", "head", "block"):
@@ -127,6 +175,23 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rank": ({"x": torch.zeros(2, 16)}, ValueError, "x has shape (2, 16)"),
     "packed-blocks": ({"x": torch.zeros(5, 2, 16), "per": "block"}, ValueError, "straddle"),
     "unknown": ({"implementation": "simt"}, ForcedImplementationError, "no quantiser"),
+    "list": ({"x": [[[[0.0]]]]}, TypeError, "x is a list: it must be a torch.Tensor"),
+    "none": ({"x": None}, TypeError, "x is a NoneType: it must be a torch.Tensor"),
+    "numpy": ({"x": np.zeros((1, 2, 5, 16))}, TypeError, "x is a ndarray"),
+    "bool": ({"x": torch.zeros(1, 2, 5, 16, dtype=torch.bool)}, TypeError, "x has dtype"),
+    "complex": ({"x": torch.zeros(1, 2, 5, 16, dtype=torch.cfloat)}, TypeError, "x has dtype"),
+    "sparse": ({"x": torch.zeros(1, 2, 5, 16).to_sparse()}, TypeError, "nested or sparse"),
+    "nested": (
+        {"x": torch.nested.nested_tensor([torch.zeros(2, 5, 16)], layout=torch.jagged)},
+        TypeError,
+        "nested or sparse",
+    ),
+    "dtype-list": ({"dtype": []}, TypeError, "dtype is []"),
+    "gradient": (
+        {"x": torch.zeros(1, 2, 5, 16, requires_grad=True), "implementation": "ada"},
+        ForcedImplementationError,
+        "call it under torch.no_grad()",
+    ),
     "meta": (
         {"x": torch.empty(1, 2, 5, 16, device="meta"), "implementation": "ada"},
         ForcedImplementationError,
@@ -142,6 +207,14 @@ def test_wrong_calls_are_refused_with_what_was_given(name: str) -> None:
     with pytest.raises(error) as caught:
         archflash.quantize_fp8(x, **{key: value for key, value in options.items() if key != "x"})
     assert text in str(caught.value)
+
+
+def test_freed_and_unallocated_tensors_are_refused() -> None:
+    freed = rand(1, 2, 5, 16)
+    freed.untyped_storage().resize_(0)
+    for x in (freed, torch._efficientzerotensor((1, 2, 5, 16))):
+        with pytest.raises(ValueError, match="x has no data"):
+            archflash.quantize_fp8(x)
 
 
 # --- plans ---
@@ -164,3 +237,34 @@ def test_blocks_are_read_once_and_larger_parts_twice(
     assert [launch["kernel"] for launch in launches] == [f"ada_quantize_{name}" for name in kernels]
     assert [launch["grid"][0] for launch in launches] == grids
     assert plan.workspace_bytes == (0 if per == 2 else 18 * 4)
+
+
+# More tiles of 64 rows than CUDA takes CTAs along x; rows beyond 32 bits.
+MOST_CTAS = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "per", "grids", "workspace"),
+    [
+        ((1, 1, 2**31 + 70, 16), 0, [[2**25 + 2], [1], [2**25 + 2]], 4 * (2**25 + 2)),
+        ((1, 1, 2**31 + 70, 16), 2, [[2**25 + 2]], 0),
+        ((1, 1, 64 * 2**31 + 1, 8), 2, [[MOST_CTAS, 2]], 0),
+        ((2**30, 3, 1, 8), 1, [[MOST_CTAS, 2**30 + 1]], 0),  # a head is one tile
+        (
+            (2**29, 3, 70, 8),
+            1,
+            [[MOST_CTAS, 2**30 + 1], [3 * 2**29], [MOST_CTAS, 2**30 + 1]],
+            4 * 3 * 2**30,
+        ),
+    ],
+)
+def test_every_tile_of_a_huge_tensor_gets_its_cta(
+    shape: tuple[int, ...], per: int, grids: list[list[int]], workspace: int
+) -> None:
+    x = torch.empty(shape, dtype=torch.float16, device="meta")
+    plan = native.plan_quantize("float8_e4m3fn", per, x, x, find_device("H200"))
+    by_kernel: dict[str, list[int]] = {}
+    for launch in plan.to_dict()["launches"]:
+        by_kernel.setdefault(launch["kernel"], []).append(launch["grid"][0])
+    assert list(by_kernel.values()) == grids
+    assert plan.workspace_bytes == workspace
