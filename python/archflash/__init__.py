@@ -16,6 +16,7 @@ from archflash._errors import (
 from archflash._quantize import quantize_fp8
 from archflash._registry import Implementation, implementations
 from archflash._sdpa import scaled_dot_product_attention
+from archflash._warm_up import warm_up
 
 __all__ = [
     "ArchflashError",
@@ -33,4 +34,5 @@ __all__ = [
     "quantize_fp8",
     "reference",
     "scaled_dot_product_attention",
+    "warm_up",
 ]

@@ -54,7 +54,7 @@ def force(name: str) -> Iterator[None]:
         ...     archflash.attention(q, q, q).shape
         torch.Size([1, 2, 5, 8])
     """
-    _check_name(name)
+    check_name(name)
     token = _forced.set(name)
     try:
         yield
@@ -62,7 +62,8 @@ def force(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def _check_name(name: object) -> None:
+def check_name(name: object) -> None:
+    """Raises ForcedImplementationError unless an implementation has that name."""
     if name not in _registry.names():
         raise ForcedImplementationError(
             f"no implementation is called {name!r}: this build has {', '.join(_registry.names())}"
@@ -422,6 +423,13 @@ def _first_that_can(
     return _registry.TORCH, None, reasons
 
 
+def first_plan(problem: _native.Problem, device: _native.Device) -> _native.LaunchPlan | None:
+    """The plan of whoever serves a problem on a GPU that no implementation is forced on; None where
+    that is `torch`.
+    """
+    return _first_that_can(problem, device)[1]
+
+
 def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.Device) -> str:
     measured = _measured.find(problem, device.capability)
     if chosen != _registry.TORCH:
@@ -439,7 +447,7 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
 def _select_forced(
     problem: _native.Problem, device: _native.Device | None, name: str, obstacle: str | None
 ) -> Decision:
-    _check_name(name)
+    check_name(name)
     if name == _registry.TORCH:
         return Decision(name, "it is forced", _unasked(name), problem, device, None, False)
     if not _native.targets(name):

@@ -170,6 +170,19 @@ def _launch(x: Tensor, values: Tensor, descale: Tensor, per: str, dtype: torch.d
         _native.launch(plan, tensors)
 
 
+def plans(device: _native.Device) -> list[_native.LaunchPlan]:
+    """Plans that between them launch every kernel of the quantiser; none where it cannot run."""
+    if not _registry.has_code(_KERNEL, device.capability):
+        return []
+    sources = (torch.float32, torch.float16, torch.bfloat16)
+    tensors = [torch.empty(1, 1, 2 * SCALE_ROWS, 64, dtype=of, device="meta") for of in sources]
+    return [
+        _native.plan_quantize("float8_e4m3fn", _PER.index(per), x, x, device)
+        for x in tensors
+        for per in ("tensor", "block")
+    ]
+
+
 def _device_of(x: Tensor) -> _native.Device:
     """The GPU to plan for."""
     if x.device.type == "cpu":

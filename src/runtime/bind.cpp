@@ -30,22 +30,25 @@ CUtensorMapDataType map_dtype(DType dtype) {
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
 Encode encoder() {
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &found);
-    if (status != cudaSuccess || !function) {
-      cudaGetLastError();
-      throw LaunchFailure(
-          "the NVIDIA driver offers no cuTensorMapEncodeTiled: it needs CUDA 12.0 or newer");
-    }
-    return reinterpret_cast<Encode>(function);
-  }();
+  static const auto encode =
+      reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled", 12000));
   return encode;
 }
 
 }  // namespace
+
+void* driver_function(const char* name, int cuda_version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion(name, &function, cuda_version, cudaEnableDefault, &found);
+  if (status != cudaSuccess || !function) {
+    cudaGetLastError();
+    throw LaunchFailure(join("the NVIDIA driver offers no ", name, ": it needs CUDA ",
+                             cuda_version / 1000, '.', cuda_version % 1000 / 10, " or newer"));
+  }
+  return function;
+}
 
 void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map) {
   constexpr size_t MAX_RANK = 5;

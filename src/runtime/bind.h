@@ -25,6 +25,10 @@ void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresse
 void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
                     unsigned char* block);
 
+// A function of the NVIDIA driver as of a CUDA version (12040 for 12.4), found on first use:
+// nothing links to libcuda. Throws LaunchFailure where the driver has none.
+void* driver_function(const char* name, int cuda_version);
+
 // Encodes one tensor map into 128 bytes (64-byte aligned) with the driver's own encoder.
 void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map);
 

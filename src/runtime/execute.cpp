@@ -1,5 +1,6 @@
 #include "runtime/execute.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -100,6 +101,23 @@ void make_ready(Kernel& kernel, int device_index, int32_t shared_bytes) {
   }
 }
 
+// A library's kernels are loaded one by one, each when it is first launched; this does it now, into
+// the current context.
+void finish_loading(const Kernel& kernel) {
+  static const auto get_function = reinterpret_cast<decltype(&cuKernelGetFunction)>(
+      driver_function("cuKernelGetFunction", 12000));
+  static const auto load_function =
+      reinterpret_cast<decltype(&cuFuncLoad)>(driver_function("cuFuncLoad", 12040));
+  const OutsideCapture guard;
+  CUfunction function = nullptr;
+  CUresult status = get_function(&function, kernel.handle);
+  if (status == CUDA_SUCCESS) status = load_function(function);
+  if (status != CUDA_SUCCESS) {
+    throw LaunchFailure(join("loading kernel ", kernel.entry, " of ", kernel.image, ": CUresult ",
+                             static_cast<int>(status)));
+  }
+}
+
 std::string describe_launch(const Launch& launch) {
   return join("launching ", launch.kernel, " with grid (", launch.grid[0], ", ", launch.grid[1],
               ", ", launch.grid[2], "), cluster (", launch.cluster[0], ", ", launch.cluster[1],
@@ -154,6 +172,16 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
     const Launch& launch = prepared.plan->launches[i];
     make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
     launch_kernel(launch, *prepared.kernels[i], addresses, static_cast<cudaStream_t>(stream));
+  }
+}
+
+void load_kernels(const PreparedPlan& prepared, int device_index) {
+  const DeviceGuard guard(device_index);
+  // Also where it is the current one: the first call of a process makes the context.
+  check(cudaSetDevice(device_index), join("cudaSetDevice(", device_index, ")"));
+  for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
+    make_ready(*prepared.kernels[i], device_index, prepared.plan->launches[i].shared_bytes);
+    finish_loading(*prepared.kernels[i]);
   }
 }
 

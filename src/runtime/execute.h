@@ -24,6 +24,10 @@ std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan);
 void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
              int device_index, void* stream);
 
+// Loads a plan's kernels onto a device now: otherwise CUDA does so at their first launch, which
+// then waits for the device. This may wait for it, too. Throws LaunchFailure.
+void load_kernels(const PreparedPlan& prepared, int device_index);
+
 struct DriverStatus {
   bool usable = false;
   int device_count = 0;

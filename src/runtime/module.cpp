@@ -363,6 +363,12 @@ NB_MODULE(_archflash, m) {
       .def_ro("problem", &LaunchPlan::problem)
       .def_ro("device", &LaunchPlan::device)
       .def_ro("workspace_bytes", &LaunchPlan::workspace_bytes)
+      .def_prop_ro("kernels",
+                   [](const LaunchPlan& p) {
+                     std::vector<std::string> names;
+                     for (const Launch& launch : p.launches) names.push_back(launch.kernel);
+                     return names;
+                   })
       .def_ro("code", &LaunchPlan::code)
       .def_prop_ro("notes", &notes);
 
@@ -475,6 +481,15 @@ NB_MODULE(_archflash, m) {
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
         "Launches a plan on CUDA tensors by operand name.");
+  m.def(
+      "load_kernels",
+      [](const LaunchPlan& plan, int device_index) {
+        const auto prepared = prepare(std::make_shared<LaunchPlan>(plan));
+        const nb::gil_scoped_release release;
+        load_kernels(*prepared, device_index);
+      },
+      "plan"_a, "device_index"_a,
+      "Loads the kernels of a plan onto a CUDA device before their first launch would.");
   m.def(
       "bound_parameters", &bound_parameters, "plan"_a, "launch"_a, "addresses"_a,
       "tensor_maps"_a = true,

@@ -153,6 +153,43 @@ def test_the_first_call_that_nobody_forces_can_be_captured(dtype: str, heads: in
     assert_first_call_captured("", dtype, heads)
 
 
+# --- loading ---
+
+FIRST_CALLS_BEHIND_WORK = """
+import sys, time, torch, archflash
+kernel, dtype = sys.argv[1:]
+like = {"device": "cuda", "dtype": getattr(torch, dtype)}
+dtypes = [like["dtype"]] + [torch.float8_e4m3fn] * (kernel == "ada")
+names = archflash.warm_up(dtypes=dtypes, head_dims=[64], implementations=[kernel])
+def rows(n, make=torch.zeros):
+    return make(1, 2, n, 64, **like)
+k, v = rows(512), rows(512)
+calls = [(rows(n), rows(n, torch.empty)) for n in (1, 16, 512, 16384)]
+torch.cuda._sleep(1000)
+done = torch.cuda.Event()
+done.record()
+torch.cuda.synchronize()
+torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
+done.record()
+for q, out in calls:
+    start = time.perf_counter()
+    archflash.attention(q, k, v, out=out, causal=True, implementation=kernel)
+    if kernel == "ada":
+        archflash.quantize_fp8(q, implementation=kernel)
+    took = time.perf_counter() - start
+    assert took < 0.1, f"{q.shape[2]} queries: the call returned after {took} s"
+assert not done.query(), "the device was not busy for long enough"
+print("returned", *names)
+"""
+
+
+@each_kernel
+def test_after_warm_up_the_first_call_does_not_wait_for_the_device(kernel: str) -> None:
+    command = [sys.executable, "-c", FIRST_CALLS_BEHIND_WORK, kernel, dtype_of(kernel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("returned "), done.stderr
+
+
 # --- several GPUs ---
 
 

@@ -70,6 +70,12 @@ SIGNATURES = {
         "dropout_p: 'float' = 0.0, is_causal: 'bool' = False, scale: 'float | None' = None, "
         "enable_gqa: 'bool' = False) -> 'Tensor'"
     ),
+    "warm_up": (
+        "(device: 'int | str | torch.device | None' = None, *, "
+        "dtypes: 'Sequence[torch.dtype]' = (torch.float16, torch.bfloat16), "
+        "head_dims: 'Sequence[int | tuple[int, int]]' = (64, 128), "
+        "implementations: 'Sequence[str] | None' = None) -> 'list[str]'"
+    ),
 }
 
 
@@ -95,6 +101,7 @@ def test_the_public_names() -> None:
         "quantize_fp8",
         "reference",
         "scaled_dot_product_attention",
+        "warm_up",
     ]
     assert all(hasattr(archflash, name) for name in archflash.__all__)
 

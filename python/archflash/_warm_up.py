@@ -1,0 +1,214 @@
+"""archflash.warm_up: loads kernels onto a GPU before the first call that needs them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from archflash import _api, _dispatch, _quantize, _registry
+from archflash import _archflash as _native
+from archflash._errors import ForcedImplementationError, LaunchError, NotCompiledError
+
+_DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+
+def warm_up(
+    device: int | str | torch.device | None = None,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16),
+    head_dims: Sequence[int | tuple[int, int]] = (64, 128),
+    implementations: Sequence[str] | None = None,
+) -> list[str]:
+    """Loads the kernels that calls on a GPU may need, so that their first launch does not wait.
+
+    CUDA loads a kernel at its first launch in a process, which then waits until the device has
+    finished all work under way. After this, first calls return at once as later ones do. Call it
+    while the device is idle: it waits for the device itself. It launches nothing. Kernels of
+    PyTorch, which serves some calls, are not loaded.
+
+    Args:
+        device: the CUDA device, as torch.device, "cuda:1" or its index; default torch's current
+            one.
+        dtypes: of q, k and v. An FP8 dtype also loads the kernels of `archflash.quantize_fp8`.
+        head_dims: d of q, k and v in elements, or pairs (d, dv) where v's differs.
+        implementations: names of those whose kernels are loaded; default what
+            `archflash.force` or the environment forces, else all that could serve a call of these
+            dtypes and head dims that forces none: whatever its lengths, number of heads, strides
+            and options.
+
+    Returns:
+        The names of the kernels, sorted; those that were loaded before are among them. Empty where
+        PyTorch serves all such calls.
+
+    Raises:
+        TypeError: dtypes, head_dims or implementations is no sequence, or holds something else.
+        ValueError: a head dim below 1; a device that is no CUDA device.
+        ForcedImplementationError: a name that no implementation has, or an implementation of the
+            arguments that serves none of these calls on the device.
+        NotCompiledError: this build lacks an implementation of the arguments.
+        LaunchError: there is no GPU or no driver to load onto, or CUDA refused to load a kernel.
+
+    Example:
+        >>> import archflash, torch
+        >>> if torch.cuda.is_available():
+        ...     names = archflash.warm_up(dtypes=[torch.float16], head_dims=[64, (192, 128)])
+    """
+    pairs = _check(dtypes, head_dims, implementations)
+    index = _index(device)
+    plans = plans_by_kernel(_dispatch.query_device(index), dtypes, pairs, implementations)
+    for plan in {id(plan): plan for plan in plans.values()}.values():
+        _native.load_kernels(plan, index)
+    return sorted(plans)
+
+
+def _check(dtypes: Any, head_dims: Any, implementations: Any) -> list[tuple[int, int]]:
+    """The head dims as pairs (d, dv)."""
+    for name, given, example in (
+        ("dtypes", dtypes, "[torch.float16]"),
+        ("head_dims", head_dims, "[64, (192, 128)]"),
+        ("implementations", [] if implementations is None else implementations, "['ampere']"),
+    ):
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise TypeError(f"{name} is {given!r}: it must be a sequence, such as {example}")
+    for dtype in dtypes:
+        if dtype not in _DTYPES:
+            allowed = ", ".join(str(known) for known in _DTYPES)
+            raise TypeError(f"dtypes holds {dtype!r}: it may hold {allowed}")
+    pairs = []
+    for dims in head_dims:
+        pair = dims if isinstance(dims, tuple) else (dims, dims)
+        if len(pair) != 2 or not all(type(size) is int for size in pair):
+            raise TypeError(f"head_dims holds {dims!r}: it may hold ints and pairs (d, dv) of ints")
+        if min(pair) < 1:
+            raise ValueError(f"head_dims holds {dims!r}: head dims are 1 at least")
+        pairs.append(pair)
+    return pairs
+
+
+def _index(device: int | str | torch.device | None) -> int:
+    """The index of a CUDA device."""
+    name = "cuda" if device is None else device
+    asked = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    if asked.type != "cuda":
+        raise ValueError(f"device is {asked}: kernels are loaded onto CUDA devices, as 'cuda:0'")
+    missing = _dispatch.driver_problem()
+    if missing is None and not torch.cuda.is_available():
+        missing = f"torch {torch.__version__} finds no CUDA device"
+    if missing is not None:
+        raise LaunchError(f"there is no GPU to load kernels onto: {missing}")
+    return torch.cuda.current_device() if asked.index is None else asked.index
+
+
+# --- which kernels ---
+
+
+def plans_by_kernel(
+    device: _native.Device,
+    dtypes: Sequence[torch.dtype],
+    head_dims: Sequence[tuple[int, int]],
+    implementations: Sequence[str] | None = None,
+) -> dict[str, _native.LaunchPlan]:
+    """Each kernel that calls of these dtypes and head dims may launch on a device, with a plan that
+    launches it; errors as of `warm_up`.
+
+    The plans of many problems are made, so that no rule by which a folder chooses among its kernels
+    is repeated here.
+    """
+    if implementations is None and (forced := _dispatch.forced()) is not None:
+        implementations = (forced,)
+    found: dict[str, _native.LaunchPlan] = {}
+    if implementations is None:
+        for dtype, dims in itertools.product(dtypes, head_dims):
+            for problem in _problems(device, dtype, *dims):
+                _add(found, _dispatch.first_plan(problem, device))
+    for name in implementations or ():
+        _add_forced(found, name, device, dtypes, head_dims)
+    if any(dtype.itemsize == 1 for dtype in dtypes):
+        for plan in _quantize.plans(device):
+            _add(found, plan)
+    return found
+
+
+def _add(found: dict[str, _native.LaunchPlan], plan: _native.LaunchPlan | None) -> None:
+    if plan is not None:
+        for kernel in plan.kernels:
+            found.setdefault(kernel, plan)
+
+
+def _add_forced(
+    found: dict[str, _native.LaunchPlan],
+    name: str,
+    device: _native.Device,
+    dtypes: Sequence[torch.dtype],
+    head_dims: Sequence[tuple[int, int]],
+) -> None:
+    _dispatch.check_name(name)
+    if name == _registry.TORCH:
+        return
+    if not _native.targets(name):
+        raise NotCompiledError(
+            f"{name} was left out of this build: build again with ARCHFLASH_ARCHS=all"
+        )
+    reasons: list[str] = []
+    serves = False
+    for dtype, dims in itertools.product(dtypes, head_dims):
+        for problem in _problems(device, dtype, *dims):
+            answer = _native.plan(name, problem, device)
+            if isinstance(answer, list):
+                reasons = reasons or answer
+            else:
+                serves = True
+                _add(found, answer)
+    if not serves and reasons:
+        listed = "".join(f"\n  {reason}" for reason in reasons)
+        raise ForcedImplementationError(
+            f"{name} serves no call of these dtypes and head dims on {device.name}:{listed}"
+        )
+
+
+# Kernels are chosen by the rows of a sequence, by the tiles of rows beside the number of SMs, and
+# by the keys: lengths on either side of all the limits there are, tiles from one to far more than
+# the SMs in steps that step over no kernel.
+_QUERIES = (1, 33, 65, 129, 257, 8192)
+_KEYS = (128, 8192, 65536)
+_HEADS_PER_SM = tuple(2 ** (step / 2) for step in range(-14, 10))
+
+
+def _problems(
+    device: _native.Device, dtype: torch.dtype, d: int, dv: int
+) -> Iterator[_native.Problem]:
+    """Problems that between them launch every kernel which a call of that dtype and of those head
+    dims may launch.
+    """
+    sinks = torch.empty(1)  # with them PyTorch's kernels are asked after ours
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"causal": True},
+        {"sinks": sinks},
+        {"sinks": sinks, "causal": True},
+        {"sinks": sinks, "num_splits": 1},
+        {"sinks": sinks, "num_splits": 8},
+    ]
+    if dtype in (torch.float16, torch.bfloat16):
+        kinds.append({"approximate": "int8_qk"})
+    heads = sorted({max(1, round(device.sm_count * ratio)) for ratio in _HEADS_PER_SM})
+    for nq, nk in itertools.product(_QUERIES, _KEYS):
+        # On the CPU and not on the meta device, whose tensors take 10 ms to read: memory that
+        # nothing touches.
+        one = [torch.empty(1, 1, n, dim, dtype=dtype) for n, dim in ((nq, d), (nk, d), (nk, dv))]
+        repeated = one[1][:, :, :1].expand(-1, -1, nk, -1)  # no tensor map has such a row stride
+        for batch in heads:
+            q, k, v, same_k = (x.expand(batch, -1, -1, -1) for x in (*one, repeated))
+            for options in kinds:
+                yield _api.make_problem(q, k, v, **options).as_if_on_cuda()
+            yield _api.make_problem(q, same_k, v, sinks=sinks).as_if_on_cuda()
