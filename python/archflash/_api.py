@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _ops, _torch
+from archflash import _bias, _dispatch, _ops, _torch
 from archflash._errors import UnsupportedError
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -72,7 +72,8 @@ def attention(
         max_seqlen_q: the longest of the packed query sequences, a hint; default unknown.
         max_seqlen_k: the longest of the packed key sequences, a hint; default unknown.
         attn_mask: bool (True keeps) or floating (added to the scores), broadcastable to ``(batch,
-            heads_q, nq, nk)``.
+            heads_q, nq, nk)``. Or ``torch.nn.attention.bias.causal_lower_right(nq, nk)``, which is
+            causal=True, or ``causal_upper_left(nq, nk)``, which is causal=True with q_offset=0.
         alibi_slopes: not built yet.
         q_descale: float32: float8 q stands for q * q_descale. ``()`` or ``(1,)`` for the whole
             tensor; ``(heads_q,)`` or ``(batch, heads_q)``, also with heads_kv for heads_q; or
@@ -124,6 +125,10 @@ def attention(
     """
     if alibi_slopes is not None:
         _refuse_unbuilt(alibi_slopes=alibi_slopes)
+    if attn_mask is not None and _bias.is_causal_bias(attn_mask):
+        causal, q_offset, attn_mask = _bias.resolve(
+            attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
+        )
     if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
         # The whole way of an eager call: one C++ call that reads the tensors, finds the plan, binds
         # and launches.
@@ -245,6 +250,17 @@ def make_problem(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> _native.Pro
             raise TypeError(f"{name} is no option of a call: it takes {', '.join(_OPTIONS)}")
     if any(options.get(name) is not None for name in _UNBUILT):
         _refuse_unbuilt(**{name: options.get(name) for name in _UNBUILT})
-    values: list[Any] = [options.get(name, _DEFAULTS[name]) for name in _OPTIONS]
+    values = option_values(q, k, options)
     values.append(_is_grad_enabled())
     return _native.make_problem(q, k, v, *values)
+
+
+def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> list[Any]:
+    """The options of a call in the order in which the runtime takes them."""
+    given = {name: options.get(name, _DEFAULTS[name]) for name in _OPTIONS}
+    if _bias.is_causal_bias(given["attn_mask"]):
+        given["causal"], given["q_offset"], given["attn_mask"] = _bias.resolve(
+            given["attn_mask"], q, k, given["causal"], given["window"], given["q_offset"],
+            given["cu_seqlens_q"], given["layout"],
+        )  # fmt: skip
+    return list(given.values())

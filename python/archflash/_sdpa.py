@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from archflash._api import attention
+from archflash._bias import is_causal_bias
 from archflash._dispatch import note_fallback
+from archflash._torch import AUTOCAST_DEVICES
 
 
 def scaled_dot_product_attention(
@@ -30,7 +32,7 @@ def scaled_dot_product_attention(
         key: ``(..., H, S, E)``; leading dimensions broadcast with those of query and value.
         value: ``(..., H, S, Ev)``.
         attn_mask: broadcastable to ``(..., Hq, L, S)``; bool (True is seen) or floating point
-            (added); none by default.
+            (added); or a causal bias of torch.nn.attention.bias; none by default.
         dropout_p: probability of dropping a weight, 0.0 by default; more than that runs PyTorch's
             own function.
         is_causal: query i sees keys ``j <= i``; off by default, and not together with attn_mask.
@@ -43,7 +45,8 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: as PyTorch, for attn_mask with is_causal, for shapes that do not broadcast,
             and for tensors of fewer than two dimensions.
-        ValueError: for heads that do not divide with enable_gqa.
+        ValueError: for heads that do not divide with enable_gqa, and for a causal bias with
+            is_causal or of other lengths than query and key.
         TypeError: for dtypes or devices that differ.
         UnsupportedError: for dropout or nested tensors while ARCHFLASH_FALLBACK=error.
     """
@@ -58,12 +61,14 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    is_bias = attn_mask is not None and is_causal_bias(attn_mask)
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         # PyTorch's function is one of those that autocast runs in its own dtype.
         query, key, value = (_autocast(x, device) for x in (query, key, value))
-        attn_mask = None if attn_mask is None else _autocast(attn_mask, device)
+        if attn_mask is not None and not is_bias:
+            attn_mask = _autocast(attn_mask, device)
     if attn_mask is not None and is_causal:
-        raise RuntimeError(
+        raise (ValueError if is_bias else RuntimeError)(
             "attn_mask and is_causal=True exclude each other: fold the causal rule into attn_mask"
         )
     if min(query.ndim, key.ndim, value.ndim) < 2:
@@ -78,7 +83,7 @@ def scaled_dot_product_attention(
     )
     q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
     shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
-    if attn_mask is not None:
+    if attn_mask is not None and not is_bias:
         attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
     out = attention(
         q,

@@ -24,8 +24,13 @@ from torch import Tensor
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
 _SCALE_ROWS = 64  # rows that share a descale given per block
-_AUTOCASTING = ("cpu", "cuda")
 _FAR = 1 << 60  # an offset beyond it means the same and could overflow
+
+# Device types with autocast. They are asked for here, because torch.compile cannot trace the
+# question before torch 2.13.
+AUTOCAST_DEVICES = tuple(
+    name for name in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(name)
+)
 
 
 def attention(
@@ -315,12 +320,11 @@ def _inside_dtype(dtype: torch.dtype, out_dtype: torch.dtype, *, scaled: bool) -
 
 def _autocasts(device_type: str) -> bool:
     """Whether autocast may be at work for tensors of a device."""
-    return device_type not in _AUTOCASTING or torch.is_autocast_enabled(device_type)
+    return device_type not in AUTOCAST_DEVICES or torch.is_autocast_enabled(device_type)
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    # torch.amp.is_autocast_available would tell, but torch.compile cannot trace it (torch 2.11).
-    if device_type in _AUTOCASTING:
+    if device_type in AUTOCAST_DEVICES:
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
@@ -411,16 +415,6 @@ class _Band(NamedTuple):
                 left = None
         return cls(left, right, q_offset)
 
-    @property
-    def unbounded(self) -> bool:
-        return self.left is None and self.right is None
-
-    @property
-    def top_left_causal(self) -> bool:
-        """Whether SDPA's is_causal means the same."""
-        plain_offset = not isinstance(self.offset, Tensor) and self.offset == 0
-        return self.left is None and self.right == 0 and plain_offset
-
     def contains(self, distance: Tensor) -> Tensor:
         """Of ``j - i - offset``, whether the key is in the band."""
         inside = torch.ones_like(distance, dtype=torch.bool)
@@ -431,6 +425,17 @@ class _Band(NamedTuple):
         return inside
 
 
+# Functions, since torch.compile before torch 2.7 traces no property of a tuple that holds a tensor.
+def _unbounded(band: _Band) -> bool:
+    return band.left is None and band.right is None
+
+
+def _top_left_causal(band: _Band) -> bool:
+    """Whether SDPA's is_causal means the same."""
+    plain_offset = not isinstance(band.offset, Tensor) and band.offset == 0
+    return band.left is None and band.right == 0 and plain_offset
+
+
 def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> Tensor | None:
     """Bool, broadcastable to ``(B, Hq, Nq, Nk)``: what band and sequences leave; None for all."""
     if packed:
@@ -438,13 +443,13 @@ def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> 
         sequences = rows.cu_seqlens.shape[0] - 1
         owned = (rows.sequence < sequences) & (rows.row >= 0)
         visible = (rows.sequence[:, None] == keys.sequence) & owned[:, None] & (keys.row >= 0)
-        if not band.unbounded:
+        if not _unbounded(band):
             first = rows.row + (
                 _of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
             )
             visible = visible & band.contains(keys.row - first[:, None])
         return visible[None, None]
-    if band.unbounded:
+    if _unbounded(band) and k.shape[2] > 0:
         return None
     row = torch.arange(q.shape[2], device=q.device)[:, None]
     key = torch.arange(k.shape[2], device=q.device)
@@ -504,7 +509,7 @@ def _attention_bhnd(
     # what was given.
     foreign_bias = attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype)
     plain = bool(softcap) or sinks is not None or want_lse or empty or foreign_bias
-    if not plain and not packed and attn_mask is None and band.top_left_causal:
+    if not plain and not packed and attn_mask is None and _top_left_causal(band):
         return _sdpa(q, k, v, None, scale, is_causal=True), None
 
     mask = _Mask.of(_visible_keys(q, k, band, packed), attn_mask)
@@ -538,6 +543,8 @@ def _attention_bhnd(
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
 ) -> Tensor:
+    if q.device.type == "cuda":
+        q, k, v = (_readable_by_fused_kernels(x) for x in (q, k, v))
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -547,6 +554,41 @@ def _sdpa(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+_LOAD_BYTES = 16  # what PyTorch's fused CUDA kernels load at a time
+
+
+def _readable_by_fused_kernels(x: Tensor) -> Tensor:
+    """q, k or v as it is, or a dense copy where PyTorch's fused CUDA kernels could not read it.
+
+    Their loads of 16 bytes fault where an address is not a multiple of that, but PyTorch chooses
+    them without a look at the tensor's address and at most of its strides. So a tensor is copied if
+    its address, or a stride times the size of an element, is not a multiple of 16 bytes, or if its
+    last dimension is not dense (PyTorch would leave the fused kernels for that). It is not copied
+    if its rows are not of whole 16 bytes: PyTorch then pads them, which copies them, or takes plain
+    operations, which read any tensor. float64 has plain operations only. The mask needs no copy: it
+    is always a tensor of our own, and PyTorch pads its rows.
+    """
+    size, width = x.element_size(), x.shape[-1]
+    if x.dtype == torch.float64 or width * size % _LOAD_BYTES:
+        return x
+    *strides, innermost = x.stride()
+    aligned = innermost == 1 and all(stride * size % _LOAD_BYTES == 0 for stride in strides)
+    if aligned and _address(x) % _LOAD_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _address(x: Tensor) -> int:
+    if torch.compiler.is_compiling():
+        # A graph serves tensors at any address and cannot ask for one. Inductor copies what it is
+        # given at an odd address by itself; the other backends leave that to the caller.
+        return 0
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # inside transforms such as vmap there is no address to look at
+        return 1
 
 
 def _plain(

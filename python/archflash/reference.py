@@ -16,6 +16,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from archflash import _bias
+
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK_ELEMENTS = 1 << 24  # scores held at once: 128 MiB in float64
 _SCALE_ROWS = 64  # rows that share a descale given per block
@@ -378,6 +380,7 @@ def _exact_block(block: _Block) -> tuple[Tensor, Tensor]:
     # Where nothing is seen and there is no sink, every weight is exp(-inf) = 0; the 0 below only
     # avoids -inf - -inf.
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
+    weights = weights.masked_fill(~block.visible, 0.0)  # also where the sink is NaN
     # A value that is not finite belongs to the rows that see it and to no other; 0 * NaN would say
     # otherwise.
     out = weights @ block.v.masked_fill(~block.v.isfinite(), 0.0)
@@ -396,6 +399,8 @@ def _rounded_block(block: _Block) -> tuple[Tensor, Tensor]:
     if block.sink is not None:
         logits = torch.cat([logits, block.sink.expand(len(logits), 1)], 1)
     weights = torch.softmax(logits, 1)[:, : len(block.k)]
+    if block.sink is not None:  # softmax gives NaN instead of the limit
+        weights = weights.masked_fill(block.sink == math.inf, 0.0)
     out = weights.masked_fill(~block.visible, 0.0) @ block.v
     return out, out.new_zeros(len(out))
 
@@ -418,7 +423,11 @@ def _run(
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     mask = None
     if call.attn_mask is not None:
-        mask = call.attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        mask = call.attn_mask
+        if _bias.is_causal_bias(mask):
+            _bias.check_lengths(mask, q.shape[2], k.shape[2])
+            mask = _bias.as_mask(mask, q.device)
+        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
     # Rows that belong to no sequence see no key.
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)

@@ -137,6 +137,32 @@ def test_a_mask_together_with_is_causal_is_refused() -> None:
         scaled_dot_product_attention(q, k, v, attn_mask=rand(5, 7) > 0, is_causal=True)
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["no-grad", "grad"])
+def test_torch_compile_takes_it_whole(autocast: bool, needs_grad: bool) -> None:
+    q, k, v = inputs((2, 4), 5, 7)
+    q.requires_grad_(needs_grad)
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    for call in ({}, {"is_causal": True}, {"attn_mask": rand(5, 7)}):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected = scaled_dot_product_attention(q, k, v, **call)
+            out = compiled(q, k, v, **call)
+        assert out.dtype == expected.dtype
+        torch.testing.assert_close(out, expected)
+
+
+def test_torch_compile_is_asked_nothing_that_old_versions_cannot_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @torch.compiler.disable
+    def untraceable(device: str) -> bool:
+        return True
+
+    monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
+    test_torch_compile_takes_it_whole(True, False)
+
+
 def test_dropout_runs_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons: list[str] = []
     monkeypatch.setattr(_sdpa, "note_fallback", lambda reason, stacklevel: reasons.append(reason))

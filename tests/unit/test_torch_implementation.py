@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.odd_strides import READABLE, UNREADABLE, laid_out
 from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,6 +166,20 @@ def test_far_offsets_and_limits_do_not_overflow(far: int) -> None:
         assert (nothing == 0).all()
 
 
+@pytest.mark.parametrize("far", [(1 << 60) - 1, 1 - (1 << 60)], ids=["plus", "minus"])
+def test_windows_count_from_the_farthest_offsets_exactly(far: int) -> None:
+    # The window reaches back from the far position to keys in the middle.
+    inputs, ends = packed()
+    for tensors, shape in ((qkv(7, 9), {}), (inputs, ends)):
+        for side in (abs(far) - 3, abs(far) - 1, abs(far)):
+            window = (side, None) if far > 0 else (None, side)
+            out = assert_matches_reference(*tensors, window=window, q_offset=far, **shape)
+            # The same keys, said from an offset near by: those from i + far - side on, or up to it.
+            near = far - side if far > 0 else far + side
+            same = {"window": (0, None) if far > 0 else (None, 0), "q_offset": near}
+            torch.testing.assert_close(out, _torch.attention(*tensors, **same, **shape))
+
+
 def test_no_batch_gives_an_empty_output() -> None:
     out, lse = _torch.attention(*qkv(3, 5, b=0), return_lse=True)
     assert out.shape == (0, 4, 3, 16)
@@ -314,6 +329,32 @@ def test_a_row_without_keys_has_the_sink_as_its_lse() -> None:
     assert torch.equal(lse[0, :, 0], sinks)
 
 
+@pytest.mark.parametrize("sink", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_non_finite_sink_gives_the_limit_of_the_formula(sink: float, dtype: torch.dtype) -> None:
+    sinks = torch.tensor([0.5, sink, -1.0, 2.0])
+    for nk, blind, call in (  # so many rows see no key
+        (9, 0, {}),
+        (9, 3, {"causal": True, "q_offset": -3}),
+        (9, 0, {"softcap": 2.0}),
+        (0, 7, {}),
+    ):
+        q, k, v = qkv(7, nk, dtype=dtype)
+        out = assert_matches_reference(q, k, v, sinks=sinks, **call)
+        _, lse = _torch.attention(q, k, v, sinks=sinks, return_lse=True, **call)
+        assert (out[:, :, :blind] == 0).all()
+        if sink == math.inf:
+            assert (out[:, 1] == 0).all()
+            assert (lse[:, 1] == math.inf).all()
+        elif sink == -math.inf:
+            without, lse_without = _torch.attention(q, k, v, return_lse=True, **call)
+            torch.testing.assert_close(out[:, 1], without[:, 1])
+            torch.testing.assert_close(lse[:, 1], lse_without[:, 1])
+        else:
+            assert out[:, 1, blind:].isnan().all()
+            assert lse[:, 1].isnan().all()
+
+
 def test_a_bias_of_the_lowest_finite_number_gives_the_mean_of_v() -> None:
     q, k, v = qkv(3, 7)
     bias = torch.full((3, 7), torch.finfo(torch.float32).min)
@@ -431,6 +472,48 @@ def test_autocast_leaves_the_dtypes_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert_same(_torch.attention(q, k, v, causal=True, return_lse=True), expected)
         torch.testing.assert_close(_torch.attention(q, k, v, causal=True), expected[0])
+
+
+# --- what PyTorch's fused kernels could not read ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_fused_kernels_could_not_read_is_copied_to_aligned_memory(
+    name: str, dtype: torch.dtype
+) -> None:
+    x = laid_out(name, (2, 3, 5, 16), dtype)
+    copy = _torch._readable_by_fused_kernels(x)
+    assert copy is not x
+    assert torch.equal(copy, x)
+    assert copy.is_contiguous()
+    assert copy.data_ptr() % 16 == 0
+    assert _torch._readable_by_fused_kernels(copy) is copy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
+@pytest.mark.parametrize("name", READABLE)
+def test_what_fused_kernels_read_is_not_copied(name: str, dtype: torch.dtype) -> None:
+    x = laid_out(name, (2, 3, 5, 16), dtype)
+    for view in (x, x[1:], x[:, 1:2], x[:, :, 1:], x[..., 8:]):
+        assert _torch._readable_by_fused_kernels(view) is view
+
+
+def test_rows_that_pytorch_pads_are_not_copied() -> None:
+    for dtype in HALF:
+        x = laid_out("offset and row", (2, 3, 5, 12), dtype)
+        assert _torch._readable_by_fused_kernels(x) is x
+
+
+def test_views_that_fused_kernels_could_not_read_are_copied_inside_transforms_too() -> None:
+    x, odd = (laid_out(name, (2, 3, 5, 16), torch.float32) for name in ("dense", "row"))
+    read = _torch._readable_by_fused_kernels
+    torch.testing.assert_close(torch.vmap(read)(odd[None]), odd[None])
+    torch.testing.assert_close(torch.func.grad(lambda y: read(y).square().sum())(odd), 2 * odd)
+    torch._dynamo.reset()
+    compiled = torch.compile(read, fullgraph=True, backend="aot_eager")
+    for view in (odd, x):
+        torch.testing.assert_close(compiled(view), view)
 
 
 # --- gradients ---

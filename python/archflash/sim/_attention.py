@@ -145,8 +145,9 @@ def run(
         if plan is None:
             result = _api.attention(q, k, v, implementation=implementation, **options)
         else:
-            values = [options.get(name, _api._DEFAULTS[name]) for name in _api._OPTIONS]
-            result = _runtime.execute(plan, q, k, v, *[*values, False])
+            values = _api.option_values(q, k, options)
+            values.append(False)  # no gradient
+            result = _runtime.execute(plan, q, k, v, *values)
         out, lse = result if options.get("return_lse") else (result, None)
         if _session.plan is None:
             raise LaunchError(f"{implementation} has nothing to launch for this call")

@@ -1,0 +1,78 @@
+"""Every stride and offset of q, k, v and attn_mask gives the right output, whoever serves the call.
+
+A load at an odd address is a fault that spoils the CUDA context: if the copies that prevent it are
+missing, all tests after the first of these fail too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import DTYPES, assert_close
+from tests.odd_strides import READABLE, UNREADABLE, laid_out
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import archflash
+
+pytestmark = pytest.mark.gpu
+
+# PyTorch's kernel that is to serve the call where it can; None for what dispatch chooses.
+BACKENDS = {
+    "automatic": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def attend_and_check(names: list[str], dtype: str, backend: str, **call: Any) -> None:
+    kind = DTYPES[dtype]
+    shapes = ((2, 2, 40, 64), (2, 2, 72, 64), (2, 2, 72, 64))
+    q, k, v = (
+        laid_out(name, shape, kind, "cuda", seed)
+        for seed, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    )
+    wanted = BACKENDS[backend]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a fallback is named once; PyTorch says why not flash
+        if wanted is None:
+            out = archflash.attention(q, k, v, **call)
+        else:
+            with sdpa_kernel([wanted, SDPBackend.MATH]):
+                out = archflash.attention(q, k, v, implementation="torch", **call)
+    torch.cuda.synchronize()
+    assert_close(out, None, q, k, v, **call)
+
+
+@each_dtype
+@each_backend
+@pytest.mark.parametrize("name", [*READABLE, *UNREADABLE])
+def test_odd_strides_and_offsets_give_the_right_output(name: str, backend: str, dtype: str) -> None:
+    for odd in range(3):
+        names = [name if i == odd else "dense" for i in range(3)]
+        attend_and_check(names, dtype, backend)
+    calls: list[dict[str, Any]] = [{"causal": True, "q_offset": 0}, {"window": (20, 9)}]
+    for call in calls:
+        attend_and_check([name] * 3, dtype, backend, **call)
+
+
+@each_dtype
+@each_backend
+@pytest.mark.parametrize("boolean", [True, False], ids=["bool", "bias"])
+def test_masks_of_odd_strides_and_offsets_give_the_right_output(
+    boolean: bool, backend: str, dtype: str
+) -> None:
+    for name in (*READABLE, *UNREADABLE):
+        for shape in ((2, 2, 40, 72), (1, 1, 40, 72), (1, 1, 1, 72), (1, 1, 40, 1)):
+            mask = laid_out(name, shape, DTYPES[dtype], "cuda", seed=7)
+            if boolean:  # the same strides, counted in bytes
+                start = mask.storage_offset()
+                positive = torch.empty(0, dtype=mask.dtype, device="cuda")
+                positive = positive.set_(mask.untyped_storage()) > -1
+                mask = positive.as_strided(mask.shape, mask.stride(), start)
+            attend_and_check(["dense"] * 3, dtype, backend, attn_mask=mask)
