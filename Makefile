@@ -4,13 +4,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-sim-full lint format test-gpu bench day-one clean
+.PHONY: demo test test-torch test-sim-full lint format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
 
 test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU
 	$(BIN)/python -m pytest
+
+# `make test` runs with the newest torch. These are the tests of what depends on its version.
+TORCH ?= 2.6.0
+TORCH_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,api causal_bias other_ways quantize reference sdpa_semantics torch_implementation))
+test-torch: $(VENV)/torch-$(TORCH)  ## torch.compile, autograd and the like with another torch, the oldest supported by default
+	PYTHONPATH=$< $(BIN)/python -m pytest $(TORCH_TESTS)
+
+# PyPI's build for CUDA, since it has no other, without NVIDIA's libraries (several GB), which a CPU does not need.
+$(VENV)/torch-%: $(VENV)/installed
+	@echo "== fetching torch $* (up to 900 MB)"
+	rm -rf $@.new $@
+	$(BIN)/python -m pip install -q --no-deps --target $@.new torch==$*
+	$(BIN)/python -m tests.stub_cuda $@.new
+	mv $@.new $@
+	touch $@
 
 test-sim-full: $(VENV)/installed $(VENV)/sanitized  ## the simulator: 20 seeds, every mutant, sanitizers, fuzzed PTX (hours)
 	ARCHFLASH_SIM_SEEDS=20 $(BIN)/python -m pytest tests/sim
