@@ -3,6 +3,11 @@
 namespace archflash {
 
 const std::shared_ptr<PreparedPlan>* PlanCache::find(const CacheKey& key) {
+  // The layers of a model ask for one problem again and again: no hash is needed then.
+  if (!order_.empty() && order_.front().first == key) {
+    ++hits;
+    return &order_.front().second;
+  }
   const auto found = entries_.find(key);
   if (found == entries_.end()) {
     ++misses;
