@@ -163,6 +163,7 @@ class Bindings:
         for index, buffer in enumerate(buffers):
             if buffer.tensor.device.type != "cpu":
                 raise LaunchError(f"{buffer.name} is on {buffer.tensor.device}: not on the CPU")
+            check_memory(buffer)
             begin = buffer.tensor.data_ptr()
             extents.append((begin, begin + extent_bytes(buffer.tensor), index))
         extents.sort()
@@ -197,6 +198,24 @@ class Bindings:
                 memory.allow(base, [start + offset for start in starts], length, member.initialised)
         for index in group:
             self.addresses[index] = base + buffers[index].tensor.data_ptr() - begin
+
+
+def check_memory(buffer: Buffer) -> None:
+    """Refuses a tensor whose memory does not hold its values or ends before the tensor does."""
+    tensor = buffer.tensor
+    if tensor.is_neg() or tensor._is_zerotensor():
+        raise LaunchError(
+            f"{buffer.name} has the negative bit or is a zero tensor, so that its memory does not "
+            "hold its values: pass a clone() of it"
+        )
+    extent = extent_bytes(tensor)
+    end = tensor.storage_offset() * tensor.element_size() + extent
+    held = tensor.untyped_storage().nbytes()
+    if extent and end > held:
+        raise LaunchError(
+            f"{buffer.name} reaches byte {end} of a storage of {held} bytes: the storage was made "
+            "smaller after the tensor; make it large enough again or pass another tensor"
+        )
 
 
 def extent_bytes(tensor: Tensor) -> int:
