@@ -139,6 +139,10 @@ def attention(
             _forced() if implementation is None else implementation,
         )  # fmt: skip
         if result is None:
+            if window is not None:
+                window = (_torch.python_number(window[0]), _torch.python_number(window[1]))
+            if not (softcap is None and scale is None and q_offset is None):
+                softcap, scale, q_offset = map(_torch.python_number, (softcap, scale, q_offset))
             return _torch.attention(
                 q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
                 q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -203,6 +207,11 @@ def explain(
             raise ValueError("q is on the meta device: name the GPU to explain for with device=")
         here, obstacle = _dispatch.device_of(problem, q.device.index)
         return _dispatch.select(problem, here, name, obstacle)
+    if not isinstance(device, (str, int, torch.device)):
+        raise TypeError(
+            f"device is {_native.given(device)}: "
+            "it must be the name of a GPU, a CUDA device or its index"
+        )
     if isinstance(device, str) and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
         # A GPU from the table: decided as if the tensors lay there, whatever this machine has.
         return _dispatch.select(problem.as_if_on_cuda(), find_device(device), name)

@@ -64,9 +64,10 @@ def force(name: str) -> Iterator[None]:
 
 def check_name(name: object) -> None:
     """Raises ForcedImplementationError unless an implementation has that name."""
-    if name not in _registry.names():
+    if not (isinstance(name, str) and name in _registry.names()):
         raise ForcedImplementationError(
-            f"no implementation is called {name!r}: this build has {', '.join(_registry.names())}"
+            f"no implementation is called {_native.given(name)}: "
+            f"this build has {', '.join(_registry.names())}"
         )
 
 

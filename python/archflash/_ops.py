@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
 from archflash import _torch
-from archflash._dispatch import forced, note_fallback
+from archflash._dispatch import check_name, forced, note_fallback
 from archflash._errors import ForcedImplementationError
 
 _library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
@@ -62,6 +62,15 @@ def attention(
             options["approximate"], options["num_splits"], options["layout"], out, return_lse,
             int(needs_grad) * 2,
         )  # fmt: skip
+        if implementation is not None:
+            check_name(implementation)
+        q, k, v = (resolved(x) for x in (q, k, v))
+        options = {name: resolved(value) for name, value in options.items()}
+        q_offset = _torch.python_number(resolved(q_offset))
+        window = None if window is None else tuple(_torch.python_number(x) for x in window)
+        for name in ("scale", "softcap", "num_splits"):
+            options[name] = _torch.python_number(options[name])
+        max_seqlen_q, max_seqlen_k = map(_torch.python_number, (max_seqlen_q, max_seqlen_k))
         if needs_grad or transformed:
             _refuse_forced(implementation)
             if q.device.type == "cuda":
@@ -106,6 +115,16 @@ def attention(
             )
         result = out.copy_(result)
     return (result, lse) if return_lse else result
+
+
+def resolved(x: Any) -> Any:
+    """A tensor whose memory holds its values: a copy of one with the negative bit and of a zero
+    tensor; everything else as it is.
+    """
+    # A subclass has its own say first: it is resolved when it comes back as a plain tensor.
+    if isinstance(x, Tensor) and _native.is_plain_tensor(x) and (x.is_neg() or x._is_zerotensor()):
+        return x.clone()
+    return x
 
 
 def _in_transform() -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _registry
+from archflash import _dispatch, _ops, _registry
 from archflash._errors import ForcedImplementationError
 
 SCALE_ROWS = 64  # rows that share a descale given per block
@@ -64,8 +64,12 @@ def quantize_fp8(
         >>> values.dtype, descale.shape
         (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
     """
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        _native.check_data(x, "x")
     _check(x, per, dtype, layout)
-    x = x.resolve_neg()  # a lazily negated view: the kernel reads memory as it lies
+    if not compiling:
+        x = _ops.resolved(x)
     packed = x.ndim == 3
     values = torch.empty_like(x, dtype=dtype)
     x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
@@ -73,7 +77,7 @@ def quantize_fp8(
     reason = _why_not(x_by_head, values_by_head, simulated)
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
-            f"no quantiser is called {implementation!r}: there are {_KERNEL} and torch"
+            f"no quantiser is called {_native.given(implementation)}: there are {_KERNEL} and torch"
         )
     if implementation == _KERNEL and reason is not None:
         raise ForcedImplementationError(f"{_KERNEL} is forced, but {reason}")
@@ -92,13 +96,15 @@ def quantize_fp8(
 
 def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
     if per not in _PER:
-        raise ValueError(f"per is {per!r}: it must be 'tensor', 'head' or 'block'")
+        raise ValueError(f"per is {_native.given(per)}: it must be 'tensor', 'head' or 'block'")
     if layout not in ("bhnd", "bnhd"):
-        raise ValueError(f"layout is {layout!r}: it must be 'bhnd' or 'bnhd'")
+        raise ValueError(f"layout is {_native.given(layout)}: it must be 'bhnd' or 'bnhd'")
     if dtype not in tuple(_LARGEST):
-        raise TypeError(f"dtype is {dtype}: it must be torch.float8_e4m3fn or torch.float8_e5m2")
+        raise TypeError(
+            f"dtype is {_native.given(dtype)}: it must be torch.float8_e4m3fn or torch.float8_e5m2"
+        )
     if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}: it must be a torch.Tensor")
+        raise TypeError(f"x is {_native.given(x)}: it must be a torch.Tensor")
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError("x is a nested or sparse tensor: it must be dense")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash._api import attention
 from archflash._bias import is_causal_bias
 from archflash._dispatch import note_fallback
@@ -47,9 +48,14 @@ def scaled_dot_product_attention(
             and for tensors of fewer than two dimensions.
         ValueError: for heads that do not divide with enable_gqa, and for a causal bias with
             is_causal or of other lengths than query and key.
-        TypeError: for dtypes or devices that differ.
+        TypeError: for dtypes or devices that differ, and for a tensor as dropout_p or a flag.
         UnsupportedError: for dropout or nested tensors while ARCHFLASH_FALLBACK=error.
     """
+    if isinstance(dropout_p, Tensor):  # its value may lie on a GPU, and asking would wait for it
+        raise TypeError(f"dropout_p is {_native.given(dropout_p)}: it must be a number")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {_native.given(flag)}: it must be a bool")
     if dropout_p != 0.0 or query.is_nested or key.is_nested or value.is_nested:
         note_fallback(
             "dropout: no kernel of archflash drops weights"

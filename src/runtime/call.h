@@ -27,12 +27,17 @@ struct Call {
   Problem problem;                             // every byte set
   std::array<void*, OPERAND_COUNT> addresses;  // by Operand; null where absent or not yet allocated
   bool has_storage;                            // of q, k and v: they have addresses
+  const char* lazy;                            // name of a lazy input (TensorView), null: none is
   Place place;                                 // of every tensor
   int device_index;                            // -1 when the tensors are not on a CUDA device
   int64_t out_shape[4], out_strides[4];        // of the output to allocate, in elements
   int out_ndim;
   bool out_like_q;  // torch.empty_like(q) makes exactly that output
 };
+
+// What is wrong with a lazy tensor where it cannot be resolved: "out" IS_LAZY "pass a new tensor".
+constexpr char IS_LAZY[] =
+    " has the negative bit or is a zero tensor, so that its memory does not hold its values: ";
 
 // Throws nb::value_error (shapes, values) or nb::type_error (types, dtypes, devices): what was
 // given, what is allowed, what to do.

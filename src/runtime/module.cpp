@@ -45,8 +45,8 @@ nb::object& simulate() {  // archflash.sim runs a plan on the CPU: (LaunchPlan, 
 
 int64_t forced_index(nb::handle name) {
   if (name.is_none()) return -1;
-  const std::string text = nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name)
-                                                         : nb::cast<std::string>(nb::repr(name));
+  const std::string text =
+      nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name) : std::string();
   const std::vector<std::string> names = folder_names();
   for (size_t i = 0; i < names.size(); ++i) {
     if (names[i] == text) return static_cast<int64_t>(i);
@@ -74,9 +74,7 @@ nb::object allocate_lse(nb::handle q, const Problem& p) {
 }
 
 void set_address(Call& call, Operand operand, nb::handle tensor) {
-  TensorView view;
-  read_tensor(tensor, operand_name(operand), view);
-  call.addresses[static_cast<int>(operand)] = view.data;
+  call.addresses[static_cast<int>(operand)] = address_of(tensor);
 }
 
 // Allocates what is missing, binds and launches. Returns out, or (out, lse).
@@ -181,7 +179,8 @@ nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
   }
   Call call;
   build_call(arguments, call);
-  if (call.place == Place::Meta || !call.has_storage) return nb::borrow(Py_NotImplemented);
+  if (call.place == Place::Meta || !call.has_storage || call.lazy)
+    return nb::borrow(Py_NotImplemented);
   if (call.device_index < 0) forget_other_simulated_devices();
   const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
   std::shared_ptr<PreparedPlan> prepared;
@@ -216,6 +215,7 @@ nb::object execute_plan(const LaunchPlan& plan, ARCHFLASH_CALL_PARAMETERS) {
   }
   if (call.place == Place::Meta || !call.has_storage)
     throw nb::value_error("q has no storage: a plan runs on tensors with data");
+  if (call.lazy) throw nb::value_error(join(call.lazy, IS_LAZY, "pass a clone() of it").c_str());
   return run(*prepare_for(call, nb::cast(std::make_shared<LaunchPlan>(plan))), arguments, call);
 }
 
@@ -243,6 +243,7 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
     if (!tensors.contains(name)) continue;
     TensorView view;
     read_tensor(tensors[name], name, view);
+    if (view.lazy) throw nb::value_error(join(name, IS_LAZY, "pass a clone() of it").c_str());
     if (view.place != Place::Cuda) throw nb::type_error("launch takes tensors on a CUDA device");
     addresses[i] = view.data;
     device_index = view.device_index;
@@ -256,6 +257,19 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
 
 std::vector<std::string> texts(const std::vector<std::string_view>& views) {
   return {views.begin(), views.end()};
+}
+
+// Lets a struct be pickled and copied through its to_dict and from_dict.
+template <class T>
+nb::class_<T> with_pickle(nb::class_<T> type, T (*from_dict)(const nb::dict&)) {
+  type.def(
+      "__getstate__", [](const T& value) { return to_dict(value); },
+      nb::sig("def __getstate__(self) -> dict[str, typing.Any]"));
+  type.def(
+      "__setstate__",
+      [from_dict](T& value, const nb::dict& fields) { new (&value) T(from_dict(fields)); },
+      nb::sig("def __setstate__(self, fields: dict[str, typing.Any], /) -> None"));
+  return type;
 }
 
 }  // namespace
@@ -277,8 +291,9 @@ NB_MODULE(_archflash, m) {
     }
   });
 
-  nb::class_<Problem>(m, "Problem",
-                      "What one call asks for: shapes, strides, options. No addresses.")
+  with_pickle(nb::class_<Problem>(
+                  m, "Problem", "What one call asks for: shapes, strides, options. No addresses."),
+              &problem_from_dict)
       .def_static("from_dict", &problem_from_dict, "fields"_a,
                   nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Problem"))
       .def(
@@ -337,7 +352,7 @@ NB_MODULE(_archflash, m) {
           },
           "The same problem with its tensors on a GPU.");
 
-  nb::class_<Device>(m, "Device", "A GPU as planning sees it.")
+  with_pickle(nb::class_<Device>(m, "Device", "A GPU as planning sees it."), &device_from_dict)
       .def_static("from_dict", &device_from_dict, "fields"_a,
                   nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Device"))
       .def(
@@ -352,8 +367,9 @@ NB_MODULE(_archflash, m) {
       .def_ro("registers_per_sm", &Device::registers_per_sm)
       .def_ro("threads_per_sm", &Device::threads_per_sm);
 
-  nb::class_<LaunchPlan>(m, "LaunchPlan",
-                         "Everything a launch needs but the addresses of the tensors.")
+  with_pickle(nb::class_<LaunchPlan>(m, "LaunchPlan",
+                                     "Everything a launch needs but the addresses of the tensors."),
+              &plan_from_dict)
       .def_static("from_dict", &plan_from_dict, "fields"_a,
                   nb::sig("def from_dict(fields: dict[str, typing.Any]) -> LaunchPlan"))
       .def(
@@ -450,7 +466,7 @@ NB_MODULE(_archflash, m) {
       "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
   m.def("attention", &attention, ARCHFLASH_CALL_NAMES, "implementation"_a.none(),
         "Serves an eager call from a kernel. None when `torch` is to serve it; NotImplemented for "
-        "torch's dispatcher.");
+        "torch's dispatcher, and for lazy tensors, which must be resolved first.");
   m.def("make_problem", &make_problem, ARCHFLASH_CALL_NAMES);
   m.def("execute", &execute_plan, "plan"_a, ARCHFLASH_CALL_NAMES);
   m.def(
@@ -508,6 +524,16 @@ NB_MODULE(_archflash, m) {
         "attributes.");
   m.def("has_exchange_table", [] { return torch().exchange != nullptr; });
   m.def("is_plain_tensor", [](nb::handle object) { return is_plain_tensor(object); }, "object"_a);
+  m.def(
+      "check_data",
+      [](nb::handle tensor, const std::string& name) {
+        TensorView view;
+        read_tensor(tensor, name.c_str(), view);
+      },
+      "tensor"_a, "name"_a, "Refuses what is no dense tensor, or has elements but no data.");
+  m.def(
+      "given", [](nb::handle value) { return given(value); }, "value"_a.none(),
+      "What a caller gave, for an error message: never the values of a tensor.");
 }
 
 }  // namespace archflash

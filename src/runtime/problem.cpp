@@ -29,42 +29,55 @@ Axes axes_of(const Arguments& a, bool varlen) {
   if (is_text && PyUnicode_CompareWithASCIIString(a.layout.ptr(), "bnhd") == 0)
     return varlen ? PACKED : BNHD;
   wrong_value(
-      "layout is ", nb::cast<std::string>(nb::repr(a.layout)),
+      "layout is ", given(a.layout),
       ": it must be 'bhnd' for (batch, heads, rows, dim) or 'bnhd' for (batch, rows, heads, dim)");
 }
 
-// What was given, without asking a tensor for its value: that would wait for the GPU.
-std::string given(nb::handle value) {
-  if (is_tensor(value)) return "a torch.Tensor";
-  return nb::cast<std::string>(nb::repr(value));
+// The numbers of an array (torch, CuPy, JAX) may lie on a GPU: asking for one would wait for it.
+bool is_array(nb::handle value) { return is_tensor(value) || nb::hasattr(value, "__dlpack__"); }
+
+bool is_bool(nb::handle value) {
+  if (PyBool_Check(value.ptr())) return true;
+  const std::string type = nb::cast<std::string>(nb::str(value.type().attr("__name__")));
+  return type == "bool" || type == "bool_";  // numpy's
+}
+
+// Clears the TypeError or OverflowError of a conversion; passes every other error on.
+void clear_refusal() {
+  if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_OverflowError))
+    PyErr_Clear();
+  else
+    throw nb::python_error();
 }
 
 double number(nb::handle value, const char* name) {
-  const bool takes = !PyBool_Check(value.ptr()) && !is_tensor(value);
+  const bool is_plain = PyFloat_CheckExact(value.ptr()) || PyLong_CheckExact(value.ptr());
+  const bool takes = is_plain || !(is_bool(value) || is_array(value));
   const double result = takes ? PyFloat_AsDouble(value.ptr()) : -1.0;
-  if (!takes || (result == -1.0 && PyErr_Occurred())) {
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError) &&
-        !PyErr_ExceptionMatches(PyExc_OverflowError)) {
-      throw nb::python_error();
-    }
-    PyErr_Clear();
-    wrong_type(name, " is ", given(value), ": it must be a number or None");
-  }
+  const bool refused = result == -1.0 && PyErr_Occurred();
+  if (refused) clear_refusal();
+  if (!takes || refused) wrong_type(name, " is ", given(value), ": it must be a number or None");
   if (!std::isfinite(result)) wrong_value(name, " is ", result, ": it must be finite");
   return result;
 }
 
-int64_t integer(nb::handle value, const char* name) {
-  const bool takes = PyLong_Check(value.ptr()) && !PyBool_Check(value.ptr());
-  const int64_t result = takes ? PyLong_AsLongLong(value.ptr()) : -1;
-  if (!takes || (result == -1 && PyErr_Occurred())) {
-    PyErr_Clear();
-    wrong_type(name, " is ", given(value), ": it must be an int that fits 64 bits, or None");
+// Sums of positions, offsets and window sides below it never overflow.
+constexpr int64_t INTEGER_LIMIT = int64_t{1} << 60;
+
+// An int or whatever stands for one (numpy's integers do), but no bool and no array.
+int64_t integer(nb::handle value, const char* name, const char* allowed = "an int or None") {
+  nb::object index;
+  if (PyLong_CheckExact(value.ptr())) {
+    index = nb::borrow(value);
+  } else if (PyIndex_Check(value.ptr()) && !is_bool(value) && !is_array(value)) {
+    index = nb::steal(PyNumber_Index(value.ptr()));
+    if (!index.is_valid()) clear_refusal();
   }
-  // So that sums of positions, offsets and window sides never overflow.
-  constexpr int64_t LIMIT = int64_t{1} << 60;
-  if (result >= LIMIT || result <= -LIMIT)
-    wrong_value(name, " is ", result, ": it must lie between -2^60 and 2^60");
+  if (!index.is_valid()) wrong_type(name, " is ", given(value), ": it must be ", allowed);
+  int overflow = 0;
+  const int64_t result = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0 || result >= INTEGER_LIMIT || result <= -INTEGER_LIMIT)
+    wrong_value(name, " is ", given(index), ": it must lie between -2^60 and 2^60");
   return result;
 }
 
@@ -76,8 +89,7 @@ int64_t longest(nb::handle value, const char* name) {
 }
 
 bool flag(nb::handle value, const char* name) {
-  if (!PyBool_Check(value.ptr()))
-    wrong_type(name, " is ", nb::cast<std::string>(nb::repr(value)), ": it must be a bool");
+  if (!PyBool_Check(value.ptr())) wrong_type(name, " is ", given(value), ": it must be a bool");
   return value.is(Py_True);
 }
 
@@ -85,7 +97,7 @@ void read_window(nb::handle window, Problem& p) {
   if (window.is_none()) return;
   if (!(nb::isinstance<nb::tuple>(window) || nb::isinstance<nb::list>(window)) ||
       nb::len(window) != 2) {
-    wrong_type("window is ", nb::cast<std::string>(nb::repr(window)),
+    wrong_type("window is ", given(window),
                ": it must be a pair (left, right) of ints >= 0, None for an unbounded side");
   }
   for (int side = 0; side < 2; ++side) {
@@ -105,6 +117,11 @@ int32_t alignment(const void* address) {
 }
 
 bool requires_grad(nb::handle tensor) { return tensor.attr("requires_grad").is(Py_True); }
+
+void read(nb::handle object, const char* name, Call& call, TensorView& view) {
+  read_tensor(object, name, view);
+  if (view.lazy && !call.lazy) call.lazy = name;
+}
 
 int64_t stride_of(const TensorView& t, int axis) {
   return axis < 0 || t.shape[axis] == 1 ? 0 : t.strides[axis];
@@ -148,8 +165,8 @@ void check_size(int64_t given, int64_t expected, const TensorView& t, const char
 
 // A 1-D int32 tensor beside q.
 void read_int32(nb::handle object, const char* name, int64_t length, const char* length_text,
-                const TensorView& q, TensorView& view) {
-  read_tensor(object, name, view);
+                const TensorView& q, Call& call, TensorView& view) {
+  read(object, name, call, view);
   if (!view.is_int32)
     wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.int32");
   check_same_device(view, name, q);
@@ -167,7 +184,7 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
                   Strides& strides) {
   if (object.is_none()) return;
   TensorView view;
-  read_tensor(object, name, view);
+  read(object, name, call, view);
   Problem& p = call.problem;
   if (!view.is_float || view.dtype != DType::F32)
     wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.float32");
@@ -204,7 +221,7 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
 void read_mask(const Arguments& a, const TensorView& q, Call& call) {
   if (a.attn_mask.is_none()) return;
   TensorView view;
-  read_tensor(a.attn_mask, "attn_mask", view);
+  read(a.attn_mask, "attn_mask", call, view);
   Problem& p = call.problem;
   if (p.varlen)
     wrong_value(
@@ -279,6 +296,7 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
   Problem& p = call.problem;
   TensorView view;
   read_tensor(a.out, "out", view);
+  if (view.lazy) wrong_value("out", IS_LAZY, "pass a new tensor");
   if (!view.is_float || view.dtype != p.out_dtype) {
     wrong_type("out has dtype ", dtype_text(a.out), ": it must be torch.", dtype_name(p.out_dtype));
   }
@@ -313,7 +331,7 @@ void read_out_dtype(const Arguments& a, Problem& p) {
       return;
     }
   }
-  wrong_type("out_dtype is ", nb::cast<std::string>(nb::repr(a.out_dtype)),
+  wrong_type("out_dtype is ", given(a.out_dtype),
              ": it must be torch.float32, torch.float16, torch.bfloat16 or torch.float64");
 }
 
@@ -340,9 +358,9 @@ void build_call(const Arguments& a, Call& call) {
   std::memset(static_cast<void*>(&call), 0, sizeof(call));
   Problem& p = call.problem;
   TensorView q, k, v;
-  read_tensor(a.q, "q", q);
-  read_tensor(a.k, "k", k);
-  read_tensor(a.v, "v", v);
+  read(a.q, "q", call, q);
+  read(a.k, "k", call, k);
+  read(a.v, "v", call, v);
 
   p.varlen = !a.cu_seqlens_q.is_none();
   if (p.varlen != !a.cu_seqlens_k.is_none()) {
@@ -392,8 +410,8 @@ void build_call(const Arguments& a, Call& call) {
   p.max_seqlen_q = p.max_seqlen_k = UNKNOWN;
   if (p.varlen) {
     TensorView cu_q, cu_k;
-    read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", q, cu_q);
-    read_int32(a.cu_seqlens_k, "cu_seqlens_k", -1, "(sequences + 1,)", q, cu_k);
+    read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", q, call, cu_q);
+    read_int32(a.cu_seqlens_k, "cu_seqlens_k", -1, "(sequences + 1,)", q, call, cu_k);
     if (cu_q.shape[0] != cu_k.shape[0]) {
       wrong_value("cu_seqlens_q has ", cu_q.shape[0], " entries and cu_seqlens_k ", cu_k.shape[0],
                   ": both must have one more entry than there are sequences");
@@ -442,16 +460,12 @@ void build_call(const Arguments& a, Call& call) {
   p.q_offset_default = a.q_offset.is_none();
   p.q_offset = p.varlen ? 0 : p.nk - p.nq;
   if (!p.q_offset_default) {
-    if (PyLong_Check(a.q_offset.ptr())) {  // a bool too, which integer() refuses
-      p.q_offset = integer(a.q_offset, "q_offset");
-    } else if (!is_tensor(a.q_offset)) {
-      wrong_type("q_offset is ", nb::cast<std::string>(nb::repr(a.q_offset)), ", a ",
-                 nb::cast<std::string>(a.q_offset.type().attr("__name__")),
-                 ": it must be an int, an int32 tensor (batch,) or None");
+    if (PyLong_CheckExact(a.q_offset.ptr()) || !is_tensor(a.q_offset)) {
+      p.q_offset = integer(a.q_offset, "q_offset", "an int, an int32 tensor (batch,) or None");
     } else {
       TensorView offset;
       read_int32(a.q_offset, "q_offset", p.batch, join("an int or (", p.batch, ",)").c_str(), q,
-                 offset);
+                 call, offset);
       p.q_offset = 0;
       p.q_offset_tensor = 1;
       call.addresses[static_cast<int>(Operand::QOffset)] = offset.data;
@@ -460,7 +474,7 @@ void build_call(const Arguments& a, Call& call) {
 
   if (!a.sinks.is_none()) {
     TensorView sinks;
-    read_tensor(a.sinks, "sinks", sinks);
+    read(a.sinks, "sinks", call, sinks);
     const bool allowed = sinks.dtype == DType::F32 || sinks.dtype == DType::F16 ||
                          sinks.dtype == DType::BF16 || sinks.dtype == q.dtype;
     if (!sinks.is_float || !allowed || dtype_bytes(sinks.dtype) == 1) {

@@ -5,8 +5,10 @@
 
 #include <cstring>
 #include <set>
+#include <tuple>
 
 #include "runtime/bind.h"
+#include "runtime/tensors.h"
 #include "runtime/text.h"
 
 namespace archflash {
@@ -174,13 +176,11 @@ void read(nb::handle object, T& value) {
     try {
       read(dict[name], field);
     } catch (const nb::cast_error&) {
-      throw nb::value_error(join("field '", name, "' is ",
-                                 nb::cast<std::string>(nb::repr(dict[name])), ": the wrong kind")
-                                .c_str());
+      throw nb::value_error(
+          join("field '", name, "' is ", given(dict[name]), ": the wrong kind").c_str());
     } catch (const nb::python_error&) {
-      throw nb::value_error(join("field '", name, "' is ",
-                                 nb::cast<std::string>(nb::repr(dict[name])), ": the wrong kind")
-                                .c_str());
+      throw nb::value_error(
+          join("field '", name, "' is ", given(dict[name]), ": the wrong kind").c_str());
     }
   });
   for (const std::pair<nb::handle, nb::handle> item : dict) {
@@ -199,6 +199,20 @@ T from_dict(const nb::dict& dict) {
 
 // A problem from outside must not make plan() divide by zero or overflow.
 void check_problem(const Problem& p) {
+  constexpr int64_t LIMIT = int64_t{1} << 60;  // of positions, as a call has it
+  const std::tuple<const char*, int64_t, bool> positions[] = {
+      {"q_offset", p.q_offset, p.q_offset > -LIMIT && p.q_offset < LIMIT},
+      {"window_left", p.window_left,
+       p.window_left == UNBOUNDED || (p.window_left >= 0 && p.window_left < LIMIT)},
+      {"window_right", p.window_right,
+       p.window_right == UNBOUNDED || (p.window_right >= 0 && p.window_right < LIMIT)}};
+  for (const auto& [name, position, allowed] : positions) {
+    if (!allowed)
+      throw nb::value_error(join("field '", name, "' is ", position,
+                                 ": an offset must lie between -2^60 and 2^60, the side of a "
+                                 "window between 0 and 2^60 or be null")
+                                .c_str());
+  }
   const std::pair<const char*, int64_t> sizes[] = {
       {"batch", p.batch}, {"heads_q", p.heads_q}, {"heads_kv", p.heads_kv},
       {"nq", p.nq},       {"nk", p.nk},           {"d", p.d},

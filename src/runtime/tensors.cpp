@@ -133,6 +133,19 @@ void read_through_attributes(nb::handle object, TensorView& view) {
 
 }  // namespace
 
+Getter::Getter(nb::handle tensor, const char* name) : method_(tensor.type().attr(name)) {
+  const nb::object bound = tensor.attr(name);
+  if (PyCFunction_Check(bound.ptr()) && PyCFunction_GetFlags(bound.ptr()) == METH_NOARGS)
+    function_ = PyCFunction_GetFunction(bound.ptr());
+}
+
+nb::object Getter::operator()(nb::handle tensor) const {
+  if (!function_) return method_(tensor);
+  nb::object result = nb::steal(function_(tensor.ptr(), nullptr));
+  if (!result.is_valid()) throw nb::python_error();
+  return result;
+}
+
 const Torch& torch() {
   // Never destroyed: Python objects must not be released after the interpreter is gone.
   static Torch* handles = [] {
@@ -140,6 +153,10 @@ const Torch& torch() {
     nb::module_ module = nb::module_::import_("torch");
     t->tensor_type = module.attr("Tensor");
     t->parameter_type = module.attr("nn").attr("Parameter");
+    t->dtype_type = module.attr("dtype");
+    const nb::object tensor = module.attr("empty")(0);
+    t->is_neg = Getter(tensor, "is_neg");
+    t->data_ptr = Getter(tensor, "data_ptr");
     t->empty_like = module.attr("empty_like");
     for (int i = 0; i < DTYPE_COUNT; ++i)
       t->dtypes[i] = module.attr(dtype_name(static_cast<DType>(i)));
@@ -167,6 +184,32 @@ bool is_tensor(nb::handle object) {
          PyObject_IsInstance(object.ptr(), torch().tensor_type.ptr()) == 1;
 }
 
+namespace {
+
+// A freed storage leaves a tensor at the null pointer plus its own offset in the storage. Memory
+// lies above this address nearly always, so that only lower ones need a closer look.
+constexpr uintptr_t SUSPICIOUS_ADDRESS = uintptr_t{1} << 40;
+
+void check_low_address(nb::handle tensor, const char* name, TensorView& view) {
+  for (int i = 0; i < view.ndim && i < MAX_DIMS; ++i) {
+    if (view.shape[i] == 0) return;
+  }
+  if (nb::cast<bool>(tensor.attr("_is_zerotensor")())) {
+    view.lazy = true;
+    return;
+  }
+  const uintptr_t offset = nb::cast<uintptr_t>(tensor.attr("storage_offset")()) *
+                           nb::cast<uintptr_t>(tensor.attr("itemsize"));
+  if (reinterpret_cast<uintptr_t>(view.data) != offset) return;
+  throw nb::value_error(
+      join(name, " has shape ", describe_shape(view),
+           " but no data: its storage is empty, as untyped_storage().resize_(0) leaves it; bring "
+           "the data back or pass another tensor")
+          .c_str());
+}
+
+}  // namespace
+
 void read_tensor(nb::handle object, const char* name, TensorView& view) {
   if (!is_tensor(object)) {
     const std::string type = nb::cast<std::string>(object.type().attr("__name__"));
@@ -187,6 +230,12 @@ void read_tensor(nb::handle object, const char* name, TensorView& view) {
     throw nb::value_error(
         (std::string(name) + " has " + std::to_string(view.ndim) + " dimensions").c_str());
   }
+  // A subclass is read again as a plain tensor once its own dispatcher has had its say.
+  if (!is_plain_tensor(object)) return;
+  view.lazy = torch().is_neg(object).is(Py_True);
+  const bool has_data = view.has_storage && (view.place == Place::Cpu || view.place == Place::Cuda);
+  if (has_data && reinterpret_cast<uintptr_t>(view.data) < SUSPICIOUS_ADDRESS)
+    check_low_address(object, name, view);
 }
 
 namespace {
@@ -207,6 +256,63 @@ std::string describe_strides(const TensorView& view) {
 std::string dtype_text(nb::handle tensor) {
   const nb::object dtype = tensor.attr("dtype");
   return nb::cast<std::string>(nb::str(dtype));
+}
+
+void* address_of(nb::handle tensor) {
+  return reinterpret_cast<void*>(nb::cast<uintptr_t>(torch().data_ptr(tensor)));
+}
+
+namespace {
+
+constexpr size_t LONGEST_VALUE = 100;   // characters of a value that a message shows
+constexpr size_t LONGEST_SEQUENCE = 4;  // elements of a sequence that a message shows
+
+std::string kind_of(nb::handle value) {
+  const nb::handle type = value.type();
+  const std::string module = nb::cast<std::string>(nb::str(type.attr("__module__")));
+  const std::string name = nb::cast<std::string>(nb::str(type.attr("__qualname__")));
+  return module == "builtins" ? name : module + "." + name;
+}
+
+std::string given_tensor(nb::handle tensor) {
+  const std::string kind = "a " + kind_of(tensor);
+  try {
+    const nb::object shape = nb::steal(PySequence_Tuple(tensor.attr("shape").ptr()));
+    if (!shape.is_valid()) throw nb::python_error();
+    return join(kind, " of dtype ", dtype_text(tensor), " and shape ", nb::str(shape).c_str(),
+                " on ", nb::str(nb::object(tensor.attr("device"))).c_str());
+  } catch (const nb::python_error&) {  // a nested tensor, or a subclass that will not say
+    return kind;
+  }
+}
+
+std::string given_sequence(nb::handle value, const char* begin, const char* end) {
+  std::string text;
+  for (nb::handle element : value) text += (text.empty() ? "" : ", ") + given(element);
+  return begin + text + end;
+}
+
+}  // namespace
+
+std::string given(nb::handle value) {
+  if (is_tensor(value)) return given_tensor(value);
+  PyObject* object = value.ptr();
+  const bool has_plain_repr = value.is_none() || PyBool_Check(object) ||
+                              PyUnicode_CheckExact(object) || PyLong_CheckExact(object) ||
+                              PyFloat_CheckExact(object) || value.type().is(torch().dtype_type);
+  if (has_plain_repr) {
+    try {
+      const std::string text = nb::cast<std::string>(nb::repr(value));
+      if (text.size() <= LONGEST_VALUE) return text;
+    } catch (const nb::python_error&) {  // Python writes no int of thousands of digits
+    }
+    return join("a very long ", kind_of(value));
+  }
+  const bool is_list = PyList_CheckExact(object), is_tuple = PyTuple_CheckExact(object);
+  if (!is_list && !is_tuple) return "a " + kind_of(value);
+  if (nb::len(value) > LONGEST_SEQUENCE)
+    return join("a ", kind_of(value), " of ", nb::len(value), " elements");
+  return is_list ? given_sequence(value, "[", "]") : given_sequence(value, "(", ")");
 }
 
 void* current_stream(int device_index) {

@@ -210,3 +210,82 @@ def test_an_error_inside_a_capture_leaves_cuda_usable(kernel: str) -> None:
     graph.replay()
     assert torch.equal(out, archflash.attention(q, k, v, implementation=kernel))
     assert_all_is_well(kernel)
+
+
+# Calls with tensors where other values are due: what the error says must not ask for their numbers,
+# which would wait for the GPU and end the capture.
+FOREIGN: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "causal": lambda x: {"causal": x},
+    "return_lse": lambda x: {"return_lse": x},
+    "window": lambda x: {"window": x},
+    "window-left": lambda x: {"window": (x, 3)},
+    "window-of-3": lambda x: {"window": [x, x, x]},
+    "scale": lambda x: {"scale": x},
+    "softcap": lambda x: {"softcap": x},
+    "q_offset": lambda x: {"q_offset": x},
+    "num_splits": lambda x: {"num_splits": x},
+    "layout": lambda x: {"layout": x},
+    "approximate": lambda x: {"approximate": x},
+    "out_dtype": lambda x: {"out_dtype": x},
+    "sinks": lambda x: {"sinks": [x, x]},
+    "implementation": lambda x: {"implementation": x},
+}
+
+
+@each_kernel
+def test_tensors_as_options_are_refused_inside_a_capture_that_goes_on(kernel: str) -> None:
+    q, k, v = case_of(kernel)
+    number = torch.ones((), device=q.device)
+    expected = archflash.attention(q, k, v, implementation=kernel)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for make in FOREIGN.values():
+            with pytest.raises((TypeError, ValueError, archflash.ForcedImplementationError)):
+                archflash.attention(q, k, v, **{"implementation": kernel} | make(number))
+        with pytest.raises(TypeError, match="dtype"):
+            archflash.quantize_fp8(q, dtype=number)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="is_causal"):
+            archflash.scaled_dot_product_attention(q, k, v, is_causal=number)  # type: ignore[arg-type]
+        out = archflash.attention(q, k, v, implementation=kernel)
+    out.fill_(NAN)
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert_all_is_well(kernel)
+
+
+# --- tensors whose memory does not hold their values ---
+
+
+@each_kernel
+def test_lazy_tensors_are_read_as_their_values(kernel: str) -> None:
+    q, k, v = case_of(kernel)
+    expected = archflash.attention(q, k, v, implementation=kernel)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        given = {"q": q, "k": k, "v": v} | {name: torch._neg_view(-x)}
+        assert torch.equal(archflash.attention(**given, implementation=kernel), expected)
+        zero = torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device)
+        out = archflash.attention(**given | {name: zero}, implementation=kernel)
+        of_zeros = archflash.attention(**given | {name: torch.zeros_like(x)}, implementation=kernel)
+        assert torch.equal(out, of_zeros)
+    assert_all_is_well(kernel)
+
+
+@each_kernel
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "sinks", "q_offset"])
+@pytest.mark.parametrize("offset", [0, 64])
+def test_a_tensor_whose_storage_was_freed_is_refused(kernel: str, name: str, offset: int) -> None:
+    q, k, v = case_of(kernel)
+    call = {"q": q, "k": k, "v": v, "out": torch.empty_like(q)}
+    call |= {"sinks": q.new_zeros(4), "q_offset": int32(64)}
+    held = torch.empty(offset + call[name].numel(), dtype=call[name].dtype, device=q.device)
+    call[name] = held[offset:].view(call[name].shape)
+    held.untyped_storage().resize_(0)
+    for implementation in (kernel, None):
+        with pytest.raises(ValueError, match=f"^{name} has shape .* but no data"):
+            archflash.attention(**call, implementation=implementation)
+    plan = archflash.explain(q, k, v, implementation=kernel).plan
+    assert plan is not None
+    with pytest.raises(ValueError, match=f"^{name} has shape .* but no data"):
+        _native.launch(plan, {name: call[name]})
+    assert_all_is_well(kernel)

@@ -152,8 +152,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "window-text": (padded(window="ab"), TypeError, ("window is 'ab'", "pair (left, right)")),
     "window-too-large": (
         padded(window=(BEYOND_64_BITS, None)),
-        TypeError,
-        (f"window left is {BEYOND_64_BITS}", "64 bits"),
+        ValueError,
+        (f"window left is {BEYOND_64_BITS}", "between -2^60 and 2^60"),
     ),
     "softcap-negative": (
         padded(softcap=-2.0),
@@ -261,11 +261,47 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("q_offset has shape ()", "an int or (2,)"),
     ),
-    "q_offset-float": (padded(q_offset=1.5), TypeError, ("q_offset is ", "float", "int")),
+    "q_offset-float": (
+        padded(q_offset=1.5),
+        TypeError,
+        ("q_offset is 1.5", "an int, an int32 tensor"),
+    ),
     "q_offset-too-large": (
         padded(q_offset=BEYOND_64_BITS),
-        TypeError,
-        (f"q_offset is {BEYOND_64_BITS}", "64 bits"),
+        ValueError,
+        (f"q_offset is {BEYOND_64_BITS}", "between -2^60 and 2^60"),
+    ),
+    "q_offset-at-the-limit": (
+        padded(q_offset=1 << 60),
+        ValueError,
+        (f"q_offset is {1 << 60}", "between -2^60 and 2^60"),
+    ),
+    "q_offset-at-the-lower-limit": (
+        padded(q_offset=-(1 << 60)),
+        ValueError,
+        (f"q_offset is {-(1 << 60)}", "between -2^60 and 2^60"),
+    ),
+    "q_offset-of-5000-digits": (
+        padded(q_offset=10**5000),
+        ValueError,
+        ("q_offset is a very long int", "between -2^60 and 2^60"),
+    ),
+    "q_offset-bool": (padded(q_offset=True), TypeError, ("q_offset is True", "an int32 tensor")),
+    "window-right-at-the-limit": (
+        padded(window=(None, 1 << 60)),
+        ValueError,
+        (f"window right is {1 << 60}", "between -2^60 and 2^60"),
+    ),
+    "window-left-of-64-bits": (
+        padded(window=((1 << 63) - 1, None)),
+        ValueError,
+        (f"window left is {(1 << 63) - 1}", "between -2^60 and 2^60"),
+    ),
+    "scale-of-5000-digits": (padded(scale=10**5000), TypeError, ("scale is a very long int",)),
+    "implementation-list": (
+        padded(implementation=["simt"]),
+        archflash.ForcedImplementationError,
+        ("no implementation is called ['simt']",),
     ),
     "q_offset-device": (
         padded(q_offset=ends(1, 2).to("meta")),
