@@ -166,6 +166,8 @@ def run_plan(
     addresses = [(name, x.data_ptr()) for name, x in tensors.items()]
     for index, (row, kernel) in enumerate(zip(fields["launches"], kernels, strict=True)):
         if kernel is None:
-            native.launch(native.LaunchPlan.from_dict({**fields, "launches": [row]}), dict(tensors))
+            native.launch(
+                native.LaunchPlan.unchecked_from_dict({**fields, "launches": [row]}), dict(tensors)
+            )
         else:
             kernel.launch(row, native.bound_parameters(plan, index, addresses))

@@ -108,7 +108,7 @@ def launch_plan(rung: Rung, q: torch.Tensor) -> Any:
             for i, name in enumerate(operands[:3])
         ],
     }  # fmt: skip
-    return native.LaunchPlan.from_dict(made)
+    return native.LaunchPlan.unchecked_from_dict(made)
 
 
 class Launcher:

@@ -68,7 +68,7 @@ def one_tile_each(plan: native.LaunchPlan) -> native.LaunchPlan:
     launch = fields["launches"][0]
     (tiles,) = struct.unpack_from("<i", bytes.fromhex(launch["params"]), TILES_OFFSET)
     launch["grid"] = [launch["cluster"][0] * tiles, 1, 1]
-    return native.LaunchPlan.from_dict(fields)
+    return native.LaunchPlan.unchecked_from_dict(fields)
 
 
 def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.LaunchPlan:
@@ -97,4 +97,4 @@ def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.Launch
     for tensor_map in launch["tensor_maps"]:
         if tensor_map["operand"] == "k":
             tensor_map["box"][1] = tensor_map["box"][1] * before // ctas
-    return native.LaunchPlan.from_dict(fields)
+    return native.LaunchPlan.unchecked_from_dict(fields)

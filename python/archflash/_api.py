@@ -212,7 +212,7 @@ def explain(
             f"device is {_native.given(device)}: "
             "it must be the name of a GPU, a CUDA device or its index"
         )
-    if isinstance(device, str) and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+    if isinstance(device, str) and not re.fullmatch(r"(cpu|cuda)(:[0-9]{1,3})?", device):
         # A GPU from the table: decided as if the tensors lay there, whatever this machine has.
         return _dispatch.select(problem.as_if_on_cuda(), find_device(device), name)
     asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -189,7 +189,14 @@ def _driver_version(cuda_version: int) -> str:
 
 @cache
 def query_device(index: int) -> _native.Device:
-    """The CUDA device of that index, as the driver describes it; asked once per index."""
+    """The CUDA device of that index, as the driver describes it; asked once per index.
+
+    Raises:
+        ValueError: there is none.
+    """
+    count = _native.driver_status().device_count
+    if not 0 <= index < count:
+        raise ValueError(f"there is no device cuda:{index} here: cuda:0 to cuda:{count - 1} are")
     return _native.query_device(index)
 
 

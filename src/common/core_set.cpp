@@ -71,6 +71,11 @@ struct Refusals {
   }
 };
 
+// A call without heads is refused or has nothing to write, but may come here before.
+int64_t heads_per_kv(const Problem& problem) {
+  return problem.heads_q / std::max<int64_t>(problem.heads_kv, 1);
+}
+
 // Whether softcap is a normal float and scale / softcap at least a finite one.
 bool fits_float(double softcap, double quotient) {
   const float cap = static_cast<float>(softcap);
@@ -144,7 +149,7 @@ Reasons why_not(const Problem& problem, const std::string& implementation,
 }
 
 bool nothing_to_write(const Problem& problem) {
-  const bool no_rows = problem.batch * problem.heads_q * problem.nq == 0;
+  const bool no_rows = problem.batch == 0 || problem.heads_q == 0 || problem.nq == 0;
   const bool nothing = no_rows || (problem.dv == 0 && !problem.want_lse);
   return nothing && problem.mask == 0 && !problem.needs_grad;
 }
@@ -164,7 +169,7 @@ AttentionParams params(const Problem& problem) {
   params.window_right = std::min(problem.window_right, POSITION_LIMIT);
   params.batch = static_cast<int32_t>(problem.batch);
   params.heads_q = static_cast<int32_t>(problem.heads_q);
-  params.heads_per_kv = static_cast<int32_t>(problem.heads_q / problem.heads_kv);
+  params.heads_per_kv = static_cast<int32_t>(heads_per_kv(problem));
   params.nq = static_cast<int32_t>(problem.nq);
   params.nk = static_cast<int32_t>(problem.nk);
   params.d = static_cast<int32_t>(problem.d);
@@ -201,7 +206,7 @@ Descales descales(const Problem& problem) {
     return Descale{nullptr, strides.batch, strides.head, strides.row};
   };
   return {descale(problem.q_descale), descale(problem.k_descale), descale(problem.v_descale),
-          problem.descale & 8 ? problem.heads_q / problem.heads_kv : 1};
+          problem.descale & 8 ? heads_per_kv(problem) : 1};
 }
 
 std::vector<PointerSlot> descale_pointers(const Problem& problem, size_t offset) {

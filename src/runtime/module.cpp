@@ -234,7 +234,7 @@ nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
   return nb::bytes(block, plan.launches[launch].params.size());
 }
 
-// A plan that serves no attention call, on tensors of one CUDA device.
+// A plan that serves no attention call, on tensors of one CUDA device that fit it.
 void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
   std::array<void*, OPERAND_COUNT> addresses{};
   int device_index = -1;
@@ -244,9 +244,20 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
     TensorView view;
     read_tensor(tensors[name], name, view);
     if (view.lazy) throw nb::value_error(join(name, IS_LAZY, "pass a clone() of it").c_str());
-    if (view.place != Place::Cuda) throw nb::type_error("launch takes tensors on a CUDA device");
+    if (view.place != Place::Cuda || (device_index >= 0 && view.device_index != device_index))
+      throw nb::type_error("launch takes tensors on one CUDA device");
     addresses[i] = view.data;
     device_index = view.device_index;
+  }
+  const auto need = [&](Operand operand) {
+    const char* name = operand_name(operand);
+    if (!tensors.contains(name))
+      throw nb::value_error(
+          join("the plan has an address of ", name, ": pass that tensor").c_str());
+  };
+  for (const Launch& launch : plan.launches) {
+    for (const PointerSlot& slot : launch.pointers) need(slot.operand);
+    for (const TensorMapSpec& spec : launch.tensor_maps) need(spec.operand);
   }
   if (device_index < 0) return;
   const auto prepared = prepare(std::make_shared<LaunchPlan>(plan));
@@ -294,7 +305,7 @@ NB_MODULE(_archflash, m) {
   with_pickle(nb::class_<Problem>(
                   m, "Problem", "What one call asks for: shapes, strides, options. No addresses."),
               &problem_from_dict)
-      .def_static("from_dict", &problem_from_dict, "fields"_a,
+      .def_static("from_dict", &problem_from_dict, "fields"_a.none(),
                   nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Problem"))
       .def(
           "to_dict", [](const Problem& p) { return to_dict(p); },
@@ -353,7 +364,7 @@ NB_MODULE(_archflash, m) {
           "The same problem with its tensors on a GPU.");
 
   with_pickle(nb::class_<Device>(m, "Device", "A GPU as planning sees it."), &device_from_dict)
-      .def_static("from_dict", &device_from_dict, "fields"_a,
+      .def_static("from_dict", &device_from_dict, "fields"_a.none(),
                   nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Device"))
       .def(
           "to_dict", [](const Device& d) { return to_dict(d); },
@@ -370,8 +381,16 @@ NB_MODULE(_archflash, m) {
   with_pickle(nb::class_<LaunchPlan>(m, "LaunchPlan",
                                      "Everything a launch needs but the addresses of the tensors."),
               &plan_from_dict)
-      .def_static("from_dict", &plan_from_dict, "fields"_a,
-                  nb::sig("def from_dict(fields: dict[str, typing.Any]) -> LaunchPlan"))
+      .def_static("from_dict", &plan_from_dict, "fields"_a.none(),
+                  nb::sig("def from_dict(fields: dict[str, typing.Any]) -> LaunchPlan"),
+                  "Plans anew what `to_dict` gave: for the problem, device and implementation "
+                  "that it names. Raises ValueError with the differences where it says anything "
+                  "else than this version plans.")
+      .def_static("unchecked_from_dict", &unchecked_plan_from_dict, "fields"_a.none(),
+                  nb::sig("def unchecked_from_dict(fields: dict[str, typing.Any]) -> LaunchPlan"),
+                  "Unsafe, for tests and tools of this project only: a plan made by hand, which "
+                  "may launch any kernel with any parameters and so read and write any address. "
+                  "Files go through `from_dict`.")
       .def(
           "to_dict", [](const LaunchPlan& p) { return to_dict(p); },
           nb::sig("def to_dict(self) -> dict[str, typing.Any]"))
@@ -496,7 +515,8 @@ NB_MODULE(_archflash, m) {
       "block.");
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
-        "Launches a plan on CUDA tensors by operand name.");
+        "Launches a plan on CUDA tensors by operand name: each that the plan has an address of. "
+        "Their shapes and strides must be those that it was made for.");
   m.def(
       "load_kernels",
       [](const LaunchPlan& plan, int device_index) {

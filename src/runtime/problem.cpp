@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "runtime/call.h"
+#include "runtime/checks.h"
 #include "runtime/text.h"
 
 namespace archflash {
@@ -272,26 +273,6 @@ void plan_output(const TensorView& q, bool same_dtype, Call& call) {
   }
 }
 
-// Whether two elements may share an address: each dimension must step over all that lies inside it.
-bool overlaps_itself(const TensorView& t) {
-  int order[MAX_DIMS];  // innermost first
-  int count = 0;
-  for (int i = 0; i < t.ndim; ++i) {
-    if (t.shape[i] == 0) return false;
-    if (t.shape[i] == 1) continue;
-    int place = count++;
-    for (; place > 0 && t.strides[i] < t.strides[order[place - 1]]; --place)
-      order[place] = order[place - 1];
-    order[place] = i;
-  }
-  int64_t last = 0;  // offset of the last element of the dimensions so far
-  for (int i = 0; i < count; ++i) {
-    if (t.strides[order[i]] <= last) return true;
-    last += (t.shape[order[i]] - 1) * t.strides[order[i]];
-  }
-  return false;
-}
-
 void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call) {
   Problem& p = call.problem;
   TensorView view;
@@ -309,7 +290,7 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
     expected.shape = call.out_shape;
     wrong_value("out has shape ", describe_shape(view), ": it must be ", describe_shape(expected));
   }
-  if (overlaps_itself(view)) {
+  if (overlaps_itself(view.shape, view.strides, view.ndim)) {
     wrong_value("out has strides ", describe_strides(view),
                 ": its elements overlap; pass a tensor that holds each of them once");
   }

@@ -3,12 +3,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <set>
-#include <tuple>
+#include <utility>
 
 #include "runtime/bind.h"
-#include "runtime/tensors.h"
+#include "runtime/checks.h"
+#include "runtime/registry.h"
 #include "runtime/text.h"
 
 namespace archflash {
@@ -65,8 +69,9 @@ void fields(Launch& l, F&& f) {
 }
 template <class F>
 void fields(LaunchPlan& p, F&& f) {
-  f("implementation", p.implementation), f("problem", p.problem), f("device", p.device),
-      f("launches", p.launches);
+  std::string version = ARCHFLASH_VERSION;  // of what wrote it
+  f("version", version), f("implementation", p.implementation), f("problem", p.problem),
+      f("device", p.device), f("launches", p.launches);
   f("workspace_bytes", p.workspace_bytes), f("code", p.code);
 }
 
@@ -74,14 +79,6 @@ template <class T>
 concept Struct = requires(T& value) { fields(value, [](const char*, auto&) {}); };
 
 // Enumerations travel by name; bytes as hexadecimal digits; 64-bit "unbounded" as None.
-template <class Enum, class Name>
-Enum enum_by_name(const std::string& text, int count, Name name, const char* what) {
-  for (int i = 0; i < count; ++i) {
-    if (text == name(static_cast<Enum>(i))) return static_cast<Enum>(i);
-  }
-  throw nb::value_error(join(what, " '", text, "' is not known").c_str());
-}
-
 template <Struct T>
 nb::dict write(const T& value);
 inline nb::object write(const std::string& value) { return nb::cast(value); }
@@ -119,133 +116,246 @@ nb::dict write(const T& value) {
   return dict;
 }
 
-template <Struct T>
-void read(nb::handle object, T& value);
-template <class T>
-  requires std::is_arithmetic_v<T> || std::is_same_v<T, std::string>
-void read(nb::handle object, T& value) {
-  if constexpr (std::is_same_v<T, int64_t>) {
-    if (object.is_none()) {
-      value = UNBOUNDED;
-      return;
-    }
+// --- reading: strictly the types that write() gives, `path` leads to the field ---
+
+// What was given, on one line and not long, whatever it is.
+std::string shown(nb::handle object) {
+  constexpr size_t LONGEST = 80;
+  const nb::object text = nb::steal(PyObject_ASCII(object.ptr()));
+  if (!text.is_valid()) {  // integers of thousands of digits, lists thousands deep
+    PyErr_Clear();
+    return join("a huge ", nb::cast<std::string>(object.type().attr("__name__")));
   }
-  value = nb::cast<T>(object);
+  const std::string whole = nb::cast<std::string>(text);
+  return whole.size() <= LONGEST ? whole : whole.substr(0, LONGEST) + "...";
 }
-inline void read(nb::handle object, DType& value) {
-  value = enum_by_name<DType>(nb::cast<std::string>(object), DTYPE_COUNT, dtype_name, "dtype");
+
+template <class... Parts>
+[[noreturn]] void refuse(const std::string& path, nb::handle given, const Parts&... must) {
+  throw nb::value_error(
+      join("field '", path, "' is ", shown(given), ": it must be ", must...).c_str());
 }
-inline void read(nb::handle object, Operand& value) {
-  value =
-      enum_by_name<Operand>(nb::cast<std::string>(object), OPERAND_COUNT, operand_name, "operand");
+
+std::string field_of(const std::string& path, const std::string& name) {
+  return path.empty() ? name : path + "." + name;
 }
-inline void read(nb::handle object, Swizzle& value) {
-  const int number = nb::cast<int>(object);
-  if (number < 0 || number > 3)
-    throw nb::value_error(join("swizzle ", number, " is not known: 0 to 3 are").c_str());
+std::string item_of(const std::string& path, size_t index) { return join(path, '[', index, ']'); }
+
+bool is_list(nb::handle object) {
+  return PyList_CheckExact(object.ptr()) || PyTuple_CheckExact(object.ptr());
+}
+
+template <Struct T>
+void read(nb::handle object, T& value, const std::string& path);
+void read(nb::handle object, std::string& value, const std::string& path) {
+  if (!PyUnicode_CheckExact(object.ptr()) || !nb::try_cast(object, value))
+    refuse(path, object, "a text");
+}
+void read(nb::handle object, bool& value, const std::string& path) {
+  if (!PyBool_Check(object.ptr())) refuse(path, object, "true or false");
+  value = object.is(Py_True);
+}
+void read(nb::handle object, double& value, const std::string& path) {
+  const bool takes = PyFloat_CheckExact(object.ptr()) || PyLong_CheckExact(object.ptr());
+  value = takes ? PyFloat_AsDouble(object.ptr()) : 0;
+  if (PyErr_Occurred()) PyErr_Clear(), value = std::numeric_limits<double>::infinity();
+  if (!takes || !std::isfinite(value)) refuse(path, object, "a finite number");
+}
+template <class T>
+  requires std::is_integral_v<T>
+void read(nb::handle object, T& value, const std::string& path) {
+  constexpr bool LONG = sizeof(T) == sizeof(int64_t);
+  if (LONG && object.is_none()) {
+    value = static_cast<T>(UNBOUNDED);
+    return;
+  }
+  int overflow = 0;
+  const bool takes = PyLong_CheckExact(object.ptr());
+  const long long given = takes ? PyLong_AsLongLongAndOverflow(object.ptr(), &overflow) : 0;
+  if (!takes || overflow != 0 || !std::in_range<T>(given))
+    refuse(path, object, "an integer that fits ", 8 * sizeof(T), " bits");
+  value = static_cast<T>(given);
+}
+// One of `count` named values.
+template <class Enum, class Name>
+void read_name(nb::handle object, Enum& value, int count, Name name, const std::string& path) {
+  std::string text, all;
+  read(object, text, path);
+  for (int i = 0; i < count; ++i) {
+    value = static_cast<Enum>(i);
+    if (text == name(value)) return;
+    all += join(i == 0 ? "" : ", ", name(value));
+  }
+  refuse(path, object, "one of ", all);
+}
+void read(nb::handle object, DType& value, const std::string& path) {
+  read_name(object, value, DTYPE_COUNT, dtype_name, path);
+}
+void read(nb::handle object, Operand& value, const std::string& path) {
+  read_name(object, value, OPERAND_COUNT, operand_name, path);
+}
+void read(nb::handle object, Swizzle& value, const std::string& path) {
+  int32_t number = 0;
+  read(object, number, path);
+  if (number < 0 || number > 3) refuse(path, object, "0 to 3");
   value = static_cast<Swizzle>(number);
 }
-inline void read(nb::handle object, std::vector<uint8_t>& bytes) {
-  const std::string text = nb::cast<std::string>(object);
-  if (text.size() % 2 || text.find_first_not_of("0123456789abcdef") != std::string::npos) {
-    throw nb::value_error("params must be an even number of lower-case hexadecimal digits");
-  }
+void read(nb::handle object, std::vector<uint8_t>& bytes, const std::string& path) {
+  std::string text;
+  read(object, text, path);
+  if (text.size() % 2 || text.find_first_not_of("0123456789abcdef") != std::string::npos)
+    refuse(path, object, "an even number of lower-case hexadecimal digits");
   bytes.clear();
   for (size_t i = 0; i < text.size(); i += 2)
     bytes.push_back(static_cast<uint8_t>(std::stoi(text.substr(i, 2), nullptr, 16)));
 }
 template <class T>
-void read(nb::handle object, std::vector<T>& values) {
+void read(nb::handle object, std::vector<T>& values, const std::string& path) {
+  if (!is_list(object)) refuse(path, object, "a list");
   values.clear();
-  for (nb::handle item : object) read(item, values.emplace_back());
+  for (nb::handle item : object) {
+    const std::string place = item_of(path, values.size());
+    read(item, values.emplace_back(), place);
+  }
 }
 template <class T, size_t N>
-void read(nb::handle object, std::array<T, N>& values) {
-  if (nb::len(object) != N) throw nb::cast_error();  // reported with the name of the field
-  for (size_t i = 0; i < N; ++i) read(object[i], values[i]);
+void read(nb::handle object, std::array<T, N>& values, const std::string& path) {
+  if (!is_list(object) || nb::len(object) != N) refuse(path, object, "a list of ", N);
+  for (size_t i = 0; i < N; ++i) read(object[i], values[i], item_of(path, i));
+}
+
+nb::dict as_dict(nb::handle object, const std::string& path) {
+  if (PyDict_Check(object.ptr())) return nb::borrow<nb::dict>(object);
+  if (!path.empty()) refuse(path, object, "an object with named fields");
+  throw nb::value_error(join(shown(object), " is no object with named fields").c_str());
+}
+template <class T>
+void read_field(const nb::dict& dict, const char* name, T& value, const std::string& path) {
+  const std::string place = field_of(path, name);
+  if (!dict.contains(name)) throw nb::value_error(join("field '", place, "' is missing").c_str());
+  read(dict[name], value, place);
 }
 template <Struct T>
-void read(nb::handle object, T& value) {
-  if (!nb::isinstance<nb::dict>(object))
-    throw nb::value_error("expected an object with named fields");
-  const nb::dict dict = nb::borrow<nb::dict>(object);
+void read(nb::handle object, T& value, const std::string& path) {
+  const nb::dict dict = as_dict(object, path);
   std::set<std::string> known;
   fields(value, [&](const char* name, auto& field) {
     known.insert(name);
-    if (!dict.contains(name)) throw nb::value_error(join("field '", name, "' is missing").c_str());
-    try {
-      read(dict[name], field);
-    } catch (const nb::cast_error&) {
-      throw nb::value_error(
-          join("field '", name, "' is ", given(dict[name]), ": the wrong kind").c_str());
-    } catch (const nb::python_error&) {
-      throw nb::value_error(
-          join("field '", name, "' is ", given(dict[name]), ": the wrong kind").c_str());
-    }
+    read_field(dict, name, field, path);
   });
   for (const std::pair<nb::handle, nb::handle> item : dict) {
-    const std::string name = nb::cast<std::string>(nb::str(item.first));
-    if (!known.contains(name))
-      throw nb::value_error(join("field '", name, "' is not known").c_str());
+    std::string name;
+    if (!PyUnicode_CheckExact(item.first.ptr()) || !nb::try_cast(item.first, name) ||
+        !known.contains(name)) {
+      const std::string text = name.empty() ? shown(item.first) : name;
+      throw nb::value_error(join("field '", field_of(path, text), "' is not known").c_str());
+    }
   }
 }
 
-template <class T>
-T from_dict(const nb::dict& dict) {
-  T value{};
-  read(nb::handle(dict), value);
-  return value;
+// Plain bytes to compare, so every one is set.
+Problem empty_problem() {
+  Problem problem;
+  std::memset(static_cast<void*>(&problem), 0, sizeof problem);
+  return problem;
 }
 
-// A problem from outside must not make plan() divide by zero or overflow.
-void check_problem(const Problem& p) {
-  constexpr int64_t LIMIT = int64_t{1} << 60;  // of positions, as a call has it
-  const std::tuple<const char*, int64_t, bool> positions[] = {
-      {"q_offset", p.q_offset, p.q_offset > -LIMIT && p.q_offset < LIMIT},
-      {"window_left", p.window_left,
-       p.window_left == UNBOUNDED || (p.window_left >= 0 && p.window_left < LIMIT)},
-      {"window_right", p.window_right,
-       p.window_right == UNBOUNDED || (p.window_right >= 0 && p.window_right < LIMIT)}};
-  for (const auto& [name, position, allowed] : positions) {
-    if (!allowed)
-      throw nb::value_error(join("field '", name, "' is ", position,
-                                 ": an offset must lie between -2^60 and 2^60, the side of a "
-                                 "window between 0 and 2^60 or be null")
-                                .c_str());
-  }
-  const std::pair<const char*, int64_t> sizes[] = {
-      {"batch", p.batch}, {"heads_q", p.heads_q}, {"heads_kv", p.heads_kv},
-      {"nq", p.nq},       {"nk", p.nk},           {"d", p.d},
-      {"dv", p.dv}};
-  for (const auto& [name, size] : sizes) {
-    if (size < 0 || size == UNBOUNDED)
-      throw nb::value_error(join("field '", name, "' is ", size, ": it must be a size").c_str());
-  }
-  const std::pair<const char*, std::pair<int64_t, int64_t>> codes[] = {
-      {"sinks", {p.sinks, DTYPE_COUNT}},
-      {"mask", {p.mask, 2}},
-      {"descale", {p.descale, 15}},
-      {"approximate", {p.approximate, 1}},
-      {"num_splits", {p.num_splits, int64_t{1} << 60}}};
-  for (const auto& [name, code] : codes) {
-    if (code.first < 0 || code.first > code.second)
-      throw nb::value_error(
-          join("field '", name, "' is ", code.first, ": 0 to ", code.second).c_str());
-  }
-  if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
-    throw nb::value_error(
-        join("field 'heads_kv' is ", p.heads_kv, ": it must divide heads_q = ", p.heads_q).c_str());
-  }
-}
+// --- comparing what a file says with what this version plans ---
 
-// A plan from outside must not make bind() write past the block or read what is not there.
-void check_plan(const LaunchPlan& plan) {
-  check_problem(plan.problem);
-  for (const Launch& launch : plan.launches) {
+// Collects the differences between a value from outside and what write() gives, one line each.
+class Comparison {
+ public:
+  void compare(nb::handle given, nb::handle planned, const std::string& path) {
+    if (nb::isinstance<nb::dict>(planned)) {
+      compare_fields(given, nb::borrow<nb::dict>(planned), path);
+    } else if (holds_structs(planned) && is_list(given)) {
+      const size_t has = nb::len(given), wants = nb::len(planned);
+      for (size_t i = 0; i < std::min(has, wants); ++i)
+        compare(given[i], planned[i], item_of(path, i));
+      if (has != wants) add(path, join("has ", has, " items; planned: ", wants));
+    } else if (!same(given, planned)) {
+      add(path, difference(given, planned));
+    }
+  }
+
+  // Empty where there are none.
+  std::string text() const {
+    constexpr size_t MOST = 12;
+    std::string all;
+    for (size_t i = 0; i < std::min(lines_.size(), MOST); ++i) all += "\n  " + lines_[i];
+    if (lines_.size() > MOST) all += join("\n  and ", lines_.size() - MOST, " more");
+    return all;
+  }
+
+ private:
+  void add(const std::string& path, const std::string& what) {
+    lines_.push_back(join("'", path, "' ", what));
+  }
+
+  void compare_fields(nb::handle given, const nb::dict& planned, const std::string& path) {
+    if (!PyDict_Check(given.ptr())) return add(path, difference(given, planned));
+    for (const std::pair<nb::handle, nb::handle> item : planned) {
+      const std::string place = field_of(path, nb::cast<std::string>(item.first));
+      if (nb::borrow<nb::dict>(given).contains(item.first)) {
+        compare(given[item.first], item.second, place);
+      } else {
+        add(place, "is missing; planned: " + shown(item.second));
+      }
+    }
+    for (const std::pair<nb::handle, nb::handle> item : nb::borrow<nb::dict>(given)) {
+      std::string name;
+      if (planned.contains(item.first)) continue;
+      if (!nb::try_cast(item.first, name)) name = shown(item.first);
+      add(field_of(path, name), "is not known; given: " + shown(item.second));
+    }
+  }
+
+  static bool holds_structs(nb::handle planned) {
+    return PyList_CheckExact(planned.ptr()) && nb::len(planned) > 0 &&
+           nb::isinstance<nb::dict>(planned[0]);
+  }
+
+  // Of one type and equal; a list of numbers item by item, a whole number for a float.
+  static bool same(nb::handle given, nb::handle planned) {
+    if (PyList_CheckExact(planned.ptr())) {
+      if (!is_list(given) || nb::len(given) != nb::len(planned)) return false;
+      for (size_t i = 0; i < nb::len(planned); ++i) {
+        if (!same(given[i], planned[i])) return false;
+      }
+      return true;
+    }
+    const bool whole = PyFloat_CheckExact(planned.ptr()) && PyLong_CheckExact(given.ptr());
+    return (whole || given.type().is(planned.type())) && given.equal(planned);
+  }
+
+  static std::string difference(nb::handle given, nb::handle planned) {
+    std::string one, other;
+    const bool texts = PyUnicode_CheckExact(given.ptr()) && nb::try_cast(given, one) &&
+                       PyUnicode_CheckExact(planned.ptr()) && nb::try_cast(planned, other);
+    constexpr size_t LONG = 64;  // of long texts, parameters, the place where they part
+    if (!texts || std::min(one.size(), other.size()) < LONG)
+      return join("is ", shown(given), "; planned: ", shown(planned));
+    const size_t begin =
+        std::mismatch(one.begin(), one.end(), other.begin(), other.end()).first - one.begin();
+    const auto from = [&](const std::string& text) {
+      return shown(nb::cast(begin < text.size() ? text.substr(begin, LONG / 2) : "")) +
+             join(" of ", text.size());
+    };
+    return join("is from character ", begin, " on ", from(one), "; planned: ", from(other));
+  }
+
+  std::vector<std::string> lines_;
+};
+
+// A hand-made plan must at least not make bind() write past the block or read what is not there.
+void check_launches(const LaunchPlan& plan) {
+  for (size_t i = 0; i < plan.launches.size(); ++i) {
+    const Launch& launch = plan.launches[i];
+    const std::string path = item_of("launches", i);
     if (launch.params.size() > MAX_PARAMETER_BYTES) {
-      throw nb::value_error(
-          join("field 'params' has ", launch.params.size(), " bytes: at most ", MAX_PARAMETER_BYTES)
-              .c_str());
+      throw nb::value_error(join("field '", path, ".params' has ", launch.params.size(),
+                                 " bytes: at most ", MAX_PARAMETER_BYTES)
+                                .c_str());
     }
     auto fits = [&](int64_t offset, int64_t bytes) {
       return offset >= 0 && offset + bytes <= static_cast<int64_t>(launch.params.size());
@@ -253,11 +363,11 @@ void check_plan(const LaunchPlan& plan) {
     for (const PointerSlot& slot : launch.pointers) {
       if (!fits(slot.offset, 8))
         throw nb::value_error(
-            join("pointer slot at ", slot.offset, " lies outside the parameters").c_str());
+            join(path, ": pointer slot at ", slot.offset, " lies outside the parameters").c_str());
     }
     for (const TensorMapSpec& spec : launch.tensor_maps) {
       if (!fits(spec.offset, 128) || spec.offset % 64) {
-        throw nb::value_error(join("tensor map at ", spec.offset,
+        throw nb::value_error(join(path, ": tensor map at ", spec.offset,
                                    " is not 128 bytes inside the parameters, 64-byte aligned")
                                   .c_str());
       }
@@ -271,17 +381,67 @@ nb::dict to_dict(const Problem& problem) { return write(problem); }
 nb::dict to_dict(const Device& device) { return write(device); }
 nb::dict to_dict(const LaunchPlan& plan) { return write(plan); }
 
-Problem problem_from_dict(const nb::dict& dict) {
-  Problem problem;
-  std::memset(static_cast<void*>(&problem), 0, sizeof(problem));
-  read(nb::handle(dict), problem);
-  check_problem(problem);
+Problem problem_from_dict(nb::handle dict) {
+  Problem problem = empty_problem();
+  read(dict, problem, "");
+  check_problem(problem, "");
   return problem;
 }
-Device device_from_dict(const nb::dict& dict) { return from_dict<Device>(dict); }
-LaunchPlan plan_from_dict(const nb::dict& dict) {
-  LaunchPlan plan = from_dict<LaunchPlan>(dict);
-  check_plan(plan);
+
+Device device_from_dict(nb::handle dict) {
+  Device device;
+  read(dict, device, "");
+  check_device(device, "");
+  return device;
+}
+
+LaunchPlan plan_from_dict(nb::handle object) {
+  const nb::dict given = as_dict(object, "");
+  std::string version, implementation;
+  read_field(given, "version", version, "");
+  if (version != ARCHFLASH_VERSION) {
+    throw nb::value_error(join("field 'version' is ", shown(given["version"]),
+                               ": this is archflash " ARCHFLASH_VERSION
+                               ", which plans for itself; make the plan again")
+                              .c_str());
+  }
+  read_field(given, "implementation", implementation, "");
+  const std::vector<std::string> names = folder_names();
+  if (std::find(names.begin(), names.end(), implementation) == names.end())
+    refuse("implementation", given["implementation"], "the name of a folder of kernels");
+  Problem problem = empty_problem();
+  read_field(given, "problem", problem, "");
+  check_problem(problem, "problem.");
+  Device device;
+  read_field(given, "device", device, "");
+  check_device(device, "device.");
+
+  PlanResult planned = plan(implementation, problem, device);
+  if (const auto* reasons = std::get_if<Reasons>(&planned)) {
+    std::string all;
+    for (const std::string& reason : *reasons) all += "\n  " + reason;
+    throw nb::value_error(join("field 'implementation' is ", shown(given["implementation"]),
+                               ", which cannot serve this problem on this device:", all)
+                              .c_str());
+  }
+  LaunchPlan& made = std::get<LaunchPlan>(planned);
+  Comparison comparison;
+  comparison.compare(given, to_dict(made), "");
+  if (const std::string differences = comparison.text(); !differences.empty()) {
+    throw nb::value_error(join("this is not what ", implementation,
+                               " plans for this problem and device:", differences)
+                              .c_str());
+  }
+  return std::move(made);
+}
+
+LaunchPlan unchecked_plan_from_dict(nb::handle dict) {
+  LaunchPlan plan;
+  plan.problem = empty_problem();
+  read(dict, plan, "");
+  check_problem(plan.problem, "problem.");
+  check_device(plan.device, "device.");
+  check_launches(plan);
   return plan;
 }
 

@@ -11,9 +11,16 @@ nanobind::dict to_dict(const Problem& problem);
 nanobind::dict to_dict(const Device& device);
 nanobind::dict to_dict(const LaunchPlan& plan);
 
-// Throw nb::value_error naming a field that is missing, unknown or of the wrong kind.
-Problem problem_from_dict(const nanobind::dict& dict);
-Device device_from_dict(const nanobind::dict& dict);
-LaunchPlan plan_from_dict(const nanobind::dict& dict);
+// Throw nb::value_error naming a field that is missing, unknown, of the wrong kind or out of range.
+Problem problem_from_dict(nanobind::handle dict);
+Device device_from_dict(nanobind::handle dict);
+
+// The plan that its problem, device and implementation come to. Nothing else is taken from `dict`:
+// where it says anything different, nb::value_error shows the differences.
+LaunchPlan plan_from_dict(nanobind::handle dict);
+
+// Whatever launches `dict` has, which may read and write any address: for tests and tools of this
+// project, never for a file.
+LaunchPlan unchecked_plan_from_dict(nanobind::handle dict);
 
 }  // namespace archflash

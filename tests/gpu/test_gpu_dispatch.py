@@ -372,6 +372,31 @@ def test_saved_plans_replay(kernel: str, dtype: str, tmp_path: Path) -> None:
 
 
 @each_kernel_and_dtype
+def test_a_tampered_plan_is_refused_before_it_runs(
+    kernel: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    q, k, v = qkv(65, 129, dtype=dtype)
+    fields = plan_of(q, k, v, implementation=kernel)
+    params = fields["launches"][0]["params"]
+    fields["launches"][0]["params"] = "f0" * 8 + params[16:]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(fields))
+    assert main(["replay", str(path)]) == 2
+    assert "'launches[0].params' is from character 0 on 'f0f0" in capsys.readouterr().err
+
+
+def test_replay_on_a_device_that_is_not_here_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    q, k, v = qkv(65, 129, dtype="float32")
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of(q, k, v, implementation="simt")))
+    for index in ("-1", "99"):
+        assert main(["replay", str(path), "--device", index]) == 2
+        assert f"there is no device cuda:{index} here" in capsys.readouterr().err
+
+
+@each_kernel_and_dtype
 def test_executing_a_plan_gives_the_bits_of_the_call(kernel: str, dtype: str) -> None:
     q, k, v = qkv(65, 129, dtype=dtype)
     plan = _native.LaunchPlan.from_dict(plan_of(q, k, v, implementation=kernel, return_lse=True))
@@ -391,11 +416,11 @@ def test_a_plan_with_clusters_is_launched_in_clusters() -> None:
     assert launch["grid"][0] % 2 == 0
     launch["cluster"] = [2, 1, 1]
     inputs = Inputs(q, k, v, {"causal": False, "return_lse": False})
-    out = run_plan(_native.LaunchPlan.from_dict(fields), inputs)
+    out = run_plan(_native.LaunchPlan.unchecked_from_dict(fields), inputs)
     assert same_bits(out, archflash.attention(q, k, v, implementation="ampere"))
     launch["grid"][0] += 1
     with pytest.raises(archflash.LaunchError):
-        run_plan(_native.LaunchPlan.from_dict(fields), inputs)
+        run_plan(_native.LaunchPlan.unchecked_from_dict(fields), inputs)
 
 
 # --- scaled_dot_product_attention ---

@@ -30,7 +30,7 @@ def plan_with(**changes: Any) -> _native.LaunchPlan:
     launch["params"] = "00" * 256
     launch["pointers"] = []
     launch["tensor_maps"] = [MAP | changes]
-    return _native.LaunchPlan.from_dict(fields)
+    return _native.LaunchPlan.unchecked_from_dict(fields)
 
 
 def encoded(plan: _native.LaunchPlan, address: int) -> bytes:

@@ -717,9 +717,26 @@ def test_too_much_work_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ARCHFLASH_SIM_LIMIT", "1")
     with pytest.raises(archflash.LaunchError, match=r"more than the limit of 1 s.*SIM_LIMIT"):
         archflash.attention(q, q, q, implementation="simt")
-    monkeypatch.setenv("ARCHFLASH_SIM_LIMIT", "soon")
-    with pytest.raises(archflash.LaunchError, match="no number of seconds"):
+
+
+@pytest.mark.parametrize("given", ["soon", "nan", "-NaN", "-1", "-inf", "60 s", " "])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = rand(1, 1, 8, 16, seed=0)
+    monkeypatch.setenv("ARCHFLASH_SIM_LIMIT", given)
+    with pytest.raises(ValueError, match=f"ARCHFLASH_SIM_LIMIT={given} is no number of seconds"):
         archflash.attention(q, q, q, implementation="simt")
+
+
+@pytest.mark.parametrize("given", ["inf", "1e400", "", "0.5"])
+def test_a_limit_may_be_any_number_of_seconds_or_none(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = rand(1, 1, 8, 16, seed=0)
+    monkeypatch.setenv("ARCHFLASH_SIM_LIMIT", given)
+    assert archflash.attention(q, q, q, implementation="simt").isfinite().all()
+    assert _attention.limit_seconds() == {"": 60.0, "0.5": 0.5}.get(given, math.inf)
 
 
 def test_reports_count_instructions_transactions_conflicts_and_waits() -> None:

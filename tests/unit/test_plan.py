@@ -278,13 +278,15 @@ def hand_written(**launch: Any) -> dict[str, Any]:
 
 def test_a_hand_written_plan_with_a_tensor_map_survives_json() -> None:
     fields = hand_written(params="00" * 512, tensor_maps=[TENSOR_MAP], cluster=[2, 1, 1])
-    plan = native.LaunchPlan.from_dict(json.loads(json.dumps(fields)))
+    plan = native.LaunchPlan.unchecked_from_dict(json.loads(json.dumps(fields)))
     assert plan.to_dict() == fields
 
 
 @pytest.mark.skipif(native.driver_status().cuda_version != 0, reason="a driver is here")
 def test_binding_a_tensor_map_needs_the_driver() -> None:
-    plan = native.LaunchPlan.from_dict(hand_written(params="00" * 512, tensor_maps=[TENSOR_MAP]))
+    plan = native.LaunchPlan.unchecked_from_dict(
+        hand_written(params="00" * 512, tensor_maps=[TENSOR_MAP])
+    )
     with pytest.raises(archflash.LaunchError, match="cuTensorMapEncodeTiled"):
         native.bound_parameters(plan, 0, [("k", 1 << 20)])
 
@@ -304,7 +306,7 @@ def test_a_tensor_map_of_the_wrong_rank_is_not_bound(wrong: dict[str, Any]) -> N
     with pytest.raises(
         (archflash.LaunchError, ValueError), match=r"tensor map of k: .*1 to 5 dims"
     ):
-        native.bound_parameters(native.LaunchPlan.from_dict(fields), 0, [("k", 1 << 20)])
+        native.bound_parameters(native.LaunchPlan.unchecked_from_dict(fields), 0, [("k", 1 << 20)])
 
 
 def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -325,38 +327,49 @@ def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "said"),
     [
         ("problem", ..., "field 'problem' is missing"),
-        ("launches.0.grid", ..., "field 'grid' is missing"),
-        ("problem.q.row", ..., "field 'row' is missing"),
-        ("device.sm_count", ..., "field 'sm_count' is missing"),
-        ("launches.0.pointers.0.addend", ..., "field 'addend' is missing"),
-        ("version", 2, "field 'version' is not known"),
-        ("problem.dropout", 0.1, "field 'dropout' is not known"),
-        ("launches.0.stream", 0, "field 'stream' is not known"),
-        ("launches.0.shared_bytes", "many", "field 'shared_bytes' is 'many': the wrong kind"),
-        ("launches.0.shared_bytes", 1.5, "field 'shared_bytes' is 1.5: the wrong kind"),
-        ("launches.0.shared_bytes", 1 << 40, "field 'shared_bytes' is 1099511627776: the wrong"),
-        ("launches.0.kernel", 7, "field 'kernel' is 7: the wrong kind"),
-        ("launches.0.grid", 7, "field 'grid' is 7: the wrong kind"),
-        ("launches", 7, "field 'launches' is 7: the wrong kind"),
-        ("problem.scale", "x", "field 'scale' is 'x': the wrong kind"),
-        ("launches.0.block", [128, 1], "'block'"),
-        ("problem.dtype", "float8", "dtype 'float8' is not known"),
-        ("launches.0.pointers.0.operand", "query", "operand 'query' is not known"),
-        ("launches.0.params", "abc", "params must be an even number of lower-case hexadecimal"),
-        ("launches.0.params", "zz", "params must be an even number of lower-case hexadecimal"),
+        ("launches.0.grid", ..., "field 'launches[0].grid' is missing"),
+        ("problem.q.row", ..., "field 'problem.q.row' is missing"),
+        ("device.sm_count", ..., "field 'device.sm_count' is missing"),
+        ("launches.0.pointers.0.addend", ..., "'launches[0].pointers[0].addend' is missing"),
+        ("revision", 2, "field 'revision' is not known"),
+        ("problem.dropout", 0.1, "field 'problem.dropout' is not known"),
+        ("launches.0.stream", 0, "field 'launches[0].stream' is not known"),
+        ("launches.0.shared_bytes", "many", "'launches[0].shared_bytes' is 'many': it must be an"),
+        (
+            "launches.0.shared_bytes",
+            1.5,
+            "'launches[0].shared_bytes' is 1.5: it must be an integer",
+        ),
+        ("launches.0.shared_bytes", True, "'launches[0].shared_bytes' is True: it must be an"),
+        (
+            "launches.0.shared_bytes",
+            1 << 40,
+            "is 1099511627776: it must be an integer that fits 32",
+        ),
+        ("launches.0.kernel", 7, "field 'launches[0].kernel' is 7: it must be a text"),
+        ("launches.0.grid", 7, "field 'launches[0].grid' is 7: it must be a list of 3"),
+        ("launches.0.block", [128, 1], "'launches[0].block' is [128, 1]: it must be a list of 3"),
+        ("launches", 7, "field 'launches' is 7: it must be a list"),
+        ("problem.scale", "x", "field 'problem.scale' is 'x': it must be a finite number"),
+        ("problem.dtype", "float8", "'problem.dtype' is 'float8': it must be one of float32, "),
+        ("launches.0.pointers.0.operand", "query", "is 'query': it must be one of q, k, v, out"),
+        ("launches.0.params", "abc", "must be an even number of lower-case hexadecimal digits"),
+        ("launches.0.params", "zz", "must be an even number of lower-case hexadecimal digits"),
         ("launches.0.params", "00" * 16, "pointer slot at 16 lies outside the parameters"),
         ("launches.0.pointers.0.offset", -8, "pointer slot at -8 lies outside the parameters"),
         ("launches.0.pointers.0.offset", 1 << 20, "pointer slot at 1048576 lies outside"),
-        ("launches.0", 7, "expected an object with named fields"),
-        ("problem", [], "expected an object with named fields"),
+        ("launches.0", 7, "field 'launches[0]' is 7: it must be an object with named fields"),
+        ("problem", [], "field 'problem' is []: it must be an object with named fields"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) and len(value) < 40 else "value",
 )
-def test_a_malformed_plan_is_refused_with_the_field_named(path: str, value: Any, said: str) -> None:
+def test_a_malformed_hand_made_plan_is_refused_with_the_field_named(
+    path: str, value: Any, said: str
+) -> None:
     good = plan_of(call(), "H200").to_dict()
     with pytest.raises(ValueError, match=re.escape(said)):
-        native.LaunchPlan.from_dict(changed(good, path, value))
-    assert native.LaunchPlan.from_dict(good).to_dict() == good
+        native.LaunchPlan.unchecked_from_dict(changed(good, path, value))
+    assert native.LaunchPlan.unchecked_from_dict(good).to_dict() == good
 
 
 @pytest.mark.parametrize(
@@ -372,7 +385,7 @@ def test_a_malformed_plan_is_refused_with_the_field_named(path: str, value: Any,
 def test_a_malformed_tensor_map_is_refused(wrong: dict[str, Any], said: str) -> None:
     fields = hand_written(params="00" * 512, tensor_maps=[TENSOR_MAP | wrong])
     with pytest.raises(ValueError, match=said):
-        native.LaunchPlan.from_dict(fields)
+        native.LaunchPlan.unchecked_from_dict(fields)
 
 
 # --- binding ---
@@ -387,7 +400,7 @@ def test_binding_patches_exactly_the_listed_slots(name: str) -> None:
     fields = plan_named(name, native.describe(PROBLEMS[name][0]).home_device).to_dict()
     for launch in fields["launches"]:
         launch["tensor_maps"] = []  # the driver encodes them: tests/gpu
-    plan = native.LaunchPlan.from_dict(fields)
+    plan = native.LaunchPlan.unchecked_from_dict(fields)
     for index, launch in enumerate(fields["launches"]):
         operands = [slot["operand"] for slot in launch["pointers"]]
         addresses = {operand: 0x7F00_0000_0000 + 4096 * i for i, operand in enumerate(operands)}
@@ -412,7 +425,7 @@ def test_binding_adds_the_addend_and_leaves_an_absent_operand_null() -> None:
     struct.pack_into("<Q", expected, 8, 0x1000 + (1 << 33))
     struct.pack_into("<Q", expected, 24, 0x1000 - 16)
     struct.pack_into("<Q", expected, 40, 0)
-    assert bound(native.LaunchPlan.from_dict(fields), {"q": 0x1000}) == bytes(expected)
+    assert bound(native.LaunchPlan.unchecked_from_dict(fields), {"q": 0x1000}) == bytes(expected)
 
 
 def test_there_is_no_launch_beyond_the_last() -> None:
@@ -453,7 +466,7 @@ def test_a_parameter_block_larger_than_cudas_is_refused_not_overrun() -> None:
     fields = hand_written(params="00" * (PARAMETER_BYTES + 8), pointers=[])
     code = LOAD_WITHOUT_TORCH + (
         "try:\n"
-        f"    plan = module.LaunchPlan.from_dict(json.loads({json.dumps(fields)!r}))\n"
+        f"    plan = module.LaunchPlan.unchecked_from_dict(json.loads({json.dumps(fields)!r}))\n"
         "    module.bound_parameters(plan, 0, [])\n"
         "except Exception as error:\n"
         "    print('refused:', error)\n"

@@ -23,7 +23,6 @@ from torch import Tensor
 import archflash
 from archflash import _archflash as _native
 from archflash import _dispatch, reference
-from archflash._errors import ArchflashError
 from archflash.cli import minilm
 
 if TYPE_CHECKING:
@@ -138,10 +137,15 @@ class CheckedAttention:
         return out
 
 
-def make_batch(tokenizer: Tokenizer, sentences: tuple[str, ...], device: torch.device) -> Batch:
+def make_batch(
+    tokenizer: Tokenizer, config: minilm.Config, sentences: tuple[str, ...], device: torch.device
+) -> Batch:
     """Tokenise sentences; lay them out packed for archflash and padded for the model's own."""
-    ids = [torch.tensor(tokenizer.encode(sentence).ids) for sentence in sentences]
+    ids = [
+        torch.tensor(tokenizer.encode(sentence).ids, dtype=torch.int64) for sentence in sentences
+    ]
     lengths = torch.tensor([len(i) for i in ids])
+    minilm.check_tokens(torch.cat(ids), lengths, config)
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
@@ -188,28 +192,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; return the exit status, 0 if everything agreed."""
-    try:
-        folder = minilm.find_weights(args.weights)
-        if args.save_half is not None:
-            written = minilm.save_half(folder, Path(args.save_half))
-            print(
-                f"wrote {written} ({written.stat().st_size / 1e6:.0f} MB), "
-                f"{minilm.TOKENIZER_FILE} and {minilm.CONFIG_FILE}"
-            )
-            print(f"use it with: archflash demo --weights {args.save_half}")
-            return 0
-        known = [i.name for i in archflash.implementations()]
-        if args.implementation not in (None, *known):
-            raise minilm.ModelError(
-                f"there is no implementation {args.implementation!r}: "
-                f"choose from {', '.join(known)}"
-            )
-        dtypes = [d for d in MIN_COSINE if args.dtype in (None, _name(d))]
-        with torch.inference_mode():
-            failures = _demo(folder, dtypes, args.implementation)
-    except (minilm.ModelError, ArchflashError) as error:
-        print(f"archflash demo: {error}", file=sys.stderr)
-        return 1
+    folder = minilm.find_weights(args.weights)
+    if args.save_half is not None:
+        written = minilm.save_half(folder, Path(args.save_half))
+        print(
+            f"wrote {written} ({written.stat().st_size / 1e6:.0f} MB), "
+            f"{minilm.TOKENIZER_FILE} and {minilm.CONFIG_FILE}"
+        )
+        print(f"use it with: archflash demo --weights {args.save_half}")
+        return 0
+    known = [i.name for i in archflash.implementations()]
+    if args.implementation not in (None, *known):
+        raise ValueError(
+            f"--implementation {args.implementation!r}: there is none of that name; "
+            f"choose from {', '.join(known)}"
+        )
+    dtypes = [d for d in MIN_COSINE if args.dtype in (None, _name(d))]
+    with torch.inference_mode():
+        failures = _demo(folder, dtypes, args.implementation)
     if failures:
         print("\nFAILED:", *failures, sep="\n  ", file=sys.stderr)
         return 1
@@ -234,7 +234,7 @@ def _demo(folder: Path, dtypes: list[torch.dtype], implementation: str | None) -
         f"of {config.head_dim}, on {where}"
     )
 
-    batch = make_batch(tokenizer, SENTENCES, device)
+    batch = make_batch(tokenizer, config, SENTENCES, device)
     lengths = batch.mask.sum(1).tolist()
     print(
         f"{len(SENTENCES)} sentences of {min(lengths)} to {max(lengths)} tokens: "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import archflash
 from archflash import _dispatch
 
+MOST = 1 << 59  # elements of a tensor, whose bytes then fit 63 bits
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -61,10 +63,10 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
         batch, heads, rows, dim = (int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
         raise ValueError(
-            f"--shape {text!r}: it must be four integers B,H,N,D such as 4,16,512,64"
+            f"--shape {_short(text)}: it must be four integers B,H,N,D such as 4,16,512,64"
         ) from None
     if min(batch, heads, rows, dim) < 0:
-        raise ValueError(f"--shape {text!r}: sizes must be >= 0")
+        raise ValueError(f"--shape {_short(text)}: sizes must be >= 0")
     return batch, heads, rows, dim
 
 
@@ -76,13 +78,44 @@ def parse_window(text: str | None) -> tuple[int | None, int | None] | None:
     """
     if text is None:
         return None
-    sides = text.split(",")
-    if len(sides) != 2 or not all(side.strip().isdigit() or not side.strip() for side in sides):
+    return parse_pair("--window", "LEFT,RIGHT", text)
+
+
+def parse_pair(option: str, form: str, text: str) -> tuple[int | None, int | None]:
+    """ "128," -> (128, None).
+
+    Raises:
+        ValueError: not two integers from 0 to MOST, or blanks.
+    """
+    sides = [side.strip() for side in text.split(",")]
+    if len(sides) != 2 or not all(_is_size(side) or not side for side in sides):
         raise ValueError(
-            f"--window {text!r}: it must be LEFT,RIGHT, either side an integer >= 0 or empty"
+            f"{option} {_short(text)}: it must be {form}, either side an integer >= 0 and at most "
+            "2^59, or empty"
         )
-    left, right = (int(side) if side.strip() else None for side in sides)
+    left, right = (int(side) if side else None for side in sides)
     return left, right
+
+
+def parse_indices(option: str, text: str) -> list[int]:
+    """ "0,3" -> [0, 3].
+
+    Raises:
+        ValueError: not integers from 0 to MOST.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(map(_is_size, parts)):
+        raise ValueError(f"{option} {_short(text)}: it must be indices of CTAs such as 0 or 0,3")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _is_size(text: str) -> bool:
+    few = text.isascii() and text.isdecimal() and len(text) < 20  # int() refuses thousands
+    return few and int(text) <= MOST
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "...")
 
 
 @dataclass(frozen=True)
@@ -114,6 +147,12 @@ def read_call(arguments: argparse.Namespace) -> Call:
     dv = dim if arguments.dv is None else arguments.dv
     if min(heads_kv, keys, dv) < 0:
         raise ValueError(f"--heads-kv {heads_kv}, --keys {keys}, --dv {dv}: sizes must be >= 0")
+    for name, sizes in (("q", (heads, rows, dim)), ("k and v", (heads_kv, keys, max(dim, dv)))):
+        if math.prod(max(size, 1) for size in (batch, *sizes)) > MOST:
+            raise ValueError(
+                "--shape, --heads-kv, --keys and --dv make q, k or v too large: "
+                f"{name} would have more than 2^59 elements"
+            )
 
     def shape(h: int, n: int, d: int) -> tuple[int, ...]:
         return (batch, h, n, d) if arguments.layout == "bhnd" else (batch, n, h, d)

@@ -33,7 +33,7 @@ ENVIRONMENT = (
     (
         "ARCHFLASH_SIM_LIMIT",
         "seconds",
-        "a call that the simulator would take longer for raises; default 60",
+        "a call that the simulator would take longer for raises; inf: none does; default 60",
     ),
 )
 

@@ -33,6 +33,7 @@ _EMBEDDING_NAMES = {
     "embeddings.token_type_embeddings": "token_types",
     "embeddings.LayerNorm": "norm",
 }
+_MOST, _MOST_LAYERS = 1 << 20, 1000  # of the sizes of an encoder, far beyond this one's
 _LAYER_NAMES = {
     "attention.self.query": "query",
     "attention.self.key": "key",
@@ -45,7 +46,7 @@ _LAYER_NAMES = {
 }
 
 
-class ModelError(Exception):
+class ModelError(ValueError):
     """The model cannot be loaded; the message says what to do."""
 
 
@@ -285,19 +286,69 @@ def save_half(source: Path, folder: Path) -> Path:
     return folder / WEIGHTS_FILE
 
 
+def check_tokens(tokens: Tensor, lengths: Tensor, config: Config) -> None:
+    """Check what a tokenizer made of sentences.
+
+    Args:
+        tokens: (T,) int64, ids of all sentences.
+        lengths: (B,) of each sentence.
+        config: of the encoder that they are for.
+
+    Raises:
+        ModelError: a sentence is empty or longer than the encoder takes, or has a token that it
+            does not have.
+    """
+    tokens = torch.nn.functional.pad(tokens, (0, 1))  # at least one
+    shortest, longest, largest = int(lengths.min()), int(lengths.max()), int(tokens.max())
+    if shortest < 1 or longest > config.max_position_embeddings or largest >= config.vocab_size:
+        raise ModelError(
+            f"{TOKENIZER_FILE} makes sentences of {shortest} to {longest} tokens and ids up to "
+            f"{largest}: {CONFIG_FILE} is of an encoder for 1 to {config.max_position_embeddings} "
+            f"tokens and {config.vocab_size} ids; copy both again"
+        )
+
+
+def _check_config(config: Config, path: Path) -> None:
+    for name, value in vars(config).items():
+        if name == "layer_norm_eps":
+            takes, what = isinstance(value, float) and 0 < value < 1, "a number between 0 and 1"
+        else:
+            takes = type(value) is int and 1 <= value <= _MOST
+            what = f"an integer from 1 to {_MOST}"
+        if not takes:
+            raise ModelError(f"{path}: {name} is {_short(value)}; it must be {what}")
+    if config.num_hidden_layers > _MOST_LAYERS or config.hidden_size % config.num_attention_heads:
+        raise ModelError(
+            f"{path}: {config.num_hidden_layers} layers of {config.num_attention_heads} heads in "
+            f"{config.hidden_size} numbers; it must be at most {_MOST_LAYERS} layers, whose heads "
+            "divide the numbers"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < _MOST**4 else "a huge int"
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
 def _read_config(path: Path) -> Config:
     try:
-        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        stored: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}; copy it again") from error
+    if not isinstance(stored, dict):
+        raise ModelError(f"{path} holds no object with named fields; copy it again")
     kind = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
     for name, wanted in kind.items():
         if stored.get(name, wanted) != wanted:
-            raise ModelError(f"{path}: {name} is {stored[name]!r}; this encoder is for {wanted!r}")
+            raise ModelError(
+                f"{path}: {name} is {_short(stored[name])}; this encoder is for {wanted!r}"
+            )
     try:
-        return Config(**{name: stored[name] for name in Config.__dataclass_fields__})
+        config = Config(**{name: stored[name] for name in Config.__dataclass_fields__})
     except KeyError as error:
         raise ModelError(f"{path} has no entry {error}") from error
+    _check_config(config, path)
+    return config
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash import _dispatch, reference
+from archflash._errors import LaunchError
 
 SEED = 20240731
+MOST_BYTES = 1 << 20  # of a file: no plan has a tenth of them
 
 
 def add_parser(commands: Any) -> None:
@@ -44,15 +46,43 @@ class Inputs:
 
 
 def load_plan(path: Path) -> _native.LaunchPlan:
-    """Reads a plan.
+    """Reads a plan: what this version plans for the problem, device and implementation that the
+    file names. Nothing else of the file is used.
 
     Raises:
-        ValueError: the file is not a plan.
+        ValueError: the file is not a plan, or it says anything else than this version plans.
     """
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
     try:
-        return _native.LaunchPlan.from_dict(json.loads(path.read_text()))
-    except (json.JSONDecodeError, ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path} is not a plan of this version of archflash: {error}") from None
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        return _native.LaunchPlan.from_dict(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a plan of this version of archflash ({error}); make it again with "
+            "`archflash explain --plan`"
+        ) from None
+
+
+def bytes_needed(problem: dict[str, Any]) -> int:
+    """Bytes of the tensors that `make_inputs` makes, but for sinks, and of the float64 ones that
+    the output is compared with; an estimate from below.
+    """
+    batch = 1 if problem["varlen"] else problem["batch"]
+    total = 8 * problem["batch"]
+    for name, heads, rows, dim in (
+        ("q", problem["heads_q"], problem["nq"], problem["d"]),
+        ("k", problem["heads_kv"], problem["nk"], problem["d"]),
+        ("v", problem["heads_kv"], problem["nk"], problem["dv"]),
+        ("out", problem["heads_q"], problem["nq"], problem["dv"]),
+    ):
+        steps = problem[name]
+        sizes = ((batch, steps["batch"]), (heads, steps["head"]), (rows, steps["row"]))
+        last = sum((size - 1) * step for size, step in sizes if size > 1)
+        if batch * heads * rows:
+            total += max(4 * (last + dim), 8 * batch * heads * rows * dim)
+    return int(total)
 
 
 def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
@@ -93,9 +123,9 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
     elif not problem["q_offset_default"]:
         options["q_offset"] = problem["q_offset"]
     if problem["sinks"]:
-        dtype = (torch.float32, torch.float16, torch.bfloat16)[problem["sinks"] - 1]
+        codes = {1: torch.float32, 2: torch.float16, 3: torch.bfloat16, 6: torch.float64}
         options["sinks"] = torch.randn(problem["heads_q"], generator=generator, device=device).to(
-            dtype
+            codes[problem["sinks"]]
         )
     if problem["approximate"]:
         options["approximate"] = "int8_qk"
@@ -129,9 +159,14 @@ def run(arguments: argparse.Namespace) -> int:
     plan = load_plan(arguments.plan)
     problem = plan.problem.to_dict()
     if trouble := _dispatch.driver_problem():
-        raise ValueError(f"replay needs a GPU: {trouble}")
-    device = torch.device("cuda", arguments.device)
+        raise LaunchError(f"replay needs a GPU: {trouble}")
     here = _dispatch.query_device(arguments.device)
+    device = torch.device("cuda", arguments.device)
+    needed, (_, memory) = bytes_needed(problem), torch.cuda.mem_get_info(device)
+    if needed > memory:
+        raise ValueError(
+            f"{arguments.plan}: its tensors take {needed} bytes, and {device} has {memory}"
+        )
     print(f"{plan.implementation}: {_dispatch.describe_problem(plan.problem)}")
     print(f"planned for {_dispatch.describe_device(plan.device)}")
     print(f"runs on {_dispatch.describe_device(here)}")

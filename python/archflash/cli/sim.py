@@ -6,18 +6,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from archflash import _dispatch, reference
-from archflash.cli.explain import Call, add_call_arguments, read_call
+from archflash import _dispatch, _registry, reference
+from archflash._errors import LaunchError
+from archflash.cli.explain import (
+    Call,
+    add_call_arguments,
+    parse_indices,
+    parse_pair,
+    read_call,
+)
 
 MODES = ("lazy", "eager", "random", "priority")
 SUFFIXES = (".json", ".svg", ".png")
 # Small enough that the warps of a picture seem to run side by side.
 TRACE_STRETCH = 16
+MAX_STRETCH = (1 << 31) - 1
+SEEDS = 1 << 64
+# Numbers of q, k, v and the scores of the reference: 4 GB of them in float64.
+MOST_NUMBERS = 1 << 29
 
 
 def add_parser(commands: Any) -> None:
@@ -85,7 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     named = {name: value for name, value in options.items() if name != "return_lse"}
     expected, expected_lse = reference.attention(*tensors, **named)
-    check = reference.check(result.out, expected, reference.baseline(*tensors, **named))
+    if call.dtype.itemsize == 1:
+        check = reference.check_fp8(result.out, expected, *tensors, **named)
+    else:
+        check = reference.check(result.out, expected, reference.baseline(*tensors, **named))
     print(check)
     ok = check.ok and not any(report.errors for report in result.reports)
     if result.lse is not None:
@@ -106,20 +121,26 @@ def trace_call(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{file}: its name must end in {', '.join(SUFFIXES)}")
     if ".png" in kinds:
         _picture.require_pillow()
-    ctas = parse_indices(arguments.ctas)
-    begin, end = parse_part(arguments.part)
-    if arguments.stretch < 0:
-        raise ValueError(f"--stretch {arguments.stretch}: it must be >= 0")
+    ctas = parse_indices("--ctas", arguments.ctas)
+    begin, end = parse_pair("--part", "BEGIN,END", arguments.part or ",")
+    if not 0 <= arguments.stretch <= MAX_STRETCH:
+        raise ValueError(f"--stretch {arguments.stretch}: it must be >= 0 and at most 2^31 - 1")
     tensors, options = _inputs(call, arguments)
     result = _simulate(tensors, options, arguments, ctas)
+    if not result.reports:
+        raise ValueError("there is nothing to compute, so no kernel runs: give sizes of at least 1")
     report = result.report
     lines = [_trace.timeline(report, cta) for cta in ctas if cta in report.traces]
     if not lines:
-        raise ValueError(f"an error stopped the run before CTA {ctas[0]}:\n{report}")
+        raise LaunchError(f"an error stopped the run before CTA {ctas[0]}:\n{report}")
     drawing = None
     if kinds != [".json"] * len(kinds):
         drawing = _picture.draw(
-            lines[0], arguments.title or _title(result), _notes(arguments, lines[0]), begin, end
+            lines[0],
+            arguments.title or _title(result),
+            _notes(arguments, lines[0]),
+            begin or 0,
+            end,
         )
     for file, kind in zip(arguments.files, kinds, strict=True):
         if kind == ".json":
@@ -140,35 +161,28 @@ def trace_call(arguments: argparse.Namespace) -> int:
     return 1 if report.errors else 0
 
 
-def parse_indices(text: str) -> list[int]:
-    """ "0,3" -> [0, 3].
-
-    Raises:
-        ValueError: not integers >= 0.
-    """
-    parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts):
-        raise ValueError(f"--ctas {text!r}: it must be indices of CTAs such as 0 or 0,3")
-    return list(dict.fromkeys(int(part) for part in parts))
-
-
-def parse_part(text: str | None) -> tuple[int, int | None]:
-    """ "1000," -> (1000, None).
-
-    Raises:
-        ValueError: not two integers or blanks.
-    """
-    if text is None:
-        return 0, None
-    sides = [side.strip() for side in text.split(",")]
-    if len(sides) != 2 or not all(side.isdigit() or not side for side in sides):
+def _check_size(call: Call) -> None:
+    q, k, _ = call.shapes
+    rows = 2 if call.options["layout"] == "bhnd" else 1
+    scores = q[0] * call.heads * q[rows] * k[rows]
+    numbers = sum(map(math.prod, call.shapes)) + scores
+    if numbers > MOST_NUMBERS:
         raise ValueError(
-            f"--part {text!r}: it must be BEGIN,END, either side an integer >= 0 or empty"
+            f"q, k, v and their scores are {numbers} numbers: the simulator's commands take at "
+            "most 2^29; give a smaller --shape, --keys or --dv"
         )
-    return int(sides[0] or 0), int(sides[1]) if sides[1] else None
 
 
 def _inputs(call: Call, arguments: argparse.Namespace) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    for name, seed in (("--seed", arguments.seed), ("--data-seed", arguments.data_seed)):
+        if not 0 <= seed < SEEDS:
+            raise ValueError(f"{name} {seed}: it must be an integer from 0 to 2^64 - 1")
+    if arguments.implementation == _registry.TORCH:
+        raise ValueError(
+            "--implementation torch: PyTorch's kernels are not simulated; choose from "
+            + ", ".join(_registry.kernel_names())
+        )
+    _check_size(call)
     generator = torch.Generator().manual_seed(arguments.data_seed)
     tensors = [torch.randn(shape, generator=generator).to(call.dtype) for shape in call.shapes]
     options = dict(call.options)

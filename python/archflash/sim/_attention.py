@@ -163,6 +163,7 @@ def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
 
     Raises:
         LaunchError: the work is estimated at more than ARCHFLASH_SIM_LIMIT seconds.
+        ValueError: ARCHFLASH_SIM_LIMIT is no number of seconds.
         SimulationError: the kernel did something wrong.
     """
     settings = _session.settings or _Settings()
@@ -321,17 +322,32 @@ def estimate_seconds(
     return float(flops / rate / max(os.cpu_count() or 1, 1))
 
 
+def limit_seconds() -> float:
+    """What ARCHFLASH_SIM_LIMIT says: the seconds that a simulated call may take, inf for any.
+
+    Raises:
+        ValueError: it is no number of seconds.
+    """
+    given = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_SECONDS)
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = -1.0
+    if not limit >= 0:  # so that NaN is refused
+        raise ValueError(
+            f"{LIMIT_VARIABLE}={given} is no number of seconds: set it to one of at least 0, to "
+            f"inf for no limit, or unset it for {LIMIT_SECONDS:.0f}"
+        )
+    return limit
+
+
 def _check_limit(
     plan: _runtime.LaunchPlan,
     programs: list[Program],
     kernels: list[str],
     tensors: dict[str, Tensor],
 ) -> None:
-    given = os.environ.get(LIMIT_VARIABLE)
-    try:
-        limit = float(given) if given else LIMIT_SECONDS
-    except ValueError:
-        raise LaunchError(f"{LIMIT_VARIABLE}={given} is no number of seconds") from None
+    limit = limit_seconds()
     seconds = estimate_seconds(plan, programs, kernels, tensors)
     if seconds > limit:
         raise LaunchError(

@@ -1,0 +1,250 @@
+#include "runtime/checks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "runtime/text.h"
+
+namespace archflash {
+namespace {
+
+// So that sums of positions, offsets and window sides never overflow; build_call() has the same.
+constexpr int64_t LIMIT = (int64_t{1} << 60) - 1;
+// Elements of a tensor, repeated ones counted, and elements from its first to its last: their bytes
+// fit 63 bits.
+constexpr int64_t ELEMENTS = int64_t{1} << 59;
+
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  throw std::invalid_argument(join(parts...));
+}
+
+template <class T>
+using Named = std::initializer_list<std::pair<const char*, T>>;
+
+// Reads as the fields do: UNBOUNDED travels as None.
+std::string text_of(int64_t value) { return value == UNBOUNDED ? "None" : std::to_string(value); }
+
+struct Checker {
+  const std::string& prefix;
+
+  template <class... Parts>
+  void require(bool holds, const char* field, const std::string& given,
+               const Parts&... must) const {
+    if (!holds) refuse("field '", prefix, field, "' is ", given, ": it must be ", must...);
+  }
+  void range(int64_t low, int64_t high, Named<int64_t> fields) const {
+    for (const auto& [field, value] : fields) {
+      require(low <= value && value <= high, field, text_of(value), "an integer from ", low, " to ",
+              high);
+    }
+  }
+};
+
+// Of one tensor: its sizes and the strides that a Problem has of it.
+struct Layout {
+  const char* name;
+  const Strides& strides;
+  int64_t batch, heads, rows, inner;
+};
+
+// The product of sizes, each counted as 1 at least; more than ELEMENTS where it is too large.
+int64_t elements(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  for (int64_t size : sizes) {
+    if (__builtin_mul_overflow(product, std::max<int64_t>(size, 1), &product) || product > ELEMENTS)
+      return ELEMENTS + 1;
+  }
+  return product;
+}
+
+void check_strides(const Checker& check, const Layout& x) {
+  const std::tuple<const char*, int64_t, int64_t> dimensions[] = {
+      {".batch", x.strides.batch, x.batch},
+      {".head", x.strides.head, x.heads},
+      {".row", x.strides.row, x.rows}};
+  __int128 last = x.inner - 1;  // the offset of the last element
+  for (const auto& [dimension, stride, size] : dimensions) {
+    const std::string field = std::string(x.name) + dimension;
+    check.range(0, ELEMENTS, {{field.c_str(), stride}});
+    if (size == 1)
+      check.require(stride == 0, field.c_str(), text_of(stride), "0, as the dimension has size 1");
+    if (size > 1) last += static_cast<__int128>(size - 1) * stride;
+  }
+  if (last >= ELEMENTS) {
+    refuse("field '", check.prefix, x.name, "' has strides (", x.strides.batch, ", ",
+           x.strides.head, ", ", x.strides.row, "), whose last element lies beyond 2^59 elements");
+  }
+}
+
+void check_shapes(const Checker& check, const Problem& p) {
+  check.range(0, LIMIT, {{"batch", p.batch}, {"heads_q", p.heads_q}, {"heads_kv", p.heads_kv}});
+  check.range(0, LIMIT, {{"nq", p.nq}, {"nk", p.nk}});
+  check.range(1, LIMIT, {{"d", p.d}, {"dv", p.dv}});
+  check.require(p.heads_kv == 0 ? p.heads_q == 0 : p.heads_q % p.heads_kv == 0, "heads_kv",
+                text_of(p.heads_kv), "a divisor of heads_q = ", p.heads_q);
+  const int64_t batch = p.varlen ? 1 : p.batch, dim = std::max(p.d, p.dv);
+  const int64_t largest =
+      std::max({elements({batch, p.heads_q, p.nq, dim}), elements({batch, p.heads_kv, p.nk, dim}),
+                elements({p.heads_q, std::max(p.batch, p.nq), 2})});
+  if (largest > ELEMENTS) {
+    refuse("fields '", check.prefix, "batch', 'heads_q', 'heads_kv', 'nq', 'nk', 'd' and 'dv' are ",
+           p.batch, ", ", p.heads_q, ", ", p.heads_kv, ", ", p.nq, ", ", p.nk, ", ", p.d, " and ",
+           p.dv, ": a tensor must have at most 2^59 elements");
+  }
+}
+
+void check_layouts(const Checker& check, const Problem& p) {
+  const int64_t batch = p.varlen ? 1 : p.batch;
+  const Layout out{"out", p.out, batch, p.heads_q, p.nq, p.dv};
+  for (const Layout& layout : {Layout{"q", p.q, batch, p.heads_q, p.nq, p.d},
+                               Layout{"k", p.k, batch, p.heads_kv, p.nk, p.d},
+                               Layout{"v", p.v, batch, p.heads_kv, p.nk, p.dv}, out}) {
+    check_strides(check, layout);
+  }
+  const int64_t shape[] = {out.batch, out.heads, out.rows, out.inner};
+  const int64_t strides[] = {p.out.batch, p.out.head, p.out.row, 1};
+  if (p.out_unit && overlaps_itself(shape, strides, 4)) {
+    refuse("field '", check.prefix, "out' has strides (", p.out.batch, ", ", p.out.head, ", ",
+           p.out.row, "): its elements must not overlap");
+  }
+  for (const auto& [field, align] : Named<int32_t>{{"q_align", p.q_align},
+                                                   {"k_align", p.k_align},
+                                                   {"v_align", p.v_align},
+                                                   {"out_align", p.out_align}}) {
+    const bool power = align >= 1 && align <= 16 && (align & (align - 1)) == 0;
+    check.require(power, field, text_of(align), "1, 2, 4, 8 or 16");
+  }
+}
+
+void check_descales(const Checker& check, const Problem& p) {
+  check.range(0, 15, {{"descale", p.descale}});
+  check.require(p.descale == 0 || is_fp8(p.dtype), "descale", text_of(p.descale), "0, as q is ",
+                dtype_name(p.dtype));
+  check.require(!(p.descale & 8) || (p.descale & 1), "descale", text_of(p.descale),
+                "without bit 3, as q has no descale");
+  const int64_t q_heads = p.descale & 8 ? p.heads_kv : p.heads_q;
+  const auto blocks = [&](int64_t rows) {
+    return p.varlen ? 1 : rows / SCALE_ROWS + (rows % SCALE_ROWS != 0);
+  };
+  int bit = 0;
+  for (const Layout& layout :
+       {Layout{"q_descale", p.q_descale, p.batch, q_heads, blocks(p.nq), 1},
+        Layout{"k_descale", p.k_descale, p.batch, p.heads_kv, blocks(p.nk), 1},
+        Layout{"v_descale", p.v_descale, p.batch, p.heads_kv, blocks(p.nk), 1}}) {
+    check_strides(check, layout);
+    const Strides& s = layout.strides;
+    const bool given = p.descale >> bit++ & 1;
+    if (!given && (s.batch != 0 || s.head != 0 || s.row != 0)) {
+      refuse("field '", check.prefix, layout.name,
+             "' has strides: they must be 0, as the descale is not given");
+    }
+  }
+}
+
+}  // namespace
+
+bool overlaps_itself(const int64_t* shape, const int64_t* strides, int ndim) {
+  constexpr int MOST = 64;  // dimensions of a tensor
+  int order[MOST];          // innermost first
+  int count = 0;
+  for (int i = 0; i < ndim; ++i) {
+    if (shape[i] == 0) return false;
+    if (shape[i] == 1) continue;
+    int place = count++;
+    for (; place > 0 && strides[i] < strides[order[place - 1]]; --place)
+      order[place] = order[place - 1];
+    order[place] = i;
+  }
+  int64_t last = 0;  // offset of the last element of the dimensions so far
+  for (int i = 0; i < count; ++i) {
+    if (strides[order[i]] <= last) return true;
+    last += (shape[order[i]] - 1) * strides[order[i]];
+  }
+  return false;
+}
+
+void check_problem(const Problem& p, const std::string& prefix) {
+  const Checker check{prefix};
+  check.range(0, 1,
+              {{"causal", p.causal},
+               {"varlen", p.varlen},
+               {"q_offset_tensor", p.q_offset_tensor},
+               {"q_offset_default", p.q_offset_default},
+               {"want_lse", p.want_lse},
+               {"needs_grad", p.needs_grad},
+               {"on_cuda", p.on_cuda},
+               {"q_unit", p.q_unit},
+               {"k_unit", p.k_unit},
+               {"v_unit", p.v_unit},
+               {"out_unit", p.out_unit},
+               {"approximate", p.approximate}});
+  check_shapes(check, p);
+  check_layouts(check, p);
+  check_descales(check, p);
+  check.require(!is_fp8(p.out_dtype), "out_dtype", dtype_name(p.out_dtype),
+                "float32, float16, bfloat16 or float64");
+
+  check.range(0, p.varlen ? 0 : 2, {{"mask", p.mask}});
+  const int64_t longest = p.varlen ? LIMIT : UNKNOWN;
+  check.range(UNKNOWN, longest,
+              {{"max_seqlen_q", p.max_seqlen_q}, {"max_seqlen_k", p.max_seqlen_k}});
+  check.range(0, LIMIT, {{"num_splits", p.num_splits}});
+  for (const auto& [field, side] :
+       Named<int64_t>{{"window_left", p.window_left}, {"window_right", p.window_right}}) {
+    if (side != UNBOUNDED) check.range(0, LIMIT, {{field, side}});
+  }
+  check.require(!p.causal || p.window_right == 0, "window_right", text_of(p.window_right),
+                "0, as causal is 1");
+  for (const auto& [field, value] : Named<double>{{"scale", p.scale}, {"softcap", p.softcap}})
+    check.require(std::isfinite(value), field, join(value), "finite");
+  check.require(p.softcap >= 0, "softcap", join(p.softcap), "at least 0");
+
+  check.range(-LIMIT, LIMIT, {{"q_offset", p.q_offset}});
+  check.require(!(p.q_offset_tensor && p.q_offset_default), "q_offset_tensor", "1",
+                "0, as q_offset_default is 1");
+  if (p.q_offset_tensor || p.q_offset_default) {
+    const int64_t expected = p.q_offset_tensor || p.varlen ? 0 : p.nk - p.nq;
+    check.require(p.q_offset == expected, "q_offset", text_of(p.q_offset), expected,
+                  ", as it was not given as a number");
+  }
+  check.range(0, DTYPE_COUNT, {{"sinks", p.sinks}});
+  if (p.sinks != 0) {
+    const DType dtype = static_cast<DType>(p.sinks - 1);
+    const bool allowed = !is_fp8(dtype) && (dtype != DType::F64 || p.dtype == DType::F64);
+    check.require(allowed, "sinks", text_of(p.sinks),
+                  "1 plus the code of float32 (0), float16 (1), bfloat16 (2) or of q's dtype, or 0 "
+                  "for none");
+  }
+}
+
+void check_device(const Device& d, const std::string& prefix) {
+  const Checker check{prefix};
+  const bool printable = std::none_of(d.name.begin(), d.name.end(), [](char letter) {
+    return static_cast<unsigned char>(letter) < ' ' || letter == '\x7f';
+  });
+  constexpr size_t LONGEST_NAME = 256;  // of cudaDeviceProp
+  check.require(printable && d.name.size() <= LONGEST_NAME, "name",
+                join("a text of ", d.name.size(), " bytes"), "printable and at most ", LONGEST_NAME,
+                " bytes long");
+  const int64_t numbers[] = {d.major,         d.minor,    d.sm_count,         d.shared_per_block,
+                             d.shared_per_sm, d.l2_bytes, d.registers_per_sm, d.threads_per_sm};
+  // It stands for a GPU that could not be asked: no code loads on its capability, 0.0.
+  if (std::all_of(std::begin(numbers), std::end(numbers), [](int64_t n) { return n == 0; })) return;
+  // Beyond every GPU there is, and small enough that no product of planning overflows.
+  check.range(1, 99, {{"major", d.major}});
+  check.range(0, 9, {{"minor", d.minor}});
+  check.range(1, int64_t{1} << 20, {{"sm_count", d.sm_count}});
+  check.range(0, int64_t{1} << 30,
+              {{"shared_per_block", d.shared_per_block},
+               {"shared_per_sm", d.shared_per_sm},
+               {"registers_per_sm", d.registers_per_sm},
+               {"threads_per_sm", d.threads_per_sm}});
+  check.range(0, int64_t{1} << 32, {{"l2_bytes", d.l2_bytes}});
+}
+
+}  // namespace archflash
