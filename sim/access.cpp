@@ -22,7 +22,7 @@ std::string hex(uint64_t value) {
 }
 
 bool is_read(Access access) {
-  return access == Access::Read || access == Access::StrongRead || access == Access::CollectiveRead;
+  return access == Access::Read || access == Access::StrongRead || access == Access::MatrixLoad;
 }
 
 const char* verb(Access access) {
@@ -112,8 +112,7 @@ uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
       const Accessor who{warp.agent(), lane, warp.pc()};
       const uint32_t place = owner.race_base() + at;
       const Race race = access == Access::Read ? races->read(who, place, bytes)
-                        : access == Access::CollectiveRead
-                            ? races->collective_read(who, place, bytes)
+                        : access == Access::MatrixLoad ? races->matrix_load(who, place, bytes)
                         : access == Access::StrongRead ? races->strong_load(who, place, bytes)
                                                        : races->atomic(who, place, bytes);
       if (race.found) [[unlikely]] {
@@ -507,7 +506,8 @@ uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t by
   return buffer->host + offset;
 }
 
-void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data) {
+void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data,
+                bool by_matrix) {
   Cta& cta = warp.cta();
   const uint64_t address = located.address[lane];
   if (located.space[lane] == Space::Local) {
@@ -520,7 +520,9 @@ void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, co
     Cta& owner = owner_of(cta, address);
     const auto offset = static_cast<uint32_t>(address - owner.shared_base());
     if (races != nullptr) {
-      const Race race = races->write(who, owner.race_base() + offset, bytes);
+      const uint32_t place = owner.race_base() + offset;
+      const Race race =
+          by_matrix ? races->matrix_store(who, place, bytes) : races->write(who, place, bytes);
       if (race.found) [[unlikely]] {
         const bool benign = race.other_wrote && std::memcmp(located.where[lane], data, bytes) == 0;
         cta.report_race(warp, lane, race, true, benign, shared_name(address, bytes), address);

@@ -10,11 +10,11 @@ namespace archflash::sim {
 
 enum class Access : uint8_t {
   Read,
-  CollectiveRead,  // by all lanes together: ldmatrix
-  Write,           // races are checked by the caller once it has the data
-  StrongRead,      // volatile, relaxed or acquiring: does not race with strong writes
-  Atomic,          // reads and writes
-  Copy,            // the destination of an asynchronous copy
+  MatrixLoad,  // by several lanes: ldmatrix
+  Write,       // races are checked by the caller once it has the data
+  StrongRead,  // volatile, relaxed or acquiring: does not race with strong writes
+  Atomic,      // reads and writes
+  Copy,        // the destination of an asynchronous copy
 };
 
 struct Located {
@@ -54,8 +54,10 @@ const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t b
 // bounds, state, and the races of a read.
 uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t bytes, bool writes);
 
-// Checks one lane's write for races and marks the bytes as valid. `data` is what will be written.
-void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data);
+// Checks one lane's write for races and marks the bytes as valid. `data` is what will be written;
+// `by_matrix`: by stmatrix, for several lanes.
+void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data,
+                bool by_matrix = false);
 
 // Likewise for volatile, relaxed and releasing writes, which do not race with each other.
 void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t bytes);

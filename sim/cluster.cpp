@@ -94,6 +94,7 @@ void Cluster::run() {
   Warp* warp = nullptr;
   try {
     for (;;) {
+      launch_.check_given_up();
       uint64_t budget = 0;
       warp = pick(budget);
       if (warp == nullptr) {

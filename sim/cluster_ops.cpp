@@ -99,7 +99,7 @@ void build_registers(Builder& b) {
   }
   b.instruction.flags = b.slot(0) == "inc" ? INCREASE : 0;
   b.instruction.control = Control::Barrier;
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_registers, Class::Other);
 }
 

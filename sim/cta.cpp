@@ -455,9 +455,14 @@ void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes,
   }
   if (race.proxy) message += ": no fence.proxy.async lies between";
   if (benign) message += "; both write the same value";
-  const char* kind = "race";
-  if (race.proxy) kind = "proxy";
-  report(benign ? Severity::Lint : Severity::Error, warp, lane, kind, std::move(message), address,
+  if (race.by_matrix && !race.proxy) {
+    message +=
+        ": ldmatrix and stmatrix access memory for several lanes and do not order them; "
+        "bar.warp.sync does";
+  }
+  const char* const kind = race.proxy ? "proxy" : race.by_matrix ? "lane-order" : "race";
+  const bool tolerated = benign || (race.by_matrix && !race.proxy);
+  report(tolerated ? Severity::Lint : Severity::Error, warp, lane, kind, std::move(message), address,
          race.other_pc);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -49,6 +50,12 @@ struct LaunchContext {
   GlobalMemory* memory = nullptr;
   std::vector<uint64_t> global_addresses;  // of the module's .global variables
   Options options;
+  const std::atomic<bool>* given_up = nullptr;  // set: every CTA stops soon
+
+  // Called now and then by what runs for long.
+  void check_given_up() const {
+    if (given_up->load(std::memory_order_relaxed)) [[unlikely]] throw Interrupted{};
+  }
 };
 
 // Shared memory of one CTA, and what of the race detector's each CTA of a cluster takes.

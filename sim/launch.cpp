@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -16,6 +18,7 @@ constexpr int64_t MAX_BLOCK = 1024, MAX_BLOCK_Z = 64;
 constexpr int64_t MAX_GRID_X = INT32_MAX, MAX_GRID_YZ = 65535;
 constexpr int64_t MAX_CLUSTER = 8;  // what every GPU with clusters has
 constexpr size_t MAX_LOGGED_WRITES = size_t{1} << 23;
+constexpr std::chrono::milliseconds BETWEEN_QUESTIONS{50};  // whether to stop
 
 std::string str(int64_t value) { return std::to_string(value); }
 
@@ -162,6 +165,10 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   std::map<int64_t, Findings> found_by_cluster;
   std::vector<std::pair<int64_t, std::vector<GlobalWrite>>> logs;
   std::exception_ptr failure;
+  std::atomic<bool> given_up{false};
+  context.given_up = &given_up;
+  std::condition_variable ended;
+  int64_t working = threads;
 
   const auto work = [&] {
     const FloatEnvironment environment;
@@ -212,14 +219,26 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
     }
     const std::lock_guard lock(mutex);
     report.counts += counts;
+    --working;
+    ended.notify_one();
   };
+  // The launching thread does none of the work, so that it is there to be asked to stop.
   std::vector<std::thread> workers;
-  for (int64_t i = 1; i < threads; ++i) workers.emplace_back(work);
-  work();
+  for (int64_t i = 0; i < threads; ++i) workers.emplace_back(work);
+  {
+    std::unique_lock lock(mutex);
+    while (!ended.wait_for(lock, BETWEEN_QUESTIONS, [&] { return working == 0; })) {
+      if (!request.wants_to_stop || given_up) continue;
+      lock.unlock();  // the answer may take its time
+      given_up = request.wants_to_stop();
+      lock.lock();
+    }
+  }
   for (std::thread& worker : workers) worker.join();
   for (size_t i = 0; i < globals.size(); ++i) {
     memory.remove(GLOBAL_BASE + ((GLOBAL_SLOTS / 2 + i) << GLOBAL_SLOT_LOG2) + GLOBAL_RED_ZONE);
   }
+  if (given_up) throw Interrupted{};
   if (failure) std::rethrow_exception(failure);
 
   report.complete = first_fatal == INT64_MAX;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -19,6 +20,8 @@ struct LaunchRequest {
   std::vector<uint8_t> parameters;
   Options options;
   std::vector<int64_t> traced_ctas;  // these record what they do
+  // Asked several times a second by the thread that launches: whether to give up. May be empty.
+  std::function<bool()> wants_to_stop;
 };
 
 struct LaunchReport {
@@ -30,7 +33,7 @@ struct LaunchReport {
 };
 
 // Runs a kernel. Throws LoadError for a launch that a driver would refuse; what goes wrong inside
-// the kernel is in the report. The same seed gives the same report whatever the number of threads.
+// the kernel is in the report. Throws Interrupted when it is to stop. The same seed gives the same report whatever the number of threads.
 // `globals` hold the module's .global variables, one buffer each.
 LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMemory& memory,
                     std::vector<std::vector<uint8_t>>& globals);

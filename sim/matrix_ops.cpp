@@ -25,7 +25,7 @@ void run_ldmatrix(Warp& warp, const Instruction& instruction, uint32_t mask) {
   Located located;
   locate(warp, instruction, mask & address_lanes(count), instruction.operands[count],
          instruction.offset, (instruction.flags & Builder::ADDRESS_64) != 0, instruction.space,
-         LDMATRIX_ROW_BYTES, Access::CollectiveRead, located);
+         LDMATRIX_ROW_BYTES, Access::MatrixLoad, located);
   for (int m = 0; m < count; ++m) {
     const uint8_t* const* where = located.where + LDMATRIX_ROWS * m;
     if (!(instruction.flags & TRANS)) {  // row r lies in lanes 4r .. 4r + 3 as it is
@@ -56,7 +56,7 @@ void run_stmatrix(Warp& warp, const Instruction& instruction, uint32_t mask) {
       const int lane = LDMATRIX_ROWS * m + r;
       uint8_t data[LDMATRIX_ROW_BYTES];
       std::memcpy(data, rows[r], LDMATRIX_ROW_BYTES);
-      note_write(warp, located, lane, LDMATRIX_ROW_BYTES, data);
+      note_write(warp, located, lane, LDMATRIX_ROW_BYTES, data, true);
       std::memcpy(located.where[lane], data, LDMATRIX_ROW_BYTES);
     }
   }
@@ -73,7 +73,7 @@ void build_ldmatrix(Builder& b) {
   b.address(matrix_space(b));
   b.instruction.count = static_cast<uint8_t>(count);
   b.instruction.flags |= b.has("trans") ? TRANS : 0;
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_ldmatrix, Class::MatrixLoad);
 }
 void build_stmatrix(Builder& b) {
@@ -82,7 +82,7 @@ void build_stmatrix(Builder& b) {
   if (b.vector_source({'b', 32}) != count) b.fail("a vector of another size");
   b.instruction.count = static_cast<uint8_t>(count);
   b.instruction.flags |= b.has("trans") ? TRANS : 0;
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_stmatrix, Class::MatrixLoad);
 }
 
@@ -93,7 +93,7 @@ void run_movmatrix(Warp& warp, const Instruction& instruction, uint32_t) {
 void build_movmatrix(Builder& b) {
   b.destination({'b', 32});
   b.source({'b', 32});
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_movmatrix, Class::MatrixLoad);
 }
 
@@ -159,7 +159,7 @@ void build_mma(Builder& b) {
                     b.vector_source(type(shape.c)) == extra.registers.c;
   if (!fits) b.fail("a fragment of another size");
   b.instruction.extra = b.keep(extra);
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_mma, Class::Matrix);
 }
 

@@ -113,14 +113,25 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   request.options.max_instructions = max_instructions;
   request.options.stretch = stretch;
   request.traced_ctas = traced_ctas;
+  // Ctrl-C: Python's handlers of signals run here, and their exception stays set in this thread.
+  request.wants_to_stop = [] {
+    const nb::gil_scoped_acquire acquire;
+    return PyErr_CheckSignals() != 0;
+  };
   LaunchReport report;
   double seconds = 0;
+  bool interrupted = false;
   {
     const nb::gil_scoped_release release;
     const auto begin = std::chrono::steady_clock::now();
-    report = launch(*loaded.module, request, memory, loaded.globals);
+    try {
+      report = launch(*loaded.module, request, memory, loaded.globals);
+    } catch (const Interrupted&) {
+      interrupted = true;
+    }
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
+  if (interrupted) throw nb::python_error();
   const Kernel& kernel = loaded.kernel(kernel_name);
   nb::list findings;
   for (const Finding& f : report.findings.list()) {

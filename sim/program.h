@@ -42,6 +42,7 @@ enum class Control : uint8_t {
 enum class Converge : uint8_t {
   No,
   Aligned,  // every lane of the warp that has not exited
+  Whole,    // every lane, and none has exited: the instruction uses the registers of all 32
   Members,  // every such lane of the member mask (operand `converge_operand`)
 };
 

@@ -8,6 +8,12 @@ namespace {
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFF, LANES_OF_WARP = 32;
 
+// A race that only ldmatrix or stmatrix makes does not hide another one.
+bool is_settled(const Race& race) { return race.found && !race.by_matrix; }
+void keep_worst(Race& race, const Race& other) {
+  if (!race.found || (other.found && !other.by_matrix)) race = other;
+}
+
 }  // namespace
 
 void Knowledge::join(const Knowledge& other) {
@@ -78,9 +84,9 @@ bool RaceDetector::known_of(const Knowledge& knowledge, int warp, Clock clock, u
   const auto w = static_cast<size_t>(warp);
   if (clock > knowledge.general[w]) return false;
   const Knowledge::Part& part = knowledge.parts[w];
-  if (clock <= part.whole || lane == ALL_TOGETHER) return true;
+  if (clock <= part.whole) return true;
   // Which lanes there were is not remembered.
-  if (lane == MANY_LANES) return std::popcount(part.lanes) > 1;
+  if (lane >= LANES_OF_WARP) return std::popcount(part.lanes) > 1;
   return (part.lanes >> lane & 1) != 0;
 }
 
@@ -96,11 +102,12 @@ bool RaceDetector::before_in_warp(int warp, Clock clock, uint32_t lane) const {
 bool RaceDetector::ordered_after_write(const Accessor& who, const Write& write) const {
   const auto warp = static_cast<size_t>(who.agent);
   const Clock known = known_[warp].general[write.agent];
+  const bool same_lane = write.lane == who.lane && who.lane < FOR_OTHERS;
   if (write.agent == who.agent) {
-    return write.lane == who.lane || before_in_warp(who.agent, write.clock, write.lane);
+    return same_lane || before_in_warp(who.agent, write.clock, write.lane);
   }
   if (write.agent < warps_) return known_of(known_[warp], write.agent, write.clock, write.lane);
-  if (write.agent == copy_agent(who.agent) && write.lane != who.lane) {
+  if (write.agent == copy_agent(who.agent) && !same_lane) {
     return write.clock <= copies_synced_[warp];
   }
   return write.clock <= known;
@@ -116,14 +123,28 @@ bool RaceDetector::ordered_for_every_lane(const Accessor& who, const Write& writ
   return true;
 }
 
+// Of a write that is not in order: whether it would be if ldmatrix and stmatrix were accesses of the
+// lane that gives the address.
+bool RaceDetector::is_ordered_but_for_matrix(const Accessor& who, const Write& last) const {
+  const Knowledge& known = known_[static_cast<size_t>(who.agent)];
+  const int lane = last.lane & ~FOR_OTHERS;
+  if (warp_of(last.agent) == who.agent) {
+    return lane == (who.lane & ~FOR_OTHERS) &&
+           (last.agent == who.agent || last.clock <= known.general[last.agent]);
+  }
+  return last.agent < warps_ && lane != last.lane &&
+         known_of(known, last.agent, last.clock, static_cast<uint32_t>(lane));
+}
+
 Race RaceDetector::check_write(const Accessor& who, const Write& last) const {
   Race race;
   if (last.clock == 0 || ordered_after_write(who, last)) return race;
   race.found = true;
   race.other_wrote = true;
   race.same_warp = warp_of(last.agent) == who.agent;
+  race.by_matrix = is_ordered_but_for_matrix(who, last);
   race.other_agent = last.agent;
-  race.other_lane = last.lane;
+  race.other_lane = last.lane & ~FOR_OTHERS;
   race.other_pc = last.pc;
   return race;
 }
@@ -131,20 +152,23 @@ Race RaceDetector::check_write(const Accessor& who, const Write& last) const {
 Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, bool strong) const {
   Race race;
   const Knowledge& known = known_[static_cast<size_t>(who.agent)];
-  for (int w = 0; w < warps_; ++w) {
+  const auto mine = static_cast<uint32_t>(who.lane & ~FOR_OTHERS);
+  for (int w = 0; w < warps_ && !is_settled(race); ++w) {
     const uint32_t read = readers[w];
     if (read == 0 || (strong && (read & STRONG))) continue;
     const Clock clock = read >> LANE_BITS;
     const uint32_t lane = read & (STRONG - 1);
-    const bool ordered = w == who.agent ? lane == static_cast<uint32_t>(who.lane) ||
-                                              lane == ALL_TOGETHER || before_in_warp(w, clock, lane)
-                                        : known_of(known, w, clock, lane);
+    const bool ordered =
+        w == who.agent ? (lane == mine && who.lane < FOR_OTHERS) || before_in_warp(w, clock, lane)
+                       : known_of(known, w, clock, lane);
     if (ordered) continue;
     race.found = true;
     race.same_warp = w == who.agent;
+    race.by_matrix = race.same_warp
+                         ? lane == BY_MATRIX || lane == mine
+                         : lane == BY_MATRIX && clock <= known.general[static_cast<size_t>(w)];
     race.other_agent = w;
-    race.other_lane = lane >= ALL_TOGETHER ? -1 : static_cast<int>(lane);
-    return race;
+    race.other_lane = lane >= LANES_OF_WARP ? -1 : static_cast<int>(lane);
   }
   return race;
 }
@@ -203,16 +227,19 @@ Race RaceDetector::read(const Accessor& who, uint32_t offset, uint32_t bytes) {
   return mark_read(who, offset, bytes, static_cast<uint32_t>(who.lane));
 }
 
-Race RaceDetector::collective_read(const Accessor& who, uint32_t offset, uint32_t bytes) {
-  return mark_read(who, offset, bytes, ALL_TOGETHER);
+Race RaceDetector::matrix_load(const Accessor& who, uint32_t offset, uint32_t bytes) {
+  return mark_read({who.agent, who.lane | FOR_OTHERS, who.pc}, offset, bytes, BY_MATRIX);
+}
+
+Race RaceDetector::matrix_store(const Accessor& who, uint32_t offset, uint32_t bytes) {
+  return write({who.agent, who.lane | FOR_OTHERS, who.pc}, offset, bytes);
 }
 
 // Of a warp's reads since its last step the mark keeps the lane, or that there were several.
 void RaceDetector::mark(uint32_t& reader, Clock now, uint32_t lane) {
   const uint32_t mark = now << LANE_BITS | lane;
   const uint32_t earlier = reader;
-  if (earlier == mark || earlier >> LANE_BITS != now ||
-      earlier == (now << LANE_BITS | ALL_TOGETHER)) {
+  if (earlier == mark || earlier >> LANE_BITS != now) {
     reader = mark;
   } else if ((earlier ^ mark) == STRONG) {
     reader = mark & ~STRONG;
@@ -231,8 +258,8 @@ Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t byte
   for (uint32_t g = offset >> shift_; g <= last; ++g, reader += warps_) {
     const Write& write = writes_[g];
     const bool no_conflict = (lane & STRONG) != 0 && write.atomic;
-    if (!no_conflict && !race.found && !ordered_for_every_lane(who, write)) {
-      race = check_write(who, write);
+    if (!no_conflict && !is_settled(race) && !ordered_for_every_lane(who, write)) {
+      keep_worst(race, check_write(who, write));
     }
     mark(*reader, now, lane);
   }
@@ -245,9 +272,11 @@ Race RaceDetector::write(const Accessor& who, uint32_t offset, uint32_t bytes) {
   const Clock now = known_[warp].general[warp];
   const uint32_t last = (offset + bytes - 1) >> shift_;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
-    if (!race.found) race = check_write(who, writes_[g]);
-    if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]);
+    if (!is_settled(race)) keep_worst(race, check_write(who, writes_[g]));
+    if (!is_settled(race)) {
+      keep_worst(race, check_readers(
+                           who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]));
+    }
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 0, who.pc};
   }
   return race;

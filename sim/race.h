@@ -7,6 +7,11 @@
 // two of them only a warp-wide synchronisation orders, and what some lanes release at an mbarrier
 // does not cover what others have done since the last one.
 //
+// ldmatrix and stmatrix are weak accesses in the ISA's memory model: .sync lets the lanes wait for
+// each other but orders no memory, as bar.warp.sync does. They read and write for several lanes, so
+// that no lane's plain access is in order with them by itself. The same goes for shfl, vote, match,
+// redux, elect and mma.sync, which touch no memory: they order nothing.
+//
 // Two knowledge sets: `general` (happens before, in the generic proxy) and `async` (made visible to
 // the asynchronous proxy by a proxy fence). Both travel along release and acquire. Accesses of
 // units in the async proxy are checked against the second.
@@ -50,6 +55,8 @@ struct Race {
   bool other_wrote = false;  // the earlier access was a write
   bool proxy = false;      // ordered, but the earlier write was not made visible to the async proxy
   bool same_warp = false;  // between two lanes of one warp
+  // In order but for ldmatrix or stmatrix, which access memory for other lanes as well.
+  bool by_matrix = false;
   int other_agent = 0;
   int other_lane = 0;
   int64_t other_pc = -1;  // -1: unknown (an earlier read)
@@ -82,9 +89,10 @@ class RaceDetector {
   // A warp's plain access to shared memory at `offset` from its start. On a conflict returns what
   // it conflicts with.
   Race read(const Accessor& who, uint32_t offset, uint32_t bytes);
-  // Every lane of the warp takes part, so that what any of them does next comes after it.
-  Race collective_read(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race write(const Accessor& who, uint32_t offset, uint32_t bytes);
+  // By ldmatrix and stmatrix: for several lanes, at an address that `who.lane` gives.
+  Race matrix_load(const Accessor& who, uint32_t offset, uint32_t bytes);
+  Race matrix_store(const Accessor& who, uint32_t offset, uint32_t bytes);
   // Accesses that conflict with plain ones only.
   Race strong_load(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race atomic(const Accessor& who, uint32_t offset, uint32_t bytes);
@@ -162,11 +170,13 @@ class RaceDetector {
     bool operator==(const Write& other) const { return std::memcmp(this, &other, 12) == 0; }
   };
   static_assert(sizeof(Write) == 12);  // no padding
-  // Reads: clock << 7 | STRONG | lane (MANY_LANES: several).
+  // Reads: clock << 7 | STRONG | lane (MANY_LANES: several; BY_MATRIX: ldmatrix and nothing else).
   static constexpr uint32_t LANE_BITS = 7;
   static constexpr uint32_t STRONG = 64;  // all of them: no conflict with strong writes
   static constexpr uint32_t MANY_LANES = 63;
-  static constexpr uint32_t ALL_TOGETHER = 62;
+  static constexpr uint32_t BY_MATRIX = 62;
+  // In the lane of an accessor or of a write: ldmatrix or stmatrix, at an address of that lane.
+  static constexpr int FOR_OTHERS = 32;
 
   // Whether what `lane` of another warp did at a clock is known; several lanes: MANY_LANES.
   static bool known_of(const Knowledge& knowledge, int warp, Clock clock, uint32_t lane);
@@ -174,6 +184,7 @@ class RaceDetector {
   bool before_in_warp(int warp, Clock clock, uint32_t lane) const;
   bool ordered_after_write(const Accessor& who, const Write& write) const;
   bool ordered_for_every_lane(const Accessor& who, const Write& write);
+  bool is_ordered_but_for_matrix(const Accessor& who, const Write& last) const;
   Race check_write(const Accessor& who, const Write& last) const;
   Race mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane);
   void note_matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);

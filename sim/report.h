@@ -33,6 +33,9 @@ struct Fault {
   uint64_t address = 0;
 };
 
+// Thrown where a run is given up because the user asks for it.
+struct Interrupted {};
+
 // Keeps one finding for each (kind, pc, other_pc), up to a limit for each severity, and counts the
 // rest: lints, of which some programs have many, do not hide errors.
 class Findings {

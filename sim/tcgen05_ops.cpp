@@ -106,7 +106,7 @@ void build_alloc(Builder& b) {
   b.source({'b', 32});
   b.instruction.extra = b.keep(extra);
   b.instruction.control = Control::Barrier;
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_alloc, Class::Other);
 }
 
@@ -124,7 +124,7 @@ void build_dealloc(Builder& b) {
   take_group(b, 1);
   b.source({'b', 32});
   b.source({'b', 32});
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_dealloc, Class::Other);
 }
 
@@ -133,7 +133,7 @@ void run_relinquish(Warp& warp, const Instruction&, uint32_t) {
 }
 void build_relinquish(Builder& b) {
   take_group(b, 1);
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_relinquish, Class::Other);
 }
 
@@ -187,9 +187,6 @@ Window window_of(Warp& warp, const Instruction& instruction, const TransferExtra
   const uint32_t address = uniform(mask, "an address of tensor memory", [&](int lane) {
     return tensor_address(warp, instruction, extra.address, lane);
   });
-  if (mask != ALL_LANES) {
-    throw Fault{"tcgen05", std::string(what) + " by a warp that has not all of its 32 lanes"};
-  }
   const auto field = static_cast<int>(address >> LANE_SHIFT);
   const int quarter = warp.index() % TMEM_QUARTERS;
   const std::string own = "lanes " + std::to_string(LANES * quarter) + "-" +
@@ -330,7 +327,7 @@ void build_transfer(Builder& b) {
   }
   b.kernel().uses_tcgen05 = true;
   b.instruction.extra = b.keep(extra);
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.instruction.pinned = loads;
   b.handler(loads ? &run_ld : &run_st, Class::MatrixLoad);
 }
@@ -343,7 +340,7 @@ void run_wait_st(Warp& warp, const Instruction&, uint32_t) {
 }
 void build_wait(Builder& b) {
   b.kernel().uses_tcgen05 = true;
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(b.slot(0) == "wait::ld" ? &run_wait_ld : &run_wait_st, Class::Barrier);
 }
 

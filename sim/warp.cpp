@@ -255,7 +255,8 @@ Warp::Stop Warp::run(uint64_t budget) {
       }
       // An aligned instruction of a warp in one piece needs no ceremony either.
       const bool plain = instruction.converge == Converge::No ||
-                         (instruction.converge == Converge::Aligned && active == live_);
+                         (instruction.converge == Converge::Aligned && active == live_) ||
+                         (instruction.converge == Converge::Whole && active == ALL_LANES);
       if (instruction.control == Control::None && plain) [[likely]] {
         ++executed[pc];
         if (active != 0) instruction.run(*this, instruction, active);
@@ -281,7 +282,9 @@ Warp::Stop Warp::run(uint64_t budget) {
 }
 
 bool Warp::converged(const Fragment& fragment, const Instruction& instruction) {
-  if (instruction.converge == Converge::Aligned) return (live_ & ~fragment.mask) == 0;
+  if (instruction.converge == Converge::Aligned || instruction.converge == Converge::Whole) {
+    return (live_ & ~fragment.mask) == 0;
+  }
   if (instruction.converge == Converge::Members) {
     const uint32_t* members = lanes<uint32_t>(instruction.operands[instruction.converge_operand]);
     for (uint32_t rest = fragment.mask; rest != 0; rest &= rest - 1) {
@@ -294,16 +297,26 @@ bool Warp::converged(const Fragment& fragment, const Instruction& instruction) {
 // Anything but a plain instruction. Sets `reshaped_` when the fragments are no longer what they
 // were; otherwise leaves the fragment at its next instruction.
 void Warp::execute_control(Fragment& fragment, const Instruction& instruction, uint32_t active) {
+  cta_.launch().check_given_up();  // a turn may be long, but not without branches
   if (instruction.converge != Converge::No) {
     if (!converged(fragment, instruction)) {
       fragment.state = Fragment::State::Parked;
       reshaped_ = true;
       return;
     }
-    if (instruction.converge == Converge::Aligned && active != 0 && active != fragment.mask) {
+    if (instruction.converge != Converge::Members && active != 0 && active != fragment.mask) {
       throw Fault{"divergent-aligned",
                   "an instruction that all lanes of the warp must execute together is executed by "
                   "some of them (its guard differs)",
+                  std::countr_zero(active), 0};
+    }
+    if (instruction.converge == Converge::Whole && active != 0 && live_ != ALL_LANES) {
+      throw Fault{"partial-warp",
+                  "an instruction that takes all 32 lanes of a warp is executed by " +
+                      std::to_string(std::popcount(live_)) + ": lane " +
+                      std::to_string(std::countr_one(live_)) +
+                      " has returned, or was never there because the block's size is no multiple "
+                      "of 32",
                   std::countr_zero(active), 0};
     }
     if (instruction.converge == Converge::Members) {

@@ -459,19 +459,19 @@ void build_wgmma(Builder& b) {
   for (const Operand& item : d.items) b.add_source(item, {'b', 32});  // what it is added to
   b.kernel().uses_wgmma = true;
   b.instruction.extra = b.keep(extra);
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.instruction.pinned = true;
   b.handler(&run_wgmma, Class::Matrix);
 }
 
 void run_fence(Warp& warp, const Instruction&, uint32_t) { warp.matrix().fence(); }
 void build_fence(Builder& b) {
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_fence, Class::Fence);
 }
 void run_commit(Warp& warp, const Instruction&, uint32_t) { warp.matrix().commit(); }
 void build_commit(Builder& b) {
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_commit, Class::Matrix);
 }
 void run_wait(Warp& warp, const Instruction& instruction, uint32_t) {
@@ -480,7 +480,7 @@ void run_wait(Warp& warp, const Instruction& instruction, uint32_t) {
 void build_wait(Builder& b) {
   b.instruction.offset = b.immediate();
   if (b.instruction.offset < 0 || b.instruction.offset > 7) b.fail("0 to 7 groups");
-  b.instruction.converge = Converge::Aligned;
+  b.instruction.converge = Converge::Whole;
   b.handler(&run_wait, Class::Matrix);
 }
 

@@ -7,6 +7,7 @@ process survives. Seeded: a number stands for a text.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
 import time
@@ -30,8 +31,9 @@ WORDS = (
 )  # fmt: skip
 TOKEN = re.compile(r"[.%$]?[A-Za-z0-9_]+(?:::[A-Za-z0-9_]+)?|[^\sA-Za-z0-9_]")
 BUFFER_BYTES = 4096
-# Of one CTA: damaged loops need not end.
+# Of two warps: damaged loops need not end.
 MAX_INSTRUCTIONS = 4000
+BLOCKS = ((1,), (17,), (33,), (48,), (100,), (64,), (128,), (1024,), (5, 7), (16, 2, 3), (1, 1, 64))
 
 
 def corpus() -> dict[str, str]:
@@ -40,11 +42,12 @@ def corpus() -> dict[str, str]:
 
 
 def damage(text: str, state: random.Random) -> str:
-    """A text with a few characters, words or lines changed, removed, doubled or exchanged."""
+    """A text with a few characters, words or lines changed, removed, doubled or exchanged, or with
+    lanes that exit early or sit out an instruction.
+    """
+    kinds = (damage_characters, damage_words, damage_words, damage_lines, damage_lanes)
     for _ in range(state.randint(1, 4)):
-        text = state.choice((damage_characters, damage_words, damage_words, damage_lines))(
-            text, state
-        )
+        text = state.choice(kinds)(text, state)
     return text
 
 
@@ -89,8 +92,50 @@ def damage_lines(text: str, state: random.Random) -> str:
     return "\n".join(lines)
 
 
-def attempt(text: str, seed: int) -> str:
+def instruction_lines(lines: list[str]) -> list[int]:
+    """The lines that hold one whole instruction without a guard."""
+    return [
+        index
+        for index, line in enumerate(lines)
+        if re.fullmatch(r"\s*[a-z][\w.:]*(\s[^;:]*)?;", line)
+    ]
+
+
+def without_lanes(instruction: str, comparison: str) -> str:
+    """An instruction guarded by a comparison of the lane's index, such as "ge.u32 16"."""
+    operation, number = comparison.split()
+    return (
+        "{ .reg .pred %off; .reg .b32 %lane; mov.u32 %lane, %laneid; "
+        f"setp.{operation} %off, %lane, {number}; @%off {instruction} }}"
+    )
+
+
+def damage_lanes(text: str, state: random.Random) -> str:
+    lines = text.split("\n")
+    places = instruction_lines(lines)
+    if not places:
+        return text
+    at = state.choice(places)
+    comparison = f"{state.choice(('lt', 'ge', 'eq', 'ne'))}.u32 {state.choice((0, 1, 16, 17, 31))}"
+    if state.random() < 0.5:
+        lines.insert(at, without_lanes("exit;", comparison))
+    else:
+        lines[at] = without_lanes(lines[at].strip(), comparison)
+    return "\n".join(lines)
+
+
+def some_block(seed: int) -> tuple[int, ...]:
+    """A block's size: for one seed in four 64 threads, for the others any."""
+    if seed % 4 == 0:
+        return (64,)
+    state = random.Random(seed)
+    return state.choice((*BLOCKS, (state.randint(1, 1024),)))
+
+
+def attempt(text: str, seed: int, block: tuple[int, ...] | None = None) -> str:
     """What becomes of a text: "refused", or it loaded and "launched" or was "unlaunchable".
+
+    block: threads along x, y, z; without it `some_block(seed)`.
 
     Raises:
         Anything else is a bug of the simulator.
@@ -100,6 +145,8 @@ def attempt(text: str, seed: int) -> str:
     except LaunchError:
         return "refused"
     outcome = "unlaunchable"
+    block = block or some_block(seed)
+    warps = (math.prod(block) + 31) // 32
     for kernel in program.kernels[:2]:
         count = program.module.parameter_bytes(kernel) // 8
         if count > 8:
@@ -107,9 +154,10 @@ def attempt(text: str, seed: int) -> str:
         buffers = [torch.zeros(BUFFER_BYTES // 4, dtype=torch.int32) for _ in range(count)]
         try:
             report = sim.launch(
-                program, kernel, buffers, grid=(2,), block=(64,), shared_bytes=1024,
-                mode=("lazy", "eager", "random", "priority")[seed % 4], seed=seed, threads=1,
-                max_instructions=MAX_INSTRUCTIONS, check=False,
+                program, kernel, buffers, grid=(2,), block=block, cluster=(1 + seed // 4 % 2,),
+                shared_bytes=1024, mode=("lazy", "eager", "random", "priority")[seed // 8 % 4],
+                seed=seed, threads=1, max_instructions=MAX_INSTRUCTIONS * ((warps + 1) // 2),
+                check=False,
             )  # fmt: skip
         except LaunchError:
             continue

@@ -9,7 +9,7 @@ import torch
 
 from archflash import LaunchError, sim
 
-from .fuzz import attempt, corpus
+from .fuzz import attempt, corpus, instruction_lines, without_lanes
 from .ptx import findings, program, run
 
 MODES = ("lazy", "eager", "random", "priority")
@@ -179,6 +179,105 @@ def test_a_missing_warp_barrier_is_a_race_between_lanes() -> None:
     assert not findings(good, words(), words())
     found = only(findings(text.replace("BARRIER", ""), words(), words()), "race")
     assert "another lane of the same warp" in found.message
+
+
+def test_overwriting_what_another_lane_has_read_is_a_race_without_a_warp_barrier() -> None:
+    body = """mov.u32 %r1, smem;
+    mad.lo.u32 %r2, %r0, 4, %r1;
+    xor.b32 %r3, %r2, 4;
+    st.shared.u32 [%r2], %r0;
+    bar.warp.sync -1;
+    ld.shared.u32 %r4, [%r3];
+    BARRIER
+    st.shared.u32 [%r2], %r4;"""
+    text = program(body, shared=128)
+    assert not findings(text.replace("BARRIER", "bar.warp.sync -1;"), words(), words())
+    # A shuffle and a vote let the lanes wait for each other, but they order no memory.
+    for other in (
+        "",
+        "shfl.sync.bfly.b32 %r5, %r4, 4, 31, -1;",
+        "vote.sync.ballot.b32 %r5, %p1, -1;",
+        "match.any.sync.b32 %r5, %r4, -1;",
+        "redux.sync.add.u32 %r5, %r4, -1;",
+        "elect.sync %r5|%p1, -1;",
+    ):
+        found = only(findings(text.replace("BARRIER", other), words(), words()), "race")
+        assert "a read by another lane of the same warp" in found.message
+
+
+# Lane i fills row i of four matrices, loads fragments of them, and overwrites a word of row i / 4.
+MATRIX_LANES = """mov.u32 %r1, smem;
+    mad.lo.u32 %r2, %r0, 16, %r1;
+    mad.lo.u32 %r3, %r0, 4, %r1;
+    st.shared.v4.u32 [%r2], {%r0, %r0, %r0, %r0};
+    BEFORE
+    LOAD
+    AFTER
+    STORE
+    st.global.u32 [%rd11], %r4;"""
+LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r4, %r5, %r6, %r7}, [%r2];"
+STORE = "st.shared.u32 [%r3], 1;"
+STORE_MATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r2], {%r4, %r5, %r6, %r7};"
+WARP_SYNC = "bar.warp.sync -1;"
+
+
+def matrix_lanes(before: str, load: str, after: str, store: str, **options: bool) -> list[str]:
+    """The severities of what is found, all of kind "lane-order"."""
+    body = MATRIX_LANES.replace("BEFORE", before).replace("LOAD", load)
+    body = body.replace("AFTER", after).replace("STORE", store)
+    found = findings(program(body, shared=512), words(), words(), **options)
+    assert {f.kind for f in found} <= {"lane-order"}, found
+    assert all(f.warp == 0 and f.line > 0 for f in found)
+    return [f.severity for f in found]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("transposed", ["", ".trans"])
+def test_ldmatrix_orders_no_memory(transposed: str, strict: bool) -> None:
+    load = LOAD.replace(".x4", ".x4" + transposed)
+    severity = "error" if strict else "lint"
+    assert matrix_lanes(WARP_SYNC, load, WARP_SYNC, STORE, strict=strict) == []
+    assert matrix_lanes(WARP_SYNC, load, "", STORE, strict=strict) == [severity]
+    assert matrix_lanes("", load, WARP_SYNC, STORE, strict=strict) == [severity]
+    # Neither does what comes after it and waits for all lanes too.
+    product = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f0, %f1, %f2, %f3},
+    {%r4, %r5, %r6, %r7}, {%r4, %r5}, {%f0, %f1, %f2, %f3};"""
+    assert matrix_lanes(WARP_SYNC, load, product, STORE, strict=strict) == [severity]
+
+
+def test_stmatrix_orders_no_memory() -> None:
+    assert matrix_lanes(WARP_SYNC, LOAD, WARP_SYNC, STORE_MATRIX) == []
+    assert matrix_lanes(WARP_SYNC, LOAD, "", STORE_MATRIX) == ["lint"]
+    again = f"{STORE_MATRIX}\nBARRIER\nld.shared.v4.u32 {{%r4, %r5, %r6, %r7}}, [%r2];"
+    for barrier, expected in ((WARP_SYNC, []), ("", ["lint"])):
+        store = again.replace("BARRIER", barrier)
+        assert matrix_lanes(WARP_SYNC, LOAD, WARP_SYNC, store) == expected
+
+
+def test_a_lane_does_not_release_what_ldmatrix_has_read_for_others() -> None:
+    body = f"""mov.u32 %r1, smem;
+    and.b32 %r2, %r0, 31;
+    mad.lo.u32 %r2, %r2, 16, %r1;
+    setp.ne.u32 %p1, %r0, 32;
+    @!%p1 mbarrier.init.shared.b64 [smem+512], 1;
+    setp.ge.u32 %p2, %r0, 32;
+    @!%p2 st.shared.v4.u32 [%r2], {{%r0, %r0, %r0, %r0}};
+    bar.sync 0;
+    @%p2 bra LOADS;
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p3, [smem+512], 0;
+    @!%p3 bra WAIT;
+    st.shared.v4.u32 [%r2], {{%r0, %r0, %r0, %r0}};
+    bra DONE;
+    LOADS:
+    {LOAD}
+    BARRIER
+    @!%p1 mbarrier.arrive.shared.b64 %rd5, [smem+512];
+    DONE:"""
+    text = program(body, shared=520)
+    good = text.replace("BARRIER", WARP_SYNC)
+    assert not findings(good, words(), words(), block=(64,))
+    found = findings(text.replace("BARRIER", ""), words(), words(), block=(64,))
+    only(found, "lane-order", "lint")
 
 
 def test_overwriting_what_another_warp_may_still_read_is_a_race() -> None:
@@ -406,6 +505,74 @@ def test_aligned_instructions_in_divergent_code_are_found() -> None:
     assert "waits for lanes of its warp" in found.message
     guarded = program("setp.lt.u32 %p1, %r0, 16;\n@%p1 bar.sync 0;")
     only(findings(guarded, words(), words()), "divergent-aligned")
+
+
+# Instructions that use the registers of all 32 lanes; %r8 is a place in shared memory.
+WHOLE_WARP = (
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r8];",
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r1, %r2, %r3, %r4}, [%r8];",
+    "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r8], {%r1};",
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r8], {%r1, %r2, %r3, %r4};",
+    "movmatrix.sync.aligned.m8n8.trans.b16 %r1, %r2;",
+    "mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%r1, %r2}, {%r3, %r4}, {%r5}, {%r1, %r2};",
+    "wgmma.fence.sync.aligned;",
+    "wgmma.commit_group.sync.aligned;",
+    "setmaxnreg.dec.sync.aligned.u32 24;",
+    "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r2];",
+    "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r1};",
+    "tcgen05.wait::ld.sync.aligned;",
+    "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], 32;",
+    "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;",
+    "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+)
+
+
+@pytest.mark.parametrize("instruction", WHOLE_WARP)
+@pytest.mark.parametrize("block", [1, 17, 33, 48, 100])
+def test_an_instruction_of_whole_warps_in_a_part_of_one_is_an_error(
+    instruction: str, block: int
+) -> None:
+    body = f"""mov.u32 %r8, smem;
+    setp.lt.u32 %p1, %r0, {block // 32 * 32};
+    @%p1 bra DONE;
+    {instruction}
+    DONE:"""
+    found = findings(program(body, shared=512), words(), words(), block=(block,))
+    error = next(f for f in found if f.fatal)
+    assert (error.kind, error.warp, error.lane) == ("partial-warp", block // 32, 0)
+    assert error.kernel == "test"
+    assert error.instruction in instruction
+    assert f"executed by {block % 32}: lane {block % 32}" in error.message
+
+
+@pytest.mark.parametrize("instruction", WHOLE_WARP)
+def test_an_instruction_of_whole_warps_after_lanes_have_returned_is_an_error(
+    instruction: str,
+) -> None:
+    for leave, lane, first in (("ge.u32 %p1, %r0, 5", 5, 0), ("eq.u32 %p1, %r0, 0", 0, 1)):
+        body = f"mov.u32 %r8, smem;\nsetp.{leave};\n@%p1 ret;\n{instruction}"
+        found = findings(program(body, shared=512), words(), words())
+        error = next(f for f in found if f.fatal)
+        assert (error.kind, error.lane) == ("partial-warp", first)
+        assert f"lane {lane} has returned" in error.message
+    # Where its guard is false for all that are left, nobody executes it.
+    off = program(f"setp.ge.u32 %p1, %r0, 5;\n@%p1 ret;\n@%p1 {instruction}", shared=512)
+    assert not [f for f in findings(off, words(), words()) if f.kind == "partial-warp"]
+
+
+@pytest.mark.parametrize("name", corpus())
+@pytest.mark.parametrize("block", [(17,), (100,), (5, 7), (3, 4, 5)], ids=str)
+def test_lanes_that_leave_or_are_missing_anywhere_are_survived(
+    name: str, block: tuple[int, ...]
+) -> None:
+    lines = corpus()[name].split("\n")
+    assert attempt("\n".join(lines), 0, block) == "launched"
+    for place, at in enumerate(instruction_lines(lines)):
+        early, off = list(lines), list(lines)
+        early.insert(at, without_lanes("exit;", f"ge.u32 {1 + place % 31}"))
+        off[at] = without_lanes(lines[at].strip(), f"lt.u32 {1 + place % 31}")
+        for text in (early, off):
+            assert attempt("\n".join(text), place, block) != "unlaunchable"
 
 
 def test_lanes_that_a_member_mask_names_are_waited_for() -> None:

@@ -287,8 +287,9 @@ def launch(
             grid, or their indices (x fastest).
         stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
             as the mode says.
-        strict: whether what compilers leave out around tensor memory, without harm on a card, is
-            an error as it is in this library's kernels (kinds "tcgen05-fence" and "tcgen05-wait").
+        strict: whether what compilers leave out around tensor memory, ldmatrix and stmatrix,
+            without harm on a card, is an error as it is in this library's kernels (kinds
+            "tcgen05-fence", "tcgen05-wait" and "lane-order").
         check: whether errors are raised.
 
     Returns:
@@ -299,6 +300,7 @@ def launch(
         LaunchError: no such kernel, parameters of the wrong size, a block or grid beyond the
             limits.
         ValueError: an unknown mode; a CTA to trace that the grid does not have.
+        KeyboardInterrupt: Ctrl-C; tensors hold what had been written by then.
     """
     memory = _native.Memory()
     buffers = [
