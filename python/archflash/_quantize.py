@@ -113,25 +113,10 @@ def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
         raise ValueError(
             f"x has shape {tuple(x.shape)}: it must have 4 dimensions, or 3 for packed sequences"
         )
-    if _has_no_data(x):
-        raise ValueError(
-            "x has no data: its storage was freed, or none was ever allocated; quantise before "
-            "that, or copy x into a new tensor"
-        )
     if x.ndim == 3 and per == "block":
         raise ValueError(
             "per='block' with packed sequences: blocks would straddle them; use 'head'"
         )
-
-
-def _has_no_data(x: Tensor) -> bool:
-    """Whether x has elements on the CPU or a GPU, but no memory that holds them."""
-    if x.numel() == 0 or x.device.type not in ("cpu", "cuda"):
-        return False
-    try:
-        return x.data_ptr() == 0
-    except RuntimeError:  # inside a transform such as vmap: another tensor has the memory
-        return False
 
 
 def _as_bhnd(x: Tensor, layout: str) -> Tensor:
