@@ -67,7 +67,7 @@ def attention(
             default nk - nq. Used by causal and window only.
         cu_seqlens_q: int32 ``(sequences + 1,)`` on q's device: sequence b's queries are rows
             cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Needs cu_seqlens_k. Read on the device
-            only. What the output holds in rows of no sequence is unspecified.
+            only. Rows of no sequence are written as rows that see no key.
         cu_seqlens_k: likewise for the rows of k and v.
         max_seqlen_q: the longest of the packed query sequences, a hint; default unknown.
         max_seqlen_k: the longest of the packed key sequences, a hint; default unknown.
