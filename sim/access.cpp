@@ -111,7 +111,7 @@ uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
     if (RaceDetector* races = cta.races()) {
       const Accessor who{warp.agent(), lane, warp.pc()};
       const uint32_t place = owner.race_base() + at;
-      const Race race = access == Access::Read ? races->read(who, place, bytes)
+      const Race race = access == Access::Read         ? races->read(who, place, bytes)
                         : access == Access::MatrixLoad ? races->matrix_load(who, place, bytes)
                         : access == Access::StrongRead ? races->strong_load(who, place, bytes)
                                                        : races->atomic(who, place, bytes);

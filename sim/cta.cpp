@@ -460,10 +460,13 @@ void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes,
         ": ldmatrix and stmatrix access memory for several lanes and do not order them; "
         "bar.warp.sync does";
   }
-  const char* const kind = race.proxy ? "proxy" : race.by_matrix ? "lane-order" : "race";
+  const char* const kind = race.proxy        ? "proxy"
+                           : !race.by_matrix ? "race"
+                           : race.same_warp  ? "lane-order"
+                                             : "lane-release";
   const bool tolerated = benign || (race.by_matrix && !race.proxy);
-  report(tolerated ? Severity::Lint : Severity::Error, warp, lane, kind, std::move(message), address,
-         race.other_pc);
+  report(tolerated ? Severity::Lint : Severity::Error, warp, lane, kind, std::move(message),
+         address, race.other_pc);
 }
 
 }  // namespace archflash::sim

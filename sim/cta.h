@@ -54,7 +54,8 @@ struct LaunchContext {
 
   // Called now and then by what runs for long.
   void check_given_up() const {
-    if (given_up->load(std::memory_order_relaxed)) [[unlikely]] throw Interrupted{};
+    if (given_up->load(std::memory_order_relaxed)) [[unlikely]]
+      throw Interrupted{};
   }
 };
 

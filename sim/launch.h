@@ -33,8 +33,9 @@ struct LaunchReport {
 };
 
 // Runs a kernel. Throws LoadError for a launch that a driver would refuse; what goes wrong inside
-// the kernel is in the report. Throws Interrupted when it is to stop. The same seed gives the same report whatever the number of threads.
-// `globals` hold the module's .global variables, one buffer each.
+// the kernel is in the report. Throws Interrupted when it is to stop. The same seed gives the same
+// report whatever the number of threads. `globals` hold the module's .global variables, one buffer
+// each.
 LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMemory& memory,
                     std::vector<std::vector<uint8_t>>& globals);
 

@@ -47,7 +47,6 @@ void Knowledge::join(const Knowledge& other) {
 
 namespace {
 
-constexpr size_t MAX_UNIT_READS = 256;
 constexpr int UNIT_LOG2 = 4;  // what wgmma reads at least
 
 }  // namespace
@@ -123,8 +122,8 @@ bool RaceDetector::ordered_for_every_lane(const Accessor& who, const Write& writ
   return true;
 }
 
-// Of a write that is not in order: whether it would be if ldmatrix and stmatrix were accesses of the
-// lane that gives the address.
+// Of a write that is not in order: whether it would be if ldmatrix and stmatrix were accesses of
+// the lane that gives the address.
 bool RaceDetector::is_ordered_but_for_matrix(const Accessor& who, const Write& last) const {
   const Knowledge& known = known_[static_cast<size_t>(who.agent)];
   const int lane = last.lane & ~FOR_OTHERS;
@@ -274,8 +273,8 @@ Race RaceDetector::write(const Accessor& who, uint32_t offset, uint32_t bytes) {
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!is_settled(race)) keep_worst(race, check_write(who, writes_[g]));
     if (!is_settled(race)) {
-      keep_worst(race, check_readers(
-                           who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]));
+      keep_worst(race,
+                 check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]));
     }
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 0, who.pc};
   }
@@ -363,12 +362,13 @@ Race RaceDetector::async_read(const Accessor& who, int unit, Clock clock, uint32
   for (uint32_t g = offset >> shift_; g <= last && !race.found; ++g) {
     race = check_async(who, writes_[g]);
   }
-  if (unit_reads_.size() >= MAX_UNIT_READS) {
+  if (unit_reads_.size() >= next_prune_) {
     std::erase_if(unit_reads_, [&](const UnitRead& read) {
       return std::all_of(known_.begin(), known_.end(), [&](const Knowledge& k) {
         return k.general[static_cast<size_t>(read.unit)] >= read.clock;
       });
     });
+    next_prune_ = std::max(MIN_UNIT_READS, 2 * unit_reads_.size());  // some stay for long
   }
   if (!unit_reads_.empty()) {  // rows of one box that follow one another are one read
     UnitRead& before = unit_reads_.back();

@@ -226,7 +226,9 @@ class RaceDetector {
     int lane;
     uint32_t pc;
   };
+  static constexpr size_t MIN_UNIT_READS = 256;
   std::vector<UnitRead> unit_reads_;
+  size_t next_prune_ = MIN_UNIT_READS;  // so many are looked through for those that are over
   std::unordered_map<uint64_t, Knowledge> variables_;
   struct GlobalCell {
     Write write;

@@ -753,3 +753,16 @@ def test_reports_count_instructions_transactions_conflicts_and_waits() -> None:
     assert all(wavefronts == ideal for wavefronts, ideal in loads.values())
     assert report.barrier_waits > 0
     assert "ldmatrix" in str(report.opcodes)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "device"),
+    [("ampere", "A100"), ("ada", "H100"), ("blackwell_consumer", "RTX 5090")],
+)
+@pytest.mark.parametrize(("rows", "keys", "options"), [(5, 7, {}), (70, 9, {"q_offset": -40})])
+def test_rows_that_pass_through_q_wait_for_all_that_read_it(
+    implementation: str, device: str, rows: int, keys: int, options: dict[str, int]
+) -> None:
+    q, k = torch.randn(1, 2, rows, 64).half(), torch.randn(1, 1, keys, 64).half()
+    run = sim.run(q, k, k, implementation=implementation, device=device, causal=True, **options)
+    assert not run.report.findings, run.report

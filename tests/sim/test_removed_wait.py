@@ -37,7 +37,7 @@ def without(ptx: str, kernel: str, opcode: str, which: int) -> str:
         # The wait for Q, K and V at the head of the loop: the first to read them loads Q.
         ("cp.async.wait_all", 0, {"in-flight"}, LOADS_Q),
         # The barrier behind it: what other warps' copies wrote.
-        ("bar.sync", 1, {"race", "in-flight", "uninitialised"}, LOADS_Q),
+        ("bar.sync", 1, {"race", "lane-order", "in-flight", "uninitialised"}, LOADS_Q),
         # The barrier after `place` is written.
         ("bar.sync", 0, {"race", "uninitialised"}, "min(place.work.first_row + C::BLOCK_Q"),
     ],

@@ -275,9 +275,11 @@ def test_a_lane_does_not_release_what_ldmatrix_has_read_for_others() -> None:
     DONE:"""
     text = program(body, shared=520)
     good = text.replace("BARRIER", WARP_SYNC)
-    assert not findings(good, words(), words(), block=(64,))
-    found = findings(text.replace("BARRIER", ""), words(), words(), block=(64,))
-    only(found, "lane-order", "lint")
+    bad = text.replace("BARRIER", "")
+    assert not findings(good, words(), words(), block=(64,), strict=True)
+    only(findings(bad, words(), words(), block=(64,), strict=True), "lane-release")
+    # Compilers' kernels let one lane arrive: its warp has used what the loads gave.
+    assert not findings(bad, words(), words(), block=(64,))
 
 
 def test_overwriting_what_another_warp_may_still_read_is_a_race() -> None:

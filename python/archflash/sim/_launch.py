@@ -289,7 +289,7 @@ def launch(
             as the mode says.
         strict: whether what compilers leave out around tensor memory, ldmatrix and stmatrix,
             without harm on a card, is an error as it is in this library's kernels (kinds
-            "tcgen05-fence", "tcgen05-wait" and "lane-order").
+            "tcgen05-fence", "tcgen05-wait", "lane-order" and "lane-release").
         check: whether errors are raised.
 
     Returns:
