@@ -36,8 +36,8 @@ template <class C>
 using Scores = float[4][C::BLOCK_K / 4];
 
 // Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare. The
-// error of tanhf is relative to its result. tanh.approx, or a formula whose error is relative to 1,
-// would be wrong by that error times softcap.
+// error of tanhf is relative to its result. With one that is relative to 1, as tanh.approx has,
+// scores would be wrong by that error times softcap.
 template <int KEYS>
 __device__ __forceinline__ void transform_scores(float (&s_rmem)[KEYS], float tanh_scale,
                                                  float softcap) {

@@ -76,8 +76,8 @@ __device__ __forceinline__ void clear(RowState<C, Flag>& state) {
 }
 
 // Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare, one
-// branch per step. The error of tanhf is relative to its result. tanh.approx, or a formula whose
-// error is relative to 1, would be wrong by that error times softcap.
+// branch per step. The error of tanhf is relative to its result. With one that is relative to 1,
+// as tanh.approx has, scores would be wrong by that error times softcap.
 template <class C>
 __device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, float tanh_scale,
                                                  float softcap) {

@@ -1,4 +1,4 @@
-// Base-2 exponential and reciprocal, one instruction each.
+// Base-2 exponential, one instruction.
 #pragma once
 
 namespace archflash::ptx {
@@ -8,13 +8,6 @@ namespace archflash::ptx {
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// rcp.approx.ftz.f32: PTX ISA, "Floating Point Instructions: rcp". 1/inf = +0. Likewise pure.
-__device__ __forceinline__ float rcp_approx_ftz(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
