@@ -272,13 +272,13 @@ std::vector<std::string> texts(const std::vector<std::string_view>& views) {
 
 // Lets a struct be pickled and copied through its to_dict and from_dict.
 template <class T>
-nb::class_<T> with_pickle(nb::class_<T> type, T (*from_dict)(const nb::dict&)) {
+nb::class_<T> with_pickle(nb::class_<T> type, T (*from_dict)(nb::handle)) {
   type.def(
       "__getstate__", [](const T& value) { return to_dict(value); },
       nb::sig("def __getstate__(self) -> dict[str, typing.Any]"));
   type.def(
       "__setstate__",
-      [from_dict](T& value, const nb::dict& fields) { new (&value) T(from_dict(fields)); },
+      [from_dict](T& value, nb::handle fields) { new (&value) T(from_dict(fields)); },
       nb::sig("def __setstate__(self, fields: dict[str, typing.Any], /) -> None"));
   return type;
 }
