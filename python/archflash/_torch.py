@@ -103,8 +103,8 @@ def attention(
     as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
     if plain and as_it_is and not torch.compiler.is_compiling() and not _autocasts(q.device.type):
         # The same as below, in less time on the host.
-        is_causal = band.top_left_causal
-        if (is_causal or band.unbounded) and 0 not in (*q.shape, *k.shape, *v.shape):
+        is_causal = _top_left_causal(band)
+        if (is_causal or _unbounded(band)) and 0 not in (*q.shape, *k.shape, *v.shape):
             q_bhnd, k_bhnd, v_bhnd = (_to_bhnd(x, layout, None) for x in (q, k, v))
             result = _sdpa(q_bhnd, k_bhnd, v_bhnd, None, scale, is_causal=is_causal)
             result = _in_stride_order_of(q, _from_bhnd(result, layout, None))
