@@ -252,7 +252,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     if measured is not None and (pytorchs := _measured_pytorch(problem, capability)):
         place = measured.place(pytorchs)
         before = [name for name in kernels if measured.place(name) < place]
-        return (*before, _registry.TORCH, *kernels[len(before) :])
+        after = [name for name in kernels if name not in before]
+        return (*before, _registry.TORCH, *after)
     if problem.nq <= _measured.FEW_QUERIES and _as_it_likes(problem):
         splitting = [name for name in tensor_cores if _registry.splits_keys(name)]
         others = [name for name in tensor_cores if name not in splitting]

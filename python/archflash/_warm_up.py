@@ -79,18 +79,22 @@ def _check(dtypes: Any, head_dims: Any, implementations: Any) -> list[tuple[int,
         ("implementations", [] if implementations is None else implementations, "['ampere']"),
     ):
         if isinstance(given, str) or not isinstance(given, Sequence):
-            raise TypeError(f"{name} is {given!r}: it must be a sequence, such as {example}")
+            raise TypeError(
+                f"{name} is {_native.given(given)}: it must be a sequence, such as {example}"
+            )
     for dtype in dtypes:
         if dtype not in _DTYPES:
             allowed = ", ".join(str(known) for known in _DTYPES)
-            raise TypeError(f"dtypes holds {dtype!r}: it may hold {allowed}")
+            raise TypeError(f"dtypes holds {_native.given(dtype)}: it may hold {allowed}")
     pairs = []
     for dims in head_dims:
         pair = dims if isinstance(dims, tuple) else (dims, dims)
         if len(pair) != 2 or not all(type(size) is int for size in pair):
-            raise TypeError(f"head_dims holds {dims!r}: it may hold ints and pairs (d, dv) of ints")
+            raise TypeError(
+                f"head_dims holds {_native.given(dims)}: it may hold ints and pairs (d, dv) of ints"
+            )
         if min(pair) < 1:
-            raise ValueError(f"head_dims holds {dims!r}: head dims are 1 at least")
+            raise ValueError(f"head_dims holds {_native.given(dims)}: head dims are 1 at least")
         pairs.append(pair)
     return pairs
 

@@ -1,4 +1,5 @@
-"""How exact the 16-bit kernels are beside PyTorch's flash kernel, on data whose largest weights count.
+"""How exact the 16-bit kernels are beside PyTorch's flash kernel, on data whose largest weights
+count.
 
 Sizes of q, k and v: 1 makes rows whose weights are spread, 3 and 6 make rows that a few keys
 dominate.
