@@ -254,7 +254,7 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         before = [name for name in kernels if measured.place(name) < place]
         after = [name for name in kernels if name not in before]
         return (*before, _registry.TORCH, *after)
-    if problem.nq <= _measured.FEW_QUERIES and _as_it_likes(problem):
+    if problem.nq <= _measured.FEW_QUERIES and _pytorch_may_serve(problem):
         splitting = [name for name in tensor_cores if _registry.splits_keys(name)]
         others = [name for name in tensor_cores if name not in splitting]
         # PyTorch's fused kernels split the keys over the GPU too (one query row on an H200: 1.8 to
@@ -263,8 +263,10 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
 
 
-def _as_it_likes(problem: _native.Problem) -> bool:
-    """Whether nothing is asked for that keeps PyTorch from going its own way."""
+def _pytorch_may_serve(problem: _native.Problem) -> bool:
+    """Whether a call has no packed sequences, approximation or number of splits, which PyTorch's
+    kernels would not honour.
+    """
     return not problem.varlen and not problem.approximate and problem.num_splits is None
 
 
@@ -283,7 +285,7 @@ def _measured_pytorch(problem: _native.Problem, capability: tuple[int, int] | No
         nq=problem.nq,
         nk=problem.nk,
     )
-    return None if masked or not _as_it_likes(problem) else kernel
+    return None if masked or not _pytorch_may_serve(problem) else kernel
 
 
 def _pytorchs_kernel(

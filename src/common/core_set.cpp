@@ -71,7 +71,8 @@ struct Refusals {
   }
 };
 
-// A call without heads is refused or has nothing to write, but may come here before.
+// Some plans ask for it before a call without heads is refused or found to have nothing to write:
+// this must not divide by zero then.
 int64_t heads_per_kv(const Problem& problem) {
   return problem.heads_q / std::max<int64_t>(problem.heads_kv, 1);
 }

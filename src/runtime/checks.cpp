@@ -12,10 +12,11 @@
 namespace archflash {
 namespace {
 
-// So that sums of positions, offsets and window sides never overflow; build_call() has the same.
+// Integers beyond it are refused, so that sums of positions, offsets and window sides never
+// overflow. build_call() has the same limit.
 constexpr int64_t LIMIT = (int64_t{1} << 60) - 1;
-// Elements of a tensor, repeated ones counted, and elements from its first to its last: their bytes
-// fit 63 bits.
+// The most elements that a tensor may have (repeated ones counted), and the most from its first to
+// its last in memory: their bytes then fit 63 bits.
 constexpr int64_t ELEMENTS = int64_t{1} << 59;
 
 template <class... Parts>
@@ -45,7 +46,7 @@ struct Checker {
   }
 };
 
-// Of one tensor: its sizes and the strides that a Problem has of it.
+// The sizes of one tensor, and the strides that a Problem has of it.
 struct Layout {
   const char* name;
   const Strides& strides;
@@ -233,7 +234,8 @@ void check_device(const Device& d, const std::string& prefix) {
                 " bytes long");
   const int64_t numbers[] = {d.major,         d.minor,    d.sm_count,         d.shared_per_block,
                              d.shared_per_sm, d.l2_bytes, d.registers_per_sm, d.threads_per_sm};
-  // It stands for a GPU that could not be asked: no code loads on its capability, 0.0.
+  // All zeros stand for a GPU that the driver could not describe. No plan is made for it: no kernel
+  // has code for its compute capability, 0.0.
   if (std::all_of(std::begin(numbers), std::end(numbers), [](int64_t n) { return n == 0; })) return;
   // Beyond every GPU there is, and small enough that no product of planning overflows.
   check.range(1, 99, {{"major", d.major}});

@@ -116,7 +116,7 @@ nb::dict write(const T& value) {
   return dict;
 }
 
-// --- reading: strictly the types that write() gives, `path` leads to the field ---
+// --- reading: takes only the types that write() gives; errors name the field by its `path` ---
 
 // What was given, on one line and not long, whatever it is.
 std::string shown(nb::handle object) {
