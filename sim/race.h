@@ -55,7 +55,7 @@ struct Race {
   bool other_wrote = false;  // the earlier access was a write
   bool proxy = false;      // ordered, but the earlier write was not made visible to the async proxy
   bool same_warp = false;  // between two lanes of one warp
-  // In order but for ldmatrix or stmatrix, which access memory for other lanes as well.
+  // The accesses would be in order if ldmatrix and stmatrix acted for the addressing lane only.
   bool by_matrix = false;
   int other_agent = 0;
   int other_lane = 0;

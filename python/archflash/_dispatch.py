@@ -234,15 +234,7 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     then the others.
     """
     measured = _measured.find(problem, capability)
-    kernels = sorted(
-        _registry.kernel_names(),
-        key=lambda name: (
-            not _registry.takes(name, problem.dtype),
-            measured.place(name) if measured else 0,
-            problem.dtype in ("float16", "bfloat16")
-            and _registry.SIXTEEN_BITS_ON.get(name, capability) != capability,
-        ),
-    )
+    kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
     if problem.dtype == "float32":
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if name not in _registry.WITHOUT_TENSOR_CORES]
@@ -261,6 +253,24 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         # 17 times faster than a kernel that does not, bench/results).
         return (*splitting, _registry.TORCH, *others, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
+
+
+@cache
+def _kernels_in_order(
+    dtype: str, capability: tuple[int, int] | None, measured: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The kernels: those that take a dtype, by their place in what was measured, then the others."""
+    return tuple(
+        sorted(
+            _registry.kernel_names(),
+            key=lambda name: (
+                not _registry.takes(name, dtype),
+                measured.index(name) if name in measured else len(measured),
+                dtype in ("float16", "bfloat16")
+                and _registry.SIXTEEN_BITS_ON.get(name, capability) != capability,
+            ),
+        )
+    )
 
 
 def _pytorch_may_serve(problem: _native.Problem) -> bool:
@@ -403,10 +413,10 @@ def _only_forced(name: str, problem: _native.Problem, device: _native.Device) ->
     """Whether a kernel serves a problem on a GPU of another generation than its own only where it
     is forced: unless it was measured there.
     """
+    if not _registry.only_forced(name, device.capability):
+        return False
     measured = _measured.find(problem, device.capability)
-    return _registry.only_forced(name, device.capability) and (
-        measured is None or name not in measured.order
-    )
+    return measured is None or name not in measured.order
 
 
 def _unforced_plan(

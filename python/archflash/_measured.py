@@ -113,7 +113,7 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
     """What was measured for problems of that kind on GPUs of a compute capability; None for
     nothing.
     """
-    if capability is None:
+    if capability is None or problem.dtype not in _DTYPES:
         return None
     kind = Kind.of(
         problem.dtype,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
@@ -264,6 +265,11 @@ def _cudnn_version() -> int:
     return _CUDNN_ELSEWHERE if version is None else int(version)
 
 
+@functools.cache
+def _prefers_cudnn(torch_version: str) -> bool:
+    return TorchVersion(torch_version) >= (2, 10)
+
+
 def cudnn_comes_first(capability: tuple[int, int]) -> bool:
     """Whether PyTorch asks its cuDNN kernel before its others on GPUs of a compute capability.
 
@@ -274,7 +280,7 @@ def cudnn_comes_first(capability: tuple[int, int]) -> bool:
     return (
         capability[0] in (9, 10)
         and _cudnn_version() > 91500
-        and torch.__version__ >= (2, 10)  # type: ignore[operator]
+        and _prefers_cudnn(str(torch.__version__))
         and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     )
 

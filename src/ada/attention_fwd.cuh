@@ -38,7 +38,7 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
   static_assert(C::WARPS <= MOST_WARPS && sizeof(ScaledPlace) <= C::PLACE_BYTES);
   ScaledPlace& scaled = *reinterpret_cast<ScaledPlace*>(shared + C::PLACE_SMEM);
   {
-    // The thread's index is read for this alone: registers are few.
+    // Reads the thread's index anew, so that it takes no register for the rest of the kernel.
     math::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, ptx::mov_tid_x_volatile(),
                                                 C::THREADS);
     const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);

@@ -100,8 +100,8 @@ struct TileChunks {
     return __uint_as_float(math::float_bits_of_bfloat16(bits));
   }
 
-  // Its magnitude; NaN if it is not finite. 16 bits otherwise than value() has them, which the
-  // compiler would keep until write().
+  // Its magnitude; NaN if it is not finite. Reads numbers of 16 bits in another way than value()
+  // does: otherwise the compiler keeps value()'s results in registers until write().
   __device__ __forceinline__ float finite_magnitude(int i, int j) const {
     float x;
     if constexpr (DTYPE == DType::F32) {

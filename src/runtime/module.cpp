@@ -11,6 +11,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -77,6 +78,18 @@ void set_address(Call& call, Operand operand, nb::handle tensor) {
   call.addresses[static_cast<int>(operand)] = address_of(tensor);
 }
 
+// Packed sequences of which there is none have no plan to launch: every row of q is one of no
+// sequence, whose output is 0 and whose log-sum-exp is the sink, or -inf.
+void write_rows_of_no_sequence(nb::handle out, nb::handle lse, nb::handle sinks) {
+  out.attr("zero_")();
+  if (!lse.is_valid()) return;
+  if (sinks.is_none()) {
+    lse.attr("fill_")(-std::numeric_limits<double>::infinity());
+  } else {
+    lse.attr("copy_")(sinks.attr("unsqueeze")(1));
+  }
+}
+
 // Allocates what is missing, binds and launches. Returns out, or (out, lse).
 nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
   nb::object out = a.out.is_none() ? allocate_out(a.q, call) : nb::borrow(a.out);
@@ -96,7 +109,9 @@ nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
                               nb::arg("dtype") = nb::module_::import_("torch").attr("uint8"));
     set_address(call, Operand::Workspace, workspace);
   }
-  if (call.device_index < 0) {
+  if (call.problem.varlen && prepared.plan->launches.empty()) {
+    write_rows_of_no_sequence(out, lse, a.sinks);
+  } else if (call.device_index < 0) {
     nb::dict tensors;
     const std::pair<Operand, nb::handle> operands[] = {
         {Operand::Q, a.q},

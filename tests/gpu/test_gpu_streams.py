@@ -147,10 +147,11 @@ def test_the_first_call_of_a_process_can_be_captured(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("heads", [1, 16], ids=["small", "large"])
-def test_the_first_call_that_nobody_forces_can_be_captured(dtype: str, heads: int) -> None:
-    """Also where PyTorch's kernel serves it."""
-    assert_first_call_captured("", dtype, heads)
+def test_the_first_call_that_nobody_forces_can_be_captured(dtype: str) -> None:
+    """Where a kernel of ours serves it: cuDNN, which PyTorch may choose for large calls, plans at
+    the first call of a shape, and cannot do so inside a capture.
+    """
+    assert_first_call_captured("", dtype, 1)
 
 
 # --- loading ---

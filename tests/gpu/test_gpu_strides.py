@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import DTYPES, assert_close
+from gpu_cases import DTYPES
 from tests.odd_strides import READABLE, UNREADABLE, laid_out
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import archflash
+from archflash import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +47,11 @@ def attend_and_check(names: list[str], dtype: str, backend: str, **call: Any) ->
             with sdpa_kernel([wanted, SDPBackend.MATH]):
                 out = archflash.attention(q, k, v, implementation="torch", **call)
     torch.cuda.synchronize()
-    assert_close(out, None, q, k, v, **call)
+    expected = reference.attention(q, k, v, return_lse=False, **call)
+    report = reference.check(out, expected, reference.baseline(q, k, v, **call))
+    # PyTorch's fp32 kernels multiply in three TF32 products: up to 1.9 times the bound on an H200.
+    room = 4 if dtype == "float32" else 1
+    assert report.max_error <= room * report.bound, report
 
 
 @each_dtype

@@ -495,6 +495,20 @@ def test_rows_of_no_sequence_are_zero_with_lse_of_the_sink(
         assert torch.equal(lse[:, outside], expected.expand(4, int(outside.sum())))
 
 
+@each_kernel
+def test_without_any_sequence_every_row_is_zero(kernel: str) -> None:
+    q, k, v = (rand(70, heads, 64, seed=heads, dtype=KERNELS[kernel][0]) for heads in (4, 2, 2))
+    none = int32([0])
+    for sinks in (None, rand(4, seed=1)):
+        out, lse = archflash.attention(
+            q, k, v, implementation=kernel, out=torch.full_like(q, NAN), sinks=sinks,
+            cu_seqlens_q=none, cu_seqlens_k=none, return_lse=True,
+        )  # fmt: skip
+        assert torch.equal(out, torch.zeros_like(out))
+        expected = torch.full((4, 1), -math.inf) if sinks is None else sinks[:, None]
+        assert torch.equal(lse, expected.expand(4, 70))
+
+
 def test_rows_of_no_sequence_are_zero_where_keys_are_split() -> None:
     q, k, v = (rand(20, heads, 64, seed=heads, dtype="bfloat16") for heads in (4, 2, 2))
     k, v = (x.repeat(20, 1, 1) for x in (k, v))
@@ -550,7 +564,7 @@ def test_rows_after_the_last_sequence_never_matter(kernel: str, dtype: str) -> N
     out = torch.full_like(q, NAN)
     run = sim.run(q, k, v, implementation=kernel, causal=True, out=out, return_lse=True, **ends)
     assert not unexplained(kernel, run.report), run.report
-    assert out[total:].isnan().all()
+    assert torch.equal(out[total:], torch.zeros_like(out[total:]))
     assert run.lse is not None
     lse = run.lse[:, :total]
     assert_close(out[:total], lse, q[:total], k[:total], v[:total], causal=True, **ends)

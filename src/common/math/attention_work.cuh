@@ -81,8 +81,9 @@ __device__ __forceinline__ float load_sink(const AttentionParams& params, int he
 // Rows of a packed q that belong to no sequence (before the first, after the last): output 0, and
 // the LSE of a row that sees no key. Without this they would come back with what the memory held.
 // CTA `index` looks after the rows [index / heads_q * BLOCK_Q, + BLOCK_Q) of one head, whichever
-// rows it computes: there are at least so many CTAs. Called by `threads` threads, which need not be
-// whole warps.
+// rows it computes: the grid has at least one CTA for each BLOCK_Q rows of each head. Where
+// cu_seqlens decreases, which is the caller's error, rows between may stay unwritten. Called by
+// `threads` threads, which need not be whole warps.
 template <int BLOCK_Q, int ELEMENT_BYTES = 2>
 __device__ __forceinline__ void write_rows_of_no_sequence(const AttentionParams& params, int index,
                                                           int thread, int threads) {

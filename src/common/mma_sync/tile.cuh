@@ -59,8 +59,8 @@ __device__ __forceinline__ void start_load(uint32_t tile_smem, const uint16_t* r
   }
 }
 
-// Starts the copy of the first rows of `rows_gmem`, where the tile ends before ROWS: rows from `valid_rows` on become zeros, so that what
-// lies beyond a sequence's end in memory never matters.
+// Starts the copy of the first rows of rows_gmem where the tile ends before ROWS: rows from
+// valid_rows on become zeros, so that what lies beyond a sequence's end never matters.
 template <class C, class Tile, int ROWS>
 __device__ __forceinline__ void start_ragged_load(uint32_t tile_smem, const uint16_t* rows_gmem,
                                                   int64_t row_stride, int valid_rows, int columns) {
