@@ -10,7 +10,7 @@ demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
 
 test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 # `make test` runs with the newest torch. These are the tests of what depends on its version.
 TORCH ?= 2.6.0

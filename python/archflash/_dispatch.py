@@ -259,7 +259,7 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
 def _kernels_in_order(
     dtype: str, capability: tuple[int, int] | None, measured: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The kernels: those that take a dtype, by their place in what was measured, then the others."""
+    """Those kernels first that take a dtype, by their place in what was measured."""
     return tuple(
         sorted(
             _registry.kernel_names(),

@@ -267,7 +267,7 @@ def _cudnn_version() -> int:
 
 @functools.cache
 def _prefers_cudnn(torch_version: str) -> bool:
-    return TorchVersion(torch_version) >= (2, 10)
+    return bool(TorchVersion(torch_version) >= (2, 10))  # type: ignore[operator]
 
 
 def cudnn_comes_first(capability: tuple[int, int]) -> bool:

@@ -199,8 +199,7 @@ __device__ __forceinline__ bool any_exceeds(const float (&lane_max)[C::M_TILES][
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      exceeds |= fmaf(lane_max[m][r], exp2_scale, -lag) > limits[m][r];
+    for (int r = 0; r < 2; ++r) exceeds |= fmaf(lane_max[m][r], exp2_scale, -lag) > limits[m][r];
   }
   return __any_sync(FULL_WARP, exceeds);
 }
@@ -325,8 +324,8 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
   const OutRows out(params, work, warp_row);
   const int lane = threadIdx.x % 32;
   // rows_smem may have held Q: wait until every lane has read its fragments, before any lane
-  // writes there. ldmatrix does not order the lanes.
-  __syncwarp();
+  // writes there.
+  __syncwarp();  // every lane has read what the rows held: ldmatrix does not order lanes
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll

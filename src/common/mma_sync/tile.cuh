@@ -43,8 +43,8 @@ __device__ __forceinline__ void start_load(uint32_t tile_smem, const uint16_t* r
   using Lane = CopyLane<C, Tile>;
   static_assert(ROWS % Lane::ROWS_PER_STEP == 0, "threads must tile the rows");
   const Lane lane;
-  const char* source = reinterpret_cast<const char*>(rows_gmem + lane.column) +
-                       (first_row + lane.row) * row_bytes;
+  const char* source =
+      reinterpret_cast<const char*>(rows_gmem + lane.column) + (first_row + lane.row) * row_bytes;
   const uint32_t target = tile_smem + lane.offset;
 #pragma unroll
   for (int row = 0; row < ROWS; row += Lane::ROWS_PER_STEP) {

@@ -138,6 +138,13 @@ EXCUSES = (
     Excuse(
         "sync",
         "delete bar.warp.sync",
+        "__syncwarp();  // every lane has read what the rows held",
+        "counts where the last block of keys reads Q from shared memory with no barrier behind it; "
+        "elsewhere a barrier of the CTA, or release(), has ordered the lanes before",
+    ),
+    Excuse(
+        "sync",
+        "delete bar.warp.sync",
         "__syncwarp();  // the next tile is searched by the whole warp;",
         "where no sequence is searched nothing needs the whole warp before the next elect.sync, "
         "which waits for it, and the search's own shuffles wait too",
