@@ -565,7 +565,7 @@ NB_MODULE(_archflash, m) {
         TensorView view;
         read_tensor(tensor, name.c_str(), view);
       },
-      "tensor"_a, "name"_a, "Refuses what is no dense tensor, or has elements but no data.");
+      "tensor"_a.none(), "name"_a, "Refuses what is no dense tensor, or has elements but no data.");
   m.def(
       "given", [](nb::handle value) { return given(value); }, "value"_a.none(),
       "What a caller gave, for an error message: never the values of a tensor.");

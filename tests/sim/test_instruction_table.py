@@ -55,7 +55,8 @@ def test_what_is_said_to_be_refused_is_refused() -> None:
 def test_every_kind_of_finding_is_explained() -> None:
     sources = "\n".join(path.read_text() for path in sorted((ROOT / "sim").glob("*.cpp")))
     kinds = set(re.findall(r'Fault\{\s*"([a-z-]+)"', sources))
-    for chosen in re.findall(r"\bkind = ([^;]*);", sources):
+    kinds |= set(re.findall(r'\bkind = "([a-z-]+)"', sources))
+    for chosen in re.findall(r"\bconst kind = ([^;]*);", sources):
         kinds |= set(re.findall(r'"([a-z-]+)"', chosen))
     kinds |= {
         kind
