@@ -194,13 +194,14 @@ void check_low_address(nb::handle tensor, const char* name, TensorView& view) {
   for (int i = 0; i < view.ndim && i < MAX_DIMS; ++i) {
     if (view.shape[i] == 0) return;
   }
+  // Some allocators hand out low addresses (PyTorch's expandable segments): this comes first.
+  const uintptr_t offset = nb::cast<uintptr_t>(tensor.attr("storage_offset")()) *
+                           nb::cast<uintptr_t>(tensor.attr("itemsize"));
+  if (reinterpret_cast<uintptr_t>(view.data) != offset) return;
   if (nb::cast<bool>(tensor.attr("_is_zerotensor")())) {
     view.lazy = true;
     return;
   }
-  const uintptr_t offset = nb::cast<uintptr_t>(tensor.attr("storage_offset")()) *
-                           nb::cast<uintptr_t>(tensor.attr("itemsize"));
-  if (reinterpret_cast<uintptr_t>(view.data) != offset) return;
   throw nb::value_error(
       join(name, " has shape ", describe_shape(view),
            " but no data: its storage is empty, as untyped_storage().resize_(0) leaves it; bring "
