@@ -24,7 +24,7 @@ constexpr float LOWEST = -3.402823466e38f;
 //     limits of fp16.
 //   - at a smaller rise only where the new largest weight is more than COUNTS of the row's sum. The
 //     largest weight then is exactly 1 in 16 bits. Without this rule it is rounded like the others,
-//     and where it dominates its row, the error of the output grows by half (docs/numerics.md).
+//     and where it dominates its row, its largest errors grow by half (docs/numerics.md).
 constexpr float BASE_LAG = 8.0f;
 constexpr float COUNTS = 1.0f / 16;
 // From here on, score * scale - base in one FMA would leave the rounding of base alone, which is

@@ -25,7 +25,7 @@ constexpr float LOWEST = -3.402823466e38f;
 //   - at a smaller rise only where the new largest weight counts: where it is more than COUNTS of
 //     what a lane's keys have added up to. The largest weight of a row then is exactly 1 in 16
 //     bits, as it is in kernels that rescale at every rise. Without this rule it is rounded like
-//     the others, and where it dominates its row, the error of the output grows by half
+//     the others, and where it dominates its row, its largest errors grow by half
 //     (docs/numerics.md).
 // From LARGE_BASE on, score * scale - base in one FMA would leave the rounding of base alone, which
 // is more than P may grow by: see follow_maxima. There the base is the maximum itself.
