@@ -30,7 +30,7 @@ CANDIDATES = (
     "blackwell_dc", "hopper", "blackwell_consumer", "ampere", "ada", "torch-cudnn", "torch-flash",
     "torch-efficient", "simt",
 )  # fmt: skip
-# Of the GPUs in bench/results, whose rows do not name it.
+# The compute capability of each GPU that has rows: the rows do not name it.
 CAPABILITIES = {"NVIDIA H200": (9, 0)}
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 

@@ -122,7 +122,7 @@ bool RaceDetector::ordered_for_every_lane(const Accessor& who, const Write& writ
   return true;
 }
 
-// Of a write that is not in order: whether it would be if ldmatrix and stmatrix were accesses of
+// Whether a write that is not in order would be in order if ldmatrix and stmatrix were accesses of
 // the lane that gives the address.
 bool RaceDetector::is_ordered_but_for_matrix(const Accessor& who, const Write& last) const {
   const Knowledge& known = known_[static_cast<size_t>(who.agent)];

@@ -239,9 +239,10 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if name not in _registry.WITHOUT_TENSOR_CORES]
     cuda_cores = [name for name in kernels if name in _registry.WITHOUT_TENSOR_CORES]
-    if isinstance(_pytorchs_kernel(problem, capability), list):
+    pytorchs = _pytorchs_kernel(problem, capability)
+    if isinstance(pytorchs, list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
-    if measured is not None and (pytorchs := _measured_pytorch(problem, capability)):
+    if measured is not None and _serves_as_measured(pytorchs, problem, measured):
         place = measured.place(pytorchs)
         before = [name for name in kernels if measured.place(name) < place]
         after = [name for name in kernels if name not in before]
@@ -281,13 +282,20 @@ def _pytorch_may_serve(problem: _native.Problem) -> bool:
 
 
 def _measured_pytorch(problem: _native.Problem, capability: tuple[int, int] | None) -> str | None:
-    """The kernel of PyTorch that serves a problem as it was measured; None where it is unmeasured,
-    or would need a mask, which was never measured.
-    """
+    """The kernel of PyTorch that serves a problem as it was measured; None where there is none."""
     kernel = _pytorchs_kernel(problem, capability)
     measured = _measured.find(problem, capability)
-    if measured is None or isinstance(kernel, list) or kernel not in measured.order:
+    if measured is None or isinstance(kernel, list):
         return None
+    return kernel if _serves_as_measured(kernel, problem, measured) else None
+
+
+def _serves_as_measured(
+    kernel: str, problem: _native.Problem, measured: _measured.Measurement
+) -> bool:
+    """Whether a kernel of PyTorch was measured for problems of this kind, and serves this one
+    without a mask, with which it was never measured.
+    """
     masked = problem.masked or _torch.needs_mask(
         causal=problem.causal,
         window=problem.window,
@@ -295,7 +303,7 @@ def _measured_pytorch(problem: _native.Problem, capability: tuple[int, int] | No
         nq=problem.nq,
         nk=problem.nk,
     )
-    return None if masked or not _pytorch_may_serve(problem) else kernel
+    return kernel in measured.order and not masked and _pytorch_may_serve(problem)
 
 
 def _pytorchs_kernel(

@@ -117,7 +117,7 @@ struct TileChunks {
     return fmaf(x, 0.0f, x);  // infinity times 0 is NaN
   }
 
-  // Of the finite numbers; 0 if there are none.
+  // The largest magnitude of the finite numbers; 0 if there are none.
   __device__ __forceinline__ float largest() const {
     float result = 0.0f;
 #pragma unroll

@@ -8,28 +8,21 @@
 #include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
+#include "common/math/online_softmax.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/f32x2.cuh"
-#include "common/ptx/lg2.cuh"
 
 namespace archflash::blackwell_dc {
 
 constexpr float LOWEST = -3.402823466e38f;
 
-// P is 2^(score - base). The base follows the row maximum, but not at every rise, so that O is
-// rescaled in few blocks instead of all:
-//   - at a rise of more than BASE_LAG (in powers of two) always: P stays below 2^9, far from the
-//     limits of fp16.
-//   - at a smaller rise only where the new largest weight is more than COUNTS of the row's sum. The
-//     largest weight then is exactly 1 in 16 bits. Without this rule it is rounded like the others,
-//     and where it dominates its row, its largest errors grow by half (docs/numerics.md).
-constexpr float BASE_LAG = 8.0f;
-constexpr float COUNTS = 1.0f / 16;
-// From here on, score * scale - base in one FMA would leave the rounding of base alone, which is
-// more than P may grow by.
-constexpr float LARGE_BASE = 1 << 24;
+// When the base of a row rises: as in the kernels on mma.sync (common/math/online_softmax.cuh), but
+// a thread has the sum of the whole row, of which they see a quarter.
+struct RowWeights : math::Weights16 {
+  static constexpr float COUNTS = math::Weights16::COUNTS / 4;
+};
 
 // Scores of one row and block, later P: quarters of the block's keys.
 template <class C>
@@ -86,7 +79,7 @@ __device__ __forceinline__ void find_maxima(const Scores<C>& s_rmem, float (&max
 
 // 2^x of two numbers without the MUFU: 2^floor(x) * p(x - floor(x)), p(f) = 1 + f (P1 + f (P2 + f
 // (P3 + f P4))), |p(f) / 2^f - 1| < 3e-6 in [0, 1): the log-sum-exp keeps its accuracy too. 0
-// from -127 down; x is at most about BASE_LAG.
+// from -127 down; x is at most about RowWeights::BASE_LAG.
 __device__ __forceinline__ float2 exp2_polynomial(float2 x) {
   constexpr float P1 = 0.69304514f, P2 = 0.24127856f, P3 = 0.052245375f, P4 = 0.013425155f;
   constexpr float ROUNDER = 12582912.0f;  // 2^23 + 2^22: sums with it are whole numbers
@@ -145,8 +138,7 @@ struct RowSoftmax16 {
   // Finds the scaled score from which on this block raises the base.
   __device__ __forceinline__ void start_block(int) {
     limit_ = base_;
-    if constexpr (C::SWITCHES.lazy_rescale)
-      limit_ += fminf(fmaxf(ptx::lg2_approx_ftz(sum * COUNTS), 0.0f), BASE_LAG);
+    if constexpr (C::SWITCHES.lazy_rescale) limit_ += math::allowed_rise<RowWeights>(sum);
   }
 
   __device__ __forceinline__ void transform(Scores<C>& s_rmem) {
@@ -175,7 +167,7 @@ struct RowSoftmax16 {
     const float factor = stays ? 1.0f : ptx::ex2_approx_ftz(base_ - base);
     base_ = base;
     sum *= factor;
-    large_ = __any_sync(FULL_WARP, fabsf(base) > LARGE_BASE && base != LOWEST);
+    large_ = __any_sync(FULL_WARP, fabsf(base) > RowWeights::LARGE_BASE && base != LOWEST);
     return factor;
   }
 

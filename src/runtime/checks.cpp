@@ -12,9 +12,7 @@
 namespace archflash {
 namespace {
 
-// Integers beyond it are refused, so that sums of positions, offsets and window sides never
-// overflow. build_call() has the same limit.
-constexpr int64_t LIMIT = (int64_t{1} << 60) - 1;
+constexpr int64_t LIMIT = INTEGER_LIMIT - 1;  // the largest integer of a call
 // The most elements that a tensor may have (repeated ones counted), and the most from its first to
 // its last in memory: their bytes then fit 63 bits.
 constexpr int64_t ELEMENTS = int64_t{1} << 59;

@@ -9,6 +9,10 @@
 
 namespace archflash {
 
+// Integers of a call lie between this and its negative, both excluded: sums of positions, offsets
+// and window sides then never overflow.
+constexpr int64_t INTEGER_LIMIT = int64_t{1} << 60;
+
 // Throw std::invalid_argument naming the field, with `prefix` before its name, what it is and what
 // it must be. Every Problem that build_call() makes passes, and so does every Device of the driver
 // and of the table of known ones.

@@ -62,9 +62,6 @@ double number(nb::handle value, const char* name) {
   return result;
 }
 
-// Sums of positions, offsets and window sides below it never overflow.
-constexpr int64_t INTEGER_LIMIT = int64_t{1} << 60;
-
 // An int or whatever stands for one (numpy's integers do), but no bool and no array.
 int64_t integer(nb::handle value, const char* name, const char* allowed = "an int or None") {
   nb::object index;

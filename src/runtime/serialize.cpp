@@ -315,7 +315,8 @@ class Comparison {
            nb::isinstance<nb::dict>(planned[0]);
   }
 
-  // Of one type and equal; a list of numbers item by item, a whole number for a float.
+  // Whether two values have one type and are equal. Lists of numbers are compared item by item, and
+  // JSON may spell a float as a whole number.
   static bool same(nb::handle given, nb::handle planned) {
     if (PyList_CheckExact(planned.ptr())) {
       if (!is_list(given) || nb::len(given) != nb::len(planned)) return false;

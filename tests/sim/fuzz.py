@@ -31,7 +31,7 @@ WORDS = (
 )  # fmt: skip
 TOKEN = re.compile(r"[.%$]?[A-Za-z0-9_]+(?:::[A-Za-z0-9_]+)?|[^\sA-Za-z0-9_]")
 BUFFER_BYTES = 4096
-# Of two warps: damaged loops need not end.
+# A run of two warps may execute so many instructions: damaged loops need not end.
 MAX_INSTRUCTIONS = 4000
 BLOCKS = ((1,), (17,), (33,), (48,), (100,), (64,), (128,), (1024,), (5, 7), (16, 2, 3), (1, 1, 64))
 

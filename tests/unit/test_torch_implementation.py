@@ -174,7 +174,7 @@ def test_windows_count_from_the_farthest_offsets_exactly(far: int) -> None:
         for side in (abs(far) - 3, abs(far) - 1, abs(far)):
             window = (side, None) if far > 0 else (None, side)
             out = assert_matches_reference(*tensors, window=window, q_offset=far, **shape)
-            # The same keys, said from an offset near by: those from i + far - side on, or up to it.
+            # An offset near by that lets each query see the same keys as the far one does.
             near = far - side if far > 0 else far + side
             same = {"window": (0, None) if far > 0 else (None, 0), "q_offset": near}
             torch.testing.assert_close(out, _torch.attention(*tensors, **same, **shape))
