@@ -103,6 +103,7 @@ def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
         raise TypeError(
             f"dtype is {_native.given(dtype)}: it must be torch.float8_e4m3fn or torch.float8_e5m2"
         )
+    # check_data has told of these two already, except while compiling.
     if not isinstance(x, Tensor):
         raise TypeError(f"x is {_native.given(x)}: it must be a torch.Tensor")
     if x.is_nested or x.layout is not torch.strided:
