@@ -5,16 +5,24 @@ Every machine-code image is assembled from a PTX text that is kept: the wheel ca
 simulator runs it. Outputs, in --output: STEM.fatbin (compressed; machine code for every target, and
 the lowest target's PTX for newer GPUs), STEM.compute_XX.ptx.gz (the texts) and STEM.json
 (registers, spills, shared and stack bytes per target and kernel).
+
+ARCHFLASH_KERNEL_CACHE may name a folder where compiled texts and machine code are kept between
+builds: a kernel whose preprocessed source is unchanged is then not compiled again, and a PTX text
+that differs in line numbers only is not assembled again.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
@@ -26,6 +34,63 @@ def run(command: list[str]) -> str:
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
+
+
+@cache
+def version_of(tool: Path) -> str:
+    return run([str(tool), "--version"])
+
+
+def kept(parts: list[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
+    """What `make` returns, the bytes of a file and what the tool printed, from the cache folder if
+    it was made before from the same parts.
+    """
+    folder = os.environ.get("ARCHFLASH_KERNEL_CACHE")
+    if not folder:
+        return make()
+    entry = Path(folder) / hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    if not entry.is_file():
+        made, printed = make()
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        new = entry.with_suffix(f".{os.getpid()}")
+        new.write_bytes(json.dumps(printed).encode() + b"\n" + made)
+        new.replace(entry)  # at once: another build never reads half an entry
+    printed_line, _, made = entry.read_bytes().partition(b"\n")
+    return made, json.loads(printed_line)
+
+
+def compile_to_ptx(toolkit: Path, source: Path, source_root: Path, virtual: str, to: Path) -> str:
+    """The PTX text of a .cu file for compute_VIRTUAL, its paths made neutral."""
+    nvcc = toolkit / "nvcc"
+    flags = [*COMPILER_FLAGS, f"-arch=compute_{virtual}", "-I", str(source_root)]
+
+    def make() -> tuple[bytes, str]:
+        run([str(nvcc), *flags, "-ptx", "-o", str(to), str(source)])
+        return neutral_paths(to.read_text(), source_root).encode(), ""
+
+    if not os.environ.get("ARCHFLASH_KERNEL_CACHE"):
+        return make()[0].decode()
+    preprocessed = run([str(nvcc), *flags, "-E", str(source)])
+    text = preprocessed.replace(str(source_root), "src")  # line markers hold paths
+    made, _ = kept([version_of(nvcc), *COMPILER_FLAGS, virtual, source.stem, text], make)
+    return made.decode()
+
+
+def assemble(ptxas: Path, ptx_file: Path, target: str, lineinfo: bool, to: Path) -> str:
+    """Writes the machine code of a PTX file for sm_TARGET; returns ptxas's report."""
+    debug = "--generate-line-info" if lineinfo else "--suppress-debug-info"
+    flags = ["-O3", "-v", f"-arch=sm_{target}", debug]
+
+    def make() -> tuple[bytes, str]:
+        report = run([str(ptxas), *flags, "-o", str(to), str(ptx_file)])
+        return to.read_bytes(), report
+
+    text = ptx_file.read_text()
+    if not lineinfo:  # line numbers leave no trace in the machine code
+        text = re.sub(r"^\s*\.(loc|file)\s[^\n]*\n", "", text, flags=re.MULTILINE)
+    made, report = kept([version_of(ptxas), *flags, text], make)
+    to.write_bytes(made)
+    return report
 
 
 def neutral_paths(ptx: str, source_root: Path) -> str:
@@ -95,31 +160,15 @@ def main() -> None:
     for index, group in enumerate(arguments.groups):
         virtual, _, targets = group.partition(":")
         ptx_file = output / f"{stem}.compute_{virtual}.ptx"
-        nvcc = [
-            str(arguments.toolkit / "nvcc"),
-            *COMPILER_FLAGS,
-            f"-arch=compute_{virtual}",
-            "-ptx",
-        ]
-        run(
-            [
-                *nvcc,
-                "-I",
-                str(arguments.source_root),
-                "-o",
-                str(ptx_file),
-                str(arguments.source),
-            ]
+        text = compile_to_ptx(
+            arguments.toolkit, arguments.source, arguments.source_root, virtual, ptx_file
         )
-        text = neutral_paths(ptx_file.read_text(), arguments.source_root)
         ptx_file.write_text(text)
         packed = gzip.compress(text.encode(), compresslevel=9, mtime=0)
         (output / f"{stem}.compute_{virtual}.ptx.gz").write_bytes(packed)
         for target in targets.split(","):
             cubin = output / f"{stem}.sm_{target}.cubin"
-            ptxas = [str(arguments.ptxas), "-O3", "-v", f"-arch=sm_{target}"]
-            ptxas.append("--generate-line-info" if arguments.lineinfo else "--suppress-debug-info")
-            report = run([*ptxas, "-o", str(cubin), str(ptx_file)])
+            report = assemble(arguments.ptxas, ptx_file, target, arguments.lineinfo, cubin)
             resources[f"sm_{target}"] = parse_resources(report)
             images.append(f"--image3=kind=elf,sm={target},file={cubin}")
         if index == 0:  # the lowest PTX serves every GPU that no machine code here covers

@@ -434,3 +434,26 @@ def test_a_tool_that_fails_stops_the_build_with_what_it_said(build_kernel: Modul
     assert build_kernel.run(["sh", "-c", "echo out; echo err >&2"]) == "out\nerr\n"
     with pytest.raises(SystemExit, match=r"(?s)sh -c .*\nwhy it failed"):
         build_kernel.run(["sh", "-c", "echo why it failed >&2; exit 3"])
+
+
+def test_what_the_cache_folder_keeps_is_not_made_again(
+    build_kernel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[str] = []
+
+    def make() -> tuple[bytes, str]:
+        runs.append("made")
+        return b"machine\ncode", "a report\nof two lines"
+
+    assert build_kernel.kept(["sm_80", "text"], make) == (
+        b"machine\ncode",
+        "a report\nof two lines",
+    )
+    build_kernel.kept(["sm_80", "text"], make)
+    assert len(runs) == 2  # without the variable nothing is kept
+
+    monkeypatch.setenv("ARCHFLASH_KERNEL_CACHE", str(tmp_path / "cache"))
+    for parts in (["sm_80", "text"], ["sm_80", "text"], ["sm_90", "text"]):
+        made = build_kernel.kept(parts, make)
+        assert made == (b"machine\ncode", "a report\nof two lines")
+    assert len(runs) == 4
