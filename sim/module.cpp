@@ -11,10 +11,10 @@
 #include <chrono>
 #include <cstring>
 
-#include "sim/instructions.h"
-#include "sim/launch.h"
-#include "sim/matrix.h"
-#include "sim/tensor_map.h"
+#include "sim/load/instructions.h"
+#include "sim/numerics/mma.h"
+#include "sim/run/launch.h"
+#include "sim/units/tensor_map.h"
 
 namespace archflash::sim {
 namespace {

@@ -1,6 +1,6 @@
-// Runs one instruction of sim/numeric.h or sim/matrix.h on arrays, by its PTX text: what the tests
-// of those two files call through ctypes. Every operand is an array of uint64_t, one value in the
-// low bits of each; matrix fragments have 32 lanes a warp and one array a register.
+// Runs one instruction of sim/numerics/numeric.h or sim/numerics/mma.h on arrays, by its PTX text:
+// what the tests of those two files call through ctypes. Every operand is an array of uint64_t, one
+// value in the low bits of each; matrix fragments have 32 lanes a warp and one array a register.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "sim/matrix.h"
-#include "sim/numeric.h"
+#include "sim/numerics/mma.h"
+#include "sim/numerics/numeric.h"
 
 namespace archflash::sim {
 namespace {

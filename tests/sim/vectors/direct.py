@@ -1,4 +1,4 @@
-"""The simulator's arithmetic by itself: ``sim/numeric.h`` and ``sim/matrix.h`` through ctypes.
+"""The simulator's arithmetic alone: ``numeric.h`` and ``mma.h`` of ``sim/numerics``, by ctypes.
 
 A small library (direct.cpp and the two sources) is compiled once a test session; each call runs one
 instruction, named by its PTX text, over arrays.
@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SOURCES = (
-    "sim/numeric.cpp",
-    "sim/matrix.cpp",
-    "sim/tensor_core.cpp",
+    "sim/numerics/numeric.cpp",
+    "sim/numerics/mma.cpp",
+    "sim/numerics/tensor_core.cpp",
     "tests/sim/vectors/direct.cpp",
 )
 

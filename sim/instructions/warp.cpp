@@ -1,0 +1,414 @@
+// Control flow, barriers, and exchanges between the lanes of a warp.
+#include <algorithm>
+#include <bit>
+
+#include "sim/load/instructions.h"
+#include "sim/numerics/numeric.h"
+#include "sim/run/cta.h"
+
+namespace archflash::sim {
+namespace {
+
+// ---- Control flow ----
+
+void build_branch(Builder& b) {
+  b.instruction.control = Control::Branch;
+  b.instruction.counted = Class::Control;
+  b.instruction.target = b.label();
+}
+void build_branch_indexed(Builder& b) {
+  b.instruction.control = Control::BranchIndexed;
+  b.instruction.counted = Class::Control;
+  b.source({'u', 32});
+  std::vector<uint32_t> targets = b.target_list();
+  if (targets.empty()) b.fail("no targets");
+  b.instruction.extra = b.keep(std::move(targets));
+}
+void build_exit(Builder& b) {
+  b.instruction.control = Control::Exit;
+  b.instruction.counted = Class::Control;
+}
+void build_trap(Builder& b) {
+  b.instruction.control = Control::Trap;
+  b.instruction.counted = Class::Control;
+}
+void run_nothing(Warp&, const Instruction&, uint32_t) {}
+void build_nanosleep(Builder& b) {
+  b.source({'u', 32});
+  b.handler(&run_nothing, Class::Control);
+}
+void build_pmevent(Builder& b) {
+  b.immediate();
+  b.handler(&run_nothing, Class::Other);
+}
+
+// ---- Barriers ----
+
+constexpr uint32_t HAS_COUNT = 1, ALIGNED = 2, KIND_SHIFT = 8;
+
+// Operands: barrier, {threads}, {predicate}, {destination}.
+void run_barrier(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  const auto kind = static_cast<Cta::BarrierKind>(instruction.flags >> KIND_SHIFT & 7);
+  const auto uniform = [&](Ref ref, const char* name) {
+    const uint32_t* lanes = warp.lanes<const uint32_t>(ref);
+    const uint32_t value = lanes[std::countr_zero(mask)];
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+      if (lanes[std::countr_zero(rest)] != value) {
+        throw Fault{"barrier", std::string("lanes disagree about the ") + name,
+                    std::countr_zero(rest)};
+      }
+    }
+    return static_cast<int64_t>(value);
+  };
+  int next = 0;
+  const int64_t id = uniform(instruction.operands[next++], "barrier");
+  int64_t threads = 0;
+  if (instruction.flags & HAS_COUNT) {
+    threads = uniform(instruction.operands[next++], "number of threads");
+    if (threads == 0) throw Fault{"barrier", "a barrier for 0 threads", std::countr_zero(mask)};
+  }
+  uint32_t predicate = 0;
+  Ref destination = NO_REF;
+  if (kind != Cta::BarrierKind::Sync && kind != Cta::BarrierKind::Arrive) {
+    predicate = warp.predicate(instruction.operands[next++]);
+    if (instruction.flags & Builder::NEGATED) predicate = ~predicate;
+    destination = instruction.operands[next];
+  }
+  warp.cta().arrive(warp, static_cast<int>(std::min<int64_t>(id, 1 << 20)), threads, mask, kind,
+                    (instruction.flags & ALIGNED) != 0, predicate, destination);
+}
+
+void build_barrier(Builder& b, bool aligned) {
+  Cta::BarrierKind kind = Cta::BarrierKind::Sync;
+  if (b.has("arrive")) kind = Cta::BarrierKind::Arrive;
+  if (b.has("red")) {
+    kind = b.has("popc")  ? Cta::BarrierKind::RedPopc
+           : b.has("and") ? Cta::BarrierKind::RedAnd
+                          : Cta::BarrierKind::RedOr;
+  }
+  const bool reduces = b.has("red");
+  const Operand* destination = reduces ? &b.take() : nullptr;
+  b.source({'u', 32});
+  const size_t others = b.operands_left() - (reduces ? 1 : 0);
+  if (others == 1) {
+    b.source({'u', 32});
+    b.instruction.flags |= HAS_COUNT;
+  } else if (others != 0 || kind == Cta::BarrierKind::Arrive) {
+    b.fail("wrong number of operands");
+  }
+  if (reduces) {
+    b.predicate_source();
+    b.add_destination(*destination,
+                      kind == Cta::BarrierKind::RedPopc ? Type{'u', 32} : Type{'p', 1});
+  }
+  b.instruction.flags |= static_cast<uint32_t>(kind) << KIND_SHIFT | (aligned ? ALIGNED : 0);
+  b.instruction.control = Control::Barrier;
+  b.instruction.converge = aligned ? Converge::Aligned : Converge::No;
+  b.handler(&run_barrier, Class::Barrier);
+}
+void build_bar(Builder& b) { build_barrier(b, true); }
+void build_barrier_maybe_aligned(Builder& b) { build_barrier(b, b.has("aligned")); }
+
+void run_warp_sync(Warp& warp, const Instruction&, uint32_t) {
+  if (RaceDetector* races = warp.cta().races()) races->warp_sync(warp.agent());
+}
+void build_warp_sync(Builder& b) {
+  b.source({'b', 32});
+  b.instruction.converge = Converge::Members;
+  b.instruction.converge_operand = 0;
+  b.handler(&run_warp_sync, Class::Barrier);
+}
+
+// ---- Exchanges. Each group of lanes that name the same members acts on its own. ----
+
+template <class F>
+void for_each_group(Warp& warp, Ref member_operand, uint32_t mask, F f) {
+  const uint32_t* members = warp.lanes<const uint32_t>(member_operand);
+  while (mask != 0) {
+    const uint32_t named = members[std::countr_zero(mask)];
+    uint32_t group = 0;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+      const int lane = std::countr_zero(rest);
+      if (members[lane] == named) group |= 1u << lane;
+    }
+    mask &= ~group;
+    f(group);
+  }
+}
+
+enum class Shuffle : uint8_t { Up, Down, Bfly, Idx };
+
+// Operands: d, p, a, b, c, members.
+template <Shuffle MODE>
+void run_shfl(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+  const uint32_t* a = warp.lanes<const uint32_t>(instruction.operands[2]);
+  const uint32_t* b = warp.lanes<const uint32_t>(instruction.operands[3]);
+  const uint32_t* c = warp.lanes<const uint32_t>(instruction.operands[4]);
+  uint32_t result[LANES];
+  uint32_t valid = 0, absent = 0;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const int lane = std::countr_zero(rest);
+    const int segment = static_cast<int>(c[lane] >> 8 & 31), clamp = static_cast<int>(c[lane] & 31);
+    const int by = static_cast<int>(b[lane] & 31);
+    const int highest = (lane & segment) | (clamp & ~segment & 31);
+    int from = MODE == Shuffle::Up     ? lane - by
+               : MODE == Shuffle::Down ? lane + by
+               : MODE == Shuffle::Bfly ? lane ^ by
+                                       : (lane & segment) | (by & ~segment & 31);
+    const bool inside = MODE == Shuffle::Up ? from >= highest : from <= highest;
+    if (inside)
+      valid |= 1u << lane;
+    else
+      from = lane;
+    if (!(mask >> from & 1)) absent |= 1u << lane;
+    result[lane] = a[from];
+  }
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const int lane = std::countr_zero(rest);
+    d[lane] = absent >> lane & 1 ? 0xFFFFFFFFu : result[lane];
+  }
+  uint32_t& p = warp.predicate(instruction.operands[1]);
+  p = (p & ~mask) | valid;
+  if (absent != 0) {
+    warp.cta().report(Severity::Lint, warp, std::countr_zero(absent), "shuffle",
+                      "reads a lane that does not take part: its value is unspecified");
+  }
+}
+void build_shfl(Builder& b) {
+  b.destination_with_predicate({'b', 32});
+  b.source({'b', 32});
+  b.source({'b', 32});
+  b.source({'b', 32});
+  b.source({'b', 32});
+  b.instruction.converge = Converge::Members;
+  b.instruction.converge_operand = 5;
+  b.handler(b.has("up")     ? &run_shfl<Shuffle::Up>
+            : b.has("down") ? &run_shfl<Shuffle::Down>
+            : b.has("bfly") ? &run_shfl<Shuffle::Bfly>
+                            : &run_shfl<Shuffle::Idx>,
+            Class::Shuffle);
+}
+
+constexpr int64_t VOTE_ALL = 0, VOTE_ANY = 1, VOTE_UNI = 2, VOTE_BALLOT = 3;
+
+// Operands: d, predicate, members.
+void run_vote(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t votes = warp.predicate(instruction.operands[1]);
+  if (instruction.flags & Builder::NEGATED) votes = ~votes;
+  for_each_group(warp, instruction.operands[2], mask, [&](uint32_t group) {
+    const uint32_t mine = votes & group;
+    if (instruction.offset == VOTE_BALLOT) {
+      uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+      for (uint32_t rest = group; rest != 0; rest &= rest - 1) d[std::countr_zero(rest)] = mine;
+      return;
+    }
+    const bool result = instruction.offset == VOTE_ALL   ? mine == group
+                        : instruction.offset == VOTE_ANY ? mine != 0
+                                                         : mine == 0 || mine == group;
+    uint32_t& p = warp.predicate(instruction.operands[0]);
+    p = result ? p | group : p & ~group;
+  });
+}
+void build_vote(Builder& b) {
+  const bool ballot = b.has("ballot");
+  if (ballot)
+    b.destination({'b', 32});
+  else
+    b.predicate_destination();
+  b.predicate_source();
+  b.source({'b', 32});
+  b.instruction.offset = ballot         ? VOTE_BALLOT
+                         : b.has("all") ? VOTE_ALL
+                         : b.has("any") ? VOTE_ANY
+                                        : VOTE_UNI;
+  b.instruction.converge = Converge::Members;
+  b.instruction.converge_operand = 2;
+  b.handler(&run_vote, Class::Shuffle);
+}
+
+void run_activemask(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) d[std::countr_zero(rest)] = mask;
+}
+void build_activemask(Builder& b) {
+  b.destination({'b', 32});
+  b.handler(&run_activemask, Class::Shuffle);
+}
+
+// Operands: d, p, a, members.
+template <class T>
+void run_match(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+  const T* a = warp.lanes<const T>(instruction.operands[2]);
+  const bool all = instruction.offset != 0;
+  for_each_group(warp, instruction.operands[3], mask, [&](uint32_t group) {
+    const T first = a[std::countr_zero(group)];
+    bool same = true;
+    uint32_t equal[LANES];
+    for (uint32_t rest = group; rest != 0; rest &= rest - 1) {
+      const int lane = std::countr_zero(rest);
+      same = same && a[lane] == first;
+      equal[lane] = 0;
+      for (uint32_t others = group; others != 0; others &= others - 1) {
+        const int other = std::countr_zero(others);
+        if (a[other] == a[lane]) equal[lane] |= 1u << other;
+      }
+    }
+    for (uint32_t rest = group; rest != 0; rest &= rest - 1) {
+      const int lane = std::countr_zero(rest);
+      d[lane] = !all ? equal[lane] : same ? group : 0;
+    }
+    if (all) {
+      uint32_t& p = warp.predicate(instruction.operands[1]);
+      p = same ? p | group : p & ~group;
+    }
+  });
+}
+void build_match(Builder& b) {
+  const Type t = b.type(2);
+  if (b.has("all")) {
+    b.destination_with_predicate({'b', 32});
+    b.instruction.offset = 1;
+  } else {
+    b.destination({'b', 32});
+    b.add_scratch(1);
+  }
+  b.source(t);
+  b.source({'b', 32});
+  b.instruction.converge = Converge::Members;
+  b.instruction.converge_operand = 3;
+  b.handler(t.bits == 64 ? &run_match<uint64_t> : &run_match<uint32_t>, Class::Shuffle);
+}
+
+enum class Reduction : uint8_t { AddU, MinU, MaxU, MinS, MaxS, And, Or, Xor, MinF, MaxF };
+constexpr uint32_t REDUX_ABS = 1, REDUX_NAN = 2;
+
+// Operands: d, a, members.
+void run_redux(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+  const uint32_t* a = warp.lanes<const uint32_t>(instruction.operands[1]);
+  for_each_group(warp, instruction.operands[2], mask, [&](uint32_t group) {
+    const auto value = [&](int lane) {
+      return instruction.flags & REDUX_ABS ? a[lane] & 0x7FFFFFFFu : a[lane];
+    };
+    const MinMaxMode mode{false, (instruction.flags & REDUX_NAN) != 0, false};
+    uint32_t result = value(std::countr_zero(group));
+    for (uint32_t rest = group & (group - 1); rest != 0; rest &= rest - 1) {
+      const uint32_t x = value(std::countr_zero(rest));
+      const auto sx = static_cast<int32_t>(x), sr = static_cast<int32_t>(result);
+      switch (static_cast<Reduction>(instruction.offset)) {
+        case Reduction::AddU:
+          result += x;
+          break;
+        case Reduction::MinU:
+          result = std::min(result, x);
+          break;
+        case Reduction::MaxU:
+          result = std::max(result, x);
+          break;
+        case Reduction::MinS:
+          result = static_cast<uint32_t>(std::min(sr, sx));
+          break;
+        case Reduction::MaxS:
+          result = static_cast<uint32_t>(std::max(sr, sx));
+          break;
+        case Reduction::And:
+          result &= x;
+          break;
+        case Reduction::Or:
+          result |= x;
+          break;
+        case Reduction::Xor:
+          result ^= x;
+          break;
+        case Reduction::MinF:
+          result = bits_of(min_f32(f32_of(result), f32_of(x), mode));
+          break;
+        case Reduction::MaxF:
+          result = bits_of(max_f32(f32_of(result), f32_of(x), mode));
+          break;
+      }
+    }
+    for (uint32_t rest = group; rest != 0; rest &= rest - 1) d[std::countr_zero(rest)] = result;
+  });
+}
+void build_redux(Builder& b) {
+  const Type t = b.type(4);
+  const std::string_view operation = b.slot(1);
+  const bool bitwise = operation == "and" || operation == "or" || operation == "xor";
+  if (bitwise != (t.kind == 'b')) b.fail("no such reduction of this type");
+  if (t.kind == 'f' && operation == "add") b.fail("no such reduction of this type");
+  if (t.kind != 'f' && (b.has("abs") || b.has("NaN"))) b.fail(".abs and .NaN are for .f32");
+  const Reduction reduction = operation == "add"   ? Reduction::AddU
+                              : operation == "and" ? Reduction::And
+                              : operation == "or"  ? Reduction::Or
+                              : operation == "xor" ? Reduction::Xor
+                              : operation == "min" ? (t.kind == 's'   ? Reduction::MinS
+                                                      : t.kind == 'f' ? Reduction::MinF
+                                                                      : Reduction::MinU)
+                                                   : (t.kind == 's'   ? Reduction::MaxS
+                                                      : t.kind == 'f' ? Reduction::MaxF
+                                                                      : Reduction::MaxU);
+  b.destination(t);
+  b.source(t);
+  b.source({'b', 32});
+  b.instruction.offset = static_cast<int64_t>(reduction);
+  b.instruction.flags |= (b.has("abs") ? REDUX_ABS : 0) | (b.has("NaN") ? REDUX_NAN : 0);
+  b.instruction.converge = Converge::Members;
+  b.instruction.converge_operand = 2;
+  b.handler(&run_redux, Class::Shuffle);
+}
+
+// Operands: d, p, members. The leader is the lowest member that takes part.
+void run_elect(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
+  uint32_t& p = warp.predicate(instruction.operands[1]);
+  for_each_group(warp, instruction.operands[2], mask, [&](uint32_t group) {
+    const int leader = std::countr_zero(group);
+    for (uint32_t rest = group; rest != 0; rest &= rest - 1) {
+      d[std::countr_zero(rest)] = static_cast<uint32_t>(leader);
+    }
+    p = (p & ~group) | 1u << leader;
+  });
+}
+void build_elect(Builder& b) {
+  b.destination_with_predicate({'b', 32});
+  b.source({'b', 32});
+  b.instruction.converge = Converge::Members;
+  b.instruction.converge_operand = 2;
+  b.handler(&run_elect, Class::Shuffle);
+}
+
+constexpr Form FORMS[] = {
+    {"bra", "?uni", build_branch},
+    {"brx", "idx ?uni", build_branch_indexed},
+    {"ret", "?uni", build_exit},
+    {"exit", "", build_exit},
+    {"trap", "", build_trap},
+    {"brkpt", "", build_trap},
+    {"nanosleep", "u32", build_nanosleep},
+    {"pmevent", "?mask", build_pmevent},
+    {"bar", "?cta sync", build_bar},
+    {"bar", "?cta arrive", build_bar},
+    {"bar", "?cta red popc u32", build_bar},
+    {"bar", "?cta red and|or pred", build_bar},
+    {"barrier", "?cta sync ?aligned", build_barrier_maybe_aligned},
+    {"barrier", "?cta arrive ?aligned", build_barrier_maybe_aligned},
+    {"barrier", "?cta red popc ?aligned u32", build_barrier_maybe_aligned},
+    {"barrier", "?cta red and|or ?aligned pred", build_barrier_maybe_aligned},
+    {"bar", "warp sync", build_warp_sync},
+    {"shfl", "sync up|down|bfly|idx b32", build_shfl},
+    {"vote", "sync all|any|uni pred", build_vote},
+    {"vote", "sync ballot b32", build_vote},
+    {"activemask", "b32", build_activemask},
+    {"elect", "sync", build_elect},
+    {"match", "any|all sync b32|b64", build_match},
+    {"redux", "sync add|min|max|and|or|xor ?abs ?NaN u32|s32|b32|f32", build_redux},
+};
+
+}  // namespace
+
+std::span<const Form> warp_forms() { return FORMS; }
+
+}  // namespace archflash::sim

@@ -1,0 +1,88 @@
+// PTX text as parsed, before instructions are matched with the table: statements with modifiers and
+// operands, registers already numbered, names not yet resolved.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "sim/load/program.h"
+
+namespace archflash::sim {
+
+struct Type {
+  char kind = 'b';  // b, u, s, f (f16, f32, f64, bf16, ...), p (predicate)
+  int bits = 32;
+};
+
+struct Operand {
+  enum class Kind : uint8_t {
+    Register,
+    Special,  // %tid.x and the like: `text`
+    Integer,
+    Float,    // a literal: `real`, or exact bits
+    Name,     // a variable or label plus `value`
+    Address,  // [items[0] + value], further items after commas inside the brackets
+    Vector,   // {items}
+    Pair,     // items[0]|items[1]
+    Sink,     // _
+  };
+  Kind kind = Kind::Integer;
+  bool negated = false;      // !%p
+  uint8_t literal_bits = 0;  // of a Float in hexadecimal: 32 or 64; 0: decimal
+  int reg = -1;
+  int64_t value = 0;
+  double real = 0;
+  std::string text;
+  std::vector<Operand> items;
+};
+
+struct Scope {
+  int parent = -1;
+  std::unordered_map<std::string, int> registers;
+  struct Range {
+    std::string prefix;
+    int first = 0, count = 0;
+  };
+  std::vector<Range> ranges;
+  std::unordered_map<std::string, uint32_t> labels;
+  std::unordered_map<std::string, Variable> variables;
+  std::unordered_map<std::string, std::vector<std::string>> target_lists;  // .branchtargets
+};
+
+struct Statement {
+  std::string_view opcode;
+  std::vector<std::string_view> modifiers;  // without their dots
+  std::vector<Operand> operands;
+  std::string_view text;
+  int guard = -1;  // a predicate register
+  bool guard_negated = false;
+  int line = 0;
+  int location = -1;
+  int scope = 0;
+};
+
+struct KernelSyntax {
+  std::unique_ptr<Kernel> kernel;
+  std::vector<Type> registers;
+  std::vector<Scope> scopes;
+  std::vector<Statement> statements;
+  std::unordered_map<std::string, uint32_t> parameters;  // offsets in the parameter block
+};
+
+struct ModuleSyntax {
+  std::unique_ptr<Module> module;
+  std::vector<KernelSyntax> kernels;
+  std::unordered_map<std::string, Variable> variables;  // of module scope
+};
+
+// Throws LoadError naming the line. The result's string views point into `text`.
+ModuleSyntax parse(const std::string& text);
+
+[[noreturn]] void fail(int line, const std::string& message);
+
+}  // namespace archflash::sim

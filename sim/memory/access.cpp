@@ -1,0 +1,598 @@
+#include "sim/memory/access.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <cstring>
+
+#include "sim/run/cluster.h"
+#include "sim/units/mbarrier.h"
+
+namespace archflash::sim {
+namespace {
+
+constexpr uint32_t BANKS = 32;
+constexpr uint32_t BANK_BYTES = 4;
+constexpr uint64_t SECTOR_BYTES = 32;
+
+std::string hex(uint64_t value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
+bool is_read(Access access) {
+  return access == Access::Read || access == Access::StrongRead || access == Access::MatrixLoad;
+}
+
+const char* verb(Access access) {
+  return is_read(access) ? "reads" : access == Access::Atomic ? "updates" : "writes";
+}
+
+[[noreturn]] void misaligned(int lane, Access access, uint32_t bytes, uint64_t address) {
+  throw Fault{"misaligned",
+              std::string(verb(access)) + " " + std::to_string(bytes) + " bytes at " +
+                  hex(address) + ", which is not a multiple of " + std::to_string(bytes),
+              lane, address};
+}
+
+// Bytes that should hold a value: which of them does not, and why.
+void report_state(Warp& warp, int lane, const uint8_t* state, uint32_t bytes,
+                  const std::string& what, uint64_t address) {
+  const Instruction& instruction = warp.cta().kernel().code[warp.pc()];
+  uint32_t at = 0;
+  while (at < bytes && (state[at] == VALID || (instruction.unused != 0 &&
+                                               instruction.unused >> (at / instruction.bytes) & 1)))
+    ++at;
+  if (at == bytes) return;
+  if (state[at] == MBARRIER) {
+    warp.cta().report(Severity::Error, warp, lane, "mbarrier",
+                      "reads " + what + ", which are part of an mbarrier object", address + at);
+  } else if (state[at] == IN_FLIGHT) {
+    warp.cta().report(Severity::Error, warp, lane, "in-flight",
+                      "reads " + what +
+                          ", which an asynchronous copy that has not been waited for "
+                          "is writing",
+                      address + at);
+  } else {
+    warp.cta().report(Severity::Error, warp, lane, "uninitialised",
+                      "reads " + what + ", which nothing has written", address + at);
+  }
+}
+
+std::string shared_name(uint64_t address, uint32_t bytes) {
+  const uint64_t in_window = address & ((uint64_t{1} << CLUSTER_RANK_SHIFT) - 1);
+  return std::to_string(bytes) + " bytes of shared memory at offset " +
+         std::to_string(in_window - SHARED_START);
+}
+
+// Whose shared memory an address lies in: the CTA's own, or with `cluster` that of another one.
+Cta& shared_owner(Warp& warp, int lane, uint64_t address, bool cluster) {
+  Cta& cta = warp.cta();
+  const uint64_t rank = address >> CLUSTER_RANK_SHIFT;
+  if (rank == static_cast<uint64_t>(cta.rank())) return cta;
+  if (!cluster || rank >= static_cast<uint64_t>(cta.cluster().size())) {
+    if (cta.cluster().size() == 1) return cta;  // it is out of bounds there
+    throw Fault{"out-of-bounds",
+                "the shared address " + hex(address) +
+                    (cluster ? " is in no CTA of the cluster" : " is not in this CTA"),
+                lane, address};
+  }
+  Cta& owner = cta.cluster().cta(static_cast<int>(rank));
+  if (owner.exited()) {
+    throw Fault{"exited-cta",
+                "accesses shared memory of CTA " + std::to_string(owner.index()) +
+                    ", which has exited: it must stay until the cluster is done with it",
+                lane, address};
+  }
+  return owner;
+}
+
+uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access,
+                       bool cluster) {
+  Cta& cta = warp.cta();
+  Cta& owner = shared_owner(warp, lane, address, cluster);
+  const uint64_t offset = address - owner.shared_base();
+  if (offset >= owner.shared_bytes() || bytes > owner.shared_bytes() - offset) {
+    throw Fault{"out-of-bounds",
+                std::string(verb(access)) + " " + std::to_string(bytes) +
+                    " bytes of shared memory at offset " +
+                    std::to_string(static_cast<int64_t>(offset)) + " of " +
+                    std::to_string(owner.shared_bytes()),
+                lane, address};
+  }
+  if (address % bytes != 0) misaligned(lane, access, bytes, address);
+  const auto at = static_cast<uint32_t>(offset);
+  if (access != Access::Write && access != Access::Copy) {
+    if (!all_valid(owner.shared_state() + at, bytes)) [[unlikely]] {
+      report_state(warp, lane, owner.shared_state() + at, bytes, shared_name(address, bytes),
+                   address);
+    }
+    if (RaceDetector* races = cta.races()) {
+      const Accessor who{warp.agent(), lane, warp.pc()};
+      const uint32_t place = owner.race_base() + at;
+      const Race race = access == Access::Read         ? races->read(who, place, bytes)
+                        : access == Access::MatrixLoad ? races->matrix_load(who, place, bytes)
+                        : access == Access::StrongRead ? races->strong_load(who, place, bytes)
+                                                       : races->atomic(who, place, bytes);
+      if (race.found) [[unlikely]] {
+        cta.report_race(warp, lane, race, access == Access::Atomic, false,
+                        shared_name(address, bytes), address);
+      }
+    }
+  }
+  return owner.shared() + at;
+}
+
+uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access) {
+  Cta& cta = warp.cta();
+  GlobalMemory& memory = *cta.launch().memory;
+  Buffer* buffer = memory.find(address);
+  if (buffer == nullptr || address - buffer->base >= buffer->bytes ||
+      bytes > buffer->bytes - (address - buffer->base)) {
+    throw Fault{"out-of-bounds", std::string(verb(access)) + " " + memory.describe(address, bytes),
+                lane, address};
+  }
+  if (address % bytes != 0) misaligned(lane, access, bytes, address);
+  if (!is_read(access) && !buffer->writable) {
+    throw Fault{
+        "read-only",
+        std::string(verb(access)) + " " + memory.describe(address, bytes) + ", which is an input",
+        lane, address};
+  }
+  const uint64_t offset = address - buffer->base;
+  if (!buffer->state.empty()) {
+    uint8_t* state = buffer->state.data() + offset;
+    if (std::memchr(state, GAP, bytes) != nullptr) {
+      throw Fault{"out-of-bounds",
+                  std::string(verb(access)) + " " + memory.describe(address, bytes) +
+                      ", which lies between the tensor's rows",
+                  lane, address};
+    }
+    if (access != Access::Write && !all_valid(state, bytes)) {
+      report_state(warp, lane, state, bytes, memory.describe(address, bytes), address);
+    }
+  }
+  if (buffer->writable && cta.races() != nullptr && access != Access::Write) {
+    const Accessor who{warp.agent(), lane, warp.pc()};
+    Race race;
+    if (access == Access::Read) race = cta.races()->global_read(who, address, bytes);
+    if (access == Access::StrongRead) {
+      race = cta.races()->global_strong_read(who, address, bytes);
+    }
+    if (access == Access::Atomic) race = cta.races()->global_atomic(who, address, bytes);
+    if (race.found) {
+      cta.report_race(warp, lane, race, access == Access::Atomic, false,
+                      memory.describe(address, bytes), address);
+    }
+  }
+  return buffer->host + offset;
+}
+
+uint8_t* locate_local(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access) {
+  Cta& cta = warp.cta();
+  const uint64_t size = cta.kernel().local_bytes;
+  if (address >= size || bytes > size - address) {
+    throw Fault{"out-of-bounds",
+                std::string(verb(access)) + " " + std::to_string(bytes) +
+                    " bytes of local memory at " + std::to_string(address) + " of " +
+                    std::to_string(size),
+                lane, address};
+  }
+  if (address % bytes != 0) misaligned(lane, access, bytes, address);
+  uint8_t* state = cta.local_state(warp.index(), lane) + address;
+  if (access != Access::Write && !all_valid(state, bytes)) {
+    report_state(warp, lane, state, bytes,
+                 std::to_string(bytes) + " bytes of local memory at " + std::to_string(address),
+                 address);
+  }
+  return cta.local(warp.index(), lane) + address;
+}
+
+uint8_t* locate_constant(const uint8_t* bytes_at, uint64_t size, const char* name, int lane,
+                         uint64_t address, uint32_t bytes, Access access) {
+  if (!is_read(access)) {
+    throw Fault{"read-only", std::string("writes to ") + name, lane, address};
+  }
+  if (address >= size || bytes > size - address) {
+    throw Fault{"out-of-bounds",
+                "reads " + std::to_string(bytes) + " bytes of " + name + " at " +
+                    std::to_string(static_cast<int64_t>(address)) + " of " + std::to_string(size),
+                lane, address};
+  }
+  if (address % bytes != 0) misaligned(lane, access, bytes, address);
+  return const_cast<uint8_t*>(bytes_at) + address;
+}
+
+Space space_of(uint64_t& address, int lane, Access access, uint32_t bytes) {
+  if (address >= GLOBAL_BASE) return Space::Global;
+  static const struct {
+    uint64_t window;
+    Space space;
+  } WINDOWS[] = {{SHARED_WINDOW, Space::Shared},
+                 {LOCAL_WINDOW, Space::Local},
+                 {PARAM_WINDOW, Space::Param},
+                 {CONST_WINDOW, Space::Const}};
+  for (const auto& row : WINDOWS) {
+    if (address - row.window < WINDOW_BYTES) {
+      address -= row.window;
+      return row.space;
+    }
+  }
+  throw Fault{"out-of-bounds",
+              std::string(verb(access)) + " " + std::to_string(bytes) + " bytes at the address " +
+                  hex(address) + ", which is in no memory",
+              lane, address};
+}
+
+void count_sectors(Warp& warp, const Located& located, uint32_t mask, uint32_t bytes) {
+  uint64_t sectors[LANES];
+  int count = 0;
+  bool sorted = true;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const uint64_t sector = located.address[std::countr_zero(rest)] / SECTOR_BYTES;
+    if (count > 0) {
+      if (sectors[count - 1] == sector) continue;
+      sorted = sorted && sectors[count - 1] < sector;
+    }
+    sectors[count++] = sector;
+  }
+  if (!sorted) {
+    std::sort(sectors, sectors + count);
+    count = static_cast<int>(std::unique(sectors, sectors + count) - sectors);
+  }
+  warp.cta().counts().memory[warp.pc()].transactions +=
+      static_cast<uint64_t>(count) * std::max<uint64_t>(1, bytes / SECTOR_BYTES);
+}
+
+}  // namespace
+
+uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes, uint32_t& ideal) {
+  const uint32_t unit = bytes <= BANK_BYTES ? BANK_BYTES : std::min(bytes, 16u);
+  const uint32_t lanes_at_once = LANES * BANK_BYTES / unit;  // a wavefront moves 128 bytes
+  const uint32_t columns = BANKS * BANK_BYTES / unit;
+  uint32_t total = 0;
+  ideal = 0;
+  const auto log2 = static_cast<uint32_t>(std::countr_zero(unit));
+  for (uint32_t first = 0; first < LANES; first += lanes_at_once) {
+    uint32_t part = mask >> first;
+    if (lanes_at_once < LANES) part &= (1u << lanes_at_once) - 1;
+    if (part == 0) continue;
+    ++ideal;
+    uint32_t columns_used = 0;
+    for (uint32_t rest = part; rest != 0; rest &= rest - 1) {
+      const uint32_t at = offsets[first + static_cast<uint32_t>(std::countr_zero(rest))] >> log2;
+      columns_used |= 1u << (at & (columns - 1));
+    }
+    if (columns_used == part || std::popcount(columns_used) == std::popcount(part)) {
+      ++total;  // no two lanes meet in a bank
+      continue;
+    }
+    // Rows that each column of banks has been asked for.
+    uint32_t seen[LANES], seen_column[LANES];
+    int seen_count = 0;
+    uint32_t used = 0;
+    bool conflict = false;
+    for (uint32_t rest = part; rest != 0; rest &= rest - 1) {
+      const uint32_t at = offsets[first + static_cast<uint32_t>(std::countr_zero(rest))] / unit;
+      const uint32_t column = at & (columns - 1);
+      if (used >> column & 1) {
+        bool known = false;
+        for (int k = seen_count - 1; k >= 0 && !known; --k) known = seen[k] == at;
+        if (known) continue;
+        conflict = true;
+      }
+      used |= 1u << column;
+      seen[seen_count] = at;
+      seen_column[seen_count++] = column;
+    }
+    uint32_t most = 1;
+    if (conflict) {
+      uint8_t count[LANES] = {};
+      for (int k = 0; k < seen_count; ++k) {
+        most = std::max<uint32_t>(most, ++count[seen_column[k]]);
+      }
+    }
+    total += most;
+  }
+  return total;
+}
+
+// The common case of `locate`, for lanes that are all in order; false: look at each by itself.
+bool locate_shared_at_once(Warp& warp, uint32_t mask, const uint32_t* base, uint32_t offset,
+                           uint32_t bytes, Access access, Located& located) {
+  Cta& cta = warp.cta();
+  if (cta.races() != nullptr && access != Access::Write && access != Access::Copy) return false;
+  if (bytes > cta.shared_bytes()) return false;
+  const auto highest = static_cast<uint32_t>(cta.shared_bytes() - bytes);
+  const uint32_t start = cta.shared_base();
+  uint32_t addresses[LANES];
+  uint32_t wrong = 0;
+  for (int lane = 0; lane < LANES; ++lane) {
+    addresses[lane] = base[lane] + offset;
+    const uint32_t bad = (addresses[lane] - start > highest) | (addresses[lane] & (bytes - 1));
+    wrong |= mask >> lane & 1 ? bad : 0;
+  }
+  if (wrong != 0) return false;
+  const bool reads = access != Access::Write && access != Access::Copy;
+  uint8_t* const memory = cta.shared();
+  const uint8_t* const state = cta.shared_state();
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const int lane = std::countr_zero(rest);
+    const uint32_t at = addresses[lane] - start;
+    if (reads && !all_valid(state + at, bytes)) return false;
+    located.where[lane] = memory + at;
+    located.address[lane] = addresses[lane];
+    located.space[lane] = Space::Shared;
+  }
+  uint32_t ideal = 0;
+  MemoryCounts& counts = cta.counts().memory[warp.pc()];
+  counts.wavefronts += bank_wavefronts(addresses, mask, bytes, ideal);
+  counts.ideal += ideal;
+  return true;
+}
+
+void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t offset,
+            bool wide_address, Space space, uint32_t bytes, Access access, Located& located) {
+  uint32_t shared_lanes = 0, global_lanes = 0, local_lanes = 0;
+  uint32_t shared_offsets[LANES];
+  const uint64_t* wide = warp.lanes<const uint64_t>(base);
+  const uint32_t* narrow = warp.lanes<const uint32_t>(base);
+  if (space == Space::Shared && !wide_address &&
+      locate_shared_at_once(warp, mask, narrow, static_cast<uint32_t>(offset), bytes, access,
+                            located)) {
+    return;
+  }
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const int lane = std::countr_zero(rest);
+    uint64_t address = wide_address
+                           ? wide[lane] + static_cast<uint64_t>(offset)
+                           : static_cast<uint32_t>(narrow[lane] + static_cast<uint32_t>(offset));
+    const Space actual = space == Space::Generic ? space_of(address, lane, access, bytes) : space;
+    located.address[lane] = address;
+    located.space[lane] = actual;
+    switch (actual) {
+      case Space::SharedCluster:
+      case Space::Shared:
+        located.space[lane] = Space::Shared;
+        located.where[lane] =
+            locate_shared(warp, lane, address, bytes, access, space != Space::Shared);
+        shared_lanes |= 1u << lane;
+        shared_offsets[lane] = static_cast<uint32_t>(address);
+        break;
+      case Space::Global:
+      case Space::Generic:
+        located.where[lane] = locate_global(warp, lane, address, bytes, access);
+        global_lanes |= 1u << lane;
+        break;
+      case Space::Local:
+        located.where[lane] = locate_local(warp, lane, address, bytes, access);
+        local_lanes |= 1u << lane;
+        break;
+      case Space::Param: {
+        const auto& parameters = warp.cta().launch().parameters;
+        located.where[lane] = locate_constant(parameters.data(), parameters.size(),
+                                              "the parameters", lane, address, bytes, access);
+        break;
+      }
+      case Space::Const: {
+        const auto& memory = warp.cta().launch().module->const_memory;
+        located.where[lane] = locate_constant(memory.data(), memory.size(), "constant memory", lane,
+                                              address, bytes, access);
+        break;
+      }
+    }
+  }
+  if (shared_lanes != 0) {
+    uint32_t ideal = 0;
+    MemoryCounts& counts = warp.cta().counts().memory[warp.pc()];
+    counts.wavefronts += bank_wavefronts(shared_offsets, shared_lanes, bytes, ideal);
+    counts.ideal += ideal;
+  }
+  if (local_lanes != 0) {  // a card interleaves the lanes' local memory word by word
+    const uint64_t moved = static_cast<uint64_t>(std::popcount(local_lanes)) * bytes;
+    warp.cta().counts().memory[warp.pc()].local += (moved + SECTOR_BYTES - 1) / SECTOR_BYTES;
+  }
+  if (global_lanes != 0) count_sectors(warp, located, global_lanes, bytes);
+}
+
+namespace {
+
+Cta& owner_of(Cta& cta, uint64_t address) {  // of an address that has been located
+  const auto rank = static_cast<int>(address >> CLUSTER_RANK_SHIFT);
+  return rank == cta.rank() ? cta : cta.cluster().cta(rank);
+}
+
+void mark_valid(Warp& warp, int lane, Cta& owner, uint32_t offset, uint32_t bytes,
+                uint64_t address) {
+  uint8_t* const state = owner.shared_state() + offset;
+  if (owner.mbarriers().any() && std::memchr(state, MBARRIER, bytes) != nullptr) [[unlikely]] {
+    warp.cta().report(Severity::Error, warp, lane, "mbarrier",
+                      "writes " + shared_name(address, bytes) +
+                          ", which are part of an mbarrier object: it must be invalidated first",
+                      address);
+  }
+  std::memset(state, VALID, bytes);
+  if (owner.has_tiles()) owner.set_tile(offset, bytes, {});
+}
+
+}  // namespace
+
+SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
+                          Space space, uint32_t bytes, uint32_t align) {
+  uint64_t address = wide_address
+                         ? warp.lanes<const uint64_t>(base)[lane] + static_cast<uint64_t>(offset)
+                         : static_cast<uint32_t>(warp.lanes<const uint32_t>(base)[lane] +
+                                                 static_cast<uint32_t>(offset));
+  if (space == Space::Generic && space_of(address, lane, Access::Read, bytes) != Space::Shared) {
+    throw Fault{"out-of-bounds", "the address " + hex(address) + " is not in shared memory", lane,
+                address};
+  }
+  Cta& owner = shared_owner(warp, lane, address, space != Space::Shared);
+  const uint64_t at = address - owner.shared_base();
+  if (at >= owner.shared_bytes() || bytes > owner.shared_bytes() - at) {
+    throw Fault{"out-of-bounds",
+                std::to_string(bytes) + " bytes of shared memory at offset " +
+                    std::to_string(static_cast<int64_t>(at)) + " of " +
+                    std::to_string(owner.shared_bytes()),
+                lane, address};
+  }
+  if (address % align != 0) {
+    throw Fault{
+        "misaligned",
+        "the shared address " + hex(address) + " is not a multiple of " + std::to_string(align),
+        lane, address};
+  }
+  return {&owner, static_cast<uint32_t>(at)};
+}
+
+const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t bytes,
+                              uint32_t align) {
+  const Space space = space_of(address, lane, Access::Read, bytes);
+  if (space != Space::Global && space != Space::Param && space != Space::Const) {
+    throw Fault{
+        "out-of-bounds",
+        "the address " + hex(address) + " is in none of global, constant and parameter memory",
+        lane, address};
+  }
+  const auto piece = [&](uint64_t at) -> const uint8_t* {
+    if (space == Space::Global) return locate_global(warp, lane, at, align, Access::Read);
+    const bool param = space == Space::Param;
+    const auto& memory =
+        param ? warp.cta().launch().parameters : warp.cta().launch().module->const_memory;
+    return locate_constant(memory.data(), memory.size(),
+                           param ? "the parameters" : "constant memory", lane, at, align,
+                           Access::Read);
+  };
+  const uint8_t* const first = piece(address);
+  for (uint32_t at = align; at < bytes; at += align) piece(address + at);
+  return first;
+}
+
+uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t bytes, bool writes) {
+  Cta& cta = warp.cta();
+  GlobalMemory& memory = *cta.launch().memory;
+  Buffer* buffer = memory.find(address);
+  const char* const doing = writes ? "writes " : "reads ";
+  if (buffer == nullptr || address - buffer->base >= buffer->bytes ||
+      bytes > buffer->bytes - (address - buffer->base)) {
+    throw Fault{"out-of-bounds", doing + memory.describe(address, bytes), lane, address};
+  }
+  if (writes && !buffer->writable) {
+    throw Fault{"read-only", doing + memory.describe(address, bytes) + ", which is an input", lane,
+                address};
+  }
+  const uint64_t offset = address - buffer->base;
+  if (!buffer->state.empty()) {
+    const uint8_t* state = buffer->state.data() + offset;
+    if (std::memchr(state, GAP, bytes) != nullptr) {
+      throw Fault{
+          "out-of-bounds",
+          doing + memory.describe(address, bytes) + ", which lies between the tensor's rows", lane,
+          address};
+    }
+    if (!writes && !all_valid(state, static_cast<uint32_t>(bytes))) {
+      report_state(warp, lane, state, static_cast<uint32_t>(bytes), memory.describe(address, bytes),
+                   address);
+    }
+  }
+  if (!writes && buffer->writable && cta.races() != nullptr) {
+    const Accessor who{warp.agent(), lane, warp.pc()};
+    const Race race = cta.races()->global_read(who, address, static_cast<uint32_t>(bytes));
+    if (race.found) {
+      cta.report_race(warp, lane, race, false, false, memory.describe(address, bytes), address);
+    }
+  }
+  return buffer->host + offset;
+}
+
+void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data,
+                bool by_matrix) {
+  Cta& cta = warp.cta();
+  const uint64_t address = located.address[lane];
+  if (located.space[lane] == Space::Local) {
+    std::memset(cta.local_state(warp.index(), lane) + address, VALID, bytes);
+    return;
+  }
+  RaceDetector* races = cta.races();
+  const Accessor who{warp.agent(), lane, warp.pc()};
+  if (located.space[lane] == Space::Shared) {
+    Cta& owner = owner_of(cta, address);
+    const auto offset = static_cast<uint32_t>(address - owner.shared_base());
+    if (races != nullptr) {
+      const uint32_t place = owner.race_base() + offset;
+      const Race race =
+          by_matrix ? races->matrix_store(who, place, bytes) : races->write(who, place, bytes);
+      if (race.found) [[unlikely]] {
+        const bool benign = race.other_wrote && std::memcmp(located.where[lane], data, bytes) == 0;
+        cta.report_race(warp, lane, race, true, benign, shared_name(address, bytes), address);
+      }
+    }
+    mark_valid(warp, lane, owner, offset, bytes, address);
+    return;
+  }
+  Buffer* buffer = cta.launch().memory->find(address);
+  if (!buffer->state.empty())
+    std::memset(buffer->state.data() + (address - buffer->base), VALID, bytes);
+  if (races == nullptr) return;
+  const Race race = races->global_write(who, address, bytes);
+  if (race.found) [[unlikely]] {
+    const bool benign = race.other_wrote && std::memcmp(located.where[lane], data, bytes) == 0;
+    cta.report_race(warp, lane, race, true, benign, cta.launch().memory->describe(address, bytes),
+                    address);
+  }
+  std::vector<GlobalWrite>& log = cta.global_writes();
+  if (!log.empty() && log.back().address + log.back().bytes == address && log.back().pc == who.pc) {
+    log.back().bytes += bytes;
+  } else {
+    log.push_back(
+        {address, bytes, who.pc, static_cast<uint16_t>(warp.index()), static_cast<uint8_t>(lane)});
+  }
+}
+
+void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t bytes) {
+  Cta& cta = warp.cta();
+  const uint64_t address = located.address[lane];
+  const Accessor who{warp.agent(), lane, warp.pc()};
+  RaceDetector* races = cta.races();
+  if (located.space[lane] == Space::Shared) {
+    Cta& owner = owner_of(cta, address);
+    const auto offset = static_cast<uint32_t>(address - owner.shared_base());
+    if (races != nullptr) {
+      const Race race = races->atomic(who, owner.race_base() + offset, bytes);
+      if (race.found) {
+        cta.report_race(warp, lane, race, true, false, shared_name(address, bytes), address);
+      }
+    }
+    mark_valid(warp, lane, owner, offset, bytes, address);
+  } else if (located.space[lane] == Space::Local) {
+    std::memset(cta.local_state(warp.index(), lane) + address, VALID, bytes);
+  } else {
+    Buffer* buffer = cta.launch().memory->find(address);
+    if (!buffer->state.empty()) {
+      std::memset(buffer->state.data() + (address - buffer->base), VALID, bytes);
+    }
+    if (races != nullptr) {
+      const Race race = races->global_atomic(who, address, bytes);
+      if (race.found) {
+        cta.report_race(warp, lane, race, true, false,
+                        cta.launch().memory->describe(address, bytes), address);
+      }
+    }
+  }
+}
+
+const uint8_t* locate_bytes(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
+                            uint32_t aligned, uint32_t bytes) {
+  const uint64_t address =
+      wide_address ? warp.lanes<const uint64_t>(base)[lane] + static_cast<uint64_t>(offset)
+                   : static_cast<uint32_t>(warp.lanes<const uint32_t>(base)[lane] +
+                                           static_cast<uint32_t>(offset));
+  if (address % aligned != 0) misaligned(lane, Access::Read, aligned, address);
+  // Byte by byte, for a length that is no power of two.
+  const uint8_t* first = locate_global(warp, lane, address, 1, Access::Read);
+  for (uint32_t i = 1; i < bytes; ++i) locate_global(warp, lane, address + i, 1, Access::Read);
+  return first;
+}
+
+}  // namespace archflash::sim

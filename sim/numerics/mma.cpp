@@ -1,0 +1,616 @@
+#include "sim/numerics/mma.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "sim/numerics/numeric.h"
+#include "sim/numerics/tensor_core.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+// Fragments (PTX ISA, "Matrix Fragments for mma"). With lane = 4 * g + t and E elements in a
+// register, register j of A holds row g + 8 * (j % (m / 8)), columns 4 * E * (j / (m / 8)) + E * t
+// and on; register j of B holds column g, rows 4 * E * j + E * t and on; 32-bit register i of C and
+// D holds row g + 8 * (i / 2), column 2 * t + i % 2. So the 32 lanes of a register of A, read as
+// memory, are a row-major 8 x 4E block; of B, the same of its transpose; of an .f16 C, a row-major
+// 8 x 8 block. One rule for every shape but m8n8k4 with .f16.
+namespace archflash::sim {
+namespace {
+
+constexpr int WARP = 32;
+constexpr int MAX_M = 16;
+constexpr int N = 8;
+constexpr int MAX_K = 32;  // of the floating-point forms
+constexpr int BLOCK_ROWS = 8;
+
+bool machine_has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+
+std::atomic<bool> avx2_in_use = machine_has_avx2();
+
+int element_bits(ElementType type) {
+  switch (type) {
+    case ElementType::F64:
+      return 64;
+    case ElementType::F32:
+    case ElementType::TF32:
+    case ElementType::S32:
+      return 32;
+    case ElementType::F16:
+    case ElementType::BF16:
+      return 16;
+    case ElementType::S4:
+    case ElementType::U4:
+      return 4;
+    case ElementType::B1:
+      return 1;
+    default:
+      return 8;
+  }
+}
+
+bool is_fp8(ElementType type) { return type == ElementType::E4M3 || type == ElementType::E5M2; }
+bool is_int8(ElementType type) { return type == ElementType::S8 || type == ElementType::U8; }
+bool is_int4(ElementType type) { return type == ElementType::S4 || type == ElementType::U4; }
+
+// ---- Decoding ----------------------------------------------------------------------------------
+
+struct ByteTable {
+  float value[256];
+};
+
+ByteTable byte_table(float (*decode)(uint8_t)) {
+  ByteTable table;
+  for (int i = 0; i < 256; ++i) table.value[i] = decode(static_cast<uint8_t>(i));
+  return table;
+}
+
+const ByteTable E4M3_VALUES = byte_table(f32_of_e4m3);
+const ByteTable E5M2_VALUES = byte_table(f32_of_e5m2);
+
+int nibble(const uint8_t* bytes, int index, bool is_signed) {
+  const int value = bytes[index / 2] >> index % 2 * 4 & 0xF;
+  return is_signed && value > 7 ? value - 16 : value;
+}
+
+}  // namespace
+
+void decode_row(ElementType type, const void* source, int count, float* out) {
+  const auto* bytes = static_cast<const uint8_t*>(source);
+  const auto* halves = static_cast<const uint16_t*>(source);
+  const auto* words = static_cast<const uint32_t*>(source);
+  switch (type) {
+    case ElementType::F16:
+      for (int i = 0; i < count; ++i) out[i] = f32_of_f16(halves[i]);
+      break;
+    case ElementType::BF16:
+      for (int i = 0; i < count; ++i) out[i] = f32_of(uint32_t{halves[i]} << 16);
+      break;
+    case ElementType::TF32:
+      for (int i = 0; i < count; ++i) out[i] = f32_of_tf32(words[i]);
+      break;
+    case ElementType::F32:
+      for (int i = 0; i < count; ++i) out[i] = f32_of(words[i]);
+      break;
+    case ElementType::E4M3:
+      for (int i = 0; i < count; ++i) out[i] = E4M3_VALUES.value[bytes[i]];
+      break;
+    case ElementType::E5M2:
+      for (int i = 0; i < count; ++i) out[i] = E5M2_VALUES.value[bytes[i]];
+      break;
+    case ElementType::S8:
+      for (int i = 0; i < count; ++i) out[i] = static_cast<int8_t>(bytes[i]);
+      break;
+    case ElementType::U8:
+      for (int i = 0; i < count; ++i) out[i] = bytes[i];
+      break;
+    case ElementType::S4:
+    case ElementType::U4:
+      for (int i = 0; i < count; ++i) {
+        out[i] = static_cast<float>(nibble(bytes, i, type == ElementType::S4));
+      }
+      break;
+    default:
+      break;
+  }
+}
+
+namespace {
+
+// ---- Floating-point mma.sync, every shape but m8n8k4 --------------------------------------------
+
+// A, B and C as plain matrices. B and C have their columns in the order of the accumulator's
+// registers, even ones first: lane 4 * g + t of c[0] is column 2 * t.
+struct Tiles {
+  float a[MAX_M][MAX_K];
+  float b[MAX_K][N];
+  TileC c;
+};
+
+constexpr int stored_column(int column) { return column / 2 + column % 2 * (N / 2); }
+
+void read_tiles(const MmaShape& shape, const MmaOperands& operands, Tiles& tiles) {
+  const int width = 4 * 32 / element_bits(shape.a);  // columns of A in one register
+  const int row_bytes = 16;
+  for (int block = 0; block < shape.k / width; ++block) {
+    for (int half = 0; half < MAX_M / BLOCK_ROWS; ++half) {
+      const auto* a = static_cast<const uint8_t*>(operands.a[block * (MAX_M / BLOCK_ROWS) + half]);
+      for (int row = 0; row < BLOCK_ROWS; ++row) {
+        decode_row(shape.a, a + row * row_bytes, width,
+                   &tiles.a[half * BLOCK_ROWS + row][block * width]);
+      }
+    }
+    const auto* b = static_cast<const uint8_t*>(operands.b[block]);
+    for (int column = 0; column < N; ++column) {
+      float rows[16];
+      decode_row(shape.b, b + column * row_bytes, width, rows);
+      for (int k = 0; k < width; ++k) tiles.b[block * width + k][stored_column(column)] = rows[k];
+    }
+  }
+  for (int row = 0; row < MAX_M; ++row) {
+    const int half = row / BLOCK_ROWS, g = row % BLOCK_ROWS;
+    for (int column = 0; column < N; ++column) {
+      tiles.c.value[row][stored_column(column)] =
+          shape.c == ElementType::F16
+              ? f32_of_f16(static_cast<const uint16_t*>(operands.c[half])[g * N + column])
+              : static_cast<const float*>(
+                    operands.c[2 * half + column % 2])[g * (N / 2) + column / 2];
+    }
+  }
+}
+
+void write_tile(const MmaShape& shape, const MmaOperands& operands, const TileC& c) {
+  for (int row = 0; row < MAX_M; ++row) {
+    const int half = row / BLOCK_ROWS, g = row % BLOCK_ROWS;
+    for (int column = 0; column < N; ++column) {
+      const float value = c.value[row][stored_column(column)];
+      if (shape.d == ElementType::F16) {
+        static_cast<uint16_t*>(operands.d[half])[g * N + column] = cvt_rn_f16_f32(value);
+      } else {
+        static_cast<float*>(operands.d[2 * half + column % 2])[g * (N / 2) + column / 2] = value;
+      }
+    }
+  }
+}
+
+// One addition of the tensor core: `depth` of k, number i of which is k_of(i).
+template <class Function>
+void add_step(const Tiles& tiles, TileC& c, int depth, int smallest, bool to_f16, Function k_of) {
+  TileA a;
+  TileB b;
+  for (int i = 0; i < depth; ++i) {
+    const int k = k_of(i);
+    for (int row = 0; row < MAX_M; ++row) {
+      a.value[row][i] = tiles.a[row][k];
+      a.exponent[row][i] = exponent_of(tiles.a[row][k], smallest);
+    }
+    for (int column = 0; column < N; ++column) {
+      b.value[i][column] = tiles.b[k][column];
+      b.exponent[i / 2][column][i % 2] = exponent_of(tiles.b[k][column], smallest);
+    }
+  }
+  add_products(a, b, c, depth, to_f16);
+}
+
+void mma_float(const MmaShape& shape, const MmaOperands& operands) {
+  Tiles tiles;
+  read_tiles(shape, operands, tiles);
+  const int smallest = shape.a == ElementType::F16 ? F16_SMALLEST : F32_SMALLEST;
+  add_step(tiles, tiles.c, shape.k, smallest, shape.d == ElementType::F16, [](int i) { return i; });
+  write_tile(shape, operands, tiles.c);
+}
+
+// An H200 has no such instruction: FP8 becomes .f16, the first two of every four of k are added up
+// from zero, then the other two, and c is added as the type of d is.
+void mma_fp8(const MmaShape& shape, const MmaOperands& operands) {
+  Tiles tiles;
+  read_tiles(shape, operands, tiles);
+  const bool to_f16 = shape.d == ElementType::F16;
+  const auto rounded = [&](float& value) {
+    value = to_f16 ? f32_of_f16(cvt_rn_f16_f32(value)) : canonical(value);
+  };
+  TileC products{};
+  for (int half = 0; half < 2; ++half) {
+    add_step(tiles, products, shape.k / 2, F16_SMALLEST, to_f16,
+             [&](int i) { return i / 2 * 4 + half * 2 + i % 2; });
+    for (auto& row : products.value) std::for_each(row, row + N, rounded);
+  }
+  for (int row = 0; row < MAX_M; ++row) {
+    for (int column = 0; column < N; ++column) {
+      products.value[row][column] += tiles.c.value[row][column];
+      rounded(products.value[row][column]);
+    }
+  }
+  write_tile(shape, operands, products);
+}
+
+// ---- m8n8k4 with .f16: four independent products, one for each pair of quads --------------------
+
+// Lanes 4 * q .. 4 * q + 3 and those 16 above work on product q.
+struct QuadPairElement {
+  int row, column;
+};
+
+QuadPairElement quad_pair_a(int lane, int i, bool column_major) {
+  const int offset = lane < 16 ? 0 : 4;
+  return column_major ? QuadPairElement{i + offset, lane % 4}
+                      : QuadPairElement{lane % 4 + offset, i};
+}
+
+QuadPairElement quad_pair_b(int lane, int i, bool row_major) {
+  const int offset = lane < 16 ? 0 : 4;
+  return row_major ? QuadPairElement{lane % 4, i + offset} : QuadPairElement{i, lane % 4 + offset};
+}
+
+QuadPairElement quad_pair_c(int lane, int i, bool is_f16) {
+  const int offset = lane < 16 ? 0 : 4;
+  if (is_f16) return {lane % 4 + offset, i};
+  return {(lane & 1) + (i & 2) + offset, (i & 4) + (lane & 2) + (i & 1)};
+}
+
+uint16_t half_of(const void* const* registers, int lane, int i) {
+  return static_cast<const uint16_t*>(registers[i / 2])[2 * lane + i % 2];
+}
+
+void mma_quad_pairs(const MmaShape& shape, const MmaOperands& operands) {
+  float a[4][8][4], b[4][4][8], c[4][8][8];
+  const bool c_f16 = shape.c == ElementType::F16;
+  const bool d_f16 = shape.d == ElementType::F16;
+  for (int lane = 0; lane < WARP; ++lane) {
+    const int q = lane % 16 / 4;
+    for (int i = 0; i < 4; ++i) {
+      const QuadPairElement in_a = quad_pair_a(lane, i, shape.a_column_major);
+      const QuadPairElement in_b = quad_pair_b(lane, i, shape.b_row_major);
+      a[q][in_a.row][in_a.column] = f32_of_f16(half_of(operands.a, lane, i));
+      b[q][in_b.row][in_b.column] = f32_of_f16(half_of(operands.b, lane, i));
+    }
+    for (int i = 0; i < 8; ++i) {
+      const QuadPairElement in_c = quad_pair_c(lane, i, c_f16);
+      c[q][in_c.row][in_c.column] = c_f16 ? f32_of_f16(half_of(operands.c, lane, i))
+                                          : static_cast<const float*>(operands.c[i])[lane];
+    }
+  }
+  for (int lane = 0; lane < WARP; ++lane) {
+    const int q = lane % 16 / 4;
+    for (int i = 0; i < 8; ++i) {
+      const QuadPairElement out = quad_pair_c(lane, i, d_f16);
+      // An H200 does it with the instructions of its CUDA cores, in float.
+      const float addend = c[q][out.row][out.column];
+      float products[4];
+      for (int k = 0; k < 4; ++k) {
+        const bool starts = k == 0 || (d_f16 && k == 2);
+        products[k] = fma_f32(a[q][out.row][k], b[q][k][out.column], starts ? 0 : products[k - 1]);
+      }
+      if (d_f16) {  // pairs of k by themselves, each added to c
+        const float sum = add_f32(add_f32(addend, products[1]), products[3]);
+        static_cast<uint16_t*>(operands.d[i / 2])[2 * lane + i % 2] = cvt_rn_f16_f32(sum);
+      } else {
+        static_cast<float*>(operands.d[i])[lane] = add_f32(products[3], addend);
+      }
+    }
+  }
+}
+
+// ---- f64 ---------------------------------------------------------------------------------------
+
+void mma_f64(const MmaShape& shape, const MmaOperands& operands) {
+  double result[4][WARP];
+  const int halves = shape.m / BLOCK_ROWS;
+  for (int lane = 0; lane < WARP; ++lane) {
+    for (int i = 0; i < 2 * halves; ++i) {
+      double sum = static_cast<const double*>(operands.c[i])[lane];
+      const int row_lane = lane & ~3;                      // of A: the lanes of this row
+      const int column_lane = (lane % 4 * 2 + i % 2) * 4;  // of B: the lanes of this column
+      for (int k = 0; k < shape.k; ++k) {
+        const auto* a = static_cast<const double*>(operands.a[k / 4 * halves + i / 2]);
+        const auto* b = static_cast<const double*>(operands.b[k / 4]);
+        const double x = a[row_lane + k % 4], y = b[column_lane + k % 4];
+        const double next = std::fma(x, y, sum);
+        sum = std::isnan(next) ? fma_f64(x, y, sum) : next;  // which NaN it is
+      }
+      result[i][lane] = sum;
+    }
+  }
+  for (int i = 0; i < 2 * halves; ++i) std::memcpy(operands.d[i], result[i], sizeof(result[i]));
+}
+
+// ---- Integers ----------------------------------------------------------------------------------
+
+// One row of 4 registers' worth of integers, 16 bytes, against another.
+int64_t dot_16_bytes(ElementType a_type, const uint8_t* a, ElementType b_type, const uint8_t* b,
+                     bool b1_and) {
+  int64_t sum = 0;
+  if (a_type == ElementType::B1) {
+    for (int i = 0; i < 16; ++i) sum += std::popcount(uint8_t(b1_and ? a[i] & b[i] : a[i] ^ b[i]));
+  } else if (is_int8(a_type)) {
+    const bool a_signed = a_type == ElementType::S8;
+    const bool b_signed = b_type == ElementType::S8;
+    for (int i = 0; i < 16; ++i) {
+      const int x = a_signed ? static_cast<int8_t>(a[i]) : a[i];
+      const int y = b_signed ? static_cast<int8_t>(b[i]) : b[i];
+      sum += x * y;
+    }
+  } else {
+    for (int i = 0; i < 32; ++i) {
+      sum += nibble(a, i, a_type == ElementType::S4) * nibble(b, i, b_type == ElementType::S4);
+    }
+  }
+  return sum;
+}
+
+void mma_integer(const MmaShape& shape, const MmaOperands& operands) {
+  uint32_t result[4][WARP];
+  const int halves = shape.m / BLOCK_ROWS;
+  const int blocks = shape.k * element_bits(shape.a) / 128;
+  for (int lane = 0; lane < WARP; ++lane) {
+    for (int i = 0; i < 2 * halves; ++i) {
+      int64_t sum = static_cast<const int32_t*>(operands.c[i])[lane];
+      for (int block = 0; block < blocks; ++block) {
+        const auto* a = static_cast<const uint8_t*>(operands.a[block * halves + i / 2]);
+        const auto* b = static_cast<const uint8_t*>(operands.b[block]);
+        sum += dot_16_bytes(shape.a, a + lane / 4 * 16, shape.b, b + (lane % 4 * 2 + i % 2) * 16,
+                            shape.b1_and);
+      }
+      result[i][lane] =
+          static_cast<uint32_t>(shape.satfinite ? saturate_s32(sum) : static_cast<int32_t>(sum));
+    }
+  }
+  for (int i = 0; i < 2 * halves; ++i) std::memcpy(operands.d[i], result[i], sizeof(result[i]));
+}
+
+// ---- Which forms there are (PTX ISA, mma) -------------------------------------------------------
+
+bool is_k(const MmaShape& shape, int first, int second) {
+  return shape.k == first || shape.k == second;
+}
+
+bool accumulates(const MmaShape& shape, ElementType type) {
+  return shape.c == type && shape.d == type;
+}
+
+MmaFunction find_float_mma(const MmaShape& shape) {
+  const bool f32 = accumulates(shape, ElementType::F32);
+  const bool f16 = accumulates(shape, ElementType::F16);
+  if (shape.a == ElementType::F16 && shape.b == ElementType::F16) {
+    if (shape.m == 8 && shape.k == 4) {
+      // .f16 and .f32 in any mixture but .f32 into .f16.
+      const bool mixed = shape.d == ElementType::F32 && shape.c == ElementType::F16;
+      return f32 || f16 || mixed ? mma_quad_pairs : nullptr;
+    }
+    return shape.m == 16 && is_k(shape, 8, 16) && (f32 || f16) ? mma_float : nullptr;
+  }
+  if (shape.m != 16) return nullptr;
+  if (shape.a == ElementType::BF16 && shape.b == ElementType::BF16) {
+    return is_k(shape, 8, 16) && f32 ? mma_float : nullptr;
+  }
+  if (shape.a == ElementType::TF32 && shape.b == ElementType::TF32) {
+    return is_k(shape, 4, 8) && f32 ? mma_float : nullptr;
+  }
+  if (is_fp8(shape.a) && is_fp8(shape.b)) {
+    return is_k(shape, 16, 32) && (f32 || f16) ? mma_fp8 : nullptr;
+  }
+  return nullptr;
+}
+
+MmaFunction find_integer_mma(const MmaShape& shape) {
+  if (!accumulates(shape, ElementType::S32)) return nullptr;
+  int block;  // the k of one register
+  if (is_int8(shape.a) && is_int8(shape.b)) {
+    block = 16;
+  } else if (is_int4(shape.a) && is_int4(shape.b)) {
+    block = 32;
+  } else if (shape.a == ElementType::B1 && shape.b == ElementType::B1 && !shape.satfinite) {
+    block = 128;
+  } else {
+    return nullptr;
+  }
+  const bool legal = shape.m == 16 ? is_k(shape, block, 2 * block) : shape.k == block;
+  return legal ? mma_integer : nullptr;
+}
+
+}  // namespace
+
+MmaFunction find_mma(const MmaShape& shape) {
+  if (shape.n != N || (shape.m != 8 && shape.m != 16)) return nullptr;
+  const bool quad_pairs = shape.m == 8 && shape.k == 4 && shape.a == ElementType::F16;
+  if ((shape.a_column_major || shape.b_row_major) && !quad_pairs) return nullptr;
+  if (shape.b1_and && shape.a != ElementType::B1) return nullptr;
+  if (shape.c == ElementType::S32) return find_integer_mma(shape);
+  if (shape.satfinite) return nullptr;
+  if (shape.a == ElementType::F64) {
+    const bool f64 = shape.b == ElementType::F64 && accumulates(shape, ElementType::F64);
+    const bool legal = shape.k == 4 || (shape.m == 16 && is_k(shape, 8, 16));
+    return f64 && legal ? mma_f64 : nullptr;
+  }
+  return find_float_mma(shape);
+}
+
+MmaRegisters mma_registers(const MmaShape& shape) {
+  const auto accumulator = [&](ElementType type) {
+    return shape.m * shape.n / WARP / (type == ElementType::F16 ? 2 : 1);
+  };
+  if (shape.m == 8 && shape.k == 4 && shape.a == ElementType::F16) {  // four products at once
+    return {shape.d == ElementType::F16 ? 4 : 8, 2, 2, shape.c == ElementType::F16 ? 4 : 8};
+  }
+  const int register_bits = shape.a == ElementType::F64 ? 64 : 32;
+  const int a_bits = shape.m * shape.k * element_bits(shape.a) / WARP;
+  const int b_bits = shape.k * shape.n * element_bits(shape.b) / WARP;
+  return {accumulator(shape.d), a_bits / register_bits, b_bits / register_bits,
+          accumulator(shape.c)};
+}
+
+bool uses_avx2() { return avx2_in_use.load(std::memory_order_relaxed); }
+void set_avx2(bool enabled) { avx2_in_use = enabled && machine_has_avx2(); }
+
+// ---- ldmatrix, stmatrix, movmatrix --------------------------------------------------------------
+
+void ldmatrix_m8n8_b16(const uint16_t rows[8][8], bool trans, uint32_t* d) {
+  if (!trans) {  // a lane's two elements follow one another: register and matrix are the same bytes
+    std::memcpy(d, rows, 8 * LDMATRIX_ROW_BYTES);
+    return;
+  }
+#if defined(__SSE2__)
+  // Likewise of the transpose.
+  __m128i line[8], pairs[8], quads[8];
+  for (int i = 0; i < 8; ++i) line[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i]));
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm_unpacklo_epi16(line[i], line[i + 1]);
+    pairs[i + 1] = _mm_unpackhi_epi16(line[i], line[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int half = 0; half < 2; ++half) {
+      quads[i + 2 * half] = _mm_unpacklo_epi32(pairs[i + half], pairs[i + 2 + half]);
+      quads[i + 2 * half + 1] = _mm_unpackhi_epi32(pairs[i + half], pairs[i + 2 + half]);
+    }
+  }
+  auto* const out = reinterpret_cast<__m128i*>(d);
+  for (int i = 0; i < 4; ++i) {
+    _mm_storeu_si128(out + 2 * i, _mm_unpacklo_epi64(quads[i], quads[i + 4]));
+    _mm_storeu_si128(out + 2 * i + 1, _mm_unpackhi_epi64(quads[i], quads[i + 4]));
+  }
+#else
+  for (int lane = 0; lane < WARP; ++lane) {
+    const MatrixElement low = ldmatrix_element(lane, 0, true);
+    const MatrixElement high = ldmatrix_element(lane, 1, true);
+    d[lane] = uint32_t{rows[high.row][high.column]} << 16 | rows[low.row][low.column];
+  }
+#endif
+}
+
+void stmatrix_m8n8_b16(const uint32_t* source, bool trans, uint16_t rows[8][8]) {
+  for (int lane = 0; lane < WARP; ++lane) {
+    const MatrixElement low = ldmatrix_element(lane, 0, trans);
+    const MatrixElement high = ldmatrix_element(lane, 1, trans);
+    rows[low.row][low.column] = static_cast<uint16_t>(source[lane]);
+    rows[high.row][high.column] = static_cast<uint16_t>(source[lane] >> 16);
+  }
+}
+
+void movmatrix_m8n8_trans_b16(const uint32_t* a, uint32_t* d) {
+  uint16_t rows[8][8];
+  stmatrix_m8n8_b16(a, false, rows);
+  ldmatrix_m8n8_b16(rows, true, d);
+}
+
+// ---- Dense products -----------------------------------------------------------------------------
+
+namespace {
+
+// The k of one addition.
+int step_of(ElementType type) { return type == ElementType::TF32 ? 8 : TILE_K; }
+
+int smallest_exponent(ElementType type) {
+  return type == ElementType::BF16 || type == ElementType::TF32 ? F32_SMALLEST : F16_SMALLEST;
+}
+
+constexpr int FP8_DEPTH = 32;
+constexpr int FP8_FRACTION_BITS = 13;
+
+float cut_to_fp8_sum(double value) {
+  int exponent;
+  const double fraction = std::frexp(value, &exponent);
+  const double bits = std::trunc(std::ldexp(fraction, FP8_FRACTION_BITS + 1));
+  return static_cast<float>(std::ldexp(bits, exponent - FP8_FRACTION_BITS - 1));
+}
+
+// A tensor core with FP8, an H200's in wgmma: 32 products and c are aligned to the largest exponent
+// among them and cut off, toward zero, 2^-13 below it; their sum is cut off to 13 bits of fraction.
+// What it does with subnormals is not measured.
+float sum_fp8(const float* a, const float* b, int b_pitch, int count, float c) {
+  const auto product = [&](int k) { return double{a[k]} * double{b[int64_t{k} * b_pitch]}; };
+  int largest = exponent_of(c, F32_SMALLEST);
+  double plain = c;  // as IEEE 754 adds up: for what is not finite
+  for (int k = 0; k < count; ++k) {
+    const float x = a[k], y = b[int64_t{k} * b_pitch];
+    largest = std::max(largest, exponent_of(x, F16_SMALLEST) + exponent_of(y, F16_SMALLEST));
+    plain += product(k);
+  }
+  if (!std::isfinite(plain)) return canonical(static_cast<float>(plain));
+  if (plain == 0 && largest < ZERO_EXPONENT / 2) return 0.0f;
+  const double scale = std::ldexp(1.0, FP8_FRACTION_BITS - largest);
+  double sum = std::trunc(c * scale);
+  for (int k = 0; k < count; ++k) sum += std::trunc(product(k) * scale);
+  return cut_to_fp8_sum(sum / scale);
+}
+
+void multiply_accumulate_fp8(const TileShape& shape, const float* a, int a_pitch, const float* b,
+                             int b_pitch, float* d, int d_pitch, bool accumulate) {
+  for (int row = 0; row < shape.m; ++row) {
+    for (int column = 0; column < shape.n; ++column) {
+      float& target = d[int64_t{row} * d_pitch + column];
+      float sum = accumulate ? target : 0.0f;
+      for (int k = 0; k < shape.k; k += FP8_DEPTH) {
+        sum = sum_fp8(a + int64_t{row} * a_pitch + k, b + int64_t{k} * b_pitch + column, b_pitch,
+                      std::min(FP8_DEPTH, shape.k - k), sum);
+        if (shape.to_f16) sum = f32_of_f16(cvt_rn_f16_f32(sum));
+      }
+      target = sum;
+    }
+  }
+}
+
+}  // namespace
+
+void multiply_accumulate(const TileShape& shape, const float* a, int a_pitch, const float* b,
+                         int b_pitch, float* d, int d_pitch, bool accumulate) {
+  if (is_fp8(shape.type)) {
+    multiply_accumulate_fp8(shape, a, a_pitch, b, b_pitch, d, d_pitch, accumulate);
+    return;
+  }
+  const int depth = step_of(shape.type), smallest = smallest_exponent(shape.type);
+  const int steps = (shape.k + depth - 1) / depth;
+  std::vector<TileB> columns(steps);
+  std::vector<TileA> rows(static_cast<size_t>(steps) * ((shape.m + TILE_ROWS - 1) / TILE_ROWS));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int first_row = static_cast<int>(i) / steps * TILE_ROWS;
+    const int first_k = static_cast<int>(i) % steps * depth;
+    for (int row = 0; row < TILE_ROWS; ++row) {
+      for (int k = 0; k < depth; ++k) {
+        const bool inside = first_row + row < shape.m && first_k + k < shape.k;
+        const float value = inside ? a[int64_t{first_row + row} * a_pitch + first_k + k] : 0.0f;
+        rows[i].value[row][k] = value;
+        rows[i].exponent[row][k] = exponent_of(value, smallest);
+      }
+    }
+  }
+  for (int first_column = 0; first_column < shape.n; first_column += TILE_COLUMNS) {
+    const int width = std::min(TILE_COLUMNS, shape.n - first_column);
+    for (int k = 0; k < steps * depth; ++k) {
+      TileB& tile = columns[k / depth];
+      for (int column = 0; column < TILE_COLUMNS; ++column) {
+        const bool inside = column < width && k < shape.k;
+        const float value = inside ? b[int64_t{k} * b_pitch + first_column + column] : 0.0f;
+        tile.value[k % depth][column] = value;
+        tile.exponent[k % depth / 2][column][k % 2] = exponent_of(value, smallest);
+      }
+    }
+    for (int first_row = 0; first_row < shape.m; first_row += TILE_ROWS) {
+      const int height = std::min(TILE_ROWS, shape.m - first_row);
+      float* target = d + int64_t{first_row} * d_pitch + first_column;
+      TileC c{};
+      for (int row = 0; accumulate && row < height; ++row) {
+        std::copy_n(target + int64_t{row} * d_pitch, width, c.value[row]);
+      }
+      for (int step = 0; step < steps; ++step) {
+        const TileA& tile = rows[static_cast<size_t>(first_row / TILE_ROWS) * steps + step];
+        add_products(tile, columns[step], c, depth, shape.to_f16);
+        if (!shape.to_f16) continue;
+        for (auto& row : c.value) {
+          for (float& value : row) value = f32_of_f16(cvt_rn_f16_f32(value));
+        }
+      }
+      for (int row = 0; row < height; ++row) {
+        std::copy_n(c.value[row], width, target + int64_t{row} * d_pitch);
+      }
+    }
+  }
+}
+
+}  // namespace archflash::sim

@@ -1,0 +1,291 @@
+#include "sim/run/cluster.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "sim/units/mbarrier.h"
+
+namespace archflash::sim {
+namespace {
+
+constexpr uint64_t LAZY_BUDGET = uint64_t{1} << 20;
+constexpr uint64_t EAGER_BUDGET = 256;
+constexpr uint64_t RANDOM_BUDGET = 400;
+constexpr uint64_t PRIORITY_BUDGET = 2000;
+constexpr uint64_t SEED_STEP = 0xD1342543DE82EF95u;
+// How often lanes that wait in a loop go round while nothing at all happens, before it counts as a
+// deadlock.
+constexpr uint64_t MAX_FRUITLESS = 10000;
+
+}  // namespace
+
+Cluster::Cluster(const LaunchContext& launch, int64_t index, Counts& counts)
+    : launch_(launch), random_(launch.options.seed + static_cast<uint64_t>(index) * SEED_STEP) {
+  const Dim3& size = launch.cluster;
+  const int64_t across = launch.grid.x / size.x, down = launch.grid.y / size.y;
+  const Dim3 first{index % across * size.x, index / across % down * size.y,
+                   index / (across * down) * size.z};
+  const auto warps = static_cast<int>((launch.block.count() + LANES - 1) / LANES);
+  const auto ranks = static_cast<int>(size.count());
+  if (launch.options.race) {
+    races_ = std::make_unique<RaceDetector>(
+        warps * ranks, race_stride(launch) * static_cast<uint64_t>(ranks),
+        launch.kernel->race_granule_log2, launch.kernel->global_granule_log2,
+        launch.kernel->uses_wgmma || launch.kernel->uses_tcgen05);
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
+    const Dim3 position{first.x + rank % size.x, first.y + rank / size.x % size.y,
+                        first.z + rank / (size.x * size.y)};
+    ctas_.push_back(std::make_unique<Cta>(*this, rank, position, counts));
+    for (int w = 0; w < warps; ++w) warps_.push_back(&ctas_.back()->warp(w));
+  }
+  counts.ctas += static_cast<uint64_t>(ranks);
+  arrivals_.resize(warps_.size());
+  for (size_t w = 0; w < warps_.size(); ++w) {
+    priorities_.push_back(static_cast<uint32_t>(random_.next() >> 32));
+  }
+}
+
+Cluster::~Cluster() = default;
+
+// The warp that runs next, and for how long; nullptr when none can.
+Warp* Cluster::pick(uint64_t& budget) {
+  const size_t count = warps_.size();
+  const Mode mode = launch_.options.mode;
+  const auto longest = [&](uint64_t of_mode) {
+    return launch_.options.stretch > 0 ? launch_.options.stretch : of_mode;
+  };
+  if (mode == Mode::Lazy || mode == Mode::Eager) {
+    budget = longest(mode == Mode::Lazy ? LAZY_BUDGET : EAGER_BUDGET);
+    for (size_t i = 0; i < count; ++i) {
+      turn_ = (turn_ + 1) % count;
+      if (warps_[turn_]->runnable()) return warps_[turn_];
+    }
+    return nullptr;
+  }
+  size_t runnable = 0;
+  for (const Warp* warp : warps_) runnable += warp->runnable();
+  if (runnable == 0) return nullptr;
+  if (random_.below(2)) {
+    Warp& lucky = *warps_[random_.below(count)];
+    for (uint64_t n = random_.below(4); n > 0; --n) lucky.land_copy(random_.next());
+    if (!pending_.empty()) land_one(random_.next());
+    if (random_.below(4) == 0) wake_resting();
+  }
+  if (mode == Mode::Random) {
+    budget = 1 + random_.below(longest(RANDOM_BUDGET));
+    size_t skip = random_.below(runnable);
+    for (Warp* warp : warps_) {
+      if (warp->runnable() && skip-- == 0) return warp;
+    }
+  }
+  budget = 1 + random_.below(longest(PRIORITY_BUDGET));
+  if (random_.below(8) == 0) {
+    priorities_[random_.below(count)] = static_cast<uint32_t>(random_.next() >> 32);
+  }
+  size_t best = count;
+  for (size_t w = 0; w < count; ++w) {
+    if (warps_[w]->runnable() && (best == count || priorities_[w] > priorities_[best])) best = w;
+  }
+  return best < count ? warps_[best] : nullptr;
+}
+
+void Cluster::run() {
+  Warp* warp = nullptr;
+  try {
+    for (;;) {
+      launch_.check_given_up();
+      uint64_t budget = 0;
+      warp = pick(budget);
+      if (warp == nullptr) {
+        if (land_one(0)) continue;
+        if (fruitless_++ < MAX_FRUITLESS && wake_resting()) continue;
+        break;
+      }
+      if (launch_.options.trace) {
+        run_traced(*warp, budget);
+      } else {
+        const uint64_t before = warp->executed();
+        warp->run(budget);
+        time_ += warp->executed() - before;
+      }
+      if (time_ > launch_.options.max_instructions) {
+        throw Fault{"limit", "more than " + std::to_string(launch_.options.max_instructions) +
+                                 " warp-instructions in one CTA: an endless loop?"};
+      }
+    }
+    if (std::any_of(warps_.begin(), warps_.end(), [](const Warp* w) { return !w->exited(); })) {
+      deadlock();
+    } else {
+      for (const auto& cta : ctas_) cta->check_exit();
+    }
+  } catch (const Fault& failure) {
+    if (stepping_ != nullptr) {
+      fault(failure, stepping_->warp().cta(), stepping_->warp(), stepping_->pc());
+    } else {
+      fault(failure, warp->cta(), *warp, warp->pc());
+    }
+  }
+}
+
+// One instruction at a time, so that every event has its exact time.
+void Cluster::run_traced(Warp& warp, uint64_t budget) {
+  TraceEvent event;
+  event.track = warp.index();
+  const auto end_event = [&] {
+    event.end = time_;
+    if (event.end > event.begin) warp.cta().trace().events.push_back(event);
+  };
+  event.begin = time_;
+  for (uint64_t turn = 0; turn < budget && warp.runnable(); ++turn) {
+    const uint64_t before = warp.executed();
+    warp.run(1);
+    if (warp.executed() == before) continue;
+    const auto follows = event.pc + static_cast<uint32_t>(time_ - event.begin);
+    if (time_ == event.begin || warp.pc() != follows) {
+      end_event();
+      event.begin = time_;
+      event.pc = warp.pc();
+    }
+    ++time_;
+  }
+  end_event();
+}
+
+void Cluster::fault(const Fault& fault, Cta& cta, const Warp& warp, int64_t pc) {
+  Finding finding;
+  finding.kind = fault.kind;
+  finding.message = fault.message;
+  finding.cta = cta.index();
+  finding.warp = warp.index();
+  finding.lane = fault.lane;
+  finding.pc = pc;
+  finding.address = fault.address;
+  finding.fatal = true;
+  cta.findings().add(std::move(finding));
+}
+
+void Cluster::deadlock() {
+  const auto stuck =
+      std::find_if(warps_.begin(), warps_.end(), [](const Warp* w) { return !w->exited(); });
+  Cta& cta = (*stuck)->cta();
+  if (launch_.options.trace) {
+    for (const auto& each : ctas_) each->trace_endless_waits();
+  }
+  Finding finding;
+  finding.kind = "deadlock";
+  finding.message = "no warp can go on:";
+  for (const auto& each : ctas_) finding.message += each->describe_waits();
+  finding.cta = cta.index();
+  finding.warp = (*stuck)->index();
+  finding.pc = (*stuck)->pc();
+  finding.fatal = true;
+  cta.findings().add(std::move(finding));
+}
+
+// ---- Asynchronous work ----
+
+void Cluster::start(std::shared_ptr<AsyncOperation> operation) {
+  if (launch_.options.mode == Mode::Eager) {
+    while (!step(*operation)) {
+    }
+    return;
+  }
+  pending_.push_back(std::move(operation));
+}
+
+void Cluster::finish(AsyncOperation& operation) {
+  const auto found = std::find_if(pending_.begin(), pending_.end(),
+                                  [&](const auto& pending) { return pending.get() == &operation; });
+  if (found == pending_.end()) return;
+  const std::shared_ptr<AsyncOperation> kept = *found;
+  pending_.erase(found);
+  while (!step(*kept)) {
+  }
+}
+
+void Cluster::advance(AsyncOperation& operation) {
+  if (step(operation)) {
+    std::erase_if(pending_, [&](const auto& pending) { return pending.get() == &operation; });
+  }
+}
+
+bool Cluster::step(AsyncOperation& operation) {
+  AsyncOperation* const outer = stepping_;
+  stepping_ = &operation;
+  const bool done = operation.step();
+  stepping_ = outer;
+  progress();
+  return done;
+}
+
+bool Cluster::land_one(uint64_t pick) {
+  if (pending_.empty()) return false;
+  const std::shared_ptr<AsyncOperation> operation = pending_[pick % pending_.size()];
+  if (step(*operation)) std::erase(pending_, operation);  // a step may have changed the list
+  return true;
+}
+
+bool Cluster::wake_resting() {
+  bool woken = false;
+  for (Warp* warp : warps_) {
+    if (!warp->waits_for(Wait::Rest)) continue;
+    warp->wake(Wait::Rest, 0);
+    woken = true;
+  }
+  return woken;
+}
+
+// ---- The barrier of the cluster ----
+
+void Cluster::arrive(Warp& warp, uint32_t mask, bool releases) {
+  Arrivals& arrivals = arrivals_[static_cast<size_t>(warp.agent())];
+  const uint32_t again = mask & (arrivals.arrived | arrivals.unwaited);
+  if (again != 0) {
+    throw Fault{"barrier",
+                "the thread arrives at the barrier of the cluster again without having waited for "
+                "it",
+                std::countr_zero(again)};
+  }
+  arrivals.arrived |= mask;
+  arrivals.unwaited |= mask;
+  if (races_) {
+    if (releases)
+      races_->release(warp.agent(), arriving_);
+    else
+      races_->release_fenced(warp.agent(), arriving_);
+  }
+  complete_if_full();
+}
+
+bool Cluster::wait(Warp& warp, uint32_t mask) {
+  Arrivals& arrivals = arrivals_[static_cast<size_t>(warp.agent())];
+  const uint32_t missing = mask & ~arrivals.unwaited;
+  if (missing != 0) {
+    throw Fault{"barrier",
+                "the thread waits at the barrier of the cluster without having arrived at it",
+                std::countr_zero(missing)};
+  }
+  if (arrivals.arrived & mask) return false;
+  arrivals.unwaited &= ~mask;
+  if (races_) races_->acquire(warp.agent(), arrived_);
+  return true;
+}
+
+void Cluster::lanes_exited() { complete_if_full(); }
+
+void Cluster::complete_if_full() {
+  bool any = false;
+  for (size_t w = 0; w < warps_.size(); ++w) {
+    if (warps_[w]->live() & ~arrivals_[w].arrived) return;
+    any = any || arrivals_[w].arrived != 0;
+  }
+  if (!any) return;
+  for (Arrivals& arrivals : arrivals_) arrivals.arrived = 0;
+  arrived_.join(arriving_);
+  arriving_ = {};
+  for (Warp* warp : warps_) warp->wake(Wait::ClusterBarrier, 0);
+  progress();
+}
+
+}  // namespace archflash::sim

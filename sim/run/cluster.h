@@ -1,0 +1,95 @@
+// The CTAs of a cluster in execution: one scheduler over all their warps, the work that units other
+// than warps have under way, and the barrier of the cluster. Without clusters: one CTA.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sim/run/cta.h"
+
+namespace archflash::sim {
+
+// What a warp started and a unit of its own carries out, step by step, at times of the scheduler's
+// choice.
+class AsyncOperation {
+ public:
+  // `warp`'s lane `lane` starts it with the instruction that the warp is at.
+  AsyncOperation(Warp& warp, int lane) : warp_(warp), lane_(lane), pc_(warp.pc()) {}
+  virtual ~AsyncOperation() = default;
+
+  // Takes the next step. True: it was the last one.
+  virtual bool step() = 0;
+
+  Warp& warp() { return warp_; }
+  int lane() const { return lane_; }
+  uint32_t pc() const { return pc_; }
+
+ private:
+  Warp& warp_;
+  int lane_;
+  uint32_t pc_;
+};
+
+class Cluster {
+ public:
+  Cluster(const LaunchContext& launch, int64_t index, Counts& counts);
+  ~Cluster();
+
+  // Runs all warps to their end, or until a fault.
+  void run();
+
+  const LaunchContext& launch() const { return launch_; }
+  int size() const { return static_cast<int>(ctas_.size()); }
+  Cta& cta(int rank) { return *ctas_[static_cast<size_t>(rank)]; }
+  RaceDetector* races() { return races_.get(); }
+  Random& random() { return random_; }
+  uint64_t time() const { return time_; }
+
+  // ---- Asynchronous work ----
+  void start(std::shared_ptr<AsyncOperation> operation);
+  // Carries an operation on to its end, out of turn.
+  void finish(AsyncOperation& operation);
+  void advance(AsyncOperation& operation);  // by one step
+  bool has_pending() const { return !pending_.empty(); }
+  // Something happened that a waiting lane may have waited for.
+  void progress() { fruitless_ = 0; }
+
+  // ---- The barrier of the cluster: arrival and waiting are two instructions ----
+  void arrive(Warp& warp, uint32_t mask, bool releases);
+  // True: the phase in which these lanes arrived is complete.
+  bool wait(Warp& warp, uint32_t mask);
+  void lanes_exited();
+
+ private:
+  Warp* pick(uint64_t& budget);
+  bool land_one(uint64_t pick);
+  bool step(AsyncOperation& operation);
+  bool wake_resting();
+  void run_traced(Warp& warp, uint64_t budget);
+  void fault(const Fault& fault, Cta& cta, const Warp& warp, int64_t pc);
+  void deadlock();
+  void complete_if_full();
+
+  const LaunchContext& launch_;
+  Random random_;
+  std::unique_ptr<RaceDetector> races_;
+  std::vector<std::unique_ptr<Cta>> ctas_;
+  std::vector<Warp*> warps_;
+  std::vector<uint32_t> priorities_;
+  size_t turn_ = 0;
+  uint64_t time_ = 0;
+  std::vector<std::shared_ptr<AsyncOperation>> pending_;
+  AsyncOperation* stepping_ = nullptr;
+  uint64_t fruitless_ = 0;  // how often resting lanes were all there is since something happened
+
+  // Of each warp: lanes that have arrived in this phase, and those that have yet to wait for it.
+  struct Arrivals {
+    uint32_t arrived = 0, unwaited = 0;
+  };
+  std::vector<Arrivals> arrivals_;
+  Knowledge arriving_, arrived_;
+};
+
+}  // namespace archflash::sim

@@ -1,0 +1,257 @@
+#include "sim/run/launch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "sim/numerics/numeric.h"
+#include "sim/run/cluster.h"
+
+namespace archflash::sim {
+namespace {
+
+constexpr int64_t MAX_BLOCK = 1024, MAX_BLOCK_Z = 64;
+constexpr int64_t MAX_GRID_X = INT32_MAX, MAX_GRID_YZ = 65535;
+constexpr int64_t MAX_CLUSTER = 8;  // what every GPU with clusters has
+constexpr size_t MAX_LOGGED_WRITES = size_t{1} << 23;
+constexpr std::chrono::milliseconds BETWEEN_QUESTIONS{50};  // whether to stop
+
+std::string str(int64_t value) { return std::to_string(value); }
+
+void check(const Kernel& kernel, const LaunchRequest& request) {
+  const Dim3 &block = request.block, &grid = request.grid;
+  if (block.x < 1 || block.y < 1 || block.z < 1 || block.x > MAX_BLOCK || block.y > MAX_BLOCK ||
+      block.z > MAX_BLOCK_Z || block.count() > MAX_BLOCK) {
+    throw LoadError("a block of " + str(block.x) + " x " + str(block.y) + " x " + str(block.z) +
+                    " threads: at most 1024 in all and 64 along z, at least 1");
+  }
+  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > MAX_GRID_X || grid.y > MAX_GRID_YZ ||
+      grid.z > MAX_GRID_YZ) {
+    throw LoadError("a grid of " + str(grid.x) + " x " + str(grid.y) + " x " + str(grid.z) +
+                    ": at most 2147483647 x 65535 x 65535, at least 1");
+  }
+  const Dim3& cluster = request.cluster;
+  if (cluster.x < 1 || cluster.y < 1 || cluster.z < 1 || cluster.count() > MAX_CLUSTER ||
+      grid.x % cluster.x != 0 || grid.y % cluster.y != 0 || grid.z % cluster.z != 0) {
+    throw LoadError("clusters of " + str(cluster.x) + " x " + str(cluster.y) + " x " +
+                    str(cluster.z) + " CTAs in a grid of " + str(grid.x) + " x " + str(grid.y) +
+                    " x " + str(grid.z) + ": at most " + str(MAX_CLUSTER) +
+                    " CTAs, and each side divides the grid's");
+  }
+  if (kernel.max_threads > 0 && block.count() > kernel.max_threads) {
+    throw LoadError("a block of " + str(block.count()) + " threads: " + kernel.name +
+                    " states .maxntid " + str(kernel.max_threads));
+  }
+  const int* required = kernel.required_threads;
+  if (required[0] > 0 &&
+      (required[0] != block.x || required[1] != block.y || required[2] != block.z)) {
+    throw LoadError("a block of " + str(block.x) + " x " + str(block.y) + " x " + str(block.z) +
+                    ": " + kernel.name + " states .reqntid " + str(required[0]) + ", " +
+                    str(required[1]) + ", " + str(required[2]));
+  }
+  // Where the dynamic part begins is the simulator's choice: only its size counts.
+  const uint64_t shared =
+      request.dynamic_shared +
+      (kernel.uses_dynamic_shared ? kernel.static_variable_bytes : kernel.static_shared_bytes);
+  if (shared > request.shared_limit) {
+    throw LoadError("a CTA with " + str(static_cast<int64_t>(shared)) +
+                    " bytes of shared memory: the device has " +
+                    str(static_cast<int64_t>(request.shared_limit)));
+  }
+  if (request.parameters.size() != kernel.parameter_bytes) {
+    throw LoadError(str(static_cast<int64_t>(request.parameters.size())) +
+                    " parameter bytes: " + kernel.name + " takes " + str(kernel.parameter_bytes));
+  }
+}
+
+// The cluster of a CTA, both by their indices.
+int64_t cluster_of(const LaunchRequest& request, int64_t cta) {
+  const Dim3 &grid = request.grid, &size = request.cluster;
+  const int64_t x = cta % grid.x / size.x, y = cta / grid.x % grid.y / size.y,
+                z = cta / (grid.x * grid.y) / size.z;
+  return x + grid.x / size.x * (y + grid.y / size.y * z);
+}
+
+// Writes of different CTAs to the same bytes. Within a cluster there is an order between CTAs,
+// which the race detector knows where it is on.
+void check_overlaps(const Module& module, const LaunchRequest& request, const Kernel& kernel,
+                    GlobalMemory& memory,
+                    const std::vector<std::pair<int64_t, std::vector<GlobalWrite>>>& logs,
+                    Findings& findings) {
+  const auto same = [&](int64_t a, int64_t b) {
+    return a == b || (request.options.race && cluster_of(request, a) == cluster_of(request, b));
+  };
+  struct Piece {
+    uint64_t begin, end;
+    int64_t cta;
+    const GlobalWrite* write;
+  };
+  std::vector<Piece> pieces;
+  for (const auto& [cta, writes] : logs) {
+    for (const GlobalWrite& write : writes) {
+      pieces.push_back({write.address, write.address + write.bytes, cta, &write});
+    }
+  }
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+    if (a.begin != b.begin) return a.begin < b.begin;
+    return a.cta != b.cta ? a.cta < b.cta : a.write->pc < b.write->pc;
+  });
+  const Piece* furthest = nullptr;
+  for (const Piece& piece : pieces) {
+    if (furthest != nullptr && piece.begin < furthest->end && !same(piece.cta, furthest->cta)) {
+      Finding finding;
+      finding.kind = "race";
+      finding.message =
+          "writes " +
+          memory.describe(piece.begin, std::min(piece.end, furthest->end) - piece.begin) +
+          ", which CTA " + str(furthest->cta) + " writes too, at " +
+          describe_instruction(module, kernel, furthest->write->pc);
+      finding.cta = piece.cta;
+      finding.warp = piece.write->warp;
+      finding.lane = piece.write->lane;
+      finding.pc = piece.write->pc;
+      finding.other_pc = furthest->write->pc;
+      finding.address = piece.begin;
+      findings.add(std::move(finding));
+    }
+    if (furthest == nullptr || piece.end > furthest->end) furthest = &piece;
+  }
+}
+
+}  // namespace
+
+LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMemory& memory,
+                    std::vector<std::vector<uint8_t>>& globals) {
+  const auto found = module.kernels.find(request.kernel);
+  if (found == module.kernels.end()) {
+    std::string names;
+    for (const auto& [name, kernel] : module.kernels) names += (names.empty() ? "" : ", ") + name;
+    throw LoadError("no kernel is called " + request.kernel + ": the PTX has " +
+                    (names.empty() ? "none" : names));
+  }
+  const Kernel& kernel = *found->second;
+  check(kernel, request);
+  for (size_t i = 0; i < globals.size(); ++i) {
+    memory.add_at(GLOBAL_SLOTS / 2 + i, module.globals[i].name, globals[i].data(),
+                  globals[i].size(), true, true);
+  }
+  LaunchContext context;
+  context.module = &module;
+  context.kernel = &kernel;
+  context.grid = request.grid;
+  context.cluster = request.cluster;
+  context.block = request.block;
+  context.dynamic_shared = request.dynamic_shared;
+  context.parameters = request.parameters;
+  context.memory = &memory;
+  context.options = request.options;
+
+  const int64_t ctas = request.grid.count(), clusters = ctas / request.cluster.count();
+  int64_t threads = request.options.threads > 0
+                        ? request.options.threads
+                        : static_cast<int64_t>(std::thread::hardware_concurrency());
+  threads = std::clamp<int64_t>(threads, 1, std::min<int64_t>(clusters, 256));
+  if (kernel.orders_globally) threads = 1;
+
+  LaunchReport report;
+  report.counts = Counts(kernel.code.size());
+  std::atomic<int64_t> next{0}, first_fatal{INT64_MAX};
+  std::atomic<size_t> logged{0};
+  std::mutex mutex;
+  std::map<int64_t, Findings> found_by_cluster;
+  std::vector<std::pair<int64_t, std::vector<GlobalWrite>>> logs;
+  std::exception_ptr failure;
+  std::atomic<bool> given_up{false};
+  context.given_up = &given_up;
+  std::condition_variable ended;
+  int64_t working = threads;
+
+  const auto work = [&] {
+    const FloatEnvironment environment;
+    Counts counts(kernel.code.size());
+    try {
+      for (;;) {
+        const int64_t index = next++;
+        if (index >= clusters || index > first_fatal) break;
+        LaunchContext mine = context;
+        mine.options.trace = false;
+        for (const int64_t traced : request.traced_ctas) {
+          mine.options.trace = mine.options.trace || cluster_of(request, traced) == index;
+        }
+        Cluster cluster(mine, index, counts);
+        cluster.run();
+        Findings findings;
+        bool writes = false;
+        for (int rank = 0; rank < cluster.size(); ++rank) {
+          findings.merge(cluster.cta(rank).findings());
+          writes = writes || !cluster.cta(rank).global_writes().empty();
+        }
+        const bool fatal = std::any_of(findings.list().begin(), findings.list().end(),
+                                       [](const Finding& f) { return f.fatal; });
+        if (fatal) {
+          for (int64_t known = first_fatal; index < known;) {
+            if (first_fatal.compare_exchange_weak(known, index)) break;
+          }
+        }
+        const bool logs_writes = ctas > 1 && writes && !kernel.orders_globally;
+        if (findings.list().empty() && !logs_writes && !mine.options.trace) continue;
+        const std::lock_guard lock(mutex);
+        if (!findings.list().empty()) found_by_cluster.emplace(index, std::move(findings));
+        for (int rank = 0; rank < cluster.size(); ++rank) {
+          Cta& cta = cluster.cta(rank);
+          if (mine.options.trace) report.traces.emplace(cta.index(), std::move(cta.trace()));
+          if (!logs_writes) continue;
+          logged += cta.global_writes().size();
+          if (logged < MAX_LOGGED_WRITES)
+            logs.emplace_back(cta.index(), std::move(cta.global_writes()));
+          else
+            report.overlaps_checked = false;
+        }
+      }
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      failure = std::current_exception();
+      first_fatal = -1;
+    }
+    const std::lock_guard lock(mutex);
+    report.counts += counts;
+    --working;
+    ended.notify_one();
+  };
+  // The launching thread does none of the work, so that it is there to be asked to stop.
+  std::vector<std::thread> workers;
+  for (int64_t i = 0; i < threads; ++i) workers.emplace_back(work);
+  {
+    std::unique_lock lock(mutex);
+    while (!ended.wait_for(lock, BETWEEN_QUESTIONS, [&] { return working == 0; })) {
+      if (!request.wants_to_stop || given_up) continue;
+      lock.unlock();  // the answer may take its time
+      given_up = request.wants_to_stop();
+      lock.lock();
+    }
+  }
+  for (std::thread& worker : workers) worker.join();
+  for (size_t i = 0; i < globals.size(); ++i) {
+    memory.remove(GLOBAL_BASE + ((GLOBAL_SLOTS / 2 + i) << GLOBAL_SLOT_LOG2) + GLOBAL_RED_ZONE);
+  }
+  if (given_up) throw Interrupted{};
+  if (failure) std::rethrow_exception(failure);
+
+  report.complete = first_fatal == INT64_MAX;
+  for (const auto& [index, findings] : found_by_cluster) {
+    if (index <= first_fatal) report.findings.merge(findings);
+  }
+  if (report.complete) {
+    if (report.overlaps_checked)
+      check_overlaps(module, request, kernel, memory, logs, report.findings);
+  } else {
+    report.counts = Counts(kernel.code.size());  // how far other CTAs came is chance
+  }
+  return report;
+}
+
+}  // namespace archflash::sim

@@ -1,0 +1,42 @@
+// One kernel launch: its checks, its CTAs on the host's cores, its report.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sim/run/cta.h"
+
+namespace archflash::sim {
+
+struct LaunchRequest {
+  std::string kernel;
+  Dim3 grid, cluster, block;
+  uint64_t dynamic_shared = 0;
+  uint64_t shared_limit = 227 * 1024;  // of one CTA, static and dynamic together
+  std::vector<uint8_t> parameters;
+  Options options;
+  std::vector<int64_t> traced_ctas;  // these record what they do
+  // Asked several times a second by the thread that launches: whether to give up. May be empty.
+  std::function<bool()> wants_to_stop;
+};
+
+struct LaunchReport {
+  Findings findings;
+  Counts counts{0};
+  bool complete = true;             // no CTA stopped early
+  bool overlaps_checked = true;     // the log of global writes did not overflow
+  std::map<int64_t, Trace> traces;  // by CTA
+};
+
+// Runs a kernel. Throws LoadError for a launch that a driver would refuse; what goes wrong inside
+// the kernel is in the report. Throws Interrupted when it is to stop. The same seed gives the same
+// report whatever the number of threads. `globals` hold the module's .global variables, one buffer
+// each.
+LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMemory& memory,
+                    std::vector<std::vector<uint8_t>>& globals);
+
+}  // namespace archflash::sim

@@ -1,0 +1,97 @@
+// Bulk copies: TMA boxes and plain runs of bytes between global and shared memory, which units of
+// their own carry out in the async proxy.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "sim/memory/access.h"
+#include "sim/numerics/atomic.h"
+#include "sim/run/cluster.h"
+#include "sim/units/tensor_map.h"
+
+namespace archflash::sim {
+
+// What a bulk copy moves: rows of a box, or one run of bytes.
+struct BulkShape {
+  struct Piece {
+    uint32_t place;       // from the box's start in shared memory, before swizzling
+    uint32_t begin, end;  // the bytes of the piece that are within the tensor
+    uint64_t address;     // of byte `begin` in global memory
+    bool operator==(const Piece&) const = default;
+  };
+  std::vector<Piece> pieces;
+  uint32_t piece_bytes = 0;  // each
+  uint32_t pitch = 0;        // from one piece to the next
+  uint32_t swizzle = 0;      // swizzle_mask
+  bool is_box = false;
+  uint32_t element_bytes = 1;
+  MapType type = MapType::U8;
+  bool nan_fill = false;
+  uint64_t bytes = 0;  // that count for an mbarrier
+};
+
+BulkShape flat_shape(uint64_t address, uint32_t bytes);
+// A box at coordinates, the first of them in dimension 0. A store is clipped at 16 bytes.
+BulkShape box_shape(const TensorMap& map, const int32_t* coordinates, bool stores);
+
+// Where a load lands, and the mbarrier that it completes on.
+struct BulkTarget {
+  SharedPlace data, barrier;
+  int unit = -1;
+};
+
+// Global memory to shared memory of one or several CTAs.
+void start_bulk_load(Warp& warp, int lane, BulkShape shape, std::vector<BulkTarget> targets);
+// Shared memory to that of a CTA of the cluster.
+void start_bulk_exchange(Warp& warp, int lane, SharedPlace source, uint32_t bytes,
+                         BulkTarget target);
+// Shared memory to global memory, in the lane's current bulk group; with `update` element by
+// element into what is there.
+void start_bulk_store(Warp& warp, int lane, BulkShape shape, SharedPlace source,
+                      std::optional<AtomicUpdate> update);
+
+// The bulk groups of a warp's lanes.
+class BulkQueue {
+ public:
+  class Store;
+
+  explicit BulkQueue(Warp& warp) : warp_(warp) {}
+  ~BulkQueue();
+
+  void add(std::shared_ptr<Store> store);
+  void commit(uint32_t mask);
+  // Waits until at most `groups` of the newest groups of these lanes are pending, or only until
+  // the others have read their sources.
+  void wait(uint32_t mask, uint32_t groups, bool read_only);
+  void check_exit(uint32_t mask);
+
+  Clock next_sequence() { return ++sequence_; }
+  // Whether another lane has just started the same store by the same instruction.
+  bool repeats(const BulkShape& shape, SharedPlace source);
+  int read_unit();
+  int write_unit();
+
+ private:
+  struct Entry {
+    std::shared_ptr<Store> store;
+    uint32_t age = 0;  // groups committed after its own; meaningful once committed
+    bool committed = false;
+    bool read_known = false;  // a wait has covered its reads
+  };
+
+  Warp& warp_;
+  std::vector<Entry> entries_;
+  Clock sequence_ = 0;
+  struct Latest {
+    uint32_t pc = 0;
+    uint64_t time = 0;
+    uint32_t source = 0;
+    std::vector<BulkShape::Piece> pieces;
+  } latest_;
+  int read_unit_ = -1, write_unit_ = -1;
+};
+
+}  // namespace archflash::sim

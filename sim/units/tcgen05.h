@@ -1,0 +1,180 @@
+// tcgen05: matrix products that one thread starts and a tensor pipe carries out, on tiles of shared
+// memory and on tensor memory; what each warp knows of its loads and stores there.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sim/memory/access.h"
+#include "sim/run/cluster.h"
+#include "sim/units/matrix_tile.h"
+#include "sim/units/tmem.h"
+
+namespace archflash::sim {
+
+enum class MmaKind : uint8_t { F16, TF32, F8F6F4 };
+
+// What an instruction descriptor says.
+struct MmaDescriptor {
+  int m = 0, n = 0, k = 0;
+  ElementType a = ElementType::F16, b = ElementType::F16;
+  bool half = false;  // D holds .f16
+  bool negate_a = false, negate_b = false;
+  bool a_k_major = true, b_k_major = true;
+};
+
+// Both return what is wrong, naming the field; empty: nothing is. `ctas`: 1 or 2, of .cta_group.
+std::string decode_mma(MmaKind kind, int ctas, bool a_in_tmem, uint32_t bits, MmaDescriptor& mma);
+std::string decode_tile(uint64_t bits, MatrixDescriptor& descriptor);
+
+// One tcgen05.mma as its thread starts it.
+struct MmaRequest {
+  MmaKind kind = MmaKind::F16;
+  int ctas = 1;
+  bool a_in_tmem = false;
+  uint32_t d = 0, a_tmem = 0;
+  uint64_t a = 0, b = 0;  // descriptors
+  uint32_t descriptor = 0;
+  bool accumulate = false;
+  int scale = 0;                   // D is multiplied by 2^-scale first
+  std::array<uint32_t, 8> skip{};  // lanes of D that are not written; the second CTA's last
+};
+
+// One tcgen05.cp: rows of shared memory to lanes, to each group of 32 lanes the rows from `first`
+// on that it takes.
+struct CopyRequest {
+  int ctas = 1;
+  uint32_t rows = 128, bytes = 16;  // of each row
+  std::array<uint32_t, TMEM_QUARTERS> first{0, 32, 64, 96};
+  uint64_t source = 0;  // descriptor
+  uint32_t to = 0;
+};
+
+// What a warp has under way in tensor memory, and what it knows of others.
+struct TensorPort {
+  struct Unit {
+    int agent = -1;    // of the race detector
+    Clock issued = 0;  // instructions so far
+    Clock fenced = 0;  // those before the last fence::before_thread_sync that followed their wait
+  };
+  // Registers of a load that no wait::ld has covered.
+  struct Load {
+    Clock clock;
+    uint32_t pc;
+    const Ref* registers;
+    int count;
+  };
+  // A load whose registers were used early, and the warp's own clock then: who knows of that knows
+  // that the load has read, if a card keeps the dependencies between registers.
+  struct Used {
+    Clock load, at;
+  };
+  // What threads of the warp have put into the pipe, and no commit of the same thread has covered.
+  struct Issued {
+    Clock clock;
+    int lane;
+  };
+
+  Unit loads, stores;
+  std::vector<Load> pending;
+  std::deque<Used> used;  // since the last wait::ld
+  Clock issued = 0;       // operations of the pipe
+  uint32_t issued_pc = 0;
+  std::vector<Issued> uncommitted;
+  std::vector<Clock> seen;  // what the warp knew at its last fence::after_thread_sync, by agent
+
+  bool has_seen(int agent, Clock clock) const {
+    const auto a = static_cast<size_t>(agent);
+    return a < seen.size() && seen[a] >= clock;
+  }
+};
+// The port of a warp of the cluster, by its agent.
+const TensorPort& port_of(Cta& cta, int agent);
+
+// What is in a tensor pipe: carried out after all that is before it.
+class PipeOperation : public AsyncOperation {
+ public:
+  PipeOperation(Warp& warp, int lane);
+  bool step() override;
+
+ protected:
+  virtual void execute() = 0;
+  // On the tensor pipe's track, once a commit tells that it is done.
+  void trace(const std::string& label, std::vector<uint64_t> operands = {});
+
+ private:
+  uint64_t issued_;
+};
+
+// Tensor memory of a CTA, its warps' ports, and its tensor pipe; a pair's pipe is its even CTA's.
+class TensorUnit {
+ public:
+  explicit TensorUnit(Cta& cta);
+
+  Tmem& memory() { return memory_; }
+  TensorPort& port(const Warp& warp) { return ports_[static_cast<size_t>(warp.index())]; }
+  TensorUnit& pipe();  // the unit whose pipe the CTA uses
+
+  // ---- Allocation ----
+  // The first column; nothing: the warp has to wait.
+  std::optional<int> allocate(Warp& warp, int ctas, uint32_t columns);
+  void release(Warp& warp, uint32_t address, uint32_t columns);
+  void give_up_permit() { may_allocate_ = false; }
+  std::string describe_wait(uint64_t columns) const;
+
+  // ---- The pipe ----
+  void multiply(Warp& warp, int lane, const MmaRequest& request);
+  void copy(Warp& warp, int lane, const CopyRequest& request);
+  void shift(Warp& warp, int lane, int ctas, uint32_t address);
+  // An arrival at each place once all that the thread has put into the pipe is done.
+  void commit(Warp& warp, int lane, std::vector<SharedPlace> places);
+  // The next operation of a thread: its clock, for what it uses.
+  TmemUser next_operation(Warp& warp, int lane, TmemUser::By by);
+  void enqueue(std::shared_ptr<PipeOperation> operation);
+  // Carries out what is before an operation, and takes it from the pipe.
+  void reach(const PipeOperation& operation);
+
+  // ---- Loads and stores of a warp ----
+  TmemUser next_load(Warp& warp, const Ref* registers, int count);
+  TmemUser next_store(Warp& warp);
+  void wait_loads(Warp& warp);
+  void wait_stores(Warp& warp);
+  void fence_before(Warp& warp);
+  void fence_after(Warp& warp);
+  // An instruction is about to execute that uses registers which loads write.
+  void check_registers(Warp& warp, uint32_t pc);
+
+  // What is done of a traced CTA, and no commit has told yet.
+  void add_trace(int agent, TraceEvent event) { untold_.emplace_back(agent, std::move(event)); }
+  void tell(int agent);
+
+  void check_exit();
+
+ private:
+  // This CTA, or both of the pair in the order of their ranks.
+  std::vector<Cta*> group(int ctas, int lane, const char* what);
+  TmemUser next(Warp& warp, TensorPort::Unit& unit, TmemUser::By by);
+  void wake();  // warps that wait for columns
+
+  Cta& cta_;
+  Tmem memory_;
+  std::vector<TensorPort> ports_;
+  bool may_allocate_ = true;
+  uint32_t last_columns_ = 0;  // of the last allocation
+  struct Wish {                // of a pair's allocation
+    uint32_t columns = 0;      // 0: none
+    int first = -1;            // once granted
+  };
+  Wish wish_;
+  std::deque<std::shared_ptr<PipeOperation>> operations_;
+  std::vector<std::pair<int, TraceEvent>> untold_;
+};
+
+// The CTA that shares a pair with this one. Throws Fault when there is none.
+Cta& peer_of(Cta& cta);
+
+}  // namespace archflash::sim

@@ -1,0 +1,108 @@
+// Tensor memory of a CTA: 128 lanes of 512 columns of 32 bits. Which columns are allocated, which
+// cells hold a value, and who used them last: loads and stores of warps, and the tensor pipe.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "sim/run/cta.h"
+
+namespace archflash::sim {
+
+constexpr int TMEM_LANES = 128;
+constexpr int TMEM_COLUMNS = 512;
+constexpr int TMEM_UNIT = 32;     // columns that an allocation is a multiple of
+constexpr int TMEM_QUARTERS = 4;  // lanes 32q .. 32q + 31 are those of warps w with w % 4 == q
+// Lanes 16h .. 16h + 15 are watched for races as one.
+constexpr int TMEM_HALVES = 8;
+constexpr uint32_t LANE_SHIFT = 16;  // of an address; the column is below
+constexpr uint32_t COLUMN_MASK = 0xFFFF;
+
+// Lanes of all quarters, bit i of word q: lane 32q + i.
+using LaneMask = std::array<uint32_t, TMEM_QUARTERS>;
+
+// Cells that are used together: some lanes of columns first .. first + count.
+struct TmemRegion {
+  int first = 0, count = 0;
+  LaneMask lanes{};
+};
+std::string name_of(const TmemRegion& region);
+
+// Who uses cells, and what others must know to come after it.
+struct TmemUser {
+  enum class By : uint8_t { Load, Store, Product, Copy, Shift, Free };
+  By by = By::Load;
+  uint8_t lane = 0;   // of what one thread starts
+  uint16_t warp = 0;  // its agent
+  int unit = -1;      // the race detector's agent of what is under way; -1: races are not checked
+  Clock clock = 0;
+  uint32_t pc = 0;
+  // Products with the same accumulator and shape are in order: a number for both.
+  uint64_t accumulator = 0;
+};
+
+class Tmem {
+ public:
+  explicit Tmem(Cta& cta);
+
+  // ---- Allocation ----
+  struct Block {
+    int first, columns;
+    uint32_t pc;
+    uint64_t since;
+  };
+  // The first of that many free columns that follow one another; -1: there are none.
+  int find_free(int columns) const;
+  bool is_free(int first, int columns) const;
+  void allocate(const Warp& warp, int first, int columns);
+  // Throws Fault when that block was not allocated.
+  void release(Warp& warp, int first, int columns);
+  const std::vector<Block>& blocks() const { return blocks_; }
+  std::string allocated() const;  // "columns 0-127", for a report
+
+  // ---- Use: columns (throws Fault), values and races are checked when an instruction is issued --
+  void read(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what);
+  void write(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what);
+
+  // Whether the cells hold values: for what is read as part of a write. Columns likewise.
+  void check_values(Warp& warp, TmemUser::By by, const TmemRegion& region, const char* what) const;
+
+  uint32_t* column(int c) { return &cells_[static_cast<size_t>(c) * TMEM_LANES]; }
+
+ private:
+  // The last write of half a quarter of a column, and the reads since, one of each unit.
+  struct Marks {
+    TmemUser write;
+    std::vector<TmemUser> reads;
+  };
+  struct Complaints {
+    bool race = false, fence = false, wait = false, order = false;
+  };
+
+  // What cells hold, for the trace: from its first write to its last use.
+  struct Occupant {
+    int first, count;
+    TmemUser::By by;
+    uint32_t pc;
+    uint64_t begin, last;
+    bool read;
+  };
+
+  void trace_use(const TmemUser& user, const TmemRegion& region, bool writes);
+  void trace_end(const Occupant& occupant);
+  void check_columns(const TmemRegion& region, const char* what) const;
+  void check_order(Warp& warp, const TmemUser& user, const TmemUser& other, bool writes,
+                   bool other_wrote, const TmemRegion& region, const char* what,
+                   Complaints& complaints);
+
+  Cta& cta_;
+  std::vector<Block> blocks_;
+  std::vector<uint32_t> cells_;  // [column][lane]
+  std::array<LaneMask, TMEM_COLUMNS> written_{};
+  std::vector<Occupant> occupants_;  // of a traced CTA
+  std::vector<Marks> marks_;         // [column][half]; empty without a race detector
+};
+
+}  // namespace archflash::sim

@@ -1,0 +1,501 @@
+#include "sim/units/wgmma.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "sim/load/instructions.h"
+#include "sim/numerics/mma_hot.h"
+#include "sim/numerics/numeric.h"
+#include "sim/run/cluster.h"
+
+namespace archflash::sim {
+namespace {
+
+constexpr int WARP_ROWS = 16;
+constexpr int WARPGROUP = 4;
+constexpr size_t REGISTER_BYTES = LANES * sizeof(uint32_t);
+
+bool is_integer(ElementType type) { return type == ElementType::S8 || type == ElementType::U8; }
+
+}  // namespace
+
+const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor) {
+  descriptor = decode_offsets(bits);
+  const auto mode = static_cast<int>(bits >> 62);
+  static constexpr uint32_t SPANS[] = {0, 128, 64, 32};
+  static constexpr uint32_t MASKS[] = {0, 7, 3, 1};
+  descriptor.span = SPANS[mode];
+  descriptor.mask = MASKS[mode];
+  if (bits >> 14 & 3) return "bits 14-15 are not zero";
+  if (bits >> 30 & 3) return "bits 30-31 are not zero";
+  if (bits >> 46 & 7) return "bits 46-48 are not zero";
+  if (bits >> 52 & 0x3FF) return "bits 52-61 are not zero";
+  if (descriptor.base_offset != 0 && !follows_pattern(descriptor)) {
+    return "the start address is not where the swizzle's pattern begins, and the base offset does "
+           "not say so";
+  }
+  return nullptr;
+}
+
+void MatrixQueue::issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, uint64_t b,
+                        bool accumulate) {
+  Cta& cta = warp_.cta();
+  const int group = warp_.index() / WARPGROUP;
+  if (cta.warp_count() < (group + 1) * WARPGROUP) {
+    throw Fault{"wgmma", "wgmma in a warpgroup of " +
+                             std::to_string(cta.warp_count() - group * WARPGROUP) +
+                             " warps: it takes 4, the first with an index that 4 divides"};
+  }
+  check_fence(shape, refs);
+  ++clock_;
+  history_ = (history_ ^ warp_.pc()) * 0x100000001B3u + 1;
+  Entry entry{&shape, refs, {}, {}, accumulate};
+  entry.clock = clock_;
+  entry.pc = warp_.pc();
+  entry.issued = cta.time();
+  const auto decode = [&](const char* operand, uint64_t bits, MatrixDescriptor& descriptor) {
+    if (const char* wrong = decode_descriptor(bits, descriptor)) {
+      throw Fault{"descriptor",
+                  std::string("the descriptor of matrix ") + operand + " of wgmma: " + wrong};
+    }
+  };
+  decode("B", b, entry.b.descriptor);
+  entry.b = {
+      entry.b.descriptor, shape.b_k_major, 0, static_cast<uint32_t>(shape.n), shape.k, shape.b};
+  open_tile(warp_, cta, "matrix B of wgmma", entry.b, clock_);
+  if (!shape.a_registers) {
+    decode("A", a, entry.a.descriptor);
+    const auto first = static_cast<uint32_t>(warp_.index() % WARPGROUP * WARP_ROWS);
+    entry.a = {entry.a.descriptor, shape.a_k_major, first, WARP_ROWS, shape.k, shape.a};
+    open_tile(warp_, cta, "matrix A of wgmma", entry.a, clock_);
+  }
+  entries_.push_back(entry);
+  warp_.watch_registers(true);
+  const Mode mode = cta.options().mode;
+  if (mode == Mode::Eager || (mode != Mode::Lazy && cta.random().below(2))) {
+    run_up_to(entries_.size());
+  }
+}
+
+void MatrixQueue::commit() {
+  for (Entry& entry : entries_) {
+    if (entry.committed) ++entry.age;
+    entry.committed = true;
+  }
+}
+
+void MatrixQueue::wait(uint32_t groups) {
+  size_t count = 0;
+  while (count < entries_.size() && entries_[count].committed && entries_[count].age >= groups) {
+    ++count;
+  }
+  run_up_to(count);
+  if (count == 0) return;
+  if (warp_.cta().traced()) trace_wait(count);
+  const Clock done = entries_[count - 1].clock;
+  entries_.erase(entries_.begin(), entries_.begin() + static_cast<std::ptrdiff_t>(count));
+  if (RaceDetector* races = warp_.cta().races()) {
+    races->unit_done(races->matrix_agent(warp_.agent()), done, warp_.agent());
+  }
+}
+
+void MatrixQueue::fence() {
+  ++fences_;
+  warp_.watch_registers(true);
+}
+
+// Registers that other instructions have used need a fence before a product uses them.
+void MatrixQueue::check_fence(const WgmmaShape& shape, const Ref* refs) {
+  Cta& cta = warp_.cta();
+  if (fences_ == 0) {
+    cta.report(Severity::Lint, warp_, -1, "wgmma-fence",
+               "the first wgmma of the warp comes without wgmma.fence before it");
+    fence();
+    return;
+  }
+  const int count = shape.d_registers() + (shape.a_registers ? 4 : 0);
+  for (int i = 0; i < count; ++i) {
+    const size_t place = refs[i] / REGISTER_BYTES;
+    if (place >= touches_.size() || touches_[place].fences != fences_) continue;
+    cta.report(Severity::Lint, warp_, -1, "wgmma-fence",
+               std::string(i < shape.d_registers() ? "an accumulator" : "a register of matrix A") +
+                   " was used by " +
+                   describe_instruction(*cta.launch().module, cta.kernel(), touches_[place].pc) +
+                   " and no wgmma.fence lies between",
+               0, touches_[place].pc);
+    return;
+  }
+}
+
+void MatrixQueue::check_registers(uint32_t pc) {
+  const Kernel& kernel = warp_.cta().kernel();
+  const Ref* const operands = kernel.code[pc].operands;
+  const size_t count = kernel.operand_counts[pc];
+  for (size_t k = 0; k < count; ++k) {
+    if (operands[k] & CONSTANT) continue;
+    const size_t place = operands[k] / REGISTER_BYTES;
+    if (place >= touches_.size()) touches_.resize(place + 1);
+    touches_[place] = {fences_, pc};
+  }
+  for (const Entry& entry : entries_) {
+    const auto results = static_cast<size_t>(entry.shape->d_registers());
+    const size_t all = results + (entry.shape->a_registers ? 4 : 0);
+    for (size_t i = 0; i < all; ++i) {
+      for (size_t k = 0; k < count; ++k) {
+        if (operands[k] != entry.refs[i]) continue;
+        // Reading what a product only reads is in order.
+        if (i >= results && !kernel.written_operands[pc][k]) continue;
+        warp_.cta().report_at(
+            pc, Severity::Error, warp_, -1, "wgmma",
+            std::string("uses ") + (i < results ? "an accumulator" : "a register of matrix A") +
+                " of " + describe_instruction(*warp_.cta().launch().module, kernel, entry.pc) +
+                " that no wgmma.wait_group has covered",
+            0, entry.pc);
+        return;
+      }
+    }
+  }
+}
+
+void MatrixQueue::check_exit() {
+  if (entries_.empty()) return;
+  warp_.cta().report_at(entries_.front().pc, Severity::Error, warp_, -1, "pending-copy",
+                        "a wgmma is not waited for at the exit");
+  entries_.clear();
+}
+
+// ---- The products ----
+
+void MatrixQueue::run_up_to(size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (entries_[i].done) continue;
+    run(entries_[i]);
+    entries_[i].done = true;
+    entries_[i].ended = warp_.cta().time() + 1;
+  }
+}
+
+// The first `count` products have been waited for.
+void MatrixQueue::trace_wait(size_t count) {
+  Trace& trace = warp_.cta().trace();
+  const uint64_t now = warp_.cta().time() + 1;
+  for (size_t i = 0; i < count; ++i) {
+    TraceEvent event;
+    event.begin = entries_[i].issued;
+    event.end = entries_[i].ended;
+    event.seen = now;
+    event.pc = entries_[i].pc;
+    event.label = "of warp " + std::to_string(warp_.index());
+    trace.add_async(TENSOR_TRACK, std::move(event));
+  }
+  TraceEvent wait;  // a point in time: what has not ended ends now
+  wait.kind = TraceEvent::Kind::Wait;
+  wait.track = warp_.index();
+  wait.begin = wait.end = now;
+  wait.pc = warp_.pc();
+  wait.cause = trace.track(TENSOR_TRACK);
+  wait.label = std::to_string(count) + " wgmma";
+  trace.events.push_back(std::move(wait));
+}
+
+namespace {
+
+constexpr int BLOCK = 8;  // rows of A, or columns of B, in a register
+
+bool is_fp8(ElementType type) { return type == ElementType::E4M3 || type == ElementType::E5M2; }
+
+// A register of an mma.sync fragment: of rows first .. first + 8 of a tile, unit `unit` along K.
+void read_register(Cta& cta, const MatrixTile& tile, uint32_t first, uint32_t unit,
+                   uint32_t negation, uint32_t* lanes) {
+  const auto bytes_at = [&](uint32_t line, uint32_t at) {
+    const uint32_t place = tile_place(tile.descriptor, tile.k_major, line, at);
+    return cta.shared() + (tile_address(tile.descriptor, place) - SHARED_START);
+  };
+  if (tile.k_major) {
+    for (uint32_t row = 0; row < BLOCK; ++row) {
+      std::memcpy(lanes + row * (TILE_UNIT / 4), bytes_at(first + row, unit), TILE_UNIT);
+    }
+  } else {
+    uint16_t rows[BLOCK][BLOCK];
+    for (uint32_t k = 0; k < BLOCK; ++k) {
+      std::memcpy(rows[k], bytes_at(unit * BLOCK + k, first / BLOCK), TILE_UNIT);
+    }
+    ldmatrix_m8n8_b16(rows, true, lanes);
+  }
+  if (negation != 0) {
+    for (int lane = 0; lane < LANES; ++lane) lanes[lane] ^= negation;
+  }
+}
+
+}  // namespace
+
+void MatrixQueue::run(const Entry& entry) {
+  if (is_fp8(entry.shape->a)) {
+    run_fp8(entry);
+    return;
+  }
+  // A warp's part is N / 8 products of mma.sync: the same fragments, the same sums.
+  const WgmmaShape& shape = *entry.shape;
+  Cta& cta = warp_.cta();
+  const auto sign = [&](bool negate) -> uint32_t {
+    if (!negate) return 0;
+    return element_bits(shape.a) == 32 ? 0x80000000u : 0x80008000u;
+  };
+  const Ref* refs = entry.refs;
+  MmaOperands operands;
+  uint32_t a[4][LANES];
+  const auto first = static_cast<uint32_t>(warp_.index() % WARPGROUP * WARP_ROWS);
+  for (uint32_t j = 0; j < 4; ++j) {
+    operands.a[j] = a[j];
+    if (!shape.a_registers) {
+      read_register(cta, entry.a, first + j % 2 * BLOCK, j / 2, sign(shape.negate_a), a[j]);
+      continue;
+    }
+    const uint32_t* lanes = warp_.lanes<const uint32_t>(refs[shape.d_registers() + j]);
+    for (int lane = 0; lane < LANES; ++lane) a[j][lane] = lanes[lane] ^ sign(shape.negate_a);
+  }
+  constexpr int MOST_BLOCKS = 256 / BLOCK;
+  uint32_t b[MOST_BLOCKS][2][LANES];
+  const int blocks = shape.n / BLOCK;
+  for (int i = 0; i < blocks; ++i) {
+    for (uint32_t unit = 0; unit < 2; ++unit) {
+      read_register(cta, entry.b, static_cast<uint32_t>(i) * BLOCK, unit, sign(shape.negate_b),
+                    b[i][unit]);
+    }
+  }
+  void* d[4 * MOST_BLOCKS];
+  const int per_block = shape.d_registers() / blocks;
+  for (int i = 0; i < shape.d_registers(); ++i) {
+    d[i] = warp_.lanes<uint32_t>(refs[i]);
+    if (!entry.accumulate) std::memset(d[i], 0, LANES * sizeof(uint32_t));
+  }
+  MmaShape product{WARP_ROWS, BLOCK, shape.k, shape.d, shape.a, shape.b, shape.d};
+  product.satfinite = shape.satfinite;
+  if (const WideMmaFunction wide = find_wide_mma(product)) {
+    wide({{a[0], a[1], a[2], a[3]}, b, d}, blocks);
+    return;
+  }
+  const MmaFunction function = find_mma(product);
+  for (int i = 0; i < blocks; ++i) {
+    for (int unit = 0; unit < 2; ++unit) operands.b[unit] = b[i][unit];
+    for (int j = 0; j < per_block; ++j) operands.c[j] = operands.d[j] = d[per_block * i + j];
+    function(product, operands);
+  }
+}
+
+// FP8 adds up otherwise than in mma.sync.
+void MatrixQueue::run_fp8(const Entry& entry) {
+  const WgmmaShape& shape = *entry.shape;
+  Cta& cta = warp_.cta();
+  const auto n = static_cast<size_t>(shape.n), k = static_cast<size_t>(shape.k);
+  std::vector<float> a(WARP_ROWS * k), b(k * n);
+  if (shape.a_registers) {
+    constexpr int PER_REGISTER = 4;
+    const Ref* refs = entry.refs + shape.d_registers();
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t* lanes = warp_.lanes<const uint32_t>(refs[j]);
+      for (int lane = 0; lane < LANES; ++lane) {
+        const int row = lane / 4 + BLOCK * (j & 1);
+        const int column = PER_REGISTER * (lane % 4) + 4 * PER_REGISTER * (j >> 1);
+        decode_row(shape.a, &lanes[lane], PER_REGISTER,
+                   &a[static_cast<size_t>(row) * k + static_cast<size_t>(column)]);
+      }
+    }
+  } else {
+    read_tile(cta, entry.a, a.data(), k, 1);
+  }
+  read_tile(cta, entry.b, b.data(), 1, n);
+  if (shape.negate_a) std::transform(a.begin(), a.end(), a.begin(), std::negate<>());
+  if (shape.negate_b) std::transform(b.begin(), b.end(), b.begin(), std::negate<>());
+
+  const auto place = [](int lane, int i) {
+    return std::pair<size_t, size_t>(lane / 4 + 8 * (i >> 1 & 1),
+                                     2 * (lane % 4) + (i & 1) + 8 * (i >> 2));
+  };
+  const int elements = shape.n / 2;  // of each lane
+  const bool half = shape.d == ElementType::F16;
+  std::vector<float> d(WARP_ROWS * n);
+  if (entry.accumulate) {
+    for (int i = 0; i < elements; ++i) {
+      const uint32_t* lanes = warp_.lanes<const uint32_t>(entry.refs[half ? i / 2 : i]);
+      for (int lane = 0; lane < LANES; ++lane) {
+        const auto [row, column] = place(lane, i);
+        float& value = d[row * n + column];
+        if (half) {
+          const auto bits = static_cast<uint16_t>(lanes[lane] >> 16 * (i & 1));
+          decode_row(ElementType::F16, &bits, 1, &value);
+        } else {
+          value = f32_of(lanes[lane]);
+        }
+      }
+    }
+  }
+  multiply_accumulate({WARP_ROWS, shape.n, shape.k, shape.a, half}, a.data(), shape.k, b.data(),
+                      shape.n, d.data(), shape.n, entry.accumulate);
+  for (int i = 0; i < elements; ++i) {
+    uint32_t* lanes = warp_.lanes<uint32_t>(entry.refs[half ? i / 2 : i]);
+    for (int lane = 0; lane < LANES; ++lane) {
+      const auto [row, column] = place(lane, i);
+      const float value = d[row * n + column];
+      if (!half) {
+        lanes[lane] = bits_of(value);
+        continue;
+      }
+      const uint32_t bits = cvt_rn_f16_f32(value);
+      lanes[lane] = i & 1 ? (lanes[lane] & 0xFFFF) | bits << 16 : (lanes[lane] & 0xFFFF0000) | bits;
+    }
+  }
+}
+
+// ---- Instructions ----
+
+namespace {
+
+struct WgmmaExtra {
+  WgmmaShape shape;
+  bool negated = false;  // the predicate that says whether d is added to
+};
+
+// Operands: d (written), d (read), a in registers or its descriptor, b's descriptor, predicate.
+void run_wgmma(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  const auto& extra = *static_cast<const WgmmaExtra*>(instruction.extra);
+  const WgmmaShape& shape = extra.shape;
+  const int lane = std::countr_zero(mask);
+  const Ref* next = instruction.operands + shape.d_registers();
+  const auto uniform = [&](Ref ref) {
+    const uint64_t* lanes = warp.lanes<const uint64_t>(ref);
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+      if (lanes[std::countr_zero(rest)] != lanes[lane]) {
+        throw Fault{"descriptor", "lanes disagree about a descriptor of wgmma",
+                    std::countr_zero(rest)};
+      }
+    }
+    return lanes[lane];
+  };
+  next += shape.a_registers ? 4 : 0;
+  const uint64_t a = shape.a_registers ? 0 : uniform(*next++);
+  const uint64_t b = uniform(*next++);
+  uint32_t adds = warp.predicate(*next);
+  if (extra.negated) adds = ~adds;
+  if ((adds & mask) != 0 && (adds & mask) != mask) {
+    throw Fault{"wgmma", "lanes disagree about scale-d of wgmma", lane};
+  }
+  warp.matrix().issue(shape, instruction.operands, a, b, (adds & mask) != 0);
+}
+
+ElementType type_of(std::string_view name) {
+  return name == "f16"    ? ElementType::F16
+         : name == "bf16" ? ElementType::BF16
+         : name == "tf32" ? ElementType::TF32
+         : name == "e4m3" ? ElementType::E4M3
+         : name == "e5m2" ? ElementType::E5M2
+         : name == "s8"   ? ElementType::S8
+         : name == "u8"   ? ElementType::U8
+         : name == "s32"  ? ElementType::S32
+                          : ElementType::F32;
+}
+
+// Slots: mma_async, sync, aligned, shape, satfinite, d, a, b.
+void build_wgmma(Builder& b) {
+  WgmmaExtra extra;
+  WgmmaShape& shape = extra.shape;
+  if (std::sscanf(std::string(b.slot(3)).c_str(), "m64n%dk%d", &shape.n, &shape.k) != 2) {
+    b.fail("bad shape");
+  }
+  shape.satfinite = b.has("satfinite");
+  shape.d = type_of(b.slot(5));
+  shape.a = type_of(b.slot(6));
+  shape.b = type_of(b.slot(7));
+  const bool fp8 = shape.a == ElementType::E4M3 || shape.a == ElementType::E5M2;
+  const bool b_fp8 = shape.b == ElementType::E4M3 || shape.b == ElementType::E5M2;
+  const bool integer = is_integer(shape.a);
+  const bool half = shape.a == ElementType::F16 || shape.a == ElementType::BF16;
+  const bool types = fp8 ? b_fp8 : integer ? is_integer(shape.b) : shape.a == shape.b;
+  const bool result = integer                       ? shape.d == ElementType::S32
+                      : shape.d == ElementType::F16 ? fp8 || shape.a == ElementType::F16
+                                                    : shape.d == ElementType::F32;
+  if (!types || !result || shape.k * element_bits(shape.a) != 256 ||
+      (shape.satfinite && !integer) ||
+      (integer && shape.n > 32 && shape.n % 16 != 0 && shape.n != 24)) {
+    b.fail("PTX has no such matrix product");
+  }
+  const Operand& d = b.take();
+  if (d.kind != Operand::Kind::Vector || static_cast<int>(d.items.size()) != shape.d_registers()) {
+    b.fail("a vector of another size");
+  }
+  for (const Operand& item : d.items) b.add_destination(item, {'b', 32});
+  shape.a_registers = b.peek().kind == Operand::Kind::Vector;
+  if (shape.a_registers) {
+    if (b.vector_source({'b', 32}) != 4) b.fail("a fragment of another size");
+  } else {
+    b.source({'b', 64});
+  }
+  b.source({'b', 64});
+  b.predicate_source();
+  extra.negated = (b.instruction.flags & Builder::NEGATED) != 0;
+  b.instruction.flags &= ~Builder::NEGATED;
+  const auto scale = [&] {
+    const int64_t value = b.immediate();
+    if (value != 1 && value != -1) b.fail("a scale must be 1 or -1");
+    return value == -1;
+  };
+  const auto k_major = [&] {
+    const int64_t value = b.immediate();
+    if (value != 0 && value != 1) b.fail("a transposition must be 0 or 1");
+    return value == 0;
+  };
+  if (!integer) {
+    shape.negate_a = scale();
+    shape.negate_b = scale();
+  }
+  if (half) {
+    if (!shape.a_registers) shape.a_k_major = k_major();
+    shape.b_k_major = k_major();
+  }
+  for (const Operand& item : d.items) b.add_source(item, {'b', 32});  // what it is added to
+  b.kernel().uses_wgmma = true;
+  b.instruction.extra = b.keep(extra);
+  b.instruction.converge = Converge::Whole;
+  b.instruction.pinned = true;
+  b.handler(&run_wgmma, Class::Matrix);
+}
+
+void run_fence(Warp& warp, const Instruction&, uint32_t) { warp.matrix().fence(); }
+void build_fence(Builder& b) {
+  b.instruction.converge = Converge::Whole;
+  b.handler(&run_fence, Class::Fence);
+}
+void run_commit(Warp& warp, const Instruction&, uint32_t) { warp.matrix().commit(); }
+void build_commit(Builder& b) {
+  b.instruction.converge = Converge::Whole;
+  b.handler(&run_commit, Class::Matrix);
+}
+void run_wait(Warp& warp, const Instruction& instruction, uint32_t) {
+  warp.matrix().wait(static_cast<uint32_t>(instruction.offset));
+}
+void build_wait(Builder& b) {
+  b.instruction.offset = b.immediate();
+  if (b.instruction.offset < 0 || b.instruction.offset > 7) b.fail("0 to 7 groups");
+  b.instruction.converge = Converge::Whole;
+  b.handler(&run_wait, Class::Matrix);
+}
+
+constexpr Form FORMS[] = {
+    {"wgmma", "fence sync aligned", build_fence},
+    {"wgmma",
+     "mma_async sync aligned $wgmma ?satfinite f16|f32|s32 f16|bf16|tf32|e4m3|e5m2|s8|u8 "
+     "f16|bf16|tf32|e4m3|e5m2|s8|u8",
+     build_wgmma},
+    {"wgmma", "commit_group sync aligned", build_commit},
+    {"wgmma", "wait_group sync aligned", build_wait},
+};
+
+}  // namespace
+
+std::span<const Form> wgmma_forms() { return FORMS; }
+
+}  // namespace archflash::sim

@@ -1,0 +1,79 @@
+// wgmma: matrix products of a warpgroup that read tiles of shared memory through descriptors. Each
+// warp carries out its own 16 rows; its products are one pipe, in order.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "sim/run/cta.h"
+#include "sim/units/matrix_tile.h"
+
+namespace archflash::sim {
+
+// The name of a field that is not as it must be; nullptr: all are.
+const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor);
+
+struct WgmmaShape {
+  int n = 0, k = 0;
+  ElementType a = ElementType::F16, b = ElementType::F16, d = ElementType::F32;
+  bool a_registers = false;
+  bool a_k_major = true, b_k_major = true;
+  bool negate_a = false, negate_b = false;
+  bool satfinite = false;
+  int d_registers() const { return d == ElementType::F16 ? n / 4 : n / 2; }
+};
+
+// The products of one warp.
+class MatrixQueue {
+ public:
+  explicit MatrixQueue(Warp& warp) : warp_(warp) {}
+
+  // `refs`: d, then a where it is in registers.
+  void issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, uint64_t b, bool accumulate);
+  void fence();
+  void commit();
+  void wait(uint32_t groups);
+  bool pending() const { return !entries_.empty(); }
+  // An instruction other than wgmma is about to execute.
+  void check_registers(uint32_t pc);
+  void check_exit();
+  // What was issued, to compare the warps of a warpgroup.
+  uint64_t history() const { return history_; }
+
+ private:
+  struct Entry {
+    const WgmmaShape* shape;
+    const Ref* refs;
+    MatrixTile a, b;
+    bool accumulate;
+    bool done = false;
+    bool committed = false;
+    uint32_t age = 0;
+    Clock clock;
+    uint32_t pc;
+    uint64_t issued = 0, ended = 0;  // times, for the trace
+  };
+
+  void run_up_to(size_t count);
+  void trace_wait(size_t count);
+  void check_fence(const WgmmaShape& shape, const Ref* refs);
+  void run(const Entry& entry);
+  void run_fp8(const Entry& entry);
+
+  Warp& warp_;
+  std::deque<Entry> entries_;
+  Clock clock_ = 0;
+  uint32_t fences_ = 0;
+  // By place of a register: how many fences there were before other instructions used it last, and
+  // which one did.
+  struct Touch {
+    uint32_t fences = 0;
+    uint32_t pc = 0;
+  };
+  std::vector<Touch> touches_;
+  uint64_t history_ = 0;
+};
+
+}  // namespace archflash::sim
