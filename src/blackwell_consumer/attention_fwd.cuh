@@ -82,6 +82,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
       for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K)
         load_block(block);
     }
+    // mutants: search-waits-for-warp
     __syncwarp();  // the next tile is searched by the whole warp; `ring` is the elected lane's
     q_parity ^= 1;
   }
@@ -117,6 +118,7 @@ struct WarpFlag {
 
   __device__ __forceinline__ operator bool() const { return *flag_smem != 0; }
   __device__ __forceinline__ void operator=(bool value) {
+    // mutants: flag-was-read
     __syncwarp();  // nobody reads the value before any more
     if (threadIdx.x % 32 == 0) *flag_smem = value;
     __syncwarp();  // it is written before any lane reads it
@@ -143,6 +145,7 @@ __device__ __forceinline__ Place find_place(const AttentionParams& params, const
 }
 
 __device__ __forceinline__ void release(uint32_t barrier_smem) {
+  // mutants: elect-waits-for-warp
   __syncwarp();  // all lanes of the warp have read what the barrier guards
   if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
 }
@@ -178,8 +181,10 @@ __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage)
 template <class C>
 __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosition<C>& ring) {
   // Waits, or it would get round the ring before the others.
+  // mutants: few-skipped-blocks
   ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // of a skipped block
   release(barriers.k_empty(ring.stage()));
+  // mutants: few-skipped-blocks
   ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // of a skipped block
   release(barriers.v_empty(ring.stage()));
   ++ring.count;

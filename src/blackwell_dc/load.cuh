@@ -67,6 +67,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     };
     const auto load_v = [&](int row, bool ragged) {
       const Slot slot = ring.next_v();
+      // mutants: v-free-with-q
       ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // V's
       const uint32_t v_smem = ring_smem + ring.offset(slot.index);
       const int column = rank * C::VTile::COLUMNS;
@@ -83,6 +84,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     load_k(last_row);
     const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     for (int t = 0; t < C::TILES; ++t) {
+      // mutants: q-free-for-both-tiles
       ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
       if (leader) {
         start_part<C, typename C::QTile>(

@@ -118,15 +118,18 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
 #pragma unroll
       for (int t = 0; t < C::TILES; ++t) {
         if (block > 0) {  // the first product overwrites O, which this warp has read
+          // mutants: product-was-made
           ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
           const float factor = stats[t * STATS];
           arrive_as_warp(barriers.stats_empty(t));
+          // mutants: product-was-made
           ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + block - 1) & 1);
           if (!C::SWITCHES.lazy_rescale || __any_sync(FULL_WARP, factor != 1.0f)) {
             ptx::tcgen05_fence_after_thread_sync();
             rescale<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, factor);
           }
         }
+        // mutants: whole-warp-on-tensor-memory
         arrive_at_mma_as_warp<C>(of_mma.p_ready((first_step + block * C::TILES + t) % 2));
       }
       if (block > 0) ++message;

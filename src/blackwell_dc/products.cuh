@@ -113,6 +113,7 @@ struct Products {
       // Read anew: descriptors of Q kept over the loop are more than there are uniform registers.
       const uint32_t q_place =
           ptx::mov_b32_volatile(shared_place) + (C::Q_SMEM + t * C::QTile::BYTES) / PLACE_BYTES<C>;
+      // findings: s-overwrites-p
       multiply_qk<C>(tmem + buffer * C::S_COLUMNS, q_place, k_place);
       commit<C>(barriers.s_ready(buffer));
       if (t == C::TILES - 1) commit<C>(barriers.kv_empty(k_slot));

@@ -37,6 +37,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
   // Steps of this warpgroup, and what it told correction, counted from the CTA's start.
   uint32_t step = 0, message = 0;
   const auto tell = [&](float first, float second, bool both) {
+    // mutants: message-was-read
     ptx::mbarrier_wait_parity(barriers.stats_empty(t), (message & 1) ^ 1);
     stats[row_of_tile] = first;
     if (both) stats[C::TILE_ROWS + row_of_tile] = second;
@@ -83,12 +84,14 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
         if (quarter == (C::SWITCHES.split_p ? 2 : 3)) {
           ptx::tcgen05_wait_st();
           ptx::tcgen05_fence_before_thread_sync();
+          // mutants: whole-warp-on-tensor-memory
           arrive_at_mma_as_warp<C>(of_mma.p_ready(buffer));
         }
       }
       if constexpr (C::SWITCHES.split_p) {
         ptx::tcgen05_wait_st();
         ptx::tcgen05_fence_before_thread_sync();
+        // mutants: whole-warp-on-tensor-memory
         arrive_at_mma_as_warp<C>(of_mma.p_last(buffer));
       }
       row_softmax.add(s_rmem);

@@ -17,6 +17,7 @@ constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 // or move it, at each use.
 template <typename T>
 __device__ __forceinline__ T uniform(T x) {
+  // mutants: same-in-all-lanes
   return __shfl_sync(FULL_WARP, x, 0);
 }
 

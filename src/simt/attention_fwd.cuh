@@ -209,6 +209,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     start_v(key_first);
     if (computes) {
       const Lane<C> lane;
+      // mutants: field-to-last-bit
       multiply_qk<C>(s_rmem, q_smem + (lane.warp_row + lane.row) * C::QK_PITCH,
                      k_smem + lane.col * C::QK_PITCH, params.d);
       if (params.transform_scores) transform_scores<C>(s_rmem, params);
@@ -223,6 +224,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     if (computes) {
       const Lane<C> lane;
       // This lane's first row of (WARP_ROWS, P_PITCH).
+      // mutants: field-to-last-bit
       float* p_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
       float pv_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
 #pragma unroll

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from archflash import sim
 
-SOURCES = Path(__file__).parents[2] / "src"
+from .tags import tags_at
 
 
 @dataclass(frozen=True)
@@ -18,14 +16,14 @@ class Explained:
     Attributes:
         kernel: how the names of its kernels start.
         kind: of the finding.
-        source: a part of a line of CUDA, in the kernel's folder, that the instruction came from or
-            is inlined at.
+        tag: of the statement that the instruction comes from: `// findings: tag` in the CUDA source
+            (tests/sim/tags.py).
         reason: why it is as it must be.
     """
 
     kernel: str
     kind: str
-    source: str
+    tag: str
     reason: str
 
 
@@ -33,7 +31,7 @@ EXPLAINED = (
     Explained(
         "blackwell_dc",
         "tcgen05-order",
-        "multiply_qk<",
+        "s-overwrites-p",
         "S of the next step overwrites P that the product before it reads: products of one thread "
         "run in the order in which they are issued, which FlashAttention-4 relies on too "
         "(src/blackwell_dc/NOTES.md)",
@@ -47,7 +45,7 @@ def explanation(kernel: str, finding: sim.Finding) -> Explained | None:
         if (
             kernel.startswith(known.kernel)
             and finding.kind == known.kind
-            and any(known.source in line for line in _lines(known.kernel, finding.source))
+            and known.tag in tags_at(finding.source, "findings")
         ):
             return known
     return None
@@ -56,12 +54,3 @@ def explanation(kernel: str, finding: sim.Finding) -> Explained | None:
 def unexplained(kernel: str, report: sim.Report) -> list[sim.Finding]:
     """What is wrong with a run of a kernel, which may be called by its implementation's name."""
     return [finding for finding in report.findings if explanation(kernel, finding) is None]
-
-
-def _lines(folder: str, source: str) -> list[str]:
-    """The lines of a folder that a "file:line, inlined at ..." names, from src/ on or wholly."""
-    return [
-        (SOURCES / file).read_text().splitlines()[int(number) - 1]
-        for file, number in re.findall(r"([^, ]+):(\d+)", source)
-        if f"/{folder}/" in f"/{file}"
-    ]

@@ -4,19 +4,35 @@ runs all.
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import archflash
+from archflash import sim
+
+from . import tags
+from .explained import EXPLAINED, explanation
 from .mutation import protocols
 from .mutation.excuses import EXCUSES
-from .mutation.mutants import is_sync, mutants
-from .mutation.runner import Score, run_mutants, sample, subject_of, targets_of
+from .mutation.mutants import Mutant, is_sync, mutants
+from .mutation.runner import (
+    Score,
+    find_excuse,
+    run_mutants,
+    sample,
+    subject_of,
+    targets_of,
+)
 from .mutation.statements import split
 from .mutation.targets import implementations
+from .tags import KINDS, tagged_lines, tags_of
 
 # Mutants of an implementation besides those of synchronisation, which are all run; where that is
 # more, twice as many as those.
@@ -96,6 +112,83 @@ def test_the_last_full_run_is_above_the_floor(file: Path) -> None:
     assert listed == sum(kind.get("survived", 0) for kind in summary["by_kind"].values())
     # Each reason is one that still stands in the list.
     assert set(summary["excused_because"]) <= {excuse.reason for excuse in EXCUSES}
+
+
+# --- tags in the sources ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("mutants", {excuse.tag for excuse in EXCUSES if excuse.tag}),
+        ("findings", {known.tag for known in EXPLAINED}),
+    ],
+)
+def test_tags_in_the_sources_are_those_that_the_lists_name(kind: str, named: set[str]) -> None:
+    assert set(tagged_lines(kind)) == named
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tag_covers_an_instruction_of_a_kernel(kind: str) -> None:
+    """The wheel that is installed must have been built from these sources."""
+    lines = lines_with_instructions()
+    for tag, covered in tagged_lines(kind).items():
+        assert covered & lines, f"{kind}: {tag} covers no instruction"
+
+
+def lines_with_instructions() -> set[tuple[str, int]]:
+    """(file, line) of all line information in the PTX that is installed, inlined lines too."""
+    found = set()
+    for file in (Path(archflash.__file__).parent / "_kernels").glob("*/*.ptx.gz"):
+        text = gzip.decompress(file.read_bytes()).decode()
+        names = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE))
+        locations = set(re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", text, re.MULTILINE))
+        locations |= set(re.findall(r"inlined_at (\d+) (\d+)", text))
+        found |= {(names[number], int(line)) for number, line in locations}
+    return found
+
+
+TAGGED = """void f(int x) {
+  // Told to people. mutants: prose
+  // mutants: one, two
+  // More for people.
+  g(x,  // mutants: ignored
+    x + 1);
+  h(x);  // mutants: behind
+  // findings: three
+  // mutants: four
+  if (x) {
+    h(x);
+  }
+}
+"""
+
+
+def test_a_tag_covers_the_statement_below_it() -> None:
+    both = {"one", "two"}
+    assert tags_of(TAGGED, "mutants") == {5: both, 6: both, 10: {"four"}}
+    assert tags_of(TAGGED, "findings") == {10: {"three"}}
+
+
+def test_excuses_and_explanations_hang_on_tags_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other comments and names change nothing; without the tag there is no excuse."""
+    mutant = Mutant("sync", 0, "delete bar.warp.sync", 0, 0, "")
+    source = "cuda/sm_30_intrinsics.hpp:110, inlined at a.cuh:3"
+    values = dict.fromkeys((field.name for field in dataclasses.fields(sim.Finding)), 0)
+    finding = sim.Finding(**values | {"kind": "tcgen05-order", "source": source})  # type: ignore
+    for above, excused, explained in (
+        ("// mutants: rows-were-read", True, False),
+        ("// findings: s-overwrites-p", False, True),
+        ("// rows-were-read, s-overwrites-p", False, False),
+    ):
+        (tmp_path / "a.cuh").write_text(f"f();\n{above}\nanything(at_all);  // whatever\n")
+        monkeypatch.setattr(tags, "SOURCES", tmp_path)
+        tags.tags_in.cache_clear()
+        assert bool(find_excuse(mutant, source, "any kernel")) == excused
+        assert (explanation("blackwell_dc", finding) is not None) == explained
+    tags.tags_in.cache_clear()
 
 
 # --- the harness itself ---

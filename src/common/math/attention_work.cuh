@@ -41,6 +41,7 @@ __device__ __forceinline__ Work find_work(const AttentionParams& params, int ind
   if (params.cu_seqlens_q_gmem == nullptr) {
     work.nq = params.nq;
     work.nk = params.nk;
+    // mutants: never-negative
     const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;
     const int group = index / (params.heads_per_group * tiles);
     const int first_head = group * params.heads_per_group;
@@ -54,6 +55,7 @@ __device__ __forceinline__ Work find_work(const AttentionParams& params, int ind
     const int tile = index / params.heads_q;
     const int batch = find_varlen_sequence(cu_q, params.batch, BLOCK_Q, tile);
     work.first_row = -1;
+    // mutants: returns-at-once
     if (batch < 0) return work;
     tile_from_last = tile - varlen_tile_start(cu_q, batch, BLOCK_Q);
     work.batch_head = batch * params.heads_q + index % params.heads_q;
@@ -62,6 +64,7 @@ __device__ __forceinline__ Work find_work(const AttentionParams& params, int ind
     work.nk =
         max(sequence_start(cu_k, batch + 1, params.nk) - sequence_start(cu_k, batch, params.nk), 0);
   }
+  // mutants: never-negative
   const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;
   // Negative for a surplus tile of a sequence that is shorter than its share of the grid.
   work.first_row = (tiles - 1 - tile_from_last) * BLOCK_Q;
@@ -149,6 +152,7 @@ __device__ __forceinline__ RowEnd finish_row(float keys_max, float keys_sum, flo
   const float of_sink = sink == base ? 1.0f : ptx::ex2_approx_ftz((sink - base) * LOG2_E);
   const float sum = fmaf(keys_sum, correction, of_sink);
   // No key: factor 0. Neither key nor sink: the LSE is -inf + -inf.
+  // mutants: denormals-in-logf
   return {keys_sum != 0.0f ? correction / sum : 0.0f, max + logf(sum)};
 }
 

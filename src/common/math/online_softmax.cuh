@@ -129,6 +129,7 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float row_max = lane_max[m][r];
+      // mutants: maximum-of-four-lanes
       row_max = fmaxf(row_max, __shfl_xor_sync(FULL_WARP, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(FULL_WARP, row_max, 2));
       float base = __fmul_rn(row_max, exp2_scale);
@@ -325,6 +326,7 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
   const int lane = threadIdx.x % 32;
   // rows_smem may have held Q: wait until every lane has read its fragments, before any lane
   // writes there.
+  // mutants: rows-were-read
   __syncwarp();  // every lane has read what the rows held: ldmatrix does not order lanes
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
@@ -348,6 +350,7 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
   uint16_t* out_gmem = out.out_gmem(params);
 #pragma unroll 4
   for (int index = lane; index < C::WARP_ROWS * (C::HEAD_DIM_V / 8); index += 32) {
+    // mutants: never-negative
     const int row = index / (C::HEAD_DIM_V / 8);
     const int chunk = index % (C::HEAD_DIM_V / 8);
     const uint4 x = *reinterpret_cast<const uint4*>(rows_smem + Tile::offset(row, chunk));

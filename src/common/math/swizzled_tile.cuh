@@ -19,10 +19,12 @@ struct SwizzledTile {
   static_assert(COLUMNS % 32 == 0, "a row is whole groups of chunks");
 
   ARCHFLASH_HOST_DEVICE static constexpr int swizzle(int row) {
+    // mutants: never-negative
     return GROUP == 8 ? row % 8 : row / 2 % 4;
   }
   // Byte offset of a chunk.
   ARCHFLASH_HOST_DEVICE static constexpr int offset(int row, int chunk) {
+    // mutants: never-negative
     return row * ROW_BYTES + chunk / GROUP * GROUP * 16 + (chunk % GROUP ^ swizzle(row)) * 16;
   }
   // From a lane's own chunk (0 or 1) to the one `chunks` (even) further.

@@ -15,9 +15,11 @@ struct VisibleKeys {
   int nk;
 
   ARCHFLASH_HOST_DEVICE int first(int row) const {
+    // mutants: no-negative-key, masked-needlessly
     return row + first_shift > 0 ? row + first_shift : 0;
   }
   ARCHFLASH_HOST_DEVICE int last(int row) const {
+    // mutants: masked-needlessly
     return row + last_shift < nk - 1 ? row + last_shift : nk - 1;
   }
   ARCHFLASH_HOST_DEVICE bool sees(int row, int key) const {

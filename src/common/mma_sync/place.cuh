@@ -49,6 +49,7 @@ struct WarpRows {
 template <class C, class Tile>
 __device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
                                            int64_t row_stride, int columns, int key, int nk) {
+  // mutants: ragged-copy-of-whole-block
   if (key + C::BLOCK_K <= nk) {
     start_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, key, row_stride * 2, columns);
   } else {

@@ -29,6 +29,7 @@ struct CopyLane {
     const int thread = ptx::mov_tid_x_volatile();
     const int chunk = thread % Tile::GROUP;
     row = thread / Tile::GROUP;
+    // mutants: own-copy-follows
     column = chunk * 8;
     offset = Tile::offset(row, chunk);
   }
@@ -91,8 +92,11 @@ __device__ __forceinline__ void clear_columns(unsigned char* tile_smem, int rows
   const Lane lane;
   for (int row = 0; lane.row + row < rows; row += Lane::ROWS_PER_STEP) {
 #pragma unroll
+    // mutants: own-copy-follows
     for (int group = 0; group < Lane::GROUPS; ++group) {
+      // mutants: own-copy-follows
       if (lane.column + group * Lane::GROUP_COLUMNS >= columns) {
+        // mutants: loop-before-own-copy
         *reinterpret_cast<uint4*>(tile_smem + lane.offset + row * Tile::ROW_BYTES +
                                   group * Tile::GROUP * 16) = make_uint4(0, 0, 0, 0);
       }

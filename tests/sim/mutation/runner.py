@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,12 +22,12 @@ from archflash.sim._attention import bound_parameters, ptx_text
 from archflash.sim._launch import Bindings, Buffer, run_kernel
 
 from ..explained import explanation
+from ..tags import SOURCES, tags_at
 from .excuses import EXCUSES
 from .mutants import KINDS, Mutant, mutants
 from .statements import Statement, kernel_module, split
 from .targets import TARGETS, Call, Target
 
-SOURCES = Path(__file__).parents[3] / "src"
 # A run that takes so many times the instructions of the kernel's own is an endless loop.
 PATIENCE = 8
 # (mode, seed, race check) of the runs of a mutant, cheapest first.
@@ -182,13 +181,13 @@ class Subject:
         if mutant.equivalent:
             assert result == "survived", f"proved equivalent, yet {result}: {detail}"
             result, detail = "no influence", mutant.equivalent
-        elif result == "survived" and (excuse := self._find_excuse(mutant, source)):
+        elif result == "survived" and (excuse := self._find_excuse(mutant)):
             result, detail = "excused", excuse
         text = " ".join(statement.text.split())
         return Outcome(self.name, mutant.kind, mutant.change, text, source, result, detail)
 
-    def _find_excuse(self, mutant: Mutant, source: str) -> str:
-        return find_excuse(mutant, source, self.name, lines_of(self._sources[mutant.statement]))
+    def _find_excuse(self, mutant: Mutant) -> str:
+        return find_excuse(mutant, self._sources[mutant.statement], self.name)
 
     def source(self, statement: int) -> str:
         """The line of CUDA that an instruction came from: "file: its text"."""
@@ -235,24 +234,18 @@ def source_text(source: str) -> str:
     return source.split(":")[0]
 
 
-def lines_of(source: str) -> list[str]:
-    """The texts of all lines of "file:line, inlined at ..." that are this project's."""
-    return [
-        (SOURCES / file).read_text().splitlines()[int(line) - 1]
-        for file, line in re.findall(r"([^, ]+):(\d+)", source)
-        if (SOURCES / file).exists()
-    ]
+def find_excuse(mutant: Mutant, source: str, kernel: str) -> str:
+    """Why a surviving mutant computes the same, as the list of excuses has it; empty: no excuse.
 
-
-def find_excuse(mutant: Mutant, source: str, kernel: str, lines: list[str]) -> str:
-    """Why a surviving mutant computes the same, as the list of excuses has it; empty: no excuse."""
+    `source` is the instruction's: "file:line, inlined at file:line, ...".
+    """
+    tags = tags_at(source, "mutants")
     for excuse in EXCUSES:
         if (
             mutant.kind == excuse.kind
             and re.fullmatch(excuse.change, mutant.change)
-            and excuse.source in source
+            and (not excuse.tag or excuse.tag in tags)
             and excuse.kernel in kernel
-            and (not excuse.caller or any(excuse.caller in line for line in lines))
         ):
             return excuse.reason
     return ""
