@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from archflash import _registry
 from archflash._measured import Kind
 from bench.cases import Case, load_cases
 from bench.results import RESULTS_FOLDER, Row, call_features, figure, load_rows, row_key, speedup
@@ -26,10 +27,16 @@ from bench.results import RESULTS_FOLDER, Row, call_features, figure, load_rows,
 FILE = Path(__file__).resolve().parent.parent / "python" / "archflash" / "_measured.json"
 NOISE = 0.02
 # In the order for equal speed; other rows are of no use to dispatch.
+_OURS = sorted(
+    _registry.kernel_names(), key=lambda name: not _registry.made_for(name, "float16", None)
+)
 CANDIDATES = (
-    "blackwell_dc", "hopper", "blackwell_consumer", "ampere", "ada", "torch-cudnn", "torch-flash",
-    "torch-efficient", "simt",
-)  # fmt: skip
+    *(name for name in _OURS if _registry.uses_tensor_cores(name)),
+    "torch-cudnn",
+    "torch-flash",
+    "torch-efficient",
+    *(name for name in _OURS if not _registry.uses_tensor_cores(name)),
+)
 # The compute capability of each GPU that has rows: the rows do not name it.
 CAPABILITIES = {"NVIDIA H200": (9, 0)}
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}

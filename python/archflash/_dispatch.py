@@ -237,8 +237,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
     if problem.dtype == "float32":
         return (*kernels, _registry.TORCH)
-    tensor_cores = [name for name in kernels if name not in _registry.WITHOUT_TENSOR_CORES]
-    cuda_cores = [name for name in kernels if name in _registry.WITHOUT_TENSOR_CORES]
+    tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
+    cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
     pytorchs = _pytorchs_kernel(problem, capability)
     if isinstance(pytorchs, list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
@@ -267,8 +267,7 @@ def _kernels_in_order(
             key=lambda name: (
                 not _registry.takes(name, dtype),
                 measured.index(name) if name in measured else len(measured),
-                dtype in ("float16", "bfloat16")
-                and _registry.SIXTEEN_BITS_ON.get(name, capability) != capability,
+                not _registry.made_for(name, dtype, capability),
             ),
         )
     )
@@ -368,20 +367,16 @@ def select(
             _registry.TORCH, "no kernel can run here", reasons, problem, device, None, True
         )
 
-    chosen, plan, reasons = _first_that_can(problem, device)
-    kernel_could = plan is not None
+    answers = _Answers(problem, device)
+    chosen = answers.chosen()
+    reasons = {}
     for other in order(problem, device.capability):
-        if other == chosen or other in reasons:
+        if other == chosen:
             continue
-        answer = [] if other == _registry.TORCH else _unforced_plan(other, problem, device)
-        if isinstance(answer, list) and answer:
-            reasons[other] = answer
-            continue
-        kernel_could = True
-        reasons[other] = [_why_behind(other, chosen, problem, device)]
-    fallback = not kernel_could
+        reasons[other] = answers.reasons(other) or [_why_behind(other, chosen, problem, device)]
+    fallback = not answers.a_kernel_could()
     why = _why(chosen, fallback, problem, device)
-    return Decision(chosen, why, reasons, problem, device, plan, fallback)
+    return Decision(chosen, why, reasons, problem, device, answers.plan(chosen), fallback)
 
 
 _PYTORCHS = {
@@ -412,7 +407,7 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
         return f"{chosen} is expected to be faster"
     if measured is not None and pytorchs and other in measured.order:
         return f"{_PYTORCHS[pytorchs]} was measured to be faster"
-    tensor_cores = other not in _registry.WITHOUT_TENSOR_CORES
+    tensor_cores = _registry.uses_tensor_cores(other)
     short = "it does not split the keys" if tensor_cores else "it leaves the tensor cores unused"
     return f"{short}: PyTorch is expected to be faster"
 
@@ -427,36 +422,55 @@ def _only_forced(name: str, problem: _native.Problem, device: _native.Device) ->
     return measured is None or name not in measured.order
 
 
-def _unforced_plan(
-    name: str, problem: _native.Problem, device: _native.Device
-) -> _native.LaunchPlan | list[str]:
-    """A kernel's plan, or its reasons, for a call that does not force it."""
-    if _only_forced(name, problem, device) and _native.targets(name):
-        major, minor = device.capability
-        return [f"compute capability {major}.{minor}: {name} serves it only when it is forced"]
-    return _native.plan(name, problem, device)
+class _Answers:
+    """What each implementation answers to a call that forces none; each is asked once at most."""
 
+    def __init__(self, problem: _native.Problem, device: _native.Device) -> None:
+        self._problem = problem
+        self._device = device
+        self._of: dict[str, _native.LaunchPlan | list[str]] = {}
 
-def _first_that_can(
-    problem: _native.Problem, device: _native.Device
-) -> tuple[str, _native.LaunchPlan | None, dict[str, list[str]]]:
-    """Who serves a problem, its plan, and the reasons of those asked before."""
-    reasons: dict[str, list[str]] = {}
-    for candidate in order(problem, device.capability):
-        if candidate == _registry.TORCH:
-            break
-        answer = _unforced_plan(candidate, problem, device)
-        if not isinstance(answer, list):
-            return candidate, answer, reasons
-        reasons[candidate] = answer
-    return _registry.TORCH, None, reasons
+    def _ask(self, name: str) -> _native.LaunchPlan | list[str]:
+        """A kernel's plan, or its reasons."""
+        if name not in self._of:
+            if _only_forced(name, self._problem, self._device) and _native.targets(name):
+                major, minor = self._device.capability
+                self._of[name] = [
+                    f"compute capability {major}.{minor}: {name} serves it only when it is forced"
+                ]
+            else:
+                self._of[name] = _native.plan(name, self._problem, self._device)
+        return self._of[name]
+
+    def plan(self, name: str) -> _native.LaunchPlan | None:
+        """A kernel's plan; None where it cannot serve the call, and for `torch`."""
+        answer = None if name == _registry.TORCH else self._ask(name)
+        return None if isinstance(answer, list) else answer
+
+    def reasons(self, name: str) -> list[str]:
+        """Why an implementation cannot serve the call; none where it can, as `torch` always can."""
+        answer = [] if name == _registry.TORCH else self._ask(name)
+        return answer if isinstance(answer, list) else []
+
+    def chosen(self) -> str:
+        """The first in the order that can serve the call."""
+        return next(
+            name
+            for name in order(self._problem, self._device.capability)
+            if name == _registry.TORCH or self.plan(name) is not None
+        )
+
+    def a_kernel_could(self) -> bool:
+        """Whether any kernel can serve the call."""
+        return any(self.plan(name) is not None for name in _registry.kernel_names())
 
 
 def first_plan(problem: _native.Problem, device: _native.Device) -> _native.LaunchPlan | None:
     """The plan of whoever serves a problem on a GPU that no implementation is forced on; None where
     that is `torch`.
     """
-    return _first_that_can(problem, device)[1]
+    answers = _Answers(problem, device)
+    return answers.plan(answers.chosen())
 
 
 def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.Device) -> str:
@@ -527,36 +541,44 @@ def decide(
     on a plan cache miss.
     """
     device, obstacle = device_of(problem, device_index)
-    if name is None and device is not None and obstacle is None:
-        # The short way, for a new length at every step of a decoding loop: no reasons.
-        _, plan, refused = _first_that_can(problem, device)
-        others = (name for name in _registry.kernel_names() if name not in refused)
-        if plan is not None or any(
-            not isinstance(_unforced_plan(name, problem, device), list) for name in others
-        ):
-            return plan
-    decision = select(problem, device, name, obstacle)
-    if decision.fallback:
-        kernel, reasons = nearest(decision)
+    if name is not None or device is None or obstacle is not None:
+        decision = select(problem, device, name, obstacle)
+        plan, refusals = decision.plan, decision.reasons if decision.fallback else {}
+    else:
+        # No words for people: a decoding loop comes here with a new length at every step.
+        answers = _Answers(problem, device)
+        plan, refusals = answers.plan(answers.chosen()), {}
+        if plan is None and not answers.a_kernel_could():
+            asked = order(problem, device.capability)
+            refusals = {name: answers.reasons(name) for name in asked if name != _registry.TORCH}
+    if refusals:
+        assert device is not None
+        kernel, reasons = nearest(refusals, problem, device)
         for reason in reasons:
             note_fallback(f"{kernel}: {reason}")
-    return decision.plan
+    return plan
 
 
-def nearest(decision: Decision) -> tuple[str, list[str]]:
-    """The kernel that is the least away from serving a call that none serves, and its reasons."""
-    assert decision.device is not None
-    problem, device = decision.problem, decision.device
-    name = min(
-        (name for name in decision.reasons if name != _registry.TORCH),
+def nearest(
+    refusals: dict[str, list[str]], problem: _native.Problem, device: _native.Device
+) -> tuple[str, list[str]]:
+    """The kernel that is the least away from serving a call that none serves, and its reasons.
+
+    Args:
+        refusals: the reasons of each kernel, in the order in which they were asked.
+        problem: the call.
+        device: the GPU.
+    """
+    kernel = min(
+        (name for name in refusals if name != _registry.TORCH),
         key=lambda name: (
-            not _registry.has_code(name, device.capability) or _only_forced(name, problem, device),
+            not _native.has_code(name, device.capability) or _only_forced(name, problem, device),
             not _registry.takes(name, problem.dtype),
-            any(reason.startswith("approximate=") for reason in decision.reasons[name]),
-            len(decision.reasons[name]),
+            any(reason.startswith("approximate=") for reason in refusals[name]),
+            len(refusals[name]),
         ),
     )
-    return name, decision.reasons[name]
+    return kernel, refusals[kernel]
 
 
 _noted: set[str] = set()

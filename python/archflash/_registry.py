@@ -1,7 +1,7 @@
-"""The implementations, in the order in which dispatch asks them.
+"""The implementations of this build, as dispatch and people see them.
 
-What an implementation can do is said once, by its folder's plan.cpp and by what the build compiled;
-this module orders and shows it.
+Every fact about a kernel is stated in its folder: by `describe()` in plan.cpp, and by the line of
+CMakeLists.txt that says what it is compiled for. This module knows no folder by name.
 """
 
 from __future__ import annotations
@@ -12,18 +12,6 @@ from functools import cache
 
 from archflash import _archflash as _native
 
-# By expected speed where more than one serves a problem and nothing was measured: made for the GPU
-# first, then the ones that run everywhere.
-ORDER = ("blackwell_dc", "hopper", "blackwell_consumer", "ada", "ampere", "simt")
-# For 16-bit inputs ada's tiles are made for 8.9; elsewhere ampere's come before them.
-SIXTEEN_BITS_ON = {"ada": (8, 9)}
-# Kernels that leave the tensor cores unused: for 16-bit inputs they come after PyTorch's fused
-# kernels.
-WITHOUT_TENSOR_CORES = frozenset({"simt"})
-# Kernels built for GPUs of another generation too, so that they can be run there: on these
-# capabilities (major numbers) they serve the calls that force them, and kinds of problems that they
-# were measured for (_measured.json).
-FORCED_ONLY = {"blackwell_consumer": frozenset({9})}
 TORCH = "torch"
 
 
@@ -68,14 +56,16 @@ class Implementation:
         return "\n".join(rows)
 
 
-def _capability(number: int) -> str:
-    return f"{number // 10}.{number % 10}"
+def _text(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 @cache
 def kernel_names() -> tuple[str, ...]:
-    """The architecture folders of this build, best first."""
-    return tuple(sorted(_native.folder_names(), key=ORDER.index))
+    """The architecture folders of this build. Dispatch asks them in this order where nothing was
+    measured: those with the newer instructions first.
+    """
+    return tuple(_native.folder_names())
 
 
 @cache
@@ -85,45 +75,54 @@ def names() -> tuple[str, ...]:
 
 
 @cache
+def _description(name: str) -> _native.Description:
+    return _native.describe(name)
+
+
+@cache
 def takes(name: str, dtype: str) -> bool:
     """Whether a kernel takes inputs of a dtype, as torch spells it."""
-    return dtype in _native.describe(name).dtypes
+    return dtype in _description(name).dtypes
 
 
 @cache
 def splits_keys(name: str) -> bool:
     """Whether a kernel splits the keys of few query rows over the GPU."""
-    return "num_splits" in _native.describe(name).features
+    return "num_splits" in _description(name).features
 
 
 @cache
-def has_code(name: str, capability: tuple[int, int]) -> bool:
-    """Whether this build has code of a kernel for GPUs of a compute capability."""
-    number = 10 * capability[0] + capability[1]
-    return any(target.first <= number <= target.last for target in _native.targets(name))
+def uses_tensor_cores(name: str) -> bool:
+    """Whether a kernel multiplies on tensor cores. One that does not serves 16-bit inputs only
+    where PyTorch's fused kernels do not.
+    """
+    return bool(_description(name).uses_tensor_cores)
 
 
+@cache
+def made_for(name: str, dtype: str, capability: tuple[int, int] | None) -> bool:
+    """Whether a kernel's tiles for a dtype suit GPUs of a compute capability as well as any."""
+    home = _description(name).sixteen_bits_made_for
+    return dtype not in ("float16", "bfloat16") or home is None or home == capability
+
+
+@cache
 def only_forced(name: str, capability: tuple[int, int]) -> bool:
     """Whether a kernel serves a GPU of a compute capability only where it is forced or was measured
     there.
     """
-    return capability[0] in FORCED_ONLY.get(name, ())
+    return capability[0] in _description(name).only_forced_on_majors
 
 
 @cache
 def _kernel(name: str) -> Implementation:
-    description = _native.describe(name)
+    description = _description(name)
     targets = _native.targets(name)
     return Implementation(
         name=name,
         description=description.summary,
         capabilities=tuple(
-            (
-                _capability(t.first),
-                None if t.name.startswith("compute_") and t.last > 999 else _capability(t.last),
-                t.name,
-            )
-            for t in targets
+            (_text(t.first), None if t.last is None else _text(t.last), t.name) for t in targets
         ),
         dtypes=tuple(description.dtypes),
         head_dims=description.head_dims,

@@ -216,8 +216,8 @@ Notes notes_int8(const LaunchPlan& plan) {
 
 }  // namespace
 
-Description describe() {
-  return {
+const Description& describe() {
+  static const Description description{
       .name = "ada",
       .summary =
           "fp8, fp16 and bf16 attention on mma.sync tensor cores, any GPU from compute capability "
@@ -227,7 +227,10 @@ Description describe() {
       .head_dims = "multiples of 8 (fp8: 16) up to 256, d and dv independent",
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "descales", "int8_qk"},
+      .needs_capability = 89,  // fp8 products
+      .sixteen_bits_made_for = 89,
   };
+  return description;
 }
 
 PlanResult plan(const Problem& problem, const Device& device) {

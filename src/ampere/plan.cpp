@@ -46,8 +46,8 @@ constexpr mma_sync::Family FAMILY{"ampere", VARIANTS};
 
 }  // namespace
 
-Description describe() {
-  return {
+const Description& describe() {
+  static const Description description{
       .name = "ampere",
       .summary =
           "fp16 and bf16 attention on mma.sync tensor cores, any GPU from compute capability "
@@ -57,7 +57,9 @@ Description describe() {
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse"},
+      .needs_capability = 80,  // cp.async, bf16 products
   };
+  return description;
 }
 
 PlanResult plan(const Problem& problem, const Device& device) {

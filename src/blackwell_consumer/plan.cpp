@@ -149,8 +149,8 @@ const Variant* choose(const Problem& problem, const Device& device) {
 
 }  // namespace
 
-Description describe() {
-  return {
+const Description& describe() {
+  static const Description description{
       .name = "blackwell_consumer",
       .summary =
           "fp8 (e4m3), fp16 and bf16 attention by TMA and mma.sync in warps of two roles, for RTX "
@@ -160,7 +160,10 @@ Description describe() {
       .head_dims = "multiples of 8 (fp8: 16) up to 256, d and dv independent",
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "descales"},
+      .needs_capability = 90,  // TMA, mbarrier
+      .only_forced_on_majors = {9},
   };
+  return description;
 }
 
 PlanResult plan(const Problem& problem, const Device& device) {

@@ -191,8 +191,8 @@ Choice choose(const Problem& problem, const Device& device) {
 
 }  // namespace
 
-Description describe() {
-  return {
+const Description& describe() {
+  static const Description description{
       .name = "blackwell_dc",
       .summary =
           "fp8 (e4m3), fp16 and bf16 attention by tcgen05 and tensor memory in 16 warps of roles, "
@@ -202,7 +202,9 @@ Description describe() {
       .head_dims = "multiples of 8 (fp8: 16) up to 256, d and dv independent",
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "num_splits", "descales"},
+      .needs_capability = 100,  // tcgen05
   };
+  return description;
 }
 
 PlanResult plan(const Problem& problem, const Device& device) {

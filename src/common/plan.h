@@ -105,7 +105,8 @@ using Reasons = std::vector<std::string>;  // why an implementation cannot serve
                                            // empty when returned
 using PlanResult = std::variant<LaunchPlan, Reasons>;
 
-// The facts about an implementation, stated once, beside its plan().
+// The facts about an implementation, stated once, beside its plan(). Capabilities are
+// 10 * major + minor.
 struct Description {
   std::string name;
   std::string summary;
@@ -113,6 +114,17 @@ struct Description {
   std::vector<DType> dtypes;
   std::string head_dims;  // in words: "multiples of 8 up to 256"
   std::vector<std::string> features;
+
+  // What dispatch goes by where nothing was measured. Kernels whose instructions are newer are
+  // asked first.
+  int needs_capability = 0;  // the first one that has the instructions its kernels are built on
+  bool uses_tensor_cores = true;  // if not, 16-bit inputs go to PyTorch's fused kernels before it
+  // The capability that its tiles for 16-bit inputs are made for: on others the other folders are
+  // asked before it for such inputs. 0: every capability.
+  int sixteen_bits_made_for = 0;
+  // Major versions for which it is built only so that it can be run there: it serves calls that
+  // force it, and kinds of problems for which it was measured there.
+  std::vector<int> only_forced_on_majors;
 };
 
 }  // namespace archflash

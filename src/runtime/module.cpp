@@ -44,11 +44,15 @@ nb::object& simulate() {  // archflash.sim runs a plan on the CPU: (LaunchPlan, 
   return instance;
 }
 
+using Capability = std::pair<int, int>;  // as Python has it: (major, minor)
+Capability capability_pair(int number) { return {number / 10, number % 10}; }
+int number_of(Capability capability) { return 10 * capability.first + capability.second; }
+
 int64_t forced_index(nb::handle name) {
   if (name.is_none()) return -1;
   const std::string text =
       nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name) : std::string();
-  const std::vector<std::string> names = folder_names();
+  const std::vector<std::string>& names = folder_names();
   for (size_t i = 0; i < names.size(); ++i) {
     if (names[i] == text) return static_cast<int64_t>(i);
   }
@@ -385,7 +389,7 @@ NB_MODULE(_archflash, m) {
           "to_dict", [](const Device& d) { return to_dict(d); },
           nb::sig("def to_dict(self) -> dict[str, typing.Any]"))
       .def_ro("name", &Device::name)
-      .def_prop_ro("capability", [](const Device& d) { return std::pair(d.major, d.minor); })
+      .def_prop_ro("capability", [](const Device& d) { return Capability(d.major, d.minor); })
       .def_ro("sm_count", &Device::sm_count)
       .def_ro("shared_per_block", &Device::shared_per_block)
       .def_ro("shared_per_sm", &Device::shared_per_sm)
@@ -433,14 +437,33 @@ NB_MODULE(_archflash, m) {
                      return names;
                    })
       .def_ro("head_dims", &Description::head_dims)
-      .def_ro("features", &Description::features);
+      .def_ro("features", &Description::features)
+      .def_prop_ro("needs_capability",
+                   [](const Description& d) { return capability_pair(d.needs_capability); })
+      .def_ro("uses_tensor_cores", &Description::uses_tensor_cores)
+      .def_prop_ro(
+          "sixteen_bits_made_for",
+          [](const Description& d) {
+            return d.sixteen_bits_made_for == 0
+                       ? std::nullopt
+                       : std::optional(capability_pair(d.sixteen_bits_made_for));
+          },
+          "The capability that the tiles for 16-bit inputs are made for; None: every one.")
+      .def_ro("only_forced_on_majors", &Description::only_forced_on_majors);
 
-  nb::class_<Target>(
-      m, "Target",
-      "Code of an implementation and the capabilities (10 * major + minor, inclusive) it loads on.")
+  nb::class_<Target>(m, "Target",
+                     "Code of an implementation and the compute capabilities that it loads on.")
       .def_ro("name", &Target::name)
-      .def_ro("first", &Target::first)
-      .def_ro("last", &Target::last);
+      .def_prop_ro("first", [](const Target& t) { return capability_pair(t.first); })
+      .def_prop_ro(
+          "last",
+          [](const Target& t) {
+            return t.last == ANY_NEWER ? std::nullopt : std::optional(capability_pair(t.last));
+          },
+          "None: every newer GPU.")
+      .def(
+          "loads_on", [](const Target& t, Capability on) { return t.loads_on(number_of(on)); },
+          "capability"_a);
 
   nb::class_<DriverStatus>(m, "DriverStatus", "Whether CUDA works here, and if not, why.")
       .def_ro("usable", &DriverStatus::usable)
@@ -459,11 +482,31 @@ NB_MODULE(_archflash, m) {
       .def_prop_ro("unconfirmed", [](const KnownDevice& d) { return texts(d.unconfirmed); })
       .def_prop_ro("source", [](const KnownDevice& d) { return std::string(d.source); });
 
-  m.def("folder_names", &folder_names, "Names of the architecture folders, compiled or not.");
+  m.def("folder_names", &folder_names,
+        "Names of the architecture folders, compiled or not; newer instructions first.");
   m.def("describe", [](const std::string& name) { return describe(name); }, "name"_a);
   m.def(
       "targets", [](const std::string& name) { return targets(name); }, "name"_a,
       "What the folder is built for; empty when it was left out of this build.");
+  m.def(
+      "has_code",
+      [](const std::string& name, Capability on) { return has_code(name, number_of(on)); },
+      "name"_a, "capability"_a, "Whether code of the folder loads on a GPU of that capability.");
+  m.def(
+      "target", [](const std::string& name) { return target(name); }, "name"_a,
+      "The target that a compiler calls by that name (sm_90a, compute_80). Raises ValueError for "
+      "any other name.");
+  m.def(
+      "pick_target",
+      [](const std::vector<std::string>& names, Capability on) -> std::optional<std::string> {
+        std::vector<Target> targets;
+        for (const std::string& name : names) targets.push_back(target(name));
+        const Target* picked = pick_target(targets, number_of(on));
+        return picked == nullptr ? std::nullopt : std::optional(picked->name);
+      },
+      "names"_a, "capability"_a,
+      "The name among those of targets whose code a GPU of that capability runs: machine code "
+      "before PTX, then the newest. None where none loads.");
   m.def(
       "plan",
       [](const std::string& name, const Problem& problem, const Device& device) {

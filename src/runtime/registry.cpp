@@ -1,5 +1,6 @@
 #include "runtime/registry.h"
 
+#include <algorithm>
 #include <map>
 #include <sstream>
 #include <stdexcept>
@@ -10,8 +11,6 @@
 namespace archflash {
 namespace {
 
-constexpr int ANY_NEWER = 9999;
-
 const Folder& find_folder(std::string_view name) {
   for (const Folder& folder : FOLDERS) {
     if (name == folder.name) return folder;
@@ -19,15 +18,8 @@ const Folder& find_folder(std::string_view name) {
   throw std::invalid_argument(join("no implementation is called '", name, "'"));
 }
 
-// What code for `suffixed` ("80", "90a", "120f") runs on: plain code on its major version from its
-// minor up, family code within the family (10.0 and 10.3; 12.0 and 12.1: the same rule),
-// architecture-specific code on exactly that capability.
-Target machine_code(const std::string& suffixed) {
-  const int capability = std::stoi(suffixed);
-  const bool exact = suffixed.back() == 'a';
-  return {"sm_" + suffixed, capability, exact ? capability : capability / 10 * 10 + 9};
-}
-
+// The targets of groups as CMakeLists.txt gives them, "75:75 80:80,90": the machine code of all,
+// and the PTX of the first group, which newer GPUs run.
 std::vector<Target> parse_groups(const char* text) {
   std::vector<Target> result;
   std::istringstream groups(text);
@@ -36,15 +28,10 @@ std::vector<Target> parse_groups(const char* text) {
     const size_t colon = group.find(':');
     if (lowest.empty()) lowest = group.substr(0, colon);
     std::istringstream list(group.substr(colon + 1));
-    for (std::string suffixed; std::getline(list, suffixed, ',');)
-      result.push_back(machine_code(suffixed));
+    for (std::string number; std::getline(list, number, ',');)
+      result.push_back(target("sm_" + number));
   }
-  // PTX for one architecture or family stays there; plain PTX runs on everything newer.
-  if (!lowest.empty()) {
-    const bool plain = lowest.back() >= '0' && lowest.back() <= '9';
-    const Target same = machine_code(lowest);
-    result.push_back({"compute_" + lowest, same.first, plain ? ANY_NEWER : same.last});
-  }
+  if (!lowest.empty()) result.push_back(target("compute_" + lowest));
   return result;
 }
 
@@ -58,13 +45,19 @@ std::string targets_text(const std::vector<Target>& all) {
 
 }  // namespace
 
-std::vector<std::string> folder_names() {
-  std::vector<std::string> names;
-  for (const Folder& folder : FOLDERS) names.emplace_back(folder.name);
-  return names;
+const std::vector<std::string>& folder_names() {
+  static const auto& sorted = *new std::vector<std::string>([] {
+    std::vector<std::string> names;
+    for (const Folder& folder : FOLDERS) names.emplace_back(folder.name);
+    std::stable_sort(names.begin(), names.end(), [](const auto& one, const auto& other) {
+      return describe(one).needs_capability > describe(other).needs_capability;
+    });
+    return names;
+  }());
+  return sorted;
 }
 
-Description describe(std::string_view name) { return find_folder(name).describe(); }
+const Description& describe(std::string_view name) { return find_folder(name).describe(); }
 
 const std::vector<Target>& targets(std::string_view name) {
   static const auto& parsed = *new std::map<const Folder*, std::vector<Target>>([] {
@@ -75,14 +68,8 @@ const std::vector<Target>& targets(std::string_view name) {
   return parsed.at(&find_folder(name));
 }
 
-const Target* pick_target(const std::vector<Target>& all, int capability) {
-  const Target* best = nullptr;
-  for (const Target& target : all) {
-    const bool fits = target.first <= capability && capability <= target.last;
-    const bool is_ptx = target.name.starts_with("compute_");
-    if (fits && (!best || (!is_ptx && target.first >= best->first))) best = &target;
-  }
-  return best;
+bool has_code(std::string_view name, int capability) {
+  return pick_target(targets(name), capability) != nullptr;
 }
 
 PlanResult plan(std::string_view name, const Problem& problem, const Device& device) {
@@ -104,9 +91,8 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
     planned->implementation = name;
     planned->problem = problem;
     planned->device = device;
-    planned->code = target->name.starts_with("compute_")
-                        ? target->name + " PTX, compiled by the driver at first use"
-                        : target->name;
+    planned->code = target->is_ptx() ? target->name + " PTX, compiled by the driver at first use"
+                                     : target->name;
   }
   return result;
 }

@@ -7,23 +7,17 @@
 #include <vector>
 
 #include "common/plan.h"
+#include "runtime/targets.h"
 
 namespace archflash {
 
-// Machine code or PTX of a folder, and the compute capabilities that it loads on (both ends
-// included).
-struct Target {
-  std::string name;  // "sm_80", "sm_120f", "sm_90a", "compute_75"
-  int first, last;   // capability as 10 * major + minor
-};
-
-std::vector<std::string> folder_names();
-Description describe(std::string_view name);
-// Empty when the folder is not compiled in.
+// The folders, as dispatch asks them where nothing was measured: newer instructions first.
+const std::vector<std::string>& folder_names();
+const Description& describe(std::string_view name);
+// What the folder's kernels were compiled for; empty when this build left the folder out.
 const std::vector<Target>& targets(std::string_view name);
-
-// Machine code for the capability if there is any, else the PTX; nullptr when neither loads.
-const Target* pick_target(const std::vector<Target>& targets, int capability);
+// Whether any of it loads on a capability, 10 * major + minor.
+bool has_code(std::string_view name, int capability);
 
 // The folder's plan(), after asking whether its code loads on the device at all.
 PlanResult plan(std::string_view name, const Problem& problem, const Device& device);

@@ -407,7 +407,7 @@ LaunchPlan plan_from_dict(nb::handle object) {
                               .c_str());
   }
   read_field(given, "implementation", implementation, "");
-  const std::vector<std::string> names = folder_names();
+  const std::vector<std::string>& names = folder_names();
   if (std::find(names.begin(), names.end(), implementation) == names.end())
     refuse("implementation", given["implementation"], "the name of a folder of kernels");
   Problem problem = empty_problem();

@@ -108,8 +108,8 @@ const Variant* choose(const Problem& problem, const Device& device) {
 
 }  // namespace
 
-Description describe() {
-  return {
+const Description& describe() {
+  static const Description description{
       .name = "simt",
       .summary = "exact fp32 attention on CUDA cores, any GPU from compute capability 7.5 on",
       .home_device = "A100",
@@ -117,7 +117,10 @@ Description describe() {
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse"},
+      .needs_capability = 75,
+      .uses_tensor_cores = false,
   };
+  return description;
 }
 
 PlanResult plan(const Problem& problem, const Device& device) {

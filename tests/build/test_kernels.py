@@ -356,7 +356,7 @@ def test_tensor_cores_are_used_where_the_registry_says_so(
         assert found
         with_tensor_cores = not kernel.startswith(WITHOUT_TENSOR_CORES)
         assert any(has.startswith(TENSOR_CORES) for has in found) == with_tensor_cores, kernel
-    if image.partition("/")[0] in _registry.WITHOUT_TENSOR_CORES:
+    if not _registry.uses_tensor_cores(image.partition("/")[0]):
         assert kernel.startswith(WITHOUT_TENSOR_CORES)
 
 

@@ -72,7 +72,7 @@ def test_float32_runs_an_exact_kernel() -> None:
 def test_plain_16_bit_calls_use_tensor_cores(dtype: str) -> None:
     decision = archflash.explain(*qkv(512, 512, dtype=dtype))
     assert decision.chosen in kernels()
-    assert decision.chosen not in _registry.WITHOUT_TENSOR_CORES
+    assert _registry.uses_tensor_cores(decision.chosen)
     assert not decision.fallback
     assert decision.plan is not None
     assert decision.plan.code.startswith("sm_")

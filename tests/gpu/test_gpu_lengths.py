@@ -25,7 +25,7 @@ def length_cases() -> list[Any]:
     """
     cases = []
     for kernel, dtype in kernel_dtypes():
-        every = dtype == "float32" or kernel not in _registry.WITHOUT_TENSOR_CORES
+        every = dtype == "float32" or _registry.uses_tensor_cores(kernel)
         for number, (nq, nk) in enumerate(itertools.product(LENGTHS, LENGTHS)):
             for d in (64, 128):
                 if every or nq == nk:

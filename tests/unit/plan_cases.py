@@ -115,8 +115,7 @@ def home_of(kernel: str) -> str:
 
 def serves(kernel: str, device: str) -> bool:
     """Whether the kernel is built for code that the device can run."""
-    major, minor = find_device(device).capability
-    return any(t.first <= 10 * major + minor <= t.last for t in native.targets(kernel))
+    return bool(native.has_code(kernel, find_device(device).capability))
 
 
 def plan_of(problem: native.Problem, device: str, kernel: str = "simt") -> native.LaunchPlan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import subprocess
@@ -702,7 +704,7 @@ def test_a_capability_without_measurements_keeps_its_order(
 
 
 def test_every_measured_kernel_is_one_of_ours_or_of_pytorch() -> None:
-    known = {*_registry.ORDER, "torch-cudnn", "torch-flash", "torch-efficient"}
+    known = {*_registry.kernel_names(), "torch-cudnn", "torch-flash", "torch-efficient"}
     assert {capability for capability, _ in _measured._table()} == {MEASURED}
     for measurement in _measured._table().values():
         assert known >= set(measurement.order) >= set(measurement.speeds)
@@ -1034,6 +1036,33 @@ def test_a_new_problem_that_pytorch_serves_faster_makes_one_plan(
     monkeypatch.setattr(native, "plan", lambda name, *of: planned.append(name) or plan(name, *of))
     assert _dispatch.decide(problem(torch.float16, nq=4096, nk=4096), 0, None) is None
     assert planned == [DC, CONSUMER]  # the consumer could serve it: PyTorch is no fallback
+
+
+@pytest.mark.usefixtures("on_an_a100")
+@pytest.mark.parametrize("device", ["A100", "H200", "B200", "RTX 5090", "T4"])
+def test_deciding_plans_with_each_kernel_once_at_most(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device(device))
+    planned: list[str] = []
+    plan = native.plan
+    monkeypatch.setattr(native, "plan", lambda name, *of: planned.append(name) or plan(name, *of))
+    calls = [
+        problem(torch.float16),
+        problem(torch.float16, nq=1, nk=4096),
+        problem(torch.float16, grad=True),  # no kernel serves it: the reasons are told
+        problem(torch.float32),
+        packed(),
+    ]
+    ways: list[Callable[[native.Problem], object]] = [
+        lambda given: _dispatch.decide(given, 0, None),
+        lambda given: _dispatch.select(given, find_device(device)),
+    ]
+    for given, way in itertools.product(calls, ways):
+        planned.clear()
+        warned(functools.partial(way, given))
+        assert planned
+        assert len(planned) == len(set(planned))
 
 
 @pytest.mark.usefixtures("on_an_a100")

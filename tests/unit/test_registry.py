@@ -19,16 +19,65 @@ def facts(name: str) -> archflash.Implementation:
     return found
 
 
-def loads_on(target: str) -> tuple[str, str | None]:
-    """First and last capability for code of that name, by CUDA's compatibility rules."""
-    kind, _, number = target.partition("_")
-    digits = number.rstrip("af")
-    major, minor = int(digits[:-1]), digits[-1]
-    if kind == "compute" and digits == number:
-        return f"{major}.{minor}", None
-    if number.endswith("a"):
-        return f"{major}.{minor}", f"{major}.{minor}"
-    return f"{major}.{minor}", f"{major}.9"
+def dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+# The rules of CUDA's programming guide: the first capability and the last, None: any newer one.
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("sm_75", (7, 5), (7, 9)),
+        ("sm_80", (8, 0), (8, 9)),
+        ("sm_89", (8, 9), (8, 9)),
+        ("sm_90", (9, 0), (9, 9)),
+        ("sm_90a", (9, 0), (9, 0)),
+        ("sm_100f", (10, 0), (10, 9)),
+        ("sm_103f", (10, 3), (10, 9)),
+        ("sm_103a", (10, 3), (10, 3)),
+        ("sm_120f", (12, 0), (12, 9)),
+        ("compute_75", (7, 5), None),
+        ("compute_100", (10, 0), None),
+        ("compute_100f", (10, 0), (10, 9)),
+        ("compute_90a", (9, 0), (9, 0)),
+    ],
+)
+def test_code_loads_on_the_capabilities_that_cuda_says(
+    name: str, first: tuple[int, int], last: tuple[int, int] | None
+) -> None:
+    target = native.target(name)
+    assert (target.name, target.first, target.last) == (name, first, last)
+    for major, minor in [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0),
+                         (12, 0), (12, 1), (13, 0)]:  # fmt: skip
+        loads = first <= (major, minor) and (last is None or (major, minor) <= last)
+        assert target.loads_on((major, minor)) == loads
+
+
+@pytest.mark.parametrize("name", ["", "sm_", "sm_9", "sm_90x", "sm_90af", "ptx_90", "90", "sm90"])
+def test_what_is_no_target_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is no target"):
+        native.target(name)
+
+
+@pytest.mark.parametrize(
+    ("capability", "picked"),
+    [
+        ((7, 5), None),
+        ((8, 6), "sm_80"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((9, 1), "sm_90"),
+        ((10, 0), "compute_90"),
+        ((12, 1), "compute_120f"),
+        ((13, 0), "compute_90"),
+    ],
+)
+def test_machine_code_is_picked_before_ptx_and_the_newest_of_either(
+    capability: tuple[int, int], picked: str | None
+) -> None:
+    names = ["compute_80", "sm_80", "sm_90", "sm_90a", "sm_89", "compute_90", "compute_120f"]
+    for order in (names, names[::-1]):
+        assert native.pick_target(order, capability) == picked
 
 
 def test_implementations_are_listed_best_first_and_torch_last() -> None:
@@ -42,7 +91,11 @@ def test_implementations_are_listed_best_first_and_torch_last() -> None:
 def test_capability_ranges_follow_from_what_was_built(name: str) -> None:
     row = facts(name)
     assert row.compiled == tuple(target.name for target in native.targets(name))
-    assert row.capabilities == tuple((*loads_on(code), code) for code in row.compiled)
+    ranges = [(target.first, target.last) for target in map(native.target, row.compiled)]
+    assert row.capabilities == tuple(
+        (dotted(first), last and dotted(last), code)
+        for (first, last), code in zip(ranges, row.compiled, strict=True)
+    )
 
 
 def test_simt_is_built_for_the_targets_of_the_design() -> None:
@@ -94,7 +147,29 @@ def test_blackwell_dc_is_built_for_the_targets_of_the_design() -> None:
 
 
 def test_only_simt_leaves_the_tensor_cores_unused() -> None:
-    assert set(KERNELS) & _registry.WITHOUT_TENSOR_CORES == {"simt"}
+    assert [name for name in KERNELS if not _registry.uses_tensor_cores(name)] == ["simt"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_folder_is_compiled_for_nothing_older_than_its_instructions(name: str) -> None:
+    needs = native.describe(name).needs_capability
+    lowest = min(target.first for target in native.targets(name))
+    assert lowest == needs
+
+
+def test_tiles_of_ada_for_16_bits_are_made_for_8_9_alone() -> None:
+    homes = {name: native.describe(name).sixteen_bits_made_for for name in KERNELS}
+    assert homes == dict.fromkeys(KERNELS) | {"ada": (8, 9)}
+    assert _registry.made_for("ada", "float16", (8, 9))
+    assert not _registry.made_for("ada", "bfloat16", (12, 0))
+    assert _registry.made_for("ada", "float8_e4m3fn", (12, 0))
+
+
+def test_blackwell_consumer_on_hopper_is_for_calls_that_force_it() -> None:
+    majors = {name: native.describe(name).only_forced_on_majors for name in KERNELS}
+    assert majors == {name: [9] if name == "blackwell_consumer" else [] for name in KERNELS}
+    assert _registry.only_forced("blackwell_consumer", (9, 0))
+    assert not _registry.only_forced("blackwell_consumer", (12, 0))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -105,7 +180,7 @@ def test_only_ptx_is_open_towards_newer_gpus(name: str) -> None:
         assert open_ended == []
         return
     lowest = min(target.first for target in native.targets(name))
-    assert [int(code.removeprefix("compute_")) for code in open_ended] == [lowest]
+    assert [native.target(code).first for code in open_ended] == [lowest]
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
 import threading
 import warnings
 from collections.abc import Sequence
@@ -266,25 +265,21 @@ def ptx_text(image: str, capability: tuple[int, int]) -> str:
         NotCompiledError: this build has none.
     """
     folder, _, stem = image.partition("/")
-    number = 10 * capability[0] + capability[1]
-    best = (-1, "")
     kernels = resources.files("archflash") / "_kernels" / folder
-    for file in kernels.iterdir() if kernels.is_dir() else ():
-        match = re.fullmatch(re.escape(stem) + r"\.compute_(\d+)([af]?)\.ptx\.gz", file.name)
-        if match is None:
-            continue
-        of, suffix = int(match[1]), match[2]
-        runs = of <= number and (
-            not suffix or of == number or (suffix == "f" and of // 10 == capability[0])
-        )
-        if runs:
-            best = max(best, (of, file.name))
-    if best[0] < 0:
+    names = [file.name for file in kernels.iterdir()] if kernels.is_dir() else []
+    start, end = f"{stem}.", ".ptx.gz"
+    targets = [
+        name.removeprefix(start).removesuffix(end)
+        for name in names
+        if name.startswith(start) and name.endswith(end)
+    ]
+    target = _runtime.pick_target(targets, capability)
+    if target is None:
         raise NotCompiledError(
             f"no PTX of {image} that compute capability {capability[0]}.{capability[1]} runs is in "
             "this build: build again with ARCHFLASH_ARCHS=all"
         )
-    return gzip.decompress((kernels / best[1]).read_bytes()).decode()
+    return gzip.decompress((kernels / f"{start}{target}{end}").read_bytes()).decode()
 
 
 # --- how long it will take ---
