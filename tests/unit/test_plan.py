@@ -30,6 +30,7 @@ from plan_cases import (
     serves,
     shares,
 )
+from tests.many_cases import one_test_for_each
 
 import archflash
 from archflash import _archflash as native
@@ -86,15 +87,21 @@ PROBLEMS = {
 }
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
-every_problem = pytest.mark.parametrize("name", PROBLEMS)
-every_problem_and_device = pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        pytest.param(name, device, id=f"{name}-{device}")
-        for name, (kernel, _, _) in PROBLEMS.items()
-        for device in DEVICES + OTHER_DEVICES
-        if serves(kernel, device)
-    ],
+# One test for each kernel: most cases cost less than a test does.
+every_problem = one_test_for_each(
+    {kernel: [(name,) for name in PROBLEMS if PROBLEMS[name][0] == kernel] for kernel in KERNELS}
+)
+every_problem_and_device = one_test_for_each(
+    {
+        kernel: [
+            (name, device)
+            for name in PROBLEMS
+            if PROBLEMS[name][0] == kernel
+            for device in DEVICES + OTHER_DEVICES
+            if serves(kernel, device)
+        ]
+        for kernel in KERNELS
+    }
 )
 
 
