@@ -11,7 +11,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "sim/load/instructions.h"
+#include "sim/load/forms.h"
 #include "sim/numerics/mma.h"
 #include "sim/run/launch.h"
 #include "sim/units/tensor_map.h"

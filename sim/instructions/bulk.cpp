@@ -5,7 +5,7 @@
 #include <bit>
 #include <string>
 
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/units/mbarrier.h"
 
 namespace archflash::sim {

@@ -3,7 +3,7 @@
 
 #include <bit>
 
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 
 namespace archflash::sim {
 namespace {

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "sim/instructions/elementwise.h"
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/numerics/numeric.h"
 
 namespace archflash::sim {

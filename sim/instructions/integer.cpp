@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "sim/instructions/elementwise.h"
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/numerics/numeric.h"
 
 namespace archflash::sim {

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "sim/instructions/elementwise.h"
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/memory/access.h"
 #include "sim/numerics/atomic.h"
 #include "sim/numerics/numeric.h"

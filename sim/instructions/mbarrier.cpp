@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/memory/access.h"
 
 namespace archflash::sim {

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/memory/access.h"
 #include "sim/numerics/mma_hot.h"
 

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "sim/instructions/elementwise.h"
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/memory/memory.h"
 #include "sim/numerics/numeric.h"
 #include "sim/run/cta.h"

@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/memory/access.h"
 #include "sim/numerics/atomic.h"
 #include "sim/run/cluster.h"

@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/units/mbarrier.h"
 
 namespace archflash::sim {

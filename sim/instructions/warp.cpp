@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/numerics/numeric.h"
 #include "sim/run/cta.h"
 

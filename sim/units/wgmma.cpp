@@ -7,7 +7,7 @@
 #include <functional>
 #include <vector>
 
-#include "sim/load/instructions.h"
+#include "sim/load/builder.h"
 #include "sim/numerics/mma_hot.h"
 #include "sim/numerics/numeric.h"
 #include "sim/run/cluster.h"

@@ -1,7 +1,7 @@
-"""The generated parts of sim/README.md: the instruction table (each form that the simulator knows,
-and what stands behind it) and the mutation scores.
+"""Generates docs/simulator-instructions.md (each form that the simulator knows, and what stands
+behind it) and the table of mutation scores in docs/simulator.md.
 
-``python -m tests.sim.instruction_table`` checks that the README has them, ``--write`` writes them
+``python -m tests.sim.instruction_table`` checks that both are up to date, ``--write`` writes them
 anew. What each column says is taken from the simulator's own table and from the tests: the
 programs recorded on a card, the third-party PTX, and the calls that a card and the simulator ran.
 """
@@ -20,15 +20,16 @@ from archflash import _archflash_sim as _native
 from archflash import sim
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "sim" / "README.md"
+INSTRUCTIONS = ROOT / "docs" / "simulator-instructions.md"
+DETAILS = ROOT / "docs" / "simulator.md"
 THIRD_PARTY = Path(__file__).parent / "third_party.json"
 MUTATION = Path(__file__).parent / "mutation"
-# What is said of some groups of instructions.
+# Sentences that stand above the tables of some groups of instructions.
 NOT_LOADED = "tcgen05 that does not load"
 ABOUT = {
     "tcgen05": "No card with tcgen05 has run any of this: it rests on the text of the PTX ISA and "
     "on third-party PTX that gives the right numbers here.",
-    NOT_LOADED: "Known, and refused with a sentence that says why.",
+    NOT_LOADED: "The simulator knows these and refuses them with a sentence that says why.",
 }
 
 
@@ -43,7 +44,7 @@ class Row:
         bounded: spellings held to a bound, and the bound.
         third_party: spellings that third-party programs execute, whose results are right.
         kernels: spellings that whole kernels execute, on a card with the same results.
-        protocols: likewise small kernels of protocols.
+        protocols: spellings that small kernels of protocols execute, on a card with the same bits.
     """
 
     about: str
@@ -57,7 +58,7 @@ class Row:
 
     @property
     def spelling(self) -> str:
-        """ "ld[.volatile/.relaxed].global.$mem": [] what may be missing, / alternatives."""
+        """Like "ld[.volatile/.relaxed].global.$mem": [] may be missing, / means or."""
         text = self.opcode
         for word in self.modifiers.split():
             optional = word.startswith("?")
@@ -163,8 +164,8 @@ def cell(words: Collection[str]) -> str:
     return str(len(words)) if words else ""
 
 
-def text() -> str:
-    """The instruction table."""
+def instructions() -> str:
+    """The text of docs/simulator-instructions.md."""
     table = rows()
     card = add_vectors(table)
     programs = add_third_party(table)
@@ -172,10 +173,15 @@ def text() -> str:
     protocols = add_protocols(table)
     backed = [row for row in table if row.evidence]
     lines = [
-        f"{len(table)} forms; for {len(backed)} of them some spelling has more behind it than the "
-        "ISA's text. A form's spellings differ in their modifiers: `[.a/.b]` may be missing, "
-        "`(.a/.b)` is one of them. Numbers count spellings; which they are is listed at the end, "
-        "and a spelling that is not listed there stands on the ISA's text alone.",
+        "# The instructions that the simulator knows",
+        "",
+        "`python -m tests.sim.instruction_table --write` generates this page from the simulator's "
+        "own table and the recorded tests; a test checks that it is up to date.",
+        "",
+        f"There are {len(table)} forms; for {len(backed)} of them some spelling has more behind it "
+        "than the ISA's text. A form's spellings differ in their modifiers: `[.a/.b]` may be "
+        "missing, `(.a/.b)` is one of them. The numbers count spellings. The end of the page lists "
+        "which they are; a spelling that is not listed there stands on the ISA's text alone.",
         "",
         f"- **card, exact** and **card, bound**: spellings whose results on an {card['gpu']} "
         f"({card['date']}, CUDA {card['cuda']}) the simulator meets bit for bit, or within the "
@@ -195,7 +201,7 @@ def text() -> str:
     ]
     for about in dict.fromkeys(row.about for row in table):
         lines += [
-            f"### {about[0].upper()}{about[1:]}",
+            f"## {about[0].upper()}{about[1:]}",
             "",
             *([ABOUT[about], ""] if about in ABOUT else []),
             "| form | card, exact | card, bound | protocols | third-party | our kernels | else |",
@@ -209,13 +215,13 @@ def text() -> str:
             if row.about == about
         ]
         lines.append("")
-    lines += ["Sets of modifiers:", ""]
+    lines += ["## Sets of modifiers", ""]
     lines += [
         f"- `$name`: {', '.join(f'`.{name}`' for name in names.split('|'))}".replace("name", key, 1)
         for key, names in _native.modifier_sets()
         if any(f"${key}" in row.modifiers for row in table)
     ]
-    lines += ["", "<details><summary>Every spelling behind these numbers</summary>", ""]
+    lines += ["", "## Every spelling behind these numbers", ""]
     for row in backed:
         lines.append(f"- `{row.spelling}`")
         for name, words in (
@@ -227,8 +233,7 @@ def text() -> str:
         ):
             if words:
                 lines.append(f"  - {name}: {', '.join(words)}")
-    lines += ["", "</details>"]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def mutation() -> str:
@@ -251,33 +256,35 @@ def mutation() -> str:
     return "\n".join(lines)
 
 
-def filled(readme: str) -> str:
-    """A README with its generated parts, each between two marks.
+def with_mutation(details: str) -> str:
+    """The text of docs/simulator.md with the mutation scores between their marks.
 
     Raises:
-        ValueError: it has no place for one.
+        ValueError: it has no place for them.
     """
-    for name, part in (("mutation", mutation()), ("instructions", text())):
-        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, found, rest = readme.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise ValueError(f"there is no {begin} ... {end}")
-        readme = f"{before}{begin}\n{part}\n{end}{after}"
-    return readme
+    begin, end = "<!-- mutation -->", "<!-- /mutation -->"
+    before, found, rest = details.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"there is no {begin} ... {end}")
+    return f"{before}{begin}\n{mutation()}\n{end}{after}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 1 when the README is not up to date."""
-    before = README.read_text()
-    after = filled(before)
-    if before == after:
-        return 0
-    if list(arguments) != ["--write"]:
-        print(f"{README} is not up to date: python -m tests.sim.instruction_table --write")
-        return 1
-    README.write_text(after)
-    return 0
+    """Exit status 1 when a document is not up to date."""
+    status = 0
+    for path, now in (
+        (INSTRUCTIONS, instructions()),
+        (DETAILS, with_mutation(DETAILS.read_text())),
+    ):
+        if path.exists() and path.read_text() == now:
+            continue
+        if list(arguments) == ["--write"]:
+            path.write_text(now)
+        else:
+            print(f"{path} is not up to date: python -m tests.sim.instruction_table --write")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":
