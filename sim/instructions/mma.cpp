@@ -1,4 +1,5 @@
-// ldmatrix, stmatrix, movmatrix and mma.sync: operands and memory; the arithmetic is in numerics/mma.h.
+// ldmatrix, stmatrix, movmatrix and mma.sync: operands and memory; the arithmetic is in
+// numerics/mma.h.
 #include "sim/numerics/mma.h"
 
 #include <algorithm>
