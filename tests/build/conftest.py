@@ -1,4 +1,4 @@
-"""What the build tests share: the wheel, built once, and NVIDIA's tools where they are at hand."""
+"""What the build tests share: the wheel, and NVIDIA's tools where they are at hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WHEEL_VARIABLE = "ARCHFLASH_TEST_WHEEL"  # a wheel of these sources that is there already
+# Names the folder that a wheel of these sources was built into. The Makefile sets it, so that
+# nothing is built twice; otherwise a wheel is built here.
+WHEEL_VARIABLE = "ARCHFLASH_TEST_WHEEL"
 
 
 def pip_wheel(target: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +40,7 @@ def pip_wheel(target: Path, *options: str, **variables: str) -> subprocess.Compl
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Everything that building leaves in an empty folder."""
     if given := os.environ.get(WHEEL_VARIABLE):
-        return [Path(given)]
+        return sorted((ROOT / given).iterdir())
     target = tmp_path_factory.mktemp("wheel")
     done = pip_wheel(target)
     if done.returncode != 0:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.many_cases import one_test_for_each
 
 import archflash
 from archflash import _archflash as native
@@ -198,15 +199,15 @@ def test_every_target_has_the_same_entries_as_the_ptx(image: str) -> None:
 
 # --- what the assembler reports ---
 
-COMPILED = [
-    pytest.param(image, target, kernel, id=f"{kernel}-{target}")
-    for image, of_target in RESOURCES.items()
-    for target, kernels in of_target.items()
-    for kernel in kernels
-]
 
-
-@pytest.mark.parametrize(("image", "target", "kernel"), COMPILED)
+@one_test_for_each(
+    {
+        image: [
+            (image, target, kernel) for target, kernels in of_target.items() for kernel in kernels
+        ]
+        for image, of_target in RESOURCES.items()
+    }
+)
 def test_no_kernel_spills_registers(image: str, target: str, kernel: str) -> None:
     used = RESOURCES[image][target][kernel]
     assert (used["spill_store_bytes"], used["spill_load_bytes"]) == (0, 0)

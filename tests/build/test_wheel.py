@@ -56,6 +56,19 @@ def test_building_gives_one_wheel_for_every_python_from_3_10(wheels: list[Path])
     assert re.search(r"^Tag: cp310-abi3-(many)?linux", dist_info(wheel, "WHEEL"), re.MULTILINE)
 
 
+def test_the_wheel_is_what_is_installed_here(wheel: Path) -> None:
+    """What the other tests run is what these tests look at."""
+    here = Path(str(native.__file__)).parents[1]
+    with zipfile.ZipFile(wheel) as archive:
+        other = [
+            name
+            for name in archive.namelist()
+            if name.startswith("archflash/")
+            and not ((here / name).exists() and (here / name).read_bytes() == archive.read(name))
+        ]
+    assert other == [], "install these sources again (make test does)"
+
+
 def test_the_wheel_is_small(wheel: Path) -> None:
     assert wheel.stat().st_size < 30 * MEGABYTE
 

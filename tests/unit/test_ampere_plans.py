@@ -18,6 +18,7 @@ from plan_cases import (
     plan_of,
     query_rows_of_a_tile,
 )
+from tests.many_cases import one_test_for_each
 
 from archflash import _archflash as native
 from archflash._api import find_device
@@ -205,9 +206,16 @@ def test_too_little_shared_memory_is_a_reason_and_only_where_no_kernel_fits() ->
 # --- the grid ---
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 1000])
-@every_head_dim
-@every_device
+@one_test_for_each(
+    {
+        device: [
+            (device, dims, rows)
+            for dims in HEAD_DIMS
+            for rows in (1, 63, 64, 65, 127, 128, 129, 1000)
+        ]
+        for device in DEVICES
+    }
+)
 def test_the_grid_covers_all_rows_and_no_tile_more(
     device: str, dims: tuple[int, int], rows: int
 ) -> None:
@@ -240,10 +248,17 @@ def kv_bytes(problem: native.Problem, kv_heads: int) -> int:
     return kv_heads * problem.nk * (problem.d + problem.dv) * 2
 
 
-@pytest.mark.parametrize("nk", [0, 1, 1000, 4096, 20_000, 300_000, 2_000_000])
-@pytest.mark.parametrize(("hq", "hkv"), [(32, 32), (32, 8), (8, 1), (5, 5)])
-@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
-@every_device
+@one_test_for_each(
+    {
+        device: [
+            (device, dims, hq, hkv, nk)
+            for dims in ((64, 64), (192, 128))
+            for hq, hkv in ((32, 32), (32, 8), (8, 1), (5, 5))
+            for nk in (0, 1, 1000, 4096, 20_000, 300_000, 2_000_000)
+        ]
+        for device in DEVICES
+    }
+)
 def test_k_and_v_of_a_group_of_heads_fit_half_of_l2_and_no_larger_group_does(
     device: str, dims: tuple[int, int], hq: int, hkv: int, nk: int
 ) -> None:

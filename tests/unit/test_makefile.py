@@ -30,3 +30,25 @@ def test_the_gpu_tests_run_in_six_workers_where_xdist_is_installed(
     command = ["make", "--silent", "test-gpu", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
     assert done.stdout.split() == ["-m", "pytest", "tests/gpu", *workers], done.stderr
+
+
+def dry_run(target: str, *options: str) -> str:
+    """What `make target` would run if nothing were there."""
+    command = ["make", "--dry-run", "--always-make", target, *options]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("target", ["test", "test-fast"])
+def test_one_wheel_is_built_installed_and_looked_at(target: str) -> None:
+    lines = dry_run(target, "VENV=elsewhere").splitlines()
+    built = [line for line in lines if " pip wheel " in line]
+    installed = [line for line in lines if " install " in line and "build/wheel/*.whl" in line]
+    assert [line.split()[-3:] for line in built] == [["-w", "build/wheel", "."]]
+    assert "--force-reinstall" in installed[0]
+    assert installed[1].endswith('[test]"')
+    assert not any(line.endswith((" .", '".[test]"')) for line in lines if line not in built)
+    assert lines[-1].startswith("ARCHFLASH_TEST_WHEEL=build/wheel ")

@@ -9,11 +9,10 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from . import inputs
 from .direct import Direct, Words
-
-torch = pytest.importorskip("torch")
 
 # NaN and infinity are among the inputs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
