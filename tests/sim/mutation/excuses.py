@@ -84,9 +84,15 @@ EXCUSES = (
     ),
     Excuse(
         "constant",
-        r"bfi\.b32: (29 -> 3[01]|28 -> (29|3\d))",
+        r"bfi\.b32: 29 -> 3[01]",
         "field-to-last-bit",
-        "the field begins at bit 3 or 4: 29 or 28 bits are all that is left of 32",
+        "the field begins at bit 3: 29 bits are all that is left of 32",
+    ),
+    Excuse(
+        "constant",
+        r"bfi\.b32: 28 -> (29|3\d)",
+        "field-to-last-bit",
+        "the field begins at bit 4: 28 bits are all that is left of 32",
     ),
     Excuse(
         "constant",
