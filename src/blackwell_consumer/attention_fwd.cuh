@@ -1,13 +1,31 @@
-// Attention forward on TMA, mbarriers and mma.sync, for compute capability 12.x (and 9.0): fp16 or
-// bf16 inputs, fp32 scores, sums and output accumulators. The CTAs share out row tiles (BLOCK_Q
-// query rows of a head, the longest first) and visit the visible key blocks of each from the last
-// (ragged) one back to the first with an online softmax.
-//   producer, one warp      K, V -> rings of STAGES     Q -> its part, once the last tile's output
-//   left consumers, WARPS warps  wait K | S = Q K^T | free K | maxima | wait V | P, O += P V | free
-//   V
-// A consumer warp owns WARP_ROWS rows: scores, P and outputs never leave its registers, no warp
-// waits for another. Lane maps, products, rings: tile.cuh. Tiles: config.cuh. Choice: plan.cpp.
-// Numbers: NOTES.md.
+// Attention forward on TMA, mbarriers and mma.sync, for compute capability 12.x (and 9.0): fp16,
+// bf16 or e4m3 inputs, fp32 scores, sums and output accumulators.
+//
+// The CTAs share out row tiles (BLOCK_Q query rows of a head, the longest first). For each tile a
+// CTA visits the visible blocks of keys from the last one, which may be ragged, back to the first,
+// with an online softmax.
+//
+// clang-format off
+//                      each block of K        each block of V             Q of each tile
+//
+//   producer, 1 warp   wait k_empty           wait v_empty                wait q_empty
+//                      load K                 load V                      load Q
+//                        | k_full               | v_full                    | q_full
+//                        v                      v                           v
+//   consumers,         wait k_full            wait v_full                 wait q_full
+//   WARPS warps        S = Q K^T              P = 2^(S * scale - base)    Q_IN_REGISTERS: read Q
+//                      mask S, raise bases    O += P V                    last: output rows through
+//                        | k_empty              | v_empty                   | q_empty   Q's part
+//                        v                      v                           v
+//   producer           next K of the stage    next V of the stage         Q of the next tile
+// clang-format on
+//
+// A consumer warp owns WARP_ROWS rows: their scores, P and outputs never leave its registers, and
+// no consumer warp waits for another one.
+//
+// The tiles, stages and the memory plan are in config.cuh, the barriers and the hazards that they
+// close in tile.cuh, the choice among the kernels in plan.cpp, budgets and measurements in
+// NOTES.md.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +49,11 @@
 
 namespace archflash::blackwell_consumer {
 
-// How P lies below its row's maximum.
+// The rules by which a row's base follows its maximum.
 template <class C>
 using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
-// --- producer ---
+// --- producer, one warp: K, V and Q -> shared memory ---
 
 template <class C>
 __device__ __forceinline__ void produce(const Params& params, uint32_t shared_smem) {
@@ -54,12 +72,13 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
       const int kv_head = head / attention.heads_per_kv;
       const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
       const auto load_block = [&](int block) {
-        // The consumers of what the stage held are done with it.
+        // Every consumer warp has read the K that the stage held, before TMA overwrites it.
         ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage()), ring.parity() ^ 1);
         math::start_load<typename C::KTile, C::QK_PACK>(
             shared_smem + C::K_SMEM + ring.stage() * C::KTile::BYTES, params.k_map,
             keys_start + block, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(ring.stage()));
+        // Every consumer warp has read the V that the stage held, before TMA overwrites it.
         ptx::mbarrier_wait_parity(barriers.v_empty(ring.stage()), ring.parity() ^ 1);
         math::start_load<typename C::VTile, C::V_PACK>(
             shared_smem + C::V_SMEM + ring.stage() * C::VTile::BYTES, params.v_map,
@@ -67,8 +86,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             attention.v_batch == 0 ? 0 : batch, barriers.v_full(ring.stage()));
         ++ring.count;
       };
-      // The rings are free before Q's part is, which the last tile's output passes through.
+      // The first block comes before Q: the rings are free while the previous tile's output still
+      // passes through Q's part.
       if (blocks.first <= blocks.last) load_block(blocks.last);
+      // Every consumer warp's output rows have left Q's part, before TMA overwrites it.
       ptx::mbarrier_wait_parity(barriers.q_empty(), q_parity ^ 1);
       if (blocks.first <= blocks.last) {
         const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
@@ -77,7 +98,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             attention.q_head == 0 ? 0 : head, attention.q_batch == 0 ? 0 : batch,
             barriers.q_full());
       } else {
-        ptx::mbarrier_arrive(barriers.q_full());  // no key, no Q: the rows are written as zeros
+        // A tile without keys needs no Q. The consumers wait for q_full in every tile.
+        ptx::mbarrier_arrive(barriers.q_full());
       }
       for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K)
         load_block(block);
@@ -88,31 +110,31 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
   }
 }
 
-// --- consumers ---
+// --- consumers, WARPS warps: S, P, O and the output rows ---
 
-// What a warp needs to know of its rows. In shared memory, read when it is needed, where outputs
-// and scores leave few registers. Blocks are named by their first keys.
-struct Place {
-  unsigned round;               // of the tiles
-  uint32_t q_parity;            // of the phase that brings this tile's Q
-  uint32_t large_bases;         // RowState::large
-  math::Blocks blocks;          // of the CTA
-  int seen_first, seen_last;    // some row sees some key of these blocks; none: last before first
-  int clear_first, clear_last;  // every row sees every key of these
-  int ragged_after;             // V of later blocks has rows of another sequence
+// What a warp needs to know of its tile. Outputs and scores leave few registers, so most kernels
+// keep it in shared memory and read it where it is needed. A block is named by its first key. Where
+// a range of blocks is empty, its last block is before its first.
+struct WarpContext {
+  unsigned round;               // of the walk over the tiles
+  uint32_t q_parity;            // of the phase of q_full that brings this tile's Q
+  uint32_t large_bases;         // the value of RowState::large, if that is a WarpFlag
+  math::Blocks blocks;          // the CTA visits these
+  int seen_first, seen_last;    // some row of the warp sees some key of these blocks
+  int clear_first, clear_last;  // every row of the warp sees every key of these blocks
+  int ragged_after;             // blocks after this one have rows of another sequence
   math::Work work;
   math::VisibleKeys visible;
 };
 
-// Of 8-bit inputs.
-struct ScaledPlace : Place {
-  math::KeyDescales of_keys;
-  math::WarpDescale of_warp;
+struct Fp8WarpContext : WarpContext {
+  math::KeyDescales key_descales;
+  math::WarpDescale warp_descale;
 };
 template <class C>
-using PlaceOf = std::conditional_t<C::FP8, ScaledPlace, Place>;
+using WarpContextOf = std::conditional_t<C::FP8, Fp8WarpContext, WarpContext>;
 
-// A flag in shared memory, the same for the whole warp.
+// A flag in shared memory that all lanes of a warp set and read together.
 struct WarpFlag {
   uint32_t* flag_smem;
 
@@ -126,22 +148,24 @@ struct WarpFlag {
 };
 
 template <class C>
-__device__ __forceinline__ Place find_place(const AttentionParams& params, const math::Work& work,
-                                            const math::VisibleKeys& visible, int warp) {
+__device__ __forceinline__ WarpContext make_warp_context(const AttentionParams& params,
+                                                         const math::Work& work,
+                                                         const math::VisibleKeys& visible,
+                                                         int warp) {
   const int first_row = work.first_row + warp * C::WARP_ROWS;
   const int last_row = min(first_row + C::WARP_ROWS, work.nq) - 1;
-  Place place;
-  place.blocks = math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
-  place.seen_first = max(visible.first(first_row) & -C::BLOCK_K, place.blocks.first);
-  place.seen_last = last_row < first_row ? -1 : visible.last(last_row);
-  if (place.seen_last < place.seen_first) place.seen_first = INT32_MAX;
-  place.clear_first = visible.first(last_row);
-  place.clear_last = visible.last(first_row) - (C::BLOCK_K - 1);
-  // Beyond the tensor TMA reads zeros.
-  place.ragged_after = params.cu_seqlens_k_gmem == nullptr ? INT32_MAX : work.nk - C::BLOCK_K;
-  place.work = work;
-  place.visible = visible;
-  return place;
+  WarpContext context;
+  context.blocks = math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
+  context.seen_first = max(visible.first(first_row) & -C::BLOCK_K, context.blocks.first);
+  context.seen_last = last_row < first_row ? -1 : visible.last(last_row);
+  if (context.seen_last < context.seen_first) context.seen_first = INT32_MAX;
+  context.clear_first = visible.first(last_row);
+  context.clear_last = visible.last(first_row) - (C::BLOCK_K - 1);
+  // Without cu_seqlens no block is ragged: TMA fills rows beyond the tensor with zeros.
+  context.ragged_after = params.cu_seqlens_k_gmem == nullptr ? INT32_MAX : work.nk - C::BLOCK_K;
+  context.work = work;
+  context.visible = visible;
+  return context;
 }
 
 __device__ __forceinline__ void release(uint32_t barrier_smem) {
@@ -150,14 +174,15 @@ __device__ __forceinline__ void release(uint32_t barrier_smem) {
   if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
 }
 
-// Read anew where it is used, but where registers hold the place: else they are few.
+// The thread's number. Kernels with few registers read it anew at each use instead of keeping it.
 template <class C>
 __device__ __forceinline__ unsigned thread_index() {
-  if constexpr (C::PLACE_IN_REGISTERS) return threadIdx.x;
+  if constexpr (C::CONTEXT_IN_REGISTERS) return threadIdx.x;
   return ptx::mov_tid_x_volatile();
 }
 
-// Byte offsets of this lane's rows in the tiles.
+// The shared-memory addresses of the rows that this lane names to ldmatrix, in Q and in a stage of
+// K or V.
 template <class C>
 __device__ __forceinline__ uint32_t lane_q_smem(uint32_t shared_smem) {
   const unsigned thread = thread_index<C>();
@@ -177,10 +202,11 @@ __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage)
          mma_sync::v_first_offset<C>(thread % 32);
 }
 
-// A block of which this warp sees nothing: others may.
+// Passes by a block that is masked for all rows of this warp; other warps may see it. The warp
+// still waits for the block: otherwise it could lap the ring and hand back a stage a phase too
+// early.
 template <class C>
 __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosition<C>& ring) {
-  // Waits, or it would get round the ring before the others.
   // mutants: few-skipped-blocks
   ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // of a skipped block
   release(barriers.k_empty(ring.stage()));
@@ -196,60 +222,67 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   using QTile = typename C::QTile;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  static_assert(C::PLACE_IN_REGISTERS || sizeof(PlaceOf<C>) <= C::PLACE_BYTES);
-  PlaceOf<C> own_place;
-  PlaceOf<C>& place = C::PLACE_IN_REGISTERS
-                          ? own_place
-                          : *reinterpret_cast<PlaceOf<C>*>(shared + C::PLACE_SMEM +
-                                                           threadIdx.x / 32 * C::PLACE_BYTES);
+  using Context = WarpContextOf<C>;
+  static_assert(C::CONTEXT_IN_REGISTERS || sizeof(Context) <= C::CONTEXT_BYTES);
+  Context in_registers;
+  Context& context = C::CONTEXT_IN_REGISTERS
+                         ? in_registers
+                         : *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM +
+                                                       threadIdx.x / 32 * C::CONTEXT_BYTES);
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
-    {
+    {  // The tile's context.
       math::write_rows_of_no_sequence<C::BLOCK_Q>(attention, static_cast<int>(index.value()),
                                                   threadIdx.x, C::CONSUMER_THREADS);
       const math::Work work = math::find_tile<C::BLOCK_Q>(attention, params.tiles, index);
       if (work.first_row < 0) continue;
       const math::VisibleKeys visible = math::find_visible_keys(attention, work);
-      // In shared memory one lane writes it for all: since release() none reads the last tile's.
-      if (C::PLACE_IN_REGISTERS || threadIdx.x % 32 == 0) {
-        static_cast<Place&>(place) = find_place<C>(attention, work, visible, threadIdx.x / 32);
+      // In shared memory one lane writes the context for its warp. All lanes have read the previous
+      // tile's context: release(), at the end of that tile, has synchronised them.
+      if (C::CONTEXT_IN_REGISTERS || threadIdx.x % 32 == 0) {
+        static_cast<WarpContext&>(context) =
+            make_warp_context<C>(attention, work, visible, threadIdx.x / 32);
         if constexpr (C::FP8) {
-          place.of_keys = math::find_key_descales(params.descales, attention, work);
-          place.of_warp = math::find_warp_descale(
+          context.key_descales = math::find_key_descales(params.descales, attention, work);
+          context.warp_descale = math::find_warp_descale(
               params.descales, attention, work,
               work.first_row + static_cast<int>(threadIdx.x / 32) * C::WARP_ROWS);
         }
-        place.round = index.round;
-        place.q_parity = q_parity;
-        place.large_bases = 0;
+        context.round = index.round;
+        context.q_parity = q_parity;
+        context.large_bases = 0;
       }
-      if constexpr (!C::PLACE_IN_REGISTERS) __syncwarp();  // it is written before any lane reads it
+      // The context is written before any lane reads it.
+      if constexpr (!C::CONTEXT_IN_REGISTERS) __syncwarp();
     }
     mma_sync::QFragments<C> q_rmem;
     math::Outputs<C> o_rmem = {};
-    math::RowState<C, std::conditional_t<C::PLACE_IN_REGISTERS, bool, WarpFlag>> state;
-    if constexpr (C::PLACE_IN_REGISTERS) {
+    math::RowState<C, std::conditional_t<C::CONTEXT_IN_REGISTERS, bool, WarpFlag>> state;
+    if constexpr (C::CONTEXT_IN_REGISTERS) {
       state.large = false;
     } else {
-      state.large.flag_smem = &place.large_bases;
+      state.large.flag_smem = &context.large_bases;
     }
     math::clear(state);
-    ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);              // Q has landed
-    if (C::Q_IN_REGISTERS && place.blocks.first <= place.blocks.last) {  // else there is no Q
+    ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
+    const bool any_block = context.blocks.first <= context.blocks.last;
+    if (C::Q_IN_REGISTERS && any_block) {
       const uint32_t q_smem = lane_q_smem<C>(shared_smem);
 #pragma unroll
       for (int column = 0; column < QTile::COLUMNS; column += 16)
         mma_sync::load_q<C>(q_rmem[column / 16], q_smem, column);
     }
 
-    int block = place.blocks.last;
+    // The blocks, from the last to the first: those after the last one that this warp sees, those
+    // that it sees, and those before.
+    int block = context.blocks.last;
 #pragma unroll 1
-    for (; block >= place.blocks.first && block > place.seen_last; block -= C::BLOCK_K)
+    for (; block >= context.blocks.first && block > context.seen_last; block -= C::BLOCK_K)
       skip_block<C>(barriers, ring);
 #pragma unroll 1
-    for (; block >= place.seen_first; block -= C::BLOCK_K) {
+    for (; block >= context.seen_first; block -= C::BLOCK_K) {
       math::Scores<C> s_rmem;
       ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
       mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
@@ -257,31 +290,32 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       release(barriers.k_empty(ring.stage()));
       float exp2_scale = attention.exp2_scale;
       if constexpr (C::FP8) {
-        exp2_scale =
-            math::descale_scores<C>(s_rmem, attention, place.of_keys, place.of_warp, block);
+        exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
+                                             context.warp_descale, block);
       } else if (attention.transform_scores) {
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
-      if (block < place.clear_first || block > place.clear_last) {
+      if (block < context.clear_first || block > context.clear_last) {
         const unsigned thread = thread_index<C>();
-        const int first_row = place.work.first_row + thread / 32 * C::WARP_ROWS;
-        math::mask_scores<C>(s_rmem, place.visible, first_row + thread % 32 / 4,
+        const int first_row = context.work.first_row + thread / 32 * C::WARP_ROWS;
+        math::mask_scores<C>(s_rmem, context.visible, first_row + thread % 32 / 4,
                              block + thread % 4 * 2);
       }
       bool v_is_zero = false;
       if constexpr (C::FP8) {
-        if (place.of_keys.v_gmem != nullptr) {
-          math::change_unit<C>(o_rmem, place.of_keys, place.of_warp, block, place.blocks.last);
-          v_is_zero = place.of_keys.v(block) == 0.0f;
+        if (context.key_descales.v_gmem != nullptr) {
+          math::change_unit<C>(o_rmem, context.key_descales, context.warp_descale, block,
+                               context.blocks.last);
+          v_is_zero = context.key_descales.v(block) == 0.0f;
         }
       }
       exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, nullptr);
       ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
       const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-      if (block > place.ragged_after || v_is_zero) {
+      if (block > context.ragged_after || v_is_zero) {
         weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
                                        ptx::mov_tid_x_volatile() % 4 * 2,
-                                       v_is_zero ? 0 : place.work.nk - block);
+                                       v_is_zero ? 0 : context.work.nk - block);
       } else {
         weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
       }
@@ -289,35 +323,39 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       ++ring.count;
     }
 #pragma unroll 1
-    for (; block >= place.blocks.first; block -= C::BLOCK_K) skip_block<C>(barriers, ring);
+    for (; block >= context.blocks.first; block -= C::BLOCK_K) skip_block<C>(barriers, ring);
 
     const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
     if constexpr (C::FP8) {
-      __syncwarp();  // a lane wrote the last unit
-      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, place.work, warp_row,
-                             place.of_warp.v);
+      __syncwarp();  // lane 0 has written warp_descale.v, in change_unit(), before any lane reads
+                     // it
+      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
+                             context.warp_descale.v);
     } else {
-      math::store_out<C, QTile>(o_rmem, state, attention, place.work, warp_row,
+      math::store_out<C, QTile>(o_rmem, state, attention, context.work, warp_row,
                                 shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
     }
-    // This thread's rows in Q's part are written and read: the copy engine may write there next.
+    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
     ptx::fence_proxy_async_shared();
-    index.round = place.round;  // read again: no register holds them during the loops above
-    q_parity = place.q_parity ^ 1;
+    // Both come from the context, so that no register holds them during the loops above.
+    index.round = context.round;
+    q_parity = context.q_parity ^ 1;
     release(barriers.q_empty());
   }
 }
 
 template <class C>
 __device__ __forceinline__ void attention_fwd(const Params& params) {
-  extern __shared__ __align__(1024) unsigned char shared[];  // where a swizzle pattern starts
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  // Opaque to the compiler, which otherwise computes the address anew at each use.
   const uint32_t shared_smem =
       ptx::mov_b32_volatile(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   static_assert(C::QTile::ALIGNMENT <= 1024);
   if (threadIdx.x == 0) {
     const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-    // Full: one arrival, of the producer, which says how many bytes come. Empty: each consumer
-    // warp.
+    // The producer arrives once at a full barrier and says how many bytes will come. Each consumer
+    // warp arrives once at an empty barrier.
     ptx::mbarrier_init(barriers.q_full(), 1);
     ptx::mbarrier_init(barriers.q_empty(), C::WARPS);
     for (int stage = 0; stage < C::STAGES; ++stage) {
@@ -328,7 +366,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();  // the barriers are ready before anyone uses them
+  __syncthreads();  // the barriers are initialised before any warp uses them
 
   if (threadIdx.x < C::CONSUMER_THREADS) {
     if constexpr (C::REGISTERS == Registers::Roles) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
@@ -341,8 +379,8 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 
 }  // namespace archflash::blackwell_consumer
 
-// One entry point: its name is what plan.cpp asks for. The one parameter stays in constant memory,
-// where the copy engine reads the tensor maps.
+// An entry point, under the name that plan.cpp asks for. __grid_constant__ keeps the parameter in
+// constant memory, where TMA reads the tensor maps.
 #define ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(NAME, CONFIG)                            \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
       NAME(const __grid_constant__ archflash::blackwell_consumer::Params params) {   \

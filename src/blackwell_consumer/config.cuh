@@ -1,5 +1,5 @@
-// The tiles of each blackwell_consumer kernel: compile-time numbers only, read by the kernel and by
-// plan.cpp (plain C++).
+// The tiles of each blackwell_consumer kernel: compile-time numbers only, which the kernel and
+// plan.cpp (plain C++) read.
 #pragma once
 
 #include <cstdint>
@@ -9,23 +9,24 @@
 
 namespace archflash::blackwell_consumer {
 
-// How the registers of an SM are shared out between the roles.
+// How the registers of an SM are divided between the warps.
 enum class Registers {
-  Even,   // every warp has the same: the producer is one warp
-  Roles,  // setmaxnreg moves them to the consumers: the producer is one warp of a warpgroup
+  Even,   // Every warp has the same number; the producer is a single warp.
+  Roles,  // setmaxnreg moves registers to the consumers, so the producer has a whole warpgroup.
 };
 
-// A CTA owns BLOCK_Q query rows of one head at a time and walks over the keys, BLOCK_K at a time. A
-// consumer warp owns M_TILES tiles of 16 rows, which share every fragment of K and V that it reads.
-// HEAD_DIM bounds d, HEAD_DIM_V bounds dv. What a consumer warp knows of its work is its place:
-// PLACE_BYTES_ of shared memory, or registers where there are enough.
+// The numbers of one kernel. A CTA owns one row tile at a time, BLOCK_Q query rows of one head, and
+// walks over its keys, BLOCK_K at a time. A consumer warp owns M_TILES tiles of 16 rows, which
+// share every fragment of K and V that the warp reads. HEAD_DIM is the largest d, HEAD_DIM_V the
+// largest dv. A consumer warp keeps its WarpContext (attention_fwd.cuh) in CONTEXT_BYTES_ of shared
+// memory, or in registers where there are enough.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
           int STAGES_, bool Q_IN_REGISTERS_, Registers REGISTERS_, int CTAS_PER_SM_,
-          bool PLACE_IN_REGISTERS_ = false, int PLACE_BYTES_ = 96>
+          bool CONTEXT_IN_REGISTERS_ = false, int CONTEXT_BYTES_ = 96>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
-  // Elements that share the 16 bits which ldmatrix moves as one: of Q and K, and of V.
+  // How many elements of Q and K, and of V, are in the 16 bits that ldmatrix moves as one.
   static constexpr int QK_PACK = FP8 ? 2 : 1;
   static constexpr int V_PACK = QK_PACK;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -36,17 +37,18 @@ struct Config {
   static constexpr int BLOCK_Q = WARPS * WARP_ROWS;
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr int STEP_KEYS = BLOCK_K;
-  static constexpr int STAGES = STAGES_;                   // of the ring of K, and of that of V
-  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;  // read once; else anew for every block
+  static constexpr int STAGES = STAGES_;  // blocks of K in its ring, and blocks of V in its ring
+  // Consumers read Q from shared memory once for each tile; else once for each block.
+  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
   static constexpr Registers REGISTERS = REGISTERS_;
-  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // what the registers must allow
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // the registers must suffice for so many
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = 32 * WARPS;
   static constexpr int PRODUCER_THREADS = REGISTERS == Registers::Roles ? WARPGROUP : 32;
   static constexpr int THREADS = CONSUMER_THREADS + PRODUCER_THREADS;
-  // With Roles: every thread starts with what __launch_bounds__ leaves it, then the producer's
-  // warpgroup gives to the consumers.
+  // Registers::Roles: every thread starts with LAUNCH_REGISTERS, as __launch_bounds__ demands; then
+  // the producer's warpgroup keeps PRODUCER_REGISTERS and the consumers share out the rest.
   static constexpr int SM_REGISTERS = 65536;
   static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
   static constexpr int PRODUCER_REGISTERS = 24;
@@ -54,39 +56,42 @@ struct Config {
       (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / CONSUMER_THREADS / 8 *
       8;
 
-  // In units of 16 bits.
+  // Tiles in shared memory. Their columns count units of 16 bits.
   using QTile = math::SlabTile<HEAD_DIM / QK_PACK, BLOCK_Q>;
   using KTile = math::SlabTile<HEAD_DIM / QK_PACK, BLOCK_K>;
   using VTile = math::SlabTile<HEAD_DIM_V / V_PACK, BLOCK_K>;
 
-  // Shared memory, in bytes: Q | ring of K | ring of V | barriers | Places. Output rows of 16-bit
-  // inputs pass through Q's part.
+  // Shared memory, in bytes: Q | ring of K | ring of V | barriers | WarpContext of each consumer
+  // warp. With 16-bit inputs the output rows of a tile pass through the part of its Q.
   static constexpr int Q_SMEM = 0;
   static constexpr int K_SMEM = Q_SMEM + QTile::BYTES;
   static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;
   static constexpr int BARRIER_SMEM = V_SMEM + STAGES * VTile::BYTES;
-  static constexpr int BARRIERS = 2 + 4 * STAGES;  // full and empty, of Q and of each stage
-  static constexpr int PLACE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
-  static constexpr bool PLACE_IN_REGISTERS = PLACE_IN_REGISTERS_;
-  static constexpr int PLACE_BYTES =
-      PLACE_IN_REGISTERS ? 0 : PLACE_BYTES_;  // of each consumer warp
-  static constexpr int SHARED_BYTES = PLACE_SMEM + WARPS * PLACE_BYTES;
+  static constexpr int BARRIERS = 2 + 4 * STAGES;  // full and empty: Q, each stage of K and of V
+  static constexpr int CONTEXT_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
+  static constexpr bool CONTEXT_IN_REGISTERS = CONTEXT_IN_REGISTERS_;
+  static constexpr int CONTEXT_BYTES = CONTEXT_IN_REGISTERS ? 0 : CONTEXT_BYTES_;  // for each warp
+  static constexpr int SHARED_BYTES = CONTEXT_SMEM + WARPS * CONTEXT_BYTES;
 
   static_assert(BLOCK_K % (16 * V_PACK) == 0 && (BLOCK_K & (BLOCK_K - 1)) == 0,
-                "mma.sync: 16 or 32 keys of P V; blocks start at multiples of a power of two");
+                "mma.sync sums P V over 16 or 32 keys; find_blocks() wants a power of two");
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
-                "output rows pass through the part of Q's rows");
+                "output rows pass through Q's part of shared memory, in Q's layout");
   static_assert(!FP8 || (SCALE_ROWS % BLOCK_K == 0 && SCALE_ROWS % WARP_ROWS == 0),
-                "the keys of a block share a descale, and the rows of a warp");
-  static_assert((STAGES & (STAGES - 1)) == 0, "a power of two: stages are counted through");
-  static_assert(REGISTERS == Registers::Even || CONSUMER_REGISTERS <= 256, "setmaxnreg");
+                "the keys of a block share one descale, and so do the rows of a warp");
+  static_assert((STAGES & (STAGES - 1)) == 0,
+                "RingPosition counts blocks modulo 2^32: the stages must divide that");
+  static_assert(REGISTERS == Registers::Even || CONSUMER_REGISTERS <= 256,
+                "setmaxnreg: at most 256 registers for a thread");
   static_assert(REGISTERS == Registers::Even || CONSUMER_THREADS % WARPGROUP == 0,
                 "setmaxnreg: whole warpgroups take one role");
   static_assert(SHARED_BYTES <= 99 * 1024, "CUDA: at most 99 KiB of shared memory in a CTA (12.x)");
 };
 
+// Large, Medium and Few serve calls of many, fewer and few row tiles. A Pair shares an SM with
+// another CTA of the same kernel.
 // clang-format off
-//                                head_dim         m_    block         Q in                    CTAs    place in
+//                                head_dim         m_    block         Q in                    CTAs    context in
 //                              q,k   v    warps tiles  _k    stages  regs   registers         per SM  registers
 template <DType T>
 using D64Pair    = Config<T,  64,  64,  4,     2,    128,  2,     false, Registers::Roles,  2>;
@@ -120,23 +125,23 @@ using D256Few    = Config<T, 256, 256,  4,     1,     32,  2,     false, Registe
 
 // --- 8-bit inputs ---
 
-constexpr int FP8_PLACE_BYTES = 144;
+constexpr int FP8_CONTEXT_BYTES = 144;  // of a WarpContext with descales
 
 // clang-format off
 //                                  head_dim         m_    block         Q in                    CTAs
 //                                q,k   v    warps tiles  _k    stages  regs   registers         per SM
 template <DType T>
-using Fp8D64Pair   = Config<T,  64,  64,  4,     2,     64,  4,     false, Registers::Roles,  2, false, FP8_PLACE_BYTES>;
+using Fp8D64Pair   = Config<T,  64,  64,  4,     2,     64,  4,     false, Registers::Roles,  2, false, FP8_CONTEXT_BYTES>;
 template <DType T>
-using Fp8D64Few    = Config<T,  64,  64,  4,     1,     64,  4,     true,  Registers::Even,   2, false, FP8_PLACE_BYTES>;
+using Fp8D64Few    = Config<T,  64,  64,  4,     1,     64,  4,     true,  Registers::Even,   2, false, FP8_CONTEXT_BYTES>;
 template <DType T>
-using Fp8D128Large = Config<T, 128, 128,  8,     1,     64,  2,     false, Registers::Roles,  1, false, FP8_PLACE_BYTES>;
+using Fp8D128Large = Config<T, 128, 128,  8,     1,     64,  2,     false, Registers::Roles,  1, false, FP8_CONTEXT_BYTES>;
 template <DType T>
-using Fp8D128Few   = Config<T, 128, 128,  4,     1,     64,  4,     true,  Registers::Even,   1, false, FP8_PLACE_BYTES>;
+using Fp8D128Few   = Config<T, 128, 128,  4,     1,     64,  4,     true,  Registers::Even,   1, false, FP8_CONTEXT_BYTES>;
 template <DType T>
-using Fp8D192      = Config<T, 192, 128,  4,     1,     64,  2,     false, Registers::Even,   1, false, FP8_PLACE_BYTES>;
+using Fp8D192      = Config<T, 192, 128,  4,     1,     64,  2,     false, Registers::Even,   1, false, FP8_CONTEXT_BYTES>;
 template <DType T>
-using Fp8D256      = Config<T, 256, 256,  8,     1,     32,  2,     false, Registers::Roles,  1, false, FP8_PLACE_BYTES>;
+using Fp8D256      = Config<T, 256, 256,  8,     1,     32,  2,     false, Registers::Roles,  1, false, FP8_CONTEXT_BYTES>;
 // clang-format on
 
 }  // namespace archflash::blackwell_consumer

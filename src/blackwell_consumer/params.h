@@ -14,9 +14,9 @@ namespace archflash::blackwell_consumer {
 
 struct Params {
   AttentionParams attention;
-  int32_t tiles;  // row tiles of all heads: the CTAs share them out
+  int32_t tiles;  // row tiles of all heads, which the CTAs share out
   TensorMap q_map, k_map, v_map;
-  // Of 8-bit inputs, for which tanh_scale is always set.
+  // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap.
   Descales descales;
   DType out_dtype;  // F16 or BF16
 };

@@ -1,5 +1,6 @@
-// The moving parts of the blackwell_consumer kernel: the weights between the products of P V, and
-// the ring of K and V. Lane maps and products: common/mma_sync/tile.cuh.
+// The moving parts of the blackwell_consumer kernel: P V with the exponentials between its
+// products, the barriers, and the position in the rings of K and V. common/mma_sync/tile.cuh has
+// the lane maps and the products.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +12,15 @@
 
 namespace archflash::blackwell_consumer {
 
-// Two 16-bit ones or zeros for the keys `key` and `key` + 1 of this lane: V counts only before
-// `keys`.
+// A mask for a register with V of the keys `key` and `key` + 1, 16 bits each: the half of a key
+// from `keys` on is zeros, the half of an earlier key is ones.
 __device__ __forceinline__ uint32_t v_mask(int key, int keys) {
   return (key < keys ? 0x0000FFFFu : 0u) | (key + 1 < keys ? 0xFFFF0000u : 0u);
 }
 
-// O += P V for the 16 keys (32 of 8-bit V) from `key` on. RAGGED: rows of V from `keys` on belong
-// to another sequence and count as zeros, whatever they are.
+// O += P V for 16 keys, or 32 keys of 8-bit V, from `key` on. RAGGED: rows of V from `keys` on
+// belong to another sequence and count as zeros, whatever they hold. lane_key: this lane's first
+// key in a tile of 8 keys.
 template <class C, bool RAGGED>
 __device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
                                                   const uint32_t (&p_rmem)[C::M_TILES][4],
@@ -39,8 +41,9 @@ __device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
       });
 }
 
-// P = 2^(S * exp2_scale - base) and O += P V, 16 or 32 keys at a time: the exponentials of one
-// group lie between the products of another.
+// P = 2^(S * exp2_scale - base) and O += P V for a block, 16 or 32 keys at a time. The code of a
+// group of keys has no branch, so that the assembler can place its exponentials between the
+// products of another group.
 template <class C, bool RAGGED, class State>
 __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
                                                       const math::Scores<C>& s_rmem, State& state,
@@ -50,7 +53,8 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
   constexpr int GROUP = 16 * C::V_PACK;
 #pragma unroll
   for (int key = 0; key < C::BLOCK_K; key += GROUP) {
-    // Their P is 0; not where all of 8-bit V counts as zeros, which has weights all the same.
+    // Keys of another sequence have P = 0. In 8 bits a block whose descale of v is 0 comes here
+    // with keys = 0: its P counts in the row sums, so no group is skipped.
     if (RAGGED && !C::FP8 && key >= keys) return;
     uint32_t p_rmem[C::M_TILES][4];
 #pragma unroll
@@ -68,7 +72,18 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
   }
 }
 
-// The barriers, as addresses in shared memory.
+// The barriers, as addresses in shared memory. "Bytes": the producer arrives once and says how many
+// bytes TMA will bring; the phase ends when they have landed.
+//
+//   barrier                 arrives             waits      so that
+//   q_full                  producer, bytes     consumers  Q has landed before ldmatrix reads it
+//   q_empty                 each consumer warp  producer   output rows, which pass through Q's part
+//                                                          of shared memory, have left it before
+//                                                          TMA writes the next Q there
+//   k_full, v_full          producer, bytes     consumers  the block has landed before ldmatrix
+//     of each stage                                        reads it
+//   k_empty, v_empty        each consumer warp  producer   every warp has read the block before TMA
+//     of each stage                                        overwrites it
 template <class C>
 struct Barriers {
   uint32_t first_smem;
@@ -89,13 +104,13 @@ struct Barriers {
   }
 };
 
-// A position in the rings of K and V, which go round together: the number of blocks before it.
+// A position in the rings of K and V, which advance together: `count` blocks lie before it.
 template <class C>
 struct RingPosition {
   uint32_t count = 0;
 
   __device__ __forceinline__ uint32_t stage() const { return count % C::STAGES; }
-  // Of the phase in which the stage is filled.
+  // The parity of the phase of k_full and v_full in which the block lands in its stage.
   __device__ __forceinline__ uint32_t parity() const { return count / C::STAGES % 2; }
 };
 

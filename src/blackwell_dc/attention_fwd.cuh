@@ -1,16 +1,35 @@
 // Attention forward on tcgen05 and tensor memory, for compute capability 10.0 and 10.3: fp16, bf16
-// or e4m3 inputs, fp32 scores, sums and output accumulators. The CTAs, one for each SM, share out
-// row tiles (BLOCK_Q query rows of a head, the longest first) and visit the visible key blocks of
-// each from the last (ragged) one back to the first with an online softmax.
-//   warps 0-3, 4-7  softmax of tile 0, 1    S -> P in tensor memory, a thread for each row
-//   warps 8-11      correction              rescales O, at the end O -> rows in shared memory
-//   warp 12         mma                     S = Q K^T and O += P V, two steps in flight
-//   warp 13         store                   rows -> global memory
-//   warp 14         load                    Q, K, V -> shared memory
-//   warp 15         clean                   zeros in V after a packed sequence's end
-// For long sequences two CTAs multiply together (pair_pipeline.cuh). Roles: load.cuh, products.cuh,
-// softmax.cuh, output.cuh. Their walk: walk.cuh. Barriers: pipeline.cuh. Tiles: config.cuh. Choice:
-// plan.cpp. Counts: NOTES.md.
+// or e4m3 inputs, fp32 scores, sums and output accumulators.
+//
+// The CTAs, one for each SM, share out row tiles (BLOCK_Q query rows of a head, the longest first).
+// For each of them a CTA visits the visible blocks of keys from the last one, which may be ragged,
+// back to the first, with an online softmax. A CTA has one or two tiles of 128 rows in flight, so
+// that the softmax of one step runs under the products of another.
+//
+// clang-format off
+//   role        warps       code          work
+//   load        14          load.cuh      Q, K, V -> shared memory, by TMA
+//   clean       15          load.cuh      zeros in V behind the end of a packed sequence
+//   mma         12          products.cuh  S = Q K^T and O += P V: shared -> tensor memory
+//   softmax     0-3, 4-7    softmax.cuh   S -> P of tile 0, 1 in tensor memory, a thread per row
+//   correction  8-11        output.cuh    rescales O; at the end O -> output rows in shared memory
+//   store       13          output.cuh    output rows -> global memory, by TMA
+//
+//   what is handed over           from -> to              barriers: ready / free again
+//   Q                             load -> mma             q_full / q_empty
+//   K, V                          load -> mma             kv_full / kv_empty
+//   V of a sequence's end         load -> clean -> mma    v_ragged, v_clean / kv_empty
+//   S                             mma -> softmax          s_ready / p_ready
+//   P                             softmax -> mma          p_ready, p_last / the order of products
+//   factors; sums and bases       softmax -> correction   stats_full / stats_empty
+//   O                             mma -> correction       o_ready / p_ready
+//   output rows                   correction -> store     o_staged / o_free
+// clang-format on
+//
+// All roles walk over the same tiles and blocks (walk.cuh). pipeline.cuh lists the barriers and the
+// hazards that they close, pair_pipeline.cuh what changes where two CTAs multiply together, for
+// long sequences. The tiles and the memory plan are in config.cuh, the choice among the kernels in
+// plan.cpp, budgets and counts in NOTES.md.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +52,9 @@ namespace archflash::blackwell_dc {
 
 template <class C>
 __device__ __forceinline__ void attention_fwd(const Params& params) {
-  extern __shared__ __align__(1024) unsigned char shared[];  // where a swizzle pattern starts
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  // Opaque to the compiler, which otherwise computes the address anew at each use.
   const uint32_t shared_smem =
       ptx::mov_b32_volatile(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   static_assert(C::QTile::ALIGNMENT <= 1024);
@@ -44,14 +65,15 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   if (threadIdx.x == 0) {
     Barriers<C>{shared_smem + C::BARRIER_SMEM}.init();
     ptx::prefetch_tensormap(params.q_map);
-    if (params.attention.nk > 0) {  // else they have no maps
+    if (params.attention.nk > 0) {  // plan.cpp makes no maps of an empty k and v
       ptx::prefetch_tensormap(params.k_map);
       ptx::prefetch_tensormap(params.v_map);
     }
     ptx::prefetch_tensormap(params.out_map);
   }
-  sync_threads<C>();  // barriers and tensor memory are ready before anyone uses them
-  // All columns are this CTA's: the roles count them from 0.
+  // Barriers are initialised and tensor memory is allocated before any warp uses them, also those
+  // of the other CTA of a pair. All columns of tensor memory are this CTA's.
+  sync_threads<C>();
 
   constexpr Registers REGISTERS = C::REGISTERS;
   constexpr bool MOVE = C::SWITCHES.move_registers;
@@ -74,7 +96,8 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       mma<C>(params, shared_smem, *reinterpret_cast<uint32_t*>(shared + C::TMEM_ADDRESS_SMEM));
     }
   }
-  // Nobody uses tensor memory any more. Each role has fenced its last use before it handed over.
+  // All warps are done with tensor memory before it is freed, and with the other CTA's shared
+  // memory before that CTA ends. Each role has fenced its last use of tensor memory.
   sync_threads<C>();
   if (warp == C::MMA_WARP) {
     ptx::tcgen05_fence_after_thread_sync();
@@ -84,8 +107,8 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 
 }  // namespace archflash::blackwell_dc
 
-// One entry point: its name is what plan.cpp asks for. The one parameter stays in constant memory,
-// where the copy engine reads the tensor maps.
+// An entry point, under the name that plan.cpp asks for. __grid_constant__ keeps the parameter in
+// constant memory, where TMA reads the tensor maps.
 #define ARCHFLASH_BLACKWELL_DC_KERNEL(NAME, CONFIG)                          \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)           \
       NAME(const __grid_constant__ archflash::blackwell_dc::Params params) { \

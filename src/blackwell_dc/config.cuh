@@ -1,5 +1,5 @@
-// The tiles of each blackwell_dc kernel: compile-time numbers only, read by the kernel and by
-// plan.cpp (plain C++).
+// The tiles of each blackwell_dc kernel: compile-time numbers only, which the kernel and plan.cpp
+// (plain C++) read.
 #pragma once
 
 #include <cstdint>
@@ -9,46 +9,57 @@
 
 namespace archflash::blackwell_dc {
 
-// What can be switched off, to measure what it is worth (bench/switches). How many CTAs share the
-// tiles is plan.cpp's.
+// Mechanisms that can be switched off, to measure what each is worth (bench/switches). How many
+// CTAs share out the tiles is not a switch of the kernel: plan.cpp decides it.
 struct Switches {
-  // Of each 16 pairs of scores, how many get their exponentials from a polynomial on the FMA units
-  // instead of the MUFU.
+  // How many of every 16 pairs of scores get their exponentials from a polynomial on the FMA units.
+  // The MUFU computes the others.
   int polynomial_pairs = 0;
-  bool lazy_rescale = true;    // O follows a base that has risen by more than 2^8; else every block
-  bool split_p = true;         // P is handed over in 3/4 + 1/4; else at once
-  bool move_registers = true;  // setmaxnreg; else every warp has 128
-  bool precomputed_descriptors = true;  // steps are added to descriptors; else each is made anew
-  bool tma_store = true;                // else the epilogue warp copies rows
-  bool trust_issue_order = true;  // S follows O that reads P there; else it waits for that O's end
-  bool longest_first = true;      // the last row tiles of causal calls first; else the first
+  // A base follows its row's maximum, and correction rescales O, only where that is needed
+  // (RowWeights). Off: bases follow every rise, and O is rescaled in every block.
+  bool lazy_rescale = true;
+  // P is handed over to mma in two parts, 3/4 and 1/4 of the keys. Off: all of P at once.
+  bool split_p = true;
+  // setmaxnreg gives the warps of each role their REGISTERS. Off: every thread has 128.
+  bool move_registers = true;
+  // A product's descriptor is a sum of constants and the tile's address. Off: it is encoded anew.
+  bool precomputed_descriptors = true;
+  // TMA stores the output rows. Off: the store warp copies them, 16 bytes a lane.
+  bool tma_store = true;
+  // mma starts the S that overwrites P directly behind the product that reads that P. Off: it first
+  // waits until that product is done.
+  bool trust_issue_order = true;
+  // A causal call begins with its last row tiles, which see the most keys. Off: with its first.
+  bool longest_first = true;
 };
 
-// Registers of a thread of each role.
+// How many registers a thread of each role has.
 struct Registers {
   int softmax, correction, other;
 };
 
-// A CTA owns TILES tiles of 128 query rows of one head at a time and walks over the keys, BLOCK_K
-// at a time. HEAD_DIM bounds d, HEAD_DIM_V bounds dv. V_STAGES 0: K and V share one ring of
-// K_STAGES. CTAS 2: the tiles t of two CTAs are the rows of one product, for which each has half of
-// K's rows and half of V's columns (pair_pipeline.cuh).
+// The numbers of one kernel. A CTA owns TILES tiles of 128 query rows of one head at a time and
+// walks over their keys, BLOCK_K at a time. HEAD_DIM is the largest d, HEAD_DIM_V the largest dv.
+// If V_STAGES is 0, K and V share one ring of K_STAGES. If CTAS is 2, two CTAs work as a pair: tile
+// t of both CTAs is multiplied by one product, for which each CTA holds half of K's rows and half
+// of V's columns (pair_pipeline.cuh).
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int TILES_, int BLOCK_K_, int K_STAGES_,
           int V_STAGES_, bool O_OVER_Q_, Registers REGISTERS_, Switches SWITCHES_, int CTAS_ = 1>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
   static constexpr int PACK = FP8 ? 2 : 1;         // elements in 16 bits
-  static constexpr int PRODUCT_DEPTH = 16 * PACK;  // what one product sums over
-  static constexpr int P_PER_COLUMN = 2 * PACK;    // elements in a column of tensor memory
+  static constexpr int PRODUCT_DEPTH = 16 * PACK;  // columns of Q and K, or keys, in one product
+  static constexpr int P_PER_COLUMN = 2 * PACK;    // keys in a 32-bit column of tensor memory
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int TILES = TILES_;
-  static constexpr int TILE_ROWS = 128;  // the lanes of tensor memory
+  static constexpr int TILE_ROWS = 128;  // one for each lane of tensor memory
   static constexpr int CTAS = CTAS_;
   static constexpr int CTA_ROWS = TILES * TILE_ROWS;
   static constexpr int BLOCK_Q = CTAS * CTA_ROWS;
-  static constexpr bool CAN_SPLIT = TILES == 1 && !FP8;  // the keys of a tile, over several CTAs
+  // Whether the keys of a tile can be split into shares for several CTAs.
+  static constexpr bool CAN_SPLIT = TILES == 1 && !FP8;
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr bool SHARED_RING = V_STAGES_ == 0;
   static constexpr int K_STAGES = K_STAGES_;
@@ -58,10 +69,11 @@ struct Config {
   static constexpr Registers REGISTERS = REGISTERS_;
   static constexpr Switches SWITCHES = SWITCHES_;
 
-  // Warps of each role; setmaxnreg is for groups of four.
+  // The warps of each role. setmaxnreg wants the same number of registers in all four warps of a
+  // warpgroup.
   static constexpr int WARPS = 16;
   static constexpr int THREADS = 32 * WARPS;
-  static constexpr int SOFTMAX_WARPS = 4;  // of each tile, from warp 0 on
+  static constexpr int SOFTMAX_WARPS = 4;  // for each tile, from warp 0 on
   static constexpr int CORRECTION_WARP = 8;
   static constexpr int CORRECTION_WARPS = 4;
   static constexpr int MMA_WARP = 12;
@@ -69,42 +81,48 @@ struct Config {
   static constexpr int LOAD_WARP = 14;
   static constexpr int CLEAN_WARP = 15;
 
-  // In units of 16 bits.
+  // Tiles in shared memory. Their columns count units of 16 bits.
   using QTile = math::SlabTile<HEAD_DIM / PACK, TILE_ROWS>;
   using KTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_K / CTAS>;
   using VTile = math::SlabTile<HEAD_DIM_V / CTAS / PACK, BLOCK_K>;
   using OTile = math::SlabTile<HEAD_DIM_V, TILE_ROWS>;
 
-  // Shared memory, in bytes: Q | K and V | O unless it lies over Q | row statistics | barriers.
+  // Shared memory, in bytes: Q | K and V | O, unless O_OVER_Q | row statistics | barriers | the
+  // address of tensor memory.
   static constexpr int Q_SMEM = 0;
   static constexpr int RING_SMEM = Q_SMEM + TILES * QTile::BYTES;
   static constexpr int K_SLOT_BYTES =
       SHARED_RING && VTile::BYTES > KTile::BYTES ? VTile::BYTES : KTile::BYTES;
   static constexpr int RING_BYTES = K_STAGES * K_SLOT_BYTES + V_STAGES * VTile::BYTES;
   static constexpr int O_SMEM = O_OVER_Q ? Q_SMEM : RING_SMEM + RING_BYTES;
-  static constexpr int O_STRIDE = O_OVER_Q ? QTile::BYTES : OTile::BYTES;  // from tile to tile
+  static constexpr int O_STRIDE = O_OVER_Q ? QTile::BYTES : OTile::BYTES;  // to the next tile
   static constexpr int STATS_SMEM = RING_SMEM + RING_BYTES + (O_OVER_Q ? 0 : TILES * OTile::BYTES);
-  static constexpr int STATS_BYTES = 2 * 4 * TILE_ROWS;  // of a tile: two floats for each row
+  static constexpr int STATS_BYTES = 2 * 4 * TILE_ROWS;  // for each tile: two floats a row
   static constexpr int BARRIER_SMEM = STATS_SMEM + TILES * STATS_BYTES;
   static constexpr int S_BUFFERS = 2;
   static constexpr int BARRIERS = 7 * TILES + 3 * S_BUFFERS + 4 * SLOTS;
   static constexpr int TMEM_ADDRESS_SMEM = BARRIER_SMEM + 8 * BARRIERS;
   static constexpr int SHARED_BYTES = (TMEM_ADDRESS_SMEM + 4 + 15) / 16 * 16;
 
-  // Tensor memory, in columns: two buffers of S, P packed over the last columns of its S, then O.
+  // Tensor memory, in columns: two buffers of S, then the O of each tile. P is packed and
+  // overwrites the last columns of its S, from P_COLUMN of the buffer on.
   static constexpr int S_COLUMNS = BLOCK_K;
-  static constexpr int P_COLUMN = BLOCK_K - BLOCK_K / P_PER_COLUMN;  // in its S
+  static constexpr int P_COLUMN = BLOCK_K - BLOCK_K / P_PER_COLUMN;
   static constexpr int O_COLUMN = 256;
 
   static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16 || DTYPE == DType::E4M3,
-                "kind::f16 and kind::f8f6f4");
-  static_assert(!FP8 || BLOCK_K % SCALE_ROWS == 0, "keys share descales in parts of a block");
-  static_assert(BLOCK_K / PRODUCT_DEPTH % 4 == 0 || !SWITCHES.split_p, "P is handed over in 3/4");
+                "tcgen05.mma: kind::f16 and kind::f8f6f4");
+  static_assert(!FP8 || BLOCK_K % SCALE_ROWS == 0,
+                "a block is whole groups of keys with a descale");
+  static_assert(BLOCK_K / PRODUCT_DEPTH % 4 == 0 || !SWITCHES.split_p,
+                "3/4 of P must be whole products");
   static_assert(TILES == 1 || TILES == 2, "one or two softmax warpgroups");
-  static_assert(CTAS == 1 || (CTAS == 2 && TILES == 2), "a CTA, or a pair of them");
-  static_assert(TILES == 2 || !SHARED_RING, "one tile multiplies the next K before this V");
-  static_assert(CTAS == 1 || !FP8, "pairs multiply 16-bit numbers");
-  static_assert(BLOCK_K == 128 || BLOCK_K == 64, "quarters of whole k-steps; row masks of 32 bits");
+  static_assert(CTAS == 1 || (CTAS == 2 && TILES == 2), "one CTA, or a pair of CTAs of two tiles");
+  static_assert(TILES == 2 || !SHARED_RING,
+                "with one tile the next K is multiplied before this V: the rings must be separate");
+  static_assert(CTAS == 1 || !FP8, "multiply() has no 8-bit product of a pair");
+  static_assert(BLOCK_K == 128 || BLOCK_K == 64,
+                "a quarter is whole products, and its mask fits 32 bits");
   static_assert(S_BUFFERS * S_COLUMNS <= O_COLUMN && O_COLUMN + TILES * HEAD_DIM_V <= 512,
                 "tensor memory has 512 columns");
   static_assert(!O_OVER_Q || OTile::BYTES <= QTile::BYTES, "O is staged where Q was");
@@ -117,9 +135,9 @@ struct Config {
 
 // clang-format off
 constexpr Registers MORE_SOFTMAX{192, 80, 48};
-constexpr Registers ONE_SOFTMAX{184, 88, 56};  // one tile: less for its four warps of softmax
-// Exponentials by polynomial: as many as the MUFU is behind the tensor cores, or the issue slots
-// (NOTES.md).
+constexpr Registers ONE_SOFTMAX{184, 88, 56};  // for one tile, which has one softmax warpgroup
+// As many exponentials come from the polynomial as the MUFU would be behind the tensor cores,
+// unless the issue slots run out first (NOTES.md).
 constexpr Switches NONE{};
 constexpr Switches EIGHTH{.polynomial_pairs = 2};
 constexpr Switches QUARTER{.polynomial_pairs = 4};
@@ -137,12 +155,12 @@ template <DType T>
 using D192 = Config<T, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, NONE>;
 template <DType T>
 using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  ONE_SOFTMAX, NONE>;
-// Long sequences: tiles of 2 x 256 rows, half a tile of K or V in each stage.
+// Pairs of CTAs, for long sequences: tiles of 2 x 256 rows, half a block of K or V in each stage.
 template <DType T>
 using D128Pair = Config<T, 128, 128, 2, 128, 6, 0, false, MORE_SOFTMAX, EIGHTH, 2>;
 template <DType T>
 using D192Pair = Config<T, 192, 128, 2, 128, 4, 2, true, MORE_SOFTMAX, NONE, 2>;
-// For few query rows: one tile, as much of K and V under way as there is room for.
+// For few query rows: one tile, and as many stages of K and V as there is room for.
 template <DType T>
 using D64Few  = Config<T,  64,  64,  1,    128,  6,  6,  false, ONE_SOFTMAX, FIVE_16THS>;
 template <DType T>
@@ -168,7 +186,7 @@ template <DType T>
 using Fp8D256 = Config<T, 256, 256,  1,    128,  2,  2,  false, MORE_SOFTMAX, EIGHTH>;
 // clang-format on
 
-// The sums that NOTES.md shows.
+// The sums of shared memory that NOTES.md shows: Q, K and V, O, in KiB.
 constexpr int KIB = 1024;
 static_assert(D64<DType::BF16>::STATS_SMEM == (32 + 8 * 16 + 32) * KIB);
 static_assert(D96<DType::BF16>::STATS_SMEM == (48 + 5 * 24 + 48) * KIB);

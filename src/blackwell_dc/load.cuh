@@ -1,5 +1,6 @@
-// What comes in: load, one warp, brings Q, K and V; clean, one warp, mends the V that ends a packed
-// sequence. What they hand over and when: the table in pipeline.cuh.
+// The roles that bring the inputs into shared memory: load, one warp, starts the copies of Q, K and
+// V; clean, one warp, clears what a packed sequence's last V has of the next sequence. The table in
+// pipeline.cuh says what they wait for and hand over.
 #pragma once
 
 #include <cstdint>
@@ -27,19 +28,22 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
   const Barriers<C> barriers{uniform(shared_smem + C::BARRIER_SMEM)};
   const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
   const uint32_t ring_smem = uniform(shared_smem + C::RING_SMEM);
+  // The same reference, but its address is in a uniform register.
   const auto hold = [](const TensorMap& map) {
     return reinterpret_cast<const TensorMap*>(uniform(reinterpret_cast<uint64_t>(&map)));
   };
   const TensorMap &k_map = *hold(params.k_map), &v_map = *hold(params.v_map);
   const int rank = rank_in_pair<C>();
-  const bool leader = ptx::elect_sync();  // it issues; the whole warp waits and counts
+  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
   Ring<C> ring = Ring<C>::of_writer();
-  uint32_t q_parity = 1;  // nothing is in Q's part yet
+  uint32_t q_parity = 1;  // the first wait ends at once: nothing is in Q's part yet
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
-    if (count_blocks<C>(blocks) == 0) {  // no Q; but its part holds this tile's output rows
+    if (count_blocks<C>(blocks) == 0) {
+      // A tile without keys needs no Q and has no products. O_OVER_Q: store arrives at q_empty for
+      // this tile's output rows all the same, so load makes the arrival that mma does not make.
       for (int t = 0; t < C::TILES && C::O_OVER_Q; ++t) {
         ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
         arrive_as_warp(barriers.q_empty(t));
@@ -50,7 +54,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
-    // Kept in registers: not made anew for every block.
+    // Opaque to the compiler, which would otherwise compute the coordinates anew for every block.
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
     const int k_head = ptx::mov_b32_volatile(attention.k_head == 0 ? 0 : kv_head);
     const int k_batch = ptx::mov_b32_volatile(attention.k_batch == 0 ? 0 : batch);
@@ -58,7 +62,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     const int v_batch = ptx::mov_b32_volatile(attention.v_batch == 0 ? 0 : batch);
     const auto load_k = [&](int row) {
       const Slot slot = ring.next_k();
-      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // K's
+      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // the slot is free
       if (leader) {
         start_part<C, typename C::KTile>(ring_smem + ring.offset(slot.index), k_map, 0,
                                          row + rank * C::KTile::ROWS, k_head, k_batch,
@@ -101,18 +105,19 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     }
     q_parity ^= 1;
   }
-  // The last commits arrive in shared memory: it is there until they have.
+  // mma's last commits arrive at barriers in shared memory: load stays, and the CTA's shared memory
+  // with it, until all of them have.
   for (int t = 0; t < C::TILES; ++t) ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
 #pragma unroll 1
   for (int i = 0; i < C::SLOTS; ++i) {
     const Slot slot = C::SHARED_RING || i < C::K_STAGES ? ring.next_k() : ring.next_v();
-    ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // the last ones
+    ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // the last commit
   }
 }
 
-// --- clean, one warp: zeros to the rows of V that are another sequence's ---
+// --- clean, one warp: zeros in the rows of V that are another sequence's ---
 
-// Their P is 0, and 0 * NaN would be NaN.
+// These rows have P = 0, but 0 * NaN would be NaN. Without cu_seqlens there are no such rows.
 template <class C>
 __device__ __forceinline__ void clean(const Params& params, unsigned char* shared,
                                       uint32_t shared_smem) {
@@ -121,7 +126,7 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
   Ring<C> ring;
-  uint32_t parities = 0;  // of each slot's next ragged block
+  uint32_t parities = 0;  // bit i: the parity of v_ragged for slot i's next ragged block
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const Tile work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
@@ -131,14 +136,14 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
       const Slot slot = ring.next_v();
       if (block != blocks.last || !is_ragged<C>(params.attention, work, blocks)) continue;
       ptx::mbarrier_wait_parity(barriers.v_ragged(slot.index), parities >> slot.index & 1);
-      const int first = (work.nk - block) * VTile::ROW_BYTES;  // of a slab: rows stay in order
+      const int first = (work.nk - block) * VTile::ROW_BYTES;  // bytes of a slab to keep
       for (int slab = 0; slab < VTile::SLABS; ++slab) {
         unsigned char* slab_smem =
             shared + C::RING_SMEM + ring.offset(slot.index) + slab * VTile::SLAB_BYTES;
         for (int byte = first + threadIdx.x % 32 * 16; byte < VTile::SLAB_BYTES; byte += 32 * 16)
           *reinterpret_cast<uint4*>(slab_smem + byte) = uint4{};
       }
-      ptx::fence_proxy_async_shared();  // the tensor cores read what was stored
+      ptx::fence_proxy_async_shared();  // the stores come before the tensor cores' reads
       arrive_at_mma_with_stores_as_warp<C>(of_mma.v_clean(slot.index));
       parities ^= 1u << slot.index;
     }

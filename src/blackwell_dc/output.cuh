@@ -1,5 +1,6 @@
-// What goes out: correction, four warps, keeps O in step with the bases and makes output rows of
-// it; store, one warp, writes them. What they wait for and hand over: the table in pipeline.cuh.
+// The roles that make the output: correction, four warps, rescales O when bases rise and at the end
+// turns O into output rows; store, one warp, writes the rows. The table in pipeline.cuh says what
+// they wait for and hand over.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,7 @@
 
 namespace archflash::blackwell_dc {
 
-// --- correction, four warps: O follows the bases; at the end it becomes output rows ---
+// --- correction, four warps: O *= factor when bases rise; at the end O -> output rows ---
 
 template <class C>
 __device__ __forceinline__ void rescale(uint32_t o_tmem, float factor) {
@@ -46,7 +47,8 @@ __device__ __forceinline__ void rescale(uint32_t o_tmem, float factor) {
   ptx::tcgen05_fence_before_thread_sync();
 }
 
-// One row of O, or zeros where no product was made, to its place in the tile of output rows.
+// Writes one output row, O * factor, to a tile of rows in shared memory. any: O has a product; else
+// the row is zeros.
 template <class C>
 __device__ __forceinline__ void stage_row(uint32_t o_tmem, bool any, float factor, DType out_dtype,
                                           unsigned char* tile_smem, int row) {
@@ -77,7 +79,7 @@ __device__ __forceinline__ void stage_row(uint32_t o_tmem, bool any, float facto
   }
 }
 
-// One row of O as it is, unless it lies beyond the sequence's end: columns 0.
+// Writes one row of O as it is to the workspace, `columns` columns of it (0: nothing).
 template <class C>
 __device__ __forceinline__ void write_partial_row(uint32_t o_tmem, float* row_gmem, int columns) {
 #pragma unroll
@@ -104,9 +106,11 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
   const int row_of_tile = threadIdx.x % C::TILE_ROWS;
   const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
   const float* stats = reinterpret_cast<const float*>(shared + C::STATS_SMEM) + row_of_tile;
-  constexpr int STATS = C::STATS_BYTES / 4;  // floats from tile to tile
-  // Counted from the CTA's start: messages of each tile, products of each tile, steps, tiles.
-  uint32_t message = 0, product = 0, first_step = 0, tile_parity = 1;
+  constexpr int STATS = C::STATS_BYTES / 4;  // floats from one tile's statistics to the next's
+  // Counted from the CTA's start, for each of its tiles: messages from softmax, blocks multiplied.
+  uint32_t message = 0, product = 0;
+  uint32_t first_step = 0;   // steps (products.cuh) before this row tile
+  uint32_t tile_parity = 1;  // of the phase of q_empty and o_free that ends the previous row tile
 
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
     const Tile work = find_tile<C>(params, index);
@@ -117,7 +121,8 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
     for (int block = 0; block < count; ++block) {
 #pragma unroll
       for (int t = 0; t < C::TILES; ++t) {
-        if (block > 0) {  // the first product overwrites O, which this warp has read
+        // The first block's products overwrite O, which this warp has read: nothing to rescale.
+        if (block > 0) {
           // mutants: product-was-made
           ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
           const float factor = stats[t * STATS];
@@ -161,9 +166,12 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
       if (count > 0) {
         ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + count - 1) & 1);
         ptx::tcgen05_fence_after_thread_sync();
-      } else if (C::O_OVER_Q) {  // no product says that store's next arrival there is this tile's
+      } else if (C::O_OVER_Q) {
+        // Without a product to wait for, q_empty's phase of the previous row tile must be over, so
+        // that store's next arrival counts for this one.
         ptx::mbarrier_wait_parity(barriers.q_empty(t), tile_parity);
       }
+      // store has written out the rows that lay here.
       ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
       const uint32_t o_tmem = lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V;
       if (splits_keys<C>(params)) {
@@ -174,8 +182,8 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
         stage_row<C>(o_tmem, count > 0, end.factor, params.out_dtype,
                      shared + C::O_SMEM + t * C::O_STRIDE, row_of_tile);
       }
-      ptx::tcgen05_fence_before_thread_sync();  // O is read before the next tile's p_ready
-      ptx::fence_proxy_async_shared();          // the copy engine reads what was stored
+      ptx::tcgen05_fence_before_thread_sync();  // the reads of O come before the next p_ready
+      ptx::fence_proxy_async_shared();          // the stores of the rows come before TMA's reads
       arrive_as_warp(barriers.o_staged(t));
       if (!splits_keys<C>(params) && attention.lse_gmem != nullptr && row < work.nq)
         attention.lse_gmem[lse_row + row] = end.lse;
@@ -189,7 +197,8 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
 
 // --- store, one warp: output rows -> global memory ---
 
-// Where the tile ends inside a packed tensor, a box would write the next sequence's rows.
+// Copies `rows` rows, 16 bytes a lane. It is for a tile that ends inside a packed tensor, where
+// TMA's box would write the next sequence's rows as well.
 template <class C>
 __device__ __forceinline__ void copy_rows(const unsigned char* tile_smem, uint16_t* out_gmem,
                                           int64_t row_stride, int rows, int columns) {
@@ -200,7 +209,8 @@ __device__ __forceinline__ void copy_rows(const unsigned char* tile_smem, uint16
     const uint4 x = *reinterpret_cast<const uint4*>(tile_smem + C::OTile::offset(row, chunk));
     ptx::st_global_v4_b32(out_gmem + row * row_stride + chunk * 8, x.x, x.y, x.z, x.w);
   }
-  if (C::O_OVER_Q) ptx::fence_proxy_async_shared();  // Q comes there next, by the copy engine
+  // The reads of the rows come before TMA writes the next Q there.
+  if (C::O_OVER_Q) ptx::fence_proxy_async_shared();
 }
 
 template <class C>
@@ -211,7 +221,8 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   uint32_t tile_parity = 0;
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    if (rank_in_pair<C>() == 0 && !splits_keys<C>(params)) {  // else the combining kernel does it
+    // With split keys the combining kernel writes these rows.
+    if (rank_in_pair<C>() == 0 && !splits_keys<C>(params)) {
       math::write_rows_of_no_sequence<C::BLOCK_Q>(attention, static_cast<int>(index.value()),
                                                   threadIdx.x % 32, 32);
     }
@@ -225,7 +236,7 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.o_staged(t), tile_parity);
       const int first_row = q_start + work.first_row + t * C::TILE_ROWS;
-      // Shares of the keys have left their rows in the workspace.
+      // With split keys correction has written the rows to the workspace.
       const int rows = splits_keys<C>(params) ? 0 : work.nq - work.first_row - t * C::TILE_ROWS;
       const int offset = C::O_SMEM + t * C::O_STRIDE;
       const bool whole = attention.cu_seqlens_q_gmem == nullptr || rows >= C::TILE_ROWS;
@@ -238,7 +249,7 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
                                                shared_smem + offset + slab * OTile::SLAB_BYTES);
           }
           ptx::cp_async_bulk_commit_group();
-          ptx::cp_async_bulk_wait_group_read_0();
+          ptx::cp_async_bulk_wait_group_read_0();  // TMA has read the rows
         }
       } else if (rows > 0) {
         uint16_t* out_gmem = static_cast<uint16_t*>(attention.out_gmem) +

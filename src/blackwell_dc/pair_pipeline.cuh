@@ -1,4 +1,5 @@
-// How the two CTAs of a pair hand over (Config::CTAS == 2), and what a CTA alone does in its place.
+// How the two CTAs of a pair hand over their data (Config::CTAS == 2). Each function here also has
+// the form for a CTA that works alone.
 #pragma once
 
 #include <cstdint>
@@ -16,38 +17,42 @@
 
 namespace archflash::blackwell_dc {
 
-// The mma warp of the first CTA alone starts products, of 256 rows: those of tile t of both CTAs,
-// the first one's first. Each CTA loads its own Q, half of the rows of K (S has a column for each,
-// in both CTAs) and half of the columns of V (O likewise), and works on S, P and O of its own rows
-// in its own tensor memory. Each has all barriers of pipeline.cuh; between CTAs:
+// Only the mma warp of the first CTA starts products. A product has 256 rows: tile t of the first
+// CTA, then tile t of the second. Each CTA loads its own Q, half of the rows of K (S has a column
+// for each row of K, in both CTAs) and half of the columns of V (O has all columns, in both CTAs),
+// and works on S, P and O of its own rows in its own tensor memory. Each CTA has all barriers of
+// pipeline.cuh. Between the CTAs they are used so:
 //
-//   barrier          of          arrives                   so that
-//   q_full t         the first   the first one's load,     Q of both has landed
-//                                bytes of both
-//   kv_full slot     the first   likewise                  both halves of K or V have landed. Note:
-//                                                          bytes may land before the arrival that
-//                                                          says how many are to come, which the
-//                                                          phase waits for all the same
-//   v_ragged slot    each        its load, bytes           its half of a ragged V has landed
-//   v_clean slot     the first   clean of both             rows of another sequence are zeros in
-//                                                          both halves
-//   p_ready b,       the first   softmax and correction    S is read, P written and O rescaled in
-//   p_last b                     of both                   both
-//   s_ready b,       each        commit to both            its rows of S and of O are complete
+//   barrier          of which CTA  arrives                so that
+//   q_full t         the first     the first one's load,  Q of both CTAs has landed
+//                                  bytes of both
+//   kv_full slot     the first     the first one's load,  both halves of K or V have landed
+//                                  bytes of both
+//   v_ragged slot    each          its load, bytes        its half of a ragged V has landed
+//   v_clean slot     the first     clean of both          the rows of another sequence are zeros in
+//                                                         both halves
+//   p_ready b,       the first     softmax and            both CTAs have read S, written P and
+//   p_last b                       correction of both     rescaled O
+//   s_ready b,       each          commit to both         its rows of S, or of O, are complete
 //   o_ready t
-//   kv_empty slot,   each        commit to both            no product reads its half of K or V, or
-//   q_empty t                                              its Q, when TMA writes there again
-//   the cluster's    both        all threads               first: barriers and tensor memory are
-//                                                          there before the other CTA uses them;
-//                                                          last: shared memory stays while the
-//                                                          other arrives there, tensor memory while
-//                                                          products write it
+//   kv_empty slot,   each          commit to both         all products have read its half of K or
+//   V, q_empty t                                             or its Q, before TMA writes there
+//   again barrier.cluster  both          all threads            at the start: barriers and tensor
+//   memory
+//                                                         are ready before the other CTA uses them;
+//                                                         at the end: shared memory stays while the
+//                                                         other CTA arrives there, tensor memory
+//                                                         while products write it
 //
-// Arrivals and waits order what their CTA does, as in CUTLASS's kernels: what they hand over is
-// tensor memory, which has fences of its own, and bytes that TMA counts. Only v_clean hands over
-// what threads have stored, to products that the other CTA starts.
+// Note: the second CTA's bytes may land before the first CTA's load has said how many are to come.
+// The phase ends only when both have happened.
+//
+// Arrivals at the other CTA's barriers, and waits, order only what their own CTA does, as in
+// CUTLASS's kernels. That is enough for tensor memory, which has fences of its own, and for bytes
+// that TMA counts. v_clean alone hands over what threads have stored to products that the other CTA
+// starts: its arrivals and waits have the scope of the cluster.
 
-// The barriers at which mma waits: whichever CTA of the pair arrives there.
+// The barriers at which mma waits: the first CTA's, in the address space of the cluster.
 template <class C>
 __device__ __forceinline__ Barriers<C> barriers_of_mma(const Barriers<C>& own) {
   if constexpr (C::CTAS == 1) {
@@ -65,7 +70,7 @@ __device__ __forceinline__ void arrive_at_mma_as_warp(uint32_t barrier_smem) {
     if (ptx::elect_sync()) ptx::mbarrier_arrive_shared_cluster(barrier_smem);
   }
 }
-// The same, and the wait for it, where the products read what the warp has stored.
+// The arrival for products that read what the warp's threads have stored, and mma's wait for it.
 template <class C>
 __device__ __forceinline__ void arrive_at_mma_with_stores_as_warp(uint32_t barrier_smem) {
   if constexpr (C::CTAS == 1) {
@@ -84,7 +89,7 @@ __device__ __forceinline__ void wait_for_stores(uint32_t barrier_smem, uint32_t 
   }
 }
 
-// That all threads of the pair are here.
+// Waits until all threads of the CTA, or of the pair, are here.
 template <class C>
 __device__ __forceinline__ void sync_threads() {
   if constexpr (C::CTAS == 1) {
@@ -95,7 +100,7 @@ __device__ __forceinline__ void sync_threads() {
   }
 }
 
-// All of tensor memory, by one warp of each CTA.
+// Allocates and frees all of the CTA's tensor memory. Called by one warp of each CTA.
 template <class C>
 __device__ __forceinline__ void allocate_tensor_memory(uint32_t address_smem) {
   if constexpr (C::CTAS == 1) {
@@ -115,8 +120,8 @@ __device__ __forceinline__ void free_tensor_memory() {
   }
 }
 
-// Starts one product of PRODUCT_DEPTH columns of A, which is in shared memory (a descriptor) or in
-// tensor memory (an address).
+// Starts one product, D = A B or D += A B, that sums over PRODUCT_DEPTH. `a` is a descriptor if A
+// is in shared memory, or an address if it is in tensor memory.
 template <class C, typename A>
 __device__ __forceinline__ void multiply(uint32_t d_tmem, A a, uint64_t b_descriptor,
                                          uint32_t instruction, bool accumulate) {
@@ -128,7 +133,7 @@ __device__ __forceinline__ void multiply(uint32_t d_tmem, A a, uint64_t b_descri
     ptx::tcgen05_pair_mma_f16(d_tmem, a, b_descriptor, instruction, accumulate);
   }
 }
-// An arrival in every CTA once all products so far are done.
+// Arrives at a barrier of each CTA once all products that were started so far are done.
 template <class C>
 __device__ __forceinline__ void commit(uint32_t barrier_smem) {
   if constexpr (C::CTAS == 1) {
@@ -138,8 +143,9 @@ __device__ __forceinline__ void commit(uint32_t barrier_smem) {
   }
 }
 
-// Starts the copy of this CTA's part of a tile. The bytes of all parts go to the first CTA's
-// barrier, barrier_of_mma_smem; there barrier_smem is the same one, and says how many will come.
+// Starts the copy of this CTA's part of a tile. The bytes of both CTAs' parts count at the first
+// CTA's barrier: barrier_of_mma_smem names it in the cluster, and in the first CTA barrier_smem
+// names it too. There the first CTA says how many bytes will come in all.
 template <class C, class Tile>
 __device__ __forceinline__ void start_part(uint32_t tile_smem, const TensorMap& map, int column,
                                            int row, int head, int batch, uint32_t barrier_smem,

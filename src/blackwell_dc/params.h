@@ -15,10 +15,10 @@ namespace archflash::blackwell_dc {
 
 struct Params {
   AttentionParams attention;
-  int32_t tiles;  // row tiles of all heads, times splits: the CTAs share them out
+  int32_t tiles;  // row tiles of all heads, times partials.splits, which the CTAs share out
   Partials partials;
   TensorMap q_map, k_map, v_map, out_map;
-  // Of 8-bit inputs, for which tanh_scale is always set.
+  // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap.
   Descales descales;
   DType out_dtype;  // F16 or BF16
 };

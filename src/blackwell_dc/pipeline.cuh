@@ -1,4 +1,5 @@
-// How the roles of a blackwell_dc CTA hand over: every mbarrier, and the ring of K and V.
+// How the roles of a blackwell_dc CTA hand over their data: every mbarrier, and the rings of K and
+// V.
 #pragma once
 
 #include <cstdint>
@@ -9,35 +10,46 @@
 
 namespace archflash::blackwell_dc {
 
-// t: tile of the CTA; b: buffer of S; slot: of the ring. "Bytes": completed by TMA after the one
-// arrival that says how many; "commit": the one arrival of tcgen05.commit; "w": of each warp. Where
-// a tile has no keys, load and mma pass it by; but where O is staged over Q load arrives at q_empty
-// in mma's place, and correction waits for the last tile's, so that store's arrivals are one for
-// each tile. The bytes of a ragged V go to v_ragged; load arrives at its kv_full itself.
+// Every mbarrier: who arrives, who waits, and what is then certain. t is a tile of the CTA, b a
+// buffer of S, slot a stage of K or V.
+//   bytes      the role arrives once and says how many bytes TMA will bring; the phase ends when
+//              they have landed
+//   commit     tcgen05.commit arrives once, when all products that were started before it are done
+//   4 warps    each of the role's four warps arrives
 //
 //   barrier         arrives               waits        so that
 //   q_full t        load, bytes           mma          Q has landed before it is multiplied
-//   q_empty t       mma, commit; O over   load         the last product with Q (and the copy of the
-//                   Q: and store                       output) is done before the next Q is written
+//   q_empty t       mma, commit           load         all products have read Q before TMA writes
+//                   O_OVER_Q: and store                the next one; O_OVER_Q: and the output rows
+//                                                      that lay over Q have left
 //   kv_full slot    load, bytes           mma          K or V has landed before it is multiplied
-//   kv_empty slot   mma, commit           load         the products with it are done before TMA
+//   kv_empty slot   mma, commit           load         all products have read the slot before TMA
 //                                                      writes there again
 //   v_ragged slot   load, bytes           clean        a V with rows of another sequence has landed
-//   v_clean slot    clean                 mma          rows of another sequence in it are zeros
-//   s_ready b       mma, commit           softmax      S is complete; so are the products before
-//   p_ready b       4 w softmax, 4 w      mma          S is read, 3/4 of P are written; O is
-//                   correction                         rescaled (first block: has been read)
-//   p_last b        4 w softmax           mma          the last quarter of P is written
-//   stats_full t    4 w softmax           correction   factors of O (at the end sums and bases) are
-//                                                      written
-//   stats_empty t   4 w correction        softmax      they are read before the next are written
-//   o_ready t       mma, commit           correction   O has the block's product before it is
-//                                                      rescaled or read
-//   o_staged t      4 w correction        store        output rows are in shared memory
-//   o_free t        store                 correction   the copy engine has read them
+//                                                      before these rows are overwritten
+//   v_clean slot    clean                 mma          these rows are zeros before V is multiplied
+//   s_ready b       mma, commit           softmax      S is complete, and so are all products that
+//                                                      were started before
+//   p_ready b       softmax, 4 warps      mma          softmax has read S and written 3/4 of P;
+//                   correction, 4 warps                correction has rescaled O (in a tile's first
+//                                                      block: has read the previous tile's O)
+//   p_last b        softmax, 4 warps      mma          the last quarter of P is written
+//   stats_full t    softmax, 4 warps      correction   the rows' factors for O are written, or at a
+//                                                      tile's end their sums and bases
+//   stats_empty t   correction, 4 warps   softmax      these are read before they are overwritten
+//   o_ready t       mma, commit           correction   O has the block's product before correction
+//                                                      rescales or reads it
+//   o_staged t      correction, 4 warps   store        the output rows are in shared memory
+//   o_free t        store                 correction   the output rows have left shared memory
+//                                                      before they are overwritten
+//
+// The V that ends a packed sequence lands at v_ragged; load itself arrives at its kv_full. load and
+// mma pass by a tile without keys. But where O is staged over Q, store arrives at q_empty once for
+// each tile: there load arrives in mma's place, and correction, before it writes the rows, waits
+// until both arrivals for the previous tile are complete.
 template <class C>
 struct Barriers {
-  uint32_t smem;  // of the first
+  uint32_t smem;  // address of the first barrier
 
   __device__ __forceinline__ uint32_t q_full(int t) const { return at(0 * C::TILES + t); }
   __device__ __forceinline__ uint32_t q_empty(int t) const { return at(1 * C::TILES + t); }
@@ -58,7 +70,7 @@ struct Barriers {
     return at(KV + 3 * C::SLOTS + slot);
   }
 
-  // By one thread, before anyone uses them.
+  // Called by one thread, before any warp uses the barriers.
   __device__ __forceinline__ void init() const {
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_init(q_full(t), 1);
@@ -91,11 +103,12 @@ struct Barriers {
   __device__ __forceinline__ uint32_t at(int index) const { return smem + 8 * index; }
 };
 
-// Where a role stands in a ring of LENGTH slots that are used in turn.
+// A role's position in a ring of LENGTH slots. A reader waits for the phase `parity` of a slot's
+// "full" barrier, a writer for that of its "empty" barrier.
 template <int LENGTH>
-struct Turn {
+struct RingPosition {
   int index = 0;
-  uint32_t parity = 0;  // who reads waits for this phase of "full", who writes for it of "empty"
+  uint32_t parity = 0;
 
   __device__ __forceinline__ void next() {
     const bool last = index == LENGTH - 1;
@@ -109,13 +122,14 @@ struct Slot {
   uint32_t parity;
 };
 
-// The slots of K and V as a role passes them: in one ring, where it asks for K and V in the order
-// in which they are loaded (K, V, K, V, ...), or each in its own. Who reads begins with parity 0,
-// who writes with 1: nothing is in the slots yet.
+// A role's walk over the slots of K and V, each in a ring of its own or both in one. In a shared
+// ring a role must ask for K and V in the order in which they are loaded: K, V, K, V, ... A reader
+// begins with parity 0. A writer begins with parity 1, so that its first waits end at once: nothing
+// is in the slots yet.
 template <class C>
 struct Ring {
-  Turn<C::K_STAGES> k;
-  Turn<C::SHARED_RING ? 1 : C::V_STAGES> v;
+  RingPosition<C::K_STAGES> k;
+  RingPosition<C::SHARED_RING ? 1 : C::V_STAGES> v;
 
   __device__ __forceinline__ static Ring of_writer() { return {{0, 1}, {0, 1}}; }
 
@@ -133,7 +147,7 @@ struct Ring {
       return slot;
     }
   }
-  // From the ring's start to a slot, in units of so many bytes.
+  // The distance of a slot from the start of the rings, in units of UNIT bytes.
   template <int UNIT = 1>
   __device__ __forceinline__ static uint32_t offset(int slot) {
     constexpr int K_SLOT = C::K_SLOT_BYTES / UNIT, V_SLOT = C::VTile::BYTES / UNIT;
@@ -142,7 +156,8 @@ struct Ring {
   }
 };
 
-// What the lanes of a warp have done before is done before its one arrival.
+// One arrival for a warp, once all its lanes are here. What they did before comes before the
+// arrival.
 __device__ __forceinline__ void arrive_as_warp(uint32_t barrier_smem) {
   __syncwarp();
   if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);

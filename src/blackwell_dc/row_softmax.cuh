@@ -1,5 +1,5 @@
-// The online softmax of a row whose scores all lie in one thread: what every type has, and the rows
-// of 16-bit inputs. Those of e4m3: row_softmax_e4m3.cuh.
+// The online softmax of a row whose scores all lie in one thread: what all types share, and
+// RowSoftmax16 for 16-bit inputs. row_softmax_e4m3.cuh has RowSoftmaxE4m3.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,19 @@ namespace archflash::blackwell_dc {
 
 constexpr float LOWEST = -3.402823466e38f;
 
-// When the base of a row rises: as in the kernels on mma.sync (common/math/online_softmax.cuh), but
-// a thread has the sum of the whole row, of which they see a quarter.
+// When the base of a row rises: by the rule of the kernels on mma.sync (Weights16). There a lane
+// compares with the sum over its quarter of the keys; here a thread has the sum over all keys.
 struct RowWeights : math::Weights16 {
   static constexpr float COUNTS = math::Weights16::COUNTS / 4;
 };
 
-// Scores of one row and block, later P: quarters of the block's keys.
+// The scores of one row and one block, later their P, in quarters of the block's keys.
 template <class C>
 using Scores = float[4][C::BLOCK_K / 4];
 
-// Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare. The
-// error of tanhf is relative to its result. With one that is relative to 1, as tanh.approx has,
-// scores would be wrong by that error times softcap.
+// Applies softcap, or a scale that cannot be folded into the exponential because it is zero or
+// negative. Both are rare. Note: the error of tanhf is relative to its result. tanh.approx has an
+// error relative to 1, which would make scores wrong by that error times softcap.
 template <int KEYS>
 __device__ __forceinline__ void transform_scores(float (&s_rmem)[KEYS], float tanh_scale,
                                                  float softcap) {
@@ -41,15 +41,16 @@ __device__ __forceinline__ void transform_scores(float (&s_rmem)[KEYS], float ta
   }
 }
 
-// Bits `first` to `last` of 32; both may lie outside.
+// A mask of the bits `first` to `last` of 32 bits. Both may be below 0 or above 31.
 __device__ __forceinline__ uint32_t bits_between(int first, int last) {
   const uint32_t up_to_last = last < 0 ? 0 : 0xFFFFFFFFu >> (31 - min(last, 31));
   const uint32_t from_first = first > 31 ? 0 : 0xFFFFFFFFu << max(first, 0);
   return up_to_last & from_first;
 }
 
-// Only where the block has an edge in it. A select: what a masked score was does not matter. first
-// and last: of the keys that the row sees, counted from the block's first.
+// Sets the scores of keys that the row does not see to -inf. It is a select, so that a masked NaN
+// does not matter. first, last: the first and the last key that the row sees, counted from the
+// block's first key.
 template <class C>
 __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, int first, int last) {
   constexpr int KEYS = C::BLOCK_K / 4;
@@ -63,8 +64,8 @@ __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, int first, int la
   }
 }
 
-// NaN where any score is: a row that sees one has no other base than that. Four chains, each over a
-// quarter but its last score.
+// The maximum of each quarter's scores but the last one: four chains of instructions that do not
+// wait for each other. A NaN score makes the maximum NaN; it then becomes the row's base.
 template <class C>
 __device__ __forceinline__ void find_maxima(const Scores<C>& s_rmem, float (&max)[4]) {
 #pragma unroll
@@ -77,12 +78,13 @@ __device__ __forceinline__ void find_maxima(const Scores<C>& s_rmem, float (&max
   }
 }
 
-// 2^x of two numbers without the MUFU: 2^floor(x) * p(x - floor(x)), p(f) = 1 + f (P1 + f (P2 + f
-// (P3 + f P4))), |p(f) / 2^f - 1| < 3e-6 in [0, 1): the log-sum-exp keeps its accuracy too. 0
-// from -127 down; x is at most about RowWeights::BASE_LAG.
+// 2^x of two numbers without the MUFU: 2^floor(x) * p(x - floor(x)) with the polynomial
+// p(f) = 1 + f (P1 + f (P2 + f (P3 + f P4))). In [0, 1) |p(f) / 2^f - 1| < 3e-6, so that the
+// log-sum-exp keeps its accuracy too. The result is 0 for x <= -127; x is at most about
+// RowWeights::BASE_LAG.
 __device__ __forceinline__ float2 exp2_polynomial(float2 x) {
   constexpr float P1 = 0.69304514f, P2 = 0.24127856f, P3 = 0.052245375f, P4 = 0.013425155f;
-  constexpr float ROUNDER = 12582912.0f;  // 2^23 + 2^22: sums with it are whole numbers
+  constexpr float ROUNDER = 12582912.0f;  // 2^23 + 2^22: a sum with it is rounded to an integer
   x = {fmaxf(x.x, -127.0f), fmaxf(x.y, -127.0f)};
   const float2 shifted = ptx::add_rm_f32x2(x, {ROUNDER, ROUNDER});
   const float2 whole = ptx::sub_rn_f32x2(shifted, {ROUNDER, ROUNDER});
@@ -91,18 +93,20 @@ __device__ __forceinline__ float2 exp2_polynomial(float2 x) {
   p = ptx::fma_rn_f32x2(p, f, {P2, P2});
   p = ptx::fma_rn_f32x2(p, f, {P1, P1});
   p = ptx::fma_rn_f32x2(p, f, {1.0f, 1.0f});
-  // The whole part, low bits of `shifted`, goes to the exponent. The upper bits of ROUNDER leave.
+  // The lowest bits of `shifted` are floor(x). The shift moves them to the exponent, where they are
+  // added to p's, and drops ROUNDER's own bits.
   return {__uint_as_float(__float_as_uint(p.x) + (__float_as_uint(shifted.x) << 23)),
           __uint_as_float(__float_as_uint(p.y) + (__float_as_uint(shifted.y) << 23))};
 }
 
-// Every 16 pairs' share of polynomials, evenly spread between the others.
+// Whether a pair of scores is one of the SWITCHES.polynomial_pairs of its 16 pairs that use the
+// polynomial. They are spread evenly.
 template <class C>
 __device__ __forceinline__ constexpr bool by_polynomial(int pair) {
   return pair * C::SWITCHES.polynomial_pairs % 16 < C::SWITCHES.polynomial_pairs;
 }
 
-// 2^(score * exp2_scale - base) of two neighbouring scores, the `pair`-th of a quarter.
+// 2^(score * exp2_scale - base) of two neighbouring scores, pair number `pair` of a quarter.
 template <class C>
 __device__ __forceinline__ float2 weigh_pair(const float* scores, int pair, float base,
                                              float exp2_scale) {
@@ -112,7 +116,7 @@ __device__ __forceinline__ float2 weigh_pair(const float* scores, int pair, floa
   return {ptx::ex2_approx_ftz(x.x), ptx::ex2_approx_ftz(x.y)};
 }
 
-// The sums of each quarter, of its even and its odd keys.
+// The sums of P in each quarter: x over its even keys, y over its odd keys.
 template <class C>
 __device__ __forceinline__ void sum_quarters(const Scores<C>& p_rmem, float2 (&sums)[4]) {
 #pragma unroll
@@ -125,17 +129,18 @@ __device__ __forceinline__ void sum_quarters(const Scores<C>& p_rmem, float2 (&s
   }
 }
 
-// A row of 16-bit inputs, block by block in the order of its functions.
+// The softmax of a row of 16-bit inputs. For each block its functions are called in their order
+// here.
 template <class C>
 struct RowSoftmax16 {
   static constexpr int KEYS = C::BLOCK_K / 4;
 
-  float sum = 0.0f;  // of P
+  float sum = 0.0f;  // of P, over all keys so far
 
   __device__ __forceinline__ RowSoftmax16(const Params& params, const math::Work&, int)
       : attention_(params.attention) {}
 
-  // Finds the scaled score from which on this block raises the base.
+  // Finds the scaled score above which this block raises the base.
   __device__ __forceinline__ void start_block(int) {
     limit_ = base_;
     if constexpr (C::SWITCHES.lazy_rescale) limit_ += math::allowed_rise<RowWeights>(sum);
@@ -149,20 +154,20 @@ struct RowSoftmax16 {
       transform_scores(s_rmem[quarter], attention_.tanh_scale, attention_.softcap);
   }
 
-  // Moves the base up where these scores ask for it. Returns the factor for what was summed up with
-  // the base before. The warp's rows branch together: most blocks raise no base.
+  // Raises the base if these scores ask for it. Returns the factor for O and the sum so far, which
+  // have the base before. The rows of a warp branch together: most blocks raise no base.
   __device__ __forceinline__ float follow_maximum(const Scores<C>& s_rmem) {
-    float of_quarter[4];
-    find_maxima<C>(s_rmem, of_quarter);
-    const float first = ptx::max_nan_f32(of_quarter[0], s_rmem[0][KEYS - 1], s_rmem[1][KEYS - 1]);
-    const float second = ptx::max_nan_f32(of_quarter[1], s_rmem[2][KEYS - 1], s_rmem[3][KEYS - 1]);
-    const float max = ptx::max_nan_f32(ptx::max_nan_f32(first, second, of_quarter[2]),
-                                       of_quarter[3], of_quarter[3]);
+    float quarter_max[4];
+    find_maxima<C>(s_rmem, quarter_max);
+    const float first = ptx::max_nan_f32(quarter_max[0], s_rmem[0][KEYS - 1], s_rmem[1][KEYS - 1]);
+    const float second = ptx::max_nan_f32(quarter_max[1], s_rmem[2][KEYS - 1], s_rmem[3][KEYS - 1]);
+    const float max = ptx::max_nan_f32(ptx::max_nan_f32(first, second, quarter_max[2]),
+                                       quarter_max[3], quarter_max[3]);
     const bool stays = fmaf(max, exp2_scale_, -limit_) <= 0.0f;  // false for NaN
     if (__all_sync(FULL_WARP, stays)) return 1.0f;
     const float scaled = max * exp2_scale_;
-    // An infinite base would make an infinite score NaN in one way of computing 2^x and not in the
-    // other: 0 * infinity is NaN in both.
+    // An infinite base becomes NaN here. Otherwise the MUFU and the polynomial would give different
+    // results for an infinite score.
     const float base = stays ? base_ : fmaf(scaled, 0.0f, scaled);
     const float factor = stays ? 1.0f : ptx::ex2_approx_ftz(base_ - base);
     base_ = base;
@@ -171,8 +176,8 @@ struct RowSoftmax16 {
     return factor;
   }
 
-  // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
-  // subtracted: the largest of a row meets its own base and gives 1.
+  // A base is a rounded product. Beyond LARGE_BASE scores are rounded in the same way before the
+  // base is subtracted, so that the largest score of a row is exactly its base and has P = 1.
   __device__ __forceinline__ void round_large(Scores<C>& s_rmem) {
     if (!large_) return;
 #pragma unroll
@@ -184,7 +189,7 @@ struct RowSoftmax16 {
     exp2_scale_ = 1.0f;
   }
 
-  // S -> P of a quarter, in place and in 16 bits.
+  // S -> P of a quarter: in fp32 in place, and in 16 bits in p_rmem.
   __device__ __forceinline__ void weigh(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 2],
                                         int) const {
 #pragma unroll
@@ -209,8 +214,8 @@ struct RowSoftmax16 {
 
  private:
   const AttentionParams& attention_;
-  float base_ = LOWEST;      // scaled for 2^x; finite: no inf - inf in a row that has seen no key
-  float limit_ = LOWEST;     // scores beyond it raise the base
+  float base_ = LOWEST;      // scaled for 2^x; finite, so that a row without keys has no inf - inf
+  float limit_ = LOWEST;     // scaled scores above it raise the base
   bool large_ = false;       // some base of the warp is beyond LARGE_BASE
   float exp2_scale_ = 1.0f;  // of the block at hand
 };

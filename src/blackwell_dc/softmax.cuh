@@ -1,5 +1,5 @@
-// softmax, four warps for each tile: S -> P, one thread for each row. What it waits for and hands
-// over: the table in pipeline.cuh.
+// The role softmax, four warps for each tile: S -> P, one thread for each row. The table in
+// pipeline.cuh says what it waits for and hands over.
 #pragma once
 
 #include <cstdint>
@@ -27,16 +27,18 @@ using RowSoftmax = std::conditional_t<C::FP8, RowSoftmaxE4m3<C>, RowSoftmax16<C>
 template <class C>
 __device__ __forceinline__ void softmax(const Params& params, unsigned char* shared,
                                         uint32_t shared_smem, int t) {
-  constexpr int KEYS = C::BLOCK_K / 4;  // of a quarter
+  constexpr int KEYS = C::BLOCK_K / 4;  // in a quarter of a block
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
   const int row_of_tile = threadIdx.x % C::TILE_ROWS;
   const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
   float* stats = reinterpret_cast<float*>(shared + C::STATS_SMEM + t * C::STATS_BYTES);
-  // Steps of this warpgroup, and what it told correction, counted from the CTA's start.
+  // Counted from the CTA's start: the blocks of this tile, and the messages to correction.
   uint32_t step = 0, message = 0;
+  // A message is one float for each row (the factor for O), or two (sum and base, at a tile's end).
   const auto tell = [&](float first, float second, bool both) {
+    // Correction has read the message before.
     // mutants: message-was-read
     ptx::mbarrier_wait_parity(barriers.stats_empty(t), (message & 1) ^ 1);
     stats[row_of_tile] = first;
@@ -52,7 +54,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
     const math::Blocks blocks = find_blocks<C>(params, work, visible);
     const int row = work.first_row + t * C::TILE_ROWS + row_of_tile;
     const int first_seen = visible.first(row), last_seen = visible.last(row);
-    // Blocks between these have no edge in this warp's rows.
+    // From clear_first to clear_last every row of this warp sees every key of a block: no mask.
     const int warp_row = row - threadIdx.x % 32;
     const int clear_first = visible.first(warp_row + 31);
     const int clear_last = visible.last(warp_row) - (C::BLOCK_K - 1);
@@ -64,7 +66,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
       const uint32_t s_tmem = lanes_tmem + buffer * C::S_COLUMNS;
       Scores<C> s_rmem;
       row_softmax.start_block(block);
-      ptx::mbarrier_wait_parity(barriers.s_ready(buffer), parity);
+      ptx::mbarrier_wait_parity(barriers.s_ready(buffer), parity);  // S is complete
       ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter)
@@ -74,6 +76,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
       if (block < clear_first || block > clear_last)
         mask_scores<C>(s_rmem, first_seen - block, last_seen - block);
       const float factor = row_softmax.follow_maximum(s_rmem);
+      // The tile's first block has no O to rescale.
       if (block != blocks.last) tell(factor, 0.0f, false);
       row_softmax.round_large(s_rmem);
 #pragma unroll
@@ -94,7 +97,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
         // mutants: whole-warp-on-tensor-memory
         arrive_at_mma_as_warp<C>(of_mma.p_last(buffer));
       }
-      row_softmax.add(s_rmem);
+      row_softmax.add(s_rmem);  // here, so that mma need not wait for the sum
     }
     tell(row_softmax.sum, row_softmax.base(), true);
   }

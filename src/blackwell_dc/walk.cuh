@@ -1,5 +1,5 @@
-// The walk that all roles take: over the same row tiles, their shares of the keys and blocks of
-// keys, last tile first, last (ragged) block first.
+// The walk that all roles take: over the same row tiles, the same share of each tile's keys, and
+// the same blocks of keys, from the last tile and the last (ragged) block to the first.
 #pragma once
 
 #include "blackwell_dc/params.h"
@@ -12,9 +12,9 @@ namespace archflash::blackwell_dc {
 
 constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 
-// x, the same in all lanes of a warp, as the assembler knows it after a shuffle: it keeps x in a
-// uniform register and computes with it once for the warp, where it would otherwise make it anew,
-// or move it, at each use.
+// Returns x, which must be the same in all lanes of a warp. After the shuffle the assembler knows
+// that it is: it keeps x in a uniform register and computes with it once for the warp, instead of
+// computing or moving x at each use.
 template <typename T>
 __device__ __forceinline__ T uniform(T x) {
   // mutants: same-in-all-lanes
@@ -24,22 +24,22 @@ __device__ __forceinline__ T uniform(T x) {
 template <class C>
 using TileIndex = math::SharedTileIndex<C::CTAS>;
 
-// A row tile and which share of its keys.
+// A row tile and the number of the share of its keys.
 struct Tile : math::Work {
   int split;
 };
 
-// Whether tiles have several shares.
+// Whether the keys of a tile are split into several shares.
 template <class C>
 __device__ __forceinline__ bool splits_keys(const Params& params) {
   return C::CAN_SPLIT && params.partials.splits > 1;
 }
-// Which of its pair's CTAs this one is: the first has the lower rows. Alone it is the first.
+// The number of this CTA in its pair: 0 has the lower rows. A CTA that works alone is number 0.
 template <class C>
 __device__ __forceinline__ int rank_in_pair() {
   return C::CTAS == 1 ? 0 : blockIdx.x % C::CTAS;
 }
-// The rows of this CTA, and its share of their keys.
+// This CTA's rows of a tile, and its share of their keys; first_row negative: nothing to do.
 template <class C>
 __device__ __forceinline__ Tile find_tile(const Params& params, const TileIndex<C>& index) {
   const int splits = C::CAN_SPLIT ? params.partials.splits : 1;
@@ -50,7 +50,7 @@ __device__ __forceinline__ Tile find_tile(const Params& params, const TileIndex<
   if (C::CTAS > 1 && work.first_row >= 0) work.first_row += rank_in_pair<C>() * C::CTA_ROWS;
   return work;
 }
-// The blocks of a tile: those of both CTAs' rows.
+// The blocks of a share. Both CTAs of a pair visit the blocks that the rows of either CTA see.
 template <class C>
 __device__ __forceinline__ math::Blocks find_blocks(const Params& params, Tile work,
                                                     const math::VisibleKeys& visible) {
@@ -67,8 +67,8 @@ template <class C>
 __device__ __forceinline__ int count_blocks(const math::Blocks& blocks) {
   return blocks.last < blocks.first ? 0 : (blocks.last - blocks.first) / C::BLOCK_K + 1;
 }
-// Whether the last block of a sequence may have rows of the next one: beyond the tensor TMA reads
-// zeros.
+// Whether the last block reaches beyond its sequence, into rows of the next one. Without cu_seqlens
+// it reaches beyond the tensor, where TMA reads zeros.
 template <class C>
 __device__ __forceinline__ bool is_ragged(const AttentionParams& params, const math::Work& work,
                                           const math::Blocks& blocks) {
