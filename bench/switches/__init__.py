@@ -1,3 +1,5 @@
-"""Kernels of blackwell_dc with one setting changed, compiled where they are needed: what each of
-its ideas is worth. On a card bench.day_one times them; tests/sim runs them on the simulator.
+"""The kernels of blackwell_dc with one mechanism changed, to measure what it is worth.
+
+variants.py compiles them where they are needed. bench.day_one times them on a card; tests/sim runs
+them on the simulator.
 """

@@ -1,7 +1,7 @@
 """What each switch of blackwell_dc changes on the simulator: `python -m bench.switches [D ...]`.
 
-Warp-instructions of PTX for one block of keys more, of an average warp of each role; of the store
-warp for a whole tile.
+Prints warp-instructions of PTX: for softmax, correction, mma and load those that one more block of
+keys costs an average warp of the role, for store those of a whole tile.
 """
 
 from __future__ import annotations

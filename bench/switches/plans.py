@@ -1,4 +1,4 @@
-"""Plans of blackwell_dc that plan.cpp would not make: the same call by other CTAs."""
+"""Plans of blackwell_dc that plan.cpp would not make: the same call with other CTAs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import struct
 
 from archflash import _archflash as native
 
-CTA_ROWS = 256  # of a tile of the kernels that have pairs, and of each CTA of a pair
-TILES_OFFSET = 264  # of Params::tiles
-BARRIER_BYTES = 12 * 8  # that a pair's six stages have more than the three of a CTA alone
-ALONE = ("_d128", "_d192")  # ends of names of kernels that have pairs,
-PAIR = "_pair"  # whose names end so
+CTA_ROWS = 256  # rows of a CTA, alone or in a pair, in the kernels that have a pair
+TILES_OFFSET = 264  # byte offset of Params::tiles
+BARRIER_BYTES = 12 * 8  # a pair's six stages have 12 barriers more than the three of a CTA alone
+ALONE = ("_d128", "_d192")  # how the names of kernels end that have a pair
+PAIR = "_pair"  # how the names of the pairs' kernels end
 
 
 def serves_pairs(plan: native.LaunchPlan) -> bool:
@@ -21,14 +21,14 @@ def serves_pairs(plan: native.LaunchPlan) -> bool:
 
 
 def in_pairs(plan: native.LaunchPlan, pairs: int | None = None) -> native.LaunchPlan:
-    """A call in the kernel of pairs of CTAs.
+    """Plans a call for the kernel of pairs of CTAs.
 
     Args:
-        plan: of a call that serves_pairs().
-        pairs: that share the tiles out; None: as many as the device has room for.
+        plan: plan of a call for which serves_pairs() holds.
+        pairs: how many pairs share out the tiles; None: as many as the device has room for.
 
     Raises:
-        RuntimeError: it does not serves_pairs().
+        RuntimeError: serves_pairs() does not hold.
     """
     if pairs is None:
         pairs = max(plan.device.sm_count // 2, 1)
@@ -36,24 +36,24 @@ def in_pairs(plan: native.LaunchPlan, pairs: int | None = None) -> native.Launch
 
 
 def alone(plan: native.LaunchPlan) -> native.LaunchPlan:
-    """A call that serves_pairs() in the kernel of CTAs that work alone.
+    """Plans a call for which serves_pairs() holds for the kernel of CTAs that work alone.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: serves_pairs() does not hold.
     """
     return _with_ctas(plan, 1, plan.device.sm_count)
 
 
 def splits_keys(plan: native.LaunchPlan) -> bool:
-    """Whether keys are split over CTAs."""
+    """Whether a plan splits the keys of a tile over CTAs."""
     return plan.workspace_bytes > 0
 
 
 def unsplit(plan: native.LaunchPlan) -> native.LaunchPlan:
-    """The call that says num_splits=1.
+    """Plans the same call with num_splits=1.
 
     Raises:
-        RuntimeError: there is no plan for it.
+        RuntimeError: the implementation has no plan for it.
     """
     problem = native.Problem.from_dict(plan.problem.to_dict() | {"num_splits": 1})
     made = native.plan(plan.implementation, problem, plan.device)

@@ -1,6 +1,8 @@
-// A kernel of blackwell_dc with one setting that is not the wheel's. From outside: KERNEL, its
-// name; WHEEL_CONFIG, its Config, as src/blackwell_dc/kernels has them; SETTING, an assignment to a
-// member of Settings, such as `switches.split_p = false`.
+// A kernel of blackwell_dc with one setting that is not the wheel's. The compiler's command line
+// defines three macros:
+//   KERNEL        name of the kernel in src/blackwell_dc/kernels
+//   WHEEL_CONFIG  its Config there
+//   SETTING       an assignment to a member of Settings, such as `switches.split_p = false`
 #include "blackwell_dc/attention_fwd.cuh"
 
 using namespace archflash;

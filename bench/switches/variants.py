@@ -1,4 +1,4 @@
-"""The settings that can be changed, and the kernels, plans and calls that come of them."""
+"""The settings that can be changed, and the kernels, plans and calls with one of them changed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 NAME = "blackwell_dc"
 ARCHITECTURE = "100f"
-HOME = "B200"  # whose plans are simulated
+HOME = "B200"  # the GPU whose plans are simulated
 SOURCE = Path(__file__).with_name("variant.cu")
 KERNELS = on_the_spot.SOURCES / NAME / "kernels"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that is not as in the wheel.
+    """One difference from the wheel.
 
     Attributes:
-        name: of the switch and its state, "split_p=off".
-        meaning: what the kernel does then.
-        assignment: to a member of Settings in variant.cu; "" where the plan alone changes.
+        name: the switch and its state, such as "split_p=off".
+        meaning: what the kernel does in that state.
+        assignment: an assignment to a member of Settings in variant.cu; "" if only the plan
+            changes.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Setting:
 
     @property
     def switch(self) -> str:
-        """The name of what is set."""
+        """The name of the switch."""
         return self.name.partition("=")[0]
 
 
@@ -93,10 +94,10 @@ def configs() -> Mapping[str, str]:
 
 
 def definitions(setting: Setting, kernel: str) -> tuple[str, ...]:
-    """The macros with which variant.cu is a kernel of the wheel but for one setting.
+    """The macros that make variant.cu a kernel of the wheel with one setting changed.
 
     Raises:
-        RuntimeError: it has no such kernel.
+        RuntimeError: the wheel has no such kernel.
     """
     if kernel not in configs():
         raise RuntimeError(f"{kernel} has no variants: {', '.join(configs())} have")
@@ -108,10 +109,10 @@ def definitions(setting: Setting, kernel: str) -> tuple[str, ...]:
 
 
 def changed_kernel(plan: Any) -> str:
-    """The kernel of a plan that has variants; others, such as one that combines parts, have none.
+    """The kernel of a plan that has variants. The kernel that combines split keys has none.
 
     Raises:
-        RuntimeError: there is none, or more than one.
+        RuntimeError: the plan has no such kernel, or more than one.
     """
     names = [row["kernel"] for row in plan.to_dict()["launches"]]
     found = [name for name in names if name in configs()]
@@ -121,11 +122,11 @@ def changed_kernel(plan: Any) -> str:
 
 
 def compiled(setting: Setting, kernel: str, nvcc: str, kind: str) -> bytes:
-    """A variant of a kernel of the wheel, under its name.
+    """Compiles a variant of a kernel of the wheel. It has the kernel's name.
 
     Args:
-        setting: what is changed; it must be one of code.
-        kernel: name in the wheel.
+        setting: what is changed; it must have an assignment.
+        kernel: the name of the kernel.
         nvcc: the compiler.
         kind: "ptx" or "cubin".
 
@@ -142,7 +143,7 @@ def compiled(setting: Setting, kernel: str, nvcc: str, kind: str) -> bytes:
 
 
 def applies(setting: Setting, planned: Any) -> bool:
-    """Whether a setting says anything of a plan of blackwell_dc."""
+    """Whether a setting changes anything in a plan of blackwell_dc."""
     from bench.switches import plans
 
     if setting.switch == "pairs":
@@ -153,7 +154,7 @@ def applies(setting: Setting, planned: Any) -> bool:
 
 
 def plan_for(setting: Setting, planned: Any) -> Any:
-    """The wheel's plan, or what the setting makes of it.
+    """Changes the wheel's plan as the setting asks, or returns it as it is.
 
     Args:
         setting: what is changed; it must apply.
@@ -191,11 +192,11 @@ def simulate(
         setting: what is changed; None for the wheel's kernel.
         q, k, v: as for `archflash.attention`, on the CPU.
         nvcc: the compiler.
-        plan: the wheel's; by default for a B200.
+        plan: the wheel's plan; by default the one for a B200.
         options: the other arguments of `archflash.sim.run`, and of `archflash.attention`.
 
     Returns:
-        What `archflash.sim.run` does.
+        What `archflash.sim.run` returns.
     """
     import archflash
     from archflash import sim
@@ -215,15 +216,16 @@ def simulate(
 
 
 def bind(setting: Setting, nvcc: str, causal: bool) -> Callable[..., torch.Tensor]:
-    """The function of CUDA tensors q, k and v (batch, heads, n, d) that makes their output.
+    """Makes the function that computes attention of CUDA tensors with one setting changed.
 
     Args:
         setting: what is changed.
-        nvcc: the compiler, of a system with the GPU.
-        causal: as of `archflash.attention`.
+        nvcc: the compiler, on the machine with the GPU.
+        causal: as for `archflash.attention`.
 
     Returns:
-        The function. It raises RuntimeError where the kernel does not compile or start.
+        The function of q, k and v (batch, heads, n, d). It raises RuntimeError if the kernel does
+        not compile or start.
     """
     import torch
 
@@ -255,7 +257,7 @@ def bind(setting: Setting, nvcc: str, causal: bool) -> Callable[..., torch.Tenso
 
 @cache
 def kernel_for(setting: Setting, kernel: str, nvcc: str) -> on_the_spot.Kernel | None:
-    """The kernel of a variant on the current GPU; None where it is the wheel's."""
+    """Loads the kernel of a variant on the current GPU; None if it is the wheel's kernel."""
     if not setting.assignment:
         return None
     return on_the_spot.Kernel(compiled(setting, kernel, nvcc, "cubin"), kernel)
@@ -263,7 +265,7 @@ def kernel_for(setting: Setting, kernel: str, nvcc: str) -> on_the_spot.Kernel |
 
 # --- counts ---
 
-# Warps of each role (src/blackwell_dc/config.cuh).
+# The warps of each role (src/blackwell_dc/config.cuh).
 ROLES = {
     "softmax": range(0, 4),
     "correction": range(8, 12),
@@ -278,8 +280,8 @@ class Counts:
     """Warp-instructions of a simulated CTA.
 
     Attributes:
-        roles: by role, of an average warp of it (softmax: of tile 0).
-        opcodes: by opcode, of the whole CTA.
+        roles: for each role, instructions of an average warp (softmax: of tile 0).
+        opcodes: for each opcode, instructions of the whole CTA.
     """
 
     roles: Mapping[str, float]
@@ -287,7 +289,7 @@ class Counts:
 
 
 def counts(run: sim.Run) -> Counts:
-    """What the first CTA of a run with `traced_ctas=1` did."""
+    """Counts what the first CTA of a run with `traced_ctas=1` executed."""
     of_warp: Counter[int] = Counter()
     for event in run.report.traces[0].events:
         if event.kind == "run":
@@ -298,7 +300,7 @@ def counts(run: sim.Run) -> Counts:
     return Counts(roles, dict(run.report.opcodes))
 
 
-# A full tile of each kernel: query rows of a CTA, keys of a block.
+# For each head dimension the query rows of a CTA, and the keys of a block.
 ROWS = {64: 256, 96: 256, 128: 256, 192: 256, 256: 128}
 BLOCK = {64: 128, 96: 128, 128: 128, 192: 128, 256: 64}
 DV = {192: 128}
@@ -306,11 +308,11 @@ DV = {192: 128}
 
 @cache
 def counts_of(setting: Setting | None, blocks: int, nvcc: str, d: int = 128) -> Counts:
-    """What a CTA does with one full tile over so many full blocks, in which no base rises.
+    """Counts what a CTA executes for one full tile over full blocks in which no base rises.
 
     Args:
         setting: what is changed; None for the wheel's kernel.
-        blocks: of keys.
+        blocks: number of blocks of keys.
         nvcc: the compiler.
         d: head dimension of q and k, one that a kernel is made for; bf16.
     """
