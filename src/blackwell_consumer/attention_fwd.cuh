@@ -59,7 +59,7 @@ template <class C>
 __device__ __forceinline__ void produce(const Params& params, uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  RingPosition<C> ring;
+  RingPosition<C> ring;  // only the elected lane's advances
   uint32_t q_parity = 0;
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
     const math::Work work = math::find_tile<C::BLOCK_Q>(attention, params.tiles, index);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
         load_block(block);
     }
     // mutants: search-waits-for-warp
-    __syncwarp();  // the next tile is searched by the whole warp; `ring` is the elected lane's
+    __syncwarp();  // the elected lane is here before the whole warp searches the next tile
     q_parity ^= 1;
   }
 }
@@ -141,9 +141,9 @@ struct WarpFlag {
   __device__ __forceinline__ operator bool() const { return *flag_smem != 0; }
   __device__ __forceinline__ void operator=(bool value) {
     // mutants: flag-was-read
-    __syncwarp();  // nobody reads the value before any more
+    __syncwarp();  // every lane has read the old value before it is overwritten
     if (threadIdx.x % 32 == 0) *flag_smem = value;
-    __syncwarp();  // it is written before any lane reads it
+    __syncwarp();  // the new value is written before any lane reads it
   }
 };
 
@@ -208,10 +208,10 @@ __device__ __forceinline__ uint32_t lane_v_smem(uint32_t shared_smem, int stage)
 template <class C>
 __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosition<C>& ring) {
   // mutants: few-skipped-blocks
-  ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // of a skipped block
+  ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
   release(barriers.k_empty(ring.stage()));
   // mutants: few-skipped-blocks
-  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // of a skipped block
+  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());
   release(barriers.v_empty(ring.stage()));
   ++ring.count;
 }

@@ -26,7 +26,7 @@ template <class C>
 __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{uniform(shared_smem + C::BARRIER_SMEM)};
-  const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
+  const Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
   const uint32_t ring_smem = uniform(shared_smem + C::RING_SMEM);
   // The same reference, but its address is in a uniform register.
   const auto hold = [](const TensorMap& map) {
@@ -64,15 +64,15 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       const Slot slot = ring.next_k();
       ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // the slot is free
       if (leader) {
-        start_part<C, typename C::KTile>(ring_smem + ring.offset(slot.index), k_map, 0,
-                                         row + rank * C::KTile::ROWS, k_head, k_batch,
-                                         barriers.kv_full(slot.index), of_mma.kv_full(slot.index));
+        start_part<C, typename C::KTile>(
+            ring_smem + ring.offset(slot.index), k_map, 0, row + rank * C::KTile::ROWS, k_head,
+            k_batch, barriers.kv_full(slot.index), mma_barriers.kv_full(slot.index));
       }
     };
     const auto load_v = [&](int row, bool ragged) {
       const Slot slot = ring.next_v();
       // mutants: v-free-with-q
-      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // V's
+      ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // the slot is free
       const uint32_t v_smem = ring_smem + ring.offset(slot.index);
       const int column = rank * C::VTile::COLUMNS;
       if (leader && ragged) {
@@ -81,7 +81,8 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
                                                      barriers.v_ragged(slot.index), column);
       } else if (leader) {
         start_part<C, typename C::VTile>(v_smem, v_map, column, row, v_head, v_batch,
-                                         barriers.kv_full(slot.index), of_mma.kv_full(slot.index));
+                                         barriers.kv_full(slot.index),
+                                         mma_barriers.kv_full(slot.index));
       }
     };
     const int last_row = keys_start + blocks.last;
@@ -94,7 +95,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
         start_part<C, typename C::QTile>(
             shared_smem + C::Q_SMEM + t * C::QTile::BYTES, params.q_map, 0,
             q_start + work.first_row + t * C::TILE_ROWS, attention.q_head == 0 ? 0 : head,
-            attention.q_batch == 0 ? 0 : batch, barriers.q_full(t), of_mma.q_full(t));
+            attention.q_batch == 0 ? 0 : batch, barriers.q_full(t), mma_barriers.q_full(t));
       }
     }
     load_v(last_row, is_ragged<C>(attention, work, blocks));
@@ -124,7 +125,7 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
   using VTile = typename C::VTile;
   if (params.attention.cu_seqlens_k_gmem == nullptr) return;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
+  const Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
   Ring<C> ring;
   uint32_t parities = 0;  // bit i: the parity of v_ragged for slot i's next ragged block
   for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
@@ -144,7 +145,7 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
           *reinterpret_cast<uint4*>(slab_smem + byte) = uint4{};
       }
       ptx::fence_proxy_async_shared();  // the stores come before the tensor cores' reads
-      arrive_at_mma_with_stores_as_warp<C>(of_mma.v_clean(slot.index));
+      arrive_at_mma_with_stores_as_warp<C>(mma_barriers.v_clean(slot.index));
       parities ^= 1u << slot.index;
     }
   }

@@ -102,7 +102,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
                                            uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
+  const Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
   const int row_of_tile = threadIdx.x % C::TILE_ROWS;
   const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
   const float* stats = reinterpret_cast<const float*>(shared + C::STATS_SMEM) + row_of_tile;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
         if (block > 0) {
           // mutants: product-was-made
           ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
-          const float factor = stats[t * STATS];
+          const float factor = stats[t * STATS];  // of this thread's row
           arrive_as_warp(barriers.stats_empty(t));
           // mutants: product-was-made
           ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + block - 1) & 1);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
           }
         }
         // mutants: whole-warp-on-tensor-memory
-        arrive_at_mma_as_warp<C>(of_mma.p_ready((first_step + block * C::TILES + t) % 2));
+        arrive_at_mma_as_warp<C>(mma_barriers.p_ready((first_step + block * C::TILES + t) % 2));
       }
       if (block > 0) ++message;
     }

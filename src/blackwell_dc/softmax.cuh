@@ -30,7 +30,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
   constexpr int KEYS = C::BLOCK_K / 4;  // in a quarter of a block
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const Barriers<C> of_mma = barriers_of_mma<C>(barriers);
+  const Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
   const int row_of_tile = threadIdx.x % C::TILE_ROWS;
   const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
   float* stats = reinterpret_cast<float*>(shared + C::STATS_SMEM + t * C::STATS_BYTES);
@@ -88,14 +88,14 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
           ptx::tcgen05_wait_st();
           ptx::tcgen05_fence_before_thread_sync();
           // mutants: whole-warp-on-tensor-memory
-          arrive_at_mma_as_warp<C>(of_mma.p_ready(buffer));
+          arrive_at_mma_as_warp<C>(mma_barriers.p_ready(buffer));
         }
       }
       if constexpr (C::SWITCHES.split_p) {
         ptx::tcgen05_wait_st();
         ptx::tcgen05_fence_before_thread_sync();
         // mutants: whole-warp-on-tensor-memory
-        arrive_at_mma_as_warp<C>(of_mma.p_last(buffer));
+        arrive_at_mma_as_warp<C>(mma_barriers.p_last(buffer));
       }
       row_softmax.add(s_rmem);  // here, so that mma need not wait for the sum
     }
