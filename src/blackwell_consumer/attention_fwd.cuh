@@ -168,6 +168,7 @@ __device__ __forceinline__ WarpContext make_warp_context(const AttentionParams& 
   return context;
 }
 
+// Hands a stage, or Q's part, back to the producer: one arrival at its empty barrier for the warp.
 __device__ __forceinline__ void release(uint32_t barrier_smem) {
   // mutants: elect-waits-for-warp
   __syncwarp();  // all lanes of the warp have read what the barrier guards
@@ -327,8 +328,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 
     const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
     if constexpr (C::FP8) {
-      __syncwarp();  // lane 0 has written warp_descale.v, in change_unit(), before any lane reads
-                     // it
+      __syncwarp();  // lane 0 has written warp_descale.v (change_unit) before any lane reads it
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
                              context.warp_descale.v);
     } else {

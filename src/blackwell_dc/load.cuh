@@ -28,7 +28,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
   const Barriers<C> barriers{uniform(shared_smem + C::BARRIER_SMEM)};
   const Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
   const uint32_t ring_smem = uniform(shared_smem + C::RING_SMEM);
-  // The same reference, but its address is in a uniform register.
+  // Keeps the address of a map in a uniform register.
   const auto hold = [](const TensorMap& map) {
     return reinterpret_cast<const TensorMap*>(uniform(reinterpret_cast<uint64_t>(&map)));
   };
@@ -75,7 +75,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // the slot is free
       const uint32_t v_smem = ring_smem + ring.offset(slot.index);
       const int column = rank * C::VTile::COLUMNS;
-      if (leader && ragged) {
+      if (leader && ragged) {  // the bytes go to clean; mma waits for v_clean besides kv_full
         if (rank == 0) ptx::mbarrier_arrive(barriers.kv_full(slot.index));
         math::start_load<typename C::VTile, C::PACK>(v_smem, v_map, row, v_head, v_batch,
                                                      barriers.v_ragged(slot.index), column);
@@ -85,6 +85,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
                                          mma_barriers.kv_full(slot.index));
       }
     };
+    // mma needs the last block's K and Q first.
     const int last_row = keys_start + blocks.last;
     load_k(last_row);
     const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
