@@ -23,12 +23,12 @@ class Case:
     """One launch of a kernel `test`.
 
     Attributes:
-        name: unique.
-        text: PTX for sm_90a; a cluster is stated there, too.
-        arguments: fresh ones, made anew for each run.
-        output: which of them is compared.
-        block, grid, cluster: threads, CTAs, CTAs of a cluster, along x.
-        shared_bytes: dynamic shared memory.
+        name: unique name of the case.
+        text: PTX for sm_90a, which also states the size of a cluster.
+        arguments: makes new arguments for each run.
+        output: index of the argument that is compared.
+        block, grid, cluster: threads of a CTA, CTAs, CTAs of a cluster, along x.
+        shared_bytes: bytes of dynamic shared memory.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """A hash of all that the result depends on but the card."""
+        """A hash of everything that the result depends on, except the card."""
         digest = hashlib.sha256(f"{self.text}{self.block}{self.grid}{self.cluster}".encode())
         for argument in self.arguments():
             tensor = argument.tensor if isinstance(argument, sim.TensorMap) else argument
@@ -144,14 +144,14 @@ def _others() -> Iterator[Case]:
     )
 
 
-# Operation, type; f16 and bf16 are rounded as they are added.
+# (operation, type). Sums of f16 and bf16 are rounded after each addition.
 REDUCTIONS = [
     ("add", "u32"), ("add", "s32"), ("add", "u64"), ("add.noftz", "f16"), ("add.noftz", "bf16"),
     ("add", "f32"), ("add", "f64"), ("min", "s32"), ("max", "u32"), ("min", "u64"), ("max", "s64"),
     ("min", "f16"), ("max", "bf16"), ("inc", "u32"), ("dec", "u32"), ("and", "b32"), ("or", "b32"),
     ("xor", "b32"), ("and", "b64"),
 ]  # fmt: skip
-REDUCED = 128  # bytes of each
+REDUCED = 128  # bytes of each reduction
 _TYPES = {
     "32": torch.int32, "64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16,
     "f32": torch.float32, "f64": torch.float64,
@@ -159,7 +159,7 @@ _TYPES = {
 
 
 def _elements(stream: int) -> Tensor:
-    """REDUCED bytes for each reduction; its elements are close to others, to show who is less."""
+    """REDUCED bytes for each reduction. Elements of two streams are close, to test comparisons."""
     generator = torch.Generator().manual_seed(stream)
     parts = []
     for _, name in REDUCTIONS:
@@ -266,7 +266,7 @@ def _products() -> Iterator[Case]:
         if dtype == torch.int8:
             return torch.randint(-128, 128, (rows, columns), generator=generator).to(dtype)
         normal = torch.randn(rows, columns, generator=generator)
-        # Exponents far apart show how sums are aligned.
+        # Widely different exponents show how the addends of a sum are aligned.
         wide = torch.randint(-6, 7, (rows, columns), generator=generator)
         return (normal * 2.0**wide).to(dtype)
 
@@ -313,7 +313,7 @@ def _products() -> Iterator[Case]:
 
 
 def sample_cases() -> list[Case]:
-    """Sample kernels, those for sm_120f included."""
+    """The cases of the sample kernels, for sm_90a and sm_120f."""
     return [
         Case(
             sample.name, sample.text, sample.arguments, sample.OUTPUT,
@@ -324,6 +324,6 @@ def sample_cases() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All that a card of capability 9.0 runs."""
+    """All cases that a card of capability 9.0 runs."""
     for_90 = [case for case in sample_cases() if ".target sm_90a" in case.text]
     return [*_loads(), *_stores(), *_others(), *_runs(), *_products(), *for_90]

@@ -27,7 +27,7 @@ MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class Driver:
-    """Calls of the CUDA driver; RuntimeError where one fails."""
+    """Calls functions of the CUDA driver. A call that fails raises RuntimeError."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -41,7 +41,7 @@ class Driver:
 
 
 def encode(driver: Driver, map_: sim.TensorMap, tensor: Tensor) -> bytes:
-    """The driver's own tensor map."""
+    """Encodes a tensor map with the driver's own function."""
     raw = ctypes.create_string_buffer(192)
     at = (ctypes.addressof(raw) + 63) // 64 * 64
     dims = list(map_.dims or reversed(tensor.shape))
@@ -67,7 +67,7 @@ def encode(driver: Driver, map_: sim.TensorMap, tensor: Tensor) -> bytes:
 
 
 def run(driver: Driver, case: Case) -> bytes:
-    """The bytes of the case's output on the GPU."""
+    """Runs a case on the GPU and returns the bytes of its output."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     driver.call("cuModuleLoadData", ctypes.byref(module), case.text.encode())
     driver.call("cuModuleGetFunction", ctypes.byref(function), module, b"test")
@@ -99,7 +99,7 @@ def run(driver: Driver, case: Case) -> bytes:
 
 
 def on_gpu(tensor: Tensor) -> Tensor:
-    """A copy with the same strides."""
+    """Copies a tensor to the GPU with its strides."""
     storage = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cuda")
     source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     storage.copy_(source)
@@ -122,7 +122,7 @@ def main() -> None:
             results[case.name] = np.frombuffer(run(driver, case), dtype=np.uint8)
         except RuntimeError as error:
             failed.append(f"{case.name}: {error}")
-            break  # the context is lost
+            break  # after an error the CUDA context runs nothing more
         keys[case.name] = case.key
         if results[case.name].tobytes() != simulate(case):
             different.append(case.name)

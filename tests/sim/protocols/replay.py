@@ -16,10 +16,10 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def run(case: Case, mode: str = "random") -> tuple[sim.Report, bytes]:
-    """The report, and the bytes of the case's output.
+    """Runs a case and returns the report and the bytes of the output.
 
     Raises:
-        SimulationError: the simulator finds an error in it.
+        SimulationError: the simulator finds an error in the case.
     """
     arguments = case.arguments()
     report = sim.launch(
@@ -39,5 +39,5 @@ def run(case: Case, mode: str = "random") -> tuple[sim.Report, bytes]:
 
 
 def simulate(case: Case, mode: str = "random") -> bytes:
-    """The bytes alone."""
+    """Runs a case and returns the bytes of the output."""
     return run(case, mode)[1]

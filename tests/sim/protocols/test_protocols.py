@@ -1,5 +1,6 @@
-"""Every case of TMA, mbarriers, clusters and wgmma: no schedule changes what it gives, and where a
-card's results are recorded they are met bit for bit.
+"""Cases of TMA, mbarriers, clusters and wgmma give the same bits under every schedule.
+
+Where a card's results are recorded, the bits are the card's.
 """
 
 from __future__ import annotations

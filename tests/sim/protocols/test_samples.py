@@ -38,7 +38,7 @@ def run(sample: Sample, tiles: int, **options: object) -> tuple[sim.Report, Tens
 def test_a_sample_multiplies_as_float64_does(sample: Sample, mode: str) -> None:
     results = []
     for seed in range(3):
-        for tiles in (1, 6):  # the ring is used again, and again
+        for tiles in (1, 6):  # 6 tiles go round the ring of two stages three times
             report, result = run(sample, tiles, mode=mode, seed=seed)
             assert not report.findings
             assert sample.worst_error(result, tiles) <= 1

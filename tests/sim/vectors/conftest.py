@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""Fixtures for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from .direct import Direct
 
 @pytest.fixture(scope="session")
 def direct(tmp_path_factory: pytest.TempPathFactory) -> Direct:
-    """The simulator's arithmetic, compiled by itself."""
+    """The simulator's arithmetic, compiled as a library of its own."""
     return Direct(tmp_path_factory.mktemp("direct"))

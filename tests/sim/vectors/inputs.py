@@ -1,4 +1,4 @@
-"""Inputs of the silicon vectors: made again from names and a fixed seed, so that none is stored.
+"""Inputs of the silicon vectors. They are made from names and a fixed seed, so none is stored.
 
 Every value is raw bits. Random numbers come from a counter-based generator written out here,
 because NumPy's own streams may change between versions.
@@ -19,7 +19,7 @@ F32_SPECIALS = [
     0x00000000, 0x80000000, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345,
     0x7F800001, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x80800000, 0x7F7FFFFF,
     0xFF7FFFFF, 0x3F000000, 0xBF000000, 0x3FC00000, 0x40200000, 0xC0200000, 0x3F7FFFFF, 0x3F800001,
-    # 2^-149 .. 2^-126 in between, squares of which vanish; 2^-63, 2^-64; 2^63, 2^64 and neighbours
+    # numbers in 2^-149 .. 2^-126, whose squares underflow; 2^-63, 2^-64; 2^63, 2^64, neighbours
     0x00400000, 0x80400001, 0x20000000, 0x1F800000, 0x5F000000, 0x5EFFFFFF, 0xDF000000, 0xDF000001,
     0x5F800000, 0x5F7FFFFF, 0x4F000000, 0x4EFFFFFF, 0xCF000000, 0xCF000001, 0x4F800000, 0x4F7FFFFF,
     # 65504, 65519.996, 65520, 65536; 2^-14, 2^-24, 2^-25 and neighbours: the edges of f16
@@ -48,7 +48,7 @@ F64_SPECIALS = [
     0x4004000000000000, 0x43E0000000000000, 0x43DFFFFFFFFFFFFF, 0xC3E0000000000000,
     0xC3E0000000000001, 0x43F0000000000000, 0x43EFFFFFFFFFFFFF, 0x41E0000000000000,
     0x41DFFFFFFFC00000, 0xC1E0000000200000, 0x41F0000000000000, 0x41EFFFFFFFF00000,
-    # the edges of f32, f16 and bf16 as doubles, and ties that a detour through f32 would spoil
+    # the edges of f32, f16 and bf16 as doubles, and ties that rounding to f32 first would lose
     0x47EFFFFFEFFFFFFF, 0x47EFFFFFF0000000, 0x36A0000000000000, 0x3690000000000000,
     0x3690000000000001, 0x380FFFFFE0000000, 0x40EFFC0000000000, 0x40EFFDFFFFFFFFFF,
     0x40EFFE0000000000, 0x3E60000000000000, 0x3E60000000000001, 0x3FF0020000000000,
@@ -181,7 +181,7 @@ def _single(name: str, kind: str, operand: int, operand_count: int, count: int) 
         moderate = _floats(name + "/moderate", count, FLOAT_LAYOUTS[kind], -6, 6)
         third = np.arange(count) % 3
         values = np.where(third == 1, moderate, values)
-        # Low bits of a run of ones or zeros, give or take one: ties of every narrower format.
+        # Low bits that are all ones or all zeros, plus or minus one: near ties of narrower formats.
         edge = _floats(name + "/edge", count, FLOAT_LAYOUTS[kind], -20, 17)
         keep = _below(random_words(name + "/keep", count), FLOAT_LAYOUTS[kind][1])
         cut = (edge >> keep) << keep
@@ -204,8 +204,9 @@ def _single(name: str, kind: str, operand: int, operand_count: int, count: int) 
     return values
 
 
-# How the warps of a matrix case differ, in turn: elements of one size; of widely different sizes;
-# of one size, with a C so large that products are cut off; of one size with a few special values.
+# What the elements of a matrix case are like, warp by warp in turn: of similar size; of widely
+# different sizes; of similar size, with a C so large that low bits of the products are cut off; of
+# similar size, with a few special values.
 MATRIX_KINDS = ("moderate", "wide", "large C", "special")
 
 
@@ -224,7 +225,7 @@ def matrix_register(key: str, element: str, warps: int, accumulator: bool) -> Wo
     count = warps * 32
     if element in ("s8", "u8", "s4", "u4", "b1"):
         return random_words(key, count) & np.uint64(0xFFFFFFFF)
-    if element == "s32":  # in every other warp close to where .satfinite clamps
+    if element == "s32":  # in every other warp the values are close to where .satfinite clamps
         words = random_words(key, count)
         near = np.uint64(0x7FFFF000) ^ ((words >> np.uint64(63)) * np.uint64(0xFFFFFFFF))
         small = words & np.uint64(0xFFFF)
@@ -248,10 +249,10 @@ def matrix_register(key: str, element: str, warps: int, accumulator: bool) -> Wo
 
 
 def edge_register(key: str, element: str, warps: int, accumulator: bool) -> Words:
-    """Like matrix_register, but of a floating-point type and for the edges of adding up.
+    """Like matrix_register, with floating-point values that test the edges of summation.
 
-    Four kinds of warps in turn: most elements of A and B are zeros and C is small; A and B are
-    zeros and C is small or a zero; everything is as small as the type allows; as large.
+    Warps are of four kinds in turn: most elements of A and B are zeros and C is small; A and B are
+    zeros and C is small or zero; all values are as small as the type allows; all are as large.
     """
     count = warps * 32
     layout = FLOAT_LAYOUTS[element]
@@ -269,7 +270,8 @@ def edge_register(key: str, element: str, warps: int, accumulator: bool) -> Word
         value = small if accumulator else np.where(choice == 0, moderate, zero)
         other = np.where(choice < 2, small, zero) if accumulator else zero
         value = np.where(warp_kind == 1, other, value)
-        # Down to subnormals where the product of two has the exponents of C's smallest numbers.
+        # A and B with the exponents of float32 start at 2^-75: their products are as small as C's
+        # smallest numbers.
         low = -75 if bias == 127 and not accumulator else least
         tiny = _floats(name + "/tiny", count, layout, low, low + 12)
         mantissa = tiny & np.uint64((1 << mantissa_bits) - 1)

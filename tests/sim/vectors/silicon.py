@@ -1,4 +1,4 @@
-"""What a card gave for the programs of this folder, and comparing with it."""
+"""The recorded results of a card for the programs of this folder, and how results are compared."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Recording:
     """One run of record.py.
 
     Attributes:
-        about: The card: gpu, driver, cuda, date.
-        hashes: Per program's key: hashes of its text, its inputs and all of its outputs.
-        outputs: Per program's key: the first elements of each output buffer, raw bits.
+        about: What was used: gpu, driver, cuda, date.
+        hashes: For each program's key the hashes of its text, its inputs and all of its outputs.
+        outputs: For each program's key the first elements of each output buffer, raw bits.
     """
 
     about: dict[str, str]
@@ -38,13 +38,13 @@ class Recording:
     def compare(
         self, program: Program, results: list[Words], inputs: list[Words] | None = None
     ) -> None:
-        """Compares what a program gave with what the card gave.
+        """Compares a program's results with the card's.
 
         Args:
             program: The program.
             results: Its output buffers from the start, as raw bits: all of each, or as many
                 elements as are stored.
-            inputs: The input buffers, whole; what is given is checked to be what was recorded.
+            inputs: The whole input buffers. If given, they must be those that were recorded.
 
         Raises:
             AssertionError: The program or its inputs are not those that were recorded, or a result
@@ -87,7 +87,7 @@ def _compare(program: Program, actual: Raw, expected: Raw) -> None:
 
 
 def _split(elements: str, raw: Raw) -> tuple[str, Raw]:
-    """Packed elements one by one."""
+    """The type and the values of packed elements, one by one."""
     if elements.endswith("x2"):
         return elements[:-2], np.ascontiguousarray(raw).view(np.uint16)
     if elements == "f16" and raw.dtype.itemsize == 4:  # a register of a matrix
@@ -104,7 +104,7 @@ def values(elements: str, raw: Raw) -> npt.NDArray[np.float64]:
 
 
 def ulp_distance(elements: str, actual: Raw, expected: Raw) -> npt.NDArray[np.float64]:
-    """Distance of two arrays in steps between neighbouring numbers; NaN to NaN is none."""
+    """Distance of two arrays in steps between neighbouring numbers; from NaN to NaN it is 0."""
     _, expected = _split(elements, expected)
     elements, actual = _split(elements, actual)
     bits, _ = FIELDS[elements]
@@ -134,7 +134,7 @@ def within(bound: Bound, elements: str, actual: Raw, expected: Raw) -> npt.NDArr
 
 
 def load(folder: Path = FOLDER, label: str = LABEL) -> Recording:
-    """The recorded data. Raises ValueError where it does not fit the programs of programs.py."""
+    """Loads a recording. Raises ValueError if its programs are not those of programs.py."""
     about = json.loads((folder / f"{label}.json").read_text())
     hashes = about.pop("programs")
     with np.load(folder / f"{label}.npz") as arrays:

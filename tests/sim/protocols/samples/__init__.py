@@ -1,1 +1,1 @@
-"""Small kernels of the protocols that our kernels for 9.0 and 12.x are made of."""
+"""Small kernels with the protocols (TMA, mbarriers, wgmma) of our kernels for 9.0 and 12.x."""

@@ -1,5 +1,7 @@
-"""Makes PTX of pipeline.cu: ``python -m tests.sim.protocols.samples.compile``. The texts are
-committed, so that the tests need no nvcc; a test compares them where there is one.
+"""Makes PTX of pipeline.cu: ``python -m tests.sim.protocols.samples.compile``.
+
+The PTX is committed, so that the tests need no nvcc. Where nvcc is installed, a test compares the
+PTX with the source.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def compiled(nvcc: str, architecture: str) -> str:
     Raises:
         RuntimeError: it does not compile; the message is nvcc's.
     """
-    # A sanitizer that is loaded before Python is none of the compiler's.
+    # If a sanitizer is preloaded into Python, nvcc must not load it too.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(
         [

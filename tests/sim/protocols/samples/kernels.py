@@ -1,5 +1,7 @@
-"""Products of matrices: a pipeline of TMA, mbarriers and mma.sync, compiled from CUDA C++; and
-wgmma with A in shared memory or in registers, as PTX of our own.
+"""Kernels that multiply matrices.
+
+One is a pipeline of TMA, mbarriers and mma.sync, compiled from CUDA C++. The others are hand-written
+PTX of wgmma, with A in shared memory or in registers.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ WGMMA_SHARED = 2 * STAGE + 4 * ROWS * WGMMA_COLUMNS
 PIPELINE_CTAS = 2
 TILES = 5
 
-# Warps 0-3 multiply, thread 128 loads. Two stages: A (64 m, 64 k) K-major, then B (64 k, 128 n) as
-# two slabs of 64 n. full[2] for one arrival with bytes, empty[2] for one of each multiplying warp.
+# Warps 0-3 multiply, thread 128 loads. Each of two stages has A (64 m, 64 k), K-major, then
+# B (64 k, 128 n) as two slabs of 64 n. The barriers are full[2], with one arrival and the bytes of
+# TMA, and empty[2], with one arrival of each multiplying warp.
 _KERNEL = """
 .version 8.7
 .target sm_90a
@@ -151,7 +154,8 @@ def _products() -> str:
     )
 
 
-# Each lane's row of A, as TMA swizzled it, and its 16-byte chunk of each step.
+# The address of each lane's row of A, and the number of its 16-byte chunk in a k-step. TMA has
+# swizzled the chunks of a row.
 _FRAGMENTS = """
 and.b32 %r40, %r2, 15;
 shl.b32 %r41, %r1, 4;
@@ -214,11 +218,11 @@ class Sample:
     """A kernel `test` that multiplies: c (64, N) = a (64, K) * b.
 
     Attributes:
-        name: unique.
-        text: its PTX.
-        block, grid: threads, CTAs.
-        shared_bytes: dynamic shared memory.
-        transposed: b is (N, K), not (K, N).
+        name: unique name of the sample.
+        text: the PTX.
+        block, grid: threads of a CTA, CTAs.
+        shared_bytes: bytes of dynamic shared memory.
+        transposed: whether b is (N, K) instead of (K, N).
     """
 
     name: str
@@ -228,10 +232,10 @@ class Sample:
     shared_bytes: int
     transposed: bool
 
-    OUTPUT = 2  # of the arguments
+    OUTPUT = 2  # index of c among the arguments
 
     def operands(self, tiles: int = TILES) -> tuple[Tensor, Tensor]:
-        """bf16 a (64, K) and b; exponents far apart show how sums are aligned."""
+        """bf16 a (64, K) and b. Widely different exponents show how the addends are aligned."""
         generator = torch.Generator().manual_seed(tiles)
         columns = 64 * self.grid if self.transposed else WGMMA_COLUMNS
         depth = TILE_K * tiles
@@ -244,7 +248,7 @@ class Sample:
         return values(ROWS, depth), values(*b_shape)
 
     def arguments(self, tiles: int = TILES) -> list[Tensor | sim.TensorMap | bytes]:
-        """Fresh ones."""
+        """New arguments of a launch over `tiles` tiles of K."""
         a, b = self.operands(tiles)
         c = torch.zeros(ROWS, b.shape[0] if self.transposed else b.shape[1])
         count = struct.pack("<i", tiles)
@@ -262,8 +266,8 @@ class Sample:
         ]
 
     def worst_error(self, c: Tensor, tiles: int = TILES) -> float:
-        """The largest error against float64, in units of what sums in float32 may lose: one unit in
-        the last place of the sum of magnitudes for each addition of 16 products.
+        """The largest error against float64, relative to what sums in float32 may lose: for each
+        addition of 16 products one unit in the last place of the sum of magnitudes.
         """
         a, b = (x.double() for x in self.operands(tiles))
         if self.transposed:
@@ -279,7 +283,7 @@ def pipeline(architecture: str) -> Sample:
 
 
 def samples() -> list[Sample]:
-    """All of them."""
+    """All sample kernels."""
     return [
         pipeline("90a"),
         pipeline("120f"),

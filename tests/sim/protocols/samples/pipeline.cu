@@ -1,6 +1,6 @@
-// A product of matrices as our kernels for 12.x are built, as small as it can be: one warp loads
-// tiles with TMA into a ring of two stages, four warps multiply them with mma.sync. PTX of it, made
-// by compile.py, is run on the simulator and on a card.
+// A product of matrices, built like our kernels for 12.x but as small as possible: one warp loads
+// tiles with TMA into a ring of two stages, and four warps multiply them with mma.sync. compile.py
+// makes the PTX that the simulator and a card run.
 //
 //   producer warp      wait empty | expect bytes, start A and B of a tile -> full
 //   consumer warps     wait full  | ldmatrix, mma.sync | all lanes have read -> empty
@@ -18,11 +18,11 @@ namespace {
 constexpr int ROWS = 64, COLUMNS = 64,
               DEPTH = 64;  // of a tile; DEPTH bf16 fill the 128-byte swizzle
 constexpr int STAGES = 2;
-constexpr int WARPS = 4;  // that multiply 16 rows each
+constexpr int WARPS = 4;  // consumer warps, each of which multiplies 16 rows
 constexpr int ROW_BYTES = DEPTH * 2;
 constexpr int A_BYTES = ROWS * ROW_BYTES, B_BYTES = COLUMNS * ROW_BYTES;
 
-// The 16-byte chunk of a row of a tile, as TMA swizzled it.
+// The address of a 16-byte chunk of a row, whose chunks TMA has swizzled.
 __device__ uint32_t chunk_smem(uint32_t tile_smem, int row, int chunk) {
   return tile_smem + row * ROW_BYTES + (chunk ^ row % 8) * 16;
 }
