@@ -45,13 +45,13 @@ F64 = Operand(64, "f64")
 
 @dataclass(frozen=True)
 class Bound:
-    """How far the simulator's result may be from the card's: in one of the two measures.
+    """How far the simulator's result may be from the card's. One of the two bounds must hold.
 
-    NaN must meet NaN, infinity infinity of its sign, in either measure.
+    A NaN must be NaN in both results, and an infinity the same infinity.
 
     Attributes:
-        ulp: Distance in units of the last place, counted through the representable numbers.
-        absolute: Distance of the values.
+        ulp: The largest distance in steps between representable numbers.
+        absolute: The largest distance of the values.
     """
 
     ulp: int = 0
@@ -76,11 +76,11 @@ class Program:
         reads: The input buffers.
         writes: The output buffers.
         count: Threads, a multiple of BLOCK.
-        explicit: How many elements from the start are stored; of all ``count`` there is a hash.
-        bound: None where the simulator must give the same bits, else how far it may be off.
+        explicit: How many elements from the start are stored; a hash covers all ``count``.
+        bound: How far the simulator may be off; None if it must give the same bits.
         elements: The type of each element of the results, as in the instruction.
         shared_bytes: Static shared memory of a block, named ``tile``, 0 for none.
-        make: Gives input buffer i: raw bits, (count,), uint64.
+        make: Makes input buffer i: raw bits, (count,), uint64.
     """
 
     family: str
@@ -201,7 +201,7 @@ def _raw(integer: str) -> str:
 
 
 def _result_of_integer(integer: str) -> str:
-    """Results of 8 bits are stored as the 32-bit register that they leave behind."""
+    """The type that a result is stored as: of 8-bit results the whole 32-bit register is stored."""
     return "b32" if integer[1:] == "8" else _raw(integer)
 
 
@@ -473,7 +473,7 @@ def _integer() -> Iterator[Program]:
 
 
 def _carries(first: str, second: str) -> Program:
-    """Two words in a chain through the carry flag; the second with what is left of it."""
+    """Two instructions, the second of which reads the carry flag that the first one writes."""
 
     def make(index: int) -> Words:
         return inputs.elements(f"integer/{first}", "b32", index, 4, ELEMENTWISE_COUNT)
@@ -611,11 +611,11 @@ def _warp() -> Iterator[Program]:
     )
 
 
-TILE_BYTES = 512  # of a warp: what .x4 moves
+TILE_BYTES = 512  # a warp's tile: what .x4 moves
 
 
 def _shared_matrices() -> Iterator[Program]:
-    """ldmatrix and stmatrix: every lane fills 16 bytes of the warp's tile, rows in any order."""
+    """ldmatrix and stmatrix. Every lane fills 16 bytes of the warp's tile; rows are permuted."""
     count = WARPS_OF_COLLECTIVES * 32
     # The last input is a row for each lane: a permutation, so that stmatrix writes each row once.
     order = np.argsort(inputs.random_words("ldmatrix/rows", count).reshape(-1, 32), axis=1)

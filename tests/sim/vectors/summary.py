@@ -1,6 +1,6 @@
-"""For each instruction form, with which program and how closely it was compared with a card.
+"""Which program compared each instruction form with a card, and how closely.
 
-``python3 -m tests.sim.vectors.summary`` prints it as JSON. Needs NumPy, not archflash.
+``python3 -m tests.sim.vectors.summary`` prints this as JSON. It needs NumPy, but not archflash.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .programs import FAMILIES, Program, programs
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """One program.
+    """One instruction form in one program.
 
     Attributes:
-        instruction: As PTX spells it, with every modifier.
-        opcode: Its first part.
+        instruction: The form as PTX spells it, with every modifier.
+        opcode: The instruction's first part.
         family: The program's family.
-        program: Its key in the recorded data; an instruction may have several.
+        program: The program's key in the recorded data; an instruction may have several programs.
         tolerance: ``exact``, or how far the simulator may be from the card.
         compared: How many results are compared.
     """
@@ -40,10 +40,11 @@ def card() -> dict[str, str]:
 
 
 def checked() -> list[Checked]:
-    """All programs, in the order of programs.py."""
+    """What was compared, in the order of programs.py."""
     rows = []
     for program in (program for family in FAMILIES for program in programs(family)):
-        # A chain through the carry flag is two instructions; others have a note behind the name.
+        # The name of a chain through the carry flag has two instructions. Other names may have a
+        # note behind the instruction.
         parts = [part.rstrip(",") for part in program.name.split(" ")]
         names = [part for part in parts if part[0].isalpha() and "." in part]
         rows += [

@@ -95,7 +95,7 @@ def name_of(program: Program) -> str:
     return program.name.removeprefix("mma.sync.aligned.")
 
 
-# NumPy's type of D, the gap above 1 and the smallest subnormal.
+# For each type of D: NumPy's type, the gap between 1 and the next number, the smallest subnormal.
 LIMITS = {
     "f16": (np.dtype(np.float16), 2.0**-10, 2.0**-24),
     "f32": (np.dtype(np.float32), 2.0**-23, 2.0**-149),
@@ -113,20 +113,21 @@ def test_float_products_are_numpys(direct: Direct, program: Program) -> None:
     c = gather(shape.c, values[a_count + b_count :], shape.m, shape.n, "C")
     d = gather(shape.d, run(direct, program, values), shape.m, shape.n, "C")
     exact = np.einsum("wmk,wkn->wmn", a, b) + c
-    # An ulp of the result's type, and what is cut off of each product beside the largest one, or
-    # lost where .f16 is in between.
+    # The bound is an ulp of the result's type, plus the low bits that are cut off each product
+    # because another one is larger, or that are lost where partial sums are .f16.
     magnitude = np.einsum("wmk,wkn->wmn", np.abs(a), np.abs(b)) + np.abs(c)
     kind, epsilon, smallest = LIMITS[shape.d]
     rounded = exact.astype(kind).astype(np.float64)
     finite = np.isfinite(rounded) & np.isfinite(magnitude)
-    if shape.a in ("e4m3", "e5m2"):  # half of the sum may leave .f16 where all of it does not
+    if shape.a in ("e4m3", "e5m2"):  # a partial sum may overflow .f16 though the whole sum does not
         finite &= np.isfinite(d)
     assert finite.sum() > finite.size / 2
     bound = (
         np.abs(exact) * epsilon + smallest + magnitude * epsilon * (8 if shape.d == "f32" else 2)
     )
     assert np.all(np.abs(d - exact)[finite] <= bound[finite])
-    if shape.a not in ("f64", "e4m3", "e5m2"):  # whose order of summing decides what overflows
+    # In f64 and FP8 the order of the additions decides what overflows.
+    if shape.a not in ("f64", "e4m3", "e5m2"):
         assert np.array_equal(d[~finite], rounded[~finite], equal_nan=True)
 
 
@@ -246,7 +247,8 @@ def test_dense_products_decode_and_add_up(direct: Direct, kind: str, avx2: bool)
     def operand(name: str, rows: int, columns: int) -> tuple[bytes, Floats]:
         words = rows * columns * bits // 32 + 1
         register = inputs.matrix_register(name, kind, 4 * (words // 96 + 1), False)
-        register = register.reshape(-1, 4, 32)[:, :3].reshape(-1)  # without the special values
+        # Without every fourth warp, which has special values.
+        register = register.reshape(-1, 4, 32)[:, :3].reshape(-1)
         register = register & np.uint64(0xFFFFFFFF)
         values = [element(kind, register, i) for i in range(32 // bits)]
         flat = np.stack(values, axis=1).reshape(-1)[: rows * columns]
@@ -264,7 +266,7 @@ def test_dense_products_decode_and_add_up(direct: Direct, kind: str, avx2: bool)
     for result, exact in ((product, a @ b), (summed, a @ b + c)):
         if kind[0] in "su":
             unit = 0.0
-        else:  # FP8 cuts every term, c and the sum off 13 bits below the largest
+        else:  # in FP8 all addends and the sum are cut off 13 bits below the largest addend
             unit = (k + 2) * 2.0**-13 if kind in ("e4m3", "e5m2") else 2.0**-20
         bound = unit * (np.abs(a) @ np.abs(b) + c)
         assert np.all(np.abs(result - exact) <= bound)

@@ -102,7 +102,7 @@ def test_half_conversions_round_as_a_search_in_all_codes_does(
     values = f32_values(bits).astype(np.float64)
     assert_same(direct.run(f"cvt.{mode}.{to}.f32", bits), rounded(to, values, mode, False), bits)
     bits = samples("f64")
-    bits = bits[~np.isnan(bits.view(np.float64))]  # whose sign and payload are kept
+    bits = bits[~np.isnan(bits.view(np.float64))]  # NaN keeps its sign and payload
     values = bits.view(np.float64)
     assert_same(direct.run(f"cvt.{mode}.{to}.f64", bits), rounded(to, values, mode, False), bits)
 
@@ -123,7 +123,7 @@ def test_satfinite_and_relu_clamp_halves(direct: Direct, to: str, mode: str) -> 
 @pytest.mark.parametrize("flags", ["rna", "rna.satfinite", "rn", "rz", "rn.relu", "rz.relu"])
 def test_tf32_conversions_round_as_a_search_in_all_codes_does(direct: Direct, flags: str) -> None:
     bits = samples("f32")
-    if "rna" in flags:  # NaN: see test_silicon.py
+    if "rna" in flags:  # test_silicon.py has the results for NaN
         bits = bits[~np.isnan(f32_values(bits))]
     values = f32_values(bits).astype(np.float64)
     if "relu" in flags:
@@ -168,7 +168,7 @@ def test_fp8_widens_exactly(direct: Direct, source: str) -> None:
 @pytest.mark.parametrize("source", ["f16", "bf16"])
 def test_halves_widen_exactly(direct: Direct, source: str) -> None:
     codes = np.arange(1 << 16, dtype=np.uint64)
-    if source == "bf16":  # a NaN, too, is only shifted
+    if source == "bf16":  # bits are only shifted, also those of a NaN, which NumPy would change
         codes = codes[~np.isnan(decoded(source))]
     expected = f32_bits(decoded(source).astype(np.float32)[codes.astype(np.int64)])
     assert_same(direct.run(f"cvt.f32.{source}", codes), expected, codes)
@@ -197,7 +197,7 @@ def test_integer_conversions_wrap_or_clamp(direct: Direct, to: str, source: str)
     wrapped = [integer_value(to, value) & all_bits for value in values]
     assert_same(direct.run(f"cvt.{to}.{source}", bits), np.array(wrapped, dtype=np.uint64), bits)
     source_low, source_high = integer_range(source)
-    if low <= source_low and source_high <= high:  # PTX has no .sat for it
+    if low <= source_low and source_high <= high:  # every value fits: PTX has no .sat
         with pytest.raises(KeyError):
             direct.run(f"cvt.sat.{to}.{source}", bits)
         return
@@ -219,7 +219,7 @@ def test_floats_become_clamped_integers(direct: Direct, source: str, mode: str) 
     for to in INTEGERS:
         low, high = integer_range(to)
         width = int(to[1:])
-        # PTX ISA, cvt: NaN is 0, or the top bit where 64 bits are involved.
+        # PTX ISA, cvt: NaN becomes 0, or the top bit alone if either type has 64 bits.
         nan = integer_value(to, 1 << (width - 1)) if "64" in to + source else 0
         expected = []
         for value in function(values):
@@ -293,7 +293,7 @@ def test_f32_arithmetic_is_the_exact_result_rounded_once(
     direct: Direct, operation: str, mode: str
 ) -> None:
     operands = [inputs.elements("exact", "f32", i, 3, 4096) for i in range(3)]
-    # Exponents close enough for sums to round, and for results at both ends of the range.
+    # Exponents close enough for sums to round, with results at both ends of the range.
     for i in range(3):
         operands[i][1024:] = (operands[i][1024:] & np.uint64(0x83FFFFFF)) | np.uint64(0x3C000000)
     values = [f32_values(operand) for operand in operands]
@@ -396,8 +396,8 @@ def test_half_arithmetic_is_the_exact_result_rounded_once(direct: Direct, kind: 
             "add.rn": values[0] + values[1],  # exact for f16; within an odd-rounded bit for bf16
         }
     for name, exact in results.items():
-        # A double sum of two bf16 is exact unless one is negligible beside the other: then it
-        # rounds to that one, and so does the half unless it lies on a tie, which it cannot.
+        # A sum of two bf16 is exact in double unless one of them is negligible beside the other.
+        # Then both the double and the bf16 result are the larger addend, which is no tie of bf16.
         actual = direct.run(f"{name}.{kind}", *operands[:2])
         assert_same(actual, rounded(kind, exact, "rn", False), *operands[:2])
     actual = direct.run(f"fma.rn.{kind}", *operands)
@@ -410,7 +410,7 @@ def test_half_arithmetic_is_the_exact_result_rounded_once(direct: Direct, kind: 
         near = float(exact_sum)
         if near == 0:
             continue
-        if Fraction(near) != exact_sum:  # to odd, so that rounding again is harmless
+        if Fraction(near) != exact_sum:  # round to odd, so that the next rounding is right
             toward = near if abs(Fraction(near)) < abs(exact_sum) else np.nextafter(near, 0)
             near = float((np.float64(toward).view(np.uint64) | np.uint64(1)).view(np.float64))
         expected = rounded(kind, np.array([near]), "rn", False)[0]
@@ -441,7 +441,7 @@ APPROXIMATIONS: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-# In units of the last place; PTX's own bounds where they are coarser.
+# The bounds in units of the last place. Where PTX promises less, PTX's bound.
 DISTANCE = {"ex2": 2, "lg2": 2, "rcp": 1, "sqrt": 1, "rsqrt": 2, "tanh": 1 << 13}
 
 
@@ -458,7 +458,7 @@ def test_approximations_stay_within_the_bounds_of_ptx(direct: Direct, name: str)
         assert np.all(np.abs(f32_values(actual).astype(np.float64) - exact) < 2.0**-20.5)
         return
     distance = np.abs(actual.astype(np.int64) - f32_bits(exact.astype(np.float32)).astype(np.int64))
-    near = np.abs(f32_values(actual).astype(np.float64) - exact) < 2.0**-22  # lg2 close to 1
+    near = np.abs(f32_values(actual).astype(np.float64) - exact) < 2.0**-22  # lg2's bound near 1
     assert np.all((distance <= DISTANCE[name]) | (near if name == "lg2" else False))
 
 

@@ -20,12 +20,12 @@ from .silicon import Recording
 from .test_matrix import instruction
 
 ALL = [program for family in FAMILIES for program in programs(family)]
-SIGNED = {8: np.uint8, 16: np.int16, 32: np.int32, 64: np.int64}  # what PyTorch has
+SIGNED = {8: np.uint8, 16: np.int16, 32: np.int32, 64: np.int64}  # integer types of PyTorch
 
 
 @pytest.fixture(scope="session")
 def recording() -> Recording:
-    """What the card gave."""
+    """The card's results."""
     return silicon.load()
 
 
@@ -61,7 +61,7 @@ def test_the_simulator_gives_what_the_card_gave(program: Program, recording: Rec
     recording.compare(program, simulated(program, inputs), inputs)
 
 
-# copysign has no function of its own.
+# The programs whose arithmetic is a function of sim/numerics. copysign is not.
 BY_ITSELF = [
     program
     for program in ALL
@@ -72,7 +72,7 @@ BY_ITSELF = [
 
 @pytest.fixture(scope="module")
 def baseline(direct: Direct) -> Iterator[Direct]:
-    """The arithmetic by itself, without AVX2."""
+    """The compiled arithmetic, without AVX2."""
     direct.set_avx2(False)
     yield direct
     direct.set_avx2(True)

@@ -1,6 +1,6 @@
 """Kernels that multiply matrices.
 
-One is a pipeline of TMA, mbarriers and mma.sync, compiled from CUDA C++. The others are hand-written
+One is a pipeline of TMA, mbarriers and mma.sync, compiled from CUDA C++. The others are hand-made
 PTX of wgmma, with A in shared memory or in registers.
 """
 
