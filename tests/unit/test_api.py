@@ -30,7 +30,7 @@ from archflash import reference
 from archflash._api import make_problem
 
 ROOT = Path(__file__).parents[2]
-IMPORT_SECONDS = 0.3  # beyond torch's own
+IMPORT_SECONDS = 0.3  # for archflash alone, without the import of torch
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
@@ -235,7 +235,7 @@ def test_an_out_of_any_strides_is_written() -> None:
 
 
 def nested(order: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """A dense tensor whose dimensions lie in memory in that order, the first outermost."""
+    """A dense tensor whose dimensions lie in memory in `order`, the first one outermost."""
     dense = rand(*(shape[i] for i in order))
     return dense.permute([order.index(i) for i in range(len(order))])
 
@@ -252,7 +252,7 @@ ORDERS = [(*order, 3) for order in itertools.permutations(range(3))]
 
 
 def out_strides_of_problem(q: Tensor, k: Tensor, layout: str) -> tuple[int, ...]:
-    """The same strides as the planner sees them."""
+    """The strides that the planner gives the output, in the order of the tensor's dimensions."""
     fields = make_problem(q, k, k, layout=layout).to_dict()["out"]
     names = ("batch", "head", "row") if layout == "bhnd" else ("batch", "row", "head")
     return (*(fields[name] for name in names), 1)

@@ -76,13 +76,13 @@ def backend(skbuild: FakeSkbuild, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for variable in COMPILER_VARIABLES:
         monkeypatch.setenv(variable, "")  # what the backend itself sets is undone after the test
         monkeypatch.delenv(variable)
-    monkeypatch.setenv(PTXAS_VARIABLE, "toolkit")  # nothing is asked of PyPI
+    monkeypatch.setenv(PTXAS_VARIABLE, "toolkit")  # no download from PyPI
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setenv("PATH", str(empty))
     monkeypatch.chdir(tmp_path)
     module = load("archflash_backend")
-    # The default CUDA folder of this machine, if any, is not the test's.
+    # The test must not find this machine's own CUDA in its default folder.
     real = module.shutil.which
     monkeypatch.setattr(
         module.shutil,
@@ -93,7 +93,7 @@ def backend(skbuild: FakeSkbuild, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def make_nvcc(folder: Path, version: str, top: Path | None = None, *, name: str = "nvcc") -> Path:
-    """A script that answers as nvcc, or ptxas, of that version."""
+    """Writes a script that prints what nvcc (or ptxas) of a version prints."""
     folder.mkdir(parents=True, exist_ok=True)
     nvcc = folder / name
     lines = ["#!/bin/sh"]
@@ -192,7 +192,7 @@ def test_the_toolkit_of_a_silent_nvcc_is_two_folders_up(
 
 
 class FakePip:
-    """Stands for pip: lays a ptxas of a version into its --target, or fails."""
+    """Stands in for pip: puts a ptxas of a version into its --target folder, or fails."""
 
     def __init__(self, backend: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         self.asked: list[str] = []
@@ -254,7 +254,7 @@ def test_an_assembler_can_be_named(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     own = make_nvcc(tmp_path / "cuda" / "bin", "13.0", name="ptxas")
-    assert backend.newer_ptxas(tmp_path / "cuda") == own  # "toolkit"
+    assert backend.newer_ptxas(tmp_path / "cuda") == own  # the variable says "toolkit"
     other = make_nvcc(tmp_path / "other", "13.2", name="ptxas")
     monkeypatch.setenv(PTXAS_VARIABLE, str(other))
     assert backend.newer_ptxas(tmp_path / "cuda") == other
@@ -348,7 +348,7 @@ def test_the_link_tree_looks_like_an_ordinary_toolkit(backend: ModuleType, tmp_p
     (tree / "bin").mkdir(parents=True)
     (tree / "bin" / "left-over").write_text("of an earlier build")
     assert backend.link_wheel_toolkit(root, tree) == tree
-    # nvcc looks for its companions beside the path it was called by: bin itself must be no link.
+    # nvcc looks for its companions beside the path that it was started by, so bin must be no link.
     assert not (tree / "bin").is_symlink()
     assert sorted(file.name for file in (tree / "bin").iterdir()) == [
         "nvcc",
@@ -363,7 +363,7 @@ def test_the_link_tree_looks_like_an_ordinary_toolkit(backend: ModuleType, tmp_p
         ("lib64/libcudart.so", "lib/libcudart.so.13"),
     ):
         assert (tree / path).read_text() == text
-    assert backend.link_wheel_toolkit(root, tree) == tree  # again, over itself
+    assert backend.link_wheel_toolkit(root, tree) == tree  # the tree is there already
 
 
 # --- the kernel build ---

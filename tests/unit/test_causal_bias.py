@@ -1,4 +1,4 @@
-"""torch.nn.attention.bias as attn_mask: taken for what it means, in every entry point."""
+"""A torch.nn.attention.bias as attn_mask means causal, in every entry point."""
 
 from __future__ import annotations
 

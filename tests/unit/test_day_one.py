@@ -185,9 +185,9 @@ def test_what_a_process_prints_need_not_be_text() -> None:
     assert said == "\ufffda"
 
 
-def test_of_tests_that_do_not_end_it_is_known_which(tmp_path: Path) -> None:
+def test_a_job_that_ends_during_a_test_has_named_the_test(tmp_path: Path) -> None:
     test = tmp_path / "test_x.py"
-    # The job ends while its test runs, as it does where its limit ends it.
+    # The test ends the job that runs it, as the time limit would.
     test.write_text(
         "import os, signal, time\n"
         "def test_long():\n"
@@ -205,7 +205,7 @@ def test_of_tests_that_do_not_end_it_is_known_which(tmp_path: Path) -> None:
 
 
 def test_calls_that_are_all_refused_are_a_failure() -> None:
-    # It has no kernel of 8 bits.
+    # ampere has no kernel for 8-bit inputs.
     calls = jobs.first_calls("e4m3", 64, 64, Setup("ampere", True))
     with pytest.raises(jobs.WrongError, match="every call was refused"):
         list(calls)
@@ -323,12 +323,12 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
     assert record.status_of_jobs(record.load(path)) == {
         ("switches", "lazy_rescale=off"): "timeout", ("switches", "split_p=off"): "ok",
     }  # fmt: skip
-    assert setups[-1]["without"] == ["lazy_rescale=off"]  # it is not timed either
-    # Started again: what failed is tried again, and now ends well.
+    assert setups[-1]["without"] == ["lazy_rescale=off"]  # what failed is not timed
+    # The second start tries what failed again. Now it ends well.
     answers["lazy_rescale=off"] = ("ok", "")
     asked = len(setups)
     assert command.main(arguments) == 0
     assert len(setups) == asked + 1
-    # On another card the file is not continued.
+    # A file of another card is not continued.
     answers["environment"] = ("ok", json.dumps(FACTS | {"dtypes": "", "gpu": "NVIDIA B300"}))
     assert command.main([*arguments[:2], "--only", "split_p"]) == 2

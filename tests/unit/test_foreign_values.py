@@ -1,4 +1,4 @@
-"""What is no plain Python value: numbers of numpy are taken, tensors are never asked for theirs."""
+"""Options that are no plain Python values: NumPy numbers are taken, tensors are never read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKED["cu_seqlens_k"] = torch.tensor([0, 9], dtype=torch.int32)
 
 
 class Silent(Tensor):
-    """A subclass of Tensor, which is described in the same way."""
+    """A subclass of Tensor. Messages describe it as they describe a Tensor."""
 
 
 class Holder:
@@ -48,7 +48,7 @@ ASKING = (
 
 @pytest.fixture
 def tensors_keep_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU each of these would wait, which ends a graph capture."""
+    """Makes every way to read a tensor fail. On a GPU it would wait and break a graph capture."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a tensor was asked for its values")

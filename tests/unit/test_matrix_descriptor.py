@@ -1,5 +1,6 @@
-"""matrix_descriptor.h, compiled for the host: descriptors of blackwell_dc's tiles, field by field
-from the ISA's tables, and as CUTLASS's headers print them.
+"""matrix_descriptor.h, compiled for the host: the descriptors of blackwell_dc's tiles.
+
+They are compared field by field with the ISA's tables, and with what CUTLASS's headers print.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
 
-# Columns and rows of every tile of blackwell_dc: Q, K and V; of 8-bit numbers two count as one.
+# Columns and rows of every tile of Q, K and V in blackwell_dc. Two 8-bit numbers are one column.
 # A pair's half of K has 64 rows.
 TILES = (
     (32, 128), (64, 128), (96, 128), (128, 64), (128, 128), (192, 64), (192, 128), (256, 64),
     (256, 128),
 )  # fmt: skip
-DTYPES = {"F16": 0, "BF16": 1, "E4M3": 0, "E5M2": 1}  # the kind tells 8 bits from 16
-# m, n of Q K^T (n is of keys) and of P V (n is of columns of V). A pair's m is 256.
+DTYPES = {"F16": 0, "BF16": 1, "E4M3": 0, "E5M2": 1}  # f16 and f8f6f4 share codes
+# (m, n) of Q K^T, where n counts keys, and of P V, where n counts columns of V. Pairs have m = 256.
 SHAPES = ((128, 64), (128, 96), (128, 128), (128, 256), (256, 128))
 
 INSTRUCTIONS = [
@@ -76,7 +77,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 
 
 def encoded(leading: int, stride: int, swizzle: int) -> int:
-    """A descriptor without its address: offsets in bytes, the field of the swizzle."""
+    """Encodes a descriptor without an address from its offsets in bytes and its swizzle field."""
     value = 0
     for shift, bits, field in (
         (16, 14, leading // 16),
@@ -100,15 +101,16 @@ def test_fields_are_those_of_the_isas_table(printed: list[list[str]]) -> None:
         columns, count = int(columns_text), int(rows_text)
         span = 2 * slab_of(columns)  # bytes of a row of a slab
         swizzle = {128: 2, 64: 4}[span]
-        # Eight rows of a swizzle pattern; MN-major: from slab to slab.
+        # The stride leads to the next eight rows; MN-major, the leading offset to the next slab.
         assert int(k_major, 16) == encoded(16, 8 * span, swizzle)
         slabs = columns // slab_of(columns)
         assert int(mn_major, 16) == encoded(span * count if slabs > 1 else 0, 8 * span, swizzle)
 
 
 def test_steps_go_through_the_slabs(printed: list[list[str]]) -> None:
-    """Where the first element of each step lies, found by walking over the tile's bytes: steps of
-    32 bytes of a row, 16 rows of 16 bits, 32 rows of 8.
+    """Walks over the tile's bytes to the first element of each step.
+
+    A K-major step is 32 bytes of a row; an MN-major step is 16 rows of 16 bits or 32 rows of 8.
     """
     depths = {"k": 16, "mn": 16, "mn_of_8_bits": 32}
     for line in printed:
@@ -125,8 +127,8 @@ def test_steps_go_through_the_slabs(printed: list[list[str]]) -> None:
         assert units * 16 == offset + 2 * slab * row + 2 * column
 
 
-# As a program of CUTLASS's headers (include/cute, UMMA descriptors) printed them: K-major and
-# MN-major tiles of 16-bit elements, and where their steps lie.
+# What a program with CUTLASS's headers (include/cute, UMMA descriptors) printed for K-major and
+# MN-major tiles of 16-bit elements, and for their steps.
 CUTLASS_FIELDS = {
     (64, 128): (0x4000404000010000, 0x4000404000000000),
     (128, 64): (0x4000404000010000, 0x4000404002000000),

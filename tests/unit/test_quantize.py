@@ -23,7 +23,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
 
 
 def spread(descale: Tensor, x: Tensor) -> Tensor:
-    """The descale of each number of x (bhnd)."""
+    """Broadcasts the descales to the numbers of x (bhnd)."""
     if descale.ndim == 3:
         return descale.repeat_interleave(64, 2)[:, :, : x.shape[2], None]
     return descale.reshape(*descale.shape, 1, 1) if descale.ndim == 2 else descale
@@ -231,7 +231,7 @@ def test_blocks_are_read_once_and_larger_parts_twice(
     assert plan.workspace_bytes == (0 if per == 2 else 18 * 4)
 
 
-# More tiles of 64 rows than CUDA takes CTAs along x; rows beyond 32 bits.
+# Calls with more tiles of 64 rows than CUDA takes CTAs along x, or more rows than int32 counts.
 MOST_CTAS = 2**31 - 1
 
 

@@ -1,4 +1,4 @@
-"""The float64 reference against numbers worked by hand and a loop over scalars; the error rule."""
+"""The float64 reference against numbers by hand and a loop over scalars; the error rule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG2, LOG3 = math.log(2), math.log(3)
 
 
 def one_head(q: list[float], k: list[float], v: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """D = 1, so with scale 1 a score is a plain product."""
+    """One head with D = 1: with scale 1 a score is the product of two numbers."""
     queries, keys, values = (torch.tensor(x, dtype=torch.float64) for x in (q, k, v))
     return queries[None, None, :, None], keys[None, None, :, None], values[None, None, :, None]
 
@@ -36,13 +36,13 @@ def one_head(q: list[float], k: list[float], v: list[float]) -> tuple[Tensor, Te
         ({}, 7.0, math.log(4)),
         # The one query is the last: it sees both keys.
         ({"causal": True}, 7.0, math.log(4)),
-        # At position 0 it sees the first only; at -1 none.
+        # A query at position 0 sees only the first key; at -1 it sees none.
         ({"causal": True, "q_offset": 0}, 4.0, 0.0),
         ({"causal": True, "q_offset": -1}, 0.0, -math.inf),
-        # At position 1 with no key to its left: the second only.
+        # A query at position 1 without a left window sees only the second key.
         ({"window": (0, None)}, 8.0, LOG3),
         ({"window": (1, 0)}, 7.0, math.log(4)),
-        # A sink of log 4 doubles the denominator; it brings no value.
+        # A sink of log 4 doubles the denominator and adds no value.
         ({"sinks": torch.tensor([math.log(4)])}, 3.5, math.log(8)),
         ({"causal": True, "q_offset": -1, "sinks": torch.tensor([0.5])}, 0.0, 0.5),
         # Scale 2: weights 1/10 and 9/10.
@@ -191,7 +191,7 @@ def test_layout_bnhd_is_the_same_numbers_transposed() -> None:
 
 def test_packed_sequences_are_calls_of_their_own() -> None:
     q, k, v = rand(12, 4, 8, seed=1), rand(13, 2, 8, seed=2), rand(13, 2, 8, seed=3)
-    ends_q, ends_k = [0, 3, 3, 9, 10], [0, 5, 7, 9, 9]  # two empty ones, and rows past the last
+    ends_q, ends_k = [0, 3, 3, 9, 10], [0, 5, 7, 9, 9]  # two empty sequences, rows after the last
     out, lse = reference.attention(
         q, k, v, causal=True, sinks=rand(4, seed=4),
         cu_seqlens_q=torch.tensor(ends_q), cu_seqlens_k=torch.tensor(ends_k),
@@ -312,7 +312,7 @@ def test_baseline_rounds_as_plain_torch_code_does(dtype: torch.dtype) -> None:
     expected = torch.softmax(q @ k.transpose(-1, -2) * 0.25, -1) @ v
     base = reference.baseline(q, k, v, return_lse=True)
     assert base.dtype == dtype
-    # The same roundings, up to the order of sums in a product.
+    # Both round alike, except that a product may add up in another order.
     torch.testing.assert_close(base, expected, rtol=0, atol=float(2 * torch.finfo(dtype).eps))
     ref = reference.attention(q, k, v, return_lse=False)
     error = (base - ref).abs().mean() / torch.finfo(dtype).eps
@@ -386,7 +386,7 @@ def test_check_bound_is_twice_the_baseline_plus_two_ulp() -> None:
     base = torch.tensor([1.5, -2.5, 0.0])
     report = reference.check(ref.to(torch.float16), ref, base)
     assert report.bound == 2 * 0.5 + 2 * 2**-9  # the ulp of float16 in [2, 4)
-    assert report.mean_bound == 2 * 0.5 / 3 + 2 * 2**-10  # and in [1, 2)
+    assert report.mean_bound == 2 * 0.5 / 3 + 2 * 2**-10  # the ulp of float16 in [1, 2)
     assert report.nrmse == 0.0
 
 

@@ -131,7 +131,7 @@ def test_what_torch_refuses_is_refused() -> None:
 
 
 def test_a_mask_together_with_is_causal_is_refused() -> None:
-    # Torch's documentation makes it an error; some of its CPU kernels take it all the same.
+    # PyTorch's documentation calls this an error, but some of its CPU kernels accept it.
     q, k, v = inputs((2, 4), 5, 7)
     with pytest.raises(RuntimeError, match="exclude each other"):
         scaled_dot_product_attention(q, k, v, attn_mask=rand(5, 7) > 0, is_causal=True)

@@ -11,9 +11,9 @@ import pytest
 SOURCES = Path(__file__).parents[2] / "src"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 CHUNK_BYTES = 16  # a row of an ldmatrix matrix
-BANK_GROUPS = 8  # of 16 bytes: 32 banks of 4 bytes
+BANK_GROUPS = 8  # groups of 16 bytes: 32 banks of 4 bytes
 SHAPES = ((32, 64), (64, 64), (96, 64), (96, 256), (128, 32), (128, 256), (192, 64), (256, 128))
-BASES = (0, 1024, 5 * 1024)  # of tiles in shared memory
+BASES = (0, 1024, 5 * 1024)  # addresses of tiles in shared memory
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
@@ -53,7 +53,7 @@ int main() {{
 
 
 class Tile:
-    """What the program printed of one shape."""
+    """What the program printed for one shape."""
 
     def __init__(self, slab: int, slabs: int, row_bytes: int, slab_bytes: int, swizzle: int):
         self.slab, self.slabs = slab, slabs
@@ -91,8 +91,11 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Til
 
 
 def written_by_tma(tile: Tile, row: int, chunk: int) -> int:
-    """Where a box of one slab puts a chunk: address bits 7 and up are XORed into bits 4 and up, as
-    many as the swizzle has (measured on an H200 for all swizzles)."""
+    """The offset at which TMA puts a chunk, if a box is one slab.
+
+    As many address bits as the swizzle has, from bit 7 on, are XORed into the bits from bit 4 on
+    (measured on an H200 for all swizzles).
+    """
     per_slab = tile.slab * 2 // CHUNK_BYTES
     linear = chunk // per_slab * tile.slab_bytes + row * tile.row_bytes
     linear += chunk % per_slab * CHUNK_BYTES

@@ -12,9 +12,9 @@ SOURCES = Path(__file__).parents[2] / "src"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 ROWS = 64
 CHUNK_BYTES = 16  # a row of an ldmatrix matrix, a cp.async copy
-BANK_GROUPS = 8  # of 16 bytes: 32 banks of 4 bytes
+BANK_GROUPS = 8  # groups of 16 bytes: 32 banks of 4 bytes
 WIDTHS = (32, 64, 96, 128, 160, 192, 256)
-BASES = (0, 128, 640, 4096)  # of tiles in shared memory: multiples of 128 bytes
+BASES = (0, 128, 640, 4096)  # addresses of tiles in shared memory, multiples of 128 bytes
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
 every_width = pytest.mark.parametrize("columns", WIDTHS)
@@ -53,7 +53,7 @@ int main() {{
 
 
 class Tile:
-    """What the program printed of one width."""
+    """What the program printed for one width."""
 
     def __init__(self, columns: int, chunks: int, group: int) -> None:
         self.columns, self.chunks, self.group = columns, chunks, group
@@ -135,7 +135,7 @@ def test_the_eight_chunks_that_eight_threads_write_fall_in_eight_bank_groups(
 def test_the_swizzle_of_a_row_returns_every_eight_rows(
     columns: int, tiles: dict[int, Tile]
 ) -> None:
-    """So that one offset serves a thread for all the rows that it copies or reads."""
+    """A thread can use one offset for all the rows that it copies or reads."""
     tile, row_bytes = tiles[columns], 2 * columns
     for row in range(ROWS - 8):
         for chunk in range(tile.chunks):

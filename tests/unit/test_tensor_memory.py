@@ -42,7 +42,7 @@ def masked() -> dict[str, Any]:
     return {name: call[name] for name in "qkv"} | {"attn_mask": rand(5, 9)}
 
 
-# (the call, one of its tensors, the implementation), with None for PyTorch
+# (makes a call, the name of one of its tensors, the implementation). None stands for PyTorch.
 PLACES = [
     *[(padded, name, kernel) for name in ("q", "k", "v", "q_offset", "sinks")
       for kernel in (None, "simt")],
@@ -64,12 +64,12 @@ def _both_ways_to_read_a_tensor(request: pytest.FixtureRequest) -> Iterator[None
 
 
 def negative_view(x: Tensor) -> Tensor:
-    """The values of x behind the negative bit."""
+    """A view with the values of x: its memory has -x, and its negative bit is set."""
     return torch._neg_view(-x)
 
 
 def imaginary(x: Tensor) -> Tensor:
-    """The values of a float32 x as the imaginary part of a conjugate: strided, and negated."""
+    """The values of a float32 x as the imaginary part of a conjugate: a strided, negated view."""
     return torch.complex(torch.zeros_like(x), -x).conj().imag
 
 
@@ -93,7 +93,7 @@ def test_a_zero_tensor_is_read_as_zeros(
     make: Callable[[], dict[str, Any]], name: str, kernel: str | None
 ) -> None:
     call = make()
-    if name == "cu_seqlens_q":  # no row of q would belong to a sequence
+    if name == "cu_seqlens_q":  # all sequences become empty, so that q may have no rows
         call = {key: x[:0] if key == "q" else x for key, x in call.items()}
     zeros = torch.zeros_like(call[name])
     expected = archflash.attention(**call | {name: zeros}, implementation=kernel)
@@ -157,7 +157,7 @@ def test_quantize_reads_lazy_tensors_as_their_values(implementation: str) -> Non
 
 
 def freed(x: Tensor, offset: int) -> Tensor:
-    """A tensor like x, so many elements into a storage that has been freed."""
+    """A tensor like x that starts at `offset` elements of a storage that was freed."""
     held = torch.empty(offset + x.numel(), dtype=x.dtype)
     view = held[offset:].view(x.shape)
     held.untyped_storage().resize_(0)

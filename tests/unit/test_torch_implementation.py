@@ -44,7 +44,7 @@ def qkv(
 
 
 def assert_matches_reference(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
-    """Output with and without the LSE (two paths inside), and the LSE; returns the output."""
+    """Checks the output with and without LSE (two paths inside) and the LSE; returns the output."""
     expected, expected_lse = reference.attention(q, k, v, **call)
     base = reference.baseline(q, k, v, **call)
     out = _torch.attention(q, k, v, **call)
@@ -61,7 +61,7 @@ def assert_matches_reference(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Te
 
 
 def feature_arguments(name: str, nq: int, nk: int) -> dict[str, Any]:
-    """Keywords of one feature for b=2, hq=4; "gqa" and "dv" only shape the tensors."""
+    """The options of a feature for b=2, hq=4. "gqa" and "dv" have none: they shape the tensors."""
     mask = rand(2, 1, nq, nk, seed=7)
     return {
         "causal": {"causal": True},
@@ -92,7 +92,7 @@ def run_features(names: tuple[str, ...], nq: int, nk: int, dtype: torch.dtype) -
     call: dict[str, Any] = {}
     for name in names:
         arguments = feature_arguments(name, nq, nk)
-        # Offsets act on causal and window only.
+        # An offset has no effect without causal or window.
         call |= {"causal": True} if name.startswith("q-offset") and "window" not in names else {}
         call |= arguments
     q, k, v = qkv(
@@ -174,7 +174,7 @@ def test_windows_count_from_the_farthest_offsets_exactly(far: int) -> None:
         for side in (abs(far) - 3, abs(far) - 1, abs(far)):
             window = (side, None) if far > 0 else (None, side)
             out = assert_matches_reference(*tensors, window=window, q_offset=far, **shape)
-            # An offset near by that lets each query see the same keys as the far one does.
+            # With this near offset each query sees the keys that it sees with the far one.
             near = far - side if far > 0 else far + side
             same = {"window": (0, None) if far > 0 else (None, 0), "q_offset": near}
             torch.testing.assert_close(out, _torch.attention(*tensors, **same, **shape))
@@ -190,7 +190,7 @@ def test_out_dtype_float32_keeps_what_16_bits_would_round() -> None:
     q, k, v = qkv(7, 59, dtype=torch.bfloat16)
     expected = reference.attention(q, k, v, return_lse=False)
     out = _torch.attention(q, k, v, out_dtype=torch.float32)
-    # The baseline of the same values in float32 sets a bound that a rounding to 16 bits breaks.
+    # The baseline in float32 sets a bound that no output rounded to 16 bits can meet.
     base = reference.baseline(q.float(), k.float(), v.float())
     assert reference.check(out, expected, base).ok
     assert not reference.check(_torch.attention(q, k, v).float(), expected, base).ok
@@ -233,7 +233,7 @@ LENGTHS_K = [9, 4, 0, 1, 6]
 def packed(
     tail: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Sequences of unequal lengths, empty ones among them, with `tail` rows that belong to none."""
+    """Sequences of unequal lengths, some of them empty, and `tail` rows that belong to none."""
     q = rand(sum(LENGTHS_Q) + tail, 4, 16, dtype=dtype, seed=1)
     k = rand(sum(LENGTHS_K) + tail, 2, 16, dtype=dtype, seed=2)
     v = rand(sum(LENGTHS_K) + tail, 2, 24, dtype=dtype, seed=3)
@@ -333,7 +333,7 @@ def test_a_row_without_keys_has_the_sink_as_its_lse() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_non_finite_sink_gives_the_limit_of_the_formula(sink: float, dtype: torch.dtype) -> None:
     sinks = torch.tensor([0.5, sink, -1.0, 2.0])
-    for nk, blind, call in (  # so many rows see no key
+    for nk, blind, call in (  # `blind` rows see no key
         (9, 0, {}),
         (9, 3, {"causal": True, "q_offset": -3}),
         (9, 0, {"softcap": 2.0}),
@@ -683,7 +683,7 @@ WIDE = {"d": 256, "dv": 256}
 
 @pytest.fixture
 def newest_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch as of 2.11: cuDNN comes first on 9.x and 10.x."""
+    """Makes PyTorch look like 2.11, where cuDNN comes first on 9.x and 10.x."""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91900)
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)

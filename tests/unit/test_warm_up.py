@@ -83,7 +83,7 @@ DIMS = ((64, 64), (128, 128), (40, 64), (96, 96), (192, 128), (128, 48), (256, 2
 
 @pytest.fixture
 def quick_meta_tensors() -> Iterator[None]:
-    """DLPack takes 10 ms to refuse a meta tensor."""
+    """Reads tensors by their attributes, because DLPack takes 10 ms to refuse a meta tensor."""
     native.use_exchange_table(False)
     yield
     native.use_exchange_table(True)
@@ -156,7 +156,7 @@ def test_no_forced_call_launches_a_kernel_that_was_not_loaded(kernel: str) -> No
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> list[tuple[native.LaunchPlan, int]]:
-    """As if an H200 were the second of two GPUs; what is loaded there."""
+    """Makes an H200 the second of two GPUs. Returns the (plan, GPU) pairs that are loaded."""
     plans: list[tuple[native.LaunchPlan, int]] = []
     monkeypatch.setattr(_dispatch, "driver_problem", lambda: None)
     monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("H200"))
