@@ -75,6 +75,7 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
 // The barriers, as addresses in shared memory. "Bytes": the producer arrives once and says how many
 // bytes TMA will bring; the phase ends when they have landed.
 //
+// clang-format off
 //   barrier                 arrives             waits      so that
 //   q_full                  producer, bytes     consumers  Q has landed before ldmatrix reads it
 //   q_empty                 each consumer warp  producer   output rows, which pass through Q's part
@@ -84,6 +85,7 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
 //     of each stage                                        reads it
 //   k_empty, v_empty        each consumer warp  producer   every warp has read the block before TMA
 //     of each stage                                        overwrites it
+// clang-format on
 template <class C>
 struct Barriers {
   uint32_t first_smem;

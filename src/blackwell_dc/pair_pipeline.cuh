@@ -23,26 +23,27 @@ namespace archflash::blackwell_dc {
 // and works on S, P and O of its own rows in its own tensor memory. Each CTA has all barriers of
 // pipeline.cuh. Between the CTAs they are used so:
 //
+// clang-format off
 //   barrier          of which CTA  arrives                so that
 //   q_full t         the first     the first one's load,  Q of both CTAs has landed
 //                                  bytes of both
 //   kv_full slot     the first     the first one's load,  both halves of K or V have landed
 //                                  bytes of both
 //   v_ragged slot    each          its load, bytes        its half of a ragged V has landed
-//   v_clean slot     the first     clean of both          the rows of another sequence are zeros in
-//                                                         both halves
+//   v_clean slot     the first     clean of both          the rows of another sequence are zeros
+//                                                         in both halves
 //   p_ready b,       the first     softmax and            both CTAs have read S, written P and
 //   p_last b                       correction of both     rescaled O
 //   s_ready b,       each          commit to both         its rows of S, or of O, are complete
 //   o_ready t
 //   kv_empty slot,   each          commit to both         all products have read its half of K or
-//   V, q_empty t                                             or its Q, before TMA writes there
-//   again barrier.cluster  both          all threads            at the start: barriers and tensor
-//   memory
+//   q_empty t                                             V, or its Q, before TMA writes there
+//   barrier.cluster  both          all threads            at the start: barriers and tensor memory
 //                                                         are ready before the other CTA uses them;
 //                                                         at the end: shared memory stays while the
 //                                                         other CTA arrives there, tensor memory
 //                                                         while products write it
+// clang-format on
 //
 // Note: the second CTA's bytes may land before the first CTA's load has said how many are to come.
 // The phase ends only when both have happened.

@@ -17,6 +17,7 @@ namespace archflash::blackwell_dc {
 //   commit     tcgen05.commit arrives once, when all products that were started before it are done
 //   4 warps    each of the role's four warps arrives
 //
+// clang-format off
 //   barrier         arrives               waits        so that
 //   q_full t        load, bytes           mma          Q has landed before it is multiplied
 //   q_empty t       mma, commit           load         all products have read Q before TMA writes
@@ -42,6 +43,7 @@ namespace archflash::blackwell_dc {
 //   o_staged t      correction, 4 warps   store        the output rows are in shared memory
 //   o_free t        store                 correction   the output rows have left shared memory
 //                                                      before they are overwritten
+// clang-format on
 //
 // The V that ends a packed sequence lands at v_ragged; load itself arrives at its kv_full. load and
 // mma pass by a tile without keys. But where O is staged over Q, store arrives at q_empty once for
