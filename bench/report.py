@@ -3,10 +3,14 @@
     python -m bench.report [--check] [--run RUN_ID] [--results FOLDER] [FILE ...]
 
 A table stands between `<!-- bench:GPU/TABLE -->` and `<!-- /bench -->`, each on a line of its own.
-GPU is the name of a file in bench/results; TABLE is a group of bench/cases.toml, `all`,
-`published` (ratios to torch-math beside published ones) or `host` (cost of one call on the host).
+GPU is the name of a file in bench/results. TABLE is a group of bench/cases.toml (every kernel and
+every peer), `plain` (what a plain call gets, beside the best peer, for the cases of the group
+`readme`), `published` (ratios to torch-math beside published ones) or `host` (cost of one call on
+the host). What a plain call gets is what `archflash.explain` chooses for that GPU, so tables of
+speed need the installed package, with PyTorch 2.10 or newer.
+
 Exit status: 0 when the tables are up to date, 1 when --check finds one that is not, 2 when a marker
-or a result file cannot be read. Needs nothing beyond Python.
+or a result file cannot be read.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from bench.cases import BYTES_RULE, FLOPS_RULE, Case, load_cases
@@ -34,6 +39,8 @@ from bench.results import (
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 UNMEASURED = "unmeasured"
+AGAINST = "what dispatch gives / best peer"
+PYTORCH = "`torch`"
 TABLE = re.compile(
     r"^(?P<open><!-- bench:(?P<name>\S+) -->)[ ]*\n(?P<body>.*?)^(?P<close><!-- /bench -->)",
     re.DOTALL | re.MULTILINE,
@@ -59,40 +66,148 @@ def rows_of_case(rows: Sequence[Row], case: Case, run_id: str | None = None) -> 
 
 
 def speed_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) -> str:
-    """Speed of every implementation and what the best of ours is against the best peer."""
+    """Speed of every kernel and every peer, and what dispatch gives against the best peer."""
     measured = {case.name: rows_of_case(rows, case, run_id) for case in cases}
     names = list(dict.fromkeys(name for found in measured.values() for name in found))
-    ours = [name for name in names if not is_peer(name)]
+    kernels = [name for name in names if not is_peer(name)]
     peers = [name for name in names if is_peer(name)]
-    head = ["case", *(ours or ["archflash"]), *peers, "ours / best peer"]
+    head = ["case", *(kernels or ["archflash"]), *peers, "a plain call runs", AGAINST]
     lines = []
     for case in cases:
         found = measured[case.name]
         speeds = [
             figure(found[name]) if name in found else UNMEASURED
-            for name in [*(ours or ["archflash"]), *peers]
+            for name in [*(kernels or ["archflash"]), *peers]
         ]
-        unit = " (GB/s)" if case.is_decode else ""
-        lines.append([case.name + unit, *speeds, against_best_peer(found)])
+        choice, given = what_dispatch_gives(rows, case, found)
+        lines.append([case.name + unit_note(case), *speeds, choice, against(given, found)])
+    sources = source_note([row for found in measured.values() for row in found.values()])
+    return f"{markdown(head, lines)}\n\n{speed_note(measured.values())}{sources}"
+
+
+def plain_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) -> str:
+    """What a plain call runs, its speed, and the best peer beside it."""
+    measured = {case.name: rows_of_case(rows, case, run_id) for case in cases}
+    head = ["case", "a plain call runs", "speed", "best peer", "its speed", AGAINST]
+    lines = []
+    used: list[Row] = []
+    for case in cases:
+        found = measured[case.name]
+        choice, given = what_dispatch_gives(rows, case, found)
+        peer = best_peer(found)
+        used += [row for row in (given, peer) if row is not None]
+        lines.append(
+            [
+                case.name + unit_note(case),
+                choice,
+                figure(given) if given else UNMEASURED,
+                peer["implementation"] if peer else UNMEASURED,
+                figure(peer) if peer else UNMEASURED,
+                f"{speedup(given, peer):.2f}" if given and peer else UNMEASURED,
+            ]
+        )
+    return f"{markdown(head, lines)}\n\n{speed_note(measured.values())}{source_note(used)}"
+
+
+def speed_note(measured: Iterable[Mapping[str, Row]]) -> str:
+    """How the figures of a table of speed are to be read."""
     note = (
         f"TFLOP/s, GB/s where marked ({FLOPS_RULE}; {BYTES_RULE}). Medians (p50) of interleaved "
-        "rounds; ratios are times, within one run: above 1 ours is faster."
+        "rounds. Ratios are times within one run: above 1 the plain call is faster than the best "
+        f"peer. {PYTORCH} means that dispatch hands the call to PyTorch's own kernel."
     )
-    if any(EAGER in row["features"] for found in measured.values() for row in found.values()):
+    if any(EAGER in row["features"] for found in measured for row in found.values()):
         note += " *: timed eagerly, not in a CUDA graph."
-    sources = source_note([row for found in measured.values() for row in found.values()])
-    return f"{markdown(head, lines)}\n\n{note}{sources}"
+    return note
 
 
-def against_best_peer(found: Mapping[str, Row]) -> str:
-    """Ratio of the fastest row of ours to the fastest peer, such as "1.02x (torch-flash)"."""
-    ours = [row for name, row in found.items() if not is_peer(name)]
+def unit_note(case: Case) -> str:
+    """What the name of a case needs behind it where its figures are no TFLOP/s."""
+    return " (GB/s)" if case.is_decode else ""
+
+
+def what_dispatch_gives(
+    rows: Sequence[Row], case: Case, found: Mapping[str, Row]
+) -> tuple[str, Row | None]:
+    """What a call of a case gets when nothing is forced, and the row that measured it.
+
+    Args:
+        rows: rows of one GPU.
+        case: the shape.
+        found: the rows of that shape in one run, as rows_of_case gives them.
+
+    Returns:
+        The implementation that dispatch chooses today, and a row of that run: that of the plain
+        call (`archflash`) where the run has one, else that of the chosen kernel. None where the run
+        has neither.
+    """
+    if not found:
+        return UNMEASURED, None
+    some = next(iter(found.values()))
+    chosen = dispatch_choice(some["gpu"], case)
+    plain = [
+        row
+        for row in rows
+        if row["run_id"] == some["run_id"]
+        and row_key(row) == case.key
+        and row["implementation"] == "archflash"
+    ]
+    return chosen, plain[-1] if plain else found.get(chosen)
+
+
+@cache
+def dispatch_choice(gpu: str, case: Case) -> str:
+    """The implementation that dispatch chooses for a case.
+
+    Args:
+        gpu: the GPU as its driver names it; one of the known devices.
+        case: the shape.
+
+    Returns:
+        The name of a kernel, or `torch`.
+
+    Raises:
+        ValueError: the GPU is unknown, or PyTorch is older than 2.10, which prefers other kernels.
+    """
+    import torch
+    from torch.torch_version import TorchVersion
+
+    import archflash
+
+    if not TorchVersion(torch.__version__) >= (2, 10):  # type: ignore[operator]
+        raise ValueError(
+            f"tables of speed say what dispatch chooses beside PyTorch 2.10 or newer; this is "
+            f"{torch.__version__}"
+        )
+    dtype = {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "e4m3": torch.float8_e4m3fn,
+    }[case.dtype]
+    q, k, v = (
+        torch.empty(case.b, heads, rows, dim, dtype=dtype, device="meta")
+        for heads, rows, dim in (
+            (case.hq, case.nq, case.d),
+            (case.hkv, case.nk, case.d),
+            (case.hkv, case.nk, case.dv),
+        )
+    )
+    return archflash.explain(q, k, v, causal=case.causal, device=gpu).chosen
+
+
+def best_peer(found: Mapping[str, Row]) -> Row | None:
+    """The row of the fastest peer; None where no peer was measured."""
     peers = [row for name, row in found.items() if is_peer(name)]
-    if not ours or not peers:
+    return min(peers, key=lambda row: float(row["p50_us"])) if peers else None
+
+
+def against(given: Row | None, found: Mapping[str, Row]) -> str:
+    """Ratio of what dispatch gives to the fastest peer, such as "1.02 (torch-flash)"."""
+    peer = best_peer(found)
+    if given is None or peer is None:
         return UNMEASURED
-    best = min(ours, key=lambda row: float(row["p50_us"]))
-    peer = min(peers, key=lambda row: float(row["p50_us"]))
-    return f"{speedup(best, peer):.2f} ({peer['implementation']})"
+    return f"{speedup(given, peer):.2f} ({peer['implementation']})"
 
 
 def published_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) -> str:
@@ -138,17 +253,28 @@ def host_table(path: Path) -> str:
 
 
 def source_note(rows: Sequence[Row]) -> str:
-    """Where the numbers of a table come from: one sentence for each run."""
+    """Where the numbers of a table come from: a sentence on each machine and the runs on it."""
     notes = []
-    for run_id in dict.fromkeys(row["run_id"] for row in rows):
-        run = [row for row in rows if row["run_id"] == run_id]
-        row = run[0]
-        dirty = " with local changes" if row["dirty"] == "1" else ""
-        clocks = sorted({int(r["clocks_mhz"]) for r in run if r["clocks_mhz"].isdecimal()})
+    machines = dict.fromkeys(
+        (row["gpu"], row["driver"], row["cuda"], row["torch"]) for row in rows
+    )
+    for gpu, driver, cuda, torch in machines:
+        here = [
+            row
+            for row in rows
+            if (row["gpu"], row["driver"], row["cuda"], row["torch"]) == (gpu, driver, cuda, torch)
+        ]
+        clocks = sorted({int(r["clocks_mhz"]) for r in here if r["clocks_mhz"].isdecimal()})
         clock = f", SM clock {clocks[0]} to {clocks[-1]} MHz" if clocks else ""
+        runs = {
+            row["run_id"]: f"{row['run_id']} (commit {row['commit']}"
+            + (" with local changes" if row["dirty"] == "1" else "")
+            + f", {row['date']})"
+            for row in here
+        }
         notes.append(
-            f" Run {run_id}: {row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, torch "
-            f"{row['torch']}, commit {row['commit']}{dirty}, {row['date']}{clock}."
+            f" {gpu}, driver {driver}, CUDA {cuda}, torch {torch}{clock}. "
+            f"Run{'s' if len(runs) > 1 else ''} {', '.join(runs.values())}."
         )
     return "".join(notes)
 
@@ -183,9 +309,11 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
     rows = load_rows(results / f"{gpu}.csv")
     if table == "published":
         return published_table(rows, cases, run_id)
-    chosen = cases if table == "all" else [case for case in cases if table in case.groups]
+    if table == "plain":
+        return plain_table(rows, [case for case in cases if "readme" in case.groups], run_id)
+    chosen = [case for case in cases if table in case.groups]
     if not chosen:
-        known = ", ".join(["all", "published", "host", *groups])
+        known = ", ".join(["plain", "published", "host", *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)
 

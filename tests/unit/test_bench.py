@@ -551,26 +551,93 @@ def fixture_results(tmp_path: Path) -> Path:
     return folder
 
 
+AGAINST = "what dispatch gives / best peer"
+
+
 def test_table_takes_the_latest_run_and_keeps_losses(fixture_results: Path) -> None:
     lines = report.make_table("h200/fp32-d64", fixture_results).splitlines()
-    assert lines[0] == "| case | simt | torch-efficient | torch-math | ours / best peer |"
+    head = "| case | simt | torch-efficient | torch-math | a plain call runs |"
+    assert lines[0] == f"{head} {AGAINST} |"
     dense = next(line for line in lines if line.startswith("| fp32 4x16 512 d64 |"))
     assert "| 21.5 |" in dense
-    assert dense.endswith("| 0.75 (torch-efficient) |")
+    assert dense.endswith("| simt | 0.75 (torch-efficient) |")
     # The older run is all there is of the causal case, and it has no torch-efficient.
     causal = next(line for line in lines if line.startswith("| fp32 4x16 512 d64 c |"))
-    assert causal.endswith("| 2.00 (torch-math) |")
+    assert causal.endswith("| simt | 2.00 (torch-math) |")
     assert "unmeasured" in causal
     other = next(line for line in lines if line.startswith("| fp32 8x16 59 d64 |"))
-    assert other.count("unmeasured") == 4
-    assert "Run 20260101T000000Z-h200-aaaa: NVIDIA H200" in lines[-1]
-    assert "Run 20250101T000000Z-h200-bbbb" in lines[-1]
+    assert other.count("unmeasured") == 5
+    assert "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, SM clock 1980" in lines[-1]
+    assert "20260101T000000Z-h200-aaaa (commit 0123456789ab, 2026-01-01)" in lines[-1]
+    assert "20250101T000000Z-h200-bbbb (commit 0123456789ab, 2025-01-01)" in lines[-1]
+
+
+def test_the_ratio_is_of_what_dispatch_chooses_not_of_our_fastest_kernel(tmp_path: Path) -> None:
+    small, decode = CASES["bf16 2x2 512 d64"], CASES["bf16 32x32/8 1x8192 d128"]
+    asked = {"features": "chosen=archflash"}
+    results.append_rows(
+        tmp_path / "h200.csv",
+        [
+            # On 9.0 dispatch gives small calls to blackwell_consumer, though ampere is faster here.
+            row(small, "ampere", 10.0),
+            row(small, "blackwell_consumer", 20.0),
+            row(small, "torch-flash", 40.0),
+            # It gives decoding to PyTorch: the row of the plain call says how fast that was.
+            row(decode, "ampere", 10.0),
+            row(decode, "torch-flash", 40.0),
+            row(decode, "archflash", 50.0, **asked),
+        ],
+    )
+    lines = report.make_table("h200/bf16", tmp_path).splitlines()
+    (found,) = (line for line in lines if line.startswith(f"| {small.name} |"))
+    assert found.endswith("| blackwell_consumer | 2.00 (torch-flash) |")
+    (found,) = (line for line in lines if line.startswith(f"| {decode.name} (GB/s) |"))
+    assert found.endswith("| torch | 0.80 (torch-flash) |")
+
+    lines = report.make_table("h200/plain", tmp_path).splitlines()
+    assert lines[0].startswith("| case | a plain call runs | speed | best peer | its speed |")
+    (found,) = (line for line in lines if line.startswith(f"| {small.name} |"))
+    assert re.search(r"\| blackwell_consumer \| \S+ \| torch-flash \| \S+ \| 2\.00 \|$", found)
+    (found,) = (line for line in lines if line.startswith(f"| {decode.name} (GB/s) |"))
+    assert re.search(r"\| torch \| \S+ \| torch-flash \| \S+ \| 0\.80 \|$", found)
+
+
+def test_a_kernel_that_dispatch_does_not_choose_says_nothing_about_it(tmp_path: Path) -> None:
+    decode = CASES["bf16 32x32/8 1x8192 d128"]
+    rows = [row(decode, "ampere", 10.0), row(decode, "torch-flash", 40.0)]
+    results.append_rows(tmp_path / "h200.csv", rows)
+    lines = report.make_table("h200/decode", tmp_path).splitlines()
+    (found,) = (line for line in lines if line.startswith(f"| {decode.name} (GB/s) |"))
+    assert found.endswith("| torch | unmeasured |")
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if "readme" in case.groups])
+def test_plain_calls_were_as_fast_as_the_kernel_that_dispatch_chooses(name: str) -> None:
+    rows = results.load_rows(results.RESULTS_FOLDER / "h200.csv")
+    found = report.rows_of_case(rows, CASES[name])
+    choice, given = report.what_dispatch_gives(rows, CASES[name], found)
+    assert given is not None
+    if given["implementation"] == "archflash" and choice != "torch":
+        assert results.speedup(given, found[choice]) == pytest.approx(1.0, abs=0.05)
+    if choice == "torch":
+        peer = report.best_peer(found)
+        assert peer is not None
+        assert results.speedup(given, peer) == pytest.approx(1.0, abs=0.05)
+
+
+def test_speed_tables_need_the_pytorch_whose_choice_they_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report.dispatch_choice.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    with pytest.raises(ValueError, match=r"PyTorch 2\.10 or newer; this is 2\.9\.1"):
+        report.dispatch_choice("NVIDIA H200", SMALL)
 
 
 def test_decode_is_in_bytes_per_second(fixture_results: Path) -> None:
     table = report.make_table("h200/decode", fixture_results)
     speed = CASES["bf16 128x32/8 1x2048 d128"].bytes() / 400.0 / 1e3
-    assert f"| bf16 128x32/8 1x2048 d128 (GB/s) | unmeasured | {speed:.0f} | unmeasured |" in table
+    assert f"| bf16 128x32/8 1x2048 d128 (GB/s) | unmeasured | {speed:.0f} | torch |" in table
 
 
 def test_one_run_can_be_asked_for(fixture_results: Path) -> None:
@@ -586,7 +653,7 @@ def test_published_table_stands_beside_our_ratios(fixture_results: Path) -> None
 
 
 def test_gpu_without_results_is_unmeasured(tmp_path: Path) -> None:
-    for table in ("all", "published", "host"):
+    for table in ("plain", "bf16", "published", "host"):
         assert "unmeasured" in report.make_table(f"b200/{table}", tmp_path)
 
 

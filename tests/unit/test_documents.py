@@ -1,0 +1,199 @@
+"""README and docs: every command and example runs and prints what the document shows; links, paths
+and Makefile targets exist.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # tests.documents, bench: no part of the installed package
+
+from tests import documents
+from tests.documents import NOTES, NOT_RUN, PAGES, Run, pages
+
+ALL = [*pages(PAGES), *pages(NOTES)]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def runs_of(page: Path) -> list[Run]:
+    return documents.runs(page.read_text())
+
+
+RUN_PAGES = [page for page in pages() if any(run.excuse is None for run in runs_of(page))]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs in an empty folder and without the variables that change what archflash does."""
+    for variable in ("FORCE_IMPLEMENTATION", "FALLBACK", "SIM_DEVICE", "SIM_LIMIT"):
+        monkeypatch.delenv(f"ARCHFLASH_{variable}", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
+def test_commands_and_examples_print_what_the_document_shows(page: Path) -> None:
+    text = page.read_text()
+    fresh = documents.with_fresh_outputs(text)
+    assert fresh == text, "run: python -m tests.documents --write"
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 10),  # type: ignore[operator]
+    reason="older versions of PyTorch prefer other kernels on 9.0",
+)
+def test_the_table_of_gpus_is_what_dispatch_chooses() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert documents.GPU_TABLE.search(readme)
+    fresh = documents.with_fresh_gpu_table(readme)
+    assert fresh == readme, "run: python -m tests.documents --write"
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_what_a_document_names_exists(page: Path) -> None:
+    text = page.read_text()
+    assert documents.missing_links(page, text) == []
+    assert documents.missing_paths(text) == []
+    assert documents.named_targets(text) <= documents.make_targets()
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_no_command_stands_where_the_tests_do_not_look(page: Path) -> None:
+    """Indented blocks would not be run."""
+    inside_fence = False
+    for number, line in enumerate(page.read_text().split("\n"), 1):
+        inside_fence ^= line.startswith("```")
+        if not inside_fence and re.match(r" {4,}\S", line):
+            in_list = re.match(r" +(\d+\.|[-*|]) ?", line)
+            assert in_list, f"line {number} is an indented block"
+
+
+def test_every_excuse_is_used_and_most_things_run() -> None:
+    everything = [run for page in pages() for run in runs_of(page)]
+    used = {run.excuse for run in everything}
+    unused = [begin for begin, why in NOT_RUN if why not in used]
+    assert unused == [], "no document has such a command: delete the row"
+    assert sum(run.excuse is None for run in everything) >= 10
+
+
+# ---- the tool itself
+
+
+PAGE = """# Title
+
+```python
+x = 2
+print(x)
+```
+```text
+2
+```
+
+```console
+$ archflash info
+archflash ...
+...
+```
+"""
+
+
+def test_an_output_that_is_right_stays() -> None:
+    assert documents.with_fresh_outputs(PAGE) == PAGE
+
+
+def test_an_output_that_is_wrong_is_written_anew() -> None:
+    wrong = PAGE.replace("```text\n2\n", "```text\n3\n4\n")
+    assert documents.with_fresh_outputs(wrong) == PAGE
+
+
+def test_a_wrong_output_with_an_ellipsis_is_an_error() -> None:
+    wrong = PAGE.replace("archflash ...", "archflush ...")
+    with pytest.raises(ValueError, match="line 12: the output is not the one shown"):
+        documents.with_fresh_outputs(wrong)
+
+
+def test_a_command_that_fails_is_an_error() -> None:
+    page = "```console\n$ archflash explain --shape 1,2,3\n```\n"
+    with pytest.raises(RuntimeError, match="exit status 2"):
+        documents.with_fresh_outputs(page)
+
+
+def test_an_example_that_fails_is_an_error() -> None:
+    with pytest.raises(NameError):
+        documents.with_fresh_outputs("```python\nno_such_name\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\nx = 1\n", "not closed"),
+        ("```bash\nls\n```\n", "of the kind 'bash'"),
+        ("```console\noutput\n```\n", "without a command above it"),
+        ("```sh\nls /\n```\n", "runs archflash and python -m MODULE only"),
+    ],
+)
+def test_a_block_that_cannot_be_checked_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        documents.with_fresh_outputs(text)
+
+
+def test_ellipses_stand_for_parts_of_a_line_and_for_lines() -> None:
+    printed = ["one 1.5 s", "two", "three", "four"]
+    assert documents.matches(["one ... s", "...", "four"], printed)
+    assert documents.matches(["...", "four", "..."], printed)
+    assert not documents.matches(["one ... s", "four"], printed)
+    assert not documents.matches(["one ...", "...", "five"], printed)
+    assert not documents.matches(["one", "..."], printed)
+
+
+def test_missing_names_are_found() -> None:
+    page = ROOT / "docs" / "dispatch.md"
+    text = "[a](numerics.md#edges) [b](no-such.md) [c](numerics.md#no-such) [d](#no-such)"
+    assert documents.missing_links(page, text) == ["no-such.md", "numerics.md#no-such", "#no-such"]
+    text = "`src/common/plan.h` and `src/common/no_such.h`, `tests/unit/test_*.py`, `tests/no*.py`"
+    assert documents.missing_paths(text) == ["src/common/no_such.h", "tests/no*.py"]
+    assert documents.named_targets("`make test` and `make no-such X=1`") == {"test", "no-such"}
+    assert "no-such" not in documents.make_targets() >= {"test", "lint", "test-gpu"}
+
+
+def test_tables_of_gpus_are_replaced_whole() -> None:
+    before = "a\n<!-- kernels-by-gpu -->\n| old |\n<!-- /kernels-by-gpu -->\nb\n"
+    after = documents.with_fresh_gpu_table(before)
+    assert "| old |" not in after
+    assert after.startswith("a\n<!-- kernels-by-gpu -->\n| GPU (compute capability) |")
+    assert after.endswith("|\n<!-- /kernels-by-gpu -->\nb\n")
+    assert "H200" in after
+
+
+# ---- glossary
+
+GLOSSARY = re.findall(
+    r"^\| ([^|]+) \| [^|]+ \| `([^`]+)`: `([^`]+)` \|$",
+    (ROOT / "docs" / "glossary.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def test_the_glossary_is_sorted_and_every_row_has_a_place() -> None:
+    terms = [term for term, _, _ in GLOSSARY]
+    assert len(terms) == (ROOT / "docs" / "glossary.md").read_text().count("\n| ") - 2
+    assert len(terms) > 30
+    assert terms == sorted(set(terms))
+
+
+def test_every_term_is_where_the_glossary_says() -> None:
+    missing = [
+        f"{term}: {name} in {path}"
+        for term, path, name in GLOSSARY
+        if not re.search(rf"\b{re.escape(name)}\b", (ROOT / path).read_text())
+    ]
+    assert missing == []
