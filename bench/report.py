@@ -106,7 +106,14 @@ def plain_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
                 f"{speedup(given, peer):.2f}" if given and peer else UNMEASURED,
             ]
         )
-    return f"{markdown(head, lines)}\n\n{speed_note(measured.values())}{source_note(used)}"
+    dates = sorted({row["date"] for row in used})
+    machine = ", ".join(dict.fromkeys(f"{row['gpu']}, torch {row['torch']}" for row in used))
+    source = f" {machine}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}." if used else ""
+    note = (
+        "TFLOP/s, GB/s where marked. Ratios are times within one run: above 1 the plain call is "
+        f"faster than the best peer. {PYTORCH} is PyTorch's own kernel."
+    )
+    return f"{markdown(head, lines)}\n\n{note}{source}"
 
 
 def speed_note(measured: Iterable[Mapping[str, Row]]) -> str:
@@ -255,9 +262,7 @@ def host_table(path: Path) -> str:
 def source_note(rows: Sequence[Row]) -> str:
     """Where the numbers of a table come from: a sentence on each machine and the runs on it."""
     notes = []
-    machines = dict.fromkeys(
-        (row["gpu"], row["driver"], row["cuda"], row["torch"]) for row in rows
-    )
+    machines = dict.fromkeys((row["gpu"], row["driver"], row["cuda"], row["torch"]) for row in rows)
     for gpu, driver, cuda, torch in machines:
         here = [
             row

@@ -10,16 +10,17 @@ check them:
 - ``python``: runs, all blocks of a document in one namespace.
 - ``console``: each line that begins with ``$ `` is a command; the lines below it are its output.
 - ``sh``: each line is a command without output.
-- ``text``: directly below a ``python`` block it is what that block prints; elsewhere it is a figure.
+- ``text``: directly below a ``python`` block it is what that prints; elsewhere it is a figure.
 
-In an output ``...`` stands for any characters of a line, and alone in a line for any lines. Commands
-that cannot run in a test are in NOT_RUN, each with its reason. Everything else runs.
+In an output ``...`` stands for any characters of a line, and alone in a line for any lines.
+Commands that cannot run in a test are in NOT_RUN, each with its reason. Everything else runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -41,31 +42,16 @@ NOTES = ("sim/README.md", "CHANGELOG.md", "src/*/NOTES.md", "tests/sim/vectors/R
 # (how a command begins, why the test does not run it)
 NOT_RUN = (
     ("pip install", "it installs packages from the network"),
-    ("git clone", "it needs the network"),
-    ("pre-commit install", "it changes the checkout"),
-    ("cd ", "it changes the folder of a shell"),
     ("make demo", "it takes a minute; tests/unit/test_demo.py runs parts of it"),
     ("make test", "it runs this test and thousands of others"),
     ("make lint", "it takes a minute and runs beside the tests in continuous integration"),
-    ("make format", "it changes the checkout"),
-    ("make bench", "it needs a GPU"),
     ("make day-one", "it needs a GPU of compute capability 10.0 or 10.3"),
-    ("make clean", "it deletes what was built"),
     ("compute-sanitizer", "it needs a GPU and NVIDIA's tool"),
-    ("python -m bench.run", "it needs a GPU"),
-    ("python -m bench.ladder", "it needs a GPU"),
-    ("python -m bench.switches", "it needs a GPU"),
-    ("python -m bench.host_overhead", "it needs a GPU"),
     ("python -m bench.day_one", "it needs a GPU, and takes hours with --simulate"),
     ("python -m bench.report", "it rewrites documents; `make lint` runs it with --check"),
     ("python -m bench.measured", "it rewrites a file; `make lint` runs it with --check"),
-    ("python -m tests.documents", "it runs what this test runs"),
-    ("python -m tests.sim.instruction_table", "it rewrites a document; `make lint` checks it"),
     ("python -m tests.sim.fuzz", "it runs as long as it is told to"),
-    ("python -m tests.sim.mutation", "it takes hours"),
-    ("python tests/sim/vectors/record.py", "it needs a GPU"),
     ("python -m pytest", "it runs tests, which `make test` does"),
-    ("archflash replay", "it needs a GPU; tests/unit/test_plans_from_files.py replays plans"),
     ("archflash demo", "it takes a minute; tests/unit/test_demo.py runs parts of it"),
 )
 
@@ -297,7 +283,9 @@ def with_fresh_outputs(text: str) -> str:
     for run in runs(text):
         if run.excuse is not None:
             continue
-        printed = printed_by_python(run.code, names) if run.is_python else printed_by_command(run.code)
+        printed = (
+            printed_by_python(run.code, names) if run.is_python else printed_by_command(run.code)
+        )
         if run.expected is None or matches(run.expected, printed):
             continue
         if any("..." in line for line in run.expected):
@@ -329,11 +317,11 @@ def gpu_table() -> str:
     Every cell is what `archflash.explain` chooses for a call of that kind. GPUs with equal cells
     share a row.
     """
-    import archflash
     import torch
-    from archflash import _archflash as native
-
     from bench.results import RESULTS_FOLDER, load_rows
+
+    import archflash
+    from archflash import _archflash as native
 
     def chosen(device: str, dtype: torch.dtype, shape: Sequence[int], **options: object) -> str:
         batch, heads_q, heads_kv, rows, keys, dim = shape
@@ -392,9 +380,7 @@ def gpu_table() -> str:
             by_capability.setdefault(capability, []).append(known.device.name)
         names = "; ".join(f"{', '.join(n)} ({c})" for c, n in by_capability.items())
         on_card = ", ".join(
-            known.device.name
-            for known in group
-            if measured & {known.device.name, *known.aliases}
+            known.device.name for known in group if measured & {known.device.name, *known.aliases}
         )
         lines.append(f"| {names} | {' | '.join(cells)} | {on_card or 'unmeasured'} |")
     return "\n".join(lines)
@@ -418,14 +404,12 @@ def named_targets(text: str) -> set[str]:
 def missing_links(page: Path, text: str) -> list[str]:
     """The links of a document that lead to no file, or to no heading of one."""
     missing = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
         if re.match(r"[a-z]+:", target):  # https, mailto
             continue
         name, _, heading = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        if not file.exists():
-            missing.append(target)
-        elif heading and heading not in headings(file.read_text()):
+        if not file.exists() or (heading and heading not in headings(file.read_text())):
             missing.append(target)
     return missing
 
@@ -460,6 +444,20 @@ def missing_paths(text: str) -> list[str]:
 def made_later(path: str) -> bool:
     """Whether a document names a file that a command makes."""
     return bool(re.fullmatch(r"bench/results/[^/]*-day-one\.csv|bench/results/\*.*", path))
+
+
+def missing_commands(text: str) -> list[str]:
+    """The Python modules and commands of archflash that a document names and that do not exist."""
+    codes = [*re.findall(r"`([^`\n]+)`", text), *(run.code for run in runs(text))]
+    missing = []
+    for code in codes:
+        for module in re.findall(r"python3? -m ([\w.]+)", code):
+            if importlib.util.find_spec(module) is None:
+                missing.append(module)
+        command = re.match(r"archflash (\w+)", code)
+        if command and importlib.util.find_spec(f"archflash.cli.{command[1]}") is None:
+            missing.append(command[0])
+    return missing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
