@@ -34,10 +34,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Documents whose blocks run. sim/README.md has examples too, which tests/sim runs.
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "bench/results/README.md")
+# Documents whose blocks run.
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "bench/results/README.md", "sim/README.md")
 # Documents of which links, paths and Makefile targets are checked only.
-NOTES = ("sim/README.md", "CHANGELOG.md", "src/*/NOTES.md", "tests/sim/vectors/README.md")
+NOTES = ("CHANGELOG.md", "src/*/NOTES.md", "tests/sim/vectors/README.md")
 
 # (how a command begins, why the test does not run it)
 NOT_RUN = (
