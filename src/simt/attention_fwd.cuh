@@ -1,13 +1,17 @@
-// Exact fp32 attention forward on CUDA cores: no tensor cores, any GPU from compute capability 7.5
-// on. Inputs in fp32, fp16 or bf16; every product, sum and exponential in fp32. Work: one CTA per
-// (BLOCK_Q query rows, head, batch). It visits the visible key blocks from the last (ragged) one
-// back to the first with an online softmax. A warp owns WARP_ROWS rows: scores, row maxima and
-// outputs stay in its registers, P passes from score layout to output layout through shared memory
-// of its own. Two barriers per key block hide each load behind a product:
-//   wait K | barrier | start V | S = Q K^T, softmax
+// Exact fp32 attention forward on CUDA cores (no tensor cores), for every GPU from compute
+// capability 7.5 on. Inputs are fp32, fp16 or bf16; every product, sum and exponential is fp32.
+//
+// One CTA computes BLOCK_Q query rows of one head with an online softmax. It visits the key blocks
+// that its rows see, from the last one (which may be shorter) back to the first. There are no
+// roles: each warp loads, multiplies and owns WARP_ROWS rows, whose scores, maxima and outputs stay
+// in its registers. P goes through the warp's own part of shared memory, because the product P V
+// needs it in another layout than Q K^T leaves it in. Two barriers per block hide each copy behind
+// a product:
+//   wait K | barrier | start V      | S = Q K^T, softmax
 //   wait V | barrier | start next K | O = correction * O + P V
-// Loads, lane map, products: tile.cuh. Tiles: config.cuh. Choice of tile: plan.cpp. Numbers:
-// NOTES.md.
+//
+// tile.cuh has the loads, the lane map and the products, config.cuh the tiles, plan.cpp the choice
+// among them, NOTES.md the measurements.
 #pragma once
 
 #include <cstdint>
@@ -25,16 +29,16 @@ namespace archflash::simt {
 
 using math::MINUS_INFINITY;
 
-// From snake_from on the order of the CTAs is reversed: where two share each SM, a long one then
-// meets a short one.
+// The tile index of this CTA. CTAs from snake_from on take their tiles in reverse order: where two
+// CTAs share an SM, one with many visible keys is then paired with one that has few.
 __device__ __forceinline__ int find_index(const Params& params) {
   const int index = blockIdx.x;
   const int last_index = static_cast<int>(gridDim.x) - 1;
   return index < params.snake_from ? index : params.snake_from + last_index - index;
 }
 
-// Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare, one
-// branch per block.
+// Scales the scores before the softmax. Only needed for a softcap, or for a scale that cannot be
+// folded into the exponential because it is zero or negative.
 template <class C>
 __device__ __forceinline__ void transform_scores(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
                                                  const Params& params) {
@@ -48,7 +52,8 @@ __device__ __forceinline__ void transform_scores(float (&s_rmem)[C::THREAD_ROWS]
   }
 }
 
-// Only where the block has an edge in it. A select: what a masked score was does not matter.
+// Sets the scores of invisible keys to -inf. Selecting (not adding) makes the old value irrelevant,
+// even if it was NaN.
 template <class C>
 __device__ __forceinline__ void mask_scores(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
                                             const math::VisibleKeys& visible, int first_row,
@@ -65,16 +70,18 @@ __device__ __forceinline__ void mask_scores(float (&s_rmem)[C::THREAD_ROWS][C::T
   }
 }
 
-// Of each row of this thread: the running maximum of the scores, and its share of the sum.
+// The softmax so far of each row of this thread: the largest score of the row, and the sum of P
+// over the keys that this thread holds.
 template <class C>
 struct RowState {
   float max_rmem[C::THREAD_ROWS];
   float sum_rmem[C::THREAD_ROWS];
 };
 
-// S becomes P = 2^((S - max) * exp2_scale); the sums move to the new maxima; `correction` is what O
-// must be multiplied by. The difference comes first: S * exp2_scale - max * exp2_scale as one FMA
-// would be wrong by the rounding of its second product, without bound for large scores.
+// Replaces S by P = 2^((S - max) * exp2_scale) and updates the maxima and sums. `correction` is the
+// factor that brings O to the new maximum. The subtraction comes first, because one FMA for
+// S * exp2_scale - max * exp2_scale would keep the rounding error of max * exp2_scale, which grows
+// with the scores without bound.
 template <class C>
 __device__ __forceinline__ void online_softmax(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
                                                RowState<C>& state,
@@ -87,7 +94,7 @@ __device__ __forceinline__ void online_softmax(float (&s_rmem)[C::THREAD_ROWS][C
     for (int j = 1; j < C::THREAD_KEYS; ++j) block_max = fmaxf(block_max, s_rmem[i][j]);
     block_max = Lane<C>::reduce_cols(block_max, [](float x, float y) { return fmaxf(x, y); });
     const float new_max = fmaxf(state.max_rmem[i], block_max);
-    // A row that has seen no key takes 0: no inf - inf.
+    // A row that has seen no key uses 0, since -inf - (-inf) would be NaN.
     const float base = new_max == MINUS_INFINITY ? 0.0f : new_max;
     correction[i] = ptx::ex2_approx_ftz((state.max_rmem[i] - base) * exp2_scale);
     state.max_rmem[i] = new_max;
@@ -101,6 +108,7 @@ __device__ __forceinline__ void online_softmax(float (&s_rmem)[C::THREAD_ROWS][C
   }
 }
 
+// Divides the outputs by the row sums and writes them, and the LSE where it is asked for.
 template <class C>
 __device__ __forceinline__ void store_out(const float (&o_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
                                           const RowState<C>& state, const Params& params,
@@ -174,7 +182,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   }
 
   const int cta_last = min(work.first_row + C::BLOCK_Q, work.nq) - 1;
-  // First keys of the first and of the last block with a visible key. None: last before first.
+  // First key of the first and of the last block that any row sees; begin > last if there is none.
   const int blocks_begin = visible.first(work.first_row) & -C::BLOCK_K;
   const int blocks_last = visible.last(cta_last) & -C::BLOCK_K;
 
@@ -196,14 +204,16 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   for (int key_first = blocks_last; key_first >= blocks_begin; key_first -= C::BLOCK_K) {
     const int key_last = key_first + C::BLOCK_K - 1;
     const int warp_first = work.first_row + Lane<C>().warp_row;
-    const int warp_last = min(warp_first + C::WARP_ROWS, work.nq) - 1;  // before first: no rows
+    const int warp_last = min(warp_first + C::WARP_ROWS, work.nq) - 1;  // < warp_first: no rows
     const bool computes =
         warp_last >= warp_first && !visible.hides(warp_first, warp_last, key_first, key_last);
     const bool masked = visible.masks(warp_first, warp_last, key_first, key_last);
     float s_rmem[C::THREAD_ROWS][C::THREAD_KEYS];
     float correction[C::THREAD_ROWS];
 
-    // K (and at first Q) of all threads have landed; all warps are done with the V before.
+    // Each thread waits for its own copies of K (and of Q in the first round). The barrier then
+    // makes the copies of all threads visible, and no warp still reads the previous V, which
+    // start_v overwrites.
     ptx::copies_wait_all();
     __syncthreads();
     start_v(key_first);
@@ -217,20 +227,21 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       online_softmax<C>(s_rmem, state, correction, params.exp2_scale);
     }
 
-    // V of all threads has landed; all warps are done with K: the next one may overwrite it.
+    // After the barrier V has arrived from all threads, and no warp still reads K, which start_k
+    // overwrites.
     ptx::copies_wait_all();
     __syncthreads();
     if (key_first > blocks_begin) start_k(key_first - C::BLOCK_K);
     if (computes) {
       const Lane<C> lane;
-      // This lane's first row of (WARP_ROWS, P_PITCH).
+      // This lane's first row in the warp's P, which is (WARP_ROWS, P_PITCH).
       // mutants: field-to-last-bit
       float* p_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
       float pv_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
 #pragma unroll
       for (int part = 0; part < C::P_PARTS; ++part) {
-        constexpr int COLUMNS = C::P_KEYS / C::LANE_COLS;  // of this thread's scores
-        if (part > 0) __syncwarp();  // all lanes have read the part before: it may be overwritten
+        constexpr int COLUMNS = C::P_KEYS / C::LANE_COLS;  // scores of a row that a thread stores
+        if (part > 0) __syncwarp();  // all lanes have read the previous part, overwritten below
 #pragma unroll
         for (int i = 0; i < C::THREAD_ROWS; ++i) {
 #pragma unroll
@@ -256,7 +267,8 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 
 }  // namespace archflash::simt
 
-// One entry point: its name is what plan.cpp asks for. The one parameter stays in constant memory.
+// Defines an entry point. plan.cpp launches it by NAME. __grid_constant__ lets the kernel read its
+// parameter from constant memory without a copy.
 #define ARCHFLASH_SIMT_KERNEL(NAME, CONFIG)                                          \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
       NAME(const __grid_constant__ archflash::simt::Params params) {                 \

@@ -1,15 +1,15 @@
-// The tiles of each simt kernel: compile-time numbers only, read by the kernel and by plan.cpp
-// (plain C++).
+// The tile sizes of each simt kernel. Compile-time numbers only, in plain C++: the kernel and
+// plan.cpp both include them.
 #pragma once
 
 #include "common/problem.h"
 
 namespace archflash::simt {
 
-// A CTA owns BLOCK_Q query rows of one head and walks over the keys, BLOCK_K at a time. A warp owns
-// WARP_ROWS of the rows: LANE_ROWS x LANE_COLS lanes, each with THREAD_ROWS x THREAD_KEYS scores
-// and THREAD_ROWS x 4*OUT_GROUPS outputs. HEAD_DIM bounds d and dv: it fixes row pitches and the
-// output tile; the product over d runs only as far as d.
+// A CTA owns BLOCK_Q query rows of one head and visits the keys in blocks of BLOCK_K. A warp owns
+// WARP_ROWS of these rows. Its lanes form a grid of LANE_ROWS x LANE_COLS; each lane holds
+// THREAD_ROWS x THREAD_KEYS scores and THREAD_ROWS x 4*OUT_GROUPS outputs. d and dv may be at most
+// HEAD_DIM, which fixes the row pitches and the output tile; the product over d stops at d.
 template <DType DTYPE_, int HEAD_DIM_, int WARPS_, int LANE_ROWS_, int THREAD_ROWS_, int BLOCK_K_,
           int P_KEYS_, int D_STEP_, int KEY_STEP_, int CTAS_PER_SM_, bool SHORT_SUMS_>
 struct Config {
@@ -24,23 +24,23 @@ struct Config {
   static constexpr int BLOCK_Q = WARPS * WARP_ROWS;
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr int THREAD_KEYS = BLOCK_K / LANE_COLS;
-  // Groups of 4 output columns of a thread.
-  static constexpr int OUT_GROUPS = HEAD_DIM / (4 * LANE_COLS);
-  static constexpr int D_STEP = D_STEP_;            // columns per trip of the loop of Q K^T
-  static constexpr int KEY_STEP = KEY_STEP_;        // keys per trip of the loop of P V
-  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // what the registers must allow
-  // Products summed in chains of at most 16 instead of HEAD_DIM / 2 and BLOCK_K. For the small
-  // variants: among few rows one unlucky sum shows. What it costs in registers: NOTES.md.
+  static constexpr int OUT_GROUPS = HEAD_DIM / (4 * LANE_COLS);  // groups of 4 columns per thread
+  static constexpr int D_STEP = D_STEP_;            // columns per iteration of the Q K^T loop
+  static constexpr int KEY_STEP = KEY_STEP_;        // keys per iteration of the P V loop
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
+  // Adds products in chains of at most 16, in place of HEAD_DIM / 2 (Q K^T) and BLOCK_K (P V), so
+  // that sums round less. The small variants need it: with few rows, one unlucky sum decides the
+  // measured error. NOTES.md says what it costs in registers.
   static constexpr bool SHORT_SUMS = SHORT_SUMS_;
-  static constexpr int SUM_COLUMNS = 32;  // of Q K^T: 16 even and 16 odd ones
+  static constexpr int SUM_COLUMNS = 32;  // columns of a short sum of Q K^T: 16 even, 16 odd
 
-  // Shared memory, in floats. Q and K rows are padded by 16 bytes: the 16-byte reads of 8 rows at
-  // one d hit all 32 banks. V rows need no padding: a read covers one row. P has a pitch of
-  // LANE_COLS modulo the 32 banks, so that the LANE_ROWS x LANE_COLS scalars which a warp stores at
-  // once hit all banks.
+  // Shared memory, offsets and pitches in floats. Q and K rows are padded by 16 bytes, so that
+  // 16-byte reads of 8 rows at the same column hit all 32 banks. V rows need no padding, because
+  // each read covers one row. The pitch of P is LANE_COLS modulo 32, so that the
+  // LANE_ROWS x LANE_COLS scalars which a warp stores at once hit all banks.
   static constexpr int QK_PITCH = HEAD_DIM + 4;
   static constexpr int V_PITCH = HEAD_DIM;
-  static constexpr int P_KEYS = P_KEYS_;  // keys of P that a warp keeps at a time
+  static constexpr int P_KEYS = P_KEYS_;  // keys of P that a warp has in shared memory at a time
   static constexpr int P_PARTS = BLOCK_K / P_KEYS;
   static constexpr int P_PITCH = P_KEYS + (LANE_COLS - P_KEYS % 32 + 32) % 32;
   static constexpr int Q_SMEM = 0;

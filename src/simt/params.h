@@ -1,4 +1,4 @@
-// The one parameter of every simt kernel.
+// The parameter block of every simt kernel.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace archflash::simt {
 
 struct Params : AttentionParams {
-  int32_t snake_from;  // CTAs from this index on take the tiles in reverse order
+  int32_t snake_from;  // CTAs from this index on take the remaining tiles in reverse order
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 

@@ -1,5 +1,5 @@
-// The moving parts of the simt kernel: element types, the lane map, loads into shared memory, and
-// the two products.
+// The parts of the simt kernel: element types, the lane map, loads into shared memory, and the two
+// products.
 #pragma once
 
 #include <cstdint>
@@ -37,10 +37,12 @@ __device__ __forceinline__ uint16_t float_to_half(float x) {
   return math::bfloat16_of_float_bits(__float_as_uint(x));
 }
 
-// Lane = {col bits 3.., row bit 1} above {col bit 0} above {row bit 0}. Note: a 16-byte shared load
-// of a warp takes two passes instead of four when lane pairs t, t^1 (here: K and V) or t, t^2
-// (here: Q and P) read the same address. Made anew wherever it is used: its addresses must not live
-// in registers across the products.
+// Where a lane stands in its warp's LANE_ROWS x LANE_COLS grid. Bit 0 of the lane number is bit 0
+// of the row; the next bits are the column; bit 4 is bit 1 of the row if there are four rows. Note:
+// this order halves the shared-memory passes of a 16-byte load from four to two, which happens when
+// lanes t and t^1 (for K and V), or t and t^2 (for Q and P), read the same address.
+// Construct a Lane where it is used and let it go: addresses kept across the products would cost
+// registers.
 template <class C>
 struct Lane {
   int warp_row;  // first row of the warp in the CTA's tile
@@ -54,7 +56,7 @@ struct Lane {
     col = thread >> 1 & (C::LANE_COLS - 1);
   }
 
-  // Reduces over the lanes that share this lane's rows.
+  // Combines x over the lanes that hold the same rows as this lane.
   template <class Combine>
   static __device__ __forceinline__ float reduce_cols(float x, Combine combine) {
 #pragma unroll
@@ -66,10 +68,10 @@ struct Lane {
   }
 };
 
-// Starts the copy of rows [0, ROWS) of `rows_gmem` to shared memory as fp32; rows from `valid_rows`
-// on and columns from `columns` on become zeros, so that what lies beyond a sequence's end in
-// memory never matters. fp32: asynchronous (copies_wait_all, then a barrier). 16-bit: loaded,
-// converted and stored before it returns.
+// Starts the copy of rows [0, ROWS) of `rows_gmem` to shared memory as fp32. Rows from `valid_rows`
+// on and columns from `columns` on become zeros, so that memory beyond the end of a sequence never
+// matters. fp32 is copied asynchronously: readers need copies_wait_all() and a barrier. 16-bit
+// inputs are loaded, converted and stored before this returns: readers need a barrier.
 template <class C, int ROWS, int PITCH>
 __device__ __forceinline__ void start_load(float* tile_smem /* (ROWS, PITCH) */,
                                            const typename ElementOf<C::DTYPE>::Type* rows_gmem,
@@ -82,11 +84,11 @@ __device__ __forceinline__ void start_load(float* tile_smem /* (ROWS, PITCH) */,
   static_assert(STEPS * ROWS_PER_STEP == ROWS && ROWS_PER_STEP * CHUNKS_PER_ROW == C::THREADS,
                 "threads must tile the rows");
 
-  const int thread = ptx::mov_tid_x_volatile();  // addresses made here must not live in registers
-                                                 // across the products
+  // The volatile read keeps the addresses below out of registers during the products.
+  const int thread = ptx::mov_tid_x_volatile();
   const int row = thread / CHUNKS_PER_ROW;
   const int column = thread % CHUNKS_PER_ROW * CHUNK;
-  const int rows_left = column < columns ? valid_rows - row : 0;  // of this thread's column
+  const int rows_left = column < columns ? valid_rows - row : 0;  // rows to copy from `row` on
   const Element* source = rows_gmem + row * row_stride + column;
   float* target = tile_smem + row * PITCH + column;
 
@@ -128,10 +130,10 @@ __device__ __forceinline__ void load_4(float (&x)[4], const float* x_smem) {
   x[0] = vector.x, x[1] = vector.y, x[2] = vector.z, x[3] = vector.w;
 }
 
-// S = Q K^T over `columns` columns. Thread (row i, key j) holds row i * LANE_ROWS + lane.row, key
-// j * LANE_COLS + lane.col. Even and odd columns are summed apart: shorter chains round less, and
-// an accumulator that always meets registers of one parity can live in the other register bank (a
-// 16-byte load puts column e into a register of parity e % 2).
+// S = Q K^T over `columns` columns. s_rmem[i][j] belongs to row i * LANE_ROWS + lane.row of the
+// warp and to key j * LANE_COLS + lane.col of the block. Even and odd columns have separate sums:
+// shorter chains round less, and ptxas can place an accumulator in the register bank that its
+// operands do not use (a 16-byte load puts column e into a register of parity e % 2).
 template <class C>
 __device__ __forceinline__ void multiply_columns(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
                                                  const float* q_smem /* this lane's first row */,
@@ -171,7 +173,7 @@ __device__ __forceinline__ void multiply_columns(float (&s_rmem)[C::THREAD_ROWS]
   }
 }
 
-// S = Q K^T over the first d columns: at once, or with SHORT_SUMS a few columns at a time.
+// S = Q K^T over the first d columns, in one sum or, with SHORT_SUMS, in sums of SUM_COLUMNS.
 template <class C>
 __device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
                                             const float* q_smem, const float* k_smem, int d) {
@@ -193,9 +195,9 @@ __device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::T
   }
 }
 
-// PV += P V over P_KEYS keys. Thread (row i, group n) holds row i * LANE_ROWS + lane.row, columns 4
-// * (n * LANE_COLS + lane.col). With SHORT_SUMS even and odd keys of this part are summed apart,
-// then added.
+// PV += P V over P_KEYS keys. pv_rmem[i][4 * n + c] belongs to row i * LANE_ROWS + lane.row of the
+// warp and to column 4 * (n * LANE_COLS + lane.col) + c. With SHORT_SUMS the even and the odd keys
+// have separate sums, which are added at the end.
 template <class C>
 __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
                                             const float* p_smem /* this lane's first row */,
@@ -220,7 +222,7 @@ __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 *
           load_4(v, v_smem + (step + e) * C::V_PITCH + 4 * n * C::LANE_COLS);
 #pragma unroll
           for (int i = 0; i < C::THREAD_ROWS; ++i) {
-            // Rows outside: p[i][e] is the operand that the next FFMA reuses.
+            // Columns are innermost, so that consecutive FFMAs reuse the operand p[i][e].
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
               sum_rmem[i][4 * n + c] = fmaf(p[i][e], v[c], sum_rmem[i][4 * n + c]);
@@ -241,7 +243,7 @@ __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 *
   }
 }
 
-// Writes four columns of one row.
+// Writes four neighbouring columns of one row.
 template <DType DTYPE>
 __device__ __forceinline__ void store_4(void* target_gmem, const float (&x)[4]) {
   if constexpr (DTYPE == DType::F32) {

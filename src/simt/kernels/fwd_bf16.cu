@@ -1,4 +1,4 @@
-// bf16 inputs, fp32 inside. Tiles: config.cuh.
+// The kernels for bf16 inputs, which compute in fp32. config.cuh has their tiles.
 #include "simt/attention_fwd.cuh"
 
 using namespace archflash;

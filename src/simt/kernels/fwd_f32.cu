@@ -1,4 +1,4 @@
-// fp32 inputs. Tiles: config.cuh; which one runs: plan.cpp.
+// The kernels for fp32 inputs. config.cuh has their tiles; plan.cpp chooses among them.
 #include "simt/attention_fwd.cuh"
 
 using namespace archflash::simt;
