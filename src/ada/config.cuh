@@ -1,5 +1,5 @@
-// The tiles of each ada kernel: compile-time numbers only, read by the kernel and by plan.cpp
-// (plain C++).
+// The tile sizes of each ada kernel. Compile-time numbers only, in plain C++: the kernels and
+// plan.cpp both include them.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace archflash::ada {
 
-// --- 16-bit inputs: the kernel of common/mma_sync, tiles for the 99 KB of 8.9; "large" ones for
-// GPUs with more ---
+// --- 16-bit inputs. The kernel is that of common/mma_sync. The tiles fit the 99 KB of shared
+// memory of 8.9; those named "Large" are for GPUs with more. ---
 
 using mma_sync::Config;
 
@@ -39,15 +39,15 @@ template <DType T>
 using D256       = Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>;
 // clang-format on
 
-// --- 16-bit inputs whose Q and K are made int8 ---
+// --- 16-bit inputs whose Q and K are converted to int8 (approximate="int8_qk") ---
 
 struct Int8QkInputs {
   static constexpr int QK_PACK = 2;
   static constexpr int V_PACK = 1;
-  static constexpr int PLACE_BYTES = 160;
+  static constexpr int CONTEXT_BYTES = 160;
 };
 
-// DTYPE is that of V, P and the output. A step is a block of keys with one scale.
+// DTYPE is the type of V, P and the output. A step takes the SCALE_ROWS keys that share a scale.
 template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int WARPS, int M_TILES, int STAGES,
           int CTAS_PER_SM>
 struct Int8Config : Config<DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, M_TILES, SCALE_ROWS, SCALE_ROWS,
@@ -75,7 +75,7 @@ using Int8D256   = Int8Config<T, 256, 256, 8,   1,    1,       1>;
 struct Fp8Inputs {
   static constexpr int QK_PACK = 2;
   static constexpr int V_PACK = 2;
-  static constexpr int PLACE_BYTES = 160;
+  static constexpr int CONTEXT_BYTES = 160;
 };
 
 template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int WARPS, int M_TILES, int BLOCK_K,

@@ -1,8 +1,10 @@
-// Attention forward whose Q K^T is a product of int8, exact in 32 bits; P V, outputs and the
-// softmax are those of 16-bit inputs. Q, K and their scales are made by int8_prepare.cuh; work,
-// order and overlap are those of common/mma_sync/attention_fwd.cuh. K is stored without its mean
-// over the keys: that is a number for each row, added where the row ends. Tiles: config.cuh. Choice
-// of tile: plan.cpp. Numbers: NOTES.md.
+// Attention forward with an int8 product Q K^T, which is exact in 32 bits. The softmax, P V and the
+// outputs are those of 16-bit inputs (common/mma_sync/attention_fwd.cuh), and so are the work of a
+// CTA, its copies and its barriers.
+//
+// int8_prepare.cuh makes Q, K and their scales. It subtracts the mean over the keys from K. Each
+// row of scores thus lacks one number, q.mean, which is added when the row ends ("shift").
+// config.cuh has the tiles, plan.cpp the choice among them, NOTES.md the measurements.
 #pragma once
 
 #include <cstdint>
@@ -12,28 +14,29 @@
 #include "ada/params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
-#include "common/mma_sync/place.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace archflash::ada {
 
-// Exponent scales are kept normal, or -inf would meet 0, and so small that no score is infinite.
+// Scales of the exponent are clamped to this range. Below it they would count as 0, and 0 * -inf is
+// NaN; above it a score could become infinite.
 constexpr float SMALLEST_EXP2_SCALE = 1.17549435e-38f;
 constexpr float LARGEST_EXP2_SCALE = 1.26765060e30f;  // 2^100
 
-// What the main loop needs to know of its CTA, in shared memory.
-struct Int8Place {
-  mma_sync::Place place;
-  const KeyScale* k_scales_gmem;  // of the head's first block
-  const float* shifts_gmem;       // of the sequence's first row
-  float q_factor[8];              // of each warp's rows
-  KeyScale k_scales[2];           // of this block and the next, which lands with its K
+// What the main loop needs to know about its CTA, in shared memory.
+struct Int8CtaContext {
+  mma_sync::CtaContext cta;
+  const KeyScale* k_scales_gmem;  // the head's first block
+  const float* shifts_gmem;       // the head's first row
+  float q_factor[8];              // for each warp: exp2_scale * scale of its rows of Q
+  KeyScale k_scales[2];           // current and next block; each is copied together with its K
 };
 
-// S = Q K^T as floats that WeightsOfIntegers takes.
+// S = Q K^T as the floats that WeightsOfIntegers describes.
 template <class C>
 __device__ __forceinline__ void multiply_int8_qk(math::Scores<C>& s_rmem,
                                                  const mma_sync::QFragments<C>& q_rmem,
@@ -50,7 +53,8 @@ __device__ __forceinline__ void multiply_int8_qk(math::Scores<C>& s_rmem,
   }
 }
 
-// S -> P with the scale that follow_maxima returned: 1 where the scores are products already.
+// P from S with the scale that follow_maxima returned. If that is 1, follow_maxima has multiplied
+// the scores already; otherwise they still contain WeightsOfIntegers::ZERO, which the base absorbs.
 template <class C>
 __device__ __forceinline__ void weigh_integers(const math::Scores<C>& s_rmem,
                                                mma_sync::Probabilities<C>& p_rmem,
@@ -76,13 +80,14 @@ __device__ __forceinline__ void weigh_integers(const math::Scores<C>& s_rmem,
   }
 }
 
-// NaN for keys that are not finite.
+// Sets the scores of keys with numbers that are not finite to NaN, as 16-bit products would.
 template <class C>
-__device__ __forceinline__ void spoil_odd_keys(math::Scores<C>& s_rmem, const KeyScale& k_scale) {
-  const int first_key = ptx::mov_tid_x_volatile() % 4 * 2;  // of this lane
+__device__ __forceinline__ void spoil_nonfinite_keys(math::Scores<C>& s_rmem,
+                                                     const KeyScale& k_scale) {
+  const int first_key = ptx::mov_tid_x_volatile() % 4 * 2;  // this lane's first key in a key tile
 #pragma unroll
   for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-    const uint32_t keys = k_scale.odd[n / 4] >> (n % 4 * 8 + first_key);
+    const uint32_t keys = k_scale.nonfinite[n / 4] >> (n % 4 * 8 + first_key);
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -98,37 +103,37 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const AttentionParams& params = all_params.attention;
-  static_assert(C::WARPS <= 8 && sizeof(Int8Place) <= C::PLACE_BYTES);
-  Int8Place& scaled = *reinterpret_cast<Int8Place*>(shared + C::PLACE_SMEM);
+  static_assert(C::WARPS <= 8 && sizeof(Int8CtaContext) <= C::CONTEXT_BYTES);
+  Int8CtaContext& context = *reinterpret_cast<Int8CtaContext*>(shared + C::CONTEXT_SMEM);
   {
     const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);
     const int batch = work.batch_head / params.heads_q;
     const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
     if (threadIdx.x == 0) {
-      scaled.place = mma_sync::find_place(params, work);
+      context.cta = mma_sync::make_cta_context(params, work);
       const int64_t blocks_before =
           static_cast<int64_t>(batch * all_params.heads_kv + kv_head) * all_params.k_blocks;
-      scaled.k_scales_gmem = all_params.k_scales_gmem + blocks_before;
-      scaled.shifts_gmem =
+      context.k_scales_gmem = all_params.k_scales_gmem + blocks_before;
+      context.shifts_gmem =
           all_params.shifts_gmem + static_cast<int64_t>(work.batch_head) * params.nq;
     }
-    const int warp = threadIdx.x;  // one thread for each
+    const int warp = threadIdx.x;  // thread i finds the factor of warp i
     if (warp < C::WARPS) {
       const int row = min(work.first_row + warp * C::WARP_ROWS, work.nq - 1);
       const int64_t block =
           static_cast<int64_t>(work.batch_head) * all_params.q_blocks + row / SCALE_ROWS;
-      scaled.q_factor[warp] = params.exp2_scale * all_params.q_scales_gmem[block];
+      context.q_factor[warp] = params.exp2_scale * all_params.q_scales_gmem[block];
     }
   }
-  __syncthreads();  // `scaled` is written
+  __syncthreads();  // `context` is complete, before any thread reads it
   const auto start_scale = [&](int key) {
     if (ptx::mov_tid_x_volatile() != 0) return;
     const int block = key / SCALE_ROWS;
     ptx::cp_async_cg_16(
-        static_cast<uint32_t>(__cvta_generic_to_shared(&scaled.k_scales[block % 2])),
-        scaled.k_scales_gmem + block);
+        static_cast<uint32_t>(__cvta_generic_to_shared(&context.k_scales[block % 2])),
+        context.k_scales_gmem + block);
   };
-  const mma_sync::KeyBlocks<C, decltype(start_scale)> blocks(params, scaled.place, shared_smem,
+  const mma_sync::KeyBlocks<C, decltype(start_scale)> blocks(params, context.cta, shared_smem,
                                                              start_scale);
   blocks.start(shared);
   math::Outputs<C> o_rmem = {};
@@ -141,11 +146,11 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
         const math::RaiseLimits<C> limits(state);
         math::Scores<C> s_rmem;
         multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        const KeyScale& k_scale = scaled.k_scales[key_first / SCALE_ROWS % 2];
-        if (k_scale.any_odd != 0) spoil_odd_keys<C>(s_rmem, k_scale);
-        float exp2_scale = scaled.q_factor[ptx::mov_tid_x_volatile() / 32] * k_scale.scale;
+        const KeyScale& k_scale = context.k_scales[key_first / SCALE_ROWS % 2];
+        if (k_scale.any_nonfinite != 0) spoil_nonfinite_keys<C>(s_rmem, k_scale);
+        float exp2_scale = context.q_factor[ptx::mov_tid_x_volatile() / 32] * k_scale.scale;
         exp2_scale = fminf(fmaxf(exp2_scale, SMALLEST_EXP2_SCALE), LARGEST_EXP2_SCALE);
-        mma_sync::mask_edges<C>(s_rmem, scaled.place, key_first);
+        mma_sync::mask_edges<C>(s_rmem, context.cta, key_first);
         exp2_scale = math::follow_maxima<C, math::WeightsOfIntegers>(s_rmem, state, o_rmem,
                                                                      exp2_scale, &limits);
         weigh_integers<C>(s_rmem, p_rmem, state, exp2_scale);
@@ -154,28 +159,30 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
         mma_sync::multiply_pv<C>(o_rmem, p_rmem, v_smem);
       });
 
-  // What the mean of K adds to a row's scores; NaN where Q was not finite.
+  // Adds to each row's base what the mean of K adds to its scores. It is NaN if the row of Q was
+  // not finite, which makes the whole output row NaN.
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-  const int lane_row = scaled.place.work.first_row + warp_row + threadIdx.x % 32 / 4;
+  const int lane_row = context.cta.work.first_row + warp_row + threadIdx.x % 32 / 4;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = lane_row + 16 * m + 8 * r;
-      if (row < scaled.place.work.nq)
-        state.base[m][r] = fmaf(scaled.shifts_gmem[row], math::LOG2_E, state.base[m][r]);
+      if (row < context.cta.work.nq)
+        state.base[m][r] = fmaf(context.shifts_gmem[row], math::LOG2_E, state.base[m][r]);
     }
   }
-  // Output rows are longer than those of Q: they pass through the parts of Q, K and V.
-  static_assert(C::BLOCK_Q * C::VTile::ROW_BYTES <= C::PLACE_SMEM);
-  __syncthreads();  // all warps are done with K and V
-  math::store_out<C, typename C::VTile>(o_rmem, state, params, scaled.place.work, warp_row,
+  // Output rows are longer than rows of int8 Q, so they are staged in the space of Q, K and V.
+  static_assert(C::BLOCK_Q * C::VTile::ROW_BYTES <= C::CONTEXT_SMEM);
+  __syncthreads();  // no warp reads Q, K or V any more, before any warp overwrites them
+  math::store_out<C, typename C::VTile>(o_rmem, state, params, context.cta.work, warp_row,
                                         shared + warp_row * C::VTile::ROW_BYTES);
 }
 
 }  // namespace archflash::ada
 
-// The kernels of one type of inputs. CTAS: on an SM, so that one reads while another writes.
+// Defines the entry points for one type of inputs. plan.cpp launches them by NAME. CTAS is how many
+// CTAs must fit on an SM: with several, one reads while another writes.
 #define ARCHFLASH_ADA_INT8_VALUES(NAME, DTYPE, CHUNKS, CTAS)                       \
   extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS, CTAS) \
       NAME(const __grid_constant__ archflash::ada::Int8Params params) {            \

@@ -1,13 +1,14 @@
-// 16-bit Q and K -> int8 with a scale for each block of SCALE_ROWS rows, the mean of K over the
-// keys taken off first: what all keys share only shifts a row's scores, and would cost the bits of
-// what tells keys apart. Any vector would do as that mean, so it is taken of at most INT8_MEAN_KEYS
-// keys.
-//   mean:    a CTA for a head of K
-//   values:  a CTA for a block of a head, those of K first: read | mean | largest magnitude | write
-//            values and scale, and of Q what the mean adds to each row's scores
-// Keys behind the last that a query of the batch sees count as zeros and are not read: the rest of
-// a cache. So do numbers that are not finite, in means and scales. No atomics: the same bits each
-// time.
+// Converts 16-bit Q and K to int8, with a scale for each block of SCALE_ROWS rows. The mean over
+// the keys is subtracted from K first: what all keys have in common only shifts a row's scores, and
+// without it more of the 8 bits describe how keys differ. The result is right for any vector in
+// place of the mean, so the mean of at most INT8_MEAN_KEYS keys will do. Two kernels run:
+//   mean:    one CTA for each head of K
+//   values:  one CTA for each block of each head, first those of K, then those of Q. It reads the
+//            block, subtracts the mean, finds the largest magnitude, and writes values and scale.
+//            For Q it also writes what the mean adds to each row's scores
+// Keys that no query of the batch sees, such as the unused rest of a cache, are not read and count
+// as zeros. Numbers that are not finite count as zeros in means and scales. There are no atomics,
+// so the same inputs give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +23,14 @@
 
 namespace archflash::ada {
 
-constexpr int INT8_CHUNK = 8;  // neighbouring elements that a thread reads at once
+constexpr int INT8_CHUNK = 8;  // neighbouring elements that a thread reads at once (16 bytes)
 constexpr int INT8_MOST_COLUMNS = 256;
 constexpr float LARGEST_FLOAT = 3.402823466e38f;
 constexpr float LARGEST_INT8 = 127.0f;
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST_FLOAT; }
 
-// Element j of 8.
+// Element j of a chunk of eight.
 template <DType DTYPE>
 __device__ __forceinline__ float element(const uint4& chunk, int j) {
   const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
@@ -38,17 +39,17 @@ __device__ __forceinline__ float element(const uint4& chunk, int j) {
   return __uint_as_float(math::float_bits_of_bfloat16(bits));
 }
 
-// Keys of a batch before those that no query sees.
+// The number of keys of a batch up to the last one that some query sees.
 __device__ __forceinline__ int count_seen_keys(const Int8Params& params, int batch) {
   const math::Work work{
       .batch_head = batch * params.heads_q, .first_row = 0, .nq = params.nq, .nk = params.nk};
   return max(0, math::find_visible_keys(params.attention, work).last(params.nq - 1) + 1);
 }
 
-// The chunks of a tile that one thread takes: those of one chunk of columns, every row_step-th row.
+// The chunks of a block that one thread takes: one chunk of columns in every row_step-th row.
 struct ChunkRows {
-  int column;           // first of the chunk
-  int first, row_step;  // rows; threads that are too many start beyond every row
+  int column;           // first column of the chunk
+  int first, row_step;  // first row and step; a surplus thread has a `first` beyond every row
 
   __device__ __forceinline__ explicit ChunkRows(int columns) {
     const int per_row = columns / INT8_CHUNK;
@@ -61,10 +62,11 @@ struct ChunkRows {
 
 template <DType DTYPE>
 __device__ __forceinline__ void find_mean(const Int8Params& params) {
-  constexpr int READS = 8;  // under way at a time
+  constexpr int READS = 8;  // loads that a thread has in flight
   const int batch = blockIdx.x / params.heads_kv, head = blockIdx.x % params.heads_kv;
   const int seen = count_seen_keys(params, batch);
-  // Every mean_step-th key: odd, so that it meets no period of two.
+  // The mean is that of every mean_step-th key. The step is odd, so that it does not pick only one
+  // of two kinds of alternating keys.
   const int mean_step = ((seen + INT8_MEAN_KEYS - 1) / INT8_MEAN_KEYS) | 1;
   const int keys = (seen + mean_step - 1) / mean_step;
   const int64_t key_stride = mean_step * params.k_row;
@@ -94,21 +96,22 @@ __device__ __forceinline__ void find_mean(const Int8Params& params) {
 #pragma unroll
     for (int j = 0; j < INT8_CHUNK; ++j) sums[rows.first * params.d + rows.column + j] = sum[j];
   }
-  __syncthreads();  // the sums of all rows are written
+  __syncthreads();  // all threads have written their sums, before they are added up
   const int column = threadIdx.x;
   if (column >= params.d) return;
   float total = 0.0f;
   for (int row = 0; row < rows.row_step; ++row) total += sums[row * params.d + column];
-  const float mean = total / keys;  // NaN of no keys
+  const float mean = total / keys;  // NaN without keys
   params.k_mean_gmem[static_cast<int64_t>(blockIdx.x) * params.d + column] =
       is_finite(mean) ? mean : 0.0f;
 }
 
-// What a CTA of the second kernel works on.
+// The block of SCALE_ROWS rows of Q or K that a CTA of the second kernel converts.
 struct Int8Block {
   bool is_k;
-  int batch, head, heads, rows;  // rows: of the head
-  int block, blocks;             // of the head
+  int batch, head, heads;
+  int rows;           // rows of the head
+  int block, blocks;  // number of this block in its head, and how many the head has
 
   __device__ __forceinline__ explicit Int8Block(const Int8Params& params) {
     is_k = blockIdx.x < params.k_ctas;
@@ -122,7 +125,7 @@ struct Int8Block {
   }
 };
 
-// CHUNKS: of a thread, at most.
+// CHUNKS is the most chunks that a thread takes.
 template <DType DTYPE, int CHUNKS>
 __device__ __forceinline__ void make_int8(const Int8Params& params) {
   __shared__ float mean[INT8_MOST_COLUMNS];
@@ -133,7 +136,7 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
   const ChunkRows chunks(params.d);
   const int first_row = at.block * SCALE_ROWS;
   const int rows = min(SCALE_ROWS, at.rows - first_row);
-  // Those with numbers; behind them zeros are written.
+  // Rows that are read; the rest are written as zeros.
   const int seen = at.is_k ? min(rows, count_seen_keys(params, at.batch) - first_row) : rows;
   const uint16_t* x_gmem = static_cast<const uint16_t*>(at.is_k ? params.k_gmem : params.q_gmem) +
                            at.batch * (at.is_k ? params.k_batch : params.q_batch) +
@@ -154,9 +157,10 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
     mean[thread] = params.nk == 0 ? 0.0f : params.k_mean_gmem[index * params.d + thread];
   }
   if (thread < SCALE_ROWS) odd[thread] = 0;
-  __syncthreads();  // the mean is written, no row is odd
+  // The mean is complete and `odd` is cleared, before any thread reads the one or sets the other.
+  __syncthreads();
 
-  // K less its mean, in its place; numbers that are not finite are zeros.
+  // Element j of chunk i, minus the mean if it is of K. Numbers that are not finite give 0.
   const auto value = [&](int i, int j) {
     const float x = element<DTYPE>(data[i], j);
     const float less = at.is_k ? x - mean[chunks.column + j] : x;
@@ -177,8 +181,8 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
     }
     if (!at.is_k) dots[row][chunks.column / INT8_CHUNK] = dot;
   }
-  largest =
-      largest_of_cta<INT8_THREADS>(largest);  // behind its barrier `odd` and `dots` are written
+  // The barrier inside largest_of_cta also completes `odd` and `dots`, which are read below.
+  largest = largest_of_cta<INT8_THREADS>(largest);
   constexpr float SMALLEST_NORMAL = 1.17549435e-38f;  // its reciprocal is finite
   const float scale = largest == 0.0f ? 1.0f : fmaxf(largest / LARGEST_INT8, SMALLEST_NORMAL);
   const float factor = 1.0f / scale;
@@ -198,7 +202,7 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
       words[j / 4] |= byte << (j % 4 * 8);
     }
     ptx::st_global_v2_b32(values_gmem + row * params.columns, words[0], words[1]);
-    // The last chunk fills a row up to whole 16 bytes.
+    // Stored rows are multiples of 16 bytes: the thread of the last chunk writes the padding.
     if (chunks.column + INT8_CHUNK == params.d && params.columns != params.d)
       ptx::st_global_v2_b32(values_gmem + row * params.columns + INT8_CHUNK, 0, 0);
   }
@@ -208,10 +212,10 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
     const uint32_t keys = __ballot_sync(0xFFFFFFFFu, here);
     const int any = __syncthreads_or(here);
     KeyScale& written = params.k_scales_gmem[head_index * at.blocks + at.block];
-    if (thread < SCALE_ROWS && thread % 32 == 0) written.odd[thread / 32] = keys;
+    if (thread < SCALE_ROWS && thread % 32 == 0) written.nonfinite[thread / 32] = keys;
     if (thread == 0) {
       written.scale = scale;
-      written.any_odd = any;
+      written.any_nonfinite = any;
     }
   } else {
     if (thread == 0) params.q_scales_gmem[head_index * at.blocks + at.block] = scale;

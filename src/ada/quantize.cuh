@@ -1,12 +1,12 @@
-// quantize_fp8: a CTA of QUANTIZE_THREADS threads takes a tile of SCALE_ROWS rows of one head,
-// which its registers hold. Where a tile has its own descale, it is read once:
-//   at_once:  read | largest magnitude of the CTA | write values and descale
-// otherwise twice:
-//   largest:  read | write the tile's largest magnitude
-//   descale:  one CTA for each group of tiles: their largest -> its descale
-//   values:   read | write values
-// Numbers that are not finite count for no descale: an infinity becomes the largest number, NaN
-// stays NaN.
+// The kernels of quantize_fp8. A CTA of QUANTIZE_THREADS threads holds a tile of SCALE_ROWS rows of
+// one head in its registers. If each tile has a descale of its own, one kernel reads it once:
+//   at_once:  read the tile | find its largest magnitude | write values and descale
+// If tiles share a descale (per head or tensor: a group of tiles), three kernels read it twice:
+//   largest:  read the tile | write its largest magnitude
+//   descale:  one CTA for each group of tiles | largest magnitude of its tiles -> descale
+//   values:   read the tile | write values
+// Numbers that are not finite do not influence a descale: an infinity becomes the largest number of
+// the output type, NaN stays NaN.
 #pragma once
 
 #include <cstdint>
@@ -21,18 +21,18 @@
 namespace archflash::ada {
 
 constexpr int QUANTIZE_CHUNKS =
-    SCALE_ROWS * QUANTIZE_MOST_COLUMNS / QUANTIZE_CHUNK / QUANTIZE_THREADS;  // of a thread
+    SCALE_ROWS * QUANTIZE_MOST_COLUMNS / QUANTIZE_CHUNK / QUANTIZE_THREADS;  // chunks of a thread
 
-// The tile that this CTA takes, or the group of tiles.
+// The number of the tile that this CTA takes; in the `descale` kernel, of the group of tiles.
 __device__ __forceinline__ int64_t index_of_cta(const QuantizeParams& params) {
   return params.first + blockIdx.x;
 }
 
-// Chunks of a tile as one thread holds them: chunk i is number i * QUANTIZE_THREADS + threadIdx.x,
-// counted along the rows.
+// The chunks of a tile that one thread holds. Its chunk i is number
+// i * QUANTIZE_THREADS + threadIdx.x of the tile, counted along the rows.
 template <DType DTYPE>
 struct TileChunks {
-  static constexpr int VECTORS = DTYPE == DType::F32 ? 2 : 1;  // of 16 bytes in a chunk
+  static constexpr int VECTORS = DTYPE == DType::F32 ? 2 : 1;  // 16-byte vectors in a chunk
 
   uint4 data[QUANTIZE_CHUNKS][VECTORS];
   int per_row, rows;
@@ -50,9 +50,9 @@ struct TileChunks {
     out_offset = batch * params.out_batch + head * params.out_head + row * params.out_row;
   }
 
-  // Where this thread's chunks lie, one after another, without a division for each.
+  // The position of this thread's chunks, one after another. It avoids a division for each chunk.
   struct Cursor {
-    int row, column, per_row;  // column in chunks
+    int row, column, per_row;  // columns and the length of a row in chunks
 
     __device__ __forceinline__ explicit Cursor(int per_row) : per_row(per_row) {
       row = threadIdx.x / per_row;
@@ -100,8 +100,9 @@ struct TileChunks {
     return __uint_as_float(math::float_bits_of_bfloat16(bits));
   }
 
-  // Its magnitude; NaN if it is not finite. Reads numbers of 16 bits in another way than value()
-  // does: otherwise the compiler keeps value()'s results in registers until write().
+  // The magnitude of element j of chunk i; NaN if it is not finite. It unpacks 16-bit numbers in
+  // another way than value() does, because the compiler would otherwise keep the results of value()
+  // in registers until write().
   __device__ __forceinline__ float finite_magnitude(int i, int j) const {
     float x;
     if constexpr (DTYPE == DType::F32) {
@@ -161,7 +162,8 @@ struct TileChunks {
   }
 };
 
-// Normal, so that its reciprocal is finite; 1 for zeros.
+// The descale for numbers up to `largest`. It is at least the smallest normal number, so that its
+// reciprocal is finite, and 1 if all numbers are zeros.
 __device__ __forceinline__ float descale_of(float largest, DType out_dtype) {
   constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
   if (largest == 0.0f) return 1.0f;
@@ -206,7 +208,8 @@ __device__ __forceinline__ void quantize_descale(const QuantizeParams& params) {
 
 }  // namespace archflash::ada
 
-// CTAS: on an SM, so that one reads while another writes.
+// Defines the entry points for one input type. CTAS is how many CTAs of at_once must fit on an SM:
+// with several, one reads while another writes.
 #define ARCHFLASH_QUANTIZE_KERNELS(WORD, DTYPE, CTAS)                                         \
   extern "C" __global__ void __launch_bounds__(archflash::ada::QUANTIZE_THREADS, CTAS)        \
       ada_quantize_at_once_##WORD(const __grid_constant__ archflash::ada::QuantizeParams p) { \

@@ -1,5 +1,5 @@
-// The tiles of each ampere kernel: compile-time numbers only, read by the kernel and by plan.cpp
-// (plain C++).
+// The tile sizes of each ampere kernel. Compile-time numbers only, in plain C++: the kernels and
+// plan.cpp both include them.
 #pragma once
 
 #include "common/mma_sync/config.cuh"

@@ -21,7 +21,7 @@ constexpr float LOWEST = -3.402823466e38f;
 // When the base of a row rises: by the rule of the kernels on mma.sync (Weights16). There a lane
 // compares with the sum over its quarter of the keys; here a thread has the sum over all keys.
 struct RowWeights : math::Weights16 {
-  static constexpr float COUNTS = math::Weights16::COUNTS / 4;
+  static constexpr float RAISE_FRACTION = math::Weights16::RAISE_FRACTION / 4;
 };
 
 // The scores of one row and one block, later their P, in quarters of the block's keys.

@@ -1,5 +1,6 @@
-// What every kernel of the core set is told: an implementation's parameter block starts with this.
-// Written by core_set.cpp, its addresses by bind(), read by the kernel.
+// The parameters that every attention kernel has. core_set.cpp writes them when a call is planned,
+// bind() fills in the addresses, and the kernel reads them. A folder's own parameters follow in its
+// parameter block.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +9,8 @@
 namespace archflash {
 
 enum class OffsetMode : int32_t {
-  Value = 0,             // q_offset below
-  KeysMinusQueries = 1,  // each sequence its own nk - nq
+  Value = 0,             // AttentionParams::q_offset for all sequences
+  KeysMinusQueries = 1,  // nk - nq of each sequence
   PerBatch = 2,          // q_offsets_gmem[batch]
 };
 
@@ -18,11 +19,11 @@ struct AttentionParams {
   const void* k_gmem;                // (batch, heads_kv, nk, d), or (tk, heads_kv, d)
   const void* v_gmem;                // (batch, heads_kv, nk, dv), or (tk, heads_kv, dv)
   void* out_gmem;                    // as q, with dv columns
-  float* lse_gmem;                   // (batch, heads_q, nq) or (heads_q, tq); null: not asked for
+  float* lse_gmem;                   // (batch, heads_q, nq) or (heads_q, tq); null: not requested
   const void* sinks_gmem;            // (heads_q,); null: none
   const int32_t* cu_seqlens_q_gmem;  // (batch + 1,); null: equal lengths
   const int32_t* cu_seqlens_k_gmem;  // (batch + 1,)
-  const int32_t* q_offsets_gmem;     // (batch,), OffsetMode::PerBatch only
+  const int32_t* q_offsets_gmem;     // (batch,), used with OffsetMode::PerBatch only
 
   // Strides in elements; the batch strides are 0 with cu_seqlens.
   int64_t q_batch, q_head, q_row;
@@ -31,7 +32,7 @@ struct AttentionParams {
   int64_t out_batch, out_head, out_row;
   int64_t lse_batch, lse_head;
 
-  int64_t q_offset;                   // OffsetMode::Value only
+  int64_t q_offset;                   // used with OffsetMode::Value only
   int64_t window_left, window_right;  // within +-2^62
 
   int32_t batch, heads_q;
@@ -41,15 +42,15 @@ struct AttentionParams {
   OffsetMode offset_mode;
   int32_t sinks_dtype;  // DType of sinks_gmem
 
-  // p = 2^(t * exp2_scale - max) with exp2_scale > 0, where t is the score:
-  // q.k itself, or with transform_scores softcap * tanh(q.k * tanh_scale), or q.k * tanh_scale
-  // where softcap is 0.
+  // p = 2^(t * exp2_scale - max) with exp2_scale > 0. The score t is q.k; if transform_scores is
+  // set, it is softcap * tanh(q.k * tanh_scale), or q.k * tanh_scale if softcap is 0.
   int32_t transform_scores;
   float exp2_scale;
   float tanh_scale;
   float softcap;
 
-  // Order of the CTAs (without cu_seqlens): all row tiles of this many heads, then the next heads.
+  // Order of the CTAs without cu_seqlens: all row tiles of this many heads, then those of the next
+  // ones. Heads that are computed at the same time share L2.
   int32_t heads_per_group;
 };
 static_assert(std::is_trivially_copyable_v<AttentionParams>);

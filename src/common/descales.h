@@ -1,4 +1,4 @@
-// Descales of 8-bit tensors, as kernels are told of them. Plain C++.
+// The descales of 8-bit tensors, as kernel parameters. Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 namespace archflash {
 
-// What stored numbers stand for: themselves times a float, one for the tensor, each head, or each
-// block of SCALE_ROWS rows. Strides in elements, 0 where the same one serves.
+// A stored number times its descale is the number that it stands for. There is one descale for the
+// whole tensor, for each head, or for each block of SCALE_ROWS rows.
 struct Descale {
-  const float* gmem;  // null: 1
-  int64_t batch, head, block;
+  const float* gmem;           // null: all descales are 1
+  int64_t batch, head, block;  // strides in elements; 0 along a dimension that shares one descale
 };
 
 struct Descales {

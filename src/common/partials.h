@@ -1,6 +1,6 @@
-// What the CTAs that share out the keys of a row tile leave in the workspace, and the parameter of
-// the kernel that makes the output of it (math/combine_splits.cuh). Who splits and how:
-// split_keys.h.
+// Partial results of a call whose keys are split. Several CTAs compute one row tile, each for a
+// share of its keys, and leave what is declared here in the workspace; math/combine_splits.cuh
+// combines it. split_keys.h decides how many shares there are.
 #pragma once
 
 #include <cstdint>
@@ -11,29 +11,30 @@
 
 namespace archflash {
 
-// How a row ends in one share of its keys: base in powers of two, the sum of 2^(score - base), 0
-// where it sees none of them.
+// The softmax of a row over one share of its keys: base is a logarithm to base 2, sum the sum of
+// 2^(score - base). sum is 0 if the row sees no key of the share.
 struct alignas(8) PartialEnd {
   float base, sum;
 };
 
-// What the shares leave in the workspace, of each share all query rows: (heads, rows) as the LSE.
+// What the shares leave in the workspace. `rows` counts the query rows of all heads, in the order
+// of the LSE.
 struct Partials {
-  float* rows_gmem;  // (splits, rows, dv): the sum of 2^(score - base) v; unwritten if sum is 0
+  float* rows_gmem;       // (splits, rows, dv): sum of 2^(score - base) v; unwritten if sum is 0
   PartialEnd* ends_gmem;  // (splits, rows)
   int64_t rows;
-  int32_t splits;  // 1: no workspace, the rows are finished at once
+  int32_t splits;  // 1: the keys are not split, and there is no workspace
 
   ARCHFLASH_HOST_DEVICE int64_t index(int split, int64_t row) const { return split * rows + row; }
 };
 
-// The one parameter of the second kernel.
+// The parameter block of the kernel that combines the shares.
 struct CombineParams {
   AttentionParams attention;
   Partials partials;
 };
 static_assert(std::is_trivially_copyable_v<CombineParams>);
 
-constexpr int COMBINE_WARPS = 4;  // of a CTA, each for one row
+constexpr int COMBINE_WARPS = 4;  // warps of a CTA of that kernel; each computes one row
 
 }  // namespace archflash

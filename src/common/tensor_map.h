@@ -1,5 +1,5 @@
-// Where a TMA tensor map stands in a parameter block. Filled in by bind() from a TensorMapSpec,
-// never by hand: the format is the hardware's.
+// The space for a TMA tensor map in a parameter block. Its format belongs to the hardware; bind()
+// has it encoded from a TensorMapSpec.
 #pragma once
 
 namespace archflash {

@@ -1,4 +1,4 @@
-// bf16 inputs. Tiles: config.cuh.
+// The kernels for bf16 inputs. config.cuh has their tiles.
 #include "ada/config.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 

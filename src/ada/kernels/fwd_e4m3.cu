@@ -1,4 +1,4 @@
-// e4m3 inputs. Tiles: config.cuh.
+// The kernels for e4m3 inputs. config.cuh has their tiles.
 #include "ada/attention_fwd.cuh"
 
 using namespace archflash;

@@ -1,4 +1,4 @@
-// e5m2 inputs. Tiles: config.cuh.
+// The kernels for e5m2 inputs. config.cuh has their tiles.
 #include "ada/attention_fwd.cuh"
 
 using namespace archflash;

@@ -1,4 +1,4 @@
-// approximate="int8_qk" for fp16 inputs. Tiles: config.cuh.
+// The kernels of approximate="int8_qk" for fp16 inputs. config.cuh has their tiles.
 #include "ada/int8_attention_fwd.cuh"
 
 using namespace archflash;

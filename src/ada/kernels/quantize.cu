@@ -1,4 +1,4 @@
-// quantize_fp8, by the type of its input.
+// The kernels of quantize_fp8 for each input type.
 #include "ada/quantize.cuh"
 
 using archflash::DType;

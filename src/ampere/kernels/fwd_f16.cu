@@ -1,4 +1,4 @@
-// fp16 inputs. Tiles: config.cuh.
+// The kernels for fp16 inputs. config.cuh has their tiles.
 #include "ampere/config.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 

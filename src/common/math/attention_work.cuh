@@ -1,5 +1,5 @@
-// What every kernel of the core set does around its products: which rows and keys a CTA computes,
-// where they lie, and how a finished row becomes output and LSE.
+// What every attention kernel does around its products: it finds the rows and keys that a CTA
+// computes, finds where they lie, and turns a finished row into output and LSE.
 #pragma once
 
 #include <cstdint>
@@ -19,21 +19,21 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float MINUS_INFINITY = -__builtin_huge_valf();
 
-// What a CTA computes. Rows and keys are counted from the sequence's first.
+// What a CTA computes: BLOCK_Q rows of one head of one sequence.
 struct Work {
-  int batch_head;  // batch * heads_q + head: one register for both
-  int first_row;   // of the sequence; negative: nothing to do
-  int nq, nk;      // of the sequence
+  int batch_head;  // batch * heads_q + head, together in one register
+  int first_row;   // counted from the sequence's first row; negative: nothing to compute
+  int nq, nk;      // lengths of the sequence
 };
 
-// Rows before a sequence in a packed tensor of `rows` rows; 0 without cu_seqlens. Offsets outside
-// the tensor are the caller's error: clamping keeps every access inside it.
+// The first row of a sequence in a packed tensor of `rows` rows; 0 without cu_seqlens. cu_seqlens
+// that point outside the tensor are an error of the caller; clamping keeps every access inside.
 __device__ __forceinline__ int sequence_start(const int* cu_seqlens_gmem, int sequence, int rows) {
   return cu_seqlens_gmem == nullptr ? 0 : min(max(cu_seqlens_gmem[sequence], 0), rows);
 }
 
-// CTA index -> (row tile, head, batch). Row tiles go from the last to the first: under a causal
-// mask the last is the longest.
+// The row tile, head and batch for a CTA index. Row tiles come from the last to the first, because
+// under a causal mask the last ones see the most keys and should start first.
 template <int BLOCK_Q>
 __device__ __forceinline__ Work find_work(const AttentionParams& params, int index) {
   Work work{};
@@ -66,12 +66,13 @@ __device__ __forceinline__ Work find_work(const AttentionParams& params, int ind
   }
   // mutants: never-negative
   const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;
-  // Negative for a surplus tile of a sequence that is shorter than its share of the grid.
+  // Negative if the sequence has fewer tiles than its share of the grid.
   work.first_row = (tiles - 1 - tile_from_last) * BLOCK_Q;
   return work;
 }
 
-// The attention sink of a head, in natural logarithms: one more logit in the denominator.
+// The attention sink of a head: one more logit in the softmax's denominator, in natural logarithms.
+// -inf if there is none.
 __device__ __forceinline__ float load_sink(const AttentionParams& params, int head) {
   if (params.sinks_gmem == nullptr) return MINUS_INFINITY;
   const DType dtype = static_cast<DType>(params.sinks_dtype);
@@ -81,12 +82,13 @@ __device__ __forceinline__ float load_sink(const AttentionParams& params, int he
                              : __uint_as_float(float_bits_of_bfloat16(bits));
 }
 
-// Rows of a packed q that belong to no sequence (before the first, after the last): output 0, and
-// the LSE of a row that sees no key. Without this they would come back with what the memory held.
-// CTA `index` looks after the rows [index / heads_q * BLOCK_Q, + BLOCK_Q) of one head, whichever
-// rows it computes: the grid has at least one CTA for each BLOCK_Q rows of each head. Where
-// cu_seqlens decreases, which is the caller's error, rows between may stay unwritten. Called by
-// `threads` threads, which need not be whole warps.
+// Writes the rows of a packed output that belong to no sequence, because they come before the first
+// or after the last one: output 0, and the LSE of a row that sees no key. Otherwise the caller
+// would see whatever the memory held. CTA `index` checks the rows
+// [index / heads_q * BLOCK_Q, + BLOCK_Q) of one head, whichever rows it computes, since the grid
+// has at least one CTA for each BLOCK_Q rows of each head. If cu_seqlens decreases, which is an
+// error of the caller, rows in between may stay unwritten. Called by `threads` threads, which need
+// not be whole warps.
 template <int BLOCK_Q, int ELEMENT_BYTES = 2>
 __device__ __forceinline__ void write_rows_of_no_sequence(const AttentionParams& params, int index,
                                                           int thread, int threads) {
@@ -98,7 +100,7 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const AttentionParams&
   if (first >= end || (first >= owned_first && end <= owned_end)) return;
   const int head = index % params.heads_q;
   const float sink = load_sink(params, head);
-  const int chunks = params.dv * ELEMENT_BYTES / 16;  // of 16 bytes
+  const int chunks = params.dv * ELEMENT_BYTES / 16;  // 16-byte chunks of a row
   for (int row = static_cast<int>(first); row < end; ++row) {
     if (row >= owned_first && row < owned_end) continue;
     const int64_t start = (head * params.out_head + row * params.out_row) * ELEMENT_BYTES;
@@ -110,10 +112,10 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const AttentionParams&
   }
 }
 
-// Where a CTA's tensors start, in elements.
+// Where a CTA's inputs start, as offsets in elements from the start of each tensor.
 struct Offsets {
-  int64_t q;     // of its first row
-  int64_t k, v;  // of its sequence's first key
+  int64_t q;     // the CTA's first row
+  int64_t k, v;  // the first key of its sequence
 };
 
 __device__ __forceinline__ Offsets find_offsets(const AttentionParams& params, const Work& work) {
@@ -136,22 +138,23 @@ __device__ __forceinline__ VisibleKeys find_visible_keys(const AttentionParams& 
   return visible_keys(work.nq, work.nk, q_offset, params.window_left, params.window_right);
 }
 
-// What ends a row: out = (sum of p * v) * factor.
+// How a row ends: out = (sum of p * v) * factor.
 struct RowEnd {
   float factor;
   float lse;
 };
 
-// keys_sum: the sum of exp(score - keys_max) over the keys that the row sees, 0 if it sees none.
-// keys_max in natural logarithms, -inf if it sees none.
+// Adds the sink to a row's denominator and finds its RowEnd. keys_sum is the sum of
+// exp(score - keys_max) over the keys that the row sees; keys_max is in natural logarithms. A row
+// that sees no key has keys_sum 0 and keys_max -inf.
 __device__ __forceinline__ RowEnd finish_row(float keys_max, float keys_sum, float sink) {
   const float max = fmaxf(keys_max, sink);
   const float base = max == MINUS_INFINITY ? 0.0f : max;
   const float correction = ptx::ex2_approx_ftz((keys_max - base) * LOG2_E);
-  // An infinite sink takes the whole weight: inf - inf would be NaN.
+  // An infinite sink takes the whole weight. Without the comparison, inf - inf would be NaN.
   const float of_sink = sink == base ? 1.0f : ptx::ex2_approx_ftz((sink - base) * LOG2_E);
   const float sum = fmaf(keys_sum, correction, of_sink);
-  // No key: factor 0. Neither key nor sink: the LSE is -inf + -inf.
+  // Without a key the factor is 0. Without key and sink the LSE is -inf + log(0) = -inf.
   // mutants: denormals-in-logf
   return {keys_sum != 0.0f ? correction / sum : 0.0f, max + logf(sum)};
 }

@@ -1,5 +1,6 @@
-// The second kernel where keys are split (common/partials.h): makes output rows and LSE of what
-// the shares left in the workspace. One warp for each row.
+// The second kernel of a call whose keys are split: it combines the partial results that the shares
+// of a row left in the workspace (common/partials.h) into the output row and its LSE. Each warp
+// computes one row.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +17,8 @@ namespace archflash::math {
 
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
-// The largest base of the shares in which a row sees a key; -inf if there is none. Called by a
-// warp.
+// The largest base among the shares in which a row sees a key; -inf if there is none. The whole
+// warp calls it with the same row.
 __device__ __forceinline__ float find_largest_base(const Partials& partials, int64_t row) {
   float largest = MINUS_INFINITY;
   for (int split = threadIdx.x % 32; split < partials.splits; split += 32) {
@@ -30,24 +31,25 @@ __device__ __forceinline__ float find_largest_base(const Partials& partials, int
   return largest;
 }
 
-// OUT: of the output.
+// OUT is the output's type.
 template <DType OUT>
 __device__ __forceinline__ void combine_splits(const CombineParams& params) {
-  constexpr int COLUMNS = 4;                 // that a lane has side by side
-  constexpr int STEPS = 256 / 32 / COLUMNS;  // dv is at most 256
+  constexpr int COLUMNS = 4;                 // neighbouring columns of a lane
+  constexpr int STEPS = 256 / 32 / COLUMNS;  // enough for dv = 256
   const AttentionParams& attention = params.attention;
   const Partials& partials = params.partials;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * COMBINE_WARPS + threadIdx.x / 32;
   if (row >= partials.rows) return;
   const int row_of_head = static_cast<int>(row % attention.nq);
   const int* cu_q = attention.cu_seqlens_q_gmem;
-  // A row of no sequence: no share has written it. It sees no key.
+  // A row of a packed tensor that belongs to no sequence counts as one that sees no key. No share
+  // has written to its part of the workspace.
   const bool owned =
       cu_q == nullptr || (row_of_head >= sequence_start(cu_q, 0, attention.nq) &&
                           row_of_head < sequence_start(cu_q, attention.batch, attention.nq));
   const int splits = owned ? partials.splits : 0;
   const int64_t batch_head = row / attention.nq;
-  const int64_t batch = batch_head / attention.heads_q;  // packed sequences: 0
+  const int64_t batch = batch_head / attention.heads_q;  // 0 for packed sequences
   const int head = static_cast<int>(batch_head % attention.heads_q);
 
   const float base = owned ? find_largest_base(partials, row) : MINUS_INFINITY;
@@ -55,10 +57,10 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
   float4 o_rmem[STEPS] = {};
   const int lane = threadIdx.x % 32;
   for (int first = 0; first < splits; first += 32) {
-    // Each lane has the weight of one share.
+    // Each lane finds the weight of one share.
     PartialEnd end{0.0f, 0.0f};
     if (first + lane < splits) end = partials.ends_gmem[partials.index(first + lane, row)];
-    // A base that is NaN, which a row gets from what is not finite, makes everything NaN.
+    // The base is NaN if inputs of the row were not finite. The weight, and the row, are then NaN.
     const float of_lane = end.sum == 0.0f ? 0.0f : ptx::ex2_approx_ftz(end.base - base);
     sum = fmaf(end.sum, of_lane, sum);
     const unsigned seen = __ballot_sync(ALL_LANES, end.sum != 0.0f);
@@ -99,7 +101,7 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
 
 }  // namespace archflash::math
 
-// One entry point: its name is what a plan.cpp asks for.
+// Defines an entry point. A plan.cpp launches it by NAME.
 #define ARCHFLASH_COMBINE_KERNEL(NAME, OUT)                                   \
   extern "C" __global__ void __launch_bounds__(32 * archflash::COMBINE_WARPS) \
       NAME(const __grid_constant__ archflash::CombineParams params) {         \

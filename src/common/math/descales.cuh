@@ -1,8 +1,8 @@
-// Descales in a kernel whose warps hold scores and outputs in the fragments of mma.sync. Those of q
-// and k multiply the exponent's scale: one number for a warp and a block of keys. That of v
-// multiplies the output; where each block of keys has its own, the outputs so far are brought to
-// each block's unit first. C is a kernel's Config: see online_softmax.cuh; BLOCK_K divides
-// SCALE_ROWS.
+// Descales in a kernel whose scores and outputs are fragments of mma.sync. The descales of q and k
+// multiply the scale of the exponent: one number for each warp and block of keys. The descale of v
+// multiplies the output. If each block of keys has a descale of v of its own, the warp first
+// rescales its outputs to the unit of that block. C is a kernel's Config (see online_softmax.cuh);
+// its BLOCK_K divides SCALE_ROWS.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +17,26 @@ namespace archflash::math {
 
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 
-// Of a head's keys, where blocks of them have their own.
+// The descales of k and v of one head that are given per block of keys.
 struct KeyDescales {
-  const float* k_gmem;  // the first block's; null: all keys have the same, which is in WarpDescale
+  // The descale of the first block; null if one descale serves all keys, which WarpDescale has.
+  const float* k_gmem;
   const float* v_gmem;
-  int64_t k_block, v_block;  // strides
+  int64_t k_block, v_block;  // strides from one block to the next, in elements
 
   __device__ __forceinline__ float v(int key) const { return v_gmem[key / SCALE_ROWS * v_block]; }
-  // What outputs are counted in: a block that stands for zeros takes any unit.
+  // The unit of the outputs while the block of `key` is added. A descale of 0 means that the whole
+  // block is zeros; any unit will do, and 1 can be divided by.
   __device__ __forceinline__ float v_unit(int key) const {
     const float descale = v(key);
     return descale == 0.0f ? 1.0f : descale;
   }
 };
 
-// Of a warp's rows.
+// The descales that hold for all rows of a warp.
 struct WarpDescale {
-  float qk;  // of the rows, and of the keys where all have the same
-  float v;   // what the outputs are counted in
+  float qk;  // descale of the rows of q, times that of k if one serves all keys
+  float v;   // the unit of the outputs: they are multiplied by it when they are written
 };
 
 __device__ __forceinline__ const float* descale_of_head(const Descale& descale, int batch,
@@ -57,7 +59,7 @@ __device__ __forceinline__ KeyDescales find_key_descales(const Descales& descale
           descales.k.block, descales.v.block};
 }
 
-// first_row: the warp's, counted from the sequence's first.
+// first_row is the warp's first row, counted from the first row of the sequence.
 __device__ __forceinline__ WarpDescale find_warp_descale(const Descales& descales,
                                                          const AttentionParams& params,
                                                          const Work& work, int first_row) {
@@ -76,29 +78,33 @@ __device__ __forceinline__ WarpDescale find_warp_descale(const Descales& descale
   return result;
 }
 
-// Scores as they are stored -> scores that follow_maxima takes with the returned scale.
+// Prepares scores of stored (quantised) q and k for follow_maxima, and returns the scale to give
+// it. `key` is the first key of the step.
 template <class C>
 __device__ __forceinline__ float descale_scores(Scores<C>& s_rmem, const AttentionParams& params,
-                                                const KeyDescales& of_keys,
-                                                const WarpDescale& of_warp, int key) {
-  float factor = of_warp.qk;
-  if (of_keys.k_gmem != nullptr) factor *= of_keys.k_gmem[key / SCALE_ROWS * of_keys.k_block];
+                                                const KeyDescales& key_descales,
+                                                const WarpDescale& warp_descale, int key) {
+  float factor = warp_descale.qk;
+  if (key_descales.k_gmem != nullptr)
+    factor *= key_descales.k_gmem[key / SCALE_ROWS * key_descales.k_block];
   const float exp2_scale = params.exp2_scale * factor;
-  // An exponent scale must be positive and normal, or -inf would meet 0.
+  // A scale may stay in the exponent only if it is positive and normal: a subnormal one counts as
+  // 0, and 0 * -inf is NaN.
   if (!params.transform_scores && exp2_scale >= SMALLEST_NORMAL) return exp2_scale;
   transform_scores<C>(s_rmem, params.tanh_scale * factor, params.softcap);
   return LOG2_E;
 }
 
-// Brings a warp's outputs from the unit of the block before, which is one key block later, to that
-// of this one. In its first block there are none.
+// Rescales a warp's outputs from the unit of the previously visited block to the unit of `block`.
+// Blocks are visited from the last to the first, so the previous one begins BLOCK_K keys later.
+// blocks_last is the block visited first, before which there are no outputs.
 template <class C>
-__device__ __forceinline__ void change_unit(Outputs<C>& o_rmem, const KeyDescales& of_keys,
-                                            WarpDescale& of_warp /* in shared memory */, int block,
-                                            int blocks_last) {
-  const float unit = of_keys.v_unit(block);
-  const float before = of_keys.v_unit(min(block + C::BLOCK_K, blocks_last));
-  if (threadIdx.x % 32 == 0) of_warp.v = unit;
+__device__ __forceinline__ void change_unit(Outputs<C>& o_rmem, const KeyDescales& key_descales,
+                                            WarpDescale& warp_descale /* in shared memory */,
+                                            int block, int blocks_last) {
+  const float unit = key_descales.v_unit(block);
+  const float before = key_descales.v_unit(min(block + C::BLOCK_K, blocks_last));
+  if (threadIdx.x % 32 == 0) warp_descale.v = unit;
   if (unit == before) return;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {

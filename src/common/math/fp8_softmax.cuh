@@ -1,5 +1,5 @@
-// The softmax of one warp whose P is e4m3, and its rows written at the end. Masks and running bases
-// are those of online_softmax.cuh, with WeightsE4m3.
+// The parts of a warp's online softmax that differ when P is e4m3: its weights, and the output rows
+// written at the end. Masks and running bases are in online_softmax.cuh, used with WeightsE4m3.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,14 @@
 
 namespace archflash::math {
 
-// The largest P of a row is 2^8 = 256: e4m3 ends at 448. The base follows before P reaches
-// 256 * 2^0.75 = 431, which rounds to 416 or 448. Beyond LARGE_BASE the rounding of the base could
-// carry P further, so there the base is the maximum itself and follows at once.
+// Raising the base makes the largest P of a row 2^8 = 256; the largest number of e4m3 is 448. Until
+// the next raise P may grow to 256 * 2^0.75 = 431, which rounds to 416 or 448, so P never
+// saturates. Beyond LARGE_BASE the rounding error of the base could add to that. There the base is
+// the maximum itself, P is at most 1, and every rise raises the base.
 struct WeightsE4m3 : Weights16 {
   static constexpr float P_LOG2 = 8.0f;
   static constexpr float BASE_LAG = 0.75f;
-  static constexpr float COUNTS = 0.0f;
+  static constexpr float RAISE_FRACTION = 0.0f;
   static constexpr float LARGE_BASE = 1 << 18;
   static constexpr float LARGE_BASE_LAG = 0.0f;
 };
@@ -29,9 +30,10 @@ struct WeightsE4m3 : Weights16 {
 template <class C>
 using Fp8Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / 32][4];
 
-// S -> P = 2^(S * exp2_scale - base) for key tiles n (even) and n + 1 of row tile m, in e4m3; its
-// sums in fp32. P goes to its half of the fragment of four neighbouring key tiles, which has the
-// keys of which this lane has the scores: bytes 2t, 2t+1 of two key tiles in a register.
+// P = 2^(S * exp2_scale - base) for key tiles n (even) and n + 1 of row tile m. P is stored in
+// e4m3; its sum is kept in fp32. P fills its half of the fragment a that four neighbouring key
+// tiles share. A register has the keys 2t and 2t+1 (t = lane % 4) of two key tiles; see
+// mma_sync::Fp8VFragments.
 template <class C, class Flag>
 __device__ __forceinline__ void weigh_key_tiles_e4m3(const Scores<C>& s_rmem, uint32_t (&p_rmem)[4],
                                                      RowState<C, Flag>& state, int m, int n,
@@ -54,7 +56,7 @@ __device__ __forceinline__ void weigh_key_tiles_e4m3(const Scores<C>& s_rmem, ui
   }
 }
 
-// The same for all keys.
+// P = 2^(S * exp2_scale - base) in e4m3 for all row tiles and STEP_KEYS keys.
 template <class C, class Flag>
 __device__ __forceinline__ void weigh_all_scores_e4m3(const Scores<C>& s_rmem,
                                                       Fp8Probabilities<C>& p_rmem,
@@ -67,9 +69,10 @@ __device__ __forceinline__ void weigh_all_scores_e4m3(const Scores<C>& s_rmem,
   }
 }
 
-// Outputs whose columns lie as multiply_pv leaves them for 8-bit V: a lane holds four neighbouring
-// columns of a row in every 16, and a quad writes 32 bytes of it. warp_row counts from the CTA's
-// first row.
+// Divides the outputs by the row sums, multiplies them by v_factor and writes them, and the LSE
+// where it is asked for. The outputs are as multiply_pv leaves them for 8-bit V: of every 16
+// columns of a row, a lane holds four neighbouring ones. The four lanes of a row write 32 bytes at
+// a time. warp_row is the warp's first row, counted from the CTA's first row.
 template <class C, class Flag>
 __device__ __forceinline__ void store_fp8_out(const Outputs<C>& o_rmem,
                                               const RowState<C, Flag>& state,

@@ -1,4 +1,4 @@
-// Marks a function that a kernel and a host test both call.
+// ARCHFLASH_HOST_DEVICE marks a function that kernels and tests on the host both call.
 #pragma once
 
 #ifdef __CUDACC__

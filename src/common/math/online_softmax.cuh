@@ -1,6 +1,6 @@
-// The softmax of one warp whose scores and outputs lie in the fragments of mma.sync: masks, running
-// bases, P in 16 bits, and the rows written at the end. C is a kernel's Config: DTYPE, M_TILES (row
-// tiles of 16), WARP_ROWS, STEP_KEYS (keys at a time) and HEAD_DIM_V.
+// The online softmax of a warp whose scores and outputs are fragments of mma.sync: masks, running
+// bases, P in 16 bits, and the output rows written at the end. C is a kernel's Config, of which
+// this uses DTYPE, M_TILES (row tiles of 16), WARP_ROWS, STEP_KEYS (keys at a time) and HEAD_DIM_V.
 #pragma once
 
 #include <cstdint>
@@ -18,41 +18,43 @@ namespace archflash::math {
 constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 constexpr float LOWEST = -3.402823466e38f;
 
-// P is 2^(score - base). The base follows the row maximum, P_LOG2 below it (all in powers of two),
-// but not at every rise, so that the outputs are rescaled in few blocks instead of all:
-//   - at a rise of more than BASE_LAG always. In 16 bits P stays below 2^9, far from the limits of
-//     fp16.
-//   - at a smaller rise only where the new largest weight counts: where it is more than COUNTS of
-//     what a lane's keys have added up to. The largest weight of a row then is exactly 1 in 16
-//     bits, as it is in kernels that rescale at every rise. Without this rule it is rounded like
-//     the others, and where it dominates its row, its largest errors grow by half
-//     (docs/numerics.md).
-// From LARGE_BASE on, score * scale - base in one FMA would leave the rounding of base alone, which
-// is more than P may grow by: see follow_maxima. There the base is the maximum itself.
+// When the base of a row moves. P is 2^(score - base); scores and bases here are logarithms to base
+// 2, scaled already. Raising a base means rescaling the row's sum and outputs, so the base does not
+// follow every rise of the row maximum:
+//   - A maximum that exceeds the base by more than BASE_LAG always raises it. P therefore stays
+//     below 2^9 in 16 bits, far from the limits of fp16.
+//   - A smaller rise raises the base only if the new largest weight is more than RAISE_FRACTION of
+//     the sum of a lane's weights so far. A weight that dominates its row is then exactly 1 in 16
+//     bits, as in kernels that rescale at every rise. Without this rule it would be rounded like
+//     any other, and the largest errors would grow by half (docs/numerics.md).
+// The base is raised to P_LOG2 below the row maximum, so that the largest P becomes 2^P_LOG2. Bases
+// beyond LARGE_BASE are the maximum itself. There the rounding error of the base can exceed what P
+// may grow by, and follow_maxima rounds scores the same way.
 struct Weights16 {
   static constexpr float P_LOG2 = 0.0f;
   static constexpr float BASE_LAG = 8.0f;
-  static constexpr float COUNTS = 0.25f;  // 0: only rises of more than BASE_LAG move the base
+  static constexpr float RAISE_FRACTION = 0.25f;  // 0: only the first rule raises the base
   static constexpr float LARGE_BASE = 1 << 24;
-  static constexpr float ZERO = 0.0f;  // what a score of 0 is given as
+  static constexpr float ZERO = 0.0f;  // the number that stands for a score of 0
 };
 
-// Scores that are integers of less than 2^22, given as the floats 1.5 * 2^23 + score: to those bits
-// the accumulators of integer products are set at first. ZERO * scale is rounded as a base is, by
-// 0.75 * scale at most: beyond LARGEST_SCALE, where that would show in 16 bits, scores are made
-// their products one by one.
+// For scores that are integers below 2^22, stored as the floats 1.5 * 2^23 + score. The
+// accumulators of the integer product start at the bits of 1.5 * 2^23 (ZERO_BITS), so their results
+// are these floats without a conversion. ZERO * scale becomes part of the base and is rounded like
+// it, by at most 0.75 * scale. Beyond LARGEST_SCALE that error would be visible in 16 bits, and
+// each score is multiplied on its own.
 struct WeightsOfIntegers : Weights16 {
   static constexpr float ZERO = 12582912.0f;
   static constexpr int32_t ZERO_BITS = 0x4B400000;
   static constexpr float LARGEST_SCALE = 1.0f / 1024;
 };
 
-// The running state of a warp's rows. Index [m][r]: row lane/4 + 8r of row tile m.
+// The softmax so far of a warp's rows. Index [m][r] is row lane/4 + 8r of row tile m.
 template <class C, class Flag = bool>
 struct RowState {
-  float base[C::M_TILES][2];  // scaled for 2^x; the same in the four lanes of a row
-  float sum[C::M_TILES][2];   // of P over the keys of this lane
-  Flag large;                 // some base is beyond LARGE_BASE; the same in the whole warp
+  float base[C::M_TILES][2];  // scaled for 2^x; equal in the four lanes that share a row
+  float sum[C::M_TILES][2];   // sum of P over the keys of this lane
+  Flag large;                 // whether any row's base is beyond LARGE_BASE; equal in all lanes
 };
 
 template <class C>
@@ -62,22 +64,22 @@ using Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / 16][4];
 template <class C>
 using Outputs = float[C::M_TILES][C::HEAD_DIM_V / 8][4];
 
-// Of rows that have seen no key.
+// Sets the state of rows that have seen no key.
 template <class C, class Flag>
 __device__ __forceinline__ void clear(RowState<C, Flag>& state) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      state.base[m][r] = LOWEST;  // finite: no inf - inf in a row that has seen no key
+      state.base[m][r] = LOWEST;  // finite, because -inf - (-inf) would be NaN
       state.sum[m][r] = 0.0f;
     }
   }
 }
 
-// Softcap, or a scale that cannot be folded into the exponential (zero or negative): rare, one
-// branch per step. The error of tanhf is relative to its result. With one that is relative to 1,
-// as tanh.approx has, scores would be wrong by that error times softcap.
+// Scales the scores before the softmax. Only needed for a softcap, or for a scale that cannot be
+// folded into the exponential because it is zero or negative. It uses tanhf, whose error is
+// relative to its result: the error of tanh.approx is relative to 1, and softcap would multiply it.
 template <class C>
 __device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, float tanh_scale,
                                                  float softcap) {
@@ -94,11 +96,11 @@ __device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, float tanh_s
   }
 }
 
-// Only where the step has an edge in it. A select: what a masked score was does not matter.
+// Sets the scores of invisible keys to -inf. Selecting (not adding) makes the old value irrelevant,
+// even if it was NaN. first_row and first_key are those of this lane.
 template <class C>
 __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, const VisibleKeys& visible,
-                                            int first_row /* of this lane */,
-                                            int first_key /* of this lane */) {
+                                            int first_row, int first_key) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -118,7 +120,8 @@ __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, const VisibleKeys
   }
 }
 
-// Moves the bases of a warp's rows up to their maxima, and sums and outputs with them.
+// Raises the bases of a warp's rows to their maxima (less P_LOG2) and rescales sums and outputs.
+// lane_max: for each row, the largest score among this lane's keys.
 template <class C, class Weights, class Flag>
 __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][2],
                                             RowState<C, Flag>& state, Outputs<C>& o_rmem,
@@ -149,14 +152,14 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
   state.large = __any_sync(FULL_WARP, large);
 }
 
-// How far a row's maximum may lie above its base, before the base is raised: see Weights16.
-// sum: of P so far, over the keys of a lane.
+// How far a row's maximum may exceed its base before the base is raised; see Weights16. `sum` is
+// the sum of P so far over the keys of a lane.
 template <class Weights>
 __device__ __forceinline__ float allowed_rise(float sum) {
-  return fminf(fmaxf(ptx::lg2_approx_ftz(sum * Weights::COUNTS), 0.0f), Weights::BASE_LAG);
+  return fminf(fmaxf(ptx::lg2_approx_ftz(sum * Weights::RAISE_FRACTION), 0.0f), Weights::BASE_LAG);
 }
 
-// For each row of this lane, the scaled score from which on its base is raised.
+// For each row of this lane, the scaled score beyond which its base is raised.
 template <class C>
 struct RaiseLimits {
   float rmem[C::M_TILES][2];
@@ -191,7 +194,7 @@ __device__ __forceinline__ void find_lane_maxima(const Scores<C>& s_rmem,
   }
 }
 
-// Whether in any lane the scaled maximum of some row, less `lag`, exceeds the row's limit.
+// Whether the scaled maximum of any row in any lane exceeds the row's limit by more than `lag`.
 template <class C>
 __device__ __forceinline__ bool any_exceeds(const float (&lane_max)[C::M_TILES][2],
                                             float exp2_scale, float lag,
@@ -205,10 +208,10 @@ __device__ __forceinline__ bool any_exceeds(const float (&lane_max)[C::M_TILES][
   return __any_sync(FULL_WARP, exceeds);
 }
 
-// Moves the bases of a warp's rows up where these scores ask for it. Returns the scale to weigh
-// them with, which may be another than the given one: the scores may be scaled already.
-// limits: RaiseLimits of `state`, where they were found before Q K^T, which hides what they cost.
-// Null: they are found only once some maximum exceeds its base.
+// Raises the bases of a warp's rows if these scores require it. Returns the scale for
+// weigh_all_scores: exp2_scale, or 1 if this has scaled the scores already.
+// limits: RaiseLimits of `state`, computed before Q K^T, behind whose products they cost no time.
+// If null, they are computed here, but only if some maximum exceeds its base.
 template <class C, class Weights = Weights16, class Flag>
 __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Flag>& state,
                                                Outputs<C>& o_rmem, float exp2_scale,
@@ -216,7 +219,7 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
   float lane_max[C::M_TILES][2];
   find_lane_maxima<C, Weights>(s_rmem, lane_max);
   bool raises;
-  if constexpr (Weights::COUNTS == 0.0f) {
+  if constexpr (Weights::RAISE_FRACTION == 0.0f) {
     constexpr float LAG = Weights::P_LOG2 + Weights::BASE_LAG;
     const float lag = state.large ? Weights::LARGE_BASE_LAG : LAG;
     raises = any_exceeds<C>(lane_max, exp2_scale, lag, state.base);
@@ -228,8 +231,8 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
   }
   if (raises) raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale);
 
-  // base is a rounded product. Scores beyond LARGE_BASE are rounded the same way before base is
-  // subtracted: the largest of a row meets its own base and gives 1.
+  // base is a rounded product of a score and the scale. If it is large, scores are rounded the same
+  // way before base is subtracted, so that the largest score of a row gives exactly P = 1.
   bool rounds = state.large;
   if constexpr (Weights::ZERO != 0.0f) rounds |= exp2_scale > Weights::LARGEST_SCALE;
   if (rounds) {
@@ -250,8 +253,8 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
   return exp2_scale;
 }
 
-// S -> P = 2^(S * exp2_scale - base) for key tile n of row tile m, in 16 bits; its sums in fp32. P
-// goes to its half of the fragment of two neighbouring key tiles.
+// P = 2^(S * exp2_scale - base) for key tile n of row tile m. P is stored in 16 bits, in its half
+// of the fragment a that two neighbouring key tiles share; its sum is kept in fp32.
 template <class C, class Flag>
 __device__ __forceinline__ void weigh_key_tile(const Scores<C>& s_rmem, uint32_t (&p_rmem)[4],
                                                RowState<C, Flag>& state, int m, int n,
@@ -268,7 +271,7 @@ __device__ __forceinline__ void weigh_key_tile(const Scores<C>& s_rmem, uint32_t
   }
 }
 
-// The same for all keys.
+// P = 2^(S * exp2_scale - base) for all row tiles and STEP_KEYS keys.
 template <class C, class Flag>
 __device__ __forceinline__ void weigh_all_scores(const Scores<C>& s_rmem, Probabilities<C>& p_rmem,
                                                  RowState<C, Flag>& state, float exp2_scale) {
@@ -280,12 +283,12 @@ __device__ __forceinline__ void weigh_all_scores(const Scores<C>& s_rmem, Probab
   }
 }
 
-// Where a warp's rows are written. warp_row counts from the CTA's first row.
+// Where a warp's output rows go. warp_row is its first row, counted from the CTA's first row.
 struct OutRows {
   int batch, head;
-  int64_t packed_row;  // the first; with cu_seqlens of all sequences
-  int rows;            // of this warp and beyond
-  float sink;          // of the head
+  int64_t packed_row;  // the warp's first row in its tensor; with cu_seqlens, in the packed tensor
+  int rows;            // rows from there to the end of the sequence; may exceed the warp's
+  float sink;          // the head's sink, or -inf
 
   __device__ __forceinline__ OutRows(const AttentionParams& params, const Work& work, int warp_row)
       : batch(work.batch_head / params.heads_q),
@@ -305,7 +308,8 @@ struct OutRows {
   }
 };
 
-// Row lane/4 + 8r of row tile m, once all keys are weighed. All lanes of the warp call it.
+// Finishes row lane/4 + 8r of row tile m after the last key. All lanes of the warp call it, because
+// the four lanes of a row add their sums.
 template <class C, class Flag>
 __device__ __forceinline__ RowEnd finish_lane_row(const RowState<C, Flag>& state, int m, int r,
                                                   float sink) {
@@ -315,17 +319,18 @@ __device__ __forceinline__ RowEnd finish_lane_row(const RowState<C, Flag>& state
   return finish_row(sum == 0.0f ? MINUS_INFINITY : state.base[m][r] * LN_2, sum, sink);
 }
 
-// Rows go through `rows_smem`, the warp's own part of shared memory in the layout of Tile, so that
-// each lane writes 16 bytes to global memory and a row is written whole. warp_row counts from the
-// CTA's first row.
+// Divides the outputs by the row sums and writes them, and the LSE where it is asked for. The rows
+// go through `rows_smem`, a part of shared memory that belongs to the warp and has the layout of
+// Tile, so that each lane writes 16 bytes to global memory and rows are written whole. warp_row is
+// the warp's first row, counted from the CTA's first row.
 template <class C, class Tile, class Flag>
 __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C, Flag>& state,
                                           const AttentionParams& params, const Work& work,
                                           int warp_row, unsigned char* rows_smem) {
   const OutRows out(params, work, warp_row);
   const int lane = threadIdx.x % 32;
-  // rows_smem may have held Q: wait until every lane has read its fragments, before any lane
-  // writes there.
+  // rows_smem may hold Q. ldmatrix does not order lanes, so wait until every lane has read its
+  // fragments of Q before any lane overwrites them.
   // mutants: rows-were-read
   __syncwarp();  // every lane has read what the rows held: ldmatrix does not order lanes
 #pragma unroll

@@ -1,4 +1,4 @@
-// Copies of whole tiles between tensors and shared memory by TMA, slab by slab.
+// Copies of whole tiles from tensors to shared memory by TMA, one slab at a time.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,10 @@
 
 namespace archflash::math {
 
-// Starts the copy of a tile's rows from `row` on of one head; all its bytes go to the barrier. A
-// broadcast dimension (stride 0) has size 1 in the map: its coordinate is 0. The map's columns are
-// elements, PACK of them in the 16 bits that a tile calls one; the tile starts at one of them.
+// Starts the copy of one head's rows from `row` on and columns from `column` on, and makes the
+// barrier expect all bytes of the tile. Called by one thread. A broadcast dimension (stride 0) has
+// size 1 in the map, and its coordinate must be 0. `column` and the map count elements, of which
+// PACK make one 16-bit column of the tile.
 template <class Tile, int PACK = 1>
 __device__ __forceinline__ void start_load(uint32_t tile_smem, const TensorMap& map, int row,
                                            int head, int batch, uint32_t barrier_smem,

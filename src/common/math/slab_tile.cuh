@@ -1,4 +1,4 @@
-// The layout of a tile in shared memory that TMA writes and ldmatrix reads without bank conflicts.
+// A tile layout in shared memory that TMA can write and ldmatrix reads without bank conflicts.
 #pragma once
 
 #include "common/math/host_device.h"
@@ -6,11 +6,11 @@
 
 namespace archflash::math {
 
-// A tile of 16-bit elements as slabs of SLAB columns, one after another: a TMA box is all rows of
-// one slab, or half of them. A row of a slab is a swizzle span (128 or 64 bytes), whose 16-byte
-// chunks the copy engine permutes by bits of the shared-memory address. Tiles start at multiples of
-// ALIGNMENT, so that those bits are those of the row, and eight rows at one chunk lie in different
-// banks:
+// A tile of 16-bit columns is stored as slabs of SLAB columns, one after another. A TMA box is all
+// rows of a slab, or half of them. A row of a slab is one swizzle span (128 or 64 bytes), whose
+// 16-byte chunks the copy engine permutes by bits of the shared-memory address. Tiles start at
+// multiples of ALIGNMENT, so that these bits are the low bits of the row number. Then the chunks
+// that ldmatrix reads from eight rows lie in different banks. A chunk's position in its span is
 //   128-byte rows: chunk ^ (row % 8)        64-byte rows: chunk ^ (row / 2 % 4)
 template <int COLUMNS_, int ROWS_>
 struct SlabTile {
@@ -32,11 +32,11 @@ struct SlabTile {
   ARCHFLASH_HOST_DEVICE static constexpr int swizzle(int row) {
     return GROUP == 8 ? row % 8 : row / 2 % 4;
   }
-  // Byte offset of a chunk.
+  // Byte offset of a 16-byte chunk in the tile.
   ARCHFLASH_HOST_DEVICE static constexpr int offset(int row, int chunk) {
     return chunk / GROUP * SLAB_BYTES + row * ROW_BYTES + (chunk % GROUP ^ swizzle(row)) * 16;
   }
-  // From a lane's own chunk (0 or 1) to the one `chunks` (even) further.
+  // From the offset of chunk 0 or 1 of a row to the chunk that is `chunks` (even) further right.
   template <typename Address>
   ARCHFLASH_HOST_DEVICE static constexpr Address advance(Address offset, int chunks) {
     return (offset ^ static_cast<Address>(chunks % GROUP * 16)) +

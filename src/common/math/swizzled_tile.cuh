@@ -1,15 +1,15 @@
-// The layout of a tile in shared memory that ldmatrix reads without bank conflicts.
+// A tile layout in shared memory that ldmatrix reads without bank conflicts.
 #pragma once
 
 #include "common/math/host_device.h"
 
 namespace archflash::math {
 
-// A tile of 16-bit elements in shared memory, rows without padding. The 16-byte chunks of a row are
-// permuted inside groups of GROUP by an XOR with the row, so that the eight rows which ldmatrix
-// reads at one chunk, and those which a warp writes, lie in different banks:
-//   rows of 64n elements (128n bytes):          chunk ^ (row % 8) inside groups of eight
-//   rows of 32n, n odd (64 bytes past a line):  chunk ^ (row / 2 % 4) inside groups of four
+// A tile of 16-bit columns, rows without padding. The 16-byte chunks of a row are permuted inside
+// groups of GROUP chunks by an XOR with the row number, so that the chunks which ldmatrix reads
+// from eight rows, and those which a warp writes, lie in different banks. A chunk's position is
+//   chunk ^ (row % 8) in groups of eight       if rows are a multiple of 128 bytes
+//   chunk ^ (row / 2 % 4) in groups of four    if rows are an odd multiple of 64 bytes
 template <int COLUMNS_>
 struct SwizzledTile {
   static constexpr int COLUMNS = COLUMNS_;
@@ -22,12 +22,12 @@ struct SwizzledTile {
     // mutants: never-negative
     return GROUP == 8 ? row % 8 : row / 2 % 4;
   }
-  // Byte offset of a chunk.
+  // Byte offset of a 16-byte chunk in the tile.
   ARCHFLASH_HOST_DEVICE static constexpr int offset(int row, int chunk) {
     // mutants: never-negative
     return row * ROW_BYTES + chunk / GROUP * GROUP * 16 + (chunk % GROUP ^ swizzle(row)) * 16;
   }
-  // From a lane's own chunk (0 or 1) to the one `chunks` (even) further.
+  // From the offset of chunk 0 or 1 of a row to the chunk that is `chunks` (even) further right.
   template <typename Address>
   ARCHFLASH_HOST_DEVICE static constexpr Address advance(Address offset, int chunks) {
     return (offset ^ static_cast<Address>(chunks % GROUP * 16)) +

@@ -1,4 +1,4 @@
-// The row tiles of a CTA that stays for several, and the key blocks of each.
+// The row tiles that a persistent CTA computes one after another, and the key blocks of each tile.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,9 @@
 
 namespace archflash::math {
 
-// One of each round of tiles, as many as there are workers, which are CTAS CTAs each; every second
-// round goes backwards, so that who had the longest of one round has the shortest of the next.
+// The tile indices of a worker, which is a CTA or a group of CTAS CTAs. In each round every worker
+// takes one tile. Every second round is handed out in reverse order, so that the worker with the
+// longest tile of one round gets the shortest of the next.
 template <int CTAS>
 struct SharedTileIndex {
   unsigned round = 0;
@@ -27,8 +28,9 @@ struct SharedTileIndex {
 };
 using TileIndex = SharedTileIndex<1>;
 
-// The row tile of an index; first_row negative: nothing to do. Called by whole warps. tiles:
-// indices in all, `splits` of them, one after another, for each row tile.
+// The row tile of a tile index; its first_row is negative if there is nothing to compute. Called by
+// whole warps. There are `tiles` indices; each row tile has `splits` consecutive ones, one for each
+// share of its keys.
 template <int BLOCK_Q, int CTAS>
 __device__ __forceinline__ Work find_tile(const AttentionParams& params, int tiles,
                                           const SharedTileIndex<CTAS>& index, int splits = 1) {
@@ -39,7 +41,8 @@ __device__ __forceinline__ Work find_tile(const AttentionParams& params, int til
   return find_work<BLOCK_Q>(params, static_cast<int>(value) / splits);
 }
 
-// First keys of the first and of the last block with a visible key. None: last before first.
+// First key of the first and of the last block that any row of a tile sees; first > last if there
+// is none.
 struct Blocks {
   int first, last;
 };
@@ -49,7 +52,8 @@ __device__ __forceinline__ Blocks find_blocks(const Work& work, const VisibleKey
   return {visible.first(work.first_row) & -BLOCK_K, visible.last(last_row) & -BLOCK_K};
 }
 
-// Those of them that one of `splits` takes: as many as the others or one more, maybe none.
+// The key blocks of share `split` out of `splits`. Shares differ by at most one block and may be
+// empty.
 template <int BLOCK_K>
 __device__ __forceinline__ Blocks split_blocks(const Blocks& blocks, int split, int splits) {
   const int count = max((blocks.last - blocks.first) / BLOCK_K + 1, 0);

@@ -1,20 +1,21 @@
-// Row tiles of sequences packed one after another, found on the device from cu_seqlens.
+// The row tiles of packed sequences, which the device finds from cu_seqlens.
 #pragma once
 
 #include <cstdint>
 
 namespace archflash::math {
 
-// Sequence b owns the tiles [start(b), start(b + 1)) with start(b) = floor(cu_seqlens[b] /
-// block_rows) + b: enough for its ceil(length / block_rows) tiles whatever the lengths, and no more
-// than ceil(total / block_rows) + batch in all.
+// The first tile of a sequence. Sequence b owns the tiles [start(b), start(b + 1)) with
+// start(b) = floor(cu_seqlens[b] / block_rows) + b. For any lengths these are at least the
+// ceil(length / block_rows) tiles that the sequence needs, and all sequences together own at most
+// ceil(total / block_rows) + batch.
 __device__ __forceinline__ int varlen_tile_start(const int* cu_seqlens_gmem, int sequence,
                                                  int block_rows) {
   return max(cu_seqlens_gmem[sequence], 0) / block_rows + sequence;
 }
 
-// The sequence that owns `tile`: the last b of [0, batch) with start(b) <= tile, or -1 where there
-// is none. Called by a whole warp with the same arguments: each step asks 32 sequences at once.
+// The sequence that owns `tile`: the last b of [0, batch) with start(b) <= tile, or -1 if there is
+// none. A whole warp calls it with the same arguments; each step tests 32 sequences at once.
 __device__ __forceinline__ int find_varlen_sequence(const int* cu_seqlens_gmem, int batch,
                                                     int block_rows, int tile) {
   constexpr unsigned FULL_WARP = 0xFFFFFFFFu;

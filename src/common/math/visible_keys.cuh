@@ -1,4 +1,5 @@
-// Which keys a query row sees: causal, window, q_offset and the number of keys, as two shifts.
+// Which keys a query row sees. The causal mask, the window, q_offset and the number of keys
+// together reduce to two shifts.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +8,8 @@
 
 namespace archflash::math {
 
-// Row i of a sequence sees the keys j with max(0, i + first_shift) <= j <= min(nk - 1, i +
-// last_shift).
+// Row i sees the keys max(0, i + first_shift) to min(nk - 1, i + last_shift), both included. The
+// functions below take and return row and key numbers counted from the sequence's first.
 struct VisibleKeys {
   int first_shift;
   int last_shift;
@@ -37,8 +38,9 @@ struct VisibleKeys {
   }
 };
 
-// Shifts beyond the lengths mean the same as the lengths, so they fit 32 bits for nq, nk < 2^30.
-// window_left, window_right and q_offset must lie within +-2^62 (an unbounded side: 2^62).
+// Finds the shifts. They are clamped to the lengths, beyond which nothing changes, so that they fit
+// 32 bits for nq, nk < 2^30. window_left, window_right and q_offset must lie within +-2^62; an
+// unbounded side of the window is 2^62.
 ARCHFLASH_HOST_DEVICE inline VisibleKeys visible_keys(int nq, int nk, int64_t q_offset,
                                                       int64_t window_left, int64_t window_right) {
   const auto clamp = [=](int64_t shift) {

@@ -1,10 +1,14 @@
-// Attention forward on mma.sync tensor cores, for every GPU from compute capability 8.0 on: fp16 or
-// bf16 inputs, fp32 scores, sums and output accumulators. Work: one CTA per (BLOCK_Q query rows,
-// head, batch). It visits the visible key blocks from the last (ragged) one back to the first with
-// an online softmax. A warp owns WARP_ROWS rows: scores, P and outputs never leave its registers;
-// shared memory holds Q, K and V only.
-// Blocks, copies and barriers: main_loop.cuh. Loads, lane maps, products: tile.cuh. Tiles, the
-// choice among them and numbers: the folders that instantiate it.
+// Attention forward on mma.sync tensor cores, for every GPU from compute capability 8.0 on. Inputs
+// are fp16 or bf16; scores, sums and output accumulators are fp32.
+//
+// One CTA computes BLOCK_Q query rows of one head with an online softmax. It visits the key blocks
+// that its rows see, from the last one (which may be shorter) back to the first. There are no
+// roles: each warp loads, multiplies and owns WARP_ROWS rows, whose scores, P and outputs never
+// leave its registers. Shared memory holds Q, K, V and the CtaContext.
+//
+// main_loop.cuh has the blocks, copies and barriers, tile.cuh the loads, lane maps and products,
+// math/online_softmax.cuh the softmax. The folders that instantiate the kernel (ampere, ada) have
+// its tiles, the choice among them and the measurements.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +16,8 @@
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
-#include "common/mma_sync/place.cuh"
 #include "common/mma_sync/tile.cuh"
 
 namespace archflash::mma_sync {
@@ -22,17 +26,17 @@ template <class C>
 __device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  static_assert(sizeof(Place) <= C::PLACE_BYTES);
-  Place& place = *reinterpret_cast<Place*>(shared + C::PLACE_SMEM);
+  static_assert(sizeof(CtaContext) <= C::CONTEXT_BYTES);
+  CtaContext& cta = *reinterpret_cast<CtaContext*>(shared + C::CONTEXT_SMEM);
   {
     math::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, threadIdx.x, C::THREADS);
     const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);
     if (work.first_row < 0) return;
-    if (threadIdx.x == 0) place = find_place(params, work);
+    if (threadIdx.x == 0) cta = make_cta_context(params, work);
   }
-  __syncthreads();  // `place` is written
+  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  const KeyBlocks<C> blocks(params, place, shared_smem);
+  const KeyBlocks<C> blocks(params, cta, shared_smem);
   blocks.start(shared);
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
@@ -46,7 +50,7 @@ __device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
         multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
         if (params.transform_scores)
           math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
-        mask_edges<C>(s_rmem, place, key_first);
+        mask_edges<C>(s_rmem, cta, key_first);
         const float exp2_scale =
             math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
         math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
@@ -55,16 +59,17 @@ __device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
         multiply_pv<C>(o_rmem, p_rmem, v_smem);
       });
 
-  // Output rows pass through the warp's own part of Q.
+  // A warp stages its output rows in its own rows of Q, which no other warp reads.
   static_assert(C::VTile::ROW_BYTES <= C::QKTile::ROW_BYTES);
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-  math::store_out<C, typename C::VTile>(o_rmem, state, params, place.work, warp_row,
+  math::store_out<C, typename C::VTile>(o_rmem, state, params, cta.work, warp_row,
                                         shared + C::Q_SMEM + warp_row * C::QKTile::ROW_BYTES);
 }
 
 }  // namespace archflash::mma_sync
 
-// One entry point: its name is what plan.cpp asks for. The one parameter stays in constant memory.
+// Defines an entry point. plan.cpp launches it by NAME. __grid_constant__ lets the kernel read its
+// parameter from constant memory without a copy.
 #define ARCHFLASH_ATTENTION_KERNEL(NAME, CONFIG)                                     \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
       NAME(const __grid_constant__ archflash::AttentionParams params) {              \

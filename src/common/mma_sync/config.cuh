@@ -1,5 +1,5 @@
-// A tile of the kernel in attention_fwd.cuh: compile-time numbers only, read by the kernel and by
-// plans (plain C++).
+// The tile sizes of a kernel on mma.sync. Compile-time numbers only, in plain C++: kernels and
+// plans both include them.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 
 namespace archflash::mma_sync {
 
-// What the elements of a tile are: how many share the 16 bits that ldmatrix moves as one, of Q and
-// K and of V; and what the kernel keeps of its CTA's work in shared memory.
+// How the inputs are stored: the number of elements in a unit of 16 bits, which ldmatrix moves as
+// one, for Q and K and for V; and the bytes that the kernel needs for its CtaContext.
 struct Inputs16 {
   static constexpr int QK_PACK = 1;
   static constexpr int V_PACK = 1;
-  static constexpr int PLACE_BYTES = 64;
+  static constexpr int CONTEXT_BYTES = 64;
 };
 
-// A CTA owns BLOCK_Q query rows of one head and walks over the keys, BLOCK_K at a time. A warp owns
-// M_TILES tiles of 16 rows, which share every fragment of K and V that it reads, and takes
-// STEP_KEYS keys at a time from scores to output. HEAD_DIM bounds d, HEAD_DIM_V bounds dv.
+// A CTA owns BLOCK_Q query rows of one head and visits the keys in blocks of BLOCK_K. A warp owns
+// M_TILES row tiles of 16 rows, which share every fragment of K and V that it reads. It takes
+// STEP_KEYS keys at a time from scores to output. d may be at most HEAD_DIM, dv HEAD_DIM_V.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
           int STEP_KEYS_, int STAGES_, bool Q_IN_REGISTERS_, int CTAS_PER_SM_,
           class Inputs = Inputs16>
@@ -36,32 +36,33 @@ struct Config {
   static constexpr int BLOCK_Q = WARPS * WARP_ROWS;
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr int STEP_KEYS = STEP_KEYS_;
-  // Buffers for K and V. 2: the next block of both is on its way during the whole of this one.
-  // 1: V is on its way during Q K^T, the next K during P V.
+  // Buffers for K and V. With 2, the next K and V are copied during the whole of the current block.
+  // With 1, V is copied during Q K^T, and the next K during P V.
   static constexpr int STAGES = STAGES_;
-  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;  // read once; else anew for every step
-  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;         // what the registers must allow
+  // Whether a warp reads its fragments of Q once, or from shared memory again in every step.
+  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
 
-  // In units of 16 bits.
+  // Layouts in shared memory. Their columns are units of 16 bits.
   using QKTile = math::SwizzledTile<HEAD_DIM / QK_PACK>;
   using QTile = QKTile;
   using KTile = QKTile;
   using VTile = math::SwizzledTile<HEAD_DIM_V / V_PACK>;
 
-  // Shared memory, in bytes: Q | K, V of each stage | Place.
+  // Shared memory: Q | K, V of each stage | CtaContext. Offsets and sizes in bytes.
   static constexpr int K_BYTES = BLOCK_K * QKTile::ROW_BYTES;
   static constexpr int V_BYTES = BLOCK_K * VTile::ROW_BYTES;
   static constexpr int Q_SMEM = 0;
   static constexpr int K_SMEM = Q_SMEM + BLOCK_Q * QKTile::ROW_BYTES;
   static constexpr int V_SMEM = K_SMEM + K_BYTES;
   static constexpr int STAGE_BYTES = K_BYTES + V_BYTES;
-  static constexpr int PLACE_SMEM = K_SMEM + STAGES * STAGE_BYTES;
-  static constexpr int PLACE_BYTES = Inputs::PLACE_BYTES;
-  static constexpr int SHARED_BYTES = PLACE_SMEM + PLACE_BYTES;
+  static constexpr int CONTEXT_SMEM = K_SMEM + STAGES * STAGE_BYTES;
+  static constexpr int CONTEXT_BYTES = Inputs::CONTEXT_BYTES;
+  static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
 
   static_assert(STAGES == 1 || STAGES == 2, "the main loop knows one or two buffers");
   static_assert(STAGES == 2 || STEP_KEYS == BLOCK_K,
-                "with one buffer V may only be awaited once, after all scores of the block");
+                "with one buffer V is awaited once, after all scores of the block");
   static_assert(BLOCK_K % STEP_KEYS == 0 && STEP_KEYS % (16 * V_PACK) == 0,
                 "mma.sync: 16 keys of P V, or 32 of 8 bits");
   static_assert(THREADS <= 1024, "CUDA: at most 1024 threads in a CTA");

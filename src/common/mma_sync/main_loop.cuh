@@ -1,75 +1,78 @@
-// What every kernel on mma.sync and cp.async does around its products: a CTA visits the visible key
-// blocks of its rows from the last (ragged) one back to the first.
-//   two stages:  wait K, V | barrier | start the next K, V | weigh, multiply
-//   one stage:   wait K | barrier | start V | weigh
-//                wait V | barrier | start next K | multiply
+// The main loop of the kernels on mma.sync and cp.async: a CTA visits the key blocks that its rows
+// see, from the last one (which may be shorter) back to the first. `weigh` makes P from Q and K;
+// `multiply` adds P V to the outputs.
+//   two stages:  wait K, V | barrier | start next K, V | weigh | multiply
+//   one stage:   wait K | barrier | start V | weigh | wait V | barrier | start next K | multiply
 #pragma once
 
 #include <cstdint>
 
 #include "common/attention_params.h"
 #include "common/math/online_softmax.cuh"
-#include "common/mma_sync/place.cuh"
+#include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace archflash::mma_sync {
 
-// Masks the scores of a warp's step where an edge goes through them.
+// Masks a warp's scores for STEP_KEYS keys from key_first on, if some row does not see them all.
 template <class C>
-__device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const Place& place,
+__device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const CtaContext& cta,
                                            int key_first) {
-  const WarpRows<C> rows(place);
-  if (rows.all_see(place.visible, key_first)) return;
+  const WarpRows<C> rows(cta);
+  if (rows.all_see(cta.visible, key_first)) return;
   const int lane = ptx::mov_tid_x_volatile() % 32;
-  math::mask_scores<C>(s_rmem, place.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
+  math::mask_scores<C>(s_rmem, cta.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
 }
 
+// The default for KeyBlocks' start_with_k, which copies nothing.
 struct NothingElse {
   __device__ __forceinline__ void operator()(int) const {}
 };
 
-// The key blocks of a CTA, and their copies. Made once its place is in shared memory. With the copy
-// of a block's K goes what start_with_k(key) starts: it lands with it.
+// The key blocks of a CTA and their copies. `cta` must be in shared memory before this is made.
+// start_with_k(key) is called with each copy of K and may start a cp.async of its own, which is
+// awaited together with that K.
 template <class C, class StartWithK = NothingElse>
 struct KeyBlocks {
   using QKTile = typename C::QKTile;
   using VTile = typename C::VTile;
 
   const AttentionParams& params;
-  const Place& place;
+  const CtaContext& cta;
   uint32_t shared_smem;
-  // First keys of the first and of the last block with a visible key. None: last before first.
+  // First key of the first and of the last block that any row sees; begin > last if there is none.
   int begin, last;
   StartWithK start_with_k;
 
-  __device__ __forceinline__ KeyBlocks(const AttentionParams& params, const Place& place,
+  __device__ __forceinline__ KeyBlocks(const AttentionParams& params, const CtaContext& cta,
                                        uint32_t shared_smem,
                                        const StartWithK& start_with_k = StartWithK())
-      : params(params), place(place), shared_smem(shared_smem), start_with_k(start_with_k) {
-    const int last_row = min(place.work.first_row + C::BLOCK_Q, place.work.nq) - 1;
-    begin = place.visible.first(place.work.first_row) & -C::BLOCK_K;
-    last = place.visible.last(last_row) & -C::BLOCK_K;
+      : params(params), cta(cta), shared_smem(shared_smem), start_with_k(start_with_k) {
+    const int last_row = min(cta.work.first_row + C::BLOCK_Q, cta.work.nq) - 1;
+    begin = cta.visible.first(cta.work.first_row) & -C::BLOCK_K;
+    last = cta.visible.last(last_row) & -C::BLOCK_K;
   }
 
   __device__ __forceinline__ void start_k(int key, uint32_t stage_smem) const {
-    start_keys<C, QKTile>(stage_smem + C::K_SMEM, place.k_gmem, params.k_row, params.d / C::QK_PACK,
-                          key, place.visible.nk);
+    start_keys<C, QKTile>(stage_smem + C::K_SMEM, cta.k_gmem, params.k_row, params.d / C::QK_PACK,
+                          key, cta.visible.nk);
     start_with_k(key);
   }
   __device__ __forceinline__ void start_v(int key, uint32_t stage_smem) const {
-    start_keys<C, VTile>(stage_smem + C::V_SMEM, place.v_gmem, params.v_row, params.dv / C::V_PACK,
-                         key, place.visible.nk);
+    start_keys<C, VTile>(stage_smem + C::V_SMEM, cta.v_gmem, params.v_row, params.dv / C::V_PACK,
+                         key, cta.visible.nk);
   }
 
-  // Q and the first block. `shared`: what shared_smem is the address of.
+  // Starts the copies of Q and of the block visited first, and clears the columns that no copy
+  // writes. `shared` is the CTA's shared memory, whose address is shared_smem.
   __device__ __forceinline__ void start(unsigned char* shared) const {
     if (begin > last) return;
     const uint16_t* q_gmem =
-        static_cast<const uint16_t*>(params.q_gmem) + math::find_offsets(params, place.work).q;
+        static_cast<const uint16_t*>(params.q_gmem) + math::find_offsets(params, cta.work).q;
     start_ragged_load<C, QKTile, C::BLOCK_Q>(shared_smem + C::Q_SMEM, q_gmem, params.q_row,
-                                             place.work.nq - place.work.first_row,
+                                             cta.work.nq - cta.work.first_row,
                                              params.d / C::QK_PACK);
     clear_columns<C, QKTile>(shared + C::Q_SMEM, C::BLOCK_Q, params.d / C::QK_PACK);
 #pragma unroll
@@ -82,10 +85,12 @@ struct KeyBlocks {
     if constexpr (C::STAGES == 2) start_v(last, shared_smem);
   }
 
-  // For each step of STEP_KEYS keys of which a warp's rows see any:
+  // Visits all blocks. For each step of STEP_KEYS keys of which a warp's rows see any, the warp
+  // calls
   //   weigh(p_rmem, q_rmem, q_smem, k_smem, key_first)  makes P of Q and K
   //   multiply(p_rmem, v_smem)                          adds P V to the outputs
-  // with this lane's rows for ldmatrix and the first key of the step.
+  // where q_smem, k_smem and v_smem are the rows that this lane names to ldmatrix, and key_first is
+  // the first key of the step.
   template <class Weigh, class Multiply>
   __device__ __forceinline__ void visit(const Weigh& weigh, const Multiply& multiply) const;
 };
@@ -94,12 +99,14 @@ template <class C, class StartWithK>
 template <class Weigh, class Multiply>
 __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& weigh,
                                                                 const Multiply& multiply) const {
-  uint32_t stage_smem = shared_smem;  // of this block: what the offsets K_SMEM and V_SMEM start at
+  // The current stage's K is at stage_smem + K_SMEM, its V at stage_smem + V_SMEM.
+  uint32_t stage_smem = shared_smem;
   QFragments<C> q_rmem;
 #pragma unroll 1
   for (int block = last; block >= begin; block -= C::BLOCK_K) {
-    // K (and at first Q; with two stages V) of all threads has landed; all warps are done with the
-    // block before.
+    // Each thread waits for its own copies: K, with two stages also V, and Q in the first round.
+    // The barrier makes the copies of all threads visible. After it no warp still reads the
+    // previous block, whose buffers are overwritten next.
     ptx::copies_wait_all();
     __syncthreads();
     if constexpr (C::STAGES == 2) {
@@ -128,12 +135,13 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
 #pragma unroll 1
     for (int step = C::BLOCK_K - C::STEP_KEYS; step >= 0; step -= C::STEP_KEYS) {
       const int key_first = block + step;
-      // Whether the warp has rows, and one of them sees one of these keys.
-      const bool computes = WarpRows<C>(place).any_sees(place.visible, key_first);
+      // A warp that sees none of these keys skips the work, but not the barriers.
+      const bool computes = WarpRows<C>(cta).any_sees(cta.visible, key_first);
       Probabilities<C> p_rmem;
       if (computes) weigh(p_rmem, q_rmem, q_smem, k_smem + step * QKTile::ROW_BYTES, key_first);
       if constexpr (C::STAGES == 1) {
-        // V of all threads has landed; all warps are done with K: the next may overwrite it.
+        // After the barrier V has arrived from all threads, and no warp still reads K, which the
+        // next block's K overwrites.
         ptx::copies_wait_all();
         __syncthreads();
         if (block > begin) start_k(block - C::BLOCK_K, stage_smem);

@@ -1,6 +1,7 @@
-// The moving parts of the kernels on mma.sync: loads into swizzled shared memory, the lane maps of
-// ldmatrix and mma.sync, and the two products. Two 8-bit elements take the place of one of 16 bits:
-// rows are read in units of 16 bits, and a fragment of k16 units is one of k32 elements.
+// The parts of the kernels on mma.sync: loads into swizzled shared memory, the lane maps of
+// ldmatrix and mma.sync, and the two products. Everything here counts columns in units of 16 bits.
+// A unit is one 16-bit element or a pair of 8-bit elements, so a fragment of 16 units is the k16
+// fragment of 16-bit inputs or the k32 fragment of 8-bit inputs.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@
 
 namespace archflash::mma_sync {
 
-// Which chunks of a tile a thread copies: one chunk of each group, every ROWS_PER_STEP-th row. The
-// swizzle of all its rows is the same.
+// Which 16-byte chunks of a tile a thread copies: one chunk of each swizzle group, in every
+// ROWS_PER_STEP-th row. All of these rows have the same swizzle, so one offset serves them.
 template <class C, class Tile>
 struct CopyLane {
   static constexpr int ROWS_PER_STEP = C::THREADS / Tile::GROUP;
@@ -22,8 +23,8 @@ struct CopyLane {
   static constexpr int GROUP_COLUMNS = Tile::GROUP * 8;
   static_assert(ROWS_PER_STEP % 8 == 0, "the swizzle must be the same in every step");
 
-  int row, column;  // of the first chunk
-  uint32_t offset;  // its place in the tile, in bytes
+  int row, column;  // the thread's first chunk
+  uint32_t offset;  // of that chunk in the tile, in bytes
 
   __device__ __forceinline__ CopyLane() {
     const int thread = ptx::mov_tid_x_volatile();
@@ -35,9 +36,9 @@ struct CopyLane {
   }
 };
 
-// Starts the copy of ROWS rows of `rows_gmem` from first_row on; columns from `columns` on are left
-// alone. The distance of two rows is in bytes, and the rows are added up before they are multiplied
-// by it: addresses of 64 bits cost several instructions for each operation.
+// Starts the copy of ROWS rows of `rows_gmem` from first_row on, `columns` columns of each. Rows
+// are row_bytes apart. Row numbers are added before they are multiplied by row_bytes, because each
+// operation on 64-bit addresses takes several instructions.
 template <class C, class Tile, int ROWS>
 __device__ __forceinline__ void start_load(uint32_t tile_smem, const uint16_t* rows_gmem,
                                            uint32_t first_row, uint64_t row_bytes, int columns) {
@@ -60,8 +61,8 @@ __device__ __forceinline__ void start_load(uint32_t tile_smem, const uint16_t* r
   }
 }
 
-// Starts the copy of the first rows of rows_gmem where the tile ends before ROWS: rows from
-// valid_rows on become zeros, so that what lies beyond a sequence's end never matters.
+// Starts the copy of a tile that has only valid_rows rows: the others become zeros, so that memory
+// beyond the end of a sequence never matters. row_stride is in units of 16 bits.
 template <class C, class Tile, int ROWS>
 __device__ __forceinline__ void start_ragged_load(uint32_t tile_smem, const uint16_t* rows_gmem,
                                                   int64_t row_stride, int valid_rows, int columns) {
@@ -84,7 +85,8 @@ __device__ __forceinline__ void start_ragged_load(uint32_t tile_smem, const uint
   }
 }
 
-// Zeros in the columns that no load writes: Q and K are multiplied over all of HEAD_DIM.
+// Writes zeros to the columns from `columns` on, which no load writes, because the products run
+// over all of HEAD_DIM.
 template <class C, class Tile>
 __device__ __forceinline__ void clear_columns(unsigned char* tile_smem, int rows, int columns) {
   if (columns >= Tile::COLUMNS) return;
@@ -104,13 +106,13 @@ __device__ __forceinline__ void clear_columns(unsigned char* tile_smem, int rows
   }
 }
 
-// Byte offsets, in a tile, of the 16-byte row that this lane names to ldmatrix.x4. Its four
-// matrices are the quarters of a 16x16 square, in one of two orders.
-//   rows first:    rows 0-7, rows 8-15 of columns 0-7, then of columns 8-15. Of Q this is the
-//                  fragment a of mma.sync; transposed, of V, it is b of two neighbouring column
-//                  tiles.
-//   columns first: columns 0-7, 8-15 of rows 0-7, then of rows 8-15. Of K (a row is a key) this is
-//                  b of two neighbouring key tiles.
+// Byte offset, in a tile, of the 16-byte row that a lane names to ldmatrix.x4. The four matrices
+// that ldmatrix loads are the quarters of a 16x16 square, in one of two orders:
+//   rows first:    columns 0-7 of rows 0-7 and of rows 8-15, then columns 8-15 of both. Loaded from
+//                  Q, this is fragment a of mma.sync. Loaded from V with .trans, it is fragment b
+//                  of two neighbouring column tiles.
+//   columns first: rows 0-7 of columns 0-7 and of columns 8-15, then rows 8-15 of both. Loaded from
+//                  K, whose rows are keys, it is fragment b of two neighbouring key tiles.
 template <class Tile>
 __device__ __forceinline__ uint32_t rows_first_offset(int lane) {
   return Tile::offset(lane % 16, lane / 16);
@@ -120,7 +122,8 @@ __device__ __forceinline__ uint32_t columns_first_offset(int lane) {
   return Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Of V, transposed. A unit of 8-bit V is two columns, and 32 keys are read at once.
+// Byte offset of the row that a lane names to ldmatrix.x4.trans when it reads V. For 8-bit V the
+// four matrices are 32 keys of eight units, that is 16 columns.
 template <class C>
 __device__ __forceinline__ uint32_t v_first_offset(int lane) {
   if constexpr (C::V_PACK == 2) {
@@ -135,7 +138,7 @@ using QFragments = uint32_t[C::Q_IN_REGISTERS ? C::QTile::COLUMNS / 16 : 1][C::M
 template <class C>
 using Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / (16 * C::V_PACK)][4];
 
-// Q fragments of 16 units.
+// Loads the fragments a of Q for 16 units of columns from `column` on.
 template <class C>
 __device__ __forceinline__ void load_q(uint32_t (&q_rmem)[C::M_TILES][4],
                                        uint32_t q_smem /* this lane's row */, int column) {
@@ -157,7 +160,7 @@ __device__ __forceinline__ void multiply_qk_tile(float (&s_rmem)[4], const uint3
   }
 }
 
-// The same for Q and K in int8: exact.
+// s += q k^T as above for Q and K in int8. The sums are exact.
 template <class C>
 __device__ __forceinline__ void multiply_qk_tile(int32_t (&s_rmem)[4], const uint32_t (&q_rmem)[4],
                                                  uint32_t k0, uint32_t k1) {
@@ -165,8 +168,8 @@ __device__ __forceinline__ void multiply_qk_tile(int32_t (&s_rmem)[4], const uin
   ptx::mma_m16n8k32_s8(s_rmem, q_rmem, k0, k1);
 }
 
-// S = start + Q K^T for STEP_KEYS keys. Lane l holds rows l/4 and l/4 + 8 of each row tile, of key
-// tile n the keys 8n + 2*(l%4) and the next one.
+// S = start + Q K^T for STEP_KEYS keys. In s_rmem[m][n], lane l holds rows l/4 and l/4 + 8 of row
+// tile m, and of each row the keys 8n + 2*(l%4) and the next one.
 template <class C, class Number = float>
 __device__ __forceinline__ void multiply_qk(Number (&s_rmem)[C::M_TILES][C::STEP_KEYS / 8][4],
                                             const QFragments<C>& all_q_rmem,
@@ -206,12 +209,13 @@ __device__ __forceinline__ void multiply_qk(Number (&s_rmem)[C::M_TILES][C::STEP
   }
 }
 
-// The fragments b of 32 keys of 8-bit V, without a transposed V in memory. ldmatrix.trans of units
-// of two bytes gave lane (g, t) the columns 2g and 2g+1 of the keys 2t, 2t+1 of each of four key
-// tiles; one byte permutation for each register sorts them by column.
-//   keys     4t to 4t+3 (and 4t+16 to 4t+19) of mma.sync are 2t, 2t+1, 2t+8, 2t+9 (and 16 more):
-//            just those of which this lane has the scores, so that P is its fragment a as it is
-//   columns  0 to 7 of mma.sync are the even ones of 16, then the odd ones
+// The fragments b of 32 keys and 16 columns of 8-bit V. ldmatrix.trans moves units of two bytes, so
+// it gives lane l, with g = l/4 and t = l%4, the columns 2g and 2g+1 of keys 2t and 2t+1 of each of
+// four key tiles. One byte permutation per register sorts these bytes by column. V needs no
+// transposed copy, but mma.sync then sees keys and columns in another order:
+//   keys     4t to 4t+3 of mma.sync are keys 2t, 2t+1, 2t+8, 2t+9, and 4t+16 to 4t+19 are these
+//            plus 16. The lane holds the scores of just these keys, so its P is fragment a as it is
+//   columns  `even` gives mma.sync the even columns of the 16, `odd` the odd ones
 struct Fp8VFragments {
   uint32_t even[2], odd[2];
 
@@ -225,13 +229,13 @@ struct Fp8VFragments {
   }
 };
 
-// O += P V for the 16 keys (32 of 8-bit V) from `key` on.
-//   p_of(m)         their fragment a, of row tile m. In 16 bits: the fragments d of Q K^T of two
-//                   neighbouring key tiles, as pairs of 16-bit values
-//   correct(v_rmem)  may change what was read of V; register i of lane (g, t) has the keys 2t and
-//                   2t+1 of key tile i % 2, of 8-bit V those of key tile i
-// Of 8-bit V, a row and 16 columns a lane holds 4t to 4t+3: in o_rmem[m][n], n even, the even ones,
-// in [n + 1] the odd ones.
+// O += P V for the 16 keys (32 for 8-bit V) from `key` on.
+//   p_of(m)          fragment a of P for row tile m and these keys. In 16 bits it is the fragment d
+//                    of Q K^T of two neighbouring key tiles, packed in pairs
+//   correct(v_rmem)  may change what was read from V. Register i of lane l holds keys 2*(l%4) and
+//                    the next one of key tile i % 2, or of key tile i for 8-bit V
+// For 8-bit V, with t = l%4, a lane holds columns 4t to 4t+3 of every 16: the even ones in
+// o_rmem[m][n] with even n, the odd ones in o_rmem[m][n + 1].
 template <class C, class PFragments, class Correct>
 __device__ __forceinline__ void multiply_pv_group(float (&o_rmem)[C::M_TILES][C::HEAD_DIM_V / 8][4],
                                                   const PFragments& p_of,

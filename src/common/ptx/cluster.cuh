@@ -1,13 +1,13 @@
-// What CTAs of a cluster have in common: addresses of each other's shared memory, barriers there,
-// one barrier of all.
+// Communication between the CTAs of a cluster: addresses in each other's shared memory, arrivals at
+// each other's barriers, and the barrier of the whole cluster.
 #pragma once
 
 #include <cstdint>
 
 namespace archflash::ptx {
 
-// mapa: PTX ISA, "Data Movement and Conversion Instructions: mapa" (sm_90 and up). What lies at
-// `smem` of this CTA, in the CTA of that rank.
+// mapa: PTX ISA, "Data Movement and Conversion Instructions: mapa" (sm_90 and up). The cluster
+// address of the CTA of this rank that corresponds to the address `smem` of the calling CTA.
 __device__ __forceinline__ uint32_t mapa_shared_cluster(uint32_t smem, uint32_t rank) {
   uint32_t cluster_smem;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(cluster_smem) : "r"(smem), "r"(rank));
@@ -15,14 +15,15 @@ __device__ __forceinline__ uint32_t mapa_shared_cluster(uint32_t smem, uint32_t 
 }
 
 // mbarrier.arrive at a barrier of any CTA of the cluster: PTX ISA, "Parallel Synchronization and
-// Communication Instructions: mbarrier.arrive" (sm_90 and up). Release semantics in this CTA.
+// Communication Instructions: mbarrier.arrive" (sm_90 and up). It has release semantics in the
+// calling CTA only.
 __device__ __forceinline__ void mbarrier_arrive_shared_cluster(uint32_t barrier_cluster_smem) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_cluster_smem)
                : "memory");
 }
-// The same with release semantics in the cluster, and try_wait with acquire semantics there. Note:
-// ptxas makes a fence of the whole GPU of one (MEMBAR.ALL.GPU) and empties the L1 cache after the
-// other (CCTL.IVALL).
+// The arrive with release semantics in the cluster, and the try_wait with acquire semantics in the
+// cluster. Note: both are slow. ptxas turns the release into a fence of the whole GPU
+// (MEMBAR.ALL.GPU) and empties the L1 cache after the acquire (CCTL.IVALL).
 __device__ __forceinline__ void mbarrier_arrive_release_cluster(uint32_t barrier_cluster_smem) {
   asm volatile(
       "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_cluster_smem)
@@ -49,7 +50,7 @@ __device__ __forceinline__ void mbarrier_wait_parity_acquire_cluster(uint32_t ba
 }
 
 // barrier.cluster: PTX ISA, "Parallel Synchronization and Communication Instructions:
-// barrier.cluster" (sm_90 and up). All threads of all CTAs arrive and wait.
+// barrier.cluster" (sm_90 and up). All threads of all CTAs of the cluster arrive and wait.
 __device__ __forceinline__ void barrier_cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// 16-byte copies from global to shared memory, asynchronous where the target has them.
+// 16-byte copies from global to shared memory, asynchronous where the target supports it.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* sr
                : "memory");
 }
 
-// The same with all 16 bytes read, into shared memory at a 32-bit address.
+// cp.async.cg without a source size: copies all 16 bytes.
 __device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* src_gmem) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst_smem),
                "l"(__cvta_generic_to_global(src_gmem))
@@ -29,9 +29,9 @@ __device__ __forceinline__ void cp_async_wait_all() {
 }
 #endif
 
-// Copies 16 bytes, or writes 16 zero bytes where !valid (src_gmem must be a legal address even
-// then). Asynchronous where the target has cp.async, synchronous below 8.0: either way complete
-// after copies_wait_all().
+// Copies 16 bytes if `valid`, else writes 16 zero bytes (src_gmem must be a legal address even
+// then). It is asynchronous if the target has cp.async (sm_80 and up) and synchronous otherwise.
+// Either way the copy is complete after copies_wait_all().
 __device__ __forceinline__ void copy_16_bytes_async(void* dst_smem, const void* src_gmem,
                                                     bool valid) {
 #if __CUDA_ARCH__ >= 800

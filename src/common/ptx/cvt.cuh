@@ -7,22 +7,22 @@
 
 namespace archflash::ptx {
 
-// cvt.f32.f16: PTX ISA, "Data Movement and Conversion Instructions: cvt". Exact.
+// cvt.f32.f16: PTX ISA, "Data Movement and Conversion Instructions: cvt". The result is exact.
 __device__ __forceinline__ float cvt_f32_f16(uint16_t half_bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half_bits));
   return x;
 }
 
-// cvt.rn.f16.f32: to nearest even; values beyond the range of half become infinite.
+// cvt.rn.f16.f32 rounds to nearest even. Values beyond the range of half become infinite.
 __device__ __forceinline__ uint16_t cvt_rn_f16_f32(float x) {
   uint16_t half_bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half_bits) : "f"(x));
   return half_bits;
 }
 
-// cvt.rn.{f16x2,bf16x2}.f32 (sm_80 and up): two floats to the halves of one register, to nearest
-// even.
+// cvt.rn.{f16x2,bf16x2}.f32 (sm_80 and up) converts two floats, rounding to nearest even, and packs
+// them into the halves of one register.
 template <DType DTYPE>
 __device__ __forceinline__ uint32_t cvt_rn_x2_f32(float low, float high) {
   static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "16-bit outputs only");
@@ -35,8 +35,8 @@ __device__ __forceinline__ uint32_t cvt_rn_x2_f32(float low, float high) {
   return pair;
 }
 
-// cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32 (sm_89 and up): two floats to two bytes, to nearest even;
-// beyond the largest number (448, 57344) they become that, NaN stays NaN.
+// cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32 (sm_89 and up) converts two floats to two bytes, rounding to
+// nearest even. Values beyond the largest number (448 or 57344) become that number; NaN stays NaN.
 template <DType DTYPE>
 __device__ __forceinline__ uint16_t cvt_rn_satfinite_x2_f32(float low, float high) {
   static_assert(DTYPE == DType::E4M3 || DTYPE == DType::E5M2, "8-bit outputs only");

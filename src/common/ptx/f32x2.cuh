@@ -6,8 +6,8 @@
 namespace archflash::ptx {
 
 // PTX ISA, "Floating Point Instructions: add, sub, mul, fma" with .f32x2 (sm_100 and up, sm_120):
-// the same operation on both halves of a 64-bit register, for one issue slot. Not volatile: pure
-// functions of their operands.
+// one instruction, in one issue slot, operates on both halves of a 64-bit register. They are not
+// volatile because they are pure functions of their operands.
 __device__ __forceinline__ float2 add_rn_f32x2(float2 a, float2 b) {
   float2 d;
   asm("{\n"
@@ -22,7 +22,7 @@ __device__ __forceinline__ float2 add_rn_f32x2(float2 a, float2 b) {
   return d;
 }
 
-// Rounded towards minus infinity.
+// add.rm rounds towards minus infinity.
 __device__ __forceinline__ float2 add_rm_f32x2(float2 a, float2 b) {
   float2 d;
   asm("{\n"
@@ -80,7 +80,7 @@ __device__ __forceinline__ float2 fma_rn_f32x2(float2 a, float2 b, float2 c) {
   return d;
 }
 
-// max.NaN.f32 of three (sm_100 and up, sm_120): NaN where any is.
+// max.NaN.f32 of three operands (sm_100 and up, sm_120). The result is NaN if any operand is.
 __device__ __forceinline__ float max_nan_f32(float a, float b, float c) {
   float d;
   asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));

@@ -1,4 +1,4 @@
-// 8x8 matrices of 16-bit elements from shared memory to the fragments of mma.sync.
+// Loads 8x8 matrices of 16-bit elements from shared memory into the fragments of mma.sync.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row_smem)
                : "memory");
 }
 
-// The same with .trans: lane l receives in r[i] the elements l/4 of rows 2*(l%4) and 2*(l%4)+1.
+// ldmatrix with .trans: lane l receives in r[i] element l/4 of rows 2*(l%4) and 2*(l%4)+1.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,4 +1,4 @@
-// Matrix products of one warp, all operands in registers.
+// Matrix products of one warp with all operands in registers.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace archflash::ptx {
 //   a[0], a[1]: rows g and g+8, columns 2t, 2t+1;  a[2], a[3]: the same rows, columns 2t+8, 2t+9
 //   b0, b1:     column g, rows 2t, 2t+1 and 2t+8, 2t+9
 //   d[0..1]:    row g, columns 2t, 2t+1;           d[2..3]: row g+8, the same columns
-// Not volatile: a pure function of its operands.
+// It is not volatile because it is a pure function of its operands.
 template <DType DTYPE>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
@@ -30,10 +30,12 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   }
 }
 
-// mma.sync.aligned.m16n8k32.row.col.f32.{e4m3,e5m2}.{e4m3,e5m2}.f32: the same section (sm_89 and
-// up). d += a b; d as above, and with four bytes to a register, lowest first:
-//   a[0], a[1]: rows g and g+8, columns 4t to 4t+3;  a[2], a[3]: the same rows, columns 4t+16 to
-//   4t+19 b0, b1:     column g, rows 4t to 4t+3 and 4t+16 to 4t+19
+// mma.sync.aligned.m16n8k32.row.col.f32.{e4m3,e5m2}.{e4m3,e5m2}.f32: PTX ISA, "Warp Level Matrix
+// Instructions: mma" (sm_89 and up). d += a b. d is as for m16n8k16. A register of a or b has four
+// bytes, lowest first:
+//   a[0], a[1]: rows g and g+8, columns 4t to 4t+3
+//   a[2], a[3]: rows g and g+8, columns 4t+16 to 4t+19
+//   b0, b1:     column g, rows 4t to 4t+3 and 4t+16 to 4t+19
 template <DType A, DType B>
 __device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
@@ -58,8 +60,9 @@ __device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[
   }
 }
 
-// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: the same section (sm_80 and up). d += a b, exact
-// while sums fit 32 bits; fragments as above.
+// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: PTX ISA, "Warp Level Matrix Instructions: mma"
+// (sm_80 and up). d += a b, exact while sums fit 32 bits. The fragments are those of the 8-bit
+// floating-point product above.
 __device__ __forceinline__ void mma_m16n8k32_s8(int32_t (&d)[4], const uint32_t (&a)[4],
                                                 uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

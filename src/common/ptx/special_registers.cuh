@@ -1,21 +1,21 @@
-// Reads of special registers that the compiler must not keep.
+// Values that the compiler must read anew, or must keep.
 #pragma once
 
 #include <cstdint>
 
 namespace archflash::ptx {
 
-// %tid.x: PTX ISA, "Special Registers: %tid". volatile for a reason: threadIdx.x is a constant to
-// the compiler, which then keeps every address derived from it in registers across a loop; this one
-// is read anew each time.
+// %tid.x: PTX ISA, "Special Registers: %tid". threadIdx.x is a constant to the compiler, which
+// therefore keeps every address derived from it in registers across a loop. This read is volatile,
+// so that the thread index is read anew, and the addresses are computed anew, at each use.
 __device__ __forceinline__ int mov_tid_x_volatile() {
   int tid;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
   return tid;
 }
 
-// mov.b32: PTX ISA, "Data Movement and Conversion Instructions: mov". volatile for a reason: the
-// result stays in a register, where the compiler would otherwise compute x anew at each use.
+// mov.b32: PTX ISA, "Data Movement and Conversion Instructions: mov". It is volatile, so that the
+// result stays in a register; otherwise the compiler would compute x anew at each use.
 __device__ __forceinline__ uint32_t mov_b32_volatile(uint32_t x) {
   uint32_t y;
   asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));

@@ -1,5 +1,5 @@
-// Vector stores to global memory. In C++ the compiler may split a store of a vector type into
-// scalar ones.
+// Vector stores to global memory. They are written as instructions because the compiler may split a
+// C++ store of a vector type into scalar stores.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ __device__ __forceinline__ void st_global_v4_b32(void* dst_gmem, uint32_t x, uin
                : "memory");
 }
 
-// st.global.v2.b32: likewise, a multiple of 8.
+// st.global.v2.b32 stores 8 bytes. The address must be a multiple of 8.
 __device__ __forceinline__ void st_global_v2_b32(void* dst_gmem, uint32_t x, uint32_t y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(dst_gmem)), "r"(x),
                "r"(y)

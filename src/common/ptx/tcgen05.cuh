@@ -1,24 +1,24 @@
-// Tensor memory and the matrix products on it, one instruction each.
+// Tensor memory and its matrix products, one instruction each.
 #pragma once
 
 #include <cstdint>
 
 namespace archflash::ptx {
 
-// PTX ISA, "TensorCore 5th Generation Family Instructions" (sm_100f, sm_103a and others). Tensor
-// memory has 128 lanes of 512 columns of 32 bits for an SM; an address is lane << 16 | column. All
-// wrappers are volatile with "memory": they act on memory behind the compiler's back and must stay
-// on their side of waits and barriers.
+// PTX ISA, "TensorCore 5th Generation Family Instructions" (sm_100f, sm_103a and others). The
+// tensor memory of an SM has 128 lanes of 512 columns of 32 bits; an address is lane << 16 |
+// column. All wrappers are volatile with "memory", because they act on memory that the compiler
+// does not see and must not move across waits and barriers.
 constexpr int TMEM_LANES = 128;
 constexpr int TMEM_COLUMNS = 512;
 
-// The lanes that a warp may touch, as the lane field of an address: 32 * (warp % 4) and up.
+// The first of the 32 lanes that a warp may access, as the lane field of an address.
 __device__ __forceinline__ uint32_t tmem_lanes_of_warp(unsigned warp) {
   return warp % 4 * 32 << 16;
 }
 
-// tcgen05.alloc: a whole warp asks for columns; the address of the first is written to shared
-// memory. Waits while another CTA of the SM has them.
+// tcgen05.alloc allocates columns and writes the address of the first one to shared memory. It
+// waits while other CTAs of the SM hold too many. The whole warp calls it.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t address_smem) {
   static_assert(COLUMNS >= 32 && COLUMNS <= TMEM_COLUMNS && (COLUMNS & (COLUMNS - 1)) == 0,
@@ -29,12 +29,14 @@ __device__ __forceinline__ void tcgen05_alloc(uint32_t address_smem) {
       : "memory");
 }
 
-// tcgen05.relinquish_alloc_permit: this CTA allocates no more. By the whole warp.
+// tcgen05.relinquish_alloc_permit declares that this CTA will allocate no more columns. The whole
+// warp calls it.
 __device__ __forceinline__ void tcgen05_relinquish_alloc_permit() {
   asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
 }
 
-// tcgen05.dealloc: gives back what alloc returned, once nobody uses it any more. By the whole warp.
+// tcgen05.dealloc frees the columns that tcgen05_alloc returned, which nobody may use any more. The
+// whole warp calls it.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_dealloc(uint32_t address_tmem) {
   asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address_tmem),
@@ -42,9 +44,10 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address_tmem) {
                : "memory");
 }
 
-// Defines NAME twice, the instruction tcgen05.mma.CTA_GROUP_AND_KIND: one thread starts d = a b, or
-// d += a b where `accumulate`, with d in tensor memory, b in shared memory, described by a matrix
-// descriptor, and a there too (its descriptor) or in tensor memory (its address).
+// Defines two overloads of NAME, which is the instruction tcgen05.mma.CTA_GROUP_AND_KIND. One
+// thread starts d = a b, or d += a b if `accumulate`. d is in tensor memory, b in shared memory,
+// given by its matrix descriptor. One overload takes a from shared memory (its descriptor), the
+// other from tensor memory (its address).
 #define ARCHFLASH_TCGEN05_MMA_WITH_A(NAME, CTA_GROUP_AND_KIND, A_TYPE, A_CONSTRAINT, A_OPERAND) \
   __device__ __forceinline__ void NAME(uint32_t d_tmem, A_TYPE a, uint64_t b_descriptor,        \
                                        uint32_t instruction, bool accumulate) {                 \
@@ -63,22 +66,22 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address_tmem) {
   ARCHFLASH_TCGEN05_MMA_WITH_A(NAME, CTA_GROUP_AND_KIND, uint64_t, "l", "%1") \
   ARCHFLASH_TCGEN05_MMA_WITH_A(NAME, CTA_GROUP_AND_KIND, uint32_t, "r", "[%1]")
 
-// 16 columns of a in 16 bits; in tensor memory two to a column, eight columns.
+// Multiplies 16 columns of 16-bit a. In tensor memory these are eight columns of two elements.
 ARCHFLASH_TCGEN05_MMA(tcgen05_mma_f16, "cta_group::1.kind::f16")
-// 32 columns of a in 8 bits; in tensor memory four to a column, eight columns.
+// Multiplies 32 columns of 8-bit a. In tensor memory these are eight columns of four elements.
 ARCHFLASH_TCGEN05_MMA(tcgen05_mma_f8f6f4, "cta_group::1.kind::f8f6f4")
 
-// tcgen05.commit: one arrival at the barrier when all earlier products of this thread are done. It
-// implies fence::before_thread_sync.
+// tcgen05.commit makes one arrival at the barrier when all earlier products of this thread are
+// done. It implies fence::before_thread_sync.
 __device__ __forceinline__ void tcgen05_commit(uint32_t barrier_smem) {
   asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(
                    barrier_smem)
                : "memory");
 }
 
-// tcgen05.fence::before_thread_sync: this thread's earlier tcgen05 instructions come before what a
-// barrier orders after it. after_thread_sync: the later ones come after what a barrier has ordered
-// before it.
+// tcgen05.fence::before_thread_sync orders this thread's earlier tcgen05 instructions before the
+// barrier that follows. tcgen05.fence::after_thread_sync orders its later tcgen05 instructions
+// after the barrier that came before.
 __device__ __forceinline__ void tcgen05_fence_before_thread_sync() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
 }
@@ -86,8 +89,8 @@ __device__ __forceinline__ void tcgen05_fence_after_thread_sync() {
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }
 
-// tcgen05.ld.32x32b: lane l of the warp receives N columns from `tmem` on of its own lane,
-// 32 * (warp % 4) + l. Not to be used before tcgen05_wait_ld().
+// tcgen05.ld.32x32b: lane l of the warp receives N columns from `tmem` on of tensor-memory lane
+// 32 * (warp % 4) + l. The results may be used after tcgen05_wait_ld().
 template <int N>
 __device__ __forceinline__ void tcgen05_ld(float (&r)[N], uint32_t tmem) {
   static_assert(N == 16 || N == 32, "the sizes that kernels use");
@@ -115,8 +118,8 @@ __device__ __forceinline__ void tcgen05_ld(float (&r)[N], uint32_t tmem) {
   }
 }
 
-// tcgen05.wait::ld: all earlier tcgen05.ld of this warp are complete. `r` is what they loaded: its
-// uses stay behind the wait.
+// tcgen05.wait::ld waits until all earlier tcgen05.ld of this warp are complete. `r` is what they
+// loaded; passing it keeps the compiler from moving its uses before the wait.
 template <int N>
 __device__ __forceinline__ void tcgen05_wait_ld(float (&r)[N]) {
   asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
@@ -133,8 +136,8 @@ __device__ __forceinline__ void tcgen05_wait_ld(float (&r)[M][N]) {
   }
 }
 
-// tcgen05.st.32x32b: lane l writes N columns from `tmem` on of its own lane. Others may read them
-// after tcgen05_wait_st() and a barrier.
+// tcgen05.st.32x32b: lane l of the warp writes N columns from `tmem` on of tensor-memory lane
+// 32 * (warp % 4) + l. Other warps may read them after tcgen05_wait_st() and a barrier.
 template <int N>
 __device__ __forceinline__ void tcgen05_st(uint32_t tmem, const uint32_t (&r)[N]) {
   static_assert(N == 8 || N == 16, "the sizes that kernels use");
@@ -161,7 +164,7 @@ __device__ __forceinline__ void tcgen05_st(uint32_t tmem, const float (&r)[16]) 
       : "memory");
 }
 
-// tcgen05.wait::st: all earlier tcgen05.st of this warp are complete.
+// tcgen05.wait::st waits until all earlier tcgen05.st of this warp are complete.
 __device__ __forceinline__ void tcgen05_wait_st() {
   asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
 }

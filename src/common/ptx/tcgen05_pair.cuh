@@ -1,4 +1,4 @@
-// Tensor memory and matrix products of a pair of CTAs, one instruction each.
+// Tensor memory and its matrix products for a pair of CTAs, one instruction each.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,13 @@
 
 namespace archflash::ptx {
 
-// PTX ISA, "TensorCore 5th Generation Family Instructions", with .cta_group::2: the two CTAs of a
-// cluster whose ranks differ in bit 0. A kernel has these or those of tcgen05.cuh, not both; loads,
-// stores, waits and fences are the same.
+// PTX ISA, "TensorCore 5th Generation Family Instructions", with .cta_group::2. A pair is two CTAs
+// of a cluster whose ranks differ in bit 0 only. A kernel allocates, multiplies and commits either
+// with these wrappers or with those of tcgen05.cuh, never with both. Loads, stores, waits and
+// fences are those of tcgen05.cuh.
 
-// tcgen05.alloc, by a whole warp of each CTA: both get the same columns, once both have asked.
+// tcgen05.alloc for a pair. A whole warp of each CTA calls it; both CTAs get the same columns once
+// both have asked.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_pair_alloc(uint32_t address_smem) {
   static_assert(COLUMNS >= 32 && COLUMNS <= TMEM_COLUMNS && (COLUMNS & (COLUMNS - 1)) == 0,
@@ -31,13 +33,13 @@ __device__ __forceinline__ void tcgen05_pair_dealloc(uint32_t address_tmem) {
                : "memory");
 }
 
-// tcgen05.mma.kind::f16 of M = 256: the lower half of the rows of a and d is the first CTA's, the
-// upper half the second one's; of the columns of b each has half. One thread of one CTA starts it:
-// addresses are the same in both.
+// tcgen05.mma.kind::f16 with M = 256. The first CTA of the pair has rows 0 to 127 of a and d, the
+// second one has rows 128 to 255; each CTA has half of the columns of b. One thread of one CTA
+// starts the product; the addresses it gives are used in both CTAs.
 ARCHFLASH_TCGEN05_MMA(tcgen05_pair_mma_f16, "cta_group::2.kind::f16")
 
-// tcgen05.commit with multicast: one arrival at this barrier in each CTA of the mask (bit: rank)
-// when all earlier products of this thread are done.
+// tcgen05.commit with multicast makes one arrival at this barrier in each CTA of the mask `ctas`
+// (bit i stands for rank i) when all earlier products of this thread are done.
 __device__ __forceinline__ void tcgen05_pair_commit(uint32_t barrier_smem, uint16_t ctas) {
   asm volatile(
       "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "

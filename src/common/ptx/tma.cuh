@@ -1,4 +1,4 @@
-// Copies of whole boxes between tensors in global memory and shared memory, by the copy engine.
+// Copies of boxes between tensors in global memory and shared memory by the copy engine (TMA).
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ namespace archflash::ptx {
 
 // cp.async.bulk.tensor.4d from global to shared memory: PTX ISA, "Data Movement and Conversion
 // Instructions: cp.async.bulk.tensor" (sm_90 and up). One thread starts the copy of the map's box
-// at coordinates (c0, c1, c2, c3), c0 innermost; elements outside the tensor arrive as zeros. All
-// bytes of the box, those included, are counted to the barrier when they have landed. volatile and
+// at coordinates (c0, c1, c2, c3), c0 innermost; elements outside the tensor arrive as zeros. When
+// the box has arrived, all its bytes, zeros included, are counted at the barrier. volatile and
 // "memory": it writes shared memory behind the compiler's back.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t dst_smem,
                                                              const TensorMap& map, int c0, int c1,
@@ -23,8 +23,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t dst_smem,
       : "memory");
 }
 
-// The same (sm_100f, sm_103a and others) with a barrier that may be the other CTA's of a pair: both
-// addresses are those of mapa or of this CTA.
+// The load for a pair of CTAs (sm_100f, sm_103a and others): the barrier may be in the other CTA of
+// the pair. Both addresses are addresses of this CTA or results of mapa.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_load_of_pair(
     uint32_t dst_smem, const TensorMap& map, int c0, int c1, int c2, int c3,
     uint32_t barrier_cluster_smem) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load_of_pair(
       : "memory");
 }
 
-// cp.async.bulk.tensor.4d from shared to global memory: one thread starts the copy of a box, as
-// part of its bulk group. Elements outside the tensor are not written.
+// cp.async.bulk.tensor.4d from shared to global memory: one thread starts the copy of a box and
+// adds it to its current bulk group. Elements outside the tensor are not written.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& map, int c0, int c1,
                                                               int c2, int c3, uint32_t src_smem) {
   asm volatile(
@@ -46,25 +46,25 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& m
       : "memory");
 }
 
-// cp.async.bulk.commit_group: this thread's earlier stores are one group.
+// cp.async.bulk.commit_group closes the group of this thread's stores since the last commit.
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// cp.async.bulk.wait_group.read: all groups of this thread have read their shared memory, which may
-// be written again.
+// cp.async.bulk.wait_group.read 0 waits until all groups of this thread have read their shared
+// memory, which may then be overwritten.
 __device__ __forceinline__ void cp_async_bulk_wait_group_read_0() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// prefetch.tensormap: the map will be used soon. A hint, for maps in the parameters or in constant
-// memory as well.
+// prefetch.tensormap is a hint that the map will be used soon. The map may also be in the kernel's
+// parameters or in constant memory.
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// fence.proxy.async: accesses of shared memory by this thread's own instructions before it come
-// before those of the copy engine that a later barrier lets start.
+// fence.proxy.async orders this thread's earlier accesses of shared memory before accesses by the
+// copy engine that start after a later barrier.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

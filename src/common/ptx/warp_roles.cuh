@@ -1,5 +1,5 @@
-// What warps of different roles in one CTA need: one leader, registers of their
-// own.
+// For CTAs whose warps have different roles: the election of one lane, and the registers that each
+// role takes.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 namespace archflash::ptx {
 
 // elect.sync: PTX ISA, "Parallel Synchronization and Communication Instructions: elect.sync" (sm_90
-// and up). True in one lane of the converged warp, always the same one.
+// and up). Returns true in one lane of the converged warp, always the same one.
 __device__ __forceinline__ bool elect_sync() {
   uint32_t elected;
   asm volatile(
@@ -20,9 +20,10 @@ __device__ __forceinline__ bool elect_sync() {
   return elected != 0;
 }
 
-// setmaxnreg: PTX ISA, "Miscellaneous Instructions: setmaxnreg" (sm_90a, sm_120f and others; not in
-// plain targets). All warps of a warpgroup take part. dec gives registers back to the CTA's pool,
-// inc waits until the pool has them; 24 to 256, a multiple of 8.
+// setmaxnreg: PTX ISA, "Miscellaneous Instructions: setmaxnreg" (sm_90a, sm_120f and others; plain
+// targets lack it). Sets the registers of each thread, a multiple of 8 from 24 to 256. All warps of
+// a warpgroup call it. dec returns registers to the CTA's pool; inc waits until the pool has
+// enough.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));

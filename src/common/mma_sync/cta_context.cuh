@@ -1,4 +1,5 @@
-// What a CTA and its warps know of their work, and how a block of keys is loaded.
+// What a CTA works on (sequence, rows, keys), which rows each of its warps has, and the copy of a
+// block of keys.
 #pragma once
 
 #include <cstdint>
@@ -11,41 +12,44 @@
 
 namespace archflash::mma_sync {
 
-// What the main loop needs to know of its CTA. In shared memory, read when it is needed: outputs
-// and scores leave few registers.
-struct Place {
-  const uint16_t* k_gmem;  // of the sequence's first key; units of 16 bits, as strides count them
-  const uint16_t* v_gmem;
-  math::Work work;
-  math::VisibleKeys visible;
+// What the main loop needs to know about its CTA. It lives in shared memory and is read when it is
+// needed, because outputs and scores leave few registers.
+struct CtaContext {
+  const uint16_t* k_gmem;     // first key of the sequence, in units of 16 bits like the strides
+  const uint16_t* v_gmem;     // its V
+  math::Work work;            // head, rows, lengths
+  math::VisibleKeys visible;  // the keys that each row sees
 };
 
-// Called by one thread, for all.
-__device__ __forceinline__ Place find_place(const AttentionParams& params, const math::Work& work) {
+// One thread calls this and writes the result to shared memory for all.
+__device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& params,
+                                                       const math::Work& work) {
   const math::Offsets offsets = math::find_offsets(params, work);
   return {static_cast<const uint16_t*>(params.k_gmem) + offsets.k,
           static_cast<const uint16_t*>(params.v_gmem) + offsets.v, work,
           math::find_visible_keys(params, work)};
 }
 
-// The rows of this thread's warp.
+// The query rows of this thread's warp.
 template <class C>
 struct WarpRows {
-  int first, last;  // last before first: none
+  int first, last;  // last < first: the warp has no rows
 
-  __device__ __forceinline__ explicit WarpRows(const Place& place) {
-    first = place.work.first_row + ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
-    last = min(first + C::WARP_ROWS, place.work.nq) - 1;
+  __device__ __forceinline__ explicit WarpRows(const CtaContext& cta) {
+    first = cta.work.first_row + ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
+    last = min(first + C::WARP_ROWS, cta.work.nq) - 1;
   }
+  // Whether the warp has rows and one of them sees one of the STEP_KEYS keys from key_first on.
   __device__ __forceinline__ bool any_sees(const math::VisibleKeys& visible, int key_first) const {
     return last >= first && !visible.hides(first, last, key_first, key_first + C::STEP_KEYS - 1);
   }
+  // Whether every row of the warp sees all of these keys, so that no score needs a mask.
   __device__ __forceinline__ bool all_see(const math::VisibleKeys& visible, int key_first) const {
     return !visible.masks(first, last, key_first, key_first + C::STEP_KEYS - 1);
   }
 };
 
-// Starts the copy of a block of keys.
+// Starts the copy of BLOCK_K rows of K or V from `key` on. Rows from nk on become zeros.
 template <class C, class Tile>
 __device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
                                            int64_t row_stride, int columns, int key, int nk) {
