@@ -38,9 +38,9 @@ class Candidate:
         bind: makes the function of q, k and v (in the layout of torch SDPA) that computes a case.
             It must add as little host time as it can: its cost is part of host_us.
         context: entered around all calls, so that it is not part of their cost.
-        refuses: the reason why a case is not even tried, or None.
-        features: what the column `features` says of its rows; such rows stay out of the tables.
-        exact: False where it approximates on purpose: held to a coarse limit like a peer.
+        refuses: returns the reason why a case is not even tried, or None.
+        features: value of the column `features`; rows that have one stay out of the tables.
+        exact: False if it approximates on purpose, and is held to a coarse limit like a peer.
     """
 
     name: str
@@ -71,10 +71,10 @@ def our_candidates() -> list[Candidate]:
 
 
 def chosen_candidates() -> list[Candidate]:
-    """What a user gets who forces nothing: from archflash, and from PyTorch.
+    """archflash and PyTorch as a user gets them who forces nothing.
 
-    A call through archflash must not be slower than the same call of PyTorch where that is
-    measured: these two rows of a run say whether it is. They name no kernel, so no table has them.
+    A call through archflash must not be slower than the same call of PyTorch; the two rows of a run
+    show whether it is. They name no kernel, so no table has them.
     """
     import torch
 
@@ -112,8 +112,8 @@ def int8_candidate() -> Candidate:
     )
 
 
-# What a GPU of compute capability 12.x has for the CTAs of an SM, and for one of them; CUDA takes
-# 1 KB of each CTA's part.
+# Shared memory that a GPU of compute capability 12.x has for all CTAs of an SM, and for one CTA.
+# CUDA reserves 1 KB for each CTA.
 SHARED_12X = {"shared_per_sm": 100 * 1024, "shared_per_block": 99 * 1024}
 RESERVED_SHARED = 1024
 
@@ -121,8 +121,8 @@ RESERVED_SHARED = 1024
 def consumer_as_on_12x() -> Candidate:
     """blackwell_consumer with no more CTAs on an SM than a 12.x GPU has room for.
 
-    Planned for this GPU with the shared memory of 12.x; each CTA asks for so much more than it uses
-    that no more of them fit.
+    The plan is made for this GPU with the shared memory of 12.x. Each CTA then requests more shared
+    memory than it uses, so that no more CTAs fit on an SM than on a 12.x GPU.
     """
     import torch
 
@@ -204,8 +204,8 @@ def torch_candidates() -> list[Candidate]:
     ]
 
 
-# Rows of FlashAttention-3 and -4: name, modules one of which has the function, and packages whose
-# version it is.
+# FlashAttention-3 and -4: the name of the row, the modules that may have the function, and the
+# packages that may tell its version.
 FLASH_ATTENTION = (
     ("fa3", ("flash_attn_interface", "fa3_fwd_interface"), ("flash-attn-3", "fa3-fwd")),
     ("fa4", ("flash_attn.cute",), ("flash-attn-4",)),
@@ -213,8 +213,8 @@ FLASH_ATTENTION = (
 
 
 def flash_attention_candidates() -> list[Candidate]:
-    """FlashAttention-3 and -4, whose tensors are (batch, rows, heads, d); where they are missing
-    they refuse every case and say so.
+    """FlashAttention-3 and -4, whose tensors are (batch, rows, heads, d). One that is not installed
+    refuses every case with that reason.
     """
     return [_flash_attention(*row) for row in FLASH_ATTENTION]
 
@@ -241,7 +241,7 @@ def _flash_attention(name: str, modules: tuple[str, ...], packages: tuple[str, .
         return None
 
     def bind(case: Case) -> Call:
-        assert function is not None  # refuses() speaks first
+        assert function is not None  # otherwise refuses() has refused the case
         attend = function
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ def reason_of(error: BaseException, warned: list[str]) -> str:
     """One line that says why a candidate did not run, at most 200 characters."""
     said = str(error).strip().split("\n\n")[0]
     text = " ".join(f"{type(error).__name__}: {said}".split())
-    # Of the warnings, headings and the backends that are switched off on purpose say nothing.
+    # Some warnings are no reasons: headings, and those about backends that are switched off here.
     noise = ("not used because", "runtime disabled")
     specific = [warning for warning in warned if not any(part in warning for part in noise)]
     if "No available kernel" in text and specific:

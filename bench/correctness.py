@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     import torch
 
 WHOLE_SCORES = 2**26  # score elements up to which everything is compared: 0.5 GB in float64
-WHOLE_HEADS = 128  # the reference goes head by head: more of them cost more than they tell
+WHOLE_HEADS = 128  # heads up to which everything is compared; the reference computes one at a time
 SLICED_HEADS = 16
 WINDOW_ROWS = 64  # query rows of one slice
-# NRMSE above which a peer computes something else than the case: approximate kernels have about
-# 1e-2, a wrong mask about 1.
+# The NRMSE above which a peer computes something other than the case. Approximate kernels have
+# about 1e-2, a wrong mask gives about 1.
 PEER_LIMIT = 0.1
 
 
@@ -35,8 +35,8 @@ class Verdict:
 
     Args:
         max_err: largest absolute difference from float64.
-        meets_rule: the package's error rule holds on everything that was compared.
-        problem: why the output is not an answer to the case; "" when it is one.
+        meets_rule: whether everything that was compared satisfies the package's error rule.
+        problem: why the output does not solve the case; "" if it does.
     """
 
     max_err: float
@@ -45,7 +45,7 @@ class Verdict:
 
 
 def slices(case: Case) -> list[Slice]:
-    """Where a large case is compared: heads spread over all, at the start, middle and end."""
+    """The parts of a large case that are compared: rows at start, middle and end of some heads."""
     heads = case.b * case.hq
     count = min(SLICED_HEADS, heads)
     numbers = {i * (heads - 1) // max(1, count - 1) for i in range(count)}
@@ -85,8 +85,8 @@ class Checker:
             k: keys (B, Hkv, Nk, D).
             v: values (B, Hkv, Nk, Dv).
             out: what a candidate computed (B, Hq, Nq, Dv), dtype of q; bf16 for FP8.
-            ours: hold the output to the package's error rule; a peer only to a coarse limit, since
-                its error is its own affair and stands in the table.
+            ours: whether the output must satisfy the package's error rule. A peer must only satisfy
+                a coarse limit; its error is shown in the table.
 
         Returns:
             The verdict; its `problem` is empty when the candidate may be timed.

@@ -42,11 +42,11 @@ def git_state(
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    # A checkout inside some other repository must not borrow that one's commit.
+    # A copy that lies inside another repository must not report that repository's commit.
     top = git("rev-parse", "--show-toplevel")
     if top is not None and Path(top).resolve() == repository.resolve():
         commit = git("rev-parse", "--short=12", "HEAD")
-        # Results do not count: every run changes them.
+        # Result files do not count as changes, because every run changes them.
         without = [":(exclude)bench/results"]
         if results is not None and results.resolve().is_relative_to(repository.resolve()):
             path = results.resolve().relative_to(repository.resolve())
@@ -65,7 +65,7 @@ def gpu_slug(name: str) -> str:
 
 
 def new_run_id(slug: str, now: datetime.datetime) -> str:
-    """An identifier that sorts by time; the random end tells apart two runs of one second."""
+    """An identifier that sorts by time. Its random end keeps two runs in one second apart."""
     return f"{now:%Y%m%dT%H%M%SZ}-{slug}-{secrets.token_hex(2)}"
 
 

@@ -2,7 +2,7 @@
 
     python -m bench.host_overhead [--count N] [--output FOLDER]
 
-All calls take turns in one loop. The device is waited for outside of what is timed, often enough
+All calls take turns in one loop. Between timed calls the loop waits for the device, often enough
 that its queue never fills. Python's garbage collector is off, as in timeit. Writes <gpu>-host.json.
 Exit status 2 when nothing can be measured.
 """
@@ -26,8 +26,9 @@ Loops = Mapping[str, tuple[Callable[..., object], list[tuple[Any, ...]]]]
 
 HEADS, ROWS, HEAD_DIM = 4, 64, 64
 TENSOR_SETS = 16
-# The cache length of the growing call starts again after so many steps: far more than the plan
-# cache holds, so that every one of them is a miss, and few enough that the device keeps up.
+# The key length of the growing call starts again after this many steps. The plan cache holds far
+# fewer plans, so that every step misses it; and the lengths stay short enough that the device keeps
+# up.
 GROWING_STEPS = 2048
 
 NEW_POINTERS = "archflash, new pointers, cached plan (fp32)"
@@ -97,7 +98,7 @@ def call_loops(device: str, attention: Callable[..., object]) -> Loops:
 
 
 def breakdown_loops(device: str, attention: Callable[..., object]) -> Loops:
-    """Parts of a call that public calls can show.
+    """Public calls that show what parts of a call cost.
 
     Args:
         device: torch device.
@@ -160,7 +161,7 @@ def measure(
 
 
 def differences(breakdown: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """What the breakdown says about parts that no public call shows alone, in microseconds."""
+    """The cost of parts that no public call shows alone, in microseconds, from the breakdown."""
     p50 = {name: figures["p50"] for name, figures in breakdown.items()}
     return {
         "output allocation (full call less out= given)": p50[NEW_POINTERS] - p50[WITH_OUT],

@@ -1,4 +1,4 @@
-"""Kernels that are not in the wheel: nvcc compiles them on the spot, the driver runs them."""
+"""Kernels that are not in the wheel: nvcc compiles them when needed, and the driver runs them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
-PARAMETER_ALIGN = 64  # of a tensor map, the strictest member that parameters have
+PARAMETER_ALIGN = 64  # bytes; a tensor map needs it, and no other member needs more
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-DEFAULT_SHARED = 48 * 1024  # what a kernel may have without asking
+DEFAULT_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without asking
 
 
 def find_nvcc() -> str | None:
@@ -31,7 +31,7 @@ def find_nvcc() -> str | None:
 def compiled(
     source: Path, nvcc: str, kind: str, architecture: str, definitions: tuple[str, ...] = ()
 ) -> bytes:
-    """What nvcc makes of a source file.
+    """Compiles a source file with nvcc.
 
     Args:
         source: the .cu file.
@@ -41,12 +41,12 @@ def compiled(
         definitions: macros, "NAME=text".
 
     Returns:
-        The file.
+        The bytes of the PTX or cubin file.
 
     Raises:
         RuntimeError: it does not compile; the message is nvcc's.
     """
-    # To nvcc a comma is the end of a macro and the begin of the next one.
+    # nvcc reads a comma as the end of one macro and the beginning of the next.
     macros = ["-D" + text.replace(",", "\\,") for text in definitions]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / f"{source.stem}.{kind}"
@@ -101,7 +101,7 @@ class Kernel:
     def __init__(self, image: bytes, name: str) -> None:
         import torch
 
-        torch.cuda.current_stream().synchronize()  # the context is there
+        torch.cuda.current_stream().synchronize()  # makes sure that the CUDA context exists
         self._name = name
         self._driver = ctypes.CDLL("libcuda.so.1")
         module = ctypes.c_void_p()
@@ -139,7 +139,7 @@ class Kernel:
             attributes=ctypes.pointer(cluster),
             attribute_count=int(max(row["cluster"]) > 1),
         )
-        # The driver copies the parameters, from an address with their alignment.
+        # The driver copies the parameters from here, and needs their alignment.
         store = ctypes.create_string_buffer(len(parameters) + PARAMETER_ALIGN)
         start = -(-ctypes.addressof(store) // PARAMETER_ALIGN) * PARAMETER_ALIGN
         ctypes.memmove(start, parameters, len(parameters))
@@ -154,7 +154,7 @@ def run_plan(
 
     Args:
         plan: an `archflash._archflash.LaunchPlan`.
-        kernels: one for each launch; None where the wheel's kernel runs.
+        kernels: one for each launch; None for a launch that runs the wheel's kernel.
         tensors: CUDA tensors by operand name.
 
     Raises:

@@ -15,7 +15,7 @@ HEADER = (
 )
 COLUMNS = HEADER.split(",")
 SHAPE_COLUMNS = ("b", "hq", "hkv", "nq", "nk", "d", "dv")
-# Kernels of others. Whatever else stands in the column `implementation` is a folder of ours.
+# Kernels of other projects. Every other value of the column `implementation` is a folder of ours.
 PEERS = ("torch-flash", "torch-cudnn", "torch-efficient", "torch-math", "fa3", "fa4", "triton")
 EAGER = "timing=eager"  # word in `features`: the candidate could not be captured in a CUDA graph
 
@@ -190,13 +190,15 @@ def speedup(ours: Mapping[str, str], peer: Mapping[str, str]) -> float:
 
 
 def call_features(row: Mapping[str, str]) -> tuple[str, ...]:
-    """What the call asked for or was planned for, without the words about how it was timed."""
+    """The words of `features` that say what the call asked for and which GPU it was planned for,
+    without those about how it was timed.
+    """
     return tuple(w for w in row["features"].split(";") if w and not w.startswith("timing="))
 
 
 def asked_for(row: Mapping[str, str]) -> tuple[str, ...]:
-    """The features of the call itself, however it was planned, whatever it approximates and whoever
-    chose its kernel.
+    """The words of `features` about the call itself, without those about its planning, about what
+    it approximates and about who chose its kernel.
     """
     how = ("shared=", "approximate=", "chosen=")
     return tuple(word for word in call_features(row) if not word.startswith(how))

@@ -43,19 +43,19 @@ from bench.results import (
 )
 from bench.timing import CudaLab, Timed, median_clock, round_robin, warm_up
 
-MIN_ROUNDS = 20  # fewer make no committed result
-WARM_SECONDS = 0.1  # clocks reach their level under load well within this
+MIN_ROUNDS = 20  # results of fewer rounds are not committed
+WARM_SECONDS = 0.1  # the clocks settle under load in less time than this
 
 
 @dataclass
 class CaseResult:
-    """What came of one case.
+    """The results of one case.
 
     Args:
         rows: result rows of the candidates that were timed.
         refused: reason by candidate, for those that do not serve the case.
         wrong: what was wrong, by candidate.
-        notes: remarks on rows that stand, by candidate.
+        notes: remarks on valid rows, by candidate.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -102,7 +102,7 @@ def run_case(
         try:
             with refusals() as warned:
                 lab.try_call(candidate, case, sets)
-        except Exception as error:  # whatever a candidate raises is its reason
+        except Exception as error:  # any exception is the candidate's reason for not running
             result.refused[candidate.name] = reason_of(error, warned)
             lab.release()
             continue
@@ -115,7 +115,7 @@ def run_case(
             continue
         try:
             verdict = check(q, k, v, out, ours=candidate.ours and candidate.exact)
-        except Exception as error:  # a check that cannot be made must not pass for one that did
+        except Exception as error:  # a check that could not run must not count as passed
             verdict = Verdict(float("nan"), False, f"could not be checked: {reason_of(error, [])}")
         del q, k, v, out
         if verdict.problem:
@@ -159,7 +159,7 @@ def run_case(
 
 
 def host_us(lab: Any, candidate: Candidate, case: Case) -> float:
-    """Host cost of one call in microseconds; NaN where the tiny case of this kind is refused."""
+    """Host cost of one call in microseconds; NaN if the candidate refuses the tiny case."""
     try:
         return float(lab.host_us(candidate, case))
     except RuntimeError:
@@ -171,7 +171,7 @@ def summary(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> str:
 
     Args:
         cases: measured cases, in the order of the table.
-        results: what came of them, by name.
+        results: their results, by name.
 
     Returns:
         One line for each case and implementation of ours, with the ratio to each peer, and the
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
             result = run_case(lab, case, candidates, facts, rounds=options.rounds)
             lab.release()
-            append_rows(path, result.rows)  # at once: what is measured survives an interruption
+            append_rows(path, result.rows)  # at once, so that an interruption loses no result
             results[case.name] = result
             seconds = time.perf_counter() - start
             print(f"[{number}/{len(cases)}] {case.name}: {seconds:.1f} s", flush=True)

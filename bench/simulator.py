@@ -1,5 +1,5 @@
-"""How fast the simulator runs one CTA of some kernels, and both cores many: `python -m
-bench.simulator`. Simulated time says nothing about a GPU, so these numbers enter no results file.
+"""Measures how fast the simulator runs one CTA of some kernels on one core, and many CTAs on all
+cores: `python -m bench.simulator`. This says nothing about a GPU, so no results file has it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from archflash import sim
 
 ROUNDS = 5
 KEYS, HEAD_DIM = 1024, 128
-TILES = 60  # of K in a product of the samples
+TILES = 60  # tiles along K in a product of the samples
 # Million warp-instructions per second on one core, without the race check and with it.
-# Most of what blackwell_dc takes are the products of tcgen05.
+# In blackwell_dc the products of tcgen05 take most of the time.
 FLOORS = {
     "ampere": {False: 5.0, True: 1.5},
     "blackwell_consumer": {True: 1.5},
     "blackwell_dc": {False: 1.5, True: 1.0},
     "wgmma": {True: 1.0},
 }
-QUERIES = {"ampere": 64, "blackwell_consumer": 128, "blackwell_dc": 256}  # of a CTA
+QUERIES = {"ampere": 64, "blackwell_consumer": 128, "blackwell_dc": 256}  # query rows of a CTA
 
 Run = Callable[[int, bool], sim.Report]  # (threads, race check)
 
 
 def attention(implementation: str, heads: int = 1) -> Run:
-    """Calls of a kernel in bf16, of one CTA for each head."""
+    """A call of a kernel in bf16 that has one CTA for each head."""
 
     def tensor(rows: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ def triton_attention(kernel: dict[str, Any]) -> Run:
 
 
 def product(sample: Sample) -> Run:
-    """A sample kernel: little besides copies and products."""
+    """A sample kernel that does little besides copies and products."""
     program, arguments = sim.load(sample.text), sample.arguments(TILES)
     return lambda threads, race_check: sim.launch(
         program,
@@ -79,8 +79,8 @@ def product(sample: Sample) -> Run:
 
 
 def show(name: str, run: Run, threads: int, race_check: bool, floor: float | None = None) -> None:
-    """A row: the best of some runs. One thread's time is the processor's, which other programs on
-    the machine hardly change.
+    """Prints a row: the best of some runs. For one thread it is processor time, which other
+    programs on the machine hardly change.
     """
     seconds = float("inf")
     for _ in range(ROUNDS):

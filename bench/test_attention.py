@@ -3,7 +3,7 @@
     pytest bench --benchmark-only [--all-cases] [-k fp32]
 
 One round is a CUDA graph of K calls on rotating buffers and one synchronisation; the tables show
-wall time per call, round / K. K, the median by CUDA events, TFLOP/s and GB/s stand in extra_info.
+wall time per call, round / K. extra_info has K, the median by CUDA events, TFLOP/s and GB/s.
 Committed results come from bench/run.py.
 """
 
@@ -34,7 +34,7 @@ WALL_LIMIT = 0.03  # wall clock and CUDA events agree within 3 percent
 
 @pytest.fixture(autouse=True)
 def _free_memory() -> Iterator[None]:
-    """Gives a finished benchmark's memory back, and records nothing for autograd."""
+    """Frees the memory of a finished benchmark, and keeps autograd off."""
     import torch
 
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_attention_speed(benchmark: BenchmarkFixture, case: Case, candidate: Can
     try:
         with refusals() as warned:
             CudaLab().try_call(candidate, case, sets)
-    except Exception as error:  # whatever a candidate raises is its reason
+    except Exception as error:  # any exception is the candidate's reason for not running
         pytest.skip(f"{candidate.name}: {reason_of(error, warned)}")
 
     for target_us in ROUND_US:

@@ -1,7 +1,7 @@
 """How calls are timed: CUDA graphs of K calls on rotating buffers, replayed round-robin.
 
-Nothing here but the classes whose name starts with Cuda, and make_sets, touches a GPU or torch, so
-that the order of measurement is tested without one.
+Only make_sets and the classes whose name starts with Cuda use a GPU or torch, so that the order of
+measurement can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
     Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-MAX_CALLS = 8192  # calls in one graph: bounds the time of its capture
+MAX_CALLS = 8192  # calls in one graph; limits the time of its capture
 MAX_SETS = 1024  # buffer sets of a tiny case
 
 
 class Mark(Protocol):
-    """A measured stretch of work in the device's queue."""
+    """A measured section of work in the device's queue."""
 
     def wait(self) -> None:
         """Returns when the work is done."""
 
     def elapsed_us(self) -> float:
-        """Microseconds from its start to its end on the device; only after wait()."""
+        """Microseconds from its start to its end on the device; may be called after wait()."""
 
 
 class Timed(Protocol):
@@ -49,17 +49,18 @@ class Timed(Protocol):
 
 
 def choose_calls(call_us: float, sets: int, target_us: float, ceiling_us: float) -> int:
-    """How many calls one measured stretch should have.
+    """How many calls one measured section should have.
 
     Args:
         call_us: expected microseconds of one call.
         sets: buffer sets that the calls rotate over.
-        target_us: wanted microseconds of the stretch.
-        ceiling_us: microseconds that it may take so as to touch every set.
+        target_us: wanted microseconds of the section.
+        ceiling_us: microseconds that it may take in order to use every set.
 
     Returns:
-        At least 1 and at most MAX_CALLS. A multiple of `sets` where `ceiling_us` allows, so that
-        the next stretch does not find the first set in the cache; else what `target_us` holds.
+        At least 1 and at most MAX_CALLS. A multiple of `sets` if `ceiling_us` allows it, so that
+        the next section does not find the first set in the cache; else the calls that take
+        `target_us`.
     """
     wanted = target_us / max(call_us, 0.1)
     if sets <= MAX_CALLS and call_us * sets <= ceiling_us:
@@ -76,7 +77,7 @@ def set_count(case: Case, l2_bytes: int) -> int:
 def round_robin(
     timed: Mapping[str, Timed], rounds: int, probe: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """Measures candidates in turns, so that drift of clock and temperature meets all alike.
+    """Measures candidates in turns, so that drift of clock and temperature affects all alike.
 
     Args:
         timed: candidates by name.
@@ -90,13 +91,13 @@ def round_robin(
     marks: dict[str, list[Mark]] = {name: [] for name in names}
     previous: Mark | None = None
     for number in range(rounds):
-        # Another candidate begins each round: the first one may find an idle device.
+        # Another candidate begins each round, because the first one may find an idle device.
         turn = number % len(names) if names else 0
         latest: Mark | None = None
         for name in names[turn:] + names[:turn]:
             latest = timed[name].enqueue()
             marks[name].append(latest)
-        # Waiting for the round before, not for this one, keeps work in the queue.
+        # This waits for the previous round, not for the current one, so that the queue has work.
         if previous is not None:
             previous.wait()
         previous = latest
@@ -129,13 +130,13 @@ def enqueue_times_us(
         loops: for each name, a function and the argument tuples that its calls take in turn.
         count: measured calls of each function.
         synchronize: waits for the device; outside of what is timed.
-        every: calls of each function between two synchronisations: the device's queue holds about
+        every: calls of each function between two synchronisations. The device's queue holds about
             a thousand launches, and a call that finds it full waits for the device.
         warm: calls of each function before the measured ones.
 
     Returns:
-        Microseconds of each call, by name. The release of a result is not counted, the price of
-        reading the clock (about 0.05 us) is.
+        Microseconds of each call, by name. They include reading the clock (about 0.05 us), but not
+        the release of a result.
     """
     clock = time.perf_counter_ns
     times: dict[str, list[float]] = {name: [] for name in loops}
@@ -174,7 +175,7 @@ def make_sets(case: Case, device: str, count: int, seed: int = 0) -> list[Tensor
         "bf16": torch.bfloat16,
         "e4m3": torch.float8_e4m3fn,
     }[case.dtype]
-    made = torch.bfloat16 if case.dtype == "e4m3" else dtype  # random numbers come in no 8 bits
+    made = torch.bfloat16 if case.dtype == "e4m3" else dtype  # torch makes no random FP8 numbers
     generator = torch.Generator(device=device).manual_seed(seed)
     q_shape = (case.b, case.hq, case.nq, case.d)
     k_shape = (case.b, case.hkv, case.nk, case.d)
@@ -206,7 +207,7 @@ class CudaMark:
 
 
 class CudaCalls:
-    """K calls of a candidate over rotating buffers: one CUDA graph, or eager where that fails.
+    """K calls of a candidate over rotating buffers: one CUDA graph, or eager if that fails.
 
     Args:
         candidate: what to call.
@@ -249,9 +250,10 @@ class CudaCalls:
         return self._graph is not None
 
     def last_output(self) -> tuple[Tensors, torch.Tensor]:
-        """Poisons the last call's output, runs everything, and gives its inputs and output.
+        """Fills the last call's output with NaN, runs everything, and returns inputs and output.
 
-        What a kernel leaves out stays NaN. Eager calls write into new memory: no poison there.
+        Elements that a kernel does not write stay NaN. Eager calls write to new memory, which is
+        not filled.
         """
         import torch
 
@@ -276,7 +278,7 @@ def prepare(
         candidate: what to call; has run before on this case.
         case: the shape.
         sets: buffer sets.
-        target_us: wanted microseconds of one stretch of K calls.
+        target_us: wanted microseconds of one section of K calls.
         ceiling_us: see choose_calls.
 
     Returns:
@@ -295,13 +297,13 @@ def prepare(
 
     timed = CudaCalls(candidate, case, sets, 2, capture=False)
     wanted = wanted_calls(call_us(timed))
-    # Eager calls show the host's pace for short kernels, so K is corrected by what a graph shows.
+    # For short kernels eager calls show the host's speed, so a graph is timed to correct K.
     for _ in range(3):
         del timed  # before the next one takes memory
         try:
             timed = CudaCalls(candidate, case, sets, wanted, capture=True)
         except RuntimeError as error:
-            torch.cuda.synchronize()  # raises where more than the capture is broken
+            torch.cuda.synchronize()  # raises if more than the capture failed
             timed = CudaCalls(candidate, case, sets, wanted, capture=False)
             call_us(timed)
             return timed, f"no CUDA graph: {str(error).strip().splitlines()[0]}"
@@ -315,8 +317,8 @@ class CudaLab:
     """The GPU as run.py uses it; tests put a fake one in its place.
 
     Args:
-        target_us: wanted microseconds of one stretch of calls.
-        ceiling_us: microseconds that it may take so as to touch every buffer set.
+        target_us: wanted microseconds of one section of calls.
+        ceiling_us: microseconds that it may take in order to use every buffer set.
     """
 
     def __init__(self, target_us: float = 4_000.0, ceiling_us: float = 20_000.0) -> None:
@@ -338,7 +340,7 @@ class CudaLab:
         return make_sets(case, "cuda", set_count(case, self._l2_bytes))
 
     def try_call(self, candidate: Candidate, case: Case, sets: list[Tensors]) -> None:
-        """One eager call: raises where the candidate does not serve the case."""
+        """Makes one eager call, which raises if the candidate does not serve the case."""
         import torch
 
         with candidate.context():

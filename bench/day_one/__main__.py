@@ -4,8 +4,9 @@
 
 Checks blackwell_dc against float64, times every switch of its kernel on and off, times it and its
 peers on the shapes of bench/cases.toml, and writes what came of it to one file. Every job has a
-process of its own: one that fails, hangs or dies is recorded, and the rest goes on. Started again
-it goes on where it was; what failed is tried again. docs/day_one.md says what to look at.
+process of its own; one that fails, hangs or dies is recorded, and the others go on. A second start
+continues where the first one ended, and tries again what failed. docs/day_one.md says what to look
+at.
 
 Exit status: 0 when all went well, 1 when a job failed, 2 when there is nothing to run on.
 """
@@ -140,7 +141,7 @@ def default_output(facts: dict[str, str], simulate: bool) -> Path:
 
 
 def check_environment(path: Path, rows: Sequence[Row], facts: dict[str, str]) -> None:
-    """Raises ValueError where a file is of another commit, GPU, driver or implementation."""
+    """Raises ValueError if the file is of another commit, GPU, driver or implementation."""
     for row in rows:
         if row["part"] == "environment":
             differs = record.difference(json.loads(row["detail"]), facts)
@@ -174,7 +175,7 @@ def run_process(command: list[str], limit_s: float) -> tuple[int | None, str]:
             status = None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its own processes, and it where it hangs
+                os.killpg(process.pid, signal.SIGKILL)  # also ends processes that it started
         if status is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_WAIT)  # a process may hang in the driver
@@ -208,7 +209,7 @@ def ask(arguments: list[str], limit_s: float) -> tuple[list[Row], str, str]:
 
 
 def run_job(job: Job, setup: Setup) -> list[Row]:
-    """Rows of a job; the last one says what it came to."""
+    """Runs a job and returns its rows; the last one has its status."""
     began = time.perf_counter()
     told = json.dumps({"facts": setup.facts, "without": setup.without})
     rows, status, detail = ask(
@@ -223,7 +224,7 @@ def run_job(job: Job, setup: Setup) -> list[Row]:
 
 
 def ask_environment(options: argparse.Namespace) -> tuple[dict[str, str], str]:
-    """What this machine is, or why the day cannot begin here."""
+    """The description of this machine, or why the day cannot begin here."""
     arguments = ["--job", "environment", "", "--implementation", options.implementation]
     # The jobs can be named without the card.
     arguments += ["--simulate"] if options.simulate or options.list else []
@@ -235,7 +236,7 @@ def ask_environment(options: argparse.Namespace) -> tuple[dict[str, str], str]:
 
 
 def answer(options: argparse.Namespace) -> int:
-    """The process of one job: a line for each row as it comes, and a last one."""
+    """Runs one job in this process. Prints each row as it comes, and its status at the end."""
     part, name = options.job
     with options.answer.open("w") as file:
 
@@ -252,7 +253,7 @@ def answer(options: argparse.Namespace) -> int:
         except WrongError as error:
             tell({"status": "failed", "detail": str(error)})
             return 1
-        except Exception as error:  # whatever it is, it is the job's result
+        except Exception as error:  # any exception is the job's result
             tell({"status": "failed", "detail": f"{type(error).__name__}: {error}"[:800]})
             return 1
         tell({"status": record.OK, "detail": json.dumps(facts) if facts else ""})
@@ -274,7 +275,7 @@ def run_one(
         tell({"row": row})
 
 
-# --- what came of it ---
+# --- results ---
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -306,7 +307,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def reference_row(
     latest: dict[tuple[str, str, str], Row], part: str, case: str, fastest: bool
 ) -> Row | None:
-    """The row that others of a case are compared with: the wheel's kernel, or our fastest."""
+    """The row that the others of a case are compared with: the wheel's kernel, or our fastest."""
     ours = [
         row
         for (of_part, of_case, name), row in latest.items()

@@ -1,5 +1,5 @@
-"""The jobs of a day, and what each does. Each runs in a process of its own (__main__.py): a kernel
-that hangs or breaks its CUDA context takes nothing else along.
+"""The jobs of a day, and what each does. Each runs in a process of its own (__main__.py), so that a
+kernel that hangs or breaks its CUDA context does not affect the other jobs.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ WITH_SWITCHES = variants.NAME
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 GPU_TESTS = ("features", "lengths", "memory", "fp8", "streams", "on_the_spot", "variants")
-# Beyond bench/cases.toml: where long rows show what the loop over the keys is worth.
+# Cases that bench/cases.toml lacks: their many keys show the speed of the loop over the keys.
 LONG = tuple(
     Case(f"bf16 2x16 16384 d{d}{mask}", "bf16", 2, 16, 16, 16384, 16384, d, dv, mask != "")
     for (d, dv), mask in itertools.product(((64, 64), (128, 128), (192, 128)), ("", " c"))
 )
-# Cases on which switches are timed: one of each kind of bound (src/blackwell_dc/NOTES.md), long and
-# short, with and without a mask.
+# The cases on which switches are timed. They differ in what limits the kernel
+# (src/blackwell_dc/NOTES.md), in length and in having a mask.
 SWITCH_CASES = (
     "fp16 16x16 8192 d128", "bf16 1x32/8 16384 d128 c", "bf16 1x32/8 4096 d128 c",
     "bf16 64x64 1024 d64", "fp16 8x12 2048 d64 c", "bf16 2x16 4096 d256 c",
@@ -58,7 +58,7 @@ TINY = (
     Case("fp16 1x1 130x140 d64", "fp16", 1, 1, 1, 130, 140, 64, 64, False),
     Case("bf16 1x2/1 1x4000 d64", "bf16", 1, 2, 1, 1, 4000, 64, 64, False),
 )
-# What a process may take, in seconds: a kernel that hangs costs no more than this.
+# Limits of a process in seconds, which a kernel that hangs uses up.
 FIRST_LIMIT, TESTS_LIMIT, SWITCH_LIMIT, TIMING_LIMIT = 180, 1200, 240, 900
 
 
@@ -67,10 +67,10 @@ class Setup:
     """What all jobs of a run share.
 
     Attributes:
-        implementation: whose day it is.
-        simulate: CPU tensors, the simulator, tiny problems, no times.
+        implementation: the implementation that is examined.
+        simulate: whether CPU tensors run on the simulator, with tiny problems and no times.
         facts: columns of bench/results that the run's rows share.
-        without: settings that are not timed, as they are not right.
+        without: settings that are not timed, because their results are wrong.
     """
 
     implementation: str
@@ -80,19 +80,19 @@ class Setup:
 
     @property
     def device(self) -> str:
-        """Where tensors are."""
+        """The torch device of the tensors."""
         return "cpu" if self.simulate else "cuda"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process.
+    """The work of one process.
 
     Attributes:
-        part: of the day: "correctness", "switches", "peers".
+        part: part of the day: "correctness", "switches" or "peers".
         name: what it is about.
         limit_s: seconds that it may take.
-        run: does it. Gives rows, and raises where something is wrong.
+        run: does the work. Yields rows, and raises if something is wrong.
     """
 
     part: str
@@ -109,8 +109,8 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
     """All jobs, in their order.
 
     Args:
-        implementation: whose day it is.
-        dtypes: of its inputs, as torch spells them.
+        implementation: the implementation that is examined.
+        dtypes: dtypes of its inputs, as torch spells them.
         simulate: tiny problems for the simulator.
     """
     made = []
@@ -144,17 +144,17 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
 
 
 def describe_environment(implementation: str, simulate: bool) -> dict[str, str]:
-    """What the run's file says of the machine.
+    """Describes the machine for the run's file.
 
     Args:
-        implementation: whose day it is.
-        simulate: no GPU is asked for.
+        implementation: the implementation that is examined.
+        simulate: whether to do without a GPU.
 
     Returns:
         Words by name: the columns of bench/results that rows of a run share, and more.
 
     Raises:
-        WrongError: the day cannot begin here; the message says what it needs.
+        WrongError: the day cannot begin here; the message says what is missing.
     """
     if problem := environment.why_no_archflash():
         raise WrongError(problem)
@@ -255,7 +255,7 @@ def first_name(dtype: str, d: int) -> str:
 
 
 def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
-    """A few calls of a head dimension, each against float64: what must work before all else."""
+    """Compares a few calls of a head dimension with float64. They must work before all else."""
     import torch
 
     import archflash
@@ -273,7 +273,7 @@ def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
         ends = torch.tensor([0, 7, 7, rows], dtype=torch.int32, device=setup.device)
         return (q, k, v), {"causal": True, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
 
-    # name, tensors, what of the call changes the result, and what does not
+    # Name, tensors, options that change the result, and options that do not.
     calls: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any], dict[str, Any]]] = [
         ("plain", tensors(128, 128, (1, 1)), {}, {}),
         ("causal, grouped heads", tensors(rows, rows + 33, (2, 1)), {"causal": True}, {}),
@@ -317,7 +317,7 @@ def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
 
 
 def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
-    """The tests of one file that are about the implementation."""
+    """Runs the tests of one file that are about the implementation."""
     try:
         import pytest  # noqa: F401
     except ImportError as error:
@@ -352,8 +352,8 @@ def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
 
 
 def _run_aloud(command: list[str]) -> tuple[int, str]:
-    """Exit status of a command and what it prints, which is passed on at once: where it hangs,
-    the end of that is all that the record has.
+    """Exit status of a command and what it prints. The output is passed on at once, because the
+    record of a command that hangs has nothing but the end of it.
     """
     said = b""
     with subprocess.Popen(
@@ -390,7 +390,7 @@ def bind_setting(setting: variants.Setting, setup: Setup, case: Case) -> Callabl
 
 
 def check_setting(setting: variants.Setting, setup: Setup) -> Iterator[Row]:
-    """A switch in its other state, against float64."""
+    """Compares the kernel with a switch in its other state with float64."""
     for case in TINY:
         q, k, v = timing.make_sets(case, setup.device, 1)[0]
         if not variants.applies(setting, _plan_of(case, setup)):
@@ -414,7 +414,7 @@ def check_setting(setting: variants.Setting, setup: Setup) -> Iterator[Row]:
 
 
 def time_settings(case: Case, setup: Setup) -> Iterator[Row]:
-    """The wheel's kernel and all switches' other states, interleaved."""
+    """Times the wheel's kernel and the other states of all switches, interleaved."""
     planned = _plan_of(case, setup)
     chosen = [
         setting
@@ -461,7 +461,7 @@ def _plan_of(case: Case, setup: Setup) -> Any:
 
 
 def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
-    """All kernels that a case will take, on all cores; what fails says so when it is called."""
+    """Compiles all kernels that a case needs, on all cores. One that fails raises when called."""
     changed = [setting for setting in settings if setting.assignment]
     if not changed:
         return
@@ -479,7 +479,7 @@ def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
 
 
 def time_peers(case: Case, setup: Setup) -> Iterator[Row]:
-    """The implementation, our kernel for every GPU, and everybody else's, interleaved."""
+    """Times the implementation, our kernel for every GPU, and all peers, interleaved."""
     names = dict.fromkeys((setup.implementation, *(() if setup.simulate else ("ampere",))))
     ours = [item for item in our_candidates() if item.name in names]
     peers = [*torch_candidates(), *flash_attention_candidates()]
@@ -487,11 +487,11 @@ def time_peers(case: Case, setup: Setup) -> Iterator[Row]:
 
 
 class Lab(timing.CudaLab):
-    """Says what is under way, for the record of a job that hangs.
+    """Prints what it is doing, for the record of a job that hangs.
 
     Args:
-        host: whether calls are timed on the host too. Those of switches go through a launcher in
-            Python, and tiny cases would take other kernels, which are not compiled yet.
+        host: whether calls are timed on the host too. Switches are not: their calls go through a
+            launcher in Python, and tiny cases would need other kernels, which are not compiled.
     """
 
     def __init__(self, host: bool) -> None:
@@ -499,7 +499,7 @@ class Lab(timing.CudaLab):
         self._host = host
 
     def try_call(self, candidate: Candidate, case: Case, sets: Any) -> None:
-        """One eager call."""
+        """Makes one eager call."""
         print(f"{candidate.name}: first call", flush=True)
         super().try_call(candidate, case, sets)
 
@@ -510,7 +510,7 @@ class Lab(timing.CudaLab):
         return prepared
 
     def host_us(self, candidate: Candidate, case: Case) -> float:
-        """Microseconds on the host; NaN where they are not asked for."""
+        """Microseconds on the host; NaN if the host is not timed."""
         if not self._host:
             return float("nan")
         print(f"{candidate.name}: host time", flush=True)
@@ -518,7 +518,7 @@ class Lab(timing.CudaLab):
 
 
 class SimulatedLab:
-    """Takes the place of timing.CudaLab: every call runs once, and no time is taken."""
+    """Replaces timing.CudaLab: every call runs once, and nothing is timed."""
 
     class Calls:
         calls = 1
@@ -531,7 +531,7 @@ class SimulatedLab:
             return self
 
         def wait(self) -> None:
-            """Nothing is under way."""
+            """Returns at once, because nothing runs asynchronously."""
 
         def elapsed_us(self) -> float:
             return float("nan")
@@ -543,7 +543,7 @@ class SimulatedLab:
         return timing.make_sets(case, "cpu", 1)
 
     def try_call(self, candidate: Candidate, case: Case, sets: Any) -> None:
-        """prepare() calls."""
+        """Does nothing, because prepare() makes the call."""
 
     def prepare(self, candidate: Candidate, case: Case, sets: Any) -> tuple[Any, str]:
         print(f"{candidate.name}: first call", flush=True)
@@ -557,7 +557,7 @@ class SimulatedLab:
         return None
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because no memory is held."""
 
 
 def _measure(part: str, case: Case, candidates: list[Candidate], setup: Setup) -> Iterator[Row]:
@@ -593,5 +593,5 @@ def _measure(part: str, case: Case, candidates: list[Candidate], setup: Setup) -
 
 
 def find(jobs: list[Job], part: str, name: str) -> Job:
-    """The job of a part and name."""
+    """The job with this part and name."""
     return next(job for job in jobs if (job.part, job.name) == (part, name))

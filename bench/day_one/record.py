@@ -1,4 +1,4 @@
-"""The file of a day: what every job came to, and the rows that it measured."""
+"""The file of a day: the outcome of every job, and the rows that it measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from bench.results import COLUMNS, Row
 
 OWN_COLUMNS = ("part", "item", "status", "seconds", "detail")
 RECORD_COLUMNS = (*OWN_COLUMNS, *COLUMNS)
-# Of a job: "ok"; "failed" (it ran and something is wrong); "timeout"; "crashed" (its process died).
-# Of other rows: "timed", "simulated" (no times), "refused" (a candidate's reason), "note".
+# A job's status is "ok", "failed" (it ran and something is wrong), "timeout" or "crashed" (its
+# process died). Other rows have "timed", "simulated" (no times), "refused" (a candidate's reason)
+# or "note".
 OK = "ok"
-# What must agree between the rows of one file.
+# The columns that must be the same in all rows of one file.
 SAME = ("implementation", "simulated", "commit", "dirty", "gpu", "driver", "torch")
 
 
@@ -31,9 +32,9 @@ def make_row(
         part: "environment", "correctness", "switches" or "peers".
         item: the job's name.
         status: see the top of this file.
-        detail: a sentence, or what else there is to say.
-        seconds: that the job took.
-        measured: columns of bench/results, where something was measured.
+        detail: a sentence or other remark.
+        seconds: how long the job took.
+        measured: columns of bench/results, if something was measured.
     """
     row = dict.fromkeys(RECORD_COLUMNS, "")
     row |= {"part": part, "item": item, "status": status, "detail": " ".join(detail.split())}
@@ -43,10 +44,10 @@ def make_row(
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a file; none where there is no file.
+    """The rows of a file; none if there is no file.
 
     Raises:
-        ValueError: it is something else, or ends in the middle of a row.
+        ValueError: the file is no record, or ends in the middle of a row.
     """
     if not path.exists() or path.stat().st_size == 0:
         return []
@@ -68,7 +69,7 @@ def append(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
 
 
 def status_of_jobs(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, str], str]:
-    """The latest status of each job, by part and item. Rows of measurements are no jobs."""
+    """The latest status of each job, by part and item. Rows of measurements are left out."""
     jobs = {}
     for row in rows:
         if row["status"] in (OK, "failed", "timeout", "crashed"):
@@ -77,7 +78,7 @@ def status_of_jobs(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, str], s
 
 
 def difference(known: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """What keeps a run from being continued with this environment; None where nothing does."""
+    """Why a run cannot be continued in this environment; None if it can."""
     for name in SAME:
         if known.get(name) != here.get(name):
             return f"{name} was {known.get(name)!r} and is {here.get(name)!r}"

@@ -1,1 +1,1 @@
-"""Kernels that each add one idea to the one before, up to ours: `python -m bench.ladder`."""
+"""Kernels that each add one idea to the previous one, up to ours: `python -m bench.ladder`."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "blackwell_consumer"
 KERNEL = "ladder_rung"
 HEAD_DIM = 64
-BLOCK = 64  # query rows of a CTA, keys at a time
-MAPS_OFFSET, MAP_BYTES = 64, 128  # of the tensor maps in struct Params (rung.cuh)
+BLOCK = 64  # query rows of a CTA, and keys of a block
+MAPS_OFFSET, MAP_BYTES = 64, 128  # the tensor maps in struct Params (rung.cuh)
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Rung:
     """One kernel.
 
     Attributes:
-        name: of its file, without the ending.
-        idea: what it adds to the rung before.
-        threads: of a CTA.
-        swizzle: bytes of its tensor maps' swizzle; None where it has none.
+        name: name of its file, without the ending.
+        idea: what it adds to the previous rung.
+        threads: threads of a CTA.
+        swizzle: bytes of its tensor maps' swizzle; None if it has no tensor maps.
     """
 
     name: str
@@ -50,12 +50,12 @@ RUNGS = (
 
 
 def compiled(rung: Rung, nvcc: str, kind: str, architecture: str) -> bytes:
-    """What nvcc makes of a rung; see `on_the_spot.compiled`."""
+    """The PTX or cubin of a rung; see `on_the_spot.compiled`."""
     return on_the_spot.compiled(FOLDER / f"{rung.name}.cu", nvcc, kind, architecture)
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
-    """Why the rungs do not serve a call; None where they do."""
+    """Why the rungs do not serve a call; None if they do."""
     import torch
 
     if q.dtype != torch.bfloat16 or q.shape[3] != HEAD_DIM or v.shape[3] != HEAD_DIM:
@@ -128,7 +128,7 @@ class Launcher:
         )
 
     def bind(self, causal: bool) -> Callable[..., torch.Tensor]:
-        """The function of q, k and v (batch, heads, n, 64) that makes their output."""
+        """A function of q, k and v (batch, heads, n, 64) that returns the output."""
         import torch
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ constexpr int MOST_WARPS = 8;
 struct Fp8CtaContext {
   mma_sync::CtaContext cta;
   math::KeyDescales key_descales;
-  math::WarpDescale warp_descale[MOST_WARPS];
+  math::WarpDescale warp_descales[MOST_WARPS];
 };
 
 template <class C>

@@ -1,5 +1,5 @@
-// Rung 1: tiles in shared memory, products on CUDA cores. 256 threads as 16 x 16: a thread has a
-// 4 x 4 patch of the scores, every 16th row and key, and one of the outputs.
+// Rung 1: tiles in shared memory, products on CUDA cores. The 256 threads form a grid of 16 x 16.
+// Each has a 4 x 4 patch of the scores (every 16th row and key) and of the outputs.
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "rung.cuh"
@@ -31,10 +31,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (float& b : base) b = -INFINITY;
   for (int key = 0; key < params.n; key += BLOCK_K) {
-    __syncthreads();  // everyone is done with K and V of the block before
+    __syncthreads();  // all threads have read K and V of the previous block, overwritten below
     load_tile(k_smem, params.k_gmem + head + key * HEAD_DIM);
     load_tile(v_smem, params.v_gmem + head + key * HEAD_DIM);
-    __syncthreads();  // Q, K and V are there
+    __syncthreads();  // Q, K and V are complete, before any thread reads them
 
     float s[PATCH][PATCH] = {};
     for (int d = 0; d < HEAD_DIM; ++d) {
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         p_smem[y + SIDE * i][x + SIDE * j] = p;
       }
     }
-    __syncwarp();  // a row of P is written by the 16 threads that read it
+    __syncwarp();  // the warp's rows of P are complete; no other warp reads them
     for (int k = 0; k < BLOCK_K; ++k) {
 #pragma unroll
       for (int i = 0; i < PATCH; ++i) {
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           o[i][j] += p_smem[y + SIDE * i][k] * to_float(v_smem[k][x + SIDE * j]);
       }
     }
-    __syncwarp();  // P is read before the next block's is written
+    __syncwarp();  // all lanes have read P, before the next block's P overwrites it
   }
 #pragma unroll
   for (int i = 0; i < PATCH; ++i) {

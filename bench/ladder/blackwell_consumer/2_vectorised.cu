@@ -1,6 +1,6 @@
-// Rung 2: 16 bytes at a time, from global memory to shared memory and from there to registers. Rows
-// are 16 bytes longer than they are wide, so that reads of one column of eight rows meet different
-// banks. The rest is rung 1.
+// Rung 2: data moves 16 bytes at a time, from global memory to shared memory and from there to
+// registers. Rows in shared memory are padded by 16 bytes, so that reads of the same column of
+// eight rows use different banks. The rest is rung 1.
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "rung.cuh"
@@ -46,10 +46,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (float& b : base) b = -INFINITY;
   for (int key = 0; key < params.n; key += BLOCK_K) {
-    __syncthreads();  // everyone is done with K and V of the block before
+    __syncthreads();  // all threads have read K and V of the previous block, overwritten below
     load_tile(k_smem, params.k_gmem + head + key * HEAD_DIM);
     load_tile(v_smem, params.v_gmem + head + key * HEAD_DIM);
-    __syncthreads();  // Q, K and V are there
+    __syncthreads();  // Q, K and V are complete, before any thread reads them
 
     float s[PATCH][PATCH] = {};
     for (int d = 0; d < HEAD_DIM; d += VECTOR) {
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         p_smem[y + SIDE * i][x + SIDE * j] = p;
       }
     }
-    __syncwarp();  // a row of P is written by the 16 threads that read it
+    __syncwarp();  // the warp's rows of P are complete; no other warp reads them
     for (int k = 0; k < BLOCK_K; k += 4) {
       float4 p[PATCH];
 #pragma unroll
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         p[i] = *reinterpret_cast<const float4*>(&p_smem[y + SIDE * i][k]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        // Four neighbouring columns of the outputs.
+        // This thread's outputs are four neighbouring columns, so it reads those of V.
         const uint2 pairs = *reinterpret_cast<const uint2*>(&v_smem[k + e][PATCH * x]);
         const float v[PATCH] = {to_float(pairs.x), __uint_as_float(pairs.x & 0xFFFF0000u),
                                 to_float(pairs.y), __uint_as_float(pairs.y & 0xFFFF0000u)};
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
       }
     }
-    __syncwarp();  // P is read before the next block's is written
+    __syncwarp();  // all lanes have read P, before the next block's P overwrites it
   }
 #pragma unroll
   for (int i = 0; i < PATCH; ++i) {

@@ -1,5 +1,5 @@
-// Rung 3: tensor cores. Four warps of 16 rows; Q, scores, P and outputs stay in the fragments of
-// mma.sync, so that no warp waits for another but to share out the loads.
+// Rung 3: tensor cores. Four warps have 16 rows each. Q, scores, P and outputs stay in the
+// fragments of mma.sync, so that warps wait for each other only because they share the loads.
 #include "fragments.cuh"
 
 using namespace archflash::ladder;
@@ -22,14 +22,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   };
   const int64_t head = head_start(params);
   load_tile(q_smem, params.q_gmem + head + blockIdx.x * BLOCK_Q * HEAD_DIM);
-  __syncthreads();  // Q is there
+  __syncthreads();  // Q is complete, before any warp reads it
   WarpState state;
   start_rows<Rows>(state, address(q_smem));
   for (int key = 0; key < params.n; key += BLOCK_K) {
-    __syncthreads();  // everyone is done with K and V of the block before
+    __syncthreads();  // all warps have read K and V of the previous block, overwritten below
     load_tile(k_smem, params.k_gmem + head + key * HEAD_DIM);
     load_tile(v_smem, params.v_gmem + head + key * HEAD_DIM);
-    __syncthreads();  // K and V are there
+    __syncthreads();  // K and V are complete, before any warp reads them
     attend_block<Rows>(state, address(k_smem), address(v_smem), params.exp2_scale);
   }
   store_rows(state, params);

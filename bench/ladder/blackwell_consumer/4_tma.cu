@@ -1,5 +1,6 @@
-// Rung 4: the copy engine. One thread asks for whole tiles; an mbarrier counts their bytes. Rows
-// lie behind rows without padding, and eight rows at one chunk meet in the same banks.
+// Rung 4: the copy engine (TMA). One thread starts the copies of whole tiles; an mbarrier counts
+// their bytes. Rows have no padding, so reads of the same chunk of eight rows conflict in the
+// banks.
 #include "tma.cuh"
 
 using namespace archflash::ladder;

@@ -1,5 +1,5 @@
-// Rung 5: the 128-byte swizzle. TMA permutes the chunks of each row by its number, and ldmatrix
-// reads them where they are: no two of eight rows meet in a bank. The rest is rung 4.
+// Rung 5: the 128-byte swizzle. TMA permutes the chunks of each row by the row's number, and
+// ldmatrix reads them from there, so that eight rows use different banks. The rest is rung 4.
 #include "tma.cuh"
 
 using namespace archflash::ladder;

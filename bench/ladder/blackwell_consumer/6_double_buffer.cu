@@ -1,4 +1,4 @@
-// Rung 6: two buffers. The next block is on its way while this one is computed. The rest is rung 5.
+// Rung 6: two buffers. The next block is copied while this one is computed. The rest is rung 5.
 #include "tma.cuh"
 
 using namespace archflash;
@@ -9,13 +9,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     ladder_rung(const __grid_constant__ Params params) {
   __shared__ alignas(1024) unsigned char q_smem[TILE_BYTES];
   __shared__ alignas(1024) unsigned char k_smem[2][TILE_BYTES], v_smem[2][TILE_BYTES];
-  __shared__ uint64_t full[3];  // of Q and of each buffer
+  __shared__ uint64_t full[3];  // the barriers of Q and of the two buffers
   const uint32_t full_smem = address(full);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 3; ++i) ptx::mbarrier_init(full_smem + 8 * i, 1);  // the thread that asks
+    // One arrival: the thread that starts the copies.
+    for (int i = 0; i < 3; ++i) ptx::mbarrier_init(full_smem + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();  // the barriers are ready
+  __syncthreads();  // the barriers are initialised, before any thread waits at them
   const auto start_block = [&](int key) {
     const int stage = key / BLOCK_K % 2;
     const uint32_t stage_full = full_smem + 8 + 8 * stage;
@@ -28,12 +29,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     start_tile(address(q_smem), params.q_map, blockIdx.x * BLOCK_Q, full_smem);
     start_block(0);
   }
-  ptx::mbarrier_wait_parity(full_smem, 0);  // Q has landed
+  ptx::mbarrier_wait_parity(full_smem, 0);  // Q has arrived
   WarpState state;
   start_rows<Rows>(state, address(q_smem));
   for (int key = 0; key < params.n; key += BLOCK_K) {
     const int block = key / BLOCK_K;
-    __syncthreads();  // everyone is done with the block before: its buffer is free
+    __syncthreads();  // all warps have read the previous block, whose buffer is filled next
     if (threadIdx.x == 0 && key + BLOCK_K < params.n) start_block(key + BLOCK_K);
     ptx::mbarrier_wait_parity(full_smem + 8 + 8 * (block % 2), block / 2 % 2);
     attend_block<Rows>(state, address(k_smem[block % 2]), address(v_smem[block % 2]),

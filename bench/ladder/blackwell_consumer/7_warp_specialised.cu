@@ -1,7 +1,7 @@
-// Rung 7: warps of two roles. A producer warp does nothing but ask for tiles, as soon as all
-// consumer warps have freed a buffer; those wait for data and never for each other. The rest is
-// rung 6.
-//   producer   wait empty | ask for K, V -> full        consumers   wait full | attend | -> empty
+// Rung 7: warps have two roles. The producer warp only starts copies, as soon as all consumer warps
+// have freed a buffer. Consumer warps wait for data and never for each other. The rest is rung 6.
+//   producer    wait empty | start K, V -> full
+//   consumers   wait full  | attend     -> empty
 #include "common/ptx/warp_roles.cuh"
 #include "tma.cuh"
 
@@ -20,14 +20,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32)
   const auto full = [&](int stage) { return q_full + 8 + 8 * stage; };
   const auto empty = [&](int stage) { return full(stage) + 8 * STAGES; };
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(q_full, 1);  // the producer
+    ptx::mbarrier_init(q_full, 1);  // one arrival: the producer
     for (int stage = 0; stage < STAGES; ++stage) {
-      ptx::mbarrier_init(full(stage), 1);  // the producer
-      ptx::mbarrier_init(empty(stage), WARPS);
+      ptx::mbarrier_init(full(stage), 1);       // one arrival: the producer
+      ptx::mbarrier_init(empty(stage), WARPS);  // one arrival from each consumer warp
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();  // the barriers are ready
+  __syncthreads();  // the barriers are initialised, before any warp waits at them
 
   if (threadIdx.x >= THREADS) {
     if (!ptx::elect_sync()) return;
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32)
     start_tile(address(q_smem), params.q_map, blockIdx.x * BLOCK_Q, q_full);
     for (int block = 0; block < params.n / BLOCK_K; ++block) {
       const int stage = block % STAGES;
-      // A new barrier says yes to parity 1: at first the buffers are free.
+      // At first the buffers are free: waiting for parity 1 at a new barrier returns at once.
       ptx::mbarrier_wait_parity(empty(stage), block / STAGES % 2 ^ 1);
       ptx::mbarrier_arrive_expect_tx(full(stage), 2 * TILE_BYTES);
       start_tile(address(k_smem[stage]), params.k_map, block * BLOCK_K, full(stage));
@@ -43,14 +43,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32)
     }
     return;
   }
-  ptx::mbarrier_wait_parity(q_full, 0);  // Q has landed
+  ptx::mbarrier_wait_parity(q_full, 0);  // Q has arrived
   WarpState state;
   start_rows<Rows>(state, address(q_smem));
   for (int block = 0; block < params.n / BLOCK_K; ++block) {
     const int stage = block % STAGES;
-    ptx::mbarrier_wait_parity(full(stage), block / STAGES % 2);  // K and V have landed
+    ptx::mbarrier_wait_parity(full(stage), block / STAGES % 2);  // K and V have arrived
     attend_block<Rows>(state, address(k_smem[stage]), address(v_smem[stage]), params.exp2_scale);
-    __syncwarp();  // all lanes have read the buffer
+    __syncwarp();  // all lanes have read the buffer, before one of them frees it
     if (ptx::elect_sync()) ptx::mbarrier_arrive(empty(stage));
   }
   store_rows(state, params);

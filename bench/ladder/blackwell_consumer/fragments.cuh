@@ -1,6 +1,6 @@
-// What the rungs on mma.sync share: a warp's 16 rows, whose scores, P and outputs stay in
-// registers. Rows says where a tile's 16-byte chunks lie in shared memory; rungs differ in how they
-// get there.
+// What the rungs on mma.sync share. A warp has 16 rows, whose scores, P and outputs stay in
+// registers. The parameter Rows says where the 16-byte chunks of a tile lie in shared memory; the
+// rungs differ in how the chunks get there.
 #pragma once
 
 #include "common/ptx/cvt.cuh"
@@ -13,34 +13,36 @@ namespace archflash::ladder {
 
 constexpr int WARPS = BLOCK_Q / 16;
 constexpr int THREADS = 32 * WARPS;
-constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes in a row
+constexpr int CHUNKS = HEAD_DIM / 8;  // 16-byte chunks of a row
 
-struct PlainRows {  // as TMA writes them: eight rows at one chunk share their banks
+struct PlainRows {  // TMA without a swizzle: the same chunk of eight rows lies in the same banks
   static constexpr int BYTES = 2 * HEAD_DIM * BLOCK_K;
   __device__ static constexpr int offset(int row, int chunk) {
     return 2 * HEAD_DIM * row + 16 * chunk;
   }
 };
-struct PaddedRows {  // a row is one chunk longer
+struct PaddedRows {  // rows padded by one chunk
   static constexpr int BYTES = (2 * HEAD_DIM + 16) * BLOCK_K;
   __device__ static constexpr int offset(int row, int chunk) {
     return (2 * HEAD_DIM + 16) * row + 16 * chunk;
   }
 };
-struct SwizzledRows {  // as TMA writes them with the 128-byte swizzle; tiles start at 1024 bytes
+struct SwizzledRows {  // TMA with the 128-byte swizzle; tiles start at multiples of 1024 bytes
   static constexpr int BYTES = PlainRows::BYTES;
   __device__ static constexpr int offset(int row, int chunk) {
     return 2 * HEAD_DIM * row + 16 * (chunk ^ row % 8);
   }
 };
 
-// Lane l holds rows l/4 and l/4 + 8 (index r), columns 8n + 2*(l%4) and the next one.
+// The state of a warp. Lane l holds rows l/4 and l/4 + 8 (index r of base and sum), and in o[n] of
+// each row the columns 8n + 2*(l%4) and the next one.
 struct WarpState {
   uint32_t q[HEAD_DIM / 16][4];
   float o[HEAD_DIM / 8][4];
   float base[2], sum[2];
 };
 
+// Reads the warp's rows of Q into registers and clears the rest of the state.
 template <class Rows>
 __device__ __forceinline__ void start_rows(WarpState& state, uint32_t q_smem) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -55,7 +57,7 @@ __device__ __forceinline__ void start_rows(WarpState& state, uint32_t q_smem) {
   for (int r = 0; r < 2; ++r) state.base[r] = -INFINITY, state.sum[r] = 0.0f;
 }
 
-// A block of keys: S = Q K^T, P = 2^(S * exp2_scale - base), O += P V.
+// Adds a block of keys: S = Q K^T, P = 2^(S * exp2_scale - base), O += P V.
 template <class Rows>
 __device__ __forceinline__ void attend_block(WarpState& state, uint32_t k_smem, uint32_t v_smem,
                                              float exp2_scale) {
@@ -106,6 +108,7 @@ __device__ __forceinline__ void attend_block(WarpState& state, uint32_t k_smem, 
   }
 }
 
+// Divides the outputs by the row sums and writes them.
 __device__ __forceinline__ void store_rows(WarpState& state, const Params& params) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
