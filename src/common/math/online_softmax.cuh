@@ -332,7 +332,7 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
   // rows_smem may hold Q. ldmatrix does not order lanes, so wait until every lane has read its
   // fragments of Q before any lane overwrites them.
   // mutants: rows-were-read
-  __syncwarp();  // every lane has read what the rows held: ldmatrix does not order lanes
+  __syncwarp();
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
