@@ -18,7 +18,7 @@ INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13  # as a shell reports SIGINT and SI
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error."""
+    """Reports errors in one line, as the commands do."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_one_line(message)} (see {self.prog} --help)\n")
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # whoever read the output has gone; Python must not flush it again
+    except BrokenPipeError:  # the reader of the output is gone; Python must not flush it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (LaunchError, MemoryError, torch.OutOfMemoryError) as error:

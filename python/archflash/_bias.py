@@ -1,7 +1,7 @@
 """What a bias of torch.nn.attention.bias (causal_upper_left, causal_lower_right) means for a call.
 
-Such a bias is a tensor by its type only: its memory holds nothing, and what it stands for is in its
-attributes.
+Such a bias is a tensor in name only: its memory has no values, and its attributes say what it
+stands for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 def is_causal_bias(attn_mask: object) -> bool:
-    # Whoever has such a bias has imported its module. An import here would load torch._dynamo.
+    # If the module is not loaded, nobody can have such a bias. Importing it here would load
+    # torch._dynamo.
     module: Any = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
@@ -29,11 +30,11 @@ def resolve(
     cu_seqlens: object,
     layout: object,
 ) -> tuple[bool, Any, Tensor | None]:
-    """The `causal`, `q_offset` and `attn_mask` that say the same as a call with this bias.
+    """The `causal`, `q_offset` and `attn_mask` that have the same meaning as this bias.
 
     Raises:
-        ValueError: causal or packed sequences are given too, or the bias has other lengths than q
-            and k.
+        ValueError: causal or packed sequences are given too, or the lengths of the bias differ from
+            those of q and k.
     """
     if causal is not False:
         raise ValueError(
@@ -53,7 +54,8 @@ def resolve(
     upper_left = nq != nk and is_upper_left(bias)
     if q_offset is None and (window is None or not upper_left):
         return True, 0 if upper_left else None, None
-    # The window goes by q_offset and the bias does not: no pair of options says both.
+    # The window depends on q_offset and the bias does not, so causal and q_offset cannot express
+    # both.
     return False, q_offset, as_mask(bias, q.device)
 
 

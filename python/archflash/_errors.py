@@ -6,7 +6,7 @@ from __future__ import annotations
 
 
 class ArchflashError(Exception):
-    """Base of everything that archflash raises of its own."""
+    """The base class of archflash's own exceptions."""
 
 
 class UnsupportedError(ArchflashError):

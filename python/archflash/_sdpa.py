@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
         TypeError: for dtypes or devices that differ, and for a tensor as dropout_p or a flag.
         UnsupportedError: for dropout or nested tensors while ARCHFLASH_FALLBACK=error.
     """
-    if isinstance(dropout_p, Tensor):  # its value may lie on a GPU, and asking would wait for it
+    if isinstance(dropout_p, Tensor):  # its value may be on a GPU, and reading it would wait
         raise TypeError(f"dropout_p is {_native.given(dropout_p)}: it must be a number")
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
     device = query.device.type
     is_bias = attn_mask is not None and is_causal_bias(attn_mask)
     if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
-        # PyTorch's function is one of those that autocast runs in its own dtype.
+        # Autocast runs PyTorch's function in the autocast dtype, so this one must do so too.
         query, key, value = (_autocast(x, device) for x in (query, key, value))
         if attn_mask is not None and not is_bias:
             attn_mask = _autocast(attn_mask, device)
@@ -82,7 +82,7 @@ def scaled_dot_product_attention(
             f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions: "
             "each needs at least 2"
         )
-    # With enable_gqa the heads may differ, so only what comes before them broadcasts.
+    # With enable_gqa the numbers of heads may differ, so only the dimensions before them broadcast.
     kept = 3 if enable_gqa and min(query.ndim, key.ndim, value.ndim) >= 3 else 2
     lead = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
         *(x.shape[:-kept] for x in (query, key, value))
@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
         k,
         v,
         causal=is_causal,
-        # Where the lengths agree both alignments are one, and PyTorch needs no mask for it.
+        # If the lengths are equal, both alignments are the same, and PyTorch needs no mask.
         q_offset=0 if is_causal and q.shape[2] != k.shape[2] else None,
         attn_mask=attn_mask,
         scale=scale,
@@ -111,14 +111,14 @@ def _autocast(x: Tensor, device: str) -> Tensor:
 
 
 def _to_4d(x: Tensor) -> Tensor:
-    """``(B, H, N, D)``: missing dimensions are 1, and those before the heads become one batch."""
+    """x as ``(B, H, N, D)``; missing dimensions are 1, those before the heads become one batch."""
     if x.ndim < 4:
         return x[(None,) * (4 - x.ndim)]
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
 def _mask_to_4d(mask: Tensor, full: tuple[int, ...]) -> Tensor:
-    """The mask for 4-D inputs, where `full` is the shape that it broadcasts to."""
+    """The mask for 4-D inputs. `full` is the shape that it broadcasts to."""
     if mask.ndim > len(full):
         raise RuntimeError(
             f"attn_mask {tuple(mask.shape)} has more dimensions than the scores {full}"

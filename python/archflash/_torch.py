@@ -1,12 +1,12 @@
 """The implementation `torch`: attention by PyTorch's own operations, on any device it serves.
 
-It is the last one that dispatch tries, so it takes every call: PyTorch's
-scaled_dot_product_attention (SDPA) where that has the semantics asked for, with a boolean mask
-where a mask can express them, and plain matrix products in float32 for softcap, sinks and the
-log-sum-exp. Nothing here reads a tensor's values on the host.
+It is the last one that dispatch tries, so it takes every call. It calls PyTorch's
+scaled_dot_product_attention (SDPA) if that has the semantics of the call, alone or with a boolean
+mask, and plain matrix products in float32 for softcap, sinks and the log-sum-exp. Nothing here
+reads a tensor's values on the host.
 
-The order of work: inputs to (B, H, N, D) views, then what each query may see, then scores and
-output, then the caller's layout, dtype and stride order.
+The order of work: inputs become (B, H, N, D) views; then which keys each query sees; then scores
+and output; then the caller's layout, dtype and stride order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch.torch_version import TorchVersion
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
 _SCALE_ROWS = 64  # rows that share a descale given per block
-_FAR = 1 << 60  # an offset beyond it means the same and could overflow
+_FAR = 1 << 60  # larger offsets have no other meaning, and could overflow
 
-# Device types with autocast. They are asked for here, because torch.compile cannot trace the
-# question before torch 2.13.
+# Device types that have autocast. They are determined at import, because torch.compile cannot trace
+# this query before torch 2.13.
 AUTOCAST_DEVICES = tuple(
     name for name in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(name)
 )
@@ -77,11 +77,11 @@ def attention(
         cu_seqlens_k: ``(B + 1,)`` int32, where each sequence starts in k and v.
         attn_mask: broadcastable to ``(B, Hq, Nq, Nk)``; bool (True is seen) or floating point
             (added to the scores).
-        q_descale: float32, value = stored * descale: one, ``(H,)``, ``(B, H)`` or, for each
-            64 rows, ``(B, H, blocks)``; None is 1. H may be that of k for q.
-            Likewise k_descale, v_descale.
-        k_descale: see q_descale.
-        v_descale: see q_descale.
+        q_descale: float32; a stored number times its descale is the number that it stands for. One
+            number, ``(Hq,)``, ``(B, Hq)`` or, for each 64 rows, ``(B, Hq, blocks)``, also with Hkv
+            for Hq; None is 1.
+        k_descale: as q_descale, with Hkv.
+        v_descale: as q_descale, with Hkv.
         out_dtype: q's dtype by default, bfloat16 for FP8 inputs.
         layout: "bhnd" (default) or "bnhd"; ignored with cu_seqlens.
         out: written in place and returned, where given.
@@ -103,8 +103,8 @@ def attention(
     plain = attn_mask is None and sinks is None and not softcap and not return_lse and not packed
     as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
     if plain and as_it_is and not torch.compiler.is_compiling() and not _autocasts(q.device.type):
-        # A plain call needs no mask and no conversion: SDPA is called directly, which takes a
-        # fraction of the host time of the general way behind this block.
+        # A plain call needs no mask and no conversion. Calling SDPA directly takes a fraction of
+        # the host time of the general code below.
         is_causal = _top_left_causal(band)
         if (is_causal or _unbounded(band)) and 0 not in (*q.shape, *k.shape, *v.shape):
             q_bhnd, k_bhnd, v_bhnd = (_to_bhnd(x, layout, None) for x in (q, k, v))
@@ -113,8 +113,8 @@ def attention(
             return result if out is None else out.copy_(result)
 
     inside = _inside_dtype(q.dtype, out_dtype, scaled=not unscaled)
-    # Autocast would turn the float32 products below into 16-bit ones; the dtypes of a call are the
-    # caller's to choose.
+    # The caller chooses the dtypes of a call, and autocast must not change them: it would compute
+    # the float32 products below in 16 bits.
     with _no_autocast(q.device.type):
         result, lse = _attention_bhnd(
             _dequantise(_to_bhnd(q, layout, packed), q_descale, packed and packed.q, inside),
@@ -164,7 +164,7 @@ def fused_kernel(
     fp8: bool,
     gqa: bool = False,
 ) -> str | list[str]:
-    """Which of its fused tensor-core kernels PyTorch takes for a call, or why it takes none.
+    """Which of its fused tensor-core kernels PyTorch uses for a call, or why it uses none.
 
     Args:
         device_type: "cuda", "cpu", ...
@@ -247,21 +247,22 @@ def fused_kernel(
 
 
 def needs_mask(*, causal: bool, window: bool, q_offset_given: bool, nq: int, nk: int) -> bool:
-    """Whether what a query may see must be written out as a mask for PyTorch."""
+    """Whether PyTorch needs a mask tensor that says which keys each query sees."""
     # One query sees every key of the default causal alignment, so decoding needs no mask.
     return window or (causal and (q_offset_given or nq not in (1, nk)))
 
 
-# Where PyTorch has no cuDNN (a CPU build asked about some GPU): that of PyTorch 2.11.
+# The version of cuDNN that PyTorch 2.11 comes with. It is assumed if this PyTorch has none, such as
+# a CPU build that is asked about a GPU.
 _CUDNN_ELSEWHERE = 91900
 
 
 @functools.cache
 def _cudnn_version() -> int:
-    """Of the cuDNN that PyTorch uses: 91900 is 9.19.0."""
+    """The version of the cuDNN that PyTorch uses: 91900 is 9.19.0."""
     try:
         version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    except RuntimeError:  # it does not fit this PyTorch
+    except RuntimeError:  # the installed cuDNN does not fit this PyTorch
         return 0
     return _CUDNN_ELSEWHERE if version is None else int(version)
 
@@ -274,9 +275,9 @@ def _prefers_cudnn(torch_version: str) -> bool:
 def cudnn_comes_first(capability: tuple[int, int]) -> bool:
     """Whether PyTorch asks its cuDNN kernel before its others on GPUs of a compute capability.
 
-    It does on 9.x and 10.x from 2.10 on where cuDNN is newer than 9.15.0 (its sdp_utils.cpp says so
-    in check_prefer_cudnn_attention). Older versions of cuDNN have faults with lengths that are no
-    multiple of 128, so archflash does not ask for them either.
+    It does so on 9.x and 10.x from PyTorch 2.10 on, if cuDNN is newer than 9.15.0
+    (check_prefer_cudnn_attention in its sdp_utils.cpp). Older versions of cuDNN have faults with
+    lengths that are not multiples of 128, so archflash does not ask for them either.
     """
     return (
         capability[0] in (9, 10)
@@ -312,29 +313,32 @@ class _Packed(NamedTuple):
 
 
 def _place(cu_seqlens: Tensor, total: int) -> _Place:
-    # int64, so that no offset or window limit overflows in the arithmetic of positions.
+    # Positions are int64, so that adding an offset or a window limit does not overflow.
     cu_seqlens = cu_seqlens.long()
     position = torch.arange(total, device=cu_seqlens.device)
-    # The number of ends at or before a row is its sequence: empty sequences own no row.
+    # The number of a row's sequence is the number of sequences that end at or before it. This skips
+    # empty sequences, which own no row.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
     return _Place(cu_seqlens, sequence, position - cu_seqlens[sequence])
 
 
 def _of_rows(per_sequence: Tensor, place: _Place) -> Tensor:
-    """Spreads ``(B, ...)`` to ``(T, ...)``; rows past the last sequence get a zero."""
+    """Gives each row the value of its sequence: ``(B, ...)`` to ``(T, ...)``. Rows after the last
+    sequence get 0.
+    """
     padding = [0, 0] * (per_sequence.ndim - 1) + [0, 1]
     return F.pad(per_sequence, padding)[place.sequence]
 
 
 def _inside_dtype(dtype: torch.dtype, out_dtype: torch.dtype, *, scaled: bool) -> torch.dtype:
-    """The dtype that goes into SDPA: 16 bits only where the inputs and the output have no more."""
+    """The dtype of SDPA's inputs. It has 16 bits only if neither inputs nor output have more."""
     if dtype == torch.float64 or (dtype == out_dtype and not scaled):
         return dtype
     return torch.float32
 
 
 def _autocasts(device_type: str) -> bool:
-    """Whether autocast may be at work for tensors of a device."""
+    """Whether autocast may be active for tensors of a device type."""
     return device_type not in AUTOCAST_DEVICES or torch.is_autocast_enabled(device_type)
 
 
@@ -365,7 +369,7 @@ def _dequantise(
         return x
     heads = x.shape[1]
     if descale.numel() > 1 and descale.shape[min(descale.ndim - 1, 1)] != heads:
-        group = heads // descale.shape[min(descale.ndim - 1, 1)]  # given by head of k for q
+        group = heads // descale.shape[min(descale.ndim - 1, 1)]  # heads that share a descale
         descale = descale.repeat_interleave(group, min(descale.ndim - 1, 1))
     if descale.ndim < 2:
         return x * descale.reshape(1, -1, 1, 1)
@@ -377,10 +381,11 @@ def _dequantise(
 
 
 def _in_stride_order_of(q: Tensor, result: Tensor) -> Tensor:
-    """The result, dense, its dimensions in memory in the order of q's; the last stays innermost."""
+    """The result, dense, with its dimensions in memory in the order of q's, the last innermost."""
     if q.is_contiguous() and result.is_contiguous():
         return result
-    # A stride of 0 (expanded) says nothing of the order: such a dimension goes outermost.
+    # A stride of 0 (an expanded dimension) does not tell the order; such a dimension becomes the
+    # outermost.
     strides = q.stride()[:-1]
     order = sorted(range(len(strides)), key=lambda i: -strides[i] if strides[i] else _MINUS_INF)
     order.append(len(strides))
@@ -396,7 +401,7 @@ class _Band(NamedTuple):
 
     left: int | None
     right: int | None
-    offset: int | Tensor  # of one number, or (B,)
+    offset: int | Tensor  # a tensor has one element, or is (B,)
 
     @classmethod
     def of(
@@ -423,7 +428,7 @@ class _Band(NamedTuple):
         if q_offset is None:
             q_offset = nk - nq
         if not isinstance(q_offset, Tensor):
-            # A side that excludes no key is dropped: decoding one token then needs no mask at all.
+            # A side that excludes no key is dropped, so that decoding one token needs no mask.
             if right is not None and q_offset + right >= nk - 1:
                 right = None
             if left is not None and nq - 1 + q_offset - left <= 0:
@@ -431,7 +436,7 @@ class _Band(NamedTuple):
         return cls(left, right, q_offset)
 
     def contains(self, distance: Tensor) -> Tensor:
-        """Of ``j - i - offset``, whether the key is in the band."""
+        """Whether a key is in the band, given ``distance = j - i - offset``."""
         inside = torch.ones_like(distance, dtype=torch.bool)
         if self.left is not None:
             inside = inside & (distance >= -self.left)
@@ -440,19 +445,22 @@ class _Band(NamedTuple):
         return inside
 
 
-# Functions, since torch.compile before torch 2.7 traces no property of a tuple that holds a tensor.
+# These are functions and not properties, because torch.compile before torch 2.7 cannot trace a
+# property of a tuple that holds a tensor.
 def _unbounded(band: _Band) -> bool:
     return band.left is None and band.right is None
 
 
 def _top_left_causal(band: _Band) -> bool:
-    """Whether SDPA's is_causal means the same."""
+    """Whether SDPA's is_causal means the same as the band."""
     plain_offset = not isinstance(band.offset, Tensor) and band.offset == 0
     return band.left is None and band.right == 0 and plain_offset
 
 
 def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> Tensor | None:
-    """Bool, broadcastable to ``(B, Hq, Nq, Nk)``: what band and sequences leave; None for all."""
+    """Which keys band and packed sequences let each query see: bool, broadcastable to
+    ``(B, Hq, Nq, Nk)``; None if every query sees every key.
+    """
     if packed:
         rows, keys = packed
         sequences = rows.cu_seqlens.shape[0] - 1
@@ -474,12 +482,12 @@ def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> 
 
 
 class _Mask(NamedTuple):
-    """What every query sees, and the same made safe: no softmax gets a row without a key."""
+    """Which keys every query sees, and a form of it for softmax, in which no row is empty."""
 
     real: Tensor  # bool, broadcastable to (B, Hq, Nq, Nk)
-    visible: Tensor  # bool; a row that sees no key is all True here, its result is replaced later
+    visible: Tensor  # bool; a row that sees no key is all True, and its result is replaced later
     seen: Tensor  # bool (..., Nq, 1): whether the row sees any key
-    bias: Tensor | None  # of attn_mask, with 0 for -inf: those keys are not visible
+    bias: Tensor | None  # a floating attn_mask with 0 for -inf, whose keys are not visible
 
     @classmethod
     def of(cls, visible: Tensor | None, attn_mask: Tensor | None) -> _Mask | None:
@@ -520,8 +528,8 @@ def _attention_bhnd(
     want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     empty = 0 in (*q.shape, *k.shape, *v.shape)
-    # SDPA takes a bias of the inputs' dtype only, and rounding a float32 one to 16 bits would lose
-    # what was given.
+    # SDPA takes only a bias of the inputs' dtype, and rounding a float32 bias to 16 bits would lose
+    # accuracy.
     foreign_bias = attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype)
     plain = bool(softcap) or sinks is not None or want_lse or empty or foreign_bias
     if not plain and not packed and attn_mask is None and _top_left_causal(band):
@@ -542,7 +550,7 @@ def _attention_bhnd(
     lse_unseen: float | Tensor = _MINUS_INF
     if sinks is not None and lse is not None:
         sink = sinks.to(lse.dtype)[:, None]
-        # exp(lse) / (exp(lse) + exp(sink)): what the keys keep of the denominator.
+        # The share of the denominator that belongs to keys: exp(lse) / (exp(lse) + exp(sink)).
         out = out * torch.sigmoid(lse - sink)[..., None]
         lse = torch.logaddexp(lse, sink)
         lse_unseen = sink
@@ -571,19 +579,19 @@ def _sdpa(
     )
 
 
-_LOAD_BYTES = 16  # what PyTorch's fused CUDA kernels load at a time
+_LOAD_BYTES = 16  # bytes that PyTorch's fused CUDA kernels load at a time
 
 
 def _readable_by_fused_kernels(x: Tensor) -> Tensor:
     """q, k or v as it is, or a dense copy where PyTorch's fused CUDA kernels could not read it.
 
-    Their loads of 16 bytes fault where an address is not a multiple of that, but PyTorch chooses
-    them without a look at the tensor's address and at most of its strides. So a tensor is copied if
-    its address, or a stride times the size of an element, is not a multiple of 16 bytes, or if its
-    last dimension is not dense (PyTorch would leave the fused kernels for that). It is not copied
-    if its rows are not of whole 16 bytes: PyTorch then pads them, which copies them, or takes plain
-    operations, which read any tensor. float64 has plain operations only. The mask needs no copy: it
-    is always a tensor of our own, and PyTorch pads its rows.
+    Their loads of 16 bytes fault if an address is not a multiple of 16, but PyTorch chooses them
+    without looking at the tensor's address and at most of its strides. So a tensor is copied if its
+    address, or a stride times the size of an element, is not a multiple of 16 bytes. It is also
+    copied if its last dimension is not dense, because PyTorch would not use the fused kernels. It
+    is not copied if the bytes of a row are not a multiple of 16: PyTorch then pads the rows, which
+    copies them, or uses plain operations, which read any tensor. float64 has plain operations only.
+    The mask needs no copy, because it is always a tensor made here, and PyTorch pads its rows.
     """
     size, width = x.element_size(), x.shape[-1]
     if x.dtype == torch.float64 or width * size % _LOAD_BYTES:
@@ -597,12 +605,12 @@ def _readable_by_fused_kernels(x: Tensor) -> Tensor:
 
 def _address(x: Tensor) -> int:
     if torch.compiler.is_compiling():
-        # A graph serves tensors at any address and cannot ask for one. Inductor copies what it is
-        # given at an odd address by itself; the other backends leave that to the caller.
+        # A compiled graph serves tensors at any address and cannot ask for it. Inductor itself
+        # copies a tensor at an unaligned address; other backends leave that to the caller.
         return 0
     try:
         return x.data_ptr()
-    except RuntimeError:  # inside transforms such as vmap there is no address to look at
+    except RuntimeError:  # inside transforms such as vmap a tensor has no address
         return 1
 
 
@@ -616,7 +624,7 @@ def _plain(
     softcap: float | None,
     want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and LSE (without sinks) by plain operations in float32; float64 stays float64."""
+    """Output and LSE (without sinks) by plain operations in float32, or in float64 for float64."""
     if q.dtype != torch.float64:
         q, k, v = q.float(), k.float(), v.float()
     b, hq, nq, _ = q.shape
@@ -638,11 +646,13 @@ def _plain(
 
 
 def _sees_non_finite(visible: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Two bool ``(..., Nq, 1)``: whether the query sees a non-finite k, or a non-finite v."""
+    """Whether each query sees a non-finite k, and whether it sees a non-finite v: two bool tensors
+    ``(..., Nq, 1)``.
+    """
     bad = torch.stack([~x.isfinite().all(-1) for x in (k, v)], -1)  # (B, Hkv, Nk, 2)
     bad = bad.repeat_interleave(heads // max(k.shape[1], 1), 1)
-    # einsum keeps the mask's size-1 dimensions as they are, where a broadcast matmul would copy it
-    # per head.
+    # einsum does not expand the mask's dimensions of size 1; a broadcast matmul would copy the mask
+    # for each head.
     hits = torch.einsum("bhqk,bhkx->bhqx", visible.to(v.dtype), bad.to(v.dtype)) > 0
     return hits[..., :1], hits[..., 1:]
 

@@ -31,31 +31,33 @@ def warm_up(
 ) -> list[str]:
     """Loads the kernels that calls on a GPU may need, so that their first launch does not wait.
 
-    CUDA loads a kernel at its first launch in a process, which then waits until the device has
-    finished all work under way. After this, first calls return at once as later ones do. Call it
-    while the device is idle: it waits for the device itself. It launches nothing. Kernels of
+    CUDA loads a kernel at its first launch in a process, and that launch waits until the device has
+    finished all its work. After warm_up, first calls return as soon as later ones do. Call it while
+    the device is idle, because it waits for the device itself. It launches nothing. Kernels of
     PyTorch, which serves some calls, are not loaded.
 
     Args:
         device: the CUDA device, as torch.device, "cuda:1" or its index; default torch's current
             one.
-        dtypes: of q, k and v. An FP8 dtype also loads the kernels of `archflash.quantize_fp8`.
-        head_dims: d of q, k and v in elements, or pairs (d, dv) where v's differs.
-        implementations: names of those whose kernels are loaded; default what
-            `archflash.force` or the environment forces, else all that could serve a call of these
-            dtypes and head dims that forces none: whatever its lengths, number of heads, strides
-            and options.
+        dtypes: dtypes of q, k and v. An FP8 dtype also loads the kernels of
+            `archflash.quantize_fp8`.
+        head_dims: d of q, k and v in elements, or pairs (d, dv) if that of v differs.
+        implementations: names of the implementations whose kernels are loaded. By default the one
+            that `archflash.force` or the environment forces; if nothing is forced, all that could
+            serve a call of these dtypes and head dims, whatever its lengths, number of heads,
+            strides and options.
 
     Returns:
-        The names of the kernels, sorted; those that were loaded before are among them. Empty where
-        PyTorch serves all such calls.
+        The names of the kernels, sorted, with those that were loaded before. Empty if PyTorch
+        serves all such calls.
 
     Raises:
-        TypeError: dtypes, head_dims or implementations is no sequence, or holds something else.
-        ValueError: a head dim below 1; a device that is no CUDA device.
-        ForcedImplementationError: a name that no implementation has, or an implementation of the
-            arguments that serves none of these calls on the device.
-        NotCompiledError: this build lacks an implementation of the arguments.
+        TypeError: dtypes, head_dims or implementations is not a sequence, or has an item of the
+            wrong type.
+        ValueError: a head dim below 1; a device that is not a CUDA device.
+        ForcedImplementationError: no implementation has a given name, or a given implementation
+            serves none of these calls on the device.
+        NotCompiledError: this build lacks a given implementation.
         LaunchError: there is no GPU or no driver to load onto, or CUDA refused to load a kernel.
 
     Example:
@@ -123,10 +125,10 @@ def plans_by_kernel(
     implementations: Sequence[str] | None = None,
 ) -> dict[str, _native.LaunchPlan]:
     """Each kernel that calls of these dtypes and head dims may launch on a device, with a plan that
-    launches it; errors as of `warm_up`.
+    launches it. Raises what `warm_up` raises.
 
-    The plans of many problems are made, so that no rule by which a folder chooses among its kernels
-    is repeated here.
+    It plans many problems, so that the rules by which a folder chooses among its kernels are not
+    repeated here.
     """
     if implementations is None and (forced := _dispatch.forced()) is not None:
         implementations = (forced,)
@@ -180,9 +182,9 @@ def _add_forced(
         )
 
 
-# Kernels are chosen by the rows of a sequence, by the tiles of rows beside the number of SMs, and
-# by the keys: lengths on either side of all the limits there are, tiles from one to far more than
-# the SMs in steps that step over no kernel.
+# Plans choose kernels by the query rows of a sequence, by the number of row tiles compared with the
+# number of SMs, and by the keys. So these are lengths on both sides of every limit, and numbers of
+# tiles from one to far more than the SMs, in steps small enough to miss no kernel.
 _QUERIES = (1, 33, 65, 129, 257, 8192)
 _KEYS = (128, 8192, 65536)
 _HEADS_PER_SM = tuple(2 ** (step / 2) for step in range(-14, 10))
@@ -191,10 +193,10 @@ _HEADS_PER_SM = tuple(2 ** (step / 2) for step in range(-14, 10))
 def _problems(
     device: _native.Device, dtype: torch.dtype, d: int, dv: int
 ) -> Iterator[_native.Problem]:
-    """Problems that between them launch every kernel which a call of that dtype and of those head
-    dims may launch.
+    """Problems that together launch every kernel that a call of this dtype and these head dims may
+    launch.
     """
-    sinks = torch.empty(1)  # with them PyTorch's kernels are asked after ours
+    sinks = torch.empty(1)  # with sinks, dispatch asks PyTorch's kernels after ours
     kinds: list[dict[str, Any]] = [
         {},
         {"causal": True},
@@ -207,10 +209,11 @@ def _problems(
         kinds.append({"approximate": "int8_qk"})
     heads = sorted({max(1, round(device.sm_count * ratio)) for ratio in _HEADS_PER_SM})
     for nq, nk in itertools.product(_QUERIES, _KEYS):
-        # On the CPU and not on the meta device, whose tensors take 10 ms to read: memory that
-        # nothing touches.
+        # The tensors are on the CPU, where nothing touches their memory. Tensors on the meta device
+        # take 10 ms to read.
         one = [torch.empty(1, 1, n, dim, dtype=dtype) for n, dim in ((nq, d), (nk, d), (nk, dv))]
-        repeated = one[1][:, :, :1].expand(-1, -1, nk, -1)  # no tensor map has such a row stride
+        # A row stride of 0, which no tensor map can have.
+        repeated = one[1][:, :, :1].expand(-1, -1, nk, -1)
         for batch in heads:
             q, k, v, same_k = (x.expand(batch, -1, -1, -1) for x in (*one, repeated))
             for options in kinds:

@@ -21,7 +21,7 @@ from archflash import _bias
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK_ELEMENTS = 1 << 24  # scores held at once: 128 MiB in float64
 _SCALE_ROWS = 64  # rows that share a descale given per block
-_MEAN_KEYS = 512  # the mean of k that approximate="int8_qk" takes off is that of at most so many
+_MEAN_KEYS = 512  # most keys that enter the mean of k which approximate="int8_qk" subtracts
 _LSE_ULPS = 64  # float32 sums of up to a few thousand products, and an approximate exp2 in between
 
 
@@ -65,17 +65,17 @@ def attention(
 
 
 def baseline(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **call: Any) -> Tensor:
-    """The same formula in plain PyTorch operations at the inputs' dtype: the yardstick of `check`.
+    """Attention in plain PyTorch operations at the inputs' dtype: the yardstick of `check`.
 
-    TF32 is off while it runs.
-    FP8 inputs are dequantised and rounded to the output dtype first (bfloat16 by default).
+    TF32 is off while it runs. FP8 inputs are first dequantised and rounded to the output dtype
+    (bfloat16 by default).
 
     Args:
         q: as for `attention`.
         k: as for `attention`.
         v: as for `attention`.
-        return_lse: taken so that one set of keywords serves both functions; changes nothing.
-        **call: as for `attention`; out_dtype is that of the result, q's by default.
+        return_lse: ignored; it is accepted so that `attention` and this take the same keywords.
+        **call: as for `attention`; out_dtype is the dtype of the result, by default that of q.
 
     Returns:
         The output in out_dtype, shaped like q with Dv for D.
@@ -95,18 +95,18 @@ class ErrorReport:
     """How far an output is from the float64 reference, and whether that is near enough.
 
     Attributes:
-        ok: both bounds hold and no element is non-finite where it should not be.
-        max_error: largest absolute error; inf where an element is wrongly NaN or infinite.
+        ok: both bounds hold, and NaN and infinities are exactly where the reference has them.
+        max_error: largest absolute error; inf if an element is wrongly NaN or infinite.
         mean_error: mean absolute error.
         nrmse: root of the mean squared error over the root of the mean squared reference.
-        bad_elements: how many elements exceed `bound`, or are NaN or infinite otherwise than the
-            reference.
-        elements: how many were compared.
+        bad_elements: how many elements exceed `bound`, or differ from the reference in being NaN or
+            infinite.
+        elements: how many elements were compared.
         worst: coordinate of the largest error; empty for an empty output.
-        value: the output there.
-        expected: the reference there.
-        bound: what each element's error may be.
-        mean_bound: what the mean error may be.
+        value: the output at that coordinate.
+        expected: the reference at that coordinate.
+        bound: largest error that an element may have.
+        mean_bound: largest mean error that is accepted.
     """
 
     ok: bool
@@ -154,8 +154,8 @@ def check(out: Tensor, ref: Tensor, base: Tensor) -> ErrorReport:
             "differ in shape: compare outputs of the same call"
         )
     finite = ref.isfinite()
-    # A baseline that overflowed says nothing about how well the formula can do, so only its finite
-    # values count.
+    # Where the baseline overflowed it does not show what error to expect, so only its finite values
+    # count.
     base_error = (base.double() - ref).abs()[finite & base.isfinite()]
     size = ref.abs()[finite]
     bound = 2 * _max(base_error) + 2 * _ulp(_max(size), out.dtype)
@@ -168,14 +168,14 @@ def check_fp8(
 ) -> ErrorReport:
     """Compares the output of an FP8 kernel with the float64 reference on the same FP8 inputs.
 
-    What such a kernel adds to the rounding of its output is that of the weights to e4m3: each is
-    off by at most 2^-4 of itself, or by 2^-18 of the largest. The rule, for each element::
+    Such a kernel rounds its output and also its weights, to e4m3. The error of a weight is at most
+    2^-4 of itself, or 2^-18 of the largest weight. The rule for each element is::
 
         |out - ref| <= (2^-4 + 2^-8) * sum(w |v|) + 2^-18 * sum(|v|) + 2 ulp
 
-    with the sums over the keys that the row sees, w the weights of the softmax and the ulp that of
-    the output dtype at max|ref|; 2^-8 is for the products of the scores. Of the mean error a
-    quarter; NaN and infinities exactly where the reference has them.
+    with sums over the keys that the row sees, w the weights of the softmax, and the ulp of the
+    output dtype at max|ref|; 2^-8 is for the products of the scores. The mean error may be a
+    quarter of that. NaN and infinities must be exactly where the reference has them.
 
     Args:
         out: the output to judge, float16 or bfloat16.
@@ -211,20 +211,20 @@ def check_fp8(
 def int8_qk(
     q: Tensor, k: Tensor, layout: str = "bhnd", keys: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What approximate="int8_qk" multiplies in place of q and k.
+    """The numbers that approximate="int8_qk" multiplies in place of q and k.
 
-    q and k less its mean over the keys, at most 512 of them, evenly spread, are rounded to
-    multiples of a scale, 1/127 of the largest magnitude in each 64 rows of a head; the mean is
-    added back exactly.
+    The mean over the keys (at most 512 of them, evenly spread) is subtracted from k. Then q and k
+    are rounded to multiples of a scale, which is 1/127 of the largest magnitude in each 64 rows of
+    a head. The mean is added back exactly.
 
     Args:
         q: ``(B, Hq, Nq, D)``, or ``(B, Nq, Hq, D)`` with layout "bnhd"; no NaN, no infinities.
-        k: ``(B, Hkv, Nk, D)`` or ``(B, Nk, Hkv, D)``; likewise.
-        keys: how many keys of each batch count; those behind them, which no query sees, are zeros.
+        k: ``(B, Hkv, Nk, D)`` or ``(B, Nk, Hkv, D)``; no NaN, no infinities.
+        keys: how many keys of each batch count; later ones, which no query sees, count as zeros.
             None: all.
 
     Returns:
-        float64 tensors of one column more than q and k, in their layout: the products of those rows
+        float64 tensors in the layout of q and k, with one column more. The products of their rows
         are the scores that such a kernel computes, before scale.
     """
     if layout == "bnhd":
@@ -248,7 +248,7 @@ def int8_qk(
 
 
 def _to_int8(x: Tensor) -> Tensor:
-    """float32 (B, H, N, D) -> the float64 numbers that int8 and its scales stand for."""
+    """Rounds float32 (B, H, N, D) to int8 with scales; returns the numbers in float64."""
     rows = x.shape[2]
     largest = x.abs().amax(-1) if x.numel() else x.new_zeros(x.shape[:3])
     padded = torch.nn.functional.pad(largest, (0, -rows % _SCALE_ROWS))
@@ -261,15 +261,15 @@ def _to_int8(x: Tensor) -> Tensor:
 def check_int8_qk(
     out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **call: Any
 ) -> tuple[ErrorReport, ErrorReport | None]:
-    """Judges what a kernel of approximate="int8_qk" makes of a call, by the error rule of exact
-    kernels applied to the rounded q and k of `int8_qk`.
+    """Compares the output of a kernel of approximate="int8_qk" with float64. The error rule is that
+    of exact kernels, applied to the rounded q and k of `int8_qk`.
 
-    The log-sum-exp may be off by 2^-10 more: such kernels add a row's base and 1.5 * 2^23 of an
-    exponent scale of at most 2^-10.
+    The log-sum-exp may be off by 2^-10 more, because such kernels add 1.5 * 2^23 times the scale of
+    the exponent, which is at most 2^-10, to a row's base.
 
     Args:
         out: the output to judge.
-        lse: its log-sum-exp; None where there is none.
+        lse: its log-sum-exp; None if there is none.
         q, k, v, **call: the call, as for `attention`.
 
     Returns:
@@ -287,7 +287,7 @@ def check_int8_qk(
 
 
 def _seen_keys(q: Tensor, k: Tensor, layout: str, call: dict[str, Any]) -> list[int]:
-    """For each batch, the keys before those that no query sees."""
+    """For each batch, the number of keys up to the last one that some query sees."""
     nq, nk = (x.shape[2 if layout == "bhnd" else 1] for x in (q, k))
     rights = [0] if call.get("causal") else []
     window = call.get("window")
@@ -305,12 +305,13 @@ def _seen_keys(q: Tensor, k: Tensor, layout: str, call: dict[str, Any]) -> list[
 def check_lse(lse: Tensor, ref: Tensor, more: float = 0.0) -> ErrorReport:
     """Compares a float32 log-sum-exp with the float64 reference.
 
-    The rule: within 64 ulp of float32 at ``max(1, max|ref|)``, and -inf exactly where it is due.
+    The rule: each element is within 64 ulp of float32 at ``max(1, max|ref|)``, and -inf exactly
+    where the reference is.
 
     Args:
-        lse: float32, to judge.
-        ref: float64, same shape.
-        more: what an approximate kernel may add.
+        lse: the log-sum-exp to judge, float32.
+        ref: the reference, float64, same shape.
+        more: error that is accepted on top, for an approximate kernel.
 
     Returns:
         An ErrorReport.
@@ -332,7 +333,7 @@ def check_lse(lse: Tensor, ref: Tensor, more: float = 0.0) -> ErrorReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The keywords of archflash.attention that matter to a result."""
+    """The keywords of archflash.attention that influence a result."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -377,12 +378,12 @@ def _exact_block(block: _Block) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(logits, 1)
     if block.sink is not None:
         lse = torch.logaddexp(lse, block.sink)
-    # Where nothing is seen and there is no sink, every weight is exp(-inf) = 0; the 0 below only
-    # avoids -inf - -inf.
+    # In a row that sees no key and has no sink, every weight is exp(-inf) = 0. Using 0 for its
+    # maximum avoids -inf - -inf.
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
     weights = weights.masked_fill(~block.visible, 0.0)  # also where the sink is NaN
-    # A value that is not finite belongs to the rows that see it and to no other; 0 * NaN would say
-    # otherwise.
+    # A value that is not finite affects only the rows that see it, but 0 * NaN would spread it to
+    # the others.
     out = weights @ block.v.masked_fill(~block.v.isfinite(), 0.0)
     touched = block.visible.double() @ (~block.v.isfinite()).double() > 0
     return out.masked_fill(touched, math.nan), lse
@@ -399,7 +400,7 @@ def _rounded_block(block: _Block) -> tuple[Tensor, Tensor]:
     if block.sink is not None:
         logits = torch.cat([logits, block.sink.expand(len(logits), 1)], 1)
     weights = torch.softmax(logits, 1)[:, : len(block.k)]
-    if block.sink is not None:  # softmax gives NaN instead of the limit
+    if block.sink is not None:  # softmax would give NaN instead of the limit
         weights = weights.masked_fill(block.sink == math.inf, 0.0)
     out = weights.masked_fill(~block.visible, 0.0) @ block.v
     return out, out.new_zeros(len(out))
@@ -413,7 +414,7 @@ def _run(
     dtype: torch.dtype,
     block_fn: Callable[[_Block], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Cuts the call into blocks, computes each in `dtype` and puts the results together."""
+    """Cuts the call into blocks, computes each in `dtype` and combines the results."""
     packed = call.cu_seqlens_q is not None
     if not packed and call.layout == "bnhd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -501,7 +502,7 @@ def _sequences(call: _Call, q: Tensor, k: Tensor) -> Iterator[tuple[int, int, sl
 def _values(
     x: Tensor, descale: Tensor | None, number: int, head: int, dtype: torch.dtype
 ) -> Tensor:
-    """The values that a stored (N, D) slice stands for, in `dtype`."""
+    """The numbers that a stored (N, D) slice stands for, in `dtype`."""
     if descale is None:
         return x.to(dtype)
     if descale.ndim == 3:
@@ -531,7 +532,7 @@ def _visible(call: _Call, position: Tensor, nk: int) -> Tensor:
 
 @contextlib.contextmanager
 def _without_tf32(q: Tensor) -> Iterator[None]:
-    """Full float32 products on CUDA, whatever the program has chosen for itself."""
+    """While entered, CUDA computes float32 products in full, whatever the program has set."""
     if not q.is_cuda or q.dtype != torch.float32:
         yield
         return
@@ -550,13 +551,13 @@ def _report(out: Tensor, ref: Tensor, bound: float | Tensor, mean_bound: float) 
     value = out.double()
     same = (value == ref) | (
         value.isnan() & ref.isnan()
-    )  # equal infinities, and NaN where NaN is due
+    )  # equal infinities, and NaN where the reference is NaN
     comparable = value.isfinite() & ref.isfinite()
     error = (value - ref).abs().masked_fill(~comparable, math.inf).masked_fill(same, 0.0)
     bad = int((error > bound).sum())
     finite = ref.isfinite()
-    # Where the reference is not finite there is no size of error: right or wrong, and wrong is
-    # counted above.
+    # Where the reference is not finite, an element is right or wrong; the wrong ones are counted
+    # above and have no size of error.
     mean_error = _mean(error[finite])
     power = _mean(ref[finite].square())
     nrmse = (

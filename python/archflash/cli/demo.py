@@ -28,7 +28,7 @@ from archflash.cli import minilm
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Pairs that say the same in other words (1 and 2, 3 and 4, ...), then sentences on their own.
+# Pairs of sentences with the same meaning (1 and 2, 3 and 4, ...), then single sentences.
 PAIRS = 5
 SENTENCES = (
     "A man is playing the guitar.",
@@ -52,11 +52,11 @@ SENTENCES = (
     "Our goalkeeper saved two penalties in the final.",
 )
 
-# The least cosine between a sentence's embedding and the model's own float32 one.
+# The smallest cosine that is accepted between a sentence's embedding and the model's float32 one.
 MIN_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.999}
 
-# Whose kernels run on the simulator where there is no GPU, and for how long they may all together:
-# if every layer takes longer, only the first is simulated.
+# The implementations whose kernels run on the simulator if there is no GPU, and the seconds that
+# they may take together. If all layers would take longer, only the first one is simulated.
 SIMULATED_KERNELS = {torch.float32: "simt", torch.bfloat16: "ampere"}
 SIMULATION_SECONDS = 60.0
 
@@ -74,7 +74,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What came of one layer's attention call."""
+    """The result of one layer's attention call."""
 
     layer: int
     implementation: str
@@ -89,11 +89,11 @@ class CheckedAttention:
 
     Attributes:
         batch: the sentences.
-        implementation: the one that is forced; None: archflash chooses.
+        implementation: the implementation that is forced; None if archflash chooses.
         layers: how many calls there will be.
-        simulation_seconds: where the forced kernels are simulated and all layers would take longer,
-            the ones after the first go to archflash's own choice.
-        results: of the calls so far.
+        simulation_seconds: if the forced kernels are simulated and all layers would take longer
+            than this, the layers after the first are left to archflash's own choice.
+        results: results of the calls so far.
     """
 
     batch: Batch
@@ -111,7 +111,7 @@ class CheckedAttention:
         }
         call = {**packing, "implementation": self.implementation}
         begin = time.perf_counter()
-        with warnings.catch_warnings():  # what archflash says once of the simulator, the demo says
+        with warnings.catch_warnings():  # the demo itself says that the simulator runs
             warnings.filterwarnings("ignore", message="archflash: tensors are on the CPU")
             out: Tensor = archflash.attention(q, k, v, **call)
         seconds = time.perf_counter() - begin
@@ -221,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(folder: Path, dtypes: list[torch.dtype], implementation: str | None) -> list[str]:
-    """Run the model in each dtype, print what came of it, return what failed."""
+    """Run the model in each dtype, print the results, return what failed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
@@ -276,18 +276,18 @@ def _demo(folder: Path, dtypes: list[torch.dtype], implementation: str | None) -
 
 
 def _simulated_kernel(dtype: torch.dtype) -> str | None:
-    """The implementation that the simulator runs in a dtype; None where the build left it out."""
+    """The implementation that the simulator runs in a dtype; None if the build left it out."""
     name = SIMULATED_KERNELS[dtype]
     return name if _native.targets(name) else None
 
 
 def find_failures(dtype: torch.dtype, results: list[LayerResult], cosines: Tensor) -> list[str]:
-    """Say what does not hold of one run.
+    """Say what is wrong with one run.
 
     Args:
-        dtype: what the encoder ran in.
+        dtype: the dtype that the encoder ran in.
         results: one for each layer.
-        cosines: (B,), of each sentence's embedding with the model's own.
+        cosines: (B,), the cosine of each sentence's embedding with the model's own.
 
     Returns:
         One sentence for each failure.

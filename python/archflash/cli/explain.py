@@ -16,7 +16,7 @@ import torch
 import archflash
 from archflash import _dispatch
 
-MOST = 1 << 59  # elements of a tensor, whose bytes then fit 63 bits
+MOST = 1 << 59  # most elements of a tensor, so that its bytes fit 63 bits
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_call_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what describes a call of `archflash.attention`."""
+    """Adds the arguments that describe a call of `archflash.attention`."""
     parser.add_argument(
         "--shape", required=True, metavar="B,H,N,D", help="of q; k and v have the same unless told"
     )
@@ -120,13 +120,13 @@ def _short(text: str) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """What the arguments of a command describe.
+    """The call that the arguments of a command describe.
 
     Attributes:
-        shapes: of q, k and v.
-        dtype: of all three.
-        heads: of q.
-        options: for `archflash.attention`, but for sinks.
+        shapes: shapes of q, k and v.
+        dtype: dtype of all three.
+        heads: number of heads of q.
+        options: options of `archflash.attention`, without sinks.
     """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -139,7 +139,7 @@ def read_call(arguments: argparse.Namespace) -> Call:
     """The call that a command's arguments describe.
 
     Raises:
-        ValueError: a size or window that is none.
+        ValueError: a size or window that is not valid.
     """
     batch, heads, rows, dim = parse_shape(arguments.shape)
     heads_kv = heads if arguments.heads_kv is None else arguments.heads_kv

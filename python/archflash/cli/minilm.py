@@ -33,7 +33,7 @@ _EMBEDDING_NAMES = {
     "embeddings.token_type_embeddings": "token_types",
     "embeddings.LayerNorm": "norm",
 }
-_MOST, _MOST_LAYERS = 1 << 20, 1000  # of the sizes of an encoder, far beyond this one's
+_MOST, _MOST_LAYERS = 1 << 20, 1000  # limits of an encoder's sizes, far above those of this one
 _LAYER_NAMES = {
     "attention.self.query": "query",
     "attention.self.key": "key",
@@ -247,7 +247,7 @@ def load_model(folder: Path) -> tuple[Tokenizer, Encoder]:
 
     with torch.device(
         "meta"
-    ):  # no random initialisation: the stored tensors take the place of these
+    ):  # without random initialisation, because the stored tensors replace these
         encoder = Encoder(config)
     try:
         encoder.load_state_dict(_rename(_read_tensors(folder)), assign=True)
@@ -287,12 +287,12 @@ def save_half(source: Path, folder: Path) -> Path:
 
 
 def check_tokens(tokens: Tensor, lengths: Tensor, config: Config) -> None:
-    """Check what a tokenizer made of sentences.
+    """Check the tokens of sentences.
 
     Args:
         tokens: (T,) int64, ids of all sentences.
-        lengths: (B,) of each sentence.
-        config: of the encoder that they are for.
+        lengths: (B,) number of tokens of each sentence.
+        config: sizes of the encoder that will run them.
 
     Raises:
         ModelError: a sentence is empty or longer than the encoder takes, or has a token that it

@@ -24,11 +24,11 @@ from archflash.cli.explain import (
 
 MODES = ("lazy", "eager", "random", "priority")
 SUFFIXES = (".json", ".svg", ".png")
-# Small enough that the warps of a picture seem to run side by side.
+# Small enough that warps seem to run side by side in a picture.
 TRACE_STRETCH = 16
 MAX_STRETCH = (1 << 31) - 1
 SEEDS = 1 << 64
-# Numbers of q, k, v and the scores of the reference: 4 GB of them in float64.
+# The most elements of q, k, v and the scores of the reference together: 4 GB in float64.
 MOST_NUMBERS = 1 << 29
 
 

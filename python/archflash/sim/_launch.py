@@ -1,4 +1,4 @@
-"""Running any PTX: programs, buffers, launches."""
+"""Running any PTX on the simulator: programs, buffers, launches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SHARED_LIMIT = 227 * 1024
 
 @dataclass(frozen=True)
 class Program:
-    """A PTX module: every instruction of every kernel is known to the simulator.
+    """A loaded PTX module. The simulator knows every instruction of every kernel in it.
 
     Attributes:
         kernels: the names of its kernels.
-        target: what it was compiled for, "sm_80".
+        target: the target it was compiled for, such as "sm_80".
     """
 
     module: _native.Module
@@ -68,9 +68,10 @@ class Buffer:
     """A tensor on the CPU as a kernel's argument.
 
     Attributes:
-        tensor: any dtype and strides. What lies between its elements is out of bounds.
+        tensor: any dtype and strides. Memory between its elements is out of bounds.
         writable: whether the kernel may write it.
-        initialised: whether its bytes count as written; reading others is an error.
+        initialised: whether its bytes count as written; reading a byte that was never written is an
+            error.
         name: for reports.
     """
 
@@ -106,10 +107,11 @@ class TensorMap:
         box: elements that one copy moves, in the map's order (the contiguous dimension first).
         swizzle: 0, 32, 64 or 128 bytes.
         nan_fill: elements out of bounds are NaN instead of zero (16-bit floating point only).
-        element_steps: every how manieth element is moved, in the map's order; () for all.
-        writable, initialised, name: as of a `Buffer`.
-        dims: the map's sizes in elements, the contiguous one first; () for the tensor's.
-        type: of the elements, "u8", "f16" and so on; "" for the tensor's.
+        element_steps: along each dimension, in the map's order, the step from one element that is
+            moved to the next; () for 1.
+        writable, initialised, name: as for a `Buffer`.
+        dims: the map's sizes in elements, the contiguous one first; () for those of the tensor.
+        type: type of the elements, "u8", "f16" and so on; "" for that of the tensor.
     """
 
     tensor: Tensor
@@ -132,7 +134,7 @@ class TensorMap:
         """The map of the tensor at a simulated address.
 
         Raises:
-            LaunchError: the driver would refuse it.
+            LaunchError: the driver would refuse the map.
         """
         if self.swizzle not in SWIZZLES:
             raise LaunchError(f"a tensor map: a swizzle of {self.swizzle} bytes: 0, 32, 64 or 128")
@@ -154,7 +156,7 @@ class TensorMap:
 class Bindings:
     """Tensors registered with a simulator's memory; addresses by name.
 
-    Tensors that overlap in memory become one buffer, so that they do so in the simulator too.
+    Tensors that overlap in memory become one buffer, so that they overlap in the simulator too.
     """
 
     def __init__(self, memory: _native.Memory, buffers: Sequence[Buffer]) -> None:
@@ -191,7 +193,7 @@ class Bindings:
         base = memory.add(name, begin, end - begin, writable, not whole or members[0].initialised)
         if not whole:
             memory.forbid(base)
-            # What one member has initialised, another must not undo.
+            # Bytes that one tensor initialises stay initialised, whatever an overlapping one says.
             for member in sorted(members, key=lambda m: m.initialised):
                 starts, length = row_starts(member.tensor)
                 offset = member.tensor.data_ptr() - begin
@@ -219,7 +221,7 @@ def check_memory(buffer: Buffer) -> None:
 
 
 def extent_bytes(tensor: Tensor) -> int:
-    """From a tensor's first byte to behind its last one."""
+    """The bytes from a tensor's first byte to its last one."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -227,7 +229,7 @@ def extent_bytes(tensor: Tensor) -> int:
 
 
 def row_starts(tensor: Tensor) -> tuple[list[int], int]:
-    """A tensor's bytes as pieces of one length: where each starts, and the length."""
+    """A tensor's bytes as pieces of equal length: the start of each piece, and the length."""
     if tensor.numel() == 0:
         return [], 0
     size = tensor.element_size()
@@ -280,16 +282,16 @@ def launch(
             "random", or "priority" (random priorities of warps that change at random points).
         seed: 64 bits; the same seed gives the same run.
         race_check: whether to look for data races.
-        threads: of the host; 0: one for each core. The report does not depend on it.
-        max_instructions: of one CTA, before it counts as an endless loop.
-        shared_limit: what shared memory a CTA may have, in bytes.
-        traced_ctas: CTAs that record what they do in `Report.traces`: so many, the first of the
-            grid, or their indices (x fastest).
-        stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
-            as the mode says.
-        strict: whether what compilers leave out around tensor memory, ldmatrix and stmatrix,
-            without harm on a card, is an error as it is in this library's kernels (kinds
-            "tcgen05-fence", "tcgen05-wait", "lane-order" and "lane-release").
+        threads: host threads; 0 for one per core. The report does not depend on it.
+        max_instructions: warp-instructions that a CTA may run before it counts as an endless loop.
+        shared_limit: shared memory that a CTA may have, in bytes.
+        traced_ctas: CTAs that record what they do in `Report.traces`: a number, for the first CTAs
+            of the grid, or their indices (x fastest).
+        stretch: the most instructions that a warp runs before another warp gets its turn; 0: as the
+            mode says.
+        strict: whether missing waits and fences around tensor memory, ldmatrix and stmatrix are
+            errors, as they are in this library's kernels, although compilers leave them out without
+            harm on a card (kinds "tcgen05-fence", "tcgen05-wait", "lane-order" and "lane-release").
         check: whether errors are raised.
 
     Returns:

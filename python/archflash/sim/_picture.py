@@ -1,4 +1,4 @@
-"""Pictures of traced CTAs, as SVG and as PNG: what each warp did, which copies were under way."""
+"""Pictures of traced CTAs as SVG or PNG: what each warp did, and which copies were in flight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TECHNIQUES = {
 }
 OTHER = "#cdd4de"
 WAIT = "#ffffff"
-# Tensor memory is drawn as a map: its columns downwards, each part coloured by what wrote it.
+# Tensor memory is drawn as a map. Its columns run down; each part has the colour of its writer.
 TENSOR_MEMORY, TENSOR_COLUMNS = "tensor memory", 512
 WRITERS = {
     "allocated": ("#f4f6f9", "allocated"),
@@ -66,29 +66,29 @@ class Drawing:
     def rectangle(
         self, x: float, y: float, width: float, height: float, fill: str, edge: str = ""
     ) -> None:
-        """Filled, with an edge unless that is empty."""
+        """Draws a filled rectangle, with an edge unless `edge` is empty."""
         self.shapes.append(
             ("rectangle", {"x": x, "y": y, "w": width, "h": height, "fill": fill, "edge": edge})
         )
 
     def polygon(self, points: Sequence[tuple[float, float]], fill: str) -> None:
-        """A filled one."""
+        """Draws a filled polygon."""
         self.shapes.append(("polygon", {"points": list(points), "fill": fill}))
 
     def line(self, x: float, y: float, to_x: float, to_y: float, ink: str) -> None:
-        """One pixel wide."""
+        """Draws a line one pixel wide."""
         self.shapes.append(("line", {"x": x, "y": y, "to_x": to_x, "to_y": to_y, "ink": ink}))
 
     def text(
         self, x: float, y: float, text: str, size: int = 13, ink: str = INK, anchor: str = "start"
     ) -> None:
-        """On the base line y; anchor: what of it is at x: "start", "middle" or "end"."""
+        """Draws text on the base line y. Its `anchor` ("start", "middle" or "end") is at x."""
         self.shapes.append(
             ("text", {"x": x, "y": y, "text": text, "size": size, "ink": ink, "anchor": anchor})
         )
 
     def svg(self) -> str:
-        """As SVG text."""
+        """The drawing as SVG text."""
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {_n(self.height)}" '
             f'width="{WIDTH}" height="{_n(self.height)}" '
@@ -117,7 +117,7 @@ class Drawing:
         return "\n".join([*lines, "</svg>", ""])
 
     def png(self, scale: int = 2) -> bytes:
-        """As a PNG of `scale` times the size.
+        """The drawing as a PNG of `scale` times the size.
 
         Raises:
             ValueError: Pillow is not installed.
@@ -159,7 +159,7 @@ class Drawing:
 
 
 def require_pillow() -> None:
-    """Sees that PNG pictures can be drawn.
+    """Checks that PNG pictures can be drawn.
 
     Raises:
         ValueError: Pillow is not installed, or too old to scale text.
@@ -187,13 +187,13 @@ def _n(value: float) -> str:
 def draw(
     line: Timeline, title: str, notes: Sequence[str] = (), begin: int = 0, end: int | None = None
 ) -> Drawing:
-    """A picture of one CTA: a bar for each warp, coloured by where it is in the source, with the
-    bytes of its asynchronous copies in flight below.
+    """Draws one CTA: a bar for each warp, whose colours show where in the source it is, and below
+    it the bytes of its asynchronous copies in flight.
 
     Args:
         line: the CTA.
-        title: above the picture.
-        notes: lines below the title.
+        title: text above the picture.
+        notes: lines of text below the title.
         begin, end: the part to show, in warp-instructions of the CTA; default all.
 
     Raises:
@@ -223,7 +223,7 @@ def draw(
     left, right = MARGIN + LABELS, WIDTH - MARGIN
     top = MARGIN + 34 + LINE * len(notes) + 16
     step = BAR + copies + GAP
-    places = [top + step * line.warps]  # of what no warp's bar has
+    places = [top + step * line.warps]  # where the tracks that belong to no warp are drawn
     for track in extra:
         places.append(places[-1] + (MAP if track == TENSOR_MEMORY else COPIES) + GAP)
     axis = places[-1]
@@ -312,7 +312,7 @@ def _colours(line: Timeline) -> dict[Region, str]:
 
 
 def _bars(line: Timeline, warp: int, colours: dict[Region, str]) -> list[tuple[int, int, str]]:
-    """(begin, end, colour) of a warp; what is too small to have a colour is other code."""
+    """The (begin, end, colour) of a warp's bars. Regions too small for a colour are other code."""
     bars: list[tuple[int, int, str]] = []
     pieces: list[Slice] = [piece for piece in line.slices if piece.warp == warp]
     waits = sorted(
@@ -320,7 +320,7 @@ def _bars(line: Timeline, warp: int, colours: dict[Region, str]) -> list[tuple[i
     )
     for index, piece in enumerate(pieces):
         colour = colours.get(piece.region, OTHER)
-        # A warp is where it was until it is elsewhere or waits: meanwhile others have their turn.
+        # A bar lasts until the warp is elsewhere or waits; in between other warps have their turns.
         end = pieces[index + 1].begin if index + 1 < len(pieces) else piece.end
         while waits and waits[0] < piece.end:
             waits.pop(0)
@@ -334,7 +334,7 @@ def _bars(line: Timeline, warp: int, colours: dict[Region, str]) -> list[tuple[i
 
 
 def _under_way(batches: Iterable[Batch]) -> list[tuple[int, int]]:
-    """When some of these are, as (begin, end), in order."""
+    """The times in which any of these batches is in flight, as (begin, end), in order."""
     spans: list[tuple[int, int]] = []
     for begin, end in sorted((e.begin, e.end) for batch in batches for e in batch.copies):
         if spans and begin <= spans[-1][1]:
@@ -375,7 +375,7 @@ def _draw_copies(
     drawing: Drawing, batches: Sequence[Batch], buffers: dict[str, str], x: Any, y: float,
     height: float, most: int,
 ) -> None:  # fmt: skip
-    """Bytes in flight over time, one buffer on top of the other."""
+    """Draws the bytes in flight over time, with one buffer on top of the other."""
     base = y + height
     drawing.line(x(0), base, x(1 << 62), base, EDGE)
     times = sorted(
@@ -405,7 +405,7 @@ def _draw_copies(
 
 
 def _writers(batches: Sequence[Batch]) -> list[tuple[str, str, str]]:
-    """Entries of the legend for the map of tensor memory."""
+    """The entries of the legend for the map of tensor memory."""
     matches = [USE.fullmatch(b.label) for b in batches if b.track == TENSOR_MEMORY]
     present = {match[1] for match in matches if match is not None}
     return [
@@ -418,7 +418,7 @@ def _writers(batches: Sequence[Batch]) -> list[tuple[str, str, str]]:
 def _draw_map(
     drawing: Drawing, batches: Sequence[Batch], x: Any, y: float, begin: int, last: int
 ) -> None:
-    """What the columns of tensor memory hold, from the first write to the last use."""
+    """Draws what the columns of tensor memory hold, each from its first write to its last use."""
     order = list(WRITERS)
     pieces = []
     for batch in batches:

@@ -29,13 +29,13 @@ class Finding:
 
     Attributes:
         severity: "error" or "lint".
-        kind: what it is, in a word: "race", "out-of-bounds", "uninitialised", "deadlock", ...
+        kind: one word, such as "race", "out-of-bounds", "uninitialised" or "deadlock".
         message: a sentence.
         kernel: the kernel's name.
-        cta: index of the CTA in the grid, x fastest; -1: of none.
-        warp: index of the warp in the CTA; -1: of none.
-        lane: lane of the warp; -1: of none.
-        line: line of the instruction in the PTX text; 0: of none.
+        cta: index of the CTA in the grid, x fastest; -1 if it concerns no single CTA.
+        warp: index of the warp in the CTA; -1 if it concerns no single warp.
+        lane: lane of the warp; -1 if it concerns no single lane.
+        line: line of the instruction in the PTX text; 0 if it concerns no instruction.
         instruction: the PTX statement.
         source: "file:line" of the CUDA source, inlined calls behind it; empty without line
             information.
@@ -77,24 +77,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that went on for a while. Times are warp-instructions of the CTA so far: an order
-    of events, not time on a GPU.
+    """A period in which one track did one thing. Times are warp-instructions that the CTA has run:
+    they order events and are not time on a GPU.
 
     Attributes:
-        kind: "run": a warp executed the instructions from `pc` on, one after the other; "wait":
-            nothing happened until `label` came about; "async": work that went on by itself.
+        kind: "run": a warp executed the instructions from `pc` on, one after the other; "wait": a
+            warp waited for `label`; "async": asynchronous work.
         track: index in `Trace.tracks`.
-        begin: the first instruction of it; of "async", its issue.
-        end: behind the last; of "async", its landing. A wait that found everything done ends where
-            it begins.
+        begin: time of its first instruction; for "async", of its issue.
+        end: time after its last instruction; for "async", when it was complete. A wait for
+            something that was complete already ends when it begins.
         pc: index of the (first) instruction in `Report.listing`.
-        bytes: that "async" work moves; 0 of products.
-        seen: when "async" work was waited for.
-        cause: track that ended a wait; -1: none or its own.
-        label: what a wait waited for ("barrier 0"); what "async" work reads (a buffer's name), or
-            whose product it is.
-        operands: of a product by tcgen05.mma: D, A, B and the instruction descriptor, as the
-            instruction had them: addresses in tensor memory or matrix descriptors.
+        bytes: bytes that "async" work moves; 0 for products.
+        seen: when a warp had waited for the "async" work.
+        cause: track that ended a wait; -1 if none did, or the waiting one.
+        label: what a wait waited for ("barrier 0"); for "async" work the name of the buffer that it
+            reads, or whose product it is.
+        operands: for a product by tcgen05.mma, D, A, B and the instruction descriptor as in the
+            instruction: addresses in tensor memory or matrix descriptors.
     """
 
     kind: str
@@ -114,7 +114,7 @@ class Trace:
     """What one CTA did.
 
     Attributes:
-        tracks: names of what went on by itself; warp w is track w.
+        tracks: names of the tracks. Warp w is track w; units that work asynchronously follow.
         events: in the order in which they ended.
     """
 
@@ -132,13 +132,13 @@ class Report:
         findings: errors and lints, in the order of CTAs.
         instructions: warp-instructions executed, by class ("float", "matrix", "load", ...).
         opcodes: warp-instructions executed, by opcode with its modifiers.
-        transactions: global: 32-byte sectors moved; shared: wavefronts; local: 32-byte sectors.
+        transactions: for "global" and "local", 32-byte sectors moved; for "shared", wavefronts.
         bank_conflicts: for each opcode that touched shared memory (wavefronts, wavefronts without
             conflicts).
         barrier_waits: how often a warp waited at a barrier.
         executed: warp-instructions executed, by index of the instruction in the kernel.
         seconds: how long the simulation took.
-        complete: no CTA was stopped by an error.
+        complete: whether every CTA ran to its end, without an error that stopped it.
         dropped: further findings that were counted but not kept.
         overlaps_checked: whether writes of different CTAs were compared; False when a launch wrote
             too much for that.
@@ -220,19 +220,20 @@ class Report:
         return "\n".join(lines)
 
 
-# Compilers' own kernels leave these out where ptxas or the order of the hardware makes up for it.
+# Kinds of findings in kernels that compilers make. They leave out waits and fences that ptxas or
+# the order of the hardware makes up for.
 LENIENT_KINDS = ("tcgen05-fence", "tcgen05-wait", "lane-order", "lane-release")
-# Lints that are told of our own kernels only.
+# Lints that are reported only for this library's kernels.
 STRICT_LINTS = ("pending-copy", "lane-release")
 
 
 def make_report(
     kernel: str, texts: list[dict[str, Any]], result: dict[str, Any], *, strict: bool
 ) -> Report:
-    """The extension module's answer as a `Report`; `texts` are the kernel's instructions.
+    """The extension module's answer as a `Report`. `texts` are the kernel's instructions.
 
-    strict: findings of LENIENT_KINDS are errors, not lints, and lints of STRICT_LINTS are not left
-    out.
+    With `strict`, findings of LENIENT_KINDS are errors and not lints, and lints of STRICT_LINTS are
+    reported.
     """
     if not strict:
         result["findings"] = [

@@ -1,5 +1,5 @@
-"""Traces of simulated CTAs: which part of the source each warp was in, what it waited for, which
-copies were under way; as a file for ui.perfetto.dev.
+"""Traces of simulated CTAs: which part of the source each warp was in, what it waited for, and
+which copies were in flight. They can be written as a file for ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from archflash.sim._report import Report, Trace, TraceEvent
 
-# A function counts as the body of the kernel, not as a part of it, with this share of the code.
+# A function with at least this share of the code counts as the body of the kernel, not as a part.
 BODY_SHARE = 0.8
-# Instructions that belong to no line are where the compiler put them.
+# Instructions without a source line count where the compiler put them.
 NO_LINE = 0
 
 
@@ -24,7 +24,7 @@ class Region:
     Attributes:
         name: the function that the kernel's body calls there, inlined; without names in the line
             information, a group of instruction classes.
-        role: what its instructions are for: "matrix", "copies" (asynchronous), "load",
+        role: purpose of its instructions: "matrix", "copies" (asynchronous), "load",
             "exponential", "store", "arithmetic" (on CUDA cores) or "other".
     """
 
@@ -34,15 +34,15 @@ class Region:
 
 @dataclass(frozen=True)
 class Slice:
-    """A warp's stay in a region; other warps run in between.
+    """A period in which a warp is in one region. Other warps run in between.
 
     Attributes:
         warp: index of the warp in the CTA.
         begin, end: in warp-instructions of the CTA.
-        region: where it was.
+        region: the region.
         executed: warp-instructions of this warp.
-        classes: the same by instruction class.
-        first: index in the listing of the first instruction.
+        classes: its warp-instructions by instruction class.
+        first: index in the listing of its first instruction.
     """
 
     warp: int
@@ -56,13 +56,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Batch:
-    """Asynchronous work of one track that one wait ended: copies from one buffer, or products.
+    """Asynchronous work of one track that the same wait waited for: copies from one buffer, or
+    products.
 
     Attributes:
-        track: its name.
-        label: the buffer's name; of products, what names their row in the track.
-        begin, end: from the first issue to the last landing.
-        seen: when it was waited for.
+        track: the track's name.
+        label: the buffer's name; for products, the name of their row in the track.
+        begin, end: from the first issue to the last completion.
+        seen: when a warp had waited for it.
         copies: the events.
     """
 
@@ -75,7 +76,7 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """Bytes that it moves; 0: products."""
+        """Bytes that it moves; 0 for products."""
         return sum(copy.bytes for copy in self.copies)
 
 
@@ -90,7 +91,7 @@ class Timeline:
         end: warp-instructions of the CTA.
         slices: where warps were, by warp and time.
         waits: what warps waited for.
-        batches: asynchronous copies, the products of the tensor pipe, what tensor memory holds.
+        batches: asynchronous copies, products of the tensor cores, and contents of tensor memory.
     """
 
     kernel: str
@@ -119,8 +120,9 @@ _OTHER = Region("arithmetic and control", "other")
 def regions(listing: Sequence[dict[str, Any]]) -> list[Region]:
     """The region of each instruction of a kernel.
 
-    With names of inlined functions: the function that is called from the kernel's body, which is
-    the outermost one that does not hold nearly all of the code. Else by instruction class.
+    If the names of inlined functions are known, it is the function that the kernel's body calls:
+    the outermost one that does not have nearly all of the code. Otherwise it is the instruction
+    class.
 
     Args:
         listing: as in `Report.listing`.
@@ -152,7 +154,9 @@ def regions(listing: Sequence[dict[str, Any]]) -> list[Region]:
 
 
 def _call_chains(listing: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Names of inlined functions, outermost first; what has no line is where its predecessor is."""
+    """The names of inlined functions of each instruction, outermost first. An instruction without a
+    line has those of its predecessor.
+    """
     chains: list[tuple[str, ...]] = []
     for row in listing:
         calls = row["calls"]
@@ -274,7 +278,7 @@ def chrome_trace(
 ) -> dict[str, Any]:
     """The traces of CTAs in the format of Chrome's trace viewer, which ui.perfetto.dev opens.
 
-    A CTA is a process, a warp a thread, and so is each row of its asynchronous copies. One
+    A CTA is a process; a warp is a thread, and so is each row of asynchronous copies. One
     microsecond on the viewer's axis stands for one warp-instruction of the CTA.
 
     Args:
@@ -375,7 +379,7 @@ def _complete(
 
 
 def _rows(batches: Iterable[Batch]) -> dict[str, list[Batch]]:
-    """Batches by the row that shows them: those of a row do not overlap."""
+    """The batches by the row that shows them. Batches of a row do not overlap."""
     rows: dict[str, list[Batch]] = {}
     for batch in batches:
         for number in range(1, 1 << 16):
@@ -396,7 +400,7 @@ def _warp_number(name: str) -> int:
 
 
 def _in_flight(batches: Iterable[Batch]) -> list[tuple[int, int]]:
-    """(time, bytes of copies issued and not landed), at each change."""
+    """(time, bytes of copies issued but not complete), at each change."""
     changes: Counter[int] = Counter()
     for batch in batches:
         for copy in batch.copies:
