@@ -1,12 +1,13 @@
-"""Writes python/archflash/_measured.json: who is fastest, from the result files. Dispatch reads it.
+"""Writes python/archflash/_measured.json from the result files. The file tells dispatch
+which kernels are the fastest.
 
     python -m bench.measured [--check]
 
 Exit status: 0 when the file is up to date or written, 1 when --check finds that it is not.
 
-Two candidates are compared on every case by the newest run that has both, never across runs; over
-the cases of one kind of problem their geometric mean counts. Less than NOISE is no difference: then
-they stand in the order of CANDIDATES.
+Two candidates are compared on every case by the newest run that has both, never across runs. For a
+kind of problem the geometric mean over its cases counts. Candidates whose speeds differ by less
+than NOISE are ordered as in CANDIDATES.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from bench.results import RESULTS_FOLDER, Row, call_features, figure, load_rows,
 
 FILE = Path(__file__).resolve().parent.parent / "python" / "archflash" / "_measured.json"
 NOISE = 0.02
-# In the order for equal speed; other rows are of no use to dispatch.
 _OURS = sorted(
     _registry.kernel_names(), key=lambda name: not _registry.made_for(name, "float16", None)
 )
+# In the order that holds for equal speed. Dispatch has no use for other rows.
 CANDIDATES = (
     *(name for name in _OURS if _registry.uses_tensor_cores(name)),
     "torch-cudnn",
@@ -37,15 +38,15 @@ CANDIDATES = (
     "torch-efficient",
     *(name for name in _OURS if not _registry.uses_tensor_cores(name)),
 )
-# The compute capability of each GPU that has rows: the rows do not name it.
+# The compute capability of each GPU that has rows, because the rows do not name it.
 CAPABILITIES = {"NVIDIA H200": (9, 0)}
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 
-Runs = dict[str, dict[str, Row]]  # of one case: row by candidate, by run, the newest run last
+Runs = dict[str, dict[str, Row]]  # the rows of one case by run (newest last) and candidate
 
 
 def runs_of(rows: Sequence[Row], case: Case) -> Runs:
-    """The rows of a case, of candidates that dispatch can choose and calls of nothing but it."""
+    """The rows of a case of candidates that dispatch can choose, without those with features."""
     runs: Runs = {}
     for row in rows:
         name = row["implementation"]
@@ -60,7 +61,7 @@ def newest_with(runs: Runs, names: Sequence[str]) -> Mapping[str, Row] | None:
 
 
 def times_faster(cases: Mapping[Case, Runs], one: str, other: str) -> float:
-    """How many times faster one candidate is: geometric mean over cases; 1 where never compared."""
+    """How many times faster one candidate is: geometric mean over cases; 1 if never compared."""
     logs = [
         math.log(speedup(run[one], run[other]))
         for runs in cases.values()
@@ -83,7 +84,7 @@ def order_of(cases: Mapping[Case, Runs]) -> list[str]:
 
 
 def evidence(cases: Mapping[Case, Runs], order: Sequence[str]) -> dict[str, Any]:
-    """The case with the most work, in the newest run that measured the two that lead."""
+    """The case with the most work, in the newest run that measured the two fastest candidates."""
     shown = {case: run for case, runs in cases.items() if (run := newest_with(runs, order[:2]))}
     case = max(shown, key=Case.flops)
     rows = shown[case]
