@@ -86,6 +86,20 @@ def test_every_excuse_is_used_and_most_things_run() -> None:
     assert sum(run.excuse is None for run in everything) >= 8
 
 
+def test_every_environment_variable_is_in_the_table() -> None:
+    sources = [
+        path for folder in ("python", "_build", "bench") for path in (ROOT / folder).rglob("*.py")
+    ]
+    read = {
+        name for path in sources for name in re.findall(r'"(ARCHFLASH_[A-Z_]+)"', path.read_text())
+    }
+    read |= set(re.findall(r"ENV\{(ARCHFLASH_[A-Z_]+)\}", (ROOT / "CMakeLists.txt").read_text()))
+    table = (ROOT / "docs" / "dispatch.md").read_text().partition("## Environment variables")[2]
+    told = set(re.findall(r"`(ARCHFLASH_[A-Z_]+)`", table.partition("\n## ")[0]))
+    assert "ARCHFLASH_FALLBACK" in read
+    assert told == read
+
+
 # ---- the tool itself
 
 
