@@ -1,6 +1,7 @@
-"""Which implementation was measured to be the fastest, by kind of problem: _measured.json, read.
+"""Which implementation was measured to be the fastest for each kind of problem.
 
-`python -m bench.measured` makes that file from bench/results; nobody edits it.
+It is read from _measured.json, which `python -m bench.measured` makes from bench/results; nobody
+edits that file.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from archflash import _archflash as _native
 
 FILE = Path(__file__).with_name("_measured.json")
 
-FEW_QUERIES = 16  # rows of a sequence; up to here reading the keys takes the time
-SMALL_ROWS = 32768  # query rows of all heads; below it the GPU is not full for long
+FEW_QUERIES = 16  # query rows of a sequence up to which reading the keys takes most of the time
+SMALL_ROWS = 32768  # query rows of all heads; fewer do not keep the GPU full for long
 _HEAD_DIMS = (64, 128, 256)
-# No question of speed for others: simt alone computes float32 exactly, and float64 has no kernel.
+# Other dtypes leave no choice: only simt computes float32 exactly, and float64 has no kernel.
 _DTYPES = {
     "float16": "16 bits",
     "bfloat16": "16 bits",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
 }
-_SHOWN = 4  # candidates whose speed is told as evidence
+_SHOWN = 4  # candidates whose speed is shown as evidence
 
 
 class Kind(NamedTuple):
-    """A kind of problem: what is fastest for one problem is taken to be so for all of its kind.
+    """A kind of problem. What is fastest for one problem is taken as the fastest for its kind.
 
     Attributes:
         dtypes: "16 bits" or "fp8".
         query_rows: "few" (at most FEW_QUERIES per sequence), "small" (fewer than SMALL_ROWS over
             all heads and sequences) or "large".
-        head_dim_up_to: the larger head dim is at most this and above the next smaller one; 256 for
-            all where query_rows is "few".
+        head_dim_up_to: the larger head dim is at most this, and above the next smaller such limit;
+            256 for all if query_rows is "few".
     """
 
     dtypes: str
@@ -47,10 +48,10 @@ class Kind(NamedTuple):
     def of(
         cls, dtype: str, *, sequences: int, heads_q: int, rows: int, d: int, dv: int
     ) -> Kind | None:
-        """The kind of a problem; None where there is none.
+        """The kind of a problem; None if it belongs to no kind.
 
         Args:
-            dtype: of q, k and v, as torch spells it.
+            dtype: dtype of q, k and v, as torch spells it.
             sequences: the batch.
             heads_q: heads of q.
             rows: query rows of all sequences.
@@ -71,12 +72,12 @@ class Measurement:
     """One entry of the file.
 
     Attributes:
-        gpu: what was measured.
+        gpu: the GPU that was measured.
         order: kernels of ours and of PyTorch, the fastest first.
-        run_id: the run that `case` and `speeds` are of; all are in bench/results.
+        run_id: the run in bench/results that `case` and `speeds` are from.
         case: name of a case of bench/cases.toml.
-        unit: of the speeds.
-        speeds: of that case in that run, by kernel.
+        unit: unit of the speeds.
+        speeds: speed of each kernel in that case and run.
     """
 
     gpu: str
@@ -87,7 +88,7 @@ class Measurement:
     speeds: dict[str, float]
 
     def place(self, name: str) -> int:
-        """Where a kernel stands in the order; behind all others where it was not measured."""
+        """The position of a kernel in the order; after all others if it was not measured."""
         return self.order.index(name) if name in self.order else len(self.order)
 
     def __str__(self) -> str:
@@ -110,8 +111,8 @@ def _table() -> dict[tuple[tuple[int, int], Kind], Measurement]:
 
 
 def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measurement | None:
-    """What was measured for problems of that kind on GPUs of a compute capability; None for
-    nothing.
+    """The measurement for problems of this kind on GPUs of a compute capability; None if there is
+    none.
     """
     if capability is None or problem.dtype not in _DTYPES:
         return None

@@ -1,4 +1,4 @@
-"""archflash.quantize_fp8: numbers to 8-bit ones and the descales that they stand by."""
+"""archflash.quantize_fp8: converts numbers to 8-bit floating point with descales."""
 
 from __future__ import annotations
 
@@ -29,34 +29,36 @@ def quantize_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Quantises q, k or v to FP8 for `archflash.attention`.
 
-    A descale is the largest finite magnitude of what shares it, divided by the largest number of
-    `dtype` (448 or 57344), and 1 where no finite number but zero is there. Infinities become the
-    largest number of `dtype` with their sign, NaN stays NaN; neither counts for the descale.
-    Nothing waits for the device to find out.
+    A descale is the largest finite magnitude of the numbers that share it, divided by the largest
+    number of `dtype` (448 or 57344). It is 1 if these have no finite number other than zero.
+    Infinities become the largest number of `dtype` with their sign, NaN stays NaN; neither
+    influences the descale. The call does not wait for the device.
 
     Args:
         x: ``(batch, heads, rows, d)``; with layout="bnhd" ``(batch, rows, heads, d)``; or packed
             sequences ``(total, heads, d)``. float32, float16 or bfloat16, dense. Its gradient is
             not tracked: the result requires none.
-        per: what shares a descale: "tensor"; "head", each head of each batch (of all packed
-            sequences together); or "block", each 64 rows of those (not of packed sequences).
+        per: what shares a descale: "tensor"; "head", each head of each batch (for packed sequences
+            each head of all sequences); or "block", each 64 rows of a head (not for packed
+            sequences).
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         layout: "bhnd" or "bnhd", as in `archflash.attention`.
-        implementation: "ada" for the fused kernel, on the simulator where x is on the CPU; "torch"
-            for plain operations; default the kernel on CUDA devices that it runs on, for contiguous
-            rows of up to 256 numbers in multiples of 8.
+        implementation: "ada" for the fused kernel, which runs on the simulator if x is on the CPU;
+            "torch" for plain operations. Default: the kernel if it runs on x's CUDA device and the
+            rows of x are contiguous, with a multiple of 8 and at most 256 numbers; else plain
+            operations.
 
     Returns:
-        The pair (values, descale): values of `dtype`, shaped as x and dense in its stride order;
-        descale float32, ``(1,)``, ``(batch, heads)`` (``(heads,)`` for packed sequences) or
-        ``(batch, heads, ceil(rows / 64))``: what `archflash.attention` takes as q_descale,
+        The pair (values, descale). values has `dtype`, the shape of x, and is dense in its stride
+        order. descale is float32, ``(1,)``, ``(batch, heads)`` (``(heads,)`` for packed sequences)
+        or ``(batch, heads, ceil(rows / 64))``, as `archflash.attention` takes it for q_descale,
         k_descale and v_descale. x is about values * descale.
 
     Raises:
-        ValueError: another `per`, layout or number of dimensions; blocks of packed sequences; x
-            without data.
-        TypeError: another dtype; x is no tensor, or a nested or sparse one.
-        ForcedImplementationError: the forced implementation cannot do it.
+        ValueError: an unknown `per` or layout, a wrong number of dimensions, blocks of packed
+            sequences, or x without data.
+        TypeError: an unsupported dtype; x is not a tensor, or is nested or sparse.
+        ForcedImplementationError: the forced implementation cannot quantise x.
 
     Example:
         >>> import archflash, torch
@@ -103,7 +105,7 @@ def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
         raise TypeError(
             f"dtype is {_native.given(dtype)}: it must be torch.float8_e4m3fn or torch.float8_e5m2"
         )
-    # check_data has told of these two already, except while compiling.
+    # check_data has refused these two already, except while compiling.
     if not isinstance(x, Tensor):
         raise TypeError(f"x is {_native.given(x)}: it must be a torch.Tensor")
     if x.is_nested or x.layout is not torch.strided:
@@ -163,7 +165,7 @@ def _launch(x: Tensor, values: Tensor, descale: Tensor, per: str, dtype: torch.d
 
 
 def plans(device: _native.Device) -> list[_native.LaunchPlan]:
-    """Plans that between them launch every kernel of the quantiser; none where it cannot run."""
+    """Plans that together launch every kernel of the quantiser; none if it cannot run."""
     if not _native.has_code(_KERNEL, device.capability):
         return []
     sources = (torch.float32, torch.float16, torch.bfloat16)
@@ -196,7 +198,8 @@ def _with_torch(x: Tensor, values: Tensor, per: str, dtype: torch.dtype) -> Tens
         most = largest.amax() if largest.numel() else largest.new_zeros(())
         largest = most.reshape(1, 1, 1)
     limit = _LARGEST[dtype]
-    # By a tensor: PyTorch multiplies by the reciprocal of a Python number on CUDA.
+    # This divides by a tensor, because on CUDA PyTorch replaces division by a Python number with
+    # multiplication by its reciprocal.
     quotient = largest / torch.full_like(largest, limit)
     descale = torch.where(largest == 0, 1.0, quotient.clamp(min=_SMALLEST_NORMAL))
     factor = (
