@@ -5,9 +5,9 @@ CUDA folder. When none is found, the build asks PyPI for the CUDA 13.0 compiler 
 tree of links over them that CMake takes for an ordinary toolkit. ARCHFLASH_CUDA=wheel asks for the
 packages even when the system has a compiler.
 
-Kernels that want a newer assembler (NEWER_PTXAS in CMakeLists.txt) get PyPI's, by pip and into the
-build folder: beside CUDA 13.0's packages there is no place for a second release of them.
-ARCHFLASH_PTXAS=toolkit keeps to the toolkit's, and a path names another.
+Kernels that need a newer assembler (NEWER_PTXAS in CMakeLists.txt) get the one from PyPI. pip puts
+it into the build folder, because two releases of the CUDA packages cannot be installed together.
+ARCHFLASH_PTXAS=toolkit uses the toolkit's assembler, and a path names another one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINK_TREE = (
 
 
 def _release(tool: Path) -> tuple[int, int]:
-    """Of nvcc or ptxas; (0, 0) where it does not answer."""
+    """The release of nvcc or ptxas; (0, 0) if it cannot be run."""
     try:
         text = subprocess.run(
             [tool, "--version"], capture_output=True, text=True, check=True
@@ -88,7 +88,7 @@ def link_wheel_toolkit(wheel_root: Path, tree: Path) -> Path:
 
 
 def toolkit_root(nvcc: Path) -> Path:
-    """The toolkit that `nvcc` belongs to: asked of nvcc itself, since the file may be a wrapper
+    """The toolkit that `nvcc` belongs to. nvcc itself is asked, because the file may be a wrapper
     script.
     """
     command = [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull]
@@ -98,14 +98,14 @@ def toolkit_root(nvcc: Path) -> Path:
 
 
 def newer_ptxas(toolkit: Path) -> Path:
-    """The assembler for kernels that want a newer one than CUDA 13.0's.
+    """The assembler for kernels that need a newer one than CUDA 13.0's.
 
     Args:
         toolkit: folder of the CUDA toolkit in use.
 
     Returns:
-        What ARCHFLASH_PTXAS names; else the toolkit's where that is new enough; else PyPI's; where
-        that cannot be had, the toolkit's, which is then said.
+        What ARCHFLASH_PTXAS names; else the toolkit's if that is new enough; else PyPI's. If that
+        cannot be downloaded, the toolkit's, with a message.
 
     Raises:
         RuntimeError: ARCHFLASH_PTXAS names no ptxas of at least MINIMUM.

@@ -9,7 +9,7 @@ namespace archflash::math {
 // A tile of 16-bit columns is stored as slabs of SLAB columns, one after another. A TMA box is all
 // rows of a slab, or half of them. A row of a slab is one swizzle span (128 or 64 bytes), whose
 // 16-byte chunks the copy engine permutes by bits of the shared-memory address. Tiles start at
-// multiples of ALIGNMENT, so that these bits are the low bits of the row number. Then the chunks
+// multiples of ALIGNMENT, so that these bits come from the row number. Then the chunks
 // that ldmatrix reads from eight rows lie in different banks. A chunk's position in its span is
 //   128-byte rows: chunk ^ (row % 8)        64-byte rows: chunk ^ (row / 2 % 4)
 template <int COLUMNS_, int ROWS_>
