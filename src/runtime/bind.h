@@ -1,4 +1,5 @@
-// A plan plus addresses -> the bytes that a kernel receives as its parameter.
+// Binding: from a plan and the addresses of tensors to the bytes that a kernel gets as its
+// parameter.
 #pragma once
 
 #include <array>
@@ -11,7 +12,7 @@ namespace archflash {
 
 constexpr size_t MAX_PARAMETER_BYTES = 4096;
 
-// Raised as archflash.LaunchError.
+// Python sees this as archflash.LaunchError.
 struct LaunchFailure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -21,12 +22,12 @@ struct LaunchFailure : std::runtime_error {
 void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
           unsigned char* block);
 
-// Likewise without the tensor maps.
+// Writes launch.params into `block` with the addresses filled in, but without tensor maps.
 void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
                     unsigned char* block);
 
-// A function of the NVIDIA driver as of a CUDA version (12040 for 12.4), found on first use:
-// nothing links to libcuda. Throws LaunchFailure where the driver has none.
+// A function of the NVIDIA driver, in its version for a CUDA release (12040 for 12.4). It is looked
+// up on first use, because nothing links to libcuda. Throws LaunchFailure if the driver lacks it.
 void* driver_function(const char* name, int cuda_version);
 
 // Encodes one tensor map into 128 bytes (64-byte aligned) with the driver's own encoder.

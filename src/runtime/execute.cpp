@@ -15,22 +15,21 @@ namespace archflash {
 struct Kernel {
   cudaKernel_t handle = nullptr;
   std::string image, entry;
-  std::map<int, int32_t> shared_limit;  // by device: the dynamic shared memory already allowed
+  std::map<int, int32_t> shared_limit;  // for each device, the dynamic shared memory set so far
 };
 
 namespace {
 
-std::mutex loading;  // guards the tables of loaded code; launches themselves run without it once a
-                     // kernel is ready
+std::mutex loading;  // guards the tables of loaded code; launches of a ready kernel do not take it
 
 void check(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // not left for the next caller to find
+  cudaGetLastError();  // clears the error, so that the next caller does not see it
   throw LaunchFailure(
       join(what, ": ", cudaGetErrorName(status), " (", cudaGetErrorString(status), ")"));
 }
 
-// Loading code may happen inside a CUDA graph capture; what it does does not belong to the graph.
+// Lets code be loaded during a CUDA graph capture, without becoming part of the graph.
 class OutsideCapture {
  public:
   OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -40,7 +39,7 @@ class OutsideCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Makes a device current for a scope.
+// Makes a device current until the end of a scope.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device_index) {
@@ -59,7 +58,7 @@ class DeviceGuard {
 
 Kernel* find_kernel(std::string_view image_name, std::string_view entry) {
   using Name = std::pair<std::string_view, std::string_view>;
-  // A key views the names inside its own kernel, which never goes away.
+  // A key points to the names inside its own kernel, which is never destroyed.
   static auto& kernels = *new std::map<Name, std::unique_ptr<Kernel>>;
   if (const auto found = kernels.find({image_name, entry}); found != kernels.end()) {
     return found->second.get();
@@ -101,8 +100,7 @@ void make_ready(Kernel& kernel, int device_index, int32_t shared_bytes) {
   }
 }
 
-// A library's kernels are loaded one by one, each when it is first launched; this does it now, into
-// the current context.
+// Loads a kernel into the current context now. CUDA would load it at its first launch.
 void finish_loading(const Kernel& kernel) {
   static const auto get_function = reinterpret_cast<decltype(&cuKernelGetFunction)>(
       driver_function("cuKernelGetFunction", 12000));
@@ -177,7 +175,7 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
 
 void load_kernels(const PreparedPlan& prepared, int device_index) {
   const DeviceGuard guard(device_index);
-  // Also where it is the current one: the first call of a process makes the context.
+  // This is called even if the device is current: a process's first call creates the context.
   check(cudaSetDevice(device_index), join("cudaSetDevice(", device_index, ")"));
   for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
     make_ready(*prepared.kernels[i], device_index, prepared.plan->launches[i].shared_bytes);

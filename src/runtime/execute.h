@@ -1,4 +1,4 @@
-// Running a plan on a GPU: the only place of the project that launches a kernel.
+// Runs plans on a GPU. Nothing else in the project launches a kernel there.
 #pragma once
 
 #include <memory>
@@ -19,21 +19,21 @@ struct PreparedPlan {
 
 std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan);
 
-// Launches on `stream` of device `device_index`; asynchronous. Throws LaunchFailure with what was
-// tried; no CUDA error is left behind.
+// Launches on `stream` of device `device_index`, asynchronously. Throws LaunchFailure, which says
+// what was tried; no CUDA error remains set.
 void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
              int device_index, void* stream);
 
-// Loads a plan's kernels onto a device now: otherwise CUDA does so at their first launch, which
-// then waits for the device. This may wait for it, too. Throws LaunchFailure.
+// Loads a plan's kernels onto a device now. Otherwise CUDA loads each at its first launch, which
+// then waits for the device. This call may wait for the device, too. Throws LaunchFailure.
 void load_kernels(const PreparedPlan& prepared, int device_index);
 
 struct DriverStatus {
   bool usable = false;
   int device_count = 0;
   int cuda_version = 0;  // the newest CUDA that the driver supports, 13000 for 13.0; 0: no driver
-  // Empty when usable; otherwise "no NVIDIA driver ...", "the NVIDIA driver is too old" (which one,
-  // and what to do, _dispatch.driver_problem says), "no NVIDIA GPU ..." or CUDA's own error.
+  // Empty if CUDA can be used; otherwise "no NVIDIA driver ...", "the NVIDIA driver is too old",
+  // "no NVIDIA GPU ..." or CUDA's own error. _dispatch.driver_problem adds what to do.
   std::string problem;
 };
 DriverStatus driver_status();

@@ -10,7 +10,7 @@
 namespace archflash {
 namespace {
 
-// What is the same on every device of a compute capability. KB are 1024 bytes.
+// The limits that all devices of a compute capability share. KB are 1024 bytes.
 // Source: NVIDIA CCCL, libcudacxx cuda/__device/arch_traits.h, and cuda_occupancy.h of CUDA 13.0.
 // From 8.0 on the driver keeps 1 KB of shared memory for each block.
 struct Limits {
@@ -36,7 +36,7 @@ constexpr Limits LIMITS[] = {
     {121,      99,  100,    1536},
 };
 // clang-format on
-constexpr int REGISTERS_PER_SM = 65536;  // 7.5 to 12.1: same sources
+constexpr int REGISTERS_PER_SM = 65536;  // for 7.5 to 12.1, by the sources named above
 
 struct Row {
   const char* name;

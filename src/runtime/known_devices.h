@@ -1,5 +1,5 @@
-// The GPUs that plans can be made for on a machine without one.
-// docs/known-devices.md says where each number comes from.
+// The table of GPUs that plans can be made for on a machine without one. docs/known-devices.md says
+// where each number comes from.
 #pragma once
 
 #include <string_view>
@@ -10,11 +10,11 @@
 namespace archflash {
 
 struct KnownDevice {
-  Device device;  // what planning sees; device.name is the short public name
+  Device device;  // as planning sees it; device.name is the short public name
 
   std::vector<std::string_view> aliases;  // the driver's full name, then other spellings
 
-  // For estimates and reports only: no plan may depend on them.
+  // These are for estimates and reports only; no plan may depend on them.
   double boost_mhz;       // highest SM clock, by the driver or the data sheet
   double bandwidth_gbps;  // device memory, 1e9 bytes per second
   double fp32_tflops;     // CUDA cores, an FMA counted as two
@@ -25,11 +25,11 @@ struct KnownDevice {
   const char* source;                         // where the numbers of the row come from
 };
 
-// In order of compute capability. Built on first use; the reference stays valid.
+// The devices in order of compute capability. The table is built on first use and never changes.
 const std::vector<KnownDevice>& known_devices();
 
-// The device of that name or alias, nullptr when there is none. Case, spaces and punctuation are
-// ignored, and so are a leading "NVIDIA" and "GeForce". Never a partial match: an
+// The device of that name or alias; nullptr if there is none. Case, spaces and punctuation are
+// ignored, and so are a leading "NVIDIA" and "GeForce". Partial matches do not count: an
 // "RTX 5090 Laptop GPU" is not an RTX 5090.
 const KnownDevice* find_known_device(std::string_view name);
 

@@ -3,7 +3,7 @@
 namespace archflash {
 
 const std::shared_ptr<PreparedPlan>* PlanCache::find(const CacheKey& key) {
-  // The layers of a model ask for one problem again and again: no hash is needed then.
+  // The layers of a model ask for the same problem again and again, which needs no hash.
   if (!order_.empty() && order_.front().first == key) {
     ++hits;
     return &order_.front().second;

@@ -1,5 +1,5 @@
-// The last 256 decisions, found by the bytes of the Problem, the device and what is forced; never
-// by addresses.
+// The plan cache: the last 256 decisions. The key is the bytes of the Problem, the device and what
+// is forced; addresses are not part of it.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace archflash {
 struct CacheKey {
   Problem problem;
   int64_t device_index;
-  int64_t forced;  // -1: automatic; otherwise the folder's place in the registry
+  int64_t forced;  // the folder's index in the registry; -1 if nothing is forced
 };
 static_assert(sizeof(CacheKey) == sizeof(Problem) + 16, "hashed as bytes: no padding");
 
@@ -34,7 +34,7 @@ class PlanCache {
  public:
   static constexpr size_t CAPACITY = 256;
 
-  // The decision if there is one; a null pointer inside means that `torch` serves the problem.
+  // The decision, if it is cached. A null pointer in it means that `torch` serves the problem.
   const std::shared_ptr<PreparedPlan>* find(const CacheKey& key);
   void insert(const CacheKey& key, std::shared_ptr<PreparedPlan> plan);
   void clear();

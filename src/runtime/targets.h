@@ -24,8 +24,8 @@ constexpr int ANY_NEWER = 9999;  // as `last`: the code loads on every newer GPU
 // and 12.1), `a` to exactly that capability. Throws std::invalid_argument for any other name.
 Target target(std::string_view name);
 
-// Of the code that loads on a capability: machine code before PTX, then the newest, then the most
-// specific. nullptr when none loads.
+// The target that is used on a capability, among those that load: machine code before PTX, then the
+// newest, then the most specific. nullptr if none loads.
 const Target* pick_target(const std::vector<Target>& targets, int capability);
 
 }  // namespace archflash

@@ -78,7 +78,7 @@ bool read_through_table(nb::handle object, TensorView& view) {
   const ExchangeTable* table = exchange_table();
   if (!table || !is_plain_tensor(object)) return false;
   DLTensor raw;
-  if (table->view(object.ptr(), &raw) != 0) {  // meta tensors, and whatever DLPack cannot say
+  if (table->view(object.ptr(), &raw) != 0) {  // a meta tensor, or one that DLPack cannot describe
     PyErr_Clear();
     return false;
   }
@@ -121,7 +121,8 @@ void read_through_attributes(nb::handle object, TensorView& view) {
     }
   }
   view.data = nullptr;
-  // A subclass may have no address of its own (fake tensors); its dispatcher finds the real ones.
+  // A subclass may have no address of its own (fake tensors); its dispatcher finds the real
+  // tensors.
   if (is_plain_tensor(object) && (view.place == Place::Cpu || view.place == Place::Cuda)) {
     try {
       view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
@@ -147,7 +148,8 @@ nb::object Getter::operator()(nb::handle tensor) const {
 }
 
 const Torch& torch() {
-  // Never destroyed: Python objects must not be released after the interpreter is gone.
+  // This is never destroyed, because Python objects must not be released after the interpreter
+  // ends.
   static Torch* handles = [] {
     auto* t = new Torch;
     nb::module_ module = nb::module_::import_("torch");
@@ -186,15 +188,16 @@ bool is_tensor(nb::handle object) {
 
 namespace {
 
-// A freed storage leaves a tensor at the null pointer plus its own offset in the storage. Memory
-// lies above this address nearly always, so that only lower ones need a closer look.
+// A tensor whose storage was freed has the address 0 plus its offset in the storage. Nearly all
+// memory lies above this address, so that only lower addresses need a closer look.
 constexpr uintptr_t SUSPICIOUS_ADDRESS = uintptr_t{1} << 40;
 
 void check_low_address(nb::handle tensor, const char* name, TensorView& view) {
   for (int i = 0; i < view.ndim && i < MAX_DIMS; ++i) {
     if (view.shape[i] == 0) return;
   }
-  // Some allocators hand out low addresses (PyTorch's expandable segments): this comes first.
+  // This check comes first, because some allocators return low addresses (PyTorch's expandable
+  // segments).
   const uintptr_t offset = nb::cast<uintptr_t>(tensor.attr("storage_offset")()) *
                            nb::cast<uintptr_t>(tensor.attr("itemsize"));
   if (reinterpret_cast<uintptr_t>(view.data) != offset) return;
@@ -231,7 +234,7 @@ void read_tensor(nb::handle object, const char* name, TensorView& view) {
     throw nb::value_error(
         (std::string(name) + " has " + std::to_string(view.ndim) + " dimensions").c_str());
   }
-  // A subclass is read again as a plain tensor once its own dispatcher has had its say.
+  // A subclass is read again, as a plain tensor, after its own dispatcher has handled the call.
   if (!is_plain_tensor(object)) return;
   view.lazy = torch().is_neg(object).is(Py_True);
   const bool has_data = view.has_storage && (view.place == Place::Cpu || view.place == Place::Cuda);
@@ -282,7 +285,7 @@ std::string given_tensor(nb::handle tensor) {
     if (!shape.is_valid()) throw nb::python_error();
     return join(kind, " of dtype ", dtype_text(tensor), " and shape ", nb::str(shape).c_str(),
                 " on ", nb::str(nb::object(tensor.attr("device"))).c_str());
-  } catch (const nb::python_error&) {  // a nested tensor, or a subclass that will not say
+  } catch (const nb::python_error&) {  // a nested tensor, or a subclass that refuses to tell
     return kind;
   }
 }
@@ -305,7 +308,7 @@ std::string given(nb::handle value) {
     try {
       const std::string text = nb::cast<std::string>(nb::repr(value));
       if (text.size() <= LONGEST_VALUE) return text;
-    } catch (const nb::python_error&) {  // Python writes no int of thousands of digits
+    } catch (const nb::python_error&) {  // Python does not print an int of thousands of digits
     }
     return join("a very long ", kind_of(value));
   }

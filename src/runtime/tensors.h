@@ -29,13 +29,13 @@ struct TensorView {
   bool is_int32 = false;
   bool is_bool = false;
   bool has_storage = true;  // false inside transforms such as vmap: there is no address
-  bool lazy = false;  // the negative bit, or a zero tensor: its memory does not hold its values
+  bool lazy = false;        // it has the negative bit or is a zero tensor: memory lacks its values
   int64_t own_shape[8], own_strides[8];
 };
 
 constexpr int MAX_DIMS = 8;
 
-// A method of torch.Tensor without arguments. Calls its C function itself where it has one, which
+// A method of torch.Tensor without arguments. If it is a C function, that is called directly, which
 // saves a third of the time.
 class Getter {
  public:
@@ -48,7 +48,7 @@ class Getter {
   PyCFunction function_ = nullptr;
 };
 
-// torch's names that the module uses; filled at the first call that sees a tensor.
+// The objects of torch that the module uses, filled at the first call that sees a tensor.
 struct Torch {
   nb::object tensor_type, parameter_type, dtype_type, empty_like, float32, strided;
   nb::object increment_version;
@@ -64,8 +64,8 @@ bool is_plain_tensor(
     nb::handle object);  // exactly torch.Tensor or torch.nn.Parameter: no subclass, no fake tensor
 bool is_tensor(nb::handle object);
 
-// Throws nb::type_error naming `name` when `object` is no dense tensor of at most MAX_DIMS
-// dimensions, nb::value_error when it has elements but no data.
+// Throws nb::type_error with `name` in its text if `object` is not a dense tensor of at most
+// MAX_DIMS dimensions, and nb::value_error if it has elements but no data.
 void read_tensor(nb::handle object, const char* name, TensorView& view);
 std::string describe_shape(const TensorView& view);  // "(4, 16, 512, 64)"
 std::string describe_strides(const TensorView& view);
@@ -74,9 +74,9 @@ std::string dtype_text(nb::handle tensor);  // "torch.int64"
 // The address of a tensor that the runtime itself has allocated.
 void* address_of(nb::handle tensor);
 
-// What a caller gave, for an error message. Shows the value of text, numbers, dtypes and short
-// sequences of them, the dtype, shape and device of a tensor, and the type of everything else: a
-// repr may ask a tensor for its numbers, which waits for the GPU and breaks a graph capture.
+// Describes what a caller gave, for an error message: text, numbers, dtypes and short sequences of
+// them by value, a tensor by its dtype, shape and device, and everything else by its type. repr()
+// is not used, because it may read a tensor, which waits for the GPU and breaks a graph capture.
 std::string given(nb::handle value);
 
 void* current_stream(int device_index);  // torch's current stream on that device, as cudaStream_t
