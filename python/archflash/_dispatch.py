@@ -1,5 +1,5 @@
-"""Which implementation serves a call, and why not the others. No GPU is needed to decide; nothing
-here launches.
+"""Decides which implementation serves a call, and says why the others do not. Deciding needs no
+GPU, and nothing here launches a kernel.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from archflash._errors import ForcedImplementationError, NotCompiledError, Unsup
 
 logger = logging.getLogger("archflash")
 
-MINIMUM_DRIVER = 580  # of CUDA 13.0, which the wheel's CUDA runtime comes from
+MINIMUM_DRIVER = 580  # the driver that CUDA 13.0 needs, whose runtime is in the wheel
 _FORCE_VARIABLE = "ARCHFLASH_FORCE_IMPLEMENTATION"
 _FALLBACK_VARIABLE = "ARCHFLASH_FALLBACK"
 _SIM_DEVICE_VARIABLE = "ARCHFLASH_SIM_DEVICE"
 
-# What force() set in this context; the environment variable below it, an argument of the call above
-# it.
+# What force() has set in this context. It overrides the environment variable; an argument of the
+# call overrides it.
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "archflash_forced", default=os.environ.get(_FORCE_VARIABLE) or None
 )
@@ -77,11 +77,11 @@ class Decision:
 
     Attributes:
         chosen: the name of the implementation that serves the call.
-        why: one sentence on why it is that one.
-        reasons: for each implementation that was not chosen, why not; in the order in which they
+        why: one sentence on why it was chosen.
+        reasons: for each other implementation, why it was not chosen; in the order in which they
             were asked.
         problem: the call as planning sees it.
-        device: the GPU planned for; None for tensors on the CPU.
+        device: the GPU that was planned for; None for tensors on the CPU.
         plan: the launches that will be made; None for `torch`.
         fallback: whether `torch` serves the call because no kernel can.
     """
@@ -105,7 +105,7 @@ class Decision:
 
 
 def describe_problem(problem: _native.Problem) -> str:
-    """One line: dtype, shapes and features of a problem."""
+    """The dtype, shapes and features of a problem, in one line."""
     if problem.varlen:
         kv = f"{problem.nk}, {problem.heads_kv}"
         shape = f"{problem.batch} sequences packed into q "
@@ -135,7 +135,7 @@ def describe_problem(problem: _native.Problem) -> str:
 
 
 def describe_device(device: _native.Device | None) -> str:
-    """One phrase: name, capability and SMs of a device."""
+    """The name, capability and number of SMs of a device, as a phrase."""
     if device is None:
         return "the CPU"
     major, minor = device.capability
@@ -169,7 +169,7 @@ def plan_facts(plan: _native.LaunchPlan) -> list[tuple[str, str]]:
 
 @cache
 def driver_problem() -> str | None:
-    """Why CUDA cannot be used here, as a sentence that names the fix; None when it can."""
+    """Why CUDA cannot be used here, as a sentence that says what to do; None if it can be used."""
     status = _native.driver_status()
     if status.usable:
         return None
@@ -189,10 +189,10 @@ def _driver_version(cuda_version: int) -> str:
 
 @cache
 def query_device(index: int) -> _native.Device:
-    """The CUDA device of that index, as the driver describes it; asked once per index.
+    """The CUDA device with this index, as the driver describes it. The driver is asked only once.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such device.
     """
     count = _native.driver_status().device_count
     if not 0 <= index < count:
@@ -201,8 +201,8 @@ def query_device(index: int) -> _native.Device:
 
 
 def device_of(problem: _native.Problem, index: int) -> tuple[_native.Device | None, str | None]:
-    """The device that a problem's tensors are on (None: the CPU), and what keeps every kernel from
-    running there, if anything.
+    """The device of a problem's tensors (None for the CPU), and the reason why no kernel can run
+    there, if there is one.
     """
     if not problem.on_cuda:
         return None, None
@@ -211,7 +211,7 @@ def device_of(problem: _native.Problem, index: int) -> tuple[_native.Device | No
 
 
 def _unasked_device() -> _native.Device:
-    """Stands for a GPU that archflash's CUDA runtime cannot ask."""
+    """A device that stands for a GPU which archflash's CUDA runtime cannot describe."""
     unknown = (
         "major",
         "minor",
@@ -229,9 +229,9 @@ def _unasked_device() -> _native.Device:
 
 
 def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """The implementations in the order in which they are asked: those that take the dtype, by
-    measured speed where this kind of problem was measured on such a GPU, else by expected speed;
-    then the others.
+    """The implementations in the order in which they are asked. Those that take the dtype come
+    first, by measured speed if this kind of problem was measured on such a GPU, else by expected
+    speed.
     """
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
@@ -250,8 +250,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     if problem.nq <= _measured.FEW_QUERIES and _pytorch_may_serve(problem):
         splitting = [name for name in tensor_cores if _registry.splits_keys(name)]
         others = [name for name in tensor_cores if name not in splitting]
-        # PyTorch's fused kernels split the keys over the GPU too (one query row on an H200: 1.8 to
-        # 17 times faster than a kernel that does not, bench/results).
+        # PyTorch's fused kernels also split the keys over the GPU. With one query row on an H200
+        # that is 1.8 to 17 times faster than a kernel that does not (bench/results).
         return (*splitting, _registry.TORCH, *others, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
 
@@ -260,7 +260,7 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
 def _kernels_in_order(
     dtype: str, capability: tuple[int, int] | None, measured: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Those kernels first that take a dtype, by their place in what was measured."""
+    """Our kernels, in the order of the measured speeds; those that take the dtype come first."""
     return tuple(
         sorted(
             _registry.kernel_names(),
@@ -275,13 +275,13 @@ def _kernels_in_order(
 
 def _pytorch_may_serve(problem: _native.Problem) -> bool:
     """Whether a call has no packed sequences, approximation or number of splits, which PyTorch's
-    kernels would not honour.
+    kernels do not support.
     """
     return not problem.varlen and not problem.approximate and problem.num_splits is None
 
 
 def _measured_pytorch(problem: _native.Problem, capability: tuple[int, int] | None) -> str | None:
-    """The kernel of PyTorch that serves a problem as it was measured; None where there is none."""
+    """The kernel of PyTorch that serves a problem as it was measured; None if there is none."""
     kernel = _pytorchs_kernel(problem, capability)
     measured = _measured.find(problem, capability)
     if measured is None or isinstance(kernel, list):
@@ -292,8 +292,8 @@ def _measured_pytorch(problem: _native.Problem, capability: tuple[int, int] | No
 def _serves_as_measured(
     kernel: str, problem: _native.Problem, measured: _measured.Measurement
 ) -> bool:
-    """Whether a kernel of PyTorch was measured for problems of this kind, and serves this one
-    without a mask, with which it was never measured.
+    """Whether a kernel of PyTorch was measured for problems of this kind and serves this one
+    without a mask. It was never measured with a mask.
     """
     masked = problem.masked or _torch.needs_mask(
         causal=problem.causal,
@@ -340,9 +340,8 @@ def select(
     Args:
         problem: the call, as `_archflash.make_problem` states it.
         device: the GPU to plan for; None for tensors on the CPU.
-        name: the forced implementation; None for the best that can.
-        obstacle: why no kernel can be launched on that GPU at all; None when nothing stands in the
-            way.
+        name: the forced implementation; None to choose the best that can serve the problem.
+        obstacle: why no kernel can be launched on that GPU at all; None if kernels can be.
 
     Returns:
         The decision, with every other implementation's reasons.
@@ -385,7 +384,7 @@ _PYTORCHS = {
     "torch-efficient": "PyTorch's memory-efficient kernel",
 }
 _FASTEST = "the fastest measured of those that serve this call"
-# GPUs whose tensor cores have instructions of their own, which cuDNN uses.
+# GPUs that have special instructions for their tensor cores, which cuDNN uses.
 _CUDNN_CAPABILITIES = (9, 10)
 
 
@@ -413,8 +412,8 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
 
 
 def _only_forced(name: str, problem: _native.Problem, device: _native.Device) -> bool:
-    """Whether a kernel serves a problem on a GPU of another generation than its own only where it
-    is forced: unless it was measured there.
+    """Whether a kernel serves a problem only if it is forced, because the GPU is of another
+    generation than its own and it was not measured there.
     """
     if not _registry.only_forced(name, device.capability):
         return False
@@ -423,7 +422,7 @@ def _only_forced(name: str, problem: _native.Problem, device: _native.Device) ->
 
 
 class _Answers:
-    """What each implementation answers to a call that forces none; each is asked once at most."""
+    """The answers of the implementations to a call that forces none. Each is asked at most once."""
 
     def __init__(self, problem: _native.Problem, device: _native.Device) -> None:
         self._problem = problem
@@ -443,17 +442,17 @@ class _Answers:
         return self._of[name]
 
     def plan(self, name: str) -> _native.LaunchPlan | None:
-        """A kernel's plan; None where it cannot serve the call, and for `torch`."""
+        """A kernel's plan; None if it cannot serve the call, and for `torch`."""
         answer = None if name == _registry.TORCH else self._ask(name)
         return None if isinstance(answer, list) else answer
 
     def reasons(self, name: str) -> list[str]:
-        """Why an implementation cannot serve the call; none where it can, as `torch` always can."""
+        """Why an implementation cannot serve the call; empty if it can, as `torch` always can."""
         answer = [] if name == _registry.TORCH else self._ask(name)
         return answer if isinstance(answer, list) else []
 
     def chosen(self) -> str:
-        """The first in the order that can serve the call."""
+        """The first implementation in the order that can serve the call."""
         return next(
             name
             for name in order(self._problem, self._device.capability)
@@ -466,8 +465,8 @@ class _Answers:
 
 
 def first_plan(problem: _native.Problem, device: _native.Device) -> _native.LaunchPlan | None:
-    """The plan of whoever serves a problem on a GPU that no implementation is forced on; None where
-    that is `torch`.
+    """The plan of the implementation that serves a problem on a GPU if none is forced; None if that
+    is `torch`.
     """
     answers = _Answers(problem, device)
     return answers.plan(answers.chosen())
@@ -514,8 +513,8 @@ def _select_forced(
 
 
 def simulated_device(name: str) -> _native.Device:
-    """The GPU that the simulator stands for: what ARCHFLASH_SIM_DEVICE names, otherwise the home of
-    that implementation.
+    """The GPU that the simulator stands for: the one that ARCHFLASH_SIM_DEVICE names, otherwise the
+    home device of the implementation.
 
     Raises:
         ForcedImplementationError: ARCHFLASH_SIM_DEVICE names no GPU of the table.
@@ -537,15 +536,15 @@ def _unasked(name: str) -> dict[str, list[str]]:
 def decide(
     problem: _native.Problem, device_index: int, name: str | None
 ) -> _native.LaunchPlan | None:
-    """The plan for a call on a real device, or None when `torch` serves it: what the runtime asks
-    on a plan cache miss.
+    """The plan for a call on a real device; None if `torch` serves it. The runtime calls this when
+    the plan cache misses.
     """
     device, obstacle = device_of(problem, device_index)
     if name is not None or device is None or obstacle is not None:
         decision = select(problem, device, name, obstacle)
         plan, refusals = decision.plan, decision.reasons if decision.fallback else {}
     else:
-        # No words for people: a decoding loop comes here with a new length at every step.
+        # No explanations are made, because a decoding loop comes here with a new length each step.
         answers = _Answers(problem, device)
         plan, refusals = answers.plan(answers.chosen()), {}
         if plan is None and not answers.a_kernel_could():
@@ -562,10 +561,10 @@ def decide(
 def nearest(
     refusals: dict[str, list[str]], problem: _native.Problem, device: _native.Device
 ) -> tuple[str, list[str]]:
-    """The kernel that is the least away from serving a call that none serves, and its reasons.
+    """The kernel that comes closest to serving a call which none serves, and its reasons.
 
     Args:
-        refusals: the reasons of each kernel, in the order in which they were asked.
+        refusals: the reasons of each kernel, in the order in which the kernels were asked.
         problem: the call.
         device: the GPU.
     """
@@ -586,10 +585,10 @@ _noting = threading.Lock()
 
 
 def note_fallback(reason: str, stacklevel: int = 4) -> None:
-    """Says that PyTorch serves a call that no kernel serves: a warning, once per reason.
+    """Warns, once per reason, that PyTorch serves a call that no kernel serves.
 
     Args:
-        reason: why, as a sentence.
+        reason: why no kernel serves it, as a sentence.
         stacklevel: frames from here to the caller's, for the warning.
 
     Raises:
@@ -600,7 +599,7 @@ def note_fallback(reason: str, stacklevel: int = 4) -> None:
             f"no kernel of archflash serves this call, and {_FALLBACK_VARIABLE}=error: {reason}"
         )
     with _noting:
-        kind = re.sub(r"\d+", "#", reason)  # other sizes are no other reason
+        kind = re.sub(r"\d+", "#", reason)  # reasons that differ only in sizes count as the same
         if kind in _noted:
             return
         _noted.add(kind)
