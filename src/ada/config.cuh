@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/mma_sync/config.cuh"
-#include "common/problem.h"
 
 namespace archflash::ada {
 

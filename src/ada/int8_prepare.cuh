@@ -15,9 +15,9 @@
 
 #include "ada/largest_of_cta.cuh"
 #include "ada/params.h"
+#include "common/dtype.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/bfloat16.cuh"
-#include "common/problem.h"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/st_global.cuh"
 

@@ -6,7 +6,7 @@
 
 #include "common/attention_params.h"
 #include "common/descales.h"
-#include "common/problem.h"
+#include "common/dtype.h"
 
 namespace archflash::ada {
 

@@ -13,8 +13,8 @@
 
 #include "ada/largest_of_cta.cuh"
 #include "ada/quantize.h"
+#include "common/dtype.h"
 #include "common/math/bfloat16.cuh"
-#include "common/problem.h"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/st_global.cuh"
 

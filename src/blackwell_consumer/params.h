@@ -7,7 +7,7 @@
 
 #include "common/attention_params.h"
 #include "common/descales.h"
-#include "common/problem.h"
+#include "common/dtype.h"
 #include "common/tensor_map.h"
 
 namespace archflash::blackwell_consumer {

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/math/slab_tile.cuh"
-#include "common/problem.h"
 
 namespace archflash::blackwell_dc {
 

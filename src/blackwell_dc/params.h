@@ -7,8 +7,8 @@
 
 #include "common/attention_params.h"
 #include "common/descales.h"
+#include "common/dtype.h"
 #include "common/partials.h"
-#include "common/problem.h"
 #include "common/tensor_map.h"
 
 namespace archflash::blackwell_dc {

@@ -7,23 +7,12 @@
 #include <string>
 #include <type_traits>
 
+#include "common/dtype.h"
+
 namespace archflash {
 
 // What a caller lets the result differ in from the exact formula.
 enum class Approximate : int64_t { Nothing = 0, Int8Qk = 1 };
-
-enum class DType : int32_t { F32 = 0, F16 = 1, BF16 = 2, E4M3 = 3, E5M2 = 4, F64 = 5 };
-constexpr int DTYPE_COUNT = 6;
-
-constexpr const char* dtype_name(DType dtype) {  // as torch spells it
-  constexpr const char* NAMES[DTYPE_COUNT] = {"float32",       "float16",     "bfloat16",
-                                              "float8_e4m3fn", "float8_e5m2", "float64"};
-  return NAMES[static_cast<int>(dtype)];
-}
-constexpr int dtype_bytes(DType dtype) {
-  constexpr int BYTES[DTYPE_COUNT] = {4, 2, 2, 1, 1, 8};
-  return BYTES[static_cast<int>(dtype)];
-}
 
 // Strides in elements. Dimensions of size 1 have stride 0, so that equal problems compare equal.
 // With cu_seqlens the batch stride is 0: the rows of all sequences lie along `row`.
@@ -32,10 +21,6 @@ struct Strides {
   int64_t head;
   int64_t row;
 };
-
-constexpr bool is_fp8(DType dtype) { return dtype == DType::E4M3 || dtype == DType::E5M2; }
-
-constexpr int SCALE_ROWS = 64;  // rows of a sequence that share a descale given per block
 
 constexpr int64_t UNBOUNDED = INT64_MAX;  // a window side without a limit
 constexpr int64_t UNKNOWN = -1;           // max_seqlen_q/k not given

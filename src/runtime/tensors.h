@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <string>
 
-#include "common/problem.h"
+#include "common/dtype.h"
 
 namespace archflash {
 

@@ -16,9 +16,9 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/visible_keys.cuh"
-#include "common/problem.h"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ex2.cuh"
 #include "simt/config.cuh"

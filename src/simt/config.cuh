@@ -2,7 +2,7 @@
 // plan.cpp both include them.
 #pragma once
 
-#include "common/problem.h"
+#include "common/dtype.h"
 
 namespace archflash::simt {
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/math/bfloat16.cuh"
-#include "common/problem.h"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/special_registers.cuh"

@@ -5,10 +5,10 @@
 #include <cstdint>
 
 #include "common/attention_params.h"
+#include "common/dtype.h"
 #include "common/math/bfloat16.cuh"
 #include "common/math/varlen_tiles.cuh"
 #include "common/math/visible_keys.cuh"
-#include "common/problem.h"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/st_global.cuh"

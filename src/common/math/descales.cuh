@@ -9,9 +9,9 @@
 
 #include "common/attention_params.h"
 #include "common/descales.h"
+#include "common/dtype.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/online_softmax.cuh"
-#include "common/problem.h"
 
 namespace archflash::math {
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "common/attention_params.h"
+#include "common/dtype.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/online_softmax.cuh"
-#include "common/problem.h"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/st_global.cuh"

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/math/swizzled_tile.cuh"
-#include "common/problem.h"
 
 namespace archflash::mma_sync {
 

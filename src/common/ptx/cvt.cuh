@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/problem.h"
+#include "common/dtype.h"
 
 namespace archflash::ptx {
 
