@@ -1,7 +1,22 @@
 """archflash: attention kernels written by hand for each NVIDIA GPU generation. One call:
 `archflash.attention(q, k, v)`.
+
+The modules stand in layers, and each imports only from layers below its own:
+
+- `_archflash`, the runtime in C++; the exceptions; what PyTorch's causal biases mean
+- the table of options, the implementations, what was measured, the implementation `torch`, the
+  float64 reference
+- `_dispatch`, which decides who serves a problem
+- `_ops`, a call as a torch operator
+- `_api`: attention() and explain(); `quantize_fp8`
+- `scaled_dot_product_attention` and `warm_up`, made of those
+- `sim`, which makes a problem, selects, allocates and simulates
+- this package, which registers the simulator with the runtime; above it the command line
 """
 
+from typing import Any as _Any
+
+from archflash import _archflash as _native
 from archflash import reference
 from archflash._api import attention, explain
 from archflash._archflash import version as __version__
@@ -36,3 +51,13 @@ __all__ = [
     "scaled_dot_product_attention",
     "warm_up",
 ]
+
+
+def _simulate(plan: _native.LaunchPlan, tensors: dict[str, _Any]) -> None:
+    """Runs a plan on tensors on the CPU. The simulator is imported at the first such call only."""
+    from archflash.sim import _attention
+
+    _attention.serve(plan, tensors)
+
+
+_native.set_simulate(_simulate)

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
-from archflash import _bias, _dispatch, _ops, _torch
-from archflash._errors import UnsupportedError
+from archflash import _bias, _dispatch, _ops, _options
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
@@ -68,7 +67,7 @@ def attention(
         cu_seqlens_q: int32 ``(sequences + 1,)`` on q's device: sequence b's queries are rows
             cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Needs cu_seqlens_k. Read on the device
             only. Rows of no sequence are written as rows that see no key.
-        cu_seqlens_k: likewise for the rows of k and v.
+        cu_seqlens_k: int32 ``(sequences + 1,)`` on q's device: the same for the rows of k and v.
         max_seqlen_q: the longest of the packed query sequences, a hint; default unknown.
         max_seqlen_k: the longest of the packed key sequences, a hint; default unknown.
         attn_mask: bool (True keeps) or floating (added to the scores), broadcastable to ``(batch,
@@ -79,8 +78,9 @@ def attention(
             tensor; ``(heads_q,)`` or ``(batch, heads_q)``, also with heads_kv for heads_q; or
             ``(batch, heads_q, ceil(nq / 64))``, one for each block of 64 rows (not with
             cu_seqlens). Any strides. `archflash.quantize_fp8` makes them.
-        k_descale: likewise for k, with heads_kv and nk.
-        v_descale: likewise for v, with heads_kv and nk.
+        k_descale: float32: float8 k stands for k * k_descale. Shaped as q_descale, with heads_kv
+            and nk.
+        v_descale: float32: float8 v stands for v * v_descale. Shaped as k_descale.
         out_dtype: dtype of the output; default q's, bfloat16 for float8 inputs, of which kernels
             write float16 and bfloat16.
         approximate: "int8_qk" lets q k^T be computed in int8, for fp16 and bf16: q and k (without
@@ -123,48 +123,26 @@ def attention(
         >>> archflash.attention(q, k, v, causal=True).shape
         torch.Size([2, 4, 7, 16])
     """
-    if alibi_slopes is not None:
-        _refuse_unbuilt(alibi_slopes=alibi_slopes)
     if attn_mask is not None and _bias.is_causal_bias(attn_mask):
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
         )
+    # In the order of the table of options, src/common/options.inc.
+    values = (
+        causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, attn_mask, alibi_slopes, q_descale, k_descale, v_descale, out_dtype,
+        approximate, num_splits, layout, out, return_lse,
+    )  # fmt: skip
     if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
         # The whole way of an eager call: one C++ call that reads the tensors, finds the plan, binds
         # and launches.
-        result = _native.attention(
-            q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype,
-            approximate, num_splits, layout, out, return_lse, _is_grad_enabled(),
-            _forced() if implementation is None else implementation,
-        )  # fmt: skip
+        forced = _forced() if implementation is None else implementation
+        result = _native.attention(q, k, v, values, _is_grad_enabled(), forced)
         if result is None:
-            if window is not None:
-                window = (_torch.python_number(window[0]), _torch.python_number(window[1]))
-            if not (softcap is None and scale is None and q_offset is None):
-                softcap, scale, q_offset = map(_torch.python_number, (softcap, scale, q_offset))
-            return _torch.attention(
-                q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
-                q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-                attn_mask=attn_mask, q_descale=q_descale, k_descale=k_descale,
-                v_descale=v_descale, out_dtype=out_dtype, layout=layout, out=out,
-                return_lse=return_lse,
-            )  # fmt: skip
+            return _ops.by_torch(q, k, v, values)
         if result is not NotImplemented:
             return result
-    return _ops.attention(
-        q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
-        q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, attn_mask=attn_mask,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
-        approximate=approximate, num_splits=num_splits, layout=layout,
-        implementation=implementation, out=out, return_lse=return_lse,
-    )  # fmt: skip
-
-
-def _refuse_unbuilt(**arguments: object) -> None:
-    given = ", ".join(name for name, value in arguments.items() if value is not None)
-    raise UnsupportedError(f"{given}: not built yet; leave it at None")
+    return _ops.attention(q, k, v, values, implementation)
 
 
 def explain(
@@ -242,34 +220,17 @@ def find_device(name: str) -> _native.Device:
     return known.device
 
 
-# The options of a call in the order in which the runtime takes them, and those not built yet.
-_OPTIONS = (
-    "causal", "window", "softcap", "sinks", "scale", "q_offset", "cu_seqlens_q", "cu_seqlens_k",
-    "max_seqlen_q", "max_seqlen_k", "attn_mask", "q_descale", "k_descale", "v_descale",
-    "out_dtype", "approximate", "num_splits", "layout", "out", "return_lse",
-)  # fmt: skip
-_UNBUILT = ("alibi_slopes",)
-_DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
-
-
 def make_problem(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> _native.Problem:
     """The call as planning sees it; options and errors as those of `attention`."""
-    for name in options:
-        if name not in _OPTIONS and name not in _UNBUILT:
-            raise TypeError(f"{name} is no option of a call: it takes {', '.join(_OPTIONS)}")
-    if any(options.get(name) is not None for name in _UNBUILT):
-        _refuse_unbuilt(**{name: options.get(name) for name in _UNBUILT})
-    values = option_values(q, k, options)
-    values.append(_is_grad_enabled())
-    return _native.make_problem(q, k, v, *values)
+    return _native.make_problem(q, k, v, option_values(q, k, options), _is_grad_enabled())
 
 
-def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> list[Any]:
-    """The options of a call in the order in which the runtime takes them."""
-    given = {name: options.get(name, _DEFAULTS[name]) for name in _OPTIONS}
+def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
+    """The values of all options as the runtime takes them."""
+    given = _options.complete(options)
     if _bias.is_causal_bias(given["attn_mask"]):
         given["causal"], given["q_offset"], given["attn_mask"] = _bias.resolve(
             given["attn_mask"], q, k, given["causal"], given["window"], given["q_offset"],
             given["cu_seqlens_q"], given["layout"],
         )  # fmt: skip
-    return list(given.values())
+    return tuple(given.values())

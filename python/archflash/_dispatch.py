@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from archflash import _archflash as _native
-from archflash import _measured, _registry, _torch
+from archflash import _measured, _options, _registry, _torch
 from archflash._errors import ForcedImplementationError, NotCompiledError, UnsupportedError
 
 logger = logging.getLogger("archflash")
@@ -116,22 +115,16 @@ def describe_problem(problem: _native.Problem) -> str:
         shape += f" over {problem.heads_kv}" if problem.heads_q != problem.heads_kv else ""
         shape += f", {problem.nq} queries, {problem.nk} keys, head dim {problem.d}"
         shape += f" and {problem.dv}" if problem.d != problem.dv else ""
-    flags = (
-        "approximate",
-        "num_splits",
-        "causal",
-        "window",
-        "softcap",
-        "sinks",
-        "masked",
-        "want_lse",
-        "needs_grad",
-    )
+    features = (
+        "approximate", "num_splits", "causal", "window", "softcap", "sinks", "masked",
+    )  # fmt: skip
+    flags = (field for field in _options.FLAG_FIELDS.values() if field not in features)
     words = {"masked": "attn_mask", "want_lse": "LSE", "needs_grad": "gradients"}
     words["approximate"] = f"approximate={problem.approximate!r}"
     words["num_splits"] = f"num_splits={problem.num_splits}"
-    features = [words.get(flag, flag) for flag in flags if getattr(problem, flag)]
-    return f"{problem.dtype}, {shape}" + (f", {', '.join(features)}" if features else "")
+    names = (*features, *flags, "needs_grad")
+    given = [words.get(name, name) for name in names if getattr(problem, name)]
+    return f"{problem.dtype}, {shape}" + (f", {', '.join(given)}" if given else "")
 
 
 def describe_device(device: _native.Device | None) -> str:
@@ -607,12 +600,4 @@ def note_fallback(reason: str, stacklevel: int = 4) -> None:
     warnings.warn(f"archflash: PyTorch serves this call. {reason}", stacklevel=stacklevel)
 
 
-def simulate(plan: _native.LaunchPlan, tensors: dict[str, Any]) -> None:
-    """Runs a plan on tensors on the CPU: what the runtime calls instead of a launch."""
-    from archflash.sim import _attention
-
-    _attention.simulate(plan, tensors)
-
-
 _native.set_decide(decide)
-_native.set_simulate(simulate)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -135,13 +134,6 @@ def attention(
         return result
     lse = lse.to(torch.float32).contiguous()
     return result, lse[0] if packed else lse
-
-
-def python_number(x: Any) -> Any:
-    """Python's own number for one of numpy's and the like; everything else as it is."""
-    if x is None or isinstance(x, (int, float, Tensor)):
-        return x
-    return operator.index(x) if hasattr(x, "__index__") else float(x)
 
 
 def fused_kernel(

@@ -3,6 +3,7 @@
 // (src/runtime/bind.cpp).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -25,7 +26,18 @@ struct Strides {
 constexpr int64_t UNBOUNDED = INT64_MAX;  // a window side without a limit
 constexpr int64_t UNKNOWN = -1;           // max_seqlen_q/k not given
 
-// Plain bytes without padding: compared and hashed as such by the plan cache.
+// A bool in 32 bits, so that structs of numbers and flags have no padding.
+struct Flag {
+  int32_t value;
+  constexpr operator bool() const { return value != 0; }
+  constexpr Flag& operator=(bool on) {
+    value = on;
+    return *this;
+  }
+};
+
+// Plain bytes without padding: compared and hashed as such by the plan cache. for_each_field()
+// below lists the fields.
 struct Problem {
   // Shapes. With cu_seqlens, batch is the number of sequences and nq, nk are the totals Tq, Tk.
   int64_t batch, heads_q, heads_kv, nq, nk, d, dv;
@@ -51,23 +63,53 @@ struct Problem {
 
   // The largest power of two, at most 16, that divides the address in bytes.
   int32_t q_align, k_align, v_align, out_align;
-  int32_t q_unit, k_unit, v_unit, out_unit;  // 1: the last dimension is contiguous
+  Flag q_unit, k_unit, v_unit, out_unit;  // the last dimension is contiguous
 
-  int32_t causal;            // as asked; already folded into window_right
-  int32_t varlen;            // cu_seqlens_q and cu_seqlens_k are given
-  int32_t q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
-  int32_t q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
-  int32_t sinks;             // 0: none; otherwise 1 + DType of the (heads_q,) tensor
-  int32_t mask;              // 0: none, 1: bool, 2: additive
-  int32_t descale;           // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale;
-                             // bit 3: that of q has one number for each head of k
-  int32_t want_lse;          // the log-sum-exp is asked for
-  int32_t needs_grad;        // autograd will want gradients of a tensor of the call
-  int32_t on_cuda;           // 1: tensors are on a CUDA device, 0: elsewhere (CPU, meta)
+  Flag causal;            // as asked; already folded into window_right
+  Flag varlen;            // cu_seqlens_q and cu_seqlens_k are given
+  Flag q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
+  Flag q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
+  int32_t sinks;          // 0: none; otherwise 1 + DType of the (heads_q,) tensor
+  int32_t mask;           // 0: none, 1: bool, 2: additive
+  int32_t descale;        // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale;
+                          // bit 3: that of q has one number for each head of k
+  Flag want_lse;          // the log-sum-exp is asked for
+  Flag needs_grad;        // autograd will want gradients of a tensor of the call
+  Flag on_cuda;           // whether tensors are on a CUDA device, or elsewhere (CPU, meta)
 };
+
+// Calls f(name, field) for every field of a Problem. Saving, loading, range checks of flags and the
+// attributes that Python sees go by this list.
+template <class P, class F>
+constexpr void for_each_field(P& p, F&& f) {
+  f("dtype", p.dtype), f("out_dtype", p.out_dtype);
+  f("batch", p.batch), f("heads_q", p.heads_q), f("heads_kv", p.heads_kv);
+  f("nq", p.nq), f("nk", p.nk), f("d", p.d), f("dv", p.dv);
+  f("max_seqlen_q", p.max_seqlen_q), f("max_seqlen_k", p.max_seqlen_k);
+  f("q", p.q), f("k", p.k), f("v", p.v), f("out", p.out);
+  f("q_descale", p.q_descale), f("k_descale", p.k_descale), f("v_descale", p.v_descale);
+  f("q_offset", p.q_offset), f("window_left", p.window_left), f("window_right", p.window_right);
+  f("scale", p.scale), f("softcap", p.softcap);
+  f("approximate", p.approximate), f("num_splits", p.num_splits);
+  f("q_align", p.q_align), f("k_align", p.k_align), f("v_align", p.v_align);
+  f("out_align", p.out_align);
+  f("q_unit", p.q_unit), f("k_unit", p.k_unit), f("v_unit", p.v_unit), f("out_unit", p.out_unit);
+  f("causal", p.causal), f("varlen", p.varlen), f("q_offset_tensor", p.q_offset_tensor);
+  f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask);
+  f("descale", p.descale), f("want_lse", p.want_lse), f("needs_grad", p.needs_grad);
+  f("on_cuda", p.on_cuda);
+}
+
+constexpr size_t bytes_of_listed_fields() {
+  size_t bytes = 0;
+  Problem problem{};
+  for_each_field(problem, [&](const char*, const auto& field) { bytes += sizeof field; });
+  return bytes;
+}
 static_assert(std::is_trivially_copyable_v<Problem>);
-static_assert(sizeof(Problem) == 9 * 8 + 21 * 8 + 5 * 8 + 2 * 8 + 20 * 4,
-              "Problem must have no padding: it is hashed as bytes");
+static_assert(bytes_of_listed_fields() == sizeof(Problem),
+              "a field is missing from for_each_field(), or Problem has padding, which it must not "
+              "have: it is hashed as bytes");
 
 // A GPU, as the driver reports it or as the table of known devices states it
 // (src/runtime/known_devices.cpp).

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <array>
+#include <stdexcept>
 
+#include "common/options.h"
 #include "common/plan.h"
 #include "runtime/tensors.h"
 
@@ -12,15 +14,29 @@ namespace archflash {
 // Whether autograd will want gradients: never, if a tensor of the call asks for them, or surely.
 enum class Grad : int32_t { Off = 0, IfRequired = 1, Needed = 2 };
 
-// What archflash.attention() was given; None where the caller left the default.
+// What archflash.attention() was given: q, k, v and the value of each option of the table
+// (common/options.inc).
 struct Arguments {
   nb::handle q, k, v;
-  nb::handle causal, window, softcap, sinks, scale, q_offset;
-  nb::handle cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k;
-  nb::handle attn_mask, q_descale, k_descale, v_descale, out_dtype, approximate, num_splits;
-  nb::handle layout, out;
-  nb::handle want_lse;
+#define ARCHFLASH_OPTION(option, ...) nb::handle option;
+#include "common/options.inc"
+#undef ARCHFLASH_OPTION
   Grad grad;
+};
+
+// The members of Arguments that hold the options, in the order of OPTIONS.
+constexpr nb::handle Arguments::* ARGUMENTS[] = {
+#define ARCHFLASH_OPTION(option, ...) &Arguments::option,
+#include "common/options.inc"
+#undef ARCHFLASH_OPTION
+};
+
+// The options come as one tuple in the order of the table. Throws nb::type_error for anything else.
+Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad);
+
+// A call gives an option that is not built yet: UnsupportedError in Python.
+struct Unsupported : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 struct Call {
@@ -39,8 +55,8 @@ struct Call {
 constexpr char IS_LAZY[] =
     " has the negative bit or is a zero tensor, so that its memory does not hold its values: ";
 
-// Throws nb::value_error (shapes, values) or nb::type_error (types, dtypes, devices): what was
-// given, what is allowed, what to do.
+// Throws nb::value_error (shapes, values), nb::type_error (types, dtypes, devices) or Unsupported:
+// what was given, what is allowed, what to do.
 void build_call(const Arguments& arguments, Call& call);
 
 }  // namespace archflash

@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <stdexcept>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "runtime/text.h"
@@ -169,19 +170,11 @@ bool overlaps_itself(const int64_t* shape, const int64_t* strides, int ndim) {
 
 void check_problem(const Problem& p, const std::string& prefix) {
   const Checker check{prefix};
-  check.range(0, 1,
-              {{"causal", p.causal},
-               {"varlen", p.varlen},
-               {"q_offset_tensor", p.q_offset_tensor},
-               {"q_offset_default", p.q_offset_default},
-               {"want_lse", p.want_lse},
-               {"needs_grad", p.needs_grad},
-               {"on_cuda", p.on_cuda},
-               {"q_unit", p.q_unit},
-               {"k_unit", p.k_unit},
-               {"v_unit", p.v_unit},
-               {"out_unit", p.out_unit},
-               {"approximate", p.approximate}});
+  for_each_field(p, [&](const char* name, const auto& field) {
+    if constexpr (std::is_same_v<decltype(field), const Flag&>)
+      check.range(0, 1, {{name, field.value}});
+  });
+  check.range(0, 1, {{"approximate", p.approximate}});
   check_shapes(check, p);
   check_layouts(check, p);
   check_descales(check, p);

@@ -94,81 +94,82 @@ void write_rows_of_no_sequence(nb::handle out, nb::handle lse, nb::handle sinks)
   }
 }
 
-// Allocates what is missing, binds and launches. Returns out, or (out, lse).
-nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
-  nb::object out = a.out.is_none() ? allocate_out(a.q, call) : nb::borrow(a.out);
+// What a call writes. Null where nothing is asked for.
+struct Outputs {
+  nb::object out, lse, workspace;
+};
+
+// Allocates what is missing and completes the addresses of the call.
+Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call) {
+  Outputs made;
+  made.out = a.out.is_none() ? allocate_out(a.q, call) : nb::borrow(a.out);
   if (a.out.is_none()) {
-    set_address(call, Operand::Out, out);
+    set_address(call, Operand::Out, made.out);
   } else if (!nb::cast<bool>(a.out.attr("is_inference")())) {
     torch().increment_version(a.out);  // autograd must see that it was written
   }
-  nb::object lse, workspace;
   if (call.problem.want_lse) {
-    lse = allocate_lse(a.q, call.problem);
-    set_address(call, Operand::Lse, lse);
+    made.lse = allocate_lse(a.q, call.problem);
+    set_address(call, Operand::Lse, made.lse);
   }
-  if (prepared.plan->workspace_bytes > 0) {
-    workspace =
-        a.q.attr("new_empty")(prepared.plan->workspace_bytes,
-                              nb::arg("dtype") = nb::module_::import_("torch").attr("uint8"));
-    set_address(call, Operand::Workspace, workspace);
+  if (plan.workspace_bytes > 0) {
+    made.workspace = a.q.attr("new_empty")(
+        plan.workspace_bytes, nb::arg("dtype") = nb::module_::import_("torch").attr("uint8"));
+    set_address(call, Operand::Workspace, made.workspace);
   }
+  return made;
+}
+
+// The tensors of a call by operand name, as the simulator takes them.
+nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call) {
+  const std::pair<Operand, nb::handle> operands[] = {
+      {Operand::Q, a.q},
+      {Operand::K, a.k},
+      {Operand::V, a.v},
+      {Operand::Out, outputs.out},
+      {Operand::Lse, outputs.lse},
+      {Operand::Sinks, a.sinks},
+      {Operand::CuSeqlensQ, a.cu_seqlens_q},
+      {Operand::CuSeqlensK, a.cu_seqlens_k},
+      {Operand::QOffset, call.problem.q_offset_tensor ? a.q_offset : nb::handle()},
+      {Operand::QDescale, a.q_descale},
+      {Operand::KDescale, a.k_descale},
+      {Operand::VDescale, a.v_descale},
+      {Operand::Mask, a.attn_mask},
+      {Operand::Workspace, outputs.workspace}};
+  nb::dict tensors;
+  for (const auto& [operand, tensor] : operands) {
+    if (tensor.is_valid() && !tensor.is_none()) tensors[operand_name(operand)] = tensor;
+  }
+  return tensors;
+}
+
+// Allocates what is missing, binds and launches. Returns out, or (out, lse).
+nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
+  const Outputs outputs = allocate(*prepared.plan, a, call);
   if (call.problem.varlen && prepared.plan->launches.empty()) {
-    write_rows_of_no_sequence(out, lse, a.sinks);
+    write_rows_of_no_sequence(outputs.out, outputs.lse, a.sinks);
   } else if (call.device_index < 0) {
-    nb::dict tensors;
-    const std::pair<Operand, nb::handle> operands[] = {
-        {Operand::Q, a.q},
-        {Operand::K, a.k},
-        {Operand::V, a.v},
-        {Operand::Out, out},
-        {Operand::Lse, lse},
-        {Operand::Sinks, a.sinks},
-        {Operand::CuSeqlensQ, a.cu_seqlens_q},
-        {Operand::CuSeqlensK, a.cu_seqlens_k},
-        {Operand::QOffset, call.problem.q_offset_tensor ? a.q_offset : nb::handle()},
-        {Operand::QDescale, a.q_descale},
-        {Operand::KDescale, a.k_descale},
-        {Operand::VDescale, a.v_descale},
-        {Operand::Mask, a.attn_mask},
-        {Operand::Workspace, workspace}};
-    for (const auto& [operand, tensor] : operands) {
-      if (tensor.is_valid() && !tensor.is_none()) tensors[operand_name(operand)] = tensor;
-    }
-    simulate()(std::const_pointer_cast<LaunchPlan>(prepared.plan), tensors);
+    simulate()(std::const_pointer_cast<LaunchPlan>(prepared.plan), by_operand(a, outputs, call));
   } else {
     void* stream = current_stream(call.device_index);
     const nb::gil_scoped_release release;
     execute(prepared, call.addresses, call.device_index, stream);
   }
-  return call.problem.want_lse ? nb::object(nb::make_tuple(out, lse)) : out;
+  return call.problem.want_lse ? nb::object(nb::make_tuple(outputs.out, outputs.lse)) : outputs.out;
 }
-
-using namespace nb::literals;
-
-#define ARCHFLASH_CALL_PARAMETERS                                                                \
-  nb::handle q, nb::handle k, nb::handle v, nb::handle causal, nb::handle window,                \
-      nb::handle softcap, nb::handle sinks, nb::handle scale, nb::handle q_offset,               \
-      nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle max_seqlen_q,                 \
-      nb::handle max_seqlen_k, nb::handle attn_mask, nb::handle q_descale, nb::handle k_descale, \
-      nb::handle v_descale, nb::handle out_dtype, nb::handle approximate, nb::handle num_splits, \
-      nb::handle layout, nb::handle out, nb::handle return_lse, int grad
-#define ARCHFLASH_CALL_ARGUMENTS                                                           \
-  Arguments {                                                                              \
-    q, k, v, causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,  \
-        max_seqlen_q, max_seqlen_k, attn_mask, q_descale, k_descale, v_descale, out_dtype, \
-        approximate, num_splits, layout, out, return_lse, static_cast<Grad>(grad)          \
-  }
-#define ARCHFLASH_CALL_NAMES                                                                     \
-  "q"_a.none(), "k"_a.none(), "v"_a.none(), "causal"_a.none(), "window"_a.none(),                \
-      "softcap"_a.none(), "sinks"_a.none(), "scale"_a.none(), "q_offset"_a.none(),               \
-      "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "max_seqlen_q"_a.none(),                 \
-      "max_seqlen_k"_a.none(), "attn_mask"_a.none(), "q_descale"_a.none(), "k_descale"_a.none(), \
-      "v_descale"_a.none(), "out_dtype"_a.none(), "approximate"_a.none(), "num_splits"_a.none(), \
-      "layout"_a.none(), "out"_a.none(), "return_lse"_a.none(), "grad"_a
 
 // Tensor subclasses, fake tensors among them, have a say of their own in what runs.
 bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is_tensor(object); }
+
+bool needs_dispatcher(const Arguments& a) {
+  if (needs_dispatcher(a.q) || needs_dispatcher(a.k) || needs_dispatcher(a.v)) return true;
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const nb::handle value = a.*ARGUMENTS[i];
+    if (may_be_tensor(OPTIONS[i].kind) && !value.is_none() && needs_dispatcher(value)) return true;
+  }
+  return false;
+}
 
 // On the CPU a plan is simulated: no kernel is looked up.
 std::shared_ptr<PreparedPlan> prepare_for(const Call& call, nb::handle chosen) {
@@ -190,12 +191,10 @@ void forget_other_simulated_devices() {
 
 // The eager call. On a cached decision this is the whole way: read, look up, allocate, bind,
 // launch.
-nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
-  const Arguments arguments = ARCHFLASH_CALL_ARGUMENTS;
-  for (nb::handle tensor : {q, k, v, sinks, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask,
-                            q_descale, k_descale, v_descale, out}) {
-    if (!tensor.is_none() && needs_dispatcher(tensor)) return nb::borrow(Py_NotImplemented);
-  }
+nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad,
+                     nb::handle implementation) {
+  const Arguments arguments = arguments_of(q, k, v, options, grad);
+  if (needs_dispatcher(arguments)) return nb::borrow(Py_NotImplemented);
   Call call;
   build_call(arguments, call);
   if (call.place == Place::Meta || !call.has_storage || call.lazy)
@@ -213,20 +212,18 @@ nb::object attention(ARCHFLASH_CALL_PARAMETERS, nb::handle implementation) {
   return prepared ? run(*prepared, arguments, call) : nb::none();
 }
 
-Problem make_problem(ARCHFLASH_CALL_PARAMETERS) {
+Problem make_problem(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad) {
   Call call;
-  build_call(ARCHFLASH_CALL_ARGUMENTS, call);
+  build_call(arguments_of(q, k, v, options, grad), call);
   return call.problem;
 }
 
-// Runs a given plan on given tensors, for replay: they must make exactly the plan's problem.
-nb::object execute_plan(const LaunchPlan& plan, ARCHFLASH_CALL_PARAMETERS) {
-  const Arguments arguments = ARCHFLASH_CALL_ARGUMENTS;
-  Call call;
+// Reads the arguments of a call that a given plan is to serve. Tensors on the CPU may make the
+// problem of a plan for a GPU: the simulator runs it.
+void build_call_of(const LaunchPlan& plan, const Arguments& arguments, Call& call) {
   build_call(arguments, call);
   Problem asked = call.problem;
-  asked.on_cuda =
-      plan.problem.on_cuda;  // a plan for a GPU is simulated where tensors are on the CPU
+  asked.on_cuda = plan.problem.on_cuda;
   if (std::memcmp(&asked, &plan.problem, sizeof(Problem)) != 0) {
     throw nb::value_error(
         "these tensors and arguments are not the plan's problem: compare archflash.explain's with "
@@ -235,7 +232,27 @@ nb::object execute_plan(const LaunchPlan& plan, ARCHFLASH_CALL_PARAMETERS) {
   if (call.place == Place::Meta || !call.has_storage)
     throw nb::value_error("q has no storage: a plan runs on tensors with data");
   if (call.lazy) throw nb::value_error(join(call.lazy, IS_LAZY, "pass a clone() of it").c_str());
+}
+
+// Runs a given plan on given tensors, for replay.
+nb::object execute_plan(const LaunchPlan& plan, nb::handle q, nb::handle k, nb::handle v,
+                        nb::handle options) {
+  const Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+  Call call;
+  build_call_of(plan, arguments, call);
   return run(*prepare_for(call, nb::cast(std::make_shared<LaunchPlan>(plan))), arguments, call);
+}
+
+// Every tensor that a given plan reads and writes, for the simulator.
+nb::dict operands_of(const LaunchPlan& plan, nb::handle q, nb::handle k, nb::handle v,
+                     nb::handle options) {
+  const Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+  Call call;
+  build_call_of(plan, arguments, call);
+  const Outputs outputs = allocate(plan, arguments, call);
+  if (call.problem.varlen && plan.launches.empty())
+    write_rows_of_no_sequence(outputs.out, outputs.lse, arguments.sinks);
+  return by_operand(arguments, outputs, call);
 }
 
 nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
@@ -253,20 +270,24 @@ nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
   return nb::bytes(block, plan.launches[launch].params.size());
 }
 
-// A plan that serves no attention call, on tensors of one CUDA device that fit it.
+// A plan that serves no attention call, on tensors that fit it: of one CUDA device, or of the CPU,
+// where it is simulated.
 void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
   std::array<void*, OPERAND_COUNT> addresses{};
   int device_index = -1;
+  bool any = false;
   for (int i = 0; i < OPERAND_COUNT; ++i) {
     const char* name = operand_name(static_cast<Operand>(i));
     if (!tensors.contains(name)) continue;
     TensorView view;
     read_tensor(tensors[name], name, view);
     if (view.lazy) throw nb::value_error(join(name, IS_LAZY, "pass a clone() of it").c_str());
-    if (view.place != Place::Cuda || (device_index >= 0 && view.device_index != device_index))
-      throw nb::type_error("launch takes tensors on one CUDA device");
+    const bool fits = view.place == Place::Cuda || view.place == Place::Cpu;
+    if (!fits || (any && view.device_index != device_index))
+      throw nb::type_error("launch takes tensors on one CUDA device, or on the CPU");
     addresses[i] = view.data;
     device_index = view.device_index;
+    any = true;
   }
   const auto need = [&](Operand operand) {
     const char* name = operand_name(operand);
@@ -278,11 +299,64 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
     for (const PointerSlot& slot : launch.pointers) need(slot.operand);
     for (const TensorMapSpec& spec : launch.tensor_maps) need(spec.operand);
   }
-  if (device_index < 0) return;
+  if (!any) return;
+  if (device_index < 0) {
+    simulate()(std::make_shared<LaunchPlan>(plan), tensors);
+    return;
+  }
   const auto prepared = prepare(std::make_shared<LaunchPlan>(plan));
   void* stream = current_stream(device_index);
   const nb::gil_scoped_release release;
   execute(*prepared, addresses, device_index, stream);
+}
+
+const char* kind_name(OptionKind kind) {
+  switch (kind) {
+    case OptionKind::Flag:
+      return "flag";
+    case OptionKind::Number:
+      return "number";
+    case OptionKind::Integer:
+      return "integer";
+    case OptionKind::Tensor:
+      return "tensor";
+    case OptionKind::IntegerOrTensor:
+      return "integer or tensor";
+    case OptionKind::Window:
+      return "window";
+    case OptionKind::Dtype:
+      return "dtype";
+    case OptionKind::Text:
+      return "text";
+    case OptionKind::Output:
+      return "output";
+  }
+  return "";
+}
+
+nb::object default_of(const Option& option) {
+  if (option.kind == OptionKind::Flag) return nb::bool_(false);
+  return option.default_text == nullptr ? nb::none() : nb::cast(option.default_text);
+}
+
+bool is_default(const Option& option, nb::handle value) {
+  if (option.kind == OptionKind::Flag) return value.is(Py_False);
+  if (option.default_text == nullptr) return value.is_none();
+  return PyUnicode_Check(value.ptr()) &&
+         PyUnicode_CompareWithASCIIString(value.ptr(), option.default_text) == 0;
+}
+
+// The options on which an exact result depends, but for those at their defaults.
+nb::dict options_for_torch(nb::handle options) {
+  const Arguments a =
+      arguments_of(nb::none(), nb::none(), nb::none(), options, static_cast<int>(Grad::Off));
+  nb::dict given;
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const Option& option = OPTIONS[i];
+    const nb::handle value = a.*ARGUMENTS[i];
+    if (option.built && !option.advice && !is_default(option, value)) given[option.name] = value;
+  }
+  return given;
 }
 
 std::vector<std::string> texts(const std::vector<std::string_view>& views) {
@@ -318,12 +392,37 @@ NB_MODULE(_archflash, m) {
     } catch (const LaunchFailure& failure) {
       PyErr_SetString(nb::module_::import_("archflash._errors").attr("LaunchError").ptr(),
                       failure.what());
+    } catch (const Unsupported& refusal) {
+      PyErr_SetString(nb::module_::import_("archflash._errors").attr("UnsupportedError").ptr(),
+                      refusal.what());
     }
   });
 
-  with_pickle(nb::class_<Problem>(
-                  m, "Problem", "What one call asks for: shapes, strides, options. No addresses."),
-              &problem_from_dict)
+  nb::class_<Option>(m, "Option",
+                     "A row of the table of a call's options (src/common/options.inc).")
+      .def_ro("name", &Option::name)
+      .def_prop_ro("kind", [](const Option& o) { return kind_name(o.kind); })
+      .def_prop_ro("default", &default_of, nb::sig("def default(self) -> typing.Any"))
+      .def_prop_ro("may_be_tensor", [](const Option& o) { return may_be_tensor(o.kind); })
+      .def_ro("differentiable", &Option::differentiable)
+      .def_ro("advice", &Option::advice, "Whether the exact result is the same without it.")
+      .def_ro("built", &Option::built)
+      .def_prop_ro(
+          "field",
+          [](const Option& o) { return o.flag ? std::optional(flag_field(o)) : std::nullopt; },
+          "The attribute of a Problem that a flag sets; None for options of other kinds.")
+      .def_prop_ro(
+          "feature", [](const Option& o) { return feature_of(o); },
+          "How a folder that serves a flag lists it among its features.")
+      .def_ro("doc", &Option::doc, "How its entry in the docstring of attention() begins.");
+  m.def(
+      "call_options", [] { return std::vector<Option>(std::begin(OPTIONS), std::end(OPTIONS)); },
+      "The options of a call beside q, k, v and implementation, in the order in which "
+      "`attention`, `make_problem`, `execute` and `operands` take their values.");
+
+  auto problem = nb::class_<Problem>(
+      m, "Problem", "What one call asks for: shapes, strides, options. No addresses.");
+  with_pickle(problem, &problem_from_dict)
       .def_static("from_dict", &problem_from_dict, "fields"_a.none(),
                   nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Problem"))
       .def(
@@ -349,7 +448,6 @@ NB_MODULE(_archflash, m) {
       .def_ro("nk", &Problem::nk)
       .def_ro("d", &Problem::d)
       .def_ro("dv", &Problem::dv)
-      .def_prop_ro("causal", [](const Problem& p) { return p.causal != 0; })
       .def_prop_ro("window",
                    [](const Problem& p) {
                      return p.window_left != UNBOUNDED ||
@@ -367,20 +465,28 @@ NB_MODULE(_archflash, m) {
                      if (p.num_splits == 0) return std::nullopt;
                      return p.num_splits;
                    })
-      .def_prop_ro("varlen", [](const Problem& p) { return p.varlen != 0; })
-      .def_prop_ro("q_offset_given", [](const Problem& p) { return p.q_offset_default == 0; })
+      .def_prop_ro("q_offset_given", [](const Problem& p) { return !p.q_offset_default; })
       .def_prop_ro("sinks", [](const Problem& p) { return p.sinks != 0; })
       .def_prop_ro("masked", [](const Problem& p) { return p.mask != 0; })
-      .def_prop_ro("want_lse", [](const Problem& p) { return p.want_lse != 0; })
-      .def_prop_ro("needs_grad", [](const Problem& p) { return p.needs_grad != 0; })
-      .def_prop_ro("on_cuda", [](const Problem& p) { return p.on_cuda != 0; })
       .def(
           "as_if_on_cuda",
           [](Problem p) {
-            p.on_cuda = 1;
+            p.on_cuda = true;
             return p;
           },
           "The same problem with its tensors on a GPU.");
+  const Problem fields{};
+  for_each_field(fields, [&](const char* name, const auto& field) {
+    if constexpr (std::is_same_v<decltype(field), const Flag&>) {
+      const size_t offset =
+          reinterpret_cast<const char*>(&field) - reinterpret_cast<const char*>(&fields);
+      problem.def_prop_ro(name, [offset](const Problem& p) {
+        Flag flag;
+        std::memcpy(&flag, reinterpret_cast<const char*>(&p) + offset, sizeof flag);
+        return static_cast<bool>(flag);
+      });
+    }
+  });
 
   with_pickle(nb::class_<Device>(m, "Device", "A GPU as planning sees it."), &device_from_dict)
       .def_static("from_dict", &device_from_dict, "fields"_a.none(),
@@ -541,11 +647,22 @@ NB_MODULE(_archflash, m) {
       "function"_a);
   m.def(
       "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
-  m.def("attention", &attention, ARCHFLASH_CALL_NAMES, "implementation"_a.none(),
+  m.def("attention", &attention, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a, "grad"_a,
+        "implementation"_a.none(),
         "Serves an eager call from a kernel. None when `torch` is to serve it; NotImplemented for "
         "torch's dispatcher, and for lazy tensors, which must be resolved first.");
-  m.def("make_problem", &make_problem, ARCHFLASH_CALL_NAMES);
-  m.def("execute", &execute_plan, "plan"_a, ARCHFLASH_CALL_NAMES);
+  m.def("make_problem", &make_problem, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
+        "grad"_a, "What a call asks for.");
+  m.def("options_for_torch", &options_for_torch, "options"_a,
+        nb::sig("def options_for_torch(options: tuple[typing.Any, ...]) -> dict[str, typing.Any]"),
+        "The options that the implementation `torch` takes, without those at their defaults.");
+  m.def("execute", &execute_plan, "plan"_a, "q"_a, "k"_a, "v"_a, "options"_a,
+        "Runs a plan on tensors that make exactly its problem; what `attention` would return.");
+  m.def("operands", &operands_of, "plan"_a, "q"_a, "k"_a, "v"_a, "options"_a,
+        nb::sig("def operands(plan: LaunchPlan, q: typing.Any, k: typing.Any, v: typing.Any, "
+                "options: tuple[typing.Any, ...]) -> dict[str, typing.Any]"),
+        "The tensors that a plan reads and writes, by operand name: those given, which must make "
+        "exactly its problem, and newly allocated outputs and workspace.");
   m.def(
       "plan_quantize",
       [](const std::string& out_dtype, int per, nb::handle x, nb::handle out,
@@ -573,7 +690,8 @@ NB_MODULE(_archflash, m) {
       "block.");
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
-        "Launches a plan on CUDA tensors by operand name: each that the plan has an address of. "
+        "Launches a plan on tensors by operand name: each that the plan has an address of. On the "
+        "CPU the simulator runs it. "
         "Their shapes and strides must be those that it was made for.");
   m.def(
       "load_kernels",

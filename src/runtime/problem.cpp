@@ -129,7 +129,7 @@ Strides strides_of(const TensorView& t, const Axes& x) {
   return {stride_of(t, x.batch), stride_of(t, x.head), stride_of(t, x.row)};
 }
 
-int32_t has_unit_inner(const TensorView& t, const Axes& x) {
+bool has_unit_inner(const TensorView& t, const Axes& x) {
   return t.shape[x.inner] <= 1 || t.strides[x.inner] == 1;
 }
 
@@ -330,10 +330,44 @@ void read_num_splits(const Arguments& a, Problem& p) {
   }
 }
 
+// Each option of kind Flag goes into its field of the Problem.
+void read_flags(const Arguments& a, Problem& p) {
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const Option& option = OPTIONS[i];
+    if (option.flag != nullptr) p.*option.flag = flag(a.*ARGUMENTS[i], option.name);
+  }
+}
+
+bool wants_gradient(const Arguments& a) {
+  if (a.grad != Grad::IfRequired) return a.grad == Grad::Needed;
+  if (requires_grad(a.q) || requires_grad(a.k) || requires_grad(a.v)) return true;
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const nb::handle value = a.*ARGUMENTS[i];
+    if (OPTIONS[i].differentiable && !value.is_none() && requires_grad(value)) return true;
+  }
+  return false;
+}
+
+void refuse_unbuilt(const Arguments& a) {
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    if (!OPTIONS[i].built && !(a.*ARGUMENTS[i]).is_none())
+      throw Unsupported(join(OPTIONS[i].name, ": not built yet; leave it at None"));
+  }
+}
+
 }  // namespace
+
+Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad) {
+  if (!PyTuple_CheckExact(options.ptr()) || PyTuple_Size(options.ptr()) != OPTION_COUNT)
+    wrong_type("options is ", given(options), ": it must be a tuple of ", OPTION_COUNT, " values");
+  Arguments a{.q = q, .k = k, .v = v, .grad = static_cast<Grad>(grad)};
+  for (int i = 0; i < OPTION_COUNT; ++i) a.*ARGUMENTS[i] = PyTuple_GetItem(options.ptr(), i);
+  return a;
+}
 
 void build_call(const Arguments& a, Call& call) {
   std::memset(static_cast<void*>(&call), 0, sizeof(call));
+  refuse_unbuilt(a);
   Problem& p = call.problem;
   TensorView q, k, v;
   read(a.q, "q", call, q);
@@ -423,7 +457,7 @@ void build_call(const Arguments& a, Call& call) {
   call.addresses[static_cast<int>(Operand::K)] = k.data;
   call.addresses[static_cast<int>(Operand::V)] = v.data;
 
-  p.causal = flag(a.causal, "causal");
+  read_flags(a, p);
   p.window_left = p.window_right = UNBOUNDED;
   read_window(a.window, p);
   if (p.causal) p.window_right = 0;  // a right side >= 0 adds nothing to causal
@@ -445,7 +479,7 @@ void build_call(const Arguments& a, Call& call) {
       read_int32(a.q_offset, "q_offset", p.batch, join("an int or (", p.batch, ",)").c_str(), q,
                  call, offset);
       p.q_offset = 0;
-      p.q_offset_tensor = 1;
+      p.q_offset_tensor = true;
       call.addresses[static_cast<int>(Operand::QOffset)] = offset.data;
     }
   }
@@ -476,14 +510,7 @@ void build_call(const Arguments& a, Call& call) {
                call, p.k_descale);
   read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, p.heads_kv, p.nk, q,
                call, p.v_descale);
-  p.want_lse = flag(a.want_lse, "return_lse");
-  p.needs_grad = a.grad == Grad::Needed;
-  if (a.grad == Grad::IfRequired) {
-    for (nb::handle tensor :
-         {a.q, a.k, a.v, a.sinks, a.attn_mask, a.q_descale, a.k_descale, a.v_descale}) {
-      p.needs_grad |= !tensor.is_none() && requires_grad(tensor);
-    }
-  }
+  p.needs_grad = wants_gradient(a);
 
   read_out_dtype(a, p);
   read_approximate(a, p);
@@ -496,7 +523,7 @@ void build_call(const Arguments& a, Call& call) {
     planned.shape = call.out_shape;
     planned.strides = call.out_strides;
     p.out = strides_of(planned, x);
-    p.out_unit = 1;
+    p.out_unit = true;
     p.out_align = 16;  // torch allocates to at least 64 bytes
   } else {
     read_out(a, q, x, call);

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "common/options.h"
 #include "folders.inc"
 #include "runtime/text.h"
 
@@ -87,6 +88,11 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
                         device.name, "): ", name, " is built for ", targets_text(all))};
   }
   PlanResult result = folder.plan(problem, device);
+  if (const Reasons refused = refused_flags(problem, folder.describe()); !refused.empty()) {
+    if (!std::holds_alternative<Reasons>(result)) result = Reasons{};
+    Reasons& reasons = std::get<Reasons>(result);
+    reasons.insert(reasons.end(), refused.begin(), refused.end());
+  }
   if (auto* planned = std::get_if<LaunchPlan>(&result)) {
     planned->implementation = name;
     planned->problem = problem;

@@ -19,29 +19,14 @@ namespace archflash {
 namespace nb = nanobind;
 namespace {
 
-// Each struct's fields are listed once; Writer and Reader walk the same list.
+// Each struct's fields are listed once; write() and read() walk the same list.
 template <class F>
 void fields(Strides& s, F&& f) {
   f("batch", s.batch), f("head", s.head), f("row", s.row);
 }
 template <class F>
 void fields(Problem& p, F&& f) {
-  f("dtype", p.dtype), f("out_dtype", p.out_dtype);
-  f("batch", p.batch), f("heads_q", p.heads_q), f("heads_kv", p.heads_kv), f("nq", p.nq),
-      f("nk", p.nk);
-  f("d", p.d), f("dv", p.dv), f("max_seqlen_q", p.max_seqlen_q), f("max_seqlen_k", p.max_seqlen_k);
-  f("q", p.q), f("k", p.k), f("v", p.v), f("out", p.out);
-  f("q_descale", p.q_descale), f("k_descale", p.k_descale), f("v_descale", p.v_descale);
-  f("q_offset", p.q_offset), f("window_left", p.window_left), f("window_right", p.window_right);
-  f("scale", p.scale), f("softcap", p.softcap), f("approximate", p.approximate),
-      f("num_splits", p.num_splits);
-  f("q_align", p.q_align), f("k_align", p.k_align), f("v_align", p.v_align),
-      f("out_align", p.out_align);
-  f("q_unit", p.q_unit), f("k_unit", p.k_unit), f("v_unit", p.v_unit), f("out_unit", p.out_unit);
-  f("causal", p.causal), f("varlen", p.varlen), f("q_offset_tensor", p.q_offset_tensor);
-  f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask),
-      f("descale", p.descale);
-  f("want_lse", p.want_lse), f("needs_grad", p.needs_grad), f("on_cuda", p.on_cuda);
+  for_each_field(p, f);
 }
 template <class F>
 void fields(Device& d, F&& f) {
@@ -85,6 +70,7 @@ inline nb::object write(const std::string& value) { return nb::cast(value); }
 inline nb::object write(double value) { return nb::cast(value); }
 inline nb::object write(bool value) { return nb::cast(value); }
 inline nb::object write(int32_t value) { return nb::cast(value); }
+inline nb::object write(Flag value) { return nb::cast(value.value); }
 inline nb::object write(int64_t value) { return value == UNBOUNDED ? nb::none() : nb::cast(value); }
 inline nb::object write(DType value) { return nb::cast(dtype_name(value)); }
 inline nb::object write(Operand value) { return nb::cast(operand_name(value)); }
@@ -175,6 +161,9 @@ void read(nb::handle object, T& value, const std::string& path) {
   if (!takes || overflow != 0 || !std::in_range<T>(given))
     refuse(path, object, "an integer that fits ", 8 * sizeof(T), " bits");
   value = static_cast<T>(given);
+}
+void read(nb::handle object, Flag& flag, const std::string& path) {
+  read(object, flag.value, path);
 }
 // One of `count` named values.
 template <class Enum, class Name>

@@ -11,7 +11,7 @@ from gpu_cases import assert_close, cu_seqlens, int32, kernel_dtypes, kernels, q
 from torch import Tensor
 
 import archflash
-from archflash import reference
+from archflash import _options, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -141,29 +141,11 @@ def test_compiled_gradients_are_right() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(kernel: str, name: str) -> None:
     tensors, call = prepared(kernel, name)
-    left, right = call.get("window") or (None, None)
-    offset = call.get("q_offset")
-    keywords = {
-        "causal": False, "softcap": None, "sinks": None, "scale": None,
-        "cu_seqlens_q": None, "cu_seqlens_k": None, "attn_mask": None, "q_descale": None,
-        "k_descale": None, "v_descale": None, "out_dtype": None, "approximate": None,
-        "num_splits": None, "layout": "bhnd", "return_lse": False,
-    }  # fmt: skip
-    keywords |= {name: value for name, value in call.items() if name in keywords}
+    arguments = _options.to_operator(_options.complete(call))
     torch.library.opcheck(
         torch.ops.archflash.attention,
         tensors,
-        {
-            **keywords,
-            "window_left": left,
-            "window_right": right,
-            "q_offset": offset if isinstance(offset, int) else None,
-            "q_offset_tensor": offset if isinstance(offset, Tensor) else None,
-            "max_seqlen_q": None,
-            "max_seqlen_k": None,
-            "implementation": kernel,
-            "needs_grad": False,
-        },
+        {**arguments, "implementation": kernel, "needs_grad": False},
     )
 
 

@@ -43,21 +43,7 @@ def ends(*values: int) -> Tensor:
 
 # --- what is public ---
 
-SIGNATURES = {
-    "attention": (
-        "(q: 'Tensor', k: 'Tensor', v: 'Tensor', *, causal: 'bool' = False, "
-        "window: 'tuple[int | None, int | None] | None' = None, softcap: 'float | None' = None, "
-        "sinks: 'Tensor | None' = None, scale: 'float | None' = None, "
-        "q_offset: 'int | Tensor | None' = None, cu_seqlens_q: 'Tensor | None' = None, "
-        "cu_seqlens_k: 'Tensor | None' = None, max_seqlen_q: 'int | None' = None, "
-        "max_seqlen_k: 'int | None' = None, attn_mask: 'Tensor | None' = None, "
-        "alibi_slopes: 'Tensor | None' = None, q_descale: 'Tensor | None' = None, "
-        "k_descale: 'Tensor | None' = None, v_descale: 'Tensor | None' = None, "
-        "out_dtype: 'torch.dtype | None' = None, approximate: 'str | None' = None, "
-        "num_splits: 'int | None' = None, layout: 'str' = 'bhnd', "
-        "implementation: 'str | None' = None, out: 'Tensor | None' = None, "
-        "return_lse: 'bool' = False) -> 'Any'"
-    ),
+SIGNATURES = {  # that of attention: test_options.py
     "explain": (
         "(q: 'Tensor', k: 'Tensor', v: 'Tensor', *, "
         "device: 'str | int | torch.device | None' = None, "

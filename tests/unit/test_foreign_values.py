@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import archflash
 from archflash import _archflash as native
-from archflash import reference
+from archflash import _options, reference
 
 
 def rand(*shape: int) -> Tensor:
@@ -73,9 +73,10 @@ WORDS = {
     "dict": "a dict",
 }
 OPTIONS = (
-    "causal", "window", "softcap", "scale", "q_offset", "num_splits", "layout", "implementation",
-    "approximate", "return_lse", "out_dtype", "max_seqlen_q", "max_seqlen_k", "alibi_slopes",
-)  # fmt: skip
+    *(row.name for row in _options.ROWS if row.kind not in ("tensor", "output")),
+    "alibi_slopes",
+    "implementation",
+)
 
 
 @pytest.mark.usefixtures("tensors_keep_their_values")

@@ -35,7 +35,7 @@ def _plans_for_a_gpu_that_is_not_here() -> Iterator[None]:
     _native.clear_cache()
     yield
     _native.set_decide(_dispatch.decide)
-    _native.set_simulate(_dispatch.simulate)
+    _native.set_simulate(archflash._simulate)
     _native.clear_cache()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, reference
+from archflash import _dispatch, _options, reference
 from archflash._errors import LaunchError
 
 SEED = 20240731
@@ -113,9 +112,8 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
     options: dict[str, Any] = {
         "scale": problem["scale"],
         "softcap": problem["softcap"] or None,
-        "causal": bool(problem["causal"]),
         "window": (problem["window_left"], None if problem["causal"] else problem["window_right"]),
-        "return_lse": bool(problem["want_lse"]),
+        **{name: bool(problem[field]) for name, field in _options.FLAG_FIELDS.items()},
     }
     if problem["q_offset_tensor"]:
         default = problem["nk"] - problem["nq"] if not problem["varlen"] else 0
@@ -176,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {
         name: value
         for name, value in inputs.options.items()
-        if name not in ("return_lse", "max_seqlen_q", "max_seqlen_k", "approximate", "num_splits")
+        if name != "return_lse" and name not in _options.ADVICE
     }
     if problem["approximate"]:
         of_out, of_lse = reference.check_int8_qk(out, lse, inputs.q, inputs.k, inputs.v, **options)
@@ -198,11 +196,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_plan(plan: _native.LaunchPlan, inputs: Inputs) -> Any:
     """Executes a plan on tensors that make its problem; what attention() would return."""
-    given: Callable[[str], Any] = inputs.options.get
-    return _native.execute(
-        plan, inputs.q, inputs.k, inputs.v, given("causal"), given("window"), given("softcap"),
-        given("sinks"), given("scale"), given("q_offset"), given("cu_seqlens_q"),
-        given("cu_seqlens_k"), given("max_seqlen_q"), given("max_seqlen_k"),
-        None, given("q_descale"), given("k_descale"), given("v_descale"), given("out_dtype"),
-        given("approximate"), given("num_splits"), "bhnd", inputs.out, given("return_lse"), 0,
-    )  # fmt: skip
+    options = _options.complete({**inputs.options, "out": inputs.out})
+    return _native.execute(plan, inputs.q, inputs.k, inputs.v, tuple(options.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _api, _dispatch, _ops
 from archflash import _archflash as _runtime
 from archflash import _archflash_sim as _native
 from archflash._errors import LaunchError, NotCompiledError
@@ -53,8 +53,10 @@ class Run:
         return self.reports[0]
 
 
-@dataclass
-class _Settings:
+@dataclass(frozen=True)
+class Settings:
+    """How a plan is simulated; see `run`."""
+
     mode: str = "random"
     seed: int = 0
     race_check: bool = True
@@ -62,19 +64,7 @@ class _Settings:
     traced_ctas: int | Sequence[int] = 0
     stretch: int = 0
     check: bool = True
-    limit: bool = True
     program: Program | None = None
-
-
-class _Session(threading.local):
-    """What `run` wants of the plan that the runtime hands back, in this thread."""
-
-    settings: _Settings | None = None
-    reports: tuple[Report, ...] = ()
-    plan: _runtime.LaunchPlan | None = None
-
-
-_session = _Session()
 
 
 def run(
@@ -130,54 +120,47 @@ def run(
         >>> sim.run(q, q, q, implementation="simt").report.barrier_waits > 0
         True
     """
-    from archflash import _api, _dispatch
-
-    if plan is None and device is not None:
-        problem = _api.make_problem(q, k, v, **options).as_if_on_cuda()
-        plan = _dispatch.select(problem, _api.find_device(device), implementation).plan
-    _session.settings = _Settings(
-        mode, seed, race_check, threads, traced_ctas, stretch, check, False, program
-    )
-    _session.reports = ()
-    _session.plan = plan
-    try:
-        if plan is None:
-            result = _api.attention(q, k, v, implementation=implementation, **options)
-        else:
-            values = _api.option_values(q, k, options)
-            values.append(False)  # no gradient
-            result = _runtime.execute(plan, q, k, v, *values)
-        out, lse = result if options.get("return_lse") else (result, None)
-        if _session.plan is None:
-            raise LaunchError(f"{implementation} has nothing to launch for this call")
-        return Run(out, lse, _session.reports, _session.plan)
-    finally:
-        _session.settings = None
-        _session.reports = ()
-        _session.plan = None
+    q, k, v = (_ops.resolved(x) for x in (q, k, v))
+    values = _api.option_values(q, k, {name: _ops.resolved(x) for name, x in options.items()})
+    if plan is None:
+        problem = _runtime.make_problem(q, k, v, values, torch.is_grad_enabled())
+        gpu = None if device is None else _api.find_device(device)
+        if gpu is not None:
+            problem = problem.as_if_on_cuda()
+        plan = _dispatch.select(problem, gpu, implementation).plan
+    if plan is None:
+        raise LaunchError(f"{implementation} has nothing to launch for this call")
+    tensors = _runtime.operands(plan, q, k, v, values)
+    settings = Settings(mode, seed, race_check, threads, traced_ctas, stretch, check, program)
+    reports = simulate(plan, tensors, settings)
+    return Run(tensors["out"], tensors.get("lse"), reports, plan)
 
 
-def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
-    """Runs a plan on tensors by operand name; what the runtime calls.
+def serve(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
+    """Runs a plan on tensors on the CPU by operand name: what the runtime calls where it would
+    launch on a GPU.
 
     Raises:
         LaunchError: the work is estimated at more than ARCHFLASH_SIM_LIMIT seconds.
         ValueError: ARCHFLASH_SIM_LIMIT is no number of seconds.
         SimulationError: the kernel did something wrong.
     """
-    settings = _session.settings or _Settings()
-    if _session.settings is None:
-        _announce(plan)
-    launches = plan.to_dict()["launches"]
-    given = settings.program
-    programs = [
-        given
-        if given is not None and row["kernel"] in given.kernels
-        else find_program(row["image"], plan.device.capability)
-        for row in launches
-    ]
-    if settings.limit:
-        _check_limit(plan, programs, [row["kernel"] for row in launches], tensors)
+    _announce(plan)
+    _check_limit(plan, tensors)
+    simulate(plan, tensors, Settings())
+
+
+def simulate(
+    plan: _runtime.LaunchPlan, tensors: dict[str, Tensor], settings: Settings
+) -> tuple[Report, ...]:
+    """Runs a plan on tensors by operand name.
+
+    Returns:
+        A report for each launch, up to the first that did not complete.
+
+    Raises:
+        SimulationError: the kernel did something wrong and `settings.check` is set.
+    """
     memory = _native.Memory()
     names = [name for name, tensor in tensors.items() if tensor.numel() > 0]
     buffers = [
@@ -185,13 +168,15 @@ def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
         for name in names
     ]
     addresses = list(zip(names, Bindings(memory, buffers).addresses, strict=True))
-    reports = []
-    for index, (row, program) in enumerate(zip(launches, programs, strict=True)):
-        parameters = bound_parameters(plan, index, row, addresses)
+    launches = plan.to_dict()["launches"]
+    reports: list[Report] = []
+    for index, (row, program) in enumerate(
+        zip(launches, programs_of(plan, settings.program), strict=True)
+    ):
         report = run_kernel(
             program,
             row["kernel"],
-            parameters,
+            bound_parameters(plan, index, row, addresses),
             memory,
             grid=row["grid"],
             block=row["block"],
@@ -211,8 +196,21 @@ def simulate(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
             raise SimulationError(report)
         if not report.complete:
             break
-    _session.reports = tuple(reports)
-    _session.plan = plan
+    return tuple(reports)
+
+
+def programs_of(plan: _runtime.LaunchPlan, given: Program | None = None) -> list[Program]:
+    """The program of each launch of a plan: `given` where it has the kernel.
+
+    Raises:
+        NotCompiledError: this build lacks the PTX of one.
+    """
+    return [
+        given
+        if given is not None and row["kernel"] in given.kernels
+        else find_program(row["image"], plan.device.capability)
+        for row in plan.to_dict()["launches"]
+    ]
 
 
 _MAP_TYPES = {
@@ -299,18 +297,13 @@ def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     return int(pairs // 2 if problem["causal"] else pairs)
 
 
-def estimate_seconds(
-    plan: _runtime.LaunchPlan,
-    programs: list[Program],
-    kernels: list[str],
-    tensors: dict[str, Tensor],
-) -> float:
+def estimate_seconds(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> float:
     """How long the simulation of a plan will take on this machine, roughly."""
     problem = plan.problem.to_dict()
     flops = 2 * visible_pairs(problem, tensors) * (problem["d"] + problem["dv"])
     uses_matrices = any(
         row["class"] == "matrix"
-        for program, kernel in zip(programs, kernels, strict=True)
+        for program, kernel in zip(programs_of(plan), plan.kernels, strict=True)
         for row in program.instructions(kernel)
     )
     rate = MATRIX_FLOPS if uses_matrices else SCALAR_FLOPS
@@ -336,14 +329,9 @@ def limit_seconds() -> float:
     return limit
 
 
-def _check_limit(
-    plan: _runtime.LaunchPlan,
-    programs: list[Program],
-    kernels: list[str],
-    tensors: dict[str, Tensor],
-) -> None:
+def _check_limit(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
     limit = limit_seconds()
-    seconds = estimate_seconds(plan, programs, kernels, tensors)
+    seconds = estimate_seconds(plan, tensors)
     if seconds > limit:
         raise LaunchError(
             f"{plan.implementation} on the simulator would take about {seconds:.0f} s, more than "

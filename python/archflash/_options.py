@@ -1,0 +1,132 @@
+"""The options of a call beside q, k, v and `implementation`: the rows of src/common/options.inc,
+and what follows from them for the layers above.
+
+The runtime takes the values of all options as one tuple in the order of NAMES.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash._errors import UnsupportedError
+
+ROWS = tuple(_native.call_options())
+NAMES = tuple(row.name for row in ROWS)
+DEFAULTS: dict[str, Any] = {row.name: row.default for row in ROWS}
+_BUILT = tuple(row.name for row in ROWS if row.built)
+_UNBUILT = tuple(row.name for row in ROWS if not row.built)
+# Options that autograd may want gradients of, beside q, k and v.
+DIFFERENTIABLE = tuple(row.name for row in ROWS if row.differentiable)
+# Options without which the exact result is the same: `torch` and the float64 reference ignore them.
+ADVICE = tuple(row.name for row in ROWS if row.advice)
+_OF_TORCH = tuple(name for name in _BUILT if name not in ADVICE)
+# For each option of kind "flag" the attribute of a Problem that it sets.
+FLAG_FIELDS = {row.name: row.field for row in ROWS if row.field is not None}
+
+
+def _of_kind(*kinds: str) -> tuple[str, ...]:
+    return tuple(row.name for row in ROWS if row.built and row.kind in kinds)
+
+
+_WINDOWS = _of_kind("window")
+_INTEGERS_OR_TENSORS = _of_kind("integer or tensor")
+_NUMBERS = _of_kind("number", "integer", "integer or tensor")
+_HOLDING_NUMBERS = frozenset((*_NUMBERS, *_WINDOWS))
+# How the operator archflash::attention declares an option of each kind. It takes every option that
+# is built but for `out`: an operator that writes an argument would have to say so to autograd.
+_DECLARATIONS = {
+    "flag": "bool {0}",
+    "number": "float? {0}",
+    "integer": "int? {0}",
+    "tensor": "Tensor? {0}",
+    "integer or tensor": "int? {0}, Tensor? {0}_tensor",
+    "window": "int? {0}_left, int? {0}_right",
+    "dtype": "ScalarType? {0}",
+    "text": "str? {0}",
+}
+_OF_OPERATOR = _of_kind(*_DECLARATIONS)
+SCHEMA = ", ".join(
+    _DECLARATIONS[row.kind].format(row.name) for row in ROWS if row.name in _OF_OPERATOR
+)
+
+
+def complete(options: dict[str, Any]) -> dict[str, Any]:
+    """All options in the order of NAMES, those that are not given at their defaults.
+
+    Raises:
+        TypeError: a name that no option has.
+    """
+    for name in options:
+        if name not in DEFAULTS:
+            raise TypeError(f"{name} is no option of a call: it takes {', '.join(_BUILT)}")
+    return {**DEFAULTS, **options}
+
+
+def refuse_unbuilt(options: dict[str, Any]) -> None:
+    """Raises UnsupportedError where an option is given that is not built yet."""
+    for name in _UNBUILT:
+        if options[name] is not None:
+            raise UnsupportedError(f"{name}: not built yet; leave it at None")
+
+
+def for_torch(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that the implementation `torch` takes: those that its result depends on."""
+    return {name: options[name] for name in _OF_TORCH}
+
+
+def given_to_torch(values: tuple[Any, ...]) -> dict[str, Any]:
+    """What `for_torch` gives, without options at their defaults and with Python's own numbers.
+
+    This is part of every eager call that `torch` serves, so C++ does most of it.
+    """
+    given = _native.options_for_torch(values)
+    return given if _HOLDING_NUMBERS.isdisjoint(given) else with_python_numbers(given)
+
+
+def python_number(x: Any) -> Any:
+    """Python's own number for one of numpy's and the like; everything else as it is."""
+    if x is None or isinstance(x, (int, float, Tensor)):
+        return x
+    return operator.index(x) if hasattr(x, "__index__") else float(x)
+
+
+def with_python_numbers(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options with Python's own numbers for those of numpy and the like, which operations
+    of torch do not take.
+    """
+    for name in _NUMBERS:
+        if name in options:
+            options[name] = python_number(options[name])
+    for name in _WINDOWS:
+        if (window := options.get(name)) is not None:
+            options[name] = (python_number(window[0]), python_number(window[1]))
+    return options
+
+
+def to_operator(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as the operator's arguments, which SCHEMA declares."""
+    arguments = {name: options[name] for name in _OF_OPERATOR}
+    for name in _WINDOWS:
+        window = arguments.pop(name)
+        arguments[f"{name}_left"], arguments[f"{name}_right"] = window or (None, None)
+    for name in _INTEGERS_OR_TENSORS:
+        value = arguments[name]
+        is_tensor = isinstance(value, Tensor)
+        arguments[name] = None if is_tensor else value
+        arguments[f"{name}_tensor"] = value if is_tensor else None
+    return arguments
+
+
+def from_operator(arguments: dict[str, Any]) -> dict[str, Any]:
+    """All options of a call, from what `to_operator` gives."""
+    options = dict(arguments)
+    for name in _WINDOWS:
+        options[name] = (options.pop(f"{name}_left"), options.pop(f"{name}_right"))
+    for name in _INTEGERS_OR_TENSORS:
+        tensor = options.pop(f"{name}_tensor")
+        options[name] = options[name] if tensor is None else tensor
+    return complete(options)

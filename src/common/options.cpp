@@ -1,0 +1,30 @@
+#include "common/options.h"
+
+#include <algorithm>
+
+namespace archflash {
+
+const char* flag_field(const Option& option) {
+  static const Problem problem{};
+  const char* found = nullptr;
+  for_each_field(problem, [&](const char* name, const auto& field) {
+    const void* wanted = &(problem.*option.flag);
+    if (static_cast<const void*>(&field) == wanted) found = name;
+  });
+  return found;
+}
+
+Reasons refused_flags(const Problem& problem, const Description& description) {
+  Reasons reasons;
+  for (const Option& option : OPTIONS) {
+    if (option.flag == nullptr || !(problem.*option.flag)) continue;
+    const auto& features = description.features;
+    if (std::find(features.begin(), features.end(), feature_of(option)) != features.end()) continue;
+    reasons.push_back(std::string(option.name) + "=True: " + description.name +
+                      " does not serve this option; leave it at False or use "
+                      "implementation='torch'");
+  }
+  return reasons;
+}
+
+}  // namespace archflash

@@ -1,0 +1,95 @@
+"""The layers of python/archflash: a module imports only what stands below it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import archflash
+
+ROOT = Path(archflash.__file__).parent
+
+# The lowest first. Modules of one row do not import one another; those of sim/ and cli/ stand in
+# rows of their own. The text in archflash/__init__.py says the same for readers.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("_archflash", "_archflash_sim", "_errors", "_bias"),
+    ("_options", "_registry", "_measured", "_torch", "reference"),
+    ("_dispatch",),
+    ("_ops",),
+    ("_api", "_quantize"),
+    ("_sdpa", "_warm_up"),
+    ("sim._report",),
+    ("sim._launch", "sim._trace"),
+    ("sim._attention", "sim._picture"),
+    ("sim",),
+    ("__init__",),
+    ("cli", "cli.minilm"),
+    ("cli.demo", "cli.explain", "cli.info", "cli.replay"),
+    ("cli.sim",),
+    ("__main__",),
+)
+# The package registers the simulator with the runtime, and imports it at the first call that needs
+# it: the one import that goes upward.
+HOOKS = {("__init__", "sim._attention")}
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def files() -> dict[str, Path]:
+    return {name_of(file): file for file in sorted(ROOT.rglob("*.py"))}
+
+
+def resolved(target: str, name: str | None) -> str:
+    """The module of the package that `from TARGET import NAME` or `import TARGET` needs."""
+    base = target.removeprefix("archflash").removeprefix(".")
+    whole = base if name is None else f"{base}.{name}".removeprefix(".")
+    return whole if whole in LAYER_OF else base or "__init__"
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """The modules of the package that a text imports anywhere, inside functions too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "archflash":
+                    yield resolved(alias.name, None)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the package"
+            if node.module is not None and node.module.split(".")[0] == "archflash":
+                for alias in node.names:
+                    yield resolved(node.module, alias.name)
+
+
+def upward(name: str, source: str) -> list[str]:
+    return [
+        target
+        for target in imports_of(source)
+        if LAYER_OF[target] >= LAYER_OF[name] and (name, target) not in HOOKS
+    ]
+
+
+def test_every_module_has_a_layer() -> None:
+    compiled = {"_archflash", "_archflash_sim"}
+    assert set(files()) | compiled == set(LAYER_OF)
+    assert len(LAYER_OF) == sum(map(len, LAYERS))
+
+
+def test_nothing_imports_upward() -> None:
+    wrong = {name: upward(name, file.read_text()) for name, file in files().items()}
+    assert not {name: targets for name, targets in wrong.items() if targets}
+
+
+def test_an_import_upward_would_be_found() -> None:
+    lazy = "def f():\n    from archflash._api import attention\n"
+    assert upward("_ops", lazy) == ["_api"]
+    assert upward("_dispatch", "def f():\n    from archflash.sim import _attention\n") == [
+        "sim._attention"
+    ]
+    assert upward("_dispatch", "import archflash\n") == ["__init__"]
+    assert upward("_api", "from archflash import _api, _ops, version\n") == ["_api", "__init__"]
+    assert upward("sim._launch", "from archflash import _archflash_sim\n") == []

@@ -1,0 +1,179 @@
+"""The table of options (src/common/options.inc) against what people write and read by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as _native
+from archflash import _options, _torch, reference
+from archflash._api import find_device, make_problem
+
+ANNOTATIONS = {
+    "flag": "bool",
+    "number": "float | None",
+    "integer": "int | None",
+    "tensor": "Tensor | None",
+    "integer or tensor": "int | Tensor | None",
+    "window": "tuple[int | None, int | None] | None",
+    "dtype": "torch.dtype | None",
+    "text": "str | None",
+    "output": "Tensor | None",
+}
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.empty(shape or (1, 2, 4, 8), dtype=dtype) for _ in "qkv")
+    return q, k, v
+
+
+def test_the_signature_of_attention_is_the_table() -> None:
+    signature = inspect.signature(archflash.attention)
+    parameters = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert "implementation" in [p.name for p in parameters]
+    written = [(p.name, p.annotation, p.default) for p in parameters if p.name != "implementation"]
+    expected = []
+    for row in _options.ROWS:
+        annotation = ANNOTATIONS[row.kind]
+        if row.default is not None:
+            annotation = annotation.removesuffix(" | None")
+        expected.append((row.name, annotation, row.default))
+    assert written == expected
+
+
+def test_the_docstring_of_attention_begins_each_option_as_the_table_does() -> None:
+    text = " ".join(str(inspect.getdoc(archflash.attention)).split())
+    for row in _options.ROWS:
+        assert row.doc
+        assert f" {row.name}: {row.doc}" in text, row.name
+
+
+def test_attention_passes_each_option_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[Any] = []
+
+    class Recorder:
+        @staticmethod
+        def attention(q: Tensor, k: Tensor, v: Tensor, values: Any, grad: bool, name: Any) -> str:
+            passed.extend([values, name])
+            return "served"
+
+    monkeypatch.setattr("archflash._api._native", Recorder)
+    given: dict[str, Any] = {name: f"the {name}" for name in _options.NAMES}
+    served = archflash.attention(*inputs(), **given, implementation="a name")
+    assert served == "served"
+    assert passed == [tuple(f"the {name}" for name in _options.NAMES), "a name"]
+
+
+def test_the_operator_takes_every_option_that_is_built_but_out() -> None:
+    schema = torch.ops.archflash.attention.default._schema
+    names = {re.sub(r"_(left|right|tensor)$", "", a.name) for a in schema.arguments}
+    built = {row.name for row in _options.ROWS if row.built}
+    extra = {"q", "k", "v", "implementation", "needs_grad"}
+    assert names == built - {"out"} | extra
+
+
+def test_options_come_back_from_the_operator_as_they_went() -> None:
+    given = {name: f"the {name}" for name in _options.NAMES}
+    given |= {"window": (3, None), "q_offset": 5, "alibi_slopes": None, "out": None}  # type: ignore[dict-item]
+    assert _options.from_operator(_options.to_operator(given)) == given
+    tensor = torch.zeros(2, dtype=torch.int32)
+    back = _options.from_operator(_options.to_operator({**given, "q_offset": tensor}))
+    assert back["q_offset"] is tensor
+
+
+def test_torch_and_the_reference_take_every_option_that_the_result_depends_on() -> None:
+    exact = {row.name for row in _options.ROWS if row.built and not row.advice}
+    assert set(inspect.signature(_torch.attention).parameters) == exact | {"q", "k", "v"}
+    of_reference = {field.name for field in dataclasses.fields(reference._Call)}
+    assert exact - {"out", "return_lse"} <= of_reference
+
+
+def test_what_is_not_built_is_refused_whatever_the_way() -> None:
+    q, k, v = inputs()
+    slopes = torch.ones(2)
+    for call in (
+        lambda: archflash.attention(q, k, v, alibi_slopes=slopes),
+        lambda: archflash.explain(q, k, v, alibi_slopes=slopes, device="H200"),
+        lambda: torch.compile(archflash.attention, backend="eager")(q, k, v, alibi_slopes=slopes),
+    ):
+        with pytest.raises(Exception, match="alibi_slopes: not built yet; leave it at None"):
+            call()
+    with pytest.raises(archflash.UnsupportedError):
+        archflash.attention(q, k, v, alibi_slopes=slopes)
+
+
+def test_a_name_that_no_option_has_is_refused_with_those_there_are() -> None:
+    with pytest.raises(TypeError, match=r"casual is no option of a call: it takes causal, window"):
+        archflash.explain(*inputs(), device="H200", casual=True)
+
+
+def test_the_runtime_takes_no_other_number_of_options() -> None:
+    q, k, v = inputs()
+    values = tuple(_options.complete({}).values())
+    assert _native.make_problem(q, k, v, values, 0) == make_problem(q, k, v)
+    for wrong in (values[:-1], (*values, None), list(values)):
+        with pytest.raises(TypeError, match=f"it must be a tuple of {len(values)} values"):
+            _native.make_problem(q, k, v, wrong, 0)
+
+
+FLAGS = tuple(_options.FLAG_FIELDS)
+
+
+def test_the_flags_are_known() -> None:
+    assert {"causal", "return_lse"} <= set(FLAGS)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_is_a_field_of_the_problem_and_a_word_of_its_description(name: str) -> None:
+    q, k, v = inputs()
+    field = _options.FLAG_FIELDS[name]
+    for value in (False, True):
+        problem = make_problem(q, k, v, **{name: value})
+        assert getattr(problem, field) is value
+        assert problem.to_dict()[field] == int(value)
+        assert _native.Problem.from_dict(problem.to_dict()) == problem
+        shown = str(archflash.explain(q, k, v, device="H200", **{name: value})).splitlines()[0]
+        assert (({"want_lse": "LSE"}.get(field, field)) in shown) is value
+    wrong = {**problem.to_dict(), field: 2}
+    with pytest.raises(ValueError, match=f"field '{field}' is 2: it must be an integer from 0 to"):
+        _native.Problem.from_dict(wrong)
+    with pytest.raises(TypeError, match=f"{name} is 1: it must be a bool"):
+        make_problem(q, k, v, **{name: 1})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_is_served_where_the_folder_lists_it_and_refused_elsewhere(name: str) -> None:
+    row = next(row for row in _options.ROWS if row.name == name)
+    q, k, v = inputs()
+    for folder in _native.folder_names():
+        described = _native.describe(folder)
+        if not _native.targets(folder) or "float16" not in described.dtypes:
+            continue
+        problem = make_problem(q, k, v, **{name: True}).as_if_on_cuda()
+        answer = _native.plan(folder, problem, find_device(described.home_device))
+        if row.feature in described.features:
+            assert isinstance(answer, _native.LaunchPlan), answer
+        else:
+            assert answer == [
+                f"{name}=True: {folder} does not serve this option; leave it at False or use "
+                "implementation='torch'"
+            ]
+
+
+def test_what_torch_is_given_are_the_options_that_are_not_at_their_defaults() -> None:
+    assert _options.given_to_torch(tuple(_options.complete({}).values())) == {}
+    sinks = torch.ones(2)
+    given = {"scale": np.float32(0.5), "window": (np.int64(3), None), "sinks": sinks}
+    values = tuple(_options.complete({**given, "num_splits": 4, "causal": True}).values())
+    passed = _options.given_to_torch(values)
+    assert passed == {"causal": True, "scale": 0.5, "window": (3, None), "sinks": sinks}
+    assert type(passed["scale"]) is float
+    assert type(passed["window"][0]) is int
