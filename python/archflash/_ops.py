@@ -137,7 +137,7 @@ def _run(
     values = tuple(_plain(value) for value in options.values())
     name = forced() if implementation is None else implementation
     grad = _IF_REQUIRED if torch.is_grad_enabled() else _NO_GRADIENTS
-    result = _native.attention(q, k, v, values, grad, name)
+    result: Any = _native.attention(q, k, v, values, grad, name)
     if result is None or result is NotImplemented:
         result = by_torch(q, k, v, values)
     return result if options["return_lse"] else (result, q.new_empty(0, dtype=torch.float32))
