@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "sim/load/forms.h"
-#include "sim/numerics/mma.h"
+#include "sim/numerics/cpu.h"
 #include "sim/run/launch.h"
 #include "sim/units/tensor_map.h"
 

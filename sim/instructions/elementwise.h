@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "sim/load/program.h"
-#include "sim/numerics/mma.h"
+#include "sim/numerics/cpu.h"
 #include "sim/run/warp.h"
 
 #if defined(__x86_64__)

@@ -10,7 +10,8 @@
 
 #include "sim/load/builder.h"
 #include "sim/memory/access.h"
-#include "sim/numerics/mma_hot.h"
+#include "sim/numerics/ldmatrix.h"
+#include "sim/numerics/mma_avx2.h"
 
 namespace archflash::sim {
 namespace {
@@ -150,7 +151,7 @@ void build_mma(Builder& b) {
   if (b.has("popc") != (shape.a == ElementType::B1)) b.fail(".popc is for .b1, which needs it");
   extra.function = find_mma(shape);
   if (extra.function == nullptr) b.fail("PTX has no such matrix product, or it is not simulated");
-  if (const MmaFunction hot = find_hot_mma(shape)) extra.function = hot;
+  if (const MmaFunction fast = find_avx2_mma(shape)) extra.function = fast;
   extra.registers = mma_registers(shape);
   const auto type = [](ElementType t) -> Type {
     return t == ElementType::F64 ? Type{'f', 64} : Type{'b', 32};

@@ -1,24 +1,19 @@
 #include "sim/numerics/mma.h"
 
 #include <algorithm>
-#include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "sim/numerics/numeric.h"
 #include "sim/numerics/tensor_core.h"
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 // Fragments (PTX ISA, "Matrix Fragments for mma"). With lane = 4 * g + t and E elements in a
 // register, register j of A holds row g + 8 * (j % (m / 8)), columns 4 * E * (j / (m / 8)) + E * t
 // and on; register j of B holds column g, rows 4 * E * j + E * t and on; 32-bit register i of C and
-// D holds row g + 8 * (i / 2), column 2 * t + i % 2. So the 32 lanes of a register of A, read as
-// memory, are a row-major 8 x 4E block; of B, the same of its transpose; of an .f16 C, a row-major
-// 8 x 8 block. One rule for every shape but m8n8k4 with .f16.
+// D holds row g + 8 * (i / 2), column 2 * t + i % 2. Therefore the 32 lanes of a register of A,
+// read as memory, are a row-major 8 x 4E block; those of B are such a block of its transpose; those
+// of an .f16 C are a row-major 8 x 8 block. Every shape but m8n8k4 with .f16 follows this rule.
 namespace archflash::sim {
 namespace {
 
@@ -27,102 +22,6 @@ constexpr int MAX_M = 16;
 constexpr int N = 8;
 constexpr int MAX_K = 32;  // of the floating-point forms
 constexpr int BLOCK_ROWS = 8;
-
-bool machine_has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
-}
-
-std::atomic<bool> avx2_in_use = machine_has_avx2();
-
-int element_bits(ElementType type) {
-  switch (type) {
-    case ElementType::F64:
-      return 64;
-    case ElementType::F32:
-    case ElementType::TF32:
-    case ElementType::S32:
-      return 32;
-    case ElementType::F16:
-    case ElementType::BF16:
-      return 16;
-    case ElementType::S4:
-    case ElementType::U4:
-      return 4;
-    case ElementType::B1:
-      return 1;
-    default:
-      return 8;
-  }
-}
-
-bool is_fp8(ElementType type) { return type == ElementType::E4M3 || type == ElementType::E5M2; }
-bool is_int8(ElementType type) { return type == ElementType::S8 || type == ElementType::U8; }
-bool is_int4(ElementType type) { return type == ElementType::S4 || type == ElementType::U4; }
-
-// ---- Decoding ----------------------------------------------------------------------------------
-
-struct ByteTable {
-  float value[256];
-};
-
-ByteTable byte_table(float (*decode)(uint8_t)) {
-  ByteTable table;
-  for (int i = 0; i < 256; ++i) table.value[i] = decode(static_cast<uint8_t>(i));
-  return table;
-}
-
-const ByteTable E4M3_VALUES = byte_table(f32_of_e4m3);
-const ByteTable E5M2_VALUES = byte_table(f32_of_e5m2);
-
-int nibble(const uint8_t* bytes, int index, bool is_signed) {
-  const int value = bytes[index / 2] >> index % 2 * 4 & 0xF;
-  return is_signed && value > 7 ? value - 16 : value;
-}
-
-}  // namespace
-
-void decode_row(ElementType type, const void* source, int count, float* out) {
-  const auto* bytes = static_cast<const uint8_t*>(source);
-  const auto* halves = static_cast<const uint16_t*>(source);
-  const auto* words = static_cast<const uint32_t*>(source);
-  switch (type) {
-    case ElementType::F16:
-      for (int i = 0; i < count; ++i) out[i] = f32_of_f16(halves[i]);
-      break;
-    case ElementType::BF16:
-      for (int i = 0; i < count; ++i) out[i] = f32_of(uint32_t{halves[i]} << 16);
-      break;
-    case ElementType::TF32:
-      for (int i = 0; i < count; ++i) out[i] = f32_of_tf32(words[i]);
-      break;
-    case ElementType::F32:
-      for (int i = 0; i < count; ++i) out[i] = f32_of(words[i]);
-      break;
-    case ElementType::E4M3:
-      for (int i = 0; i < count; ++i) out[i] = E4M3_VALUES.value[bytes[i]];
-      break;
-    case ElementType::E5M2:
-      for (int i = 0; i < count; ++i) out[i] = E5M2_VALUES.value[bytes[i]];
-      break;
-    case ElementType::S8:
-      for (int i = 0; i < count; ++i) out[i] = static_cast<int8_t>(bytes[i]);
-      break;
-    case ElementType::U8:
-      for (int i = 0; i < count; ++i) out[i] = bytes[i];
-      break;
-    case ElementType::S4:
-    case ElementType::U4:
-      for (int i = 0; i < count; ++i) {
-        out[i] = static_cast<float>(nibble(bytes, i, type == ElementType::S4));
-      }
-      break;
-    default:
-      break;
-  }
-}
-
-namespace {
 
 // ---- Floating-point mma.sync, every shape but m8n8k4 --------------------------------------------
 
@@ -180,7 +79,7 @@ void write_tile(const MmaShape& shape, const MmaOperands& operands, const TileC&
   }
 }
 
-// One addition of the tensor core: `depth` of k, number i of which is k_of(i).
+// One addition of the tensor core: it takes `depth` values of k, which are k_of(0), k_of(1), ...
 template <class Function>
 void add_step(const Tiles& tiles, TileC& c, int depth, int smallest, bool to_f16, Function k_of) {
   TileA a;
@@ -207,8 +106,8 @@ void mma_float(const MmaShape& shape, const MmaOperands& operands) {
   write_tile(shape, operands, tiles.c);
 }
 
-// An H200 has no such instruction: FP8 becomes .f16, the first two of every four of k are added up
-// from zero, then the other two, and c is added as the type of d is.
+// An H200 has no such instruction. It converts FP8 to .f16 and adds up, from zero, the first two of
+// every four of k, then the other two. At last it adds c, in the type of d.
 void mma_fp8(const MmaShape& shape, const MmaOperands& operands) {
   Tiles tiles;
   read_tiles(shape, operands, tiles);
@@ -281,14 +180,14 @@ void mma_quad_pairs(const MmaShape& shape, const MmaOperands& operands) {
     const int q = lane % 16 / 4;
     for (int i = 0; i < 8; ++i) {
       const QuadPairElement out = quad_pair_c(lane, i, d_f16);
-      // An H200 does it with the instructions of its CUDA cores, in float.
+      // An H200 computes this with the instructions of its CUDA cores, in float.
       const float addend = c[q][out.row][out.column];
       float products[4];
       for (int k = 0; k < 4; ++k) {
         const bool starts = k == 0 || (d_f16 && k == 2);
         products[k] = fma_f32(a[q][out.row][k], b[q][k][out.column], starts ? 0 : products[k - 1]);
       }
-      if (d_f16) {  // pairs of k by themselves, each added to c
+      if (d_f16) {  // each pair of k has a sum of its own, which is added to c
         const float sum = add_f32(add_f32(addend, products[1]), products[3]);
         static_cast<uint16_t*>(operands.d[i / 2])[2 * lane + i % 2] = cvt_rn_f16_f32(sum);
       } else {
@@ -313,7 +212,7 @@ void mma_f64(const MmaShape& shape, const MmaOperands& operands) {
         const auto* b = static_cast<const double*>(operands.b[k / 4]);
         const double x = a[row_lane + k % 4], y = b[column_lane + k % 4];
         const double next = std::fma(x, y, sum);
-        sum = std::isnan(next) ? fma_f64(x, y, sum) : next;  // which NaN it is
+        sum = std::isnan(next) ? fma_f64(x, y, sum) : next;  // fma_f64 knows which NaN it is
       }
       result[i][lane] = sum;
     }
@@ -323,7 +222,7 @@ void mma_f64(const MmaShape& shape, const MmaOperands& operands) {
 
 // ---- Integers ----------------------------------------------------------------------------------
 
-// One row of 4 registers' worth of integers, 16 bytes, against another.
+// The dot product of two rows of integers: 16 bytes, those of four lanes.
 int64_t dot_16_bytes(ElementType a_type, const uint8_t* a, ElementType b_type, const uint8_t* b,
                      bool b1_and) {
   int64_t sum = 0;
@@ -380,7 +279,7 @@ MmaFunction find_float_mma(const MmaShape& shape) {
   const bool f16 = accumulates(shape, ElementType::F16);
   if (shape.a == ElementType::F16 && shape.b == ElementType::F16) {
     if (shape.m == 8 && shape.k == 4) {
-      // .f16 and .f32 in any mixture but .f32 into .f16.
+      // .f16 and .f32 may be mixed, but not .f32 into .f16.
       const bool mixed = shape.d == ElementType::F32 && shape.c == ElementType::F16;
       return f32 || f16 || mixed ? mma_quad_pairs : nullptr;
     }
@@ -444,173 +343,6 @@ MmaRegisters mma_registers(const MmaShape& shape) {
   const int b_bits = shape.k * shape.n * element_bits(shape.b) / WARP;
   return {accumulator(shape.d), a_bits / register_bits, b_bits / register_bits,
           accumulator(shape.c)};
-}
-
-bool uses_avx2() { return avx2_in_use.load(std::memory_order_relaxed); }
-void set_avx2(bool enabled) { avx2_in_use = enabled && machine_has_avx2(); }
-
-// ---- ldmatrix, stmatrix, movmatrix --------------------------------------------------------------
-
-void ldmatrix_m8n8_b16(const uint16_t rows[8][8], bool trans, uint32_t* d) {
-  if (!trans) {  // a lane's two elements follow one another: register and matrix are the same bytes
-    std::memcpy(d, rows, 8 * LDMATRIX_ROW_BYTES);
-    return;
-  }
-#if defined(__SSE2__)
-  // Likewise of the transpose.
-  __m128i line[8], pairs[8], quads[8];
-  for (int i = 0; i < 8; ++i) line[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i]));
-  for (int i = 0; i < 8; i += 2) {
-    pairs[i] = _mm_unpacklo_epi16(line[i], line[i + 1]);
-    pairs[i + 1] = _mm_unpackhi_epi16(line[i], line[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    for (int half = 0; half < 2; ++half) {
-      quads[i + 2 * half] = _mm_unpacklo_epi32(pairs[i + half], pairs[i + 2 + half]);
-      quads[i + 2 * half + 1] = _mm_unpackhi_epi32(pairs[i + half], pairs[i + 2 + half]);
-    }
-  }
-  auto* const out = reinterpret_cast<__m128i*>(d);
-  for (int i = 0; i < 4; ++i) {
-    _mm_storeu_si128(out + 2 * i, _mm_unpacklo_epi64(quads[i], quads[i + 4]));
-    _mm_storeu_si128(out + 2 * i + 1, _mm_unpackhi_epi64(quads[i], quads[i + 4]));
-  }
-#else
-  for (int lane = 0; lane < WARP; ++lane) {
-    const MatrixElement low = ldmatrix_element(lane, 0, true);
-    const MatrixElement high = ldmatrix_element(lane, 1, true);
-    d[lane] = uint32_t{rows[high.row][high.column]} << 16 | rows[low.row][low.column];
-  }
-#endif
-}
-
-void stmatrix_m8n8_b16(const uint32_t* source, bool trans, uint16_t rows[8][8]) {
-  for (int lane = 0; lane < WARP; ++lane) {
-    const MatrixElement low = ldmatrix_element(lane, 0, trans);
-    const MatrixElement high = ldmatrix_element(lane, 1, trans);
-    rows[low.row][low.column] = static_cast<uint16_t>(source[lane]);
-    rows[high.row][high.column] = static_cast<uint16_t>(source[lane] >> 16);
-  }
-}
-
-void movmatrix_m8n8_trans_b16(const uint32_t* a, uint32_t* d) {
-  uint16_t rows[8][8];
-  stmatrix_m8n8_b16(a, false, rows);
-  ldmatrix_m8n8_b16(rows, true, d);
-}
-
-// ---- Dense products -----------------------------------------------------------------------------
-
-namespace {
-
-// The k of one addition.
-int step_of(ElementType type) { return type == ElementType::TF32 ? 8 : TILE_K; }
-
-int smallest_exponent(ElementType type) {
-  return type == ElementType::BF16 || type == ElementType::TF32 ? F32_SMALLEST : F16_SMALLEST;
-}
-
-constexpr int FP8_DEPTH = 32;
-constexpr int FP8_FRACTION_BITS = 13;
-
-float cut_to_fp8_sum(double value) {
-  int exponent;
-  const double fraction = std::frexp(value, &exponent);
-  const double bits = std::trunc(std::ldexp(fraction, FP8_FRACTION_BITS + 1));
-  return static_cast<float>(std::ldexp(bits, exponent - FP8_FRACTION_BITS - 1));
-}
-
-// A tensor core with FP8, an H200's in wgmma: 32 products and c are aligned to the largest exponent
-// among them and cut off, toward zero, 2^-13 below it; their sum is cut off to 13 bits of fraction.
-// What it does with subnormals is not measured.
-float sum_fp8(const float* a, const float* b, int b_pitch, int count, float c) {
-  const auto product = [&](int k) { return double{a[k]} * double{b[int64_t{k} * b_pitch]}; };
-  int largest = exponent_of(c, F32_SMALLEST);
-  double plain = c;  // as IEEE 754 adds up: for what is not finite
-  for (int k = 0; k < count; ++k) {
-    const float x = a[k], y = b[int64_t{k} * b_pitch];
-    largest = std::max(largest, exponent_of(x, F16_SMALLEST) + exponent_of(y, F16_SMALLEST));
-    plain += product(k);
-  }
-  if (!std::isfinite(plain)) return canonical(static_cast<float>(plain));
-  if (plain == 0 && largest < ZERO_EXPONENT / 2) return 0.0f;
-  const double scale = std::ldexp(1.0, FP8_FRACTION_BITS - largest);
-  double sum = std::trunc(c * scale);
-  for (int k = 0; k < count; ++k) sum += std::trunc(product(k) * scale);
-  return cut_to_fp8_sum(sum / scale);
-}
-
-void multiply_accumulate_fp8(const TileShape& shape, const float* a, int a_pitch, const float* b,
-                             int b_pitch, float* d, int d_pitch, bool accumulate) {
-  for (int row = 0; row < shape.m; ++row) {
-    for (int column = 0; column < shape.n; ++column) {
-      float& target = d[int64_t{row} * d_pitch + column];
-      float sum = accumulate ? target : 0.0f;
-      for (int k = 0; k < shape.k; k += FP8_DEPTH) {
-        sum = sum_fp8(a + int64_t{row} * a_pitch + k, b + int64_t{k} * b_pitch + column, b_pitch,
-                      std::min(FP8_DEPTH, shape.k - k), sum);
-        if (shape.to_f16) sum = f32_of_f16(cvt_rn_f16_f32(sum));
-      }
-      target = sum;
-    }
-  }
-}
-
-}  // namespace
-
-void multiply_accumulate(const TileShape& shape, const float* a, int a_pitch, const float* b,
-                         int b_pitch, float* d, int d_pitch, bool accumulate) {
-  if (is_fp8(shape.type)) {
-    multiply_accumulate_fp8(shape, a, a_pitch, b, b_pitch, d, d_pitch, accumulate);
-    return;
-  }
-  const int depth = step_of(shape.type), smallest = smallest_exponent(shape.type);
-  const int steps = (shape.k + depth - 1) / depth;
-  std::vector<TileB> columns(steps);
-  std::vector<TileA> rows(static_cast<size_t>(steps) * ((shape.m + TILE_ROWS - 1) / TILE_ROWS));
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const int first_row = static_cast<int>(i) / steps * TILE_ROWS;
-    const int first_k = static_cast<int>(i) % steps * depth;
-    for (int row = 0; row < TILE_ROWS; ++row) {
-      for (int k = 0; k < depth; ++k) {
-        const bool inside = first_row + row < shape.m && first_k + k < shape.k;
-        const float value = inside ? a[int64_t{first_row + row} * a_pitch + first_k + k] : 0.0f;
-        rows[i].value[row][k] = value;
-        rows[i].exponent[row][k] = exponent_of(value, smallest);
-      }
-    }
-  }
-  for (int first_column = 0; first_column < shape.n; first_column += TILE_COLUMNS) {
-    const int width = std::min(TILE_COLUMNS, shape.n - first_column);
-    for (int k = 0; k < steps * depth; ++k) {
-      TileB& tile = columns[k / depth];
-      for (int column = 0; column < TILE_COLUMNS; ++column) {
-        const bool inside = column < width && k < shape.k;
-        const float value = inside ? b[int64_t{k} * b_pitch + first_column + column] : 0.0f;
-        tile.value[k % depth][column] = value;
-        tile.exponent[k % depth / 2][column][k % 2] = exponent_of(value, smallest);
-      }
-    }
-    for (int first_row = 0; first_row < shape.m; first_row += TILE_ROWS) {
-      const int height = std::min(TILE_ROWS, shape.m - first_row);
-      float* target = d + int64_t{first_row} * d_pitch + first_column;
-      TileC c{};
-      for (int row = 0; accumulate && row < height; ++row) {
-        std::copy_n(target + int64_t{row} * d_pitch, width, c.value[row]);
-      }
-      for (int step = 0; step < steps; ++step) {
-        const TileA& tile = rows[static_cast<size_t>(first_row / TILE_ROWS) * steps + step];
-        add_products(tile, columns[step], c, depth, shape.to_f16);
-        if (!shape.to_f16) continue;
-        for (auto& row : c.value) {
-          for (float& value : row) value = f32_of_f16(cvt_rn_f16_f32(value));
-        }
-      }
-      for (int row = 0; row < height; ++row) {
-        std::copy_n(c.value[row], width, target + int64_t{row} * d_pitch);
-      }
-    }
-  }
 }
 
 }  // namespace archflash::sim

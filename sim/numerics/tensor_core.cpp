@@ -5,7 +5,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "sim/numerics/mma.h"  // uses_avx2
+#include "sim/numerics/convert.h"
+#include "sim/numerics/cpu.h"
 
 namespace archflash::sim {
 namespace {
@@ -36,7 +37,7 @@ float sum_element(const TileA& a, const TileB& b, float c, int row, int column, 
     largest = std::max(largest, a.exponent[row][k] + b.exponent[k / 2][column][k % 2]);
   }
   if (largest < NO_EXPONENT) return 0.0f;
-  if (largest > SPECIAL_EXPONENT / 2 || !std::isfinite(c)) {  // as IEEE 754 adds up
+  if (largest > SPECIAL_EXPONENT / 2 || !std::isfinite(c)) {  // infinities and NaN follow IEEE 754
     float sum = c;
     for (int k = 0; k < depth; ++k) {
       const float product = a.value[row][k] * b.value[k][column];
@@ -44,7 +45,7 @@ float sum_element(const TileA& a, const TileB& b, float c, int row, int column, 
     }
     return canonical(sum);
   }
-  // In units of the last place that counts. The double has every bit of a product.
+  // Sums are in units of the last place that counts. A double has every bit of a product.
   const double scale = std::ldexp(1.0, FRACTION_BITS - largest);
   auto sum = static_cast<int64_t>(double{c} * scale);
   for (int k = 0; k < depth; ++k) {
@@ -63,15 +64,15 @@ void add_slowly(const TileA& a, const TileB& b, TileC& c, int depth, bool to_f16
   }
 }
 
-// ---- The same in 32-bit arithmetic, eight columns at a time -------------------------------------
+// ---- Most operands, in 32-bit arithmetic, eight columns at a time -------------------------------
 
 #define ARCHFLASH_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define ARCHFLASH_AVX2_INLINE __attribute__((target("avx2,fma,f16c"), always_inline)) inline
 
-// Sums whose largest exponent is in this range fit; so do sums of zeros.
+// A sum fits into 32 bits if its largest exponent is in this range, or if it is a sum of zeros.
 constexpr int LOW_EXPONENT = -100;
 constexpr int HIGH_EXPONENT = 100;
-// Sixteen products stay below 2^31; with c they may leave 32 bits, and look larger than this then.
+// Sixteen products stay below 2^31. With c they may overflow, and then look larger than this.
 constexpr uint32_t LARGE_SUM = (1u << 31) - (1u << (FRACTION_BITS + 1)) - 1;
 
 // The exponents of a row's products in each column, for a pair of k.
@@ -82,11 +83,11 @@ ARCHFLASH_AVX2_INLINE __m256i pair_exponents(const int16_t* a, const TileB& b, i
   return _mm256_add_epi16(_mm256_set1_epi32(a_pair), _mm256_load_si256(b_pair));
 }
 
-// The largest of them.
+// The largest exponent of a row's products in each column.
 template <int DEPTH>
 ARCHFLASH_AVX2_INLINE __m256i products_exponent(const int16_t* a, const TileB& b) {
-  __m256i even = pair_exponents(a, b, 0),
-          odd = pair_exponents(a, b, 1);  // two chains: half the latency
+  // Two chains of dependent operations have half the latency of one.
+  __m256i even = pair_exponents(a, b, 0), odd = pair_exponents(a, b, 1);
 #pragma GCC unroll 4
   for (int pair = 2; pair < DEPTH / 2; pair += 2) {
     even = _mm256_max_epi16(even, pair_exponents(a, b, pair));
@@ -106,13 +107,13 @@ ARCHFLASH_AVX2_INLINE __m256i exponents_of_c(__m256 c, int smallest) {
   return _mm256_add_epi32(exponent, _mm256_and_si256(zero, _mm256_set1_epi32(ZERO_EXPONENT)));
 }
 
-// sum * unit toward zero, or for .f16 with a last bit that says whether something was cut off: then
-// rounding again is right. `magnitude` is the sum's.
+// sum * unit, cut off toward zero. For .f16, the last bit says whether something was cut off, so
+// that rounding once more is right. `magnitude` is that of the sum.
 template <bool TO_F16>
 ARCHFLASH_AVX2_INLINE __m256 cut_to_floats(__m256i sum, __m256i magnitude, __m256 unit) {
   const __m256 nearest = _mm256_cvtepi32_ps(magnitude);
   const __m256i back = _mm256_cvttps_epi32(nearest);
-  // One step back where rounding to nearest went up.
+  // Where rounding to nearest went up, this takes one step back.
   __m256i bits =
       _mm256_add_epi32(_mm256_castps_si256(nearest), _mm256_cmpgt_epi32(back, magnitude));
   if (TO_F16) {
@@ -128,7 +129,7 @@ ARCHFLASH_AVX2_INLINE __m256i below(__m256i x, uint32_t limit) {  // x < limit, 
   return _mm256_cmpeq_epi32(_mm256_min_epu32(x, last), x);
 }
 
-// Returns false where operands do not allow it; c is as it was then.
+// Returns false, and leaves c as it was, where the operands do not allow it.
 template <int DEPTH, bool TO_F16>
 ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c) {
   TileC result;
@@ -136,7 +137,8 @@ ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c) {
   __m256i lowest = _mm256_set1_epi32(-1);  // unsigned, as is the next
   __m256i largest_sum = _mm256_setzero_si256();
   for (int row = 0; row < TILE_ROWS; ++row) {
-    asm volatile("" ::: "memory");  // or else all of b is read before the loop, and spilled
+    // Without this the compiler reads all of b before the loop, and spills it.
+    asm volatile("" ::: "memory");
     const __m256 old = _mm256_load_ps(c.value[row]);
     __m256i largest = _mm256_max_epi32(products_exponent<DEPTH>(a.exponent[row], b),
                                        exponents_of_c(old, TO_F16 ? F16_SMALLEST : F32_SMALLEST));
@@ -148,7 +150,7 @@ ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c) {
         _mm256_sub_epi32(_mm256_set1_epi32((127 + FRACTION_BITS) << 23), largest));
     const __m256 unit = _mm256_castsi256_ps(
         _mm256_add_epi32(_mm256_set1_epi32((127 - FRACTION_BITS) << 23), largest));
-    // A product is exact, and so is its scaling; or it is far too small to count.
+    // A product and its scaling are exact, or the product is far too small to count.
     __m256i even = _mm256_cvttps_epi32(_mm256_mul_ps(old, scale));
     __m256i odd = _mm256_setzero_si256();
 #pragma GCC unroll 16

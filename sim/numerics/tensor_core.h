@@ -1,4 +1,4 @@
-// How a tensor core adds up, on plain tiles; mma.cpp and mma_hot.cpp bring fragments into them.
+// How a tensor core adds up, on plain tiles; mma.cpp and mma_avx2.cpp bring fragments into them.
 //
 // An H200's mma.sync with .f16, .bf16 and .tf32: every product is exact; products and c are aligned
 // to the largest exponent among them and cut off, toward zero, 2^-25 below it; their sum is exact;
@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "sim/numerics/numeric.h"
+#include "sim/numerics/bits.h"
 
 namespace archflash::sim {
 

@@ -82,18 +82,6 @@ void check_boxes(Warp& warp, Cta& owner, const char* operand, const MatrixTile& 
 
 }  // namespace
 
-int element_bits(ElementType type) {
-  switch (type) {
-    case ElementType::TF32:
-      return 32;
-    case ElementType::F16:
-    case ElementType::BF16:
-      return 16;
-    default:
-      return 8;
-  }
-}
-
 MatrixDescriptor decode_offsets(uint64_t bits) {
   constexpr uint64_t FIELD = 0x3FFF;
   MatrixDescriptor descriptor;

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "sim/numerics/mma.h"
+#include "sim/numerics/element.h"
 #include "sim/run/cta.h"
 
 namespace archflash::sim {
@@ -32,8 +32,6 @@ struct MatrixTile {
   int k = 0;
   ElementType type = ElementType::F16;
 };
-
-int element_bits(ElementType type);
 
 // What descriptors of all instructions have at the same bits: start, offsets, base offset.
 MatrixDescriptor decode_offsets(uint64_t bits);

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <functional>
 
-#include "sim/numerics/dense_product.h"
+#include "sim/numerics/fma_product.h"
 #include "sim/numerics/numeric.h"
 #include "sim/units/mbarrier.h"
 
@@ -462,8 +462,8 @@ class Product : public PipeOperation {
                        lanes == lanes_of(group, rows());
     if (plain) {
       auto* d = reinterpret_cast<float*>(memory.column(d_column()) + group.lane);
-      add_dense_product(a.data(), b_rows, d, TMEM_LANES, group.n, rows(), mma_.k,
-                        request_.accumulate);
+      add_fma_product(a.data(), b_rows, d, TMEM_LANES, group.n, rows(), mma_.k,
+                      request_.accumulate);
       return;
     }
     const float scale = std::ldexp(1.0f, -request_.scale);
@@ -475,8 +475,8 @@ class Product : public PipeOperation {
         sums[static_cast<size_t>(row)] =
             scale * (mma_.half ? f32_of_f16(static_cast<uint16_t>(cell)) : f32_of(cell));
       }
-      add_dense_product(a.data(), b_rows + column * mma_.k, sums.data(), rows(), 1, rows(), mma_.k,
-                        request_.accumulate);
+      add_fma_product(a.data(), b_rows + column * mma_.k, sums.data(), rows(), 1, rows(), mma_.k,
+                      request_.accumulate);
       for (int row = 0; row < rows(); ++row) {
         const int lane = lane_of(group, row);
         if (!(lanes[static_cast<size_t>(lane / LANES)] >> lane % LANES & 1)) continue;

@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "sim/load/builder.h"
-#include "sim/numerics/mma_hot.h"
+#include "sim/numerics/ldmatrix.h"
+#include "sim/numerics/mma_avx2.h"
 #include "sim/numerics/numeric.h"
+#include "sim/numerics/tile_product.h"
 #include "sim/run/cluster.h"
 
 namespace archflash::sim {
@@ -205,8 +207,6 @@ void MatrixQueue::trace_wait(size_t count) {
 namespace {
 
 constexpr int BLOCK = 8;  // rows of A, or columns of B, in a register
-
-bool is_fp8(ElementType type) { return type == ElementType::E4M3 || type == ElementType::E5M2; }
 
 // A register of an mma.sync fragment: of rows first .. first + 8 of a tile, unit `unit` along K.
 void read_register(Cta& cta, const MatrixTile& tile, uint32_t first, uint32_t unit,

@@ -1,6 +1,6 @@
-// Runs one instruction of sim/numerics/numeric.h or sim/numerics/mma.h on arrays, by its PTX text:
-// what the tests of those two files call through ctypes. Every operand is an array of uint64_t, one
-// value in the low bits of each; matrix fragments have 32 lanes a warp and one array a register.
+// Runs one instruction of sim/numerics on arrays, by its PTX text: the tests of that folder call
+// this through ctypes. Every operand is an array of uint64_t, one value in the low bits of each;
+// matrix fragments have 32 lanes a warp and one array a register.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -10,8 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "sim/numerics/ldmatrix.h"
 #include "sim/numerics/mma.h"
 #include "sim/numerics/numeric.h"
+#include "sim/numerics/tile_product.h"
 
 namespace archflash::sim {
 namespace {

@@ -1,6 +1,6 @@
-"""The simulator's arithmetic alone: ``numeric.h`` and ``mma.h`` of ``sim/numerics``, by ctypes.
+"""The simulator's arithmetic alone: ``sim/numerics``, called through ctypes.
 
-A small library (direct.cpp and the two sources) is compiled once a test session; each call runs one
+A small library (direct.cpp and that folder) is compiled once a test session; each call runs one
 instruction, named by its PTX text, over arrays.
 """
 
@@ -17,10 +17,8 @@ import numpy.typing as npt
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SOURCES = (
-    "sim/numerics/numeric.cpp",
-    "sim/numerics/mma.cpp",
-    "sim/numerics/tensor_core.cpp",
-    "tests/sim/vectors/direct.cpp",
+    *sorted((REPOSITORY / "sim" / "numerics").glob("*.cpp")),
+    REPOSITORY / "tests" / "sim" / "vectors" / "direct.cpp",
 )
 
 Words = npt.NDArray[np.uint64]
@@ -36,7 +34,7 @@ class Direct:
             raise RuntimeError("no C++ compiler: install g++ or set CXX")
         library = folder / "direct.so"
         command = [compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC"]
-        command += [f"-I{REPOSITORY}", *(str(REPOSITORY / name) for name in SOURCES)]
+        command += [f"-I{REPOSITORY}", *(str(source) for source in SOURCES)]
         done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(done.stderr)

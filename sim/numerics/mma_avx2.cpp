@@ -1,24 +1,25 @@
-#include "sim/numerics/mma_hot.h"
+#include "sim/numerics/mma_avx2.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "sim/numerics/cpu.h"
 #include "sim/numerics/tensor_core.h"
 
-#define ARCHFLASH_HOT __attribute__((target("avx2,fma,f16c"), always_inline)) inline
-#define ARCHFLASH_HOT_ENTRY __attribute__((target("avx2,fma,f16c")))
+#define ARCHFLASH_AVX2 __attribute__((target("avx2,fma,f16c"), always_inline)) inline
+#define ARCHFLASH_AVX2_ENTRY __attribute__((target("avx2,fma,f16c")))
 
 namespace archflash::sim {
 namespace {
 
 constexpr int GROUP = 4;  // lanes that hold a row
 
-// Columns are kept even ones first, as the accumulators' registers have them: lanes 4g .. 4g+3 of
-// d[0] are columns 0, 2, 4, 6 of row g, those of d[1] columns 1, 3, 5, 7.
+// A tile's columns are stored with the even ones first, as the accumulators' registers have them:
+// lanes 4g .. 4g+3 of d[0] are columns 0, 2, 4, 6 of row g, those of d[1] are columns 1, 3, 5, 7.
 
-// exponent_of of 16 numbers in their own bits.
+// The exponents (tensor_core.h: exponent_of) of 16 numbers.
 template <ElementType TYPE>
-ARCHFLASH_HOT __m256i exponents(__m256i halves) {
+ARCHFLASH_AVX2 __m256i exponents(__m256i halves) {
   constexpr bool IS_F16 = TYPE == ElementType::F16;
   constexpr int MANTISSA_BITS = IS_F16 ? 10 : 7, FIELD_MAX = IS_F16 ? 31 : 255;
   constexpr int SMALLEST = IS_F16 ? F16_SMALLEST : F32_SMALLEST;
@@ -34,14 +35,14 @@ ARCHFLASH_HOT __m256i exponents(__m256i halves) {
 }
 
 template <ElementType TYPE>
-ARCHFLASH_HOT __m256 eight_floats(__m128i halves) {
+ARCHFLASH_AVX2 __m256 eight_floats(__m128i halves) {
   if constexpr (TYPE == ElementType::F16) return _mm256_cvtph_ps(halves);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
 // The lower (or upper) halves of eight 32-bit words.
 template <ElementType TYPE, bool UPPER>
-ARCHFLASH_HOT __m256 halves_of(__m256i words) {
+ARCHFLASH_AVX2 __m256 halves_of(__m256i words) {
   if constexpr (TYPE == ElementType::BF16) {
     return _mm256_castsi256_ps(UPPER ? _mm256_and_si256(words, _mm256_set1_epi32(~0xFFFF))
                                      : _mm256_slli_epi32(words, 16));
@@ -57,16 +58,17 @@ ARCHFLASH_HOT __m256 halves_of(__m256i words) {
 struct Transposed {
   __m128i row[GROUP];
 };
-ARCHFLASH_HOT Transposed transpose(__m128i c0, __m128i c1, __m128i c2, __m128i c3) {
+ARCHFLASH_AVX2 Transposed transpose(__m128i c0, __m128i c1, __m128i c2, __m128i c3) {
   const __m128i low01 = _mm_unpacklo_epi32(c0, c1), low23 = _mm_unpacklo_epi32(c2, c3);
   const __m128i high01 = _mm_unpackhi_epi32(c0, c1), high23 = _mm_unpackhi_epi32(c2, c3);
   return {{_mm_unpacklo_epi64(low01, low23), _mm_unpackhi_epi64(low01, low23),
            _mm_unpacklo_epi64(high01, high23), _mm_unpackhi_epi64(high01, high23)}};
 }
 
-// A register of B: lane 4g + t has rows 2t and 2t + 1 of column g. `first`: its first row.
+// Reads a register of B: lane 4g + t has rows 2t and 2t + 1 of column g. `first` is its first row
+// in the tile.
 template <ElementType TYPE>
-ARCHFLASH_HOT void read_b(const void* source, int first, TileB& b) {
+ARCHFLASH_AVX2 void read_b(const void* source, int first, TileB& b) {
   __m128i column[TILE_COLUMNS];
   for (int i = 0; i < TILE_COLUMNS; ++i) {
     column[i] = _mm_loadu_si128(static_cast<const __m128i*>(source) + i);
@@ -82,10 +84,10 @@ ARCHFLASH_HOT void read_b(const void* source, int first, TileB& b) {
   }
 }
 
-// Registers of A: lanes 4g .. 4g + 3 are eight columns of row g; `right` has the next eight
+// Reads registers of A: lanes 4g .. 4g + 3 are eight columns of row g; `right` has the next eight
 // columns, or is nullptr.
 template <ElementType TYPE>
-ARCHFLASH_HOT void read_a(const void* left, const void* right, int first_row, TileA& a) {
+ARCHFLASH_AVX2 void read_a(const void* left, const void* right, int first_row, TileA& a) {
   for (int g = 0; g < 8; ++g) {
     const int row = first_row + g;
     const __m128i low = _mm_loadu_si128(static_cast<const __m128i*>(left) + g);
@@ -102,8 +104,8 @@ ARCHFLASH_HOT void read_a(const void* left, const void* right, int first_row, Ti
 
 // d = a * b + c, of registers.
 template <int DEPTH, class C>
-ARCHFLASH_HOT void add_to_registers(const TileA& a, const TileB& b, C* const* c_registers,
-                                    void* const* d_registers) {
+ARCHFLASH_AVX2 void add_to_registers(const TileA& a, const TileB& b, C* const* c_registers,
+                                     void* const* d_registers) {
   TileC c;
   for (int row = 0; row < TILE_ROWS; ++row) {
     const int half = row / 8, first = row % 8 * GROUP;
@@ -121,7 +123,7 @@ ARCHFLASH_HOT void add_to_registers(const TileA& a, const TileB& b, C* const* c_
 }
 
 template <ElementType TYPE, int DEPTH>
-ARCHFLASH_HOT_ENTRY void multiply(const MmaShape&, const MmaOperands& operands) {
+ARCHFLASH_AVX2_ENTRY void multiply(const MmaShape&, const MmaOperands& operands) {
   TileA a;
   TileB b;
   for (int half = 0; half < 2; ++half) {
@@ -132,7 +134,7 @@ ARCHFLASH_HOT_ENTRY void multiply(const MmaShape&, const MmaOperands& operands) 
 }
 
 template <ElementType TYPE>
-ARCHFLASH_HOT_ENTRY void multiply_wide(const WideOperands& operands, int count) {
+ARCHFLASH_AVX2_ENTRY void multiply_wide(const WideOperands& operands, int count) {
   TileA a;
   TileB b;
   for (int half = 0; half < 2; ++half) {
@@ -146,7 +148,7 @@ ARCHFLASH_HOT_ENTRY void multiply_wide(const WideOperands& operands, int count) 
 
 }  // namespace
 
-MmaFunction find_hot_mma(const MmaShape& shape) {
+MmaFunction find_avx2_mma(const MmaShape& shape) {
   const bool floats = shape.d == ElementType::F32 && shape.c == ElementType::F32;
   if (!uses_avx2() || !floats || shape.m != 16 || shape.n != 8 || shape.a != shape.b ||
       shape.a_column_major || shape.b_row_major || (shape.k != 8 && shape.k != 16)) {
@@ -162,7 +164,7 @@ MmaFunction find_hot_mma(const MmaShape& shape) {
 }
 
 WideMmaFunction find_wide_mma(const MmaShape& shape) {
-  if (find_hot_mma(shape) == nullptr || shape.k != 16) return nullptr;
+  if (find_avx2_mma(shape) == nullptr || shape.k != 16) return nullptr;
   return shape.a == ElementType::F16 ? &multiply_wide<ElementType::F16>
                                      : &multiply_wide<ElementType::BF16>;
 }
@@ -172,7 +174,7 @@ WideMmaFunction find_wide_mma(const MmaShape& shape) {
 #else
 
 namespace archflash::sim {
-MmaFunction find_hot_mma(const MmaShape&) { return nullptr; }
+MmaFunction find_avx2_mma(const MmaShape&) { return nullptr; }
 WideMmaFunction find_wide_mma(const MmaShape&) { return nullptr; }
 }  // namespace archflash::sim
 

@@ -1,17 +1,17 @@
-#include "sim/numerics/dense_product.h"
+#include "sim/numerics/fma_product.h"
 
 #include <immintrin.h>
 
 #include <cmath>
 #include <cstddef>
 
-#include "sim/numerics/mma.h"  // uses_avx2
+#include "sim/numerics/cpu.h"
 
 namespace archflash::sim {
 namespace {
 
 void add_slowly(const float* a, size_t a_pitch, const float* b, float* d, int k, bool accumulate) {
-  for (int row = 0; row < DENSE_ROWS; ++row) {
+  for (int row = 0; row < FMA_ROWS; ++row) {
     float sum = accumulate ? d[row] : 0.0f;
     for (int i = 0; i < k; ++i)
       sum = std::fma(b[i], a[static_cast<size_t>(i) * a_pitch + row], sum);
@@ -19,10 +19,10 @@ void add_slowly(const float* a, size_t a_pitch, const float* b, float* d, int k,
   }
 }
 
-// The same, eight rows in each of eight registers.
+// Each of eight registers holds eight rows.
 __attribute__((target("avx2,fma"))) void add_avx2(const float* a, size_t a_pitch, const float* b,
                                                   float* d, int k, bool accumulate) {
-  constexpr int WIDTH = 8, COUNT = DENSE_ROWS / WIDTH;
+  constexpr int WIDTH = 8, COUNT = FMA_ROWS / WIDTH;
   __m256 sums[COUNT];
 #pragma GCC unroll 8
   for (int i = 0; i < COUNT; ++i) {
@@ -42,12 +42,12 @@ __attribute__((target("avx2,fma"))) void add_avx2(const float* a, size_t a_pitch
 
 }  // namespace
 
-void add_dense_product(const float* a, const float* b, float* d, int d_pitch, int n, int rows,
-                       int k, bool accumulate) {
+void add_fma_product(const float* a, const float* b, float* d, int d_pitch, int n, int rows, int k,
+                     bool accumulate) {
   const auto add = uses_avx2() ? add_avx2 : add_slowly;
   const auto a_pitch = static_cast<size_t>(rows);
   for (int column = 0; column < n; ++column) {
-    for (int first = 0; first < rows; first += DENSE_ROWS) {
+    for (int first = 0; first < rows; first += FMA_ROWS) {
       add(a + first, a_pitch, b + ptrdiff_t{column} * k, d + ptrdiff_t{column} * d_pitch + first, k,
           accumulate);
     }

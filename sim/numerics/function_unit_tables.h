@@ -1,8 +1,8 @@
 // The tables of the GPU's function unit (MUFU), found from whole binades of its results.
 //
-// A segment of a function is c0 + c1 * x + c2 * x^2 in fixed point, x the operand's mantissa bits
-// below the segment's number; an entry packs c0 << 26 | c1 << 10 | c2. numeric.cpp says how these
-// are put together.
+// A segment of a function is c0 + c1 * x + c2 * x^2 in fixed point, where x is the operand's
+// mantissa bits below the segment's number. An entry packs c0 << 26 | c1 << 10 | c2.
+// function_unit.h says how these are added up.
 #pragma once
 
 #include <cstdint>
