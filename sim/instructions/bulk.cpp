@@ -5,25 +5,18 @@
 #include <bit>
 #include <string>
 
-#include "sim/load/builder.h"
+#include "sim/instructions/operands.h"
 #include "sim/units/mbarrier.h"
 
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t UNIT = 16;        // plain copies: addresses and sizes are multiples of it
-constexpr uint32_t BOX_ALIGN = 128;  // of a box in shared memory
+constexpr uint32_t UNIT = 16;        // addresses and sizes of plain copies are multiples of it
+constexpr uint32_t BOX_ALIGN = 128;  // the alignment of a box in shared memory
 
-struct Address {
-  int operand = 0;
-  int64_t offset = 0;
-  bool wide = false;
-  Space space = Space::Generic;
-};
-
-// What one bulk copy has besides its operands' places. An operand of -1 is absent.
+// What one bulk copy has besides its operands. An operand of -1 is absent.
 struct BulkExtra {
-  Address to, from, barrier;  // of a tensor copy, `from` or `to` is the tensor map
+  AddressOperand to, from, barrier;  // in a tensor copy, `from` or `to` is the tensor map
   int coordinates = -1, rank = 0;
   int bytes = -1, cta_mask = -1;
   bool other_barrier = false;  // the mbarrier may be in the other CTA of the pair
@@ -36,18 +29,18 @@ class Taker {
  public:
   explicit Taker(Builder& b) : b_(b) {}
 
-  Address address(Space space) {
-    Address result = take(space, nullptr);
-    return result;
-  }
-  // [map, {coordinates}]
-  Address map(BulkExtra& extra) {
-    const Operand* items = nullptr;
-    const Address result = take(Space::Generic, &items);
-    if (items->items.size() != 2 || items->items[1].kind != Operand::Kind::Vector) {
+  AddressOperand address(Space space) { return take_address(b_, next_++, space); }
+  // Takes [map, {coordinates}].
+  AddressOperand map(BulkExtra& extra) {
+    b_.instruction.flags &= ~Builder::ADDRESS_64;
+    const std::vector<Operand>& items = b_.address_items(Space::Generic).items;
+    const AddressOperand result{next_++, b_.instruction.offset,
+                                (b_.instruction.flags & Builder::ADDRESS_64) != 0, Space::Generic};
+    b_.instruction.flags &= ~Builder::ADDRESS_64;
+    if (items.size() != 2 || items[1].kind != Operand::Kind::Vector) {
       b_.fail("a tensor map with its coordinates is due: [map, {c0, ...}]");
     }
-    const std::vector<Operand>& coordinates = items->items[1].items;
+    const std::vector<Operand>& coordinates = items[1].items;
     if (static_cast<int>(coordinates.size()) != extra.rank)
       b_.fail("a wrong number of coordinates");
     extra.coordinates = next_;
@@ -63,47 +56,26 @@ class Taker {
   }
 
  private:
-  Address take(Space space, const Operand** items) {
-    b_.instruction.flags &= ~Builder::ADDRESS_64;
-    const Operand& operand = b_.address_items(space);
-    if (items != nullptr)
-      *items = &operand;
-    else if (operand.items.size() != 1)
-      b_.fail("an address of too many parts");
-    const Address result{next_++, b_.instruction.offset,
-                         (b_.instruction.flags & Builder::ADDRESS_64) != 0, space};
-    b_.instruction.flags &= ~Builder::ADDRESS_64;
-    return result;
-  }
-
   Builder& b_;
   int next_ = 0;
 };
-
-template <class F>
-void for_each_lane(uint32_t mask, F f) {
-  for (; mask != 0; mask &= mask - 1) f(std::countr_zero(mask));
-}
 
 const BulkExtra& extra_of(const Instruction& instruction) {
   return *static_cast<const BulkExtra*>(instruction.extra);
 }
 
-uint64_t value_of(Warp& warp, const Instruction& instruction, const Address& address, int lane) {
-  const Ref base = instruction.operands[address.operand];
-  return address.wide
-             ? warp.lanes<const uint64_t>(base)[lane] + static_cast<uint64_t>(address.offset)
-             : static_cast<uint32_t>(warp.lanes<const uint32_t>(base)[lane] +
-                                     static_cast<uint32_t>(address.offset));
+uint64_t value_of(Warp& warp, const Instruction& instruction, const AddressOperand& address,
+                  int lane) {
+  return address.of(instruction).of_lane(warp, lane);
 }
 
-SharedPlace place_of(Warp& warp, const Instruction& instruction, const Address& address, int lane,
-                     uint32_t bytes, uint32_t align) {
-  return locate_object(warp, lane, instruction.operands[address.operand], address.offset,
-                       address.wide, address.space, bytes, align);
+SharedPlace place_of(Warp& warp, const Instruction& instruction, const AddressOperand& address,
+                     int lane, uint32_t bytes, uint32_t align) {
+  return locate_object(warp, lane, address.of(instruction), bytes, align);
 }
 
-TensorMap map_of(Warp& warp, const Instruction& instruction, const Address& address, int lane) {
+TensorMap map_of(Warp& warp, const Instruction& instruction, const AddressOperand& address,
+                 int lane) {
   const uint64_t at = value_of(warp, instruction, address, lane);
   if (at % TENSOR_MAP_ALIGN != 0) {
     throw Fault{"misaligned", "the address of a tensor map is not a multiple of 64", lane, at};
@@ -146,8 +118,8 @@ std::array<int32_t, MAX_TENSOR_RANK> coordinates_of(Warp& warp, const Instructio
   return result;
 }
 
-// A box whose pattern does not start at its natural boundary is laid out by the address bits all
-// the same; what reads it must do so too.
+// Warns about a box that does not start where its swizzle's pattern does. TMA lays it out by the
+// address bits all the same, and its readers must do so, too.
 void check_pattern(Warp& warp, int lane, const TensorMap& map, SharedPlace at) {
   const uint32_t pattern = swizzle_pattern_bytes(map.swizzle);
   if (map.swizzle == MapSwizzle::None || at.address() % pattern == 0) return;
@@ -159,7 +131,7 @@ void check_pattern(Warp& warp, int lane, const TensorMap& map, SharedPlace at) {
                     at.address());
 }
 
-// The places where a load lands: one, or one in each CTA of the mask.
+// The places where a load lands: one, or one in each CTA of the multicast's mask.
 std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, int lane,
                                    uint32_t align) {
   const BulkExtra& extra = extra_of(instruction);
@@ -189,8 +161,8 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
       throw Fault{"exited-cta",
                   "a multicast to CTA " + std::to_string(cta.index()) + ", which has exited", lane};
     }
-    // With a pair's modifier the signal goes to the CTA of each destination's pair whose rank is as
-    // odd or even as that of the mbarrier's CTA.
+    // With .cta_group::2 the signal goes to one CTA of each destination's pair: the one with an
+    // even rank if the mbarrier's CTA has an even rank, else the other.
     const int signalled = peer_signal ? (cta.rank() & ~1) | (barrier.cta->rank() & 1) : cta.rank();
     if (signalled >= cluster.size()) {
       throw Fault{"multicast", "the pair of CTA " + std::to_string(cta.index()) + " has no other",
@@ -264,7 +236,8 @@ uint32_t size_of(Warp& warp, const Instruction& instruction, int lane) {
   return bytes;
 }
 
-uint64_t global_of(Warp& warp, const Instruction& instruction, const Address& address, int lane) {
+uint64_t global_of(Warp& warp, const Instruction& instruction, const AddressOperand& address,
+                   int lane) {
   const uint64_t at = value_of(warp, instruction, address, lane);
   if (at % UNIT != 0) {
     throw Fault{"misaligned", "the global address of a bulk copy is not a multiple of 16", lane,
@@ -310,17 +283,6 @@ Space space_of(std::string_view name) {
                                    : Space::Global;
 }
 
-Atomic operation_of(std::string_view name) {
-  return name == "add"   ? Atomic::Add
-         : name == "min" ? Atomic::Min
-         : name == "max" ? Atomic::Max
-         : name == "inc" ? Atomic::Inc
-         : name == "dec" ? Atomic::Dec
-         : name == "and" ? Atomic::And
-         : name == "or"  ? Atomic::Or
-                         : Atomic::Xor;
-}
-
 void finish(Builder& b, BulkExtra extra, Handler run) {
   b.cache_policy(b.has("L2::cache_hint"));
   if (extra.updates) b.kernel().orders_globally = true;
@@ -347,7 +309,7 @@ void build_tensor_store(Builder& b) {
   Taker taker(b);
   extra.updates = b.slot(0) == "reduce";
   extra.rank = b.slot(extra.updates ? 4 : 3)[0] - '0';
-  if (extra.updates) extra.update.operation = operation_of(b.slot(7));
+  if (extra.updates) extra.update.operation = atomic_named(b.slot(7));
   extra.to = taker.map(extra);
   extra.from = taker.address(Space::Shared);
   finish(b, extra, &run_tensor_store);
@@ -399,7 +361,7 @@ void build_reduce(Builder& b) {
                {"u64", NumericType::U64, 8}, {"s64", NumericType::S64, 8},
                {"f32", NumericType::F32, 4}, {"f64", NumericType::F64, 8}};
   extra.updates = true;
-  extra.update.operation = operation_of(b.slot(7));
+  extra.update.operation = atomic_named(b.slot(7));
   const std::string_view type = b.slot(9);
   for (const auto& row : TYPES) {
     if (type != row.name) continue;
@@ -436,7 +398,7 @@ void build_wait_group(Builder& b) {
   b.handler(&run_wait_group, Class::AsyncCopy);
 }
 
-// ---- Prefetches: operands are checked, nothing moves ----
+// ---- Prefetches: their operands are checked, and nothing moves ----
 
 void run_prefetch(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const BulkExtra& extra = extra_of(instruction);
@@ -488,7 +450,7 @@ void build_prefetch_map(Builder& b) {
 }
 
 constexpr Form FORMS[] = {
-    // The group comes last where LLVM writes it.
+    // LLVM writes the group last.
     {"cp",
      "async bulk tensor 1d|2d|3d|4d|5d shared::cta|shared::cluster global ?tile "
      "mbarrier::complete_tx::bytes ?multicast::cluster ?cta_group::1|cta_group::2 ?L2::cache_hint "

@@ -1,5 +1,5 @@
-// Handlers for instructions that compute each lane's result from the lane's own operands: from a
-// function of values to a handler over 32 lanes, once for any x86-64 and once for AVX2.
+// Handlers for instructions that compute each lane's result from the lane's own operands. They turn
+// a function of values into a handler for 32 lanes: one for any x86-64, and one for AVX2.
 #pragma once
 
 #include <bit>
@@ -20,7 +20,7 @@
 
 namespace archflash::sim {
 
-// A lane of a register: 32 bits for everything up to 32 bits, zero-extended; 64 bits otherwise.
+// A lane of a register has 64 bits for 64-bit types. Narrower types are zero-extended to 32 bits.
 template <class T>
 using Slot = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 

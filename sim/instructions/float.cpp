@@ -8,7 +8,7 @@
 namespace archflash::sim {
 namespace {
 
-// Modifiers of an instruction, for the handlers that read them when they run.
+// The modifiers of an instruction as flags, for handlers that read them when they run.
 constexpr uint32_t FTZ = 1, SAT = 2, NAN_RESULT = 4, XORSIGN_ABS = 8, ROUND_SHIFT = 8;
 
 uint32_t mode_flags(const Builder& b) {
@@ -32,8 +32,8 @@ void operands(Builder& b, Type t, int sources) {
   for (int i = 0; i < sources; ++i) b.source(t);
 }
 
-// A handler whose function takes the instruction's modes: for forms that are not hot.
-// Function: (const Instruction&, S...) -> D, chosen at compile time.
+// A handler for forms that kernels seldom use. F is a function (const Instruction&, S...) -> D,
+// which reads the instruction's modes.
 template <auto F, class D, class... S, size_t... I>
 void run_moded(Warp& warp, const Instruction& instruction, uint32_t mask,
                D (*)(const Instruction&, S...), std::index_sequence<I...>) {
@@ -137,7 +137,7 @@ void build_fma(Builder& b) {
   }
 }
 
-// Two f32 in a 64-bit register.
+// F for each of the two f32 in a 64-bit register.
 template <auto F>
 uint64_t pairwise(const Instruction& i, uint64_t x, uint64_t y, uint64_t z) {
   const auto half = [&](int shift) {
@@ -147,7 +147,8 @@ uint64_t pairwise(const Instruction& i, uint64_t x, uint64_t y, uint64_t z) {
   };
   return half(0) | half(32);
 }
-// The same for what rounds to nearest: a warp's pairs are 64 floats that follow one another.
+// F for pairs of f32, where it rounds to nearest: a warp's pairs are 64 floats that follow one
+// another.
 template <auto F>
 [[gnu::always_inline]] inline void apply_pairs(Warp& warp, const Instruction& instruction,
                                                uint32_t mask) {
@@ -352,7 +353,7 @@ void build_rsqrt_f64(Builder& b) {
             Class::Special);
 }
 
-// rsqrt, sin, cos, lg2, ex2, tanh: opcode.approx{.ftz}.f32
+// rsqrt, sin, cos, lg2, ex2 and tanh, in the form opcode.approx{.ftz}.f32.
 template <float (*F)(float, bool)>
 void build_approx(Builder& b) {
   operands(b, {'f', 32}, 1);
@@ -404,7 +405,7 @@ void build_neg_f64(Builder& b) {
 }
 void build_copysign(Builder& b) {
   const Type t = b.type(0);
-  operands(b, t, 2);  // the sign of a, the magnitude of b
+  operands(b, t, 2);  // the result has the sign of a and the magnitude of b
   b.handler(t.bits == 64 ? elementwise<[](uint64_t x, uint64_t y) {
               return (x & 0x8000000000000000u) | (y & 0x7FFFFFFFFFFFFFFFu);
             }>()
@@ -414,7 +415,8 @@ void build_copysign(Builder& b) {
             Class::Float);
 }
 
-// A plain min or max: a NaN operand gives the other one, two NaN the canonical NaN, -0 < +0.
+// Plain min and max: if one operand is a NaN the other is the result, two NaN give the canonical
+// NaN, and -0 < +0.
 [[gnu::always_inline]] inline float plain_max(float x, float y) {
   const float larger = x < y ? y : x;
   const float ordered = x == y ? f32_of(bits_of(x) & bits_of(y)) : larger;
@@ -478,7 +480,8 @@ Relu relu_mode(const Instruction& i) {
                           : Relu::NONE;
 }
 
-// F: (const Instruction&, uint16_t...) -> uint16_t, applied to each half of a packed pair.
+// Applies F, a function (const Instruction&, uint16_t...) -> uint16_t, to each half of a packed
+// pair.
 template <auto F, class... S>
 void run_half(Warp& warp, const Instruction& instruction, uint32_t mask,
               uint16_t (*)(const Instruction&, S...)) {

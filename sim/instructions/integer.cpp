@@ -28,7 +28,7 @@ Handler by_type(Builder& b, Type t, Make make) {
 
 template <class T>
 using Unsigned = std::make_unsigned_t<T>;
-// Wide enough that no promotion to int overflows.
+// A type in which no promotion to int overflows.
 template <class T>
 using Wide = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
@@ -89,8 +89,7 @@ using Twice =
     std::conditional_t<sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>,
                        std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
 
-// x * y at twice the width; unsigned arithmetic where the type is signed, so that nothing
-// overflows.
+// x * y at twice the width. Signed types use unsigned arithmetic, so that nothing overflows.
 template <class T>
 Twice<T> multiply_wide(T x, T y) {
   return Twice<T>(static_cast<int64_t>(x) * static_cast<int64_t>(y));
@@ -227,8 +226,8 @@ void build_mad24(Builder& b) {
 void build_div(Builder& b) {
   const Type t = b.type(0);
   operands(b, t, 2);
-  // Division by zero is unspecified in PTX: all ones here, of rem too, as on an H200. The lowest
-  // value by -1 is itself.
+  // PTX leaves division by zero open. Here it gives all ones, as does rem, like an H200. The lowest
+  // value divided by -1 is itself.
   b.handler(by_type(b, t,
                     []<class T>() {
                       return elementwise<[](T x, T y) -> T {
@@ -327,7 +326,8 @@ void build_sad(Builder& b) {
             Class::Integer);
 }
 
-// add.cc, addc, sub.cc, subc, mad.cc, madc: the carry flag is a predicate of its own.
+// add.cc, addc, sub.cc, subc, mad.cc and madc keep the carry flag in a predicate register of its
+// own.
 constexpr uint32_t CARRY_IN = 1, CARRY_OUT = 2, CARRY_SUB = 4;
 
 template <class U>
@@ -416,7 +416,7 @@ void build_madc(Builder& b) { build_mad_carry(b, CARRY_IN | (b.has("cc") ? CARRY
 
 // ---- Logic and shifts ----
 
-// On predicates a whole warp is one word.
+// Logic on predicates: one word holds a whole warp.
 constexpr uint32_t PRED_AND = 0, PRED_OR = 1, PRED_XOR = 2, PRED_NOT = 3;
 
 void run_predicate_logic(Warp& warp, const Instruction& instruction, uint32_t mask) {
@@ -541,7 +541,7 @@ void run_lop3(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const uint32_t* y = warp.lanes<const uint32_t>(instruction.operands[2]);
   const uint32_t* z = warp.lanes<const uint32_t>(instruction.operands[3]);
   const auto lut = static_cast<uint8_t>(instruction.offset);
-  // The minterms of the table, as masks, so that lanes are computed without branches.
+  // Each minterm of the table becomes a mask, so that lanes are computed without branches.
   uint32_t term[8];
   for (int i = 0; i < 8; ++i) term[i] = lut >> i & 1 ? ~0u : 0;
   uint32_t result[LANES];

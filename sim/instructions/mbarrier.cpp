@@ -5,13 +5,10 @@
 #include <memory>
 #include <string>
 
-#include "sim/load/builder.h"
-#include "sim/memory/access.h"
+#include "sim/instructions/operands.h"
 
 namespace archflash::sim {
 namespace {
-
-constexpr uint32_t OBJECT_BYTES = 8;
 
 constexpr uint32_t EXPECT = 1, DROP = 2, NO_COMPLETE = 4, RELAXED = 8, PARITY = 16, TRY = 32;
 
@@ -19,7 +16,7 @@ bool is_random(const Cta& cta) {
   return cta.options().mode == Mode::Random || cta.options().mode == Mode::Priority;
 }
 
-// The address operand: shared memory, by a generic address where the statement names no space.
+// Takes the address operand. It is a generic address where the statement names no space.
 void mbarrier_address(Builder& b) {
   const Space space = b.has("shared::cluster")                  ? Space::SharedCluster
                       : b.has("shared") || b.has("shared::cta") ? Space::Shared
@@ -27,22 +24,16 @@ void mbarrier_address(Builder& b) {
   b.address(space);
 }
 
-SharedPlace place_of(Warp& warp, const Instruction& instruction, Ref base, int lane) {
-  return locate_object(warp, lane, base, instruction.offset,
-                       (instruction.flags & Builder::ADDRESS_64) != 0, instruction.space,
-                       OBJECT_BYTES, OBJECT_BYTES);
-}
-
-template <class F>
-void for_each_lane(uint32_t mask, F f) {
-  for (; mask != 0; mask &= mask - 1) f(std::countr_zero(mask));
+SharedPlace place_of(Warp& warp, const Instruction& instruction, int operand, int lane) {
+  return locate_object(warp, lane, address_of(instruction, operand), MBARRIER_BYTES,
+                       MBARRIER_BYTES);
 }
 
 // Operands: address, count.
 void run_init(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const uint32_t* counts = warp.lanes<const uint32_t>(instruction.operands[1]);
   for_each_lane(mask, [&](int lane) {
-    const SharedPlace at = place_of(warp, instruction, instruction.operands[0], lane);
+    const SharedPlace at = place_of(warp, instruction, 0, lane);
     at.cta->mbarriers().init(warp, lane, at.offset, counts[lane]);
   });
 }
@@ -54,7 +45,7 @@ void build_init(Builder& b) {
 
 void run_inval(Warp& warp, const Instruction& instruction, uint32_t mask) {
   for_each_lane(mask, [&](int lane) {
-    const SharedPlace at = place_of(warp, instruction, instruction.operands[0], lane);
+    const SharedPlace at = place_of(warp, instruction, 0, lane);
     at.cta->mbarriers().inval(warp, lane, at.offset);
   });
 }
@@ -69,10 +60,10 @@ void run_arrive(Warp& warp, const Instruction& instruction, uint32_t mask) {
   uint64_t* states = warp.lanes<uint64_t>(instruction.operands[0]);
   const uint32_t* values =
       instruction.count > 0 ? warp.lanes<const uint32_t>(instruction.operands[2]) : nullptr;
-  uint32_t before = 0;  // where the lane before arrived, and in which phase
+  uint32_t before = 0;  // the object at which the lane before arrived, and its phase then
   uint64_t phase = 0;
   for_each_lane(mask, [&](int lane) {
-    const SharedPlace at = place_of(warp, instruction, instruction.operands[1], lane);
+    const SharedPlace at = place_of(warp, instruction, 1, lane);
     MbarrierUnit::Arrival arrival;
     if (flags & EXPECT)
       arrival.expect = values[lane];
@@ -116,7 +107,7 @@ template <bool EXPECTS>
 void run_transactions(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const uint32_t* bytes = warp.lanes<const uint32_t>(instruction.operands[1]);
   for_each_lane(mask, [&](int lane) {
-    const SharedPlace at = place_of(warp, instruction, instruction.operands[0], lane);
+    const SharedPlace at = place_of(warp, instruction, 0, lane);
     if (EXPECTS)
       at.cta->mbarriers().expect(warp, lane, at.offset, bytes[lane]);
     else
@@ -132,14 +123,15 @@ void build_transactions(Builder& b) {
 
 // Operands: predicate, address, state or parity, {time limit}.
 void run_wait(Warp& warp, const Instruction& instruction, uint32_t mask) {
-  constexpr uint64_t SPURIOUS = 16;  // one in so many of try_wait's answers is false for no reason
+  // try_wait may answer false for no reason: one in so many answers does.
+  constexpr uint64_t SPURIOUS = 16;
   const bool acquires = (instruction.flags & RELAXED) == 0;
   const bool tries = (instruction.flags & TRY) != 0;
   Cta& cta = warp.cta();
   uint32_t& predicate = warp.predicate(instruction.operands[0]);
   if (tries && is_random(cta) && cta.random().below(SPURIOUS) == 0) {
-    for_each_lane(mask, [&](int lane) {  // what is wrong with the operands is wrong all the same
-      place_of(warp, instruction, instruction.operands[1], lane);
+    for_each_lane(mask, [&](int lane) {  // wrong operands are reported all the same
+      place_of(warp, instruction, 1, lane);
     });
     predicate &= ~mask;
     warp.block(Wait::Rest, 0);
@@ -149,7 +141,7 @@ void run_wait(Warp& warp, const Instruction& instruction, uint32_t mask) {
   uint32_t address = 0;
   bool one_object = true;
   for_each_lane(mask, [&](int lane) {
-    const SharedPlace at = place_of(warp, instruction, instruction.operands[1], lane);
+    const SharedPlace at = place_of(warp, instruction, 1, lane);
     MbarrierUnit& unit = at.cta->mbarriers();
     bool complete;
     if (instruction.flags & PARITY) {
@@ -225,7 +217,7 @@ class CopyArrival : public AsyncOperation {
 
 void run_copy_arrive(Warp& warp, const Instruction& instruction, uint32_t mask) {
   for_each_lane(mask, [&](int lane) {
-    const SharedPlace at = place_of(warp, instruction, instruction.operands[0], lane);
+    const SharedPlace at = place_of(warp, instruction, 0, lane);
     if (instruction.count > 0) at.cta->mbarriers().increment(warp, lane, at.offset);
     warp.cta().cluster().start(std::make_shared<CopyArrival>(warp, lane, at, warp.copy_sequence()));
   });

@@ -1,5 +1,4 @@
-// ldmatrix, stmatrix, movmatrix and mma.sync: operands and memory; the arithmetic is in
-// numerics/mma.h.
+// ldmatrix, stmatrix, movmatrix and mma.sync.
 #include "sim/numerics/mma.h"
 
 #include <algorithm>
@@ -8,8 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "sim/load/builder.h"
-#include "sim/memory/access.h"
+#include "sim/instructions/operands.h"
 #include "sim/numerics/ldmatrix.h"
 #include "sim/numerics/mma_avx2.h"
 
@@ -26,12 +24,11 @@ uint32_t address_lanes(int count) {
 void run_ldmatrix(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const int count = instruction.count;
   Located located;
-  locate(warp, instruction, mask & address_lanes(count), instruction.operands[count],
-         instruction.offset, (instruction.flags & Builder::ADDRESS_64) != 0, instruction.space,
-         LDMATRIX_ROW_BYTES, Access::MatrixLoad, located);
+  locate(warp, mask & address_lanes(count), address_of(instruction, count), LDMATRIX_ROW_BYTES,
+         Access::MatrixLoad, located);
   for (int m = 0; m < count; ++m) {
     const uint8_t* const* where = located.where + LDMATRIX_ROWS * m;
-    if (!(instruction.flags & TRANS)) {  // row r lies in lanes 4r .. 4r + 3 as it is
+    if (!(instruction.flags & TRANS)) {  // lanes 4r .. 4r + 3 hold row r as it lies in memory
       auto* d = warp.lanes<uint8_t>(instruction.operands[m]);
       for (int r = 0; r < LDMATRIX_ROWS; ++r) {
         std::memcpy(d + r * LDMATRIX_ROW_BYTES, where[r], LDMATRIX_ROW_BYTES);
@@ -48,9 +45,8 @@ void run_ldmatrix(Warp& warp, const Instruction& instruction, uint32_t mask) {
 void run_stmatrix(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const int count = instruction.count;
   Located located;
-  locate(warp, instruction, mask & address_lanes(count), instruction.operands[0],
-         instruction.offset, (instruction.flags & Builder::ADDRESS_64) != 0, instruction.space,
-         LDMATRIX_ROW_BYTES, Access::Write, located);
+  locate(warp, mask & address_lanes(count), address_of(instruction, 0), LDMATRIX_ROW_BYTES,
+         Access::Write, located);
   for (int m = 0; m < count; ++m) {
     uint16_t rows[LDMATRIX_ROWS][8];
     stmatrix_m8n8_b16(warp.lanes<const uint32_t>(instruction.operands[1 + m]),

@@ -1,11 +1,11 @@
-// st.async and red.async: values from registers to shared memory of a CTA of the cluster, each
-// under way until its bytes complete on an mbarrier of that CTA. They are not in the async proxy.
+// st.async and red.async bring values from registers to the shared memory of a CTA of the cluster.
+// A value is under way until its bytes complete on an mbarrier of that CTA. These accesses are not
+// in the async proxy.
 #include <array>
 #include <bit>
 #include <cstring>
 
-#include "sim/load/builder.h"
-#include "sim/memory/access.h"
+#include "sim/instructions/operands.h"
 #include "sim/numerics/atomic.h"
 #include "sim/run/cluster.h"
 #include "sim/units/mbarrier.h"
@@ -18,8 +18,7 @@ constexpr int MOST_ELEMENTS = 4;
 struct StoreExtra {
   int count = 1;         // elements
   uint32_t element = 4;  // its bytes
-  int64_t offset = 0, barrier_offset = 0;
-  bool wide = false, barrier_wide = false;
+  AddressOperand to, barrier;
   bool updates = false;
   AtomicUpdate update{};
 
@@ -82,17 +81,16 @@ void run(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const auto& extra = *static_cast<const StoreExtra*>(instruction.extra);
   for (; mask != 0; mask &= mask - 1) {
     const int lane = std::countr_zero(mask);
-    const Ref* next = instruction.operands;
-    const SharedPlace to = locate_object(warp, lane, *next++, extra.offset, extra.wide,
-                                         Space::SharedCluster, extra.bytes(), extra.bytes());
+    const SharedPlace to =
+        locate_object(warp, lane, extra.to.of(instruction), extra.bytes(), extra.bytes());
+    const Ref* next = instruction.operands + 1;
     Delivery::Values values{};
     for (int i = 0; i < extra.count; ++i, ++next) {
       values[static_cast<size_t>(i)] = extra.element == 8 ? warp.lanes<const uint64_t>(*next)[lane]
                                                           : warp.lanes<const uint32_t>(*next)[lane];
     }
     const SharedPlace barrier =
-        locate_object(warp, lane, *next, extra.barrier_offset, extra.barrier_wide,
-                      Space::SharedCluster, MBARRIER_BYTES, MBARRIER_BYTES);
+        locate_object(warp, lane, extra.barrier.of(instruction), MBARRIER_BYTES, MBARRIER_BYTES);
     const char* const name = extra.updates ? "red.async" : "st.async";
     if (to.cta != barrier.cta) {
       throw Fault{
@@ -132,19 +130,11 @@ void run(Warp& warp, const Instruction& instruction, uint32_t mask) {
   }
 }
 
-// Takes an address into `offset` and `wide`.
-void take_address(Builder& b, int64_t& offset, bool& wide) {
-  b.instruction.flags &= ~Builder::ADDRESS_64;
-  b.address(Space::SharedCluster);
-  offset = b.instruction.offset;
-  wide = (b.instruction.flags & Builder::ADDRESS_64) != 0;
-}
-
 void finish(Builder& b, StoreExtra extra, Type type) {
   extra.element = static_cast<uint32_t>(type.bits / 8);
-  take_address(b, extra.offset, extra.wide);
+  extra.to = take_address(b, 0, Space::SharedCluster);
   if (b.vector_source(type) != extra.count) b.fail("a vector of another size");
-  take_address(b, extra.barrier_offset, extra.barrier_wide);
+  extra.barrier = take_address(b, 1 + extra.count, Space::SharedCluster);
   b.instruction.extra = b.keep(extra);
   b.handler(&run, Class::AsyncCopy);
 }
@@ -158,17 +148,9 @@ void build_st_async(Builder& b) {
 
 // Slots: async, relaxed, cluster, space, completion, operation, type.
 void build_red_async(Builder& b) {
-  static const struct {
-    const char* name;
-    Atomic operation;
-  } OPERATIONS[] = {{"inc", Atomic::Inc}, {"dec", Atomic::Dec}, {"min", Atomic::Min},
-                    {"max", Atomic::Max}, {"add", Atomic::Add}, {"and", Atomic::And},
-                    {"or", Atomic::Or},   {"xor", Atomic::Xor}};
   StoreExtra extra;
   extra.updates = true;
-  for (const auto& row : OPERATIONS) {
-    if (b.slot(5) == row.name) extra.update.operation = row.operation;
-  }
+  extra.update.operation = atomic_named(b.slot(5));
   const std::string_view type = b.slot(6);
   const Atomic operation = extra.update.operation;
   const bool bitwise =

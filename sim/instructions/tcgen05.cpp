@@ -4,43 +4,19 @@
 #include <bit>
 #include <cstring>
 
-#include "sim/load/builder.h"
+#include "sim/instructions/operands.h"
 #include "sim/units/mbarrier.h"
 
 namespace archflash::sim {
 namespace {
 
-// An operand in brackets.
-struct Address {
-  int operand = 0;
-  int64_t offset = 0;
-  bool wide = false;
-};
-
-Address take_address(Builder& b, int operand, Space space) {
-  b.instruction.flags &= ~Builder::ADDRESS_64;
-  b.address(space);
-  const Address address{operand, b.instruction.offset,
-                        (b.instruction.flags & Builder::ADDRESS_64) != 0};
-  b.instruction.flags &= ~Builder::ADDRESS_64;
-  return address;
-}
-
-// An address of tensor memory: 32 bits.
-uint32_t tensor_address(Warp& warp, const Instruction& instruction, const Address& address,
+// A lane's address of tensor memory, which has 32 bits.
+uint32_t tensor_address(Warp& warp, const Instruction& instruction, const AddressOperand& address,
                         int lane) {
-  const Ref base = instruction.operands[address.operand];
-  const auto low = address.wide ? static_cast<uint32_t>(warp.lanes<const uint64_t>(base)[lane])
-                                : warp.lanes<const uint32_t>(base)[lane];
-  return low + static_cast<uint32_t>(address.offset);
+  return static_cast<uint32_t>(address.of(instruction).of_lane(warp, lane));
 }
 
-template <class F>
-void for_each_lane(uint32_t mask, F f) {
-  for (; mask != 0; mask &= mask - 1) f(std::countr_zero(mask));
-}
-
-// A value that all lanes must agree on.
+// The value of all lanes; a fault if they disagree.
 template <class F>
 uint32_t uniform(uint32_t mask, const char* what, F value_of) {
   const uint32_t value = value_of(std::countr_zero(mask));
@@ -51,7 +27,7 @@ uint32_t uniform(uint32_t mask, const char* what, F value_of) {
   return value;
 }
 
-// The kernel uses tcgen05 with so many CTAs a group: all of its instructions the same.
+// The number of CTAs that .cta_group states. It must be the same in all of a kernel's instructions.
 int take_group(Builder& b, size_t slot) {
   const int ctas = b.slot(slot) == "cta_group::2" ? 2 : 1;
   int& of_kernel = b.kernel().tcgen05_group;
@@ -66,10 +42,9 @@ int take_group(Builder& b, size_t slot) {
 
 // ---- Allocation ----
 
-// Operands: where the address goes, columns.
+// Operands: the place for the address, columns.
 struct AllocationExtra {
-  Address to;
-  Space space;
+  AddressOperand to;
   int ctas;
 };
 
@@ -80,8 +55,7 @@ void run_alloc(Warp& warp, const Instruction& instruction, uint32_t mask) {
     return warp.lanes<const uint32_t>(instruction.operands[1])[lane];
   });
   const int lane = std::countr_zero(mask);
-  const SharedPlace at = locate_object(warp, lane, instruction.operands[0], extra.to.offset,
-                                       extra.to.wide, extra.space, BYTES, BYTES);
+  const SharedPlace at = locate_object(warp, lane, extra.to.of(instruction), BYTES, BYTES);
   Cta& cta = warp.cta();
   const std::optional<int> first = cta.tensor()->allocate(warp, extra.ctas, columns);
   if (!first) {
@@ -102,8 +76,7 @@ void run_alloc(Warp& warp, const Instruction& instruction, uint32_t mask) {
 void build_alloc(Builder& b) {
   AllocationExtra extra;
   extra.ctas = take_group(b, 1);
-  extra.space = b.has("shared::cta") ? Space::Shared : Space::Generic;
-  extra.to = take_address(b, 0, extra.space);
+  extra.to = take_address(b, 0, b.has("shared::cta") ? Space::Shared : Space::Generic);
   b.source({'b', 32});
   b.instruction.extra = b.keep(extra);
   b.instruction.control = Control::Barrier;
@@ -142,24 +115,24 @@ void build_relinquish(Builder& b) {
 
 enum class Shape : uint8_t { S32x32, S16x64, S16x128, S16x256, S16x32x2 };
 
-// Operands: of a load its registers, then the address; of a store the address first.
+// Operands: a load has its registers and then the address, a store the address first.
 struct TransferExtra {
   Shape shape = Shape::S32x32;
   int repeats = 1;
   int registers = 1;
-  bool packed = false;  // two registers' worth of columns in one, 16 bits each
-  int64_t second = 0;   // columns from the first half to the second of 16x32bx2
-  Address address;
+  bool packed = false;  // a register holds 16 bits of each of two columns
+  int64_t second = 0;   // 16x32bx2: the distance of its halves in columns
+  AddressOperand address;
 };
 
-// Columns that a transfer spans, of each half of 16x32bx2.
+// The columns that a transfer spans; each half of 16x32bx2 spans as many.
 int columns_of(const TransferExtra& extra) {
   static constexpr int COLUMNS[] = {1, 2, 4, 8, 1};
   return extra.repeats * COLUMNS[static_cast<int>(extra.shape)] * (extra.packed ? 2 : 1);
 }
 
 struct Cell {
-  int lane, column;  // from the address; without packing
+  int lane, column;  // relative to the address, without packing
 };
 
 Cell cell_of(Shape shape, int lane, int reg) {
@@ -178,7 +151,7 @@ Cell cell_of(Shape shape, int lane, int reg) {
   return {lane % 16, reg};
 }
 
-// Where a warp's transfer lies.
+// The first lane and column of a warp's transfer.
 struct Window {
   int lane = 0, column = 0;
 };
@@ -198,8 +171,8 @@ Window window_of(Warp& warp, const Instruction& instruction, const TransferExtra
                 address};
   }
   if (field / LANES != quarter) {
-    // DeepGEMM's kernels (epilogue/sm100_store_cd.cuh) count on it: all warps name lane 0, each
-    // gets its own lanes.
+    // In DeepGEMM's kernels (epilogue/sm100_store_cd.cuh) all warps name lane 0, and rely on each
+    // getting its own lanes.
     const bool tolerated = field / LANES == 0;
     const std::string message = std::string(what) + " at lane " + std::to_string(field) +
                                 " by warp " + std::to_string(warp.index()) + ", whose window is " +
@@ -210,7 +183,7 @@ Window window_of(Warp& warp, const Instruction& instruction, const TransferExtra
   return {LANES * quarter + within, static_cast<int>(address & COLUMN_MASK)};
 }
 
-// The cells that the transfer uses: one region, or two.
+// Calls f for the one or two regions of cells that the transfer uses.
 template <class F>
 void for_each_region(const TransferExtra& extra, const Window& window, F f) {
   TmemRegion region{window.column, columns_of(extra)};
@@ -285,7 +258,7 @@ void run_st(Warp& warp, const Instruction& instruction, uint32_t mask) {
       *low = value;
       return;
     }
-    *low = value & 0xFFFF;  // what the upper halves become the ISA does not say
+    *low = value & 0xFFFF;  // the ISA does not say what the upper halves become
     *high = value >> 16;
   });
 }
@@ -361,8 +334,8 @@ void build_fence(Builder& b) {
 
 // Operands: d, a, b, descriptor, lanes that are not written, predicate.
 struct MmaExtra {
-  MmaRequest request;  // what the instruction itself says
-  Address d, a;
+  MmaRequest request;  // the parts that the instruction itself states
+  AddressOperand d, a;
   int a_descriptor = -1, b_descriptor = 0, descriptor = 0, skip = -1, predicate = 0;
   bool negated = false;
 };
@@ -436,7 +409,7 @@ void build_mma(Builder& b) {
   b.handler(&run_mma, Class::Matrix);
 }
 
-// What is known of it, and why it does not load.
+// Says why an instruction that the simulator knows does not load.
 void build_refused(Builder& b) {
   const auto starts = [&](std::string_view prefix) {
     for (size_t i = 0; i < 4; ++i) {
@@ -457,7 +430,7 @@ void build_refused(Builder& b) {
 // Operands: address, descriptor.
 struct CopyExtra {
   CopyRequest request;
-  Address to;
+  AddressOperand to;
 };
 
 void run_copy(Warp& warp, const Instruction& instruction, uint32_t mask) {
@@ -512,8 +485,7 @@ void build_shift(Builder& b) {
 
 // Operands: mbarrier, mask of CTAs.
 struct CommitExtra {
-  Address barrier;
-  Space space;
+  AddressOperand barrier;
   bool multicast;
 };
 
@@ -521,8 +493,7 @@ void run_commit(Warp& warp, const Instruction& instruction, uint32_t mask) {
   const auto& extra = *static_cast<const CommitExtra*>(instruction.extra);
   for_each_lane(mask, [&](int lane) {
     const SharedPlace at =
-        locate_object(warp, lane, instruction.operands[0], extra.barrier.offset, extra.barrier.wide,
-                      extra.space, MBARRIER_BYTES, MBARRIER_BYTES);
+        locate_object(warp, lane, extra.barrier.of(instruction), MBARRIER_BYTES, MBARRIER_BYTES);
     std::vector<SharedPlace> places{at};
     if (extra.multicast) {
       const uint32_t ctas = warp.lanes<const uint32_t>(instruction.operands[1])[lane] & 0xFFFF;
@@ -547,9 +518,9 @@ void run_commit(Warp& warp, const Instruction& instruction, uint32_t mask) {
 void build_commit(Builder& b) {
   CommitExtra extra;
   take_group(b, 1);
-  extra.space = b.has("shared::cluster") ? Space::SharedCluster : Space::Generic;
   extra.multicast = b.has("multicast::cluster");
-  extra.barrier = take_address(b, 0, extra.space);
+  extra.barrier =
+      take_address(b, 0, b.has("shared::cluster") ? Space::SharedCluster : Space::Generic);
   if (extra.multicast) b.source({'b', 16});
   b.instruction.extra = b.keep(extra);
   b.handler(&run_commit, Class::Barrier);
@@ -584,7 +555,7 @@ constexpr Form FORMS[] = {
      build_commit},
 };
 
-// Known, and refused when they are loaded.
+// The simulator knows these instructions and refuses them when they are loaded.
 constexpr Form REFUSED[] = {
     {"tcgen05",
      "mma cta_group::1|cta_group::2 kind::mxf8f6f4|kind::mxf4|kind::mxf4nvf4 block_scale "

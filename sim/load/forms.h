@@ -24,8 +24,15 @@ struct Form {
 std::span<const Form> integer_forms();
 std::span<const Form> float_forms();
 std::span<const Form> move_forms();
-std::span<const Form> memory_forms();
-std::span<const Form> warp_forms();
+std::span<const Form> convert_forms();
+std::span<const Form> compare_forms();
+std::span<const Form> load_store_forms();
+std::span<const Form> atomic_forms();
+std::span<const Form> cp_async_forms();
+std::span<const Form> fence_forms();
+std::span<const Form> control_forms();
+std::span<const Form> barrier_forms();
+std::span<const Form> exchange_forms();
 std::span<const Form> matrix_forms();
 std::span<const Form> mbarrier_forms();
 std::span<const Form> bulk_forms();

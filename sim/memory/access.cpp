@@ -36,7 +36,8 @@ const char* verb(Access access) {
               lane, address};
 }
 
-// Bytes that should hold a value: which of them does not, and why.
+// Reports the first of these bytes that does not hold a value, unless nothing reads what is loaded
+// from it.
 void report_state(Warp& warp, int lane, const uint8_t* state, uint32_t bytes,
                   const std::string& what, uint64_t address) {
   const Instruction& instruction = warp.cta().kernel().code[warp.pc()];
@@ -66,13 +67,13 @@ std::string shared_name(uint64_t address, uint32_t bytes) {
          std::to_string(in_window - SHARED_START);
 }
 
-// Whose shared memory an address lies in: the CTA's own, or with `cluster` that of another one.
+// The CTA in whose shared memory an address lies: the lane's own or, with `cluster`, another one.
 Cta& shared_owner(Warp& warp, int lane, uint64_t address, bool cluster) {
   Cta& cta = warp.cta();
   const uint64_t rank = address >> CLUSTER_RANK_SHIFT;
   if (rank == static_cast<uint64_t>(cta.rank())) return cta;
   if (!cluster || rank >= static_cast<uint64_t>(cta.cluster().size())) {
-    if (cta.cluster().size() == 1) return cta;  // it is out of bounds there
+    if (cta.cluster().size() == 1) return cta;  // the caller finds it out of bounds there
     throw Fault{"out-of-bounds",
                 "the shared address " + hex(address) +
                     (cluster ? " is in no CTA of the cluster" : " is not in this CTA"),
@@ -268,7 +269,7 @@ uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes,
       ++total;  // no two lanes meet in a bank
       continue;
     }
-    // Rows that each column of banks has been asked for.
+    // The rows that each column of banks has been asked for.
     uint32_t seen[LANES], seen_column[LANES];
     int seen_count = 0;
     uint32_t used = 0;
@@ -298,7 +299,8 @@ uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes,
   return total;
 }
 
-// The common case of `locate`, for lanes that are all in order; false: look at each by itself.
+// The common case of `locate`, where every lane is in order. Returns false if the lanes must be
+// looked at one by one.
 bool locate_shared_at_once(Warp& warp, uint32_t mask, const uint32_t* base, uint32_t offset,
                            uint32_t bytes, Access access, Located& located) {
   Cta& cta = warp.cta();
@@ -332,22 +334,19 @@ bool locate_shared_at_once(Warp& warp, uint32_t mask, const uint32_t* base, uint
   return true;
 }
 
-void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t offset,
-            bool wide_address, Space space, uint32_t bytes, Access access, Located& located) {
+void locate(Warp& warp, uint32_t mask, const Address& operand, uint32_t bytes, Access access,
+            Located& located) {
   uint32_t shared_lanes = 0, global_lanes = 0, local_lanes = 0;
   uint32_t shared_offsets[LANES];
-  const uint64_t* wide = warp.lanes<const uint64_t>(base);
-  const uint32_t* narrow = warp.lanes<const uint32_t>(base);
-  if (space == Space::Shared && !wide_address &&
-      locate_shared_at_once(warp, mask, narrow, static_cast<uint32_t>(offset), bytes, access,
-                            located)) {
+  const Space space = operand.space;
+  if (space == Space::Shared && !operand.wide &&
+      locate_shared_at_once(warp, mask, warp.lanes<const uint32_t>(operand.base),
+                            static_cast<uint32_t>(operand.offset), bytes, access, located)) {
     return;
   }
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
-    uint64_t address = wide_address
-                           ? wide[lane] + static_cast<uint64_t>(offset)
-                           : static_cast<uint32_t>(narrow[lane] + static_cast<uint32_t>(offset));
+    uint64_t address = operand.of_lane(warp, lane);
     const Space actual = space == Space::Generic ? space_of(address, lane, access, bytes) : space;
     located.address[lane] = address;
     located.space[lane] = actual;
@@ -398,7 +397,8 @@ void locate(Warp& warp, const Instruction&, uint32_t mask, Ref base, int64_t off
 
 namespace {
 
-Cta& owner_of(Cta& cta, uint64_t address) {  // of an address that has been located
+// The CTA of a shared address that has been located.
+Cta& owner_of(Cta& cta, uint64_t address) {
   const auto rank = static_cast<int>(address >> CLUSTER_RANK_SHIFT);
   return rank == cta.rank() ? cta : cta.cluster().cta(rank);
 }
@@ -418,12 +418,10 @@ void mark_valid(Warp& warp, int lane, Cta& owner, uint32_t offset, uint32_t byte
 
 }  // namespace
 
-SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
-                          Space space, uint32_t bytes, uint32_t align) {
-  uint64_t address = wide_address
-                         ? warp.lanes<const uint64_t>(base)[lane] + static_cast<uint64_t>(offset)
-                         : static_cast<uint32_t>(warp.lanes<const uint32_t>(base)[lane] +
-                                                 static_cast<uint32_t>(offset));
+SharedPlace locate_object(Warp& warp, int lane, const Address& operand, uint32_t bytes,
+                          uint32_t align) {
+  const Space space = operand.space;
+  uint64_t address = operand.of_lane(warp, lane);
   if (space == Space::Generic && space_of(address, lane, Access::Read, bytes) != Space::Shared) {
     throw Fault{"out-of-bounds", "the address " + hex(address) + " is not in shared memory", lane,
                 address};
@@ -582,14 +580,11 @@ void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t by
   }
 }
 
-const uint8_t* locate_bytes(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
-                            uint32_t aligned, uint32_t bytes) {
-  const uint64_t address =
-      wide_address ? warp.lanes<const uint64_t>(base)[lane] + static_cast<uint64_t>(offset)
-                   : static_cast<uint32_t>(warp.lanes<const uint32_t>(base)[lane] +
-                                           static_cast<uint32_t>(offset));
-  if (address % aligned != 0) misaligned(lane, Access::Read, aligned, address);
-  // Byte by byte, for a length that is no power of two.
+const uint8_t* locate_part(Warp& warp, int lane, const Address& operand, uint32_t align,
+                           uint32_t bytes) {
+  const uint64_t address = operand.of_lane(warp, lane);
+  if (address % align != 0) misaligned(lane, Access::Read, align, address);
+  // The length may be no power of two, so that each byte is looked up.
   const uint8_t* first = locate_global(warp, lane, address, 1, Access::Read);
   for (uint32_t i = 1; i < bytes; ++i) locate_global(warp, lane, address + i, 1, Access::Read);
   return first;

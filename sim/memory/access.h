@@ -1,4 +1,4 @@
-// Finding the bytes that the lanes of an instruction access, with every check on the way.
+// Finds the bytes that the lanes of an instruction access, with every check on the way.
 #pragma once
 
 #include <cstdint>
@@ -10,24 +10,39 @@ namespace archflash::sim {
 
 enum class Access : uint8_t {
   Read,
-  MatrixLoad,  // by several lanes: ldmatrix
-  Write,       // races are checked by the caller once it has the data
-  StrongRead,  // volatile, relaxed or acquiring: does not race with strong writes
+  MatrixLoad,  // ldmatrix, which reads for several lanes
+  Write,       // the caller checks for races once it has the data (note_write)
+  StrongRead,  // volatile, relaxed or acquiring: it does not race with strong writes
   Atomic,      // reads and writes
   Copy,        // the destination of an asynchronous copy
 };
 
+// An address operand: each lane's address is its element of `base` plus `offset`.
+struct Address {
+  Ref base = NO_REF;
+  int64_t offset = 0;
+  bool wide = false;  // the elements of `base` have 64 bits, else 32
+  Space space = Space::Generic;
+
+  uint64_t of_lane(Warp& warp, int lane) const {
+    return wide ? warp.lanes<const uint64_t>(base)[lane] + static_cast<uint64_t>(offset)
+                : static_cast<uint32_t>(warp.lanes<const uint32_t>(base)[lane] +
+                                        static_cast<uint32_t>(offset));
+  }
+};
+
+// What `locate` found for the lanes of its mask.
 struct Located {
-  uint8_t* where[LANES];    // host bytes, of the active lanes
-  uint64_t address[LANES];  // as the program names them, within `space`
+  uint8_t* where[LANES];    // the bytes on the host
+  uint64_t address[LANES];  // within `space`
   Space space[LANES];       // never Generic
 };
 
-// Locates `bytes` bytes for each lane of `mask` at base + offset; checks bounds and alignment
-// (throws Fault), and for reads initialisation and races (reports). Counts transactions and bank
+// Locates `bytes` bytes for each lane of `mask`. Checks bounds and alignment (throws Fault) and,
+// for reads, that the bytes hold a value and do not race (reports). Counts transactions and bank
 // conflicts.
-void locate(Warp& warp, const Instruction& instruction, uint32_t mask, Ref base, int64_t offset,
-            bool wide_address, Space space, uint32_t bytes, Access access, Located& located);
+void locate(Warp& warp, uint32_t mask, const Address& address, uint32_t bytes, Access access,
+            Located& located);
 
 // A place in the shared memory of a CTA of the cluster.
 struct SharedPlace {
@@ -40,34 +55,36 @@ struct SharedPlace {
   uint8_t* state() const { return cta->shared_state() + offset; }
 };
 
-// `bytes` bytes of shared memory at a lane's base + offset, a multiple of `align`; with space
-// Shared in the CTA's own. Throws Fault; checks neither races nor what the bytes hold.
-SharedPlace locate_object(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
-                          Space space, uint32_t bytes, uint32_t align);
+// Locates an object of `bytes` bytes in shared memory at a lane's address, which must be a multiple
+// of `align`. With space Shared it must be in the lane's own CTA. Throws Fault; checks neither
+// races nor what the bytes hold.
+SharedPlace locate_object(Warp& warp, int lane, const Address& address, uint32_t bytes,
+                          uint32_t align);
 
-// `bytes` bytes at a lane's generic address, a multiple of `align` as `bytes` is, for reading
-// something of one piece: a tensor map.
+// Locates an object of `bytes` bytes, such as a tensor map, at a generic address, for reading.
+// `bytes` and the address are multiples of `align`.
 const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t bytes,
                               uint32_t align);
 
-// Any number of bytes of global memory that an asynchronous operation reads or writes. Checks
-// bounds, state, and the races of a read.
+// Locates any number of bytes of global memory that an asynchronous operation reads or writes.
+// Checks bounds and, for a read, that the bytes hold a value and do not race.
 uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t bytes, bool writes);
 
-// Checks one lane's write for races and marks the bytes as valid. `data` is what will be written;
-// `by_matrix`: by stmatrix, for several lanes.
+// Checks one lane's write for races and marks the bytes as valid. `data` is what will be written.
+// `by_matrix` says that stmatrix writes, for several lanes.
 void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data,
                 bool by_matrix = false);
 
-// Likewise for volatile, relaxed and releasing writes, which do not race with each other.
+// note_write for volatile, relaxed and releasing writes, which do not race with each other.
 void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t bytes);
 
-// The source of a copy that reads only `bytes` bytes of a piece that is aligned as a whole.
-const uint8_t* locate_bytes(Warp& warp, int lane, Ref base, int64_t offset, bool wide_address,
-                            uint32_t aligned, uint32_t bytes);
+// Locates the first `bytes` bytes of a piece of global memory that is aligned to `align`, for
+// reading: the source of a copy that reads a part of the piece only.
+const uint8_t* locate_part(Warp& warp, int lane, const Address& address, uint32_t align,
+                           uint32_t bytes);
 
-// Wavefronts of shared memory that `bytes` bytes (4, 8 or 16; less counts as 4) at each active
-// lane's offset take; `ideal`: without conflicts.
+// The number of wavefronts of shared memory that `bytes` bytes (4, 8 or 16; less counts as 4) at
+// each active lane's offset take, and how many they would take without bank conflicts (`ideal`).
 uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes, uint32_t& ideal);
 
 }  // namespace archflash::sim

@@ -2,6 +2,19 @@
 
 namespace archflash::sim {
 
+Atomic atomic_named(std::string_view name) {
+  static const struct {
+    const char* name;
+    Atomic operation;
+  } OPERATIONS[] = {{"add", Atomic::Add}, {"min", Atomic::Min}, {"max", Atomic::Max},
+                    {"inc", Atomic::Inc}, {"dec", Atomic::Dec}, {"and", Atomic::And},
+                    {"or", Atomic::Or},   {"xor", Atomic::Xor}, {"exch", Atomic::Exch}};
+  for (const auto& row : OPERATIONS) {
+    if (name == row.name) return row.operation;
+  }
+  return Atomic::Cas;
+}
+
 uint64_t apply_atomic(const AtomicUpdate& update, uint64_t old, uint64_t x, uint64_t y) {
   const auto narrow = [](uint64_t v) { return static_cast<uint32_t>(v); };
   const auto pair = [&](auto f) { return uint64_t{packed(f, narrow(old), narrow(x))}; };
