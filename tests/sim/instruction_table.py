@@ -19,11 +19,12 @@ import numpy as np
 from archflash import _archflash_sim as _native
 from archflash import sim
 
+from .mutation.summaries import older_kernels, summaries
+
 ROOT = Path(__file__).resolve().parents[2]
 INSTRUCTIONS = ROOT / "docs" / "simulator-instructions.md"
 DETAILS = ROOT / "docs" / "simulator.md"
 THIRD_PARTY = Path(__file__).parent / "third_party.json"
-MUTATION = Path(__file__).parent / "mutation"
 # Sentences that stand above the tables of some groups of instructions.
 NOT_LOADED = "tcgen05 that does not load"
 ABOUT = {
@@ -237,21 +238,26 @@ def instructions() -> str:
 
 
 def mutation() -> str:
-    """What the last full runs of the mutants gave."""
-    files = sorted(MUTATION.glob("*.json"))
-    if not files:
-        return "No full run of the mutants is recorded yet."
+    """What the last run of the mutants of each implementation gave, and of which kernels."""
     lines = [
         "| implementation | mutants run | excused | caught, of those not excused | "
-        "caught, of all | date, commit |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+        "caught, of all | kernels | date, commit |",
+        "| --- | ---: | ---: | ---: | ---: | --- | --- |",
     ]
-    for file in files:
-        result = json.loads(file.read_text())
+    for summary in summaries():
+        older = older_kernels(summary)
+        if not older:
+            kernels = "today's"
+        elif len(older) == len(summary["kernels"]):
+            kernels = "older ones"
+        else:
+            kernels = f"older ones: {', '.join(older)}"
+        of = "" if summary["of"] is None else f" of {summary['of']}"
+        extent = "all" if summary["extent"] == "full" else f"a sample{of}"
         lines.append(
-            f"| {result['implementation']} | {result['run']} | {result['excused']} | "
-            f"{result['score']:.1%} | {result['score_if_nothing_were_excused']:.1%} | "
-            f"{result['date']}, {result['commit']} |"
+            f"| {summary['implementation']} | {summary['run']}, {extent} | {summary['excused']} | "
+            f"{summary['score']:.1%} | {summary['score_if_nothing_were_excused']:.1%} | "
+            f"{kernels} | {summary['date']}, {summary['commit']} |"
         )
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,60 @@ def worst_ulps(ours: Tensor, card: Tensor, sizes: Tensor, dtype: str) -> float:
     return float(ratio.max())
 
 
+def simulated(case: Case, gpu: str, monkeypatch: pytest.MonkeyPatch) -> sim.Run:
+    """The case's call as it is planned for a card."""
+    monkeypatch.setenv("ARCHFLASH_SIM_DEVICE", DEVICES[gpu])
+    tensors, options = case.call("cpu")
+    run = sim.run(
+        *tensors, implementation=case.implementation, mode="eager", return_lse=True, **options
+    )
+    assert not run.report.findings
+    return run
+
+
+def compare(
+    case: Case,
+    run: sim.Run,
+    there: list[dict[str, Any]],
+    card_out: np.ndarray[Any, Any],
+    card_lse: np.ndarray[Any, Any],
+) -> None:
+    """Compares a run with what a card gave: bit for bit if the card ran the same PTX, by its hash.
+
+    If it ran another kernel of the same name, or the recording does not say which, the last bits
+    may differ.
+
+    Args:
+        case: the call.
+        run: on the simulator.
+        there: what the card launched.
+        card_out: the bits of the recorded rows.
+        card_lse: the bits of the recorded log-sum-exps.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    here = launches(run.plan)
+    same_code = all(a["ptx"] == b.get("ptx") for a, b in zip(here, there, strict=True))
+    for ours, recorded in zip(here, there, strict=True):
+        assert ours | {"ptx": ""} == recorded | {"ptx": ""}
+    assert run.lse is not None
+    out_rows, lse_rows = case.rows(run.out), run.lse.reshape(-1)[:: case.kept]
+    if same_code:
+        assert np.array_equal(bits(out_rows), card_out), "other bits of the output"
+        assert np.array_equal(bits(lse_rows), card_lse), "other bits of the log-sum-exp"
+    out, lse = out_rows.double(), lse_rows.double()
+    expected = recorded_rows(card_out, DTYPES[case.dtype])
+    expected_lse = recorded_rows(card_lse, torch.float32)
+    assert out.isfinite().all()
+    largest = expected.abs().amax(dim=1, keepdim=True)
+    assert worst_ulps(out, expected, largest, case.dtype) <= ULPS[case.dtype]
+    seen = expected_lse.isfinite()
+    assert torch.equal(seen, lse.isfinite())
+    sizes = expected_lse[seen].abs().clamp(min=1)
+    assert worst_ulps(lse[seen], expected_lse[seen], sizes, "f32") <= 2
+
+
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_simulator_gives_what_the_card_gave(
@@ -49,31 +104,33 @@ def test_simulator_gives_what_the_card_gave(
 ) -> None:
     about = json.loads(recording.read_text())
     with np.load(recording.with_suffix(".npz")) as arrays:
-        card_out = recorded_rows(arrays[f"{case.name}/out"], DTYPES[case.dtype])
-        card_lse = recorded_rows(arrays[f"{case.name}/lse"], torch.float32)
-    monkeypatch.setenv("ARCHFLASH_SIM_DEVICE", DEVICES[about["gpu"]])
-    tensors, options = case.call("cpu")
-    run = sim.run(
-        *tensors, implementation=case.implementation, mode="eager", return_lse=True, **options
-    )
-    here, there = launches(run.plan), about["plans"][case.name]
-    same_code = [launch.pop("ptx") for launch in here] == [
-        launch.pop("ptx", "") for launch in there
-    ]
-    assert here == there
-    assert not run.report.findings
+        card_out, card_lse = arrays[f"{case.name}/out"], arrays[f"{case.name}/lse"]
+    run = simulated(case, about["gpu"], monkeypatch)
+    compare(case, run, about["plans"][case.name], card_out, card_lse)
+
+
+@pytest.mark.parametrize("operand", ["out", "lse"])
+def test_one_bit_counts_where_the_ptx_is_the_recorded_one_only(
+    operand: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in CASES if case.name == "ampere-f16-d80-dv40-q-offset")
+    run = simulated(case, "NVIDIA H200", monkeypatch)
     assert run.lse is not None
-    out, lse = case.rows(run.out).double(), run.lse.reshape(-1)[:: case.kept].double()
-    assert out.isfinite().all()
-    largest = card_out.abs().amax(dim=1, keepdim=True)
-    assert worst_ulps(out, card_out, largest, case.dtype) <= ULPS[case.dtype]
-    seen = card_lse.isfinite()
-    assert torch.equal(seen, lse.isfinite())
-    assert worst_ulps(lse[seen], card_lse[seen], card_lse[seen].abs().clamp(min=1), "f32") <= 2
-    if same_code:
-        # The arithmetic of this card is known to the bit.
-        assert torch.equal(out, card_out)
-        assert torch.equal(lse, card_lse)
+    there = launches(run.plan)
+    assert all(re.fullmatch("[0-9a-f]{16}", launch["ptx"]) for launch in there)
+    card = {
+        "out": bits(case.rows(run.out)).copy(),
+        "lse": bits(run.lse.reshape(-1)[:: case.kept]).copy(),
+    }
+    compare(case, run, there, card["out"], card["lse"])
+    card[operand].reshape(-1)[0] ^= 1  # the last bit: less than the ulp that are allowed
+    with pytest.raises(AssertionError, match="other bits"):
+        compare(case, run, there, card["out"], card["lse"])
+    for other in ("0" * 16, None):
+        changed = [launch | {"ptx": other} for launch in there]
+        compare(case, run, changed, card["out"], card["lse"])
+    del there[0]["ptx"]
+    compare(case, run, there, card["out"], card["lse"])
 
 
 def test_inputs_have_the_bits_that_were_recorded() -> None:
@@ -86,6 +143,17 @@ def test_inputs_have_the_bits_that_were_recorded() -> None:
 
 def test_there_is_a_recording() -> None:
     assert RECORDINGS
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="recorded before the hash was kept, so compared within ulp only: record again "
+    "(python -m tests.sim.cards.record), then delete this mark",
+)
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
+def test_a_recording_says_which_ptx_ran(recording: Path) -> None:
+    plans = json.loads(recording.read_text())["plans"]
+    assert all("ptx" in launch for plan in plans.values() for launch in plan)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +31,9 @@ from .mutation.runner import (
     targets_of,
 )
 from .mutation.statements import split
+from .mutation.summaries import hashes, older_kernels, summaries
 from .mutation.targets import implementations
+from .ptx_hash import ptx_hash
 from .tags import KINDS, tagged_lines, tags_of
 
 # Mutants of an implementation besides those of synchronisation, which are all run; where that is
@@ -39,7 +41,7 @@ from .tags import KINDS, tagged_lines, tags_of
 SAMPLE = 60
 FLOOR = 0.90
 MOST_EXCUSED = 0.10
-SUMMARIES = sorted((Path(__file__).parent / "mutation").glob("*.json"))
+SUMMARIES = summaries()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,21 +99,64 @@ def test_mutants_of_protocols_are_caught(capsys: pytest.CaptureFixture[str]) -> 
     assert not any(o.kind in ("sync", "protocol") for o in score.survivors), survivors
 
 
-def test_every_implementation_has_a_summary_of_its_last_full_run() -> None:
-    assert {file.stem for file in SUMMARIES} == {*implementations(), "protocols"}
+# --- summaries of the last runs ---
 
 
-@pytest.mark.parametrize("file", SUMMARIES, ids=lambda file: file.stem)
-def test_the_last_full_run_is_above_the_floor(file: Path) -> None:
-    summary = json.loads(file.read_text())
+def test_every_implementation_has_a_summary_of_its_last_run() -> None:
+    assert {summary["implementation"] for summary in SUMMARIES} == {
+        *implementations(),
+        "protocols",
+    }
+
+
+@pytest.mark.parametrize("summary", SUMMARIES, ids=lambda summary: summary["implementation"])
+def test_the_last_run_is_above_the_floor(summary: dict[str, Any]) -> None:
+    """docs/simulator.md says whether it is of today's kernels, and a test that this is so."""
     assert summary["run"] >= 300
     assert summary["score"] >= FLOOR
     assert summary["excused"] <= MOST_EXCUSED * summary["run"]
     assert set(summary["by_kind"]["sync"]) <= {"error", "numbers", "lint", "excused"}
-    listed = sum(sum(kernel["survivors"].values()) for kernel in summary["kernels"].values())
+    kernels = summary["kernels"].values()
+    listed = sum(sum(kernel["survivors"].values()) for kernel in kernels)
     assert listed == sum(kind.get("survived", 0) for kind in summary["by_kind"].values())
     # Each reason is one that still stands in the list.
     assert set(summary["excused_because"]) <= {excuse.reason for excuse in EXCUSES}
+
+
+@pytest.mark.parametrize("summary", SUMMARIES, ids=lambda summary: summary["implementation"])
+def test_a_summary_says_of_how_many_mutants_it_is(summary: dict[str, Any]) -> None:
+    for part in (summary, *summary["kernels"].values()):
+        if part["of"] is None:  # a sample from before this was noted, and so of older kernels
+            assert summary["extent"] == "sample"
+            assert set(older_kernels(summary)) == set(summary["kernels"])
+        elif summary["extent"] == "full":
+            assert part["run"] == part["of"]
+        else:
+            assert 0 < part["run"] <= part["of"]
+    assert summary["run"] == sum(kernel["run"] for kernel in summary["kernels"].values())
+
+
+def test_a_summary_of_other_ptx_is_of_older_kernels() -> None:
+    name = "ampere_attention_fwd_bf16_d64_few"
+    (today,) = hashes(name)
+    assert older_kernels({"kernels": {name: {"ptx": today}}}) == []
+    assert older_kernels({"kernels": {name: {"ptx": today[::-1]}}}) == [name]
+    assert older_kernels({"kernels": {name: {"ptx": None}}}) == [name]
+    (sample,) = hashes("protocol_multicast")
+    assert older_kernels({"kernels": {"protocol_multicast": {"ptx": sample}}}) == []
+
+
+def test_the_hash_of_ptx_is_that_of_the_code_of_one_kernel() -> None:
+    same = TEXT.replace("mov.u32 %r8", "// a comment\n .loc 1 2 3\n\tmov.u32  %r8")
+    same = same.replace(".visible", '.file 1 "a.cu"\n.visible')
+    assert ptx_hash(same, "test") == ptx_hash(TEXT, "test")
+    assert ptx_hash(TEXT + TEXT[TEXT.index(".visible") :].replace("test()", "other()"), "test") == (
+        ptx_hash(TEXT, "test")
+    )
+    for old, new in (("12345", "12346"), ("bar.sync 0;", ""), ("smem[1024]", "smem[1040]")):
+        assert ptx_hash(TEXT.replace(old, new), "test") != ptx_hash(TEXT, "test")
+    with pytest.raises(ValueError, match="no kernel other"):
+        ptx_hash(TEXT, "other")
 
 
 # --- tags in the sources ---

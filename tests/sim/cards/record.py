@@ -1,14 +1,14 @@
-"""Records what this machine's GPU gives for every case: ``python3 -m tests.sim.cards.record``.
+"""Records what this machine's GPU gives for every case:
+``python3 -m tests.sim.cards.record [--out FOLDER]``.
 
-Needs archflash, NumPy and a GPU. Writes ``<gpu>.npz``, the bits of the recorded rows and of the
-log-sum-exps, and ``<gpu>.json``, what they were made with; both are to be committed.
+Needs archflash, NumPy and a GPU, no compiler. Writes ``<gpu>.npz``, the bits of the recorded rows
+and of the log-sum-exps, and ``<gpu>.json``, what they were made with; both are to be committed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import os
 import re
@@ -22,7 +22,7 @@ import torch
 import archflash
 from archflash.sim._attention import ptx_text
 
-from ..mutation.statements import kernel_module
+from ..ptx_hash import ptx_hash
 from .cases import CASES, Case, bits
 
 FOLDER = Path(__file__).parent
@@ -49,20 +49,15 @@ def record(case: Case) -> tuple[dict[str, np.ndarray[Any, Any]], list[dict[str, 
 
 
 def launches(plan: Any) -> list[dict[str, Any]]:
-    """What a plan launches, as far as a recording names it; `ptx` is a hash of the kernel's PTX
-    without line information.
+    """What a plan launches, as far as a recording names it; `ptx` is the hash of the text from
+    which the kernel's machine code is assembled.
     """
     names = ("kernel", "grid", "block", "shared_bytes")
     return [
-        {name: row[name] for name in names} | {"ptx": ptx_hash(row, plan.device.capability)}
+        {name: row[name] for name in names}
+        | {"ptx": ptx_hash(ptx_text(row["image"], plan.device.capability), row["kernel"])}
         for row in plan.to_dict()["launches"]
     ]
-
-
-def ptx_hash(launch: dict[str, Any], capability: tuple[int, int]) -> str:
-    """Of the text from which the machine code of a launch's kernel is assembled."""
-    module = kernel_module(ptx_text(launch["image"], capability), launch["kernel"])
-    return hashlib.sha256(module[module.index(".entry") :].encode()).hexdigest()[:16]
 
 
 def driver_version() -> str:
@@ -77,8 +72,8 @@ def driver_version() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=FOLDER)
-    folder = parser.parse_args().output
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    folder = parser.parse_args().out
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     plans = {}
     for case in CASES:

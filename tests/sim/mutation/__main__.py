@@ -1,8 +1,9 @@
-"""Runs every mutant of every kernel and writes the summary that is committed:
-``python -m tests.sim.mutation [implementation ...]``.
+"""Runs every mutant of every kernel, or a sample of them, and writes the summary that is committed:
+``python -m tests.sim.mutation [--count N] [implementation ...]``.
 
-For each implementation ``<implementation>.json``: date, commit, scores by kernel, survivors,
-excused mutants with their reasons.
+For each implementation ``<implementation>.json``: date, commit, whether the run was full or a
+sample, of how many mutants, scores by kernel with the hash of the kernel's PTX, survivors, excused
+mutants with their reasons.
 """
 
 from __future__ import annotations
@@ -48,11 +49,17 @@ def summary(implementation: str, count: int | None, seed: int) -> dict[str, Any]
     """Runs the mutants of an implementation."""
     kernels: dict[str, Any] = {}
     every: list[Outcome] = []
+    there_are = 0
     for subject in subjects_of(implementation):
-        score = run_subject(subject, count, seed)
+        score, of = run_subject(subject, count, seed)
+        there_are += of
         print(f"{subject.name}: mutation score {score}", flush=True)
         every += score.outcomes
-        kernels[subject.name] = score.to_dict() | {"survivors": counted(score.survivors)}
+        kernels[subject.name] = (
+            {"ptx": subject.ptx, "of": of}
+            | score.to_dict()
+            | {"survivors": counted(score.survivors)}
+        )
     whole = Score(every)
     print(f"{implementation}: mutation score {whole}", flush=True)
     reasons: dict[str, dict[str, int]] = {}
@@ -65,7 +72,8 @@ def summary(implementation: str, count: int | None, seed: int) -> dict[str, Any]
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
         "seed": seed,
-        "of_each_kernel": "all" if count is None else count,
+        "extent": "full" if whole.run == there_are else "sample",
+        "of": there_are,
         **whole.to_dict(),
         "kernels": kernels,
         "excused_because": reasons,

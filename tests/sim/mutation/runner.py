@@ -22,6 +22,7 @@ from archflash.sim._attention import bound_parameters, ptx_text
 from archflash.sim._launch import Bindings, Buffer, run_kernel
 
 from ..explained import explanation
+from ..ptx_hash import module_hash
 from ..tags import SOURCES, tags_at
 from .excuses import EXCUSES
 from .mutants import KINDS, Mutant, mutants
@@ -96,7 +97,14 @@ class _Baseline:
 
 
 class Subject:
-    """A kernel with what it gives unchanged."""
+    """A kernel with what it gives unchanged.
+
+    Attributes:
+        name: for reports.
+        threads: of a CTA.
+        ptx: the hash of its PTX.
+        statements: its instructions.
+    """
 
     def __init__(
         self,
@@ -121,6 +129,7 @@ class Subject:
         self.threads = threads
         self._protocols = protocols
         self._module = kernel_module(text, kernel)
+        self.ptx = module_hash(self._module)
         self.statements = split(self._module)
         program = sim.load(self._module)
         loaded = program.instructions(kernel)[: len(self.statements)]
@@ -391,12 +400,15 @@ class Score:
         }
 
 
-def run_subject(subject: Subject, count: int | None, seed: int) -> Score:
-    """Runs `count` mutants of a kernel, by seed; None: all, and what is proved to be none."""
+def run_subject(subject: Subject, count: int | None, seed: int) -> tuple[Score, int]:
+    """Runs `count` mutants of a kernel, by seed; None: all, and what is proved to be none.
+
+    Returns the score and how many mutants there are to choose from.
+    """
     found = subject.mutants(seed)
-    if count is not None:
-        found = sample([mutant for mutant in found if not mutant.equivalent], count, seed)
-    return Score(run_mutants(subject, found))
+    real = [mutant for mutant in found if not mutant.equivalent]
+    chosen = found if count is None else sample(real, count, seed)
+    return Score(run_mutants(subject, chosen)), len(real)
 
 
 def targets_of(implementation: str) -> list[Target]:

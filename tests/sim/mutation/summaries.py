@@ -1,0 +1,53 @@
+"""The summaries of the last runs of mutants, and whether they are of the kernels of today.
+
+`<implementation>.json` beside this file is written by ``python -m tests.sim.mutation``. It says how
+many mutants were run of how many, and for each kernel the hash of the PTX that was mutated (null in
+summaries from before hashes were kept).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import archflash
+
+from ..protocols.cases import cases, sample_cases
+from ..ptx_hash import ptx_hash
+
+FOLDER = Path(__file__).parent
+KERNELS = Path(archflash.__file__).parent / "_kernels"
+
+
+def summaries() -> list[dict[str, Any]]:
+    """All summaries, by name of the implementation."""
+    return [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
+
+
+@cache
+def hashes(kernel: str) -> frozenset[str]:
+    """The hashes of a kernel's PTX as it is installed, one for each target; for the kernels of
+    tests/sim/protocols of the text that is there.
+    """
+    if kernel.startswith("protocol_"):
+        return frozenset(
+            ptx_hash(case.text, "test")
+            for case in [*cases(), *sample_cases()]
+            if f"protocol_{case.name}" == kernel
+        )
+    implementation = kernel.partition("_attention_fwd_")[0]
+    texts = [
+        gzip.decompress(file.read_bytes()).decode()
+        for file in sorted((KERNELS / implementation).glob("*.ptx.gz"))
+    ]
+    return frozenset(ptx_hash(text, kernel) for text in texts if f".entry {kernel}(" in text)
+
+
+def older_kernels(summary: dict[str, Any]) -> list[str]:
+    """The kernels of a summary whose PTX is another today, or was not noted."""
+    return [
+        name for name, kernel in summary["kernels"].items() if kernel["ptx"] not in hashes(name)
+    ]
