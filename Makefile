@@ -10,14 +10,16 @@ SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -typ
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
 
-# The wheel that is installed is the one that tests/build looks at. Long tests are handed out first, see tests/conftest.py.
+# tests/build looks at the wheel that was installed. Each worker takes a half of the tests, and then steals from the other.
 PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU
 	$(PYTEST)
 
-test-fast: $(VENV)/installed  ## while you work: a choice of them in less than a minute after a build
-	$(PYTEST) -m "not slow" tests/fast
+# A test is in it by its place, unless it is marked as slow: CONTRIBUTING.md.
+FAST_TESTS := tests/unit tests/sim/test_cards.py tests/sim/test_instructions.py tests/sim/test_strictness.py
+test-fast: $(VENV)/installed  ## in a minute: unit tests, a few launches of every kernel, the simulator's instructions
+	$(PYTEST) -m "not slow" $(FAST_TESTS)
 
 # `make test` runs with the newest torch. These are the tests of what depends on its version.
 TORCH ?= 2.6.0
@@ -71,7 +73,7 @@ $(VENV)/torch:
 	$(BIN)/python _build/need_torch.py || $(BIN)/python -m pip install -q -c constraints.txt torch
 	touch $@
 
-# The newest wheel is built into an empty folder. Pip keeps an installed wheel of the same version, unless it is forced.
+# The wheel is built into an empty folder, so that there is only one. Pip keeps an installed wheel of the same version, unless it is forced.
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@echo "== building archflash and its kernels, installing it with the demo's model (three to four minutes)"
 	rm -rf $(WHEELS)

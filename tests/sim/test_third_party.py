@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -9,7 +10,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +116,60 @@ def compiled(capability: int, constants: list[dict[str, object]]) -> list[dict[s
 
 
 @pytest.fixture(scope="module")
-def triton() -> Kernels:
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The kernels; of several pytest workers the first compiles them, the others read its file."""
     if reason := why_not():
         pytest.skip(reason)
-    kernels: Kernels = {}
-    for capability in CAPABILITIES:
-        keys = [(name, causal) for name, causal in KINDS if VARIANTS[name].capability == capability]
-        constants = [VARIANTS[name].constants(causal) for name, causal in keys]
-        kernels |= dict(zip(keys, compiled(capability, constants), strict=True))
-    return kernels
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the run's, of which each worker has a folder
+    file = folder / "triton.json"
+    with (folder / "triton.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            file.write_text(json.dumps([row for c in CAPABILITIES for row in compiled_for(c)]))
+    keys = [key for capability in CAPABILITIES for key in kinds_of(capability)]
+    return dict(zip(keys, json.loads(file.read_text()), strict=True))
+
+
+def kinds_of(capability: int) -> list[tuple[str, bool]]:
+    return [kind for kind in KINDS if VARIANTS[kind[0]].capability == capability]
+
+
+def compiled_for(capability: int) -> list[dict[str, Any]]:
+    constants = [VARIANTS[name].constants(causal) for name, causal in kinds_of(capability)]
+    return compiled(capability, constants)
+
+
+Launched = Callable[[str, bool, int, int, str], tuple[Tensor, sim.Report]]
+
+
+@pytest.fixture(scope="module")
+def launched(triton: Kernels) -> Launched:
+    """Launches a variant, causal or not, on so many queries and keys in a mode; each launch runs
+    once, whichever tests look at it.
+    """
+
+    @cache
+    def program(name: str, causal: bool) -> sim.Program:
+        return sim.load(triton[name, causal]["ptx"])
+
+    @cache
+    def launch(name: str, causal: bool, nq: int, nk: int, mode: str) -> tuple[Tensor, sim.Report]:
+        variant = VARIANTS[name]
+        tensors = inputs(nq, nk, variant.d)
+        kernel = triton[name, causal]
+        return attend(variant, program(name, causal), kernel, tensors, mode, check=False)
+
+    return launch
+
+
+@cache
+def expected(nq: int, nk: int, d: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """What float64 gives for a call, and what PyTorch gives in its dtype."""
+    tensors = inputs(nq, nk, d)
+    out = reference.attention(*tensors, causal=causal, return_lse=False)
+    return out, reference.baseline(*tensors, causal=causal)
 
 
 def attend(
@@ -197,16 +245,12 @@ def check_errors(variant: Variant, report: sim.Report) -> None:
     ("name", "causal"), KINDS, ids=[f"{n}-{'causal' if c else 'full'}" for n, c in KINDS]
 )
 def test_attention_compiled_by_triton_matches_float64(
-    triton: Kernels, name: str, causal: bool, mode: str
+    launched: Launched, name: str, causal: bool, mode: str
 ) -> None:
-    variant, kernel = VARIANTS[name], triton[name, causal]
-    program = sim.load(kernel["ptx"])
-    assert program.target == variant.target
+    variant = VARIANTS[name]
     for nq, nk in ((64, 192), (100, 150)):
-        tensors = inputs(nq, nk, variant.d)
-        out, report = attend(variant, program, kernel, tensors, mode, check=False)
-        expected = reference.attention(*tensors, causal=causal, return_lse=False)
-        result = reference.check(out, expected, reference.baseline(*tensors, causal=causal))
+        out, report = launched(name, causal, nq, nk, mode)
+        result = reference.check(out, *expected(nq, nk, variant.d, causal))
         assert result.ok, result
         check_errors(variant, report)
         for family, capability in (("wgmma", 90), ("tcgen05.mma", 100)):
@@ -218,15 +262,15 @@ def test_attention_compiled_by_triton_matches_float64(
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_what_the_instruction_table_says_of_triton_is_what_ran(
-    triton: Kernels, capability: int
+    triton: Kernels, launched: Launched, capability: int
 ) -> None:
     executed: set[str] = set()
-    for (name, _), kernel in triton.items():
+    for (name, causal), kernel in triton.items():
         variant = VARIANTS[name]
         if variant.capability != capability:
             continue
-        tensors = inputs(100, 150, variant.d)
-        _, report = attend(variant, sim.load(kernel["ptx"]), kernel, tensors, "eager", False)
+        assert sim.load(kernel["ptx"]).target == variant.target
+        _, report = launched(name, causal, 100, 150, "eager")
         check_errors(variant, report)
         executed |= set(report.opcodes)
     row = {

@@ -52,3 +52,11 @@ def test_one_wheel_is_built_installed_and_looked_at(target: str) -> None:
     assert installed[1].endswith('[test]"')
     assert not any(line.endswith((" .", '".[test]"')) for line in lines if line not in built)
     assert lines[-1].startswith("ARCHFLASH_TEST_WHEEL=build/wheel ")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_what_the_fast_tests_name_is_there() -> None:
+    command = dry_run("test-fast").splitlines()[-1]
+    named = [word for word in command.split() if word.startswith("tests/")]
+    assert "tests/unit" in named
+    assert [name for name in named if not (ROOT / name).exists()] == []
