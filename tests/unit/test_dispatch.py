@@ -23,8 +23,8 @@ from archflash import _archflash as native
 from archflash import _dispatch, _measured, _registry, _torch
 from archflash._api import find_device, make_problem
 
-# Each capability: a GPU of the table to start from, and the machine code that it runs of a folder
-# built for 7.5 and newer; None: PTX, which the driver compiles.
+# For each capability a known GPU whose facts are taken, and the machine code that this capability
+# loads of a folder built for 7.5 and newer. None: the driver compiles the folder's PTX.
 CAPABILITIES = {
     (7, 5): ("T4", "sm_75"),
     (8, 0): ("A100", "sm_80"),
@@ -41,12 +41,12 @@ CAPABILITIES = {
     (13, 0): ("B300", None),
 }
 PTX = {"simt": "compute_75", "ampere": "compute_80", "ada": "compute_89"}
-FP8_FROM = (8, 9)  # of ada, whose 16-bit tiles come first there
+FP8_FROM = (8, 9)  # the capability that ada is built for: there its 16-bit kernels come first
 CONSUMER = "blackwell_consumer"
 CONSUMER_CODE = {(9, 0): "sm_90a", (12, 0): "sm_120f", (12, 1): "sm_120f"}
-DC = "blackwell_dc"  # 10.x
+DC = "blackwell_dc"  # for 10.x
 MEASURED = (9, 0)  # the capability with rows in bench/results
-TENSOR_CORES_FROM = (8, 0)  # of archflash's own kernels for 16-bit inputs
+TENSOR_CORES_FROM = (8, 0)  # the first capability with archflash's kernels on tensor cores
 KERNELS = _registry.kernel_names()
 THIS_BUILD = ", ".join(_registry.names())
 # The newest capability that PyTorch's fused kernels are built for.
@@ -68,7 +68,7 @@ def code(name: str, capability: tuple[int, int]) -> str:
 
 
 def kernel_for_16_bits(capability: tuple[int, int]) -> str:
-    """The first of ours; on 9.0 PyTorch comes before it for what cuDNN serves."""
+    """Our first kernel. On 9.0 PyTorch comes before it if cuDNN serves the call."""
     if capability[0] == 12 or capability == MEASURED:
         return CONSUMER
     if capability[0] == 10:
@@ -79,7 +79,7 @@ def kernel_for_16_bits(capability: tuple[int, int]) -> str:
 
 
 def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Those with tensor cores, in the order in which they are asked."""
+    """The kernels on tensor cores, in the order in which dispatch asks them."""
     if capability == MEASURED:
         return (CONSUMER, "ampere", "ada", DC)
     for_8_9 = capability == FP8_FROM
@@ -87,7 +87,7 @@ def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def why_not_blackwell_dc(capability: tuple[int, int]) -> list[str]:
-    """What keeps blackwell_dc from a capability other than 10.x."""
+    """The reasons of blackwell_dc against a capability other than 10.x."""
     return [
         f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {DC} is built "
         "for sm_100f, compute_100f"
@@ -95,7 +95,7 @@ def why_not_blackwell_dc(capability: tuple[int, int]) -> list[str]:
 
 
 def why_not_the_consumer(capability: tuple[int, int]) -> list[str]:
-    """What keeps blackwell_consumer from a capability that it does not serve unforced."""
+    """The reasons of blackwell_consumer against a capability that it serves only when forced."""
     if capability == (9, 0):
         return [f"compute capability 9.0: {CONSUMER} serves it only when it is forced"]
     return [
@@ -106,7 +106,7 @@ def why_not_the_consumer(capability: tuple[int, int]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def newest_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch asks cuDNN first on 9.x and 10.x, as from 2.11 on, whichever is installed here."""
+    """Whichever PyTorch is installed, it asks cuDNN first on 9.x and 10.x, as from 2.11 on."""
     monkeypatch.setattr(_torch, "cudnn_comes_first", lambda capability: capability[0] in (9, 10))
     monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91900)
 
@@ -200,8 +200,8 @@ def test_only_thor_and_the_future_run_ptx(capability: tuple[int, int], dtype: to
     assert needs_driver_compiler == (capability in [(11, 0), (13, 0)])
 
 
-# Query rows and keys of the tile where a call fills the GPU, by KB of shared memory that a CTA can
-# have, then by d.
+# (query rows, keys) of the tile for a call that fills the GPU, by the KB of shared memory that a
+# CTA can have, then by d.
 ADA_TILES = {64: (128, 128), 96: (128, 64), 128: (256, 64), 192: (128, 32), 256: (128, 32)}
 AMPERE_TILES = {
     99: {64: (128, 64), 96: (128, 64), 128: (128, 32), 192: (128, 32), 256: (128, 32)},
@@ -304,7 +304,7 @@ def test_few_queries_go_to_the_kernel_that_splits_the_keys(dtype: torch.dtype, d
     assert "splits: 16 shares of the keys of each tile" in str(decision)
     assert "workspace: " in str(decision)
     assert next(iter(decision.reasons)) == "torch"
-    # Where no kernel splits them, PyTorch comes before them.
+    # On a GPU where no kernel splits the keys PyTorch comes first.
     h200 = archflash.explain(q, k, k, device="H200")
     assert h200.chosen == "torch"
     assert h200.reasons[DC] == [
@@ -326,7 +326,7 @@ def test_num_splits_is_a_reason_where_a_kernel_does_not_split() -> None:
     for name in ("ampere", "ada", "simt", CONSUMER):
         with pytest.raises(archflash.ForcedImplementationError, match=f"num_splits 3: {name}"):
             archflash.explain(q, k, k, device="H200", num_splits=3, implementation=name)
-    # Who asks for no split does not get PyTorch's.
+    # With num_splits=1 PyTorch, which may split the keys, does not come first.
     assert archflash.explain(q, k, k, device="H200", num_splits=1).chosen == "ampere"
     asked = archflash.explain(q, k, k, device="B200", num_splits=3)
     assert asked.chosen == DC
@@ -399,7 +399,7 @@ def test_what_pytorch_does_unfused_goes_to_a_kernel(
 
 
 def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
-    """On 7.5 PyTorch has the memory-efficient kernel alone, and that takes no grouped heads."""
+    """On 7.5 PyTorch has only the memory-efficient kernel, which takes no grouped heads."""
     q = torch.empty(2, 8, 128, 64, dtype=torch.float16, device="meta")
     k = torch.empty(2, 2, 128, 64, dtype=torch.float16, device="meta")
     grouped = make_problem(q, k, k).as_if_on_cuda()
@@ -663,7 +663,7 @@ def test_on_9_0_ampere_serves_where_tensor_maps_cannot_repeat_a_row() -> None:
 
 
 def test_sdpa_with_equal_lengths_asks_for_no_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a causal call gets PyTorch's kernel where that is the fastest."""
+    """Without an offset a causal call can get PyTorch's kernel where that is the fastest."""
     given: list[int | None] = []
 
     def attention(*tensors: torch.Tensor, q_offset: int | None, **options: Any) -> torch.Tensor:
@@ -967,7 +967,7 @@ def warned(work: Callable[[], object]) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-# On an A100: each dtype and the kernel that takes it. Others are further away: not a word of them.
+# Each dtype and the kernel that takes it on an A100. Messages name no other kernel.
 every_dtype_and_kernel = pytest.mark.parametrize(
     ("dtype", "kernel"),
     [(torch.float32, "simt"), (torch.float16, "ampere"), (torch.bfloat16, "ampere")],
@@ -987,7 +987,7 @@ def test_a_fallback_warns_once_per_reason(dtype: torch.dtype, kernel: str) -> No
     assert len(second) == 1
     assert re.match(rf"{start}\w+: dtype float64: \w+ takes", second[0])
     both = warned(lambda: _dispatch.decide(problem(dtype, d=264, grad=True), 0, None))
-    # The head dims of q and v are new, the gradient is not.
+    # The head dims of q and v are new reasons; the gradient was named before.
     assert [text.partition(" 264: ")[0] for text in both] == [
         f"{start}{kernel}: head_dim",
         f"{start}{kernel}: value head_dim",
@@ -1035,7 +1035,7 @@ def test_a_new_problem_that_pytorch_serves_faster_makes_one_plan(
     plan = native.plan
     monkeypatch.setattr(native, "plan", lambda name, *of: planned.append(name) or plan(name, *of))
     assert _dispatch.decide(problem(torch.float16, nq=4096, nk=4096), 0, None) is None
-    assert planned == [DC, CONSUMER]  # the consumer could serve it: PyTorch is no fallback
+    assert planned == [DC, CONSUMER]  # the consumer could serve it, so PyTorch is no fallback
 
 
 @pytest.mark.usefixtures("on_an_a100")
@@ -1091,7 +1091,7 @@ def test_tensors_on_the_cpu_are_served_silently(monkeypatch: pytest.MonkeyPatch)
 
 
 class FakeDriver:
-    """What the runtime says of the driver, and /proc's word on its version."""
+    """Stands in for the driver: what the runtime reports, and the version file in /proc."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.monkeypatch, self.version_file = monkeypatch, folder / "version"
