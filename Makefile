@@ -32,14 +32,14 @@ $(VENV)/torch-%: $(VENV)/installed
 	@echo "== fetching torch $* (up to 900 MB)"
 	rm -rf $@.new $@
 	$(BIN)/python -m pip install -q --no-deps --target $@.new torch==$*
-	$(BIN)/python -m tests.stub_cuda $@.new
+	$(BIN)/python tests/unit/stub_cuda.py $@.new
 	mv $@.new $@
 	touch $@
 
 test-sim-full: $(VENV)/installed $(VENV)/sanitized  ## the simulator: 20 seeds, every mutant, sanitizers, fuzzed PTX (hours)
-	ARCHFLASH_SIM_SEEDS=20 $(BIN)/python -m pytest tests/sim
+	ARCHFLASH_SIM_SEEDS=20 $(BIN)/python -m pytest tests/sim tests/core_set
 	$(BIN)/python -m tests.sim.mutation
-	$(SANITIZED) $(BIN)/python -m pytest tests/sim
+	$(SANITIZED) $(BIN)/python -m pytest tests/sim tests/core_set
 	$(SANITIZED) $(BIN)/python -m tests.sim.fuzz --seconds 600
 
 lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
@@ -57,7 +57,7 @@ format: $(VENV)/linters
 	$(BIN)/clang-format -i $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 test-gpu:  ## tests on this machine's GPU, with the Python and the archflash that are installed (2 minutes with pytest-xdist)
-	$(PYTHON) -m pytest tests/gpu $$($(PYTHON) -c "import xdist; print('-n', 6)" 2>/dev/null)
+	$(PYTHON) -m pytest tests/gpu tests/core_set --executor=gpu $$($(PYTHON) -c "import xdist; print('-n', 6)" 2>/dev/null)
 
 bench:  ## times every implementation and its peers; appends to bench/results
 	$(PYTHON) -m bench.run

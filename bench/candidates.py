@@ -7,12 +7,12 @@ import functools
 import importlib
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.cases import Case
+from bench.cases import TORCH_DTYPES, Case
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,10 @@ MATH_SCORE_BYTES = 8_000_000_000
 
 
 def _serves_all(case: Case) -> str | None:
+    return None
+
+
+def _serves_everywhere(case: Case, device: str | int) -> str | None:
     return None
 
 
@@ -39,6 +43,8 @@ class Candidate:
             It must add as little host time as it can: its cost is part of host_us.
         context: entered around all calls, so that it is not part of their cost.
         refuses: returns the reason why a case is not even tried, or None.
+        refuses_on: returns the reason why a GPU cannot run a case, as far as that is known without a
+            call, or None. The GPU is an index, or the name of a known one that is not at hand.
         features: value of the column `features`; rows that have one stay out of the tables.
         exact: False if it approximates on purpose, and is held to a coarse limit like a peer.
     """
@@ -49,6 +55,7 @@ class Candidate:
     bind: Callable[[Case], Call]
     context: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     refuses: Callable[[Case], str | None] = _serves_all
+    refuses_on: Callable[[Case, str | int], str | None] = _serves_everywhere
     features: str = ""
     exact: bool = True
 
@@ -64,10 +71,37 @@ def our_candidates() -> list[Candidate]:
         return functools.partial(archflash.attention, causal=case.causal, implementation=name)
 
     return [
-        Candidate(item.name, archflash.__version__, True, functools.partial(bind, item.name))
+        Candidate(
+            item.name,
+            archflash.__version__,
+            True,
+            functools.partial(bind, item.name),
+            refuses_on=functools.partial(_planner_refuses, item.name),
+        )
         for item in archflash.implementations()
         if item.name != "torch"
     ]
+
+
+def _planner_refuses(name: str, case: Case, device: str | int) -> str | None:
+    """Why an implementation has no plan for a case on a GPU."""
+    import archflash
+
+    q, k, v = _empty(case, "meta")
+    try:
+        archflash.explain(q, k, v, device=device, implementation=name, causal=case.causal)
+    except archflash.ArchflashError as error:
+        return str(error)
+    return None
+
+
+def _empty(case: Case, device: str) -> list[torch.Tensor]:
+    """q, k and v of a case, whose numbers nobody reads."""
+    import torch
+
+    rows = ((case.hq, case.nq, case.d), (case.hkv, case.nk, case.d), (case.hkv, case.nk, case.dv))
+    dtype = getattr(torch, TORCH_DTYPES[case.dtype])
+    return [torch.empty(case.b, *shape, dtype=dtype, device=device) for shape in rows]
 
 
 def chosen_candidates() -> list[Candidate]:
@@ -190,6 +224,21 @@ def torch_candidates() -> list[Candidate]:
         manager: AbstractContextManager[object] = sdpa_kernel([backend])
         return manager
 
+    def backend_refuses(
+        check: Callable[[Any, bool], bool], case: Case, device: str | int
+    ) -> str | None:
+        if isinstance(device, str):
+            return None  # PyTorch can be asked about a GPU at hand only
+        q, k, v = _empty(case, f"cuda:{device}")
+        gqa = case.hq != case.hkv
+        asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, case.causal, gqa)
+        return None if check(asked, False) else "PyTorch says that this kernel cannot serve it"
+
+    checks = {
+        "torch-flash": torch.backends.cuda.can_use_flash_attention,
+        "torch-cudnn": torch.backends.cuda.can_use_cudnn_attention,
+        "torch-efficient": torch.backends.cuda.can_use_efficient_attention,
+    }
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     version = torch.__version__
     backends = (
@@ -199,8 +248,36 @@ def torch_candidates() -> list[Candidate]:
         ("torch-math", version, SDPBackend.MATH, math_refuses),
     )
     return [
-        Candidate(name, text, False, _sdpa, functools.partial(context, backend), refusal)
+        Candidate(
+            name,
+            text,
+            False,
+            _sdpa,
+            functools.partial(context, backend),
+            refusal,
+            functools.partial(backend_refuses, checks[name])
+            if name in checks
+            else _serves_everywhere,
+        )
         for name, text, backend, refusal in backends
+    ]
+
+
+def runnable(
+    cases: Iterable[Case], candidates: Iterable[Candidate], device: str | int
+) -> list[tuple[Case, Candidate]]:
+    """The cases that a GPU can run, each with every candidate that serves it there.
+
+    Args:
+        cases: shapes, in the order of the result.
+        candidates: of which some may not serve a case, or not on this GPU.
+        device: index of the GPU, or the name of a known one that is not at hand.
+    """
+    return [
+        (case, candidate)
+        for case in cases
+        for candidate in candidates
+        if candidate.refuses(case) is None and candidate.refuses_on(case, device) is None
     ]
 
 

@@ -26,7 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives each benchmark its cases and candidates, or one skipped test without a GPU."""
+    """Gives each benchmark the cases that this machine's GPU can run, each with its candidates;
+    without a GPU one skipped test.
+    """
     if not {"case", "candidate"} <= set(metafunc.fixturenames):
         return
     problem = environment.why_no_gpu() or environment.why_no_archflash()
@@ -34,7 +36,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         skip = pytest.mark.skip(reason=problem)
         metafunc.parametrize(("case", "candidate"), [pytest.param(None, None, marks=skip)])
         return
-    from bench.candidates import our_candidates, torch_candidates
+    import torch
+
+    from bench.candidates import our_candidates, runnable, torch_candidates
 
     cases = load_cases()
     if not metafunc.config.getoption("--all-cases"):
@@ -43,7 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ("case", "candidate"),
         [
             pytest.param(case, candidate, id=f"{candidate.name}-{case.name.replace(' ', '-')}")
-            for case in cases
-            for candidate in our_candidates() + torch_candidates()
+            for case, candidate in runnable(
+                cases, our_candidates() + torch_candidates(), torch.cuda.current_device()
+            )
         ],
     )

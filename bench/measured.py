@@ -22,7 +22,7 @@ from typing import Any
 
 from archflash import _registry
 from archflash._measured import Kind
-from bench.cases import Case, load_cases
+from bench.cases import TORCH_DTYPES, Case, load_cases
 from bench.results import RESULTS_FOLDER, Row, call_features, figure, load_rows, row_key, speedup
 
 FILE = Path(__file__).resolve().parent.parent / "python" / "archflash" / "_measured.json"
@@ -40,7 +40,6 @@ CANDIDATES = (
 )
 # The compute capability of each GPU that has rows, because the rows do not name it.
 CAPABILITIES = {"NVIDIA H200": (9, 0)}
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 
 Runs = dict[str, dict[str, Row]]  # the rows of one case by run (newest last) and candidate
 
@@ -99,7 +98,7 @@ def evidence(cases: Mapping[Case, Runs], order: Sequence[str]) -> dict[str, Any]
 def kind_of(case: Case) -> Kind | None:
     """The kind of problem that a case is."""
     return Kind.of(
-        DTYPES[case.dtype],
+        TORCH_DTYPES[case.dtype],
         sequences=case.b,
         heads_q=case.hq,
         rows=case.b * case.nq,

@@ -66,9 +66,6 @@ def wall_excess(wall_us: float, event_us: list[float]) -> float:
 
 
 def test_attention_speed(benchmark: BenchmarkFixture, case: Case, candidate: Candidate) -> None:
-    refusal = candidate.refuses(case)
-    if refusal is not None:
-        pytest.skip(f"{candidate.name}: {refusal}")
     sets: list[Any] = CudaLab().inputs(case)
     try:
         with refusals() as warned:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.candidates import Candidate
-from bench.cases import Case
+from bench.cases import TORCH_DTYPES, Case
 from bench.environment import open_nvml, run_facts
 from bench.results import percentile
 
@@ -169,12 +169,7 @@ def make_sets(case: Case, device: str, count: int, seed: int = 0) -> list[Tensor
     """
     import torch
 
-    dtype = {
-        "fp32": torch.float32,
-        "fp16": torch.float16,
-        "bf16": torch.bfloat16,
-        "e4m3": torch.float8_e4m3fn,
-    }[case.dtype]
+    dtype = getattr(torch, TORCH_DTYPES[case.dtype])
     made = torch.bfloat16 if case.dtype == "e4m3" else dtype  # torch makes no random FP8 numbers
     generator = torch.Generator(device=device).manual_seed(seed)
     q_shape = (case.b, case.hq, case.nq, case.d)

@@ -40,7 +40,15 @@ if TYPE_CHECKING:
 WITH_SWITCHES = variants.NAME
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-GPU_TESTS = ("features", "lengths", "memory", "fp8", "streams", "on_the_spot", "variants")
+CORE_SET = (
+    "features", "calls", "masks", "not_finite", "lengths", "memory", "packed", "fp8",
+    "every_kernel", "blackwell_dc_split_keys", "blackwell_dc_tiles",
+)  # fmt: skip
+GPU_TESTS = (
+    *(f"tests/core_set/test_{name}.py" for name in CORE_SET),
+    *(f"tests/gpu/test_gpu_{name}.py" for name in ("memory", "streams", "on_the_spot")),
+)
+SIMULATED_TESTS = ("tests/core_set/test_masks.py",)
 # Cases that bench/cases.toml lacks: their many keys show the speed of the loop over the keys.
 LONG = tuple(
     Case(f"bf16 2x16 16384 d{d}{mask}", "bf16", 2, 16, 16, 16384, 16384, d, dv, mask != "")
@@ -118,8 +126,7 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
     for dtype, dims in itertools.product(kinds, DIMS):
         run = functools.partial(first_calls, dtype, *dims)
         made.append(Job("correctness", first_name(dtype, dims[0]), FIRST_LIMIT, run))
-    for name in ("sim",) if simulate else GPU_TESTS:
-        path = "tests/sim/test_attention.py" if simulate else f"tests/gpu/test_gpu_{name}.py"
+    for path in SIMULATED_TESTS if simulate else GPU_TESTS:
         only = f"{implementation} and sinks_far" if simulate else implementation
         run = functools.partial(run_tests, path, only)
         made.append(Job("correctness", path, TESTS_LIMIT, run))
@@ -327,7 +334,7 @@ def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
         status, said = _run_aloud(
             [
                 sys.executable, "-m", "pytest", path, "-v", "-k", only, f"--junitxml={report}",
-                "-p", "no:cacheprovider",
+                "-p", "no:cacheprovider", *([] if setup.simulate else ["--executor=gpu"]),
             ]
         )  # fmt: skip
         if not report.exists():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from gpu_cases import no_gpu
 
 from archflash import _archflash as _native
 from archflash import _dispatch
+
+from .gpu_cases import no_gpu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
 """Random calls of every kernel for compute-sanitizer, the same for the same seed.
 
     compute-sanitizer --tool racecheck --kernel-name kns=attention_fwd \
-        python tests/gpu/sanitizer_sample.py --seed 0 --count 60
+        python -m tests.gpu.sanitizer_sample --seed 0 --count 60
 
-Tools: memcheck, racecheck, synccheck, initcheck. The numbers are not judged here: tests/gpu does.
+Tools: memcheck, racecheck, synccheck, initcheck. tests/core_set judges the numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import random
 from typing import Any
 
 import torch
-from gpu_cases import cu_seqlens, int32, kernels, rand
 
 import archflash
+
+from .gpu_cases import cu_seqlens, int32, kernels, rand
 
 
 def random_call(rng: random.Random) -> tuple[str, list[torch.Tensor], dict[str, Any]]:

@@ -11,11 +11,12 @@ import math
 
 import pytest
 import torch
-from gpu_cases import DTYPES, kernel_dtypes, rand
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import archflash
+
+from .gpu_cases import DTYPES, kernel_dtypes, rand
 
 pytestmark = pytest.mark.gpu
 

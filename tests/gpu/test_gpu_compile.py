@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import assert_close, cu_seqlens, int32, kernel_dtypes, kernels, qkv, rand, same_bits
 from torch import Tensor
 
 import archflash
 from archflash import _options, reference
+
+from .gpu_cases import assert_close, cu_seqlens, int32, kernel_dtypes, kernels, qkv, rand, same_bits
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import (
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as _native
+from archflash import _registry, _torch, reference
+from archflash.__main__ import main
+from archflash.cli.replay import Inputs, run_plan
+
+from .gpu_cases import (
     all_pairs,
     assert_close,
     cu_seqlens,
@@ -25,13 +33,6 @@ from gpu_cases import (
     rand,
     same_bits,
 )
-from torch import Tensor
-
-import archflash
-from archflash import _archflash as _native
-from archflash import _registry, _torch, reference
-from archflash.__main__ import main
-from archflash.cli.replay import Inputs, run_plan
 
 pytestmark = pytest.mark.gpu
 

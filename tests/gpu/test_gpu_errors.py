@@ -7,13 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import NAN, Guarded, attend_and_check, cu_seqlens, int32, kernel_dtypes, kernels, qkv
 from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
 from archflash import reference
 from archflash.cli.replay import Inputs, run_plan
+
+from .gpu_cases import (
+    DEVICE,
+    NAN,
+    Guarded,
+    attend_and_check,
+    cu_seqlens,
+    int32,
+    kernel_dtypes,
+    kernels,
+    qkv,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -132,7 +143,7 @@ def test_sinks_of_a_dtype_that_no_kernel_reads_are_refused(kernel: str) -> None:
 @each_kernel
 def test_a_refused_call_leaves_its_output_alone(kernel: str) -> None:
     q, k, v = case_of(kernel)
-    guarded = Guarded(q.shape, q.stride(), q.dtype)
+    guarded = Guarded(q.shape, q.stride(), q.dtype, DEVICE)
     with pytest.raises(ValueError, match="window"):
         archflash.attention(q, k, v, implementation=kernel, out=guarded.view, window=(-1, 0))
     mask = torch.ones(65, 129, dtype=torch.bool, device=q.device)

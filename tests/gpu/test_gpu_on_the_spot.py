@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_cases import kernels, qkv
+from bench import on_the_spot
+from bench.switches import variants
 
 import archflash
 
-# The benchmarks are no part of the installed package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from bench import on_the_spot
-from bench.switches import variants
+from .gpu_cases import kernels, qkv
 
 pytestmark = pytest.mark.gpu
 NVCC = on_the_spot.find_nvcc()

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import NAN, assert_close, cu_seqlens, int32, kernel_dtypes, kernels, qkv, same_bits
 from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
+
+from .gpu_cases import NAN, assert_close, cu_seqlens, int32, kernel_dtypes, kernels, qkv, same_bits
 
 pytestmark = pytest.mark.gpu
 

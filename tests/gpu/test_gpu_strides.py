@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import DTYPES
-from tests.odd_strides import READABLE, UNREADABLE, laid_out
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import archflash
 from archflash import reference
+
+from ..core_set.odd_strides import READABLE, UNREADABLE, laid_out
+from .gpu_cases import DTYPES
 
 pytestmark = pytest.mark.gpu
 

@@ -1,33 +1,28 @@
 """Every switch of blackwell_dc in its other state: right results, and the counts that it changes.
 
-One kernel, d 128 in bf16; in the full run all of them. test_blackwell_dc.py has the wheel's state.
+One kernel, d 128 in bf16; in the full run all of them. tests/core_set has the wheel's state.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench import on_the_spot
+from bench.switches import plans, variants
+from bench.switches.variants import SETTINGS, Setting
 from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
 from archflash import reference
 
-# The benchmarks are no part of the installed package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from bench import on_the_spot
-from bench.switches import plans, variants
-from bench.switches.variants import SETTINGS, Setting
-
 from .explained import unexplained
-from .test_attention import IN_FULL, MODES
+from .schedules import IN_FULL, MODES
 
 NVCC = on_the_spot.find_nvcc()
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not found: it compiles the variants")

@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from tests.sim.ptx import HEADER, program
 
 from archflash import sim
 from archflash.__main__ import main
 from archflash.sim import _picture, _trace
+from tests.sim.ptx import HEADER, program
 
 KEYS, DIM, BLOCK_Q = 256, 64, 64  # a CTA of ampere's small variant has 64 query rows
 

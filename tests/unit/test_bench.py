@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import archflash
 from archflash import _measured, reference
 
 # The benchmarks are no part of the installed package.
@@ -23,10 +24,12 @@ from bench.candidates import (
     Candidate,
     chosen_candidates,
     int8_candidate,
+    our_candidates,
     reason_of,
+    runnable,
     torch_candidates,
 )
-from bench.cases import Case, choose_cases, load_cases
+from bench.cases import TORCH_DTYPES, Case, choose_cases, load_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = {case.name: case for case in load_cases()}
@@ -387,6 +390,48 @@ def test_torch_peers_run_one_backend_each_and_say_why_not() -> None:
     assert "top left" in (peers["torch-flash"].refuses(SMALL) or "")
     large = CASES["bf16 4x32/8 8192 d128 c"]
     assert "8 GB" in (peers["torch-math"].refuses(large) or "")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "without"),
+    [
+        ("H200", {"blackwell_dc"}),
+        ("RTX 4090", {"blackwell_consumer", "blackwell_dc"}),
+        ("B200", {"blackwell_consumer"}),
+    ],
+)
+def test_benchmarks_are_collected_where_their_candidate_serves_them(
+    gpu: str, without: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = our_candidates()
+    quick = [case for case in CASES.values() if "quick" in case.groups]
+    pairs = runnable(quick, ours, gpu)
+    assert {candidate.name for _, candidate in pairs} == {c.name for c in ours} - without
+    assert {candidate.name for case, candidate in pairs if case.dtype == "fp32"} == {"simt"}
+    served = {item.name: item.dtypes for item in archflash.implementations()}
+    for case, candidate in pairs:
+        assert TORCH_DTYPES[case.dtype] in served[candidate.name]
+
+    # The suite asks for no more than that.
+    from bench import candidates, conftest
+
+    class Metafunc:
+        fixturenames = ("benchmark", "case", "candidate")
+        config = types.SimpleNamespace(getoption=lambda name: False)
+        ids: tuple[str, ...] = ()
+
+        def parametrize(self, names: tuple[str, ...], values: list[Any]) -> None:
+            assert names == ("case", "candidate")
+            self.ids = tuple(value.id for value in values)
+
+    monkeypatch.setattr(conftest.environment, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(candidates, "torch_candidates", list)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu)
+    asked = Metafunc()
+    conftest.pytest_generate_tests(asked)  # type: ignore[arg-type]
+    assert asked.ids == tuple(
+        f"{candidate.name}-{case.name.replace(' ', '-')}" for case, candidate in pairs
+    )
 
 
 def test_reason_prefers_what_torch_warned_about() -> None:

@@ -29,7 +29,14 @@ def test_the_gpu_tests_run_in_six_workers_where_xdist_is_installed(
     outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", "--silent", "test-gpu", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
-    assert done.stdout.split() == ["-m", "pytest", "tests/gpu", *workers], done.stderr
+    assert done.stdout.split() == [
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "tests/core_set",
+        "--executor=gpu",
+        *workers,
+    ], done.stderr
 
 
 def dry_run(target: str, *options: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.odd_strides import READABLE, UNREADABLE, laid_out
+from tests.core_set.odd_strides import READABLE, UNREADABLE, laid_out
 from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode

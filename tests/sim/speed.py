@@ -1,5 +1,5 @@
 """Measures how fast the simulator runs one CTA of some kernels on one core, and many CTAs on all
-cores: `python -m bench.simulator`. This says nothing about a GPU, so no results file has it.
+cores: `python -m tests.sim.speed`. This says nothing about a GPU, so no results file has it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.sim import test_third_party as third_party
-from tests.sim.protocols.samples.kernels import Sample, samples
 
 from archflash import sim
+
+from . import test_third_party as third_party
+from .protocols.samples.kernels import Sample, samples
 
 ROUNDS = 5
 KEYS, HEAD_DIM = 1024, 128

@@ -1,5 +1,6 @@
 """Makes a CUDA build of torch importable where NVIDIA's libraries are missing, to test with it on a
-CPU: `python -m tests.stub_cuda FOLDER`, after `pip install --no-deps --target FOLDER torch==...`.
+CPU: `python tests/unit/stub_cuda.py FOLDER`, after
+`pip install --no-deps --target FOLDER torch==...`.
 
 Each library that torch needs and does not bring becomes an empty shell beside torch's own, in which
 every function says that there is no device.

@@ -1,0 +1,14 @@
+"""The option that says where tests/core_set runs."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--executor",
+        choices=("simulator", "gpu"),
+        default="simulator",
+        help="run tests/core_set on the PTX simulator (the default) or on this machine's GPU",
+    )

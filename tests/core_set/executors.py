@@ -1,0 +1,366 @@
+"""Where the core set runs: on the PTX simulator, or on the GPU of this machine.
+
+A test takes its tensors from the executor and lets it run calls. What must hold of every run, such
+as that nothing is written outside the output, is checked by the executor; what a call means, by
+the test. Only sizes differ: a test asks `pick` for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+from archflash import _dispatch, sim
+from archflash.cli.replay import Inputs, run_plan
+
+from ..sim.explained import unexplained
+from ..sim.schedules import IN_FULL, MODES, SEEDS
+from .checks import Guarded, assert_close, guarded_output, same_bits
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FP8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+
+T = TypeVar("T")
+
+
+class Executor(ABC):
+    """Runs calls of forced kernels, and makes the tensors for them.
+
+    Attributes:
+        name: what `--executor` calls it.
+        device: where its tensors are, "cpu" or "cuda".
+    """
+
+    name: str
+    device: str
+
+    def pick(self, *, simulator: T, gpu: T) -> T:
+        """The one of two values that is for this executor: sizes, mostly."""
+        return simulator if self.name == "simulator" else gpu
+
+    # --- which kernels ---
+
+    @abstractmethod
+    def why_not(self) -> str | None:
+        """Why it cannot run here; None where it can."""
+
+    @abstractmethod
+    def kernels(self, feature: str = "") -> list[str]:
+        """The implementations that it runs, or those of them with a feature."""
+
+    def dtypes_of(self, kernel: str, only: Iterable[str] = DTYPES) -> list[str]:
+        """The dtypes of `only` that an implementation takes."""
+        served = next(i.dtypes for i in archflash.implementations() if i.name == kernel)
+        return [dtype for dtype in only if dtype in served]
+
+    def kernels_and_dtypes(self, only: Iterable[str] = DTYPES) -> list[tuple[str, str]]:
+        """(kernel, dtype) for each dtype of `only` that the kernel takes."""
+        return [
+            (kernel, dtype) for kernel in self.kernels() for dtype in self.dtypes_of(kernel, only)
+        ]
+
+    # --- tensors ---
+
+    def rand(self, *shape: int, seed: int, dtype: str | torch.dtype = "float32") -> Tensor:
+        """Standard normal numbers."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return torch.randn(shape, generator=generator, device=self.device).to(kind)
+
+    def qkv(
+        self,
+        nq: int,
+        nk: int,
+        d: int = 64,
+        dv: int | None = None,
+        *,
+        dtype: str = "float32",
+        batch: int = 1,
+        heads: tuple[int, int] = (2, 2),
+        seed: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Contiguous q, k, v in the layout bhnd; heads are those of q and of k."""
+        return (
+            self.rand(batch, heads[0], nq, d, seed=3 * seed, dtype=dtype),
+            self.rand(batch, heads[1], nk, d, seed=3 * seed + 1, dtype=dtype),
+            self.rand(batch, heads[1], nk, dv or d, seed=3 * seed + 2, dtype=dtype),
+        )
+
+    def tensor(self, values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def int32(self, *values: int) -> Tensor:
+        return self.tensor(values, torch.int32)
+
+    def cu_seqlens(self, lengths: Sequence[int]) -> Tensor:
+        return self.int32(0, *itertools.accumulate(lengths))
+
+    # --- runs ---
+
+    @abstractmethod
+    def attend(
+        self,
+        kernel: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out_pad: int = 0,
+        plan: native.LaunchPlan | None = None,
+        schedules: Sequence[int] | None = None,
+        **call: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a call, which runs more than once and has the same bits each
+        time; nothing is written outside the output.
+
+        Args:
+            kernel: the implementation.
+            q, k, v: as for `archflash.attention`, on this executor's device.
+            out_pad: elements between the rows of the first run's output.
+            plan: run this plan of the call, with the log-sum-exp, instead of making one.
+            schedules: numbers of the simulator's schedules; None: as many as this kernel is worth.
+            **call: the other arguments of `archflash.attention`.
+        """
+
+    @abstractmethod
+    def survive(
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *, may_race: bool = False, **call: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a call whose result is not promised: it must only stay inside
+        its tensors.
+
+        Args:
+            may_race: whether two CTAs may write the same row.
+        """
+
+    def attend_and_check(
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`attend`, and the result agrees with float64 by the error rule."""
+        out, lse = self.attend(kernel, q, k, v, **call)
+        semantics = {
+            name: value
+            for name, value in call.items()
+            if name not in ("out_pad", "plan", "schedules")
+        }
+        assert_close(out, lse, q, k, v, **semantics)
+        return out, lse
+
+
+# --- the simulator ---
+
+# The CTAs of blackwell_dc have 16 warps and 256 rows, however few a call has. Each of its calls
+# runs under one schedule, chosen by its shape, and outside of the pairs of features with one dtype;
+# `make test-sim-full` runs all schedules and dtypes.
+EXPENSIVE = set() if IN_FULL else {"blackwell_dc"}
+
+
+class Simulator(Executor):
+    """Forced kernels with CPU tensors, under several schedules; any finding is an error."""
+
+    name = "simulator"
+    device = "cpu"
+
+    def why_not(self) -> None:
+        return None
+
+    def kernels(self, feature: str = "") -> list[str]:
+        return [
+            i.name
+            for i in archflash.implementations()
+            if i.name != "torch" and (not feature or feature in i.features)
+        ]
+
+    def kernels_and_dtypes(self, only: Iterable[str] = DTYPES) -> list[tuple[str, str]]:
+        return [
+            (kernel, dtype)
+            for kernel in self.kernels()
+            for dtype in self.dtypes_of(kernel, only)[-1 if kernel in EXPENSIVE else 0 :]
+        ]
+
+    def attend(
+        self,
+        kernel: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out_pad: int = 0,
+        plan: native.LaunchPlan | None = None,
+        schedules: Sequence[int] | None = None,
+        **call: Any,
+    ) -> tuple[Tensor, Tensor]:
+        guarded = guarded_output(q, v, out_pad, call)
+        if _launches_nothing(q, call):
+            return _attend_once(kernel, q, k, v, guarded, call)
+        if schedules is None:
+            schedules = _schedules(kernel, q, k, v, call)
+        first: sim.Run | None = None
+        for number in schedules:
+            mode = MODES[number % len(MODES)]
+            run = sim.run(
+                q, k, v, implementation=kernel, mode=mode, seed=number, plan=plan, return_lse=True,
+                out=guarded.view if first is None else None, **call,
+            )  # fmt: skip
+            for report in run.reports:
+                assert not unexplained(kernel, report), f"{mode}, seed {number}: {report}"
+            first = first or run
+            assert same_bits(run.out, first.out), f"other bits in mode {mode}, seed {number}"
+            assert run.lse is not None
+            assert first.lse is not None
+            assert same_bits(run.lse, first.lse), f"other log-sum-exp in mode {mode}, seed {number}"
+        guarded.assert_untouched_outside()
+        assert first is not None
+        assert first.lse is not None
+        assert first.lse.dtype == torch.float32
+        assert first.lse.is_contiguous()
+        return first.out, first.lse
+
+    def survive(
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *, may_race: bool = False, **call: Any
+    ) -> tuple[Tensor, Tensor]:
+        guarded = guarded_output(q, v, 0, call)
+        one = may_race or kernel in EXPENSIVE
+        for number in range(1 if one else len(MODES)):
+            run = sim.run(
+                q, k, v, implementation=kernel, mode=MODES[number], seed=number, return_lse=True,
+                out=guarded.view, check=not may_race, **call,
+            )  # fmt: skip
+            for report in run.reports:
+                found = unexplained(kernel, report)
+                if may_race:
+                    found = [f for f in found if f.kind != "race" or "CTA" not in f.message]
+                assert not found, report
+        guarded.assert_untouched_outside()
+        assert run.lse is not None
+        return run.out, run.lse
+
+
+def _schedules(kernel: str, q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]) -> Sequence[int]:
+    if kernel in EXPENSIVE:
+        return [(q.shape[-2] + k.shape[-2] + v.shape[-1] // 8 + len(call)) % len(MODES)]
+    return range(SEEDS)
+
+
+def _launches_nothing(q: Tensor, call: dict[str, Any]) -> bool:
+    """Whether a call has no row to write, or no sequence that a row could belong to."""
+    ends = call.get("cu_seqlens_q")
+    return q.numel() == 0 or (ends is not None and len(ends) == 1)
+
+
+def _attend_once(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, guarded: Guarded, call: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    out, lse = archflash.attention(
+        q, k, v, implementation=kernel, out=guarded.view, return_lse=True, **call
+    )
+    assert out is guarded.view
+    guarded.assert_untouched_outside()
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    return out, lse
+
+
+# --- a GPU ---
+
+
+class Gpu(Executor):
+    """Forced kernels with CUDA tensors, into a guarded output and into one of the library's own."""
+
+    name = "gpu"
+    device = "cuda"
+
+    def why_not(self) -> str | None:
+        if problem := _dispatch.driver_problem():
+            return problem
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} finds no CUDA device"
+        return None
+
+    def kernels(self, feature: str = "") -> list[str]:
+        """The implementations with code for this GPU; without a GPU all, to be skipped."""
+        every = [
+            i
+            for i in archflash.implementations()
+            if i.name != "torch" and (not feature or feature in i.features)
+        ]
+        if self.why_not() is not None:
+            return [i.name for i in every]
+        here = torch.cuda.get_device_capability()
+        return [i.name for i in every if serves(i.name, here)]
+
+    def attend(
+        self,
+        kernel: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out_pad: int = 0,
+        plan: native.LaunchPlan | None = None,
+        schedules: Sequence[int] | None = None,
+        **call: Any,
+    ) -> tuple[Tensor, Tensor]:
+        guarded = guarded_output(q, v, out_pad, call)
+        if plan is not None:
+            options = {**call, "return_lse": True}
+            out, lse = run_plan(plan, Inputs(q, k, v, options, guarded.view))
+            guarded.assert_untouched_outside()
+            again, lse_again = run_plan(plan, Inputs(q, k, v, options))
+        else:
+            out, lse = _attend_once(kernel, q, k, v, guarded, call)
+            again, lse_again = archflash.attention(
+                q, k, v, implementation=kernel, return_lse=True, **call
+            )
+        assert same_bits(again, out), "not the same bits the second time"
+        assert same_bits(lse_again, lse), "not the same bits of the log-sum-exp the second time"
+        return out, lse
+
+    def survive(
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *, may_race: bool = False, **call: Any
+    ) -> tuple[Tensor, Tensor]:
+        guarded = guarded_output(q, v, 0, call)
+        out, lse = archflash.attention(
+            q, k, v, implementation=kernel, out=guarded.view, return_lse=True, **call
+        )
+        torch.cuda.synchronize()
+        guarded.assert_untouched_outside()
+        return out, lse
+
+
+def serves(kernel: str, capability: tuple[int, int]) -> bool:
+    """Whether an implementation has code for GPUs of a compute capability."""
+    implementation = next(i for i in archflash.implementations() if i.name == kernel)
+    return any(
+        _numbers(first) <= capability and (last is None or capability <= _numbers(last))
+        for first, last, _ in implementation.capabilities
+    )
+
+
+def _numbers(capability: str) -> tuple[int, int]:
+    major, minor = capability.split(".")
+    return int(major), int(minor)
+
+
+# --- the one that was chosen ---
+
+EXECUTORS: dict[str, type[Executor]] = {"simulator": Simulator, "gpu": Gpu}
+_chosen = "simulator"
+
+
+def choose(name: str) -> None:
+    """What `--executor` says; before test modules are imported."""
+    global _chosen
+    _chosen = name
+
+
+def executor() -> Executor:
+    """The executor that `--executor` names."""
+    return EXECUTORS[_chosen]()

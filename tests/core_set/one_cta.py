@@ -1,0 +1,47 @@
+"""Plans in which one CTA of blackwell_dc, or one pair of them, has all tiles of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.switches.plans import in_pairs
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+
+NAME = "blackwell_dc"
+# (d, dv), rows and keys of a tile.
+CONFIGS = {
+    "d64": ((64, 64), 256, 128),
+    "d96": ((96, 96), 256, 128),
+    "d128": ((128, 128), 256, 128),
+    "d128_pair": ((128, 128), 512, 128),
+    "d192": ((192, 128), 256, 128),
+    "d192_pair": ((192, 128), 512, 128),
+    "d256": ((256, 256), 128, 64),
+}
+FP8_CONFIGS = {
+    "d64": ((64, 64), 256, 128),
+    "d128": ((128, 128), 256, 128),
+    "d192": ((192, 128), 256, 128),
+    "d256": ((256, 256), 128, 128),
+}
+
+
+def one_after_another(
+    config: str, q: Tensor, k: Tensor, v: Tensor, **call: Any
+) -> native.LaunchPlan:
+    """A plan with all row tiles in one CTA, or in one pair of them."""
+    planned = archflash.explain(
+        q, k, v, device="B200", implementation=NAME, return_lse=True, **call
+    ).plan
+    assert planned is not None
+    one_sm = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1})
+    plan = native.plan(NAME, planned.problem, one_sm)
+    assert isinstance(plan, native.LaunchPlan)
+    pair = config.endswith("_pair")
+    if pair:
+        plan = in_pairs(plan, pairs=1)
+    assert plan.to_dict()["launches"][0]["grid"] == [1 + pair, 1, 1]
+    return plan

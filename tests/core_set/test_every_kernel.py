@@ -1,0 +1,160 @@
+"""Plans made for other GPUs, run here: so every compiled kernel runs, whoever would choose it."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+
+import archflash
+from archflash import _archflash as native
+
+from .executors import FP8, executor, serves
+
+on = executor()
+
+# Shared memory for a CTA, in KB.
+DEVICES = {"T4": 64, "A100": 163, "RTX 4090": 99, "RTX 5090": 99, "H200": 227, "B200": 227}
+HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+# Batch, query heads, key heads, queries, keys, causal. The simulator gets few rows, and plans for
+# them as for a GPU with one SM, but for "few". A GPU gets few rows, some, and enough to fill each
+# of the others; few rows of many keys, and rows long enough for pairs of CTAs.
+SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
+    simulator={
+        "few": (1, 2, 2, 33, 65, True),
+        "some": (2, 2, 2, 100, 150, True),
+        "many": (1, 2, 2, 137, 150, True),
+        "most": (2, 2, 2, 137, 150, True),
+        "unmasked": (1, 2, 2, 137, 150, False),
+        "rounds": (2, 2, 2, 300, 290, True),
+    },
+    gpu={
+        "few": (1, 4, 2, 65, 129, True),
+        "some": (2, 24, 12, 193, 321, True),
+        "many": (4, 40, 20, 193, 321, True),
+        "most": (12, 48, 24, 193, 321, True),
+        "unmasked": (4, 40, 20, 193, 321, False),
+        "split": (1, 4, 2, 5, 4100, True),
+        "long": (1, 10, 5, 4096, 4096, False),
+    },
+)
+
+
+def shapes_of(kernel: str) -> list[str]:
+    if on.name == "gpu":  # "long" would only take time where CTAs do not work in pairs
+        return [shape for shape in SHAPES if shape != "long" or kernel == "blackwell_dc"]
+    return {
+        "ada": ["few", "many", "unmasked"],  # one tile is for unmasked calls only
+        "blackwell_consumer": ["few", "some", "most"],  # larger tiles, and some in between
+        "blackwell_dc": ["few", "rounds"],  # one CTA goes from tile to tile
+    }.get(kernel, ["few", "many"])
+
+
+def devices_of(kernel: str) -> list[str]:
+    """The GPUs to plan for; for the simulator those whose plans differ."""
+    names: tuple[str, ...] = tuple(DEVICES)
+    if on.name == "simulator":
+        names = ("B200",) if kernel == "blackwell_dc" else ("A100", "RTX 4090", "RTX 5090", "H200")
+    return [name for name in names if serves(kernel, capability_of(name))]
+
+
+def dtypes_of(kernel: str) -> list[str]:
+    """On the simulator FP8 is in test_fp8.py."""
+    served = on.dtypes_of(kernel)
+    return served + on.dtypes_of(kernel, FP8) if on.name == "gpu" else served
+
+
+def capability_of(device: str) -> tuple[int, int]:
+    known = native.find_known_device(device)
+    assert known is not None
+    return known.device.capability
+
+
+def plan_for(
+    kernel: str, device: str, dtype: str, dims: tuple[int, int], shape: str
+) -> native.LaunchPlan:
+    batch, heads, heads_kv, nq, nk, causal = SHAPES[shape]
+    kind = getattr(torch, dtype)
+    q = torch.empty(batch, heads, nq, dims[0], dtype=kind, device="meta")
+    k, v = (torch.empty(batch, heads_kv, nk, dim, dtype=kind, device="meta") for dim in dims)
+    with torch.no_grad():
+        plan = archflash.explain(
+            q, k, v, device=device, implementation=kernel, causal=causal, return_lse=True
+        ).plan
+    assert plan is not None
+    if on.name == "gpu" or shape == "few":
+        return plan
+    one_sm = native.Device.from_dict(plan.device.to_dict() | {"sm_count": 1})
+    filling = native.plan(kernel, plan.problem, one_sm)
+    assert isinstance(filling, native.LaunchPlan)
+    return filling
+
+
+def kernels_of(plan: native.LaunchPlan) -> list[str]:
+    return [launch["kernel"] for launch in plan.to_dict()["launches"]]
+
+
+EVERY = [
+    (kernel, device, dtype, dims, shape)
+    for kernel in on.kernels()
+    for device in devices_of(kernel)
+    for dtype in dtypes_of(kernel)
+    for dims in HEAD_DIMS
+    for shape in shapes_of(kernel)
+]
+if on.name == "simulator":  # one tile of ada is for calls of many rows only
+    EVERY += [("ada", "RTX 4090", dtype, (128, 128), "rounds") for dtype in ("float16", "bfloat16")]
+
+
+def one_of_each(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The first case for each (compiled kernels, head dims, shape) that the plans come to: two GPUs
+    with the same plan need no second run.
+    """
+    chosen: dict[Any, tuple[Any, ...]] = {}
+    for case in cases:
+        chosen.setdefault((*kernels_of(plan_for(*case)), *case[3:]), case)
+    return list(chosen.values())
+
+
+# Without a GPU its tests are skipped, and planning takes seconds.
+CASES = one_of_each(EVERY) if on.name == "gpu" and on.why_not() is None else EVERY
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "dtype", "dims", "shape"),
+    [
+        pytest.param(*case, id=f"{kernel}-{device}-{dtype}-d{d}-{dv}-{shape}")
+        for case in CASES
+        for kernel, device, dtype, (d, dv), shape in [case]
+    ],
+)
+def test_a_plan_for_another_gpu_is_right_here(
+    kernel: str, device: str, dtype: str, dims: tuple[int, int], shape: str
+) -> None:
+    plan = plan_for(kernel, device, dtype, dims, shape)
+    for launch in plan.to_dict()["launches"]:
+        assert launch["shared_bytes"] <= DEVICES[device] * 1024
+    batch, heads, heads_kv, nq, nk, causal = SHAPES[shape]
+    tensors = on.qkv(nq, nk, *dims, dtype=dtype, batch=batch, heads=(heads, heads_kv))
+    number = (HEAD_DIMS.index(dims) + len(shape)) % 4
+    on.attend_and_check(kernel, *tensors, plan=plan, schedules=[number], causal=causal)
+
+
+@pytest.mark.parametrize("kernel", on.kernels())
+def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
+    ran = {name for case in CASES if case[0] == kernel for name in kernels_of(plan_for(*case))}
+    compiled: set[str] = set()
+    for file in (files("archflash") / "_kernels" / kernel).iterdir():
+        if file.name.endswith(".json"):
+            for entries in json.loads(file.read_text()).values():
+                compiled |= set(entries)
+    compiled = {name for name in compiled if not re.search("_quantize_|int8_", name)}
+    if on.name == "simulator":  # FP8: test_fp8.py; pairs of CTAs: test_blackwell_dc_tiles.py
+        compiled = {name for name in compiled if re.search(r"_attention_fwd_(f32|f16|bf16)_", name)}
+        compiled = {name for name in compiled if not name.endswith("_pair")}
+        ran = {name for name in ran if "_combine_" not in name}
+    assert ran == compiled
