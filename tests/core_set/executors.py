@@ -294,7 +294,7 @@ class Gpu(Executor):
         if self.why_not() is not None:
             return [i.name for i in every]
         here = torch.cuda.get_device_capability()
-        return [i.name for i in every if serves(i.name, here)]
+        return [i.name for i in every if native.has_code(i.name, here)]
 
     def attend(
         self,
@@ -333,20 +333,6 @@ class Gpu(Executor):
         torch.cuda.synchronize()
         guarded.assert_untouched_outside()
         return out, lse
-
-
-def serves(kernel: str, capability: tuple[int, int]) -> bool:
-    """Whether an implementation has code for GPUs of a compute capability."""
-    implementation = next(i for i in archflash.implementations() if i.name == kernel)
-    return any(
-        _numbers(first) <= capability and (last is None or capability <= _numbers(last))
-        for first, last, _ in implementation.capabilities
-    )
-
-
-def _numbers(capability: str) -> tuple[int, int]:
-    major, minor = capability.split(".")
-    return int(major), int(minor)
 
 
 # --- the one that was chosen ---

@@ -13,7 +13,7 @@ import torch
 import archflash
 from archflash import _archflash as native
 
-from .executors import FP8, executor, serves
+from .executors import FP8, executor
 
 on = executor()
 
@@ -59,7 +59,7 @@ def devices_of(kernel: str) -> list[str]:
     names: tuple[str, ...] = tuple(DEVICES)
     if on.name == "simulator":
         names = ("B200",) if kernel == "blackwell_dc" else ("A100", "RTX 4090", "RTX 5090", "H200")
-    return [name for name in names if serves(kernel, capability_of(name))]
+    return [name for name in names if native.has_code(kernel, capability_of(name))]
 
 
 def dtypes_of(kernel: str) -> list[str]:
