@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[2]
-
 from tests.core_set.checks import Guarded, assert_close, dense_strides
 from tests.core_set.executors import EXECUTORS, Simulator
 from tests.core_set.pairs import all_pairs
+
+ROOT = Path(__file__).parents[2]
 
 
 def collected(executor: str) -> set[str]:

@@ -286,7 +286,7 @@ def test_the_simulated_day_ends_well_and_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "day.csv"
-    only = "first calls bf16 d64|sim/test|split_p|peers: fp16"
+    only = "first calls bf16 d64|core_set/test|split_p|peers: fp16"
     arguments = ["--simulate", "--output", str(path), "--only", only]
     assert command.main(arguments) == 0, capsys.readouterr().out
     rows = record.load(path)
