@@ -43,8 +43,8 @@ class Candidate:
             It must add as little host time as it can: its cost is part of host_us.
         context: entered around all calls, so that it is not part of their cost.
         refuses: returns the reason why a case is not even tried, or None.
-        refuses_on: returns the reason why a GPU cannot run a case, as far as that is known without a
-            call, or None. The GPU is an index, or the name of a known one that is not at hand.
+        refuses_on: returns the reason why a GPU cannot run a case, as far as that is known without
+            a call, or None. The GPU is an index, or the name of a known one that is not at hand.
         features: value of the column `features`; rows that have one stay out of the tables.
         exact: False if it approximates on purpose, and is held to a coarse limit like a peer.
     """

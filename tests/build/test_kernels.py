@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.many_cases import one_test_for_each
 
 import archflash
 from archflash import _archflash as native
 from archflash import _registry
 from archflash._api import find_device, make_problem
+from tests.many_cases import one_test_for_each
 
 KERNELS = Path(archflash.__file__).parent / "_kernels"
 IMAGES = native.image_names()

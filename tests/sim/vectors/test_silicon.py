@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.many_cases import check_all
 
 from archflash import sim
+from tests.many_cases import check_all
 
 from . import silicon
 from .direct import Direct
