@@ -2,6 +2,7 @@
 #include <bit>
 #include <cstring>
 
+#include "sim/instructions/elementwise.h"
 #include "sim/instructions/lane_values.h"
 #include "sim/load/builder.h"
 #include "sim/memory/memory.h"
