@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import reference
-
-# Options that choose how a call is computed and leave its result as it is.
-NO_SEMANTICS = ("num_splits", "approximate")
+from archflash import _options, reference
 
 
 class Guarded:
@@ -78,7 +75,7 @@ def assert_close(
     out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **call: Any
 ) -> None:
     """Output and log-sum-exp agree with float64 by the error rule for the call's inputs."""
-    semantics = {name: value for name, value in call.items() if name not in NO_SEMANTICS}
+    semantics = {name: value for name, value in call.items() if name not in _options.ADVICE}
     if call.get("approximate") == "int8_qk":
         report, lse_report = reference.check_int8_qk(out, lse, q, k, v, **semantics)
     else:

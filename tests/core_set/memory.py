@@ -1,4 +1,4 @@
-"""The same values in other places of memory."""
+"""Copies of a tensor that lie differently in memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def lay_out(x: Tensor, memory: str, heads_dim: int) -> Tensor:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """The same values with rows and heads swapped in memory."""
+    """A copy whose rows and heads are swapped in memory."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def inside_nan(x: Tensor) -> Tensor:
-    """The same values as a slice of a larger tensor that is NaN everywhere else."""
+    """A copy that is a slice of a larger tensor, which is NaN everywhere else."""
     around = torch.full(
         (*x.shape[:-3], x.shape[-3] + 2, x.shape[-2] + 9, x.shape[-1] + 16),
         math.nan,

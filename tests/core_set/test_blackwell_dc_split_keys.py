@@ -21,7 +21,7 @@ from .executors import executor
 on = executor()
 
 NAME = "blackwell_dc"
-# Of each kernel for few query rows: (d, dv) and the keys of a block.
+# The head dimensions (d, dv) and the keys of a block, for each kernel for few query rows.
 KERNELS = {
     "d64_few": ((64, 64), 128),
     "d96_few": ((96, 96), 128),
@@ -72,7 +72,7 @@ def test_shares_together_give_what_one_gives(kernel: str, splits: int) -> None:
     on.attend_and_check(NAME, q, k, v, schedules=[splits], **call)
 
 
-# Each leaves some shares with few keys or none; each has rows that end in different blocks.
+# Each call leaves some shares with few keys or none, and its rows end in different blocks.
 CALLS: dict[str, dict[str, Any]] = {
     "causal-from-the-start": {"causal": True, "q_offset": 250},
     "window": {"window": (150, 20)},

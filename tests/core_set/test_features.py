@@ -39,7 +39,7 @@ MORE: dict[str, list[Any]] = {
     "softcap": [0.0],
     "scale": [1.0],
 }
-# A packed call has three more sequences: one without queries, one without keys, one of a row each.
+# A packed call has three more sequences: one without queries, one without keys, one of one row.
 MORE_Q, MORE_K = (0, 30, 1), (9, 0, 1)
 
 

@@ -58,7 +58,7 @@ FACTORS: dict[str, list[Any]] = {
     "transposed": [False, True],
     "out_pad": [0, 24],
 }  # fmt: skip
-# A packed call has more sequences: one without queries, one without keys, one of a row each.
+# A packed call has three more sequences: one without queries, one without keys, one of one row.
 MORE_Q, MORE_K = (0, 30, 1), (9, 0, 1)
 
 

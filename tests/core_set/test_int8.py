@@ -190,7 +190,7 @@ def test_rows_that_are_not_finite_spoil_what_sees_them_alone(kernel: str) -> Non
 
 @every_kernel
 def test_a_mean_of_the_keys_costs_no_accuracy(kernel: str) -> None:
-    """The same keys with and without something that all share: 100 times as large as they are."""
+    """All keys share a mean that is 100 times as large as they are, or none: the error is equal."""
     q = on.rand(1, 1, 64, 64, seed=1, dtype="float16")
     v = on.rand(1, 1, 128, 64, seed=3, dtype="float16")
     k = (on.rand(1, 1, 128, 64, seed=2) * 8).round() / 8

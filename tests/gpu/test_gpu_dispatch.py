@@ -408,7 +408,7 @@ def test_executing_a_plan_gives_the_bits_of_the_call(kernel: str, dtype: str) ->
 
 
 def test_a_plan_with_clusters_is_launched_in_clusters() -> None:
-    """Of a kernel that does not care: its bits stay, and a grid of half a cluster is refused."""
+    """ampere gives the same bits in clusters, and a grid that ends inside a cluster is refused."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters are for 9.0 and newer")
     q, k, v = qkv(65, 129, dtype="bfloat16")
