@@ -323,11 +323,16 @@ def gpu_table() -> str:
     import archflash
     from archflash import _archflash as native
 
-    def chosen(device: str, dtype: torch.dtype, shape: Sequence[int], **options: object) -> str:
+    def decide(
+        device: str, dtype: torch.dtype, shape: Sequence[int], **options: object
+    ) -> archflash.Decision:
         batch, heads_q, heads_kv, rows, keys, dim = shape
         q = torch.empty(batch, heads_q, rows, dim, dtype=dtype, device="meta")
         k = torch.empty(batch, heads_kv, keys, dim, dtype=dtype, device="meta")
-        return str(archflash.explain(q, k, k, device=device, **options).chosen)  # type: ignore[arg-type]
+        return archflash.explain(q, k, k, device=device, **options)  # type: ignore[arg-type]
+
+    def chosen(device: str, dtype: torch.dtype, shape: Sequence[int], **options: object) -> str:
+        return decide(device, dtype, shape, **options).chosen
 
     large, small, decode = (
         (4, 32, 32, 4096, 4096, 128),
@@ -379,6 +384,9 @@ def gpu_table() -> str:
             capability = ".".join(map(str, known.device.capability))
             by_capability.setdefault(capability, []).append(known.device.name)
         names = "; ".join(f"{', '.join(n)} ({c})" for c, n in by_capability.items())
+        plan = decide(group[0].device.name, torch.float32, large).plan
+        if plan is not None and "PTX" in plan.code:
+            names += ", from PTX"
         on_card = ", ".join(
             known.device.name for known in group if measured & {known.device.name, *known.aliases}
         )
