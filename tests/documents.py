@@ -35,7 +35,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # Documents whose blocks run.
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "bench/results/README.md", "sim/README.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "bench/results/README.md",
+    "sim/README.md",
+    "tests/README.md",
+)
 # Documents of which links, paths and Makefile targets are checked only.
 NOTES = ("CHANGELOG.md", "src/*/NOTES.md", "tests/sim/vectors/README.md")
 
@@ -436,17 +443,22 @@ PATH = re.compile(
 
 
 def missing_paths(text: str) -> list[str]:
-    """The files and folders that a document names as code, and that do not exist."""
+    """The files and folders that a document names as code, and the tests that it names anywhere,
+    that do not exist.
+    """
     named = []
     for code in re.findall(r"`([^`\n]+)`", text):
         named += PATH.findall(code)
     for run in runs(text) if "```" in text else []:
         named += PATH.findall(run.code)
-    return [
+    missing = [
         path
         for path in dict.fromkeys(named)
-        if "<" not in path and not any(ROOT.glob(path.rstrip("/"))) and not made_later(path)
+        if not any(ROOT.glob(path.rstrip("/"))) and not made_later(path)
     ]
+    there = {path.name for folder in ("tests", "bench") for path in (ROOT / folder).rglob("*.py")}
+    tests = dict.fromkeys(re.findall(r"\btest_\w+\.py\b", text))
+    return missing + [name for name in tests if name not in there]
 
 
 def made_later(path: str) -> bool:

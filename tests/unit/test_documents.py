@@ -176,6 +176,8 @@ def test_missing_names_are_found() -> None:
     assert documents.missing_links(page, text) == ["no-such.md", "numerics.md#no-such", "#no-such"]
     text = "`src/common/plan.h` and `src/common/no_such.h`, `tests/unit/test_*.py`, `tests/no*.py`"
     assert documents.missing_paths(text) == ["src/common/no_such.h", "tests/no*.py"]
+    text = "unit/test_documents.py (1), test_no_such_thing.py (2)"
+    assert documents.missing_paths(text) == ["test_no_such_thing.py"]
     text = "`python -m bench.run`, `python -m bench.no_such`, `archflash info`, `archflash fly x`"
     assert documents.missing_commands(text) == ["bench.no_such", "archflash fly"]
     assert documents.named_targets("`make test` and `make no-such X=1`") == {"test", "no-such"}
