@@ -20,11 +20,11 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from bench.cases import BYTES_RULE, FLOPS_RULE, Case, load_cases
+from bench.cases import Case, load_cases
 from bench.results import (
     EAGER,
     RESULTS_FOLDER,
@@ -40,7 +40,7 @@ from bench.results import (
 REPOSITORY = Path(__file__).resolve().parent.parent
 UNMEASURED = "unmeasured"
 AGAINST = "what dispatch gives / best peer"
-PYTORCH = "`torch`"
+UNITS = "TFLOP/s, GB/s where marked."
 TABLE = re.compile(
     r"^(?P<open><!-- bench:(?P<name>\S+) -->)[ ]*\n(?P<body>.*?)^(?P<close><!-- /bench -->)",
     re.DOTALL | re.MULTILINE,
@@ -81,8 +81,10 @@ def speed_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
         ]
         choice, given = what_dispatch_gives(rows, case, found)
         lines.append([case.name + unit_note(case), *speeds, choice, against(given, found)])
-    sources = source_note([row for found in measured.values() for row in found.values()])
-    return f"{markdown(head, lines)}\n\n{speed_note(measured.values())}{sources}"
+    rows_shown = [row for found in measured.values() for row in found.values()]
+    eager = any(EAGER in row["features"] for row in rows_shown)
+    note = " *: timed eagerly, not in a CUDA graph." if eager else ""
+    return f"{markdown(head, lines)}\n\n{UNITS}{note}{source_note(rows_shown)}"
 
 
 def plain_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) -> str:
@@ -110,22 +112,10 @@ def plain_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
     machine = ", ".join(dict.fromkeys(f"{row['gpu']}, torch {row['torch']}" for row in used))
     source = f" {machine}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}." if used else ""
     note = (
-        "TFLOP/s, GB/s where marked. Ratios are times within one run: above 1 the plain call is "
-        f"faster than the best peer. {PYTORCH} is PyTorch's own kernel."
+        f"{UNITS} Ratios are times within one run: above 1 the plain call is "
+        "faster than the best peer. `torch` is PyTorch's own kernel."
     )
     return f"{markdown(head, lines)}\n\n{note}{source}"
-
-
-def speed_note(measured: Iterable[Mapping[str, Row]]) -> str:
-    """How the figures of a table of speed are to be read."""
-    note = (
-        f"TFLOP/s, GB/s where marked ({FLOPS_RULE}; {BYTES_RULE}). Medians (p50) of interleaved "
-        "rounds. Ratios are times within one run: above 1 the plain call is faster than the best "
-        f"peer. {PYTORCH} means that dispatch hands the call to PyTorch's own kernel."
-    )
-    if any(EAGER in row["features"] for found in measured for row in found.values()):
-        note += " *: timed eagerly, not in a CUDA graph."
-    return note
 
 
 def unit_note(case: Case) -> str:
