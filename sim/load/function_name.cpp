@@ -8,7 +8,7 @@
 
 namespace archflash::sim {
 
-// Drops template arguments, parameters and namespaces from what the C++ runtime makes of it.
+// Drops template arguments, parameters and namespaces from the demangled name.
 std::string short_function_name(const std::string& linkage_name) {
   constexpr size_t LONGEST = 4096;
   if (!linkage_name.starts_with("_Z") || linkage_name.size() > LONGEST) return linkage_name;

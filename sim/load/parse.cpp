@@ -10,7 +10,7 @@ namespace archflash::sim {
 
 namespace {
 
-// Text of any bytes as plain ASCII: a message may cut a character in two.
+// Turns any bytes into plain ASCII, since a message may cut a character in two.
 std::string printable(std::string text) {
   for (char& c : text) {
     if (c < ' ' || c > '~') c = c == '\n' || c == '\t' ? ' ' : '?';
@@ -28,7 +28,7 @@ namespace {
 
 constexpr int MAX_NESTING = 64;
 constexpr int64_t MAX_REGISTERS = 1 << 20;
-constexpr uint64_t MAX_VARIABLE_BYTES = uint64_t{1} << 30;  // also of all .global ones together
+constexpr uint64_t MAX_VARIABLE_BYTES = uint64_t{1} << 30;  // also for all .global ones together
 constexpr uint64_t MAX_CONST_BYTES = 64 * 1024, MAX_LOCAL_BYTES = 512 * 1024;  // as on a card
 constexpr uint64_t MAX_PARAMETER_ALIGN = 1024;
 
@@ -135,7 +135,7 @@ class Parser {
       lexer_.accept(lexer_.peek());
   }
 
-  // The names of inlined functions: { label: .b8 byte, byte, ... 0 ... }.
+  // Reads the names of inlined functions from { label: .b8 byte, byte, ... 0 ... }.
   void debug_strings() {
     const int line = lexer_.line();
     lexer_.expect('{');
@@ -188,7 +188,7 @@ class Parser {
     }
   }
 
-  // A function that no kernel can call (there is no call instruction in the table): not executed.
+  // Skips a function. No kernel can call it, since the table has no call instruction.
   void function() {
     while (!lexer_.at_end() && lexer_.peek() != '{' && lexer_.peek() != ';') skip_token();
     if (lexer_.peek() == '{')
@@ -199,7 +199,8 @@ class Parser {
 
   // ---- Variables ----
 
-  // After the state space: {.align N} {.v2|.v4} .type name{[N]...}{= initialiser}{, name...} ;
+  // Reads what follows the state space: {.align N} {.v2|.v4} .type name{[N]...}{= initialiser}{,
+  // ...} ;
   void variables(std::string_view space_word, bool external, KernelSyntax* kernel) {
     const int line = lexer_.line();
     uint64_t align = 0, vector = 1;
@@ -377,7 +378,7 @@ class Parser {
       if (word == "align") {
         const auto value = static_cast<uint64_t>(lexer_.number().value);
         if (!std::has_single_bit(value) || value > MAX_PARAMETER_ALIGN) fail(line, "bad .align");
-        if (!pointer) align = value;  // after .ptr it is that of what is pointed to
+        if (!pointer) align = value;  // after .ptr it is the alignment of the target
       } else if (word == "ptr") {
         pointer = true;
       } else if (word == "global" || word == "shared" || word == "const" || word == "local") {

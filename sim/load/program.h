@@ -1,5 +1,5 @@
-// A PTX module as the simulator executes it: kernels, their instructions with operands resolved to
-// places in a warp's registers, variables, and the source lines that instructions came from.
+// A PTX module as the simulator executes it: its variables and kernels, with instructions whose
+// operands are places in a warp's registers, and the source lines that instructions came from.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +19,16 @@ struct LoadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Where the 32 lanes of an operand lie: a byte offset in the warp's registers, or, with CONSTANT
-// set, in the kernel's constants. While a kernel is being loaded it is a register's number instead.
+// The place of an operand's 32 lanes: a byte offset in the warp's registers or, with CONSTANT set,
+// in the kernel's constants. While a kernel is being loaded it is the number of a register instead.
 using Ref = uint32_t;
 constexpr Ref CONSTANT = 0x80000000u;
 constexpr Ref NO_REF = 0x7FFFFFFFu;
 
-// SharedCluster: shared memory of any CTA of the cluster.
+// SharedCluster is the shared memory of any CTA of the cluster.
 enum class Space : uint8_t { Generic, Global, Shared, Local, Param, Const, SharedCluster };
 
-// What the warp's loop does with an instruction besides calling its handler.
+// What a warp does with an instruction besides calling its handler.
 enum class Control : uint8_t {
   None,
   Branch,
@@ -42,11 +42,11 @@ enum class Control : uint8_t {
 enum class Converge : uint8_t {
   No,
   Aligned,  // every lane of the warp that has not exited
-  Whole,    // every lane, and none has exited: the instruction uses the registers of all 32
-  Members,  // every such lane of the member mask (operand `converge_operand`)
+  Whole,    // all 32 lanes, none of which may have exited: the instruction uses all their registers
+  Members,  // every lane of the member mask (operand `converge_operand`) that has not exited
 };
 
-// Classes that the counters add up.
+// The classes by which a report counts instructions.
 enum class Class : uint8_t {
   Integer,
   Logic,
@@ -79,31 +79,31 @@ using Handler = void (*)(Warp& warp, const Instruction& instruction, uint32_t ma
 struct Instruction {
   Handler run = nullptr;
   const Ref* operands = nullptr;  // in the handler's own order
-  const void* extra = nullptr;    // what only this kind of instruction needs, owned by the kernel
-  int64_t offset = 0;             // added to an address; or an immediate
+  const void* extra = nullptr;    // data for this kind of instruction, which the kernel owns
+  int64_t offset = 0;             // it is added to an address, or it is an immediate
   Ref guard = NO_REF;             // a predicate; NO_REF: always
-  uint32_t target = 0;            // of a branch: index of an instruction
-  uint32_t flags = 0;             // the handler's own
+  uint32_t target = 0;            // a branch goes to the instruction with this index
+  uint32_t flags = 0;             // each handler defines its own
   bool guard_negated = false;
   Control control = Control::None;
   Converge converge = Converge::No;
   uint8_t converge_operand = 0;
   Class counted = Class::Other;
   Space space = Space::Generic;
-  uint8_t count = 1;    // vector elements
-  uint8_t bytes = 0;    // of one element in memory
-  uint8_t unused = 0;   // of a load: bit k is set where nothing reads element k
-  bool pinned = false;  // its registers are used after it has executed: no other shares their place
+  uint8_t count = 1;    // how many elements a vector has
+  uint8_t bytes = 0;    // the size of an element in memory
+  uint8_t unused = 0;   // bit k is set if nothing reads element k of a load
+  bool pinned = false;  // it uses its registers after it has executed: nothing shares their places
 };
 
 // A place in a source file, as .loc states it.
 struct Location {
   int file = 0, line = 0, column = 0;
-  int inlined_at = -1;  // index of the location of the call; -1: not inlined
-  int function = -1;    // index in Module::functions; -1: not stated, as in what is not inlined
+  int inlined_at = -1;  // the index of the call's location; -1: the code is not inlined
+  int function = -1;    // the index in Module::functions; -1: not stated, as for code not inlined
 };
 
-// What an instruction was before it was resolved, for reports and for tools.
+// The text of an instruction, for reports and tools.
 struct InstructionText {
   int line = 0;           // in the PTX text, from 1
   int location = -1;      // index in Kernel::locations
@@ -116,13 +116,13 @@ struct Variable {
   Space space = Space::Shared;
   uint64_t bytes = 0;
   uint64_t align = 1;
-  uint64_t address = 0;  // within its space; of .global: index among the module's globals
+  uint64_t address = 0;  // within its space; for .global, the index among the module's globals
   bool dynamic = false;  // .extern .shared name[]
   std::vector<uint8_t> initial;
   bool initialised = false;
 };
 
-// Values that every thread finds in registers when it starts.
+// Special registers, whose values every thread finds in ordinary registers when it starts.
 enum class Special : uint8_t {
   TidX,
   TidY,
@@ -172,7 +172,7 @@ struct SpecialUse {
   uint32_t bits;
 };
 
-// A constant that is an address of shared memory: `bytes` bytes for each lane, at `offset`.
+// A constant that is an address of shared memory. It has `bytes` bytes for each lane, at `offset`.
 struct SharedConstant {
   size_t offset;
   size_t bytes;
@@ -181,24 +181,24 @@ struct SharedConstant {
 struct Kernel {
   std::string name;
   uint32_t parameter_bytes = 0;
-  int max_threads = 0;                  // .maxntid, all dimensions together; 0: not stated
+  int max_threads = 0;                  // .maxntid, the product of its dimensions; 0: not stated
   int required_threads[3] = {0, 0, 0};  // .reqntid; 0: not stated
-  uint64_t static_variable_bytes = 0;   // of shared memory
-  uint64_t static_shared_bytes = 0;     // likewise, up to where the dynamic part begins
+  uint64_t static_variable_bytes = 0;   // the size of all static variables in shared memory
+  uint64_t static_shared_bytes = 0;     // the offset at which the dynamic part begins
   uint64_t dynamic_shared_align = 16;
   bool uses_dynamic_shared = false;
   uint64_t local_bytes = 0;  // per thread
-  bool orders_globally =
-      false;  // atomics or fences beyond the CTA: CTAs then run one after another
-  // Bytes (log2) that are watched as one, of shared and of global memory.
+  // The kernel has atomics or fences beyond the CTA, so that its CTAs run one after another.
+  bool orders_globally = false;
+  // The race detector treats so many bytes (log2) of shared and of global memory as one.
   int race_granule_log2 = 2, global_granule_log2 = 2;
   int min_ctas = 1;       // .minnctapersm
   int max_registers = 0;  // .maxnreg; 0: not stated
   bool uses_wgmma = false;
   bool uses_tcgen05 = false;
-  int tcgen05_group = 0;  // the number of its .cta_group; 0: none is stated
-  // With one of these, of each instruction: whether it uses a register of a wgmma or of a load of
-  // tensor memory, how many operands it has, and which of them it writes.
+  int tcgen05_group = 0;  // the number that its .cta_group states; 0: none is stated
+  // For each instruction of a kernel with wgmma or tcgen05: whether it uses a register of a wgmma
+  // or of a load of tensor memory, how many operands it has, and which of them it writes.
   std::vector<uint8_t> touches_pinned;
   std::vector<uint32_t> operand_counts;
   std::vector<std::vector<bool>> written_operands;
@@ -206,9 +206,9 @@ struct Kernel {
   std::vector<Instruction> code;
   std::vector<InstructionText> texts;  // one for each instruction
   std::vector<Location> locations;
-  std::vector<uint8_t> constants;  // 32 lanes each
+  std::vector<uint8_t> constants;  // 32 lanes for each constant
   std::vector<SharedConstant> shared_constants;
-  uint32_t register_bytes = 0;  // of one warp
+  uint32_t register_bytes = 0;  // the size of one warp's registers
   std::vector<SpecialUse> specials;
 
   std::vector<std::unique_ptr<Ref[]>> operand_lists;
@@ -219,9 +219,9 @@ struct Module {
   std::string version, target;
   std::map<std::string, std::unique_ptr<Kernel>> kernels;
   std::map<int, std::string> files;
-  std::vector<std::string> functions;  // names of inlined ones, without namespaces and arguments
-  std::vector<Variable> globals;       // .global
-  std::vector<uint8_t> const_memory;   // all .const variables
+  std::vector<std::string> functions;  // inlined ones, without namespaces and arguments
+  std::vector<Variable> globals;       // the .global variables
+  std::vector<uint8_t> const_memory;   // holds all .const variables
 };
 
 // Parses PTX text and resolves every instruction of every kernel. Throws LoadError naming the line.
@@ -230,7 +230,7 @@ std::unique_ptr<Module> load_module(const std::string& text);
 // "line 12: ld.shared.u32 (attention.cu:33)"
 std::string describe_instruction(const Module& module, const Kernel& kernel, uint32_t pc);
 std::string source_line(const Module& module, const Kernel& kernel, uint32_t pc);
-// "_ZN9archflash6ampere11multiply_qkI..." -> "multiply_qk"; of a lambda "lambda".
+// Makes "multiply_qk" of "_ZN9archflash6ampere11multiply_qkI...", and "lambda" of a lambda.
 std::string short_function_name(const std::string& linkage_name);
 
 }  // namespace archflash::sim

@@ -1,5 +1,5 @@
-// PTX text as parsed, before instructions are matched with the table: statements with modifiers and
-// operands, registers already numbered, names not yet resolved.
+// The result of parsing PTX text, before instructions are matched with the table: statements with
+// modifiers and operands. Registers have numbers already; other names are not resolved yet.
 #pragma once
 
 #include <cstdint>
@@ -22,18 +22,18 @@ struct Type {
 struct Operand {
   enum class Kind : uint8_t {
     Register,
-    Special,  // %tid.x and the like: `text`
+    Special,  // `text` is %tid.x or the like
     Integer,
-    Float,    // a literal: `real`, or exact bits
-    Name,     // a variable or label plus `value`
-    Address,  // [items[0] + value], further items after commas inside the brackets
+    Float,    // a literal, as `real` or as exact bits in `value`
+    Name,     // a variable or label `text`, plus `value`
+    Address,  // [items[0] + value], and further items after commas inside the brackets
     Vector,   // {items}
     Pair,     // items[0]|items[1]
     Sink,     // _
   };
   Kind kind = Kind::Integer;
   bool negated = false;      // !%p
-  uint8_t literal_bits = 0;  // of a Float in hexadecimal: 32 or 64; 0: decimal
+  uint8_t literal_bits = 0;  // 32 or 64 for a Float in hexadecimal; 0: it is decimal
   int reg = -1;
   int64_t value = 0;
   double real = 0;
@@ -71,18 +71,19 @@ struct KernelSyntax {
   std::vector<Type> registers;
   std::vector<Scope> scopes;
   std::vector<Statement> statements;
-  std::unordered_map<std::string, uint32_t> parameters;  // offsets in the parameter block
+  std::unordered_map<std::string, uint32_t> parameters;  // their offsets in the parameter block
 };
 
 struct ModuleSyntax {
   std::unique_ptr<Module> module;
   std::vector<KernelSyntax> kernels;
-  std::unordered_map<std::string, Variable> variables;  // of module scope
+  std::unordered_map<std::string, Variable> variables;  // those of module scope
 };
 
-// Throws LoadError naming the line. The result's string views point into `text`.
+// Parses PTX text. Throws LoadError naming the line. The result's string views point into `text`.
 ModuleSyntax parse(const std::string& text);
 
+// Throws LoadError with the line and a message.
 [[noreturn]] void fail(int line, const std::string& message);
 
 }  // namespace archflash::sim

@@ -1,4 +1,5 @@
-// The memories of a simulated GPU with a shadow: which bytes exist, may be written, hold a value.
+// The memories of a simulated GPU. A shadow has the state of each byte: whether it exists, may be
+// written, holds a value.
 #pragma once
 
 #include <cstdint>
@@ -9,28 +10,30 @@
 
 namespace archflash::sim {
 
-// What the shadow knows of one byte.
+// The state of one byte.
 enum ByteState : uint8_t {
   UNINITIALISED = 0,
   VALID = 1,
-  IN_FLIGHT = 2,  // an asynchronous copy that has not been waited for
-  GAP = 3,        // inside a buffer's extent, but no element of the tensor
+  IN_FLIGHT = 2,  // an asynchronous copy writes it and has not been waited for
+  GAP = 3,        // it lies inside a buffer, but between the tensor's elements
   MBARRIER = 4,   // part of an mbarrier object
 };
 
-// Generic addresses: each space has a window of its own; 0 is in none of them.
+// Each space has a window of generic addresses; 0 is in none of them.
 constexpr uint64_t SHARED_WINDOW = uint64_t{1} << 40;
 constexpr uint64_t LOCAL_WINDOW = uint64_t{2} << 40;
 constexpr uint64_t PARAM_WINDOW = uint64_t{3} << 40;
 constexpr uint64_t CONST_WINDOW = uint64_t{4} << 40;
 constexpr uint64_t WINDOW_BYTES = uint64_t{1} << 40;
-// Global buffers: one slot of 64 GB each, so that what lies before and behind a buffer is nobody's.
+// Each global buffer has a slot of 64 GB, so that the addresses before and behind it belong to
+// none.
 constexpr uint64_t GLOBAL_BASE = uint64_t{1} << 45;
 constexpr int GLOBAL_SLOT_LOG2 = 36;
 constexpr uint64_t GLOBAL_RED_ZONE = uint64_t{1} << 20;
 constexpr size_t GLOBAL_SLOTS = 512;
 
-// Shared memory begins here: a null pointer is outside, as on a card, whose first KB is reserved.
+// Shared memory begins here, so that a null pointer lies outside. A card reserves the first KB,
+// too.
 constexpr uint32_t SHARED_START = 1024;
 // In a cluster, shared addresses carry the rank of their CTA from this bit on.
 constexpr int CLUSTER_RANK_SHIFT = 24;
@@ -41,19 +44,23 @@ struct Buffer {
   uint64_t base = 0;  // its simulated address
   uint64_t bytes = 0;
   bool writable = false;
-  std::vector<uint8_t> state;  // ByteState of each byte; empty: all VALID
+  std::vector<uint8_t> state;  // the ByteState of each byte; empty: all are VALID
 };
 
-// The buffers that a launch may touch. Filled before launches; during one only bytes change.
+// The buffers that a launch may use. They are added before launches; during a launch only their
+// bytes change.
 class GlobalMemory {
  public:
-  // Registers `bytes` bytes at `host`; returns their simulated address, which is congruent to the
-  // host's modulo 16. `initialised`: they hold values. Throws LoadError when there are too many.
+  // Registers `bytes` bytes at `host` and returns their simulated address, which is congruent to
+  // the host's modulo 16. `initialised` says that they hold values. Throws LoadError if there are
+  // too many buffers.
   uint64_t add(std::string name, uint8_t* host, uint64_t bytes, bool writable, bool initialised);
-  // Likewise in a given slot: those from GLOBAL_SLOTS / 2 on belong to a module's own variables.
+  // Registers them in a given slot. The slots from GLOBAL_SLOTS / 2 on belong to a module's own
+  // variables.
   uint64_t add_at(size_t slot, std::string name, uint8_t* host, uint64_t bytes, bool writable,
                   bool initialised);
-  // Forbids all bytes of a buffer, and allows some again: `length` bytes from each of `starts` on.
+  // forbid makes all bytes of a buffer a GAP. allow takes `length` bytes from each of `starts` on
+  // out of it again.
   void forbid(uint64_t base);
   void allow(uint64_t base, const std::vector<uint64_t>& starts, uint64_t length, bool initialised);
   void remove(uint64_t base);

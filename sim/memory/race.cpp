@@ -8,7 +8,7 @@ namespace {
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFF, LANES_OF_WARP = 32;
 
-// A race that only ldmatrix or stmatrix makes does not hide another one.
+// A race that only ldmatrix or stmatrix makes is looked beyond: it must not hide another one.
 bool is_settled(const Race& race) { return race.found && !race.by_matrix; }
 void keep_worst(Race& race, const Race& other) {
   if (!race.found || (other.found && !other.by_matrix)) race = other;
@@ -22,7 +22,7 @@ void Knowledge::join(const Knowledge& other) {
     *this = other;
     return;
   }
-  if (general.size() < other.general.size()) {  // it dates from before a unit was added
+  if (general.size() < other.general.size()) {  // this was made before a unit was added
     general.resize(other.general.size());
     async.resize(other.async.size());
   }
@@ -47,7 +47,7 @@ void Knowledge::join(const Knowledge& other) {
 
 namespace {
 
-constexpr int UNIT_LOG2 = 4;  // what wgmma reads at least
+constexpr int UNIT_LOG2 = 4;  // wgmma reads at least 16 bytes
 
 }  // namespace
 
@@ -84,7 +84,7 @@ bool RaceDetector::known_of(const Knowledge& knowledge, int warp, Clock clock, u
   if (clock > knowledge.general[w]) return false;
   const Knowledge::Part& part = knowledge.parts[w];
   if (clock <= part.whole) return true;
-  // Which lanes there were is not remembered.
+  // It is not remembered which lanes there were.
   if (lane >= LANES_OF_WARP) return std::popcount(part.lanes) > 1;
   return (part.lanes >> lane & 1) != 0;
 }
@@ -96,8 +96,8 @@ bool RaceDetector::before_in_warp(int warp, Clock clock, uint32_t lane) const {
   return clock <= returned.clock && lane < LANES_OF_WARP && (returned.lanes >> lane & 1) != 0;
 }
 
-// Agents are warps here. What another lane of the same warp did counts only from before the warp's
-// last synchronisation.
+// The accessor is a warp. A write of another lane of the same warp is in order only if it was
+// before the warp's last synchronisation.
 bool RaceDetector::ordered_after_write(const Accessor& who, const Write& write) const {
   const auto warp = static_cast<size_t>(who.agent);
   const Clock known = known_[warp].general[write.agent];
@@ -112,7 +112,7 @@ bool RaceDetector::ordered_after_write(const Accessor& who, const Write& write) 
   return write.clock <= known;
 }
 
-// As ordered_after_write; false, too, where that depends on the lane.
+// Like ordered_after_write, but also false where the answer depends on the lane.
 bool RaceDetector::ordered_for_every_lane(const Accessor& who, const Write& write) {
   Write& passed = passed_[static_cast<size_t>(who.agent)];
   if (write == passed) return true;
@@ -172,8 +172,8 @@ Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, b
   return race;
 }
 
-// Units and wgmma read what others wrote through the async proxy; what units wrote they wrote
-// there.
+// Checks a read in the async proxy. Writes of warps must be visible there; units write there
+// anyway.
 Race RaceDetector::check_async(const Accessor& who, const Write& last) {
   Write& passed = passed_async_[static_cast<size_t>(who.agent)];
   if (last == passed) return {};
@@ -234,7 +234,7 @@ Race RaceDetector::matrix_store(const Accessor& who, uint32_t offset, uint32_t b
   return write({who.agent, who.lane | FOR_OTHERS, who.pc}, offset, bytes);
 }
 
-// Of a warp's reads since its last step the mark keeps the lane, or that there were several.
+// The mark keeps the lane of a warp's reads since its last step, or that there were several lanes.
 void RaceDetector::mark(uint32_t& reader, Clock now, uint32_t lane) {
   const uint32_t mark = now << LANE_BITS | lane;
   const uint32_t earlier = reader;
@@ -368,7 +368,7 @@ Race RaceDetector::async_read(const Accessor& who, int unit, Clock clock, uint32
         return k.general[static_cast<size_t>(read.unit)] >= read.clock;
       });
     });
-    next_prune_ = std::max(MIN_UNIT_READS, 2 * unit_reads_.size());  // some stay for long
+    next_prune_ = std::max(MIN_UNIT_READS, 2 * unit_reads_.size());
   }
   if (!unit_reads_.empty()) {  // rows of one box that follow one another are one read
     UnitRead& before = unit_reads_.back();
@@ -396,7 +396,7 @@ bool RaceDetector::matrix_read_in_order(const Accessor& who, Clock clock, uint32
                                         uint32_t bytes) {
   const uint32_t first = offset >> shift_, last = (offset + bytes - 1) >> shift_;
   if (!(writes_[first] == passed_async_[static_cast<size_t>(who.agent)])) return false;
-  // Each is as the one before it.
+  // All granules must have the same write: each equals the one before it.
   if (std::memcmp(&writes_[first], &writes_[first] + 1, (last - first) * sizeof(Write)) != 0) {
     return false;
   }
@@ -546,7 +546,7 @@ void RaceDetector::acquire(int warp, const Knowledge& from) {
   const auto copies = static_cast<size_t>(copy_agent(warp));
   if (from.empty()) return;
   copies_synced_[w] = std::max(copies_synced_[w], from.general[copies]);
-  // What comes back of the warp's own: its lanes are in order up to there.
+  // Where the warp's own releases come back to it, its lanes are in order up to those.
   if (from.parts.size() <= w) return;
   const Knowledge::Part& part = from.parts[w];
   lanes_synced_[w] = std::max(lanes_synced_[w], part.whole + 1);
@@ -595,7 +595,7 @@ void RaceDetector::strong_write(int warp, uint64_t address, bool releases) {
 void RaceDetector::proxy_fence(int warp) {
   const auto w = static_cast<size_t>(warp);
   known_[w].async = known_[w].general;
-  ++known_[w].general[w];  // what the warp writes from now on it does not cover
+  ++known_[w].general[w];  // the fence does not cover later writes
 }
 
 }  // namespace archflash::sim

@@ -1,20 +1,20 @@
-// The race detector of a CTA: vector clocks of its warps and of its asynchronous units.
+// The race detector of a cluster: vector clocks of its warps and of its asynchronous units.
 //
-// An agent is a warp or an asynchronous unit. Agent a's clock counts its synchronising steps; a
-// vector V holds, for each agent, the last of its steps that is known to have happened before. Each
-// granule of shared memory remembers its last writer and every warp's last read. An access races
-// with an earlier one that is not before it in V. Lanes of a warp are told apart as well: between
-// two of them only a warp-wide synchronisation orders, and what some lanes release at an mbarrier
-// does not cover what others have done since the last one.
+// An agent is a warp or an asynchronous unit. The clock of an agent counts its synchronising steps.
+// An agent's vector V holds, for each agent, the last step that is known to have happened before.
+// Each granule of shared memory remembers its last writer and the last read of every warp. An
+// access races with an earlier one that is not before it in V. Lanes of a warp are told apart, too:
+// only a warp-wide synchronisation orders two of them, and a release at an mbarrier by some lanes
+// does not cover what the other lanes have done since the last such synchronisation.
 //
 // ldmatrix and stmatrix are weak accesses in the ISA's memory model: .sync lets the lanes wait for
-// each other but orders no memory, as bar.warp.sync does. They read and write for several lanes, so
-// that no lane's plain access is in order with them by itself. The same goes for shfl, vote, match,
-// redux, elect and mma.sync, which touch no memory: they order nothing.
+// each other, but does not order memory as bar.warp.sync does. They read and write for several
+// lanes, so that no lane's plain access is in order with them by itself. shfl, vote, match, redux,
+// elect and mma.sync access no memory and order nothing.
 //
-// Two knowledge sets: `general` (happens before, in the generic proxy) and `async` (made visible to
-// the asynchronous proxy by a proxy fence). Both travel along release and acquire. Accesses of
-// units in the async proxy are checked against the second.
+// There are two sets of knowledge: `general` (happened before, in the generic proxy) and `async`
+// (made visible to the async proxy by a proxy fence). Both travel along release and acquire.
+// Accesses of units in the async proxy are checked against the second.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@ namespace archflash::sim {
 
 using Clock = uint32_t;
 
-// What an agent knows of every agent.
+// What an agent knows about every agent.
 struct Knowledge {
-  // What is known of a warp: up to `whole` what all its lanes did, from there up to its clock what
-  // `lanes` did, who released it without the others.
+  // What is known about a warp: what all its lanes did up to `whole` and, from there up to the
+  // clock in `general`, what `lanes` did, because those lanes released it without the others.
   struct Part {
     Clock whole = 0;
     uint32_t lanes = 0;
@@ -43,7 +43,7 @@ struct Knowledge {
   bool empty() const { return general.empty(); }
 };
 
-// Who makes an access, for the granules and for reports.
+// Who makes an access.
 struct Accessor {
   int agent = 0;
   int lane = 0;
@@ -53,8 +53,8 @@ struct Accessor {
 struct Race {
   bool found = false;
   bool other_wrote = false;  // the earlier access was a write
-  bool proxy = false;      // ordered, but the earlier write was not made visible to the async proxy
-  bool same_warp = false;  // between two lanes of one warp
+  bool proxy = false;        // in order, but the earlier write is not visible to the async proxy
+  bool same_warp = false;    // the two are lanes of one warp
   // The accesses would be in order if ldmatrix and stmatrix acted for the addressing lane only.
   bool by_matrix = false;
   int other_agent = 0;
@@ -62,41 +62,41 @@ struct Race {
   int64_t other_pc = -1;  // -1: unknown (an earlier read)
 };
 
-// How an asynchronous write is ordered: after what is visible to the async proxy, as a thread's own
-// write, or as an atomic one.
+// How an asynchronous write is ordered: it comes after what is visible to the async proxy, or it is
+// ordered like a thread's own write, or like an atomic one.
 enum class AsyncWrite : uint8_t { Proxy, Generic, Update };
 
 class RaceDetector {
  public:
-  static constexpr Clock UNFINISHED = UINT32_MAX;  // of what a unit has under way
+  static constexpr Clock UNFINISHED = UINT32_MAX;  // the clock of work that is under way
 
-  // Agents 0 .. warps-1 are warps, warps .. 2*warps-1 their cp.async units, the next `warps` their
-  // parts of wgmma or what they put into the tensor pipe of tcgen05; units that are added follow.
-  // `matrix_reads`: whether what these read is watched.
+  // Agents 0 .. warps-1 are warps. Agents warps .. 2*warps-1 are their cp.async units. The next
+  // `warps` are their matrix agents: a warp's part of wgmma, or what it puts into the tensor pipe.
+  // Units that are added follow. `matrix_reads` says whether reads of matrix agents are watched.
   RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, int global_granule_log2,
                bool matrix_reads);
 
   int copy_agent(int warp) const { return warps_ + warp; }
   int matrix_agent(int warp) const { return 2 * warps_ + warp; }
-  // A unit that works in the async proxy, with a clock that counts what it has finished.
+  // Adds a unit that works in the async proxy. Its clock counts what it has finished.
   int add_unit();
   bool is_warp(int agent) const { return agent < warps_; }
   bool is_copy(int agent) const { return agent >= warps_ && agent < 2 * warps_; }
   bool is_matrix(int agent) const { return agent >= 2 * warps_ && agent < 3 * warps_; }
-  // The warp that an agent is or belongs to; -1: to none.
+  // The warp that an agent is or belongs to; -1: it belongs to none.
   int warp_of(int agent) const { return agent < 3 * warps_ ? agent % warps_ : -1; }
 
-  // A warp's plain access to shared memory at `offset` from its start. On a conflict returns what
-  // it conflicts with.
+  // A warp's plain access to shared memory at an offset. Returns the access with which it races, if
+  // any.
   Race read(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race write(const Accessor& who, uint32_t offset, uint32_t bytes);
-  // By ldmatrix and stmatrix: for several lanes, at an address that `who.lane` gives.
+  // An access by ldmatrix or stmatrix: for several lanes, at an address that `who.lane` gives.
   Race matrix_load(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race matrix_store(const Accessor& who, uint32_t offset, uint32_t bytes);
   // Accesses that conflict with plain ones only.
   Race strong_load(const Accessor& who, uint32_t offset, uint32_t bytes);
   Race atomic(const Accessor& who, uint32_t offset, uint32_t bytes);
-  // An asynchronous copy, at its issue: it may land at any time from now on. `sequence` counts the
+  // An asynchronous copy is issued, and may land at any time from now on. `sequence` counts the
   // warp's copies from 1.
   Race copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_t offset, uint32_t bytes);
   // Accesses in the async proxy that warp `who.agent` starts now and `unit` carries out. A write is
@@ -105,19 +105,20 @@ class RaceDetector {
                    AsyncWrite kind = AsyncWrite::Proxy);
   void landed(int unit, Clock clock, uint32_t offset, uint32_t bytes);
   Race async_read(const Accessor& who, int unit, Clock clock, uint32_t offset, uint32_t bytes);
-  // Likewise of the warp's matrix agent: whole units of 16 bytes.
+  // A read by the warp's matrix agent, of whole units of 16 bytes.
   Race matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
-  // Likewise if it is known at a glance to be in order; else false, and nothing is noted.
+  // The fast path of matrix_read: notes the read and returns true only if a glance shows that it is
+  // in order.
   bool matrix_read_in_order(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
-  // A write of global memory that `who` starts and `unit` carries out.
+  // A write to global memory that `who` starts and `unit` carries out.
   Race global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
                           uint32_t bytes);
-  // Reads that were started with the clock UNFINISHED are done by `clock`.
+  // Reads that were started with the clock UNFINISHED are done at `clock`.
   void reads_landed(int unit, Clock clock, uint32_t offset, uint32_t bytes);
-  // A unit's clock: what it did up to there becomes known to whoever acquires `into`, or to a warp.
+  // What a unit did up to `clock` becomes known to whoever acquires `into`, or to a warp.
   void unit_release(int unit, Clock clock, Knowledge& into);
   void unit_done(int unit, Clock clock, int warp);
-  // What a warp knows: of what it acquires, but nothing that it did itself.
+  // What a warp knows about others, without what it did itself.
   Knowledge known_of_others(int warp) const;
   Clock known_clock(int warp, int agent) const {
     return known_[static_cast<size_t>(warp)].general[static_cast<size_t>(agent)];
@@ -132,7 +133,7 @@ class RaceDetector {
   // Whether some warp knows what the unit did up to `clock`.
   bool known(int unit, Clock clock) const;
 
-  // Global memory, only between warps of this CTA.
+  // Accesses of global memory. Only warps of this cluster are compared.
   Race global_write(const Accessor& who, uint64_t address, uint32_t bytes);
   Race global_read(const Accessor& who, uint64_t address, uint32_t bytes);
   Race global_strong_read(const Accessor& who, uint64_t address, uint32_t bytes);
@@ -145,19 +146,20 @@ class RaceDetector {
 
   // Release and acquire: what a warp knows flows into and out of a synchronisation object.
   void release(int warp, Knowledge& into);
-  // By `lanes` of a warp of which `live` have not exited.
+  // A release by `lanes` of a warp, of which `live` have not exited.
   void release_lanes(int warp, uint32_t lanes, uint32_t live, Knowledge& into);
   void acquire(int warp, const Knowledge& from);
-  // Relaxed ones: what was before the warp's last fence flows out; what flows in counts from its
-  // next fence on.
+  // A relaxed release hands on what was before the warp's last fence. What a relaxed acquire brings
+  // counts from the warp's next fence on.
   void release_fenced(int warp, Knowledge& into);
   void acquire_relaxed(int warp, const Knowledge& from);
-  // A fence: what was acquired by relaxed reads counts now, later relaxed writes release this.
+  // A fence: what relaxed reads have acquired counts from now on, and later relaxed writes release
+  // what the warp knows now.
   void fence(int warp);
   // A strong (volatile, relaxed or stronger) access to a synchronising variable.
   void strong_read(int warp, uint64_t address, bool acquires);
   void strong_write(int warp, uint64_t address, bool releases);
-  // fence.proxy.async: what the warp knows becomes visible to the async proxy.
+  // fence.proxy.async: everything that the warp knows becomes visible to the async proxy.
   void proxy_fence(int warp);
 
  private:
@@ -170,17 +172,18 @@ class RaceDetector {
     bool operator==(const Write& other) const { return std::memcmp(this, &other, 12) == 0; }
   };
   static_assert(sizeof(Write) == 12);  // no padding
-  // Reads: clock << 7 | STRONG | lane (MANY_LANES: several; BY_MATRIX: ldmatrix and nothing else).
+  // A read is clock << 7 | STRONG | lane. MANY_LANES stands for several lanes, BY_MATRIX for
+  // ldmatrix and nothing else.
   static constexpr uint32_t LANE_BITS = 7;
-  static constexpr uint32_t STRONG = 64;  // all of them: no conflict with strong writes
+  static constexpr uint32_t STRONG = 64;  // all reads were strong: no race with strong writes
   static constexpr uint32_t MANY_LANES = 63;
   static constexpr uint32_t BY_MATRIX = 62;
-  // In the lane of an accessor or of a write: ldmatrix or stmatrix, at an address of that lane.
+  // A flag in the lane of an accessor or of a write: ldmatrix or stmatrix, at that lane's address.
   static constexpr int FOR_OTHERS = 32;
 
-  // Whether what `lane` of another warp did at a clock is known; several lanes: MANY_LANES.
+  // Whether it is known what `lane` of another warp did at a clock.
   static bool known_of(const Knowledge& knowledge, int warp, Clock clock, uint32_t lane);
-  // Whether what another lane of the warp did is before what its lane does now.
+  // Whether what a lane did at a clock comes before what another lane of the same warp does now.
   bool before_in_warp(int warp, Clock clock, uint32_t lane) const;
   bool ordered_after_write(const Accessor& who, const Write& write) const;
   bool ordered_for_every_lane(const Accessor& who, const Write& write);
@@ -189,7 +192,7 @@ class RaceDetector {
   Race mark_read(const Accessor& who, uint32_t offset, uint32_t bytes, uint32_t lane);
   void note_matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
   static void mark(uint32_t& reader, Clock now, uint32_t lane);
-  // `strong`: the access is, too, and conflicts with plain reads only.
+  // A strong access races with plain reads only.
   Race check_readers(const Accessor& who, const uint32_t* readers, bool strong = false) const;
   Race global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes, uint32_t lane);
   Race check_async(const Accessor& who, const Write& last);
@@ -200,23 +203,23 @@ class RaceDetector {
   int shift_, global_shift_;
   std::vector<Knowledge> known_;
   std::vector<Clock> lanes_synced_;  // the warp's clock at its last synchronisation
-  // What lanes of the warp have released and the warp has acquired: up to which clock, and who.
+  // What lanes of the warp have released and the warp itself has acquired.
   struct Returned {
     Clock clock = 0;
     uint32_t lanes = 0;
   };
   std::vector<Returned> returned_;
-  // What all lanes of a warp know of its own copies: what was waited for before the last warp-wide
-  // synchronisation.
+  // The copies of a warp that all its lanes know to be over: those that were waited for before the
+  // last warp-wide synchronisation.
   std::vector<Clock> copies_synced_;
-  std::vector<Knowledge> fenced_;   // at the warp's last fence
-  std::vector<Knowledge> pending_;  // acquired by relaxed reads, counts from the next fence on
+  std::vector<Knowledge> fenced_;   // what each warp knew at its last fence
+  std::vector<Knowledge> pending_;  // from relaxed reads; it counts from the next fence on
   std::vector<Write> writes_;
   std::vector<uint32_t> reads_;      // [granule][warp]
-  std::vector<Clock> matrix_reads_;  // [16 bytes][warp], of its part of wgmma; empty: unwatched
-  // Of each warp the last write that was found in order, whatever the lane; and the last one that
-  // was for the async proxy. What a warp knows only grows, so they stay in order, and the next
-  // granule often has the same.
+  std::vector<Clock> matrix_reads_;  // [16 bytes][warp], of matrix agents; empty: not watched
+  // For each warp, the last write that was found in order for every lane, and the last one that was
+  // found in order for the async proxy. A warp's knowledge only grows, so that these stay in order,
+  // and the next granule often has the same writer.
   std::vector<Write> passed_, passed_async_;
   // Reads of units that are under way, or that not every warp knows to be over.
   struct UnitRead {
@@ -228,7 +231,7 @@ class RaceDetector {
   };
   static constexpr size_t MIN_UNIT_READS = 256;
   std::vector<UnitRead> unit_reads_;
-  size_t next_prune_ = MIN_UNIT_READS;  // so many are looked through for those that are over
+  size_t next_prune_ = MIN_UNIT_READS;  // with so many, those that are over are removed
   std::unordered_map<uint64_t, Knowledge> variables_;
   struct GlobalCell {
     Write write;

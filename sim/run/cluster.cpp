@@ -13,8 +13,7 @@ constexpr uint64_t EAGER_BUDGET = 256;
 constexpr uint64_t RANDOM_BUDGET = 400;
 constexpr uint64_t PRIORITY_BUDGET = 2000;
 constexpr uint64_t SEED_STEP = 0xD1342543DE82EF95u;
-// How often lanes that wait in a loop go round while nothing at all happens, before it counts as a
-// deadlock.
+// After so many rounds in which lanes wait in a loop and nothing else happens, it is a deadlock.
 constexpr uint64_t MAX_FRUITLESS = 10000;
 
 }  // namespace
@@ -48,7 +47,7 @@ Cluster::Cluster(const LaunchContext& launch, int64_t index, Counts& counts)
 
 Cluster::~Cluster() = default;
 
-// The warp that runs next, and for how long; nullptr when none can.
+// The warp that runs next, and for how many instructions; nullptr if none can run.
 Warp* Cluster::pick(uint64_t& budget) {
   const size_t count = warps_.size();
   const Mode mode = launch_.options.mode;
@@ -128,7 +127,7 @@ void Cluster::run() {
   }
 }
 
-// One instruction at a time, so that every event has its exact time.
+// Runs a warp instruction by instruction, so that every event has its exact time.
 void Cluster::run_traced(Warp& warp, uint64_t budget) {
   TraceEvent event;
   event.track = warp.index();

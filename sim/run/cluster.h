@@ -1,5 +1,5 @@
-// The CTAs of a cluster in execution: one scheduler over all their warps, the work that units other
-// than warps have under way, and the barrier of the cluster. Without clusters: one CTA.
+// The CTAs of a cluster in execution. One scheduler picks among all their warps and the work that
+// units have under way beside the warps. Without clusters there is one CTA.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 
 namespace archflash::sim {
 
-// What a warp started and a unit of its own carries out, step by step, at times of the scheduler's
-// choice.
+// Work that a warp has started and that goes on beside it, step by step, at times that the
+// scheduler chooses.
 class AsyncOperation {
  public:
-  // `warp`'s lane `lane` starts it with the instruction that the warp is at.
+  // Lane `lane` of `warp` starts it with its current instruction.
   AsyncOperation(Warp& warp, int lane) : warp_(warp), lane_(lane), pc_(warp.pc()) {}
   virtual ~AsyncOperation() = default;
 
-  // Takes the next step. True: it was the last one.
+  // Takes the next step; returns whether it was the last one.
   virtual bool step() = 0;
 
   Warp& warp() { return warp_; }
@@ -53,12 +53,12 @@ class Cluster {
   void finish(AsyncOperation& operation);
   void advance(AsyncOperation& operation);  // by one step
   bool has_pending() const { return !pending_.empty(); }
-  // Something happened that a waiting lane may have waited for.
+  // Says that something happened which a waiting lane may have waited for.
   void progress() { fruitless_ = 0; }
 
   // ---- The barrier of the cluster: arrival and waiting are two instructions ----
   void arrive(Warp& warp, uint32_t mask, bool releases);
-  // True: the phase in which these lanes arrived is complete.
+  // Returns whether the phase in which these lanes arrived is complete.
   bool wait(Warp& warp, uint32_t mask);
   void lanes_exited();
 
@@ -82,9 +82,10 @@ class Cluster {
   uint64_t time_ = 0;
   std::vector<std::shared_ptr<AsyncOperation>> pending_;
   AsyncOperation* stepping_ = nullptr;
-  uint64_t fruitless_ = 0;  // how often resting lanes were all there is since something happened
+  // How often only resting lanes could run since something happened.
+  uint64_t fruitless_ = 0;
 
-  // Of each warp: lanes that have arrived in this phase, and those that have yet to wait for it.
+  // The lanes of a warp that have arrived in this phase, and those that have yet to wait for it.
   struct Arrivals {
     uint32_t arrived = 0, unwaited = 0;
   };

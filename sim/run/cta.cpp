@@ -23,33 +23,6 @@ std::string hex(uint64_t value) {
 
 }  // namespace
 
-void Findings::add(Finding finding) {
-  for (Finding& known : list_) {
-    if (known.kind == finding.kind && known.pc == finding.pc &&
-        known.other_pc == finding.other_pc && known.severity == finding.severity) {
-      known.count += finding.count;
-      return;
-    }
-  }
-  size_t& kept = kept_[static_cast<size_t>(finding.severity)];
-  if (kept >= LIMIT) {
-    dropped_ += finding.count;
-    return;
-  }
-  ++kept;
-  list_.push_back(std::move(finding));
-}
-
-void Findings::merge(const Findings& other) {
-  for (const Finding& finding : other.list_) add(finding);
-  dropped_ += other.dropped_;
-}
-
-bool Findings::has_errors() const {
-  return std::any_of(list_.begin(), list_.end(),
-                     [](const Finding& f) { return f.severity == Severity::Error; });
-}
-
 Counts& Counts::operator+=(const Counts& other) {
   for (size_t i = 0; i < executed.size(); ++i) executed[i] += other.executed[i];
   for (size_t i = 0; i < memory.size(); ++i) memory[i] += other.memory[i];
@@ -105,7 +78,7 @@ Cta::Cta(Cluster& cluster, int rank, Dim3 position, Counts& counts)
 
 Cta::~Cta() = default;
 
-// Addresses of shared variables lie in the window of the CTA's own rank.
+// Moves addresses of shared variables into the window of the CTA's own rank.
 void Cta::relocate_constants() {
   own_constants_ = launch_.kernel->constants;
   const uint64_t addend = uint64_t{shared_base_} - SHARED_START;
@@ -159,8 +132,8 @@ void Cta::trace_endless_waits() {
   }
 }
 
-// What ptxas may give a thread of a kernel with this launch bound, and gives one that uses
-// setmaxnreg.
+// The most registers that ptxas may give a thread under this launch bound; it gives as many to a
+// kernel that uses setmaxnreg.
 int Cta::registers_at_launch() const {
   constexpr int64_t REGISTERS = 65536, UNIT = 8, MOST = 256;
   const Kernel& kernel = *launch_.kernel;
@@ -336,7 +309,7 @@ void Cta::arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind
                 lane};
   }
   arrived_lanes |= mask;
-  // A barrier with a count takes a warp as 32 threads, whatever lanes it has left.
+  // A barrier with a count takes a warp for 32 threads, however many lanes it has left.
   barrier.arrived += threads > 0 && aligned ? LANES : std::popcount(mask);
   const uint32_t votes = predicate & mask;
   barrier.popc += static_cast<uint32_t>(std::popcount(votes));
@@ -386,7 +359,7 @@ void Cta::complete_if_full(int id, int cause) {
       event.kind = TraceEvent::Kind::Wait;
       event.track = waiting.warp;
       event.begin = waiting.since;
-      event.end = time() + 1;  // the instruction that ends it is under way
+      event.end = time() + 1;  // the instruction that ends the wait is under way
       event.pc = waiting.pc;
       event.cause = cause;
       event.label = "barrier " + std::to_string(id);

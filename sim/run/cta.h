@@ -1,4 +1,4 @@
-// A CTA in execution: its warps, shared memory, barriers, and what was counted and found.
+// A CTA in execution: its warps, shared memory and barriers, and what was counted and found.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ namespace archflash::sim {
 enum class Mode : uint8_t {
   Lazy,      // asynchronous work lands when it is waited for; warps run until they block
   Eager,     // asynchronous work lands at once
-  Random,    // random warp, random stretch, random landing
+  Random,    // a random warp runs for a random stretch; asynchronous work lands at random times
   Priority,  // random priorities that change at random points
 };
 
@@ -50,16 +50,17 @@ struct LaunchContext {
   GlobalMemory* memory = nullptr;
   std::vector<uint64_t> global_addresses;  // of the module's .global variables
   Options options;
-  const std::atomic<bool>* given_up = nullptr;  // set: every CTA stops soon
+  const std::atomic<bool>* given_up = nullptr;  // when it becomes true, every CTA stops soon
 
-  // Called now and then by what runs for long.
+  // Throws Interrupted if the run is given up. Code that runs for long calls it now and then.
   void check_given_up() const {
     if (given_up->load(std::memory_order_relaxed)) [[unlikely]]
       throw Interrupted{};
   }
 };
 
-// Shared memory of one CTA, and what of the race detector's each CTA of a cluster takes.
+// The size of one CTA's shared memory, and the distance of the CTAs of a cluster in the race
+// detector.
 uint64_t shared_bytes_of(const LaunchContext& launch);
 uint64_t race_stride(const LaunchContext& launch);
 
@@ -68,7 +69,7 @@ struct MemoryCounts {
   uint64_t transactions = 0;  // 32-byte sectors of global memory
   uint64_t wavefronts = 0;    // of shared memory
   uint64_t local = 0;         // 32-byte sectors of local memory
-  uint64_t ideal = 0;         // wavefronts that the same bytes take without bank conflicts
+  uint64_t ideal = 0;         // wavefronts that the bytes would take without bank conflicts
 
   MemoryCounts& operator+=(const MemoryCounts& other) {
     transactions += other.transactions;
@@ -89,7 +90,7 @@ struct Counts {
   Counts& operator+=(const Counts& other);
 };
 
-// A write to global memory, kept to find CTAs that write the same bytes.
+// A write to global memory. Writes are kept to find CTAs that write the same bytes.
 struct GlobalWrite {
   uint64_t address;
   uint32_t bytes;
@@ -102,12 +103,12 @@ class Cluster;
 class MbarrierUnit;
 class TensorUnit;
 
-// The box that TMA wrote to 128 bytes of shared memory.
+// The box that TMA wrote to a line of 128 bytes of shared memory.
 struct TileLine {
-  uint32_t start = 0;  // offset of the box in shared memory
-  uint32_t pitch = 0;  // 0: no box
+  uint32_t start = 0;  // the offset of the box in shared memory
+  uint32_t pitch = 0;  // the distance of its rows; 0: there is no box
   uint32_t rows = 0;
-  uint32_t span = 0;  // of its swizzle; 0: none
+  uint32_t span = 0;  // the span of its swizzle; 0: no swizzle
 };
 
 class Cta {
@@ -133,7 +134,7 @@ class Cta {
   Random& random();
 
   // ---- Shared and local memory ----
-  // Addresses of shared memory: the CTA's rank above bit 24, as in a cluster's window.
+  // Addresses of shared memory have the CTA's rank from bit 24 on, as in a cluster's window.
   uint32_t shared_base() const { return shared_base_; }
   const uint8_t* constants() const { return constants_; }
   uint8_t* shared() { return shared_.data(); }
@@ -148,32 +149,31 @@ class Cta {
                          kernel().local_bytes];
   }
   RaceDetector* races() { return races_; }
-  // Where this CTA's shared memory begins in the race detector's.
+  // The offset of this CTA's shared memory in the race detector.
   uint32_t race_base() const { return race_base_; }
   MbarrierUnit& mbarriers() { return *mbarriers_; }
   TensorUnit* tensor() { return tensor_.get(); }  // nullptr: the kernel has no tcgen05
 
-  // ---- What TMA wrote, for checks of what reads it by a layout of its own ----
+  // ---- The boxes that TMA wrote, to check readers that have a layout of their own ----
   bool has_tiles() const { return !tiles_.empty(); }
   const TileLine* tile_of(uint32_t offset) const;  // nullptr: something else wrote there last
   void set_tile(uint32_t offset, uint32_t bytes, const TileLine& tile);
 
   // ---- Barriers ----
   enum class BarrierKind : uint8_t { Sync, Arrive, RedPopc, RedAnd, RedOr };
-  // The lanes `mask` of a warp arrive. `threads`: how many the barrier waits for; 0: all of the
-  // CTA.
+  // Lanes of a warp arrive. The barrier waits for `threads` threads; 0 means all of the CTA.
   void arrive(Warp& warp, int id, int64_t threads, uint32_t mask, BarrierKind kind, bool aligned,
               uint32_t predicate, Ref destination);
   void lanes_exited(Warp& warp);
 
-  // ---- Registers (setmaxnreg): those that no warp holds are the pool ----
-  // False: an increase has to wait until others give registers back.
+  // ---- Registers (setmaxnreg). The pool has those that no warp holds ----
+  // Returns false if an increase has to wait until others give registers back.
   bool set_registers(Warp& warp, int count, bool increase);
 
   // ---- Reports ----
   void report(Severity severity, const Warp& warp, int lane, const char* kind, std::string message,
               uint64_t address = 0, int64_t other_pc = -1);
-  // Likewise of what an earlier instruction of the warp started.
+  // Reports something that an earlier instruction of the warp, at `pc`, has started.
   void report_at(uint32_t pc, Severity severity, const Warp& warp, int lane, const char* kind,
                  std::string message, uint64_t address = 0, int64_t other_pc = -1);
   void report_race(const Warp& warp, int lane, const Race& race, bool writes, bool benign,
@@ -184,12 +184,12 @@ class Cta {
   std::vector<GlobalWrite>& global_writes() { return global_writes_; }
 
   void check_exit();
-  std::string describe_waits();  // of a deadlock: what each warp waits for
+  std::string describe_waits();  // what each warp waits for, for the report of a deadlock
   void trace_endless_waits();
 
  private:
   struct Barrier {
-    int64_t threads = 0;  // expected; 0: all of the CTA
+    int64_t threads = 0;  // how many are expected; 0: all of the CTA
     int64_t arrived = 0;
     bool active = false;
     BarrierKind kind = BarrierKind::Sync;
@@ -213,7 +213,7 @@ class Cta {
   };
 
   int64_t live_threads() const;
-  // `cause`: the warp that arrived or ended.
+  // `cause` is the warp that arrived or ended.
   void complete_if_full(int id, int cause);
   void relocate_constants();
   int registers_at_launch() const;
@@ -230,14 +230,15 @@ class Cta {
   std::vector<uint8_t> shared_, shared_state_;
   std::vector<uint8_t> local_, local_state_;
   const uint8_t* constants_;
-  std::vector<uint8_t> own_constants_;  // where addresses of shared memory are the CTA's own
+  std::vector<uint8_t> own_constants_;  // the kernel's, with this CTA's addresses of shared memory
   RaceDetector* races_;
   std::unique_ptr<MbarrierUnit> mbarriers_;
   std::unique_ptr<TensorUnit> tensor_;
   std::vector<TileLine> tiles_;  // by 128 bytes; empty: no box yet
   std::array<Barrier, BARRIERS> barriers_;
   std::vector<std::unique_ptr<Warp>> warps_;
-  std::vector<int> registers_;  // a thread's, by warp; empty until a warp changes its own
+  // How many registers a thread of each warp has; empty until a warp changes its number.
+  std::vector<int> registers_;
   int free_registers_ = 0;
   Trace trace_;
   std::vector<GlobalWrite> global_writes_;

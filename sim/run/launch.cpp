@@ -16,9 +16,9 @@ namespace {
 
 constexpr int64_t MAX_BLOCK = 1024, MAX_BLOCK_Z = 64;
 constexpr int64_t MAX_GRID_X = INT32_MAX, MAX_GRID_YZ = 65535;
-constexpr int64_t MAX_CLUSTER = 8;  // what every GPU with clusters has
+constexpr int64_t MAX_CLUSTER = 8;  // every GPU with clusters allows so many CTAs
 constexpr size_t MAX_LOGGED_WRITES = size_t{1} << 23;
-constexpr std::chrono::milliseconds BETWEEN_QUESTIONS{50};  // whether to stop
+constexpr std::chrono::milliseconds BETWEEN_QUESTIONS{50};  // asking whether to stop
 
 std::string str(int64_t value) { return std::to_string(value); }
 
@@ -53,7 +53,7 @@ void check(const Kernel& kernel, const LaunchRequest& request) {
                     ": " + kernel.name + " states .reqntid " + str(required[0]) + ", " +
                     str(required[1]) + ", " + str(required[2]));
   }
-  // Where the dynamic part begins is the simulator's choice: only its size counts.
+  // The simulator chooses where the dynamic part begins, so that only its size counts.
   const uint64_t shared =
       request.dynamic_shared +
       (kernel.uses_dynamic_shared ? kernel.static_variable_bytes : kernel.static_shared_bytes);
@@ -76,8 +76,8 @@ int64_t cluster_of(const LaunchRequest& request, int64_t cta) {
   return x + grid.x / size.x * (y + grid.y / size.y * z);
 }
 
-// Writes of different CTAs to the same bytes. Within a cluster there is an order between CTAs,
-// which the race detector knows where it is on.
+// Finds writes of different CTAs to the same bytes. CTAs of a cluster may be in order, which the
+// race detector knows if it is on.
 void check_overlaps(const Module& module, const LaunchRequest& request, const Kernel& kernel,
                     GlobalMemory& memory,
                     const std::vector<std::pair<int64_t, std::vector<GlobalWrite>>>& logs,
@@ -222,14 +222,14 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
     --working;
     ended.notify_one();
   };
-  // The launching thread does none of the work, so that it is there to be asked to stop.
+  // The launching thread does none of the work, so that it can be asked to stop.
   std::vector<std::thread> workers;
   for (int64_t i = 0; i < threads; ++i) workers.emplace_back(work);
   {
     std::unique_lock lock(mutex);
     while (!ended.wait_for(lock, BETWEEN_QUESTIONS, [&] { return working == 0; })) {
       if (!request.wants_to_stop || given_up) continue;
-      lock.unlock();  // the answer may take its time
+      lock.unlock();  // the answer may take long
       given_up = request.wants_to_stop();
       lock.lock();
     }
@@ -249,7 +249,7 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
     if (report.overlaps_checked)
       check_overlaps(module, request, kernel, memory, logs, report.findings);
   } else {
-    report.counts = Counts(kernel.code.size());  // how far other CTAs came is chance
+    report.counts = Counts(kernel.code.size());  // chance decides how far the other CTAs came
   }
   return report;
 }

@@ -19,8 +19,8 @@ struct LaunchRequest {
   uint64_t shared_limit = 227 * 1024;  // of one CTA, static and dynamic together
   std::vector<uint8_t> parameters;
   Options options;
-  std::vector<int64_t> traced_ctas;  // these record what they do
-  // Asked several times a second by the thread that launches: whether to give up. May be empty.
+  std::vector<int64_t> traced_ctas;  // the CTAs that record what they do
+  // Whether to give up. The launching thread asks this several times a second. It may be empty.
   std::function<bool()> wants_to_stop;
 };
 
@@ -32,10 +32,10 @@ struct LaunchReport {
   std::map<int64_t, Trace> traces;  // by CTA
 };
 
-// Runs a kernel. Throws LoadError for a launch that a driver would refuse; what goes wrong inside
-// the kernel is in the report. Throws Interrupted when it is to stop. The same seed gives the same
-// report whatever the number of threads. `globals` hold the module's .global variables, one buffer
-// each.
+// Runs a kernel. Throws LoadError for a launch that a driver would refuse, and Interrupted if
+// `wants_to_stop` says so; the report says what is wrong inside the kernel. The same seed gives the
+// same report, whatever the number of threads. `globals` has one buffer for each of the module's
+// .global variables.
 LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMemory& memory,
                     std::vector<std::vector<uint8_t>>& globals);
 

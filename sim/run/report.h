@@ -1,5 +1,5 @@
-// What a run found: errors, which a card may or may not show but which are wrong, and lints, which
-// hardware tolerates.
+// What a run found. Errors are wrong whether or not a card shows it; lints are what hardware
+// tolerates.
 #pragma once
 
 #include <array>
@@ -15,17 +15,17 @@ struct Finding {
   Severity severity = Severity::Error;
   std::string kind;     // one word: "out-of-bounds", "race", "deadlock", ...
   std::string message;  // a sentence
-  int64_t cta = -1;     // index in the grid, x fastest; -1: not of one CTA
+  int64_t cta = -1;     // index in the grid, x fastest; -1: it belongs to no single CTA
   int warp = -1;
   int lane = -1;
   int64_t pc = -1;        // index of the instruction; -1: none
   int64_t other_pc = -1;  // the other side of a race
   uint64_t address = 0;
   bool fatal = false;  // the CTA stopped here
-  uint64_t count = 1;  // how often the same was found at the same instruction
+  uint64_t count = 1;  // how often it was found
 };
 
-// Thrown by a handler when its CTA cannot go on.
+// A handler throws this when its CTA cannot go on.
 struct Fault {
   std::string kind;
   std::string message;
@@ -33,11 +33,11 @@ struct Fault {
   uint64_t address = 0;
 };
 
-// Thrown where a run is given up because the user asks for it.
+// Thrown when the user asks to give a run up.
 struct Interrupted {};
 
-// Keeps one finding for each (kind, pc, other_pc), up to a limit for each severity, and counts the
-// rest: lints, of which some programs have many, do not hide errors.
+// Keeps one finding for each (kind, pc, other_pc), up to a limit, and counts the rest. The limit
+// holds for each severity by itself, so that many lints do not hide errors.
 class Findings {
  public:
   void add(Finding finding);

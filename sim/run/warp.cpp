@@ -12,10 +12,11 @@
 namespace archflash::sim {
 namespace {
 
-// Instructions that a fragment may run while others of its warp are runnable, before one of those
-// gets a turn: a loop that waits for them ends.
+// After so many instructions of one fragment, another runnable fragment of its warp gets a turn: a
+// loop that waits for the others must end.
 constexpr uint64_t FAIRNESS_LIMIT = 10000;
-// What registers hold before they are written: as a float a NaN, as an address nobody's.
+// Registers hold this before they are written: as a float it is a NaN, as an address it is in no
+// memory.
 constexpr int REGISTER_POISON = 0xFF;
 
 }  // namespace
@@ -29,7 +30,7 @@ Warp::Warp(Cta& cta, int index, int agent, uint32_t lanes)
   bases_[0] = reinterpret_cast<uint8_t*>(start);
   bases_[1] = const_cast<uint8_t*>(cta.constants());
   fragments_.push_back({lanes, 0});
-  set_specials(lanes);
+  set_specials();
   bulk_ = std::make_unique<BulkQueue>(*this);
   matrix_ = std::make_unique<MatrixQueue>(*this);
 }
@@ -45,7 +46,7 @@ void Warp::check_registers() {
   if (TensorUnit* tensor = cta_.tensor()) tensor->check_registers(*this, pc_);
 }
 
-void Warp::set_specials(uint32_t) {
+void Warp::set_specials() {
   const LaunchContext& launch = cta_.launch();
   const Dim3 cta = cta_.position();
   const Dim3 &block = launch.block, &grid = launch.grid, &cluster = launch.cluster;
@@ -226,7 +227,7 @@ Warp::Stop Warp::run(uint64_t budget) {
       chosen = furthest;
       since_merge_ = 0;
     }
-    // Where the next fragment waits: there the two may become one.
+    // The next place where another fragment waits: there the two may become one.
     uint32_t meeting = UINT32_MAX;
     for (size_t i = 0; i < fragments_.size(); ++i) {
       const Fragment& other = fragments_[i];
@@ -253,7 +254,7 @@ Warp::Stop Warp::run(uint64_t budget) {
         const uint32_t predicate = this->predicate(instruction.guard);
         active &= instruction.guard_negated ? ~predicate : predicate;
       }
-      // An aligned instruction of a warp in one piece needs no ceremony either.
+      // An aligned instruction is plain, too, where the whole warp is at it.
       const bool plain = instruction.converge == Converge::No ||
                          (instruction.converge == Converge::Aligned && active == live_) ||
                          (instruction.converge == Converge::Whole && active == ALL_LANES);
@@ -294,10 +295,10 @@ bool Warp::converged(const Fragment& fragment, const Instruction& instruction) {
   return true;
 }
 
-// Anything but a plain instruction. Sets `reshaped_` when the fragments are no longer what they
-// were; otherwise leaves the fragment at its next instruction.
+// Executes anything but a plain instruction. Sets `reshaped_` if the fragments have changed;
+// otherwise the fragment is at its next instruction afterwards.
 void Warp::execute_control(Fragment& fragment, const Instruction& instruction, uint32_t active) {
-  cta_.launch().check_given_up();  // a turn may be long, but not without branches
+  cta_.launch().check_given_up();  // a turn that takes long has branches
   if (instruction.converge != Converge::No) {
     if (!converged(fragment, instruction)) {
       fragment.state = Fragment::State::Parked;
@@ -391,7 +392,7 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
       if (fragment.mask == 0) {
         fragments_.erase(fragments_.begin() + static_cast<std::ptrdiff_t>(current_));
       }
-      for (Fragment& other : fragments_) {  // fewer lanes are waited for now
+      for (Fragment& other : fragments_) {  // parked fragments may wait for fewer lanes now
         if (other.state == Fragment::State::Parked) other.state = Fragment::State::Ready;
       }
       reshaped_ = true;
@@ -483,7 +484,7 @@ void Warp::land_copies(uint32_t mask, uint32_t sequence) {
 }
 
 void Warp::commit_copies(uint32_t mask) {
-  // Lanes of a copy that do not commit now become a copy of their own.
+  // The lanes of a copy that do not commit now become a copy of their own.
   const size_t count = copies_.size();
   for (size_t i = 0; i < count; ++i) {
     if (!(copies_[i].unwaited & mask)) continue;
@@ -520,7 +521,7 @@ void Warp::wait_copies(uint32_t mask, uint32_t groups, bool uncommitted) {
     ++ended;
     if (cta_.traced()) trace_copy(copy);
   }
-  if (cta_.traced() && ended > 0) {  // a point in time: what has not landed lands now
+  if (cta_.traced() && ended > 0) {  // takes no time: copies that have not landed land now
     TraceEvent event;
     event.kind = TraceEvent::Kind::Wait;
     event.track = index_;
@@ -556,7 +557,7 @@ void Warp::trace_copy(const PendingCopy& copy) {
   cta_.trace().add_async("warp " + std::to_string(index_) + " cp.async", std::move(event));
 }
 
-// At the exit of a warp: nothing may be under way any more.
+// Called when a warp exits: no copy may be under way any more.
 void Warp::finish_copies() {
   if (copies_.empty()) return;
   const PendingCopy& copy = copies_.front();

@@ -9,11 +9,12 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t UNIT = 16;          // what a swizzle moves as a whole, and a store is clipped at
-constexpr uint16_t NAN_FILL = 0x7FF7;  // of both 16-bit floating-point types, as on an H200
+constexpr uint32_t UNIT =
+    16;  // a swizzle moves so many bytes as a whole; stores are clipped at them
+constexpr uint16_t NAN_FILL = 0x7FF7;  // for both 16-bit floating-point types, as on an H200
 
-// Runs of bytes in shared memory, as offsets from the box's start, that a shape touches. A swizzle
-// only permutes what lies in a row's span: rows that fill it need not be told apart.
+// The runs of bytes in shared memory that a shape touches, as offsets from the box's start. A
+// swizzle only permutes bytes within a row's span, so that rows which fill the span form one run.
 template <class F>
 void for_each_run(const BulkShape& shape, uint32_t start_address, F f) {
   if (shape.pitch == shape.piece_bytes) {
@@ -70,7 +71,7 @@ void trace(AsyncOperation& by, uint64_t issued, uint64_t bytes, const char* labe
   cta.trace().add_async(BULK_TRACK, std::move(event));
 }
 
-// The destination of a copy: checked, in flight from now on.
+// Checks the destination of a copy and marks it as in flight.
 void open_destination(Warp& warp, int lane, const BulkShape& shape, const BulkTarget& target) {
   Cta& owner = *target.data.cta;
   check_extent(lane, shared_extent(shape), target.data);
@@ -111,7 +112,7 @@ void close_destination(AsyncOperation& by, const BulkShape& shape, const BulkTar
   });
 }
 
-// The source of a copy: checked, read by `unit` until its clock is `clock`.
+// Checks the source of a copy. `unit` reads it until its clock is `clock`.
 void open_source(Warp& warp, int lane, const BulkShape& shape, SharedPlace source, int unit,
                  Clock clock) {
   Cta& cta = *source.cta;
@@ -304,7 +305,7 @@ class BulkQueue::Store : public AsyncOperation {
   bool has_read() const { return has_read_; }
   Clock sequence() const { return sequence_; }
 
-  // First the source is read, then the destination written.
+  // The first step reads the source, the second writes the destination.
   bool step() override {
     if (!has_read_) {
       staged_.resize(shape_.pieces.size() * shape_.piece_bytes);
@@ -374,7 +375,7 @@ void start_bulk_store(Warp& warp, int lane, BulkShape shape, SharedPlace source,
         update ? races->global_atomic(who, piece.address, bytes)
                : races->global_async_write(who, queue.write_unit(), sequence, piece.address, bytes);
     if (race.found) {
-      // Lanes that all start one store write the same.
+      // Lanes that all start the same store write the same bytes.
       const bool benign = again && race.other_wrote && race.other_agent == queue.write_unit();
       cta.report_race(warp, lane, race, true, benign,
                       cta.launch().memory->describe(piece.address, bytes), piece.address);

@@ -1,5 +1,5 @@
-// Bulk copies: TMA boxes and plain runs of bytes between global and shared memory, which units of
-// their own carry out in the async proxy.
+// Bulk copies between global and shared memory: boxes that TMA moves, and plain runs of bytes. They
+// run beside the warps, in the async proxy.
 #pragma once
 
 #include <cstdint>
@@ -17,39 +17,40 @@ namespace archflash::sim {
 // What a bulk copy moves: rows of a box, or one run of bytes.
 struct BulkShape {
   struct Piece {
-    uint32_t place;       // from the box's start in shared memory, before swizzling
+    uint32_t place;       // offset from the box's start in shared memory, before swizzling
     uint32_t begin, end;  // the bytes of the piece that are within the tensor
-    uint64_t address;     // of byte `begin` in global memory
+    uint64_t address;     // byte `begin` lies here in global memory
     bool operator==(const Piece&) const = default;
   };
   std::vector<Piece> pieces;
-  uint32_t piece_bytes = 0;  // each
-  uint32_t pitch = 0;        // from one piece to the next
+  uint32_t piece_bytes = 0;  // the size of each piece
+  uint32_t pitch = 0;        // the distance from one piece to the next
   uint32_t swizzle = 0;      // swizzle_mask
   bool is_box = false;
   uint32_t element_bytes = 1;
   MapType type = MapType::U8;
   bool nan_fill = false;
-  uint64_t bytes = 0;  // that count for an mbarrier
+  uint64_t bytes = 0;  // what an mbarrier counts
 };
 
 BulkShape flat_shape(uint64_t address, uint32_t bytes);
-// A box at coordinates, the first of them in dimension 0. A store is clipped at 16 bytes.
+// The box at these coordinates, which begin with dimension 0. A store is clipped at multiples of 16
+// bytes.
 BulkShape box_shape(const TensorMap& map, const int32_t* coordinates, bool stores);
 
-// Where a load lands, and the mbarrier that it completes on.
+// The place where a load lands, and the mbarrier on which it completes.
 struct BulkTarget {
   SharedPlace data, barrier;
   int unit = -1;
 };
 
-// Global memory to shared memory of one or several CTAs.
+// Starts a copy from global memory to the shared memory of one or several CTAs.
 void start_bulk_load(Warp& warp, int lane, BulkShape shape, std::vector<BulkTarget> targets);
-// Shared memory to that of a CTA of the cluster.
+// Starts a copy from shared memory to that of a CTA of the cluster.
 void start_bulk_exchange(Warp& warp, int lane, SharedPlace source, uint32_t bytes,
                          BulkTarget target);
-// Shared memory to global memory, in the lane's current bulk group; with `update` element by
-// element into what is there.
+// Starts a copy from shared to global memory, in the lane's current bulk group. With `update` each
+// element is combined with what is there.
 void start_bulk_store(Warp& warp, int lane, BulkShape shape, SharedPlace source,
                       std::optional<AtomicUpdate> update);
 
@@ -63,8 +64,8 @@ class BulkQueue {
 
   void add(std::shared_ptr<Store> store);
   void commit(uint32_t mask);
-  // Waits until at most `groups` of the newest groups of these lanes are pending, or only until
-  // the others have read their sources.
+  // Waits until at most `groups` of the newest groups of these lanes are pending. With `read_only`
+  // it waits only until the others have read their sources.
   void wait(uint32_t mask, uint32_t groups, bool read_only);
   void check_exit(uint32_t mask);
 
@@ -77,7 +78,7 @@ class BulkQueue {
  private:
   struct Entry {
     std::shared_ptr<Store> store;
-    uint32_t age = 0;  // groups committed after its own; meaningful once committed
+    uint32_t age = 0;  // how many groups were committed after its own, once it is committed
     bool committed = false;
     bool read_known = false;  // a wait has covered its reads
   };

@@ -8,7 +8,7 @@
 namespace archflash::sim {
 namespace {
 
-// Lines are rows along M or N, or, MN-major, along K.
+// A line is a row along M or N, or along K in an MN-major tile.
 struct Extent {
   uint32_t first_line, lines, first_unit, units;
 };
@@ -20,7 +20,7 @@ Extent extent_of(const MatrixTile& tile) {
   return {0, depth, tile.first * bytes / TILE_UNIT, tile.count * bytes / TILE_UNIT};
 }
 
-// Whether the tile follows the boxes that TMA wrote there, as far as it did.
+// Reports a tile that does not follow the boxes which TMA wrote there.
 void check_boxes(Warp& warp, Cta& owner, const char* operand, const MatrixTile& tile) {
   if (!owner.has_tiles()) return;
   const MatrixDescriptor& descriptor = tile.descriptor;
@@ -98,8 +98,8 @@ bool follows_pattern(const MatrixDescriptor& descriptor) {
 
 namespace {
 
-// How many units lie together, in an order that the swizzle chooses, where their first one is
-// aligned to all of them.
+// How many units lie together, in an order that the swizzle chooses, if the first one is aligned to
+// all of them.
 uint32_t units_together(const MatrixTile& tile, const Extent& extent) {
   if (tile.descriptor.span == 0) return 1;
   const uint32_t units = tile.k_major ? extent.units : tile.descriptor.span / TILE_UNIT;
@@ -108,7 +108,7 @@ uint32_t units_together(const MatrixTile& tile, const Extent& extent) {
   return whole ? units : 1;
 }
 
-// Whether there is nothing to be said of units that lie together: they are then noted as read.
+// Returns true, and notes the read, if a glance shows that units which lie together are in order.
 bool opens_quietly(Warp& warp, Cta& owner, const MatrixTile& tile, uint32_t line, uint32_t unit,
                    uint32_t units, Clock clock) {
   const uint32_t bytes = units * TILE_UNIT;
@@ -129,7 +129,7 @@ void open_tile(Warp& warp, Cta& owner, const char* operand, const MatrixTile& ti
   const Extent extent = extent_of(tile);
   Cta& cta = warp.cta();
   if (!follows_pattern(descriptor)) {
-    // A card takes the address bits all the same.
+    // A card swizzles by the address bits all the same.
     cta.report(Severity::Lint, warp, -1, "alignment",
                std::string("the descriptor of ") + operand +
                    " starts inside its swizzle's pattern with a base offset of 0",

@@ -9,10 +9,10 @@ namespace {
 constexpr uint32_t OBJECT_BYTES = 8;
 constexpr uint32_t MAX_COUNT = (1u << 20) - 1;
 constexpr int64_t MAX_TRANSACTIONS = (int64_t{1} << 20) - 1;
-// What the bytes of an object hold: opaque to programs, so nothing that they could mistake for a
-// count.
+// The bytes of an object hold this value. It is opaque to programs, and nothing that they could
+// mistake for a count.
 constexpr int OBJECT_CONTENT = 0xB5;
-// A state, as arrivals return it: the phase, and the arrivals that were pending before.
+// A state, as arrivals return it, holds the phase and the arrivals that were pending before.
 constexpr int STATE_PHASE_SHIFT = 20;
 
 }  // namespace
@@ -38,7 +38,7 @@ std::string MbarrierUnit::describe(uint32_t address) const {
   return text;
 }
 
-// The object at an offset, in order.
+// Finds the object at an offset; a fault if there is none or it was overwritten.
 MbarrierUnit::Object& MbarrierUnit::find(const Warp&, int lane, uint32_t offset, const char* what) {
   const auto found = objects_.find(offset);
   if (found == objects_.end() || !found->second.live) {
@@ -55,7 +55,7 @@ MbarrierUnit::Object& MbarrierUnit::find(const Warp&, int lane, uint32_t offset,
   return found->second;
 }
 
-// Likewise for an operation of a warp, which must come after the object's initialisation.
+// find, for an operation of a warp: it must come after the object's initialisation.
 MbarrierUnit::Object& MbarrierUnit::find_for(Warp& warp, int lane, uint32_t offset,
                                              const char* what) {
   Object& object = find(warp, lane, offset, what);

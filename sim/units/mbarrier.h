@@ -1,4 +1,4 @@
-// The mbarrier objects of a CTA: phases, pending arrivals and bytes that are still expected.
+// The mbarrier objects of a CTA: their phases, pending arrivals and bytes that are still expected.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace archflash::sim {
 
-constexpr uint32_t MBARRIER_BYTES = 8;  // of an object in shared memory
+constexpr uint32_t MBARRIER_BYTES = 8;  // the size of an object in shared memory
 
 class MbarrierUnit {
  public:
@@ -17,7 +17,8 @@ class MbarrierUnit {
 
   bool any() const { return !objects_.empty(); }
 
-  // Offsets are into the CTA's shared memory. `warp`'s lane acts, and may be of another CTA.
+  // Offsets are those in the CTA's shared memory. The lane of `warp` that acts may be in another
+  // CTA.
   void init(Warp& warp, int lane, uint32_t offset, uint32_t count);
   void inval(Warp& warp, int lane, uint32_t offset);
   // A fence by `warp` after which its mbarrier.inits are visible in the whole cluster.
@@ -25,40 +26,40 @@ class MbarrierUnit {
 
   struct Arrival {
     uint32_t count = 1;
-    int64_t expect = 0;  // bytes that are added to the transactions first
-    bool drop = false;   // later phases expect as many arrivals less
+    int64_t expect = 0;  // bytes that are added to the expected ones first
+    bool drop = false;   // later phases expect so many arrivals less
     bool completes = true;
-    bool releases = true;  // else relaxed
+    bool releases = true;  // false: relaxed
   };
   // Returns the state of the phase in which the arrival counted.
   uint64_t arrive(Warp& warp, int lane, uint32_t offset, const Arrival& arrival);
   void expect(Warp& warp, int lane, uint32_t offset, int64_t bytes);
-  // By software, as mbarrier.complete_tx.
+  // mbarrier.complete_tx: software completes bytes.
   void complete(Warp& warp, int lane, uint32_t offset, int64_t bytes);
 
-  // Whether the phase of this parity, or that of this state, is complete; if so, what happened
-  // before it becomes known to the warp.
+  // Whether the phase of this parity, or of this state, is complete. If it is and `acquires` is
+  // set, the warp comes to know what happened before it.
   bool test_parity(Warp& warp, int lane, uint32_t offset, bool parity, bool acquires);
   bool test_state(Warp& warp, int lane, uint32_t offset, uint64_t state, bool acquires);
   static uint32_t pending_count(uint64_t state);
   static uint64_t phase_of(uint64_t state);
 
   // ---- For asynchronous operations ----
-  // An operation that `warp` starts will complete transactions here. Returns the agent of its
-  // writes; -1 without a race detector.
+  // Says that an operation which `warp` starts will complete bytes here. Returns the agent of its
+  // writes, or -1 without a race detector.
   int subscribe(Warp& warp, int lane, uint32_t offset);
-  // `bytes` have landed. Returns the clock of the agent from which on they are known.
   Clock serial(uint32_t offset) { return objects_[offset].serial; }
+  // Says that `bytes` have landed. Returns the clock of the agent from which on they are known.
   Clock landed(AsyncOperation& by, uint32_t offset, int64_t bytes);
-  // The phase counts one more pending arrival (cp.async.mbarrier.arrive without .noinc).
+  // Adds a pending arrival to the phase (cp.async.mbarrier.arrive without .noinc).
   void increment(Warp& warp, int lane, uint32_t offset);
-  // An arrival by what an operation has carried out: `agent` up to `clock`.
+  // An operation arrives. The arrival releases what `agent` has done up to `clock`.
   void arrive_for(AsyncOperation& by, uint32_t offset, int agent, Clock clock);
 
-  // An operation that `warp` starts will arrive here.
+  // Says that an operation which `warp` starts will arrive here.
   void expect_arrival(Warp& warp, int lane, uint32_t offset);
-  // tcgen05.commit does: what `agent` carried out up to `clock` becomes known, and what came before
-  // that.
+  // tcgen05.commit arrives. The arrival releases what `agent` has carried out up to `clock`, and
+  // whatever came before that.
   void commit_arrives(AsyncOperation& by, uint32_t offset, int agent, Clock clock,
                       const Knowledge& before);
 
@@ -71,15 +72,15 @@ class MbarrierUnit {
     uint32_t expected = 0, pending = 0;
     int64_t tx = 0;
     uint64_t phase = 0;
-    Clock serial = 1;  // phases of all objects that lay here, from 1
+    Clock serial = 1;  // counts the phases of all objects that lay here, from 1
     bool fenced = false;
     int init_agent = 0;
     int64_t init_pc = 0;
     int unit = -1;  // the agent whose clock is the serial
     Clock landed = 0;
     uint32_t landed_pc = 0;
-    uint64_t seen = 0;       // phases that somebody has seen complete
-    uint64_t committed = 0;  // phases up to the last one in which a tcgen05.commit arrived
+    uint64_t seen = 0;       // how many phases somebody has seen complete
+    uint64_t committed = 0;  // how many phases there were when a tcgen05.commit arrived last
     uint32_t committed_pc = 0;
     Knowledge arriving, complete;
   };

@@ -1,5 +1,7 @@
-// tcgen05: matrix products that one thread starts and a tensor pipe carries out, on tiles of shared
-// memory and on tensor memory; what each warp knows of its loads and stores there.
+// tcgen05: matrix products on tiles of shared memory and on tensor memory. One thread starts a
+// product and the tensor pipe carries it out. Warps load and store tensor memory; a port keeps what
+// a warp has under way there. tcgen05_descriptor.cpp, _product.cpp and _copy.cpp have parts of
+// this.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +18,12 @@
 
 namespace archflash::sim {
 
+constexpr int PRODUCT_K_BYTES = 32;   // what one product takes along K in shared memory
+constexpr int PRODUCT_K_COLUMNS = 8;  // and in tensor memory
+
 enum class MmaKind : uint8_t { F16, TF32, F8F6F4 };
 
-// What an instruction descriptor says.
+// A decoded instruction descriptor.
 struct MmaDescriptor {
   int m = 0, n = 0, k = 0;
   ElementType a = ElementType::F16, b = ElementType::F16;
@@ -27,7 +32,8 @@ struct MmaDescriptor {
   bool a_k_major = true, b_k_major = true;
 };
 
-// Both return what is wrong, naming the field; empty: nothing is. `ctas`: 1 or 2, of .cta_group.
+// Both return what is wrong, naming the field, or an empty string. `ctas` is the number that
+// .cta_group states: 1 or 2.
 std::string decode_mma(MmaKind kind, int ctas, bool a_in_tmem, uint32_t bits, MmaDescriptor& mma);
 std::string decode_tile(uint64_t bits, MatrixDescriptor& descriptor);
 
@@ -40,12 +46,13 @@ struct MmaRequest {
   uint64_t a = 0, b = 0;  // descriptors
   uint32_t descriptor = 0;
   bool accumulate = false;
-  int scale = 0;                   // D is multiplied by 2^-scale first
-  std::array<uint32_t, 8> skip{};  // lanes of D that are not written; the second CTA's last
+  int scale = 0;  // D is multiplied by 2^-scale first
+  // The lanes of D that are not written: four words for the first CTA, then four for the second.
+  std::array<uint32_t, 8> skip{};
 };
 
-// One tcgen05.cp: rows of shared memory to lanes, to each group of 32 lanes the rows from `first`
-// on that it takes.
+// One tcgen05.cp: it copies rows of shared memory to lanes. Quarter q of the lanes takes the rows
+// from first[q] on.
 struct CopyRequest {
   int ctas = 1;
   uint32_t rows = 128, bytes = 16;  // of each row
@@ -54,26 +61,28 @@ struct CopyRequest {
   uint32_t to = 0;
 };
 
-// What a warp has under way in tensor memory, and what it knows of others.
+// What a warp has under way in tensor memory, and what it knows about the work of others.
 struct TensorPort {
   struct Unit {
     int agent = -1;    // of the race detector
     Clock issued = 0;  // instructions so far
-    Clock fenced = 0;  // those before the last fence::before_thread_sync that followed their wait
+    // The instructions that were waited for before the last fence::before_thread_sync.
+    Clock fenced = 0;
   };
-  // Registers of a load that no wait::ld has covered.
+  // A load that no wait::ld has covered, and its registers.
   struct Load {
     Clock clock;
     uint32_t pc;
     const Ref* registers;
     int count;
   };
-  // A load whose registers were used early, and the warp's own clock then: who knows of that knows
-  // that the load has read, if a card keeps the dependencies between registers.
+  // A load whose registers were used before a wait, and the warp's own clock at that use. If a card
+  // keeps the dependencies between registers, the load has read its cells by then, so that whoever
+  // knows of that clock comes after the load.
   struct Used {
     Clock load, at;
   };
-  // What threads of the warp have put into the pipe, and no commit of the same thread has covered.
+  // An operation that a thread of the warp has put into the pipe and has not committed.
   struct Issued {
     Clock clock;
     int lane;
@@ -95,7 +104,7 @@ struct TensorPort {
 // The port of a warp of the cluster, by its agent.
 const TensorPort& port_of(Cta& cta, int agent);
 
-// What is in a tensor pipe: carried out after all that is before it.
+// An operation in a tensor pipe. It is carried out after all operations before it.
 class PipeOperation : public AsyncOperation {
  public:
   PipeOperation(Warp& warp, int lane);
@@ -103,14 +112,15 @@ class PipeOperation : public AsyncOperation {
 
  protected:
   virtual void execute() = 0;
-  // On the tensor pipe's track, once a commit tells that it is done.
+  // Adds an event to the tensor pipe's track. It appears once a commit tells that it is done.
   void trace(const std::string& label, std::vector<uint64_t> operands = {});
 
  private:
   uint64_t issued_;
 };
 
-// Tensor memory of a CTA, its warps' ports, and its tensor pipe; a pair's pipe is its even CTA's.
+// Tensor memory of a CTA, its warps' ports, and its tensor pipe. A pair uses the pipe of its even
+// CTA.
 class TensorUnit {
  public:
   explicit TensorUnit(Cta& cta);
@@ -120,7 +130,7 @@ class TensorUnit {
   TensorUnit& pipe();  // the unit whose pipe the CTA uses
 
   // ---- Allocation ----
-  // The first column; nothing: the warp has to wait.
+  // Returns the first column, or nothing if the warp has to wait.
   std::optional<int> allocate(Warp& warp, int ctas, uint32_t columns);
   void release(Warp& warp, uint32_t address, uint32_t columns);
   void give_up_permit() { may_allocate_ = false; }
@@ -130,12 +140,12 @@ class TensorUnit {
   void multiply(Warp& warp, int lane, const MmaRequest& request);
   void copy(Warp& warp, int lane, const CopyRequest& request);
   void shift(Warp& warp, int lane, int ctas, uint32_t address);
-  // An arrival at each place once all that the thread has put into the pipe is done.
+  // Arrives at each place once everything that the thread has put into the pipe is done.
   void commit(Warp& warp, int lane, std::vector<SharedPlace> places);
-  // The next operation of a thread: its clock, for what it uses.
+  // Counts the next operation of a thread; the result identifies it as a user of cells.
   TmemUser next_operation(Warp& warp, int lane, TmemUser::By by);
   void enqueue(std::shared_ptr<PipeOperation> operation);
-  // Carries out what is before an operation, and takes it from the pipe.
+  // Carries out all operations before this one, and takes this one from the pipe.
   void reach(const PipeOperation& operation);
 
   // ---- Loads and stores of a warp ----
@@ -145,17 +155,17 @@ class TensorUnit {
   void wait_stores(Warp& warp);
   void fence_before(Warp& warp);
   void fence_after(Warp& warp);
-  // An instruction is about to execute that uses registers which loads write.
+  // Called before an instruction that uses registers which loads write.
   void check_registers(Warp& warp, uint32_t pc);
 
-  // What is done of a traced CTA, and no commit has told yet.
+  // Events of a traced CTA that are done, but that no commit has told yet.
   void add_trace(int agent, TraceEvent event) { untold_.emplace_back(agent, std::move(event)); }
   void tell(int agent);
 
   void check_exit();
 
  private:
-  // This CTA, or both of the pair in the order of their ranks.
+  // This CTA, or both CTAs of the pair in the order of their ranks.
   std::vector<Cta*> group(int ctas, int lane, const char* what);
   TmemUser next(Warp& warp, TensorPort::Unit& unit, TmemUser::By by);
   void wake();  // warps that wait for columns
@@ -164,10 +174,10 @@ class TensorUnit {
   Tmem memory_;
   std::vector<TensorPort> ports_;
   bool may_allocate_ = true;
-  uint32_t last_columns_ = 0;  // of the last allocation
-  struct Wish {                // of a pair's allocation
-    uint32_t columns = 0;      // 0: none
-    int first = -1;            // once granted
+  uint32_t last_columns_ = 0;  // how many the last allocation took
+  struct Wish {                // what this CTA asks for in a pair's allocation
+    uint32_t columns = 0;      // 0: it asks for none
+    int first = -1;            // the first column, once granted
   };
   Wish wish_;
   std::deque<std::shared_ptr<PipeOperation>> operations_;

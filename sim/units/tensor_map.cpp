@@ -12,7 +12,7 @@ constexpr int64_t MAX_BOX = 256;
 constexpr int64_t MAX_STEP = 8;
 constexpr int64_t MAX_DIM = int64_t{1} << 32;
 constexpr int64_t MAX_STRIDE = int64_t{1} << 40;
-constexpr int64_t UNIT = 16;  // addresses, strides and rows are multiples of it
+constexpr int64_t UNIT = 16;  // addresses, strides and rows are multiples of so many bytes
 
 struct Encoded {
   uint64_t magic;
@@ -23,7 +23,7 @@ struct Encoded {
   uint8_t element_steps[MAX_TENSOR_RANK];
   uint8_t type, swizzle, nan_fill, rank;
   uint8_t unused[13];
-  uint64_t sum;  // of all bytes before it: bytes that merely look like a map are none
+  uint64_t sum;  // a checksum of all bytes before it, so that other bytes are not taken for a map
 };
 static_assert(sizeof(Encoded) == TENSOR_MAP_BYTES);
 

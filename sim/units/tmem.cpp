@@ -9,7 +9,7 @@
 namespace archflash::sim {
 namespace {
 
-// What cells hold before they are written: as floats NaN.
+// Cells hold this before they are written. As a float it is a NaN.
 constexpr uint32_t POISON = 0xFFFFFFFFu;
 
 const char* name_of(TmemUser::By by) {
@@ -46,7 +46,7 @@ bool Tmem::is_free(int first, int columns) const {
   });
 }
 
-// From the top: code that counts on column 0 is to fail here.
+// Searches from the top, so that code which relies on column 0 fails here.
 int Tmem::find_free(int columns) const {
   for (const int step : {columns, TMEM_UNIT}) {
     for (int first = (TMEM_COLUMNS - columns) / step * step; first >= 0; first -= step) {
@@ -134,7 +134,7 @@ void Tmem::trace_use(const TmemUser& user, const TmemRegion& region, bool writes
   const auto overlaps = [&](const Occupant& o) {
     return o.first < region.first + region.count && region.first < o.first + o.count;
   };
-  // More of the same, by other warps or the next step of K.
+  // Other warps, or the next step of K, may continue the same use.
   const auto continues = [&](const Occupant& o) {
     return writes && !o.read && o.by == user.by && o.first == region.first &&
            o.count == region.count;
@@ -156,7 +156,7 @@ void Tmem::trace_use(const TmemUser& user, const TmemRegion& region, bool writes
   }
 }
 
-// Whether what `other` did comes before what `user` is about to do.
+// Reports a use `other` that does not come before the use that `user` is about to make.
 void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, bool writes,
                        bool other_wrote, const TmemRegion& region, const char* what,
                        Complaints& complaints) {
@@ -172,7 +172,7 @@ void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, 
     message += name_of(other.by);
     if (!same_warp) message += " of warp " + std::to_string(other.warp % cta_.warp_count());
     message += " at " + describe_instruction(*cta_.launch().module, cta_.kernel(), other.pc);
-    // What its own warp has not waited for, nobody can know to be over.
+    // As long as its own warp has not waited for a use, nobody can know that it is over.
     const bool waited = races.happened(other.warp, other.unit, other.clock);
     if (severity == Severity::Error && in_pipe(other.by)) {
       message += ": no tcgen05.commit that covers it has been waited for";
@@ -198,7 +198,7 @@ void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, 
     return;
   }
   if (in_pipe(user.by) && in_pipe(other.by) && user.unit == other.unit && user.lane == other.lane) {
-    // One thread's work in the pipe is carried out in order; the ISA promises it for some pairs.
+    // The pipe carries out one thread's work in order; the ISA promises that for some pairs only.
     const bool products = user.by == TmemUser::By::Product && other.by == TmemUser::By::Product;
     if (!products) return;
     if (other_wrote && writes && user.accumulator == other.accumulator) return;
@@ -240,7 +240,7 @@ void Tmem::check_values(Warp& warp, TmemUser::By by, const TmemRegion& region,
       missing |= here;
     }
     if (missing == 0) continue;
-    // Products of 64 rows leave every other 16 lanes alone; loads of 32 lanes bring those, too.
+    // Products of 64 rows leave every other 16 lanes alone, but loads of 32 lanes read those, too.
     const bool half = by == TmemUser::By::Load && region.lanes[quarter] == ALL_LANES &&
                       (missing == UPPER || missing == static_cast<uint32_t>(~UPPER));
     warp.cta().report(

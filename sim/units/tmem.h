@@ -1,5 +1,6 @@
-// Tensor memory of a CTA: 128 lanes of 512 columns of 32 bits. Which columns are allocated, which
-// cells hold a value, and who used them last: loads and stores of warps, and the tensor pipe.
+// Tensor memory of a CTA: 128 lanes of 512 columns of 32 bits. It keeps which columns are
+// allocated, which cells hold a value, and who used them last: loads and stores of warps, and the
+// tensor pipe.
 #pragma once
 
 #include <array>
@@ -13,33 +14,33 @@ namespace archflash::sim {
 
 constexpr int TMEM_LANES = 128;
 constexpr int TMEM_COLUMNS = 512;
-constexpr int TMEM_UNIT = 32;     // columns that an allocation is a multiple of
-constexpr int TMEM_QUARTERS = 4;  // lanes 32q .. 32q + 31 are those of warps w with w % 4 == q
-// Lanes 16h .. 16h + 15 are watched for races as one.
+constexpr int TMEM_UNIT = 32;     // an allocation is a multiple of so many columns
+constexpr int TMEM_QUARTERS = 4;  // warps w with w % 4 == q have lanes 32q .. 32q + 31
+// The race check treats lanes 16h .. 16h + 15 as one.
 constexpr int TMEM_HALVES = 8;
-constexpr uint32_t LANE_SHIFT = 16;  // of an address; the column is below
+constexpr uint32_t LANE_SHIFT = 16;  // an address has the lane above this bit, the column below
 constexpr uint32_t COLUMN_MASK = 0xFFFF;
 
-// Lanes of all quarters, bit i of word q: lane 32q + i.
+// A set of lanes: bit i of word q is lane 32q + i.
 using LaneMask = std::array<uint32_t, TMEM_QUARTERS>;
 
-// Cells that are used together: some lanes of columns first .. first + count.
+// Cells that are used together: some lanes of columns first .. first + count - 1.
 struct TmemRegion {
   int first = 0, count = 0;
   LaneMask lanes{};
 };
 std::string name_of(const TmemRegion& region);
 
-// Who uses cells, and what others must know to come after it.
+// A use of cells, and what others must know to come after it.
 struct TmemUser {
   enum class By : uint8_t { Load, Store, Product, Copy, Shift, Free };
   By by = By::Load;
-  uint8_t lane = 0;   // of what one thread starts
-  uint16_t warp = 0;  // its agent
-  int unit = -1;      // the race detector's agent of what is under way; -1: races are not checked
+  uint8_t lane = 0;   // the thread that started it
+  uint16_t warp = 0;  // the warp's agent in the race detector
+  int unit = -1;      // the agent that carries it out; -1: races are not checked
   Clock clock = 0;
   uint32_t pc = 0;
-  // Products with the same accumulator and shape are in order: a number for both.
+  // Products with the same accumulator and shape are in order; this number identifies both.
   uint64_t accumulator = 0;
 };
 
@@ -53,26 +54,27 @@ class Tmem {
     uint32_t pc;
     uint64_t since;
   };
-  // The first of that many free columns that follow one another; -1: there are none.
+  // Finds so many free columns that follow one another, and returns the first; -1: there are none.
   int find_free(int columns) const;
   bool is_free(int first, int columns) const;
   void allocate(const Warp& warp, int first, int columns);
-  // Throws Fault when that block was not allocated.
+  // Throws Fault if that block was not allocated.
   void release(Warp& warp, int first, int columns);
   const std::vector<Block>& blocks() const { return blocks_; }
   std::string allocated() const;  // "columns 0-127", for a report
 
-  // ---- Use: columns (throws Fault), values and races are checked when an instruction is issued --
+  // ---- Use. Columns (throws Fault), values and races are checked when an instruction is issued
+  // ----
   void read(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what);
   void write(Warp& warp, const TmemUser& user, const TmemRegion& region, const char* what);
 
-  // Whether the cells hold values: for what is read as part of a write. Columns likewise.
+  // Checks the columns and values of cells that a write also reads.
   void check_values(Warp& warp, TmemUser::By by, const TmemRegion& region, const char* what) const;
 
   uint32_t* column(int c) { return &cells_[static_cast<size_t>(c) * TMEM_LANES]; }
 
  private:
-  // The last write of half a quarter of a column, and the reads since, one of each unit.
+  // The last write of 16 lanes of a column, and the reads since then, one for each unit.
   struct Marks {
     TmemUser write;
     std::vector<TmemUser> reads;
@@ -81,7 +83,7 @@ class Tmem {
     bool race = false, fence = false, wait = false, order = false;
   };
 
-  // What cells hold, for the trace: from its first write to its last use.
+  // For the trace: a value that cells hold, from its first write to its last use.
   struct Occupant {
     int first, count;
     TmemUser::By by;

@@ -7,7 +7,6 @@
 #include <functional>
 #include <vector>
 
-#include "sim/load/builder.h"
 #include "sim/numerics/ldmatrix.h"
 #include "sim/numerics/mma_avx2.h"
 #include "sim/numerics/numeric.h"
@@ -20,8 +19,6 @@ namespace {
 constexpr int WARP_ROWS = 16;
 constexpr int WARPGROUP = 4;
 constexpr size_t REGISTER_BYTES = LANES * sizeof(uint32_t);
-
-bool is_integer(ElementType type) { return type == ElementType::S8 || type == ElementType::U8; }
 
 }  // namespace
 
@@ -110,7 +107,7 @@ void MatrixQueue::fence() {
   warp_.watch_registers(true);
 }
 
-// Registers that other instructions have used need a fence before a product uses them.
+// Reports a product that uses registers which another instruction has used since the last fence.
 void MatrixQueue::check_fence(const WgmmaShape& shape, const Ref* refs) {
   Cta& cta = warp_.cta();
   if (fences_ == 0) {
@@ -149,7 +146,7 @@ void MatrixQueue::check_registers(uint32_t pc) {
     for (size_t i = 0; i < all; ++i) {
       for (size_t k = 0; k < count; ++k) {
         if (operands[k] != entry.refs[i]) continue;
-        // Reading what a product only reads is in order.
+        // Other instructions may read what a product only reads.
         if (i >= results && !kernel.written_operands[pc][k]) continue;
         warp_.cta().report_at(
             pc, Severity::Error, warp_, -1, "wgmma",
@@ -181,7 +178,7 @@ void MatrixQueue::run_up_to(size_t count) {
   }
 }
 
-// The first `count` products have been waited for.
+// Traces a wait for the first `count` products.
 void MatrixQueue::trace_wait(size_t count) {
   Trace& trace = warp_.cta().trace();
   const uint64_t now = warp_.cta().time() + 1;
@@ -194,7 +191,7 @@ void MatrixQueue::trace_wait(size_t count) {
     event.label = "of warp " + std::to_string(warp_.index());
     trace.add_async(TENSOR_TRACK, std::move(event));
   }
-  TraceEvent wait;  // a point in time: what has not ended ends now
+  TraceEvent wait;  // takes no time: products that have not ended end now
   wait.kind = TraceEvent::Kind::Wait;
   wait.track = warp_.index();
   wait.begin = wait.end = now;
@@ -208,7 +205,7 @@ namespace {
 
 constexpr int BLOCK = 8;  // rows of A, or columns of B, in a register
 
-// A register of an mma.sync fragment: of rows first .. first + 8 of a tile, unit `unit` along K.
+// Reads a register of an mma.sync fragment: rows first .. first + 7 of a tile, unit `unit` along K.
 void read_register(Cta& cta, const MatrixTile& tile, uint32_t first, uint32_t unit,
                    uint32_t negation, uint32_t* lanes) {
   const auto bytes_at = [&](uint32_t line, uint32_t at) {
@@ -238,7 +235,7 @@ void MatrixQueue::run(const Entry& entry) {
     run_fp8(entry);
     return;
   }
-  // A warp's part is N / 8 products of mma.sync: the same fragments, the same sums.
+  // A warp's part is N / 8 products of mma.sync, with the same fragments and the same sums.
   const WgmmaShape& shape = *entry.shape;
   Cta& cta = warp_.cta();
   const auto sign = [&](bool negate) -> uint32_t {
@@ -287,7 +284,7 @@ void MatrixQueue::run(const Entry& entry) {
   }
 }
 
-// FP8 adds up otherwise than in mma.sync.
+// FP8 does not add up as it does in mma.sync.
 void MatrixQueue::run_fp8(const Entry& entry) {
   const WgmmaShape& shape = *entry.shape;
   Cta& cta = warp_.cta();
@@ -316,7 +313,7 @@ void MatrixQueue::run_fp8(const Entry& entry) {
     return std::pair<size_t, size_t>(lane / 4 + 8 * (i >> 1 & 1),
                                      2 * (lane % 4) + (i & 1) + 8 * (i >> 2));
   };
-  const int elements = shape.n / 2;  // of each lane
+  const int elements = shape.n / 2;  // each lane has so many
   const bool half = shape.d == ElementType::F16;
   std::vector<float> d(WARP_ROWS * n);
   if (entry.accumulate) {
@@ -350,152 +347,5 @@ void MatrixQueue::run_fp8(const Entry& entry) {
     }
   }
 }
-
-// ---- Instructions ----
-
-namespace {
-
-struct WgmmaExtra {
-  WgmmaShape shape;
-  bool negated = false;  // the predicate that says whether d is added to
-};
-
-// Operands: d (written), d (read), a in registers or its descriptor, b's descriptor, predicate.
-void run_wgmma(Warp& warp, const Instruction& instruction, uint32_t mask) {
-  const auto& extra = *static_cast<const WgmmaExtra*>(instruction.extra);
-  const WgmmaShape& shape = extra.shape;
-  const int lane = std::countr_zero(mask);
-  const Ref* next = instruction.operands + shape.d_registers();
-  const auto uniform = [&](Ref ref) {
-    const uint64_t* lanes = warp.lanes<const uint64_t>(ref);
-    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-      if (lanes[std::countr_zero(rest)] != lanes[lane]) {
-        throw Fault{"descriptor", "lanes disagree about a descriptor of wgmma",
-                    std::countr_zero(rest)};
-      }
-    }
-    return lanes[lane];
-  };
-  next += shape.a_registers ? 4 : 0;
-  const uint64_t a = shape.a_registers ? 0 : uniform(*next++);
-  const uint64_t b = uniform(*next++);
-  uint32_t adds = warp.predicate(*next);
-  if (extra.negated) adds = ~adds;
-  if ((adds & mask) != 0 && (adds & mask) != mask) {
-    throw Fault{"wgmma", "lanes disagree about scale-d of wgmma", lane};
-  }
-  warp.matrix().issue(shape, instruction.operands, a, b, (adds & mask) != 0);
-}
-
-ElementType type_of(std::string_view name) {
-  return name == "f16"    ? ElementType::F16
-         : name == "bf16" ? ElementType::BF16
-         : name == "tf32" ? ElementType::TF32
-         : name == "e4m3" ? ElementType::E4M3
-         : name == "e5m2" ? ElementType::E5M2
-         : name == "s8"   ? ElementType::S8
-         : name == "u8"   ? ElementType::U8
-         : name == "s32"  ? ElementType::S32
-                          : ElementType::F32;
-}
-
-// Slots: mma_async, sync, aligned, shape, satfinite, d, a, b.
-void build_wgmma(Builder& b) {
-  WgmmaExtra extra;
-  WgmmaShape& shape = extra.shape;
-  if (std::sscanf(std::string(b.slot(3)).c_str(), "m64n%dk%d", &shape.n, &shape.k) != 2) {
-    b.fail("bad shape");
-  }
-  shape.satfinite = b.has("satfinite");
-  shape.d = type_of(b.slot(5));
-  shape.a = type_of(b.slot(6));
-  shape.b = type_of(b.slot(7));
-  const bool fp8 = shape.a == ElementType::E4M3 || shape.a == ElementType::E5M2;
-  const bool b_fp8 = shape.b == ElementType::E4M3 || shape.b == ElementType::E5M2;
-  const bool integer = is_integer(shape.a);
-  const bool half = shape.a == ElementType::F16 || shape.a == ElementType::BF16;
-  const bool types = fp8 ? b_fp8 : integer ? is_integer(shape.b) : shape.a == shape.b;
-  const bool result = integer                       ? shape.d == ElementType::S32
-                      : shape.d == ElementType::F16 ? fp8 || shape.a == ElementType::F16
-                                                    : shape.d == ElementType::F32;
-  if (!types || !result || shape.k * element_bits(shape.a) != 256 ||
-      (shape.satfinite && !integer) ||
-      (integer && shape.n > 32 && shape.n % 16 != 0 && shape.n != 24)) {
-    b.fail("PTX has no such matrix product");
-  }
-  const Operand& d = b.take();
-  if (d.kind != Operand::Kind::Vector || static_cast<int>(d.items.size()) != shape.d_registers()) {
-    b.fail("a vector of another size");
-  }
-  for (const Operand& item : d.items) b.add_destination(item, {'b', 32});
-  shape.a_registers = b.peek().kind == Operand::Kind::Vector;
-  if (shape.a_registers) {
-    if (b.vector_source({'b', 32}) != 4) b.fail("a fragment of another size");
-  } else {
-    b.source({'b', 64});
-  }
-  b.source({'b', 64});
-  b.predicate_source();
-  extra.negated = (b.instruction.flags & Builder::NEGATED) != 0;
-  b.instruction.flags &= ~Builder::NEGATED;
-  const auto scale = [&] {
-    const int64_t value = b.immediate();
-    if (value != 1 && value != -1) b.fail("a scale must be 1 or -1");
-    return value == -1;
-  };
-  const auto k_major = [&] {
-    const int64_t value = b.immediate();
-    if (value != 0 && value != 1) b.fail("a transposition must be 0 or 1");
-    return value == 0;
-  };
-  if (!integer) {
-    shape.negate_a = scale();
-    shape.negate_b = scale();
-  }
-  if (half) {
-    if (!shape.a_registers) shape.a_k_major = k_major();
-    shape.b_k_major = k_major();
-  }
-  for (const Operand& item : d.items) b.add_source(item, {'b', 32});  // what it is added to
-  b.kernel().uses_wgmma = true;
-  b.instruction.extra = b.keep(extra);
-  b.instruction.converge = Converge::Whole;
-  b.instruction.pinned = true;
-  b.handler(&run_wgmma, Class::Matrix);
-}
-
-void run_fence(Warp& warp, const Instruction&, uint32_t) { warp.matrix().fence(); }
-void build_fence(Builder& b) {
-  b.instruction.converge = Converge::Whole;
-  b.handler(&run_fence, Class::Fence);
-}
-void run_commit(Warp& warp, const Instruction&, uint32_t) { warp.matrix().commit(); }
-void build_commit(Builder& b) {
-  b.instruction.converge = Converge::Whole;
-  b.handler(&run_commit, Class::Matrix);
-}
-void run_wait(Warp& warp, const Instruction& instruction, uint32_t) {
-  warp.matrix().wait(static_cast<uint32_t>(instruction.offset));
-}
-void build_wait(Builder& b) {
-  b.instruction.offset = b.immediate();
-  if (b.instruction.offset < 0 || b.instruction.offset > 7) b.fail("0 to 7 groups");
-  b.instruction.converge = Converge::Whole;
-  b.handler(&run_wait, Class::Matrix);
-}
-
-constexpr Form FORMS[] = {
-    {"wgmma", "fence sync aligned", build_fence},
-    {"wgmma",
-     "mma_async sync aligned $wgmma ?satfinite f16|f32|s32 f16|bf16|tf32|e4m3|e5m2|s8|u8 "
-     "f16|bf16|tf32|e4m3|e5m2|s8|u8",
-     build_wgmma},
-    {"wgmma", "commit_group sync aligned", build_commit},
-    {"wgmma", "wait_group sync aligned", build_wait},
-};
-
-}  // namespace
-
-std::span<const Form> wgmma_forms() { return FORMS; }
 
 }  // namespace archflash::sim

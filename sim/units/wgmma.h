@@ -1,5 +1,5 @@
-// wgmma: matrix products of a warpgroup that read tiles of shared memory through descriptors. Each
-// warp carries out its own 16 rows; its products are one pipe, in order.
+// wgmma: matrix products of a warpgroup, which read tiles of shared memory through descriptors.
+// Each warp computes its own 16 rows, and carries out its products in order.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace archflash::sim {
 
-// The name of a field that is not as it must be; nullptr: all are.
+// Returns what is wrong with a descriptor, naming the field; nullptr if nothing is.
 const char* decode_descriptor(uint64_t bits, MatrixDescriptor& descriptor);
 
 struct WgmmaShape {
@@ -30,16 +30,16 @@ class MatrixQueue {
  public:
   explicit MatrixQueue(Warp& warp) : warp_(warp) {}
 
-  // `refs`: d, then a where it is in registers.
+  // `refs` are the registers of d, and then those of a where it is in registers.
   void issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, uint64_t b, bool accumulate);
   void fence();
   void commit();
   void wait(uint32_t groups);
   bool pending() const { return !entries_.empty(); }
-  // An instruction other than wgmma is about to execute.
+  // Called before an instruction other than wgmma that uses registers of a product.
   void check_registers(uint32_t pc);
   void check_exit();
-  // What was issued, to compare the warps of a warpgroup.
+  // A hash of what was issued, to compare the warps of a warpgroup.
   uint64_t history() const { return history_; }
 
  private:
@@ -66,13 +66,13 @@ class MatrixQueue {
   std::deque<Entry> entries_;
   Clock clock_ = 0;
   uint32_t fences_ = 0;
-  // By place of a register: how many fences there were before other instructions used it last, and
-  // which one did.
+  // The last use of a register by another instruction: how many fences were before it, and which
+  // instruction it was.
   struct Touch {
     uint32_t fences = 0;
     uint32_t pc = 0;
   };
-  std::vector<Touch> touches_;
+  std::vector<Touch> touches_;  // by place of the register
   uint64_t history_ = 0;
 };
 
