@@ -31,7 +31,7 @@ WORDS = (
 )  # fmt: skip
 TOKEN = re.compile(r"[.%$]?[A-Za-z0-9_]+(?:::[A-Za-z0-9_]+)?|[^\sA-Za-z0-9_]")
 BUFFER_BYTES = 4096
-# A run of two warps may execute so many instructions: damaged loops need not end.
+# A run may execute so many instructions, since damaged loops need not end.
 MAX_INSTRUCTIONS = 4000
 BLOCKS = ((1,), (17,), (33,), (48,), (100,), (64,), (128,), (1024,), (5, 7), (16, 2, 3), (1, 1, 64))
 
@@ -189,7 +189,7 @@ def main() -> None:
     seed = arguments.first_seed
     while time.monotonic() < end:
         state = random.Random(seed)
-        # Large texts seldom: they take long.
+        # Large texts take long and are chosen seldom.
         name = state.choice(list(texts) if state.random() < 0.02 else list(corpus()))
         print(f"\r{seed} {name:20}", end="", flush=True)  # what a crash leaves behind
         outcome = attempt(damage(texts[name], state), seed)

@@ -90,8 +90,7 @@ def box(at: str, map_: str, x: str, y: str, bar: str, *, pair: bool = False) -> 
 
 N, TILE_K, STAGES = 128, 64, 2
 A_DESCRIPTOR = 0x4000404000010000  # K-major, 128-byte swizzle, 1024 bytes from 8 rows to the next
-# MN-major likewise; slabs of 64 columns, of which a CTA has two (8192 bytes apart) or, in a pair,
-# one.
+# An MN-major tile is slabs of 64 columns. A CTA has two of them (8192 bytes apart), one in a pair.
 B_DESCRIPTOR = {False: 0x4000404002000000, True: 0x4000404000000000}
 INSTRUCTION = {64: 0x04210490, 128: 0x08210490, 256: 0x10210490}  # bf16 to fp32, N 128, B MN-major
 
@@ -221,7 +220,7 @@ ret;
 }}
 """
 
-# A thread writes its row of A, or, of 64 rows, every other word of it.
+# A thread writes its row of A or, where A has 64 rows, every other word of it.
 WRITE_A = """
 ld.param.u64 %rd2, [a];
 {place}
@@ -264,14 +263,14 @@ def gemm(form: str, m: int, tiles: int = 5) -> Launch:
     a_bytes = 0 if ts else rows * TILE_K * 2
     stage = a_bytes + slabs * 8192
     everyone = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
-    # Arrivals by place: full, empty, peer, written, done.
+    # How many arrivals each mbarrier takes: full, empty, peer, written, done.
     counts = {0: 1, 8: 1, 16: 1, 24: 1, 64: 1}
     counts |= {32: 1, 40: 1} if relays else {48: 128, 56: 128} if ts else {}
     expect = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r14], {stage};"
     signal = "%r14"
     direct = pair and not relays
     if direct:
-        # The address of what lies there in the first CTA.
+        # The address of the same place in the first CTA.
         expect = f"""and.b32 %r22, %r14, 0xfeffffff;
 setp.ne.u32 %p7, %rank0, 0;
 @!%p7 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r14], {2 * stage};"""
@@ -364,7 +363,7 @@ def _write_a(m: int) -> str:
         words = registers("a", 32)
         shape = "32x32b.x32"
     else:
-        # Lane L: row L / 4 + 8 (L % 2) of the warp's 16, words L / 2 % 2 + 2 i.
+        # Lane L has row L / 4 + 8 (L % 2) of the warp's 16 rows, and words L / 2 % 2 + 2 i of it.
         place = """mul.lo.u32 %r1, %tiles0, 128;
 shr.u32 %r2, %lane0, 2;
 and.b32 %r3, %lane0, 1;
@@ -459,7 +458,7 @@ V_DESCRIPTOR = 0x4000404002000000  # two slabs of 64 columns, 8192 bytes apart
 S_COLUMN, P_COLUMN, O_COLUMN, COLUMNS = 0, 128, 256, 512  # of tensor memory; S twice
 K_PLACE, V_PLACE, PLACES = 32768, 65536, 98304  # of shared memory; two stages each
 
-# Offsets of the mbarriers; arrivals are one but for `p_full`.
+# Offsets of the mbarriers. Each takes one arrival, except `p_full`.
 BARS = {
     "q_full": 0,
     "k_full": 8,

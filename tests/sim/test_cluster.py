@@ -109,7 +109,7 @@ def test_what_is_wrong_between_ctas_is_named(old: str, new: str, kind: str, mode
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ctas_of_a_cluster_write_the_same_words_in_order(mode: str) -> None:
-    # CTA 1 writes first, then, behind the barrier of the cluster, CTA 0.
+    # CTA 1 writes first, and CTA 0 after the barrier of the cluster.
     text = """
     .visible .entry test(.param .u64 out)
     {
@@ -142,7 +142,7 @@ def test_ctas_of_a_cluster_write_the_same_words_in_order(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_cta_that_leaves_its_cluster_early_is_reported(mode: str) -> None:
-    # CTA 0 goes at once; CTA 1 works for a while and then writes to its shared memory.
+    # CTA 0 exits at once; CTA 1 works for a while and then writes to the shared memory of CTA 0.
     text = EXCHANGE.replace(
         "mapa.shared::cluster.u32 %r5",
         """setp.eq.u32 %p2, %r1, 0;

@@ -273,7 +273,7 @@ def test_members_may_be_a_part_of_the_warp() -> None:
 
 
 def test_named_barriers_hand_work_from_warp_to_warp() -> None:
-    # Warp 0 produces, warp 1 consumes; warp 2 has nothing to do with it.
+    # Warp 0 produces and warp 1 consumes; warp 2 takes no part.
     body = """shr.u32 %r1, %r0, 5;
     mov.u32 %r8, smem;
     and.b32 %r2, %r0, 31;
@@ -345,7 +345,7 @@ def test_copies_fill_what_they_do_not_read_with_zeros(read: int, mode: str) -> N
 
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_groups_complete_in_order(size: int) -> None:
-    # Three groups; after waiting for all but the newest one the first two are there.
+    # There are three groups. After a wait for all but the newest one, the first two have landed.
     copies = "".join(
         f"""add.u64 %rd7, %rd5, {512 * i};
         add.u32 %r7, %r8, {512 * i};

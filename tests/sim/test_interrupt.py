@@ -23,7 +23,7 @@ POLLING = """setp.eq.u32 %p1, %r0, 0;
     L: mbarrier.try_wait.parity.shared.b64 %p2, [smem], 1;
     bra L;"""
 SECONDS_BEFORE = 0.3
-# It takes a twentieth of a second; machines are busy.
+# An interrupt takes a twentieth of a second, but the machine may be busy.
 SECONDS_AFTER = 2
 
 

@@ -18,7 +18,7 @@ def kinds(text: str, *arguments: object, **options: object) -> set[tuple[str, st
     return {(f.kind, f.severity) for f in findings(text, *arguments, **options)}
 
 
-# Both parities of the object at smem, as seen by thread 0, into the next word of the output.
+# Thread 0 writes both parities of the object at smem to the next word of the output.
 PROBE = """
 mbarrier.test_wait.parity.shared::cta.b64 %p8, [smem], 0;
 mbarrier.test_wait.parity.shared::cta.b64 %p9, [smem], 1;
@@ -29,7 +29,7 @@ st.global.u32 [%rd0+{place}], %r52;
 """
 
 
-# The sequence that was run on an H200 with an object for two arrivals.
+# This sequence was run on an H200, with an object for two arrivals.
 STEPS = [
     "mbarrier.init.shared::cta.b64 [smem], 2;",
     "mbarrier.arrive.shared::cta.b64 %rd20, [smem];",
@@ -188,7 +188,7 @@ def test_a_missing_wait_is_reported(which: str, mode: str) -> None:
     at = lines.index(f"WAIT_{which}:")
     text = "\n".join(lines[: at + 1] + lines[at + 3 :])
     seen = kinds(text, torch.zeros(128, dtype=torch.int32), words(), block=(64, 1, 1), mode=mode)
-    # Without the second one the producer runs ahead until parities repeat.
+    # Without the second wait the producer runs ahead until parities repeat.
     assert seen & {(kind, "error") for kind in ("race", "uninitialised", "deadlock")}
 
 

@@ -45,7 +45,7 @@ def test_the_kernel_is_right(mode: str) -> None:
 
 COMMIT = "wgmma.commit_group.sync.aligned;"
 ARRIVE = "@%p4 mbarrier.arrive.shared::cta.b64 _, [%r14+16];\n"
-# What is changed, the kinds of finding of which one must be there, and what one of them must say.
+# The change, the kinds of findings of which one must be there, and what one of them must say.
 BUGS = {
     "tx-bytes-high": ({"_, [%r34], 24576": "_, [%r34], 24592"}, {"deadlock"}, "16 bytes are exp"),
     "tx-bytes-low": ({"_, [%r34], 24576": "_, [%r34], 24560"}, {"deadlock"}, "16 bytes have come"),
@@ -140,7 +140,7 @@ def test_a_trace_shows_copies_and_what_waits_waited_for() -> None:
     products = [e for e in work if e not in copies]
     assert {trace.tracks[e.track] for e in products} == {"tensor pipe"}
     assert Counter(e.label for e in products) == {f"of warp {w}": 4 * TILES for w in range(4)}
-    # Under way from the issue to the wait, which shows what it waited for.
+    # A product is under way from its issue to the wait, and the wait shows what it waited for.
     waits = [e for e in trace.events if e.kind == "wait" and e.label == "4 wgmma"]
     assert Counter(e.track for e in waits) == dict.fromkeys(range(4), TILES)
     assert {trace.tracks[e.cause] for e in waits} == {"tensor pipe"}

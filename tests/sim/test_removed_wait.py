@@ -34,9 +34,9 @@ def without(ptx: str, kernel: str, opcode: str, which: int) -> str:
 @pytest.mark.parametrize(
     ("opcode", "which", "kinds", "text"),
     [
-        # The wait for Q, K and V at the head of the loop: the first to read them loads Q.
+        # The wait for Q, K and V at the head of the loop. The load of Q is the first to read them.
         ("cp.async.wait_all", 0, {"in-flight"}, LOADS_Q),
-        # The barrier behind it: what other warps' copies wrote.
+        # The barrier behind it, which covers the copies of other warps.
         ("bar.sync", 1, {"race", "lane-order", "in-flight", "uninitialised"}, LOADS_Q),
         # The barrier after `place` is written.
         ("bar.sync", 0, {"race", "uninitialised"}, "min(place.work.first_row + C::BLOCK_Q"),

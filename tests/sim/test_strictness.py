@@ -239,7 +239,7 @@ def test_ldmatrix_orders_no_memory(transposed: str, strict: bool) -> None:
     assert matrix_lanes(WARP_SYNC, load, WARP_SYNC, STORE, strict=strict) == []
     assert matrix_lanes(WARP_SYNC, load, "", STORE, strict=strict) == [severity]
     assert matrix_lanes("", load, WARP_SYNC, STORE, strict=strict) == [severity]
-    # Neither does what comes after it and waits for all lanes too.
+    # Instructions after it that wait for all lanes do not order them, either.
     product = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f0, %f1, %f2, %f3},
     {%r4, %r5, %r6, %r7}, {%r4, %r5}, {%f0, %f1, %f2, %f3};"""
     assert matrix_lanes(WARP_SYNC, load, product, STORE, strict=strict) == [severity]
@@ -278,7 +278,7 @@ def test_a_lane_does_not_release_what_ldmatrix_has_read_for_others() -> None:
     bad = text.replace("BARRIER", "")
     assert not findings(good, words(), words(), block=(64,), strict=True)
     only(findings(bad, words(), words(), block=(64,), strict=True), "lane-release")
-    # Compilers' kernels let one lane arrive: its warp has used what the loads gave.
+    # In compilers' kernels one lane arrives for its warp, which has used the loaded values.
     assert not findings(bad, words(), words(), block=(64,))
 
 
@@ -420,7 +420,7 @@ def test_a_copy_may_fill_with_zeros_and_skip_its_source() -> None:
     run(program(body, shared=512), source, out)
     sums = [sum(1 << 8 * (b % 4) for b in range(i & 15)) for i in range(32)]
     assert out[:32].tolist() == sums
-    # Nothing is read of a source of size 0, wherever it points.
+    # A source of size 0 is not read, wherever it points.
     nowhere = body.replace("mad.wide.u32 %rd5, %r0, 16, %rd0;", "mov.u64 %rd5, 0;")
     nowhere = nowhere.replace("min.u32 %r5, %r5, 16;", "mov.u32 %r5, 0;")
     run(program(nowhere, shared=512), source, out)
@@ -509,7 +509,7 @@ def test_aligned_instructions_in_divergent_code_are_found() -> None:
     only(findings(guarded, words(), words()), "divergent-aligned")
 
 
-# Instructions that use the registers of all 32 lanes; %r8 is a place in shared memory.
+# Instructions that use the registers of all 32 lanes. %r8 is an address in shared memory.
 WHOLE_WARP = (
     "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r8];",
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r1, %r2, %r3, %r4}, [%r8];",
@@ -557,7 +557,7 @@ def test_an_instruction_of_whole_warps_after_lanes_have_returned_is_an_error(
         error = next(f for f in found if f.fatal)
         assert (error.kind, error.lane) == ("partial-warp", first)
         assert f"lane {lane} has returned" in error.message
-    # Where its guard is false for all that are left, nobody executes it.
+    # If the guard is false for all lanes that are left, none of them executes it.
     off = program(f"setp.ge.u32 %p1, %r0, 5;\n@%p1 ret;\n@%p1 {instruction}", shared=512)
     assert not [f for f in findings(off, words(), words()) if f.kind == "partial-warp"]
 
@@ -686,7 +686,7 @@ def test_damaged_names_of_functions_are_told_as_plain_text() -> None:
     assert str(caught.value).isascii()
 
 
-# --- every space, and the rest of what is told ---
+# --- every space, and the other findings ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""tcgen05 and tensor memory: layouts, shapes, types, order, and what is wrong with each.
+"""tcgen05 and tensor memory: layouts, shapes, types, order, and the errors in each.
 
 What is right here is right by the text of the PTX ISA; no card with tcgen05 was at hand.
 """
@@ -97,7 +97,7 @@ shl.b32 %r11, %r10, 21;
 add.u32 %r3, %r2, %r11;
 """
 
-# What one thread starts all of them wait for.
+# All threads wait for what one thread starts.
 COMMIT = """
 tcgen05.commit.GROUP.mbarrier::arrive::one.shared::clusterMULTICAST
 """
@@ -428,7 +428,8 @@ def test_sums_are_the_same_without_avx2() -> None:
 
 # ---- Loads and stores ----
 
-# Registers of a thread and columns by repeats; lane and column of register r of lane L.
+# For each shape: the registers of a thread and the columns for one repeat, the most repeats, and the
+# cell (lane, column) of register r of lane L.
 Place = Callable[[int, int], tuple[int, int]]
 SHAPES: dict[str, tuple[int, int, int, Place]] = {
     "32x32b": (1, 1, 128, lambda t, r: (t, r)),
@@ -465,7 +466,7 @@ def test_every_shape_of_loads_and_stores(shape: str, is_packed: bool) -> None:
         {to_out(count)}"""
         report, loaded = run(program(body), cells=cells, mode="eager", race_check=False)
         assert not report.findings, report
-        # Cells behind the loaded ones give what is stored.
+        # The cells behind the loaded ones have the values to store.
         body = f"""{store(end)}
         {from_cells(count)}
         tcgen05.st.{mnemonic}{pack.replace("pack", "unpack")}.b32 {at}, {vector(count)};
@@ -507,7 +508,7 @@ def test_the_window_of_a_warp() -> None:
     assert wrong[0].kind == "tmem"
     assert "by warp" in wrong[0].message
     assert "window" in wrong[0].message
-    # DeepGEMM's kernels count on the warp's own lanes then.
+    # DeepGEMM's kernels rely on getting the warp's own lanes here.
     assert {(f.kind, f.severity) for f in found("mov.u32 %r12, %r2;\n")} == {("tmem", "lint")}
     odd = found("add.u32 %r12, %r3, 0x100000;\n")
     assert "tcgen05.ld of this shape at lane" in odd[0].message
@@ -580,7 +581,7 @@ def test_a_copy_comes_before_the_shift_of_the_same_thread() -> None:
 def test_instruction_descriptors_are_those_of_cutlass(
     m: int, n: int, dtype: torch.dtype, mn: bool, half: bool, value: int
 ) -> None:
-    # What a host program on CUTLASS's headers printed.
+    # A host program that uses CUTLASS's headers printed these.
     assert instruction(m, n, dtype, dtype, b_mn=mn, half=half) == value
 
 
@@ -658,7 +659,7 @@ def test_fields_of_a_matrix_descriptor_are_checked(change: int, words: str, matr
 
 # ---- Order ----
 
-# A comes from tensor memory, D is loaded, A is stored anew.
+# A comes from tensor memory, D is loaded, and A is stored anew.
 FLOW = f"""{store(8, 64)}
 @%p6 bra WAIT;
 tcgen05.mma.GROUP.kind::f16 [%r2], [%r2+64], %rd3, {instruction(128, 64, BF16, BF16)}, 0;
@@ -744,7 +745,7 @@ def test_what_compilers_leave_out_is_an_error_where_strict(name: str, strict: bo
 
 @pytest.mark.parametrize("fence", ["before", "after"])
 def test_tensor_memory_is_given_back_behind_fences(fence: str) -> None:
-    # Others have written and read what one warp gives back.
+    # Other warps have written and read the columns that one warp gives back.
     image = torch.zeros(SHARED, dtype=torch.uint8)
     desc = put(image, B_PLACE, random(64, 16, BF16), True, 128, 16, 1024)
     before, removed, behind = program(FLOW).rpartition(f"tcgen05.fence::{fence}_thread_sync;")
@@ -782,8 +783,8 @@ mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r4], 1;
 def test_a_load_whose_registers_were_used_has_read(
     use: int, severities: set[str], mode: str
 ) -> None:
-    # D is loaded and overwritten: the registers not used, used before the barrier, and only by the
-    # warp that overwrites it.
+    # D is loaded and overwritten. The loaded registers are not used, are used before the barrier, or
+    # are used only by the warp that overwrites D.
     uses = "xor.b32 %r30, %d0, %d31;\n"
     mma = FLOW[FLOW.index("tcgen05.mma") : FLOW.index(COMMIT)]
     loads = f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {vector(32)}, [%r3];\n"
@@ -808,7 +809,7 @@ def test_a_commit_speaks_for_its_own_thread(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_products_of_two_threads_are_in_no_order(mode: str) -> None:
-    # Thread 0 starts one, thread 1 another into the same accumulator.
+    # Thread 0 starts a product, and thread 1 another one into the same accumulator.
     text = FLOW.replace("@%p6 bra WAIT;", "setp.gt.u32 %p3, %r0, 1;\n@%p3 bra WAIT;", 1)
     begin, end = text.index("tcgen05.mma"), text.index(COMMIT)
     mma = text[begin:end]
@@ -877,7 +878,7 @@ def test_tensor_memory_holds_nothing_at_first() -> None:
 def test_a_pair_allocates_together() -> None:
     report, _ = run(program("", pair=True, allocated=128))
     assert not report.findings
-    # All columns again, once both have given them back.
+    # All columns are free again once both have given theirs back.
     again = """SYNC
     @%p1 bra ON;
     tcgen05.dealloc.GROUP.sync.aligned.b32 %r2, 512;
@@ -943,7 +944,7 @@ def test_traces_show_the_tensor_pipe_and_tensor_memory() -> None:
     uses = {event.label: event for event in by_track["tensor memory"]}
     whole = uses.pop("allocated: columns 0-511")
     assert whole.begin < product.begin < product.end < whole.end
-    # A from its store to the product; D from the product to its last load, in two halves.
+    # A is shown from its store to the product, D from the product to its last load, in two halves.
     stores = [e for e in by_track["tensor memory"] if e.label == "tcgen05.st: columns 64-71"]
     assert [(e.begin < product.begin <= e.end, e.end <= product.end) for e in stores] == [
         (True, True), (False, False),
@@ -972,7 +973,7 @@ def test_traces_show_the_tensor_pipe_and_tensor_memory() -> None:
         "tensor memory: results of products",
         "tensor memory: stored by warps",
     } <= texts
-    # The map: 512 columns on 96 pixels.
+    # The map shows 512 columns on 96 pixels.
     heights = [shape["h"] for kind, shape in shapes if kind == "rectangle"]
     assert heights.count(96) == 2  # all of it, and what is allocated
     assert heights.count(12) == 1  # D

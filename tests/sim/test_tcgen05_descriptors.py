@@ -62,8 +62,8 @@ class Instruction:
         )
 
 
-# What a host program on CUTLASS's headers printed, 16-bit elements: the tile, leading offset,
-# stride offset, swizzle.
+# A host program that uses CUTLASS's headers printed these, for 16-bit elements: the tile, leading
+# offset, stride offset, swizzle.
 WORKED_MATRICES = {
     "128 x 64, K-major": (16, 1024, 128, 0x4000404000010000),
     "V 128 x 64": (0, 1024, 128, 0x4000404000000000),
@@ -113,7 +113,7 @@ def test_instruction_descriptors_are_those_of_cutlass(
     assert instruction.bits == worked
 
 
-# What cutlass_descriptors.cpp prints.
+# cutlass_descriptors.cpp prints these.
 COMPILED = {
     "tcgen05-k-128": matrix_descriptor(0, 16, 1024, 128),
     "tcgen05-k-64": matrix_descriptor(0, 16, 512, 64),
@@ -326,7 +326,7 @@ def test_every_layout(dtype: torch.dtype, code: int, a_k: bool, b_k: bool, b_spa
 
 @pytest.mark.parametrize("span", [64, 128])
 def test_a_tile_inside_its_pattern_follows_its_addresses(span: int) -> None:
-    # As wgmma did on an H200.
+    # wgmma did this on an H200.
     a, b = random(128, 16, torch.bfloat16), random(64, 16, torch.bfloat16)
     report, d = multiply(a, b, Instruction(128, 64, BF16, BF16), a_span=span, a_place=128)
     assert {(f.kind, f.severity) for f in report.findings} == {("alignment", "lint")}
@@ -341,6 +341,6 @@ def test_every_bit_of_an_instruction_descriptor_matters() -> None:
     for bit in range(32):
         report, d = multiply(a, b, instruction, flip=1 << bit, mode="eager")
         named += any(f.kind == "descriptor" for f in report.findings)
-        # nan where nothing was written
+        # Cells that nothing has written are NaN.
         assert report.errors or not torch.equal(d, a.double() @ b.double().T), bit
     assert named >= 24  # what is reserved, no type, no size

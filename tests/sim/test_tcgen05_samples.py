@@ -24,8 +24,8 @@ GEMMS = [
     ("ss", 64), ("ss", 128), ("ts", 64), ("ts", 128), ("relay", 128), ("pair", 128), ("pair", 256),
 ]  # fmt: skip
 NAMES = ["attention", *(f"{form}-{m}" for form, m in GEMMS)]
-# Of attention against float64: P is rounded to bf16, whose relative error is at most 2^-9, and the
-# exponentials' arguments are float32; twice that of outputs below 4.
+# The bound for attention against float64. P is rounded to bf16, whose relative error is at most 2^-9,
+# and the exponentials' arguments are float32. Outputs are below 4; the bound is twice their error.
 TOLERANCE = 2 * 4 * 2.0**-9
 
 
@@ -55,7 +55,7 @@ def test_a_sample_is_right_on_every_schedule(name: str, mode: str) -> None:
 
 # ---- Ten bugs ----
 
-# How attention's softmax goes on where it has P: pieces of its text by the comments before them.
+# Pieces of the text of attention's softmax after it has P, found by the comments before them.
 PIECES = ("// The product of the tile before is done.\n", "// P\n", "// O\n", "// Written.\n")
 
 
@@ -79,7 +79,7 @@ def without_wait(text: str, name: str, parity: str) -> str:
     return change(text, wait, "mov.pred %p15, 1;")
 
 
-# What is done to the text, the kind of a finding that must be there, and what it must say.
+# The change of the text, the kind of a finding that must be there, and what it must say.
 BUGS: dict[str, tuple[Callable[[str], str], str, str]] = {
     "tensor memory over-used": (
         lambda t: change(change(t, "[%r0], 512", "[%r0], 256"), "%tmem0, 512", "%tmem0, 256"),

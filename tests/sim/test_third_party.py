@@ -109,8 +109,8 @@ def compiled(capability: int, constants: list[dict[str, object]]) -> list[dict[s
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     for row in rows:
-        # Triton counts on dynamic shared memory to begin at 1024, where a card has it begin,
-        # without asking for it.
+        # Triton relies, without asking for it, on dynamic shared memory that begins at 1024, as on a
+        # card.
         row["ptx"] = re.sub(r"(\.extern \.shared \.align) 16", r"\1 1024", row["ptx"])
     return rows
 
@@ -194,7 +194,7 @@ def attend(
         arguments = []
         for buffer, meta in zip(buffers, kernel["maps"], strict=True):
             tensor = buffer.tensor[0]
-            # A tensor map, then the sizes and strides once more.
+            # The arguments have a tensor map, and then the sizes and strides once more.
             arguments += [
                 sim.TensorMap(
                     tensor,
@@ -281,7 +281,7 @@ def test_what_the_instruction_table_says_of_triton_is_what_ran(
     assert row in written, f"{TABLE} should hold\n{json.dumps(row)}"
 
 
-# What must not be left out, all of an opcode at once.
+# None of these may be left out. All instructions of an opcode are left out at once.
 NEEDED = {
     "sm_80": ("cp.async.wait_group", "bar.sync"),
     "sm_90": ("cp.async.wait_group", "wgmma.wait_group", "fence.proxy.async", "bar.sync"),

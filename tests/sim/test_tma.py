@@ -289,7 +289,7 @@ def test_a_store_is_clipped_at_16_bytes(swizzle: int, mode: str) -> None:
         address ^= ((address >> 7) & {0: 0, 32: 1, 64: 3, 128: 7}[swizzle]) << 4
         linear[row, column] = flat[address : address + 2].view(torch.int16)[0]
     expected = torch.zeros(16, 256, dtype=torch.int16)
-    # 6 rows are inside; columns up to 250, and to 256 as the last 16 bytes are written whole.
+    # 6 rows are inside. So are columns up to 250; the last 16 bytes are written whole, up to 256.
     if x < 250:
         expected[4:10, x:256] = linear[:6, : 256 - x]
     assert torch.equal(target, expected)
@@ -331,7 +331,7 @@ def test_lanes_that_start_one_store_together_are_a_lint(mode: str) -> None:
     assert (finding.kind, finding.severity) == ("race", "lint")
     assert finding.message.endswith("both write the same value")
     assert target[:8].any()
-    # Other rows of shared memory to the same place.
+    # Other rows of shared memory go to the same place.
     apart = together.replace("[%r31];\ncp.async.bulk.commit", "[%r5];\ncp.async.bulk.commit")
     apart = apart.replace("DONE:", "").replace(
         "cp.async.bulk.tensor", "and.b32 %r5, %r0, 1;\nmad.lo.u32 %r5, %r5, 1024, %r31;\n"

@@ -301,7 +301,7 @@ def test_the_picture_is_well_formed_and_stays_on_its_sheet(line: _trace.Timeline
                 tuple(map(float, point.split(","))) for point in (get("points") or "").split()
             ]
             assert all(0 <= x <= _picture.WIDTH and 0 <= y <= drawing.height for x, y in points)
-    # Every colour is explained: what is drawn in the chart is drawn in the legend.
+    # The legend explains every colour of the chart.
     axis = max(float(shape.get("y") or 0) for shape in shapes if shape.text == "0")
     chart, legend = set(), set()
     for shape in shapes:

@@ -248,7 +248,7 @@ def test_every_type_and_accumulation(
 def test_descriptors_are_those_of_cutlass(
     rows: int, k_major: bool, lead: int, stride: int, high: int
 ) -> None:
-    # What a host program on CUTLASS's headers printed for the same tiles.
+    # A host program that uses CUTLASS's headers printed these for the same tiles.
     image = torch.zeros(SHARED, dtype=torch.uint8)
     tile = random(rows, 16, torch.bfloat16)
     assert put(image, 0x4400, tile, k_major, 128, lead, stride) == high | 0x440
@@ -320,7 +320,7 @@ def test_a_warpgroup_has_four_warps(threads: int) -> None:
     assert "warps" in next(f.message for f in found if f.kind == "wgmma")
 
 
-# A tile of B comes by TMA: the descriptor has to follow its boxes.
+# TMA writes a tile of B, and the descriptor has to follow its boxes.
 TILE = """
 .extern .shared .align 1024 .b8 smem[];
 .visible .entry test(.param .align 64 .b8 map[128], .param .u64 out, .param .u64 bdesc) .maxntid 128
@@ -371,7 +371,7 @@ ret;
 def tile_run(
     *, mn_major: bool, lead: int, stride: int, mode: int, base: int = 0, width: int = 0
 ) -> tuple[sim.Report, Tensor, Tensor]:
-    # K-major: (64 n, 64 k) in one box and another behind it. MN-major: slabs of 32 n, 128 k each.
+    # A K-major B is two boxes of (64 n, 64 k). An MN-major one is slabs of 32 n and 128 k.
     swizzle = 64 if mn_major else 128
     tensor = random(128, 128, torch.bfloat16)
     rows = 8192 // swizzle
@@ -411,7 +411,7 @@ def test_tiles_that_tma_wrote(good: dict[str, int]) -> None:
 
 
 def test_a_tile_inside_its_pattern_follows_its_addresses() -> None:
-    # As on an H200; the manual asks for a base offset.
+    # An H200 gives this result, although the manual asks for a base offset.
     report, d, expected = tile_run(**(K_MAJOR | {"base": 256}))
     assert {(f.kind, f.severity) for f in report.findings} == {("alignment", "lint")}
     assert any("matrix B of wgmma" in f.message for f in report.findings)

@@ -292,7 +292,7 @@ def launch(
         strict: whether missing waits and fences around tensor memory, ldmatrix and stmatrix are
             errors, as they are in this library's kernels, although compilers leave them out without
             harm on a card (kinds "tcgen05-fence", "tcgen05-wait", "lane-order" and "lane-release").
-        check: whether errors are raised.
+        check: whether errors raise `SimulationError`.
 
     Returns:
         A `Report`. Tensors have been written in place.

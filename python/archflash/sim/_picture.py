@@ -14,13 +14,13 @@ from archflash.sim._trace import Batch, Region, Slice, Timeline
 
 WIDTH = 1200
 MARGIN = 24
-LABELS = 80  # to the left of the bars
+LABELS = 80  # width of the labels to the left of the bars
 BAR = 30
 COPIES = 22  # height of the copies below a warp's bar
-MAP = 96  # of the map of tensor memory
+MAP = 96  # height of the map of tensor memory
 GAP = 14
-LINE = 23  # of text
-ENTRY = 27  # from one legend entry to the next
+LINE = 23  # height of a line of text
+ENTRY = 27  # distance between two entries of the legend
 
 # Regions with a smaller share of the instructions are drawn as the kernel's other code.
 SMALLEST_SHARE = 0.02

@@ -37,10 +37,11 @@ class Finding:
         lane: lane of the warp; -1 if it concerns no single lane.
         line: line of the instruction in the PTX text; 0 if it concerns no instruction.
         instruction: the PTX statement.
-        source: "file:line" of the CUDA source, inlined calls behind it; empty without line
-            information.
+        source: "file:line" of the CUDA source, followed by the calls into which it is inlined;
+            empty without line information.
         address: the address, for a memory access.
         count: how often it was found at that instruction.
+        fatal: whether the CTA stopped here.
     """
 
     severity: str
@@ -81,18 +82,18 @@ class TraceEvent:
     they order events and are not time on a GPU.
 
     Attributes:
-        kind: "run": a warp executed the instructions from `pc` on, one after the other; "wait": a
-            warp waited for `label`; "async": asynchronous work.
+        kind: "run" (a warp executed instructions from `pc` on, one after the other), "wait" (a
+            warp waited for `label`) or "async" (asynchronous work).
         track: index in `Trace.tracks`.
-        begin: time of its first instruction; for "async", of its issue.
+        begin: time of its first instruction; for "async", the time of its issue.
         end: time after its last instruction; for "async", when it was complete. A wait for
             something that was complete already ends when it begins.
         pc: index of the (first) instruction in `Report.listing`.
         bytes: bytes that "async" work moves; 0 for products.
         seen: when a warp had waited for the "async" work.
-        cause: track that ended a wait; -1 if none did, or the waiting one.
-        label: what a wait waited for ("barrier 0"); for "async" work the name of the buffer that it
-            reads, or whose product it is.
+        cause: track that ended a wait; -1 if none did or the waiting track did.
+        label: what a wait waited for ("barrier 0"); for "async" work the name of the buffer that
+            it reads, or the warp whose product it is.
         operands: for a product by tcgen05.mma, D, A, B and the instruction descriptor as in the
             instruction: addresses in tensor memory or matrix descriptors.
     """
@@ -220,8 +221,8 @@ class Report:
         return "\n".join(lines)
 
 
-# Kinds of findings in kernels that compilers make. They leave out waits and fences that ptxas or
-# the order of the hardware makes up for.
+# These kinds of findings are lints in kernels that compilers make. Compilers leave out waits and
+# fences where ptxas or the order of the hardware makes up for them.
 LENIENT_KINDS = ("tcgen05-fence", "tcgen05-wait", "lane-order", "lane-release")
 # Lints that are reported only for this library's kernels.
 STRICT_LINTS = ("pending-copy", "lane-release")
@@ -230,7 +231,7 @@ STRICT_LINTS = ("pending-copy", "lane-release")
 def make_report(
     kernel: str, texts: list[dict[str, Any]], result: dict[str, Any], *, strict: bool
 ) -> Report:
-    """The extension module's answer as a `Report`. `texts` are the kernel's instructions.
+    """Makes a `Report` of the extension module's answer. `texts` are the kernel's instructions.
 
     With `strict`, findings of LENIENT_KINDS are errors and not lints, and lints of STRICT_LINTS are
     reported.

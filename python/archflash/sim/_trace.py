@@ -13,7 +13,7 @@ from archflash.sim._report import Report, Trace, TraceEvent
 
 # A function with at least this share of the code counts as the body of the kernel, not as a part.
 BODY_SHARE = 0.8
-# Instructions without a source line count where the compiler put them.
+# Instructions without a source line belong to the code around them.
 NO_LINE = 0
 
 
