@@ -428,8 +428,8 @@ def test_sums_are_the_same_without_avx2() -> None:
 
 # ---- Loads and stores ----
 
-# For each shape: the registers of a thread and the columns for one repeat, the most repeats, and the
-# cell (lane, column) of register r of lane L.
+# For each shape: a thread's registers and the columns for one repeat, the most repeats, and the cell
+# (lane, column) of register r of lane L.
 Place = Callable[[int, int], tuple[int, int]]
 SHAPES: dict[str, tuple[int, int, int, Place]] = {
     "32x32b": (1, 1, 128, lambda t, r: (t, r)),
