@@ -428,8 +428,8 @@ def test_sums_are_the_same_without_avx2() -> None:
 
 # ---- Loads and stores ----
 
-# For each shape: a thread's registers and the columns for one repeat, the most repeats, and the cell
-# (lane, column) of register r of lane L.
+# For each shape: a thread's registers and the columns for one repeat, the most repeats, and the
+# cell (lane, column) of register r of lane L.
 Place = Callable[[int, int], tuple[int, int]]
 SHAPES: dict[str, tuple[int, int, int, Place]] = {
     "32x32b": (1, 1, 128, lambda t, r: (t, r)),
@@ -783,8 +783,8 @@ mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r4], 1;
 def test_a_load_whose_registers_were_used_has_read(
     use: int, severities: set[str], mode: str
 ) -> None:
-    # D is loaded and overwritten. The loaded registers are not used, are used before the barrier, or
-    # are used only by the warp that overwrites D.
+    # D is loaded and overwritten. The loaded registers are not used, are used before the barrier,
+    # or are used only by the warp that overwrites D.
     uses = "xor.b32 %r30, %d0, %d31;\n"
     mma = FLOW[FLOW.index("tcgen05.mma") : FLOW.index(COMMIT)]
     loads = f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {vector(32)}, [%r3];\n"

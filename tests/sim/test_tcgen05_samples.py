@@ -24,8 +24,9 @@ GEMMS = [
     ("ss", 64), ("ss", 128), ("ts", 64), ("ts", 128), ("relay", 128), ("pair", 128), ("pair", 256),
 ]  # fmt: skip
 NAMES = ["attention", *(f"{form}-{m}" for form, m in GEMMS)]
-# The bound for attention against float64. P is rounded to bf16, whose relative error is at most 2^-9,
-# and the exponentials' arguments are float32. Outputs are below 4; the bound is twice their error.
+# The bound for attention against float64. P is rounded to bf16, whose relative error is at most
+# 2^-9, and the exponentials' arguments are float32. Outputs are below 4; the bound is twice their
+# error.
 TOLERANCE = 2 * 4 * 2.0**-9
 
 

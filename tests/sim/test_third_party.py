@@ -109,8 +109,8 @@ def compiled(capability: int, constants: list[dict[str, object]]) -> list[dict[s
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     for row in rows:
-        # Triton relies, without asking for it, on dynamic shared memory that begins at 1024, as on a
-        # card.
+        # Triton relies, without asking for it, on dynamic shared memory that begins at 1024, as it
+        # does on a card.
         row["ptx"] = re.sub(r"(\.extern \.shared \.align) 16", r"\1 1024", row["ptx"])
     return rows
 
