@@ -55,8 +55,8 @@ def attention(
         k: keys, ``(batch, heads_kv, nk, d)`` or as q's layout says; heads_q must be a multiple of
             heads_kv.
         v: values, ``(batch, heads_kv, nk, dv)`` or as q's layout says.
-        causal: query i sees keys j <= i + q_offset: aligned to the bottom right unless q_offset
-            says otherwise.
+        causal: query i sees keys j <= i + q_offset, which aligns the mask to the bottom right
+            unless q_offset is given.
         window: ``(left, right)``: i + q_offset - left <= j <= i + q_offset + right; None for an
             unbounded side.
         softcap: c > 0 replaces each score s by c * tanh(s / c). None or 0: no cap.
@@ -65,8 +65,8 @@ def attention(
         q_offset: position of query 0 among the keys, an int or an int32 tensor ``(batch,)``;
             default nk - nq. Used by causal and window only.
         cu_seqlens_q: int32 ``(sequences + 1,)`` on q's device: sequence b's queries are rows
-            cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Needs cu_seqlens_k. Read on the device
-            only. Rows of no sequence are written as rows that see no key.
+            cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Needs cu_seqlens_k. It is read on the
+            device only. Rows that belong to no sequence are written as rows that see no key.
         cu_seqlens_k: int32 ``(sequences + 1,)`` on q's device: the same for the rows of k and v.
         max_seqlen_q: the longest of the packed query sequences, a hint; default unknown.
         max_seqlen_k: the longest of the packed key sequences, a hint; default unknown.
@@ -81,40 +81,40 @@ def attention(
         k_descale: float32: float8 k stands for k * k_descale. Shaped as q_descale, with heads_kv
             and nk.
         v_descale: float32: float8 v stands for v * v_descale. Shaped as k_descale.
-        out_dtype: dtype of the output; default q's, bfloat16 for float8 inputs, of which kernels
-            write float16 and bfloat16.
+        out_dtype: dtype of the output; default that of q, or bfloat16 for float8 inputs, for which
+            kernels write float16 or bfloat16.
         approximate: "int8_qk" lets q k^T be computed in int8, for fp16 and bf16: q and k (without
             its mean over the keys, which is added back) are rounded to 8 bits with one scale for
             each block of 64 rows. The output's root mean square error is about 1.4% of its own
-            on normal data (PyTorch at fp16: 0.05%), 13% where one channel in 32 of k is 20 times as
-            large as the others. Mean and scales are of all keys up to the last that any query
-            sees. Never chosen unless asked for; not with cu_seqlens or softcap.
-        num_splits: shares into which the keys of each query tile are split, which go to several SMs
-            and are put together by a second kernel: so many at most (never more than there are
-            blocks of keys); 1 for no split; default what is expected to be the fastest. A kernel
-            that does not split refuses more than 1, and so does blackwell_dc for FP8. `torch`
-            goes its own way.
+            on normal data (PyTorch at fp16: 0.05%), and 13% if one channel in 32 of k is 20 times
+            as large as the others. Mean and scales are those of all keys up to the last that any
+            query sees. Never chosen unless asked for; not with cu_seqlens or softcap.
+        num_splits: shares into which the keys of each query tile are split, at most (there are
+            never more shares than blocks of keys). The shares go to several SMs, and a second
+            kernel combines them. 1 for no split; default what is expected to be the fastest. A
+            kernel that does not split refuses more than 1, and so does blackwell_dc for FP8.
+            `torch` ignores it.
         layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).
-        implementation: forces one by name; beats `archflash.force` and
+        implementation: forces one by name; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
-        out: the tensor to write the output to, apart from k and v in memory; default a new one in
-            q's own stride order.
+        out: the tensor to write the output to. It must not overlap k or v in memory. Default: a new
+            tensor in q's stride order.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        The output, shaped as q with dv for d; with return_lse the pair (output, lse), lse float32
-        ``(batch, heads_q, nq)``, or ``(heads_q, total_q)`` with cu_seqlens: natural logarithm,
-        sinks included. A query that sees no key gives output 0 and lse -inf (with a sink: the
-        sink).
+        The output, shaped as q with dv for d. With return_lse, the pair (output, lse); lse is
+        float32 ``(batch, heads_q, nq)``, or ``(heads_q, total_q)`` with cu_seqlens, a natural
+        logarithm with sinks included. A query that sees no key gives output 0 and lse -inf (or the
+        sink, if there is one).
 
     Raises:
-        ValueError: shapes that disagree, heads_q not a multiple of heads_kv, negative window, NaN
-            scale, num_splits below 1.
-        TypeError: mixed dtypes or devices, an argument of the wrong type.
-        UnsupportedError: an argument that is not built yet; or no kernel serves the call and
+        ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a negative window, a
+            NaN scale, or num_splits below 1.
+        TypeError: mixed dtypes or devices, or an argument of the wrong type.
+        UnsupportedError: an argument is not built yet, or no kernel serves the call and
             ARCHFLASH_FALLBACK=error.
-        ForcedImplementationError: the forced implementation cannot serve the call; NotCompiledError
-            if the build lacks it.
+        ForcedImplementationError: the forced implementation cannot serve the call.
+        NotCompiledError: the build lacks the forced implementation.
         LaunchError: CUDA refused the launch.
 
     Example:
@@ -134,8 +134,8 @@ def attention(
         approximate, num_splits, layout, out, return_lse,
     )  # fmt: skip
     if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
-        # The whole way of an eager call: one C++ call that reads the tensors, finds the plan, binds
-        # and launches.
+        # An eager call is one C++ call, which reads the tensors, finds the plan, binds and
+        # launches.
         forced = _forced() if implementation is None else implementation
         result = _native.attention(q, k, v, values, _is_grad_enabled(), forced)
         if result is None:
@@ -154,19 +154,20 @@ def explain(
     implementation: str | None = None,
     **options: Any,
 ) -> _dispatch.Decision:
-    """Says which implementation would serve a call, why not the others, and what would be launched;
-    launches nothing.
+    """Says which implementation would serve a call, why the others would not, and what would be
+    launched. It launches nothing.
 
     Args:
-        q, k, v: as for `archflash.attention`; tensors on the "meta" device do too when `device` is
-            given.
+        q, k, v: as for `archflash.attention`. If `device` is given they may be on the "meta"
+            device.
         device: the GPU to decide for: a name from the table of known GPUs ("A100", "RTX 5090",
-            "B200", ...), a CUDA device or its index; default where q is.
-        implementation: the forced one; default what `archflash.force` or the environment says.
+            "B200", ...), a CUDA device or its index; default the device of q.
+        implementation: the forced implementation; default what `archflash.force` or the environment
+            says.
         options: the other arguments of `archflash.attention`.
 
     Returns:
-        A `Decision`; its str() is readable.
+        A `Decision`, whose str() is readable.
 
     Raises:
         ValueError, TypeError: as `archflash.attention`; ValueError also for an unknown device name.
@@ -191,7 +192,7 @@ def explain(
             "it must be the name of a GPU, a CUDA device or its index"
         )
     if isinstance(device, str) and not re.fullmatch(r"(cpu|cuda)(:[0-9]{1,3})?", device):
-        # A GPU from the table: decided as if the tensors lay there, whatever this machine has.
+        # For a GPU from the table the decision is as if the tensors were there.
         return _dispatch.select(problem.as_if_on_cuda(), find_device(device), name)
     asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if asked.type == "cpu":

@@ -1,5 +1,5 @@
-"""archflash.attention as a torch operator: the way of a call under torch.compile, fake tensors,
-subclasses and dispatch modes.
+"""archflash.attention as a torch operator. Calls under torch.compile, with fake tensors or
+subclasses, and under dispatch modes go through it.
 
 Plain eager calls do not come here: they skip torch's dispatcher.
 """
@@ -39,9 +39,9 @@ def attention(
     """`archflash.attention` through the operator.
 
     Args:
-        q, k, v: as there.
-        values: of all options, in the order of `_options.NAMES`.
-        implementation: the forced one.
+        q, k, v: as for `archflash.attention`.
+        values: the values of all options, in the order of `_options.NAMES`.
+        implementation: the forced implementation.
     """
     options = dict(zip(_options.NAMES, values, strict=True))
     _options.refuse_unbuilt(options)
@@ -73,9 +73,9 @@ def attention(
         return results
 
     if needs_grad or transformed:
-        # The operator has no backward: PyTorch's own operations run instead, and autograd or the
-        # transform goes through them. While compiling the operator is traced for its checks only:
-        # nothing uses its result, so that it is dropped from the graph.
+        # The operator has no backward, so PyTorch's own operations run, which autograd or the
+        # transform can handle. While compiling, the operator is traced only for its checks; nothing
+        # uses its result, and it is dropped from the graph.
         if compiling:
             with torch.no_grad():
                 operator(q.detach(), k.detach(), v.detach())
@@ -98,17 +98,18 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...]) -> Any:
 
 
 def resolved(x: Any) -> Any:
-    """A tensor whose memory holds its values: a copy of one with the negative bit and of a zero
-    tensor; everything else as it is.
+    """A tensor whose memory holds its values: a copy if x has the negative bit or is a zero tensor,
+    otherwise x itself.
     """
-    # A subclass has its own say first: it is resolved when it comes back as a plain tensor.
+    # A subclass is handled by its own dispatcher first, and resolved when it comes back as a plain
+    # tensor.
     if isinstance(x, Tensor) and _native.is_plain_tensor(x) and (x.is_neg() or x._is_zerotensor()):
         return x.clone()
     return x
 
 
 def _in_transform() -> bool:
-    """Whether a functorch transform (vmap, grad, jvp) or forward-mode autograd is at work."""
+    """Whether a functorch transform (vmap, grad, jvp) or forward-mode autograd is active."""
     return _functorch_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -132,7 +133,8 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """The operator on real tensors."""
     options = _options.from_operator(arguments)
-    # A subclass that let the operator through has no more say: as itself it would come back here.
+    # A subclass whose dispatcher let the operator through becomes a plain tensor; otherwise it
+    # would come back here.
     q, k, v = (_plain(x) for x in (q, k, v))
     values = tuple(_plain(value) for value in options.values())
     name = forced() if implementation is None else implementation
@@ -160,7 +162,9 @@ def _fake(
     needs_grad: bool,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Shapes, strides and dtypes of what `_run` returns; refuses what needs no data to refuse."""
+    """Tensors with the shapes, strides and dtypes that `_run` returns. Raises the errors that do
+    not depend on data.
+    """
     options = _options.from_operator(arguments)
     if needs_grad:
         _refuse_forced(implementation)

@@ -18,7 +18,7 @@ from archflash import _dispatch, _options, reference
 from archflash._errors import LaunchError
 
 SEED = 20240731
-MOST_BYTES = 1 << 20  # of a file: no plan has a tenth of them
+MOST_BYTES = 1 << 20  # most bytes of a file; no plan has a tenth of them
 
 
 def add_parser(commands: Any) -> None:
@@ -33,9 +33,7 @@ def add_parser(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random tensors that make exactly a plan's problem, and the options of the call that it stands
-    for.
-    """
+    """Random tensors and options whose call has exactly a plan's problem."""
 
     q: Tensor
     k: Tensor
@@ -45,11 +43,11 @@ class Inputs:
 
 
 def load_plan(path: Path) -> _native.LaunchPlan:
-    """Reads a plan: what this version plans for the problem, device and implementation that the
-    file names. Nothing else of the file is used.
+    """Reads a plan. It returns what this version plans for the problem, device and implementation
+    that the file names, and uses nothing else of the file.
 
     Raises:
-        ValueError: the file is not a plan, or it says anything else than this version plans.
+        ValueError: the file is not a plan, or differs from what this version plans.
     """
     with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
@@ -65,8 +63,8 @@ def load_plan(path: Path) -> _native.LaunchPlan:
 
 
 def bytes_needed(problem: dict[str, Any]) -> int:
-    """Bytes of the tensors that `make_inputs` makes, but for sinks, and of the float64 ones that
-    the output is compared with; an estimate from below.
+    """A lower bound of the bytes of the tensors that `make_inputs` makes, without sinks, and of the
+    float64 tensors that the output is compared with.
     """
     batch = 1 if problem["varlen"] else problem["batch"]
     total = 8 * problem["batch"]
@@ -85,8 +83,8 @@ def bytes_needed(problem: dict[str, Any]) -> int:
 
 
 def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
-    """Random normal tensors with the strides of the problem; packed sequences are of equal lengths,
-    as far as that goes.
+    """Random normal tensors with the strides of the problem. Packed sequences have lengths as equal
+    as possible.
     """
     generator = torch.Generator(device=device).manual_seed(SEED)
 
@@ -195,6 +193,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_plan(plan: _native.LaunchPlan, inputs: Inputs) -> Any:
-    """Executes a plan on tensors that make its problem; what attention() would return."""
+    """Executes a plan on tensors that have its problem. Returns what attention() would return."""
     options = _options.complete({**inputs.options, "out": inputs.out})
     return _native.execute(plan, inputs.q, inputs.k, inputs.v, tuple(options.values()))

@@ -36,10 +36,10 @@ class Run:
     """What `archflash.sim.run` returns.
 
     Attributes:
-        out: the output, as `archflash.attention` gives it.
+        out: the output, as `archflash.attention` returns it.
         lse: the log-sum-exp, float32 ``(batch, heads_q, nq)``; None unless it was asked for.
         reports: one `Report` for each launch of the plan.
-        plan: what was run.
+        plan: the plan that was run.
     """
 
     out: Tensor
@@ -89,17 +89,17 @@ def run(
 
     Args:
         q, k, v: as for `archflash.attention`, on the CPU.
-        implementation: whose kernel to run.
+        implementation: the implementation whose kernel runs.
         device: the GPU to plan for, a name from the table of known GPUs such as "RTX 5090"; default
-            what ARCHFLASH_SIM_DEVICE names, otherwise the implementation's home GPU.
+            the one that ARCHFLASH_SIM_DEVICE names, otherwise the implementation's home GPU.
         mode: "lazy", "eager", "random" or "priority": see `archflash.sim.launch`.
         seed: 64 bits; the same seed gives the same run.
         race_check: whether to look for data races.
-        threads: of the host; 0: one for each core.
-        traced_ctas: CTAs that record what they do in `Report.traces`: so many, the first of the
-            grid, or their indices (x fastest).
-        stretch: a warp runs at most so many instructions before another gets its turn; 0: as many
-            as the mode says.
+        threads: host threads; 0 for one per core.
+        traced_ctas: CTAs that record what they do in `Report.traces`: a number, for the first CTAs
+            of the grid, or their indices (x fastest).
+        stretch: the most instructions that a warp runs before another warp gets its turn; 0: as the
+            mode says.
         check: whether errors of the kernel are raised.
         plan: run this plan instead of making one; `device` is then ignored.
         program: from `load`; its kernels run in place of those with the same names.
@@ -137,12 +137,12 @@ def run(
 
 
 def serve(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> None:
-    """Runs a plan on tensors on the CPU by operand name: what the runtime calls where it would
-    launch on a GPU.
+    """Runs a plan on CPU tensors by operand name. The runtime calls this where it would launch on a
+    GPU.
 
     Raises:
-        LaunchError: the work is estimated at more than ARCHFLASH_SIM_LIMIT seconds.
-        ValueError: ARCHFLASH_SIM_LIMIT is no number of seconds.
+        LaunchError: the simulation is estimated to take more than ARCHFLASH_SIM_LIMIT seconds.
+        ValueError: ARCHFLASH_SIM_LIMIT is not a number of seconds.
         SimulationError: the kernel did something wrong.
     """
     _announce(plan)
@@ -200,7 +200,7 @@ def simulate(
 
 
 def programs_of(plan: _runtime.LaunchPlan, given: Program | None = None) -> list[Program]:
-    """The program of each launch of a plan: `given` where it has the kernel.
+    """The program of each launch of a plan: `given` if it has the kernel, else that of the build.
 
     Raises:
         NotCompiledError: this build lacks the PTX of one.
@@ -284,8 +284,8 @@ def ptx_text(image: str, capability: tuple[int, int]) -> str:
 
 
 def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
-    """Pairs of a query and a key that attention computes, of all sequences and heads; for causal
-    calls half of them.
+    """The pairs of a query and a key that attention computes, over all sequences and heads; half of
+    them for causal calls.
     """
     if "cu_seqlens_q" in tensors:
         queries = tensors["cu_seqlens_q"].diff().clamp(min=0).to(torch.int64)
@@ -298,7 +298,7 @@ def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
 
 
 def estimate_seconds(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> float:
-    """How long the simulation of a plan will take on this machine, roughly."""
+    """A rough estimate of how long the simulation of a plan will take on this machine."""
     problem = plan.problem.to_dict()
     flops = 2 * visible_pairs(problem, tensors) * (problem["d"] + problem["dv"])
     uses_matrices = any(
@@ -311,10 +311,10 @@ def estimate_seconds(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> f
 
 
 def limit_seconds() -> float:
-    """What ARCHFLASH_SIM_LIMIT says: the seconds that a simulated call may take, inf for any.
+    """The seconds that a simulated call may take, as ARCHFLASH_SIM_LIMIT says; inf for no limit.
 
     Raises:
-        ValueError: it is no number of seconds.
+        ValueError: it is not a number of seconds.
     """
     given = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_SECONDS)
     try:
