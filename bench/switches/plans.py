@@ -63,7 +63,7 @@ def unsplit(plan: native.LaunchPlan) -> native.LaunchPlan:
 
 
 def one_tile_each(plan: native.LaunchPlan) -> native.LaunchPlan:
-    """The same kernel with a CTA, or a pair of them, for each row tile."""
+    """The plan's kernel with one CTA, or one pair of CTAs, for each row tile."""
     fields = plan.to_dict()
     launch = fields["launches"][0]
     (tiles,) = struct.unpack_from("<i", bytes.fromhex(launch["params"]), TILES_OFFSET)

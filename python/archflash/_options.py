@@ -95,7 +95,7 @@ def python_number(x: Any) -> Any:
 
 
 def with_python_numbers(options: dict[str, Any]) -> dict[str, Any]:
-    """The same options with Python's own numbers for those of numpy and the like, which operations
+    """The options with Python's own numbers in place of those of numpy and the like, which operations
     of torch do not take.
     """
     for name in _NUMBERS:

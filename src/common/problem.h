@@ -46,8 +46,8 @@ struct Problem {
 
   Strides q, k, v, out;  // `out` is the output that will be written
 
-  // Of the descales, 0 where the same one serves; `row` steps from one block of SCALE_ROWS to the
-  // next.
+  // Strides of the descales; 0 along a dimension that shares one descale. `row` is the step from
+  // one block of SCALE_ROWS rows to the next.
   Strides q_descale, k_descale, v_descale;
 
   int64_t q_offset;      // position of query 0 among the keys; used by causal and window only
