@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
 
-def place(k_major: bool, span: int, row: int, k_byte: int, e: int, lead: int, stride: int) -> int:
-    """Offset of an element from the tile's start, before swizzling; `row` along M or N, `k_byte`
+def place(
+    k_major: bool, span: int, row: Tensor, k_byte: Tensor, e: int, lead: int, stride: int
+) -> Tensor:
+    """Offsets of elements from the tile's start, before swizzling; `row` along M or N, `k_byte`
     the element's byte along K; element size e. From the PTX manual's canonical layouts.
     """
     if k_major:
@@ -32,11 +32,11 @@ def put(
     """
     e = matrix.element_size()
     raw = matrix.contiguous().view(torch.uint8).reshape(matrix.shape[0], -1, e)
+    rows, k_bytes = torch.arange(raw.shape[0])[:, None], torch.arange(raw.shape[1]) * e
+    at = start + place(k_major, span, rows, k_bytes, e, lead, stride)
     mask = {0: 0, 32: 1, 64: 3, 128: 7}[span]
-    for row, k in itertools.product(range(raw.shape[0]), range(raw.shape[1])):
-        at = start + place(k_major, span, row, k * e, e, lead, stride)
-        at ^= ((at >> 7) & mask) << 4
-        image[at : at + e] = raw[row, k]
+    at = at ^ ((at >> 7) & mask) << 4
+    image[at[..., None] + torch.arange(e)] = raw
     return start >> 4 | lead >> 4 << 16 | stride >> 4 << 32
 
 
