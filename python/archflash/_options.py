@@ -95,8 +95,8 @@ def python_number(x: Any) -> Any:
 
 
 def with_python_numbers(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with Python's own numbers in place of those of numpy and the like, which operations
-    of torch do not take.
+    """The options with Python's own numbers in place of those of numpy and the like, which
+    operations of torch do not take.
     """
     for name in _NUMBERS:
         if name in options:

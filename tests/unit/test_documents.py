@@ -174,7 +174,9 @@ def test_missing_names_are_found() -> None:
     page = ROOT / "docs" / "dispatch.md"
     text = "[a](numerics.md#edges) [b](no-such.md) [c](numerics.md#no-such) [d](#no-such)"
     assert documents.missing_links(page, text) == ["no-such.md", "numerics.md#no-such", "#no-such"]
-    text = "`src/common/problem.h` and `src/common/no_such.h`, `tests/unit/test_*.py`, `tests/no*.py`"
+    text = (
+        "`src/common/problem.h` and `src/common/no_such.h`, `tests/unit/test_*.py`, `tests/no*.py`"
+    )
     assert documents.missing_paths(text) == ["src/common/no_such.h", "tests/no*.py"]
     text = "unit/test_documents.py (1), test_no_such_thing.py (2)"
     assert documents.missing_paths(text) == ["test_no_such_thing.py"]
