@@ -6,7 +6,6 @@ Plain eager calls do not come here: they skip torch's dispatcher.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -170,13 +169,10 @@ def _fake(
         _refuse_forced(implementation)
     if all(isinstance(size, int) for x in (q, k, v) for size in x.shape):  # not symbolic ones
         _native.make_problem(q, k, v, tuple(options.values()), _NO_GRADIENTS)
-    strides = q.stride()[:-1]
-    # The output's dimensions nest as q's do; one of stride 0 (expanded) goes outermost.
-    order = sorted(range(len(strides)), key=lambda i: -strides[i] if strides[i] else -math.inf)
     shape = [*q.shape[:-1], v.shape[-1]]
     dtype = options["out_dtype"] or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
-    nested = q.new_empty([*(shape[i] for i in order), shape[-1]], dtype=dtype)
-    out = nested.permute([*(order.index(i) for i in range(len(order))), len(order)])
+    order = _torch.nesting(q.stride())
+    out = q.new_empty([shape[i] for i in order], dtype=dtype).permute(_torch.inverse(order))
     if not options["return_lse"]:
         lse_shape: tuple[int, ...] = (0,)
     elif options["cu_seqlens_q"] is not None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash import _dispatch, _ops, _registry
+from archflash._archflash import SCALE_ROWS
 from archflash._errors import ForcedImplementationError
 
-SCALE_ROWS = 64  # rows that share a descale given per block
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _PER = ("tensor", "head", "block")
@@ -66,11 +66,12 @@ def quantize_fp8(
         >>> values.dtype, descale.shape
         (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
     """
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
+    if torch.compiler.is_compiling():
+        _check_dense(x)
+    else:
         _native.check_data(x, "x")
     _check(x, per, dtype, layout)
-    if not compiling:
+    if not torch.compiler.is_compiling():
         x = _ops.resolved(x)
     packed = x.ndim == 3
     values = torch.empty_like(x, dtype=dtype)
@@ -96,6 +97,14 @@ def quantize_fp8(
     return values, descale
 
 
+def _check_dense(x: object) -> None:
+    """What `_native.check_data` refuses without a look at x's memory, for torch.compile."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is {_native.given(x)}: it must be a torch.Tensor")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError("x is a nested or sparse tensor: it must be dense")
+
+
 def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
     if per not in _PER:
         raise ValueError(f"per is {_native.given(per)}: it must be 'tensor', 'head' or 'block'")
@@ -105,11 +114,6 @@ def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
         raise TypeError(
             f"dtype is {_native.given(dtype)}: it must be torch.float8_e4m3fn or torch.float8_e5m2"
         )
-    # check_data has refused these two already, except while compiling.
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is {_native.given(x)}: it must be a torch.Tensor")
-    if x.is_nested or x.layout is not torch.strided:
-        raise TypeError("x is a nested or sparse tensor: it must be dense")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"x has dtype {x.dtype}: it must be float32, float16 or bfloat16")
     if x.ndim not in (3, 4):

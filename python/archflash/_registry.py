@@ -143,7 +143,7 @@ def implementations() -> list[Implementation]:
         name=TORCH,
         description="PyTorch: its fused attention where that fits, plain operations elsewhere",
         capabilities=(),
-        dtypes=("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"),
+        dtypes=tuple(_native.DTYPES),
         head_dims="any",
         features=("everything", "CPU tensors", "attn_mask", "descales", "gradients"),
         compiled=(f"torch {torch.__version__} on {platform.machine()}",),

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import math
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from archflash._archflash import SCALE_ROWS
+
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
-_SCALE_ROWS = 64  # rows that share a descale given per block
-_FAR = 1 << 60  # larger offsets have no other meaning, and could overflow
 
 # Device types that have autocast. They are determined at import, because torch.compile cannot trace
 # this query before torch 2.13.
@@ -97,7 +98,9 @@ def attention(
     unscaled = q_descale is None and k_descale is None and v_descale is None
     packed = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        packed = _Packed(_place(cu_seqlens_q, q.shape[0]), _place(cu_seqlens_k, k.shape[0]))
+        packed = _Packed(
+            _packed_rows(cu_seqlens_q, q.shape[0]), _packed_rows(cu_seqlens_k, k.shape[0])
+        )
     band = _Band.of(causal, window, q_offset, packed, q, k, layout)
     plain = attn_mask is None and sinks is None and not softcap and not return_lse and not packed
     as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
@@ -291,8 +294,8 @@ def _dotted(capability: tuple[int, int]) -> str:
 # --- inputs and outputs ---
 
 
-class _Place(NamedTuple):
-    """Where each row of a packed tensor belongs, all on the device."""
+class _PackedRows(NamedTuple):
+    """To which sequence each row of a packed tensor belongs; all on the device."""
 
     cu_seqlens: Tensor  # (B + 1,)
     sequence: Tensor  # (T,) its sequence, B for rows past the last one
@@ -300,26 +303,26 @@ class _Place(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    q: _Place
-    k: _Place
+    q: _PackedRows
+    k: _PackedRows
 
 
-def _place(cu_seqlens: Tensor, total: int) -> _Place:
+def _packed_rows(cu_seqlens: Tensor, total: int) -> _PackedRows:
     # Positions are int64, so that adding an offset or a window limit does not overflow.
     cu_seqlens = cu_seqlens.long()
     position = torch.arange(total, device=cu_seqlens.device)
     # The number of a row's sequence is the number of sequences that end at or before it. This skips
     # empty sequences, which own no row.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
-    return _Place(cu_seqlens, sequence, position - cu_seqlens[sequence])
+    return _PackedRows(cu_seqlens, sequence, position - cu_seqlens[sequence])
 
 
-def _of_rows(per_sequence: Tensor, place: _Place) -> Tensor:
+def _of_rows(per_sequence: Tensor, rows: _PackedRows) -> Tensor:
     """Gives each row the value of its sequence: ``(B, ...)`` to ``(T, ...)``. Rows after the last
     sequence get 0.
     """
     padding = [0, 0] * (per_sequence.ndim - 1) + [0, 1]
-    return F.pad(per_sequence, padding)[place.sequence]
+    return F.pad(per_sequence, padding)[rows.sequence]
 
 
 def _inside_dtype(dtype: torch.dtype, out_dtype: torch.dtype, *, scaled: bool) -> torch.dtype:
@@ -353,7 +356,7 @@ def _from_bhnd(x: Tensor, layout: str, packed: _Packed | None) -> Tensor:
 
 
 def _dequantise(
-    x: Tensor, descale: Tensor | None, place: _Place | None, dtype: torch.dtype
+    x: Tensor, descale: Tensor | None, rows: _PackedRows | None, dtype: torch.dtype
 ) -> Tensor:
     """``(B, H, N, D)`` in the given dtype, times its descale."""
     x = x.to(dtype)
@@ -366,23 +369,35 @@ def _dequantise(
     if descale.ndim < 2:
         return x * descale.reshape(1, -1, 1, 1)
     if descale.ndim == 3:
-        return x * descale.repeat_interleave(_SCALE_ROWS, 2)[:, :, : x.shape[2], None]
-    if place is None:
+        return x * descale.repeat_interleave(SCALE_ROWS, 2)[:, :, : x.shape[2], None]
+    if rows is None:
         return x * descale[:, :, None, None]
-    return x * _of_rows(descale, place).t()[None, :, :, None]
+    return x * _of_rows(descale, rows).t()[None, :, :, None]
+
+
+def nesting(strides: Sequence[int]) -> list[int]:
+    """The dimensions of a tensor with these strides from the outermost in memory to the innermost.
+
+    The last dimension is always the innermost. A stride of 0 (expanded) says nothing about the
+    order: such a dimension goes outermost. The output of a call nests as q does; plan_output() in
+    src/runtime/problem.cpp follows the same rule for eager calls.
+    """
+    last = len(strides) - 1
+    outer = sorted(range(last), key=lambda i: -strides[i] if strides[i] else _MINUS_INF)
+    return [*outer, last]
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes another."""
+    return [order.index(i) for i in range(len(order))]
 
 
 def _in_stride_order_of(q: Tensor, result: Tensor) -> Tensor:
-    """The result, dense, with its dimensions in memory in the order of q's, the last innermost."""
+    """The result, dense, with its dimensions in memory in the order of q's."""
     if q.is_contiguous() and result.is_contiguous():
         return result
-    # A stride of 0 (an expanded dimension) does not tell the order; such a dimension becomes the
-    # outermost.
-    strides = q.stride()[:-1]
-    order = sorted(range(len(strides)), key=lambda i: -strides[i] if strides[i] else _MINUS_INF)
-    order.append(len(strides))
-    inverse = [order.index(i) for i in range(len(order))]
-    return result.permute(order).contiguous().permute(inverse)
+    order = nesting(q.stride())
+    return result.permute(order).contiguous().permute(inverse(order))
 
 
 # --- what a query may see ---
@@ -407,8 +422,6 @@ class _Band(NamedTuple):
         layout: str,
     ) -> _Band:
         left, right = window or (None, None)
-        if isinstance(q_offset, int):
-            q_offset = max(-_FAR, min(q_offset, _FAR))
         if causal:
             right = 0 if right is None else min(right, 0)
         if packed:

@@ -12,14 +12,7 @@ from archflash import _api, _dispatch, _quantize, _registry
 from archflash import _archflash as _native
 from archflash._errors import ForcedImplementationError, LaunchError, NotCompiledError
 
-_DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+_DTYPES = tuple(getattr(torch, name) for name in _native.DTYPES)
 
 
 def warm_up(

@@ -44,7 +44,7 @@ struct Call {
   std::array<void*, OPERAND_COUNT> addresses;  // by Operand; null where absent or not yet allocated
   bool has_storage;                            // of q, k and v: they have addresses
   const char* lazy;                            // name of a lazy input (TensorView), null: none is
-  Place place;                                 // of every tensor
+  DeviceKind device_kind;                      // of every tensor
   int device_index;                            // -1 when the tensors are not on a CUDA device
   int64_t out_shape[4], out_strides[4];        // of the output to allocate, in elements
   int out_ndim;

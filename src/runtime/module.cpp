@@ -197,7 +197,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
   if (needs_dispatcher(arguments)) return nb::borrow(Py_NotImplemented);
   Call call;
   build_call(arguments, call);
-  if (call.place == Place::Meta || !call.has_storage || call.lazy)
+  if (call.device_kind == DeviceKind::Meta || !call.has_storage || call.lazy)
     return nb::borrow(Py_NotImplemented);
   if (call.device_index < 0) forget_other_simulated_devices();
   const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
@@ -229,7 +229,7 @@ void build_call_of(const LaunchPlan& plan, const Arguments& arguments, Call& cal
         "these tensors and arguments are not the plan's problem: compare archflash.explain's with "
         "the plan's");
   }
-  if (call.place == Place::Meta || !call.has_storage)
+  if (call.device_kind == DeviceKind::Meta || !call.has_storage)
     throw nb::value_error("q has no storage: a plan runs on tensors with data");
   if (call.lazy) throw nb::value_error(join(call.lazy, IS_LAZY, "pass a clone() of it").c_str());
 }
@@ -282,7 +282,7 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
     TensorView view;
     read_tensor(tensors[name], name, view);
     if (view.lazy) throw nb::value_error(join(name, IS_LAZY, "pass a clone() of it").c_str());
-    const bool fits = view.place == Place::Cuda || view.place == Place::Cpu;
+    const bool fits = view.device_kind == DeviceKind::Cuda || view.device_kind == DeviceKind::Cpu;
     if (!fits || (any && view.device_index != device_index))
       throw nb::type_error("launch takes tensors on one CUDA device, or on the CPU");
     addresses[i] = view.data;
@@ -384,6 +384,16 @@ NB_MODULE(_archflash, m) {
       "archflash's runtime: plans, bound launches and the kernels themselves, without torch or a "
       "GPU at import.";
   m.attr("version") = ARCHFLASH_VERSION;
+  m.attr("SCALE_ROWS") = SCALE_ROWS;
+  m.attr("IS_LAZY") = IS_LAZY;
+  nb::list dtypes;  // of q, k and v; 8-bit ones last
+  for (bool fp8 : {false, true}) {
+    for (int i = 0; i < DTYPE_COUNT; ++i) {
+      const DType dtype = static_cast<DType>(i);
+      if (is_fp8(dtype) == fp8) dtypes.append(dtype_name(dtype));
+    }
+  }
+  m.attr("DTYPES") = nb::tuple(dtypes);
   nb::set_leak_warnings(false);  // what the caches hold lives as long as the process
 
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {

@@ -134,11 +134,11 @@ bool has_unit_inner(const TensorView& t, const Axes& x) {
 }
 
 void check_same_device(const TensorView& t, const char* name, const TensorView& q) {
-  if (t.place != q.place || t.device_index != q.device_index) {
+  if (t.device_kind != q.device_kind || t.device_index != q.device_index) {
     auto text = [](const TensorView& view) {
-      return view.place == Place::Cuda
+      return view.device_kind == DeviceKind::Cuda
                  ? join("cuda:", view.device_index)
-                 : std::string(view.place == Place::Cpu ? "cpu" : "another device");
+                 : std::string(view.device_kind == DeviceKind::Cpu ? "cpu" : "another device");
     };
     wrong_type(name, " is on ", text(t), " but q is on ", text(q), ": move them to one device");
   }
@@ -397,8 +397,8 @@ void build_call(const Arguments& a, Call& call) {
   check_same_device(k, "k", q);
   check_same_device(v, "v", q);
   p.dtype = q.dtype;
-  p.on_cuda = q.place == Place::Cuda;
-  call.place = q.place;
+  p.on_cuda = q.device_kind == DeviceKind::Cuda;
+  call.device_kind = q.device_kind;
   call.has_storage = q.has_storage && k.has_storage && v.has_storage;
   call.device_index = p.on_cuda ? q.device_index : -1;
 

@@ -83,9 +83,9 @@ bool read_through_table(nb::handle object, TensorView& view) {
     return false;
   }
   view.data = static_cast<char*>(raw.data) + raw.byte_offset;
-  view.place = raw.device.device_type == DL_CUDA  ? Place::Cuda
-               : raw.device.device_type == DL_CPU ? Place::Cpu
-                                                  : Place::Other;
+  view.device_kind = raw.device.device_type == DL_CUDA  ? DeviceKind::Cuda
+                     : raw.device.device_type == DL_CPU ? DeviceKind::Cpu
+                                                        : DeviceKind::Other;
   view.device_index = raw.device.device_type == DL_CUDA ? raw.device.device_id : -1;
   view.ndim = raw.ndim;
   view.shape = raw.shape;
@@ -97,11 +97,12 @@ bool read_through_table(nb::handle object, TensorView& view) {
 void read_through_attributes(nb::handle object, TensorView& view) {
   nb::object device = object.attr("device");
   const std::string type = nb::cast<std::string>(device.attr("type"));
-  view.place = type == "cuda"   ? Place::Cuda
-               : type == "cpu"  ? Place::Cpu
-               : type == "meta" ? Place::Meta
-                                : Place::Other;
-  view.device_index = view.place == Place::Cuda ? nb::cast<int>(device.attr("index")) : -1;
+  view.device_kind = type == "cuda"   ? DeviceKind::Cuda
+                     : type == "cpu"  ? DeviceKind::Cpu
+                     : type == "meta" ? DeviceKind::Meta
+                                      : DeviceKind::Other;
+  view.device_index =
+      view.device_kind == DeviceKind::Cuda ? nb::cast<int>(device.attr("index")) : -1;
   view.ndim = nb::cast<int>(object.attr("ndim"));
   nb::object shape = object.attr("shape"), strides = object.attr("stride")();
   for (int i = 0; i < view.ndim && i < MAX_DIMS; ++i) {
@@ -123,7 +124,8 @@ void read_through_attributes(nb::handle object, TensorView& view) {
   view.data = nullptr;
   // A subclass may have no address of its own (fake tensors); its dispatcher finds the real
   // tensors.
-  if (is_plain_tensor(object) && (view.place == Place::Cpu || view.place == Place::Cuda)) {
+  if (is_plain_tensor(object) &&
+      (view.device_kind == DeviceKind::Cpu || view.device_kind == DeviceKind::Cuda)) {
     try {
       view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
     } catch (const nb::python_error&) {
@@ -237,7 +239,8 @@ void read_tensor(nb::handle object, const char* name, TensorView& view) {
   // A subclass is read again, as a plain tensor, after its own dispatcher has handled the call.
   if (!is_plain_tensor(object)) return;
   view.lazy = torch().is_neg(object).is(Py_True);
-  const bool has_data = view.has_storage && (view.place == Place::Cpu || view.place == Place::Cuda);
+  const bool has_data = view.has_storage && (view.device_kind == DeviceKind::Cpu ||
+                                             view.device_kind == DeviceKind::Cuda);
   if (has_data && reinterpret_cast<uintptr_t>(view.data) < SUSPICIOUS_ADDRESS)
     check_low_address(object, name, view);
 }

@@ -15,11 +15,11 @@ namespace archflash {
 
 namespace nb = nanobind;
 
-enum class Place : int32_t { Cpu, Cuda, Meta, Other };
+enum class DeviceKind : int32_t { Cpu, Cuda, Meta, Other };
 
 struct TensorView {
   void* data = nullptr;
-  Place place = Place::Other;
+  DeviceKind device_kind = DeviceKind::Other;
   int32_t device_index = 0;  // -1 on the CPU
   int32_t ndim = 0;
   const int64_t* shape = nullptr;    // borrowed from the tensor, or own_shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import archflash
 from archflash import _archflash as _native
@@ -177,3 +179,17 @@ def test_what_torch_is_given_are_the_options_that_are_not_at_their_defaults() ->
     assert passed == {"causal": True, "scale": 0.5, "window": (3, None), "sinks": sinks}
     assert type(passed["scale"]) is float
     assert type(passed["window"][0]) is int
+
+
+def test_outputs_nest_as_q_does_whichever_way_a_call_goes() -> None:
+    for order in itertools.permutations(range(3)):
+        sizes = (2, 3, 4, 8)
+        dense = torch.randn([*(sizes[i] for i in order), 8])
+        q = dense.permute(*(order.index(i) for i in range(3)), 3)
+        for x in (q, q[:1].expand(2, -1, -1, -1), q[:, :1].expand(-1, 3, -1, -1)):
+            planned = make_problem(x, x, x).to_dict()["out"]
+            strides = archflash.attention(x, x, x, implementation="torch").stride()
+            assert tuple(planned.values()) == strides[:3]
+            with FakeTensorMode() as mode:
+                fake = mode.from_tensor(x)
+                assert archflash.attention(fake, fake, fake).stride() == strides

@@ -134,7 +134,7 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
         if problem["descale"] >> bit & 1:
             steps = problem[f"{name}_descale"]
             rows = problem["nq" if name == "q" else "nk"]
-            sizes = [batch, heads[name], -(-rows // 64)][: 3 if steps["row"] else 2]
+            sizes = [batch, heads[name], -(-rows // _native.SCALE_ROWS)][: 3 if steps["row"] else 2]
             strides = [steps["batch"], steps["head"], steps["row"]][: len(sizes)]
             if not any(strides):
                 sizes, strides = [1], [1]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _runtime
 from archflash import _archflash_sim as _native
 from archflash._errors import LaunchError
 from archflash.sim._report import Report, SimulationError, make_report
@@ -206,10 +207,7 @@ def check_memory(buffer: Buffer) -> None:
     """Refuses a tensor whose memory does not hold its values or ends before the tensor does."""
     tensor = buffer.tensor
     if tensor.is_neg() or tensor._is_zerotensor():
-        raise LaunchError(
-            f"{buffer.name} has the negative bit or is a zero tensor, so that its memory does not "
-            "hold its values: pass a clone() of it"
-        )
+        raise LaunchError(f"{buffer.name}{_runtime.IS_LAZY}pass a clone() of it")
     extent = extent_bytes(tensor)
     end = tensor.storage_offset() * tensor.element_size() + extent
     held = tensor.untyped_storage().nbytes()
