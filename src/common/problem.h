@@ -26,9 +26,9 @@ struct Strides {
 constexpr int64_t UNBOUNDED = INT64_MAX;  // a window side without a limit
 constexpr int64_t UNKNOWN = -1;           // max_seqlen_q/k not given
 
-// A bool in 32 bits, so that structs of numbers and flags have no padding.
+// A bool in 64 bits, so that a Problem has no padding however many flags it has.
 struct Flag {
-  int32_t value;
+  int64_t value;
   constexpr operator bool() const { return value != 0; }
   constexpr Flag& operator=(bool on) {
     value = on;
@@ -58,21 +58,21 @@ struct Problem {
   int64_t approximate;   // an Approximate: asked for, never implied
   int64_t num_splits;    // shares of the keys at most, 1: no split, 0: the plan chooses
 
+  int64_t mask;  // 0: none, 1: bool, 2: additive
+
   DType dtype;      // of q, k and v
   DType out_dtype;  // of the output
-
   // The largest power of two, at most 16, that divides the address in bytes.
   int32_t q_align, k_align, v_align, out_align;
-  Flag q_unit, k_unit, v_unit, out_unit;  // the last dimension is contiguous
+  int32_t sinks;    // 0: none; otherwise 1 + DType of the (heads_q,) tensor
+  int32_t descale;  // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale;
+                    // bit 3: that of q has one number for each head of k
 
-  Flag causal;            // as asked; already folded into window_right
-  Flag varlen;            // cu_seqlens_q and cu_seqlens_k are given
+  Flag q_unit, k_unit, v_unit, out_unit;  // the last dimension is contiguous
+  Flag causal;                            // as asked; already folded into window_right
+  Flag varlen;                            // cu_seqlens_q and cu_seqlens_k are given
   Flag q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
   Flag q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
-  int32_t sinks;          // 0: none; otherwise 1 + DType of the (heads_q,) tensor
-  int32_t mask;           // 0: none, 1: bool, 2: additive
-  int32_t descale;        // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale;
-                          // bit 3: that of q has one number for each head of k
   Flag want_lse;          // the log-sum-exp is asked for
   Flag needs_grad;        // autograd will want gradients of a tensor of the call
   Flag on_cuda;           // whether tensors are on a CUDA device, or elsewhere (CPU, meta)

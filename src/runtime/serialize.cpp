@@ -163,7 +163,9 @@ void read(nb::handle object, T& value, const std::string& path) {
   value = static_cast<T>(given);
 }
 void read(nb::handle object, Flag& flag, const std::string& path) {
-  read(object, flag.value, path);
+  int32_t number = 0;
+  read(object, number, path);
+  flag.value = number;
 }
 // One of `count` named values.
 template <class Enum, class Name>
