@@ -143,7 +143,7 @@ def implementations() -> list[Implementation]:
         name=TORCH,
         description="PyTorch: its fused attention where that fits, plain operations elsewhere",
         capabilities=(),
-        dtypes=tuple(_native.DTYPES),
+        dtypes=tuple(_native.dtypes()),
         head_dims="any",
         features=("everything", "CPU tensors", "attn_mask", "descales", "gradients"),
         compiled=(f"torch {torch.__version__} on {platform.machine()}",),

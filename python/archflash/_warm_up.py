@@ -12,7 +12,7 @@ from archflash import _api, _dispatch, _quantize, _registry
 from archflash import _archflash as _native
 from archflash._errors import ForcedImplementationError, LaunchError, NotCompiledError
 
-_DTYPES = tuple(getattr(torch, name) for name in _native.DTYPES)
+_DTYPES = tuple(getattr(torch, name) for name in _native.dtypes())
 
 
 def warm_up(

@@ -359,6 +359,17 @@ nb::dict options_for_torch(nb::handle options) {
   return given;
 }
 
+std::vector<const char*> dtype_names() {
+  std::vector<const char*> names;
+  for (bool fp8 : {false, true}) {
+    for (int i = 0; i < DTYPE_COUNT; ++i) {
+      const DType dtype = static_cast<DType>(i);
+      if (is_fp8(dtype) == fp8) names.push_back(dtype_name(dtype));
+    }
+  }
+  return names;
+}
+
 std::vector<std::string> texts(const std::vector<std::string_view>& views) {
   return {views.begin(), views.end()};
 }
@@ -386,14 +397,6 @@ NB_MODULE(_archflash, m) {
   m.attr("version") = ARCHFLASH_VERSION;
   m.attr("SCALE_ROWS") = SCALE_ROWS;
   m.attr("IS_LAZY") = IS_LAZY;
-  nb::list dtypes;  // of q, k and v; 8-bit ones last
-  for (bool fp8 : {false, true}) {
-    for (int i = 0; i < DTYPE_COUNT; ++i) {
-      const DType dtype = static_cast<DType>(i);
-      if (is_fp8(dtype) == fp8) dtypes.append(dtype_name(dtype));
-    }
-  }
-  m.attr("DTYPES") = nb::tuple(dtypes);
   nb::set_leak_warnings(false);  // what the caches hold lives as long as the process
 
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
@@ -425,6 +428,7 @@ NB_MODULE(_archflash, m) {
           "feature", [](const Option& o) { return feature_of(o); },
           "How a folder that serves a flag lists it among its features.")
       .def_ro("doc", &Option::doc, "How its entry in the docstring of attention() begins.");
+  m.def("dtypes", &dtype_names, "Those that q, k and v may have, as torch spells them; FP8 last.");
   m.def(
       "call_options", [] { return std::vector<Option>(std::begin(OPTIONS), std::end(OPTIONS)); },
       "The options of a call beside q, k, v and implementation, in the order in which "
