@@ -145,11 +145,6 @@ def test_there_is_a_recording() -> None:
     assert RECORDINGS
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="recorded before the hash was kept, so compared within ulp only: record again "
-    "(python -m tests.sim.cards.record), then delete this mark",
-)
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
 def test_a_recording_says_which_ptx_ran(recording: Path) -> None:
     plans = json.loads(recording.read_text())["plans"]
