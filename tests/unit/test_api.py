@@ -580,6 +580,7 @@ def fresh_python(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_import_takes_little_beyond_torch() -> None:
     code = (
         "import time, torch\nbegin = time.perf_counter()\nimport archflash\n"
@@ -589,6 +590,7 @@ def test_import_takes_little_beyond_torch() -> None:
     assert statistics.median(seconds) < IMPORT_SECONDS, seconds
 
 
+@pytest.mark.slow
 def test_import_and_a_call_on_the_cpu_load_no_driver() -> None:
     code = """
 import torch, archflash
@@ -599,5 +601,6 @@ print([line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" in l
     assert fresh_python(code).split("\n")[:2] == ["16.0", "[]"]
 
 
+@pytest.mark.slow
 def test_import_says_nothing() -> None:
     assert fresh_python("import archflash") == ""

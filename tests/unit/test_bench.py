@@ -558,6 +558,7 @@ def test_fewer_than_20_rounds_are_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "at least 20" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_suite_skips_with_a_reason_without_a_gpu() -> None:
     pytest.importorskip("pytest_benchmark")
     command = ["-m", "pytest", "bench", "--benchmark-only", "-rs", "-p", "no:cacheprovider"]

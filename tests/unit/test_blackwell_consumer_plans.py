@@ -91,6 +91,7 @@ def test_the_smallest_kernel_that_holds_both_head_dims_serves(
     assert variant(consumer(large_call("bfloat16", dims), device)) == largest(device, expected)
 
 
+@pytest.mark.slow
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     built = kernels_built(f"{NAME}/fwd_{DTYPES[dtype]}")

@@ -27,6 +27,7 @@ def collected(executor: str) -> set[str]:
     return set(re.findall(r"^tests/core_set/(\S+?::\w+)", done.stdout, re.M))
 
 
+@pytest.mark.slow
 def test_both_executors_run_every_test() -> None:
     simulator, gpu = (collected(name) for name in EXECUTORS)
     assert len(simulator) > 50

@@ -259,6 +259,7 @@ def test_an_expression_that_is_none_is_refused(capsys: pytest.CaptureFixture[str
     assert "argument --only: 'd64(':" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_jobs_are_named_without_the_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list", "--only", "bf16 d64$|split_p"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -266,6 +267,7 @@ def test_jobs_are_named_without_the_card(capsys: pytest.CaptureFixture[str]) -> 
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_the_card_it_says_what_it_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +283,7 @@ def test_without_the_card_it_says_what_it_needs(
     assert not path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(on_the_spot.find_nvcc() is None, reason="nvcc is not found")
 def test_the_simulated_day_ends_well_and_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -116,6 +116,7 @@ def test_padding_tokens_do_not_matter_to_the_own_forward(
         torch.testing.assert_close(model[1].forward_padded(other, batch.mask), expected)
 
 
+@pytest.mark.slow
 @needs_model
 def test_demo_succeeds_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(arguments(*IN_PYTORCH)) == 0
@@ -126,6 +127,7 @@ def test_demo_succeeds_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(layer_rows) == 2 * 6  # both dtypes
 
 
+@pytest.mark.slow
 @needs_model
 def test_without_a_gpu_every_layer_runs_on_the_simulator(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -139,6 +141,7 @@ def test_without_a_gpu_every_layer_runs_on_the_simulator(
         assert printed.count(f"  {kernel} (simulated)") == 6
 
 
+@pytest.mark.slow
 @needs_model
 def test_a_slow_machine_simulates_one_layer_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -224,6 +227,7 @@ def test_cosine_below_the_least_is_a_failure() -> None:
     ] * 2
 
 
+@pytest.mark.slow
 @needs_model
 def test_half_precision_copy_runs_the_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -182,6 +182,7 @@ def test_pointer_slots_cover_the_operands_inside_the_parameters(name: str) -> No
         assert all(params[offset : offset + 8] == bytes(8) for offset in offsets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_planning_twice_gives_the_same_plan(device: str) -> None:
     for name in served_by(device):

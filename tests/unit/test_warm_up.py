@@ -121,6 +121,7 @@ def some_call(rng: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> 
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_meta_tensors")
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_call_launches_a_kernel_that_was_not_loaded(device: str) -> None:
