@@ -9,15 +9,17 @@ from archflash import _archflash as native
 CTA_ROWS = 256  # rows of a CTA, alone or in a pair, in the kernels that have a pair
 TILES_OFFSET = 264  # byte offset of Params::tiles
 BARRIER_BYTES = 12 * 8  # a pair's six stages have 12 barriers more than the three of a CTA alone
-ALONE = ("_d128", "_d192")  # how the names of kernels end that have a pair
-PAIR = "_pair"  # how the names of the pairs' kernels end
+ALONE = ("d128", "d192")  # names of the tiles of CTAs alone that have a twin for pairs
+PAIR = "_pair"  # how the names of the pairs' tiles and kernels end
 
 
 def serves_pairs(plan: native.LaunchPlan) -> bool:
     """Whether the same call could be served by a pair of CTAs as well as by one."""
-    launches = plan.to_dict()["launches"]
     sixteen_bit = plan.problem.dtype in ("float16", "bfloat16")
-    return sixteen_bit and len(launches) == 1 and launches[0]["kernel"].endswith((*ALONE, PAIR))
+    tile = plan.tile
+    if tile is None or tile.splits > 1 or not sixteen_bit:
+        return False
+    return tile.name.removesuffix(PAIR) in ALONE
 
 
 def in_pairs(plan: native.LaunchPlan, pairs: int | None = None) -> native.LaunchPlan:
@@ -46,7 +48,7 @@ def alone(plan: native.LaunchPlan) -> native.LaunchPlan:
 
 def splits_keys(plan: native.LaunchPlan) -> bool:
     """Whether a plan splits the keys of a tile over CTAs."""
-    return plan.workspace_bytes > 0
+    return plan.tile is not None and plan.tile.splits > 1
 
 
 def unsplit(plan: native.LaunchPlan) -> native.LaunchPlan:
@@ -66,8 +68,9 @@ def one_tile_each(plan: native.LaunchPlan) -> native.LaunchPlan:
     """The plan's kernel with one CTA, or one pair of CTAs, for each row tile."""
     fields = plan.to_dict()
     launch = fields["launches"][0]
-    (tiles,) = struct.unpack_from("<i", bytes.fromhex(launch["params"]), TILES_OFFSET)
-    launch["grid"] = [launch["cluster"][0] * tiles, 1, 1]
+    ctas = fields["tile"]["cluster"] * fields["tile"]["tiles"] * fields["tile"]["splits"]
+    fields["tile"]["ctas"] = ctas
+    launch["grid"] = [ctas, 1, 1]
     return native.LaunchPlan.unchecked_from_dict(fields)
 
 
@@ -75,9 +78,10 @@ def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.Launch
     fields = plan.to_dict()
     launch = fields["launches"][0]
     problem = plan.problem.to_dict()
-    name: str = launch["kernel"]
+    kernel: str = launch["kernel"]
     if not serves_pairs(plan):
-        raise RuntimeError(f"{name} has no pairs")
+        raise RuntimeError(f"{kernel} has no pairs")
+    end = PAIR if ctas == 2 else ""
     per_sequence = 1 if problem["varlen"] else problem["batch"]
     surplus = problem["batch"] if problem["varlen"] else 0
     row_tiles = -(-problem["nq"] // (ctas * CTA_ROWS)) * per_sequence + surplus
@@ -86,10 +90,18 @@ def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.Launch
     struct.pack_into("<i", params, TILES_OFFSET, tiles)
     before = launch["cluster"][0]
     dtype = "f16" if problem["dtype"] == "float16" else "bf16"
+    grid = ctas * min(groups, tiles)
+    fields["tile"] |= {
+        "name": fields["tile"]["name"].removesuffix(PAIR) + end,
+        "block_q": ctas * CTA_ROWS,
+        "cluster": ctas,
+        "ctas": grid,
+        "tiles": tiles,
+    }
     launch |= {
-        "kernel": name.removesuffix(PAIR) + (PAIR if ctas == 2 else ""),
+        "kernel": kernel.removesuffix(PAIR) + end,
         "image": "blackwell_dc/fwd_pair" if ctas == 2 else f"blackwell_dc/fwd_{dtype}",
-        "grid": [ctas * min(groups, tiles), 1, 1],
+        "grid": [grid, 1, 1],
         "cluster": [ctas, 1, 1],
         "params": params.hex(),
         "shared_bytes": launch["shared_bytes"] + (ctas - before) * BARRIER_BYTES,

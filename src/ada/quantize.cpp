@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "common/core_set.h"
+#include "common/planning/launch.h"
 
 namespace archflash::ada {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/plan.h"
+#include "common/planning/plan.h"
 #include "common/problem.h"
 
 namespace archflash::ada {

@@ -1,50 +1,15 @@
 // ampere: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
-#include "common/plan.h"
+#include "common/planning/plan.h"
 
-#include <cstdint>
-#include <vector>
+#include <span>
 
 #include "ampere/config.cuh"
-#include "common/core_set.h"
-#include "common/mma_sync/plan.h"
+#include "common/planning/core_set.h"
+#include "common/planning/mma_sync.h"
+#include "common/planning/tiles.h"
 #include "common/problem.h"
 
 namespace archflash::ampere {
-namespace {
-
-using mma_sync::variant;
-
-// Measured on an H200 (NOTES.md), also those for 163 and 99 KB: what GPUs with so little shared
-// memory do is unmeasured.
-constexpr mma_sync::Variant VARIANTS[] = {
-    variant<D64Large<DType::F16>>("d64_large", 2, 2, 129,
-                                  "two CTAs per SM with 128 keys and two buffers from 163 KB on"),
-    variant<D64Medium<DType::F16>>("d64_medium", 1, 2, 0, "99 KB, or few keys: 64 keys at a time"),
-    variant<D64Few<DType::F16>>("d64_few", 1, 0, 0,
-                                "few CTAs or short sequences: 64 rows make twice as many"),
-    variant<D96Large<DType::F16>>("d96_large", 2, 0, 0,
-                                  "two CTAs per SM with two buffers from 163 KB on"),
-    variant<D96Medium<DType::F16>>("d96_medium", 1, 0, 0, "99 KB: two CTAs per SM with one buffer"),
-    variant<D128Large<DType::F16>>("d128_large", 2, 2, 0,
-                                   "two CTAs per SM with two buffers in 227 KB"),
-    variant<D128Medium<DType::F16>>("d128_medium", 2, 2, 0,
-                                    "two CTAs per SM with one buffer in 163 KB"),
-    variant<D128Small<DType::F16>>("d128_small", 1, 2, 0, "two CTAs per SM with 32 keys in 99 KB"),
-    variant<D128Few<DType::F16>>("d128_few", 1, 0, 0,
-                                 "few CTAs or short sequences: 64 rows make twice as many"),
-    variant<D192Large<DType::F16>>("d192_large", 2, 0, 0, "two CTAs per SM with 64 keys in 227 KB"),
-    variant<D192Medium<DType::F16>>("d192_medium", 1, 0, 0,
-                                    "32 keys: two CTAs per SM in 163 KB, one in 99 KB"),
-    variant<D256Large<DType::F16>>("d256_large", 2, 0, 0, "two CTAs of 64 rows per SM in 227 KB"),
-    variant<D256Medium<DType::F16>>("d256_medium", 1, 0, 0,
-                                    "one CTA per SM: 8 warps share 64 keys in 163 KB"),
-    variant<D256Small<DType::F16>>("d256_small", 1, 0, 0,
-                                   "one CTA per SM: 8 warps share 32 keys in 99 KB"),
-};
-
-constexpr mma_sync::Family FAMILY{"ampere", VARIANTS};
-
-}  // namespace
 
 const Description& describe() {
   static const Description description{
@@ -62,13 +27,50 @@ const Description& describe() {
   return description;
 }
 
+namespace {
+
+using mma_sync::tile;
+
+// Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
+// GPUs make of them is unmeasured.
+constexpr core::Tile TILES[] = {
+    tile<D64Large<DType::F16>>("d64_large",
+                               {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_keys = 129},
+                               "two CTAs per SM with 128 keys and two buffers from 163 KB on"),
+    tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1},
+                                "99 KB, or few keys: 64 keys at a time"),
+    tile<D64Few<DType::F16>>("d64_few", {},
+                             "few CTAs or short sequences: 64 rows make twice as many"),
+    tile<D96Large<DType::F16>>("d96_large", {.min_ctas_per_sm = 2},
+                               "two CTAs per SM with two buffers from 163 KB on"),
+    tile<D96Medium<DType::F16>>("d96_medium", {}, "99 KB: two CTAs per SM with one buffer"),
+    tile<D128Large<DType::F16>>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
+                                "two CTAs per SM with two buffers in 227 KB"),
+    tile<D128Medium<DType::F16>>("d128_medium", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
+                                 "two CTAs per SM with one buffer in 163 KB"),
+    tile<D128Small<DType::F16>>("d128_small", {.min_tiles_per_sm = 1},
+                                "two CTAs per SM with 32 keys in 99 KB"),
+    tile<D128Few<DType::F16>>("d128_few", {},
+                              "few CTAs or short sequences: 64 rows make twice as many"),
+    tile<D192Large<DType::F16>>("d192_large", {.min_ctas_per_sm = 2},
+                                "two CTAs per SM with 64 keys in 227 KB"),
+    tile<D192Medium<DType::F16>>("d192_medium", {},
+                                 "32 keys: two CTAs per SM in 163 KB, one in 99 KB"),
+    tile<D256Large<DType::F16>>("d256_large", {.min_ctas_per_sm = 2},
+                                "two CTAs of 64 rows per SM in 227 KB"),
+    tile<D256Medium<DType::F16>>("d256_medium", {},
+                                 "one CTA per SM: 8 warps share 64 keys in 163 KB"),
+    tile<D256Small<DType::F16>>("d256_small", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+};
+
+}  // namespace
+
 PlanResult plan(const Problem& problem, const Device& device) {
-  if (core::nothing_to_write(problem)) return LaunchPlan{};
-  Reasons reasons = core::why_not(problem, "ampere", {DType::F16, DType::BF16});
+  Reasons reasons = core::why_not(problem, describe());
   if (!reasons.empty()) return reasons;
-  return mma_sync::plan(FAMILY, problem, device, core::bytes(core::params(problem)));
+  return mma_sync::plan<AttentionParams>("ampere", TILES, problem, device);
 }
 
-Notes notes(const LaunchPlan& plan) { return mma_sync::notes(FAMILY, plan); }
+Notes notes(const LaunchPlan&) { return {}; }
 
 }  // namespace archflash::ampere

@@ -1,130 +1,99 @@
 // blackwell_dc: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
-#include "common/plan.h"
+#include "common/planning/plan.h"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <string>
-#include <utility>
 
 #include "blackwell_dc/config.cuh"
 #include "blackwell_dc/params.h"
-#include "common/core_set.h"
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
+#include "common/planning/split_keys.h"
+#include "common/planning/tensor_maps.h"
+#include "common/planning/tiles.h"
 #include "common/problem.h"
-#include "common/split_keys.h"
-#include "common/tma_plan.h"
 
 namespace archflash::blackwell_dc {
+
+const Description& describe() {
+  static const Description description{
+      .name = "blackwell_dc",
+      .summary =
+          "fp8 (e4m3), fp16 and bf16 attention by tcgen05 and tensor memory in 16 warps of roles, "
+          "for B200, B300, GB200 and GB300 (10.0, 10.3)",
+      .home_device = "B200",
+      .dtypes = {DType::F16, DType::BF16, DType::E4M3},
+      .head_dims = core::HEAD_DIMS_WITH_FP8,
+      .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
+                   "strides", "lse", "num_splits", "descales"},
+      .needs_capability = 100,  // tcgen05
+  };
+  return description;
+}
+
 namespace {
 
-// One kernel of each type. Each serves head dimensions up to its own; the smallest first.
-struct Variant {
-  const char* name;
-  int head_dim, head_dim_v;  // d and dv up to these
-  int ctas, tiles, block_q, block_k;
-  int k_stages, v_stages, barriers;
-  int polynomial_pairs;  // of 16
-  Registers registers;
-  int threads, shared_bytes;
-  core::Box q_box, k_box, v_box, out_box;
-  Swizzle q_swizzle, v_swizzle, out_swizzle;
+struct Tile : core::Tile {
+  int tiles_per_cta;  // of 128 rows
+  int barriers;
+  int polynomial_pairs;  // of 16 exponentials
+  Registers registers;   // of a thread of each role
 };
 
-// pack: elements in the 16 bits that a tile calls one.
-template <class Tile>
-constexpr core::Box box_of(int pack) {
-  return {Tile::SLAB * pack, Tile::BOX_ROWS};
-}
-
 template <class C>
-constexpr Variant variant(const char* name) {
-  return {.name = name,
-          .head_dim = C::HEAD_DIM,
-          .head_dim_v = C::HEAD_DIM_V,
-          .ctas = C::CTAS,
-          .tiles = C::TILES,
-          .block_q = C::BLOCK_Q,
-          .block_k = C::BLOCK_K,
-          .k_stages = C::K_STAGES,
-          .v_stages = C::V_STAGES,
-          .barriers = C::BARRIERS,
-          .polynomial_pairs = C::SWITCHES.polynomial_pairs,
-          .registers = C::REGISTERS,
-          .threads = C::THREADS,
-          .shared_bytes = C::SHARED_BYTES,
-          .q_box = box_of<typename C::QTile>(C::PACK),
-          .k_box = box_of<typename C::KTile>(C::PACK),
-          .v_box = box_of<typename C::VTile>(C::PACK),
-          .out_box = box_of<typename C::OTile>(1),
-          .q_swizzle = C::QTile::SWIZZLE,
-          .v_swizzle = C::VTile::SWIZZLE,
-          .out_swizzle = C::OTile::SWIZZLE};
+constexpr Tile tile(const char* name) {
+  const auto box = []<class T>(const T&, int pack) {
+    return core::Box{T::SLAB * pack, T::BOX_ROWS, T::SWIZZLE};
+  };
+  const core::Tile common{.name = name,
+                          .reason = "",
+                          .head_dim = C::HEAD_DIM,
+                          .head_dim_v = C::HEAD_DIM_V,
+                          .block_q = C::BLOCK_Q,
+                          .block_k = C::BLOCK_K,
+                          .threads = C::THREADS,
+                          .warps = C::TILES * C::SOFTMAX_WARPS,
+                          .rows_per_warp = C::TILE_ROWS / C::SOFTMAX_WARPS,
+                          .k_stages = C::K_STAGES,
+                          .v_stages = C::V_STAGES,
+                          .cluster = C::CTAS,
+                          .ctas_per_sm = 1,
+                          .shared_bytes = C::SHARED_BYTES,
+                          // A tile of 8-bit elements counts two of them as one column.
+                          .q_box = box(typename C::QTile(), C::PACK),
+                          .k_box = box(typename C::KTile(), C::PACK),
+                          .v_box = box(typename C::VTile(), C::PACK),
+                          .out_box = box(typename C::OTile(), 1)};
+  return {common, C::TILES, C::BARRIERS, C::SWITCHES.polynomial_pairs, C::REGISTERS};
 }
 
-constexpr Variant VARIANTS[] = {variant<D64<DType::F16>>("d64"), variant<D96<DType::F16>>("d96"),
-                                variant<D128<DType::F16>>("d128"),
-                                variant<D192<DType::F16>>("d192"),
-                                variant<D256<DType::F16>>("d256")};
+// One for each head dimension, the smallest first.
+constexpr Tile TILES[] = {tile<D64<DType::F16>>("d64"), tile<D96<DType::F16>>("d96"),
+                          tile<D128<DType::F16>>("d128"), tile<D192<DType::F16>>("d192"),
+                          tile<D256<DType::F16>>("d256")};
 
-// For the same head dims as one of them each, where that pay_in_pairs().
-constexpr Variant PAIRS[] = {variant<D128Pair<DType::F16>>("d128_pair"),
-                             variant<D192Pair<DType::F16>>("d192_pair")};
+// For pairs of CTAs: each has the head dimensions of one of TILES, and serves where pairs_pay().
+constexpr Tile PAIRS[] = {tile<D128Pair<DType::F16>>("d128_pair"),
+                          tile<D192Pair<DType::F16>>("d192_pair")};
 
 // For few query rows: one tile of 128 rows, whose keys may be split over CTAs.
-constexpr Variant FEW_VARIANTS[] = {
-    variant<D64Few<DType::F16>>("d64_few"), variant<D96Few<DType::F16>>("d96_few"),
-    variant<D128Few<DType::F16>>("d128_few"), variant<D192Few<DType::F16>>("d192_few"),
-    variant<D256<DType::F16>>("d256")};
+constexpr Tile FEW_TILES[] = {
+    tile<D64Few<DType::F16>>("d64_few"), tile<D96Few<DType::F16>>("d96_few"),
+    tile<D128Few<DType::F16>>("d128_few"), tile<D192Few<DType::F16>>("d192_few"),
+    tile<D256<DType::F16>>("d256")};
 
-constexpr Variant FP8_VARIANTS[] = {
-    variant<Fp8D64<DType::E4M3>>("d64"), variant<Fp8D128<DType::E4M3>>("d128"),
-    variant<Fp8D192<DType::E4M3>>("d192"), variant<Fp8D256<DType::E4M3>>("d256")};
+constexpr Tile FP8_TILES[] = {tile<Fp8D64<DType::E4M3>>("d64"), tile<Fp8D128<DType::E4M3>>("d128"),
+                              tile<Fp8D192<DType::E4M3>>("d192"),
+                              tile<Fp8D256<DType::E4M3>>("d256")};
 
-std::span<const Variant> variants_of(DType dtype) {
-  if (is_fp8(dtype)) return FP8_VARIANTS;
-  return VARIANTS;
-}
-
-std::string str(int64_t x) { return std::to_string(x); }
-
-std::string dtype_word(DType dtype) {
-  return dtype == DType::F16 ? "f16" : dtype == DType::BF16 ? "bf16" : "e4m3";
-}
-
-std::string kernel_name(const Variant& variant, DType dtype) {
-  return "blackwell_dc_attention_fwd_" + dtype_word(dtype) + "_" + variant.name;
-}
-
-std::string image_of(const Variant& variant, DType dtype) {
-  if (variant.ctas == 2) return "blackwell_dc/fwd_pair";
-  return "blackwell_dc/fwd_" + dtype_word(dtype);
-}
-
-const Variant& smallest(std::span<const Variant> variants, const Problem& problem) {
-  for (const Variant& variant : variants) {
-    if (variant.head_dim >= problem.d && variant.head_dim_v >= problem.dv) return variant;
+const Tile& smallest(std::span<const Tile> tiles, const Problem& problem) {
+  for (const Tile& tile : tiles) {
+    if (core::takes_head_dims(tile, problem)) return tile;
   }
-  return variants.back();  // core::why_not() refuses larger ones
-}
-
-int64_t tiles_of(const Problem& problem, const Variant& variant) {
-  return core::row_tiles(problem, variant.block_q) * problem.heads_q;
-}
-
-// The one of that entry name; null: none.
-const Variant* by_kernel(const std::string& kernel, DType dtype) {
-  using Variants = std::span<const Variant>;
-  for (const Variants& variants : {variants_of(dtype), Variants(FEW_VARIANTS)}) {
-    for (const Variant& variant : variants) {
-      if (kernel == kernel_name(variant, dtype)) return &variant;
-    }
-  }
-  for (const Variant& variant : PAIRS) {
-    if (kernel == kernel_name(variant, dtype)) return &variant;
-  }
-  return nullptr;
+  return tiles.back();  // core::why_not() refuses larger ones
 }
 
 // Keys that the middle row of a sequence sees, where all have the mean length and an offset that
@@ -146,74 +115,55 @@ int64_t keys_of_a_row(const Problem& problem) {
 // rows and that of the keys they see, a tile has up to 256 more that it does not need, and there
 // are half as many tiles to share out. So: where those 256 are at most 1/16, and the tiles of two
 // CTAs take no more rounds and fill the GPU.
-bool pay_in_pairs(const Problem& problem, const Device& device, const Variant& alone,
-                  const Variant& pair) {
+bool pairs_pay(const Problem& problem, const Device& device, const Tile& alone, const Tile& pair) {
   constexpr int64_t LONG = 16 * 256;
   if (core::rows_per_sequence(problem) < LONG || keys_of_a_row(problem) < LONG) return false;
   const int64_t pairs = device.sm_count / 2;
-  const int64_t tiles = tiles_of(problem, pair);
+  const int64_t tiles = core::tiles_of(problem, pair);
   return pairs > 0 && tiles >= pairs &&
-         core::ceil_div(tiles, pairs) <= core::ceil_div(tiles_of(problem, alone), device.sm_count);
+         core::ceil_div(tiles, pairs) <=
+             core::ceil_div(core::tiles_of(problem, alone), device.sm_count);
 }
 
 // The kernel that serves all rows of a head with all their keys.
-const Variant& alone_or_pair(const Problem& problem, const Device& device) {
-  const Variant& alone = smallest(VARIANTS, problem);
-  for (const Variant& pair : PAIRS) {
+const Tile& alone_or_pair(const Problem& problem, const Device& device) {
+  const Tile& alone = smallest(TILES, problem);
+  for (const Tile& pair : PAIRS) {
     const bool same_dims = pair.head_dim == alone.head_dim && pair.head_dim_v == alone.head_dim_v;
-    if (same_dims && pay_in_pairs(problem, device, alone, pair)) return pair;
+    if (same_dims && pairs_pay(problem, device, alone, pair)) return pair;
   }
   return alone;
 }
 
 struct Choice {
-  const Variant& variant;
+  const Tile& tile;
   int64_t splits;
 };
 
 // One tile of 128 rows where a head has no more of them, or where its keys are split: asked for, or
 // expected to be faster.
 Choice choose(const Problem& problem, const Device& device) {
-  if (is_fp8(problem.dtype)) return {smallest(FP8_VARIANTS, problem), 1};
-  const Variant& few = smallest(FEW_VARIANTS, problem);
+  if (is_fp8(problem.dtype)) return {smallest(FP8_TILES, problem), 1};
+  const Tile& few = smallest(FEW_TILES, problem);
   const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
-  const Variant& unsplit = longest <= few.block_q ? few : alone_or_pair(problem, device);
+  const Tile& unsplit = longest <= few.block_q ? few : alone_or_pair(problem, device);
   const int64_t sms = std::max(device.sm_count, 1);
-  const int64_t rounds = core::ceil_div(tiles_of(problem, unsplit) * unsplit.ctas, sms);
+  const int64_t rounds = core::ceil_div(core::tiles_of(problem, unsplit) * unsplit.cluster, sms);
   const int64_t keys = core::visited_keys(problem, unsplit.block_q, unsplit.block_k);
-  int64_t time = rounds * keys * unsplit.tiles;
+  int64_t time = rounds * keys * unsplit.tiles_per_cta;
   // What the model leaves out, the workspace's bytes and what two tiles in flight gain, is taken to
   // be a quarter.
-  if (unsplit.tiles > few.tiles) time -= time / 4;
+  if (unsplit.tiles_per_cta > few.tiles_per_cta) time -= time / 4;
   const int64_t splits = core::choose_splits(problem, device, few.block_q, few.block_k, time);
   return {splits > 1 ? few : unsplit, splits};
 }
 
 }  // namespace
 
-const Description& describe() {
-  static const Description description{
-      .name = "blackwell_dc",
-      .summary =
-          "fp8 (e4m3), fp16 and bf16 attention by tcgen05 and tensor memory in 16 warps of roles, "
-          "for B200, B300, GB200 and GB300 (10.0, 10.3)",
-      .home_device = "B200",
-      .dtypes = {DType::F16, DType::BF16, DType::E4M3},
-      .head_dims = "multiples of 8 (fp8: 16) up to 256, d and dv independent",
-      .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "descales"},
-      .needs_capability = 100,  // tcgen05
-  };
-  return description;
-}
-
 PlanResult plan(const Problem& problem, const Device& device) {
-  LaunchPlan result;  // the registry adds what it was made for
-  if (core::nothing_to_write(problem)) return result;
-  Reasons reasons = core::why_not(problem, "blackwell_dc", {DType::F16, DType::BF16, DType::E4M3},
-                                  Approximate::Nothing, true);
+  Reasons reasons = core::why_not(problem, describe());
   if (is_fp8(problem.dtype) && problem.num_splits > 1) {
-    reasons.push_back("num_splits " + str(problem.num_splits) + " with " +
+    reasons.push_back("num_splits " + std::to_string(problem.num_splits) + " with " +
                       dtype_name(problem.dtype) +
                       " inputs: blackwell_dc splits the keys of 16-bit inputs only; leave "
                       "num_splits out or pass 1" +
@@ -221,98 +171,58 @@ PlanResult plan(const Problem& problem, const Device& device) {
   }
   core::add_tma_reasons(problem, "blackwell_dc", true, reasons);
   if (!reasons.empty()) return reasons;
-  const int64_t most_tiles = tiles_of(problem, smallest(FEW_VARIANTS, problem));
-  if (most_tiles > core::GRID_LIMIT) return Reasons{core::grid_too_large(most_tiles)};
-  const auto [chosen, splits] = choose(problem, device);
-  if (chosen.shared_bytes > device.shared_per_block) {
-    return Reasons{"shared memory: " + device.name + " gives a CTA " +
-                   str(device.shared_per_block) + " bytes and blackwell_dc needs " +
-                   str(chosen.shared_bytes) + "; use another GPU" + core::USE_TORCH};
-  }
-  const int64_t tiles = tiles_of(problem, chosen) * splits;
+  const int64_t most_tiles = core::tiles_of(problem, smallest(FEW_TILES, problem));
+  if (most_tiles > core::GRID_LIMIT) return core::grid_too_large(most_tiles);
+  const auto [tile, splits] = choose(problem, device);
+  if (tile.shared_bytes > device.shared_per_block)
+    return core::too_little_shared_memory("blackwell_dc", tile.shared_bytes, device);
+  const int64_t tiles = core::tiles_of(problem, tile) * splits;
   const int64_t largest = std::max(tiles, splits > 1 ? core::combine_ctas(problem) : 0);
-  if (largest > core::GRID_LIMIT) return Reasons{core::grid_too_large(largest)};
+  if (largest > core::GRID_LIMIT) return core::grid_too_large(largest);
 
   Params params;
-  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
-  params.attention = core::params(problem);
-  params.attention.heads_per_group = core::heads_per_group(problem, device);
+  core::init_params(problem, params);
+  params.attention.heads_per_group = core::heads_per_group(problem, device, core::Groups::Even);
   params.tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
-  if (is_fp8(problem.dtype)) {
-    if (!params.attention.transform_scores)
-      params.attention.tanh_scale = static_cast<float>(problem.scale);
-    params.descales = core::descales(problem);
-    params.out_dtype = problem.out_dtype;
-  }
-
-  Launch launch;
-  launch.kernel = kernel_name(chosen, problem.dtype);
-  launch.image = image_of(chosen, problem.dtype);
   // One CTA per SM, all of whose tensor memory it takes, goes on to the next tile: that one's
   // products start while the last one's output is written. Or one pair of CTAs for two SMs.
-  launch.grid = {chosen.ctas * std::min<int64_t>(tiles, device.sm_count / chosen.ctas), 1, 1};
-  launch.cluster = {chosen.ctas, 1, 1};
-  launch.block = {chosen.threads, 1, 1};
-  launch.shared_bytes = chosen.shared_bytes;
-  launch.params = core::bytes(params);
-  launch.pointers = core::pointers(problem);
-  for (const PointerSlot& slot : core::descale_pointers(problem, offsetof(Params, descales)))
-    launch.pointers.push_back(slot);
-  const auto map = [&](Operand operand, size_t offset, Swizzle swizzle, core::Box box) {
-    launch.tensor_maps.push_back(core::tensor_map(problem, operand, offset, swizzle, box));
-  };
-  map(Operand::Q, offsetof(Params, q_map), chosen.q_swizzle, chosen.q_box);
-  if (problem.nk > 0) {  // an empty k or v is never read
-    map(Operand::K, offsetof(Params, k_map), chosen.q_swizzle, chosen.k_box);
-    map(Operand::V, offsetof(Params, v_map), chosen.v_swizzle, chosen.v_box);
-  }
-  map(Operand::Out, offsetof(Params, out_map), chosen.out_swizzle, chosen.out_box);
-  result.launches.push_back(std::move(launch));
+  const int64_t ctas = tile.cluster * std::min<int64_t>(tiles, device.sm_count / tile.cluster);
+  LaunchPlan plan = core::one_launch("blackwell_dc", problem, device, tile, ctas, params);
+  if (tile.cluster == 2) plan.launches[0].image = "blackwell_dc/fwd_pair";
   if (splits > 1) {
-    core::split_keys(result, problem, splits, offsetof(Params, partials),
-                     "blackwell_dc_combine_" + dtype_word(problem.dtype));
+    core::split_keys(plan, problem, splits, offsetof(Params, partials),
+                     std::string("blackwell_dc_combine_") + core::dtype_word(problem.dtype));
   }
-  return result;
+  return plan;
 }
 
 Notes notes(const LaunchPlan& plan) {
-  if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
-  const Launch& launch = plan.launches[0];
-  const Variant* const found = by_kernel(launch.kernel, plan.problem.dtype);
-  if (found == nullptr || launch.params.size() != sizeof(Params)) return {};
-  const Variant& used = *found;
-  Params params;
-  std::memcpy(&params, launch.params.data(), sizeof params);
-  const int splits = std::max(params.partials.splits, 1);
-  const std::string halves = used.ctas == 2 ? ", half a block each" : "";
+  const Tile* tile = nullptr;
+  if (is_fp8(plan.problem.dtype)) {
+    tile = core::taken<Tile>(FP8_TILES, plan);
+  } else {
+    using Tiles = std::span<const Tile>;
+    for (Tiles tiles : {Tiles(TILES), Tiles(PAIRS), Tiles(FEW_TILES)}) {
+      if (tile == nullptr) tile = core::taken(tiles, plan);
+    }
+  }
+  if (tile == nullptr) return {};
+  const auto str = [](int x) { return std::to_string(x); };
+  const bool pair = tile->cluster == 2;
+  const std::string halves = pair ? ", half a block each" : "";
   const std::string stages =
-      used.v_stages == 0 ? str(used.k_stages) + " that K and V share" + halves
-                         : str(used.k_stages) + " of K, " + str(used.v_stages) + " of V" + halves;
+      tile->v_stages == 0
+          ? str(tile->k_stages) + " that K and V share" + halves
+          : str(tile->k_stages) + " of K, " + str(tile->v_stages) + " of V" + halves;
   return {
-      {"tile", str(used.block_q) + " query rows x " + str(used.block_k) + " keys, head_dim up to " +
-                   str(used.head_dim) +
-                   (used.head_dim == used.head_dim_v ? "" : " and " + str(used.head_dim_v))},
-      {"products", used.ctas == 2 ? "2 CTAs: 256 rows each, 128 of either CTA (cta_group::2)"
-                                  : "1 CTA: 128 rows each"},
-      {"warps", std::string(used.tiles == 2 ? "8" : "4") +
-                    " softmax, 4 correction, 1 each for products, loads and stores"},
-      {"registers", str(used.registers.softmax) + " softmax, " + str(used.registers.correction) +
-                        " correction, " + str(used.registers.other) + " others (setmaxnreg)"},
-      {"stages", stages + ", " + str(used.barriers) + " barriers"},
-      {"exponentials", str(used.polynomial_pairs) + " of 16 by polynomial"},
-      {"CTAs", str(launch.grid[0]) + " for " + str(params.tiles / splits) + " tiles" +
-                   (splits > 1 ? " x " + str(splits) + " shares" : "") + ", 1 per SM on " +
-                   str(plan.device.sm_count) + " SMs" + (used.ctas == 2 ? ", in pairs" : "")},
-      {"splits", splits == 1 ? "none"
-                             : str(splits) + " shares of the keys of each tile, " +
-                                   (plan.problem.num_splits > 0 ? "as asked for"
-                                                                : "expected to be the fastest") +
-                                   "; a second kernel combines them"},
-      {"order", plan.problem.varlen
-                    ? "by sequence, last row tiles first"
-                    : "last row tiles first, " + str(params.attention.heads_per_group) +
-                          " heads at a time, whose keys stay in L2"},
+      {"products",
+       pair ? "2 CTAs: 256 rows each, 128 of either CTA (cta_group::2)" : "1 CTA: 128 rows each"},
+      {"warps", str(tile->warps) + " softmax, 4 correction, 1 each for products, loads and stores"},
+      {"registers", str(tile->registers.softmax) + " softmax, " + str(tile->registers.correction) +
+                        " correction, " + str(tile->registers.other) + " others (setmaxnreg)"},
+      {"stages", stages + ", " + str(tile->barriers) + " barriers"},
+      {"exponentials", str(tile->polynomial_pairs) + " of 16 by polynomial"},
   };
 }
 

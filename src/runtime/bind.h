@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <stdexcept>
 
-#include "common/plan.h"
+#include "common/planning/plan.h"
 
 namespace archflash {
 

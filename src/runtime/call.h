@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "common/options.h"
-#include "common/plan.h"
+#include "common/planning/plan.h"
 #include "runtime/tensors.h"
 
 namespace archflash {

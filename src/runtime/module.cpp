@@ -517,6 +517,27 @@ NB_MODULE(_archflash, m) {
       .def_ro("registers_per_sm", &Device::registers_per_sm)
       .def_ro("threads_per_sm", &Device::threads_per_sm);
 
+  nb::class_<TileChoice>(m, "TileChoice", "The tile that a plan took, and how it is used.")
+      .def_ro("name", &TileChoice::name, "The last word of the kernel's name, as d128_large.")
+      .def_ro("reason", &TileChoice::reason, "Why the implementation has this tile; may be empty.")
+      .def_ro("head_dim", &TileChoice::head_dim, "The largest d that it takes, in elements.")
+      .def_ro("head_dim_v", &TileChoice::head_dim_v, "The largest dv that it takes, in elements.")
+      .def_ro("block_q", &TileChoice::block_q, "Query rows of the tile.")
+      .def_ro("block_k", &TileChoice::block_k, "Keys that it takes at a time.")
+      .def_ro("warps", &TileChoice::warps, "Warps of a CTA that compute rows.")
+      .def_ro("rows_per_warp", &TileChoice::rows_per_warp)
+      .def_ro("k_stages", &TileChoice::k_stages, "Buffers for blocks of K; 0: it has no stages.")
+      .def_ro("v_stages", &TileChoice::v_stages,
+              "Buffers for blocks of V; 0: they share those of K.")
+      .def_ro("cluster", &TileChoice::cluster, "CTAs that compute one tile together.")
+      .def_ro("ctas_per_sm", &TileChoice::ctas_per_sm, "CTAs that an SM has room for.")
+      .def_ro("ctas", &TileChoice::ctas, "CTAs of the launch.")
+      .def_ro("tiles", &TileChoice::tiles, "Row tiles of all heads.")
+      .def_ro("splits", &TileChoice::splits,
+              "Shares into which the keys of each tile are split; 1: they are not.")
+      .def_ro("heads_per_group", &TileChoice::heads_per_group,
+              "Heads whose tiles follow one another; 0: there are no groups.");
+
   with_pickle(nb::class_<LaunchPlan>(m, "LaunchPlan",
                                      "Everything a launch needs but the addresses of the tensors."),
               &plan_from_dict)
@@ -536,6 +557,12 @@ NB_MODULE(_archflash, m) {
       .def_ro("implementation", &LaunchPlan::implementation)
       .def_ro("problem", &LaunchPlan::problem)
       .def_ro("device", &LaunchPlan::device)
+      .def_prop_ro(
+          "tile",
+          [](const LaunchPlan& p) {
+            return p.tile.name.empty() ? std::nullopt : std::optional(p.tile);
+          },
+          "None for a plan that computes nothing by tiles.")
       .def_ro("workspace_bytes", &LaunchPlan::workspace_bytes)
       .def_prop_ro("kernels",
                    [](const LaunchPlan& p) {

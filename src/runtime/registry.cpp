@@ -6,6 +6,8 @@
 #include <stdexcept>
 
 #include "common/options.h"
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
 #include "folders.inc"
 #include "runtime/text.h"
 
@@ -87,7 +89,8 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
     return Reasons{join("compute capability ", capability_text(device.capability()), " (",
                         device.name, "): ", name, " is built for ", targets_text(all))};
   }
-  PlanResult result = folder.plan(problem, device);
+  PlanResult result =
+      core::nothing_to_write(problem) ? PlanResult(LaunchPlan{}) : folder.plan(problem, device);
   if (const Reasons refused = refused_flags(problem, folder.describe()); !refused.empty()) {
     if (!std::holds_alternative<Reasons>(result)) result = Reasons{};
     Reasons& reasons = std::get<Reasons>(result);
@@ -103,7 +106,11 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
   return result;
 }
 
-Notes notes(const LaunchPlan& plan) { return find_folder(plan.implementation).notes(plan); }
+Notes notes(const LaunchPlan& plan) {
+  if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
+  if (plan.tile.name.empty()) return {};
+  return core::notes(plan, find_folder(plan.implementation).notes(plan));
+}
 
 Bytes image(std::string_view name) {
   for (const Image& entry : IMAGES) {

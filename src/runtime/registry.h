@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "common/plan.h"
+#include "common/planning/plan.h"
 #include "runtime/targets.h"
 
 namespace archflash {
@@ -22,7 +22,7 @@ bool has_code(std::string_view name, int capability);
 // The folder's plan(), after asking whether its code loads on the device at all.
 PlanResult plan(std::string_view name, const Problem& problem, const Device& device);
 
-// What the folder says of a plan that it made.
+// What a plan does, for people; none for plans that do not compute attention.
 Notes notes(const LaunchPlan& plan);
 
 struct Bytes {

@@ -53,10 +53,21 @@ void fields(Launch& l, F&& f) {
       f("tensor_maps", l.tensor_maps);
 }
 template <class F>
+void fields(TileChoice& t, F&& f) {
+  f("name", t.name), f("reason", t.reason), f("head_dim", t.head_dim),
+      f("head_dim_v", t.head_dim_v);
+  f("block_q", t.block_q), f("block_k", t.block_k), f("warps", t.warps),
+      f("rows_per_warp", t.rows_per_warp);
+  f("k_stages", t.k_stages), f("v_stages", t.v_stages), f("cluster", t.cluster),
+      f("ctas_per_sm", t.ctas_per_sm);
+  f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits),
+      f("heads_per_group", t.heads_per_group);
+}
+template <class F>
 void fields(LaunchPlan& p, F&& f) {
   std::string version = ARCHFLASH_VERSION;  // of what wrote it
   f("version", version), f("implementation", p.implementation), f("problem", p.problem),
-      f("device", p.device), f("launches", p.launches);
+      f("device", p.device), f("tile", p.tile), f("launches", p.launches);
   f("workspace_bytes", p.workspace_bytes), f("code", p.code);
 }
 

@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "common/plan.h"
+#include "common/planning/plan.h"
 
 namespace archflash {
 

@@ -460,9 +460,8 @@ def test_registers_and_shared_memory_allow_the_blocks_per_sm_that_a_plan_counts_
             continue  # the driver assembles it
         for launch in launches(plan):
             used = RESOURCES[launch["image"]][plan.code][launch["kernel"]]
-            match = re.search(r"(\d+) per SM", dict(plan.notes)["CTAs"])
-            assert match is not None
-            resident, threads = int(match[1]), math.prod(launch["block"])
+            assert plan.tile is not None
+            resident, threads = plan.tile.ctas_per_sm, math.prod(launch["block"])
             registers = -(-used["registers"] // 8) * 8  # given out by 8 for each thread
             assert resident * threads * registers <= REGISTERS_PER_SM, launch["kernel"]
             assert resident * threads <= limits.threads_per_sm

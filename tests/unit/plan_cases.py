@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -124,28 +123,10 @@ def plan_of(problem: native.Problem, device: str, kernel: str = "simt") -> nativ
     return answer
 
 
-def query_rows_of_a_tile(plan: native.LaunchPlan) -> int:
-    match = re.match(r"(\d+) query rows", dict(plan.notes)["tile"])
-    assert match is not None
-    return int(match[1])
-
-
-def row_tiles(plan: native.LaunchPlan) -> int:
-    """Row tiles of all heads: the CTAs, unless fewer CTAs share the tiles out."""
-    match = re.search(r" for (\d+) tiles", dict(plan.notes)["CTAs"])
-    return int(match[1]) if match else int(plan.to_dict()["launches"][0]["grid"][0])
-
-
-def shares(plan: native.LaunchPlan) -> int:
-    """Into how many the keys of a row tile are split."""
-    match = re.search(r" tiles x (\d+) shares", dict(plan.notes)["CTAs"])
-    return int(match[1]) if match else 1
-
-
-def ctas_per_sm(plan: native.LaunchPlan) -> int:
-    match = re.search(r"(\d+) per SM", dict(plan.notes)["CTAs"])
-    assert match is not None
-    return int(match[1])
+def tile_of(plan: native.LaunchPlan) -> native.TileChoice:
+    """The tile of a plan that computes something."""
+    assert plan.tile is not None
+    return plan.tile
 
 
 def launch_of(plan: native.LaunchPlan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import call, ctas_per_sm, packed_call, plan_of
+from plan_cases import call, packed_call, plan_of, tile_of
 
 import archflash
 from archflash import _archflash as native
@@ -72,7 +72,7 @@ def test_an_fp8_call_gets_the_kernel_of_its_head_dim(
     launch = launch_of(plan)
     assert launch["kernel"] == f"ada_attention_fwd_{FP8[dtype]}_{name}"
     assert launch["image"] == f"ada/fwd_{FP8[dtype]}"
-    assert ctas_per_sm(plan) == per_sm
+    assert tile_of(plan).ctas_per_sm == per_sm
     assert launch["grid"] == [16 * 32 * 2048 // 64, 1, 1]
 
 
@@ -109,8 +109,8 @@ def test_a_gpu_with_more_shared_memory_gets_two_buffers(
 ) -> None:
     plan = ada(call(dtype, b=8, hq=32, nq=nq, d=d), "H200")
     assert launch_of(plan)["kernel"] == f"ada_attention_fwd_{SIXTEEN_BITS[dtype]}_{name}"
-    assert ctas_per_sm(plan) == 2
-    assert dict(plan.notes)["stages"] == "2"
+    assert tile_of(plan).ctas_per_sm == 2
+    assert tile_of(plan).k_stages == 2
 
 
 @pytest.mark.parametrize("dtype", [*FP8, *SIXTEEN_BITS])
@@ -123,7 +123,7 @@ def test_every_tile_fits_a_gpu_of_8_9_as_often_as_the_plan_says(
         plan = ada(call(dtype, b=8, hq=32, nq=nq, d=dims[0], dv=dims[1]))
         launch = launch_of(plan)
         assert launch["shared_bytes"] <= limits.shared_per_block
-        resident = ctas_per_sm(plan)
+        resident = tile_of(plan).ctas_per_sm
         assert resident * (launch["shared_bytes"] + 1024) <= limits.shared_per_sm
         assert resident * launch["block"][0] <= limits.threads_per_sm
 
@@ -132,8 +132,9 @@ def test_at_least_one_16_bit_tile_differs_from_that_of_ampere_here() -> None:
     differ = {}
     for d in (64, 96, 128):
         problem = call("float16", b=8, hq=32, nq=2048, d=d, causal=True)
-        tiles = [dict(plan_of(problem, RTX, name).notes)["tile"] for name in ("ada", "ampere")]
-        differ[d] = tiles[0] != tiles[1]
+        plans = (plan_of(problem, RTX, name) for name in ("ada", "ampere"))
+        tiles = {(tile_of(plan).block_q, tile_of(plan).block_k) for plan in plans}
+        differ[d] = len(tiles) == 2
     assert differ == {64: True, 96: False, 128: True}
 
 

@@ -9,14 +9,13 @@ import pytest
 from plan_cases import (
     HEAD_DIMS,
     call,
-    ctas_per_sm,
     every_head_dim,
     every_kind_of_head_dims,
     kernels_built,
     large_call,
     packed_call,
     plan_of,
-    query_rows_of_a_tile,
+    tile_of,
 )
 from tests.many_cases import one_test_for_each
 
@@ -71,7 +70,7 @@ def kernel(plan: native.LaunchPlan) -> str:
 
 
 def variant(plan: native.LaunchPlan) -> str:
-    return kernel(plan).split("_", 4)[-1]
+    return str(tile_of(plan).name)
 
 
 def claimed_per_sm(reason: str, kilobytes: int) -> int | None:
@@ -98,7 +97,7 @@ def test_a_call_that_fills_the_gpu_gets_the_kernel_for_its_shared_memory(
     (launch,) = plan.to_dict()["launches"]
     assert launch["image"] == f"ampere/fwd_{DTYPES[dtype]}"
     assert launch["shared_bytes"] <= limits.shared_per_block
-    assert ctas_per_sm(plan) == per_sm
+    assert tile_of(plan).ctas_per_sm == per_sm
 
 
 @every_head_dim
@@ -110,11 +109,11 @@ def test_as_many_ctas_fit_an_sm_as_the_variants_reason_claims(
     (launch,) = plan.to_dict()["launches"]
     limits = find_device(device)
     by_shared = limits.shared_per_sm // (launch["shared_bytes"] + RESERVED_SHARED_BYTES)
-    assert 1 <= ctas_per_sm(plan) <= by_shared
-    assert ctas_per_sm(plan) * launch["block"][0] <= limits.threads_per_sm
-    reason = dict(plan.notes)["variant"]
+    assert 1 <= tile_of(plan).ctas_per_sm <= by_shared
+    assert tile_of(plan).ctas_per_sm * launch["block"][0] <= limits.threads_per_sm
+    reason = tile_of(plan).reason
     if variant(plan) != "d64_medium":  # its reason speaks of keys
-        assert claimed_per_sm(reason, DEVICES[device]) == ctas_per_sm(plan)
+        assert claimed_per_sm(reason, DEVICES[device]) == tile_of(plan).ctas_per_sm
     for named in re.findall(r"(\d+) KB", reason):
         assert int(named) in GPUS
 
@@ -223,25 +222,24 @@ def test_the_grid_covers_all_rows_and_no_tile_more(
         problem = call("float16", b=batch, hq=heads, nq=rows, nk=300, d=dims[0], dv=dims[1])
         plan = ampere(problem, device)
         (launch,) = plan.to_dict()["launches"]
-        tile = query_rows_of_a_tile(plan)
+        tile = tile_of(plan).block_q
         tiles, rest = divmod(launch["grid"][0], batch * heads)
         assert (rest, launch["grid"][1:]) == (0, [1, 1])
         assert (tiles - 1) * tile < rows <= tiles * tile
-        warps, warp_rows = re.findall(r"\d+", dict(plan.notes)["warps"])
-        assert int(warps) * int(warp_rows) == tile
-        assert launch["block"] == [32 * int(warps), 1, 1]
+        warps = tile_of(plan).warps
+        assert warps * tile_of(plan).rows_per_warp == tile
+        assert launch["block"] == [32 * warps, 1, 1]
 
 
 # --- the order of CTAs ---
 
 
 def heads_per_group(plan: native.LaunchPlan) -> int:
-    """The last field of the parameters; what is printed must agree."""
+    """What the plan says, and the kernel is told in the last field of its parameters."""
     (launch,) = plan.to_dict()["launches"]
-    (group,) = struct.unpack("<i", bytes.fromhex(launch["params"])[-4:])
-    order = f"last row tiles first, {group} heads at a time, whose keys stay in L2"
-    assert dict(plan.notes)["order"] == order
-    return int(group)
+    (told,) = struct.unpack("<i", bytes.fromhex(launch["params"])[-4:])
+    assert tile_of(plan).heads_per_group == told
+    return int(told)
 
 
 def kv_bytes(problem: native.Problem, kv_heads: int) -> int:

@@ -10,7 +10,6 @@ import pytest
 from plan_cases import (
     HEAD_DIMS,
     call,
-    ctas_per_sm,
     every_head_dim,
     every_kind_of_head_dims,
     kernels_built,
@@ -19,8 +18,7 @@ from plan_cases import (
     maps_of,
     packed_call,
     plan_of,
-    query_rows_of_a_tile,
-    row_tiles,
+    tile_of,
 )
 
 from archflash import _archflash as native
@@ -42,7 +40,7 @@ def consumer(problem: native.Problem, device: str) -> native.LaunchPlan:
 
 
 def variant(plan: native.LaunchPlan) -> str:
-    return re.sub(rf"{NAME}_attention_fwd_b?f16_", "", str(launch_of(plan)["kernel"]))
+    return str(tile_of(plan).name)
 
 
 def largest(device: str, dims: tuple[int, int]) -> str:
@@ -125,9 +123,9 @@ def test_one_cta_per_sm_goes_on_to_the_next_of_equal_tiles(
     for batch in (1, 64):
         shape: dict[str, Any] = {"b": batch, "nq": 1000, "nk": 300, "d": dims[0], "dv": dims[1]}
         plan = consumer(call("float16", **shape), device)
-        tiles = batch * 4 * -(-1000 // query_rows_of_a_tile(plan))
-        assert row_tiles(plan) == tiles
-        stays = ctas_per_sm(plan) == 1
+        tiles = batch * 4 * -(-1000 // tile_of(plan).block_q)
+        assert tile_of(plan).tiles == tiles
+        stays = tile_of(plan).ctas_per_sm == 1
         assert launch_of(plan)["grid"] == [min(tiles, sm_count) if stays else tiles, 1, 1]
         (told,) = struct.unpack_from("<i", bytes.fromhex(launch_of(plan)["params"]), 264)
         assert told == tiles
@@ -137,9 +135,9 @@ def test_one_cta_per_sm_goes_on_to_the_next_of_equal_tiles(
 def test_unequal_tiles_go_to_whoever_is_done(device: str) -> None:
     for options in ({"causal": True}, {"window": (30, None)}, {"window": (None, 5)}):
         plan = consumer(call("float16", b=64, nq=1000, d=128, **options), device)
-        assert launch_of(plan)["grid"] == [row_tiles(plan), 1, 1]
+        assert launch_of(plan)["grid"] == [tile_of(plan).tiles, 1, 1]
     plan = consumer(packed_call("float16", rows=100_000, sequences=50), device)
-    assert launch_of(plan)["grid"] == [row_tiles(plan), 1, 1]
+    assert launch_of(plan)["grid"] == [tile_of(plan).tiles, 1, 1]
 
 
 @pytest.mark.parametrize("device", HOME)
@@ -159,7 +157,7 @@ def test_the_plan_shows_stages_barriers_registers_and_ctas(device: str) -> None:
 def test_maps_describe_the_tensors_and_boxes_the_tiles(dtype: str, dims: tuple[int, int]) -> None:
     d, dv = dims
     plan = consumer(call(dtype, b=3, hq=8, hkv=2, nq=1000, nk=777, d=d, dv=dv), "RTX 5090")
-    rows, keys = (int(n) for n in re.findall(r"(\d+) (?:query|keys)", dict(plan.notes)["tile"]))
+    rows, keys = tile_of(plan).block_q, tile_of(plan).block_k
     slab, swizzle = (64, B128) if d % 64 == 0 else (32, B64)
     for operand, columns, length, heads, box in (
         ("q", d, 1000, 8, rows),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import call, kernels_built, launch_of, maps_of, packed_call, plan_of, row_tiles
+from plan_cases import call, kernels_built, launch_of, maps_of, packed_call, plan_of, tile_of
 
 from archflash import _archflash as native
 from archflash._api import find_device, make_problem
@@ -41,12 +41,15 @@ def launches_of(plan: native.LaunchPlan) -> list[dict[str, Any]]:
 def splits_of(plan: native.LaunchPlan) -> int:
     """Shares of the keys of a tile that a plan makes; one: no second kernel, no workspace."""
     first, *others = launches_of(plan)
-    (splits,) = struct.unpack_from("<i", bytes.fromhex(first["params"]), SPLITS_OFFSET)
+    splits = tile_of(plan).splits
+    (told,) = struct.unpack_from("<i", bytes.fromhex(first["params"]), SPLITS_OFFSET)
+    assert told == splits
     assert [row["kernel"].rpartition("_")[0] for row in others] == [
         f"{NAME}_combine" for _ in range(splits > 1)
     ]
     assert (plan.workspace_bytes > 0) == (splits > 1)
-    assert dict(plan.notes)["splits"].startswith("none" if splits == 1 else f"{splits} shares")
+    said = dict(plan.notes).get("splits", "none")
+    assert said.startswith("none" if splits == 1 else f"{splits} shares")
     return int(splits)
 
 
@@ -99,13 +102,13 @@ def test_one_cta_per_sm_goes_from_tile_to_tile(device: str, dims: tuple[int, int
         problem = call("float16", b=batch, nq=1000, nk=300, d=dims[0], dv=dims[1], **options)
         plan = dc_plan(problem, device)
         tiles = batch * 4 * -(-1000 // rows)
-        assert row_tiles(plan) == tiles
+        assert tile_of(plan).tiles == tiles
         launch = launch_of(plan)
         assert launch["grid"] == [min(tiles, find_device(device).sm_count), 1, 1]
         assert launch["shared_bytes"] <= SHARED_LIMIT
         (told,) = struct.unpack_from("<i", bytes.fromhex(launch["params"]), TILES_OFFSET)
         assert told == tiles
-        assert dict(plan.notes)["tile"].startswith(f"{rows} query rows x {keys} keys")
+        assert (tile_of(plan).block_q, tile_of(plan).block_k) == (rows, keys)
 
 
 @every_head_dim
@@ -146,8 +149,8 @@ def test_the_plan_shows_roles_registers_stages_and_barriers() -> None:
     assert notes["registers"] == "192 softmax, 80 correction, 48 others (setmaxnreg)"
     assert notes["stages"] == "3 that K and V share, 32 barriers"
     assert dict(dc_plan(call("bfloat16", d=256)).notes)["warps"].startswith("4 softmax")
-    large = dc_plan(call("bfloat16", nq=300, d=192, dv=128))
-    assert dict(large.notes)["stages"].startswith("2 of K, 1 ")
+    large = tile_of(dc_plan(call("bfloat16", nq=300, d=192, dv=128)))
+    assert (large.k_stages, large.v_stages) == (2, 1)
 
 
 # --- few query rows, and split keys ---
@@ -162,9 +165,9 @@ def test_128_rows_and_fewer_take_one_tile_of_128(device: str, dims: tuple[int, i
         launch = launch_of(plan)
         one_tile = nq <= 128 or d == 256
         assert str(launch["kernel"]).endswith("_few") == (nq <= 128 and d != 256)
-        assert dict(plan.notes)["tile"].startswith("128" if one_tile else "256")
+        assert tile_of(plan).block_q == (128 if one_tile else 256)
         assert launch["shared_bytes"] <= SHARED_LIMIT
-        assert launch["grid"] == [row_tiles(plan), 1, 1]
+        assert launch["grid"] == [tile_of(plan).tiles, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -175,10 +178,10 @@ def test_packed_sequences_are_short_where_max_seqlen_says_so(
 ) -> None:
     options = {} if longest is None else {"max_seqlen_q": longest}
     plan = dc_plan(packed_call("float16", rows=777, sequences=5, **options))
-    assert dict(plan.notes)["tile"].startswith(str(rows))
-    assert row_tiles(plan) == 4 * (-(-777 // rows) + 5)
+    assert tile_of(plan).block_q == rows
+    assert tile_of(plan).tiles == 4 * (-(-777 // rows) + 5)
     few = dc_plan(packed_call("float16", rows=100, sequences=5))  # no longer than all together
-    assert dict(few.notes)["tile"].startswith("128")
+    assert tile_of(few).block_q == 128
 
 
 def decoding(nk: int, *, b: int = 1, hq: int = 8, **options: Any) -> native.Problem:
@@ -202,7 +205,7 @@ def decoding(nk: int, *, b: int = 1, hq: int = 8, **options: Any) -> native.Prob
 def test_the_plan_splits_so_that_the_sms_are_filled(b: int, nk: int, splits: int) -> None:
     plan = dc_plan(decoding(nk, b=b))
     assert splits_of(plan) == splits
-    assert "asked" not in dict(plan.notes)["splits"]
+    assert "asked" not in dict(plan.notes).get("splits", "")
 
 
 def test_two_tiles_in_flight_give_way_to_a_split_for_a_quarter_of_the_time_only() -> None:
@@ -239,10 +242,10 @@ def test_packed_keys_are_counted_by_max_seqlen_or_on_average() -> None:
 def test_long_keys_of_few_tiles_are_split_however_many_rows_they_have() -> None:
     plan = dc_plan(call("bfloat16", b=1, hq=4, nq=512, nk=65536, d=128, causal=True))
     assert splits_of(plan) == 9
-    assert row_tiles(plan) == 16
-    assert str(launches_of(plan)[0]["kernel"]).endswith("d128_few")
+    assert tile_of(plan).tiles == 16
+    assert tile_of(plan).name == "d128_few"
     filling = dc_plan(call("bfloat16", b=1, hq=32, nq=4096, nk=65536, d=128, causal=True))
-    assert str(launch_of(filling)["kernel"]).endswith("d128_pair")
+    assert tile_of(filling).name == "d128_pair"
 
 
 @every_head_dim
@@ -302,7 +305,8 @@ LONG = {"nq": 8192, "d": 128, "b": 2, "hq": 16}
 
 def in_pairs(plan: native.LaunchPlan) -> bool:
     launch = launch_of(plan)
-    pair = str(launch["kernel"]).endswith("_pair")
+    pair = tile_of(plan).cluster == 2
+    assert str(launch["kernel"]).endswith("_pair") == pair
     assert launch["cluster"] == [1 + pair, 1, 1]
     assert dict(plan.notes)["products"].startswith("2 CTAs" if pair else "1 CTA:")
     return pair
@@ -321,14 +325,14 @@ def test_long_calls_multiply_in_pairs(device: str, dtype: str, dims: tuple[int, 
     sms = find_device(device).sm_count
     assert launch["grid"] == [sms // 2 * 2, 1, 1]
     assert launch["shared_bytes"] <= SHARED_LIMIT
-    assert row_tiles(plan) == 2 * 16 * 8192 // 512
+    assert tile_of(plan).tiles == 2 * 16 * 8192 // 512
     maps = maps_of(plan)
     # A CTA brings half of a block's keys, all columns, and of all its keys half of the columns.
     assert [maps[name]["box"] for name in ("q", "k", "v", "out")] == [
         [64, rows, 1, 1] for rows in (128, 64, 128, 128)
     ]
     notes = dict(plan.notes)
-    assert notes["tile"].startswith("512 query rows x 128 keys")
+    assert (tile_of(plan).block_q, tile_of(plan).block_k) == (512, 128)
     stages = "6 that K and V share" if dims[0] == 128 else "4 of K, 2 of V"
     assert notes["stages"] == f"{stages}, half a block each, 44 barriers"
     assert notes["CTAs"].endswith(" SMs, in pairs")
@@ -425,7 +429,7 @@ def test_boxes_of_e4m3_tiles_count_bytes_and_those_of_the_output_16_bits(
 ) -> None:
     (d, dv), (rows, keys) = dims, FP8_TILES[dims]
     plan = dc_plan(call(E4M3, b=3, hq=8, hkv=2, nq=1000, nk=777, d=d, dv=dv))
-    assert dict(plan.notes)["tile"].startswith(f"{rows} query rows x {keys} keys")
+    assert (tile_of(plan).block_q, tile_of(plan).block_k) == (rows, keys)
     maps = maps_of(plan)
     for operand, columns, dtype, size, box in (
         ("q", d, E4M3, 1, 128),

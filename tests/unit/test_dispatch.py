@@ -238,9 +238,10 @@ def test_16_bits_go_to_the_tensor_cores_with_the_tile_for_the_gpu(
     assert decision.plan.device.capability == capability
     tiles = ADA_TILES if name == "ada" else AMPERE_TILES[device.shared_per_block // 1024]
     rows, keys = tiles[d]
-    dims = "192 and 128" if d == 192 else str(d)
-    tile = f"{rows} query rows x {keys} keys, head_dim up to {dims}"
-    assert dict(decision.plan.notes)["tile"] == tile
+    tile = decision.plan.tile
+    assert tile is not None
+    assert (tile.block_q, tile.block_k) == (rows, keys)
+    assert (tile.head_dim, tile.head_dim_v) == (d, 128 if d == 192 else d)
     (launch,) = decision.plan.to_dict()["launches"]
     assert launch["grid"] == [8 * 32 * 2048 // rows, 1, 1]
 

@@ -20,15 +20,12 @@ from plan_cases import (
     KERNELS,
     OTHER_DEVICES,
     call,
-    ctas_per_sm,
     dtypes_of,
     home_of,
     packed_call,
     plan_of,
-    query_rows_of_a_tile,
-    row_tiles,
     serves,
-    shares,
+    tile_of,
 )
 from tests.many_cases import one_test_for_each
 
@@ -137,7 +134,7 @@ def test_a_launch_fits_its_device(name: str, device: str) -> None:
     limits = find_device(device)
     plan = plan_named(name, device)
     launches = plan.to_dict()["launches"]
-    kinds = ["attention_fwd", "combine"] if shares(plan) > 1 else ["attention_fwd"]
+    kinds = ["attention_fwd", "combine"] if tile_of(plan).splits > 1 else ["attention_fwd"]
     for launch, kind in zip(launches, kinds, strict=True):
         assert 0 <= launch["shared_bytes"] <= limits.shared_per_block
         threads = math.prod(launch["block"])
@@ -155,15 +152,15 @@ def test_a_launch_fits_its_device(name: str, device: str) -> None:
 def test_the_grid_has_a_block_for_every_row_of_every_head(name: str, device: str) -> None:
     problem = problem_named(name)
     plan = plan_named(name, device)
-    tile = query_rows_of_a_tile(plan)
+    tile = tile_of(plan).block_q
     tiles = -(-problem.nq // tile)
     # Each packed sequence can end inside a tile, and its length is not known here.
     per_head = tiles + problem.batch if problem.varlen else tiles * problem.batch
-    assert row_tiles(plan) == per_head * problem.heads_q
+    assert tile_of(plan).tiles == per_head * problem.heads_q
     ctas, *others = plan.to_dict()["launches"][0]["grid"]
     assert others == [1, 1]
-    resident = find_device(device).sm_count * ctas_per_sm(plan)
-    work = row_tiles(plan) * shares(plan)
+    resident = find_device(device).sm_count * tile_of(plan).ctas_per_sm
+    work = tile_of(plan).tiles * tile_of(plan).splits
     assert ctas == work or ctas == min(work, resident)
 
 

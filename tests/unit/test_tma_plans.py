@@ -4,11 +4,9 @@ order of heads.
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
-from plan_cases import call, home_of, maps_of, packed_call, plan_of
+from plan_cases import call, home_of, maps_of, packed_call, plan_of, tile_of
 
 import archflash
 from archflash import _archflash as native
@@ -124,9 +122,9 @@ def test_groups_of_heads_are_even_and_their_keys_fit_half_of_l2(
     batch, ratio = 3, hq // hkv
     problem = call("float16", b=batch, hq=hq, hkv=hkv, nq=128, nk=nk, d=128)
     plan = plan_of(problem, home_of(kernel), kernel)
-    (group,) = re.findall(r"(\d+) heads at a time", dict(plan.notes)["order"])
-    kv_heads = int(group) // ratio
-    assert int(group) % ratio == 0
+    group = tile_of(plan).heads_per_group
+    kv_heads = group // ratio
+    assert group % ratio == 0
     one = nk * 256 * 2
     assert kv_heads == 1 or kv_heads * one <= find_device(home_of(kernel)).l2_bytes // 2
     groups = -(-batch * hkv // kv_heads)

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "common/math/host_device.h"
-#include "common/plan.h"
+#include "common/swizzle.h"
 
 namespace archflash::math {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/math/host_device.h"
-#include "common/plan.h"
+#include "common/swizzle.h"
 
 namespace archflash::math {
 

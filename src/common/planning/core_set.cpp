@@ -1,4 +1,4 @@
-#include "common/core_set.h"
+#include "common/planning/core_set.h"
 
 #include <algorithm>
 #include <cmath>
@@ -16,16 +16,15 @@ constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit insi
 // UNBOUNDED inside the kernel. A q_offset is within +-2^60 and a key within 2^30: their sums with
 // this lie beyond every position and do not overflow.
 constexpr int64_t POSITION_LIMIT = int64_t{1} << 62;
-constexpr int64_t RESERVED_SHARED_BYTES = 1024;  // CUDA: taken from the SM by each CTA, from 8.0 on
 
 std::string str(int64_t x) { return std::to_string(x); }
 
 // "float32, float16 and bfloat16"
-std::string names(std::initializer_list<DType> dtypes) {
+std::string names(std::span<const DType> dtypes) {
   std::string text;
-  for (auto dtype = dtypes.begin(); dtype != dtypes.end(); ++dtype) {
-    if (dtype != dtypes.begin()) text += dtype + 1 == dtypes.end() ? " and " : ", ";
-    text += dtype_name(*dtype);
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    if (i > 0) text += i + 1 == dtypes.size() ? " and " : ", ";
+    text += dtype_name(dtypes[i]);
   }
   return text;
 }
@@ -71,8 +70,7 @@ struct Refusals {
   }
 };
 
-// Some plans ask for it before a call without heads is refused or found to have nothing to write:
-// this must not divide by zero then.
+// Not a division by zero: a call without heads may be asked for its reasons too.
 int64_t heads_per_kv(const Problem& problem) {
   return problem.heads_q / std::max<int64_t>(problem.heads_kv, 1);
 }
@@ -96,11 +94,12 @@ void set_scale(const Problem& problem, AttentionParams& params) {
       static_cast<float>(problem.softcap == 0 ? problem.scale : problem.scale / problem.softcap);
 }
 
-}  // namespace
-
-Reasons why_not(const Problem& problem, const std::string& implementation,
-                std::initializer_list<DType> dtypes, Approximate approximate, bool splits_keys) {
-  Refusals refuse{problem, implementation, {}};
+Reasons refusals(const Problem& problem, const Description& description,
+                 std::span<const DType> dtypes, Approximate offered) {
+  Refusals refuse{problem, description.name, {}};
+  const std::vector<std::string>& features = description.features;
+  const bool splits_keys =
+      std::find(features.begin(), features.end(), "num_splits") != features.end();
   const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
   const bool takes_fp8 = takes && is_fp8(problem.dtype);
   if (!takes)
@@ -122,7 +121,7 @@ Reasons why_not(const Problem& problem, const std::string& implementation,
     refuse.layout("v", problem.v, problem.v_unit, problem.v_align, problem.dtype);
   }
   refuse.layout("out", problem.out, problem.out_unit, problem.out_align, problem.out_dtype);
-  if (problem.approximate != 0 && problem.approximate != static_cast<int64_t>(approximate))
+  if (problem.approximate != 0 && problem.approximate != static_cast<int64_t>(offered))
     refuse.add("approximate='int8_qk'", "computes exactly; leave approximate out");
   if (problem.num_splits > 1 && !splits_keys) {
     refuse.add("num_splits " + str(problem.num_splits),
@@ -149,13 +148,24 @@ Reasons why_not(const Problem& problem, const std::string& implementation,
   return refuse.reasons;
 }
 
+}  // namespace
+
+Reasons why_not(const Problem& problem, const Description& description) {
+  return refusals(problem, description, description.dtypes, Approximate::Nothing);
+}
+
+Reasons why_not_approximate(const Problem& problem, const Description& description,
+                            Approximate offered, std::span<const DType> dtypes) {
+  return refusals(problem, description, dtypes, offered);
+}
+
 bool nothing_to_write(const Problem& problem) {
   const bool no_rows = problem.batch == 0 || problem.heads_q == 0 || problem.nq == 0;
   const bool nothing = no_rows || (problem.dv == 0 && !problem.want_lse);
   return nothing && problem.mask == 0 && !problem.needs_grad;
 }
 
-AttentionParams params(const Problem& problem) {
+AttentionParams attention_params(const Problem& problem) {
   AttentionParams params;
   std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
   params.q_batch = problem.q.batch, params.q_head = problem.q.head, params.q_row = problem.q.row;
@@ -210,7 +220,7 @@ Descales descales(const Problem& problem) {
           problem.descale & 8 ? heads_per_kv(problem) : 1};
 }
 
-std::vector<PointerSlot> descale_pointers(const Problem& problem, size_t offset) {
+std::vector<PointerSlot> descale_pointers(const Problem& problem, int offset) {
   const std::pair<Operand, size_t> operands[] = {{Operand::QDescale, offsetof(Descales, q)},
                                                  {Operand::KDescale, offsetof(Descales, k)},
                                                  {Operand::VDescale, offsetof(Descales, v)}};
@@ -221,25 +231,6 @@ std::vector<PointerSlot> descale_pointers(const Problem& problem, size_t offset)
     slots.push_back({operand, static_cast<int32_t>(offset + descale + offsetof(Descale, gmem)), 0});
   }
   return slots;
-}
-
-int64_t row_tiles(const Problem& problem, int block_q) {
-  const int64_t tiles = ceil_div(problem.nq, block_q);
-  return problem.varlen ? tiles + problem.batch : tiles * problem.batch;
-}
-
-int64_t rows_per_sequence(const Problem& problem) {
-  return problem.varlen ? problem.nq / problem.batch : problem.nq;
-}
-
-int64_t resident_ctas(const Device& device, int64_t shared_bytes, int64_t by_registers) {
-  const int64_t by_shared = device.shared_per_sm / (shared_bytes + RESERVED_SHARED_BYTES);
-  return std::clamp<int64_t>(by_shared, 1, by_registers);
-}
-
-std::string grid_too_large(int64_t ctas) {
-  return "grid of " + str(ctas) + " CTAs: CUDA takes up to " + str(GRID_LIMIT) +
-         "; split the batch" + USE_TORCH;
 }
 
 }  // namespace archflash::core

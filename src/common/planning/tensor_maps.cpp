@@ -1,8 +1,8 @@
-#include "common/tma_plan.h"
+#include "common/planning/tensor_maps.h"
 
 #include <algorithm>
 
-#include "common/core_set.h"
+#include "common/planning/core_set.h"
 
 namespace archflash::core {
 namespace {
@@ -37,8 +37,7 @@ void add_tma_reasons(const Problem& problem, const std::string& implementation, 
   if (stores) check("out", problem.out, problem.nq, problem.out_dtype);
 }
 
-TensorMapSpec tensor_map(const Problem& problem, Operand operand, size_t offset, Swizzle swizzle,
-                         Box box) {
+TensorMapSpec tensor_map(const Problem& problem, Operand operand, int offset, const Box& box) {
   const bool of_q = operand == Operand::Q || operand == Operand::Out;
   const bool of_v = operand == Operand::V || operand == Operand::Out;
   const Strides& strides = operand == Operand::Q   ? problem.q
@@ -47,9 +46,9 @@ TensorMapSpec tensor_map(const Problem& problem, Operand operand, size_t offset,
                                                    : problem.out;
   TensorMapSpec map{};
   map.operand = operand;
-  map.offset = static_cast<int32_t>(offset);
+  map.offset = offset;
   map.dtype = operand == Operand::Out ? problem.out_dtype : problem.dtype;
-  map.swizzle = swizzle;
+  map.swizzle = box.swizzle;
   map.box = {box.columns, box.rows, 1, 1};
   const int64_t sizes[] = {of_q ? problem.nq : problem.nk,
                            of_q ? problem.heads_q : problem.heads_kv,
@@ -61,20 +60,6 @@ TensorMapSpec tensor_map(const Problem& problem, Operand operand, size_t offset,
     map.strides.push_back(steps[i] == 0 ? STRIDE_UNIT : steps[i] * dtype_bytes(map.dtype));
   }
   return map;
-}
-
-bool equal_tiles(const Problem& problem) {
-  return !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
-}
-
-int32_t heads_per_group(const Problem& problem, const Device& device) {
-  const int64_t kv_head_bytes = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
-  const int64_t kv_heads = problem.batch * problem.heads_kv;
-  const int64_t fitting =
-      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(kv_head_bytes, 1), 1, kv_heads);
-  const int64_t groups = (kv_heads + fitting - 1) / fitting;
-  const int64_t kv_heads_per_group = (kv_heads + groups - 1) / groups;
-  return static_cast<int32_t>(kv_heads_per_group * (problem.heads_q / problem.heads_kv));
 }
 
 }  // namespace archflash::core

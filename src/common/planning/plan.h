@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/problem.h"
+#include "common/swizzle.h"
 
 namespace archflash {
 
@@ -60,8 +61,6 @@ struct PointerSlot {
   int64_t addend;
 };
 
-enum class Swizzle : int32_t { None = 0, B32 = 1, B64 = 2, B128 = 3 };
-
 // A TMA tensor map to be encoded at bind time into 128 bytes at `offset` of the parameter block.
 // Dimension 0 is contiguous; strides are those of dimensions 1 and up. Dimensions of size 1 or
 // stride 0 are left out.
@@ -89,17 +88,38 @@ struct Launch {
   std::vector<TensorMapSpec> tensor_maps;
 };
 
+// The tile that a plan took, and how it is used: what notes, explain and tests read.
+struct TileChoice {
+  std::string name;             // the last word of the kernel's name: "d128_large"
+  std::string reason;           // why the folder has it
+  int32_t head_dim = 0;         // it takes d up to this,
+  int32_t head_dim_v = 0;       // and dv up to this
+  int32_t block_q = 0;          // query rows of the tile
+  int32_t block_k = 0;          // keys at a time
+  int32_t warps = 0;            // of a CTA that compute rows: no producers or other roles
+  int32_t rows_per_warp = 0;    // 0: warps share the rows
+  int32_t k_stages = 0;         // buffers for blocks of K; 0: the tile has no stages
+  int32_t v_stages = 0;         // and for V; 0: K and V share those of K
+  int32_t cluster = 0;          // CTAs that compute one tile together
+  int32_t ctas_per_sm = 0;      // that an SM of the device has room for
+  int64_t ctas = 0;             // of the launch
+  int64_t tiles = 0;            // row tiles of all heads
+  int64_t splits = 0;           // shares into which the keys of each tile are split; 1: none
+  int64_t heads_per_group = 0;  // heads whose tiles follow one another; 0: no groups
+};
+
 struct LaunchPlan {
   std::string implementation;  // folder name
   Problem problem;
   Device device;
+  TileChoice tile;               // its name is empty where nothing is computed by tiles
   std::vector<Launch> launches;  // in stream order; empty when there is nothing to compute
   int64_t workspace_bytes = 0;
   std::string code;  // what the device will run: "sm_90" (native) or "compute_75 PTX, compiled by
                      // the driver"
 };
 
-// What a plan does, for people: (name, value) pairs such as tile, warps, stages, CTAs per SM.
+// Lines about a plan for people: (name, value), such as tile, warps, stages.
 using Notes = std::vector<std::pair<std::string, std::string>>;
 using Reasons = std::vector<std::string>;  // why an implementation cannot serve a problem; never
                                            // empty when returned

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "common/partials.h"
-#include "common/plan.h"
+#include "common/planning/plan.h"
 #include "common/problem.h"
 
 namespace archflash::core {

@@ -1,11 +1,14 @@
-#include "common/split_keys.h"
+#include "common/planning/split_keys.h"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <utility>
 
-#include "common/core_set.h"
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
+#include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
 
 namespace archflash::core {
 namespace {
@@ -60,16 +63,16 @@ int64_t combine_ctas(const Problem& problem) { return ceil_div(all_rows(problem)
 
 void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, size_t offset,
                 const std::string& combine_kernel) {
-  constexpr int64_t ALIGNMENT = 256;
   CombineParams params;
-  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
-  params.attention = core::params(problem);
+  init_params(problem, params);
   params.partials.rows = all_rows(problem);
   params.partials.splits = static_cast<int32_t>(splits);
-  const int64_t ends = splits * params.partials.rows * static_cast<int64_t>(sizeof(PartialEnd));
-  const int64_t rows_start = ceil_div(ends, ALIGNMENT) * ALIGNMENT;
-  plan.workspace_bytes =
-      rows_start + splits * params.partials.rows * problem.dv * static_cast<int64_t>(sizeof(float));
+  const int64_t rows = splits * params.partials.rows;
+  Workspace workspace;
+  const int64_t ends_start = workspace.add(rows * static_cast<int64_t>(sizeof(PartialEnd)));
+  const int64_t rows_start = workspace.add(rows * problem.dv * static_cast<int64_t>(sizeof(float)));
+  plan.workspace_bytes = workspace.bytes();
+  plan.tile.splits = splits;
 
   Launch& first = plan.launches[0];
   std::memcpy(first.params.data() + offset, &params.partials, sizeof params.partials);
@@ -85,7 +88,7 @@ void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, size_t
       launch.pointers.push_back(
           {Operand::Workspace, static_cast<int32_t>(partials + field), start});
     };
-    add(offsetof(Partials, ends_gmem), 0);
+    add(offsetof(Partials, ends_gmem), ends_start);
     add(offsetof(Partials, rows_gmem), rows_start);
   };
   add_pointers(first, offset);

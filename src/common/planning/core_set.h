@@ -1,0 +1,47 @@
+// What all implementations of the core set say of a call: the reasons why not, the parameters, the
+// addresses to bind. Pure host code.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/attention_params.h"
+#include "common/descales.h"
+#include "common/planning/plan.h"
+#include "common/problem.h"
+
+namespace archflash::core {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr const char* USE_TORCH = " or use implementation='torch'";  // ends a reason
+constexpr const char* HEAD_DIMS = "multiples of 8 up to 256, d and dv independent";
+constexpr const char* HEAD_DIMS_WITH_FP8 =
+    "multiples of 8 (fp8: 16) up to 256, d and dv independent";
+
+// Why an implementation cannot serve a problem, judged by what it says of itself: its dtypes, and
+// whether its features hold "num_splits". Returns no reasons if the call is supported.
+Reasons why_not(const Problem& problem, const Description& description);
+
+// The same for calls that ask for an approximation which the implementation offers for `dtypes`.
+Reasons why_not_approximate(const Problem& problem, const Description& description,
+                            Approximate offered, std::span<const DType> dtypes);
+
+// Whether no output element and no log-sum-exp is asked for. A plan without launches serves that.
+bool nothing_to_write(const Problem& problem);
+
+// All fields, with null addresses. The tiles of all heads make one group.
+AttentionParams attention_params(const Problem& problem);
+
+// The addresses to write into a parameter block that starts with AttentionParams.
+std::vector<PointerSlot> pointers(const Problem& problem);
+
+// The descales of q, k and v as kernels are told of them, with null addresses; and the addresses to
+// write where they lie at `offset` of a parameter block.
+Descales descales(const Problem& problem);
+std::vector<PointerSlot> descale_pointers(const Problem& problem, int offset);
+
+}  // namespace archflash::core

@@ -1,0 +1,138 @@
+#include "common/planning/launch.h"
+
+#include <algorithm>
+
+#include "common/planning/tensor_maps.h"
+
+namespace archflash::core {
+namespace {
+
+std::string str(int64_t x) { return std::to_string(x); }
+
+// One line of notes each.
+std::string tile_text(const TileChoice& tile) {
+  return str(tile.block_q) + " query rows x " + str(tile.block_k) + " keys, head_dim up to " +
+         str(tile.head_dim) +
+         (tile.head_dim == tile.head_dim_v ? "" : " and " + str(tile.head_dim_v));
+}
+std::string warps_text(const TileChoice& tile) {
+  return str(tile.warps) +
+         (tile.rows_per_warp == 0 ? "" : " of " + str(tile.rows_per_warp) + " rows");
+}
+std::string stages_text(const TileChoice& tile) {
+  if (tile.v_stages == 0) return str(tile.k_stages) + " that K and V share";
+  if (tile.v_stages == tile.k_stages) return str(tile.k_stages);
+  return str(tile.k_stages) + " of K, " + str(tile.v_stages) + " of V";
+}
+std::string ctas_text(const LaunchPlan& plan) {
+  const TileChoice& tile = plan.tile;
+  std::string text = str(tile.ctas);
+  if (tile.ctas != tile.tiles || tile.splits > 1) text += " for " + str(tile.tiles) + " tiles";
+  if (tile.splits > 1) text += " x " + str(tile.splits) + " shares";
+  text += ", " + str(tile.ctas_per_sm) + " per SM on " + str(plan.device.sm_count) + " SMs";
+  return text + (tile.cluster == 2 ? ", in pairs" : "");
+}
+std::string order_text(const LaunchPlan& plan) {
+  if (plan.problem.varlen) return "by sequence, last row tiles first";
+  if (plan.tile.heads_per_group == 0) return "last row tiles first";
+  return "last row tiles first, " + str(plan.tile.heads_per_group) +
+         " heads at a time, whose keys stay in L2";
+}
+
+}  // namespace
+
+int32_t heads_per_group(const Problem& problem, const Device& device, Groups groups) {
+  const int64_t kv_head_bytes = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
+  const int64_t kv_heads = problem.batch * problem.heads_kv;
+  const int64_t fitting =
+      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(kv_head_bytes, 1), 1, kv_heads);
+  const int64_t size =
+      groups == Groups::Even ? ceil_div(kv_heads, ceil_div(kv_heads, fitting)) : fitting;
+  return static_cast<int32_t>(size * (problem.heads_q / problem.heads_kv));
+}
+
+const char* dtype_word(DType dtype) {
+  constexpr const char* WORDS[DTYPE_COUNT] = {"f32", "f16", "bf16", "e4m3", "e5m2", "f64"};
+  return WORDS[static_cast<int>(dtype)];
+}
+
+LaunchPlan one_launch(const std::string& folder, const Problem& problem, const Device& device,
+                      const Tile& tile, int64_t ctas, int32_t heads_per_group,
+                      std::vector<uint8_t> params, const Offsets& offsets) {
+  LaunchPlan plan;  // the registry adds what it was made for
+  plan.tile = {
+      .name = tile.name,
+      .reason = tile.reason,
+      .head_dim = tile.head_dim,
+      .head_dim_v = tile.head_dim_v,
+      .block_q = tile.block_q,
+      .block_k = tile.block_k,
+      .warps = tile.warps,
+      .rows_per_warp = tile.rows_per_warp,
+      .k_stages = tile.k_stages,
+      .v_stages = tile.v_stages,
+      .cluster = tile.cluster,
+      .ctas_per_sm = static_cast<int32_t>(resident_ctas(tile, device)),
+      .ctas = ctas,
+      .tiles = tiles_of(problem, tile),
+      .splits = 1,
+      .heads_per_group = heads_per_group,
+  };
+  const std::string word = dtype_word(problem.dtype);
+  Launch launch;
+  launch.kernel = folder + "_attention_fwd_" + word + "_" + tile.name;
+  launch.image = folder + "/fwd_" + word;
+  launch.grid = {ctas, 1, 1};
+  launch.cluster = {tile.cluster, 1, 1};
+  launch.block = {tile.threads, 1, 1};
+  launch.shared_bytes = tile.shared_bytes;
+  launch.params = std::move(params);
+  launch.pointers = pointers(problem);
+  if (offsets.descales >= 0) {
+    for (const PointerSlot& slot : descale_pointers(problem, offsets.descales))
+      launch.pointers.push_back(slot);
+  }
+  const auto map = [&](Operand operand, int offset, const Box& box) {
+    if (offset >= 0) launch.tensor_maps.push_back(tensor_map(problem, operand, offset, box));
+  };
+  map(Operand::Q, offsets.q_map, tile.q_box);
+  if (problem.nk > 0) {  // an empty k or v is never read
+    map(Operand::K, offsets.k_map, tile.k_box);
+    map(Operand::V, offsets.v_map, tile.v_box);
+  }
+  map(Operand::Out, offsets.out_map, tile.out_box);
+  plan.launches.push_back(std::move(launch));
+  return plan;
+}
+
+Notes notes(const LaunchPlan& plan, const Notes& own) {
+  const TileChoice& tile = plan.tile;
+  Notes lines = {{"tile", tile_text(tile)}};
+  if (!tile.reason.empty()) lines.emplace_back("variant", tile.reason);
+  lines.emplace_back("warps", warps_text(tile));
+  if (tile.k_stages > 0) lines.emplace_back("stages", stages_text(tile));
+  const size_t before_ctas = lines.size();
+  lines.emplace_back("CTAs", ctas_text(plan));
+  if (tile.splits > 1) {
+    lines.emplace_back("splits", str(tile.splits) + " shares of the keys of each tile, " +
+                                     (plan.problem.num_splits > 0 ? "as asked for"
+                                                                  : "expected to be the fastest") +
+                                     "; a second kernel combines them");
+  }
+  lines.emplace_back("order", order_text(plan));
+  Notes added;
+  for (const auto& [name, text] : own) {
+    const auto same = std::find_if(lines.begin(), lines.end(),
+                                   [&](const auto& line) { return line.first == name; });
+    if (same == lines.end()) {
+      added.emplace_back(name, text);
+    } else {
+      same->second = text;
+    }
+  }
+  lines.insert(lines.begin() + static_cast<std::ptrdiff_t>(before_ctas), added.begin(),
+               added.end());
+  return lines;
+}
+
+}  // namespace archflash::core

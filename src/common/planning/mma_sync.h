@@ -1,0 +1,49 @@
+// What folders with kernels on mma.sync plan alike: one CTA for each row tile. Pure host code.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "common/planning/launch.h"
+#include "common/planning/plan.h"
+#include "common/planning/tiles.h"
+#include "common/problem.h"
+
+namespace archflash::mma_sync {
+
+// C is a Config.
+template <class C>
+constexpr core::Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
+  return {.name = name,
+          .reason = reason,
+          .head_dim = C::HEAD_DIM,
+          .head_dim_v = C::HEAD_DIM_V,
+          .block_q = C::BLOCK_Q,
+          .block_k = C::BLOCK_K,
+          .threads = C::THREADS,
+          .warps = C::WARPS,
+          .rows_per_warp = C::WARP_ROWS,
+          .k_stages = C::STAGES,
+          .v_stages = C::STAGES,
+          .ctas_per_sm = C::CTAS_PER_SM,
+          .shared_bytes = C::SHARED_BYTES,
+          .serves = serves};
+}
+
+// `change` alters the parameters before they become part of the plan.
+template <class Params>
+PlanResult plan(const std::string& folder, std::span<const core::Tile> tiles,
+                const Problem& problem, const Device& device,
+                void (*change)(const Problem&, Params&) = nullptr) {
+  const auto [tile, reasons] = core::choose(folder, tiles, problem, device);
+  if (tile == nullptr) return reasons;
+  Params params;
+  core::init_params(problem, params);
+  core::attention_of(params).heads_per_group =
+      core::heads_per_group(problem, device, core::Groups::Largest);
+  if (change != nullptr) change(problem, params);
+  return core::one_launch(folder, problem, device, *tile, core::tiles_of(problem, *tile), params);
+}
+
+}  // namespace archflash::mma_sync

@@ -1,0 +1,62 @@
+#include "common/planning/tiles.h"
+
+#include <algorithm>
+
+#include "common/planning/core_set.h"
+
+namespace archflash::core {
+namespace {
+
+constexpr int64_t RESERVED_SHARED_BYTES = 1024;  // CUDA: taken from the SM by each CTA, from 8.0 on
+
+}  // namespace
+
+int64_t row_tiles(const Problem& problem, int block_q) {
+  const int64_t tiles = ceil_div(problem.nq, block_q);
+  return problem.varlen ? tiles + problem.batch : tiles * problem.batch;
+}
+
+int64_t tiles_of(const Problem& problem, const Tile& tile) {
+  return row_tiles(problem, tile.block_q) * problem.heads_q;
+}
+
+int64_t rows_per_sequence(const Problem& problem) {
+  return problem.varlen ? problem.nq / problem.batch : problem.nq;
+}
+
+bool equal_tiles(const Problem& problem) {
+  return !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
+}
+
+int64_t resident_ctas(const Tile& tile, const Device& device) {
+  const int64_t by_shared = device.shared_per_sm / (tile.shared_bytes + RESERVED_SHARED_BYTES);
+  return std::clamp<int64_t>(by_shared, 1, tile.ctas_per_sm);
+}
+
+bool takes_head_dims(const Tile& tile, const Problem& problem) {
+  return problem.d <= tile.head_dim && problem.dv <= tile.head_dim_v;
+}
+
+bool serves(const Tile& tile, const Problem& problem, const Device& device) {
+  const ServesFrom& from = tile.serves;
+  const double per_sm = equal_tiles(problem) ? from.min_tiles_per_sm : from.min_uneven_tiles_per_sm;
+  const bool fills_gpu = static_cast<double>(tiles_of(problem, tile)) > per_sm * device.sm_count;
+  const bool rows_mostly_used =
+      from.min_tiles_per_sm == 0 || rows_per_sequence(problem) > tile.block_q / 2;
+  return fills_gpu && rows_mostly_used && resident_ctas(tile, device) >= from.min_ctas_per_sm &&
+         problem.nk >= from.min_keys;
+}
+
+Reasons too_little_shared_memory(const std::string& folder, int64_t needed, const Device& device) {
+  return {"shared memory: " + device.name + " gives a CTA " +
+          std::to_string(device.shared_per_block) + " bytes and " + folder + " needs " +
+          std::to_string(ceil_div(needed, 1024)) +
+          " KB at most for every head_dim; use another GPU" + USE_TORCH};
+}
+
+Reasons grid_too_large(int64_t ctas) {
+  return {"grid of " + std::to_string(ctas) + " CTAs: CUDA takes up to " +
+          std::to_string(GRID_LIMIT) + "; split the batch" + USE_TORCH};
+}
+
+}  // namespace archflash::core
