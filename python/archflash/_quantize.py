@@ -16,7 +16,7 @@ from archflash._errors import ForcedImplementationError
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _PER = ("tensor", "head", "block")
-_KERNEL = "ada"
+(_KERNEL,) = _native.quantizer_names()
 
 
 def quantize_fp8(
@@ -140,7 +140,7 @@ def _why_not(x: Tensor, values: Tensor, simulated: bool) -> str | None:
         if problem := _dispatch.driver_problem():
             return problem
     capability = _device_of(x).capability
-    if not _native.has_code(_KERNEL, capability):
+    if not _native.has_quantizer(capability):
         return f"this build has no code of it for {capability[0]}.{capability[1]}"
     if x.requires_grad and torch.is_grad_enabled():
         return "x requires a gradient: call it under torch.no_grad()"
@@ -167,7 +167,7 @@ def _launch(x: Tensor, values: Tensor, descale: Tensor, per: str, dtype: torch.d
 
 def plans(device: _native.Device) -> list[_native.LaunchPlan]:
     """Plans that together launch every kernel of the quantiser; none if it cannot run."""
-    if not _native.has_code(_KERNEL, device.capability):
+    if not _native.has_quantizer(device.capability):
         return []
     sources = (torch.float32, torch.float16, torch.bfloat16)
     tensors = [torch.empty(1, 1, 2 * SCALE_ROWS, 64, dtype=of, device="meta") for of in sources]

@@ -13,11 +13,11 @@
 
 #include <cstdint>
 
-#include "ada/largest_of_cta.cuh"
 #include "ada/params.h"
 #include "common/dtype.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/bfloat16.cuh"
+#include "common/math/largest_of_cta.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/st_global.cuh"
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
     if (!at.is_k) dots[row][chunks.column / INT8_CHUNK] = dot;
   }
   // The barrier inside largest_of_cta also completes `odd` and `dots`, which are read below.
-  largest = largest_of_cta<INT8_THREADS>(largest);
+  largest = math::largest_of_cta<INT8_THREADS>(largest);
   constexpr float SMALLEST_NORMAL = 1.17549435e-38f;  // its reciprocal is finite
   const float scale = largest == 0.0f ? 1.0f : fmaxf(largest / LARGEST_INT8, SMALLEST_NORMAL);
   const float factor = 1.0f / scale;

@@ -15,7 +15,6 @@
 #include <string>
 #include <string_view>
 
-#include "ada/quantize.h"
 #include "runtime/call.h"
 #include "runtime/execute.h"
 #include "runtime/known_devices.h"
@@ -704,6 +703,10 @@ NB_MODULE(_archflash, m) {
                 "options: tuple[typing.Any, ...]) -> dict[str, typing.Any]"),
         "The tensors that a plan reads and writes, by operand name: those given, which must make "
         "exactly its problem, and newly allocated outputs and workspace.");
+  m.def("quantizer_names", &quantizer_names, "The names that quantize_fp8 has for its kernels.");
+  m.def(
+      "has_quantizer", [](Capability on) { return has_quantizer(number_of(on)); }, "capability"_a,
+      "Whether kernels of quantize_fp8 run on a GPU of that capability.");
   m.def(
       "plan_quantize",
       [](const std::string& out_dtype, int per, nb::handle x, nb::handle out,
@@ -714,7 +717,7 @@ NB_MODULE(_archflash, m) {
         const auto strides = [](const TensorView& view) {
           return Strides{view.strides[0], view.strides[1], view.strides[2]};
         };
-        return ada::plan_quantize(
+        return plan_quantize(
             {.batch = from.shape[0],
              .heads = from.shape[1],
              .rows = from.shape[2],
@@ -723,7 +726,7 @@ NB_MODULE(_archflash, m) {
              .out = strides(to),
              .dtype = from.dtype,
              .out_dtype = out_dtype == dtype_name(DType::E4M3) ? DType::E4M3 : DType::E5M2,
-             .per = static_cast<ada::QuantizePer>(per)},
+             .per = static_cast<QuantizePer>(per)},
             device);
       },
       "out_dtype"_a, "per"_a, "x"_a, "out"_a, "device"_a,

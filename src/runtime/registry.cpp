@@ -63,12 +63,15 @@ const std::vector<std::string>& folder_names() {
 const Description& describe(std::string_view name) { return find_folder(name).describe(); }
 
 const std::vector<Target>& targets(std::string_view name) {
-  static const auto& parsed = *new std::map<const Folder*, std::vector<Target>>([] {
-    std::map<const Folder*, std::vector<Target>> all;
-    for (const Folder& folder : FOLDERS) all[&folder] = parse_groups(folder.groups);
+  static const auto& parsed = *new std::map<std::string, std::vector<Target>, std::less<>>([] {
+    std::map<std::string, std::vector<Target>, std::less<>> all;
+    for (const Compiled& compiled : COMPILED) all[compiled.folder] = parse_groups(compiled.groups);
     return all;
   }());
-  return parsed.at(&find_folder(name));
+  const auto found = parsed.find(name);
+  if (found == parsed.end())
+    throw std::invalid_argument(join("no folder of kernels is called '", name, "'"));
+  return found->second;
 }
 
 bool has_code(std::string_view name, int capability) {
@@ -110,6 +113,32 @@ Notes notes(const LaunchPlan& plan) {
   if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
   if (plan.tile.name.empty()) return {};
   return core::notes(plan, find_folder(plan.implementation).notes(plan));
+}
+
+namespace {
+const Quantizer* find_quantizer(int capability) {
+  for (const Quantizer& quantizer : QUANTIZERS) {
+    if (has_code(quantizer.folder, capability)) return &quantizer;
+  }
+  return nullptr;
+}
+}  // namespace
+
+std::vector<std::string> quantizer_names() {
+  std::vector<std::string> names;
+  for (const Quantizer& quantizer : QUANTIZERS) names.emplace_back(quantizer.implementation);
+  return names;
+}
+
+bool has_quantizer(int capability) { return find_quantizer(capability) != nullptr; }
+
+LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device) {
+  const Quantizer* quantizer = find_quantizer(device.capability());
+  if (quantizer == nullptr)
+    throw std::invalid_argument(join("no quantiser has code for ", device.name));
+  LaunchPlan planned = quantizer->plan(problem, device);
+  planned.implementation = quantizer->implementation;
+  return planned;
 }
 
 Bytes image(std::string_view name) {

@@ -1,5 +1,5 @@
-// The architecture folders of this build: what each says of itself, what it is built for, and its
-// plan().
+// The folders of kernels in this build: what each implementation of attention says of itself, what
+// each folder is built for, and their plans.
 #pragma once
 
 #include <string>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/planning/plan.h"
+#include "common/planning/quantize_problem.h"
 #include "runtime/targets.h"
 
 namespace archflash {
@@ -14,7 +15,8 @@ namespace archflash {
 // The folders, as dispatch asks them where nothing was measured: newer instructions first.
 const std::vector<std::string>& folder_names();
 const Description& describe(std::string_view name);
-// What the folder's kernels were compiled for; empty when this build left the folder out.
+// What a folder's kernels were compiled for; empty when this build left the folder out. `name` is
+// that of an implementation or of a quantiser.
 const std::vector<Target>& targets(std::string_view name);
 // Whether any of it loads on a capability, 10 * major + minor.
 bool has_code(std::string_view name, int capability);
@@ -24,6 +26,12 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
 
 // What a plan does, for people; none for plans that do not compute attention.
 Notes notes(const LaunchPlan& plan);
+
+// The names that quantize_fp8 has for its kernels, and whether any run on a capability.
+std::vector<std::string> quantizer_names();
+bool has_quantizer(int capability);
+// Its plan. Throws std::invalid_argument where there is none.
+LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device);
 
 struct Bytes {
   const unsigned char* begin = nullptr;

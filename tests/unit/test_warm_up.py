@@ -55,7 +55,7 @@ def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares() -> None:
 def test_fp8_brings_every_kernel_of_the_quantiser_along() -> None:
     names = loaded("H200", [E4M3], [(128, 128)])
     consumer = {f"blackwell_consumer_attention_fwd_e4m3_d128_{rows}" for rows in ("few", "large")}
-    assert names == {"ada_attention_fwd_e4m3_d128"} | consumer | kernels_built("ada/quantize")
+    assert names == {"ada_attention_fwd_e4m3_d128"} | consumer | kernels_built("quantize/quantize")
 
 
 def test_nothing_is_loaded_where_pytorch_serves_every_call() -> None:

@@ -1,4 +1,4 @@
-// The kernels of quantize_fp8. A CTA of QUANTIZE_THREADS threads holds a tile of SCALE_ROWS rows of
+// The kernels of quantize_fp8. A CTA of THREADS threads holds a tile of SCALE_ROWS rows of
 // one head in its registers. If each tile has a descale of its own, one kernel reads it once:
 //   at_once:  read the tile | find its largest magnitude | write values and descale
 // If tiles share a descale (per head or tensor: a group of tiles), three kernels read it twice:
@@ -11,40 +11,39 @@
 
 #include <cstdint>
 
-#include "ada/largest_of_cta.cuh"
-#include "ada/quantize.h"
 #include "common/dtype.h"
 #include "common/math/bfloat16.cuh"
+#include "common/math/largest_of_cta.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/st_global.cuh"
+#include "quantize/params.h"
 
-namespace archflash::ada {
+namespace archflash::quantize {
 
-constexpr int QUANTIZE_CHUNKS =
-    SCALE_ROWS * QUANTIZE_MOST_COLUMNS / QUANTIZE_CHUNK / QUANTIZE_THREADS;  // chunks of a thread
+constexpr int CHUNKS = SCALE_ROWS * MOST_COLUMNS / CHUNK / THREADS;  // chunks of a thread
 
 // The number of the tile that this CTA takes; in the `descale` kernel, of the group of tiles.
-__device__ __forceinline__ int64_t index_of_cta(const QuantizeParams& params) {
+__device__ __forceinline__ int64_t index_of_cta(const Params& params) {
   return params.first + blockIdx.x;
 }
 
 // The chunks of a tile that one thread holds. Its chunk i is number
-// i * QUANTIZE_THREADS + threadIdx.x of the tile, counted along the rows.
+// i * THREADS + threadIdx.x of the tile, counted along the rows.
 template <DType DTYPE>
 struct TileChunks {
   static constexpr int VECTORS = DTYPE == DType::F32 ? 2 : 1;  // 16-byte vectors in a chunk
 
-  uint4 data[QUANTIZE_CHUNKS][VECTORS];
+  uint4 data[CHUNKS][VECTORS];
   int per_row, rows;
   int64_t x_offset, out_offset;
 
-  __device__ __forceinline__ explicit TileChunks(const QuantizeParams& params) {
+  __device__ __forceinline__ explicit TileChunks(const Params& params) {
     const int64_t tile = index_of_cta(params);
     const int64_t batch_head = tile / params.tiles_per_head;
     const int64_t batch = batch_head / params.heads;
     const int64_t head = batch_head - batch * params.heads;
     const int64_t row = (tile - batch_head * params.tiles_per_head) * SCALE_ROWS;
-    per_row = params.d / QUANTIZE_CHUNK;
+    per_row = params.d / CHUNK;
     rows = static_cast<int>(min(static_cast<int64_t>(SCALE_ROWS), params.rows - row));
     x_offset = batch * params.x_batch + head * params.x_head + row * params.x_row;
     out_offset = batch * params.out_batch + head * params.out_head + row * params.out_row;
@@ -67,17 +66,17 @@ struct TileChunks {
       }
     }
     __device__ __forceinline__ int64_t offset(int64_t row_stride) const {
-      return row * row_stride + column * QUANTIZE_CHUNK;
+      return row * row_stride + column * CHUNK;
     }
   };
 
-  __device__ __forceinline__ void read(const QuantizeParams& params) {
-    constexpr int BYTES = VECTORS * 16 / QUANTIZE_CHUNK;
+  __device__ __forceinline__ void read(const Params& params) {
+    constexpr int BYTES = VECTORS * 16 / CHUNK;
     const char* tile_gmem = static_cast<const char*>(params.x_gmem) + x_offset * BYTES;
-    const int step_rows = QUANTIZE_THREADS / per_row, step_columns = QUANTIZE_THREADS % per_row;
+    const int step_rows = THREADS / per_row, step_columns = THREADS % per_row;
     Cursor cursor(per_row);
 #pragma unroll
-    for (int i = 0; i < QUANTIZE_CHUNKS; ++i) {
+    for (int i = 0; i < CHUNKS; ++i) {
 #pragma unroll
       for (int vector = 0; vector < VECTORS; ++vector) {
         data[i][vector] = make_uint4(0, 0, 0, 0);
@@ -122,20 +121,19 @@ struct TileChunks {
   __device__ __forceinline__ float largest() const {
     float result = 0.0f;
 #pragma unroll
-    for (int i = 0; i < QUANTIZE_CHUNKS; ++i) {
+    for (int i = 0; i < CHUNKS; ++i) {
 #pragma unroll
-      for (int j = 0; j < QUANTIZE_CHUNK; ++j)
-        result = fmaxf(result, finite_magnitude(i, j));  // drops NaN
+      for (int j = 0; j < CHUNK; ++j) result = fmaxf(result, finite_magnitude(i, j));  // drops NaN
     }
     return result;
   }
 
   template <DType OUT>
-  __device__ __forceinline__ void write_as(const QuantizeParams& params, float factor) const {
-    const int step_rows = QUANTIZE_THREADS / per_row, step_columns = QUANTIZE_THREADS % per_row;
+  __device__ __forceinline__ void write_as(const Params& params, float factor) const {
+    const int step_rows = THREADS / per_row, step_columns = THREADS % per_row;
     Cursor cursor(per_row);
 #pragma unroll
-    for (int i = 0; i < QUANTIZE_CHUNKS; ++i, cursor.advance(step_rows, step_columns)) {
+    for (int i = 0; i < CHUNKS; ++i, cursor.advance(step_rows, step_columns)) {
       if (cursor.row >= rows) continue;
       uint32_t words[2];
 #pragma unroll
@@ -152,7 +150,7 @@ struct TileChunks {
     }
   }
 
-  __device__ __forceinline__ void write(const QuantizeParams& params, float descale) const {
+  __device__ __forceinline__ void write(const Params& params, float descale) const {
     const float factor = 1.0f / descale;
     if (params.out_dtype == DType::E4M3) {
       write_as<DType::E4M3>(params, factor);
@@ -172,54 +170,53 @@ __device__ __forceinline__ float descale_of(float largest, DType out_dtype) {
 }
 
 template <DType DTYPE>
-__device__ __forceinline__ void quantize_at_once(const QuantizeParams& params) {
+__device__ __forceinline__ void quantize_at_once(const Params& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
-  const float descale =
-      descale_of(largest_of_cta<QUANTIZE_THREADS>(tile.largest()), params.out_dtype);
+  const float descale = descale_of(math::largest_of_cta<THREADS>(tile.largest()), params.out_dtype);
   tile.write(params, descale);
   if (threadIdx.x == 0) params.descale_gmem[index_of_cta(params)] = descale;
 }
 
 template <DType DTYPE>
-__device__ __forceinline__ void quantize_largest(const QuantizeParams& params) {
+__device__ __forceinline__ void write_largest(const Params& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
-  const float largest = largest_of_cta<QUANTIZE_THREADS>(tile.largest());
+  const float largest = math::largest_of_cta<THREADS>(tile.largest());
   if (threadIdx.x == 0) params.largest_gmem[index_of_cta(params)] = largest;
 }
 
 template <DType DTYPE>
-__device__ __forceinline__ void quantize_values(const QuantizeParams& params) {
+__device__ __forceinline__ void quantize_values(const Params& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
   tile.write(params, params.descale_gmem[index_of_cta(params) / params.tiles_per_group]);
 }
 
-__device__ __forceinline__ void quantize_descale(const QuantizeParams& params) {
+__device__ __forceinline__ void write_descale(const Params& params) {
   const int64_t group = index_of_cta(params);
   const float* tiles_gmem = params.largest_gmem + group * params.tiles_per_group;
   float largest = 0.0f;
-  for (int64_t tile = threadIdx.x; tile < params.tiles_per_group; tile += QUANTIZE_THREADS)
+  for (int64_t tile = threadIdx.x; tile < params.tiles_per_group; tile += THREADS)
     largest = fmaxf(largest, tiles_gmem[tile]);
-  largest = largest_of_cta<QUANTIZE_THREADS>(largest);
+  largest = math::largest_of_cta<THREADS>(largest);
   if (threadIdx.x == 0) params.descale_gmem[group] = descale_of(largest, params.out_dtype);
 }
 
-}  // namespace archflash::ada
+}  // namespace archflash::quantize
 
 // Defines the entry points for one input type. CTAS is how many CTAs of at_once must fit on an SM:
 // with several, one reads while another writes.
-#define ARCHFLASH_QUANTIZE_KERNELS(WORD, DTYPE, CTAS)                                         \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::QUANTIZE_THREADS, CTAS)        \
-      ada_quantize_at_once_##WORD(const __grid_constant__ archflash::ada::QuantizeParams p) { \
-    archflash::ada::quantize_at_once<DTYPE>(p);                                               \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::QUANTIZE_THREADS)              \
-      ada_quantize_largest_##WORD(const __grid_constant__ archflash::ada::QuantizeParams p) { \
-    archflash::ada::quantize_largest<DTYPE>(p);                                               \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::QUANTIZE_THREADS)              \
-      ada_quantize_values_##WORD(const __grid_constant__ archflash::ada::QuantizeParams p) {  \
-    archflash::ada::quantize_values<DTYPE>(p);                                                \
+#define ARCHFLASH_QUANTIZE_KERNELS(WORD, DTYPE, CTAS)                                  \
+  extern "C" __global__ void __launch_bounds__(archflash::quantize::THREADS, CTAS)     \
+      quantize_at_once_##WORD(const __grid_constant__ archflash::quantize::Params p) { \
+    archflash::quantize::quantize_at_once<DTYPE>(p);                                   \
+  }                                                                                    \
+  extern "C" __global__ void __launch_bounds__(archflash::quantize::THREADS)           \
+      quantize_largest_##WORD(const __grid_constant__ archflash::quantize::Params p) { \
+    archflash::quantize::write_largest<DTYPE>(p);                                      \
+  }                                                                                    \
+  extern "C" __global__ void __launch_bounds__(archflash::quantize::THREADS)           \
+      quantize_values_##WORD(const __grid_constant__ archflash::quantize::Params p) {  \
+    archflash::quantize::quantize_values<DTYPE>(p);                                    \
   }

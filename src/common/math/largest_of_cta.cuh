@@ -1,7 +1,7 @@
 // The maximum over the threads of a CTA.
 #pragma once
 
-namespace archflash::ada {
+namespace archflash::math {
 
 // Returns the largest `value` of all THREADS threads of the CTA to every thread. NaN is ignored.
 // All threads call it, once in a kernel: it contains one barrier and uses one shared array.
@@ -18,4 +18,4 @@ __device__ __forceinline__ float largest_of_cta(float value) {
   return value;
 }
 
-}  // namespace archflash::ada
+}  // namespace archflash::math

@@ -1,5 +1,4 @@
-#include "ada/quantize.h"
-
+// quantize_fp8: QuantizeProblem + Device -> LaunchPlan. Pure host code.
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -7,20 +6,22 @@
 #include <utility>
 
 #include "common/planning/launch.h"
+#include "common/planning/quantize_problem.h"
+#include "quantize/params.h"
 
-namespace archflash::ada {
+namespace archflash::quantize {
 
-LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device) {
+// A step of more CTAs than a grid can have takes several launches.
+LaunchPlan plan(const QuantizeProblem& problem, const Device& device) {
   LaunchPlan result;
-  result.problem = Problem{};  // of attention: none
-  result.implementation = "ada";
+  result.problem = Problem{};  // it serves no call of attention
   result.device = device;
-  const int64_t tiles_per_head = (problem.rows + SCALE_ROWS - 1) / SCALE_ROWS;
+  const int64_t tiles_per_head = core::ceil_div(problem.rows, SCALE_ROWS);
   const int64_t tiles = problem.batch * problem.heads * tiles_per_head;
   if (tiles * problem.d == 0) return result;
 
-  QuantizeParams params;
-  std::memset(&params, 0, sizeof params);
+  Params params;
+  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
   params.x_batch = problem.x.batch, params.x_head = problem.x.head, params.x_row = problem.x.row;
   params.out_batch = problem.out.batch, params.out_head = problem.out.head,
   params.out_row = problem.out.row;
@@ -33,25 +34,23 @@ LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device) {
                                                               : 1;
   params.out_dtype = problem.out_dtype;
 
-  const std::string word = problem.dtype == DType::F32   ? "f32"
-                           : problem.dtype == DType::F16 ? "f16"
-                                                         : "bf16";
+  const std::string word = core::dtype_word(problem.dtype);
   const auto add = [&](const std::string& step, int64_t ctas) {
     for (params.first = 0; params.first < ctas; params.first += core::GRID_LIMIT) {
       Launch launch;
-      launch.kernel = "ada_quantize_" + step;
-      launch.image = "ada/quantize";
+      launch.kernel = "quantize_" + step;
+      launch.image = "quantize/quantize";
       launch.grid = {std::min(ctas - params.first, core::GRID_LIMIT), 1, 1};
-      launch.block = {QUANTIZE_THREADS, 1, 1};
+      launch.block = {THREADS, 1, 1};
       launch.params = core::bytes(params);
       const auto slot = [](Operand operand, size_t offset) {
         return PointerSlot{operand, static_cast<int32_t>(offset), 0};
       };
-      launch.pointers = {slot(Operand::Q, offsetof(QuantizeParams, x_gmem)),
-                         slot(Operand::Out, offsetof(QuantizeParams, out_gmem)),
-                         slot(Operand::Descale, offsetof(QuantizeParams, descale_gmem))};
+      launch.pointers = {slot(Operand::Q, offsetof(Params, x_gmem)),
+                         slot(Operand::Out, offsetof(Params, out_gmem)),
+                         slot(Operand::Descale, offsetof(Params, descale_gmem))};
       if (params.tiles_per_group > 1)
-        launch.pointers.push_back(slot(Operand::Workspace, offsetof(QuantizeParams, largest_gmem)));
+        launch.pointers.push_back(slot(Operand::Workspace, offsetof(Params, largest_gmem)));
       result.launches.push_back(std::move(launch));
     }
   };
@@ -66,4 +65,4 @@ LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device) {
   return result;
 }
 
-}  // namespace archflash::ada
+}  // namespace archflash::quantize
