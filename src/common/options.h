@@ -3,7 +3,7 @@
 
 #include <iterator>
 
-#include "common/plan.h"
+#include "common/planning/plan.h"
 #include "common/problem.h"
 
 namespace archflash {
