@@ -417,6 +417,7 @@ COMPILED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_in_one_graph_it_gives_the_same(name: str) -> None:
     call = COMPILED[name]()

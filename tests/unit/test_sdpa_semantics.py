@@ -137,6 +137,7 @@ def test_a_mask_together_with_is_causal_is_refused() -> None:
         scaled_dot_product_attention(q, k, v, attn_mask=rand(5, 7) > 0, is_causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["no-grad", "grad"])
 def test_torch_compile_takes_it_whole(autocast: bool, needs_grad: bool) -> None:
