@@ -27,6 +27,7 @@ from archflash._archflash import SCALE_ROWS
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
+_FAR = 1 << 60  # larger offsets have no other meaning, and could overflow
 
 # Device types that have autocast. They are determined at import, because torch.compile cannot trace
 # this query before torch 2.13.
@@ -422,6 +423,8 @@ class _Band(NamedTuple):
         layout: str,
     ) -> _Band:
         left, right = window or (None, None)
+        if isinstance(q_offset, int):
+            q_offset = max(-_FAR, min(q_offset, _FAR))
         if causal:
             right = 0 if right is None else min(right, 0)
         if packed:

@@ -120,8 +120,10 @@ def run(
         >>> sim.run(q, q, q, implementation="simt").report.barrier_waits > 0
         True
     """
-    q, k, v = (_ops.resolved(x) for x in (q, k, v))
-    values = _api.option_values(q, k, {name: _ops.resolved(x) for name, x in options.items()})
+    if plan is None:  # a given plan refuses lazy tensors, as launch() does, and so does any `out`
+        q, k, v = (_ops.resolved(x) for x in (q, k, v))
+        options = {n: x if n == "out" else _ops.resolved(x) for n, x in options.items()}
+    values = _api.option_values(q, k, options)
     if plan is None:
         problem = _runtime.make_problem(q, k, v, values, torch.is_grad_enabled())
         gpu = None if device is None else _api.find_device(device)
