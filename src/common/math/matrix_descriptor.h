@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/math/host_device.h"
 #include "common/swizzle.h"
 
