@@ -424,15 +424,17 @@ class _Answers:
 
     def _ask(self, name: str) -> _native.LaunchPlan | list[str]:
         """A kernel's plan, or its reasons."""
-        if name not in self._of:
+        answer = self._of.get(name)
+        if answer is None:
             if _only_forced(name, self._problem, self._device) and _native.targets(name):
                 major, minor = self._device.capability
-                self._of[name] = [
+                answer = [
                     f"compute capability {major}.{minor}: {name} serves it only when it is forced"
                 ]
             else:
-                self._of[name] = _native.plan(name, self._problem, self._device)
-        return self._of[name]
+                answer = _native.plan(name, self._problem, self._device)
+            self._of[name] = answer
+        return answer
 
     def plan(self, name: str) -> _native.LaunchPlan | None:
         """A kernel's plan; None if it cannot serve the call, and for `torch`."""
@@ -446,11 +448,11 @@ class _Answers:
 
     def chosen(self) -> str:
         """The first implementation in the order that can serve the call."""
-        return next(
-            name
-            for name in order(self._problem, self._device.capability)
-            if name == _registry.TORCH or self.plan(name) is not None
-        )
+        # A loop and not a generator: a decoding loop asks this at every step.
+        for name in order(self._problem, self._device.capability):
+            if name == _registry.TORCH or not isinstance(self._ask(name), list):
+                return name
+        return _registry.TORCH
 
     def a_kernel_could(self) -> bool:
         """Whether any kernel can serve the call."""

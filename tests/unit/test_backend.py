@@ -445,6 +445,7 @@ def test_what_the_cache_folder_keeps_is_not_made_again(
         runs.append("made")
         return b"machine\ncode", "a report\nof two lines"
 
+    monkeypatch.delenv("ARCHFLASH_KERNEL_CACHE", raising=False)
     assert build_kernel.kept(["sm_80", "text"], make) == (
         b"machine\ncode",
         "a report\nof two lines",
