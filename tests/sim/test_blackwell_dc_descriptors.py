@@ -208,7 +208,14 @@ def test_products_and_their_descriptors(name: str, dtype: torch.dtype) -> None:
     plan = one_after_another(name, q, k, v)
     assert plan.to_dict()["launches"][0]["kernel"].endswith(f"{TYPES[dtype]}_{name}")
     report = sim.run(
-        q, k, v, implementation="blackwell_dc", plan=plan, race_check=False, traced_ctas=1
+        q,
+        k,
+        v,
+        implementation="blackwell_dc",
+        plan=plan,
+        race_check=False,
+        traced_ctas=1,
+        return_lse=True,
     ).report
     events = sorted(report.traces[0].events, key=lambda event: event.begin)
     started = [event.operands for event in events if event.operands]

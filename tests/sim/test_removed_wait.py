@@ -38,8 +38,8 @@ def without(ptx: str, kernel: str, opcode: str, which: int) -> str:
         ("cp.async.wait_all", 0, {"in-flight"}, LOADS_Q),
         # The barrier behind it, which covers the copies of other warps.
         ("bar.sync", 1, {"race", "lane-order", "in-flight", "uninitialised"}, LOADS_Q),
-        # The barrier after `place` is written.
-        ("bar.sync", 0, {"race", "uninitialised"}, "min(place.work.first_row + C::BLOCK_Q"),
+        # The barrier after the context of the CTA is written.
+        ("bar.sync", 0, {"race", "uninitialised"}, "min(cta.work.first_row + C::BLOCK_Q"),
     ],
     ids=["wait", "barrier-behind-wait", "first-barrier"],
 )
