@@ -64,7 +64,7 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
         if target.sample:
             chosen = random.Random(0).sample(found, target.sample)
         else:
-            chosen = sample(found, syncs + max(SAMPLE // len(targets), syncs), seed=0)
+            chosen = sample(found, syncs + max(SAMPLE // len(targets), 2 * syncs), seed=0)
         # Every mutated instruction is executed: as `trap` it stops the run.
         for mutant in chosen[:: len(chosen) // 3]:
             assert subject.traps(subject.statements[mutant.statement]), mutant
