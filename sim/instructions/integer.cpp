@@ -26,6 +26,21 @@ Handler by_type(Builder& b, Type t, Make make) {
   }
 }
 
+// The handler of an operation on values of one integer type: OPERATION is a generic lambda, for
+// every such type T a function of SOURCES values that returns T.
+template <int SOURCES, auto OPERATION>
+void handle_by_type(Builder& b, Type t) {
+  const auto make = []<class T>() {
+    if constexpr (SOURCES == 1)
+      return elementwise<[](T x) -> T { return OPERATION(x); }>();
+    else if constexpr (SOURCES == 2)
+      return elementwise<[](T x, T y) -> T { return OPERATION(x, y); }>();
+    else
+      return elementwise<[](T x, T y, T z) -> T { return OPERATION(x, y, z); }>();
+  };
+  b.handler(by_type(b, t, make), Class::Integer);
+}
+
 template <class T>
 using Unsigned = std::make_unsigned_t<T>;
 // A type in which no promotion to int overflows.
@@ -46,12 +61,7 @@ void build_add(Builder& b) {
               Class::Integer);
     return;
   }
-  b.handler(
-      by_type(b, t,
-              []<class T>() {
-                return elementwise<[](T x, T y) -> T { return T(Wide<T>(x) + Wide<T>(y)); }>();
-              }),
-      Class::Integer);
+  handle_by_type<2, []<class T>(T x, T y) -> T { return T(Wide<T>(x) + Wide<T>(y)); }>(b, t);
 }
 
 void build_sub(Builder& b) {
@@ -63,12 +73,7 @@ void build_sub(Builder& b) {
               Class::Integer);
     return;
   }
-  b.handler(
-      by_type(b, t,
-              []<class T>() {
-                return elementwise<[](T x, T y) -> T { return T(Wide<T>(x) - Wide<T>(y)); }>();
-              }),
-      Class::Integer);
+  handle_by_type<2, []<class T>(T x, T y) -> T { return T(Wide<T>(x) - Wide<T>(y)); }>(b, t);
 }
 
 template <class T>
@@ -114,19 +119,10 @@ void build_mul(Builder& b) {
   }
   operands(b, t, 2);
   if (b.has("hi")) {
-    b.handler(by_type(b, t,
-                      []<class T>() {
-                        return elementwise<[](T x, T y) -> T { return multiply_high(x, y); }>();
-                      }),
-              Class::Integer);
+    handle_by_type<2, []<class T>(T x, T y) -> T { return multiply_high(x, y); }>(b, t);
     return;
   }
-  b.handler(
-      by_type(b, t,
-              []<class T>() {
-                return elementwise<[](T x, T y) -> T { return T(Wide<T>(x) * Wide<T>(y)); }>();
-              }),
-      Class::Integer);
+  handle_by_type<2, []<class T>(T x, T y) -> T { return T(Wide<T>(x) * Wide<T>(y)); }>(b, t);
 }
 
 void build_mad(Builder& b) {
@@ -161,21 +157,13 @@ void build_mad(Builder& b) {
               }>(),
               Class::Integer);
   } else if (b.has("hi")) {
-    b.handler(by_type(b, t,
-                      []<class T>() {
-                        return elementwise<[](T x, T y, T z) -> T {
-                          return T(Wide<T>(multiply_high(x, y)) + Wide<T>(z));
-                        }>();
-                      }),
-              Class::Integer);
+    handle_by_type<3, []<class T>(T x, T y, T z) -> T {
+      return T(Wide<T>(multiply_high(x, y)) + Wide<T>(z));
+    }>(b, t);
   } else {
-    b.handler(by_type(b, t,
-                      []<class T>() {
-                        return elementwise<[](T x, T y, T z) -> T {
-                          return T(Wide<T>(x) * Wide<T>(y) + Wide<T>(z));
-                        }>();
-                      }),
-              Class::Integer);
+    handle_by_type<3, []<class T>(T x, T y, T z) -> T {
+      return T(Wide<T>(x) * Wide<T>(y) + Wide<T>(z));
+    }>(b, t);
   }
 }
 
@@ -228,77 +216,55 @@ void build_div(Builder& b) {
   operands(b, t, 2);
   // PTX leaves division by zero open. Here it gives all ones, as does rem, like an H200. The lowest
   // value divided by -1 is itself.
-  b.handler(by_type(b, t,
-                    []<class T>() {
-                      return elementwise<[](T x, T y) -> T {
-                        if (y == 0) return T(-1);
-                        if constexpr (std::is_signed_v<T>) {
-                          if (y == T(-1)) return T(Wide<T>(0) - Wide<T>(x));
-                        }
-                        return T(x / y);
-                      }>();
-                    }),
-            Class::Integer);
+  handle_by_type<2, []<class T>(T x, T y) -> T {
+    if (y == 0) return T(-1);
+    if constexpr (std::is_signed_v<T>) {
+      if (y == T(-1)) return T(Wide<T>(0) - Wide<T>(x));
+    }
+    return T(x / y);
+  }>(b, t);
 }
 
 void build_rem(Builder& b) {
   const Type t = b.type(0);
   operands(b, t, 2);
-  b.handler(by_type(b, t,
-                    []<class T>() {
-                      return elementwise<[](T x, T y) -> T {
-                        if (y == 0) return T(-1);
-                        if constexpr (std::is_signed_v<T>) {
-                          if (y == T(-1)) return 0;
-                        }
-                        return T(x % y);
-                      }>();
-                    }),
-            Class::Integer);
+  handle_by_type<2, []<class T>(T x, T y) -> T {
+    if (y == 0) return T(-1);
+    if constexpr (std::is_signed_v<T>) {
+      if (y == T(-1)) return 0;
+    }
+    return T(x % y);
+  }>(b, t);
 }
 
 void build_abs(Builder& b) {
   const Type t = b.type(0);
   operands(b, t, 1);
-  b.handler(by_type(b, t,
-                    []<class T>() {
-                      return elementwise<[](T x) -> T {
-                        if constexpr (std::is_signed_v<T>) {
-                          return x < 0 ? T(Wide<T>(0) - Wide<T>(x)) : x;
-                        } else {
-                          return x;
-                        }
-                      }>();
-                    }),
-            Class::Integer);
+  handle_by_type<1, []<class T>(T x) -> T {
+    if constexpr (std::is_signed_v<T>) {
+      return x < 0 ? T(Wide<T>(0) - Wide<T>(x)) : x;
+    } else {
+      return x;
+    }
+  }>(b, t);
 }
 
 void build_neg(Builder& b) {
   const Type t = b.type(0);
   operands(b, t, 1);
-  b.handler(by_type(b, t,
-                    []<class T>() {
-                      return elementwise<[](T x) -> T { return T(Wide<T>(0) - Wide<T>(x)); }>();
-                    }),
-            Class::Integer);
+  handle_by_type<1, []<class T>(T x) -> T { return T(Wide<T>(0) - Wide<T>(x)); }>(b, t);
 }
 
 void build_min(Builder& b) {
   const Type t = b.type(0);
   operands(b, t, 2);
-  b.handler(
-      by_type(b, t,
-              []<class T>() { return elementwise<[](T x, T y) -> T { return x < y ? x : y; }>(); }),
-      Class::Integer);
+  handle_by_type<2, []<class T>(T x, T y) -> T { return x < y ? x : y; }>(b, t);
 }
 
 void build_max(Builder& b) {
   const Type t = b.type(0);
   operands(b, t, 2);
-  b.handler(
-      by_type(b, t,
-              []<class T>() { return elementwise<[](T x, T y) -> T { return y < x ? x : y; }>(); }),
-      Class::Integer);
+  handle_by_type<2, []<class T>(T x, T y) -> T { return y < x ? x : y; }>(b, t);
 }
 
 void build_min_relu(Builder& b) {
@@ -315,15 +281,10 @@ void build_max_relu(Builder& b) {
 void build_sad(Builder& b) {
   const Type t = b.type(0);
   operands(b, t, 3);
-  b.handler(by_type(b, t,
-                    []<class T>() {
-                      return elementwise<[](T x, T y, T z) -> T {
-                        const Wide<T> distance =
-                            y < x ? Wide<T>(x) - Wide<T>(y) : Wide<T>(y) - Wide<T>(x);
-                        return T(Wide<T>(z) + distance);
-                      }>();
-                    }),
-            Class::Integer);
+  handle_by_type<3, []<class T>(T x, T y, T z) -> T {
+    const Wide<T> distance = y < x ? Wide<T>(x) - Wide<T>(y) : Wide<T>(y) - Wide<T>(x);
+    return T(Wide<T>(z) + distance);
+  }>(b, t);
 }
 
 // add.cc, addc, sub.cc, subc, mad.cc and madc keep the carry flag in a predicate register of its

@@ -55,18 +55,24 @@ MbarrierUnit::Object& MbarrierUnit::find(const Warp&, int lane, uint32_t offset,
   return found->second;
 }
 
+// Tells the race detector of an access to a whole object, and reports the race that it finds.
+void MbarrierUnit::check_race(Warp& warp, int lane, uint32_t offset,
+                              Race (RaceDetector::*access)(const Accessor&, uint32_t, uint32_t)) {
+  RaceDetector* races = cta_.races();
+  if (races == nullptr) return;
+  const Accessor who{warp.agent(), lane, warp.pc()};
+  const Race race = (races->*access)(who, cta_.race_base() + offset, OBJECT_BYTES);
+  if (race.found) {
+    warp.cta().report_race(warp, lane, race, true, false, name(offset),
+                           cta_.shared_base() + offset);
+  }
+}
+
 // find, for an operation of a warp: it must come after the object's initialisation.
 MbarrierUnit::Object& MbarrierUnit::find_for(Warp& warp, int lane, uint32_t offset,
                                              const char* what) {
   Object& object = find(warp, lane, offset, what);
-  if (RaceDetector* races = cta_.races()) {
-    const Accessor who{warp.agent(), lane, warp.pc()};
-    const Race race = races->atomic(who, cta_.race_base() + offset, OBJECT_BYTES);
-    if (race.found) {
-      warp.cta().report_race(warp, lane, race, true, false, name(offset),
-                             cta_.shared_base() + offset);
-    }
-  }
+  check_race(warp, lane, offset, &RaceDetector::atomic);
   if (&warp.cta() != &cta_ && !object.fenced) {
     warp.cta().report(
         Severity::Error, warp, lane, "mbarrier-fence",
@@ -91,14 +97,7 @@ void MbarrierUnit::init(Warp& warp, int lane, uint32_t offset, uint32_t count) {
         name(object, offset) + " is initialised again without mbarrier.inval: it counts on",
         cta_.shared_base() + offset, object.init_pc);
   }
-  if (RaceDetector* races = cta_.races()) {
-    const Accessor who{warp.agent(), lane, warp.pc()};
-    const Race race = races->write(who, cta_.race_base() + offset, OBJECT_BYTES);
-    if (race.found) {
-      warp.cta().report_race(warp, lane, race, true, false, name(offset),
-                             cta_.shared_base() + offset);
-    }
-  }
+  check_race(warp, lane, offset, &RaceDetector::write);
   object.live = true;
   object.expected = object.pending = count;
   object.tx = 0;
@@ -115,14 +114,7 @@ void MbarrierUnit::init(Warp& warp, int lane, uint32_t offset, uint32_t count) {
 
 void MbarrierUnit::inval(Warp& warp, int lane, uint32_t offset) {
   Object& object = find(warp, lane, offset, "mbarrier.inval");
-  if (RaceDetector* races = cta_.races()) {
-    const Accessor who{warp.agent(), lane, warp.pc()};
-    const Race race = races->write(who, cta_.race_base() + offset, OBJECT_BYTES);
-    if (race.found) {
-      warp.cta().report_race(warp, lane, race, true, false, name(offset),
-                             cta_.shared_base() + offset);
-    }
-  }
+  check_race(warp, lane, offset, &RaceDetector::write);
   object.live = false;
   std::memset(cta_.shared_state() + offset, UNINITIALISED, OBJECT_BYTES);
 }
@@ -277,12 +269,7 @@ int MbarrierUnit::subscribe(Warp& warp, int lane, uint32_t offset) {
   }
   RaceDetector* races = cta_.races();
   if (races == nullptr) return -1;
-  const Accessor who{warp.agent(), lane, warp.pc()};
-  const Race race = races->strong_load(who, cta_.race_base() + offset, OBJECT_BYTES);
-  if (race.found) {
-    warp.cta().report_race(warp, lane, race, true, false, name(offset),
-                           cta_.shared_base() + offset);
-  }
+  check_race(warp, lane, offset, &RaceDetector::strong_load);
   if (object.unit < 0) object.unit = races->add_unit();
   return object.unit;
 }

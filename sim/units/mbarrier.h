@@ -87,6 +87,8 @@ class MbarrierUnit {
 
   Object& find(const Warp& warp, int lane, uint32_t offset, const char* what);
   Object& find_for(Warp& warp, int lane, uint32_t offset, const char* what);
+  void check_race(Warp& warp, int lane, uint32_t offset,
+                  Race (RaceDetector::*access)(const Accessor&, uint32_t, uint32_t));
   void add_transactions(Object& object, int lane, uint32_t offset, int64_t bytes);
   void count_arrival(Object& object, int lane, uint32_t offset);
   // `cause`: the track of the trace that may have completed the phase.

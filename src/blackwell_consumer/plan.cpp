@@ -10,6 +10,7 @@
 #include "blackwell_consumer/params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/mma_sync.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -43,23 +44,10 @@ struct Tile : core::Tile {
 
 template <class C>
 constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
-  const core::Tile common{.name = name,
-                          .reason = reason,
-                          .head_dim = C::HEAD_DIM,
-                          .head_dim_v = C::HEAD_DIM_V,
-                          .block_q = C::BLOCK_Q,
-                          .block_k = C::BLOCK_K,
-                          .threads = C::THREADS,
-                          .warps = C::WARPS,
-                          .rows_per_warp = C::WARP_ROWS,
-                          .k_stages = C::STAGES,
-                          .v_stages = C::STAGES,
-                          .ctas_per_sm = C::CTAS_PER_SM,
-                          .shared_bytes = C::SHARED_BYTES,
-                          .q_box = {C::QTile::SLAB * C::QK_PACK, C::BLOCK_Q, C::QTile::SWIZZLE},
-                          .k_box = {C::KTile::SLAB * C::QK_PACK, C::BLOCK_K, C::KTile::SWIZZLE},
-                          .v_box = {C::VTile::SLAB * C::V_PACK, C::BLOCK_K, C::VTile::SWIZZLE},
-                          .serves = serves};
+  core::Tile common = mma_sync::tile<C>(name, serves, reason);
+  common.q_box = {C::QTile::SLAB * C::QK_PACK, C::BLOCK_Q, C::QTile::SWIZZLE};
+  common.k_box = {C::KTile::SLAB * C::QK_PACK, C::BLOCK_K, C::KTile::SWIZZLE};
+  common.v_box = {C::VTile::SLAB * C::V_PACK, C::BLOCK_K, C::VTile::SWIZZLE};
   return {common, C::BARRIERS, C::REGISTERS, C::CONSUMER_REGISTERS};
 }
 

@@ -24,7 +24,7 @@ KERNELS = {
     if "_attention_fwd_" in kernel
 }
 THREADS = 512  # 16 warps: two warpgroups of softmax, one of correction, one of the other roles
-# Of 16 exponentials of the loop over the keys, how many are a polynomial's, by head dimension.
+# How many of 16 exponentials of the loop over the keys are a polynomial's, by head dimension.
 POLYNOMIALS = {64: 5, 96: 4, 128: 2, 192: 0, 256: 0}
 E4M3_POLYNOMIALS = {64: 5, 128: 5, 192: 5, 256: 2}
 

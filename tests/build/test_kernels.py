@@ -284,7 +284,8 @@ INSTRUCTIONS = {
     "blackwell_dc_combine_": ("LDG.E.128", "MUFU.EX2", "SHFL.BFLY"),
     "simt_": ("FFMA", "MUFU.EX2"),
 }
-# Of two CTAs that multiply together; an arrival at the other one's barrier is a reduction there.
+# Instructions of two CTAs that multiply together. An arrival at the barrier of the other CTA is a
+# reduction there.
 PAIR = ("UTCHMMA.2CTA", "UTCBAR.2CTA.MULTICAST", "UTMALDG.4D.2CTA", "SYNCS.ARRIVE.TRANS64.RED")
 # 8-bit floating-point products: 9.0 and 10.0 make those of mma.sync of 16-bit ones.
 FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") | {

@@ -51,9 +51,13 @@ class Executor(ABC):
     def why_not(self) -> str | None:
         """Why it cannot run here; None where it can."""
 
-    @abstractmethod
     def kernels(self, feature: str = "") -> list[str]:
         """The implementations that it runs, or those of them with a feature."""
+        return [
+            i.name
+            for i in archflash.implementations()
+            if i.name != "torch" and (not feature or feature in i.features)
+        ]
 
     def dtypes_of(self, kernel: str, only: Iterable[str] = DTYPES) -> list[str]:
         """The dtypes of `only` that an implementation takes."""
@@ -171,13 +175,6 @@ class Simulator(Executor):
     def why_not(self) -> None:
         return None
 
-    def kernels(self, feature: str = "") -> list[str]:
-        return [
-            i.name
-            for i in archflash.implementations()
-            if i.name != "torch" and (not feature or feature in i.features)
-        ]
-
     def kernels_and_dtypes(self, only: Iterable[str] = DTYPES) -> list[tuple[str, str]]:
         return [
             (kernel, dtype)
@@ -286,15 +283,11 @@ class Gpu(Executor):
 
     def kernels(self, feature: str = "") -> list[str]:
         """The implementations with code for this GPU; without a GPU all, to be skipped."""
-        every = [
-            i
-            for i in archflash.implementations()
-            if i.name != "torch" and (not feature or feature in i.features)
-        ]
+        every = super().kernels(feature)
         if self.why_not() is not None:
-            return [i.name for i in every]
+            return every
         here = torch.cuda.get_device_capability()
-        return [i.name for i in every if native.has_code(i.name, here)]
+        return [name for name in every if native.has_code(name, here)]
 
     def attend(
         self,

@@ -29,8 +29,8 @@ DSL = "4.7.0"
 MODES = ("lazy", "eager", "random", "priority")
 TABLE = HERE / "third_party.json"  # what ran, for the instruction table
 MAP_BYTES = 128
-# Of word 2 of a map: the rank less 1 in bits 4-6, the type in bits 7-10, the swizzle in bits 13-14;
-# bits 20-23 differ with the strides, and are taken for what L2 fetches at once.
+# Fields of word 2 of a map: the rank less 1 in bits 4-6, the type in bits 7-10, the swizzle in bits
+# 13-14; bits 20-23 differ with the strides, and are taken for what L2 fetches at once.
 MAP_KIND, MAP_OTHER = 0x00040102, 0x00F06EF0
 MAP_TYPES = {6: "f16", 7: "f32", 10: "bf16"}
 

@@ -34,7 +34,7 @@ DEVICES = (
 )
 OTHER_DEVICES = ("T4", "Jetson AGX Orin", "Jetson Thor")
 
-# Of the kernels on mma.sync for 16-bit inputs: (d, dv) that one is for.
+# For each kernel on mma.sync for 16-bit inputs the head dimensions (d, dv) that it is for.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 every_head_dim = pytest.mark.parametrize(
     "dims", HEAD_DIMS, ids=lambda dims: f"d{dims[0]}" if dims[0] == dims[1] else "d192-dv128"

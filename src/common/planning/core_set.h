@@ -26,7 +26,8 @@ constexpr const char* HEAD_DIMS_WITH_FP8 =
 // whether its features hold "num_splits". Returns no reasons if the call is supported.
 Reasons why_not(const Problem& problem, const Description& description);
 
-// The same for calls that ask for an approximation which the implementation offers for `dtypes`.
+// Why an implementation cannot serve a problem that asks for an approximation, which it offers for
+// `dtypes` only.
 Reasons why_not_approximate(const Problem& problem, const Description& description,
                             Approximate offered, std::span<const DType> dtypes);
 

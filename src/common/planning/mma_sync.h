@@ -1,4 +1,4 @@
-// What folders with kernels on mma.sync plan alike: one CTA for each row tile. Pure host code.
+// What folders with kernels on mma.sync plan alike. Pure host code.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace archflash::mma_sync {
 
-// C is a Config.
+// A row of a folder's table from the kernel's Config. The kernel copies without tensor maps: a
+// folder whose kernel has some adds their boxes.
 template <class C>
 constexpr core::Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
   return {.name = name,
@@ -31,7 +32,8 @@ constexpr core::Tile tile(const char* name, core::ServesFrom serves, const char*
           .serves = serves};
 }
 
-// `change` alters the parameters before they become part of the plan.
+// The plan of a kernel that has one CTA for each row tile. `change` alters the parameters before
+// they become part of it.
 template <class Params>
 PlanResult plan(const std::string& folder, std::span<const core::Tile> tiles,
                 const Problem& problem, const Device& device,

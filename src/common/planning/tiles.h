@@ -25,7 +25,8 @@ struct ServesFrom {
   // The call has more row tiles, of all heads together, than this for each SM of the device, and
   // its sequences use more than half of a tile's rows. 0: however few there are.
   double min_tiles_per_sm = 0;
-  // The same where row tiles take unequal time, with a mask or packed sequences.
+  // The limit in place of min_tiles_per_sm where row tiles take unequal time, because of a mask or
+  // of packed sequences.
   double min_uneven_tiles_per_sm = min_tiles_per_sm;
   // The call has this many keys.
   int64_t min_keys = 0;
