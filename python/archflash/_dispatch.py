@@ -360,15 +360,15 @@ def select(
         )
 
     answers = _Answers(problem, device)
-    chosen = answers.chosen()
+    chosen, plan = answers.first()
     reasons = {}
-    for other in order(problem, device.capability):
+    for other in answers.order:
         if other == chosen:
             continue
         reasons[other] = answers.reasons(other) or [_why_behind(other, chosen, problem, device)]
     fallback = not answers.a_kernel_could()
     why = _why(chosen, fallback, problem, device)
-    return Decision(chosen, why, reasons, problem, device, answers.plan(chosen), fallback)
+    return Decision(chosen, why, reasons, problem, device, plan, fallback)
 
 
 _PYTORCHS = {
@@ -404,30 +404,36 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
     return f"{short}: PyTorch is expected to be faster"
 
 
-def _only_forced(name: str, problem: _native.Problem, device: _native.Device) -> bool:
+def _only_forced(name: str, problem: _native.Problem, capability: tuple[int, int]) -> bool:
     """Whether a kernel serves a problem only if it is forced, because the GPU is of another
     generation than its own and it was not measured there.
     """
-    if not _registry.only_forced(name, device.capability):
+    if not _registry.only_forced(name, capability):
         return False
-    measured = _measured.find(problem, device.capability)
+    measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order
 
 
 class _Answers:
-    """The answers of the implementations to a call that forces none. Each is asked at most once."""
+    """The answers of the implementations to a call that forces none. Each is asked at most once.
+
+    Attributes:
+        order: the implementations in the order in which they are asked.
+    """
 
     def __init__(self, problem: _native.Problem, device: _native.Device) -> None:
         self._problem = problem
         self._device = device
+        self._capability = device.capability
+        self.order = order(problem, self._capability)
         self._of: dict[str, _native.LaunchPlan | list[str]] = {}
 
     def _ask(self, name: str) -> _native.LaunchPlan | list[str]:
         """A kernel's plan, or its reasons."""
         answer = self._of.get(name)
         if answer is None:
-            if _only_forced(name, self._problem, self._device) and _native.targets(name):
-                major, minor = self._device.capability
+            if _only_forced(name, self._problem, self._capability) and _native.targets(name):
+                major, minor = self._capability
                 answer = [
                     f"compute capability {major}.{minor}: {name} serves it only when it is forced"
                 ]
@@ -436,35 +442,33 @@ class _Answers:
             self._of[name] = answer
         return answer
 
-    def plan(self, name: str) -> _native.LaunchPlan | None:
-        """A kernel's plan; None if it cannot serve the call, and for `torch`."""
-        answer = None if name == _registry.TORCH else self._ask(name)
-        return None if isinstance(answer, list) else answer
+    def first(self) -> tuple[str, _native.LaunchPlan | None]:
+        """The first implementation in the order that can serve the call, and its plan; that of
+        `torch` is None.
+        """
+        for name in self.order:
+            if name == _registry.TORCH:
+                break
+            answer = self._ask(name)
+            if not isinstance(answer, list):
+                return name, answer
+        return _registry.TORCH, None
 
     def reasons(self, name: str) -> list[str]:
         """Why an implementation cannot serve the call; empty if it can, as `torch` always can."""
         answer = [] if name == _registry.TORCH else self._ask(name)
         return answer if isinstance(answer, list) else []
 
-    def chosen(self) -> str:
-        """The first implementation in the order that can serve the call."""
-        # A loop and not a generator: a decoding loop asks this at every step.
-        for name in order(self._problem, self._device.capability):
-            if name == _registry.TORCH or not isinstance(self._ask(name), list):
-                return name
-        return _registry.TORCH
-
     def a_kernel_could(self) -> bool:
         """Whether any kernel can serve the call."""
-        return any(self.plan(name) is not None for name in _registry.kernel_names())
+        return any(not isinstance(self._ask(name), list) for name in _registry.kernel_names())
 
 
 def first_plan(problem: _native.Problem, device: _native.Device) -> _native.LaunchPlan | None:
     """The plan of the implementation that serves a problem on a GPU if none is forced; None if that
     is `torch`.
     """
-    answers = _Answers(problem, device)
-    return answers.plan(answers.chosen())
+    return _Answers(problem, device).first()[1]
 
 
 def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.Device) -> str:
@@ -541,10 +545,11 @@ def decide(
     else:
         # No explanations are made, because a decoding loop comes here with a new length each step.
         answers = _Answers(problem, device)
-        plan, refusals = answers.plan(answers.chosen()), {}
+        (_, plan), refusals = answers.first(), {}
         if plan is None and not answers.a_kernel_could():
-            asked = order(problem, device.capability)
-            refusals = {name: answers.reasons(name) for name in asked if name != _registry.TORCH}
+            refusals = {
+                name: answers.reasons(name) for name in answers.order if name != _registry.TORCH
+            }
     if refusals:
         assert device is not None
         kernel, reasons = nearest(refusals, problem, device)
@@ -566,7 +571,8 @@ def nearest(
     kernel = min(
         (name for name in refusals if name != _registry.TORCH),
         key=lambda name: (
-            not _native.has_code(name, device.capability) or _only_forced(name, problem, device),
+            not _native.has_code(name, device.capability)
+            or _only_forced(name, problem, device.capability),
             not _registry.takes(name, problem.dtype),
             any(reason.startswith("approximate=") for reason in refusals[name]),
             len(refusals[name]),

@@ -41,11 +41,10 @@ struct Refusals {
 
   void head_dim(const std::string& name, int64_t head_dim, const std::string& tensors) {
     const int64_t step = is_fp8(problem.dtype) ? 16 : 8;
-    const std::string takes = "takes multiples of " + str(step) + " up to 256; ";
-    if (head_dim % step != 0 || head_dim < step)
-      add(name + " " + str(head_dim), takes + "pad " + tensors + ",");
-    else if (head_dim > HEAD_DIM_LIMIT)
-      add(name + " " + str(head_dim), takes + "split the heads");
+    const bool whole = head_dim % step == 0 && head_dim >= step;
+    if (whole && head_dim <= HEAD_DIM_LIMIT) return;
+    add(name + " " + str(head_dim), "takes multiples of " + str(step) + " up to 256; " +
+                                        (whole ? "split the heads" : "pad " + tensors + ","));
   }
 
   void layout(const std::string& name, const Strides& strides, int32_t unit, int32_t align,
