@@ -49,6 +49,7 @@ lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
 	$(BIN)/mypy
 	$(BIN)/python -m bench.report --check
 	$(BIN)/python -m bench.measured --check
+	$(BIN)/python -m bench.walks
 	$(BIN)/python -m tests.sim.instruction_table
 	$(BIN)/clang-format --dry-run --Werror $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 

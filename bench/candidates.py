@@ -281,11 +281,16 @@ def runnable(
     ]
 
 
-# FlashAttention-3 and -4: the name of the row, the modules that may have the function, and the
-# packages that may tell its version.
+# FlashAttention-3 and -4: the name of the row, the modules that may have the function, the packages
+# that may tell its version, and the dtypes. PyPI's fa3-fwd is built without fp16; a call says so.
 FLASH_ATTENTION = (
-    ("fa3", ("flash_attn_interface", "fa3_fwd_interface"), ("flash-attn-3", "fa3-fwd")),
-    ("fa4", ("flash_attn.cute",), ("flash-attn-4",)),
+    (
+        "fa3",
+        ("flash_attn_interface", "fa3_fwd_interface"),
+        ("flash-attn-3", "fa3-fwd"),
+        ("fp16", "bf16", "e4m3"),
+    ),
+    ("fa4", ("flash_attn.cute",), ("flash-attn-4",), ("fp16", "bf16")),
 )
 
 
@@ -296,7 +301,9 @@ def flash_attention_candidates() -> list[Candidate]:
     return [_flash_attention(*row) for row in FLASH_ATTENTION]
 
 
-def _flash_attention(name: str, modules: tuple[str, ...], packages: tuple[str, ...]) -> Candidate:
+def _flash_attention(
+    name: str, modules: tuple[str, ...], packages: tuple[str, ...], dtypes: tuple[str, ...]
+) -> Candidate:
     function: Callable[..., Any] | None = None
     missing = []
     for module in modules:
@@ -313,16 +320,18 @@ def _flash_attention(name: str, modules: tuple[str, ...], packages: tuple[str, .
     def refuses(case: Case) -> str | None:
         if function is None:
             return "not installed: " + "; ".join(missing)
-        if case.dtype not in ("fp16", "bf16"):
-            return "called with fp16 and bf16 only"
+        if case.dtype not in dtypes:
+            return f"called with {', '.join(dtypes)} only"
         return None
 
     def bind(case: Case) -> Call:
         assert function is not None  # otherwise refuses() has refused the case
         attend = function
+        # FlashAttention-3 splits the keys of few queries where the number of splits is left to it.
+        options = {"num_splits": 0} if name == "fa3" and case.is_decode else {}
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            made = attend(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
+            made = attend(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal, **options)
             out: torch.Tensor = made[0] if isinstance(made, tuple) else made
             return out.transpose(1, 2)
 

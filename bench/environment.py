@@ -70,7 +70,7 @@ def new_run_id(slug: str, now: datetime.datetime) -> str:
 
 
 class Nvml:
-    """Reads driver version and SM clock through the driver's own library; it sets nothing.
+    """Reads driver version, SM clock and energy through the driver's own library; it sets nothing.
 
     Args:
         uuid: "GPU-..." of the device to be read; None for the first one.
@@ -104,6 +104,16 @@ class Nvml:
             self._device, sm_clock_kind, ctypes.byref(value)
         )
         return int(value.value) if status == 0 else None
+
+    def energy_j(self) -> float | None:
+        """Energy in joules that the GPU took since its driver was loaded; None where unknown."""
+        if self._device is None:
+            return None
+        millijoules = ctypes.c_ulonglong()
+        status = self._library.nvmlDeviceGetTotalEnergyConsumption(
+            self._device, ctypes.byref(millijoules)
+        )
+        return millijoules.value / 1e3 if status == 0 else None
 
     def driver_version(self) -> str:
         """Driver version such as "580.159.04", or "unknown"."""

@@ -23,7 +23,16 @@ from typing import Any
 from archflash import _registry
 from archflash._measured import Kind
 from bench.cases import TORCH_DTYPES, Case, load_cases
-from bench.results import RESULTS_FOLDER, Row, call_features, figure, load_rows, row_key, speedup
+from bench.results import (
+    RESULTS_FOLDER,
+    Row,
+    call_features,
+    figure,
+    is_sustained,
+    load_rows,
+    row_key,
+    speedup,
+)
 
 FILE = Path(__file__).resolve().parent.parent / "python" / "archflash" / "_measured.json"
 NOISE = 0.02
@@ -45,11 +54,15 @@ Runs = dict[str, dict[str, Row]]  # the rows of one case by run (newest last) an
 
 
 def runs_of(rows: Sequence[Row], case: Case) -> Runs:
-    """The rows of a case of candidates that dispatch can choose, without those with features."""
+    """The rows of a case of candidates that dispatch can choose, timed in turns, without those with
+    features.
+    """
     runs: Runs = {}
     for row in rows:
         name = row["implementation"]
-        if row_key(row) == case.key and not call_features(row) and name in CANDIDATES:
+        if row_key(row) != case.key or call_features(row) or is_sustained(row):
+            continue
+        if name in CANDIDATES:
             runs.setdefault(row["run_id"], {})[name] = row
     return runs
 
@@ -83,8 +96,13 @@ def order_of(cases: Mapping[Case, Runs]) -> list[str]:
 
 
 def evidence(cases: Mapping[Case, Runs], order: Sequence[str]) -> dict[str, Any]:
-    """The case with the most work, in the newest run that measured the two fastest candidates."""
-    shown = {case: run for case, runs in cases.items() if (run := newest_with(runs, order[:2]))}
+    """The case with the most work, in the newest run that measured the two fastest candidates, or
+    the fastest alone where no run measured both.
+    """
+    for together in (order[:2], order[:1]):
+        shown = {case: run for case, runs in cases.items() if (run := newest_with(runs, together))}
+        if shown:
+            break
     case = max(shown, key=Case.flops)
     rows = shown[case]
     return {

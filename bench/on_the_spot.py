@@ -1,25 +1,20 @@
-"""Kernels that are not in the wheel: nvcc compiles them when needed, and the driver runs them."""
+"""Kernels that are not in the wheel: nvcc compiles them when needed, and plans launch them."""
 
 from __future__ import annotations
 
-import ctypes
+import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from archflash import _archflash as native
 
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
-PARAMETER_ALIGN = 64  # bytes; a tensor map needs it, and no other member needs more
-CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-DEFAULT_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without asking
 
 
 def find_nvcc() -> str | None:
@@ -64,110 +59,20 @@ def compiled(
         return out.read_bytes()
 
 
-class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute with a value of three integers."""
-
-    _fields_ = (
-        ("id", ctypes.c_int),
-        ("pad", ctypes.c_char * 4),
-        ("value", ctypes.c_uint * 16),
-    )
-
-
-class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
-
-
-class Kernel:
-    """A kernel of a cubin on torch's current GPU.
+def with_kernel(plan: native.LaunchPlan, kernel: str, code: bytes) -> native.LaunchPlan:
+    """Changes a plan so that it launches other code for one of its kernels.
 
     Args:
-        image: the cubin.
-        name: the kernel's.
-
-    Raises:
-        RuntimeError: the driver refuses it.
-    """
-
-    def __init__(self, image: bytes, name: str) -> None:
-        import torch
-
-        torch.cuda.current_stream().synchronize()  # makes sure that the CUDA context exists
-        self._name = name
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        module = ctypes.c_void_p()
-        self._ask("cuModuleLoadData", ctypes.byref(module), image)
-        self._function = ctypes.c_void_p()
-        self._ask("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
-        self._shared_limit = DEFAULT_SHARED
-
-    def _ask(self, function: str, *arguments: Any) -> None:
-        if status := getattr(self._driver, function)(*arguments):
-            raise RuntimeError(f"{self._name}: {function} gave CUresult {status}")
-
-    def launch(self, row: Mapping[str, Any], parameters: bytes) -> None:
-        """Launches on torch's current stream.
-
-        Args:
-            row: a launch of a plan as a dict: its grid, block, cluster and shared memory are used.
-            parameters: the parameter block, with addresses and tensor maps.
-
-        Raises:
-            RuntimeError: the driver refuses it.
-        """
-        import torch
-
-        if row["shared_bytes"] > self._shared_limit:
-            self._ask("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED, row["shared_bytes"])
-            self._shared_limit = row["shared_bytes"]
-        cluster = _LaunchAttribute(id=CLUSTER_DIMENSION)
-        cluster.value[:3] = row["cluster"]
-        config = _LaunchConfig(
-            grid=tuple(row["grid"]),
-            block=tuple(row["block"]),
-            shared_bytes=row["shared_bytes"],
-            stream=torch.cuda.current_stream().cuda_stream,
-            attributes=ctypes.pointer(cluster),
-            attribute_count=int(max(row["cluster"]) > 1),
-        )
-        # The driver copies the parameters from here, and needs their alignment.
-        store = ctypes.create_string_buffer(len(parameters) + PARAMETER_ALIGN)
-        start = -(-ctypes.addressof(store) // PARAMETER_ALIGN) * PARAMETER_ALIGN
-        ctypes.memmove(start, parameters, len(parameters))
-        block = (ctypes.c_void_p * 1)(start)
-        self._ask("cuLaunchKernelEx", ctypes.byref(config), self._function, block, None)
-
-
-def run_plan(
-    plan: Any, kernels: Sequence[Kernel | None], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Launches a plan on torch's current stream, some of its kernels compiled on the spot.
-
-    Args:
-        plan: an `archflash._archflash.LaunchPlan`.
-        kernels: one for each launch; None for a launch that runs the wheel's kernel.
-        tensors: CUDA tensors by operand name.
-
-    Raises:
-        RuntimeError: the driver refuses a launch.
+        plan: a plan that launches the kernel.
+        kernel: the kernel's name in the plan and in the code.
+        code: a cubin.
     """
     from archflash import _archflash as native
 
+    image = f"on the spot/{hashlib.sha256(code).hexdigest()}"
+    native.add_image(image, code)
     fields = plan.to_dict()
-    addresses = [(name, x.data_ptr()) for name, x in tensors.items()]
-    for index, (row, kernel) in enumerate(zip(fields["launches"], kernels, strict=True)):
-        if kernel is None:
-            native.launch(
-                native.LaunchPlan.unchecked_from_dict({**fields, "launches": [row]}), dict(tensors)
-            )
-        else:
-            kernel.launch(row, native.bound_parameters(plan, index, addresses))
+    launches = [
+        row | {"image": image} if row["kernel"] == kernel else row for row in fields["launches"]
+    ]
+    return native.LaunchPlan.unchecked_from_dict(fields | {"launches": launches})

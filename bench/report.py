@@ -5,9 +5,11 @@
 A table stands between `<!-- bench:GPU/TABLE -->` and `<!-- /bench -->`, each on a line of its own.
 GPU is the name of a file in bench/results. TABLE is a group of bench/cases.toml (every kernel and
 every peer), `plain` (what a plain call gets, beside the best peer, for the cases of the group
-`readme`), `published` (ratios to torch-math beside published ones) or `host` (cost of one call on
-the host). What a plain call gets is what `archflash.explain` chooses for that GPU, so tables of
-speed need the installed package, with PyTorch 2.10 or newer.
+`readme`), `sustained` (every candidate timed alone, for the cases of 16 and 8 bits with more than
+one query), `published` (ratios to torch-math beside published ones) or `host` (cost of one call on
+the host). In all tables but `sustained`, and but for the last column of `plain`, candidates took
+turns. What a plain call gets is what `archflash.explain` chooses for that GPU, so tables of speed
+need the installed package, with PyTorch 2.10 or newer.
 
 Exit status: 0 when the tables are up to date, 1 when --check finds one that is not, 2 when a marker
 or a result file cannot be read.
@@ -32,7 +34,9 @@ from bench.results import (
     call_features,
     figure,
     is_peer,
+    is_sustained,
     load_rows,
+    power_w,
     row_key,
     speedup,
 )
@@ -48,26 +52,35 @@ TABLE = re.compile(
 MARKER = re.compile(r"^<!-- (bench:\S+|/bench) -->", re.MULTILINE)
 
 
-def rows_of_case(rows: Sequence[Row], case: Case, run_id: str | None = None) -> dict[str, Row]:
+def rows_of_case(
+    rows: Sequence[Row], case: Case, run_id: str | None = None, *, sustained: bool = False
+) -> dict[str, Row]:
     """The rows of one case, all of one run.
 
     Args:
         rows: rows of one GPU, in file order.
         case: the shape; rows whose calls ask for more than the shape are left out.
         run_id: the run; None for the latest one that has the case.
+        sustained: the rows of candidates that ran alone, instead of those of candidates in turns.
 
     Returns:
         Row by implementation; empty when the case is unmeasured.
     """
-    matching = [row for row in rows if row_key(row) == case.key and not call_features(row)]
+    matching = [
+        row
+        for row in rows
+        if row_key(row) == case.key and not call_features(row) and is_sustained(row) == sustained
+    ]
     if run_id is None and matching:
         run_id = matching[-1]["run_id"]  # files are append-only
     return {row["implementation"]: row for row in matching if row["run_id"] == run_id}
 
 
-def speed_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) -> str:
+def speed_table(
+    rows: Sequence[Row], cases: Sequence[Case], run_id: str | None, *, sustained: bool = False
+) -> str:
     """Speed of every kernel and every peer, and what dispatch gives against the best peer."""
-    measured = {case.name: rows_of_case(rows, case, run_id) for case in cases}
+    measured = {case.name: rows_of_case(rows, case, run_id, sustained=sustained) for case in cases}
     names = list(dict.fromkeys(name for found in measured.values() for name in found))
     kernels = [name for name in names if not is_peer(name)]
     peers = [name for name in names if is_peer(name)]
@@ -90,7 +103,9 @@ def speed_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
 def plain_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) -> str:
     """What a plain call runs, its speed, and the best peer beside it."""
     measured = {case.name: rows_of_case(rows, case, run_id) for case in cases}
+    alone = {case.name: rows_of_case(rows, case, run_id, sustained=True) for case in cases}
     head = ["case", "a plain call runs", "speed", "best peer", "its speed", AGAINST]
+    head += ["the same, sustained"] if any(alone.values()) else []
     lines = []
     used: list[Row] = []
     for case in cases:
@@ -98,6 +113,7 @@ def plain_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
         choice, given = what_dispatch_gives(rows, case, found)
         peer = best_peer(found)
         used += [row for row in (given, peer) if row is not None]
+        last = [against(what_dispatch_gives(rows, case, alone[case.name])[1], alone[case.name])]
         lines.append(
             [
                 case.name + unit_note(case),
@@ -106,6 +122,7 @@ def plain_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
                 peer["implementation"] if peer else UNMEASURED,
                 figure(peer) if peer else UNMEASURED,
                 f"{speedup(given, peer):.2f}" if given and peer else UNMEASURED,
+                *(last if any(alone.values()) else []),
             ]
         )
     dates = sorted({row["date"] for row in used})
@@ -115,6 +132,8 @@ def plain_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
         f"{UNITS} Ratios are times within one run: above 1 the plain call is "
         "faster than the best peer. `torch` is PyTorch's own kernel."
     )
+    if any(alone.values()):
+        note += " Sustained: each kernel ran alone for a second, after a second of warming."
     return f"{markdown(head, lines)}\n\n{note}{source}"
 
 
@@ -134,22 +153,25 @@ def what_dispatch_gives(
         found: the rows of that shape in one run, as rows_of_case gives them.
 
     Returns:
-        The implementation that dispatch chooses today, and a row of that run: that of the plain
-        call (`archflash`) where the run has one, else that of the chosen kernel. None where the run
-        has neither.
+        The implementation that dispatch chooses today, and a row of that run: that of the chosen
+        kernel, else that of the plain call (`archflash`), which ran what dispatch chose then. None
+        where the run has neither.
     """
     if not found:
         return UNMEASURED, None
     some = next(iter(found.values()))
     chosen = dispatch_choice(some["gpu"], case)
+    if chosen in found:
+        return chosen, found[chosen]
     plain = [
         row
         for row in rows
         if row["run_id"] == some["run_id"]
         and row_key(row) == case.key
         and row["implementation"] == "archflash"
+        and is_sustained(row) == is_sustained(some)
     ]
-    return chosen, plain[-1] if plain else found.get(chosen)
+    return chosen, plain[-1] if plain else None
 
 
 @cache
@@ -261,6 +283,8 @@ def source_note(rows: Sequence[Row]) -> str:
         ]
         clocks = sorted({int(r["clocks_mhz"]) for r in here if r["clocks_mhz"].isdecimal()})
         clock = f", SM clock {clocks[0]} to {clocks[-1]} MHz" if clocks else ""
+        powers = sorted(watts for row in here if (watts := power_w(row)) is not None)
+        clock += f", {powers[0]} to {powers[-1]} W" if powers else ""
         runs = {
             row["run_id"]: f"{row['run_id']} (commit {row['commit']}"
             + (" with local changes" if row["dirty"] == "1" else "")
@@ -306,9 +330,12 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return published_table(rows, cases, run_id)
     if table == "plain":
         return plain_table(rows, [case for case in cases if "readme" in case.groups], run_id)
+    if table == "sustained":
+        many = [case for case in cases if case.dtype != "fp32" and not case.is_decode]
+        return speed_table(rows, many, run_id, sustained=True)
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
-        known = ", ".join(["plain", "published", "host", *groups])
+        known = ", ".join(["plain", "sustained", "published", "host", *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)
 

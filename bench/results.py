@@ -17,7 +17,11 @@ COLUMNS = HEADER.split(",")
 SHAPE_COLUMNS = ("b", "hq", "hkv", "nq", "nk", "d", "dv")
 # Kernels of other projects. Every other value of the column `implementation` is a folder of ours.
 PEERS = ("torch-flash", "torch-cudnn", "torch-efficient", "torch-math", "fa3", "fa4", "triton")
-EAGER = "timing=eager"  # word in `features`: the candidate could not be captured in a CUDA graph
+# Words in `features`. The first says that the candidate could not be captured in a CUDA graph, the
+# second that it was timed alone for a second.
+EAGER = "timing=eager"
+SUSTAINED = "sustained"
+POWER = "power="  # word in `features` of a sustained row; "W" stands behind the number
 
 Row = dict[str, str]
 
@@ -177,7 +181,7 @@ def speedup(ours: Mapping[str, str], peer: Mapping[str, str]) -> float:
         p50 of the peer over p50 of ours: above 1 where ours is faster.
 
     Raises:
-        ValueError: the rows are of two runs, two shapes or two feature sets.
+        ValueError: the rows are of two runs, two shapes, two feature sets or two ways of timing.
     """
     if ours["run_id"] != peer["run_id"]:
         raise ValueError(
@@ -186,6 +190,8 @@ def speedup(ours: Mapping[str, str], peer: Mapping[str, str]) -> float:
         )
     if row_key(ours) != row_key(peer) or asked_for(ours) != asked_for(peer):
         raise ValueError("no ratio between two cases")
+    if is_sustained(ours) != is_sustained(peer):
+        raise ValueError("no ratio between two ways of timing")
     return float(peer["p50_us"]) / float(ours["p50_us"])
 
 
@@ -193,7 +199,19 @@ def call_features(row: Mapping[str, str]) -> tuple[str, ...]:
     """The words of `features` that say what the call asked for and which GPU it was planned for,
     without those about how it was timed.
     """
-    return tuple(w for w in row["features"].split(";") if w and not w.startswith("timing="))
+    timing = (SUSTAINED, POWER, "timing=")
+    return tuple(w for w in row["features"].split(";") if w and not w.startswith(timing))
+
+
+def is_sustained(row: Mapping[str, str]) -> bool:
+    """Whether the candidate ran alone for a second; otherwise it took turns with the others."""
+    return SUSTAINED in row["features"].split(";")
+
+
+def power_w(row: Mapping[str, str]) -> int | None:
+    """Mean power in watts while a sustained row was measured; None where it is not known."""
+    words = [word for word in row["features"].split(";") if word.startswith(POWER)]
+    return int(words[0].removeprefix(POWER).removesuffix("W")) if words else None
 
 
 def asked_for(row: Mapping[str, str]) -> tuple[str, ...]:

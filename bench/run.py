@@ -1,7 +1,7 @@
 """Measures every case with every implementation of ours and every peer, and appends result rows.
 
-    python -m bench.run [--only REGEX] [--group NAME] [--rounds N] [--time-limit S]
-                        [--as-on-12x] [--output FOLDER]
+    python -m bench.run [--only REGEX] [--group NAME] [--candidates NAME,...] [--rounds N]
+                        [--sustained [NAME,...]] [--time-limit S] [--as-on-12x] [--output FOLDER]
 
 Exit status: 0 when all is measured or refused with a reason, 1 when an implementation of ours gave
 a wrong result, 2 when nothing can be measured.
@@ -10,6 +10,7 @@ a wrong result, 2 when nothing can be measured.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from bench.candidates import (
     Candidate,
     chosen_candidates,
     consumer_as_on_12x,
+    flash_attention_candidates,
     int8_candidate,
     our_candidates,
     reason_of,
@@ -32,19 +34,25 @@ from bench.cases import BYTES_RULE, FLOPS_RULE, Case, choose_cases, load_cases
 from bench.correctness import Checker, Verdict
 from bench.results import (
     EAGER,
+    POWER,
     RESULTS_FOLDER,
+    SUSTAINED,
     Row,
     append_rows,
     check_header,
     figure,
     is_peer,
+    is_sustained,
     make_row,
     speedup,
 )
-from bench.timing import CudaLab, Timed, median_clock, round_robin, warm_up
+from bench.timing import CudaLab, Timed, back_to_back, median_clock, round_robin, warm_up
 
 MIN_ROUNDS = 20  # results of fewer rounds are not committed
 WARM_SECONDS = 0.1  # the clocks settle under load in less time than this
+# Seconds of warming and of measuring when a candidate is timed alone. The power limit acts on the
+# mean over some tenths of a second.
+SUSTAINED_SECONDS = 1.0
 
 
 @dataclass
@@ -72,6 +80,8 @@ def run_case(
     *,
     rounds: int,
     warm_seconds: float = WARM_SECONDS,
+    sustained: Sequence[str] = (),
+    sustained_seconds: float = SUSTAINED_SECONDS,
     check: Callable[..., Verdict] | None = None,
 ) -> CaseResult:
     """Checks and times one case.
@@ -83,6 +93,8 @@ def run_case(
         facts: the columns that all rows of the run share.
         rounds: measured rounds.
         warm_seconds: seconds of load before them.
+        sustained: names of candidates that afterwards also run alone.
+        sustained_seconds: how long each of them warms up, and how long it is measured.
         check: compares the output that a candidate's timed calls wrote with float64; a Checker by
             default.
 
@@ -128,34 +140,66 @@ def run_case(
         timed[candidate.name] = prepared
         verdicts[candidate.name] = verdict
 
-    if timed:
-        clocks: list[int | None] = []
-        warm_up(timed, warm_seconds)
-        samples = round_robin(timed, rounds, lambda: clocks.append(lab.clock_mhz()))
-        for candidate in candidates:
-            if candidate.name not in timed:
-                continue
-            result.rows.append(
-                make_row(
-                    facts,
-                    case,
-                    implementation=candidate.name,
-                    version=candidate.version,
-                    features=";".join(
-                        word
-                        for word in (
-                            candidate.features,
-                            "" if timed[candidate.name].captured else EAGER,
-                        )
-                        if word
-                    ),
-                    clocks_mhz=median_clock(clocks),
-                    samples_us=samples[candidate.name],
-                    max_err=verdicts[candidate.name].max_err,
-                    host_us=host_us(lab, candidate, case),
-                )
+    if not timed:
+        return result
+    served = [candidate for candidate in candidates if candidate.name in timed]
+    hosts = {candidate.name: host_us(lab, candidate, case) for candidate in served}
+
+    def add_row(
+        candidate: Candidate, samples_us: list[float], clocks: list[int | None], *how: str
+    ) -> None:
+        eager = "" if timed[candidate.name].captured else EAGER
+        result.rows.append(
+            make_row(
+                facts,
+                case,
+                implementation=candidate.name,
+                version=candidate.version,
+                features=";".join(word for word in (candidate.features, eager, *how) if word),
+                clocks_mhz=median_clock(clocks),
+                samples_us=samples_us,
+                max_err=verdicts[candidate.name].max_err,
+                host_us=hosts[candidate.name],
             )
+        )
+
+    clocks: list[int | None] = []
+    warm_up(timed, warm_seconds)
+    samples = round_robin(timed, rounds, lambda: clocks.append(lab.clock_mhz()))
+    for candidate in served:
+        add_row(candidate, samples[candidate.name], clocks)
+    for candidate in random.Random(case.name).sample(served, len(served)):
+        if candidate.name in sustained:
+            alone = run_alone(lab, timed[candidate.name], sustained_seconds)
+            add_row(candidate, alone.samples_us, alone.clocks, SUSTAINED, alone.power)
     return result
+
+
+@dataclass
+class Alone:
+    """What was measured while a candidate ran alone.
+
+    Args:
+        samples_us: microseconds per call, one number per section.
+        clocks: SM clock in MHz, one number per section.
+        power: word for `features` about the mean power; "" where it is not known.
+    """
+
+    samples_us: list[float]
+    clocks: list[int | None]
+    power: str
+
+
+def run_alone(lab: Any, timed: Timed, seconds: float) -> Alone:
+    """Runs a candidate alone for `seconds` to warm up, and for `seconds` to be measured."""
+    clocks: list[int | None] = []
+    back_to_back(timed, seconds)
+    start, before = time.perf_counter(), lab.energy_j()
+    samples = back_to_back(timed, seconds, lambda: clocks.append(lab.clock_mhz()))
+    after, end = lab.energy_j(), time.perf_counter()
+    if before is None or after is None:
+        return Alone(samples, clocks, "")
+    return Alone(samples, clocks, f"{POWER}{(after - before) / (end - start):.0f}W")
 
 
 def host_us(lab: Any, candidate: Candidate, case: Case) -> float:
@@ -182,20 +226,10 @@ def summary(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> str:
     head = ["case", "implementation", "p50 us", "p20-p80", "speed", "max err", "host us", *peers]
     lines = [head]
     for case in cases:
-        by_name = {row["implementation"]: row for row in results[case.name].rows}
-        ours = [row for name, row in by_name.items() if not is_peer(name)]
-        for row in ours:
-            start = [case.name, row["implementation"], f"{float(row['p50_us']):.1f}"]
-            spread = f"{float(row['p20_us']):.1f}-{float(row['p80_us']):.1f}"
-            start += [spread, figure(row), row["max_err"], row["host_us"]]
-            ratios = [
-                f"{speedup(row, by_name[p]):.2f}x ({figure(by_name[p])})" if p in by_name else "-"
-                for p in peers
-            ]
-            lines.append(start + ratios)
-        if not ours:
-            speeds = [f"({figure(by_name[p])})" if p in by_name else "-" for p in peers]
-            lines.append([case.name, "-", "-", "-", "-", "-", "-", *speeds])
+        for word in ("", SUSTAINED):
+            here = [row for row in results[case.name].rows if is_sustained(row) == bool(word)]
+            if here or not word:
+                lines += summary_lines(f"{case.name} {word}".strip(), here, peers)
     text = [
         f"Speed in TFLOP/s, in GB/s where Nq is 1 ({FLOPS_RULE}; {BYTES_RULE}).",
         "Columns of peers: times that ours is faster (speed of the peer); * timed eagerly.",
@@ -209,11 +243,32 @@ def summary(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> str:
     return "\n".join(text)
 
 
+def summary_lines(name: str, rows: Sequence[Row], peers: Sequence[str]) -> list[list[str]]:
+    """The lines of one case and way of timing: one for each implementation of ours."""
+    by_name = {row["implementation"]: row for row in rows}
+    ours = [row for row in rows if not is_peer(row["implementation"])]
+    lines = []
+    for row in ours:
+        start = [name, row["implementation"], f"{float(row['p50_us']):.1f}"]
+        spread = f"{float(row['p20_us']):.1f}-{float(row['p80_us']):.1f}"
+        start += [spread, figure(row), row["max_err"], row["host_us"]]
+        ratios = [
+            f"{speedup(row, by_name[p]):.2f}x ({figure(by_name[p])})" if p in by_name else "-"
+            for p in peers
+        ]
+        lines.append(start + ratios)
+    if not ours:
+        speeds = [f"({figure(by_name[p])})" if p in by_name else "-" for p in peers]
+        lines.append([name, "-", "-", "-", "-", "-", "-", *speeds])
+    return lines
+
+
 def published_lines(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> list[str]:
     """Ratios to torch-math beside those that the ancestor of simt was published with."""
     lines = [["case", "implementation", "x torch-math", "published (A10G)"]]
     for case in cases:
-        by_name = {row["implementation"]: row for row in results[case.name].rows}
+        here = [row for row in results[case.name].rows if not is_sustained(row)]
+        by_name = {row["implementation"]: row for row in here}
         if case.published_vs_math is None or "torch-math" not in by_name:
             continue
         for name, row in by_name.items():
@@ -248,6 +303,28 @@ def align(lines: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def choose_candidates(candidates: list[Candidate], names: str | None) -> list[Candidate]:
+    """Filters candidates by name.
+
+    Args:
+        candidates: what to choose from.
+        names: names joined by commas; None keeps all.
+
+    Returns:
+        The chosen candidates, in their order.
+
+    Raises:
+        ValueError: no candidate has one of the names; the message lists those that there are.
+    """
+    if names is None:
+        return candidates
+    wanted = names.split(",")
+    known = [candidate.name for candidate in candidates]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"no candidate {', '.join(unknown)}; there are {', '.join(known)}")
+    return [candidate for candidate in candidates if candidate.name in wanted]
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
@@ -257,6 +334,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--group", metavar="NAME", help="cases of one group, such as fp32 or decode"
     )
+    parser.add_argument(
+        "--candidates", metavar="NAME,...",
+        help="only these, as the column implementation names them (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sustained", nargs="?", const="all", metavar="NAME,...",
+        help="afterwards these (default: all) also run alone, a second to warm up, one measured",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="at least 20 (default: 20)")
     parser.add_argument(
         "--time-limit", type=float, metavar="S", help="start no case after S seconds"
@@ -303,9 +388,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
 
-    candidates = [*our_candidates(), int8_candidate(), *torch_candidates(), *chosen_candidates()]
+    candidates = [
+        *our_candidates(), int8_candidate(), *torch_candidates(), *flash_attention_candidates(),
+        *chosen_candidates(),
+    ]  # fmt: skip
     if options.as_on_12x:
         candidates.append(consumer_as_on_12x())
+    try:
+        candidates = choose_candidates(candidates, options.candidates)
+        alone = [] if options.sustained is None else candidates
+        if options.sustained != "all":
+            alone = choose_candidates(alone, options.sustained)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     results: dict[str, CaseResult] = {}
     with torch.no_grad():
         for number, case in enumerate(cases, 1):
@@ -314,7 +410,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 left = ", ".join(c.name for c in cases[number - 1 :])
                 print(f"time limit of {options.time_limit:g} s: not measured: {left}")
                 break
-            result = run_case(lab, case, candidates, facts, rounds=options.rounds)
+            result = run_case(
+                lab, case, candidates, facts, rounds=options.rounds,
+                sustained=[candidate.name for candidate in alone],
+            )  # fmt: skip
             lab.release()
             append_rows(path, result.rows)  # at once, so that an interruption loses no result
             results[case.name] = result

@@ -1,4 +1,7 @@
-"""How calls are timed: CUDA graphs of K calls on rotating buffers, replayed round-robin.
+"""How calls are timed: CUDA graphs of K calls on rotating buffers, replayed in one of two ways.
+
+round_robin replays the graphs of all candidates in turns. back_to_back replays the graph of one
+candidate alone for a second or so: a GPU at its power limit then lowers its clock.
 
 Only make_sets and the classes whose name starts with Cuda use a GPU or torch, so that the order of
 measurement can be tested without a GPU.
@@ -7,6 +10,7 @@ measurement can be tested without a GPU.
 from __future__ import annotations
 
 import collections
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,6 +83,10 @@ def round_robin(
 ) -> dict[str, list[float]]:
     """Measures candidates in turns, so that drift of clock and temperature affects all alike.
 
+    Each round has an order of its own, because a candidate that takes much power lowers the clock
+    that the next one finds, and because the first one may find an idle device. The orders are the
+    same in every run.
+
     Args:
         timed: candidates by name.
         rounds: how often each of them is measured.
@@ -88,13 +96,13 @@ def round_robin(
         For each name, microseconds per call, one number per round.
     """
     names = list(timed)
+    shuffle = random.Random(0).shuffle
     marks: dict[str, list[Mark]] = {name: [] for name in names}
     previous: Mark | None = None
-    for number in range(rounds):
-        # Another candidate begins each round, because the first one may find an idle device.
-        turn = number % len(names) if names else 0
+    for _ in range(rounds):
+        shuffle(names)
         latest: Mark | None = None
-        for name in names[turn:] + names[:turn]:
+        for name in names:
             latest = timed[name].enqueue()
             marks[name].append(latest)
         # This waits for the previous round, not for the current one, so that the queue has work.
@@ -104,7 +112,38 @@ def round_robin(
         probe()
     if previous is not None:
         previous.wait()
-    return {name: [m.elapsed_us() / timed[name].calls for m in marks[name]] for name in names}
+    return {name: [m.elapsed_us() / timed[name].calls for m in marks[name]] for name in timed}
+
+
+def back_to_back(
+    timed: Timed,
+    seconds: float,
+    probe: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Measures one candidate alone, without a pause, for at least one section and the given time.
+
+    Args:
+        timed: the candidate.
+        seconds: how long sections are put into the device's queue.
+        probe: called once a section while the device is busy.
+        clock: the time in seconds.
+
+    Returns:
+        Microseconds per call, one number per section.
+    """
+    marks: list[Mark] = []
+    deadline = clock() + seconds
+    while True:
+        marks.append(timed.enqueue())
+        probe()
+        # This waits for the section before the current one, so that the queue always has work.
+        if len(marks) > 1:
+            marks[-2].wait()
+        if clock() >= deadline:
+            break
+    marks[-1].wait()
+    return [mark.elapsed_us() / timed.calls for mark in marks]
 
 
 def warm_up(timed: Mapping[str, Timed], seconds: float) -> None:
@@ -366,6 +405,10 @@ class CudaLab:
     def clock_mhz(self) -> int | None:
         """SM clock at this moment in MHz; None where it cannot be read."""
         return self._nvml.sm_clock_mhz()
+
+    def energy_j(self) -> float | None:
+        """Energy in joules that the GPU took since an unknown start; None where unknown."""
+        return self._nvml.energy_j()
 
     def release(self) -> None:
         """Gives the memory of a finished case back."""

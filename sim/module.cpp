@@ -87,7 +87,8 @@ Mode mode_named(const std::string& name) {
   if (name == "eager") return Mode::Eager;
   if (name == "random") return Mode::Random;
   if (name == "priority") return Mode::Priority;
-  throw nb::value_error(("mode " + name + ": lazy, eager, random or priority").c_str());
+  if (name == "shuffled") return Mode::Shuffled;
+  throw nb::value_error(("mode " + name + ": lazy, eager, random, priority or shuffled").c_str());
 }
 
 using Sizes = std::array<int64_t, 3>;
@@ -96,7 +97,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
              const Sizes& cluster, const Sizes& block, uint64_t shared_bytes, nb::bytes parameters,
              GlobalMemory& memory, const std::string& mode, uint64_t seed, bool race, int threads,
              uint64_t max_instructions, uint64_t shared_limit,
-             const std::vector<int64_t>& traced_ctas, uint64_t stretch) {
+             const std::vector<int64_t>& traced_ctas, uint64_t stretch, int64_t resident_ctas) {
   LaunchRequest request;
   request.kernel = kernel_name;
   request.grid = {grid[0], grid[1], grid[2]};
@@ -112,6 +113,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   request.options.threads = threads;
   request.options.max_instructions = max_instructions;
   request.options.stretch = stretch;
+  request.options.resident_ctas = resident_ctas;
   request.traced_ctas = traced_ctas;
   // Ctrl-C: Python's handlers of signals run here, and their exception stays set in this thread.
   request.wants_to_stop = [] {
@@ -252,13 +254,13 @@ NB_MODULE(_archflash_sim, m) {
           "kernel"_a, "What a warp's registers take on the host.")
       .def("run", &run, "kernel"_a, "grid"_a, "cluster"_a, "block"_a, "shared_bytes"_a,
            "parameters"_a, "memory"_a, "mode"_a, "seed"_a, "race"_a, "threads"_a,
-           "max_instructions"_a, "shared_limit"_a, "traced_ctas"_a, "stretch"_a,
+           "max_instructions"_a, "shared_limit"_a, "traced_ctas"_a, "stretch"_a, "resident_ctas"_a,
            nb::sig("def run(self, kernel: str, grid: collections.abc.Sequence[int], cluster: "
                    "collections.abc.Sequence[int], block: collections.abc.Sequence[int], "
                    "shared_bytes: int, parameters: bytes, memory: Memory, mode: str, seed: int, "
                    "race: bool, threads: int, max_instructions: int, shared_limit: int, "
-                   "traced_ctas: collections.abc.Sequence[int], stretch: int) -> dict[str, "
-                   "typing.Any]"));
+                   "traced_ctas: collections.abc.Sequence[int], stretch: int, "
+                   "resident_ctas: int) -> dict[str, typing.Any]"));
 
   m.def("load", &load, "text"_a,
         "Parses PTX text and resolves every instruction of every kernel; LaunchError names the "

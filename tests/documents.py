@@ -339,7 +339,9 @@ def gpu_table() -> str:
         return archflash.explain(q, k, k, device=device, **options)  # type: ignore[arg-type]
 
     def chosen(device: str, dtype: torch.dtype, shape: Sequence[int], **options: object) -> str:
-        return decide(device, dtype, shape, **options).chosen
+        decision = decide(device, dtype, shape, **options)
+        compiled_by_driver = decision.plan is not None and "PTX" in decision.plan.code
+        return decision.chosen + (" from PTX" if compiled_by_driver else "")
 
     large, small, decode = (
         (4, 32, 32, 4096, 4096, 128),
@@ -391,9 +393,6 @@ def gpu_table() -> str:
             capability = ".".join(map(str, known.device.capability))
             by_capability.setdefault(capability, []).append(known.device.name)
         names = "; ".join(f"{', '.join(n)} ({c})" for c, n in by_capability.items())
-        plan = decide(group[0].device.name, torch.float32, large).plan
-        if plan is not None and "PTX" in plan.code:
-            names += ", from PTX"
         on_card = ", ".join(
             known.device.name for known in group if measured & {known.device.name, *known.aliases}
         )

@@ -2,9 +2,10 @@
 
     python -m bench.day_one [--output FILE] [--only REGEX] [--implementation NAME] [--simulate]
 
-Checks blackwell_dc against float64, times every switch of its kernel on and off, times it and its
-peers on the shapes of bench/cases.toml, and writes what came of it to one file. Every job has a
-process of its own; one that fails, hangs or dies is recorded, and the others go on. A second start
+Checks blackwell_dc against float64, first on CTAs alone and then in pairs, and runs it under
+compute-sanitizer. Times every switch of its kernel on and off, its walks over tiles, and it and its
+peers on the shapes of bench/cases.toml. Writes what came of it to one file. Every job has a process
+of its own; one that fails, hangs or dies is recorded, and the others go on. A second start
 continues where the first one ended, and tries again what failed. docs/day_one.md says what to look
 at.
 
@@ -115,10 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if statuses.get(key) == record.OK:
             print(f"{head}: done before", flush=True)
             continue
-        without = tuple(
-            name for (part, name), x in statuses.items() if part == "switches" and x != record.OK
-        )
-        setup = Setup(options.implementation, options.simulate, shared, without)
+        failed = [key for key, status in statuses.items() if status != record.OK]
+        without = tuple(name for part, name in failed if part == "switches")
+        pairs = all(part != "pairs" for part, _ in failed)
+        setup = Setup(options.implementation, options.simulate, shared, without, pairs)
         new = run_job(job, setup)
         record.append(path, new)
         statuses[key] = new[-1]["status"]
@@ -211,7 +212,7 @@ def ask(arguments: list[str], limit_s: float) -> tuple[list[Row], str, str]:
 def run_job(job: Job, setup: Setup) -> list[Row]:
     """Runs a job and returns its rows; the last one has its status."""
     began = time.perf_counter()
-    told = json.dumps({"facts": setup.facts, "without": setup.without})
+    told = json.dumps({"facts": setup.facts, "without": setup.without, "pairs": setup.pairs})
     rows, status, detail = ask(
         [
             "--job", job.part, job.name, "--setup", told, "--implementation", setup.implementation,
@@ -270,7 +271,10 @@ def run_one(
     found = {item.name: item.dtypes for item in archflash.implementations()}
     dtypes = tuple(found[options.implementation])
     job = day.find(day.make_jobs(options.implementation, dtypes, options.simulate), part, name)
-    setup = Setup(options.implementation, options.simulate, told["facts"], tuple(told["without"]))
+    setup = Setup(
+        options.implementation, options.simulate, told["facts"], tuple(told["without"]),
+        told["pairs"],
+    )  # fmt: skip
     for row in job.run(setup):
         tell({"row": row})
 
@@ -285,7 +289,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row["status"] == "timed":
             latest[row["part"], row["item"], row["implementation"]] = row
-    for part, of_ours in (("switches", False), ("peers", True)):
+    for part, of_ours in (("switches", False), ("walks", False), ("peers", True)):
         table = [["case", "kernel", "p50 us", "TFLOP/s", "time against ours"]]
         for (of_part, case, name), row in latest.items():
             if of_part != part:

@@ -5,16 +5,19 @@ kernel that hangs or breaks its CUDA context does not affect the other jobs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import itertools
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +35,7 @@ from bench.correctness import Checker
 from bench.day_one import record
 from bench.results import Row
 from bench.run import MIN_ROUNDS, WARM_SECONDS, run_case
-from bench.switches import variants
+from bench.switches import plans, variants
 
 if TYPE_CHECKING:
     import torch
@@ -40,15 +43,22 @@ if TYPE_CHECKING:
 WITH_SWITCHES = variants.NAME
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+# What runs on CTAs alone, before any pair of CTAs has to work.
 CORE_SET = (
     "features", "calls", "masks", "not_finite", "lengths", "memory", "packed", "fp8",
-    "every_kernel", "blackwell_dc_split_keys", "blackwell_dc_tiles",
+    "blackwell_dc_split_keys",
 )  # fmt: skip
-GPU_TESTS = (
-    *(f"tests/core_set/test_{name}.py" for name in CORE_SET),
+ALONE_TESTS = tuple(f"tests/core_set/test_{name}.py" for name in CORE_SET)
+SIMULATED_TESTS = ("tests/core_set/test_masks.py",)
+# What runs as the plans say, which take pairs where they expect them to be faster.
+PAIR_TESTS = (
+    *(f"tests/core_set/test_{name}.py" for name in ("blackwell_dc_tiles", "every_kernel")),
+    *(f"tests/core_set/test_{name}.py" for name in ("features", "masks", "packed")),
     *(f"tests/gpu/test_gpu_{name}.py" for name in ("memory", "streams", "on_the_spot")),
 )
-SIMULATED_TESTS = ("tests/core_set/test_masks.py",)
+# A small kernel in the shape of a pair, which has no tcgen05: on a GPU, and on the simulator.
+LAUNCH_TEST = ("tests/gpu/test_gpu_on_the_spot.py", "pair_of_ctas_with_roles")
+SIMULATED_LAUNCH_TEST = ("tests/sim/test_cluster.py", "pair_of_roles")
 # Cases that bench/cases.toml lacks: their many keys show the speed of the loop over the keys.
 LONG = tuple(
     Case(f"bf16 2x16 16384 d{d}{mask}", "bf16", 2, 16, 16, 16384, 16384, d, dv, mask != "")
@@ -61,6 +71,16 @@ SWITCH_CASES = (
     "bf16 64x64 1024 d64", "fp16 8x12 2048 d64 c", "bf16 2x16 4096 d256 c",
     "bf16 2x16 16384 d192 c", "bf16 1x32/8 1x131072 d128", "e4m3 16x16 8192 d128",
 )  # fmt: skip
+# The cases on which walks over tiles are timed: causal, with at least two tiles for each SM.
+WALK_SWITCHES = ("walk", "persistent", "longest_first")
+WALK_CASES = tuple(
+    Case(f"bf16 1x{heads} {n} d128 c", "bf16", 1, heads, heads, n, n, 128, 128, True)
+    for heads, n in ((32, 4096), (32, 8192), (8, 16384), (16, 32768))
+)
+SANITIZERS = ("racecheck", "synccheck")
+# The first compute-sanitizer that is trusted with tcgen05: that of CUDA 13.1.
+SANITIZER_VERSION = (2025, 4)
+SANITIZER_CALLS = 30
 TINY = (
     Case("bf16 1x2/1 300x260 d128 c", "bf16", 1, 2, 1, 300, 260, 128, 128, True),
     Case("fp16 1x1 130x140 d64", "fp16", 1, 1, 1, 130, 140, 64, 64, False),
@@ -68,6 +88,7 @@ TINY = (
 )
 # Limits of a process in seconds, which a kernel that hangs uses up.
 FIRST_LIMIT, TESTS_LIMIT, SWITCH_LIMIT, TIMING_LIMIT = 180, 1200, 240, 900
+SANITIZER_LIMIT = 900
 
 
 @dataclass(frozen=True)
@@ -79,12 +100,15 @@ class Setup:
         simulate: whether CPU tensors run on the simulator, with tiny problems and no times.
         facts: columns of bench/results that the run's rows share.
         without: settings that are not timed, because their results are wrong.
+        pairs: whether pairs of CTAs have worked so far. If not, the calls that are timed run on
+            CTAs alone.
     """
 
     implementation: str
     simulate: bool
     facts: dict[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    pairs: bool = True
 
     @property
     def device(self) -> str:
@@ -92,12 +116,15 @@ class Setup:
         return "cpu" if self.simulate else "cuda"
 
 
+PARTS = ("correctness", "pairs", "sanitizers", "switches", "walks", "peers")
+
+
 @dataclass(frozen=True)
 class Job:
     """The work of one process.
 
     Attributes:
-        part: part of the day: "correctness", "switches" or "peers".
+        part: part of the day, one of PARTS.
         name: what it is about.
         limit_s: seconds that it may take.
         run: does the work. Yields rows, and raises if something is wrong.
@@ -126,24 +153,50 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
     for dtype, dims in itertools.product(kinds, DIMS):
         run = functools.partial(first_calls, dtype, *dims)
         made.append(Job("correctness", first_name(dtype, dims[0]), FIRST_LIMIT, run))
-    for path in SIMULATED_TESTS if simulate else GPU_TESTS:
+
+    def tests(part: str, paths: Iterable[str], *options: str) -> None:
         only = f"{implementation} and sinks_far" if simulate else implementation
-        run = functools.partial(run_tests, path, only)
-        made.append(Job("correctness", path, TESTS_LIMIT, run))
-    cases = {case.name: case for case in (*load_cases(), *LONG)}
-    if implementation == WITH_SWITCHES:
-        for setting in variants.SETTINGS:
-            run = functools.partial(check_setting, setting)
+        for path in paths:
+            run = functools.partial(run_tests, part, path, only, options)
+            made.append(Job(part, path, TESTS_LIMIT, run))
+
+    tests("correctness", SIMULATED_TESTS if simulate else ALONE_TESTS, "--no-pairs")
+    launch = SIMULATED_LAUNCH_TEST if simulate else LAUNCH_TEST
+    run = functools.partial(run_tests, "pairs", *launch, ())
+    made.append(Job("pairs", "launch", TESTS_LIMIT, run))
+    own = implementation == WITH_SWITCHES
+    settings = variants.SETTINGS if own else ()
+    for setting in settings:
+        if setting.switch == "pairs":
+            run = functools.partial(check_setting, "pairs", setting)
+            made.append(Job("pairs", setting.name, SWITCH_LIMIT, run))
+    if not simulate:
+        for dtype, dims in itertools.product(kinds, DIMS) if own else ():
+            run = functools.partial(long_calls, dtype, *dims)
+            made.append(Job("pairs", f"long calls {dtype} d{dims[0]}", FIRST_LIMIT, run))
+        tests("pairs", PAIR_TESTS)
+        for tool in SANITIZERS:
+            run = functools.partial(run_sanitizer, tool)
+            made.append(Job("sanitizers", tool, SANITIZER_LIMIT, run))
+    for setting in settings:
+        if setting.switch != "pairs":
+            run = functools.partial(check_setting, "switches", setting)
             made.append(Job("switches", setting.name, SWITCH_LIMIT, run))
-        for case in TINY if simulate else [cases[name] for name in SWITCH_CASES]:
-            if case.dtype not in kinds:
-                continue
-            run = functools.partial(time_settings, case)
-            made.append(Job("switches", case.name, TIMING_LIMIT, run))
-    for case in TINY if simulate else cases.values():
-        if case.dtype in kinds:
-            run = functools.partial(time_peers, case)
-            made.append(Job("peers", case.name, TIMING_LIMIT, run))
+    cases = {case.name: case for case in (*load_cases(), *LONG)}
+
+    def timings(part: str, chosen: Iterable[Case], time: Callable[..., Iterator[Row]]) -> None:
+        for case in TINY if simulate else chosen:
+            if case.dtype in kinds:
+                made.append(Job(part, case.name, TIMING_LIMIT, functools.partial(time, case)))
+
+    if own:
+        walks = [setting for setting in settings if setting.switch in WALK_SWITCHES]
+        timings(
+            "switches", (cases[name] for name in SWITCH_CASES),
+            functools.partial(time_settings, "switches", settings),
+        )  # fmt: skip
+        timings("walks", WALK_CASES, functools.partial(time_settings, "walks", walks))
+    timings("peers", cases.values(), time_peers)
     return made
 
 
@@ -262,11 +315,13 @@ def first_name(dtype: str, d: int) -> str:
 
 
 def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
-    """Compares a few calls of a head dimension with float64. They must work before all else."""
+    """Compares a few calls of a head dimension with float64, on CTAs alone. They must work before
+    all else.
+    """
     import torch
 
     import archflash
-    from archflash import reference
+    from archflash.cli.replay import Inputs, run_plan
 
     item = first_name(dtype, d)
     rows = 150 if setup.simulate else 700
@@ -296,35 +351,68 @@ def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
             ("keys in 3 shares", tensors(100, 3 * rows, (2, 1)), {"causal": True},
              {"num_splits": 3})
         )  # fmt: skip
-        if not setup.simulate:
-            calls.append(("long rows", tensors(4096, 4096, (20, 10)), {}, {}))
     answered = 0
     for name, (q, k, v), call, how in calls:
+        options = {**call, **how, "return_lse": True}
         try:
-            out, lse = archflash.attention(
-                q, k, v, implementation=setup.implementation, return_lse=True, **call, **how
-            )
+            plan = plans.alone_for_pairs(setup.implementation, q, k, v, options)
+            if plan is None:
+                out, lse = archflash.attention(
+                    q, k, v, implementation=setup.implementation, **options
+                )
+            else:
+                out, lse = run_plan(plan, Inputs(q, k, v, options))
         except archflash.ForcedImplementationError as error:
             yield record.make_row("correctness", item, "refused", f"{name}: {error}")
             continue
-        expected, expected_lse = reference.attention(q, k, v, **call)
-        if dtype == "e4m3":
-            report = reference.check_fp8(out, expected, q, k, v, **call)
-        else:
-            report = reference.check(out, expected, reference.baseline(q, k, v, **call))
-        lse_report = reference.check_lse(lse, expected_lse)
-        if not report.ok:
-            raise WrongError(f"{name}: breaks the error rule: {report}")
-        if not lse_report.ok:
-            raise WrongError(f"{name}: log-sum-exp: {lse_report}")
+        _compare(name, dtype, out, lse, q, k, v, call)
         answered += 1
         yield record.make_row("correctness", item, "note", f"{name}: right")
     if not answered:
         raise WrongError("every call was refused")
 
 
-def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
-    """Runs the tests of one file that are about the implementation."""
+def _compare(
+    name: str, dtype: str, out: Any, lse: Any, q: Any, k: Any, v: Any, call: dict[str, Any]
+) -> None:
+    """Raises WrongError where a result is not that of float64 by the error rule."""
+    from archflash import reference
+
+    expected, expected_lse = reference.attention(q, k, v, **call)
+    if dtype == "e4m3":
+        report = reference.check_fp8(out, expected, q, k, v, **call)
+    else:
+        report = reference.check(out, expected, reference.baseline(q, k, v, **call))
+    lse_report = reference.check_lse(lse, expected_lse)
+    if not report.ok:
+        raise WrongError(f"{name}: breaks the error rule: {report}")
+    if not lse_report.ok:
+        raise WrongError(f"{name}: log-sum-exp: {lse_report}")
+
+
+def long_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
+    """Compares calls with float64 that are long enough for pairs of CTAs, where there are any."""
+    import archflash
+
+    item = f"long calls {dtype} d{d}"
+    for causal, n in ((False, 4096), (True, 8192)):
+        case = Case("long", dtype, 1, 20, 10, n, n, d, dv, causal)
+        q, k, v = timing.make_sets(case, setup.device, 1)[0]
+        call = {"causal": causal}
+        decision = archflash.explain(q, k, v, implementation=setup.implementation, **call)
+        out, lse = archflash.attention(
+            q, k, v, implementation=setup.implementation, return_lse=True, **call
+        )
+        _compare(f"{n} rows", dtype, out, lse, q, k, v, call)
+        tile = decision.plan.tile.name if decision.plan and decision.plan.tile else "no tile"
+        said = f"{n} rows{', causal' if causal else ''}: right, by {tile}"
+        yield record.make_row("pairs", item, "note", said)
+
+
+def run_tests(
+    part: str, path: str, only: str, options: tuple[str, ...], setup: Setup
+) -> Iterator[Row]:
+    """Runs the tests of one file that an expression of pytest's -k chooses."""
     try:
         import pytest  # noqa: F401
     except ImportError as error:
@@ -334,7 +422,8 @@ def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
         status, said = _run_aloud(
             [
                 sys.executable, "-m", "pytest", path, "-v", "-k", only, f"--junitxml={report}",
-                "-p", "no:cacheprovider", *([] if setup.simulate else ["--executor=gpu"]),
+                "-p", "no:cacheprovider",
+                *([] if setup.simulate else ["--executor=gpu", *options]),
             ]
         )  # fmt: skip
         if not report.exists():
@@ -350,12 +439,46 @@ def run_tests(path: str, only: str, setup: Setup) -> Iterator[Row]:
     passed = len(tests) - len(bad) - skipped
     counted = f"{passed} passed, {len(bad)} failed, {skipped} skipped"
     for name in bad:
-        yield record.make_row("correctness", path, "note", f"failed: {name}")
+        yield record.make_row(part, path, "note", f"failed: {name}")
     if bad:
         raise WrongError(counted)
     if not passed and status != 5:  # 5: no test of this file is about it
         raise WrongError(f"{counted}: {said[-300:]}")
-    yield record.make_row("correctness", path, "note", counted)
+    yield record.make_row(part, path, "note", counted)
+
+
+def find_sanitizer() -> tuple[str | None, tuple[int, int], str]:
+    """compute-sanitizer, its version and how it says that; (None, (0, 0), "") if it is not here."""
+    for name in ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"):
+        if path := shutil.which(name):
+            done = subprocess.run([path, "--version"], capture_output=True, text=True)
+            if said := re.search(r"Version (\d+)\.(\d+)\S*", done.stdout):
+                return path, (int(said[1]), int(said[2])), said[0]
+    return None, (0, 0), ""
+
+
+def run_sanitizer(tool: str, setup: Setup) -> Iterator[Row]:
+    """Runs random calls of the implementation under a tool of compute-sanitizer."""
+    path, version, said = find_sanitizer()
+    if path is None:
+        yield record.make_row("sanitizers", tool, "refused", "compute-sanitizer is not found")
+        return
+    if setup.implementation == WITH_SWITCHES and version < SANITIZER_VERSION:
+        reason = f"{said} is older than CUDA 13.1's, {'.'.join(map(str, SANITIZER_VERSION))}"
+        yield record.make_row("sanitizers", tool, "refused", reason)
+        return
+    status, told = _run_aloud(
+        [
+            path, "--tool", tool, "--kernel-name", "kns=attention_fwd", sys.executable, "-m",
+            "tests.gpu.sanitizer_sample", "--kernel", setup.implementation, "--count",
+            str(SANITIZER_CALLS),
+        ]
+    )  # fmt: skip
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) .*", told)
+    if status != 0 or summary != ["0"]:
+        raise WrongError(f"{said}, exit status {status}: {told[-600:]}")
+    calls = re.findall(r"\d+ calls made.*", told)
+    yield record.make_row("sanitizers", tool, "note", f"{said}: nothing found; {calls[-1]}")
 
 
 def _run_aloud(command: list[str]) -> tuple[int, str]:
@@ -387,7 +510,7 @@ def bind_setting(setting: variants.Setting, setup: Setup, case: Case) -> Callabl
     """The function of q, k and v that a setting's kernel computes."""
     nvcc = _nvcc() if setting.assignment else ""  # the wheel's kernel has another plan
     if not setup.simulate:
-        return variants.bind(setting, nvcc, case.causal)
+        return variants.bind(setting, nvcc, case.causal, pairs=setup.pairs)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         made = variants.simulate(setting, q, k, v, nvcc=nvcc, causal=case.causal)
@@ -396,7 +519,7 @@ def bind_setting(setting: variants.Setting, setup: Setup, case: Case) -> Callabl
     return call
 
 
-def check_setting(setting: variants.Setting, setup: Setup) -> Iterator[Row]:
+def check_setting(part: str, setting: variants.Setting, setup: Setup) -> Iterator[Row]:
     """Compares the kernel with a switch in its other state with float64."""
     for case in TINY:
         q, k, v = timing.make_sets(case, setup.device, 1)[0]
@@ -417,24 +540,28 @@ def check_setting(setting: variants.Setting, setup: Setup) -> Iterator[Row]:
             said += "; warp-instructions of CTA 0: " + ", ".join(
                 f"{name} {count:.0f}" for name, count in roles.items()
             )
-        yield record.make_row("switches", setting.name, "note", f"{setting.meaning}; {said}")
+        yield record.make_row(part, setting.name, "note", f"{setting.meaning}; {said}")
 
 
-def time_settings(case: Case, setup: Setup) -> Iterator[Row]:
-    """Times the wheel's kernel and the other states of all switches, interleaved."""
+def time_settings(
+    part: str, settings: Iterable[variants.Setting], case: Case, setup: Setup
+) -> Iterator[Row]:
+    """Times the wheel's kernel and other states of switches, interleaved."""
     planned = _plan_of(case, setup)
     chosen = [
         setting
-        for setting in variants.SETTINGS
-        if setting.name not in setup.without and variants.applies(setting, planned)
+        for setting in settings
+        if setting.name not in setup.without
+        and variants.applies(setting, planned)
+        and (setup.pairs or setting.name != "pairs=on")
     ]
-    wheel = next(item for item in our_candidates() if item.name == setup.implementation)
-    made = [wheel]
+    made = [_own_candidate(case, setup)]
+    version = made[0].version
     for setting in chosen:
         made.append(
             Candidate(
                 f"{setup.implementation}:{setting.name}",
-                wheel.version,
+                version,
                 True,
                 functools.partial(bind_setting, setting, setup),
                 features=f"switch={setting.name}",
@@ -442,7 +569,19 @@ def time_settings(case: Case, setup: Setup) -> Iterator[Row]:
         )
     if not setup.simulate:
         _compile_all(planned, chosen)
-    yield from _measure("switches", case, made, setup)
+    yield from _measure(part, case, made, setup)
+
+
+def _own_candidate(case: Case, setup: Setup) -> Candidate:
+    """The implementation as the wheel has it; on CTAs alone where pairs have not worked."""
+    wheel = next(item for item in our_candidates() if item.name == setup.implementation)
+    if setup.pairs or setup.implementation != WITH_SWITCHES:
+        return wheel
+    alone = next(setting for setting in variants.SETTINGS if setting.name == "pairs=off")
+    if not variants.applies(alone, _plan_of(case, setup)):
+        return wheel
+    bind = functools.partial(bind_setting, alone, setup)
+    return dataclasses.replace(wheel, bind=bind, features=f"switch={alone.name}")
 
 
 def _plan_of(case: Case, setup: Setup) -> Any:
@@ -488,7 +627,11 @@ def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
 def time_peers(case: Case, setup: Setup) -> Iterator[Row]:
     """Times the implementation, our kernel for every GPU, and all peers, interleaved."""
     names = dict.fromkeys((setup.implementation, *(() if setup.simulate else ("ampere",))))
-    ours = [item for item in our_candidates() if item.name in names]
+    ours = [
+        _own_candidate(case, setup) if item.name == setup.implementation else item
+        for item in our_candidates()
+        if item.name in names
+    ]
     peers = [*torch_candidates(), *flash_attention_candidates()]
     yield from _measure("peers", case, [*ours, *peers], setup)
 
@@ -497,8 +640,8 @@ class Lab(timing.CudaLab):
     """Prints what it is doing, for the record of a job that hangs.
 
     Args:
-        host: whether calls are timed on the host too. Switches are not: their calls go through a
-            launcher in Python, and tiny cases would need other kernels, which are not compiled.
+        host: whether calls are timed on the host too. Switches are not: their plans are not kept
+            in the cache of plans, and tiny cases would need other kernels, which are not compiled.
     """
 
     def __init__(self, host: bool) -> None:
@@ -593,7 +736,7 @@ def _measure(part: str, case: Case, candidates: list[Candidate], setup: Setup) -
     wrong_peers = [name for name in result.wrong if name not in ours]
     if any(name in result.wrong for name in ours) or setup.implementation in missing:
         raise WrongError(f"not measured: {', '.join(missing)}")
-    if part == "switches" and missing:
+    if part != "peers" and missing:
         raise WrongError(f"not measured: {', '.join(missing)}")
     if wrong_peers:
         yield record.make_row(part, case.name, "note", f"peers left out: {', '.join(wrong_peers)}")

@@ -29,7 +29,7 @@ def make_row(
     """A row of the file.
 
     Args:
-        part: "environment", "correctness", "switches" or "peers".
+        part: "environment", or one of jobs.PARTS.
         item: the job's name.
         status: see the top of this file.
         detail: a sentence or other remark.

@@ -115,7 +115,7 @@ class Launcher:
     """Runs a rung on the current GPU.
 
     Raises:
-        RuntimeError: it does not compile for this GPU, or the driver refuses it.
+        RuntimeError: it does not compile for this GPU.
     """
 
     def __init__(self, rung: Rung, nvcc: str) -> None:
@@ -123,20 +123,21 @@ class Launcher:
 
         major, minor = torch.cuda.get_device_capability()
         self._rung = rung
-        self._kernel = on_the_spot.Kernel(
-            compiled(rung, nvcc, "cubin", f"sm_{major}{minor}"), KERNEL
-        )
+        self._code = compiled(rung, nvcc, "cubin", f"sm_{major}{minor}")
 
     def bind(self, causal: bool) -> Callable[..., torch.Tensor]:
         """A function of q, k and v (batch, heads, n, 64) that returns the output."""
         import torch
+
+        from archflash import _archflash as native
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if reason := why_not(q, k, v, causal):
                 raise RuntimeError(reason)
             out = torch.empty_like(q)
             tensors = {"q": q, "k": k, "v": v, "out": out}
-            on_the_spot.run_plan(launch_plan(self._rung, q), [self._kernel], tensors)
+            plan = on_the_spot.with_kernel(launch_plan(self._rung, q), KERNEL, self._code)
+            native.launch(plan, tensors)
             return out
 
         return call

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import struct
+from typing import TYPE_CHECKING, Any
 
 from archflash import _archflash as native
 
+if TYPE_CHECKING:
+    import torch
+
 CTA_ROWS = 256  # rows of a CTA, alone or in a pair, in the kernels that have a pair
-TILES_OFFSET = 264  # byte offset of Params::tiles
+TILES_OFFSET = 272  # byte offset of Params::tiles
 BARRIER_BYTES = 12 * 8  # a pair's six stages have 12 barriers more than the three of a CTA alone
-ALONE = ("d128", "d192")  # names of the tiles of CTAs alone that have a twin for pairs
+ALONE = ("d128", "d128_mufu", "d192")  # names of the tiles of CTAs alone that have a twin for pairs
 PAIR = "_pair"  # how the names of the pairs' tiles and kernels end
 
 
@@ -22,19 +26,13 @@ def serves_pairs(plan: native.LaunchPlan) -> bool:
     return tile.name.removesuffix(PAIR) in ALONE
 
 
-def in_pairs(plan: native.LaunchPlan, pairs: int | None = None) -> native.LaunchPlan:
-    """Plans a call for the kernel of pairs of CTAs.
-
-    Args:
-        plan: plan of a call for which serves_pairs() holds.
-        pairs: how many pairs share out the tiles; None: as many as the device has room for.
+def in_pairs(plan: native.LaunchPlan) -> native.LaunchPlan:
+    """Plans a call for which serves_pairs() holds for the kernel of pairs of CTAs.
 
     Raises:
         RuntimeError: serves_pairs() does not hold.
     """
-    if pairs is None:
-        pairs = max(plan.device.sm_count // 2, 1)
-    return _with_ctas(plan, 2, pairs)
+    return _with_ctas(plan, 2)
 
 
 def alone(plan: native.LaunchPlan) -> native.LaunchPlan:
@@ -43,7 +41,31 @@ def alone(plan: native.LaunchPlan) -> native.LaunchPlan:
     Raises:
         RuntimeError: serves_pairs() does not hold.
     """
-    return _with_ctas(plan, 1, plan.device.sm_count)
+    return _with_ctas(plan, 1)
+
+
+def alone_for_pairs(
+    implementation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> native.LaunchPlan | None:
+    """The plan of a call for CTAs that work alone, if its own plan takes pairs; else None.
+
+    Args:
+        implementation: the one that is forced. Tensors on the CPU are planned for its home GPU.
+        q, k, v: as for `archflash.attention`.
+        options: the other arguments of `archflash.attention`.
+
+    Raises:
+        archflash.ForcedImplementationError: it does not serve the call.
+    """
+    import archflash
+
+    home = (
+        {} if q.device.type == "cuda" else {"device": native.describe(implementation).home_device}
+    )
+    planned = archflash.explain(q, k, v, implementation=implementation, **home, **options).plan
+    if planned is None or planned.tile is None or planned.tile.cluster < 2:
+        return None
+    return alone(planned)
 
 
 def splits_keys(plan: native.LaunchPlan) -> bool:
@@ -64,17 +86,27 @@ def unsplit(plan: native.LaunchPlan) -> native.LaunchPlan:
     return made
 
 
-def one_tile_each(plan: native.LaunchPlan) -> native.LaunchPlan:
-    """The plan's kernel with one CTA, or one pair of CTAs, for each row tile."""
+def as_many_as_fit(plan: native.LaunchPlan) -> native.LaunchPlan:
+    """The plan with as many CTAs, or pairs of CTAs, as the device has room for.
+
+    It is for a kernel without a dynamic walk, whose CTAs take several tiles each.
+    """
     fields = plan.to_dict()
     launch = fields["launches"][0]
-    ctas = fields["tile"]["cluster"] * fields["tile"]["tiles"] * fields["tile"]["splits"]
+    cluster = fields["tile"]["cluster"]
+    ctas = min(launch["grid"][0], cluster * max(plan.device.sm_count // cluster, 1))
     fields["tile"]["ctas"] = ctas
     launch["grid"] = [ctas, 1, 1]
     return native.LaunchPlan.unchecked_from_dict(fields)
 
 
-def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.LaunchPlan:
+def _image(kernel: str, dtype: str, ctas: int) -> str:
+    if "_mufu" in kernel:
+        return "blackwell_dc/fwd_103"
+    return "blackwell_dc/fwd_pair" if ctas == 2 else f"blackwell_dc/fwd_{dtype}"
+
+
+def _with_ctas(plan: native.LaunchPlan, ctas: int) -> native.LaunchPlan:
     fields = plan.to_dict()
     launch = fields["launches"][0]
     problem = plan.problem.to_dict()
@@ -90,7 +122,7 @@ def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.Launch
     struct.pack_into("<i", params, TILES_OFFSET, tiles)
     before = launch["cluster"][0]
     dtype = "f16" if problem["dtype"] == "float16" else "bf16"
-    grid = ctas * min(groups, tiles)
+    grid = ctas * tiles
     fields["tile"] |= {
         "name": fields["tile"]["name"].removesuffix(PAIR) + end,
         "block_q": ctas * CTA_ROWS,
@@ -100,7 +132,7 @@ def _with_ctas(plan: native.LaunchPlan, ctas: int, groups: int) -> native.Launch
     }
     launch |= {
         "kernel": kernel.removesuffix(PAIR) + end,
-        "image": "blackwell_dc/fwd_pair" if ctas == 2 else f"blackwell_dc/fwd_{dtype}",
+        "image": _image(kernel, dtype, ctas),
         "grid": [grid, 1, 1],
         "cluster": [ctas, 1, 1],
         "params": params.hex(),

@@ -69,14 +69,32 @@ SETTINGS = (
         )
         for pairs in (0, 2, 4, 5, 6, 8)
     ],
+    Setting(
+        "polynomial_in_last_quarter=on",
+        "the last quarter of a block has polynomials too",
+        "switches.polynomial_in_last_quarter = true",
+    ),
+    Setting(
+        "polynomial_in_last_quarter=off",
+        "the last quarter of a block has no polynomials",
+        "switches.polynomial_in_last_quarter = false",
+    ),
     _off("lazy_rescale", "O is rescaled in every block"),
     _off("split_p", "all of P is handed over at once"),
     _off("move_registers", "no setmaxnreg: every thread has 128 registers"),
     _off("precomputed_descriptors", "each product's descriptors are made anew"),
     _off("trust_issue_order", "S that overwrites P waits until the product that reads P is done"),
+    _off("implied_o_ready", "correction waits for the product of every block"),
+    _off("release_each_tile", "the next row tile's first products wait for both tiles' O"),
+    _off("l2_hints", "TMA does not tell L2 what to keep"),
     _off("tma_store", "the epilogue warp copies output rows, 16 bytes a lane"),
     _off("longest_first", "the first row tiles of causal calls, the shortest, come first"),
-    Setting("persistent=off", "a CTA for each row tile, which ends with it"),
+    _off("dynamic_walk", "the tiles of as many CTAs as there is room for are fixed"),
+    Setting(
+        "persistent=off",
+        "a CTA for each row tile, which ends with it",
+        "switches.dynamic_walk = false",
+    ),
     Setting("pairs=on", "pairs of CTAs multiply together, whatever the call (d 128 and 192)"),
     Setting("pairs=off", "CTAs work alone, whatever the call (d 128 and 192)"),
     Setting("splits=off", "keys are not split over CTAs (calls whose keys the plan splits only)"),
@@ -165,8 +183,8 @@ def plan_for(setting: Setting, planned: Any) -> Any:
     """
     from bench.switches import plans
 
-    if setting.name == "persistent=off":
-        return plans.one_tile_each(planned)
+    if setting.name == "dynamic_walk=off":
+        return plans.as_many_as_fit(planned)
     if setting.name == "pairs=on":
         return plans.in_pairs(planned)
     if setting.name == "pairs=off":
@@ -215,52 +233,51 @@ def simulate(
     return sim.run(q, k, v, implementation=NAME, plan=plan, program=program, **options)
 
 
-def bind(setting: Setting, nvcc: str, causal: bool) -> Callable[..., torch.Tensor]:
+def bind(
+    setting: Setting, nvcc: str, causal: bool, *, pairs: bool = True
+) -> Callable[..., torch.Tensor]:
     """Makes the function that computes attention of CUDA tensors with one setting changed.
 
     Args:
         setting: what is changed.
         nvcc: the compiler, on the machine with the GPU.
         causal: as for `archflash.attention`.
+        pairs: whether calls whose plans take pairs of CTAs run so; if not, CTAs work alone.
 
     Returns:
         The function of q, k and v (batch, heads, n, d). It raises RuntimeError if the kernel does
-        not compile or start.
+        not compile, and archflash.LaunchError if it does not start.
     """
     import torch
 
     import archflash
+    from archflash import _archflash as native
+    from bench.switches.plans import alone
 
-    plans: dict[torch.Size, tuple[Any, list[on_the_spot.Kernel | None]]] = {}
+    plans: dict[torch.Size, native.LaunchPlan] = {}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if q.shape not in plans:
             decision = archflash.explain(q, k, v, causal=causal, implementation=NAME)
-            plan = plan_for(setting, decision.plan)
-            changed = changed_kernel(plan)
-            kernels = [
-                kernel_for(setting, changed, nvcc) if row["kernel"] == changed else None
-                for row in plan.to_dict()["launches"]
-            ]
-            plans[q.shape] = (plan, kernels)
+            planned = decision.plan
+            if not pairs and planned.tile.cluster == 2:
+                planned = alone(planned)
+            plan = plan_for(setting, planned)
+            if setting.assignment:
+                kernel = changed_kernel(plan)
+                code = compiled(setting, kernel, nvcc, "cubin")
+                plan = on_the_spot.with_kernel(plan, kernel, code)
+            plans[q.shape] = plan
         dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-        plan, kernels = plans[q.shape]
+        plan = plans[q.shape]
         tensors = {"q": q, "k": k, "v": v, "out": out}
         if plan.workspace_bytes:
             tensors["workspace"] = q.new_empty(plan.workspace_bytes, dtype=torch.uint8)
-        on_the_spot.run_plan(plan, kernels, tensors)
+        native.launch(plan, tensors)
         return out
 
     return call
-
-
-@cache
-def kernel_for(setting: Setting, kernel: str, nvcc: str) -> on_the_spot.Kernel | None:
-    """Loads the kernel of a variant on the current GPU; None if it is the wheel's kernel."""
-    if not setting.assignment:
-        return None
-    return on_the_spot.Kernel(compiled(setting, kernel, nvcc, "cubin"), kernel)
 
 
 # --- counts ---

@@ -153,7 +153,8 @@ def plan_facts(plan: _native.LaunchPlan) -> list[tuple[str, str]]:
             )
         )
     if plan.workspace_bytes:
-        facts.append(("workspace", f"{plan.workspace_bytes} bytes"))
+        zeroed = f", of which the first {plan.zeroed_bytes} are zeroed" if plan.zeroed_bytes else ""
+        facts.append(("workspace", f"{plan.workspace_bytes} bytes{zeroed}"))
     return facts
 
 

@@ -157,10 +157,7 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
   std::vector<BulkTarget> targets;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     Cta& cta = cluster.cta(std::countr_zero(rest));
-    if (cta.exited()) {
-      throw Fault{"exited-cta",
-                  "a multicast to CTA " + std::to_string(cta.index()) + ", which has exited", lane};
-    }
+    cluster.lifetimes().check_use(warp, lane, cta, "a multicast to");
     // With .cta_group::2 the signal goes to one CTA of each destination's pair: the one with an
     // even rank if the mbarrier's CTA has an even rank, else the other.
     const int signalled = peer_signal ? (cta.rank() & ~1) | (barrier.cta->rank() & 1) : cta.rank();
@@ -169,12 +166,7 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
                   lane};
     }
     Cta& informed = cluster.cta(signalled);
-    if (informed.exited()) {
-      throw Fault{
-          "exited-cta",
-          "a multicast that signals CTA " + std::to_string(informed.index()) + ", which has exited",
-          lane};
-    }
+    cluster.lifetimes().check_use(warp, lane, informed, "a multicast that signals");
     targets.push_back({{&cta, data.offset}, {&informed, barrier.offset}});
   }
   return targets;

@@ -13,7 +13,7 @@ namespace {
 constexpr uint32_t EXPECT = 1, DROP = 2, NO_COMPLETE = 4, RELAXED = 8, PARITY = 16, TRY = 32;
 
 bool is_random(const Cta& cta) {
-  return cta.options().mode == Mode::Random || cta.options().mode == Mode::Priority;
+  return cta.options().mode != Mode::Lazy && cta.options().mode != Mode::Eager;
 }
 
 // Takes the address operand. It is a generic address where the statement names no space.

@@ -506,9 +506,7 @@ void run_commit(Warp& warp, const Instruction& instruction, uint32_t mask) {
       }
       places.clear();
       for_each_lane(ctas, [&](int rank) {
-        if (cluster.cta(rank).exited()) {
-          throw Fault{"exited-cta", "tcgen05.commit to a CTA that has exited", lane};
-        }
+        cluster.lifetimes().check_use(warp, lane, cluster.cta(rank), "tcgen05.commit to");
         places.push_back({&cluster.cta(rank), at.offset});
       });
     }

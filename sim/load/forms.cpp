@@ -146,6 +146,7 @@ std::span<const FormTable> form_tables() {
       {"bulk copies", bulk_forms()},
       {"asynchronous stores", store_async_forms()},
       {"clusters, register pools", cluster_forms()},
+      {"cluster launch control", launch_control_forms()},
       {"wgmma", wgmma_forms()},
       {"tcgen05", tcgen05_forms()},
       {"tcgen05 that does not load", tcgen05_refused_forms()},

@@ -190,6 +190,7 @@ struct Kernel {
   uint64_t local_bytes = 0;  // per thread
   // The kernel has atomics or fences beyond the CTA, so that its CTAs run one after another.
   bool orders_globally = false;
+  bool takes_unstarted = false;  // it has clusterlaunchcontrol
   // The race detector treats so many bytes (log2) of shared and of global memory as one.
   int race_granule_log2 = 2, global_granule_log2 = 2;
   int min_ctas = 1;       // .minnctapersm

@@ -14,6 +14,7 @@ namespace {
 constexpr uint32_t BANKS = 32;
 constexpr uint32_t BANK_BYTES = 4;
 constexpr uint64_t SECTOR_BYTES = 32;
+constexpr const char* ACCESSES = "accesses shared memory of";
 
 std::string hex(uint64_t value) {
   char text[32];
@@ -80,12 +81,7 @@ Cta& shared_owner(Warp& warp, int lane, uint64_t address, bool cluster) {
                 lane, address};
   }
   Cta& owner = cta.cluster().cta(static_cast<int>(rank));
-  if (owner.exited()) {
-    throw Fault{"exited-cta",
-                "accesses shared memory of CTA " + std::to_string(owner.index()) +
-                    ", which has exited: it must stay until the cluster is done with it",
-                lane, address};
-  }
+  cta.cluster().lifetimes().check_use(warp, lane, owner, ACCESSES);
   return owner;
 }
 
@@ -103,6 +99,7 @@ uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
                 lane, address};
   }
   if (address % bytes != 0) misaligned(lane, access, bytes, address);
+  if (&owner != &cta) cta.cluster().lifetimes().note_access(warp, lane, owner, ACCESSES);
   const auto at = static_cast<uint32_t>(offset);
   if (access != Access::Write && access != Access::Copy) {
     if (!all_valid(owner.shared_state() + at, bytes)) [[unlikely]] {

@@ -18,12 +18,20 @@ constexpr uint64_t MAX_FRUITLESS = 10000;
 
 }  // namespace
 
-Cluster::Cluster(const LaunchContext& launch, int64_t index, Counts& counts)
-    : launch_(launch), random_(launch.options.seed + static_cast<uint64_t>(index) * SEED_STEP) {
+Dim3 first_cta(const LaunchContext& launch, int64_t cluster) {
   const Dim3& size = launch.cluster;
   const int64_t across = launch.grid.x / size.x, down = launch.grid.y / size.y;
-  const Dim3 first{index % across * size.x, index / across % down * size.y,
-                   index / (across * down) * size.z};
+  return {cluster % across * size.x, cluster / across % down * size.y,
+          cluster / (across * down) * size.z};
+}
+
+Cluster::Cluster(const LaunchContext& launch, int64_t index, Counts& counts,
+                 std::deque<int64_t> unstarted)
+    : launch_(launch),
+      random_(launch.options.seed + static_cast<uint64_t>(index) * SEED_STEP),
+      unstarted_(std::move(unstarted)) {
+  const Dim3& size = launch.cluster;
+  const Dim3 first = first_cta(launch, index);
   const auto warps = static_cast<int>((launch.block.count() + LANES - 1) / LANES);
   const auto ranks = static_cast<int>(size.count());
   if (launch.options.race) {
@@ -39,6 +47,7 @@ Cluster::Cluster(const LaunchContext& launch, int64_t index, Counts& counts)
     for (int w = 0; w < warps; ++w) warps_.push_back(&ctas_.back()->warp(w));
   }
   counts.ctas += static_cast<uint64_t>(ranks);
+  lifetimes_ = std::make_unique<Lifetimes>(*this, warps_.size());
   arrivals_.resize(warps_.size());
   for (size_t w = 0; w < warps_.size(); ++w) {
     priorities_.push_back(static_cast<uint32_t>(random_.next() >> 32));
@@ -71,7 +80,7 @@ Warp* Cluster::pick(uint64_t& budget) {
     if (!pending_.empty()) land_one(random_.next());
     if (random_.below(4) == 0) wake_resting();
   }
-  if (mode == Mode::Random) {
+  if (mode != Mode::Priority) {
     budget = 1 + random_.below(longest(RANDOM_BUDGET));
     size_t skip = random_.below(runnable);
     for (Warp* warp : warps_) {
@@ -97,7 +106,7 @@ void Cluster::run() {
       uint64_t budget = 0;
       warp = pick(budget);
       if (warp == nullptr) {
-        if (land_one(0)) continue;
+        if (land_one(launch_.options.mode == Mode::Shuffled ? random_.next() : 0)) continue;
         if (fruitless_++ < MAX_FRUITLESS && wake_resting()) continue;
         break;
       }
@@ -117,6 +126,7 @@ void Cluster::run() {
       deadlock();
     } else {
       for (const auto& cta : ctas_) cta->check_exit();
+      lifetimes_->check_exits();
     }
   } catch (const Fault& failure) {
     if (stepping_ != nullptr) {
@@ -268,10 +278,18 @@ bool Cluster::wait(Warp& warp, uint32_t mask) {
   if (arrivals.arrived & mask) return false;
   arrivals.unwaited &= ~mask;
   if (races_) races_->acquire(warp.agent(), arrived_);
+  lifetimes_->pass_barrier(warp);
   return true;
 }
 
 void Cluster::lanes_exited() { complete_if_full(); }
+
+int64_t Cluster::take_unstarted() {
+  if (unstarted_.empty()) return -1;
+  const int64_t index = unstarted_.front();
+  unstarted_.pop_front();
+  return index;
+}
 
 void Cluster::complete_if_full() {
   bool any = false;

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "sim/run/cta.h"
+#include "sim/run/lifetimes.h"
 
 namespace archflash::sim {
 
@@ -32,9 +34,14 @@ class AsyncOperation {
   uint32_t pc_;
 };
 
+// The position of the first CTA of a cluster in the grid.
+Dim3 first_cta(const LaunchContext& launch, int64_t cluster);
+
 class Cluster {
  public:
-  Cluster(const LaunchContext& launch, int64_t index, Counts& counts);
+  // `unstarted` are the clusters that do not start if this one asks for their work.
+  Cluster(const LaunchContext& launch, int64_t index, Counts& counts,
+          std::deque<int64_t> unstarted = {});
   ~Cluster();
 
   // Runs all warps to their end, or until a fault.
@@ -44,6 +51,7 @@ class Cluster {
   int size() const { return static_cast<int>(ctas_.size()); }
   Cta& cta(int rank) { return *ctas_[static_cast<size_t>(rank)]; }
   RaceDetector* races() { return races_.get(); }
+  Lifetimes& lifetimes() { return *lifetimes_; }
   Random& random() { return random_; }
   uint64_t time() const { return time_; }
 
@@ -62,6 +70,11 @@ class Cluster {
   bool wait(Warp& warp, uint32_t mask);
   void lanes_exited();
 
+  // ---- clusterlaunchcontrol ----
+  // Takes the work of a cluster that has not started; -1: all have.
+  int64_t take_unstarted();
+  const std::deque<int64_t>& unstarted() const { return unstarted_; }
+
  private:
   Warp* pick(uint64_t& budget);
   bool land_one(uint64_t pick);
@@ -75,6 +88,7 @@ class Cluster {
   const LaunchContext& launch_;
   Random random_;
   std::unique_ptr<RaceDetector> races_;
+  std::unique_ptr<Lifetimes> lifetimes_;
   std::vector<std::unique_ptr<Cta>> ctas_;
   std::vector<Warp*> warps_;
   std::vector<uint32_t> priorities_;
@@ -91,6 +105,7 @@ class Cluster {
   };
   std::vector<Arrivals> arrivals_;
   Knowledge arriving_, arrived_;
+  std::deque<int64_t> unstarted_;
 };
 
 }  // namespace archflash::sim

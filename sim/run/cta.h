@@ -23,6 +23,7 @@ enum class Mode : uint8_t {
   Eager,     // asynchronous work lands at once
   Random,    // a random warp runs for a random stretch; asynchronous work lands at random times
   Priority,  // random priorities that change at random points
+  Shuffled,  // like Random; a tensor pipe's operations run in any order that the ISA allows
 };
 
 struct Options {
@@ -30,8 +31,9 @@ struct Options {
   uint64_t seed = 0;
   bool race = true;
   bool trace = false;
-  int threads = 0;       // 0: one for each core
-  uint64_t stretch = 0;  // a warp's longest turn, in instructions; 0: what the mode says
+  int threads = 0;            // 0: one for each core
+  uint64_t stretch = 0;       // a warp's longest turn, in instructions; 0: what the mode says
+  int64_t resident_ctas = 0;  // CTAs that run at a time; 0: any number
   uint64_t max_instructions = uint64_t{1} << 32;  // of one CTA
 };
 
@@ -170,6 +172,10 @@ class Cta {
   // Returns false if an increase has to wait until others give registers back.
   bool set_registers(Warp& warp, int count, bool increase);
 
+  // ---- clusterlaunchcontrol: whether the CTA has seen that no cluster is left to start ----
+  bool knows_all_started() const { return knows_all_started_; }
+  void learn_all_started() { knows_all_started_ = true; }
+
   // ---- Reports ----
   void report(Severity severity, const Warp& warp, int lane, const char* kind, std::string message,
               uint64_t address = 0, int64_t other_pc = -1);
@@ -240,6 +246,7 @@ class Cta {
   // How many registers a thread of each warp has; empty until a warp changes its number.
   std::vector<int> registers_;
   int free_registers_ = 0;
+  bool knows_all_started_ = false;
   Trace trace_;
   std::vector<GlobalWrite> global_writes_;
 };

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -122,6 +123,42 @@ void check_overlaps(const Module& module, const LaunchRequest& request, const Ke
   }
 }
 
+// For each cluster, those that do not start if it asks for their work. A cluster in the list of
+// another one starts only if that one does not ask for it. On a card the speed of the clusters
+// decides; here the mode and the seed do, so that a run does not depend on the number of threads.
+std::vector<std::deque<int64_t>> unstarted_of(const Kernel& kernel, const LaunchRequest& request,
+                                              int64_t clusters, std::vector<bool>& waits) {
+  std::vector<std::deque<int64_t>> result(static_cast<size_t>(clusters));
+  waits.assign(static_cast<size_t>(clusters), false);
+  if (!kernel.takes_unstarted) return result;
+  const Options& options = request.options;
+  const int64_t fitting = std::max<int64_t>(options.resident_ctas / request.cluster.count(), 1);
+  const auto most = static_cast<size_t>(options.resident_ctas == 0 ? clusters : fitting);
+  constexpr uint64_t ONE_IN = 4;  // of the clusters start by themselves, where chance decides
+  Random random(~options.seed);
+  std::vector<int64_t> running = {0};
+  for (int64_t index = 1; index < clusters && running.size() < most; ++index) {
+    const bool starts =
+        options.mode == Mode::Eager || (options.mode != Mode::Lazy && random.below(ONE_IN) == 0);
+    if (starts) running.push_back(index);
+  }
+  size_t next = 1;  // of those that run
+  for (int64_t index = 1; index < clusters; ++index) {
+    if (next < running.size() && running[next] == index) {
+      ++next;
+      continue;
+    }
+    std::deque<int64_t>& list = result[static_cast<size_t>(running[random.below(running.size())])];
+    // With priorities they come in no particular order.
+    if (options.mode == Mode::Priority && random.below(2) == 0)
+      list.push_front(index);
+    else
+      list.push_back(index);
+    waits[static_cast<size_t>(index)] = true;
+  }
+  return result;
+}
+
 }  // namespace
 
 LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMemory& memory,
@@ -170,20 +207,31 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   std::condition_variable ended;
   int64_t working = threads;
 
+  std::vector<bool> waits;
+  std::vector<std::deque<int64_t>> unstarted = unstarted_of(kernel, request, clusters, waits);
+
   const auto work = [&] {
     const FloatEnvironment environment;
     Counts counts(kernel.code.size());
+    std::deque<int64_t> left;  // by a cluster that did not ask for them: they start now
     try {
       for (;;) {
-        const int64_t index = next++;
-        if (index >= clusters || index > first_fatal) break;
+        int64_t index = left.empty() ? next++ : left.front();
+        if (!left.empty()) {
+          left.pop_front();
+        } else if (index >= clusters || index > first_fatal) {
+          break;
+        } else if (waits[static_cast<size_t>(index)]) {
+          continue;
+        }
         LaunchContext mine = context;
         mine.options.trace = false;
         for (const int64_t traced : request.traced_ctas) {
           mine.options.trace = mine.options.trace || cluster_of(request, traced) == index;
         }
-        Cluster cluster(mine, index, counts);
+        Cluster cluster(mine, index, counts, std::move(unstarted[static_cast<size_t>(index)]));
         cluster.run();
+        left.insert(left.end(), cluster.unstarted().begin(), cluster.unstarted().end());
         Findings findings;
         bool writes = false;
         for (int rank = 0; rank < cluster.size(); ++rank) {

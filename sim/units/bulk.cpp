@@ -215,6 +215,38 @@ class Exchange : public AsyncOperation {
   uint64_t issued_;
 };
 
+class Delivery : public AsyncOperation {
+ public:
+  Delivery(Warp& warp, int lane, BulkShape shape, std::function<std::vector<uint8_t>()> make,
+           std::vector<BulkTarget> targets, const char* name)
+      : AsyncOperation(warp, lane),
+        shape_(std::move(shape)),
+        make_(std::move(make)),
+        targets_(std::move(targets)),
+        name_(name),
+        issued_(warp.cta().time()) {}
+
+  bool step() override {
+    if (next_ == 0) {
+      content_ = make_();
+      trace(*this, issued_, shape_.bytes, name_);
+    }
+    const BulkTarget& target = targets_[next_];
+    std::memcpy(target.data.bytes(), content_.data(), content_.size());
+    close_destination(*this, shape_, target);
+    return ++next_ == targets_.size();
+  }
+
+ private:
+  BulkShape shape_;
+  std::function<std::vector<uint8_t>()> make_;
+  std::vector<BulkTarget> targets_;
+  const char* name_;
+  uint64_t issued_;
+  size_t next_ = 0;
+  std::vector<uint8_t> content_;
+};
+
 }  // namespace
 
 BulkShape flat_shape(uint64_t address, uint32_t bytes) {
@@ -277,6 +309,18 @@ void start_bulk_load(Warp& warp, int lane, BulkShape shape, std::vector<BulkTarg
   }
   warp.cta().cluster().start(
       std::make_shared<Load>(warp, lane, std::move(shape), std::move(targets)));
+}
+
+void start_bulk_delivery(Warp& warp, int lane, uint32_t bytes,
+                         std::function<std::vector<uint8_t>()> make,
+                         std::vector<BulkTarget> targets, const char* name) {
+  BulkShape shape = flat_shape(0, bytes);
+  for (BulkTarget& target : targets) {
+    target.unit = target.barrier.cta->mbarriers().subscribe(warp, lane, target.barrier.offset);
+    open_destination(warp, lane, shape, target);
+  }
+  warp.cta().cluster().start(std::make_shared<Delivery>(warp, lane, std::move(shape),
+                                                        std::move(make), std::move(targets), name));
 }
 
 void start_bulk_exchange(Warp& warp, int lane, SharedPlace source, uint32_t bytes,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -49,6 +50,11 @@ void start_bulk_load(Warp& warp, int lane, BulkShape shape, std::vector<BulkTarg
 // Starts a copy from shared memory to that of a CTA of the cluster.
 void start_bulk_exchange(Warp& warp, int lane, SharedPlace source, uint32_t bytes,
                          BulkTarget target);
+// Starts the delivery of `bytes` bytes that a unit makes when the first of them land. `name` is
+// what a trace calls it.
+void start_bulk_delivery(Warp& warp, int lane, uint32_t bytes,
+                         std::function<std::vector<uint8_t>()> make,
+                         std::vector<BulkTarget> targets, const char* name);
 // Starts a copy from shared to global memory, in the lane's current bulk group. With `update` each
 // element is combined with what is there.
 void start_bulk_store(Warp& warp, int lane, BulkShape shape, SharedPlace source,

@@ -195,10 +195,13 @@ uint64_t MbarrierUnit::arrive(Warp& warp, int lane, uint32_t offset, const Arriv
                 cta_.shared_base() + offset};
   }
   if (RaceDetector* races = cta_.races()) {
-    if (arrival.releases)
+    if (arrival.releases) {
+      // A relaxed arrival cannot be watched: it does not tell those who wait that it was made.
+      cta_.cluster().lifetimes().note_access(warp, lane, cta_, "arrives at an mbarrier of");
       races->release_lanes(warp.agent(), 1u << lane, warp.live(), object.arriving);
-    else
+    } else {
       races->release_fenced(warp.agent(), object.arriving);
+    }
   }
   const uint64_t state = object.phase << STATE_PHASE_SHIFT | object.pending;
   if (arrival.drop) object.expected -= arrival.count;

@@ -133,14 +133,17 @@ std::optional<int> TensorUnit::allocate(Warp& warp, int ctas, uint32_t columns) 
   if (ctas == 1) {
     const int first = memory_.find_free(static_cast<int>(columns));
     if (first < 0) return std::nullopt;
-    memory_.allocate(warp, first, static_cast<int>(columns));
+    memory_.allocate(warp.pc(), first, static_cast<int>(columns));
     last_columns_ = columns;
     return first;
   }
   // Both CTAs of the pair get the same columns, once both have asked.
-  TensorUnit& peer = *peer_of(cta_).tensor();
+  Cta& other = peer_of(cta_);
+  cta_.cluster().lifetimes().check_use(warp, -1, other, "tcgen05.alloc for a pair with");
+  TensorUnit& peer = *other.tensor();
   if (wish_.first < 0) {
     wish_.columns = columns;
+    wish_.pc = warp.pc();
     if (peer.wish_.columns == 0) return std::nullopt;
     if (peer.wish_.columns != columns) {
       throw Fault{"tmem", what + " where the other CTA of the pair asks for " +
@@ -149,11 +152,16 @@ std::optional<int> TensorUnit::allocate(Warp& warp, int ctas, uint32_t columns) 
     const int first = memory_.find_free(static_cast<int>(columns));
     if (first < 0 || !peer.memory_.is_free(first, static_cast<int>(columns))) return std::nullopt;
     wish_.first = peer.wish_.first = first;
+    memory_.allocate(wish_.pc, first, static_cast<int>(columns));
+    peer.memory_.allocate(peer.wish_.pc, first, static_cast<int>(columns));
     peer.wake();
   }
   const int first = wish_.first;
   wish_ = {};
-  memory_.allocate(warp, first, static_cast<int>(columns));
+  allocator_ = warp.agent();
+  if (const RaceDetector* races = cta_.races()) {
+    allocated_at_ = races->known_clock(warp.agent(), warp.agent());
+  }
   last_columns_ = columns;
   return first;
 }
@@ -165,7 +173,20 @@ void TensorUnit::release(Warp& warp, uint32_t address, uint32_t columns) {
   }
   memory_.release(warp, static_cast<int>(address & COLUMN_MASK), static_cast<int>(columns));
   wake();
-  if (cta_.kernel().tcgen05_group == 2) peer_of(cta_).tensor()->wake();
+  if (cta_.kernel().tcgen05_group != 2) return;
+  TensorUnit& peer = *peer_of(cta_).tensor();
+  peer.wake();
+  // The other CTA may have freed its part and exited, but it must have come out of tcgen05.alloc:
+  // else a B300 ends the launch with an error (https://github.com/NVIDIA/cutlass/issues/3435).
+  const RaceDetector* races = cta_.races();
+  if (peer.allocator_ < 0 ||
+      (races != nullptr && !races->happened(warp.agent(), peer.allocator_, peer.allocated_at_))) {
+    cta_.report(
+        Severity::Error, warp, -1, "tmem",
+        "tcgen05.dealloc for a pair, whose other CTA may not have come out of tcgen05.alloc "
+        "yet: let all threads of the cluster arrive and wait at barrier.cluster between the "
+        "two");
+  }
 }
 
 void TensorUnit::wake() {
@@ -183,6 +204,18 @@ std::string TensorUnit::describe_wait(uint64_t columns) const {
 
 PipeOperation::PipeOperation(Warp& warp, int lane)
     : AsyncOperation(warp, lane), issued_(warp.cta().time()) {}
+
+PipeOperation::PipeOperation(Warp& warp, const TmemUser& user) : PipeOperation(warp, user.lane) {
+  commits_ = false;
+  kind_ = user.kind();
+  clock_ = user.clock;
+  before_ = warp.cta().tensor()->port(warp).orders[user.lane].before();
+}
+
+bool PipeOperation::must_follow(PipeOperation& earlier) {
+  if (&earlier.warp() != &warp() || earlier.lane() != lane() || earlier.commits_) return false;
+  return commits_ || before_.has(earlier.kind_, earlier.clock_);
+}
 
 bool PipeOperation::step() {
   warp().cta().tensor()->pipe().reach(*this);
@@ -216,30 +249,46 @@ void TensorUnit::enqueue(std::shared_ptr<PipeOperation> operation) {
   cta_.cluster().start(std::move(operation));
 }
 
-void TensorUnit::reach(const PipeOperation& operation) {
-  while (operations_.front().get() != &operation) {
-    const std::shared_ptr<PipeOperation> before = operations_.front();
+void TensorUnit::reach(PipeOperation& operation) {
+  const bool in_order = cta_.options().mode != Mode::Shuffled;
+  for (;;) {
+    const auto next =
+        std::find_if(operations_.begin(), operations_.end(), [&](const auto& earlier) {
+          return in_order || earlier.get() == &operation || operation.must_follow(*earlier);
+        });
+    if (next->get() == &operation) {
+      operations_.erase(next);
+      return;
+    }
+    const std::shared_ptr<PipeOperation> before = *next;
     cta_.cluster().finish(*before);
   }
-  operations_.pop_front();
 }
 
-TmemUser TensorUnit::next_operation(Warp& warp, int lane, TmemUser::By by) {
+TmemUser TensorUnit::next_operation(Warp& warp, int lane, TmemUser::By by, uint64_t accumulator) {
   TensorPort& mine = port(warp);
   mine.uncommitted.push_back({++mine.issued, lane});
   mine.issued_pc = warp.pc();
   RaceDetector* races = cta_.races();
   const int agent = races != nullptr ? races->matrix_agent(warp.agent()) : -1;
-  return {
-      by,       static_cast<uint8_t>(lane), static_cast<uint16_t>(warp.agent()), agent, mine.issued,
-      warp.pc()};
+  const TmemUser user{by,
+                      static_cast<uint8_t>(lane),
+                      static_cast<uint16_t>(warp.agent()),
+                      agent,
+                      mine.issued,
+                      warp.pc(),
+                      accumulator};
+  mine.orders[lane].issue(user.kind(), user.clock);
+  return user;
 }
 
-std::vector<Cta*> TensorUnit::group(int ctas, int lane, const char* what) {
+std::vector<Cta*> TensorUnit::group(Warp& warp, int ctas, int lane, const char* what, Clock clock) {
   if (ctas == 1) return {&cta_};
   Cta& peer = peer_of(cta_);
-  if (peer.exited()) {
-    throw Fault{"exited-cta", std::string(what) + " of a pair whose other CTA has exited", lane};
+  Lifetimes& lifetimes = cta_.cluster().lifetimes();
+  lifetimes.check_use(warp, lane, peer, what);
+  if (const RaceDetector* races = cta_.races()) {
+    lifetimes.note_use(warp, lane, peer, what, races->matrix_agent(warp.agent()), clock);
   }
   if (cta_.rank() % 2 == 0) return {&cta_, &peer};
   return {&peer, &cta_};
@@ -284,6 +333,14 @@ void TensorUnit::commit(Warp& warp, int lane, std::vector<SharedPlace> places) {
   // The commit covers clocks only up to the first operation of another thread that is not
   // committed.
   const Clock clock = mine.uncommitted.empty() ? mine.issued : mine.uncommitted.front().clock - 1;
+  // The arrival in another CTA comes before that CTA exits if that CTA knows that the operations
+  // are done, from this commit or from another one. FlashAttention-4 waits for a later commit.
+  const RaceDetector* races = cta_.races();
+  for (const SharedPlace& place : places) {
+    if (races == nullptr || place.cta == &cta_) continue;
+    cta_.cluster().lifetimes().note_use(warp, lane, *place.cta, "tcgen05.commit to",
+                                        races->matrix_agent(warp.agent()), clock);
+  }
   pipe().enqueue(std::make_shared<Commit>(warp, lane, std::move(places), clock));
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include "sim/memory/access.h"
 #include "sim/run/cluster.h"
 #include "sim/units/matrix_tile.h"
+#include "sim/units/pipe_order.h"
 #include "sim/units/tmem.h"
 
 namespace archflash::sim {
@@ -94,6 +96,7 @@ struct TensorPort {
   Clock issued = 0;       // operations of the pipe
   uint32_t issued_pc = 0;
   std::vector<Issued> uncommitted;
+  std::map<int, PipeOrder> orders;  // of these operations, by lane
   std::vector<Clock> seen;  // what the warp knew at its last fence::after_thread_sync, by agent
 
   bool has_seen(int agent, Clock clock) const {
@@ -104,11 +107,17 @@ struct TensorPort {
 // The port of a warp of the cluster, by its agent.
 const TensorPort& port_of(Cta& cta, int agent);
 
-// An operation in a tensor pipe. It is carried out after all operations before it.
+// An operation in a tensor pipe. It is carried out after all operations before it or, in mode
+// `shuffled`, after those that the ISA names.
 class PipeOperation : public AsyncOperation {
  public:
+  // A commit, whose place is after everything that its thread has issued.
   PipeOperation(Warp& warp, int lane);
+  // An operation that uses tensor memory: the last one that its thread has issued.
+  PipeOperation(Warp& warp, const TmemUser& user);
   bool step() override;
+  // Whether the ISA promises that an operation which was issued before is carried out before.
+  bool must_follow(PipeOperation& earlier);
 
  protected:
   virtual void execute() = 0;
@@ -117,6 +126,10 @@ class PipeOperation : public AsyncOperation {
 
  private:
   uint64_t issued_;
+  bool commits_ = true;
+  PipeOrder::Kind kind_ = 0;
+  Clock clock_ = 0;
+  PipeOrder::Set before_;
 };
 
 // Tensor memory of a CTA, its warps' ports, and its tensor pipe. A pair uses the pipe of its even
@@ -143,10 +156,10 @@ class TensorUnit {
   // Arrives at each place once everything that the thread has put into the pipe is done.
   void commit(Warp& warp, int lane, std::vector<SharedPlace> places);
   // Counts the next operation of a thread; the result identifies it as a user of cells.
-  TmemUser next_operation(Warp& warp, int lane, TmemUser::By by);
+  TmemUser next_operation(Warp& warp, int lane, TmemUser::By by, uint64_t accumulator = 0);
   void enqueue(std::shared_ptr<PipeOperation> operation);
-  // Carries out all operations before this one, and takes this one from the pipe.
-  void reach(const PipeOperation& operation);
+  // Carries out the operations that come before this one, and takes this one from the pipe.
+  void reach(PipeOperation& operation);
 
   // ---- Loads and stores of a warp ----
   TmemUser next_load(Warp& warp, const Ref* registers, int count);
@@ -165,8 +178,8 @@ class TensorUnit {
   void check_exit();
 
  private:
-  // This CTA, or both CTAs of the pair in the order of their ranks.
-  std::vector<Cta*> group(int ctas, int lane, const char* what);
+  // This CTA, or both CTAs of the pair in the order of their ranks, for an operation of that clock.
+  std::vector<Cta*> group(Warp& warp, int ctas, int lane, const char* what, Clock clock);
   TmemUser next(Warp& warp, TensorPort::Unit& unit, TmemUser::By by);
   void wake();  // warps that wait for columns
 
@@ -177,9 +190,13 @@ class TensorUnit {
   uint32_t last_columns_ = 0;  // how many the last allocation took
   struct Wish {                // what this CTA asks for in a pair's allocation
     uint32_t columns = 0;      // 0: it asks for none
-    int first = -1;            // the first column, once granted
+    uint32_t pc = 0;
+    int first = -1;  // the first column, once granted
   };
   Wish wish_;
+  // The warp that executed the last tcgen05.alloc of a pair, and its clock then.
+  int allocator_ = -1;
+  Clock allocated_at_ = 0;
   std::deque<std::shared_ptr<PipeOperation>> operations_;
   std::vector<std::pair<int, TraceEvent>> untold_;
 };

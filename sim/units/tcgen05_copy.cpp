@@ -10,9 +10,9 @@ namespace {
 
 class Copy : public PipeOperation {
  public:
-  Copy(Warp& warp, int lane, const CopyRequest& request, const MatrixDescriptor& descriptor,
-       std::vector<Cta*> ctas)
-      : PipeOperation(warp, lane),
+  Copy(Warp& warp, const TmemUser& user, const CopyRequest& request,
+       const MatrixDescriptor& descriptor, std::vector<Cta*> ctas)
+      : PipeOperation(warp, user),
         request_(request),
         descriptor_(descriptor),
         ctas_(std::move(ctas)) {}
@@ -47,8 +47,8 @@ class Copy : public PipeOperation {
 
 class Shift : public PipeOperation {
  public:
-  Shift(Warp& warp, int lane, uint32_t address, std::vector<Cta*> ctas)
-      : PipeOperation(warp, lane), address_(address), ctas_(std::move(ctas)) {}
+  Shift(Warp& warp, const TmemUser& user, uint32_t address, std::vector<Cta*> ctas)
+      : PipeOperation(warp, user), address_(address), ctas_(std::move(ctas)) {}
 
  protected:
   void execute() override {
@@ -82,7 +82,8 @@ void TensorUnit::copy(Warp& warp, int lane, const CopyRequest& request) {
         lane, request.to};
   }
   const TmemUser user = next_operation(warp, lane, TmemUser::By::Copy);
-  std::vector<Cta*> ctas = group(request.ctas, lane, "tcgen05.cp");
+  std::vector<Cta*> ctas =
+      group(warp, request.ctas, lane, "tcgen05.cp for a pair with", user.clock);
   // The tile is made of bytes, that is, of elements of 8 bits.
   const MatrixTile tile{descriptor,       true, 0, request.rows, static_cast<int>(request.bytes),
                         ElementType::E4M3};
@@ -93,7 +94,7 @@ void TensorUnit::copy(Warp& warp, int lane, const CopyRequest& request) {
     open_tile(warp, *cta, "the source of tcgen05.cp", tile, user.clock);
     cta->tensor()->memory().write(warp, user, region, "tcgen05.cp");
   }
-  pipe().enqueue(std::make_shared<Copy>(warp, lane, request, descriptor, std::move(ctas)));
+  pipe().enqueue(std::make_shared<Copy>(warp, user, request, descriptor, std::move(ctas)));
 }
 
 void TensorUnit::shift(Warp& warp, int lane, int ctas, uint32_t address) {
@@ -103,7 +104,8 @@ void TensorUnit::shift(Warp& warp, int lane, int ctas, uint32_t address) {
                 lane, address};
   }
   const TmemUser user = next_operation(warp, lane, TmemUser::By::Shift);
-  std::vector<Cta*> group = this->group(ctas, lane, "tcgen05.shift");
+  std::vector<Cta*> group =
+      this->group(warp, ctas, lane, "tcgen05.shift for a pair with", user.clock);
   TmemRegion region{static_cast<int>(address & COLUMN_MASK), PRODUCT_K_COLUMNS};
   for (size_t q = first / LANES; q < TMEM_QUARTERS; ++q) region.lanes[q] = ALL_LANES;
   for (Cta* cta : group) {
@@ -111,7 +113,7 @@ void TensorUnit::shift(Warp& warp, int lane, int ctas, uint32_t address) {
     memory.check_values(warp, user.by, region, "tcgen05.shift");
     memory.write(warp, user, region, "tcgen05.shift");
   }
-  pipe().enqueue(std::make_shared<Shift>(warp, lane, address, std::move(group)));
+  pipe().enqueue(std::make_shared<Shift>(warp, user, address, std::move(group)));
 }
 
 }  // namespace archflash::sim

@@ -56,8 +56,8 @@ class Product : public PipeOperation {
     MatrixTile a, b;
   };
 
-  Product(Warp& warp, int lane, const MmaRequest& request, const MmaDescriptor& mma)
-      : PipeOperation(warp, lane), request_(request), mma_(mma) {}
+  Product(Warp& warp, const TmemUser& user, const MmaRequest& request, const MmaDescriptor& mma)
+      : PipeOperation(warp, user), request_(request), mma_(mma) {}
 
   std::vector<Part>& parts() { return parts_; }
   std::vector<RowGroup>& groups() { return groups_; }
@@ -181,11 +181,13 @@ void TensorUnit::multiply(Warp& warp, int lane, const MmaRequest& request) {
     return field;
   };
   const int d_lane = lane_field("D", request.d);
-  auto product = std::make_shared<Product>(warp, lane, request, mma);
-  product->groups() = groups_of(mma, request.ctas, d_lane);
   if (request.a_in_tmem && lane_field("A", request.a_tmem) != d_lane) {
     throw Fault{"tmem", "A and D of tcgen05.mma are in different halves of the lanes", lane};
   }
+  const TmemUser user = next_operation(warp, lane, TmemUser::By::Product,
+                                       accumulator_of(request.d, mma, request.ctas));
+  auto product = std::make_shared<Product>(warp, user, request, mma);
+  product->groups() = groups_of(mma, request.ctas, d_lane);
   const int d_columns = product->groups().front().n;
   if (request.a_in_tmem && product->a_column() < product->d_column() + d_columns &&
       product->d_column() < product->a_column() + PRODUCT_K_COLUMNS) {
@@ -195,9 +197,8 @@ void TensorUnit::multiply(Warp& warp, int lane, const MmaRequest& request) {
                     std::to_string(product->d_column() + d_columns - 1) + ", A from " +
                     std::to_string(product->a_column()) + " on");
   }
-  TmemUser user = next_operation(warp, lane, TmemUser::By::Product);
-  user.accumulator = accumulator_of(request.d, mma, request.ctas);
-  const std::vector<Cta*> ctas = group(request.ctas, lane, "tcgen05.mma");
+  const std::vector<Cta*> ctas =
+      group(warp, request.ctas, lane, "tcgen05.mma for a pair with", user.clock);
   const auto rows = static_cast<uint32_t>(product->rows());
   const MatrixDescriptor b = decode("B", request.b);
   const MatrixDescriptor a = request.a_in_tmem ? MatrixDescriptor{} : decode("A", request.a);

@@ -56,8 +56,8 @@ int Tmem::find_free(int columns) const {
   return -1;
 }
 
-void Tmem::allocate(const Warp& warp, int first, int columns) {
-  blocks_.push_back({first, columns, warp.pc(), cta_.time()});
+void Tmem::allocate(uint32_t pc, int first, int columns) {
+  blocks_.push_back({first, columns, pc, cta_.time()});
   for (int c = first; c < first + columns; ++c) {
     written_[static_cast<size_t>(c)] = {};
     std::fill_n(column(c), TMEM_LANES, POISON);
@@ -198,11 +198,11 @@ void Tmem::check_order(Warp& warp, const TmemUser& user, const TmemUser& other, 
     return;
   }
   if (in_pipe(user.by) && in_pipe(other.by) && user.unit == other.unit && user.lane == other.lane) {
-    // The pipe carries out one thread's work in order; the ISA promises that for some pairs only.
+    // Cards carry out one thread's work in order; the ISA promises that for some pairs only.
+    const auto& orders = port_of(cta_, user.warp).orders;
+    if (orders.at(user.lane).before().has(other.kind(), other.clock)) return;
     const bool products = user.by == TmemUser::By::Product && other.by == TmemUser::By::Product;
-    if (!products) return;
-    if (other_wrote && writes && user.accumulator == other.accumulator) return;
-    if (!other_wrote && writes) {
+    if (!products || !other_wrote) {
       report(complaints.order, Severity::Lint, "tcgen05-order",
              "follows in the same pipe, where the ISA promises no order between the two,");
       return;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "sim/run/cta.h"
+#include "sim/units/pipe_order.h"
 
 namespace archflash::sim {
 
@@ -40,8 +41,12 @@ struct TmemUser {
   int unit = -1;      // the agent that carries it out; -1: races are not checked
   Clock clock = 0;
   uint32_t pc = 0;
-  // Products with the same accumulator and shape are in order; this number identifies both.
-  uint64_t accumulator = 0;
+  uint64_t accumulator = 0;  // of a product: a number that identifies accumulator and shape
+
+  // Of an operation of the tensor pipe.
+  PipeOrder::Kind kind() const {
+    return by == By::Copy ? PipeOrder::COPY : by == By::Shift ? PipeOrder::SHIFT : accumulator;
+  }
 };
 
 class Tmem {
@@ -57,7 +62,7 @@ class Tmem {
   // Finds so many free columns that follow one another, and returns the first; -1: there are none.
   int find_free(int columns) const;
   bool is_free(int first, int columns) const;
-  void allocate(const Warp& warp, int first, int columns);
+  void allocate(uint32_t pc, int first, int columns);
   // Throws Fault if that block was not allocated.
   void release(Warp& warp, int first, int columns);
   const std::vector<Block>& blocks() const { return blocks_; }

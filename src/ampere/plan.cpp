@@ -34,10 +34,11 @@ using mma_sync::tile;
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
 // GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
-    tile<D64Large<DType::F16>>("d64_large",
-                               {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_keys = 129},
-                               "two CTAs per SM with 128 keys and two buffers from 163 KB on"),
-    tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1},
+    tile<D64Large<DType::F16>>(
+        "d64_large",
+        {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2, .min_keys = 65},
+        "two CTAs per SM with 128 keys and two buffers from 163 KB on"),
+    tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
                                 "99 KB, or few keys: 64 keys at a time"),
     tile<D64Few<DType::F16>>("d64_few", {},
                              "few CTAs or short sequences: 64 rows make twice as many"),

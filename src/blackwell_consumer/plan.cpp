@@ -11,6 +11,7 @@
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/mma_sync.h"
+#include "common/planning/order.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -114,13 +115,15 @@ PlanResult plan(const Problem& problem, const Device& device) {
   const int64_t tiles = core::tiles_of(problem, *tile);
   Params params;
   core::init_params(problem, params);
-  params.attention.heads_per_group = core::heads_per_group(problem, device, core::Groups::Even);
+  params.attention.order = core::choose_order(problem, device, *tile);
   params.tiles = static_cast<int32_t>(tiles);
-  // One CTA per SM that goes on to the next tile loads its keys while the last one is written. Two
-  // of them, and tiles of unequal length, are better served by the hardware, which gives the next
-  // tile to whoever is done (NOTES.md).
-  const bool stays = core::resident_ctas(*tile, device) == 1 && core::equal_tiles(problem);
-  const int64_t ctas = stays ? std::min<int64_t>(tiles, device.sm_count) : tiles;
+  // CTAs that go on to the next tile load its keys while the last one is written. Tiles of unequal
+  // length are better served by the hardware, which gives the next tile to whoever is done, and so
+  // are two CTAs per SM with many keys (NOTES.md).
+  constexpr int64_t FEW_KEYS = 512;
+  const int64_t resident = core::resident_ctas(*tile, device);
+  const bool stays = core::equal_tiles(problem) && (resident == 1 || problem.nk <= FEW_KEYS);
+  const int64_t ctas = stays ? std::min<int64_t>(tiles, resident * device.sm_count) : tiles;
   return core::one_launch("blackwell_consumer", problem, device, *tile, ctas, params);
 }
 

@@ -1,10 +1,11 @@
-// Attention forward on tcgen05 and tensor memory, for compute capability 10.0 and 10.3: fp16, bf16
+// Attention forward on tcgen05 and tensor memory, for compute capability 10.x and 11.0: fp16, bf16
 // or e4m3 inputs, fp32 scores, sums and output accumulators.
 //
-// The CTAs, one for each SM, share out row tiles (BLOCK_Q query rows of a head, the longest first).
-// For each of them a CTA visits the visible blocks of keys from the last one, which may be ragged,
-// back to the first, with an online softmax. A CTA has one or two tiles of 128 rows in flight, so
-// that the softmax of one step runs under the products of another.
+// The CTAs, one for each SM, share out row tiles (BLOCK_Q query rows of a head, the longest first):
+// a CTA that is done with a tile takes the next one. For each of them it visits the visible blocks
+// of keys from the last one, which may be ragged, back to the first, with an online softmax. A CTA
+// has one or two tiles of 128 rows in flight, so that the softmax of one step runs under the
+// products of another.
 //
 // clang-format off
 //   role        warps       code          work
@@ -24,12 +25,13 @@
 //   factors; sums and bases       softmax -> correction   stats_full / stats_empty
 //   O                             mma -> correction       o_ready / p_ready
 //   output rows                   correction -> store     o_staged / o_free
+//   the next tile                 the GPU, which load asks -> all     response_full / response_empty
 // clang-format on
 //
-// All roles walk over the same tiles and blocks (walk.cuh). pipeline.cuh lists the barriers and the
-// hazards that they close, pair_pipeline.cuh what changes where two CTAs multiply together, for
-// long sequences. The tiles and the memory plan are in config.cuh, the choice among the kernels in
-// plan.cpp, budgets and counts in NOTES.md.
+// All roles walk over the same tiles and blocks (next_tile.cuh, walk.cuh). pipeline.cuh lists the
+// barriers and the hazards that they close, pair_pipeline.cuh what changes where two CTAs multiply
+// together, for long sequences. The tiles and the memory plan are in config.cuh, the choice among
+// the kernels in plan.cpp, budgets and counts in NOTES.md.
 #pragma once
 
 #include <cstdint>
@@ -59,11 +61,12 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       ptx::mov_b32_volatile(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   static_assert(C::QTile::ALIGNMENT <= 1024);
   const int warp = uniform(threadIdx.x / 32);
-  if (warp == C::MMA_WARP) {
-    allocate_tensor_memory<C>(shared_smem + C::TMEM_ADDRESS_SMEM);
-  }
+  const auto allocate = [&] {
+    if (warp == C::MMA_WARP) allocate_tensor_memory<C>(shared_smem + C::TMEM_ADDRESS_SMEM);
+  };
+  if constexpr (C::CTAS == 1) allocate();
   if (threadIdx.x == 0) {
-    Barriers<C>{shared_smem + C::BARRIER_SMEM}.init();
+    Barriers<C>{shared_smem + C::BARRIER_SMEM}.init(params.attention.cu_seqlens_k_gmem != nullptr);
     ptx::prefetch_tensormap(params.q_map);
     if (params.attention.nk > 0) {  // plan.cpp makes no maps of an empty k and v
       ptx::prefetch_tensormap(params.k_map);
@@ -74,6 +77,11 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   // Barriers are initialised and tensor memory is allocated before any warp uses them, also those
   // of the other CTA of a pair. All columns of tensor memory are this CTA's.
   sync_threads<C>();
+  // A pair allocates together, and so does not begin before both CTAs have started.
+  if constexpr (C::CTAS == 2) {
+    allocate();
+    __syncthreads();
+  }
 
   constexpr Registers REGISTERS = C::REGISTERS;
   constexpr bool MOVE = C::SWITCHES.move_registers;

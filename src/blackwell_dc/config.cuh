@@ -2,6 +2,7 @@
 // (plain C++) read.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -15,6 +16,8 @@ struct Switches {
   // How many of every 16 pairs of scores get their exponentials from a polynomial on the FMA units.
   // The MUFU computes the others.
   int polynomial_pairs = 0;
+  // The last quarter of a block has polynomials too. Off: it is ready sooner, for mma waits for it.
+  bool polynomial_in_last_quarter = true;
   // A base follows its row's maximum, and correction rescales O, only where that is needed
   // (RowWeights). Off: bases follow every rise, and O is rescaled in every block.
   bool lazy_rescale = true;
@@ -29,8 +32,19 @@ struct Switches {
   // mma starts the S that overwrites P directly behind the product that reads that P. Off: it first
   // waits until that product is done.
   bool trust_issue_order = true;
+  // correction waits for o_ready only where nothing else says that O is complete: at a tile's end.
+  // Off: in every block.
+  bool implied_o_ready = true;
+  // The next row tile's first O of each of the CTA's tiles begins when correction has read that
+  // tile's O. Off: when it has read all of them.
+  bool release_each_tile = true;
+  // TMA tells L2 to keep K and V, which other tiles read again, rather than Q and the output rows.
+  bool l2_hints = true;
   // A causal call begins with its last row tiles, which see the most keys. Off: with its first.
   bool longest_first = true;
+  // A CTA that is done takes the work of one that has not started. Off: the tiles of each of as
+  // many CTAs as there is room for are fixed.
+  bool dynamic_walk = true;
 };
 
 // How many registers a thread of each role has.
@@ -58,8 +72,11 @@ struct Config {
   static constexpr int CTAS = CTAS_;
   static constexpr int CTA_ROWS = TILES * TILE_ROWS;
   static constexpr int BLOCK_Q = CTAS * CTA_ROWS;
+  static constexpr int BLOCK_Q_BITS = std::countr_zero(static_cast<unsigned>(BLOCK_Q));
   // Whether the keys of a tile can be split into shares for several CTAs.
   static constexpr bool CAN_SPLIT = TILES == 1 && !FP8;
+  // Whether a tile can have rows of several heads.
+  static constexpr bool CAN_PACK = TILES == 1 && !FP8;
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr bool SHARED_RING = V_STAGES_ == 0;
   static constexpr int K_STAGES = K_STAGES_;
@@ -80,6 +97,8 @@ struct Config {
   static constexpr int STORE_WARP = 13;
   static constexpr int LOAD_WARP = 14;
   static constexpr int CLEAN_WARP = 15;
+  // The warps of a CTA, or of a pair, that walk over tiles; in packed calls clean does, too.
+  static constexpr int WALKING_WARPS = CTAS * (TILES * SOFTMAX_WARPS + CORRECTION_WARPS + 2) + 1;
 
   // Tiles in shared memory. Their columns count units of 16 bits.
   using QTile = math::SlabTile<HEAD_DIM / PACK, TILE_ROWS>;
@@ -87,8 +106,8 @@ struct Config {
   using VTile = math::SlabTile<HEAD_DIM_V / CTAS / PACK, BLOCK_K>;
   using OTile = math::SlabTile<HEAD_DIM_V, TILE_ROWS>;
 
-  // Shared memory, in bytes: Q | K and V | O, unless O_OVER_Q | row statistics | barriers | the
-  // address of tensor memory.
+  // Shared memory, in bytes: Q | K and V | O, unless O_OVER_Q | row statistics | barriers |
+  // responses | the address of tensor memory.
   static constexpr int Q_SMEM = 0;
   static constexpr int RING_SMEM = Q_SMEM + TILES * QTile::BYTES;
   static constexpr int K_SLOT_BYTES =
@@ -100,8 +119,10 @@ struct Config {
   static constexpr int STATS_BYTES = 2 * 4 * TILE_ROWS;  // for each tile: two floats a row
   static constexpr int BARRIER_SMEM = STATS_SMEM + TILES * STATS_BYTES;
   static constexpr int S_BUFFERS = 2;
-  static constexpr int BARRIERS = 7 * TILES + 3 * S_BUFFERS + 4 * SLOTS;
-  static constexpr int TMEM_ADDRESS_SMEM = BARRIER_SMEM + 8 * BARRIERS;
+  static constexpr int RESPONSES = 4;  // buffers for the names of the next tiles (next_tile.cuh)
+  static constexpr int BARRIERS = 7 * TILES + 3 * S_BUFFERS + 4 * SLOTS + 2 * RESPONSES;
+  static constexpr int RESPONSE_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
+  static constexpr int TMEM_ADDRESS_SMEM = RESPONSE_SMEM + 16 * RESPONSES;
   static constexpr int SHARED_BYTES = (TMEM_ADDRESS_SMEM + 4 + 15) / 16 * 16;
 
   // Tensor memory, in columns: two buffers of S, then the O of each tile. P is packed and
@@ -140,33 +161,36 @@ constexpr Registers ONE_SOFTMAX{184, 88, 56};  // for one tile, which has one so
 // unless the issue slots run out first (NOTES.md).
 constexpr Switches NONE{};
 constexpr Switches EIGHTH{.polynomial_pairs = 2};
-constexpr Switches QUARTER{.polynomial_pairs = 4};
+constexpr Switches THREE_16THS{.polynomial_pairs = 4, .polynomial_in_last_quarter = false};
 constexpr Switches FIVE_16THS{.polynomial_pairs = 5};
+// About as many as FIVE_16THS, in three quarters.
+constexpr Switches SIX_OF_THREE_QUARTERS{.polynomial_pairs = 6,
+                                         .polynomial_in_last_quarter = false};
 
 //                              head_dim        block  stages  O over
 //                             q,k   v    tiles  _k    K   V   Q      registers     switches
 template <DType T>
 using D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
 template <DType T>
-using D96  = Config<T,  96,  96,  2,    128,  5,  0,  false, MORE_SOFTMAX, QUARTER>;
+using D96  = Config<T,  96,  96,  2,    128,  5,  0,  false, MORE_SOFTMAX, SIX_OF_THREE_QUARTERS>;
 template <DType T>
-using D128 = Config<T, 128, 128,  2,    128,  3,  0,  false, MORE_SOFTMAX, EIGHTH>;
+using D128 = Config<T, 128, 128,  2,    128,  3,  0,  false, MORE_SOFTMAX, THREE_16THS>;
 template <DType T>
 using D192 = Config<T, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, NONE>;
 template <DType T>
 using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  ONE_SOFTMAX, NONE>;
 // Pairs of CTAs, for long sequences: tiles of 2 x 256 rows, half a block of K or V in each stage.
 template <DType T>
-using D128Pair = Config<T, 128, 128, 2, 128, 6, 0, false, MORE_SOFTMAX, EIGHTH, 2>;
+using D128Pair = Config<T, 128, 128, 2, 128, 6, 0, false, MORE_SOFTMAX, THREE_16THS, 2>;
 template <DType T>
 using D192Pair = Config<T, 192, 128, 2, 128, 4, 2, true, MORE_SOFTMAX, NONE, 2>;
 // For few query rows: one tile, and as many stages of K and V as there is room for.
 template <DType T>
 using D64Few  = Config<T,  64,  64,  1,    128,  6,  6,  false, ONE_SOFTMAX, FIVE_16THS>;
 template <DType T>
-using D96Few  = Config<T,  96,  96,  1,    128,  4,  3,  false, ONE_SOFTMAX, QUARTER>;
+using D96Few  = Config<T,  96,  96,  1,    128,  4,  3,  false, ONE_SOFTMAX, SIX_OF_THREE_QUARTERS>;
 template <DType T>
-using D128Few = Config<T, 128, 128,  1,    128,  3,  2,  false, ONE_SOFTMAX, EIGHTH>;
+using D128Few = Config<T, 128, 128,  1,    128,  3,  2,  false, ONE_SOFTMAX, THREE_16THS>;
 template <DType T>
 using D192Few = Config<T, 192, 128,  1,    128,  2,  2,  true,  ONE_SOFTMAX, NONE>;
 // clang-format on
@@ -185,6 +209,18 @@ using Fp8D192 = Config<T, 192, 128,  2,    128,  3,  2,  false, MORE_SOFTMAX, FI
 template <DType T>
 using Fp8D256 = Config<T, 256, 256,  1,    128,  2,  2,  false, MORE_SOFTMAX, EIGHTH>;
 // clang-format on
+
+// --- for 10.3 ---
+
+// A kernel of which the MUFU computes all exponentials: that of 10.3 is said to be twice as fast.
+constexpr Switches without_polynomials(Switches switches) {
+  switches.polynomial_pairs = 0;
+  return switches;
+}
+template <class C>
+using WithoutPolynomials =
+    Config<C::DTYPE, C::HEAD_DIM, C::HEAD_DIM_V, C::TILES, C::BLOCK_K, C::K_STAGES, C::V_STAGES,
+           C::O_OVER_Q, C::REGISTERS, without_polynomials(C::SWITCHES), C::CTAS>;
 
 // The sums of shared memory that NOTES.md shows: Q, K and V, O, in KiB.
 constexpr int KIB = 1024;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/next_tile.cuh"
 #include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
@@ -22,6 +23,10 @@ namespace archflash::blackwell_dc {
 
 // --- load, one warp: Q, K, V -> shared memory ---
 
+// How many blocks of a tile are still to be loaded when load asks for the next tile. They take
+// longer than the response does.
+constexpr int ASKING_BLOCKS = 2;
+
 template <class C>
 __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
@@ -34,14 +39,27 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
   };
   const TensorMap &k_map = *hold(params.k_map), &v_map = *hold(params.v_map);
   const int rank = rank_in_pair<C>();
+  // Other tiles read K and V again, and each Q has one reader.
+  uint64_t keep = 0, once = 0;
+  if constexpr (C::SWITCHES.l2_hints) {
+    keep = uniform(ptx::createpolicy_evict_last());
+    once = uniform(ptx::createpolicy_evict_first());
+  }
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
   Ring<C> ring = Ring<C>::of_writer();
   uint32_t q_parity = 1;  // the first wait ends at once: nothing is in Q's part yet
-  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const Tile work = find_tile<C>(params, index);
-    if (work.first_row < 0) continue;
+  for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
+    const Tile work = find_tile<C>(params, walk.tile());
+    if (work.first_row < 0) {
+      walk.ask(leader);
+      continue;
+    }
     const math::Blocks blocks = find_blocks<C>(params, work);
-    if (count_blocks<C>(blocks) == 0) {
+    const int count = count_blocks<C>(blocks);
+    // The next tile is asked for shortly before it is needed: a CTA should not hold a tile that
+    // another one could begin with.
+    if (count <= ASKING_BLOCKS) walk.ask(leader);
+    if (count == 0) {
       // A tile without keys needs no Q and has no products. O_OVER_Q: store arrives at q_empty for
       // this tile's output rows all the same, so load makes the arrival that mma does not make.
       for (int t = 0; t < C::TILES && C::O_OVER_Q; ++t) {
@@ -66,7 +84,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       if (leader) {
         start_part<C, typename C::KTile>(
             ring_smem + ring.offset(slot.index), k_map, 0, row + rank * C::KTile::ROWS, k_head,
-            k_batch, barriers.kv_full(slot.index), mma_barriers.kv_full(slot.index));
+            k_batch, barriers.kv_full(slot.index), mma_barriers.kv_full(slot.index), keep);
       }
     };
     const auto load_v = [&](int row, bool ragged) {
@@ -77,12 +95,12 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       const int column = rank * C::VTile::COLUMNS;
       if (leader && ragged) {  // the bytes go to clean; mma waits for v_clean besides kv_full
         if (rank == 0) ptx::mbarrier_arrive(barriers.kv_full(slot.index));
-        math::start_load<typename C::VTile, C::PACK>(v_smem, v_map, row, v_head, v_batch,
-                                                     barriers.v_ragged(slot.index), column);
+        math::start_load<typename C::VTile, C::PACK, C::SWITCHES.l2_hints>(
+            v_smem, v_map, row, v_head, v_batch, barriers.v_ragged(slot.index), column, keep);
       } else if (leader) {
         start_part<C, typename C::VTile>(v_smem, v_map, column, row, v_head, v_batch,
                                          barriers.kv_full(slot.index),
-                                         mma_barriers.kv_full(slot.index));
+                                         mma_barriers.kv_full(slot.index), keep);
       }
     };
     // mma needs the last block's K and Q first.
@@ -96,12 +114,13 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
         start_part<C, typename C::QTile>(
             shared_smem + C::Q_SMEM + t * C::QTile::BYTES, params.q_map, 0,
             q_start + work.first_row + t * C::TILE_ROWS, attention.q_head == 0 ? 0 : head,
-            attention.q_batch == 0 ? 0 : batch, barriers.q_full(t), mma_barriers.q_full(t));
+            attention.q_batch == 0 ? 0 : batch, barriers.q_full(t), mma_barriers.q_full(t), once);
       }
     }
     load_v(last_row, is_ragged<C>(attention, work, blocks));
 #pragma unroll 1
     for (int row = last_row - C::BLOCK_K; row >= keys_start + blocks.first; row -= C::BLOCK_K) {
+      if (row == keys_start + blocks.first + (ASKING_BLOCKS - 1) * C::BLOCK_K) walk.ask(leader);
       load_k(row);
       load_v(row, false);
     }
@@ -129,8 +148,8 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
   const Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
   Ring<C> ring;
   uint32_t parities = 0;  // bit i: the parity of v_ragged for slot i's next ragged block
-  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const Tile work = find_tile<C>(params, index);
+  for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
+    const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/next_tile.cuh"
 #include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
@@ -14,6 +15,7 @@
 #include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
+#include "common/math/packed_heads.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/cvt.cuh"
@@ -97,117 +99,174 @@ __device__ __forceinline__ void write_partial_row(uint32_t o_tmem, float* row_gm
   }
 }
 
+// The role correction for one warp.
 template <class C>
-__device__ __forceinline__ void correction(const Params& params, unsigned char* shared,
-                                           uint32_t shared_smem) {
-  const AttentionParams& attention = params.attention;
-  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
-  const int row_of_tile = threadIdx.x % C::TILE_ROWS;
-  const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
-  const float* stats = reinterpret_cast<const float*>(shared + C::STATS_SMEM) + row_of_tile;
-  constexpr int STATS = C::STATS_BYTES / 4;  // floats from one tile's statistics to the next's
-  // Counted from the CTA's start, for each of its tiles: messages from softmax, blocks multiplied.
+struct Correction {
+  // A row tile all of whose blocks were visited, and whose rows are not written yet.
+  struct Ended {
+    Tile work;
+    int blocks = -1;  // with keys; -1: there is no such tile
+  };
+
+  const Params& params;
+  unsigned char* shared;
+  uint32_t shared_smem;
+  Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
+  int row_of_tile = threadIdx.x % C::TILE_ROWS;
+  uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32));
+  // Counted from the CTA's start, for each of its tiles: messages from softmax, phases of o_ready.
   uint32_t message = 0, product = 0;
   uint32_t first_step = 0;   // steps (products.cuh) before this row tile
   uint32_t tile_parity = 1;  // of the phase of q_empty and o_free that ends the previous row tile
 
-  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const Tile work = find_tile<C>(params, index);
-    if (work.first_row < 0) continue;
-    const math::Blocks blocks = find_blocks<C>(params, work);
-    const int count = count_blocks<C>(blocks);
-#pragma unroll 1
-    for (int block = 0; block < count; ++block) {
-#pragma unroll
-      for (int t = 0; t < C::TILES; ++t) {
-        // The first block's products overwrite O, which this warp has read: nothing to rescale.
-        if (block > 0) {
-          // mutants: product-was-made
-          ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
-          const float factor = stats[t * STATS];  // of this thread's row
-          arrive_as_warp(barriers.stats_empty(t));
-          // mutants: product-was-made
-          ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + block - 1) & 1);
-          if (!C::SWITCHES.lazy_rescale || __any_sync(FULL_WARP, factor != 1.0f)) {
-            ptx::tcgen05_fence_after_thread_sync();
-            rescale<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, factor);
-          }
-        }
-        // mutants: whole-warp-on-tensor-memory
-        arrive_at_mma_as_warp<C>(mma_barriers.p_ready((first_step + block * C::TILES + t) % 2));
-      }
-      if (block > 0) ++message;
-    }
+  static constexpr int STATS =
+      C::STATS_BYTES / 4;  // floats from one tile's statistics to the next's
 
+  __device__ __forceinline__ const float* stats() const {
+    return reinterpret_cast<const float*>(shared + C::STATS_SMEM) + row_of_tile;
+  }
+
+  // O of tile t may get the products of the row tile's first block, which overwrite it.
+  __device__ __forceinline__ void release_o(int t) const {
+    // mutants: whole-warp-on-tensor-memory
+    arrive_at_mma_as_warp<C>(mma_barriers.p_ready((first_step + t) % 2));
+  }
+
+  // Rescales O of tile t, before the products of block `block` are added, where the base has risen.
+  __device__ __forceinline__ void follow_base(int t, int block) const {
+    // mutants: product-was-made
+    ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
+    const float factor = stats()[t * STATS];  // of this thread's row
+    arrive_as_warp(barriers.stats_empty(t));
+    if constexpr (EVERY_O_READY<C>) {
+      // mutants: product-was-made
+      ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + block - 1) & 1);
+    }
+    if (!C::SWITCHES.lazy_rescale || __any_sync(FULL_WARP, factor != 1.0f)) {
+      ptx::tcgen05_fence_after_thread_sync();
+      rescale<C>(lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V, factor);
+    }
+    // mutants: whole-warp-on-tensor-memory
+    arrive_at_mma_as_warp<C>(mma_barriers.p_ready((first_step + block * C::TILES + t) % 2));
+  }
+
+  // Writes the rows of tile t.
+  __device__ __forceinline__ void write_rows(const Ended& ended, int t) const {
+    const AttentionParams& attention = params.attention;
+    const Tile& work = ended.work;
     const int batch = work.batch_head / attention.heads_q;
-    const int head = work.batch_head % attention.heads_q;
+    const math::PackedHeads packed_heads = find_packed_heads<C>(params);
+    const int head_of_tile = packed_heads.head(row_of_tile);  // of this thread's rows
+    const bool owned = head_of_tile < packed_heads.count;     // else they belong to no head
+    const int head = work.batch_head % attention.heads_q + (owned ? head_of_tile : 0);
     const int64_t lse_row = batch * attention.lse_batch + head * attention.lse_head +
                             math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
-    const float sink = math::load_sink(attention, head);
-    float v_unit = 1.0f;
-    if (C::FP8 && count > 0) v_unit = find_v_unit(params.descales, attention, work);
+    const bool any = ended.blocks > 0;
+    ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
+    const float sum = stats()[t * STATS];
+    const float base = stats()[t * STATS + C::TILE_ROWS];
+    arrive_as_warp(barriers.stats_empty(t));
+    const int row = work.first_row + packed_heads.row(t * C::TILE_ROWS + row_of_tile);
+    const bool wanted = owned && row < work.nq;
+    math::RowEnd end{};
+    if (splits_keys<C>(params)) {
+      if (wanted)
+        params.partials.ends_gmem[params.partials.index(work.split, lse_row + row)] = {base, sum};
+    } else {
+      const float keys_max = sum == 0.0f ? math::MINUS_INFINITY : base * math::LN_2;
+      end = math::finish_row(keys_max, sum, math::load_sink(attention, head));
+      if (C::FP8 && any) end.factor *= find_v_unit(params.descales, attention, work);
+    }
+    if (any) {
+      ptx::mbarrier_wait_parity(barriers.o_ready(t), (product - 1) & 1);
+      ptx::tcgen05_fence_after_thread_sync();
+    } else if (C::O_OVER_Q) {
+      // Without a product to wait for, q_empty's phase of the previous row tile must be over, so
+      // that store's next arrival counts for this one.
+      ptx::mbarrier_wait_parity(barriers.q_empty(t), tile_parity);
+    }
+    // store has written out the rows that lay here.
+    ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
+    const uint32_t o_tmem = lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V;
+    if (splits_keys<C>(params)) {
+      const int64_t start = params.partials.index(work.split, lse_row + row) * attention.dv;
+      const int columns = wanted ? attention.dv : 0;
+      if (any) write_partial_row<C>(o_tmem, params.partials.rows_gmem + start, columns);
+    } else {
+      stage_row<C>(o_tmem, any, end.factor, params.out_dtype, shared + C::O_SMEM + t * C::O_STRIDE,
+                   row_of_tile);
+    }
+    ptx::tcgen05_fence_before_thread_sync();  // the reads of O come before the next p_ready
+    ptx::fence_proxy_async_shared();          // the stores of the rows come before TMA's reads
+    arrive_as_warp(barriers.o_staged(t));
+    if (!splits_keys<C>(params) && attention.lse_gmem != nullptr && wanted)
+      attention.lse_gmem[lse_row + row] = end.lse;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void correction(const Params& params, unsigned char* shared,
+                                           uint32_t shared_smem) {
+  Correction<C> role{params, shared, shared_smem};
+  typename Correction<C>::Ended ended;
+  TileWalk<C> walk(params, shared_smem);
+  for (;; walk.next()) {
+    const bool more = walk.more();
+    Tile work{};
+    int count = 0;
+    if (more) {
+      work = find_tile<C>(params, walk.tile());
+      if (work.first_row >= 0) count = count_blocks<C>(find_blocks<C>(params, work));
+    }
+    // The rows of the row tile before this one are written here, so that the first product for O of
+    // each tile can begin as soon as that tile's O has been read. They are written at a tile
+    // without rows, too: store waits for them, and load for store, before it asks for tiles far
+    // ahead.
 #pragma unroll 1
     for (int t = 0; t < C::TILES; ++t) {
-      ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
-      const float sum = stats[t * STATS];
-      const float base = stats[t * STATS + C::TILE_ROWS];
-      arrive_as_warp(barriers.stats_empty(t));
-      const int row = work.first_row + t * C::TILE_ROWS + row_of_tile;
-      math::RowEnd end{};
-      if (splits_keys<C>(params)) {
-        if (row < work.nq)
-          params.partials.ends_gmem[params.partials.index(work.split, lse_row + row)] = {base, sum};
-      } else {
-        const float keys_max = sum == 0.0f ? math::MINUS_INFINITY : base * math::LN_2;
-        end = math::finish_row(keys_max, sum, sink);
-        if (C::FP8) end.factor *= v_unit;
-      }
-      if (count > 0) {
-        ptx::mbarrier_wait_parity(barriers.o_ready(t), (product + count - 1) & 1);
-        ptx::tcgen05_fence_after_thread_sync();
-      } else if (C::O_OVER_Q) {
-        // Without a product to wait for, q_empty's phase of the previous row tile must be over, so
-        // that store's next arrival counts for this one.
-        ptx::mbarrier_wait_parity(barriers.q_empty(t), tile_parity);
-      }
-      // store has written out the rows that lay here.
-      ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
-      const uint32_t o_tmem = lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V;
-      if (splits_keys<C>(params)) {
-        const int64_t start = params.partials.index(work.split, lse_row + row) * attention.dv;
-        const int columns = row < work.nq ? attention.dv : 0;
-        if (count > 0) write_partial_row<C>(o_tmem, params.partials.rows_gmem + start, columns);
-      } else {
-        stage_row<C>(o_tmem, count > 0, end.factor, params.out_dtype,
-                     shared + C::O_SMEM + t * C::O_STRIDE, row_of_tile);
-      }
-      ptx::tcgen05_fence_before_thread_sync();  // the reads of O come before the next p_ready
-      ptx::fence_proxy_async_shared();          // the stores of the rows come before TMA's reads
-      arrive_as_warp(barriers.o_staged(t));
-      if (!splits_keys<C>(params) && attention.lse_gmem != nullptr && row < work.nq)
-        attention.lse_gmem[lse_row + row] = end.lse;
+      if (ended.blocks >= 0) role.write_rows(ended, t);
+      if (C::SWITCHES.release_each_tile && count > 0) role.release_o(t);
     }
-    ++message;
-    product += count;
-    first_step += C::TILES * count;
-    tile_parity ^= 1;
+    if (ended.blocks >= 0) {
+      ++role.message;
+      role.tile_parity ^= 1;
+      ended.blocks = -1;
+    }
+    if (!more) break;
+    if (work.first_row < 0) continue;
+    for (int t = 0; t < C::TILES && !C::SWITCHES.release_each_tile && count > 0; ++t)
+      role.release_o(t);
+#pragma unroll 1
+    for (int block = 1; block < count; ++block) {
+#pragma unroll
+      for (int t = 0; t < C::TILES; ++t) role.follow_base(t, block);
+      ++role.message;
+    }
+    role.product += EVERY_O_READY<C> ? count : count > 0;
+    role.first_step += C::TILES * count;
+    ended = {work, count};
   }
 }
 
 // --- store, one warp: output rows -> global memory ---
 
-// Copies `rows` rows, 16 bytes a lane. It is for a tile that ends inside a packed tensor, where
-// TMA's box would write the next sequence's rows as well.
+// Copies `rows` rows of each head, 16 bytes a lane. It is for a tile that ends inside a packed
+// tensor, where TMA's box would write the next sequence's rows as well.
 template <class C>
 __device__ __forceinline__ void copy_rows(const unsigned char* tile_smem, uint16_t* out_gmem,
-                                          int64_t row_stride, int rows, int columns) {
+                                          const AttentionParams& attention,
+                                          const math::PackedHeads& packed_heads, int rows) {
   constexpr int CHUNKS = C::HEAD_DIM_V / 8;
   for (int i = threadIdx.x % 32; i < C::TILE_ROWS * CHUNKS; i += 32) {
-    const int row = i / CHUNKS, chunk = i % CHUNKS;
-    if (row >= rows || chunk * 8 >= columns) continue;
-    const uint4 x = *reinterpret_cast<const uint4*>(tile_smem + C::OTile::offset(row, chunk));
-    ptx::st_global_v4_b32(out_gmem + row * row_stride + chunk * 8, x.x, x.y, x.z, x.w);
+    const int row_of_tile = i / CHUNKS, chunk = i % CHUNKS;
+    const int head = packed_heads.head(row_of_tile), row = packed_heads.row(row_of_tile);
+    if (head >= packed_heads.count || row >= rows || chunk * 8 >= attention.dv) continue;
+    const uint4 x =
+        *reinterpret_cast<const uint4*>(tile_smem + C::OTile::offset(row_of_tile, chunk));
+    ptx::st_global_v4_b32(
+        out_gmem + head * attention.out_head + row * attention.out_row + chunk * 8, x.x, x.y, x.z,
+        x.w);
   }
   // The reads of the rows come before TMA writes the next Q there.
   if (C::O_OVER_Q) ptx::fence_proxy_async_shared();
@@ -219,14 +278,16 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
   using OTile = typename C::OTile;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const math::PackedHeads packed_heads = find_packed_heads<C>(params);
   uint32_t tile_parity = 0;
-  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
+  for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
     // With split keys the combining kernel writes these rows.
-    if (rank_in_pair<C>() == 0 && !splits_keys<C>(params)) {
-      math::write_rows_of_no_sequence<C::BLOCK_Q>(attention, static_cast<int>(index.value()),
-                                                  threadIdx.x % 32, 32);
+    const bool writes = rank_in_pair<C>() == 0 && !splits_keys<C>(params);
+    for (int head = 0; writes && head < packed_heads.count; ++head) {
+      math::write_rows_of_no_sequence(attention, walk.tile(), threadIdx.x % 32, 32,
+                                      packed_heads.rows(), packed_heads.count, head);
     }
-    const Tile work = find_tile<C>(params, index);
+    const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
@@ -239,14 +300,21 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
       // With split keys correction has written the rows to the workspace.
       const int rows = splits_keys<C>(params) ? 0 : work.nq - work.first_row - t * C::TILE_ROWS;
       const int offset = C::O_SMEM + t * C::O_STRIDE;
-      const bool whole = attention.cu_seqlens_q_gmem == nullptr || rows >= C::TILE_ROWS;
+      const bool whole =
+          attention.cu_seqlens_q_gmem == nullptr || rows >= min(packed_heads.rows(), C::TILE_ROWS);
       if (rows > 0 && C::SWITCHES.tma_store && whole) {
         if (ptx::elect_sync()) {
           for (int slab = 0; slab < OTile::SLABS; ++slab) {
             if (slab * OTile::SLAB >= attention.dv) continue;
-            ptx::cp_async_bulk_tensor_4d_store(params.out_map, slab * OTile::SLAB, first_row,
-                                               map_head, map_batch,
-                                               shared_smem + offset + slab * OTile::SLAB_BYTES);
+            const uint32_t slab_smem = shared_smem + offset + slab * OTile::SLAB_BYTES;
+            if constexpr (C::SWITCHES.l2_hints) {
+              ptx::cp_async_bulk_tensor_4d_store(params.out_map, slab * OTile::SLAB, first_row,
+                                                 map_head, map_batch, slab_smem,
+                                                 ptx::createpolicy_evict_first());
+            } else {
+              ptx::cp_async_bulk_tensor_4d_store(params.out_map, slab * OTile::SLAB, first_row,
+                                                 map_head, map_batch, slab_smem);
+            }
           }
           ptx::cp_async_bulk_commit_group();
           ptx::cp_async_bulk_wait_group_read_0();  // TMA has read the rows
@@ -255,7 +323,7 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
         uint16_t* out_gmem = static_cast<uint16_t*>(attention.out_gmem) +
                              batch * attention.out_batch + head * attention.out_head +
                              first_row * attention.out_row;
-        copy_rows<C>(shared + offset, out_gmem, attention.out_row, rows, attention.dv);
+        copy_rows<C>(shared + offset, out_gmem, attention, packed_heads, rows);
       }
       arrive_as_warp(barriers.o_free(t));
       if (C::O_OVER_Q) arrive_as_warp(barriers.q_empty(t));

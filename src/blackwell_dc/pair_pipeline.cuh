@@ -146,20 +146,30 @@ __device__ __forceinline__ void commit(uint32_t barrier_smem) {
 
 // Starts the copy of this CTA's part of a tile. The bytes of both CTAs' parts count at the first
 // CTA's barrier: barrier_of_mma_smem names it in the cluster, and in the first CTA barrier_smem
-// names it too. There the first CTA says how many bytes will come in all.
+// names it too. There the first CTA says how many bytes will come in all. `policy` is what L2 is
+// told of the tile, if SWITCHES.l2_hints says so.
 template <class C, class Tile>
 __device__ __forceinline__ void start_part(uint32_t tile_smem, const TensorMap& map, int column,
                                            int row, int head, int batch, uint32_t barrier_smem,
-                                           uint32_t barrier_of_mma_smem) {
+                                           uint32_t barrier_of_mma_smem, uint64_t policy) {
+  constexpr bool HINT = C::SWITCHES.l2_hints;
   if constexpr (C::CTAS == 1) {
-    math::start_load<Tile, C::PACK>(tile_smem, map, row, head, batch, barrier_smem);
+    math::start_load<Tile, C::PACK, HINT>(tile_smem, map, row, head, batch, barrier_smem, 0,
+                                          policy);
   } else {
     if (rank_in_pair<C>() == 0) ptx::mbarrier_arrive_expect_tx(barrier_smem, C::CTAS * Tile::BYTES);
 #pragma unroll
-    for (int slab = 0; slab < Tile::SLABS; ++slab)
-      ptx::cp_async_bulk_tensor_4d_load_of_pair(tile_smem + slab * Tile::SLAB_BYTES, map,
-                                                column + slab * Tile::SLAB, row, head, batch,
-                                                barrier_of_mma_smem);
+    for (int slab = 0; slab < Tile::SLABS; ++slab) {
+      const uint32_t slab_smem = tile_smem + slab * Tile::SLAB_BYTES;
+      const int slab_column = column + slab * Tile::SLAB;
+      if constexpr (HINT) {
+        ptx::cp_async_bulk_tensor_4d_load_of_pair(slab_smem, map, slab_column, row, head, batch,
+                                                  barrier_of_mma_smem, policy);
+      } else {
+        ptx::cp_async_bulk_tensor_4d_load_of_pair(slab_smem, map, slab_column, row, head, batch,
+                                                  barrier_of_mma_smem);
+      }
+    }
   }
 }
 

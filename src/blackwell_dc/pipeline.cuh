@@ -43,7 +43,16 @@ namespace archflash::blackwell_dc {
 //   o_staged t      correction, 4 warps   store        the output rows are in shared memory
 //   o_free t        store                 correction   the output rows have left shared memory
 //                                                      before they are overwritten
+//   response_full   load, bytes           all walks    the response that names the next tile is there
+//     buffer
+//   response_empty  every warp that       load         all have read a response before the next one
+//     buffer        walks                              comes to its place
 // clang-format on
+//
+// o_ready, with two tiles: correction needs O of a block before the next block's rescale, which
+// softmax tells of once it has seen S of that next block. Since mma commits that S behind the
+// products for O, stats_full says what o_ready would. So mma arrives at o_ready in the last block
+// only, and in the others where EVERY_O_READY says so.
 //
 // The V that ends a packed sequence lands at v_ragged; load itself arrives at its kv_full. load and
 // mma pass by a tile without keys. But where O is staged over Q, store arrives at q_empty once for
@@ -71,9 +80,15 @@ struct Barriers {
   __device__ __forceinline__ uint32_t v_clean(int slot) const {
     return at(KV + 3 * C::SLOTS + slot);
   }
+  __device__ __forceinline__ uint32_t response_full(int buffer) const {
+    return at(RESPONSE + buffer);
+  }
+  __device__ __forceinline__ uint32_t response_empty(int buffer) const {
+    return at(RESPONSE + C::RESPONSES + buffer);
+  }
 
-  // Called by one thread, before any warp uses the barriers.
-  __device__ __forceinline__ void init() const {
+  // Called by one thread, before any warp uses the barriers. packed: the call has cu_seqlens.
+  __device__ __forceinline__ void init(bool packed) const {
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_init(q_full(t), 1);
       ptx::mbarrier_init(q_empty(t), C::O_OVER_Q ? 2 : 1);
@@ -94,16 +109,26 @@ struct Barriers {
       ptx::mbarrier_init(v_ragged(slot), 1);
       ptx::mbarrier_init(v_clean(slot), C::CTAS);
     }
+    for (int buffer = 0; buffer < C::RESPONSES && C::SWITCHES.dynamic_walk; ++buffer) {
+      ptx::mbarrier_init(response_full(buffer), 1);
+      ptx::mbarrier_init(response_empty(buffer), C::WALKING_WARPS + (packed ? C::CTAS : 0));
+    }
     ptx::fence_mbarrier_init();
   }
 
  private:
   static constexpr int S = 7 * C::TILES;
   static constexpr int KV = S + 3 * C::S_BUFFERS;
-  static_assert(KV + 4 * C::SLOTS == C::BARRIERS);
+  static constexpr int RESPONSE = KV + 4 * C::SLOTS;
+  static_assert(RESPONSE + 2 * C::RESPONSES == C::BARRIERS);
 
   __device__ __forceinline__ uint32_t at(int index) const { return smem + 8 * index; }
 };
+
+// Whether mma arrives at o_ready in every block, or in a row tile's last one only.
+template <class C>
+constexpr bool EVERY_O_READY =
+    C::TILES == 1 || !C::SWITCHES.implied_o_ready || !C::SWITCHES.trust_issue_order;
 
 // A role's position in a ring of LENGTH slots. A reader waits for the phase `parity` of a slot's
 // "full" barrier, a writer for that of its "empty" barrier.

@@ -6,11 +6,14 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "blackwell_dc/config.cuh"
 #include "blackwell_dc/params.h"
+#include "common/math/packed_heads.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/order.h"
 #include "common/planning/split_keys.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
@@ -23,7 +26,7 @@ const Description& describe() {
       .name = "blackwell_dc",
       .summary =
           "fp8 (e4m3), fp16 and bf16 attention by tcgen05 and tensor memory in 16 warps of roles, "
-          "for B200, B300, GB200 and GB300 (10.0, 10.3)",
+          "for 10.x (B200, B300, GB200, GB300) and 11.0 (Jetson Thor)",
       .home_device = "B200",
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
@@ -39,9 +42,14 @@ namespace {
 struct Tile : core::Tile {
   int tiles_per_cta;  // of 128 rows
   int barriers;
-  int polynomial_pairs;  // of 16 exponentials
-  Registers registers;   // of a thread of each role
+  int polynomials;  // of 128 exponentials
+  bool dynamic_walk;
+  Registers registers;  // of a thread of each role
 };
+
+template <class C>
+constexpr int polynomials_of_128 =
+    C::SWITCHES.polynomial_pairs * 2 * (C::SWITCHES.polynomial_in_last_quarter ? 4 : 3);
 
 template <class C>
 constexpr Tile tile(const char* name) {
@@ -67,7 +75,8 @@ constexpr Tile tile(const char* name) {
                           .k_box = box(typename C::KTile(), C::PACK),
                           .v_box = box(typename C::VTile(), C::PACK),
                           .out_box = box(typename C::OTile(), 1)};
-  return {common, C::TILES, C::BARRIERS, C::SWITCHES.polynomial_pairs, C::REGISTERS};
+  return {common,      C::TILES, C::BARRIERS, polynomials_of_128<C>, C::SWITCHES.dynamic_walk,
+          C::REGISTERS};
 }
 
 // One for each head dimension, the smallest first.
@@ -80,6 +89,7 @@ constexpr Tile PAIRS[] = {tile<D128Pair<DType::F16>>("d128_pair"),
                           tile<D192Pair<DType::F16>>("d192_pair")};
 
 // For few query rows: one tile of 128 rows, whose keys may be split over CTAs.
+constexpr int FEW_ROWS = D64Few<DType::F16>::TILE_ROWS;
 constexpr Tile FEW_TILES[] = {
     tile<D64Few<DType::F16>>("d64_few"), tile<D96Few<DType::F16>>("d96_few"),
     tile<D128Few<DType::F16>>("d128_few"), tile<D192Few<DType::F16>>("d192_few"),
@@ -88,6 +98,31 @@ constexpr Tile FEW_TILES[] = {
 constexpr Tile FP8_TILES[] = {tile<Fp8D64<DType::E4M3>>("d64"), tile<Fp8D128<DType::E4M3>>("d128"),
                               tile<Fp8D192<DType::E4M3>>("d192"),
                               tile<Fp8D256<DType::E4M3>>("d256")};
+
+// Tiles that replace others on 10.3. The other kernels have no polynomials, or wait for memory.
+struct Replacement {
+  const char* replaces;
+  Tile tile;
+};
+template <class C>
+constexpr Replacement on_10_3(const char* replaces, const char* name) {
+  Tile mufu = tile<WithoutPolynomials<C>>(name);
+  mufu.reason = "10.3: no polynomials, since its MUFU is said to be twice as fast";
+  return {replaces, mufu};
+}
+constexpr Replacement ON_10_3[] = {on_10_3<D64<DType::F16>>("d64", "d64_mufu"),
+                                   on_10_3<D96<DType::F16>>("d96", "d96_mufu"),
+                                   on_10_3<D128<DType::F16>>("d128", "d128_mufu"),
+                                   on_10_3<D128Pair<DType::F16>>("d128_pair", "d128_mufu_pair")};
+constexpr Replacement FP8_ON_10_3[] = {on_10_3<Fp8D64<DType::E4M3>>("d64", "d64_mufu"),
+                                       on_10_3<Fp8D128<DType::E4M3>>("d128", "d128_mufu"),
+                                       on_10_3<Fp8D192<DType::E4M3>>("d192", "d192_mufu"),
+                                       on_10_3<Fp8D256<DType::E4M3>>("d256", "d256_mufu")};
+
+std::span<const Replacement> replacements(const Problem& problem) {
+  if (is_fp8(problem.dtype)) return FP8_ON_10_3;
+  return ON_10_3;
+}
 
 const Tile& smallest(std::span<const Tile> tiles, const Problem& problem) {
   for (const Tile& tile : tiles) {
@@ -135,27 +170,69 @@ const Tile& alone_or_pair(const Problem& problem, const Device& device) {
   return alone;
 }
 
+// The tile for few query rows. Heads that share a head of K are packed into it where that saves a
+// quarter of the tiles: K and V are read that much less often. A tensor map cannot repeat a head,
+// as an expanded q does.
+Tile few_tile(const Problem& problem) {
+  const Tile& plain = smallest(FEW_TILES, problem);
+  const int heads_per_kv = static_cast<int>(problem.heads_q / problem.heads_kv);
+  if (heads_per_kv == 1 || problem.q.head == 0 || problem.out.head == 0) return plain;
+  const math::PackedHeads packed_heads = math::pack_heads(plain.block_q, heads_per_kv);
+  Tile packed = plain;
+  packed.block_q = packed_heads.rows();
+  packed.packed_heads = packed_heads.count;
+  packed.q_box.rows = packed.out_box.rows = packed.block_q;
+  packed.q_box.heads = plain.block_q / packed.block_q;
+  packed.out_box.heads = packed.packed_heads;
+  const bool pays = 4 * core::tiles_of(problem, packed) <= 3 * core::tiles_of(problem, plain);
+  return pays ? packed : plain;
+}
+
+// The time of all tiles without a split: in keys that an SM passes with one tile.
+int64_t time_unsplit(const Problem& problem, const Device& device, const Tile& tile) {
+  const int64_t sms = std::max(device.sm_count, 1);
+  const int64_t rounds = core::ceil_div(core::tiles_of(problem, tile) * tile.cluster, sms);
+  return rounds * core::visited_keys(problem, tile) * tile.tiles_per_cta;
+}
+
 struct Choice {
-  const Tile& tile;
+  Tile tile;
   int64_t splits;
 };
 
-// One tile of 128 rows where a head has no more of them, or where its keys are split: asked for, or
-// expected to be faster.
+// One tile of 128 rows where a head, or the packed heads together, have no more of them; and where
+// packing heads or splitting the keys is expected to be faster, or a split is asked for.
 Choice choose(const Problem& problem, const Device& device) {
   if (is_fp8(problem.dtype)) return {smallest(FP8_TILES, problem), 1};
-  const Tile& few = smallest(FEW_TILES, problem);
+  const Tile few = few_tile(problem);
   const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
-  const Tile& unsplit = longest <= few.block_q ? few : alone_or_pair(problem, device);
-  const int64_t sms = std::max(device.sm_count, 1);
-  const int64_t rounds = core::ceil_div(core::tiles_of(problem, unsplit) * unsplit.cluster, sms);
-  const int64_t keys = core::visited_keys(problem, unsplit.block_q, unsplit.block_k);
-  int64_t time = rounds * keys * unsplit.tiles_per_cta;
-  // What the model leaves out, the workspace's bytes and what two tiles in flight gain, is taken to
-  // be a quarter.
-  if (unsplit.tiles_per_cta > few.tiles_per_cta) time -= time / 4;
-  const int64_t splits = core::choose_splits(problem, device, few.block_q, few.block_k, time);
-  return {splits > 1 ? few : unsplit, splits};
+  const int64_t few_time = time_unsplit(problem, device, few);
+  Choice choice{few, 1};
+  int64_t time = few_time;
+  if (longest > FEW_ROWS) {
+    const Tile& many = alone_or_pair(problem, device);
+    int64_t many_time = time_unsplit(problem, device, many);
+    // What the model leaves out, the workspace's bytes and what two tiles in flight gain, is taken
+    // to be a quarter.
+    if (many.tiles_per_cta > few.tiles_per_cta) many_time -= many_time / 4;
+    // The number of tiles of packed sequences is a bound, too rough to compare kernels by it.
+    if (few.packed_heads == 1 || problem.varlen || many_time <= few_time)
+      choice.tile = many, time = many_time;
+  }
+  choice.splits = core::choose_splits(problem, device, few, time);
+  if (choice.splits > 1) choice.tile = few;
+  return choice;
+}
+
+// Puts the tile for 10.3 in a tile's place, if there is one. Returns whether there is.
+bool replace_on_10_3(const Problem& problem, const Device& device, Tile& tile) {
+  if (device.capability() != 103) return false;
+  for (const auto& [replaces, mufu] : replacements(problem)) {
+    if (std::string_view(replaces) != tile.name) continue;
+    tile = mufu;
+    return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -173,7 +250,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (!reasons.empty()) return reasons;
   const int64_t most_tiles = core::tiles_of(problem, smallest(FEW_TILES, problem));
   if (most_tiles > core::GRID_LIMIT) return core::grid_too_large(most_tiles);
-  const auto [tile, splits] = choose(problem, device);
+  auto [tile, splits] = choose(problem, device);
+  const bool for_10_3 = replace_on_10_3(problem, device, tile);
   if (tile.shared_bytes > device.shared_per_block)
     return core::too_little_shared_memory("blackwell_dc", tile.shared_bytes, device);
   const int64_t tiles = core::tiles_of(problem, tile) * splits;
@@ -182,14 +260,21 @@ PlanResult plan(const Problem& problem, const Device& device) {
 
   Params params;
   core::init_params(problem, params);
-  params.attention.heads_per_group = core::heads_per_group(problem, device, core::Groups::Even);
+  params.attention.order = core::choose_order(problem, device, tile);
   params.tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
+  params.packed_heads = math::pack_heads(FEW_ROWS, tile.packed_heads);
   // One CTA per SM, all of whose tensor memory it takes, goes on to the next tile: that one's
-  // products start while the last one's output is written. Or one pair of CTAs for two SMs.
-  const int64_t ctas = tile.cluster * std::min<int64_t>(tiles, device.sm_count / tile.cluster);
+  // products start while the last one's output is written. Or one pair of CTAs for two SMs. A
+  // dynamic walk takes its tiles from CTAs that have not started: there is one for each tile.
+  const int64_t groups =
+      tile.dynamic_walk ? tiles : std::min<int64_t>(tiles, device.sm_count / tile.cluster);
+  const int64_t ctas = tile.cluster * groups;
   LaunchPlan plan = core::one_launch("blackwell_dc", problem, device, tile, ctas, params);
-  if (tile.cluster == 2) plan.launches[0].image = "blackwell_dc/fwd_pair";
+  std::string& image = plan.launches[0].image;
+  if (tile.cluster == 2) image = "blackwell_dc/fwd_pair";
+  if (for_10_3)
+    image = is_fp8(problem.dtype) ? "blackwell_dc/fwd_103_e4m3" : "blackwell_dc/fwd_103";
   if (splits > 1) {
     core::split_keys(plan, problem, splits, offsetof(Params, partials),
                      std::string("blackwell_dc_combine_") + core::dtype_word(problem.dtype));
@@ -207,6 +292,9 @@ Notes notes(const LaunchPlan& plan) {
       if (tile == nullptr) tile = core::taken(tiles, plan);
     }
   }
+  for (const Replacement& replacement : replacements(plan.problem)) {
+    if (plan.tile.name == replacement.tile.name) tile = &replacement.tile;
+  }
   if (tile == nullptr) return {};
   const auto str = [](int x) { return std::to_string(x); };
   const bool pair = tile->cluster == 2;
@@ -222,7 +310,7 @@ Notes notes(const LaunchPlan& plan) {
       {"registers", str(tile->registers.softmax) + " softmax, " + str(tile->registers.correction) +
                         " correction, " + str(tile->registers.other) + " others (setmaxnreg)"},
       {"stages", stages + ", " + str(tile->barriers) + " barriers"},
-      {"exponentials", str(tile->polynomial_pairs) + " of 16 by polynomial"},
+      {"exponentials", str(tile->polynomials) + " of 128 by polynomial"},
   };
 }
 

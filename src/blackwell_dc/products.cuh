@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/next_tile.cuh"
 #include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
@@ -147,8 +148,9 @@ struct Products {
     clean_parities ^= 1u << slot.index;
   }
 
-  // Starts the products for O of tile t's next step. first: they overwrite O.
-  __device__ __forceinline__ void add_o(int t, bool first) {
+  // Starts the products for O of tile t's next step. first: they overwrite O; last: of the row
+  // tile.
+  __device__ __forceinline__ void add_o(int t, bool first, bool last) {
     const uint32_t buffer = C::TILES == 2 ? t : o_step % 2;
     const uint32_t parity = C::TILES == 2 ? block_parity : o_step / 2 % 2;
     if (t == 0) {  // the first step of a block
@@ -169,7 +171,7 @@ struct Products {
     }
     if (leader) {
       multiply_pv<C, EARLY_PRODUCTS, PV_PRODUCTS>(o_tmem, p_tmem, v_address, true);
-      commit<C>(barriers.o_ready(t));
+      if (EVERY_O_READY<C> || last) commit<C>(barriers.o_ready(t));
       if (t == C::TILES - 1) commit<C>(barriers.kv_empty(v_slot));
     }
     if constexpr (!C::SWITCHES.trust_issue_order) {
@@ -187,8 +189,8 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
   Products<C> products{Barriers<C>{shared_smem + C::BARRIER_SMEM}, operand_address<C>(shared_smem),
                        tmem, ptx::elect_sync()};
   uint32_t q_parity = 0;
-  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const Tile work = find_tile<C>(params, index);
+  for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
+    const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
     const math::Blocks blocks = find_blocks<C>(params, work);
     const bool ragged = is_ragged<C>(params.attention, work, blocks);
@@ -202,25 +204,25 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
       for (int block = 1; block < count; ++block) {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          products.add_o(t, block == 1);
+          products.add_o(t, block == 1, false);
           products.start_s(t, false, q_parity);
         }
       }
       products.release_q();
-      products.add_o(0, count == 1);
-      products.add_o(1, count == 1);
+      products.add_o(0, count == 1, true);
+      products.add_o(1, count == 1, true);
     } else {
       products.start_s(0, true, q_parity);
       if (count > 1) products.start_s(0, false, q_parity);
       if (ragged) products.wait_until_clean();
 #pragma unroll 1
       for (int block = 2; block < count; ++block) {
-        products.add_o(0, block == 2);
+        products.add_o(0, block == 2, false);
         products.start_s(0, false, q_parity);
       }
       products.release_q();
-      if (count > 1) products.add_o(0, count == 2);
-      products.add_o(0, count == 1);
+      if (count > 1) products.add_o(0, count == 2, false);
+      products.add_o(0, count == 1, true);
     }
     q_parity ^= 1;
   }

@@ -99,20 +99,21 @@ __device__ __forceinline__ float2 exp2_polynomial(float2 x) {
           __uint_as_float(__float_as_uint(p.y) + (__float_as_uint(shifted.y) << 23))};
 }
 
-// Whether a pair of scores is one of the SWITCHES.polynomial_pairs of its 16 pairs that use the
-// polynomial. They are spread evenly.
+// Whether a pair of a quarter's scores is one of the SWITCHES.polynomial_pairs of its 16 pairs that
+// use the polynomial. They are spread evenly.
 template <class C>
-__device__ __forceinline__ constexpr bool by_polynomial(int pair) {
+__device__ __forceinline__ constexpr bool by_polynomial(int quarter, int pair) {
+  if (quarter == 3 && !C::SWITCHES.polynomial_in_last_quarter) return false;
   return pair * C::SWITCHES.polynomial_pairs % 16 < C::SWITCHES.polynomial_pairs;
 }
 
 // 2^(score * exp2_scale - base) of two neighbouring scores, pair number `pair` of a quarter.
 template <class C>
-__device__ __forceinline__ float2 weigh_pair(const float* scores, int pair, float base,
+__device__ __forceinline__ float2 weigh_pair(const float* scores, int quarter, int pair, float base,
                                              float exp2_scale) {
   const float2 x =
       ptx::fma_rn_f32x2({scores[0], scores[1]}, {exp2_scale, exp2_scale}, {-base, -base});
-  if (by_polynomial<C>(pair)) return exp2_polynomial(x);
+  if (by_polynomial<C>(quarter, pair)) return exp2_polynomial(x);
   return {ptx::ex2_approx_ftz(x.x), ptx::ex2_approx_ftz(x.y)};
 }
 
@@ -191,11 +192,11 @@ struct RowSoftmax16 {
 
   // S -> P of a quarter: in fp32 in place, and in 16 bits in p_rmem.
   __device__ __forceinline__ void weigh(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 2],
-                                        int) const {
+                                        int quarter) const {
 #pragma unroll
     for (int pair = 0; pair < KEYS / 2; ++pair) {
       float* s = &s_rmem[2 * pair];
-      const float2 p = weigh_pair<C>(s, pair, base_, exp2_scale_);
+      const float2 p = weigh_pair<C>(s, quarter, pair, base_, exp2_scale_);
       s[0] = p.x;
       s[1] = p.y;
       p_rmem[pair] = ptx::cvt_rn_x2_f32<C::DTYPE>(p.x, p.y);

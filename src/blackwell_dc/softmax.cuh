@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "blackwell_dc/config.cuh"
+#include "blackwell_dc/next_tile.cuh"
 #include "blackwell_dc/pair_pipeline.cuh"
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
@@ -47,16 +48,18 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
     ++message;
   };
 
-  for (TileIndex<C> index; index.more(params.tiles); ++index.round) {
-    const Tile work = find_tile<C>(params, index);
+  for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
+    const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
     const math::VisibleKeys visible = math::find_visible_keys(attention, work);
     const math::Blocks blocks = find_blocks<C>(params, work, visible);
-    const int row = work.first_row + t * C::TILE_ROWS + row_of_tile;
+    const math::PackedHeads packed_heads = find_packed_heads<C>(params);
+    const int row = work.first_row + packed_heads.row(t * C::TILE_ROWS + row_of_tile);
     const int first_seen = visible.first(row), last_seen = visible.last(row);
     // From clear_first to clear_last every row of this warp sees every key of a block: no mask.
-    const int warp_row = row - threadIdx.x % 32;
-    const int clear_first = visible.first(warp_row + 31);
+    const int rows_of_warp = min(packed_heads.rows(), 32);  // of each head
+    const int warp_row = row - static_cast<int>(threadIdx.x) % rows_of_warp;
+    const int clear_first = visible.first(warp_row + rows_of_warp - 1);
     const int clear_last = visible.last(warp_row) - (C::BLOCK_K - 1);
     RowSoftmax<C> row_softmax(params, work, warp_row);
 #pragma unroll 1

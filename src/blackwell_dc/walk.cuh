@@ -5,6 +5,7 @@
 #include "blackwell_dc/params.h"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
+#include "common/math/packed_heads.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
 
@@ -21,9 +22,6 @@ __device__ __forceinline__ T uniform(T x) {
   return __shfl_sync(FULL_WARP, x, 0);
 }
 
-template <class C>
-using TileIndex = math::SharedTileIndex<C::CTAS>;
-
 // A row tile and the number of the share of its keys.
 struct Tile : math::Work {
   int split;
@@ -34,19 +32,32 @@ template <class C>
 __device__ __forceinline__ bool splits_keys(const Params& params) {
   return C::CAN_SPLIT && params.partials.splits > 1;
 }
+// How the rows of a tile are shared out among heads. Without packing they are BLOCK_Q rows of one
+// head.
+template <class C>
+__device__ __forceinline__ math::PackedHeads find_packed_heads(const Params& params) {
+  if constexpr (C::CAN_PACK) return params.packed_heads;
+  return {1, C::BLOCK_Q_BITS};
+}
 // The number of this CTA in its pair: 0 has the lower rows. A CTA that works alone is number 0.
 template <class C>
 __device__ __forceinline__ int rank_in_pair() {
   return C::CTAS == 1 ? 0 : blockIdx.x % C::CTAS;
 }
-// This CTA's rows of a tile, and its share of their keys; first_row negative: nothing to do.
+// This CTA's rows of the tile with an index, and its share of their keys; first_row negative:
+// nothing to do. Each row tile has `splits` consecutive indices, one for each share of its keys.
 template <class C>
-__device__ __forceinline__ Tile find_tile(const Params& params, const TileIndex<C>& index) {
+__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
   const int splits = C::CAN_SPLIT ? params.partials.splits : 1;
-  Tile work{math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index, splits),
-            static_cast<int>(index.value()) % splits};
+  const math::PackedHeads packed_heads = find_packed_heads<C>(params);
+  Tile work{};
+  work.first_row = -1;
+  if (index >= params.tiles) return work;
+  work = {
+      math::find_work(params.attention, index / splits, packed_heads.rows(), packed_heads.count),
+      index % splits};
   if (!C::SWITCHES.longest_first && work.first_row >= 0)
-    work.first_row = (work.nq - 1) / C::BLOCK_Q * C::BLOCK_Q - work.first_row;
+    work.first_row = (work.nq - 1) / packed_heads.rows() * packed_heads.rows() - work.first_row;
   if (C::CTAS > 1 && work.first_row >= 0) work.first_row += rank_in_pair<C>() * C::CTA_ROWS;
   return work;
 }
@@ -55,7 +66,8 @@ template <class C>
 __device__ __forceinline__ math::Blocks find_blocks(const Params& params, Tile work,
                                                     const math::VisibleKeys& visible) {
   if (C::CTAS > 1) work.first_row -= rank_in_pair<C>() * C::CTA_ROWS;
-  const math::Blocks blocks = math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
+  const math::Blocks blocks =
+      math::find_blocks<C::BLOCK_K>(work, visible, find_packed_heads<C>(params).rows());
   if constexpr (!C::CAN_SPLIT) return blocks;
   return math::split_blocks<C::BLOCK_K>(blocks, work.split, params.partials.splits);
 }

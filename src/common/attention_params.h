@@ -6,12 +6,29 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/math/host_device.h"
+
 namespace archflash {
 
 enum class OffsetMode : int32_t {
   Value = 0,             // AttentionParams::q_offset for all sequences
   KeysMinusQueries = 1,  // nk - nq of each sequence
   PerBatch = 2,          // q_offsets_gmem[batch]
+};
+
+// The order of row tiles without cu_seqlens: all of heads_per_group heads, then those of the next
+// ones. Heads whose tiles are computed at the same time share L2.
+struct TileOrder {
+  int32_t heads_per_group;
+  // The tiles of a head come from the last one to the first. Those at the places [turned_begin,
+  // turned_end) of this order come in the opposite direction.
+  int32_t turned_begin = 0, turned_end = 0;
+
+  // How many tiles of a head lie behind the one at a place.
+  ARCHFLASH_HOST_DEVICE int from_last(int place) const {
+    const bool turned = place >= turned_begin && place < turned_end;
+    return turned ? turned_begin + turned_end - 1 - place : place;
+  }
 };
 
 struct AttentionParams {
@@ -49,9 +66,7 @@ struct AttentionParams {
   float tanh_scale;
   float softcap;
 
-  // Order of the CTAs without cu_seqlens: all row tiles of this many heads, then those of the next
-  // ones. Heads that are computed at the same time share L2.
-  int32_t heads_per_group;
+  TileOrder order;
 };
 static_assert(std::is_trivially_copyable_v<AttentionParams>);
 

@@ -166,6 +166,11 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
              int device_index, void* stream) {
   if (prepared.plan->launches.empty()) return;
   const DeviceGuard guard(device_index);
+  if (const int64_t bytes = prepared.plan->zeroed_bytes; bytes > 0) {
+    void* workspace = addresses[static_cast<int>(Operand::Workspace)];
+    check(cudaMemsetAsync(workspace, 0, bytes, static_cast<cudaStream_t>(stream)),
+          join("zeroing ", bytes, " bytes of the workspace"));
+  }
   for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
     const Launch& launch = prepared.plan->launches[i];
     make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);

@@ -15,6 +15,8 @@
 #include <string>
 #include <string_view>
 
+#include "common/planning/makespan.h"
+#include "common/planning/order.h"
 #include "runtime/call.h"
 #include "runtime/execute.h"
 #include "runtime/known_devices.h"
@@ -112,8 +114,7 @@ Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call) {
     set_address(call, Operand::Lse, made.lse);
   }
   if (plan.workspace_bytes > 0) {
-    made.workspace = a.q.attr("new_empty")(
-        plan.workspace_bytes, nb::arg("dtype") = nb::module_::import_("torch").attr("uint8"));
+    made.workspace = a.q.attr("new_empty")(plan.workspace_bytes, nb::arg("dtype") = torch().uint8);
     set_address(call, Operand::Workspace, made.workspace);
   }
   return made;
@@ -298,6 +299,7 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
     for (const PointerSlot& slot : launch.pointers) need(slot.operand);
     for (const TensorMapSpec& spec : launch.tensor_maps) need(spec.operand);
   }
+  if (plan.zeroed_bytes > 0) need(Operand::Workspace);
   if (!any) return;
   if (device_index < 0) {
     simulate()(std::make_shared<LaunchPlan>(plan), tensors);
@@ -521,7 +523,7 @@ NB_MODULE(_archflash, m) {
       .def_ro("reason", &TileChoice::reason, "Why the implementation has this tile; may be empty.")
       .def_ro("head_dim", &TileChoice::head_dim, "The largest d that it takes, in elements.")
       .def_ro("head_dim_v", &TileChoice::head_dim_v, "The largest dv that it takes, in elements.")
-      .def_ro("block_q", &TileChoice::block_q, "Query rows of the tile.")
+      .def_ro("block_q", &TileChoice::block_q, "Query rows of the tile, of each packed head.")
       .def_ro("block_k", &TileChoice::block_k, "Keys that it takes at a time.")
       .def_ro("warps", &TileChoice::warps, "Warps of a CTA that compute rows.")
       .def_ro("rows_per_warp", &TileChoice::rows_per_warp)
@@ -529,13 +531,19 @@ NB_MODULE(_archflash, m) {
       .def_ro("v_stages", &TileChoice::v_stages,
               "Buffers for blocks of V; 0: they share those of K.")
       .def_ro("cluster", &TileChoice::cluster, "CTAs that compute one tile together.")
+      .def_ro("packed_heads", &TileChoice::packed_heads,
+              "Query heads that share a head of K and lie in one tile; 1: none do.")
       .def_ro("ctas_per_sm", &TileChoice::ctas_per_sm, "CTAs that an SM has room for.")
       .def_ro("ctas", &TileChoice::ctas, "CTAs of the launch.")
       .def_ro("tiles", &TileChoice::tiles, "Row tiles of all heads.")
       .def_ro("splits", &TileChoice::splits,
               "Shares into which the keys of each tile are split; 1: they are not.")
       .def_ro("heads_per_group", &TileChoice::heads_per_group,
-              "Heads whose tiles follow one another; 0: there are no groups.");
+              "Heads whose tiles follow one another; 0: there are no groups.")
+      .def_ro("turned_begin", &TileChoice::turned_begin,
+              "The tiles of a head come from the last to the first, but those at these places come "
+              "in the opposite direction.")
+      .def_ro("turned_end", &TileChoice::turned_end);
 
   with_pickle(nb::class_<LaunchPlan>(m, "LaunchPlan",
                                      "Everything a launch needs but the addresses of the tensors."),
@@ -563,6 +571,7 @@ NB_MODULE(_archflash, m) {
           },
           "None for a plan that computes nothing by tiles.")
       .def_ro("workspace_bytes", &LaunchPlan::workspace_bytes)
+      .def_ro("zeroed_bytes", &LaunchPlan::zeroed_bytes)
       .def_prop_ro("kernels",
                    [](const LaunchPlan& p) {
                      std::vector<std::string> names;
@@ -571,6 +580,44 @@ NB_MODULE(_archflash, m) {
                    })
       .def_ro("code", &LaunchPlan::code)
       .def_prop_ro("notes", &notes);
+
+  nb::class_<core::Makespan>(m, "Makespan",
+                             "How evenly a walk over row tiles fills a GPU: a model.")
+      .def_ro("workers", &core::Makespan::workers, "CTAs, or pairs of them, that run at a time.")
+      .def_ro("time", &core::Makespan::time, "Until the last one is done, in keys.")
+      .def_ro("ideal", &core::Makespan::ideal,
+              "If the work were shared out evenly; at least the longest tile.")
+      .def_prop_ro("share", &core::Makespan::share, "ideal / time.");
+  using Lengths = std::vector<int64_t>;
+  m.def(
+      "makespan",
+      [](const LaunchPlan& plan, const Lengths& q, const Lengths& k) {
+        return core::makespan(plan, {q, k});
+      },
+      "plan"_a, "q_lengths"_a = Lengths(), "k_lengths"_a = Lengths(),
+      "The model of a plan's first launch; with cu_seqlens for sequences of these lengths.");
+  m.def(
+      "makespan_of",
+      [](const std::vector<double>& times, int64_t workers, bool rounds) {
+        return core::makespan(times, workers, rounds ? core::Walk::Rounds : core::Walk::Queue);
+      },
+      "times"_a, "workers"_a, "rounds"_a,
+      "The model of tiles in this order. 'rounds': workers take one tile each, every second time "
+      "in "
+      "reverse order; otherwise whoever is free first takes the next tile.");
+  m.def(
+      "tile_times",
+      [](const LaunchPlan& plan, const Lengths& q, const Lengths& k) {
+        std::vector<std::pair<int64_t, double>> tiles;
+        for (const core::TileTime& tile : core::tile_times(plan, {q, k}))
+          tiles.emplace_back(tile.kv_head, tile.time);
+        return tiles;
+      },
+      "plan"_a, "q_lengths"_a = Lengths(), "k_lengths"_a = Lengths(),
+      "The tiles of a plan's first launch in their order: (head of k, time in keys).");
+  m.attr("TILE_KEYS") = core::TILE_KEYS;
+  m.def("reads_of_keys", &core::reads_of_keys, "plan"_a,
+        "How often K and V come from memory, on average: a model.");
 
   nb::class_<Description>(m, "Description", "What an implementation says of itself.")
       .def_ro("name", &Description::name)
@@ -666,7 +713,14 @@ NB_MODULE(_archflash, m) {
         return nb::bytes(bytes.begin, bytes.end - bytes.begin);
       },
       "name"_a, "The fatbin `<folder>/<file stem>`; empty when not compiled in.");
-  m.def("image_names", &image_names);
+  m.def("image_names", &image_names, "The images of this build.");
+  m.def(
+      "add_image",
+      [](const std::string& name, const nb::bytes& code) {
+        add_image(name, {code.c_str(), code.size()});
+      },
+      "name"_a, "code"_a,
+      "Adds a cubin or fatbin that is not in this build, for plans whose launches name it.");
   m.def("known_devices", [] { return known_devices(); });
   m.def(
       "find_known_device",

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 
@@ -141,11 +142,35 @@ LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device) {
   return planned;
 }
 
+namespace {
+std::mutex adding;  // guards the added images
+std::map<std::string, std::string, std::less<>>& added_images() {
+  static auto& images = *new std::map<std::string, std::string, std::less<>>;
+  return images;
+}
+}  // namespace
+
 Bytes image(std::string_view name) {
   for (const Image& entry : IMAGES) {
     if (entry.name && name == entry.name) return {entry.begin, entry.end};
   }
-  return {};
+  const std::lock_guard lock(adding);
+  const auto found = added_images().find(name);
+  if (found == added_images().end()) return {};
+  const auto* begin = reinterpret_cast<const unsigned char*>(found->second.data());
+  return {begin, begin + found->second.size()};
+}
+
+void add_image(const std::string& name, std::string_view code) {
+  const Bytes known = image(name);
+  if (known.begin) {
+    if (std::equal(known.begin, known.end, code.begin(), code.end(),
+                   [](unsigned char a, char b) { return a == static_cast<unsigned char>(b); }))
+      return;
+    throw std::invalid_argument(join("there is another image with the name '", name, "'"));
+  }
+  const std::lock_guard lock(adding);
+  added_images().emplace(name, code);
 }
 
 std::vector<std::string> image_names() {

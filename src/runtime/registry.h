@@ -37,7 +37,11 @@ struct Bytes {
   const unsigned char* begin = nullptr;
   const unsigned char* end = nullptr;
 };
-Bytes image(std::string_view name);  // fatbin "<folder>/<stem>", empty when not compiled in
+// Fatbin "<folder>/<stem>", or what add_image() got for the name; empty where there is neither.
+Bytes image(std::string_view name);
 std::vector<std::string> image_names();
+// Adds a cubin or fatbin that is not in this build, for plans whose launches name it. It stays for
+// the life of the process. Throws std::invalid_argument if the name is taken by other bytes.
+void add_image(const std::string& name, std::string_view code);
 
 }  // namespace archflash

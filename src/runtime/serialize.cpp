@@ -59,16 +59,17 @@ void fields(TileChoice& t, F&& f) {
   f("block_q", t.block_q), f("block_k", t.block_k), f("warps", t.warps),
       f("rows_per_warp", t.rows_per_warp);
   f("k_stages", t.k_stages), f("v_stages", t.v_stages), f("cluster", t.cluster),
-      f("ctas_per_sm", t.ctas_per_sm);
+      f("packed_heads", t.packed_heads), f("ctas_per_sm", t.ctas_per_sm);
   f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits),
       f("heads_per_group", t.heads_per_group);
+  f("turned_begin", t.turned_begin), f("turned_end", t.turned_end);
 }
 template <class F>
 void fields(LaunchPlan& p, F&& f) {
   std::string version = ARCHFLASH_VERSION;  // of what wrote it
   f("version", version), f("implementation", p.implementation), f("problem", p.problem),
       f("device", p.device), f("tile", p.tile), f("launches", p.launches);
-  f("workspace_bytes", p.workspace_bytes), f("code", p.code);
+  f("workspace_bytes", p.workspace_bytes), f("zeroed_bytes", p.zeroed_bytes), f("code", p.code);
 }
 
 template <class T>
@@ -350,8 +351,14 @@ class Comparison {
   std::vector<std::string> lines_;
 };
 
-// A hand-made plan must at least not make bind() write past the block or read what is not there.
+// A hand-made plan must at least not make bind() write past the block or read what is not there,
+// nor execute() write past the workspace.
 void check_launches(const LaunchPlan& plan) {
+  if (plan.zeroed_bytes < 0 || plan.zeroed_bytes > plan.workspace_bytes) {
+    throw nb::value_error(join("field 'zeroed_bytes' is ", plan.zeroed_bytes,
+                               ": it must be between 0 and workspace_bytes, ", plan.workspace_bytes)
+                              .c_str());
+  }
   for (size_t i = 0; i < plan.launches.size(); ++i) {
     const Launch& launch = plan.launches[i];
     const std::string path = item_of("launches", i);

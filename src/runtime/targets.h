@@ -20,8 +20,8 @@ struct Target {
 constexpr int ANY_NEWER = 9999;  // as `last`: the code loads on every newer GPU
 
 // The target of that name. Plain machine code loads on its major version from its minor version on,
-// plain PTX on everything newer too. A suffix limits both: `f` to the family (10.0 and 10.3; 12.0
-// and 12.1), `a` to exactly that capability. Throws std::invalid_argument for any other name.
+// plain PTX on everything newer too. A suffix limits both: `f` to the family (10.0, 10.3 and 10.7;
+// 12.0 and 12.1), `a` to exactly that capability. Throws std::invalid_argument for any other name.
 Target target(std::string_view name);
 
 // The target that is used on a capability, among those that load: machine code before PTX, then the

@@ -165,6 +165,7 @@ const Torch& torch() {
     for (int i = 0; i < DTYPE_COUNT; ++i)
       t->dtypes[i] = module.attr(dtype_name(static_cast<DType>(i)));
     t->float32 = t->dtypes[static_cast<int>(DType::F32)];
+    t->uint8 = module.attr("uint8");
     t->strided = module.attr("strided");
     t->increment_version = module.attr("autograd").attr("graph").attr("increment_version");
     nb::object core = module.attr("_C");

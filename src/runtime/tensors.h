@@ -50,7 +50,7 @@ class Getter {
 
 // The objects of torch that the module uses, filled at the first call that sees a tensor.
 struct Torch {
-  nb::object tensor_type, parameter_type, dtype_type, empty_like, float32, strided;
+  nb::object tensor_type, parameter_type, dtype_type, empty_like, float32, uint8, strided;
   nb::object increment_version;
   Getter is_neg, data_ptr;
   nb::object dtypes[DTYPE_COUNT];  // by DType

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from archflash import _archflash as native
 from archflash import _registry
 from archflash._api import find_device, make_problem
 from tests.many_cases import one_test_for_each
+
+from .machine_code import assembler_of, instructions_of, lane_loops
 
 KERNELS = Path(archflash.__file__).parent / "_kernels"
 IMAGES = native.image_names()
@@ -35,8 +36,8 @@ RESOURCES = {
     f"{file.parent.name}/{file.stem}": json.loads(file.read_text())
     for file in sorted(KERNELS.glob("*/*.json"))
 }
-# PTX of an architecture family is for that family alone.
-ANY_NEWER = [image for image in IMAGES if not image.startswith("blackwell_")]
+# PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
+ANY_NEWER = [image for image in IMAGES if not image.startswith(("blackwell_", "hopper/"))]
 REGISTERS_PER_SM = 65536  # 7.5 to 12.1
 REGISTERS_PER_THREAD = 255
 
@@ -44,7 +45,10 @@ every_image = pytest.mark.parametrize("image", IMAGES)
 
 
 def targets_of(image: str, prefix: str) -> list[str]:
-    names = [target.name for target in native.targets(image.partition("/")[0])]
+    folder, _, stem = image.partition("/")
+    names = [target.name for target in native.targets(folder)]
+    if stem.startswith("fwd_103"):  # for 10.3 alone
+        names.remove("sm_110f")
     return sorted(name for name in names if name.startswith(prefix))
 
 
@@ -77,16 +81,6 @@ def listed(tool: Path, option: str, file: Path) -> list[str]:
 def listed_names(targets: list[str]) -> list[str]:
     """As cuobjdump lists them: it names machine code of a family by its first member."""
     return sorted(target.removesuffix("f") for target in targets)
-
-
-@pytest.fixture(scope="module")
-def image_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("images")
-    files = {}
-    for image in IMAGES:
-        files[image] = folder / f"{image.replace('/', '-')}.fatbin"
-        files[image].write_bytes(native.image(image))
-    return files
 
 
 # --- what was compiled ---
@@ -169,6 +163,7 @@ def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
         ("ada", "compute_89"),
         ("blackwell_consumer", "compute_120f"),
         ("blackwell_dc", "compute_100f"),
+        ("hopper", "compute_90a"),
     ],
 )
 def test_a_folder_carries_the_ptx_that_serves_what_no_machine_code_covers(
@@ -221,9 +216,7 @@ def test_no_kernel_spills_registers(image: str, target: str, kernel: str) -> Non
 
 
 @pytest.mark.parametrize("image", [name for name in IMAGES if name.startswith("blackwell_dc/")])
-def test_the_code_for_10_x_spills_on_10_3_alone_neither(
-    image: str, ptxas: Path, tmp_path: Path
-) -> None:
+def test_sm_100f_ptx_does_not_spill_on_sm_103a(image: str, ptxas: Path, tmp_path: Path) -> None:
     text = ptx_text(image, "compute_100f").replace(".target sm_100f", ".target sm_103a")
     (tmp_path / "kernel.ptx").write_text(text)
     command = [ptxas, "-O3", "-v", "-arch=sm_103a", "-o", "kernel.cubin", "kernel.ptx"]
@@ -252,6 +245,7 @@ def test_every_target_of_every_image_was_looked_at_for_spills(folder: str) -> No
 # What kernels are made for, by how their names start: instructions that each has on every target.
 TILES = ("LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128")
 ROLES = ("LDSM.16.M88.4", "LDSM.16.MT88.4", "UTMALDG.4D", "SYNCS.PHASECHK")
+WARPGROUPS = ("WARPGROUP.ARRIVE", "UTMALDG.4D", "SYNCS.PHASECHK", "MUFU.EX2")
 TENSOR_MEMORY = (
     "UTCBAR",
     "UTMALDG.4D",
@@ -282,6 +276,11 @@ INSTRUCTIONS = {
     "blackwell_dc_attention_fwd_e": (*TENSOR_MEMORY, "F2FP.SATFINITE.E4M3.F32"),
     "blackwell_dc_attention_fwd_f16_": ("UTCHMMA", *TENSOR_MEMORY),
     "blackwell_dc_combine_": ("LDG.E.128", "MUFU.EX2", "SHFL.BFLY"),
+    "hopper_attention_fwd_bf16_": ("HGMMA.64x", *WARPGROUPS),
+    "hopper_attention_fwd_f16_": ("HGMMA.64x", *WARPGROUPS),
+    "hopper_attention_fwd_e4m3_": ("QGMMA.64x", *WARPGROUPS),
+    "hopper_combine_": ("LDG.E.128", "MUFU.EX2", "SHFL.BFLY"),
+    "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
     "simt_": ("FFMA", "MUFU.EX2"),
 }
 # Instructions of two CTAs that multiply together. An arrival at the barrier of the other CTA is a
@@ -289,25 +288,14 @@ INSTRUCTIONS = {
 PAIR = ("UTCHMMA.2CTA", "UTCBAR.2CTA.MULTICAST", "UTMALDG.4D.2CTA", "SYNCS.ARRIVE.TRANS64.RED")
 # 8-bit floating-point products: 9.0 and 10.0 make those of mma.sync of 16-bit ones.
 FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") | {
-    "sm_100f": "UTCQMMA"
+    "sm_100f": "UTCQMMA",
+    "sm_110f": "UTCQMMA",
 }
-WITHOUT_TENSOR_CORES = ("simt_", "quantize_", "ada_int8_", "blackwell_dc_combine_")
+WITHOUT_TENSOR_CORES = (
+    *("simt_", "quantize_", "ada_int8_"),
+    *("blackwell_dc_combine_", "hopper_combine_", "hopper_transpose_v"),
+)
 TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
-
-
-@functools.cache
-def instructions_of(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
-    """The instructions of each kernel for one target, with operands and predicates."""
-    command = [tool, "--dump-sass", "--gpu-architecture", target, file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
-        if match := re.match(r"\s*Function : (\w+)", line):
-            instructions = found.setdefault(match[1], [])
-        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+([^;]*);", line):
-            instructions.append(match[1].strip())
-    return found
 
 
 def machine_code(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
@@ -317,17 +305,6 @@ def machine_code(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
         kernel: [match[1] for text in found if (match := opcode.match(text))]
         for kernel, found in instructions_of(tool, target, file).items()
     }
-
-
-def assembler_of(tool: Path, target: str, file: Path) -> tuple[int, int]:
-    """The release of the ptxas that made an image's machine code for one target."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [tool, "--extract-elf", "all", "--gpu-architecture", target, file]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-        (cubin,) = Path(folder).iterdir()
-        match = re.search(rb"compilation tools, release (\d+)\.(\d+)", cubin.read_bytes())
-    assert match, "the machine code does not name its assembler"
-    return int(match[1]), int(match[2])
 
 
 MACHINE_CODE = [
@@ -350,6 +327,8 @@ def test_every_kernel_has_the_instructions_that_it_was_made_for(
             expected.append(FP8_PRODUCTS.get(target, "HMMA.16816.F32"))
         if "_int8_d" in kernel:
             expected.append("IMMA.16832.S8.S8")
+        if target == "sm_110f" and "FFMA2" in expected:  # it has no packed fp32
+            expected.remove("FFMA2")
         if kernel.startswith("blackwell_dc_") and kernel.endswith("_pair"):
             expected += PAIR
         for wanted in expected:
@@ -367,6 +346,59 @@ def test_tensor_cores_are_used_where_the_registry_says_so(
     folder = image.partition("/")[0]
     if folder in FOLDERS and not _registry.uses_tensor_cores(folder):
         assert kernel.startswith(WITHOUT_TENSOR_CORES)
+
+
+@pytest.mark.parametrize(("image", "target"), MACHINE_CODE)
+def test_no_instruction_goes_from_lane_to_lane(
+    image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+) -> None:
+    """ptxas must see that one lane, chosen by elect.sync, starts what a warp starts once."""
+    for kernel, found in instructions_of(cuobjdump, target, image_files[image]).items():
+        assert lane_loops(found) == [], kernel
+
+
+# A product and a commit, which a lane starts that LANE chooses.
+ONE_LANE = """.version 9.0
+.target sm_100f
+.address_size 64
+.extern .shared .align 16 .b8 memory[];
+.visible .entry one_lane(.param .u32 address)
+{
+.reg .pred %p<3>;
+.reg .b32 %r<5>;
+.reg .b64 %rd<3>;
+mov.u32 %r0, %tid.x;
+mov.u32 %r1, memory;
+ld.param.u32 %r2, [address];
+and.b32 %r3, %r0, 31;
+LANE
+@!%p0 bra DONE;
+cvt.u64.u32 %rd0, %r2;
+mov.b64 %rd1, 123456;
+setp.ne.u32 %p1, %r2, 7;
+tcgen05.mma.cta_group::1.kind::f16 [%r2], %rd0, %rd1, %r2, %p1;
+tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];
+DONE:
+ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lane", "found"),
+    [("elect.sync _|%p0, -1;", []), ("setp.eq.u32 %p0, %r3, 0;", ["UTCHMMA", "UTCBAR"])],
+    ids=["elected", "first"],
+)
+def test_a_lane_that_was_not_elected_is_noticed(
+    lane: str, found: list[str], ptxas: Path, cuobjdump: Path, nvdisasm: Path, tmp_path: Path
+) -> None:
+    source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    source.write_text(ONE_LANE.replace("LANE", lane))
+    subprocess.run([ptxas, "-arch=sm_100f", "-o", cubin, source], check=True, timeout=60)
+    inside = lane_loops(instructions_of(cuobjdump, "sm_100f", cubin)["one_lane"])
+    tensor = [text.split()[0] for text in inside if text.startswith("UTC")]
+    assert tensor == found
+    assert bool(inside) == bool(found)
 
 
 def test_the_newer_assembler_leaves_the_products_of_12_x_unpadded(
@@ -406,6 +438,10 @@ def problems() -> tuple[native.Problem, ...]:
                 q = torch.empty(b, h, n, d, dtype=dtype, device="meta")
                 v = torch.empty(b, h, n, dv, dtype=dtype, device="meta")
                 found.append(make_problem(q, q, v).as_if_on_cuda())
+                if dtype == torch.float8_e4m3fn:
+                    descale = torch.empty(b, h, -(-n // 64), device="meta")
+                    by_block = {f"{name}_descale": descale for name in "qkv"}
+                    found.append(make_problem(q, q, v, **by_block).as_if_on_cuda())
                 if dtype in (torch.float16, torch.bfloat16):
                     for options in ({"approximate": "int8_qk"}, {"num_splits": 2}):
                         found.append(make_problem(q, q, v, **options).as_if_on_cuda())

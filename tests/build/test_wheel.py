@@ -25,7 +25,8 @@ FOLDER_TARGETS = {
     "ampere": ("compute_80",),
     "ada": ("compute_89",),
     "blackwell_consumer": ("compute_120f", "compute_90a"),
-    "blackwell_dc": ("compute_100f",),
+    "blackwell_dc": ("compute_100f", "compute_110f"),
+    "hopper": ("compute_90a",),
     "quantize": ("compute_89",),
 }
 
@@ -91,7 +92,10 @@ def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: 
     assert stems
     endings = [*(f"{ptx}.ptx.gz" for ptx in FOLDER_TARGETS[folder]), "json"]
     expected = sorted(
-        f"archflash/_kernels/{folder}/{stem}.{ending}" for stem in stems for ending in endings
+        f"archflash/_kernels/{folder}/{stem}.{ending}"
+        for stem in stems
+        for ending in endings
+        if not (stem.startswith("fwd_103") and ending.startswith("compute_110f"))
     )
     given = sorted(name for name in names_in(wheel) if f"_kernels/{folder}/" in name)
     assert given == expected

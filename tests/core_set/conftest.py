@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    choose(config.getoption("--executor"))
+    choose(config.getoption("--executor"), pairs=not config.getoption("--no-pairs"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

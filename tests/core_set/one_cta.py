@@ -32,9 +32,15 @@ FP8_CONFIGS = {
 def one_after_another(
     config: str, q: Tensor, k: Tensor, v: Tensor, **call: Any
 ) -> native.LaunchPlan:
-    """A plan with all row tiles in one CTA, or in one pair of them."""
+    """A plan for a GPU with room for one CTA, or one pair of them, which has all row tiles."""
     planned = archflash.explain(
-        q, k, v, device="B200", implementation=NAME, return_lse=True, **call
+        q,
+        k,
+        v,
+        device="B300" if "_mufu" in config else "B200",
+        implementation=NAME,
+        return_lse=True,
+        **call,
     ).plan
     assert planned is not None
     one_sm = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1})
@@ -42,6 +48,7 @@ def one_after_another(
     assert isinstance(plan, native.LaunchPlan)
     pair = config.endswith("_pair")
     if pair:
-        plan = in_pairs(plan, pairs=1)
-    assert plan.to_dict()["launches"][0]["grid"] == [1 + pair, 1, 1]
+        plan = in_pairs(plan)
+    assert plan.tile is not None
+    assert plan.to_dict()["launches"][0]["grid"] == [plan.tile.tiles * (1 + pair), 1, 1]
     return plan

@@ -212,7 +212,6 @@ def test_shares_in_turn_in_one_cta_and_side_by_side_give_the_same_bits(kernel: s
     one_sm = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1})
     plan = native.plan(NAME, planned.problem, one_sm)
     assert isinstance(plan, native.LaunchPlan)
-    assert plan.to_dict()["launches"][0]["grid"] == [1, 1, 1]
     out, lse = on.attend_and_check(NAME, q, k, v, schedules=[2], **call)
     in_turn, in_turn_lse = on.attend(NAME, q, k, v, plan=plan, schedules=range(4), **call)
     assert same_bits(in_turn, out)

@@ -9,6 +9,8 @@ import torch
 from bench.switches.plans import in_pairs
 from torch import Tensor
 
+import archflash
+
 from ..sim.schedules import SEEDS
 from .checks import assert_close
 from .executors import executor
@@ -82,13 +84,30 @@ def test_a_pair_whose_rows_end_anywhere_serves_every_feature(nq: int) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_pairs_share_the_tiles_out(dtype: str) -> None:
     q, k, v = on.qkv(1200, 400, 128, dtype=dtype)
-    alone = one_after_another("d128", q, k, v, causal=True)
+    call: dict[str, Any] = {"causal": True, "num_splits": 1}
+    alone = one_after_another("d128", q, k, v, **call)
+    many = archflash.explain(
+        q, k, v, device="B200", implementation=NAME, return_lse=True, **call
+    ).plan
+    assert many is not None
     outs = [
-        on.attend(NAME, q, k, v, plan=plan, schedules=[2], causal=True)
-        for plan in (alone, in_pairs(alone, 1), in_pairs(alone, 4))
+        on.attend(NAME, q, k, v, plan=plan, schedules=[2], **call)
+        for plan in (alone, in_pairs(alone), in_pairs(many))
     ]
     assert_close(*outs[2], q, k, v, causal=True)
     # Rows of one tile see the same keys in the same order, in whichever kernel.
     for out, lse in outs:
         assert torch.equal(out, outs[0][0])
         assert torch.equal(lse, outs[0][1])
+
+
+# --- without polynomials ---
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_pairs_on_10_3(dtype: str) -> None:
+    q, k, v = on.qkv(700, 300, 128, dtype=dtype, heads=(2, 1))
+    plan = one_after_another("d128_mufu_pair", q, k, v, causal=True)
+    kernel = plan.to_dict()["launches"][0]["kernel"]
+    assert kernel.endswith("_d128_mufu_pair")
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[1], causal=True)

@@ -18,7 +18,9 @@ from .executors import FP8, executor
 on = executor()
 
 # Shared memory for a CTA, in KB.
-DEVICES = {"T4": 64, "A100": 163, "RTX 4090": 99, "RTX 5090": 99, "H200": 227, "B200": 227}
+DEVICES = {
+    "T4": 64, "A100": 163, "RTX 4090": 99, "RTX 5090": 99, "H200": 227, "B200": 227, "B300": 227,
+}  # fmt: skip
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 # Batch, query heads, key heads, queries, keys, causal. The simulator gets few rows, and plans for
 # them as for a GPU with one SM, but for "few". A GPU gets few rows, some, and enough to fill each
@@ -51,6 +53,7 @@ def shapes_of(kernel: str) -> list[str]:
         "ada": ["few", "many", "unmasked"],  # one tile is for unmasked calls only
         "blackwell_consumer": ["few", "some", "most"],  # larger tiles, and some in between
         "blackwell_dc": ["few", "rounds"],  # one CTA goes from tile to tile
+        "hopper": ["few", "many", "rounds"],  # larger tiles, and some in between
     }.get(kernel, ["few", "many"])
 
 
@@ -105,9 +108,17 @@ EVERY = [
     for dtype in dtypes_of(kernel)
     for dims in HEAD_DIMS
     for shape in shapes_of(kernel)
+    # hopper takes head dimensions up to 192 and 128 in 8 bits.
+    if not (kernel == "hopper" and dtype in FP8 and dims == (256, 256))
 ]
 if on.name == "simulator":  # one tile of ada is for calls of many rows only
     EVERY += [("ada", "RTX 4090", dtype, (128, 128), "rounds") for dtype in ("float16", "bfloat16")]
+    # The head dimensions that have kernels of their own on 10.3.
+    EVERY += [
+        ("blackwell_dc", "B300", dtype, (d, d), "rounds")
+        for dtype in on.dtypes_of("blackwell_dc")
+        for d in (64, 96, 128)
+    ]
 
 
 def one_of_each(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

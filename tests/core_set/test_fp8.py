@@ -30,11 +30,16 @@ LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 KERNELS = on.kernels("descales")
 KERNELS_AND_DTYPES = on.kernels_and_dtypes(FP8)
 # Their kernels load FP8 with TMA, and weigh V by the descale of its block.
-BY_TMA = [kernel for kernel in KERNELS if kernel.startswith("blackwell_")]
+BY_TMA = [kernel for kernel in KERNELS if kernel.startswith(("blackwell_", "hopper"))]
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 every_kernel_by_tma = pytest.mark.parametrize("kernel", BY_TMA)
 every_kernel_and_dtype = pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES)
 RANDOM = [2]  # one of the simulator's schedules: random, with seed 2
+
+
+def takes(kernel: str, d: int, dv: int) -> bool:
+    """Whether a kernel takes these head dimensions in 8 bits."""
+    return kernel != "hopper" or (d <= 192 and dv <= 128)
 
 
 # --- every pair of features ---
@@ -65,7 +70,8 @@ MORE_Q, MORE_K = (0, 30, 1), (9, 0, 1)
 def rows_of(kernel: str) -> list[dict[str, Any]]:
     if on.name == "simulator" and kernel != "blackwell_dc":
         return []  # for the others it has time for CALLS
-    return all_pairs({"dtype": on.dtypes_of(kernel, FP8), **FACTORS})
+    dims = [(d, dv) for d, dv in FACTORS["dims"] if takes(kernel, d, dv)]
+    return all_pairs({"dtype": on.dtypes_of(kernel, FP8), **FACTORS, "dims": dims})
 
 
 def quantised(x: Tensor, dtype: str, kind: str, kv_heads: int) -> tuple[Tensor, Tensor | None]:
@@ -173,6 +179,8 @@ CODES = on.pick(
         ("blackwell_consumer", "RTX 5090", "sm_120f"),
         ("blackwell_consumer", "H200", "sm_90a"),
         ("blackwell_dc", "B200", "sm_100f"),
+        ("blackwell_dc", "Jetson Thor", "sm_110f"),
+        ("hopper", "H200", "sm_90a"),
     ],
     gpu=[(kernel, None, "sm_") for kernel in KERNELS],
 )
@@ -200,6 +208,8 @@ def test_a_call_agrees_with_float64(kernel: str, device: str | None, code: str, 
     dtype, rows, dims, per, options = CALLS[name]
     if dtype not in on.dtypes_of(kernel, FP8):
         dtype = "float8_e4m3fn"
+    if not takes(kernel, *dims):
+        dims = (192, 128)
     tensors, call = quantised_call(dtype, rows, dims, (2, 1), per)
     call |= options
     if "sinks" in call:
@@ -226,6 +236,8 @@ def test_lengths_of_any_kind(kernel: str, dtype: str, nq: int, nk: int) -> None:
 def test_head_dims_of_any_size(kernel: str, dtype: str, d: int) -> None:
     nq, nk = on.pick(simulator=(33, 70), gpu=(113, 239))
     for dv in (d, 272 - d):
+        if not takes(kernel, d, dv):
+            continue
         tensors = on.qkv(nq, nk, d, dv, dtype=dtype)
         on.attend_and_check(kernel, *tensors, schedules=RANDOM, causal=True)
 
@@ -233,7 +245,7 @@ def test_head_dims_of_any_size(kernel: str, dtype: str, d: int) -> None:
 # --- every kernel that loads with TMA ---
 
 # Rows of q and of k, head dims, SMs: either few tiles, or enough to fill the GPU.
-TILES = {
+TILES: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int], int]] = {
     ("blackwell_consumer", "d64_pair"): ((300, 140), (64, 64), 2),
     ("blackwell_consumer", "d64_few"): ((61, 140), (64, 64), 2),
     ("blackwell_consumer", "d128_large"): ((300, 140), (128, 96), 2),
@@ -244,36 +256,80 @@ TILES = {
     ("blackwell_dc", "d128"): ((300, 270), (96, 96), 1),
     ("blackwell_dc", "d192"): ((300, 270), (192, 128), 1),
     ("blackwell_dc", "d256"): ((140, 270), (256, 208), 1),
+    ("blackwell_dc", "d64_mufu"): ((300, 270), (64, 48), 1),
+    ("blackwell_dc", "d128_mufu"): ((300, 270), (96, 96), 1),
+    ("blackwell_dc", "d192_mufu"): ((300, 270), (192, 128), 1),
+    ("blackwell_dc", "d256_mufu"): ((140, 270), (256, 208), 1),
+    ("hopper", "d64"): ((300, 270), (64, 48), 1),
+    ("hopper", "d128"): ((200, 270), (128, 96), 1),
+    ("hopper", "d128_blocks"): ((200, 270), (112, 128), 1),
+    ("hopper", "d192"): ((200, 270), (192, 128), 1),
+    ("hopper", "d192_blocks"): ((200, 270), (176, 112), 1),
 }
-HOME = {"blackwell_consumer": "RTX 5090", "blackwell_dc": "B200"}
+HOME = {"blackwell_consumer": "RTX 5090", "blackwell_dc": "B200", "hopper": "H200"}
 
 
 @pytest.mark.parametrize(("kernel", "tile"), [case for case in TILES if case[0] in KERNELS])
 def test_every_kernel_with_several_tiles_for_a_cta(kernel: str, tile: str) -> None:
     rows, dims, sms = TILES[kernel, tile]
-    tensors, call = quantised_call("float8_e4m3fn", rows, dims, (4, 2), "block")
+    per = "head" if tile in ("d128", "d192") and kernel == "hopper" else "block"
+    tensors, call = quantised_call("float8_e4m3fn", rows, dims, (4, 2), per)
+    of_10_3 = tile.endswith("_mufu")
     home = archflash.explain(
-        *tensors, device=HOME[kernel], implementation=kernel, return_lse=True, **call
+        *tensors,
+        device="B300" if of_10_3 else HOME[kernel],
+        implementation=kernel,
+        return_lse=True,
+        **call,
     ).plan
     assert home is not None
     device = native.Device.from_dict(home.device.to_dict() | {"sm_count": sms})
     plan = native.plan(kernel, home.problem, device)
     assert isinstance(plan, native.LaunchPlan)
-    (launch,) = plan.to_dict()["launches"]
+    launch = plan.to_dict()["launches"][-1]
     assert launch["kernel"] == f"{kernel}_attention_fwd_e4m3_{tile}"
-    on.attend_and_check(kernel, *tensors, plan=plan, schedules=range(4), **call)
+    schedules = [1] if of_10_3 else range(4)
+    on.attend_and_check(kernel, *tensors, plan=plan, schedules=schedules, **call)
 
 
 @every_kernel_by_tma
 def test_the_kernels_above_are_all(kernel: str) -> None:
-    file = resources.files("archflash") / "_kernels" / kernel / "fwd_e4m3.json"
-    compiled = {name for entries in json.loads(file.read_text()).values() for name in entries}
+    compiled: set[str] = set()
+    for file in (resources.files("archflash") / "_kernels" / kernel).iterdir():
+        if file.name.endswith("e4m3.json"):
+            for entries in json.loads(file.read_text()).values():
+                compiled |= set(entries)
+    compiled -= {"hopper_transpose_v"}
     assert compiled == {
         f"{kernel}_attention_fwd_e4m3_{tile}" for other, tile in TILES if other == kernel
     }
 
 
 # --- what must not matter ---
+
+
+@pytest.mark.skipif("hopper" not in KERNELS, reason="hopper's kernels are not in this build")
+def test_sums_of_many_weighted_values_lose_nothing() -> None:
+    """wgmma keeps about 13 bits of a sum of 8-bit products: without sums in parts, 4,096 values of
+    one sign lose 5% on an H200.
+    """
+    q, k, v = on.qkv(*on.pick(simulator=(16, 600), gpu=(256, 32768)), 128, dtype="float8_e4m3fn")
+    values = v.float().abs().add(0.5).to(E4M3)
+    out, _ = on.attend("hopper", q, k, values, schedules=RANDOM)
+    exact = reference.attention(q, k, values, return_lse=False)
+    error = (out.double() - exact) / exact
+    assert error.mean().abs() < 4e-3
+    assert error.abs().max() < 2e-2
+
+
+@pytest.mark.skipif("hopper" not in KERNELS, reason="hopper's kernels are not in this build")
+def test_head_dims_without_room_for_sums_in_parts_are_refused() -> None:
+    for d, dv in ((208, 128), (64, 144), (256, 256)):
+        tensors = on.qkv(16, 16, d, dv, dtype="float8_e4m3fn")
+        with pytest.raises(
+            archflash.ForcedImplementationError, match="up to 192 and 128 in 8 bits"
+        ):
+            archflash.attention(*tensors, implementation="hopper")
 
 
 @every_kernel
@@ -297,6 +353,8 @@ def test_rows_beyond_a_sequence_and_masked_ones_never_matter(kernel: str) -> Non
 @every_kernel
 def test_the_next_sequence_never_matters(kernel: str, dims: tuple[int, int]) -> None:
     """V of another sequence in the same block is NaN, and so is K."""
+    if not takes(kernel, *dims):
+        dims = (128, 128)
     queries, keys = (33, 0, 20), (37, 20, 70)
     total_q, total_k = sum(queries), sum(keys)
     q = on.rand(total_q, 2, dims[0], seed=0, dtype=E4M3)

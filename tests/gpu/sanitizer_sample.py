@@ -1,7 +1,7 @@
 """Random calls of every kernel for compute-sanitizer, the same for the same seed.
 
     compute-sanitizer --tool racecheck --kernel-name kns=attention_fwd \
-        python -m tests.gpu.sanitizer_sample --seed 0 --count 60
+        python -m tests.gpu.sanitizer_sample --seed 0 --count 60 [--kernel NAME]
 
 Tools: memcheck, racecheck, synccheck, initcheck. tests/core_set judges the numbers.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ import archflash
 from .gpu_cases import cu_seqlens, int32, kernels, rand
 
 
-def random_call(rng: random.Random) -> tuple[str, list[torch.Tensor], dict[str, Any]]:
-    """A kernel, q, k and v, and the options of a call that the kernel serves."""
-    kernel = rng.choice(kernels())
+def random_call(
+    rng: random.Random, names: Sequence[str]
+) -> tuple[str, list[torch.Tensor], dict[str, Any]]:
+    """One of the kernels, q, k and v, and the options of a call that the kernel serves."""
+    kernel = rng.choice(names)
     served = {i.name: i.dtypes for i in archflash.implementations()}[kernel]
     dtype = rng.choice([name for name in served if name != "float64"])
     fp8 = dtype.startswith("float8")
@@ -63,11 +66,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--kernel", choices=kernels(), help="calls of this kernel alone")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
+    names = [arguments.kernel] if arguments.kernel else kernels()
     made = refused = 0
     while made < arguments.count:
-        kernel, tensors, call = random_call(rng)
+        kernel, tensors, call = random_call(rng, names)
         try:
             archflash.attention(*tensors, implementation=kernel, **call)
         except archflash.ForcedImplementationError:

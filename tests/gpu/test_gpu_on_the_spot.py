@@ -10,7 +10,9 @@ from bench import on_the_spot
 from bench.switches import variants
 
 import archflash
+from archflash import _archflash as native
 
+from . import pair_of_roles
 from .gpu_cases import kernels, qkv
 
 pytestmark = pytest.mark.gpu
@@ -35,42 +37,35 @@ def test_a_kernel_compiled_on_the_spot_gives_the_bits_of_the_wheels(tmp_path: Pa
     plan = archflash.explain(q, k, v, causal=True, implementation="simt").plan
     assert plan is not None
     (row,) = plan.to_dict()["launches"]
-    assert row["shared_bytes"] > on_the_spot.DEFAULT_SHARED
+    assert row["shared_bytes"] > 48 * 1024  # what a kernel may have without asking
     source = tmp_path / "one.cu"
     source.write_text(source_of(row["kernel"], "simt"))
     major, minor = torch.cuda.get_device_capability()
     image = on_the_spot.compiled(source, NVCC, "cubin", f"sm_{major}{minor}")
     out = torch.full_like(q, float("nan"))
-    tensors = {"q": q, "k": k, "v": v, "out": out}
-    on_the_spot.run_plan(plan, [on_the_spot.Kernel(image, row["kernel"])], tensors)
+    plan = on_the_spot.with_kernel(plan, row["kernel"], image)
+    native.launch(plan, {"q": q, "k": k, "v": v, "out": out})
     assert torch.equal(out, expected)
 
 
-CLUSTERS = """
-extern "C" __global__ void clusters(unsigned* out) {
-  unsigned ctas;
-  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(ctas));
-  out[blockIdx.x] = ctas;
-}
-"""
-
-
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not found")
-def test_a_kernel_compiled_on_the_spot_is_launched_in_clusters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clusters", [1, 5, 66])
+def test_a_pair_of_ctas_with_roles_runs_through_the_executor(clusters: int) -> None:
     assert NVCC is not None
-    major, minor = torch.cuda.get_device_capability()
-    if major < 9:
-        pytest.skip("clusters are for 9.0 and newer")
-    source = tmp_path / "clusters.cu"
-    source.write_text(CLUSTERS)
-    image = on_the_spot.compiled(source, NVCC, "cubin", f"sm_{major}{minor}")
-    kernel = on_the_spot.Kernel(image, "clusters")
-    row = {"grid": [6, 1, 1], "block": [32, 1, 1], "shared_bytes": 0}
-    for ctas in (1, 2):
-        out = torch.zeros(6, dtype=torch.int32, device="cuda")
-        address = out.data_ptr().to_bytes(8, "little")
-        kernel.launch({**row, "cluster": [ctas, 1, 1]}, address)
-        assert out.tolist() == [ctas] * 6
+    capability = torch.cuda.get_device_capability()
+    if capability[0] not in (9, 10):
+        pytest.skip(
+            "the kernel is for GPUs with clusters and 227 KB of shared memory: 9.0 and 10.x"
+        )
+    code = pair_of_roles.compiled(NVCC, "cubin", capability)
+    tiles = 150
+    plan = on_the_spot.with_kernel(pair_of_roles.plan(tiles, clusters), pair_of_roles.NAME, code)
+    tensors = pair_of_roles.tensors(tiles, "cuda")
+    expected = pair_of_roles.expected(tensors["q"])
+    for _ in range(20):
+        tensors["out"].fill_(float("nan"))
+        native.launch(plan, tensors)
+        assert torch.equal(tensors["out"], expected)
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not found")

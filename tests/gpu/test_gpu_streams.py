@@ -120,6 +120,32 @@ def test_a_graph_replays_with_changed_sequence_lengths(kernel: str) -> None:
         assert_close(out, None, q, k, v, **ends)
 
 
+def test_the_zeroed_bytes_of_a_workspace_are_zeroed_in_every_call_and_replay() -> None:
+    q, k, v = inputs("ampere")
+    decision = archflash.explain(q, k, v, implementation="ampere")
+    fields = decision.plan.to_dict() | {"workspace_bytes": 256, "zeroed_bytes": 128}
+    plan = _native.LaunchPlan.unchecked_from_dict(fields)
+    workspace = torch.full((256,), 7, dtype=torch.uint8, device="cuda")
+    operands = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "workspace": workspace}
+
+    def run() -> Tensor:
+        _native.launch(plan, operands)
+        return workspace
+
+    def check() -> None:
+        assert workspace[:128].eq(0).all()
+        assert workspace[128:].eq(7).all()
+        workspace.fill_(7)
+
+    run()
+    check()
+    graph, _ = capture(run)
+    for _ in range(2):
+        graph.replay()
+        check()
+    assert same_bits(operands["out"], archflash.attention(q, k, v, implementation="ampere"))
+
+
 FIRST_CALL_IN_A_CAPTURE = """
 import sys, torch, archflash
 kernel, dtype, heads = sys.argv[1] or None, getattr(torch, sys.argv[2]), int(sys.argv[3])

@@ -1,9 +1,10 @@
-"""Compiles CUTLASS's CuTe-DSL kernels for Blackwell with no GPU, and records their launch.
+"""Compiles CuTe-DSL kernels for Blackwell with no GPU, and records their launch.
 
-Run as a script by a Python that has nvidia-cutlass-dsl, with cute_driver.c in LD_PRELOAD:
+The kernels are CUTLASS's examples and FlashAttention-4. Run as a script by a Python that has
+nvidia-cutlass-dsl (and, for FlashAttention-4, flash-attn-4), with cute_driver.c in LD_PRELOAD:
 
-    python cute_kernels.py CUTLASS FOLDER '{"d": 64, "nq": 9, "nk": 9, "heads": 2, "causal": false}'
-    python cute_kernels.py CUTLASS FOLDER '{"m": 256, "n": 128, "k": 96, "tile": [128, 64], ...}'
+    python cute_kernels.py CUTLASS FOLDER '{"kind": "attention", "d": 64, "nq": 9, ...}'
+    python cute_kernels.py CUTLASS FOLDER '{"kind": "product", "m": 256, "n": 128, ...}'
 
 CUTLASS is a checkout of the public repository, of the same version; FOLDER takes what is made.
 Writes a line of JSON: the launch, the PTX and where the tensors are.
@@ -17,6 +18,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 EXAMPLES = "examples/python/CuTeDSL"
@@ -76,6 +78,50 @@ def attention(problem: dict[str, Any]) -> tuple[Any, dict[str, Any], tuple[Any, 
     return kernel, tensors, arguments
 
 
+def flash_attention_4(problem: dict[str, Any]) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+    """FlashAttention-4's attention by pairs of CTAs: as `attention`.
+
+    Args:
+        problem: d, nq, nk, heads, causal (aligned to the bottom right); walk: "grid" for a pair of
+            CTAs for each tile, "static" or "launch control" for pairs that take one tile after the
+            other.
+    """
+    import cuda.bindings.driver as cuda
+    import cutlass
+    import torch
+    from cutlass import utils
+    from flash_attn.cute.flash_fwd_sm100 import AuxData, FlashAttentionForwardSm100
+
+    d, nq, nk, heads = (problem[name] for name in ("d", "nq", "nk", "heads"))
+    shapes = {
+        "q": (1, nq, heads, d),
+        "k": (1, nk, 1, d),
+        "v": (1, nk, 1, d),
+        "out": (1, nq, heads, d),
+    }
+    tensors = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
+    tensors["lse"] = torch.zeros(1, heads, nq)
+    # The static walk asks how many SMs the GPU has: two, so that one pair takes all tiles.
+    utils.HardwareInfo = lambda: SimpleNamespace(get_device_multiprocessor_count=lambda: 2)
+    kernel = FlashAttentionForwardSm100(
+        d,
+        qhead_per_kvhead=heads,
+        is_causal=problem["causal"],
+        # At head dimension 256 there is room for one tile of queries in a CTA.
+        q_stage=1 if d == 256 else 2,
+        use_s_ping_pong=d == 256,
+        use_2cta_instrs=True,
+        is_static_persistent=problem["walk"] == "static",
+        use_clc_scheduler=problem["walk"] == "launch control",
+    )
+    views = (view(tensor, tensor.dim() - 1) for tensor in tensors.values())
+    # Nothing else that a call may have: lengths, pages, windows, sinks, descales, sparse blocks;
+    # then, behind the data of a mask's function, what other walks need.
+    unused = (*[None] * 10, AuxData(), *[None] * 8)
+    arguments = (*views, cutlass.Float32(1 / math.sqrt(d)), *unused, cuda.CUstream(0))
+    return kernel, tensors, arguments
+
+
 def gemm(problem: dict[str, Any]) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
     """C (m, n) = A (m, k) B (n, k)^T, float32 from a type of torch: as `attention`.
 
@@ -125,7 +171,7 @@ def record(cutlass_folder: Path, folder: Path, problem: dict[str, Any]) -> dict[
     Args:
         cutlass_folder: the checkout.
         folder: an empty one.
-        problem: of `attention`, or, with "tile", of `gemm`.
+        problem: what a function of MAKERS takes; kind: its name.
     """
     os.environ |= {
         "CUTE_DSL_ARCH": "sm_100a",
@@ -140,7 +186,7 @@ def record(cutlass_folder: Path, folder: Path, problem: dict[str, Any]) -> dict[
 
     # It asks a driver through another library.
     CudaDialectJitCompiledFunction.num_devices = 1
-    kernel, tensors, arguments = (gemm if "tile" in problem else attention)(problem)
+    kernel, tensors, arguments = MAKERS[problem["kind"]](problem)
     compiled = cute.compile(kernel, *arguments, options="--opt-level=2")
     (file,) = folder.glob("*.ptx")
     ptx = file.read_text()
@@ -155,6 +201,9 @@ def record(cutlass_folder: Path, folder: Path, problem: dict[str, Any]) -> dict[
         "places": {name: tensor.data_ptr() for name, tensor in tensors.items()},
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
     }
+
+
+MAKERS = {"attention": attention, "FlashAttention-4": flash_attention_4, "product": gemm}
 
 
 def parameters(ptx: str) -> list[tuple[int, int]]:

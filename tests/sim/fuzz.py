@@ -17,6 +17,7 @@ import torch
 
 from archflash import LaunchError, sim
 from archflash.sim._attention import ptx_text
+from archflash.sim._launch import MODES
 
 CORPUS = Path(__file__).parent / "corpus"
 CHARACTERS = '{}[](),;:.@!%|_-+0x9fE"/*\n \0\xff'
@@ -155,7 +156,7 @@ def attempt(text: str, seed: int, block: tuple[int, ...] | None = None) -> str:
         try:
             report = sim.launch(
                 program, kernel, buffers, grid=(2,), block=block, cluster=(1 + seed // 4 % 2,),
-                shared_bytes=1024, mode=("lazy", "eager", "random", "priority")[seed // 8 % 4],
+                shared_bytes=1024, mode=MODES[seed // 8 % len(MODES)],
                 seed=seed, threads=1, max_instructions=MAX_INSTRUCTIONS * ((warps + 1) // 2),
                 check=False,
             )  # fmt: skip

@@ -133,6 +133,7 @@ setp.ne.u32 %p0, %thread0, 0;
 fence.mbarrier_init.release.cluster;
 MADE:
 bar.warp.sync 0xffffffff;
+{started}
 setp.ne.u32 %p1, %warp0, 0;
 @%p1 bra ALLOCATED;
 mov.u32 %r0, slot;
@@ -319,6 +320,7 @@ LEADS:
         ),
         columns=256 if ts else 128,
         all=everyone if pair else "bar.sync 0;",
+        started=everyone if pair else "",
         write_a=_write_a(m) if ts else "",
         done=wait("%bars0+64", "0"),
         epilogue=_half_rows() if m == 64 else _rows(rows, pair),

@@ -38,6 +38,14 @@ KERNELS = [
     *[(torch.float8_e4m3fn, d, dv, 270, False) for d, dv in FULL if d != 96],
 ]
 TESTED = KERNELS if IN_FULL else [(torch.bfloat16, 128, 128, 270, False)]
+# All kernels of the folder but those for fp16. By default two tiles, one tile, and a pair of CTAs.
+ORDERED = [
+    *KERNELS,
+    (torch.bfloat16, 192, 128, 270, True),
+    *[(torch.bfloat16, d, dv, 100, False) for d, dv in FULL if d not in (128, 256)],
+]
+if not IN_FULL:
+    ORDERED = [kernel for kernel in ORDERED if kernel[:3] == (torch.bfloat16, 128, 128)]
 D, ROWS, KEYS = 128, 256, 128  # of a tile where counts are compared
 SOFTMAX_WARPS = 8
 
@@ -104,6 +112,31 @@ def test_a_changed_kernel_is_right(
         assert lse_report.ok, lse_report
 
 
+@pytest.mark.parametrize(("dtype", "d", "dv", "nq", "pair"), ORDERED)
+def test_without_trust_in_the_issue_order_products_may_run_in_any_order(
+    dtype: torch.dtype, d: int, dv: int, nq: int, pair: bool
+) -> None:
+    shapes = ((nq, d), (600, d), (600, dv))
+    q, k, v = (rand(1, 1, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
+    plan = plan_on_one_sm(q, k, v, num_splits=1)
+    if pair:
+        plan = plans.in_pairs(plan)
+    expected = reference.attention(q, k, v, return_lse=False)
+
+    def is_right(setting: Setting | None, seed: int, lint: bool) -> bool:
+        made = run(setting, q, k, v, plan=plan, mode="shuffled", seed=seed, num_splits=1)
+        assert not unexplained(variants.NAME, made.report), made.report
+        assert {f.kind for f in made.report.findings} == ({"tcgen05-order"} if lint else set())
+        if dtype == torch.float8_e4m3fn:
+            return reference.check_fp8(made.out, expected, q, k, v).ok
+        return reference.check(made.out, expected, reference.baseline(q, k, v)).ok
+
+    off = BY_NAME["trust_issue_order=off"]
+    assert all(is_right(off, seed, lint=False) for seed in range(4))
+    # The wheel's kernel trusts, and the finding says where.
+    assert not all(is_right(None, seed, lint=True) for seed in range(4))
+
+
 # --- counts ---
 
 
@@ -127,8 +160,30 @@ def of_a_block(setting: Setting | None, opcode: str) -> int:
 @pytest.mark.parametrize("pairs", [0, 2, 4, 5, 6, 8])
 def test_polynomials_take_the_place_of_mufu(pairs: int) -> None:
     setting = BY_NAME[f"polynomial_pairs={pairs}"]
-    assert of_a_block(setting, "ex2.approx") == SOFTMAX_WARPS * KEYS * (16 - pairs) // 16
-    assert of_a_block(setting, "add.rm") == SOFTMAX_WARPS * KEYS * pairs // 16 // 2
+    polynomials = KEYS // 4 * 3 * pairs // 16  # none in the last quarter
+    assert of_a_block(setting, "ex2.approx") == SOFTMAX_WARPS * (KEYS - polynomials)
+    assert of_a_block(setting, "add.rm") == SOFTMAX_WARPS * polynomials // 2
+
+
+def test_the_last_quarter_has_polynomials_only_if_it_is_asked_to() -> None:
+    on, off = (BY_NAME[f"polynomial_in_last_quarter={state}"] for state in ("on", "off"))
+    assert of_a_block(off, "ex2.approx") == of_a_block(None, "ex2.approx")
+    more = of_a_block(None, "ex2.approx") - of_a_block(on, "ex2.approx")
+    assert more == SOFTMAX_WARPS * KEYS // 4 * 4 // 16  # 4 of 16 pairs of that quarter
+
+
+def test_o_ready_is_for_the_end_of_a_tile_where_another_barrier_says_the_same() -> None:
+    off = BY_NAME["implied_o_ready=off"]
+    tiles = ROWS // 128
+    assert of_a_block(off, "tcgen05.commit") == of_a_block(None, "tcgen05.commit") + tiles
+    assert of_a_block(off, "tcgen05.mma") == of_a_block(None, "tcgen05.mma")
+
+
+def test_hints_for_l2_stand_at_every_copy_of_tma_or_at_none() -> None:
+    off = BY_NAME["l2_hints=off"]
+    copies = "cp.async.bulk.tensor"
+    assert of_all(None, copies) == of_all(None, "L2::cache_hint") == of_all(off, copies) > 0
+    assert of_all(off, "L2::cache_hint") == 0
 
 
 def test_without_lazy_rescaling_o_is_rescaled_in_every_block() -> None:
@@ -201,14 +256,35 @@ def test_ctas_come_in_the_order_and_number_that_is_asked_for() -> None:
         ]
 
     # Four blocks of keys, and two.
-    longest, shortest = instructions_of_ctas(None, 2)
+    fixed, each = BY_NAME["dynamic_walk=off"], BY_NAME["persistent=off"]
+    longest, shortest = instructions_of_ctas(fixed, 2)
     assert longest > 1.5 * shortest
-    first, second = instructions_of_ctas(BY_NAME["longest_first=off"], 2)
-    assert second > 1.5 * first
-    assert len(instructions_of_ctas(None, 1)) == 1
-    assert len(instructions_of_ctas(BY_NAME["persistent=off"], 1)) == 2
+    first, second = instructions_of_ctas(each, 1)
+    assert first > 1.5 * second
+    # In this schedule the first CTA takes the tile of the other one, which never starts.
+    assert len(instructions_of_ctas(None, 2)) == 1
+    assert len(instructions_of_ctas(fixed, 1)) == 1
     # A pair of CTAs has both tiles at once.
     assert len(instructions_of_ctas(BY_NAME["pairs=on"], 2)) == 2
+
+
+def test_the_shortest_tile_comes_first_if_it_is_asked_for() -> None:
+    q, k, v = (rand(1, 1, 2 * ROWS, D, seed=seed) for seed in range(3))
+    made = run(
+        BY_NAME["longest_first=off"],
+        q,
+        k,
+        v,
+        mode="eager",
+        causal=True,
+        traced_ctas=2,
+        race_check=False,
+    )
+    first, second = (
+        sum(x.end - x.begin for x in trace.events if x.kind == "run")
+        for _, trace in sorted(made.report.traces.items())
+    )
+    assert second > 1.5 * first
 
 
 @pytest.mark.parametrize("name", ["splits=off", "tma_store=off"])
@@ -246,10 +322,14 @@ def test_plans_with_and_without_pairs_are_those_of_the_wheel(
     large = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1 << 20})
     expected = native.plan(variants.NAME, planned.problem, large)
     assert isinstance(expected, native.LaunchPlan)
-    (row,), (same) = without.to_dict()["launches"], expected.to_dict()["launches"][0]
-    assert row | {"grid": [planned.device.sm_count, 1, 1]} == row
-    one_each = variants.plan_for(BY_NAME["persistent=off"], without)
-    assert one_each.to_dict()["launches"] == [same]
+    (made,), (same,) = without.to_dict()["launches"], expected.to_dict()["launches"]
+    assert made | {"params": ""} == same | {"params": ""}
+    # The order of tiles alone goes by the number of SMs: three integers.
+    blocks = [bytes.fromhex(row["params"]) for row in (made, same)]
+    differing = [i for i, (a, b) in enumerate(zip(*blocks, strict=True)) if a != b]
+    assert not differing or max(differing) - min(differing) < 12
+    (fixed,) = variants.plan_for(BY_NAME["dynamic_walk=off"], without).to_dict()["launches"]
+    assert fixed["grid"] == [planned.device.sm_count, 1, 1]
     assert variants.applies(BY_NAME["pairs=on"], planned)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench.on_the_spot import find_nvcc
 
 from archflash import sim
+from archflash.sim import _attention
 
+from ..gpu import pair_of_roles
 from .test_tma import MODES, WAIT, kernel, run, tensor
 
 HEADER = """.version 8.7
@@ -353,3 +356,16 @@ def test_some_warps_of_a_warpgroup_do_not_change_registers_alone() -> None:
     found = sim.launch(sim.load(text), "test", [torch.zeros(4)], block=(256,), check=False).findings
     assert [f.kind for f in found] == ["registers"]
     assert "warpgroup" in found[0].message
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not found")
+@pytest.mark.parametrize("mode", MODES)
+def test_the_pair_of_roles_that_cards_run_is_right_here_too(mode: str) -> None:
+    program = sim.load(pair_of_roles.compiled(str(find_nvcc()), "ptx").decode())
+    for tiles, clusters in ((5, 2), (9, 1)):  # with 9, the ring of 7 stages is used again
+        tensors = pair_of_roles.tensors(tiles, "cpu")
+        plan = pair_of_roles.plan(tiles, clusters)
+        settings = _attention.Settings(mode=mode, program=program, check=False)
+        (report,) = _attention.simulate(plan, tensors, settings)
+        assert not report.findings
+        assert torch.equal(tensors["out"], pair_of_roles.expected(tensors["q"]))

@@ -1,8 +1,9 @@
-"""NVIDIA's own kernels for Blackwell, compiled by CuTe DSL with no GPU, run and are right:
-attention, and products of matrices by a CTA and by pairs.
+"""Kernels for Blackwell that others wrote, compiled by CuTe DSL with no GPU, run and are right:
+CUTLASS's attention, its products of matrices by a CTA and by pairs, and FlashAttention-4 by pairs.
 
 Optional: ARCHFLASH_CUTE_PYTHON names a Python that has nvidia-cutlass-dsl 4.7.0, and
-ARCHFLASH_CUTLASS a checkout of https://github.com/NVIDIA/cutlass, tag v4.7.0.
+ARCHFLASH_CUTLASS a checkout of https://github.com/NVIDIA/cutlass, tag v4.7.0. FlashAttention-4 is
+tested where that Python has flash-attn-4 4.0.0b36 as well (PyPI; torch may be the CPU build).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from archflash.sim._launch import Bindings, Buffer, run_kernel
 HERE = Path(__file__).parent
 NEEDED = ("ARCHFLASH_CUTE_PYTHON", "ARCHFLASH_CUTLASS")
 DSL = "4.7.0"
+FLASH_ATTENTION_4 = "4.0.0b36"
+OUTPUTS = ("out", "lse")
 MODES = ("lazy", "eager", "random", "priority")
 TABLE = HERE / "third_party.json"  # what ran, for the instruction table
 MAP_BYTES = 128
@@ -104,10 +107,14 @@ def parameters(launch: dict[str, Any], addresses: dict[str, int]) -> bytes:
 
 
 def run(launch: dict[str, Any], tensors: dict[str, Tensor], mode: str) -> sim.Report:
-    """Runs a recorded launch on tensors, of which it writes `out`."""
-    tensors["out"].fill_(math.nan)
+    """Runs a recorded launch on tensors, of which it writes OUTPUTS."""
+    for name in tensors.keys() & OUTPUTS:
+        tensors[name].fill_(math.nan)
     memory = _native.Memory()
-    buffers = [Buffer(t, name == "out", name != "out", name) for name, t in tensors.items()]
+    buffers = [
+        Buffer(tensor, name in OUTPUTS, name not in OUTPUTS, name)
+        for name, tensor in tensors.items()
+    ]
     addresses = dict(zip(tensors, Bindings(memory, buffers).addresses, strict=True))
     report = run_kernel(
         sim.load(launch["ptx"]),
@@ -130,7 +137,33 @@ def run(launch: dict[str, Any], tensors: dict[str, Tensor], mode: str) -> sim.Re
 def is_listed(report: sim.Report, program: str) -> bool:
     """Whether the instruction table has what was executed."""
     rows = {row["program"]: row["executed"] for row in json.loads(TABLE.read_text())}
-    return set(report.opcodes) <= set(rows[f"CuTe DSL {DSL}, CUTLASS's {program}, sm_100"])
+    return set(report.opcodes) <= set(rows[f"CuTe DSL {DSL}, {program}, sm_100"])
+
+
+def attend(launch: dict[str, Any], causal: bool, program: str) -> list[sim.Report]:
+    """Runs a launch of attention on every schedule and compares it with float64."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(
+            torch.float32 if name == "lse" else torch.float16
+        )
+        for name, shape in launch["shapes"].items()
+    }
+    names = ("q", "k", "v", "out")
+    reports = []
+    for mode in MODES:
+        reports.append(run(launch, tensors, mode))
+        # Heads before rows. CUTLASS's heads are two dimensions.
+        q, k, v, out = (tensors[name].flatten(2, -2).transpose(1, 2) for name in names)
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        expected, lse = reference.attention(q, k, v, causal=causal, return_lse=True)
+        result = reference.check(out, expected, reference.baseline(q, k, v, causal=causal))
+        assert result.ok, result
+        if "lse" in tensors:
+            # Exponentials by polynomials are as exact as weights of 16 bits need.
+            torch.testing.assert_close(tensors["lse"].double(), lse, rtol=0, atol=1e-4)
+        assert is_listed(reports[-1], program)
+    return reports
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -138,20 +171,38 @@ def is_listed(report: sim.Report, program: str) -> bool:
 def test_attention_matches_float64(d: int, causal: bool, driver: Path, tmp_path: Path) -> None:
     # 2 heads of queries on one of keys.
     problem = {"d": d, "nq": 300, "nk": 320, "heads": 2, "causal": causal}
+    launch = record(problem | {"kind": "attention"}, driver, tmp_path)
+    attend(launch, causal, "CUTLASS's attention forward")
+
+
+# FlashAttention-4 itself takes pairs without a mask at head dimension 128, and always at 256.
+PAIRS = {
+    "d128-full-static": {"d": 128, "causal": False, "walk": "static"},
+    "d128-causal-grid": {"d": 128, "causal": True, "walk": "grid"},
+    "d256-full-static": {"d": 256, "causal": False, "walk": "static"},
+    "d256-causal-grid": {"d": 256, "causal": True, "walk": "grid"},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_flash_attention_4_by_pairs_matches_float64(
+    name: str, driver: Path, tmp_path: Path
+) -> None:
+    find = (
+        f"import importlib.metadata as m; assert m.version('flash-attn-4') == '{FLASH_ATTENTION_4}'"
+    )
+    if subprocess.run([os.environ["ARCHFLASH_CUTE_PYTHON"], "-c", find], check=False).returncode:
+        pytest.skip(
+            f"{os.environ['ARCHFLASH_CUTE_PYTHON']} has no flash-attn-4 {FLASH_ATTENTION_4}"
+        )
+    problem = {"kind": "FlashAttention-4", "nq": 300, "nk": 320, "heads": 2} | PAIRS[name]
     launch = record(problem, driver, tmp_path)
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        name: torch.randn(shape, generator=generator).half()
-        for name, shape in launch["shapes"].items()
-    }
-    for mode in MODES:
-        report = run(launch, tensors, mode)
-        q, k, v, out = (t.flatten(2, 3).transpose(1, 2) for t in tensors.values())
-        k, v = (x.expand(-1, 2, -1, -1) for x in (k, v))
-        expected = reference.attention(q, k, v, causal=causal, return_lse=False)
-        result = reference.check(out, expected, reference.baseline(q, k, v, causal=causal))
-        assert result.ok, result
-        assert is_listed(report, "attention forward")
+    assert launch["cluster"] == [2, 1, 1]
+    program = f"flash-attn-4 {FLASH_ATTENTION_4}'s attention forward by pairs"
+    for report in attend(launch, problem["causal"], program):
+        opcodes = " ".join(report.opcodes)
+        assert "tcgen05.mma.cta_group::2" in opcodes
+        assert "tcgen05.mma.cta_group::1" not in opcodes
 
 
 PRODUCTS = {
@@ -166,7 +217,7 @@ PRODUCTS = {
 def test_products_are_exact(name: str, driver: Path, tmp_path: Path) -> None:
     options = PRODUCTS[name]
     dtype = torch.bfloat16 if options["a_k"] else torch.float16
-    problem = {"m": 200, "n": 120, "k": 104, "dtype": str(dtype).split(".")[1]}
+    problem = {"kind": "product", "m": 200, "n": 120, "k": 104, "dtype": str(dtype).split(".")[1]}
     launch = record(problem | options | {"pair": name.startswith("pair")}, driver, tmp_path)
     generator = torch.Generator().manual_seed(1)
 
@@ -180,6 +231,6 @@ def test_products_are_exact(name: str, driver: Path, tmp_path: Path) -> None:
         out = torch.zeros(200, 120, 1)
         report = run(launch, {"a": a, "b": b, "out": out}, mode)
         assert torch.equal(out[..., 0].double(), a[..., 0].double() @ b[..., 0].double().T)
-        assert is_listed(report, "matrix product")
+        assert is_listed(report, "CUTLASS's matrix product")
         group = 1 + name.startswith("pair")
         assert any(o.startswith(f"tcgen05.mma.cta_group::{group}") for o in report.opcodes)

@@ -52,9 +52,10 @@ def _one_thread() -> None:
 @pytest.mark.parametrize("implementation", implementations())
 def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = []
-    # The first kernel of each head dimension; the others differ from them in the size of tiles.
-    targets = list({target.d: target for target in reversed(targets_of(implementation))}.values())
-    assert {target.d for target in targets} == {64, 128}
+    # The first kernel of each of two head dimensions. The others, which differ in the size of tiles
+    # or in the number of rows, are in the committed summaries.
+    first = {target.d: target for target in reversed(targets_of(implementation))}
+    targets = [first[64], first[128]]
     for target in targets:
         subject = subject_of(target)
         assert subject.coverage() > 0.9

@@ -1,4 +1,4 @@
-"""A wait taken out of the ampere kernel is reported with the line of CUDA that it protected."""
+"""A wait or barrier taken out of a kernel is reported with the line of CUDA that it protected."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from archflash import sim
 from archflash.sim import _attention
+
+from ..core_set.one_cta import one_after_another
 
 SOURCE = Path(__file__).parents[2] / "src" / "common" / "mma_sync" / "main_loop.cuh"
 LOADS_Q = "load_q<C>(q_rmem[column / 16], q_smem, column);"
@@ -25,7 +27,7 @@ def line_of(text: str) -> int:
 def without(ptx: str, kernel: str, opcode: str, which: int) -> str:
     """The module with one instruction of a kernel deleted."""
     begin = ptx.index(f".entry {kernel}(")
-    body = ptx[begin : ptx.index("\n}", begin)]
+    body = ptx[begin:].partition("\n.visible")[0]
     found = list(re.finditer(rf"^\s*{re.escape(opcode)}[^;]*;", body, re.MULTILINE))[which]
     return ptx[: begin + found.start()] + ptx[begin + found.end() :]
 
@@ -67,3 +69,46 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
     at = [error for error in errors if re.search(rf"{re.escape(place)}\b", error.source)]
     assert {error.kind for error in at} & kinds
     assert place in str(caught.value.report)
+
+
+ARRIVE, WAIT = "barrier.cluster.arrive", "barrier.cluster.wait"
+ALLOCATES = "tcgen05.alloc for a pair with CTA "
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "which", "kind", "words", "modes"),
+    [
+        # The barrier before a pair of CTAs allocates tensor memory.
+        ((ARRIVE, WAIT), 0, "unstarted-cta", ALLOCATES, ("lazy", "eager", "random", "priority")),
+        ((ARRIVE,), 0, "barrier", "without having arrived", ("random",)),
+        ((WAIT,), 0, "unstarted-cta", ALLOCATES, ("random",)),
+        # The barrier before it is freed and the CTAs exit.
+        ((ARRIVE, WAIT), -1, "tmem", "may not have come out of tcgen05.alloc", ("random",)),
+        ((ARRIVE,), -1, "barrier", "without having arrived", ("random",)),
+        ((WAIT,), -1, "tmem", "may not have come out of tcgen05.alloc", ("random",)),
+    ],
+)
+def test_a_removed_barrier_of_a_pair_is_reported(
+    opcodes: tuple[str, ...],
+    which: int,
+    kind: str,
+    words: str,
+    modes: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k = torch.randn(1, 1, 300, 128).bfloat16(), torch.randn(1, 1, 100, 128).bfloat16()
+    plan = one_after_another("d128_pair", q, k, k)
+    (launch,) = plan.to_dict()["launches"]
+    text = _attention.ptx_text(launch["image"], plan.device.capability)
+    for opcode in opcodes:
+        text = without(text, launch["kernel"], opcode, which)
+    program = sim.load(text)
+    monkeypatch.setattr(_attention, "find_program", lambda *_: program)
+    for mode in modes:
+        run = sim.run(
+            q, k, k, implementation="blackwell_dc", plan=plan, mode=mode, return_lse=True,
+            check=False,
+        )  # fmt: skip
+        found = [error for error in run.report.errors if error.kind == kind]
+        assert any(words in error.message for error in found), run.report
+        assert kind != "unstarted-cta" or "blackwell_dc/attention_fwd.cuh" in found[0].source

@@ -260,6 +260,16 @@ def test_attention_compiled_by_triton_matches_float64(
         assert report.instructions["async_copy"] > 0
 
 
+def test_attention_with_tcgen05_does_not_rely_on_the_order_of_issue(launched: Launched) -> None:
+    for name, variant in VARIANTS.items():
+        if variant.capability != 100:
+            continue
+        out, report = launched(name, True, 100, 150, "shuffled")
+        assert "tcgen05-order" not in {finding.kind for finding in report.findings}
+        result = reference.check(out, *expected(100, 150, variant.d, True))
+        assert result.ok, result
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_what_the_instruction_table_says_of_triton_is_what_ran(
     triton: Kernels, launched: Launched, capability: int

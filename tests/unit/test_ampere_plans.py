@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 
 import pytest
 from plan_cases import (
@@ -151,6 +150,19 @@ def test_large_tiles_begin_where_their_ctas_outnumber_the_sms(device: str, d: in
     assert chosen(sm_count + 1) == CHOICES[DEVICES[device]][d, d][0]
 
 
+@every_device
+def test_unequal_tiles_of_128_rows_begin_at_two_for_each_sm(device: str) -> None:
+    """With fewer of them the longest one takes all the time, and 64 rows make it shorter."""
+    heads = 2 * find_device(device).sm_count
+
+    def chosen(heads: int) -> str:
+        problem = call("float16", b=1, hq=heads, nq=128, nk=512, causal=True)
+        return variant(ampere(problem, device))
+
+    assert chosen(heads) == "d64_few"
+    assert chosen(heads + 1) == CHOICES[DEVICES[device]][64, 64][0]
+
+
 @pytest.mark.parametrize("d", [64, 128])
 @every_device
 def test_tiles_of_128_rows_are_for_sequences_that_use_more_than_half(device: str, d: int) -> None:
@@ -172,12 +184,12 @@ def test_packed_sequences_count_with_their_average_length(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", GPUS[163] + GPUS[227])
-def test_128_keys_at_a_time_are_for_more_than_128_keys(device: str) -> None:
+def test_128_keys_at_a_time_are_for_more_than_64_keys(device: str) -> None:
     def chosen(keys: int) -> str:
         return variant(ampere(call("float16", b=16, hq=32, nq=1024, nk=keys), device))
 
-    assert chosen(128) == "d64_medium"
-    assert chosen(129) == "d64_large"
+    assert chosen(64) == "d64_medium"
+    assert chosen(65) == "d64_large"
 
 
 @every_dtype
@@ -232,64 +244,6 @@ def test_the_grid_covers_all_rows_and_no_tile_more(
 
 
 # --- the order of CTAs ---
-
-
-def heads_per_group(plan: native.LaunchPlan) -> int:
-    """What the plan says, and the kernel is told in the last field of its parameters."""
-    (launch,) = plan.to_dict()["launches"]
-    (told,) = struct.unpack("<i", bytes.fromhex(launch["params"])[-4:])
-    assert tile_of(plan).heads_per_group == told
-    return int(told)
-
-
-def kv_bytes(problem: native.Problem, kv_heads: int) -> int:
-    return kv_heads * problem.nk * (problem.d + problem.dv) * 2
-
-
-@one_test_for_each(
-    {
-        device: [
-            (device, dims, hq, hkv, nk)
-            for dims in ((64, 64), (192, 128))
-            for hq, hkv in ((32, 32), (32, 8), (8, 1), (5, 5))
-            for nk in (0, 1, 1000, 4096, 20_000, 300_000, 2_000_000)
-        ]
-        for device in DEVICES
-    }
-)
-def test_k_and_v_of_a_group_of_heads_fit_half_of_l2_and_no_larger_group_does(
-    device: str, dims: tuple[int, int], hq: int, hkv: int, nk: int
-) -> None:
-    batch = 3
-    problem = call("float16", b=batch, hq=hq, hkv=hkv, nq=128, nk=nk, d=dims[0], dv=dims[1])
-    group, all_heads, ratio = heads_per_group(ampere(problem, device)), batch * hq, hq // hkv
-    half_of_l2 = find_device(device).l2_bytes // 2
-    assert ratio <= group <= all_heads
-    assert group % ratio == 0  # the query heads of a kv head stay together
-    kv_heads = group // ratio
-    if kv_heads > 1:
-        assert kv_bytes(problem, kv_heads) <= half_of_l2
-    if group < all_heads:
-        assert kv_bytes(problem, kv_heads + 1) >= half_of_l2
-
-
-@every_device
-def test_all_heads_are_one_group_while_their_keys_fit_half_of_l2(device: str) -> None:
-    nk, kv_heads = 128, 8
-    per_head = nk * 256 * 2
-    fitting = find_device(device).l2_bytes // 2 // per_head // kv_heads  # batches
-    assert fitting > 1
-    one = call("bfloat16", b=fitting - 1, hq=32, hkv=kv_heads, nk=nk, d=128)
-    assert heads_per_group(ampere(one, device)) == (fitting - 1) * 32
-    more = call("bfloat16", b=fitting + 1, hq=32, hkv=kv_heads, nk=nk, d=128)
-    assert heads_per_group(ampere(more, device)) < (fitting + 1) * 32
-
-
-@every_device
-def test_a_group_is_never_less_than_the_query_heads_of_one_kv_head(device: str) -> None:
-    problem = call("float16", b=4, hq=48, hkv=4, nq=1, nk=2**24, d=256)
-    assert kv_bytes(problem, 1) > find_device(device).l2_bytes
-    assert heads_per_group(ampere(problem, device)) == 12
 
 
 def test_packed_sequences_go_in_their_own_order() -> None:

@@ -116,18 +116,20 @@ def test_too_little_shared_memory_is_a_reason() -> None:
 
 @every_head_dim
 @every_device
-def test_one_cta_per_sm_goes_on_to_the_next_of_equal_tiles(
+def test_ctas_go_on_to_the_next_of_equal_tiles_where_one_fits_an_sm_or_keys_are_few(
     device: str, dims: tuple[int, int]
 ) -> None:
     sm_count = find_device(device).sm_count
-    for batch in (1, 64):
-        shape: dict[str, Any] = {"b": batch, "nq": 1000, "nk": 300, "d": dims[0], "dv": dims[1]}
+    for batch, nk in ((1, 300), (64, 300), (64, 512), (64, 513)):
+        shape: dict[str, Any] = {"b": batch, "nq": 1000, "nk": nk, "d": dims[0], "dv": dims[1]}
         plan = consumer(call("float16", **shape), device)
         tiles = batch * 4 * -(-1000 // tile_of(plan).block_q)
         assert tile_of(plan).tiles == tiles
-        stays = tile_of(plan).ctas_per_sm == 1
-        assert launch_of(plan)["grid"] == [min(tiles, sm_count) if stays else tiles, 1, 1]
-        (told,) = struct.unpack_from("<i", bytes.fromhex(launch_of(plan)["params"]), 264)
+        resident = tile_of(plan).ctas_per_sm
+        stays = resident == 1 or nk <= 512
+        ctas = min(tiles, resident * sm_count) if stays else tiles
+        assert launch_of(plan)["grid"] == [ctas, 1, 1]
+        (told,) = struct.unpack_from("<i", bytes.fromhex(launch_of(plan)["params"]), 272)
         assert told == tiles
 
 

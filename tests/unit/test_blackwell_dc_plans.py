@@ -15,11 +15,13 @@ from archflash._dispatch import plan_facts
 
 NAME = "blackwell_dc"
 DTYPES = {"float16": "f16", "bfloat16": "bf16"}
-DEVICES = ("B200", "B300")
+DEVICES = ("B200", "B300", "Jetson Thor")
+# The head dimensions whose kernels are others on 10.3.
+ON_10_3 = (64, 96, 128)
 SHARED_LIMIT = 227 * 1024
 B64, B128 = 2, 3  # swizzles
-TILES_OFFSET = 264  # of Params::tiles
-SPLITS_OFFSET = 296  # of Params::partials.splits
+TILES_OFFSET = 272  # of Params::tiles
+SPLITS_OFFSET = 304  # of Params::partials.splits
 # (d, dv) that a kernel is for: query rows and keys of its tile.
 TILES = {
     (64, 64): (256, 128),
@@ -77,8 +79,10 @@ def test_the_smallest_kernel_that_holds_both_head_dims_serves(
     device: str, dtype: str, dims: tuple[int, int], serving: int
 ) -> None:
     launch = launch_of(dc_plan(call(dtype, nq=300, d=dims[0], dv=dims[1]), device))
-    assert launch["kernel"] == f"{NAME}_attention_fwd_{DTYPES[dtype]}_d{serving}"
-    assert launch["image"] == f"{NAME}/fwd_{DTYPES[dtype]}"
+    mufu = device == "B300" and serving in ON_10_3
+    end = "_mufu" if mufu else ""
+    assert launch["kernel"] == f"{NAME}_attention_fwd_{DTYPES[dtype]}_d{serving}{end}"
+    assert launch["image"] == f"{NAME}/fwd_" + ("103" if mufu else DTYPES[dtype])
     assert launch["block"] == [512, 1, 1]
 
 
@@ -96,7 +100,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
 
 @every_head_dim
 @every_device
-def test_one_cta_per_sm_goes_from_tile_to_tile(device: str, dims: tuple[int, int]) -> None:
+def test_the_grid_has_a_cta_for_each_tile(device: str, dims: tuple[int, int]) -> None:
     rows, keys = TILES[dims]
     for batch, options in ((1, {}), (64, {"causal": True})):
         problem = call("float16", b=batch, nq=1000, nk=300, d=dims[0], dv=dims[1], **options)
@@ -104,7 +108,7 @@ def test_one_cta_per_sm_goes_from_tile_to_tile(device: str, dims: tuple[int, int
         tiles = batch * 4 * -(-1000 // rows)
         assert tile_of(plan).tiles == tiles
         launch = launch_of(plan)
-        assert launch["grid"] == [min(tiles, find_device(device).sm_count), 1, 1]
+        assert launch["grid"] == [tiles, 1, 1]
         assert launch["shared_bytes"] <= SHARED_LIMIT
         (told,) = struct.unpack_from("<i", bytes.fromhex(launch["params"]), TILES_OFFSET)
         assert told == tiles
@@ -147,10 +151,27 @@ def test_the_plan_shows_roles_registers_stages_and_barriers() -> None:
     notes: dict[str, Any] = dict(dc_plan(call("bfloat16", nq=4096, d=128)).notes)
     assert notes["warps"] == "8 softmax, 4 correction, 1 each for products, loads and stores"
     assert notes["registers"] == "192 softmax, 80 correction, 48 others (setmaxnreg)"
-    assert notes["stages"] == "3 that K and V share, 32 barriers"
+    assert notes["stages"] == "3 that K and V share, 40 barriers"
     assert dict(dc_plan(call("bfloat16", d=256)).notes)["warps"].startswith("4 softmax")
     large = tile_of(dc_plan(call("bfloat16", nq=300, d=192, dv=128)))
     assert (large.k_stages, large.v_stages) == (2, 1)
+
+
+# --- 10.3 ---
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn"])
+def test_10_3_computes_no_exponential_by_polynomial_where_that_bounds(dtype: str) -> None:
+    fp8 = dtype == "float8_e4m3fn"
+    for d in (64, 96, 128, 192, 256):
+        for nq in (300, 8192):
+            problem = call(dtype, nq=nq, nk=8192, b=16, hq=16, d=d, dv=d if d != 192 else 128)
+            said = {name: dict(dc_plan(problem, name).notes) for name in ("B200", "B300")}
+            assert said["B300"]["exponentials"] == "0 of 128 by polynomial"
+            others = fp8 or d in ON_10_3
+            assert ("10.3" in said["B300"].get("variant", "")) == others
+            assert (said["B200"]["exponentials"] != "0 of 128 by polynomial") == others
+            assert said["B200"]["stages"] == said["B300"]["stages"]
 
 
 # --- few query rows, and split keys ---
@@ -262,7 +283,7 @@ def test_num_splits_says_how_many_at_most(dtype: str, dims: tuple[int, int]) -> 
             first = launches_of(plan)[0]
             if splits > 1:
                 tiles = 4 * -(-nq // 128)
-                assert first["grid"] == [min(tiles * splits, 148), 1, 1]
+                assert first["grid"] == [tiles * splits, 1, 1]
                 (told,) = struct.unpack_from("<i", bytes.fromhex(first["params"]), TILES_OFFSET)
                 assert told == tiles * splits
                 assert "as asked for" in dict(plan.notes)["splits"]
@@ -298,6 +319,97 @@ def test_too_many_shares_are_refused_before_a_launch() -> None:
     assert reason.startswith("grid of 8388608000 CTAs: CUDA takes up to 2147483647; split")
 
 
+# --- packed heads ---
+
+PACKED_OFFSET = 312  # of Params::packed_heads
+
+
+def packed_heads_of(plan: native.LaunchPlan) -> int:
+    """Heads in a tile: what plan, parameters, boxes and notes say agrees."""
+    tile, first = tile_of(plan), launches_of(plan)[0]
+    heads, row_bits = struct.unpack_from("<2i", bytes.fromhex(first["params"]), PACKED_OFFSET)
+    maps = {row["operand"]: row for row in first["tensor_maps"]}
+    assert heads == tile.packed_heads
+    assert 1 << row_bits == 128 // (1 << (heads - 1).bit_length())
+    if heads > 1:
+        assert tile.block_q == 1 << row_bits
+        assert maps["q"]["box"][1:] == [1 << row_bits, 128 >> row_bits, 1]
+        assert maps["out"]["box"][1:] == [1 << row_bits, heads, 1]
+    said = f"{heads} heads that share K and V x {tile.block_q} query rows x "
+    assert dict(plan.notes)["tile"].startswith(said) == (heads > 1)
+    return int(heads)
+
+
+def grouped(group: int, *, nq: int = 1, hkv: int = 8, **options: Any) -> native.Problem:
+    options = {"b": 2, "nk": 300, "d": 128} | options
+    return call("float16", hq=group * hkv, hkv=hkv, nq=nq, **options)
+
+
+@pytest.mark.parametrize(
+    ("group", "packed"),
+    [(1, 1), (2, 2), (3, 3), (8, 8), (71, 71), (128, 128), (129, 1), (130, 2), (192, 64)],
+    ids=str,
+)
+def test_heads_that_share_keys_are_packed(group: int, packed: int) -> None:
+    plan = dc_plan(grouped(group))
+    assert packed_heads_of(plan) == packed
+    assert tile_of(plan).tiles == 2 * 8 * group // packed
+
+
+@pytest.mark.parametrize(
+    ("nq", "packed", "tiles"),
+    [(16, 8, 1), (17, 8, 2), (96, 8, 6), (97, 1, 8), (128, 1, 8)],
+    ids=str,
+)
+def test_heads_are_packed_where_that_saves_a_quarter_of_the_tiles(
+    nq: int, packed: int, tiles: int
+) -> None:
+    plan = dc_plan(grouped(8, nq=nq))
+    assert packed_heads_of(plan) == packed
+    assert tile_of(plan).tiles == 2 * 8 * tiles
+
+
+def test_above_128_rows_heads_are_packed_where_the_model_expects_less_time() -> None:
+    # One round of 136 packed tiles; or of 128 CTAs with two tiles of 128 rows each, half empty.
+    assert packed_heads_of(dc_plan(grouped(8, nq=272, b=1))) == 8
+    assert packed_heads_of(dc_plan(grouped(8, nq=304, b=1))) == 1  # 152 tiles: two rounds
+    assert packed_heads_of(dc_plan(grouped(8, nq=4096, b=1))) == 1
+
+
+@every_head_dim
+@every_dtype
+def test_packed_heads_and_shares_of_the_keys_multiply(dtype: str, dims: tuple[int, int]) -> None:
+    d, dv = dims
+    problem = call(dtype, b=1, hq=32, hkv=4, nq=1, nk=8192, d=d, dv=dv)
+    plan = dc_plan(problem)
+    assert packed_heads_of(plan) == 8
+    assert tile_of(plan).tiles == 4
+    assert splits_of(plan) == 16  # as many as one head of q for each head of K gets
+    few = dc_plan(call(dtype, b=1, hq=4, nq=1, nk=8192, d=d, dv=dv))
+    assert splits_of(few) == 16
+
+
+def test_packed_sequences_pack_heads_by_max_seqlen() -> None:
+    def problem(**options: Any) -> native.Problem:
+        q = torch.empty(300, 8, 64, dtype=torch.float16, device="meta")
+        ends = torch.empty(101, dtype=torch.int32, device="meta")
+        k = q[:, :2]
+        return make_problem(
+            q, k, k, cu_seqlens_q=ends, cu_seqlens_k=ends, **options
+        ).as_if_on_cuda()
+
+    assert packed_heads_of(dc_plan(problem(max_seqlen_q=129))) == 1
+    plan = dc_plan(problem(max_seqlen_q=3))
+    assert packed_heads_of(plan) == 4
+    assert tile_of(plan).tiles == 2 * (-(-300 // 32) + 100)
+
+
+def test_heads_that_a_tensor_map_cannot_tell_apart_are_not_packed() -> None:
+    q = torch.empty(2, 1, 5, 64, dtype=torch.float16, device="meta").expand(-1, 8, -1, -1)
+    k = torch.empty(2, 2, 5, 64, dtype=torch.float16, device="meta")
+    assert packed_heads_of(dc_plan(make_problem(q, k, k).as_if_on_cuda())) == 1
+
+
 # --- pairs of CTAs ---
 
 LONG = {"nq": 8192, "d": 128, "b": 2, "hq": 16}
@@ -319,11 +431,12 @@ def test_long_calls_multiply_in_pairs(device: str, dtype: str, dims: tuple[int, 
     plan = dc_plan(call(dtype, **(LONG | {"d": dims[0], "dv": dims[1]})), device)
     assert in_pairs(plan)
     launch = launch_of(plan)
-    assert launch["image"] == f"{NAME}/fwd_pair"
+    mufu = device == "B300" and dims[0] in ON_10_3
+    assert launch["image"] == f"{NAME}/fwd_" + ("103" if mufu else "pair")
     assert launch["kernel"] in kernels_built(launch["image"])
-    assert len(kernels_built(launch["image"])) == 2 * len(DTYPES)
-    sms = find_device(device).sm_count
-    assert launch["grid"] == [sms // 2 * 2, 1, 1]
+    assert len(kernels_built(f"{NAME}/fwd_pair")) == 2 * len(DTYPES)
+    ctas = 2 * tile_of(plan).tiles
+    assert launch["grid"] == [ctas, 1, 1]
     assert launch["shared_bytes"] <= SHARED_LIMIT
     assert tile_of(plan).tiles == 2 * 16 * 8192 // 512
     maps = maps_of(plan)
@@ -334,10 +447,11 @@ def test_long_calls_multiply_in_pairs(device: str, dtype: str, dims: tuple[int, 
     notes = dict(plan.notes)
     assert (tile_of(plan).block_q, tile_of(plan).block_k) == (512, 128)
     stages = "6 that K and V share" if dims[0] == 128 else "4 of K, 2 of V"
-    assert notes["stages"] == f"{stages}, half a block each, 44 barriers"
+    assert notes["stages"] == f"{stages}, half a block each, 52 barriers"
     assert notes["CTAs"].endswith(" SMs, in pairs")
     (said,) = (text for name, text in plan_facts(plan) if name == "launch")
-    assert f"_d{dims[0]}_pair, grid {sms // 2 * 2} in clusters of 2, block 512," in said
+    name = f"_d{dims[0]}{'_mufu' if mufu else ''}_pair"
+    assert f"{name}, grid {ctas} in clusters of 2, block 512," in said
 
 
 @pytest.mark.parametrize(
@@ -378,7 +492,6 @@ def test_a_gpu_of_one_sm_has_no_pairs() -> None:
     plan = native.plan(NAME, call("float16", **LONG), native.Device.from_dict(facts))
     assert isinstance(plan, native.LaunchPlan)
     assert not in_pairs(plan)
-    assert launch_of(plan)["grid"] == [1, 1, 1]
 
 
 def test_packed_sequences_that_are_long_on_average_multiply_in_pairs() -> None:
@@ -418,8 +531,9 @@ def test_the_smallest_e4m3_kernel_that_holds_both_head_dims_serves(
     device: str, dims: tuple[int, int], serving: int
 ) -> None:
     launch = launch_of(dc_plan(call(E4M3, nq=9000, d=dims[0], dv=dims[1]), device))
-    assert launch["kernel"] == f"{NAME}_attention_fwd_e4m3_d{serving}"
-    assert launch["image"] == f"{NAME}/fwd_e4m3"
+    mufu = device == "B300"
+    assert launch["kernel"] == f"{NAME}_attention_fwd_e4m3_d{serving}{'_mufu' * mufu}"
+    assert launch["image"] == f"{NAME}/fwd_{'103_' * mufu}e4m3"
     assert launch["shared_bytes"] <= SHARED_LIMIT
 
 

@@ -14,12 +14,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench import on_the_spot
+from bench.candidates import Candidate
 from bench.day_one import __main__ as command
 from bench.day_one import jobs, record
 from bench.day_one.jobs import Job, Setup
 from bench.results import COLUMNS, PEERS, Row
 from bench.switches import __main__ as switches_command
-from bench.switches import variants
+from bench.switches import plans, variants
 
 BOTH = ("float16", "bfloat16")
 FACTS = {"implementation": "blackwell_dc", "simulated": "0", "commit": "abc", "gpu": "NVIDIA B200",
@@ -33,14 +34,40 @@ def names(part: str, simulate: bool = False, implementation: str = "blackwell_dc
 
 def test_jobs_check_before_they_time_and_cover_every_switch() -> None:
     made = jobs.make_jobs("blackwell_dc", BOTH, False)
-    parts = [job.part for job in made]
-    assert list(dict.fromkeys(parts)) == ["correctness", "switches", "peers"]
+    assert tuple(dict.fromkeys(job.part for job in made)) == jobs.PARTS
     assert len({(job.part, job.name) for job in made}) == len(made)
+    # Each setting is checked before any is timed, those of pairs first of all.
+    pairs = [x.name for x in variants.SETTINGS if x.switch == "pairs"]
+    others = [x.name for x in variants.SETTINGS if x.switch != "pairs"]
+    assert names("pairs")[: 1 + len(pairs)] == ["launch", *pairs]
     switches = names("switches")
-    settings = [setting.name for setting in jobs.variants.SETTINGS]
-    assert switches[: len(settings)] == settings  # each is checked before any is timed
-    assert len(switches) > len(settings)
-    assert not names("switches", implementation="ampere")
+    assert switches[: len(others)] == others
+    assert len(switches) > len(others)
+    for part in ("switches", "walks"):
+        assert not names(part, implementation="ampere")
+
+
+def test_no_test_runs_in_pairs_before_the_launch_of_pairs_is_tested() -> None:
+    for job in jobs.make_jobs("blackwell_dc", BOTH, False):
+        if job.part == "correctness" and job.name.startswith("tests/"):
+            assert job.run.args[-1] == ("--no-pairs",)  # type: ignore[attr-defined]
+
+
+def test_walks_are_timed_where_each_sm_has_at_least_two_tiles() -> None:
+    import torch
+
+    import archflash
+
+    assert {x.switch for x in variants.SETTINGS} & {*jobs.WALK_SWITCHES}
+    for case in jobs.WALK_CASES:
+        q = torch.empty(1, case.hq, case.nq, case.d, dtype=torch.bfloat16, device="meta")
+        planned = archflash.explain(
+            q, q, q, causal=True, device="B200", implementation=variants.NAME
+        ).plan
+        assert planned is not None
+        assert planned.tile is not None
+        tiles = planned.tile.tiles * planned.tile.cluster
+        assert tiles >= 2 * planned.device.sm_count or case.nq == 16384, case.name
 
 
 def test_published_shapes_are_those_of_the_dtypes_served() -> None:
@@ -197,7 +224,7 @@ def test_a_job_that_ends_during_a_test_has_named_the_test(tmp_path: Path) -> Non
     )
     program = (
         "from bench.day_one import jobs\n"
-        f"list(jobs.run_tests({str(test)!r}, 'long', jobs.Setup('blackwell_dc', True)))"
+        f"list(jobs.run_tests('pairs', {str(test)!r}, 'long', (), jobs.Setup('x', True)))"
     )
     status, said = command.run_process([sys.executable, "-c", program], 60)
     assert status == -signal.SIGKILL
@@ -211,7 +238,68 @@ def test_calls_that_are_all_refused_are_a_failure() -> None:
         list(calls)
 
 
+# --- compute-sanitizer ---
+
+
+@pytest.mark.parametrize(
+    ("found", "said", "status", "expected"),
+    [
+        ((None, (0, 0), ""), "", "refused", "not found"),
+        (("tool", (2025, 3), "Version 2025.3.0"), "", "refused", "older than CUDA 13.1's, 2025.4"),
+        (("tool", (2025, 4), "Version 2025.4.0"), "ERROR SUMMARY: 0 errors", "note", "30 calls"),
+        (("tool", (2026, 1), "Version 2026.1.0"), "RACECHECK SUMMARY: 2 hazards", "", "2 hazards"),
+        (("tool", (2026, 1), "Version 2026.1.0"), "no summary", "", "no summary"),
+    ],
+)
+def test_a_sanitizer_that_finds_anything_fails_the_job(
+    found: tuple[str | None, tuple[int, int], str], said: str, status: str, expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    commands = []
+
+    def run(command: list[str]) -> tuple[int, str]:
+        commands.append(command)
+        return 0, f"30 calls made, 4 refused\n========= {said}\n"
+
+    monkeypatch.setattr(jobs, "find_sanitizer", lambda: found)
+    monkeypatch.setattr(jobs, "_run_aloud", run)
+    told = jobs.run_sanitizer("racecheck", Setup("blackwell_dc", False))
+    if not status:
+        with pytest.raises(jobs.WrongError, match=expected):
+            list(told)
+        return
+    (row,) = told
+    assert row["status"] == status
+    assert expected in row["detail"]
+    if status == "note":
+        ((_, *command),) = commands
+        assert command[:2] == ["--tool", "racecheck"]
+        assert command[command.index("--kernel") + 1] == "blackwell_dc"
+
+
 # --- switches ---
+
+
+def test_a_call_that_would_take_pairs_has_a_plan_without() -> None:
+    import torch
+
+    for n, pairs in ((16384, True), (100, False)):
+        q = torch.empty(2, 16, n, 128, dtype=torch.bfloat16, device="meta")
+        plan = plans.alone_for_pairs(variants.NAME, q, q, q, {"return_lse": True})
+        assert (plan is not None) == pairs
+        if plan is not None:
+            assert plan.tile is not None
+            assert plan.tile.cluster == 1
+            assert plan.problem.to_dict()["want_lse"]
+
+
+def test_where_pairs_failed_calls_are_timed_on_ctas_alone() -> None:
+    case = next(case for case in jobs.LONG if case.d == 128 and not case.causal)
+    assert jobs._plan_of(case, Setup(variants.NAME, True)).tile.cluster == 2
+    for pairs in (True, False):
+        own = jobs._own_candidate(case, Setup(variants.NAME, True, pairs=pairs))
+        assert own.name == variants.NAME
+        assert own.features == ("" if pairs else "switch=pairs=off")
 
 
 @pytest.mark.parametrize("name", ["pairs=on", "pairs=off"])
@@ -234,9 +322,29 @@ def test_the_plan_alone_changes_without_a_compiler(monkeypatch: pytest.MonkeyPat
     setup = Setup(variants.NAME, True)
     case = jobs.TINY[1]
     by_name = {setting.name: setting for setting in variants.SETTINGS}
-    assert callable(jobs.bind_setting(by_name["persistent=off"], setup, case))
+    assert callable(jobs.bind_setting(by_name["pairs=on"], setup, case))
     with pytest.raises(jobs.WrongError, match="nvcc is not found"):
         jobs.bind_setting(by_name["split_p=off"], setup, case)
+
+
+def test_walks_are_timed_beside_the_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(part: str, case: object, candidates: list[Candidate], setup: Setup) -> list[Row]:
+        measured.append((part, [candidate.name for candidate in candidates]))
+        return []
+
+    monkeypatch.setattr(jobs, "_measure", measure)
+    (job, *_) = (x for x in jobs.make_jobs(variants.NAME, BOTH, True) if x.part == "walks")
+    walks = [x.name for x in variants.SETTINGS if x.switch in jobs.WALK_SWITCHES]
+    for without in ((), ("persistent=off",)):
+        assert not list(job.run(Setup(variants.NAME, True, without=without)))
+        part, timed = measured.pop()
+        assert part == "walks"
+        assert timed[0] == variants.NAME
+        named = [f"{variants.NAME}:{name}" for name in walks if name not in without]
+        assert [name for name in timed[1:] if name in named] == timed[1:]
+        assert (f"{variants.NAME}:persistent=off" in timed) == (not without)
 
 
 @pytest.mark.parametrize("text", ["100", "d64", "-"])
@@ -261,7 +369,7 @@ def test_an_expression_that_is_none_is_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_jobs_are_named_without_the_card(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list", "--only", "bf16 d64$|split_p"]) == 0
+    assert command.main(["--list", "--only", "first calls bf16 d64$|split_p"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "correctness: first calls bf16 d64", "switches: split_p=off",
     ]  # fmt: skip
@@ -289,19 +397,21 @@ def test_the_simulated_day_ends_well_and_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "day.csv"
-    only = "first calls bf16 d64|core_set/test|split_p|peers: fp16"
+    only = "first calls bf16 d64|core_set/test|pairs: launch|split_p|peers: fp16"
     arguments = ["--simulate", "--output", str(path), "--only", only]
     assert command.main(arguments) == 0, capsys.readouterr().out
     rows = record.load(path)
     assert set(record.status_of_jobs(rows).values()) == {"ok"}
-    assert {row["part"] for row in rows} == {"environment", "correctness", "switches", "peers"}
+    assert {row["part"] for row in rows} == {
+        "environment", "correctness", "pairs", "switches", "peers",
+    }  # fmt: skip
     simulated = [row for row in rows if row["status"] == "simulated"]
     assert "blackwell_dc" in {row["implementation"] for row in simulated}
     assert all(row["max_err"] and not row["p50_us"] for row in simulated)
     assert any("warp-instructions" in row["detail"] for row in rows)
     capsys.readouterr()
     assert command.main(arguments) == 0
-    assert capsys.readouterr().out.count("done before") == 4
+    assert capsys.readouterr().out.count("done before") == 5
 
 
 def test_a_failure_is_recorded_and_the_rest_goes_on(
@@ -311,6 +421,8 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
         "environment": ("ok", json.dumps(FACTS | {"dtypes": "bfloat16"})),
         "lazy_rescale=off": ("timeout", "no end"),
         "split_p=off": ("ok", ""),
+        "persistent=off": ("ok", ""),
+        "launch": ("failed", "wrong"),
     }
     setups = []
 
@@ -327,11 +439,15 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
         ("switches", "lazy_rescale=off"): "timeout", ("switches", "split_p=off"): "ok",
     }  # fmt: skip
     assert setups[-1]["without"] == ["lazy_rescale=off"]  # what failed is not timed
+    assert setups[-1]["pairs"]
     # The second start tries what failed again. Now it ends well.
     answers["lazy_rescale=off"] = ("ok", "")
     asked = len(setups)
     assert command.main(arguments) == 0
     assert len(setups) == asked + 1
+    # Where pairs of CTAs failed, the jobs that follow are told.
+    assert command.main([*arguments[:2], "--only", "pairs: launch|persistent"]) == 1
+    assert not setups[-1]["pairs"]
     # A file of another card is not continued.
     answers["environment"] = ("ok", json.dumps(FACTS | {"dtypes": "", "gpu": "NVIDIA B300"}))
     assert command.main([*arguments[:2], "--only", "split_p"]) == 2

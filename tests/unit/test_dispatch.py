@@ -44,7 +44,8 @@ PTX = {"simt": "compute_75", "ampere": "compute_80", "ada": "compute_89"}
 FP8_FROM = (8, 9)  # the capability that ada is built for: there its 16-bit kernels come first
 CONSUMER = "blackwell_consumer"
 CONSUMER_CODE = {(9, 0): "sm_90a", (12, 0): "sm_120f", (12, 1): "sm_120f"}
-DC = "blackwell_dc"  # for 10.x
+DC = "blackwell_dc"  # for 10.x and 11.0
+HOPPER = "hopper"  # for 9.0
 MEASURED = (9, 0)  # the capability with rows in bench/results
 TENSOR_CORES_FROM = (8, 0)  # the first capability with archflash's kernels on tensor cores
 KERNELS = _registry.kernel_names()
@@ -62,8 +63,10 @@ def code(name: str, capability: tuple[int, int]) -> str:
         return "sm_89"
     if name == CONSUMER:
         return CONSUMER_CODE[capability]
+    if name == HOPPER:
+        return "sm_90a"
     if name == DC:
-        return "sm_100f"
+        return f"sm_{capability[0]}0f"
     return CAPABILITIES[capability][1] or f"{PTX[name]} PTX, compiled by the driver at first use"
 
 
@@ -71,7 +74,7 @@ def kernel_for_16_bits(capability: tuple[int, int]) -> str:
     """Our first kernel. On 9.0 PyTorch comes before it if cuDNN serves the call."""
     if capability[0] == 12 or capability == MEASURED:
         return CONSUMER
-    if capability[0] == 10:
+    if capability[0] in (10, 11):
         return DC
     if capability == FP8_FROM:
         return "ada"
@@ -81,16 +84,26 @@ def kernel_for_16_bits(capability: tuple[int, int]) -> str:
 def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, ...]:
     """The kernels on tensor cores, in the order in which dispatch asks them."""
     if capability == MEASURED:
-        return (CONSUMER, "ampere", "ada", DC)
+        return (CONSUMER, "ampere", "ada", DC, HOPPER)
     for_8_9 = capability == FP8_FROM
-    return (DC, CONSUMER, *(("ada", "ampere") if for_8_9 else ("ampere", "ada")))
+    return (DC, HOPPER, CONSUMER, *(("ada", "ampere") if for_8_9 else ("ampere", "ada")))
 
 
 def why_not_blackwell_dc(capability: tuple[int, int]) -> list[str]:
-    """The reasons of blackwell_dc against a capability other than 10.x."""
+    """The reasons of blackwell_dc against a capability other than 10.x and 11.0."""
     return [
         f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {DC} is built "
-        "for sm_100f, compute_100f"
+        "for sm_100f, sm_110f, compute_100f"
+    ]
+
+
+def why_not_hopper(capability: tuple[int, int]) -> list[str]:
+    """The reasons of hopper against any capability."""
+    if capability == (9, 0):
+        return [f"compute capability 9.0: {HOPPER} serves it only when it is forced"]
+    return [
+        f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {HOPPER} is built "
+        "for sm_90a, compute_90a"
     ]
 
 
@@ -170,13 +183,14 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
     assert decision.plan.implementation == "simt"
     assert decision.plan.code == code("simt", capability)
     assert decision.plan.device.capability == capability
-    assert list(decision.reasons) == [DC, CONSUMER, "ada", "ampere", "torch"]
+    assert list(decision.reasons) == [DC, HOPPER, CONSUMER, "ada", "ampere", "torch"]
+    assert decision.reasons[HOPPER] == why_not_hopper(capability)
     assert decision.reasons["torch"] == ["simt is expected to be faster"]
-    for name, major, elsewhere in (
-        (CONSUMER, 12, why_not_the_consumer),
-        (DC, 10, why_not_blackwell_dc),
+    for name, majors, elsewhere in (
+        (CONSUMER, (12,), why_not_the_consumer),
+        (DC, (10, 11), why_not_blackwell_dc),
     ):
-        if capability[0] == major:
+        if capability[0] in majors:
             (said,) = decision.reasons[name]
             assert said.startswith(f"dtype float32: {name} takes float16")
         else:
@@ -197,7 +211,32 @@ def test_only_thor_and_the_future_run_ptx(capability: tuple[int, int], dtype: to
     plan = _dispatch.select(problem(dtype, return_lse=True), gpu(capability)).plan
     assert plan is not None
     needs_driver_compiler = plan.code.startswith("compute_")
-    assert needs_driver_compiler == (capability in [(11, 0), (13, 0)])
+    thor = capability == (11, 0) and dtype == torch.float32
+    assert needs_driver_compiler == (thor or capability == (13, 0))
+
+
+@pytest.mark.parametrize(
+    ("capability", "codes"),
+    [
+        ((10, 7), {"float16": "sm_100f", "float8_e4m3fn": "sm_100f", "float8_e5m2": "sm_100"}),
+        ((11, 0), {"float16": "sm_110f", "float8_e4m3fn": "sm_110f", "float8_e5m2": "compute_89"}),
+    ],
+    ids=str,
+)
+def test_explain_names_what_serves_10_7_and_11_0(
+    capability: tuple[int, int], codes: dict[str, str]
+) -> None:
+    for dtype, built in codes.items():
+        decision = _dispatch.select(problem(getattr(torch, dtype), d=128), gpu(capability))
+        name = "ada" if dtype == "float8_e5m2" else DC
+        lines = str(decision).splitlines()
+        assert any(line.startswith(f"  chosen  {name}: ") for line in lines)
+        assert any(line.strip().startswith(f"code: {built}") for line in lines)
+        if name == DC:
+            assert "for 10.x (B200, B300, GB200, GB300) and 11.0 (Jetson Thor)" in str(decision)
+            # Only 10.3 is said to have the faster MUFU.
+            assert "of 128 by polynomial" in str(decision)
+            assert "exponentials: 0 of 16" not in str(decision)
 
 
 # (query rows, keys) of the tile for a call that fills the GPU, by the KB of shared memory that a
@@ -259,6 +298,7 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
     faster = [f"{name} {'was measured' if capability == MEASURED else 'is expected'} to be faster"]
     reasons = {
         DC: why_not_blackwell_dc(capability),
+        HOPPER: why_not_hopper(capability),
         CONSUMER: [] if name == CONSUMER else why_not_the_consumer(capability),
         "ada": [before_ada(capability)] if capability < FP8_FROM else faster,
         "ampere": faster,
@@ -304,12 +344,12 @@ def test_few_queries_go_to_the_kernel_that_splits_the_keys(dtype: torch.dtype, d
     assert "  chosen  blackwell_dc" in str(decision)
     assert "splits: 16 shares of the keys of each tile" in str(decision)
     assert "workspace: " in str(decision)
-    assert next(iter(decision.reasons)) == "torch"
-    # On a GPU where no kernel splits the keys PyTorch comes first.
+    assert list(decision.reasons)[:2] == [HOPPER, "torch"]  # those that split keys come first
+    # hopper splits them too, and serves an H200 only when it is forced.
     h200 = archflash.explain(q, k, k, device="H200")
     assert h200.chosen == "torch"
     assert h200.reasons[DC] == [
-        "compute capability 9.0 (H200): blackwell_dc is built for sm_100f, compute_100f"
+        "compute capability 9.0 (H200): blackwell_dc is built for sm_100f, sm_110f, compute_100f"
     ]
 
 
@@ -340,7 +380,7 @@ def test_plain_float16_goes_to_pytorchs_fused_kernel_on_7_5() -> None:
     assert decision.plan is None
     assert not decision.fallback
     assert "tensor cores" in decision.why
-    assert list(decision.reasons) == [DC, CONSUMER, "ampere", "ada", "simt"]
+    assert list(decision.reasons) == [DC, HOPPER, CONSUMER, "ampere", "ada", "simt"]
     assert decision.reasons["ampere"] == [BEFORE_AMPERE]
     (reason,) = decision.reasons["simt"]
     assert reason.startswith("it leaves the tensor cores unused: ")
@@ -351,6 +391,7 @@ def test_plain_bfloat16_goes_to_simt_on_7_5() -> None:
     assert decision.chosen == "simt"
     assert decision.reasons == {
         DC: why_not_blackwell_dc((7, 5)),
+        HOPPER: why_not_hopper((7, 5)),
         CONSUMER: why_not_the_consumer((7, 5)),
         "ampere": [BEFORE_AMPERE],
         "ada": [before_ada((7, 5))],
@@ -369,7 +410,7 @@ def test_pytorch_comes_before_the_cuda_cores_where_its_fused_kernels_reach(
     fused = first <= capability <= PYTORCH_ENDS
     kernels = kernels_for_16_bits(capability)
     if capability == MEASURED:
-        assert asked == (CONSUMER, "torch", "ampere", "ada", "simt", DC)
+        assert asked == (CONSUMER, "torch", "ampere", "ada", "simt", DC, HOPPER)
     else:
         assert asked == (*kernels, *(("torch", "simt") if fused else ("simt", "torch")))
 
@@ -405,8 +446,9 @@ def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
     k = torch.empty(2, 2, 128, 64, dtype=torch.float16, device="meta")
     grouped = make_problem(q, k, k).as_if_on_cuda()
     assert _dispatch.select(grouped, gpu((7, 5))).chosen == "simt"
-    assert _dispatch.order(grouped, (7, 5)) == (DC, CONSUMER, "ampere", "ada", "simt", "torch")
-    assert _dispatch.order(grouped, (8, 0)) == (DC, CONSUMER, "ampere", "ada", "torch", "simt")
+    kernels = (DC, HOPPER, CONSUMER, "ampere", "ada")
+    assert _dispatch.order(grouped, (7, 5)) == (*kernels, "simt", "torch")
+    assert _dispatch.order(grouped, (8, 0)) == (*kernels, "torch", "simt")
 
 
 @pytest.mark.parametrize(
@@ -456,7 +498,7 @@ def test_fp8_goes_to_the_kernel_for_the_gpu_from_8_9_on_and_to_torch_before(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
     decision = _dispatch.select(problem(dtype), gpu(capability))
-    if capability[0] == 10 and dtype == torch.float8_e4m3fn:
+    if capability[0] in (10, 11) and dtype == torch.float8_e4m3fn:
         assert decision.chosen == DC
         assert decision.plan is not None
         assert decision.plan.code == code(DC, capability)
@@ -542,7 +584,8 @@ def test_a_gpu_older_than_every_target_is_told_what_the_build_serves() -> None:
     assert decision.chosen == "torch"
     assert decision.fallback
     assert decision.reasons == {
-        DC: [f"compute capability 7.0 (V100): {DC} is built for sm_100f, compute_100f"],
+        DC: [f"compute capability 7.0 (V100): {DC} is built for sm_100f, sm_110f, compute_100f"],
+        HOPPER: [f"compute capability 7.0 (V100): {HOPPER} is built for sm_90a, compute_90a"],
         CONSUMER: [
             f"compute capability 7.0 (V100): {CONSUMER} is built for sm_120f, sm_90a, compute_120f"
         ],
@@ -745,11 +788,14 @@ def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None
         "          warps: 4 of 32 rows",
         "          stages: 1",
         "          CTAs: 256, 2 per SM on 128 SMs",
-        "          order: last row tiles first, 8 heads at a time, whose keys stay in L2",
+        "          order: last row tiles first, one head at a time",
+        "          balance: 100% of what an even share of the work would give (a model)",
         "          launch: ada_attention_fwd_f16_d64, grid 256, block 128, "
         "49216 bytes of shared memory",
         "  not     blackwell_dc: compute capability 8.9 (RTX 4090): blackwell_dc is built for "
-        "sm_100f, compute_100f",
+        "sm_100f, sm_110f, compute_100f",
+        "  not     hopper: compute capability 8.9 (RTX 4090): hopper is built for sm_90a, "
+        "compute_90a",
         "  not     blackwell_consumer: compute capability 8.9 (RTX 4090): blackwell_consumer is "
         "built for sm_120f, sm_90a, compute_120f",
         "  not     ampere: ada is expected to be faster",
@@ -782,7 +828,8 @@ def test_a_forced_kernel_is_what_is_planned(capability: tuple[int, int], name: s
         "ampere": [BEFORE_AMPERE] if capability < TENSOR_CORES_FROM else [],
         "ada": [before_ada(capability)] if capability < FP8_FROM else [],
         CONSUMER: [] if capability in CONSUMER_CODE else why_not_the_consumer(capability),
-        DC: [] if capability[0] == 10 else why_not_blackwell_dc(capability),
+        DC: [] if capability[0] in (10, 11) else why_not_blackwell_dc(capability),
+        HOPPER: [] if capability == MEASURED else why_not_hopper(capability),
     }
     if reasons := refused.get(name):
         with pytest.raises(archflash.ForcedImplementationError) as caught:

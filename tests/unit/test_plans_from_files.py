@@ -98,6 +98,7 @@ TAMPERED: list[tuple[str, Any, str]] = [
     ("launches.0.stream", 0, "'launches[0].stream' is not known; given: 0"),
     ("launches.0.grid", ..., "'launches[0].grid' is missing; planned: [16, 1, 1]"),
     ("workspace_bytes", 0, "'workspace_bytes' is 0; planned: "),
+    ("zeroed_bytes", 16, "'zeroed_bytes' is 16; planned: 0"),
     ("workspace_bytes", math.nan, "'workspace_bytes' is nan; planned: "),
     ("code", "sm_75", "'code' is 'sm_75'; planned: 'sm_100f'"),
     ("run", "rm -rf /", "'run' is not known; given: 'rm -rf /'"),
@@ -117,7 +118,7 @@ TAMPERED: list[tuple[str, Any, str]] = [
     ("problem.num_splits", 1, "'launches' has 2 items; planned: 1"),
     ("problem.q.row", 128, "'launches[0].params' is from character"),
     ("device", [], "field 'device' is []: it must be an object with named fields"),
-    ("device.sm_count", 2, "'launches[0].grid' is [16, 1, 1]; planned: [2, 1, 1]"),
+    ("device.major", 11, "'code' is 'sm_100f'; planned: "),
     ("device.shared_per_block", 1024, "cannot serve this problem on this device"),
 ]
 

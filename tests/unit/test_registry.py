@@ -82,7 +82,9 @@ def test_machine_code_is_picked_before_ptx_and_the_newest_of_either(
 
 def test_implementations_are_listed_best_first_and_torch_last() -> None:
     listed = [row.name for row in archflash.implementations()]
-    assert listed == ["blackwell_dc", "blackwell_consumer", "ada", "ampere", "simt", "torch"]
+    assert listed == [
+        *("blackwell_dc", "hopper", "blackwell_consumer", "ada", "ampere", "simt", "torch"),
+    ]
     assert listed == list(_registry.names())
     assert set(KERNELS) == set(native.folder_names())
 
@@ -141,8 +143,19 @@ def test_blackwell_consumer_is_built_for_the_targets_of_the_design() -> None:
 
 def test_blackwell_dc_is_built_for_the_targets_of_the_design() -> None:
     row = facts("blackwell_dc")
-    assert row.compiled == ("sm_100f", "compute_100f")
-    assert row.capabilities == (("10.0", "10.9", "sm_100f"), ("10.0", "10.9", "compute_100f"))
+    assert row.compiled == ("sm_100f", "sm_110f", "compute_100f")
+    assert row.capabilities == (
+        ("10.0", "10.9", "sm_100f"),
+        ("11.0", "11.9", "sm_110f"),
+        ("10.0", "10.9", "compute_100f"),
+    )
+    assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
+
+
+def test_hopper_is_built_for_the_target_of_the_design() -> None:
+    row = facts("hopper")
+    assert row.compiled == ("sm_90a", "compute_90a")
+    assert row.capabilities == (("9.0", "9.0", "sm_90a"), ("9.0", "9.0", "compute_90a"))
     assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
@@ -165,9 +178,10 @@ def test_tiles_of_ada_for_16_bits_are_made_for_8_9_alone() -> None:
     assert _registry.made_for("ada", "float8_e4m3fn", (12, 0))
 
 
-def test_blackwell_consumer_on_hopper_is_for_calls_that_force_it() -> None:
+def test_blackwell_consumer_and_hopper_serve_9_0_where_forced_or_measured() -> None:
     majors = {name: native.describe(name).only_forced_on_majors for name in KERNELS}
-    assert majors == {name: [9] if name == "blackwell_consumer" else [] for name in KERNELS}
+    forced = ("blackwell_consumer", "hopper")
+    assert majors == {name: [9] if name in forced else [] for name in KERNELS}
     assert _registry.only_forced("blackwell_consumer", (9, 0))
     assert not _registry.only_forced("blackwell_consumer", (12, 0))
 
@@ -176,7 +190,8 @@ def test_blackwell_consumer_on_hopper_is_for_calls_that_force_it() -> None:
 def test_only_ptx_is_open_towards_newer_gpus(name: str) -> None:
     open_ended = [code for _, last, code in facts(name).capabilities if last is None]
     assert all(code.startswith("compute_") for code in open_ended)
-    if name in ("blackwell_consumer", "blackwell_dc"):  # the PTX of a family stays in it
+    # The PTX of a family, or of one architecture, stays in it.
+    if name in ("blackwell_consumer", "blackwell_dc", "hopper"):
         assert open_ended == []
         return
     lowest = min(target.first for target in native.targets(name))
@@ -230,3 +245,16 @@ def test_a_row_of_a_folder_that_was_left_out_says_so() -> None:
     last = str(left_out).splitlines()[-1]
     assert last.startswith("  compiled  no: ")
     assert "ARCHFLASH_ARCHS" in last
+
+
+def test_an_added_image_is_found_by_name_and_replaces_none() -> None:
+    assert native.image("test/added") == b""
+    native.add_image("test/added", b"\0code")
+    native.add_image("test/added", b"\0code")
+    assert native.image("test/added") == b"\0code"
+    built = native.image_names()[0]
+    for name in ("test/added", built):
+        with pytest.raises(ValueError, match=f"another image with the name '{name}'"):
+            native.add_image(name, b"other")
+    assert native.image(built) not in (b"", b"other")
+    assert "test/added" not in native.image_names()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plan_cases import call, home_of, maps_of, packed_call, plan_of, tile_of
+from plan_cases import call, home_of, maps_of, packed_call, plan_of
 
 import archflash
 from archflash import _archflash as native
@@ -108,24 +108,3 @@ def test_strides_of_out_matter_to_who_stores_by_tma(kernel: str, named: list[str
     planned = native.plan(kernel, problem, find_device(home_of(kernel)))
     reasons = planned if isinstance(planned, list) else []
     assert [reason.partition(" ")[0] for reason in reasons] == named
-
-
-# --- order ---
-
-
-@pytest.mark.parametrize("nk", [1, 1000, 4096, 20_000, 300_000])
-@pytest.mark.parametrize(("hq", "hkv"), [(32, 32), (32, 8), (8, 1), (5, 5)])
-@every_kernel
-def test_groups_of_heads_are_even_and_their_keys_fit_half_of_l2(
-    kernel: str, hq: int, hkv: int, nk: int
-) -> None:
-    batch, ratio = 3, hq // hkv
-    problem = call("float16", b=batch, hq=hq, hkv=hkv, nq=128, nk=nk, d=128)
-    plan = plan_of(problem, home_of(kernel), kernel)
-    group = tile_of(plan).heads_per_group
-    kv_heads = group // ratio
-    assert group % ratio == 0
-    one = nk * 256 * 2
-    assert kv_heads == 1 or kv_heads * one <= find_device(home_of(kernel)).l2_bytes // 2
-    groups = -(-batch * hkv // kv_heads)
-    assert batch * hkv - (groups - 1) * kv_heads > kv_heads - groups  # the last one is no remnant

@@ -45,6 +45,13 @@ def test_an_h200_gets_the_large_and_the_few_row_kernels() -> None:
         assert {f"ampere_attention_fwd_{word}_{size}" for size in sizes} <= names
 
 
+def test_hopper_brings_its_tiles_and_what_combines_shares_where_it_is_forced() -> None:
+    assert not any(name.startswith("hopper_") for name in loaded("H200", [HALF], [(64, 64)]))
+    names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
+    forward = {f"hopper_attention_fwd_f16_d64_{size}" for size in SIZES}
+    assert names == forward | {"hopper_combine_f16"}
+
+
 def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares() -> None:
     names = loaded("B200", [HALF], [(128, 128)])
     own = {name for name in names if name.startswith("blackwell_dc_")}

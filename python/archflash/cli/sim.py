@@ -22,7 +22,7 @@ from archflash.cli.explain import (
     read_call,
 )
 
-MODES = ("lazy", "eager", "random", "priority")
+MODES = ("lazy", "eager", "random", "priority", "shuffled")
 SUFFIXES = (".json", ".svg", ".png")
 # Small enough that warps seem to run side by side in a picture.
 TRACE_STRETCH = 16

@@ -92,7 +92,7 @@ def run(
         implementation: the implementation whose kernel runs.
         device: the GPU to plan for, a name from the table of known GPUs such as "RTX 5090"; default
             the one that ARCHFLASH_SIM_DEVICE names, otherwise the implementation's home GPU.
-        mode: "lazy", "eager", "random" or "priority": see `archflash.sim.launch`.
+        mode: "lazy", "eager", "random", "priority" or "shuffled": see `archflash.sim.launch`.
         seed: 64 bits; the same seed gives the same run.
         race_check: whether to look for data races.
         threads: host threads; 0 for one per core.
@@ -163,13 +163,7 @@ def simulate(
     Raises:
         SimulationError: the kernel did something wrong and `settings.check` is set.
     """
-    memory = _native.Memory()
-    names = [name for name, tensor in tensors.items() if tensor.numel() > 0]
-    buffers = [
-        Buffer(tensors[name].detach(), name in _WRITTEN, name not in _WRITTEN, name)
-        for name in names
-    ]
-    addresses = list(zip(names, Bindings(memory, buffers).addresses, strict=True))
+    memory, addresses = place_operands(plan, tensors)
     launches = plan.to_dict()["launches"]
     reports: list[Report] = []
     for index, (row, program) in enumerate(
@@ -191,6 +185,7 @@ def simulate(
             shared_limit=plan.device.shared_per_block,
             traced_ctas=settings.traced_ctas,
             stretch=settings.stretch,
+            resident_ctas=resident_ctas(plan),
             strict=True,
         )
         reports.append(report)
@@ -199,6 +194,34 @@ def simulate(
         if not report.complete:
             break
     return tuple(reports)
+
+
+def place_operands(
+    plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]
+) -> tuple[_native.Memory, list[tuple[str, int]]]:
+    """Puts the tensors of a plan, by operand name, into a new memory.
+
+    The bytes that the plan wants zero are zeroed. What kernels write counts as not initialised.
+
+    Returns:
+        The memory, and the address of each operand that has elements.
+    """
+    names = [name for name, tensor in tensors.items() if tensor.numel() > 0]
+    buffers = [
+        Buffer(tensors[name].detach(), name in _WRITTEN, name not in _WRITTEN, name)
+        for name in names
+    ]
+    if plan.zeroed_bytes:  # one more buffer, which makes these bytes of the workspace initialised
+        zeroed = tensors["workspace"].view(torch.uint8)[: plan.zeroed_bytes].zero_()
+        buffers.append(Buffer(zeroed, name="zeroed bytes"))
+    memory = _native.Memory()
+    addresses = Bindings(memory, buffers).addresses
+    return memory, list(zip(names, addresses, strict=False))
+
+
+def resident_ctas(plan: _runtime.LaunchPlan) -> int:
+    """How many CTAs of a plan its device has room for at a time."""
+    return plan.device.sm_count * (plan.tile.ctas_per_sm if plan.tile is not None else 1)
 
 
 def programs_of(plan: _runtime.LaunchPlan, given: Program | None = None) -> list[Program]:

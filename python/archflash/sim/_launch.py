@@ -16,7 +16,7 @@ from archflash import _archflash_sim as _native
 from archflash._errors import LaunchError
 from archflash.sim._report import Report, SimulationError, make_report
 
-MODES = ("lazy", "eager", "random", "priority")
+MODES = ("lazy", "eager", "random", "priority", "shuffled")
 MAX_INSTRUCTIONS = 1 << 32
 SHARED_LIMIT = 227 * 1024
 
@@ -261,6 +261,7 @@ def launch(
     shared_limit: int = SHARED_LIMIT,
     traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
+    resident_ctas: int = 0,
     strict: bool = False,
     check: bool = True,
 ) -> Report:
@@ -277,7 +278,8 @@ def launch(
         cluster: CTAs of a cluster along x, y, z.
         shared_bytes: dynamic shared memory.
         mode: "lazy" (asynchronous copies land when they are waited for), "eager" (at once),
-            "random", or "priority" (random priorities of warps that change at random points).
+            "random", "priority" (random priorities of warps that change at random points), or
+            "shuffled" (as "random", and products of tcgen05 run in any order that the ISA allows).
         seed: 64 bits; the same seed gives the same run.
         race_check: whether to look for data races.
         threads: host threads; 0 for one per core. The report does not depend on it.
@@ -287,6 +289,9 @@ def launch(
             of the grid, or their indices (x fastest).
         stretch: the most instructions that a warp runs before another warp gets its turn; 0: as the
             mode says.
+        resident_ctas: how many CTAs the GPU has room for at a time; 0: any number. It counts for
+            kernels with clusterlaunchcontrol only, whose clusters take the work of those that have
+            not started.
         strict: whether missing waits and fences around tensor memory, ldmatrix and stmatrix are
             errors, as they are in this library's kernels, although compilers leave them out without
             harm on a card (kinds "tcgen05-fence", "tcgen05-wait", "lane-order" and "lane-release").
@@ -345,6 +350,7 @@ def launch(
         shared_limit=shared_limit,
         traced_ctas=traced_ctas,
         stretch=stretch,
+        resident_ctas=resident_ctas,
         strict=strict,
     )
     if check and report.errors:
@@ -370,6 +376,7 @@ def run_kernel(
     shared_limit: int = SHARED_LIMIT,
     traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
+    resident_ctas: int = 0,
     strict: bool = False,
 ) -> Report:
     """Runs a kernel on parameter bytes whose addresses are those of `memory`."""
@@ -389,6 +396,7 @@ def run_kernel(
         shared_limit,
         _indices(traced_ctas, grid),
         stretch,
+        resident_ctas,
     )
     return make_report(kernel, program.instructions(kernel), result, strict=strict)
 

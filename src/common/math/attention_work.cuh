@@ -7,6 +7,7 @@
 #include "common/attention_params.h"
 #include "common/dtype.h"
 #include "common/math/bfloat16.cuh"
+#include "common/math/packed_heads.cuh"
 #include "common/math/varlen_tiles.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/cvt.cuh"
@@ -19,9 +20,9 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float MINUS_INFINITY = -__builtin_huge_valf();
 
-// What a CTA computes: BLOCK_Q rows of one head of one sequence.
+// What a CTA computes: a tile of rows of one head of one sequence, or of several packed heads.
 struct Work {
-  int batch_head;  // batch * heads_q + head, together in one register
+  int batch_head;  // batch * heads_q + the first head, together in one register
   int first_row;   // counted from the sequence's first row; negative: nothing to compute
   int nq, nk;      // lengths of the sequence
 };
@@ -32,43 +33,52 @@ __device__ __forceinline__ int sequence_start(const int* cu_seqlens_gmem, int se
   return cu_seqlens_gmem == nullptr ? 0 : min(max(cu_seqlens_gmem[sequence], 0), rows);
 }
 
-// The row tile, head and batch for a CTA index. Row tiles come from the last to the first, because
-// under a causal mask the last ones see the most keys and should start first.
-template <int BLOCK_Q>
-__device__ __forceinline__ Work find_work(const AttentionParams& params, int index) {
+// The row tile, head and batch for a CTA index, where a tile has block_q rows of each of
+// `packed_heads` heads. Row tiles come from the last to the first, because under a causal mask the
+// last ones see the most keys and should start first. (TileOrder says which of them come
+// otherwise.)
+__device__ __forceinline__ Work find_work(const AttentionParams& params, int index, int block_q,
+                                          int packed_heads) {
   Work work{};
   int tile_from_last;
   if (params.cu_seqlens_q_gmem == nullptr) {
     work.nq = params.nq;
     work.nk = params.nk;
     // mutants: never-negative
-    const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;
-    const int group = index / (params.heads_per_group * tiles);
-    const int first_head = group * params.heads_per_group;
-    const int heads = min(params.heads_per_group, params.batch * params.heads_q - first_head);
+    const int tiles = (work.nq + block_q - 1) / block_q;
+    const int heads_per_group = params.order.heads_per_group / packed_heads;
+    const int group = index / (heads_per_group * tiles);
+    const int first_head = group * heads_per_group;
+    const int heads =
+        min(heads_per_group, params.batch * params.heads_q / packed_heads - first_head);
     index -= first_head * tiles;
-    tile_from_last = index / heads;
-    work.batch_head = first_head + index % heads;
+    tile_from_last = params.order.from_last(index / heads);
+    work.batch_head = (first_head + index % heads) * packed_heads;
   } else {
     const int* cu_q = params.cu_seqlens_q_gmem;
     const int* cu_k = params.cu_seqlens_k_gmem;
-    const int tile = index / params.heads_q;
-    const int batch = find_varlen_sequence(cu_q, params.batch, BLOCK_Q, tile);
+    const int tile = index / (params.heads_q / packed_heads);
+    const int batch = find_varlen_sequence(cu_q, params.batch, block_q, tile);
     work.first_row = -1;
     // mutants: returns-at-once
     if (batch < 0) return work;
-    tile_from_last = tile - varlen_tile_start(cu_q, batch, BLOCK_Q);
-    work.batch_head = batch * params.heads_q + index % params.heads_q;
+    tile_from_last = tile - varlen_tile_start(cu_q, batch, block_q);
+    work.batch_head =
+        batch * params.heads_q + index % (params.heads_q / packed_heads) * packed_heads;
     work.nq =
         max(sequence_start(cu_q, batch + 1, params.nq) - sequence_start(cu_q, batch, params.nq), 0);
     work.nk =
         max(sequence_start(cu_k, batch + 1, params.nk) - sequence_start(cu_k, batch, params.nk), 0);
   }
   // mutants: never-negative
-  const int tiles = (work.nq + BLOCK_Q - 1) / BLOCK_Q;
+  const int tiles = (work.nq + block_q - 1) / block_q;
   // Negative if the sequence has fewer tiles than its share of the grid.
-  work.first_row = (tiles - 1 - tile_from_last) * BLOCK_Q;
+  work.first_row = (tiles - 1 - tile_from_last) * block_q;
   return work;
+}
+template <int BLOCK_Q>
+__device__ __forceinline__ Work find_work(const AttentionParams& params, int index) {
+  return find_work(params, index, BLOCK_Q, 1);
 }
 
 // The attention sink of a head: one more logit in the softmax's denominator, in natural logarithms.
@@ -84,21 +94,22 @@ __device__ __forceinline__ float load_sink(const AttentionParams& params, int he
 
 // Writes the rows of a packed output that belong to no sequence, because they come before the first
 // or after the last one: output 0, and the LSE of a row that sees no key. Otherwise the caller
-// would see whatever the memory held. CTA `index` checks the rows
-// [index / heads_q * BLOCK_Q, + BLOCK_Q) of one head, whichever rows it computes, since the grid
-// has at least one CTA for each BLOCK_Q rows of each head. If cu_seqlens decreases, which is an
-// error of the caller, rows in between may stay unwritten. Called by `threads` threads, which need
-// not be whole warps.
-template <int BLOCK_Q, int ELEMENT_BYTES = 2>
+// would see whatever the memory held. CTA `index` checks the block_q rows of tile number `index`,
+// counted as if all rows were one sequence, whichever rows it computes: the grid has at least one
+// CTA for each of these tiles. Where a tile has packed heads, a call checks the rows of one of
+// them, number head_of_tile. If cu_seqlens decreases, which is an error of the caller, rows in
+// between may stay unwritten. Called by `threads` threads, which need not be whole warps.
+template <int ELEMENT_BYTES = 2>
 __device__ __forceinline__ void write_rows_of_no_sequence(const AttentionParams& params, int index,
-                                                          int thread, int threads) {
+                                                          int thread, int threads, int block_q,
+                                                          int packed_heads, int head_of_tile) {
   if (params.cu_seqlens_q_gmem == nullptr) return;
-  const int64_t first = static_cast<int64_t>(index / params.heads_q) * BLOCK_Q;
-  const int end = static_cast<int>(min(first + BLOCK_Q, static_cast<int64_t>(params.nq)));
+  const int64_t first = static_cast<int64_t>(index / (params.heads_q / packed_heads)) * block_q;
+  const int end = static_cast<int>(min(first + block_q, static_cast<int64_t>(params.nq)));
   const int owned_first = sequence_start(params.cu_seqlens_q_gmem, 0, params.nq);
   const int owned_end = sequence_start(params.cu_seqlens_q_gmem, params.batch, params.nq);
   if (first >= end || (first >= owned_first && end <= owned_end)) return;
-  const int head = index % params.heads_q;
+  const int head = index % (params.heads_q / packed_heads) * packed_heads + head_of_tile;
   const float sink = load_sink(params, head);
   const int chunks = params.dv * ELEMENT_BYTES / 16;  // 16-byte chunks of a row
   for (int row = static_cast<int>(first); row < end; ++row) {
@@ -110,6 +121,11 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const AttentionParams&
     if (params.lse_gmem != nullptr && thread == 0)
       params.lse_gmem[head * params.lse_head + row] = sink;
   }
+}
+template <int BLOCK_Q, int ELEMENT_BYTES = 2>
+__device__ __forceinline__ void write_rows_of_no_sequence(const AttentionParams& params, int index,
+                                                          int thread, int threads) {
+  write_rows_of_no_sequence<ELEMENT_BYTES>(params, index, thread, threads, BLOCK_Q, 1, 0);
 }
 
 // Where a CTA's inputs start, as offsets in elements from the start of each tensor.

@@ -13,19 +13,25 @@ namespace archflash::math {
 // Starts the copy of one head's rows from `row` on and columns from `column` on, and makes the
 // barrier expect all bytes of the tile. Called by one thread. A broadcast dimension (stride 0) has
 // size 1 in the map, and its coordinate must be 0. `column` and the map count elements, of which
-// PACK make one 16-bit column of the tile.
-template <class Tile, int PACK = 1>
+// PACK make one 16-bit column of the tile. With HINT, `policy` says what L2 does with the tile.
+template <class Tile, int PACK = 1, bool HINT = false>
 __device__ __forceinline__ void start_load(uint32_t tile_smem, const TensorMap& map, int row,
                                            int head, int batch, uint32_t barrier_smem,
-                                           int column = 0) {
+                                           int column = 0, uint64_t policy = 0) {
   ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::BYTES);
 #pragma unroll
   for (int slab = 0; slab < Tile::SLABS; ++slab) {
 #pragma unroll
     for (int first = 0; first < Tile::ROWS; first += Tile::BOX_ROWS) {
-      ptx::cp_async_bulk_tensor_4d_load(
-          tile_smem + slab * Tile::SLAB_BYTES + first * Tile::ROW_BYTES, map,
-          column + slab * Tile::SLAB * PACK, row + first, head, batch, barrier_smem);
+      const uint32_t box_smem = tile_smem + slab * Tile::SLAB_BYTES + first * Tile::ROW_BYTES;
+      const int box_column = column + slab * Tile::SLAB * PACK;
+      if constexpr (HINT) {
+        ptx::cp_async_bulk_tensor_4d_load(box_smem, map, box_column, row + first, head, batch,
+                                          barrier_smem, policy);
+      } else {
+        ptx::cp_async_bulk_tensor_4d_load(box_smem, map, box_column, row + first, head, batch,
+                                          barrier_smem);
+      }
     }
   }
 }

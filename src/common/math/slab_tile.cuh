@@ -26,8 +26,9 @@ struct SlabTile {
   static constexpr Swizzle SWIZZLE = SLAB == 64 ? Swizzle::B128 : Swizzle::B64;
   static_assert(COLUMNS % 32 == 0, "a row is whole slabs");
   static constexpr int BOX_ROWS = ROWS <= 256 ? ROWS : ROWS / 2;  // TMA: at most 256
-  static_assert(ROWS % 32 == 0 && ROWS <= 512, "boxes are whole row tiles of ldmatrix");
-  static_assert(BYTES % ALIGNMENT == 0, "the next tile must start where its swizzle does");
+  static_assert(ROWS % 16 == 0 && ROWS <= 512, "boxes are whole row tiles of ldmatrix and wgmma");
+  static_assert(SLAB_BYTES % (8 * ROW_BYTES) == 0 && BYTES % ALIGNMENT == 0,
+                "the next slab and the next tile must start where their swizzle does");
 
   ARCHFLASH_HOST_DEVICE static constexpr int swizzle(int row) {
     return GROUP == 8 ? row % 8 : row / 2 % 4;

@@ -30,26 +30,40 @@ using TileIndex = SharedTileIndex<1>;
 
 // The row tile of a tile index; its first_row is negative if there is nothing to compute. Called by
 // whole warps. There are `tiles` indices; each row tile has `splits` consecutive ones, one for each
-// share of its keys.
-template <int BLOCK_Q, int CTAS>
+// share of its keys. A tile has block_q rows of each of `packed_heads` heads.
+template <int CTAS>
 __device__ __forceinline__ Work find_tile(const AttentionParams& params, int tiles,
-                                          const SharedTileIndex<CTAS>& index, int splits = 1) {
+                                          const SharedTileIndex<CTAS>& index, int splits,
+                                          int block_q, int packed_heads) {
   Work none{};
   none.first_row = -1;
   const unsigned value = index.value();
   if (value >= static_cast<unsigned>(tiles)) return none;  // the last round may be short
-  return find_work<BLOCK_Q>(params, static_cast<int>(value) / splits);
+  return find_work(params, static_cast<int>(value) / splits, block_q, packed_heads);
+}
+template <int BLOCK_Q, int CTAS>
+__device__ __forceinline__ Work find_tile(const AttentionParams& params, int tiles,
+                                          const SharedTileIndex<CTAS>& index) {
+  return find_tile(params, tiles, index, 1, BLOCK_Q, 1);
 }
 
 // First key of the first and of the last block that any row of a tile sees; first > last if there
-// is none.
+// is none. block_q: rows of a head in the tile.
 struct Blocks {
   int first, last;
 };
+template <int BLOCK_K>
+__device__ __forceinline__ Blocks find_blocks(const Work& work, const VisibleKeys& visible,
+                                              int block_q) {
+  const int last_row = min(work.first_row + block_q, work.nq) - 1;
+  const int first = visible.first(work.first_row), last = visible.last(last_row);
+  if constexpr ((BLOCK_K & (BLOCK_K - 1)) == 0) return {first & -BLOCK_K, last & -BLOCK_K};
+  // Division rounds a negative key, which stands for no key, up to block 0.
+  return {first / BLOCK_K * BLOCK_K, last < 0 ? -BLOCK_K : last / BLOCK_K * BLOCK_K};
+}
 template <int BLOCK_Q, int BLOCK_K>
 __device__ __forceinline__ Blocks find_blocks(const Work& work, const VisibleKeys& visible) {
-  const int last_row = min(work.first_row + BLOCK_Q, work.nq) - 1;
-  return {visible.first(work.first_row) & -BLOCK_K, visible.last(last_row) & -BLOCK_K};
+  return find_blocks<BLOCK_K>(work, visible, BLOCK_Q);
 }
 
 // The key blocks of share `split` out of `splits`. Shares differ by at most one block and may be

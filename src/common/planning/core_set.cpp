@@ -188,7 +188,7 @@ AttentionParams attention_params(const Problem& problem) {
                        : problem.q_offset_default ? OffsetMode::KeysMinusQueries
                                                   : OffsetMode::Value;
   params.sinks_dtype = problem.sinks == 0 ? 0 : problem.sinks - 1;
-  params.heads_per_group = static_cast<int32_t>(problem.batch * problem.heads_q);
+  params.order.heads_per_group = static_cast<int32_t>(problem.batch * problem.heads_q);
   set_scale(problem, params);
   return params;
 }

@@ -1,7 +1,9 @@
 #include "common/planning/launch.h"
 
 #include <algorithm>
+#include <cmath>
 
+#include "common/planning/makespan.h"
 #include "common/planning/tensor_maps.h"
 
 namespace archflash::core {
@@ -11,8 +13,10 @@ std::string str(int64_t x) { return std::to_string(x); }
 
 // One line of notes each.
 std::string tile_text(const TileChoice& tile) {
-  return str(tile.block_q) + " query rows x " + str(tile.block_k) + " keys, head_dim up to " +
-         str(tile.head_dim) +
+  const std::string heads =
+      tile.packed_heads == 1 ? "" : str(tile.packed_heads) + " heads that share K and V x ";
+  return heads + str(tile.block_q) + " query rows x " + str(tile.block_k) +
+         " keys, head_dim up to " + str(tile.head_dim) +
          (tile.head_dim == tile.head_dim_v ? "" : " and " + str(tile.head_dim_v));
 }
 std::string warps_text(const TileChoice& tile) {
@@ -32,24 +36,27 @@ std::string ctas_text(const LaunchPlan& plan) {
   text += ", " + str(tile.ctas_per_sm) + " per SM on " + str(plan.device.sm_count) + " SMs";
   return text + (tile.cluster == 2 ? ", in pairs" : "");
 }
+constexpr int64_t MOST_TILES_TO_MODEL = 1 << 20;  // a fraction of a second
+std::string balance_text(const LaunchPlan& plan) {
+  const Makespan model = makespan(plan, {});
+  return str(std::lround(100 * model.share())) +
+         "% of what an even share of the work would give (a model)";
+}
 std::string order_text(const LaunchPlan& plan) {
   if (plan.problem.varlen) return "by sequence, last row tiles first";
-  if (plan.tile.heads_per_group == 0) return "last row tiles first";
-  return "last row tiles first, " + str(plan.tile.heads_per_group) +
-         " heads at a time, whose keys stay in L2";
+  const TileChoice& tile = plan.tile;
+  std::string text = "last row tiles first";
+  if (tile.turned_end > tile.turned_begin) {
+    text += ", but number " + str(tile.turned_begin + 1) + " to " + str(tile.turned_end) +
+            " of them the other way round";
+  }
+  if (tile.heads_per_group == 0) return text;
+  const std::string heads =
+      tile.heads_per_group == 1 ? "one head" : str(tile.heads_per_group) + " heads";
+  return text + ", " + heads + " at a time";
 }
 
 }  // namespace
-
-int32_t heads_per_group(const Problem& problem, const Device& device, Groups groups) {
-  const int64_t kv_head_bytes = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
-  const int64_t kv_heads = problem.batch * problem.heads_kv;
-  const int64_t fitting =
-      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(kv_head_bytes, 1), 1, kv_heads);
-  const int64_t size =
-      groups == Groups::Even ? ceil_div(kv_heads, ceil_div(kv_heads, fitting)) : fitting;
-  return static_cast<int32_t>(size * (problem.heads_q / problem.heads_kv));
-}
 
 const char* dtype_word(DType dtype) {
   constexpr const char* WORDS[DTYPE_COUNT] = {"f32", "f16", "bf16", "e4m3", "e5m2", "f64"};
@@ -57,7 +64,7 @@ const char* dtype_word(DType dtype) {
 }
 
 LaunchPlan one_launch(const std::string& folder, const Problem& problem, const Device& device,
-                      const Tile& tile, int64_t ctas, int32_t heads_per_group,
+                      const Tile& tile, int64_t ctas, const TileOrder& order,
                       std::vector<uint8_t> params, const Offsets& offsets) {
   LaunchPlan plan;  // the registry adds what it was made for
   plan.tile = {
@@ -72,11 +79,14 @@ LaunchPlan one_launch(const std::string& folder, const Problem& problem, const D
       .k_stages = tile.k_stages,
       .v_stages = tile.v_stages,
       .cluster = tile.cluster,
+      .packed_heads = tile.packed_heads,
       .ctas_per_sm = static_cast<int32_t>(resident_ctas(tile, device)),
       .ctas = ctas,
       .tiles = tiles_of(problem, tile),
       .splits = 1,
-      .heads_per_group = heads_per_group,
+      .heads_per_group = order.heads_per_group,
+      .turned_begin = order.turned_begin,
+      .turned_end = order.turned_end,
   };
   const std::string word = dtype_word(problem.dtype);
   Launch launch;
@@ -120,6 +130,8 @@ Notes notes(const LaunchPlan& plan, const Notes& own) {
                                      "; a second kernel combines them");
   }
   lines.emplace_back("order", order_text(plan));
+  if (!plan.problem.varlen && tile.tiles * tile.splits <= MOST_TILES_TO_MODEL)
+    lines.emplace_back("balance", balance_text(plan));
   Notes added;
   for (const auto& [name, text] : own) {
     const auto same = std::find_if(lines.begin(), lines.end(),

@@ -73,27 +73,20 @@ Offsets offsets_of() {
   return offsets;
 }
 
-// Which heads' row tiles follow one another: those whose K and V stay together in half of L2. Then
-// neighbouring CTAs read the same keys, and the longest tiles of a causal problem still come first.
-// Largest: as many heads as fit. Even: groups of one size but for the last, which is not much
-// smaller; its longest tiles would otherwise come when all others are done.
-enum class Groups { Largest, Even };
-int32_t heads_per_group(const Problem& problem, const Device& device, Groups groups);
-
 // "f16": as the names of kernels and files spell it.
 const char* dtype_word(DType dtype);
 
 // The plan of one launch: the kernel "<folder>_attention_fwd_<dtype>_<tile>" of the image
 // "<folder>/fwd_<dtype>" on `ctas` CTAs.
 LaunchPlan one_launch(const std::string& folder, const Problem& problem, const Device& device,
-                      const Tile& tile, int64_t ctas, int32_t heads_per_group,
+                      const Tile& tile, int64_t ctas, const TileOrder& order,
                       std::vector<uint8_t> params, const Offsets& offsets);
 
 template <class Params>
 LaunchPlan one_launch(const std::string& folder, const Problem& problem, const Device& device,
                       const Tile& tile, int64_t ctas, Params& params) {
-  return one_launch(folder, problem, device, tile, ctas, attention_of(params).heads_per_group,
-                    bytes(params), offsets_of<Params>());
+  return one_launch(folder, problem, device, tile, ctas, attention_of(params).order, bytes(params),
+                    offsets_of<Params>());
 }
 
 // What explain tells of a plan, from its data. `own` are the lines that the folder adds, or words

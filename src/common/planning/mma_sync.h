@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/planning/launch.h"
+#include "common/planning/order.h"
 #include "common/planning/plan.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -42,8 +43,7 @@ PlanResult plan(const std::string& folder, std::span<const core::Tile> tiles,
   if (tile == nullptr) return reasons;
   Params params;
   core::init_params(problem, params);
-  core::attention_of(params).heads_per_group =
-      core::heads_per_group(problem, device, core::Groups::Largest);
+  core::attention_of(params).order = core::choose_order(problem, device, *tile);
   if (change != nullptr) change(problem, params);
   return core::one_launch(folder, problem, device, *tile, core::tiles_of(problem, *tile), params);
 }

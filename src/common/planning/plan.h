@@ -94,18 +94,21 @@ struct TileChoice {
   std::string reason;           // why the folder has it
   int32_t head_dim = 0;         // it takes d up to this,
   int32_t head_dim_v = 0;       // and dv up to this
-  int32_t block_q = 0;          // query rows of the tile
+  int32_t block_q = 0;          // query rows of the tile, of each packed head
   int32_t block_k = 0;          // keys at a time
   int32_t warps = 0;            // of a CTA that compute rows: no producers or other roles
   int32_t rows_per_warp = 0;    // 0: warps share the rows
   int32_t k_stages = 0;         // buffers for blocks of K; 0: the tile has no stages
   int32_t v_stages = 0;         // and for V; 0: K and V share those of K
   int32_t cluster = 0;          // CTAs that compute one tile together
+  int32_t packed_heads = 0;     // heads that share a head of K and lie in one tile; 1: none do
   int32_t ctas_per_sm = 0;      // that an SM of the device has room for
   int64_t ctas = 0;             // of the launch
   int64_t tiles = 0;            // row tiles of all heads
   int64_t splits = 0;           // shares into which the keys of each tile are split; 1: none
   int64_t heads_per_group = 0;  // heads whose tiles follow one another; 0: no groups
+  int64_t turned_begin = 0;     // tiles of a head that come in the opposite direction (TileOrder)
+  int64_t turned_end = 0;
 };
 
 struct LaunchPlan {
@@ -115,6 +118,10 @@ struct LaunchPlan {
   TileChoice tile;               // its name is empty where nothing is computed by tiles
   std::vector<Launch> launches;  // in stream order; empty when there is nothing to compute
   int64_t workspace_bytes = 0;
+  // So many bytes at the start of the workspace are zero when the first launch starts, such as a
+  // counter by which CTAs take their tiles. A kernel cannot leave them zero for the next call: a
+  // CUDA graph may be replayed while another call runs.
+  int64_t zeroed_bytes = 0;
   std::string code;  // what the device will run: "sm_90" (native) or "compute_75 PTX, compiled by
                      // the driver"
 };

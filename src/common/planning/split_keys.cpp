@@ -19,7 +19,7 @@ int64_t all_rows(const Problem& problem) {  // (heads, rows) as the LSE has them
 
 }  // namespace
 
-int64_t visited_keys(const Problem& problem, int block_q, int block_k) {
+int64_t visited_keys(const Problem& problem, const Tile& tile) {
   int64_t keys = problem.nk;
   if (problem.varlen) {
     const int64_t longest = problem.max_seqlen_k;
@@ -29,30 +29,30 @@ int64_t visited_keys(const Problem& problem, int block_q, int block_k) {
   constexpr int64_t NO_SIDE = int64_t{1} << 31;
   const int64_t left = std::min(problem.window_left, NO_SIDE);
   const int64_t right = std::min(problem.window_right, NO_SIDE);
-  const int64_t rows = std::min<int64_t>(problem.nq, block_q);
+  const int64_t rows = std::min<int64_t>(problem.nq, tile.block_q);
   int64_t visible = std::min(keys, left + rows + right);
   if (!problem.varlen && !problem.q_offset_tensor) {
     const int64_t offset = std::clamp(problem.q_offset, -NO_SIDE, NO_SIDE);
     const int64_t last = offset + problem.nq - 1 + right;  // of the last row
     visible = std::clamp<int64_t>(last + 1, 0, visible);
   }
-  return ceil_div(visible, block_k) * block_k;
+  return ceil_div(visible, tile.block_k) * tile.block_k;
 }
 
-int64_t choose_splits(const Problem& problem, const Device& device, int block_q, int block_k,
+int64_t choose_splits(const Problem& problem, const Device& device, const Tile& tile,
                       int64_t otherwise) {
   if (problem.num_splits > 0) {
-    const int64_t most = std::max<int64_t>(ceil_div(problem.nk, block_k), 1);
+    const int64_t most = std::max<int64_t>(ceil_div(problem.nk, tile.block_k), 1);
     return std::min(problem.num_splits, most);
   }
-  const int64_t keys = visited_keys(problem, block_q, block_k);
-  const int64_t blocks = keys / block_k;
-  const int64_t tiles = row_tiles(problem, block_q) * problem.heads_q;
+  const int64_t keys = visited_keys(problem, tile);
+  const int64_t blocks = keys / tile.block_k;
+  const int64_t tiles = tiles_of(problem, tile);
   const int64_t sms = std::max(device.sm_count, 1);
   int64_t splits = 1, time = otherwise;
   const int64_t most = std::min(keys / FEWEST_KEYS, MOST_SPLITS);
   for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * sms; ++n) {
-    const int64_t of_share = ceil_div(blocks, n) * block_k + START_KEYS;
+    const int64_t of_share = ceil_div(blocks, n) * tile.block_k + START_KEYS;
     const int64_t of_n = ceil_div(n * tiles, sms) * of_share + COMBINE_KEYS;
     if (of_n < time) splits = n, time = of_n;
   }

@@ -49,7 +49,7 @@ TensorMapSpec tensor_map(const Problem& problem, Operand operand, int offset, co
   map.offset = offset;
   map.dtype = operand == Operand::Out ? problem.out_dtype : problem.dtype;
   map.swizzle = box.swizzle;
-  map.box = {box.columns, box.rows, 1, 1};
+  map.box = {box.columns, box.rows, box.heads, 1};
   const int64_t sizes[] = {of_q ? problem.nq : problem.nk,
                            of_q ? problem.heads_q : problem.heads_kv,
                            problem.varlen ? 1 : problem.batch};

@@ -17,7 +17,7 @@ int64_t row_tiles(const Problem& problem, int block_q) {
 }
 
 int64_t tiles_of(const Problem& problem, const Tile& tile) {
-  return row_tiles(problem, tile.block_q) * problem.heads_q;
+  return row_tiles(problem, tile.block_q) * (problem.heads_q / tile.packed_heads);
 }
 
 int64_t rows_per_sequence(const Problem& problem) {

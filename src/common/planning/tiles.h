@@ -16,6 +16,7 @@ namespace archflash::core {
 struct Box {
   int columns = 0, rows = 0;
   Swizzle swizzle = Swizzle::None;
+  int heads = 1;
 };
 
 // When a kernel serves a call whose head dimensions it takes: where all of this holds.
@@ -39,13 +40,14 @@ struct Tile {
   const char* name;          // the last word of the kernel's name: "d128_large"
   const char* reason;        // why it is there, for people
   int head_dim, head_dim_v;  // it takes d and dv up to these
-  int block_q, block_k;      // query rows of the tile, keys at a time
+  int block_q, block_k;      // query rows of the tile (of each packed head), keys at a time
   int threads;               // of a CTA
   int warps;                 // of them those that compute rows: no producers or other roles
   int rows_per_warp = 0;     // 0: warps share the rows
   int k_stages = 0;          // buffers for blocks of K,
   int v_stages = 0;          // and for V; 0: K and V share those of K
   int cluster = 1;           // CTAs that compute one tile together
+  int packed_heads = 1;      // heads that share a head of K and lie in one tile
   int ctas_per_sm;           // as many as the registers allow
   int shared_bytes;          // of a CTA
   Box q_box, k_box, v_box, out_box;

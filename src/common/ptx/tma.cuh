@@ -23,6 +23,29 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t dst_smem,
       : "memory");
 }
 
+// createpolicy: PTX ISA, "Data Movement and Conversion Instructions: createpolicy" (sm_80 and up).
+// A policy is a hint for a copy: which lines L2 gives up first, and which last.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t createpolicy_evict_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t dst_smem,
+                                                             const TensorMap& map, int c0, int c1,
+                                                             int c2, int c3, uint32_t barrier_smem,
+                                                             uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(dst_smem),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier_smem), "l"(policy)
+      : "memory");
+}
+
 // The load for a pair of CTAs (sm_100f, sm_103a and others): the barrier may be in the other CTA of
 // the pair. Both addresses are addresses of this CTA or results of mapa.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_load_of_pair(
@@ -35,6 +58,18 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load_of_pair(
       : "memory");
 }
 
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_load_of_pair(uint32_t dst_smem,
+                                                                     const TensorMap& map, int c0,
+                                                                     int c1, int c2, int c3,
+                                                                     uint32_t barrier_cluster_smem,
+                                                                     uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".cta_group::2.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(dst_smem),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier_cluster_smem), "l"(policy)
+      : "memory");
+}
+
 // cp.async.bulk.tensor.4d from shared to global memory: one thread starts the copy of a box and
 // adds it to its current bulk group. Elements outside the tensor are not written.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& map, int c0, int c1,
@@ -43,6 +78,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& m
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
       "[%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
       "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(src_smem)
+      : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& map, int c0, int c1,
+                                                              int c2, int c3, uint32_t src_smem,
+                                                              uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group.L2::cache_hint "
+      "[%0, {%1, %2, %3, %4}], [%5], %6;" ::"l"(&map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(src_smem), "l"(policy)
       : "memory");
 }
 

@@ -11,15 +11,21 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from archflash import _archflash_sim as _native
 from archflash import sim
-from archflash.sim._attention import bound_parameters, ptx_text
-from archflash.sim._launch import Bindings, Buffer, run_kernel
+from archflash.sim._attention import (
+    bound_parameters,
+    find_program,
+    place_operands,
+    ptx_text,
+    resident_ctas,
+)
+from archflash.sim._launch import run_kernel
 
 from ..explained import explanation
 from ..ptx_hash import module_hash
@@ -260,8 +266,13 @@ def find_excuse(mutant: Mutant, source: str, kernel: str) -> str:
     return ""
 
 
+@cache
+def _unchanged(image: str, capability: tuple[int, int]) -> sim.Program:
+    return find_program(image, capability)
+
+
 class _AttentionTrial:
-    """One attention call."""
+    """One attention call. Launches of other kernels, which are never mutated, run too."""
 
     def __init__(self, call: Call) -> None:
         self.name = call.name
@@ -271,37 +282,47 @@ class _AttentionTrial:
         self, program: sim.Program, mode: str, seed: int, race: bool, limit: int
     ) -> tuple[sim.Report, list[Tensor]]:
         call = self._call
-        written = {  # new ones, full of NaN
-            name: torch.full_like(call.tensors[name], math.nan)
-            for name in ("out", "lse")
+        written = {  # new ones, full of NaN, or of bytes 255
+            name: torch.full_like(call.tensors[name], math.nan if name != "workspace" else 255)
+            for name in ("out", "lse", "workspace")
             if name in call.tensors
         }
         tensors = call.tensors | written
-        memory = _native.Memory()
-        buffers = [
-            Buffer(tensor, name in written, name not in written, name)
-            for name, tensor in tensors.items()
+        memory, addresses = place_operands(call.plan, tensors)
+        capability = call.plan.device.capability
+        reports = []
+        for number, launch in enumerate(call.launches):
+            mine = number == call.number
+            runs = program if mine else _unchanged(launch["image"], capability)
+            reports.append(
+                run_kernel(
+                    runs,
+                    launch["kernel"],
+                    bound_parameters(call.plan, number, launch, addresses),
+                    memory,
+                    grid=launch["grid"],
+                    block=launch["block"],
+                    cluster=launch["cluster"],
+                    shared_bytes=launch["shared_bytes"],
+                    mode=mode,
+                    seed=seed,
+                    race_check=race,
+                    threads=1,
+                    max_instructions=limit if mine else 1 << 30,
+                    shared_limit=call.plan.device.shared_per_block,
+                    resident_ctas=resident_ctas(call.plan),
+                    strict=True,
+                )
+            )
+            if any(finding.severity == "error" for finding in reports[-1].findings):
+                break
+        # What a mutant leaves for the launch behind it may be an error there.
+        report = reports[min(call.number, len(reports) - 1)]
+        errors = [
+            f for r in reports if r is not report for f in r.findings if f.severity == "error"
         ]
-        addresses = list(zip(tensors, Bindings(memory, buffers).addresses, strict=True))
-        launch = call.launch
-        report = run_kernel(
-            program,
-            launch["kernel"],
-            bound_parameters(call.plan, 0, launch, addresses),
-            memory,
-            grid=launch["grid"],
-            block=launch["block"],
-            cluster=launch["cluster"],
-            shared_bytes=launch["shared_bytes"],
-            mode=mode,
-            seed=seed,
-            race_check=race,
-            threads=1,
-            max_instructions=limit,
-            shared_limit=call.plan.device.shared_per_block,
-            strict=True,
-        )
-        return report, list(written.values())
+        report = dataclasses.replace(report, findings=(*report.findings, *errors))
+        return report, [written[name] for name in ("out", "lse") if name in written]
 
     def verdict(self, outputs: list[Tensor]) -> str:
         names = [name for name in ("out", "lse") if name in self._call.tensors]
@@ -312,9 +333,10 @@ def subject_of(target: Target) -> Subject:
     """An attention kernel with what it gives unchanged."""
     calls = target.calls()
     first = calls[0]
-    text = ptx_text(first.launch["image"], first.plan.device.capability)
+    launch = first.launches[first.number]
+    text = ptx_text(launch["image"], first.plan.device.capability)
     trials = [_AttentionTrial(call) for call in calls]
-    threads = math.prod(first.launch["block"])
+    threads = math.prod(launch["block"])
     return Subject(target.kernel, target.kernel, text, threads, trials)
 
 
@@ -330,9 +352,13 @@ def run_mutants(subject: Subject, chosen: list[Mutant], workers: int = 0) -> lis
 
 
 def sample(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """All mutants of synchronisation, and others, as many of each kind, up to `count`."""
+    """All mutants of synchronisation, and others, as many of each kind, up to `count`; any mutants
+    where there are more of synchronisation than that.
+    """
     chosen = [mutant for mutant in found if mutant.kind == "sync"]
     rng = random.Random(seed)
+    if count < len(chosen):
+        return sorted(rng.sample(found, count), key=lambda m: (m.statement, m.begin))
     others = {
         kind: [mutant for mutant in found if mutant.kind == kind]
         for kind in KINDS

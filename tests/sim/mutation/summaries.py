@@ -38,7 +38,7 @@ def hashes(kernel: str) -> frozenset[str]:
             for case in [*cases(), *sample_cases()]
             if f"protocol_{case.name}" == kernel
         )
-    implementation = kernel.partition("_attention_fwd_")[0]
+    implementation = kernel.partition("_attention_fwd_")[0].partition("_combine_")[0]
     texts = [
         gzip.decompress(file.read_bytes()).decode()
         for file in sorted((KERNELS / implementation).glob("*.ptx.gz"))

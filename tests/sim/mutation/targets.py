@@ -37,11 +37,15 @@ class Target:
 
     Attributes:
         implementation: its folder.
-        name: the end of its name, behind "<implementation>_attention_fwd_".
+        name: the end of its name, behind "<implementation>_attention_fwd_"; or its whole name
+            behind "<implementation>_", of a kernel that combines the shares of split keys.
         device: planned for this known GPU,
         sms: but with so many SMs; 0: as many as it has.
         rows, keys: of a CTA's tile.
         d: head dimension.
+        dv: that of v; 0: the same.
+        heads: (of q, of k) of the calls, where the target is for few query rows, some of which
+            split the keys; None: the calls have more rows, too.
         many: (rows, heads) of one more call, without a mask, whose CTAs have several tiles each;
             None where each tile has a CTA of its own.
         blocks: of one more call of two tiles with so many blocks of keys, more than the kernel has
@@ -49,6 +53,9 @@ class Target:
         sample: how many mutants of any kind the everyday tests run; 0: all of synchronisation, and
             others.
         in_pairs: whether a pair of CTAs serves the calls, which are planned for one CTA.
+        steady: whether there is one more call, with a window and scores so small that no base rises
+            behind a tile's first block. A loop that waits for its products where a base rises has
+            to wait without that, too.
     """
 
     implementation: str
@@ -58,18 +65,22 @@ class Target:
     rows: int
     keys: int
     d: int
+    dv: int = 0
+    heads: tuple[int, int] | None = None
     many: tuple[int, int] | None = None
     blocks: int = 0
     sample: int = 0
     in_pairs: bool = False
+    steady: bool = False
 
     @property
     def kernel(self) -> str:
-        return f"{self.implementation}_attention_fwd_{self.name}"
+        start = "" if self.name.startswith("combine_") else "attention_fwd_"
+        return f"{self.implementation}_{start}{self.name}"
 
     @property
     def dtype(self) -> torch.dtype:
-        return (DTYPES | FP8)[self.name.split("_")[0]]
+        return (DTYPES | FP8)[self.name.removeprefix("combine_").split("_")[0]]
 
     @property
     def is_fp8(self) -> bool:
@@ -77,7 +88,7 @@ class Target:
 
     def calls(self) -> list[Call]:
         """The calls, each a bound one."""
-        calls = _calls(self)
+        calls = _calls(self) if self.heads is None else _few_calls(self, self.heads)
         if self.is_fp8:
             for number, (_, inputs, options) in enumerate(calls):
                 _add_descales(number, inputs, options)
@@ -94,9 +105,9 @@ TARGETS = (
     Target("ampere", "bf16_d128_few", "A100", 0, 64, 64, 128),
     Target("ampere", "bf16_d128_large", "H200", 1, 128, 64, 128),
     Target("ampere", "bf16_d128_small", "RTX 4090", 1, 128, 32, 128),
-    Target("blackwell_consumer", "bf16_d64_few", "RTX 5090", 5, 64, 128, 64, (61, 11)),
-    Target("blackwell_consumer", "bf16_d128_large", "RTX 5090", 1, 256, 64, 128, (137, 2)),
-    Target("blackwell_consumer", "bf16_d128_medium", "RTX 5090", 2, 128, 64, 128, (137, 2)),
+    Target("blackwell_consumer", "bf16_d64_few", "RTX 5090", 5, 64, 128, 64, many=(61, 11)),
+    Target("blackwell_consumer", "bf16_d128_large", "RTX 5090", 1, 256, 64, 128, many=(137, 2)),
+    Target("blackwell_consumer", "bf16_d128_medium", "RTX 5090", 2, 128, 64, 128, many=(137, 2)),
     # Rows of a tile and a bit, of two: tiles that end in either.
     Target("blackwell_dc", "bf16_d64", "B200", 1, 150, 128, 64, blocks=10, sample=30),
     Target("blackwell_dc", "f16_d128", "B200", 1, 150, 128, 128, blocks=10, sample=30),
@@ -121,7 +132,9 @@ class Call:
 
     Attributes:
         name: what it exercises.
-        plan: its plan, of one launch of the target's kernel.
+        plan: its plan, one launch of which is of the target's kernel.
+        launches: of the plan.
+        number: of the launch of the target's kernel.
         tensors: by operand name; `out` and `lse` are written by a run.
     """
 
@@ -139,10 +152,12 @@ class Call:
         if isinstance(plan, list):
             raise ValueError(f"{target.kernel}, {name}: {plan}")
         if target.in_pairs:
-            plan = in_pairs(plan, pairs=1)
-        (self.launch,) = plan.to_dict()["launches"]
-        if self.launch["kernel"] != target.kernel:
-            raise ValueError(f"{name} is planned on {self.launch['kernel']}, not {target.kernel}")
+            plan = in_pairs(plan)
+        self.launches = plan.to_dict()["launches"]
+        kernels = [launch["kernel"] for launch in self.launches]
+        if target.kernel not in kernels:
+            raise ValueError(f"{name} is planned on {kernels}, not {target.kernel}")
+        self.number = kernels.index(target.kernel)
         self.plan = plan
         packed = q.ndim == 3
         bnhd = options.get("layout") == "bnhd"
@@ -155,9 +170,12 @@ class Call:
         self.tensors = {"q": q, "k": k, "v": v, "out": out}
         if want_lse:
             self.tensors["lse"] = torch.empty(lse_shape, dtype=torch.float32)
+        if plan.workspace_bytes:
+            self.tensors["workspace"] = torch.empty(plan.workspace_bytes, dtype=torch.uint8)
         for option in ("sinks", "cu_seqlens_q", "cu_seqlens_k", "q_offset", *DESCALES):
             if isinstance(options.get(option), Tensor):
                 self.tensors[option] = options[option]
+        options.pop("num_splits", None)  # changes no result
         self._reference, self._lse = reference.attention(q, k, v, **options)
         self._inputs, self._options = inputs, options
         self._baseline = None if target.is_fp8 else reference.baseline(q, k, v, **options)
@@ -190,7 +208,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
         return [
             make((batch, heads[0], nq, width), 1),
             make((batch, heads[1], nk, width), 2),
-            make((batch, heads[1], nk, width), 3),
+            make((batch, heads[1], nk, min(width, target.dv or width)), 3),
         ]
 
     few = max(130, 2 * keys + keys // 2 + 5)  # enough keys for every kernel
@@ -208,7 +226,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     packed = [
         make((sum(queries), 2, d), 1),
         make((sum(sequences) + 9, 1, d), 2),
-        make((sum(sequences) + 9, 1, d), 3)[..., : d - step],
+        make((sum(sequences) + 9, 1, target.dv or d), 3)[..., : (target.dv or d) - step],
     ]
     for x in packed[1:]:
         x[-behind:] = torch.nan
@@ -216,10 +234,11 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     bnhd = [
         make((2, rows + rows // 2 + 21, 2, d), 1),
         make((2, few, 1, d), 2),
-        make((2, few, 1, d), 3),
+        make((2, few, 1, target.dv or d), 3),
     ]
     late = torch.tensor([few - rows - 5], dtype=torch.int32)
-    narrow = qkv(rows + 1, few, (2, 1), d)
+    # Heads that share one of k would be packed into the tiles for few rows here.
+    narrow = qkv(rows + 1, few, (2, 2 if target.blocks else 1), d)
     some = d - step - 16
     narrow = [narrow[0][..., :some], narrow[1][..., :some], narrow[2]]
     huge = qkv(rows, 3 * keys, (2, 1), d)
@@ -234,6 +253,9 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
             ("many blocks", qkv(rows, target.blocks * keys + 9, (2, 1), d), {}),
             ("no key", qkv(rows, 0, (9, 9), d), {}),
         ]
+    if target.steady:
+        q, k, v = qkv(rows, rows + 6 * keys, (3, 1), d)
+        many += [("small scores", [q * 0.01, k, v], {"window": (3 * keys, 0)})]
     return [
         *many,
         ("causal", bnhd, {"causal": True, "layout": "bnhd"}),
@@ -262,6 +284,67 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     ]  # fmt: skip
 
 
+def _few_calls(
+    target: Target, heads: tuple[int, int]
+) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
+    keys, d, dtype = target.keys, target.d, target.dtype
+    dv = target.dv or d
+
+    def make(shape: tuple[int, ...], stream: int) -> Tensor:
+        return hashed(shape, stream).to(dtype)
+
+    def qkv(nq: int, nk: int, d: int = d, batch: int = 1) -> list[Tensor]:
+        return [
+            make((batch, heads[0], nq, d), 1),
+            make((batch, heads[1], nk, d), 2),
+            make((batch, heads[1], nk, dv), 3),
+        ]
+
+    queries, sequences = [0, 5, 40, 1, 3], [5, keys + 3, 3 * keys - 1, 0, 60]
+    starts = [
+        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) + 2
+        for x in (queries, sequences)
+    ]
+    packed = [  # with rows of no sequence before and behind
+        make((sum(queries) + 6, heads[0], d), 1),
+        make((sum(sequences) + 11, heads[1], d), 2),
+        make((sum(sequences) + 11, heads[1], dv), 3)[..., : dv - 8],
+    ]
+    for x in packed[1:]:
+        x[:2], x[-9:] = torch.nan, torch.nan
+    of_packed = {
+        "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "causal": True,
+        "max_seqlen_q": max(queries), "max_seqlen_k": max(sequences),
+        "sinks": hashed((heads[0],), 4),
+    }  # fmt: skip
+    bnhd = [x.transpose(1, 2).contiguous() for x in qkv(9, 2 * keys + 5, batch=2)]
+    calls: list[tuple[str, list[Tensor], dict[str, Any]]] = [
+        ("shares", qkv(3, 5 * keys + 9), {"num_splits": 3, "causal": True}),
+        ("shares of packed sequences", packed, of_packed | {"num_splits": 2}),
+        (
+            "window, softcap",
+            qkv(40, 3 * keys, d=d - 24),
+            {"window": (keys + 7, 3), "softcap": 4.0, "num_splits": 4},
+        ),
+        ("more shares than two for a lane", qkv(1, 70 * keys), {"num_splits": 70}),
+        ("one row", qkv(1, 300), {"num_splits": 2, "return_lse": False}),
+    ]
+    if target.name.startswith("combine_"):
+        return calls
+    huge = qkv(20, 3 * keys)
+    return [
+        *calls[:-2],
+        ("causal", bnhd, {"causal": True, "layout": "bnhd"}),
+        ("packed", packed, of_packed),
+        # Each row sees four keys: one too many or too few is a large error.
+        ("few visible", qkv(60, keys), {"window": (2, 1)}),
+        ("many blocks", qkv(2, 10 * keys + 9), {"num_splits": 1, "return_lse": False}),
+        ("no key", qkv(3, 0), {"sinks": hashed((heads[0],), 4)}),
+        ("negative scale", qkv(7, keys + 1), {"scale": -0.125}),
+        ("huge scores", [huge[0] * 4096, huge[1] * 4096, huge[2]], {}),
+    ]
+
+
 def _add_descales(number: int, inputs: list[Tensor], options: dict[str, Any]) -> None:
     """Descales of another kind for each FP8 call, and an output of either type."""
     for letter, x in zip("qkv", inputs, strict=True):
@@ -272,6 +355,9 @@ def _add_descales(number: int, inputs: list[Tensor], options: dict[str, Any]) ->
             batch, heads, rows, _ = heads_first.shape
             blocks = (batch, heads, -(-rows // 64))
             shape = (blocks, (heads,), (1,), blocks, (batch, heads), (1,))[number % 6]
-        options[f"{letter}_descale"] = hashed(shape, 7 + ord(letter)).abs() + 0.25
+        sizes = hashed(shape, 7 + ord(letter))
+        # Half of the descales of v are negative in some calls.
+        signs = sizes.sign() if letter == "v" and number % 6 == 3 else 1
+        options[f"{letter}_descale"] = (sizes.abs() + 0.25) * signs
     if number % 2:
         options["out_dtype"] = torch.float16

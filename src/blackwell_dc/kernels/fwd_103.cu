@@ -1,0 +1,22 @@
+// fp16 and bf16 inputs on 10.3. Tiles: config.cuh.
+#include "blackwell_dc/attention_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::blackwell_dc;
+
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d64_mufu,
+                              WithoutPolynomials<D64<DType::F16>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d96_mufu,
+                              WithoutPolynomials<D96<DType::F16>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d128_mufu,
+                              WithoutPolynomials<D128<DType::F16>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_f16_d128_mufu_pair,
+                              WithoutPolynomials<D128Pair<DType::F16>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d64_mufu,
+                              WithoutPolynomials<D64<DType::BF16>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d96_mufu,
+                              WithoutPolynomials<D96<DType::BF16>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d128_mufu,
+                              WithoutPolynomials<D128<DType::BF16>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_bf16_d128_mufu_pair,
+                              WithoutPolynomials<D128Pair<DType::BF16>>)

@@ -1,0 +1,14 @@
+// e4m3 inputs on 10.3. Tiles: config.cuh.
+#include "blackwell_dc/attention_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::blackwell_dc;
+
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d64_mufu,
+                              WithoutPolynomials<Fp8D64<DType::E4M3>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d128_mufu,
+                              WithoutPolynomials<Fp8D128<DType::E4M3>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d192_mufu,
+                              WithoutPolynomials<Fp8D192<DType::E4M3>>)
+ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d256_mufu,
+                              WithoutPolynomials<Fp8D256<DType::E4M3>>)

@@ -1,0 +1,139 @@
+#include "common/planning/makespan.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <numeric>
+#include <queue>
+
+#include "common/planning/core_set.h"
+#include "common/planning/order.h"
+
+namespace archflash::core {
+namespace {
+
+// Adds the shares of one tile.
+void add(std::vector<TileTime>& tiles, int64_t kv_head, int64_t keys, int block_k, int64_t splits) {
+  const int64_t blocks = keys / block_k;
+  for (int64_t split = 0; split < splits; ++split) {
+    const int64_t share = blocks / splits + (split < blocks % splits ? 1 : 0);
+    tiles.push_back({kv_head, static_cast<double>(TILE_KEYS + share * block_k)});
+  }
+}
+
+int64_t workers_of(const LaunchPlan& plan) {
+  const TileChoice& tile = plan.tile;
+  const int64_t room = int64_t{plan.device.sm_count} * tile.ctas_per_sm;
+  return std::max<int64_t>(std::min(room, tile.ctas) / tile.cluster, 1);
+}
+
+}  // namespace
+
+Makespan makespan(std::span<const double> times, int64_t workers, Walk walk) {
+  Makespan result{.workers = workers};
+  const double sum = std::accumulate(times.begin(), times.end(), 0.0);
+  const double longest = times.empty() ? 0 : *std::max_element(times.begin(), times.end());
+  result.ideal = std::max(sum / static_cast<double>(workers), longest);
+  std::vector<double> until(workers, 0);
+  if (walk == Walk::Rounds) {
+    for (size_t i = 0; i < times.size(); ++i) {
+      const size_t round = i / workers, place = i % workers;
+      until[round % 2 == 0 ? place : workers - 1 - place] += times[i];
+    }
+    result.time = *std::max_element(until.begin(), until.end());
+  } else {
+    std::priority_queue queue(std::greater<double>(), std::move(until));
+    for (const double time : times) {
+      const double end = queue.top() + time;
+      queue.pop();
+      queue.push(end);
+      result.time = std::max(result.time, end);
+    }
+  }
+  return result;
+}
+
+std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths) {
+  const Problem& problem = plan.problem;
+  const TileChoice& tile = plan.tile;
+  // Heads that are packed into one tile count as one.
+  const int64_t packed = std::max(tile.packed_heads, 1);
+  const int64_t heads_per_kv = problem.heads_q / problem.heads_kv / packed;
+  std::vector<TileTime> tiles;
+  tiles.reserve(tile.tiles * tile.splits);
+  if (problem.varlen) {
+    // The places of a sequence, as find_varlen_sequence() shares them out.
+    int64_t start = 0;
+    for (size_t sequence = 0; sequence < lengths.q.size(); ++sequence) {
+      const int64_t nq = lengths.q[sequence], nk = lengths.k[sequence];
+      const int64_t places = (start + nq) / tile.block_q - start / tile.block_q + 1;
+      const int64_t needed = ceil_div(nq, tile.block_q);
+      start += nq;
+      for (int64_t place = 0; place < places; ++place) {
+        const int64_t row = (needed - 1 - place) * tile.block_q;
+        for (int64_t head = 0; head < problem.heads_q / packed; ++head) {
+          if (row >= 0) {
+            add(tiles, head / heads_per_kv,
+                keys_of_tile(problem, tile.block_q, tile.block_k, nq, nk, row), tile.block_k,
+                tile.splits);
+          } else {
+            tiles.insert(tiles.end(), tile.splits, TileTime{head / heads_per_kv, 0});
+          }
+        }
+      }
+    }
+    return tiles;
+  }
+  const TileOrder order{.heads_per_group = 1,
+                        .turned_begin = static_cast<int32_t>(tile.turned_begin),
+                        .turned_end = static_cast<int32_t>(tile.turned_end)};
+  const int64_t rows = ceil_div(problem.nq, tile.block_q);
+  const int64_t heads = problem.batch * problem.heads_q / packed;
+  const int64_t group = tile.heads_per_group > 0 ? tile.heads_per_group / packed : heads;
+  for (int64_t first = 0; first < heads; first += group) {
+    for (int64_t place = 0; place < rows; ++place) {
+      const int64_t row = rows - 1 - order.from_last(static_cast<int>(place));
+      const int64_t keys = keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq, problem.nk,
+                                        row * tile.block_q);
+      for (int64_t head = first; head < std::min(first + group, heads); ++head)
+        add(tiles, head / heads_per_kv, keys, tile.block_k, tile.splits);
+    }
+  }
+  return tiles;
+}
+
+Walk walk_of(const LaunchPlan& plan) {
+  const int64_t tiles = plan.tile.tiles * plan.tile.splits;
+  const bool one_each = plan.tile.ctas >= tiles * plan.tile.cluster;
+  return one_each || plan.zeroed_bytes > 0 ? Walk::Queue : Walk::Rounds;
+}
+
+Makespan makespan(const LaunchPlan& plan, const Lengths& lengths) {
+  std::vector<double> times;
+  for (const TileTime& tile : tile_times(plan, lengths)) times.push_back(tile.time);
+  return makespan(times, workers_of(plan), walk_of(plan));
+}
+
+double reads_of_keys(const LaunchPlan& plan) {
+  const Problem& problem = plan.problem;
+  const int64_t of_head = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
+  const int64_t kv_heads = problem.batch * problem.heads_kv;
+  const int64_t in_group =
+      std::min(ceil_div(plan.tile.heads_per_group * problem.heads_kv, problem.heads_q), kv_heads);
+  if (in_group * of_head <= plan.device.l2_bytes / 2) return 1;
+  const std::vector<TileTime> tiles = tile_times(plan, {});
+  const size_t workers = workers_of(plan);
+  double keys = 0;  // that come from memory
+  for (size_t begin = 0; begin < tiles.size(); begin += workers) {
+    std::map<int64_t, double> longest;
+    for (size_t i = begin; i < std::min(begin + workers, tiles.size()); ++i) {
+      double& of_this = longest[tiles[i].kv_head];
+      of_this = std::max(of_this, tiles[i].time - TILE_KEYS);
+    }
+    for (const auto& [head, of_this] : longest) keys += of_this;
+  }
+  const int64_t all = kv_heads * problem.nk;
+  return std::max(keys / static_cast<double>(std::max<int64_t>(all, 1)), 1.0);
+}
+
+}  // namespace archflash::core

@@ -1,0 +1,64 @@
+// How evenly the walk over row tiles fills a GPU: a model that explain and tests ask. Pure host
+// code.
+//
+// A tile takes as long as the keys of its blocks, and TILE_KEYS more for its start and end
+// (order.h). The CTAs of an SM share it evenly, so that each of them is one worker. Times are in
+// keys, as a worker passes them.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "common/planning/plan.h"
+
+namespace archflash::core {
+
+// Who computes which tile.
+enum class Walk {
+  // Tiles are handed out in rounds, one to each worker, every second round in reverse order
+  // (math::SharedTileIndex).
+  Rounds,
+  // The next tile goes to the worker that is free first. A grid with a CTA for each tile does this,
+  // and so do CTAs that stay and count tiles up.
+  Queue,
+};
+
+struct Makespan {
+  int64_t workers = 0;
+  double time = 0;   // until the last worker is done
+  double ideal = 0;  // if the work were shared out evenly; at least the longest tile
+
+  double share() const { return time > 0 ? ideal / time : 1; }
+};
+
+// The time of a walk over tiles that take `times`, in this order.
+Makespan makespan(std::span<const double> times, int64_t workers, Walk walk);
+
+// Lengths of the packed sequences of a call.
+struct Lengths {
+  std::vector<int64_t> q, k;
+};
+
+// A row tile, or a share of its keys.
+struct TileTime {
+  int64_t kv_head;  // of all sequences together; of packed ones the number in its sequence
+  double time;      // 0: a place that its sequence leaves empty
+};
+
+// The tiles of a plan's first launch in the order in which its kernel counts them
+// (math::find_work). `lengths` is read for packed sequences only. Position offsets that only the
+// device knows count as their default.
+std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths);
+
+Walk walk_of(const LaunchPlan& plan);
+
+// The model of a plan's first launch.
+Makespan makespan(const LaunchPlan& plan, const Lengths& lengths);
+
+// How often K and V come from memory, on average: once where those of a group of heads stay in half
+// of L2; otherwise tiles that run at the same time share what they read, and later ones read anew.
+// Calls with packed sequences have no such model.
+double reads_of_keys(const LaunchPlan& plan);
+
+}  // namespace archflash::core

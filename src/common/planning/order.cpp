@@ -1,0 +1,150 @@
+#include "common/planning/order.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <vector>
+
+#include "common/math/visible_keys.cuh"
+#include "common/planning/core_set.h"
+
+namespace archflash::core {
+namespace {
+
+// What a search may cost the first call of a problem: well below a millisecond.
+constexpr int64_t MOST_RUNS = 2048;
+constexpr int64_t MOST_ROWS_TO_TURN = 64;
+constexpr int64_t TURN_PLACES = 12;  // where a turned range may begin or end, on any head
+
+// The tiles of all heads in an order: rows[i] is the time of a head's row tile i.
+std::vector<Run> runs_of(const std::vector<int64_t>& rows, int64_t heads, const TileOrder& order) {
+  const int64_t count = static_cast<int64_t>(rows.size());
+  std::vector<Run> runs;
+  for (int64_t first = 0; first < heads; first += order.heads_per_group) {
+    const int64_t group = std::min<int64_t>(order.heads_per_group, heads - first);
+    for (int64_t place = 0; place < count; ++place) {
+      const int64_t time = rows[count - 1 - order.from_last(static_cast<int32_t>(place))];
+      if (!runs.empty() && runs.back().time == time) {
+        runs.back().count += group;
+      } else {
+        runs.push_back({time, group});
+      }
+    }
+  }
+  return runs;
+}
+
+// At most `most` of `all`, so that groups of this size are equal, or all but the last one. A size
+// that divides `all` is taken if it is at least half of what is possible.
+int64_t even_size(int64_t all, int64_t most) {
+  for (int64_t size = most; 2 * size > most; --size) {
+    if (all % size == 0) return size;
+  }
+  return ceil_div(all, ceil_div(all, most));
+}
+
+}  // namespace
+
+int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t nq, int64_t nk,
+                     int64_t first_row) {
+  constexpr int64_t NO_SIDE = int64_t{1} << 62;  // what visible_keys() takes for an open window
+  const bool known = !problem.q_offset_default && !problem.q_offset_tensor;
+  const math::VisibleKeys visible = math::visible_keys(
+      static_cast<int>(nq), static_cast<int>(nk), known ? problem.q_offset : nk - nq,
+      std::min(problem.window_left, NO_SIDE), std::min(problem.window_right, NO_SIDE));
+  const int64_t last_row = std::min(first_row + block_q, nq) - 1;
+  const int first_key = visible.first(static_cast<int>(first_row));
+  const int last_key = visible.last(static_cast<int>(last_row));
+  if (last_key < first_key) return 0;
+  return (last_key / block_k - first_key / block_k + 1) * block_k;
+}
+
+int64_t queue_time(std::span<const Run> runs, int64_t workers) {
+  std::map<int64_t, int64_t> free_at{{0, workers}};  // time -> how many are free from then on
+  for (const Run& run : runs) {
+    for (int64_t left = run.count; left > 0;) {
+      const auto first = free_at.begin();
+      const int64_t taken = std::min(left, first->second);
+      free_at[first->first + run.time] += taken;
+      if (first->second == taken) {
+        free_at.erase(first);
+      } else {
+        first->second -= taken;
+      }
+      left -= taken;
+    }
+  }
+  return free_at.rbegin()->first;
+}
+
+int64_t workers_of(const Tile& tile, const Device& device) {
+  return std::max<int64_t>(device.sm_count * resident_ctas(tile, device) / tile.cluster, 1);
+}
+
+TileOrder choose_order(const Problem& problem, const Device& device, const Tile& tile) {
+  const int64_t heads_per_kv = problem.heads_q / problem.heads_kv;
+  const int64_t kv_heads = problem.batch * problem.heads_kv;
+  const int64_t head_bytes = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
+  const int64_t fitting =
+      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1), 1, kv_heads);
+  const auto order = [&](int64_t heads) {
+    return TileOrder{.heads_per_group = static_cast<int32_t>(heads * heads_per_kv)};
+  };
+  // The kernels read no order for packed sequences.
+  if (problem.varlen) return order(even_size(kv_heads, fitting));
+
+  const int64_t rows = ceil_div(problem.nq, tile.block_q);
+  const int64_t tiles = tiles_of(problem, tile);
+  const bool equal = equal_tiles(problem) || rows == 1;
+  if (equal || tiles <= device.sm_count / tile.cluster) {
+    // With few keys a CTA ends before its neighbours could share what it has read.
+    return order(head_bytes >= 1 << 16 ? 1 : even_size(kv_heads, fitting));
+  }
+  const int64_t workers = workers_of(tile, device);
+  const int64_t most = std::clamp(workers / TILES_AT_A_TIME, fitting, kv_heads);
+  TileOrder few = order(even_size(kv_heads, most));  // groups, large ones
+  const TileOrder many = order(even_size(kv_heads, fitting));
+  const int64_t heads = tiles / rows;  // or packs of heads that share a tile
+  if (ceil_div(kv_heads * heads_per_kv, many.heads_per_group) * rows > MOST_RUNS) return many;
+
+  std::vector<int64_t> times;
+  int64_t sum = 0, longest = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    times.push_back(TILE_KEYS + keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq,
+                                             problem.nk, row * tile.block_q));
+    sum += times.back() * heads;
+    longest = std::max(longest, times.back());
+  }
+  const double ideal = std::max(static_cast<double>(sum) / static_cast<double>(workers),
+                                static_cast<double>(longest));
+  const auto time_of = [&](TileOrder made) {
+    made.heads_per_group /= tile.packed_heads;
+    return queue_time(runs_of(times, heads, made), workers);
+  };
+  const auto within = [&](int64_t time, double share) {
+    return ideal >= share * static_cast<double>(time);
+  };
+  const int64_t time_of_many = time_of(many);
+  if (within(time_of_many, 0.98)) return many;
+  int64_t time = time_of(few);
+  if (time_of_many <= time + time / 100) few = many, time = time_of_many;
+  if (within(time, 0.97) || rows > MOST_ROWS_TO_TURN) return few;
+
+  // The tiles do not divide well among the workers. With some of them in the opposite direction
+  // they often do.
+  TileOrder best = few;
+  const int64_t places = std::min(rows, TURN_PLACES);
+  for (int64_t i = 0; i < places && !within(time, 0.97); ++i) {
+    for (int64_t j = i + 1; j <= places; ++j) {
+      TileOrder turned = few;
+      turned.turned_begin = static_cast<int32_t>(i * rows / places);
+      turned.turned_end = static_cast<int32_t>(j * rows / places);
+      if (turned.turned_end - turned.turned_begin < 2) continue;
+      const int64_t of_turned = time_of(turned);
+      if (100 * of_turned < 99 * time) best = turned, time = of_turned;
+    }
+  }
+  return best;
+}
+
+}  // namespace archflash::core

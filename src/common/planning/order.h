@@ -1,0 +1,44 @@
+// The order in which the row tiles of all heads are computed. Pure host code.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "common/attention_params.h"
+#include "common/planning/tiles.h"
+#include "common/problem.h"
+
+namespace archflash::core {
+
+// The time that a tile's start and end take, as keys that it could pass meanwhile. Measured on an
+// H200 (2026-11-23): 110 to 250 keys in the kernels of ampere and blackwell_consumer.
+constexpr int64_t TILE_KEYS = 192;
+
+// Keys in the blocks that a tile of rows [first_row, first_row + block_q) of a sequence of nq rows
+// and nk keys visits. A position offset that only the device knows counts as its default.
+int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t nq, int64_t nk,
+                     int64_t first_row);
+
+// `count` tiles, one after another, that take `time` each.
+struct Run {
+  int64_t time, count;
+};
+
+// The time until all tiles are done if the next one always goes to the worker that is free first.
+int64_t queue_time(std::span<const Run> runs, int64_t workers);
+
+// Row tiles, or pairs of CTAs' row tiles, that a device computes at the same time.
+int64_t workers_of(const Tile& tile, const Device& device);
+
+// The order for kernels whose next tile goes to whoever is free first.
+//
+// Heads follow one another in groups, whose tiles come from the longest to the shortest under a
+// causal mask. Groups keep what is read at the same time in L2: a group's K and V fit half of it,
+// or at least TILES_AT_A_TIME tiles that read the same K and V are computed at the same time, and
+// memory is read once for all of them. But each group starts with its longest tiles, so that few
+// groups share the work out more evenly. Where all tiles take the same time, a group is one head of
+// K and V.
+TileOrder choose_order(const Problem& problem, const Device& device, const Tile& tile);
+constexpr int64_t TILES_AT_A_TIME = 4;
+
+}  // namespace archflash::core

@@ -1,0 +1,531 @@
+// Attention forward on TMA, mbarriers and wgmma, for compute capability 9.0: fp16, bf16 or e4m3
+// inputs, fp32 scores, sums and output accumulators.
+//
+// The CTAs share out row tiles (BLOCK_Q query rows of a head, the longest first). For each tile a
+// CTA visits the visible blocks of keys from the last one, which may be ragged, back to the first,
+// with an online softmax.
+//
+// clang-format off
+//                      each tile                  each block of K          each block of V
+//
+//   producer, 1 warp   wait q_empty               wait k_empty             wait v_empty
+//                      find the tile, load Q      load K                   load V; clear rows of the
+//                        | q_full                   | k_full                 | v_full  next sequence
+//                        v                          v                        v
+//   consumers,         wait q_full                wait k_full              wait v_full
+//   WARPGROUPS of      read the tile's message    start S = Q K^T          start O += P V of the block
+//   128 threads        last: output rows through    | k_empty, when done     | v_empty   before
+//                        | q_empty   Q's part       v                        v
+//   producer           next tile                  next K of the stage      next V of the stage
+//
+//   one step of a consumer warpgroup, which keeps the tensor cores busy during its softmax:
+//
+//   tensor cores   S of block b | O += P V of block b + 1
+//   warps                       | maxima, exponentials and sums of block b | P of b in 16 bits
+// clang-format on
+//
+// A consumer warpgroup owns 64 rows: their scores, P and outputs never leave its registers. Without
+// IN_TURNS no warpgroup waits for another one.
+//
+// 8-bit V comes from the workspace, where transpose_v.cuh has turned it: with the keys of a column
+// side by side, and zeros behind the end of a sequence.
+//
+// The tiles, stages and the memory plan are in config.cuh, the barriers and the hazards that they
+// close in tile.cuh, the choice among the kernels in plan.cpp, budgets and measurements in
+// NOTES.md.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/descales.cuh"
+#include "common/math/fp8_softmax.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/math/slab_load.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "hopper/config.cuh"
+#include "hopper/params.h"
+#include "hopper/tile.cuh"
+#include "hopper/transpose_v.cuh"
+
+namespace archflash::hopper {
+
+// Query rows of each head that a tile has.
+template <class C>
+__device__ __forceinline__ int rows_of_tile(const Params& params) {
+  return C::CAN_PACK ? params.packed_heads.rows() : C::BLOCK_Q;
+}
+
+// The blocks of a tile's share of the keys.
+template <class C>
+__device__ __forceinline__ math::Blocks find_blocks(const Params& params, const Tile& tile,
+                                                    const math::VisibleKeys& visible) {
+  const math::Blocks blocks = math::find_blocks<C::BLOCK_K>(tile, visible, rows_of_tile<C>(params));
+  if constexpr (!C::CAN_SPLIT) return blocks;
+  return math::split_blocks<C::BLOCK_K>(blocks, tile.split, params.partials.splits);
+}
+
+// --- producer, one warp: tiles, Q, K and V -> shared memory ---
+
+// The index of the CTA's next tile, for the whole warp. With a counter the CTA that is done first
+// takes the next tile, so that tiles of unequal length are shared out evenly. Else every second
+// round is handed out in reverse order: the CTA with the longest tile of the first round gets the
+// shortest of the second.
+__device__ __forceinline__ unsigned next_tile(const Params& params, unsigned index) {
+  if (params.taken_gmem == nullptr) return 2 * gridDim.x * (index / gridDim.x + 1) - 1 - index;
+  unsigned taken = 0;
+  if (threadIdx.x % 32 == 0) taken = atomicAdd(params.taken_gmem, 1);
+  return gridDim.x + uniform(taken);
+}
+
+// Clears the rows of a block of V that belong to another sequence: their P is 0, but 0 * NaN would
+// be NaN. Called by the whole warp when the block has landed.
+template <class C>
+__device__ __forceinline__ void clear_rows(unsigned char* v, int first_row) {
+  using VTile = typename C::VTile;
+#pragma unroll 1
+  for (int slab = 0; slab < VTile::SLABS; ++slab) {
+#pragma unroll 1
+    for (int byte = first_row * VTile::ROW_BYTES + threadIdx.x % 32 * 16; byte < VTile::SLAB_BYTES;
+         byte += 32 * 16)
+      *reinterpret_cast<uint4*>(v + slab * VTile::SLAB_BYTES + byte) = uint4{};
+  }
+  ptx::fence_proxy_async_shared();  // the stores come before the reads of wgmma
+  __syncwarp();                     // all lanes' stores come before the arrival of one
+}
+
+template <class C>
+__device__ __forceinline__ void produce(const Params& params, unsigned char* shared,
+                                        uint32_t shared_smem) {
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
+  const int splits = C::CAN_SPLIT ? params.partials.splits : 1;
+  RingPosition<C::STAGES> k_ring, v_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+  uint32_t ragged_parity = 0;
+
+  for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
+       index = next_tile(params, index)) {
+    const Tile tile{
+        math::find_work(attention, static_cast<int>(index) / splits, rows_of_tile<C>(params),
+                        C::CAN_PACK ? params.packed_heads.count : 1),
+        static_cast<int>(index) % splits};
+    if (tile.first_row < 0) continue;
+    const math::Blocks blocks =
+        find_blocks<C>(params, tile, math::find_visible_keys(attention, tile));
+    const int batch = tile.batch_head / attention.heads_q;
+    const int head = tile.batch_head % attention.heads_q;
+    const int kv_head = head / attention.heads_per_kv;
+    const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
+    const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
+
+    const auto load_k = [&](int block) {
+      // The products of every consumer warp have read the K that the stage held.
+      ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
+      if (leader) {
+        math::start_load<typename C::KTile, C::PACK>(
+            shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
+            keys_start + block, attention.k_head == 0 ? 0 : kv_head,
+            attention.k_batch == 0 ? 0 : batch, barriers.k_full(k_ring.stage));
+      }
+      k_ring.advance();
+    };
+    const auto load_v = [&](int block) {
+      // Without cu_seqlens a block reaches beyond the tensor, where TMA reads zeros.
+      const bool ragged =
+          !C::FP8 && attention.cu_seqlens_k_gmem != nullptr && block + C::BLOCK_K > tile.nk;
+      const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
+      // The products of every consumer warp have read the V that the stage held.
+      ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+      if constexpr (C::FP8) {
+        if (leader) {
+          math::start_load<typename C::VTile, C::PACK>(
+              shared_smem + offset, params.v_map, 0, kv_head,
+              attention.cu_seqlens_k_gmem == nullptr ? batch : 0, barriers.v_full(v_ring.stage),
+              v_columns_start + block);
+        }
+      } else if (leader) {
+        math::start_load<typename C::VTile>(
+            shared_smem + offset, params.v_map, keys_start + block,
+            attention.v_head == 0 ? 0 : kv_head, attention.v_batch == 0 ? 0 : batch,
+            ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
+      }
+      if (ragged) {
+        ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
+        ragged_parity ^= 1;
+        clear_rows<C>(shared + offset, tile.nk - block);
+        if (leader) ptx::mbarrier_arrive(barriers.v_full(v_ring.stage));
+      }
+      v_ring.advance();
+    };
+
+    const bool any_block = blocks.first <= blocks.last;
+    // The first block comes before Q: the rings are free while the previous tile's output still
+    // passes through Q's part.
+    if (any_block) load_k(blocks.last);
+    // The consumers have read the message, and their output rows have left Q's part.
+    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    if (leader) {
+      tile_message<C>(shared, q_ring.stage) = tile;
+      if (any_block) {
+        const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+        math::start_load<typename C::QTile, C::PACK>(
+            shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map,
+            q_start + tile.first_row, attention.q_head == 0 ? 0 : head,
+            attention.q_batch == 0 ? 0 : batch, barriers.q_full(q_ring.stage));
+      } else {
+        ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
+      }
+    }
+    q_ring.advance();
+#pragma unroll 1
+    for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
+      if (block > blocks.first) load_k(block - C::BLOCK_K);
+      load_v(block);
+    }
+  }
+  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+  if (leader) {
+    Tile none{};
+    none.first_row = -1;
+    tile_message<C>(shared, q_ring.stage) = none;
+    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
+  }
+}
+
+// --- the other warps of the producer's warpgroup: output rows of no sequence ---
+
+template <class C>
+__device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) {
+  // With split keys the combining kernel writes these rows.
+  if (C::CAN_SPLIT && params.partials.splits > 1) return;
+  const int thread = threadIdx.x - C::CONSUMER_THREADS - 32;
+  const int heads = C::CAN_PACK ? params.packed_heads.count : 1;
+  for (int64_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    for (int head = 0; head < heads; ++head) {
+      math::write_rows_of_no_sequence(params.attention, static_cast<int>(index), thread,
+                                      C::WARPGROUP - 32, rows_of_tile<C>(params), heads, head);
+    }
+  }
+}
+
+// --- consumers, WARPGROUPS warpgroups: S, P, O and the output rows ---
+
+// Hands a stage back to the producer: one arrival at its empty barrier for the warp.
+__device__ __forceinline__ void release(uint32_t barrier_smem) {
+  // mutants: elect-waits-for-warp
+  __syncwarp();  // all lanes of the warp have read what the barrier guards
+  if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
+}
+
+// The turns of two warpgroups to issue products: named barriers 1 and 2, one for each.
+template <class C>
+struct Turns {
+  int group;
+
+  __device__ __forceinline__ void wait() const {
+    if constexpr (C::IN_TURNS) ptx::bar_sync(1 + group, C::CONSUMER_THREADS);
+  }
+  __device__ __forceinline__ void hand_over() const {
+    if constexpr (C::IN_TURNS) ptx::bar_arrive(1 + (group ^ 1), C::CONSUMER_THREADS);
+  }
+};
+
+// The blocks of a warpgroup, each named by its first key. Where a range is empty, its last block is
+// before its first. The four warps of a warpgroup issue products together, so it is one range for
+// them all.
+struct GroupBlocks {
+  int first, last;            // the CTA visits these
+  int seen_first, seen_last;  // some row of the warpgroup sees some key of these
+  // Every row of the warpgroup sees every key of these, and nothing else must be done to scores.
+  int clear_first, clear_last;
+};
+
+template <class C>
+__device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, const Tile& tile,
+                                                         const math::VisibleKeys& visible,
+                                                         int group, bool all_need_more) {
+  const math::Blocks blocks = find_blocks<C>(params, tile, visible);
+  const int first_row = tile.first_row + group * C::GROUP_ROWS;
+  const int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
+  const int last_row = min(first_row + rows, tile.nq) - 1;
+  GroupBlocks found;
+  found.first = uniform(blocks.first);
+  found.last = uniform(blocks.last);
+  found.seen_first = uniform(max(visible.first(first_row) / C::BLOCK_K * C::BLOCK_K, blocks.first));
+  found.seen_last = uniform(last_row < first_row ? -1 : visible.last(last_row));
+  found.clear_first = uniform(all_need_more ? INT32_MAX : visible.first(last_row));
+  found.clear_last = uniform(visible.last(first_row) - (C::BLOCK_K - 1));
+  return found;
+}
+
+template <class C>
+__device__ __forceinline__ void consume(const Params& params, unsigned char* shared,
+                                        uint32_t shared_smem) {
+  using QTile = typename C::QTile;
+  constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2,
+                WORDS = C::BLOCK_K / (4 * C::PACK);
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
+  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+  const Turns<C> turns{group};
+  if (group == 1) turns.hand_over();  // warpgroup 0 begins
+  RingPosition<C::STAGES> k_ring, v_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
+    const Tile tile = tile_message<C>(shared, q_ring.stage);
+    if (tile.first_row < 0) break;
+    const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
+    bool all_need_more = attention.transform_scores;
+    float exp2_scale = attention.exp2_scale;
+    math::KeyDescales key_descales{};  // null: one descale serves all keys
+    math::WarpDescale warp_descale{1.0f, 1.0f};
+    if constexpr (C::FP8) {
+      if constexpr (C::TAKES_DESCALES_BY_BLOCK)
+        key_descales = math::find_key_descales(params.descales, attention, tile);
+      warp_descale =
+          math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
+      exp2_scale *= warp_descale.qk;
+      all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= math::SMALLEST_NORMAL);
+    }
+    const GroupBlocks blocks = find_group_blocks<C>(params, tile, visible, group, all_need_more);
+    k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
+    v_ring = k_ring;
+    unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
+    const ptx::WgmmaDescriptor q_descriptor =
+        describe_tile<QTile>(shared_smem + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES +
+                                 group * C::GROUP_ROWS * QTile::ROW_BYTES,
+                             16);
+
+    int lane_rows[2];  // this lane's query rows
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * r;
+      lane_rows[r] = tile.first_row + (C::CAN_PACK ? params.packed_heads.row(row) : row);
+    }
+
+    math::Scores<C> s_rmem;
+    Probabilities<C> p_rmem;
+    math::Outputs<C> o_rmem = {};
+    math::Outputs<C> part_rmem;  // O += P V of the last blocks, if SUMS_IN_PARTS
+    int part_keys = 0;           // the keys of these blocks
+    math::Outputs<C>& products_rmem = C::SUMS_IN_PARTS ? part_rmem : o_rmem;
+    float* const s = &s_rmem[0][0][0];
+    float* const o = &products_rmem[0][0][0];
+    uint32_t* const p = &p_rmem[0][0][0];
+    math::RowState<C> state;
+    math::clear(state);
+    state.large = false;
+
+    const auto begin_qk = [&] {
+      ptx::registers_change<SCORES>(s);
+      ptx::wgmma_fence();  // the last uses of the scores come before the product
+      start_qk<C>(s_rmem, q_descriptor, shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES);
+    };
+    const auto begin_pv = [&] {
+      ptx::registers_change<OUTPUTS>(o);
+      // mutants: fence-before-both-products
+      ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
+      start_pv<C>(products_rmem, p_rmem, shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES,
+                  !C::SUMS_IN_PARTS || part_keys > 0);
+      part_keys += C::BLOCK_K;
+    };
+    const auto wait_for_outputs = [&] {
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<OUTPUTS>(o);
+    };
+    const auto add_part = [&] {
+      if constexpr (C::SUMS_IN_PARTS) {
+#pragma unroll
+        for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) o_rmem[0][n][i] += part_rmem[0][n][i];
+        }
+        part_keys = 0;
+      }
+    };
+    // What a block needs whose keys are not all visible, or whose scores are capped or have a
+    // descale of their own. Returns the scale for weigh().
+    const auto finish_scores = [&](int block) {
+      float scale = exp2_scale;
+      if constexpr (C::FP8) {
+        scale = math::descale_scores<C>(s_rmem, attention, key_descales, warp_descale, block);
+      } else if (attention.transform_scores) {
+        math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+      }
+      mask_scores<C>(s_rmem, visible, lane_rows, block + static_cast<int>(threadIdx.x) % 4 * 2);
+      return scale;
+    };
+    // S becomes P.
+    const auto weigh = [&](float scale, auto rescale_outputs) {
+      scale = follow_maxima<C>(s_rmem, state, scale, rescale_outputs);
+      weigh_row<C>(s_rmem, state, 0, scale);
+      weigh_row<C>(s_rmem, state, 1, scale);
+      ptx::registers_change<SCORES>(s);  // all exponentials come before the next wait
+    };
+    const auto skip_block = [&] {
+      // A block that is masked for this warpgroup; others may see it. The warps still wait for it:
+      // otherwise they could lap the ring and hand back a stage a phase too early.
+      // mutants: few-skipped-blocks
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      turns.wait();  // each warpgroup takes one turn for a block
+      turns.hand_over();
+      // mutants: few-skipped-blocks
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    };
+
+    // The first block of the warpgroup, whose P V the next step starts.
+    const auto first_step = [&](int block) {
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      turns.wait();
+      begin_qk();
+      turns.hand_over();
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<SCORES>(s);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      float scale = exp2_scale;
+      if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
+      weigh(scale, [](const float (&)[2]) {});  // the outputs are still 0
+      if (key_descales.v_gmem != nullptr)
+        math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
+      pack<C>(s_rmem, p_rmem);
+    };
+    const auto step = [&]<bool MASKED>(int block) {
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      turns.wait();
+      begin_qk();
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      begin_pv();
+      turns.hand_over();
+      ptx::wgmma_wait_group<1>();  // the scores are there
+      ptx::registers_change<SCORES>(s);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      float scale = exp2_scale;
+      if constexpr (MASKED) scale = finish_scores(block);
+      weigh(scale, [&](const float (&corrections)[2]) {
+        wait_for_outputs();
+        rescale<C>(o_rmem, corrections);
+        if constexpr (C::SUMS_IN_PARTS) rescale<C>(part_rmem, corrections);
+      });
+      wait_for_outputs();  // and P may be overwritten
+      ptx::registers_change<WORDS>(p);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
+      if (key_descales.v_gmem != nullptr)
+        math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
+      pack<C>(s_rmem, p_rmem);
+    };
+
+    // The blocks, from the last to the first: those after the last one that the warpgroup sees,
+    // those that it sees, and those before. Of those that it sees, some need masks at either end.
+    int block = blocks.last;
+#pragma unroll 1
+    for (; block >= blocks.first && block > blocks.seen_last; block -= C::BLOCK_K) skip_block();
+    if (block >= blocks.seen_first) {
+      first_step(block);
+      block -= C::BLOCK_K;
+#pragma unroll 1
+      for (; block >= blocks.seen_first && block > blocks.clear_last; block -= C::BLOCK_K)
+        step.template operator()<true>(block);
+#pragma unroll 1
+      for (; block >= blocks.seen_first && block >= blocks.clear_first; block -= C::BLOCK_K)
+        step.template operator()<false>(block);
+#pragma unroll 1
+      for (; block >= blocks.seen_first; block -= C::BLOCK_K) step.template operator()<true>(block);
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      begin_pv();
+      wait_for_outputs();
+      add_part();
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    }
+#pragma unroll 1
+    for (; block >= blocks.first; block -= C::BLOCK_K) skip_block();
+
+    if constexpr (C::FP8) {
+      // The lane that knows it tells the others the unit of the last block.
+      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile, warp_row,
+                             uniform(warp_descale.v));
+    } else if (C::CAN_SPLIT && params.partials.splits > 1) {
+      store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
+                        warp_row);
+    } else if (C::CAN_PACK && params.packed_heads.count > 1) {
+      store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+    } else {
+      math::store_out<C, QTile>(o_rmem, state, attention, tile, warp_row,
+                                q + warp_row * QTile::ROW_BYTES);
+    }
+    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
+    ptx::fence_proxy_async_shared();
+    release(barriers.q_empty(q_ring.stage));
+    q_ring.advance();
+  }
+  // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
+  // arrivals.
+  if (group == 0) turns.wait();
+}
+
+template <class C>
+__device__ __forceinline__ void attention_fwd(const Params& params) {
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  static_assert(C::QTile::ALIGNMENT <= 1024);
+  if (threadIdx.x == 0) {
+    const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+    // The producer arrives once at a full barrier and says how many bytes will come. Each consumer
+    // warp arrives once at an empty barrier.
+    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.q_full(stage), 1);
+      ptx::mbarrier_init(barriers.q_empty(stage), C::WARPS);
+    }
+    for (int stage = 0; stage < C::STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.k_full(stage), 1);
+      ptx::mbarrier_init(barriers.k_empty(stage), C::WARPS);
+      ptx::mbarrier_init(barriers.v_full(stage), 1);
+      ptx::mbarrier_init(barriers.v_empty(stage), C::WARPS);
+    }
+    ptx::mbarrier_init(barriers.v_ragged(), 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are initialised before any warp uses them
+
+  if (threadIdx.x < C::CONSUMER_THREADS) {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
+    consume<C>(params, shared, shared_smem);
+  } else {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
+      produce<C>(params, shared, shared_smem);
+    } else if (params.attention.cu_seqlens_q_gmem != nullptr) {
+      write_rows_of_no_sequence<C>(params);
+    }
+  }
+}
+
+}  // namespace archflash::hopper
+
+// An entry point, under the name that plan.cpp asks for. __grid_constant__ keeps the parameter in
+// constant memory, where TMA reads the tensor maps.
+#define ARCHFLASH_HOPPER_KERNEL(NAME, CONFIG)                                        \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
+      NAME(const __grid_constant__ archflash::hopper::Params params) {               \
+    archflash::hopper::attention_fwd<CONFIG>(params);                                \
+  }

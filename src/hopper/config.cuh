@@ -1,0 +1,146 @@
+// The tiles of each hopper kernel: compile-time numbers only, which the kernel and plan.cpp (plain
+// C++) read.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/dtype.h"
+#include "common/math/slab_tile.cuh"
+
+namespace archflash::hopper {
+
+// A row tile, as the producer hands it to the consumers: math::Work and the share of its keys.
+constexpr int TILE_MESSAGE_BYTES = 32;
+
+// The numbers of one kernel. A CTA owns one row tile at a time, BLOCK_Q query rows of a head, and
+// walks over its keys, BLOCK_K at a time. Each consumer warpgroup owns 64 of the rows. HEAD_DIM is
+// the largest d, HEAD_DIM_V the largest dv.
+template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPGROUPS_, int BLOCK_K_, int STAGES_,
+          int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false>
+struct Config {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr bool FP8 = is_fp8(DTYPE);
+  // Elements of Q, K and V in 16 bits, the unit in which tiles count columns.
+  static constexpr int PACK = FP8 ? 2 : 1;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
+  static constexpr int WARPGROUPS = WARPGROUPS_;  // consumers
+  static constexpr int WARPS = 4 * WARPGROUPS;    // of them
+  static constexpr int WARP_ROWS = 16;
+  static constexpr int M_TILES = 1;  // of 16 rows in a warp
+  static constexpr int GROUP_ROWS = 64;
+  static constexpr int BLOCK_Q = GROUP_ROWS * WARPGROUPS;
+  static constexpr int BLOCK_K = BLOCK_K_;
+  static constexpr int STEP_KEYS = BLOCK_K;
+  // With 8-bit inputs wgmma keeps about 13 bits of a sum. Each product loses up to 2^-12 of it, so
+  // the products of PART_KEYS keys are summed on their own and then added to the outputs.
+  static constexpr int PART_KEYS = 256;
+  static constexpr bool SUMS_IN_PARTS = FP8;
+  static constexpr bool TAKES_DESCALES_BY_BLOCK = FP8 && BLOCK_K <= SCALE_ROWS;
+  static constexpr int STAGES = STAGES_;  // blocks of K in its ring, and blocks of V in its ring
+  static constexpr int Q_STAGES = Q_STAGES_;        // 2: the next tile's Q comes during this one
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // the registers must suffice for so many
+  // Two warpgroups issue their products in turns, so that one multiplies while the other computes
+  // its softmax.
+  static constexpr bool IN_TURNS = IN_TURNS_;
+  // Whether the keys of a tile may be split over several CTAs.
+  static constexpr bool CAN_SPLIT = CAN_SPLIT_;
+  // Whether a tile can have rows of several heads.
+  static constexpr bool CAN_PACK = CAN_SPLIT;
+
+  static constexpr int WARPGROUP = 128;  // threads
+  static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
+  static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
+  // Every thread starts with LAUNCH_REGISTERS, as __launch_bounds__ demands. Where that is not
+  // enough for a consumer, the producer's warpgroup then keeps PRODUCER_REGISTERS and the consumers
+  // share out the rest (setmaxnreg).
+  static constexpr int SM_REGISTERS = 65536;
+  static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
+  static constexpr int PRODUCER_REGISTERS = WARPGROUPS >= 3 ? 32 : 24;
+  static constexpr int CONSUMER_SHARE =
+      (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * WARPGROUP) / CONSUMER_THREADS / 8 * 8;
+  static constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE < 240 ? CONSUMER_SHARE : 240;
+  static constexpr bool MOVES_REGISTERS = LAUNCH_REGISTERS < CONSUMER_REGISTERS;
+
+  // Tiles in shared memory. wgmma takes 8-bit V only with the keys of a column side by side, so the
+  // rows of its tile are the columns of V (transpose_v.cuh).
+  using QTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_Q>;
+  using KTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_K>;
+  using VTile = std::conditional_t<FP8, math::SlabTile<BLOCK_K / PACK, HEAD_DIM_V>,
+                                   math::SlabTile<HEAD_DIM_V, BLOCK_K>>;
+
+  // Shared memory, in bytes: ring of Q | ring of K | ring of V | barriers | messages about tiles.
+  // With 16-bit inputs the output rows of a tile pass through the part of its Q.
+  static constexpr int Q_SMEM = 0;
+  static constexpr int K_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
+  static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;
+  static constexpr int BARRIER_SMEM = V_SMEM + STAGES * VTile::BYTES;
+  // Full and empty: each stage of Q, of K and of V. One more: the bytes of a ragged block of V.
+  static constexpr int BARRIERS = 2 * Q_STAGES + 4 * STAGES + 1;
+  static constexpr int MESSAGE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
+  static constexpr int SHARED_BYTES = MESSAGE_SMEM + Q_STAGES * TILE_MESSAGE_BYTES;
+
+  static_assert(BLOCK_K % (16 * PACK) == 0, "wgmma sums P V over 16 or 32 keys");
+  static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
+                "output rows pass through Q's part of shared memory, in Q's layout");
+  static_assert(STAGES >= 2, "the K of the next block comes before the V of this one is read");
+  static_assert(!CAN_PACK || WARPGROUPS == 1, "the packed heads of a tile share its 64 rows");
+  static_assert(!IN_TURNS || WARPGROUPS == 2, "two warpgroups hand the turn to each other");
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
+// Large and Medium serve calls of many row tiles, Few those of few rows; its kernels can split the
+// keys of a tile.
+// clang-format off
+//                                head_dim    warp-  block         Q       CTAs     in
+//                              q,k   v       groups  _k   stages  stages  per SM   turns   split
+template <DType T>
+using D64Large   = Config<T,  64,  64,  4,      64,  3,      2>;
+template <DType T>
+using D64Medium  = Config<T,  64,  64,  3,      96,  3,      2>;
+template <DType T>
+using D64Few     = Config<T,  64,  64,  1,     128,  3,      1,      2,     false,  true>;
+template <DType T>
+using D96Large   = Config<T,  96,  96,  3,      96,  2,      2>;
+template <DType T>
+using D96Few     = Config<T,  96,  96,  1,      64,  3,      1,      2,     false,  true>;
+template <DType T>
+using D128Large  = Config<T, 128, 128,  3,      80,  3,      2>;
+template <DType T>
+using D128Few    = Config<T, 128, 128,  1,      64,  3,      1,      2,     false,  true>;
+template <DType T>
+using D192Large  = Config<T, 192, 128,  3,      80,  2,      1>;
+template <DType T>
+using D192Few    = Config<T, 192, 128,  1,      64,  2,      1,      2,     false,  true>;
+template <DType T>
+using D256Large  = Config<T, 256, 256,  2,      80,  2,      1,      1,     true>;
+template <DType T>
+using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,  true>;
+// clang-format on
+
+// --- 8-bit inputs ---
+
+// Those with SCALE_ROWS keys at a time serve calls in which each block of so many keys has a
+// descale of its own. The registers suffice for sums in parts up to dv = 128.
+constexpr int V_COLUMN_KEYS = 128;       // keys of V that a CTA of transpose_v() turns
+constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
+constexpr int TRANSPOSE_THREADS = 256;
+
+// clang-format off
+//                                  head_dim    warp-  block         Q       CTAs     in
+//                                q,k   v       groups  _k   stages  stages  per SM   turns
+template <DType T>
+using Fp8D64        = Config<T,  64,  64,  3,      64,  4,      2>;
+template <DType T>
+using Fp8D128       = Config<T, 128, 128,  2,     128,  4,      2,      1,       true>;
+template <DType T>
+using Fp8D128Blocks = Config<T, 128, 128,  2,      64,  4,      2,      1,       true>;
+template <DType T>
+using Fp8D192       = Config<T, 192, 128,  2,     128,  3,      2,      1,       true>;
+template <DType T>
+using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
+// clang-format on
+
+}  // namespace archflash::hopper

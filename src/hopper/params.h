@@ -1,0 +1,36 @@
+// The one parameter of every hopper kernel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/attention_params.h"
+#include "common/descales.h"
+#include "common/dtype.h"
+#include "common/math/packed_heads.cuh"
+#include "common/partials.h"
+#include "common/tensor_map.h"
+
+namespace archflash::hopper {
+
+struct Params {
+  AttentionParams attention;
+  int32_t tiles;  // row tiles of all heads, times partials.splits, which the CTAs share out
+  // Counts the tiles that CTAs have taken beyond their first ones; 0 before the launch. Null: the
+  // tiles are shared out in a fixed order.
+  int32_t* taken_gmem;
+  Partials partials;
+  math::PackedHeads packed_heads;  // for kernels that can pack heads
+  TensorMap q_map, k_map, v_map;
+  // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap, and
+  // v_map is of the transposed V, (batch, heads_kv, dv, v_columns), in the workspace.
+  Descales descales;
+  DType out_dtype;  // F16 or BF16
+  uint8_t* v_columns_gmem;
+  int32_t v_columns;  // keys of a column of V, each sequence filled up to whole V_COLUMN_KEYS
+};
+static_assert(std::is_trivially_copyable_v<Params>);
+static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");
+
+}  // namespace archflash::hopper

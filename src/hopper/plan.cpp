@@ -1,0 +1,304 @@
+// hopper: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include "common/planning/plan.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "common/math/packed_heads.cuh"
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
+#include "common/planning/split_keys.h"
+#include "common/planning/tensor_maps.h"
+#include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
+#include "common/problem.h"
+#include "hopper/config.cuh"
+#include "hopper/params.h"
+
+namespace archflash::hopper {
+
+const Description& describe() {
+  static const Description description{
+      .name = "hopper",
+      .summary =
+          "fp8 (e4m3), fp16 and bf16 attention by TMA and wgmma in warpgroups of two roles, for "
+          "H100, H200 and GH200 (9.0)",
+      .home_device = "H200",
+      .dtypes = {DType::F16, DType::BF16, DType::E4M3},
+      .head_dims = core::HEAD_DIMS_WITH_FP8,
+      .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
+                   "strides", "lse", "num_splits", "descales"},
+      .needs_capability = 90,  // wgmma
+      .only_forced_on_majors = {9},
+  };
+  return description;
+}
+
+namespace {
+
+struct Tile : core::Tile {
+  int q_stages;
+  int barriers;
+  int producer_registers, consumer_registers;  // of a thread; 0: the same for all
+  bool in_turns;
+};
+
+template <class C>
+constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
+  const auto box = []<class T>(const T&) {
+    return core::Box{T::SLAB * C::PACK, T::BOX_ROWS, T::SWIZZLE};
+  };
+  const core::Tile common{.name = name,
+                          .reason = reason,
+                          .head_dim = C::HEAD_DIM,
+                          .head_dim_v = C::HEAD_DIM_V,
+                          .block_q = C::BLOCK_Q,
+                          .block_k = C::BLOCK_K,
+                          .threads = C::THREADS,
+                          .warps = C::WARPS,
+                          .rows_per_warp = C::WARP_ROWS,
+                          .k_stages = C::STAGES,
+                          .v_stages = C::STAGES,
+                          .ctas_per_sm = C::CTAS_PER_SM,
+                          .shared_bytes = C::SHARED_BYTES,
+                          .q_box = box(typename C::QTile()),
+                          .k_box = box(typename C::KTile()),
+                          .v_box = box(typename C::VTile()),
+                          .serves = serves};
+  return {common,
+          C::Q_STAGES,
+          C::BARRIERS,
+          C::MOVES_REGISTERS ? C::PRODUCER_REGISTERS : 0,
+          C::MOVES_REGISTERS ? C::CONSUMER_REGISTERS : 0,
+          C::IN_TURNS};
+}
+
+// Measured on an H200 (NOTES.md), but for d96_few and those of head dimension 192.
+constexpr int FEW_ROWS = D64Few<DType::F16>::BLOCK_Q;
+constexpr Tile TILES[] = {
+    tile<D64Large<DType::F16>>("d64_large",
+                               {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 2.5},
+                               "4 warpgroups of 64 rows, 64 keys at a time"),
+    tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1.5},
+                                "fewer tiles of unequal length: 3 warpgroups, 96 keys at a time"),
+    tile<D64Few<DType::F16>>("d64_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
+    tile<D96Large<DType::F16>>("d96_large",
+                               {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
+                               "3 warpgroups of 64 rows, 96 keys at a time"),
+    tile<D96Few<DType::F16>>("d96_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
+    tile<D128Large<DType::F16>>("d128_large",
+                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
+                                "3 warpgroups of 64 rows, 80 keys at a time"),
+    tile<D128Few<DType::F16>>("d128_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
+    tile<D192Large<DType::F16>>("d192_large",
+                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
+                                "3 warpgroups of 64 rows, 80 keys at a time"),
+    tile<D192Few<DType::F16>>("d192_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
+    tile<D256Large<DType::F16>>(
+        "d256_large", {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1},
+        "2 warpgroups of 64 rows that multiply in turns, 80 keys at a time"),
+    tile<D256Few<DType::F16>>("d256_few", {}, "few tiles: 64 rows make twice as many"),
+};
+
+constexpr Tile FP8_TILES[] = {
+    tile<Fp8D64<DType::E4M3>>("d64", {}, "3 warpgroups of 64 rows, 64 keys at a time"),
+    tile<Fp8D128<DType::E4M3>>(
+        "d128", {}, "2 warpgroups of 64 rows that multiply in turns, 128 keys at a time"),
+    tile<Fp8D192<DType::E4M3>>(
+        "d192", {}, "2 warpgroups of 64 rows that multiply in turns, 128 keys at a time"),
+};
+// For descales of k or v by blocks of 64 keys.
+constexpr Tile FP8_BLOCK_TILES[] = {
+    tile<Fp8D64<DType::E4M3>>("d64", {}, "64 keys at a time share their descales"),
+    tile<Fp8D128Blocks<DType::E4M3>>("d128_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D192Blocks<DType::E4M3>>("d192_blocks", {}, "64 keys at a time share their descales"),
+};
+
+std::span<const Tile> tiles_for(const Problem& problem) {
+  if (!is_fp8(problem.dtype)) return TILES;
+  const Descales descales = core::descales(problem);
+  if (descales.k.block != 0 || descales.v.block != 0) return FP8_BLOCK_TILES;
+  return FP8_TILES;
+}
+
+// Which heads' row tiles follow one another, measured on an H200 (NOTES.md): about as many as the
+// GPU computes at the same time, with at most 16 MB of K and V, which then come from L2. Where
+// tiles of unequal length are few, all heads are one group: the longest tiles come first.
+int32_t heads_per_group(const Problem& problem, const Device& device, const Tile& tile) {
+  constexpr int64_t MOST_BYTES = int64_t{16} << 20;
+  constexpr int64_t FEW_TILES_PER_SM = 6;
+  const int64_t ratio = problem.heads_q / problem.heads_kv;
+  const int64_t kv_heads = problem.batch * problem.heads_kv;
+  const int64_t tiles = core::tiles_of(problem, tile);
+  int64_t size = kv_heads;
+  if (core::equal_tiles(problem) || tiles > FEW_TILES_PER_SM * device.sm_count) {
+    const int64_t kv_head_bytes =
+        problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
+    const int64_t fitting = MOST_BYTES / std::max<int64_t>(kv_head_bytes, 1);
+    const int64_t at_once = device.sm_count * core::resident_ctas(tile, device);
+    const int64_t wave = core::ceil_div(at_once * kv_heads, std::max<int64_t>(tiles, 1));
+    size = std::clamp<int64_t>(std::min(fitting, wave), 1, kv_heads);
+  }
+  const int64_t even = core::ceil_div(kv_heads, core::ceil_div(kv_heads, size));
+  return static_cast<int32_t>(even * ratio);
+}
+
+// The tile for few query rows that has the head dimensions of `tile`. Heads that share a head of K
+// are packed into it where that saves a quarter of the tiles: K and V are read that much less
+// often. A tensor map cannot repeat a head, as an expanded q does.
+Tile few_tile(const Problem& problem, const Tile& tile) {
+  const Tile* plain = &tile;
+  while (plain->block_q != FEW_ROWS) ++plain;  // the last one for these head dimensions
+  const int heads_per_kv = static_cast<int>(problem.heads_q / problem.heads_kv);
+  if (heads_per_kv == 1 || problem.q.head == 0) return *plain;
+  const math::PackedHeads packed_heads = math::pack_heads(FEW_ROWS, heads_per_kv);
+  Tile packed = *plain;
+  packed.block_q = packed_heads.rows();
+  packed.packed_heads = packed_heads.count;
+  packed.q_box.rows = packed.block_q;
+  packed.q_box.heads = FEW_ROWS / packed.block_q;
+  const bool pays = 4 * core::tiles_of(problem, packed) <= 3 * core::tiles_of(problem, *plain);
+  return pays ? packed : *plain;
+}
+
+struct Choice {
+  Tile tile;
+  int64_t splits;
+};
+
+std::variant<Choice, Reasons> choose(const Problem& problem, const Device& device) {
+  const auto [unsplit, reasons] = core::choose("hopper", tiles_for(problem), problem, device);
+  if (unsplit == nullptr) return reasons;
+  if (is_fp8(problem.dtype)) return Choice{*unsplit, 1};
+  const Tile few = few_tile(problem, *unsplit);
+  Choice choice{unsplit->block_q == FEW_ROWS ? few : *unsplit, 1};
+  // CTAs that share an SM read keys side by side, as if each had an SM.
+  const auto places = [&](const Tile& tile) {
+    Device places = device;
+    places.sm_count *= static_cast<int32_t>(core::resident_ctas(tile, device));
+    return places;
+  };
+  const int64_t rounds = core::ceil_div(core::tiles_of(problem, choice.tile),
+                                        std::max(places(choice.tile).sm_count, 1));
+  choice.splits = core::choose_splits(problem, places(few), few,
+                                      rounds * core::visited_keys(problem, choice.tile));
+  if (choice.splits > 1) choice.tile = few;
+  return choice;
+}
+
+// Keys of a column of 8-bit V in the workspace. Packed sequences start at the tiles of
+// math::varlen_tile_start().
+int64_t v_columns(const Problem& problem) {
+  const int64_t blocks = core::ceil_div(problem.nk, V_COLUMN_KEYS);
+  return (problem.varlen ? blocks + problem.batch : blocks) * V_COLUMN_KEYS;
+}
+
+// Puts the launch that turns V before that of `plan`, which then reads V from the workspace.
+void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
+                 core::Workspace& workspace) {
+  const int64_t batch = problem.varlen ? 1 : problem.batch;
+  const int64_t columns = v_columns(problem);
+  const int64_t head_bytes = problem.dv * columns;
+  const int64_t start = workspace.add(batch * problem.heads_kv * head_bytes);
+  Launch& last = plan.launches[0];
+  for (TensorMapSpec& map : last.tensor_maps) {
+    if (map.operand != Operand::V) continue;
+    map.operand = Operand::Workspace;
+    map.addend = start;
+    map.dims = {columns, problem.dv, problem.heads_kv, batch};
+    map.strides = {columns, head_bytes, problem.heads_kv * head_bytes};
+    map.box = {tile.v_box.columns, tile.v_box.rows, 1, 1};
+  }
+  Launch first;
+  first.kernel = "hopper_transpose_v";
+  first.image = last.image;
+  first.grid = {columns / V_COLUMN_KEYS * batch * problem.heads_kv, 1, 1};
+  first.block = {TRANSPOSE_THREADS, 1, 1};
+  first.params = last.params;
+  first.pointers = last.pointers;
+  first.pointers.push_back(
+      {Operand::Workspace, static_cast<int32_t>(offsetof(Params, v_columns_gmem)), start});
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
+}  // namespace
+
+PlanResult plan(const Problem& problem, const Device& device) {
+  Reasons why_not = core::why_not(problem, describe());
+  core::add_tma_reasons(problem, "hopper", false, why_not);
+  if (is_fp8(problem.dtype) && problem.d <= 256 && (problem.d > 192 || problem.dv > 128)) {
+    why_not.push_back(
+        "head dims " + std::to_string(problem.d) + " and " + std::to_string(problem.dv) + " with " +
+        dtype_name(problem.dtype) +
+        ": hopper takes up to 192 and 128 in 8 bits; wgmma keeps 13 bits of a sum, and registers "
+        "for sums that lose less suffice up to there" +
+        core::USE_TORCH);
+  }
+  if (is_fp8(problem.dtype) && problem.num_splits > 1) {
+    why_not.push_back("num_splits " + std::to_string(problem.num_splits) + " with " +
+                      dtype_name(problem.dtype) +
+                      ": hopper splits the keys of 16-bit inputs only; leave num_splits out or "
+                      "pass 1" +
+                      core::USE_TORCH);
+  }
+  if (!why_not.empty()) return why_not;
+  const auto choice = choose(problem, device);
+  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
+  const auto& [tile, splits] = std::get<Choice>(choice);
+  const int64_t tiles = core::tiles_of(problem, tile) * splits;
+  const int64_t largest = std::max(tiles, splits > 1 ? core::combine_ctas(problem) : 0);
+  if (largest > core::GRID_LIMIT) return core::grid_too_large(largest);
+
+  Params params;
+  core::init_params(problem, params);
+  params.attention.order.heads_per_group = heads_per_group(problem, device, tile);
+  params.tiles = static_cast<int32_t>(tiles);
+  params.partials.splits = 1;
+  params.packed_heads = math::pack_heads(FEW_ROWS, tile.packed_heads);
+  if (is_fp8(problem.dtype)) params.v_columns = static_cast<int32_t>(v_columns(problem));
+  // One CTA per SM that goes on to the next tile loads its Q and keys while the last one is
+  // computed and written. Where several share an SM they do that for one another.
+  const bool stays = core::resident_ctas(tile, device) == 1;
+  const int64_t ctas = stays ? std::min<int64_t>(tiles, device.sm_count) : tiles;
+  LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params);
+  if (splits > 1) {
+    core::split_keys(plan, problem, splits, offsetof(Params, partials),
+                     std::string("hopper_combine_") + core::dtype_word(problem.dtype));
+  }
+  core::Workspace workspace;
+  if (splits == 1 && stays && tiles > 2 * ctas && !core::equal_tiles(problem)) {
+    // The CTAs count the tiles that they have taken. Two rounds are even without: long tiles meet
+    // short ones.
+    plan.zeroed_bytes = sizeof(*params.taken_gmem);
+    plan.launches[0].pointers.push_back({Operand::Workspace,
+                                         static_cast<int32_t>(offsetof(Params, taken_gmem)),
+                                         workspace.add(plan.zeroed_bytes)});
+  }
+  if (is_fp8(problem.dtype) && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
+  if (splits == 1) plan.workspace_bytes = workspace.bytes();
+  return plan;
+}
+
+Notes notes(const LaunchPlan& plan) {
+  const Tile* tile = core::taken(tiles_for(plan.problem), plan);
+  if (tile == nullptr) return {};
+  const auto str = [](int x) { return std::to_string(x); };
+  return {
+      {"warps", str(tile->warps) + " of " + str(tile->rows_per_warp) + " rows, 1 producer" +
+                    (tile->in_turns ? "; two warpgroups multiply in turns" : "")},
+      {"registers", tile->consumer_registers == 0
+                        ? "the same for all warps"
+                        : str(tile->consumer_registers) + " for each consumer thread, " +
+                              str(tile->producer_registers) +
+                              " for each of the producer's warpgroup (setmaxnreg)"},
+      {"stages", str(tile->q_stages) + " of Q, " + str(tile->k_stages) + " of K and of V, " +
+                     str(tile->barriers) + " barriers"},
+  };
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,391 @@
+// The moving parts of the hopper kernel: the barriers, the positions in the rings, the messages
+// about tiles, the products, the softmax of a block, and partial results.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/fp8_softmax.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/math/packed_heads.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/partials.h"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ex2.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/warp_roles.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/swizzle.h"
+#include "hopper/config.cuh"
+
+namespace archflash::hopper {
+
+// Returns x, which must be the same in all lanes of a warp. After the shuffle the assembler knows
+// that it is, and computes with it once for the warp.
+template <typename T>
+__device__ __forceinline__ T uniform(T x) {
+  // mutants: same-in-all-lanes
+  return __shfl_sync(math::FULL_WARP, x, 0);
+}
+
+// The barriers, as addresses in shared memory. "Bytes": the producer arrives once and says how many
+// bytes TMA will bring; the phase ends when they have landed.
+//
+// clang-format off
+//   barrier                 arrives             waits      so that
+//   q_full of each stage    producer, bytes     consumers  the tile's message and Q are there before
+//                                                          they are read
+//   q_empty of each stage   each consumer warp  producer   the message was read, and output rows,
+//                                                          which pass through Q's part of shared
+//                                                          memory, have left it, before the next
+//                                                          message and the next Q come
+//   k_full, v_full          producer, bytes     consumers  the block has landed before wgmma reads it
+//     of each stage
+//   k_empty, v_empty        each consumer warp  producer   every warp's products have read the block
+//     of each stage                                        before TMA overwrites it
+//   v_ragged                producer, bytes     producer   a block that ends behind its sequence has
+//                                                          landed before the producer clears what it
+//                                                          has of the next one; then it arrives at
+//                                                          v_full
+// clang-format on
+template <class C>
+struct Barriers {
+  uint32_t first_smem;
+
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return first_smem + 8 * stage; }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const {
+    return q_full(stage) + 8 * C::Q_STAGES;
+  }
+  __device__ __forceinline__ uint32_t k_full(int stage) const {
+    return first_smem + 16 * C::Q_STAGES + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const {
+    return k_full(stage) + 8 * C::STAGES;
+  }
+  __device__ __forceinline__ uint32_t v_full(int stage) const {
+    return k_full(stage) + 16 * C::STAGES;
+  }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const {
+    return k_full(stage) + 24 * C::STAGES;
+  }
+  __device__ __forceinline__ uint32_t v_ragged() const {
+    return first_smem + 16 * C::Q_STAGES + 32 * C::STAGES;
+  }
+};
+
+// A position in a ring of STAGES stages.
+template <int STAGES>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;  // of the phase of the full barrier in which the stage is filled
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// A row tile and the number of the share of its keys. first_row is negative behind the last tile.
+struct Tile : math::Work {
+  int split;
+};
+static_assert(sizeof(Tile) <= TILE_MESSAGE_BYTES);
+
+template <class C>
+__device__ __forceinline__ Tile& tile_message(unsigned char* shared, int stage) {
+  return *reinterpret_cast<Tile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
+}
+
+// --- products ---
+
+// The shared-memory descriptor of wgmma (PTX ISA, "Matrix Descriptor Format"): bits 0 to 13 are
+// address >> 4, 16 to 29 the leading offset >> 4, 32 to 45 the stride offset >> 4, 62 and 63 the
+// swizzle. The stride offset is the step to the next 8 rows of a slab. The leading offset of an
+// MN-major tile is the step to its next slab; that of a K-major tile is ignored.
+template <class Tile>
+__device__ __forceinline__ ptx::WgmmaDescriptor describe_tile(uint32_t tile_smem,
+                                                              int leading_bytes) {
+  constexpr uint32_t ADDRESS_MASK = 0x3FFFF;
+  constexpr uint32_t SWIZZLE = Tile::SWIZZLE == Swizzle::B128 ? 1u : 2u;
+  return {(tile_smem & ADDRESS_MASK) >> 4 | static_cast<uint32_t>(leading_bytes >> 4) << 16,
+          static_cast<uint32_t>(8 * Tile::ROW_BYTES >> 4) | SWIZZLE << 30};
+}
+__device__ __forceinline__ ptx::WgmmaDescriptor advance(ptx::WgmmaDescriptor descriptor,
+                                                        int bytes) {
+  return {descriptor.low + static_cast<uint32_t>(bytes >> 4), descriptor.high};
+}
+
+// Of a K-major tile, whose columns are summed over: bytes to the columns of product k. A product
+// sums over 32 bytes of columns.
+template <class Tile>
+__device__ __forceinline__ constexpr int column_step(int k) {
+  const int column = 16 * k;
+  return column / Tile::SLAB * Tile::SLAB_BYTES + column % Tile::SLAB * 2;
+}
+
+// Starts S = Q K^T for the 64 rows of a warpgroup. `q` describes them.
+template <class C>
+__device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, ptx::WgmmaDescriptor q,
+                                         uint32_t k_smem) {
+  using Product = ptx::Wgmma<C::DTYPE, C::BLOCK_K>;
+  const ptx::WgmmaDescriptor k = describe_tile<typename C::KTile>(k_smem, 16);
+#pragma unroll
+  for (int i = 0; i < C::QTile::COLUMNS / 16; ++i) {
+    Product::ss(&s_rmem[0][0][0], advance(q, column_step<typename C::QTile>(i)),
+                advance(k, column_step<typename C::KTile>(i)), i != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// P, as fragments of A.
+template <class C>
+using Probabilities = std::conditional_t<C::FP8, math::Fp8Probabilities<C>, math::Probabilities<C>>;
+
+// Starts O += P V, or O = P V if not `add`.
+template <class C>
+__device__ __forceinline__ void start_pv(math::Outputs<C>& o_rmem, const Probabilities<C>& p_rmem,
+                                         uint32_t v_smem, int add) {
+  using VTile = typename C::VTile;
+  using Product = ptx::Wgmma<C::DTYPE, C::HEAD_DIM_V>;
+  const int leading_bytes = C::FP8 ? 16 : VTile::SLABS > 1 ? VTile::SLAB_BYTES : 0;
+  const ptx::WgmmaDescriptor v = describe_tile<VTile>(v_smem, leading_bytes);
+#pragma unroll
+  for (int i = 0; i < C::BLOCK_K / (16 * C::PACK); ++i) {
+    const int step = C::FP8 ? column_step<VTile>(i) : 16 * i * VTile::ROW_BYTES;
+    Product::rs(&o_rmem[0][0][0], p_rmem[0][i], advance(v, step), add || i > 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// --- softmax ---
+
+// Sets the scores of invisible keys to -inf, as math::mask_scores does. rows: this lane's two rows;
+// first_key: its first key.
+template <class C>
+__device__ __forceinline__ void mask_scores(math::Scores<C>& s_rmem,
+                                            const math::VisibleKeys& visible, const int (&rows)[2],
+                                            int first_key) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int first = visible.first(rows[r]) - first_key;
+    const int last = visible.last(rows[r]) - first_key;
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = 8 * n + i;
+        if (key < first || key > last) s_rmem[0][n][2 * r + i] = math::MINUS_INFINITY;
+      }
+    }
+  }
+}
+
+template <class C>
+using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
+
+// Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
+// rescales their sums; rescale_outputs(corrections) does the same for their outputs. Returns the
+// scale for weigh_row: exp2_scale, or 1 if this has scaled the scores already. All that is rare is
+// behind one branch, as each branch would drain the pipelines.
+template <class C, class Rescale>
+__device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::RowState<C>& state,
+                                               float exp2_scale, Rescale rescale_outputs) {
+  using W = Weights<C>;
+  constexpr int HALF = C::BLOCK_K / 16;  // two maxima of a row are found side by side
+  float max[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float halves[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* first = &s_rmem[0][half * HALF][2 * r];
+      halves[half] = fmaxf(first[0], first[1]);
+#pragma unroll
+      for (int n = 1; n < HALF; ++n)
+        halves[half] = fmaxf(halves[half], fmaxf(first[4 * n], first[4 * n + 1]));
+    }
+    max[r] = fmaxf(halves[0], halves[1]);
+  }
+  const auto exceed = [&](float limit_0, float limit_1) {
+    return max[0] * exp2_scale > limit_0 || max[1] * exp2_scale > limit_1;
+  };
+  float (&base)[2] = state.base[0];
+  float (&sum)[2] = state.sum[0];
+  bool raises;
+  if constexpr (W::RAISE_FRACTION == 0.0f) {
+    const float lag = state.large ? W::LARGE_BASE_LAG : W::P_LOG2 + W::BASE_LAG;
+    raises = __any_sync(math::FULL_WARP, exceed(base[0] + lag, base[1] + lag));
+    if (!raises && !state.large) return exp2_scale;
+  } else {
+    if (!__any_sync(math::FULL_WARP, exceed(base[0], base[1]) || state.large)) return exp2_scale;
+    raises = __any_sync(math::FULL_WARP, exceed(base[0] + math::allowed_rise<W>(sum[0]),
+                                                base[1] + math::allowed_rise<W>(sum[1])));
+  }
+  if (raises) {
+    float corrections[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float row_max = max[r];
+      // mutants: maximum-of-four-lanes
+      row_max = fmaxf(row_max, __shfl_xor_sync(math::FULL_WARP, row_max, 1));
+      row_max = fmaxf(row_max, __shfl_xor_sync(math::FULL_WARP, row_max, 2));
+      float raised = __fmul_rn(row_max, exp2_scale);
+      if (W::P_LOG2 != 0.0f && fabsf(raised) <= W::LARGE_BASE) raised -= W::P_LOG2;
+      raised = fmaxf(base[r], raised);
+      corrections[r] = ptx::ex2_approx_ftz(base[r] - raised);
+      base[r] = raised;
+      sum[r] *= corrections[r];
+    }
+    rescale_outputs(corrections);
+    const auto is_large = [](float x) {
+      return fabsf(x) > W::LARGE_BASE - W::P_LOG2 && x != math::LOWEST;
+    };
+    state.large = __any_sync(math::FULL_WARP, is_large(base[0]) || is_large(base[1]));
+  }
+  if (!state.large) return exp2_scale;
+  // Scores are rounded as their base is, so that the largest of a row gives exactly P = 1.
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = __fmul_rn(s_rmem[0][n][i], exp2_scale);
+  }
+  return 1.0f;
+}
+
+template <class C>
+__device__ __forceinline__ void rescale(math::Outputs<C>& o_rmem, const float (&corrections)[2]) {
+#pragma unroll
+  for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= corrections[i / 2];
+  }
+}
+
+// P = 2^(S * scale - base) of row r, in place of S.
+template <class C>
+__device__ __forceinline__ void weigh_row(math::Scores<C>& s_rmem, math::RowState<C>& state, int r,
+                                          float scale) {
+  float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& p = s_rmem[0][n][2 * r + i];
+      p = ptx::ex2_approx_ftz(fmaf(p, scale, -state.base[0][r]));
+      sums[i] += p;
+    }
+  }
+  state.sum[0][r] += sums[0] + sums[1];
+}
+
+// Rounds P to fragments of A. In 8 bits a register has the keys 2t and 2t + 1 (t = lane % 4) of two
+// neighbouring groups of 8 keys: a product takes them for the keys 4t to 4t + 3 of 16, an order
+// that transpose_v() gives to V as well.
+template <class C>
+__device__ __forceinline__ void pack(const math::Scores<C>& s_rmem, Probabilities<C>& p_rmem) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 8; n += C::PACK) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float* s = &s_rmem[0][n][2 * r];
+      if constexpr (C::FP8) {
+        const float* next = &s_rmem[0][n + 1][2 * r];
+        const uint32_t low = ptx::cvt_rn_satfinite_x2_f32<C::DTYPE>(s[0], s[1]);
+        const uint32_t high = ptx::cvt_rn_satfinite_x2_f32<C::DTYPE>(next[0], next[1]);
+        p_rmem[0][n / 4][n % 4 + r] = low | high << 16;
+      } else {
+        p_rmem[0][n / 2][n % 2 * 2 + r] = ptx::cvt_rn_x2_f32<C::DTYPE>(s[0], s[1]);
+      }
+    }
+  }
+}
+
+// --- rows of few query rows: shares of the keys, packed heads ---
+
+// Where row `row_of_tile` of a tile lies.
+struct FewRow {
+  int batch, head;
+  int row;         // of its sequence
+  int64_t packed;  // of its tensor
+  bool wanted;     // it belongs to a head and a sequence
+
+  __device__ __forceinline__ FewRow(const AttentionParams& params,
+                                    const math::PackedHeads& packed_heads, const Tile& tile,
+                                    int row_of_tile)
+      : batch(tile.batch_head / params.heads_q),
+        row(tile.first_row + packed_heads.row(row_of_tile)) {
+    const int head_of_tile = packed_heads.head(row_of_tile);
+    wanted = head_of_tile < packed_heads.count && row < tile.nq;
+    head = tile.batch_head % params.heads_q + (wanted ? head_of_tile : 0);
+    packed = math::sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + row;
+  }
+  __device__ __forceinline__ int64_t lse_index(const AttentionParams& params) const {
+    return batch * params.lse_batch + head * params.lse_head + packed;
+  }
+};
+
+// Writes a warp's rows and their ends for the combining kernel.
+template <class C>
+__device__ __forceinline__ void store_partials(const math::Outputs<C>& o_rmem,
+                                               const math::RowState<C>& state,
+                                               const AttentionParams& params,
+                                               const Partials& partials,
+                                               const math::PackedHeads& packed_heads,
+                                               const Tile& tile, int warp_row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = state.sum[0][r];
+    sum += __shfl_xor_sync(math::FULL_WARP, sum, 1);
+    sum += __shfl_xor_sync(math::FULL_WARP, sum, 2);
+    const FewRow row(params, packed_heads, tile, warp_row + lane / 4 + 8 * r);
+    if (!row.wanted) continue;
+    const int64_t index = partials.index(tile.split, row.lse_index(params));
+    if (lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
+    float* row_gmem = partials.rows_gmem + index * params.dv;
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+      const int column = 8 * n + lane % 4 * 2;
+      if (column < params.dv) {
+        *reinterpret_cast<float2*>(row_gmem + column) = {o_rmem[0][n][2 * r],
+                                                         o_rmem[0][n][2 * r + 1]};
+      }
+    }
+  }
+}
+
+// Divides a warp's outputs by the row sums and writes them, and the LSE where it is asked for, for
+// rows of packed heads.
+template <class C>
+__device__ __forceinline__ void store_packed_out(const math::Outputs<C>& o_rmem,
+                                                 const math::RowState<C>& state,
+                                                 const AttentionParams& params,
+                                                 const math::PackedHeads& packed_heads,
+                                                 const Tile& tile, int warp_row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const FewRow row(params, packed_heads, tile, warp_row + lane / 4 + 8 * r);
+    const math::RowEnd end =
+        math::finish_lane_row<C>(state, 0, r, math::load_sink(params, row.head));
+    if (!row.wanted) continue;
+    if (params.lse_gmem != nullptr && lane % 4 == 0)
+      params.lse_gmem[row.lse_index(params)] = end.lse;
+    uint16_t* row_gmem = static_cast<uint16_t*>(params.out_gmem) + row.batch * params.out_batch +
+                         row.head * params.out_head + row.packed * params.out_row;
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+      const int column = 8 * n + lane % 4 * 2;
+      const float* o = &o_rmem[0][n][2 * r];
+      if (column < params.dv) {
+        *reinterpret_cast<uint32_t*>(row_gmem + column) =
+            ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
+      }
+    }
+  }
+}
+
+}  // namespace archflash::hopper

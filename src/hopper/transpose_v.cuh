@@ -1,0 +1,107 @@
+// Turns 8-bit V so that the keys of a column lie side by side, as wgmma takes 8-bit tiles only: one
+// CTA for V_COLUMN_KEYS keys of each head. It also
+//   - gives each sequence columns of its own, filled up with zeros: keys behind its end then never
+//     matter, whatever memory holds there;
+//   - writes zeros for a block whose descale is 0;
+//   - orders 16 keys as pack() orders P, and 16 columns as math::store_fp8_out takes outputs.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_params.h"
+#include "common/math/attention_work.cuh"
+#include "common/math/descales.cuh"
+#include "common/math/varlen_tiles.cuh"
+#include "common/ptx/st_global.cuh"
+#include "hopper/config.cuh"
+#include "hopper/params.h"
+
+namespace archflash::hopper {
+
+// Where the keys of a sequence start in a column.
+__device__ __forceinline__ int find_v_columns_start(const AttentionParams& params, int sequence) {
+  if (params.cu_seqlens_k_gmem == nullptr) return 0;
+  return V_COLUMN_KEYS * math::varlen_tile_start(params.cu_seqlens_k_gmem, sequence, V_COLUMN_KEYS);
+}
+
+// Bytes of four words as a 4 x 4 matrix, transposed: word i of the result has byte i of each.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
+  const uint32_t low_01 = __byte_perm(words[0], words[1], 0x5140);
+  const uint32_t high_01 = __byte_perm(words[0], words[1], 0x7362);
+  const uint32_t low_23 = __byte_perm(words[2], words[3], 0x5140);
+  const uint32_t high_23 = __byte_perm(words[2], words[3], 0x7362);
+  words[0] = __byte_perm(low_01, low_23, 0x5410);
+  words[1] = __byte_perm(low_01, low_23, 0x7632);
+  words[2] = __byte_perm(high_01, high_23, 0x5410);
+  words[3] = __byte_perm(high_01, high_23, 0x7632);
+}
+
+__device__ __forceinline__ void transpose_v(const Params& params) {
+  constexpr int CHUNK = 16;                          // bytes that a thread reads at once
+  constexpr int PITCH = TRANSPOSED_COLUMNS / 4 + 1;  // words: odd, against bank conflicts
+  __shared__ uint32_t tile[V_COLUMN_KEYS * PITCH];   // (keys, columns)
+  const AttentionParams& attention = params.attention;
+  const int blocks = params.v_columns / V_COLUMN_KEYS;
+  const int heads = attention.heads_q / attention.heads_per_kv;
+  const int block = blockIdx.x % blocks, slice = blockIdx.x / blocks;
+  const int head = slice % heads;
+  const bool packed = attention.cu_seqlens_k_gmem != nullptr;
+  int sequence = slice / heads;
+  if (packed) {
+    sequence = math::find_varlen_sequence(attention.cu_seqlens_k_gmem, attention.batch,
+                                          V_COLUMN_KEYS, block);
+    if (sequence < 0) return;
+  }
+  const int start = math::sequence_start(attention.cu_seqlens_k_gmem, sequence, attention.nk);
+  const int length =
+      packed ? math::sequence_start(attention.cu_seqlens_k_gmem, sequence + 1, attention.nk) - start
+             : attention.nk;
+  const int first_key =
+      block * V_COLUMN_KEYS - find_v_columns_start(attention, sequence);  // of the sequence
+  const math::Work work{.batch_head = sequence * attention.heads_q + head * attention.heads_per_kv};
+  const math::KeyDescales descales = math::find_key_descales(params.descales, attention, work);
+
+  const int chunks = attention.dv / CHUNK;  // of a row
+  const uint8_t* v_gmem = static_cast<const uint8_t*>(attention.v_gmem) +
+                          sequence * attention.v_batch + head * attention.v_head;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < V_COLUMN_KEYS * chunks; i += TRANSPOSE_THREADS) {
+    const int key = i / chunks, chunk = i % chunks;
+    uint4 data{};
+    if (first_key + key < length &&
+        (descales.v_gmem == nullptr || descales.v(first_key + key) != 0.0f)) {
+      data = *reinterpret_cast<const uint4*>(v_gmem + (start + first_key + key) * attention.v_row +
+                                             chunk * CHUNK);
+    }
+    uint32_t* row = tile + key * PITCH + chunk * (CHUNK / 4);
+    row[0] = data.x, row[1] = data.y, row[2] = data.z, row[3] = data.w;
+  }
+  __syncthreads();  // the keys are there before any thread reads columns
+
+  // Lane l of a warp writes the four keys at positions 4l to 4l + 3 of a column.
+  const int lane = threadIdx.x % 32;
+  const int key = lane / 4 * 16 + lane % 4 * 2;  // they are key, + 1, + 8 and + 9
+  uint8_t* out_gmem = params.v_columns_gmem +
+                      static_cast<int64_t>(slice) * attention.dv * params.v_columns +
+                      block * V_COLUMN_KEYS + lane * 4;
+  for (int column = threadIdx.x / 32 * 4; column < attention.dv; column += TRANSPOSE_THREADS / 8) {
+    const uint32_t* first = tile + key * PITCH + column / 4;
+    uint32_t words[4] = {first[0], first[PITCH], first[8 * PITCH], first[9 * PITCH]};
+    transpose_bytes(words);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // Column 4t + 2j + h of 16 goes to 8h + 2t + j.
+      const int row = column / 16 * 16 + i % 2 * 8 + column % 16 / 4 * 2 + i / 2;
+      *reinterpret_cast<uint32_t*>(out_gmem + static_cast<int64_t>(row) * params.v_columns) =
+          words[i];
+    }
+  }
+}
+
+}  // namespace archflash::hopper
+
+#define ARCHFLASH_HOPPER_TRANSPOSE_KERNEL(NAME)                                      \
+  extern "C" __global__ void __launch_bounds__(archflash::hopper::TRANSPOSE_THREADS) \
+      NAME(const __grid_constant__ archflash::hopper::Params params) {               \
+    archflash::hopper::transpose_v(params);                                          \
+  }

@@ -1,0 +1,143 @@
+"""Writes docs/slots.md: what the main loops of every kernel issue, counted in its machine code.
+
+``python -m tests.build.slots`` says whether the page is up to date, ``--write`` writes it anew. Run
+it after a change of a kernel. It needs the installed package, and cuobjdump and nvdisasm of PyPI or
+of CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from archflash import _archflash as native
+
+from .conftest import find_tool
+from .machine_code import KINDS, assembler_of, instructions_of, kinds, main_loops
+
+PAGE = Path(__file__).parents[2] / "docs" / "slots.md"
+# Kernels that differ from those of another dtype in a few instructions, which issue as often.
+TWINS = re.compile("_f16_|_e5m2_|^simt_.*_bf16_")
+HEAD = """# Issue slots of the main loops
+
+`python -m tests.build.slots --write` counts these in the machine code of the wheel's kernels. A
+test compares them (`tests/build/test_slots.py`) where the same ptxas has assembled the kernels.
+Nothing here was timed.
+
+One row is one loop of one warp, which goes round once for each block of keys. Two rows of one kind
+are two loops, such as one for blocks with a mask and one for blocks without. **slots** are the
+instructions on the way round that does all the work with the fewest of them: without masks, rare
+branches and second tries of waits, and without loops inside, such as copies by threads. The columns
+behind it say what is among them. **shortest** is the shortest way round, which may skip the block,
+or leave O as it is (`rescaling`). Kernels for fp16 and e5m2 issue as often as those for bf16 and
+e4m3, but for a few conversions, and are left out.
+
+| loop | what it does |
+| --- | --- |
+| attention | products by mma.sync or wgmma and the softmax between them |
+| products | tcgen05 products, or on CUDA cores those by FFMA |
+| softmax | exponentials of a block, in warps that do nothing else |
+| rescaling | O of one or two tiles times the factor of a base that rose |
+| loads | TMA |
+"""
+
+
+def home_target(folder: str) -> str:
+    """The target whose code a folder's home GPU runs."""
+    known = native.find_known_device(native.describe(folder).home_device)
+    assert known is not None
+    device = known.device
+    names = [target.name for target in native.targets(folder)]
+    name = native.pick_target(names, device.capability)
+    assert name is not None
+    return name
+
+
+def rows(found: dict[str, list[str]]) -> Iterator[list[str]]:
+    """The rows of an image's kernels."""
+    for kernel, texts in sorted(found.items()):
+        if TWINS.search(kernel) or "_attention_" not in kernel:
+            continue
+        for loop in main_loops(texts):
+            among = kinds(loop.way)
+            numbers = [len(loop.way), *(among[kind] for kind in KINDS), loop.shortest]
+            name = kernel.partition("_attention_fwd_")[2]
+            yield [name, loop.work.name, *(str(n) if n else "" for n in numbers)]
+
+
+def section(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
+    """The part of the page about one folder.
+
+    Args:
+        folder: the implementation.
+        tool: cuobjdump.
+        files: its images.
+    """
+    target = home_target(folder)
+    table = [
+        row
+        for _, file in sorted(files.items())
+        for row in rows(instructions_of(tool, target, file))
+    ]
+    lines = [["kernel", "loop", "slots", *KINDS, "shortest"]]
+    lines += [["---", "---", *["---:"] * (len(KINDS) + 2)], *table]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{title(folder, tool, files)}\n\n{text}\n"
+
+
+def title(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
+    """The title of a folder's part, which names the target and the assembler."""
+    target = home_target(folder)
+    releases = {assembler_of(tool, target, file) for file in files.values()}
+    said = ", ".join(f"{major}.{minor}" for major, minor in sorted(releases))
+    return f"## {folder}, {target}, ptxas {said}"
+
+
+def sections(page: str) -> dict[str, str]:
+    """The parts of a page by folder."""
+    parts = re.split(r"^## ", page, flags=re.MULTILINE)
+    return {part.partition(",")[0]: f"## {part.rstrip()}\n" for part in parts[1:]}
+
+
+def folders() -> dict[str, list[str]]:
+    """The images of each implementation in this build."""
+    found: dict[str, list[str]] = {
+        name: [] for name in native.folder_names() if native.targets(name)
+    }
+    for image in native.image_names():
+        if (folder := image.partition("/")[0]) in found:
+            found[folder].append(image)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write the page anew")
+    options = parser.parse_args()
+    tool = find_tool("cuobjdump")
+    if tool is None or find_tool("nvdisasm") is None:
+        print("pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm", file=sys.stderr)
+        return 2
+    parts = [HEAD]
+    with tempfile.TemporaryDirectory() as place:
+        for folder, images in folders().items():
+            files = {}
+            for image in images:
+                files[image] = Path(place) / f"{image.replace('/', '-')}.fatbin"
+                files[image].write_bytes(native.image(image))
+            parts.append(section(folder, tool, files))
+    page = "\n".join(parts)
+    if options.write:
+        PAGE.write_text(page)
+        return 0
+    same = PAGE.exists() and PAGE.read_text() == page
+    print("docs/slots.md is up to date" if same else "docs/slots.md differs: run with --write")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

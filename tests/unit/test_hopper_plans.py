@@ -1,0 +1,80 @@
+"""Which of its kernels hopper plans for the shapes of the benchmark, how CTAs share the tiles out,
+and how keys are split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_cases import call, launch_of, plan_of, tile_of
+
+from archflash import _archflash as native
+
+NAME = "hopper"
+
+
+def hopper(device: str = "H200", **options: Any) -> native.LaunchPlan:
+    return plan_of(call("bfloat16", **options), device, NAME)
+
+
+# Batch, heads of q and of k, rows, keys, head dimension, causal: the tile, and the heads of q whose
+# tiles follow one another.
+SHAPES = {
+    (16, 16, 16, 8192, 8192, 128, False): ("d128_large", 4),
+    (1, 32, 8, 4096, 4096, 128, True): ("d128_large", 32),
+    (1, 32, 8, 16384, 16384, 128, True): ("d128_large", 4),
+    (2, 16, 16, 4001, 4001, 128, True): ("d128_large", 32),
+    (64, 64, 64, 1024, 1024, 64, False): ("d64_large", 33),
+    (4, 8, 8, 1024, 1024, 64, False): ("d64_large", 32),
+    (2, 2, 2, 512, 512, 64, False): ("d64_few", 4),
+    (1, 12, 12, 512, 512, 64, True): ("d64_few", 12),
+    (1, 12, 12, 2048, 2048, 64, True): ("d64_few", 12),
+    (1, 12, 12, 4096, 4096, 64, True): ("d64_medium", 12),
+    (8, 12, 12, 2048, 2048, 64, True): ("d64_large", 96),
+    (2, 16, 16, 4096, 77, 64, False): ("d64_large", 8),
+    (4, 16, 16, 2048, 2048, 96, True): ("d96_large", 64),
+    (2, 16, 16, 4096, 4096, 256, True): ("d256_large", 4),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_measured_shapes_get_the_tile_that_was_the_fastest(shape: tuple[Any, ...]) -> None:
+    b, hq, hkv, nq, nk, d, causal = shape
+    plan = hopper(b=b, hq=hq, hkv=hkv, nq=nq, nk=nk, d=d, causal=causal)
+    tile = tile_of(plan)
+    assert (tile.name, tile.heads_per_group) == SHAPES[shape]
+    assert tile.splits == 1
+
+
+def test_one_cta_for_each_sm_counts_the_tiles_that_are_of_unequal_length() -> None:
+    causal = hopper(b=2, hq=16, nq=4001, d=128, causal=True)
+    assert launch_of(causal)["grid"] == [132, 1, 1]
+    assert causal.zeroed_bytes == causal.workspace_bytes == 4
+    equal = hopper(b=2, hq=16, nq=4001, d=128)
+    assert launch_of(equal)["grid"] == [132, 1, 1]
+    assert equal.workspace_bytes == 0
+    two_rounds = hopper(b=1, hq=12, nq=4096, d=64, causal=True)
+    assert (launch_of(two_rounds)["grid"], tile_of(two_rounds).tiles) == ([132, 1, 1], 264)
+    assert two_rounds.workspace_bytes == 0
+    few = hopper(b=1, hq=12, nq=512, d=64, causal=True)  # two CTAs on an SM, one for each tile
+    assert launch_of(few)["grid"] == [96, 1, 1]
+    assert few.workspace_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"), [((32, 8192), 1), ((128, 2048), 1), ((1, 131072), 33)], ids=str
+)
+def test_decoding_packs_heads_and_fills_the_gpu(shape: tuple[int, int], splits: int) -> None:
+    batch, keys = shape
+    plan = hopper(b=batch, hq=32, hkv=8, nq=1, nk=keys, d=128)
+    tile = tile_of(plan)
+    assert (tile.name, tile.packed_heads, tile.splits) == ("d128_few", 4, splits)
+    assert plan.to_dict()["launches"][0]["grid"] == [8 * batch * splits, 1, 1]
+
+
+def test_every_tile_fits_an_h100() -> None:
+    for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        for b in (1, 64):
+            launch = launch_of(hopper("H100", b=b, hq=16, nq=1024, d=d, dv=dv))
+            assert launch["shared_bytes"] <= 227 * 1024
