@@ -38,7 +38,7 @@ const Description& describe() {
 
 namespace {
 
-using mma_sync::tile;
+using core::tile;
 
 // Measured on an H200 (NOTES.md), those for GPUs with 99 KB of shared memory too: what a GPU of 8.9
 // makes of them is unmeasured.

@@ -29,7 +29,7 @@ const Description& describe() {
 
 namespace {
 
-using mma_sync::tile;
+using core::tile;
 
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
 // GPUs make of them is unmeasured.

@@ -10,7 +10,6 @@
 #include "blackwell_consumer/params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
-#include "common/planning/mma_sync.h"
 #include "common/planning/order.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
@@ -45,10 +44,10 @@ struct Tile : core::Tile {
 
 template <class C>
 constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
-  core::Tile common = mma_sync::tile<C>(name, serves, reason);
-  common.q_box = {C::QTile::SLAB * C::QK_PACK, C::BLOCK_Q, C::QTile::SWIZZLE};
-  common.k_box = {C::KTile::SLAB * C::QK_PACK, C::BLOCK_K, C::KTile::SWIZZLE};
-  common.v_box = {C::VTile::SLAB * C::V_PACK, C::BLOCK_K, C::VTile::SWIZZLE};
+  core::Tile common = core::tile<C>(name, serves, reason);
+  common.q_box = core::box<typename C::QTile>(C::QK_PACK);
+  common.k_box = core::box<typename C::KTile>(C::QK_PACK);
+  common.v_box = core::box<typename C::VTile>(C::V_PACK);
   return {common, C::BARRIERS, C::REGISTERS, C::CONSUMER_REGISTERS};
 }
 

@@ -53,9 +53,6 @@ constexpr int polynomials_of_128 =
 
 template <class C>
 constexpr Tile tile(const char* name) {
-  const auto box = []<class T>(const T&, int pack) {
-    return core::Box{T::SLAB * pack, T::BOX_ROWS, T::SWIZZLE};
-  };
   const core::Tile common{.name = name,
                           .reason = "",
                           .head_dim = C::HEAD_DIM,
@@ -70,11 +67,10 @@ constexpr Tile tile(const char* name) {
                           .cluster = C::CTAS,
                           .ctas_per_sm = 1,
                           .shared_bytes = C::SHARED_BYTES,
-                          // A tile of 8-bit elements counts two of them as one column.
-                          .q_box = box(typename C::QTile(), C::PACK),
-                          .k_box = box(typename C::KTile(), C::PACK),
-                          .v_box = box(typename C::VTile(), C::PACK),
-                          .out_box = box(typename C::OTile(), 1)};
+                          .q_box = core::box<typename C::QTile>(C::PACK),
+                          .k_box = core::box<typename C::KTile>(C::PACK),
+                          .v_box = core::box<typename C::VTile>(C::PACK),
+                          .out_box = core::box<typename C::OTile>(1)};
   return {common,      C::TILES, C::BARRIERS, polynomials_of_128<C>, C::SWITCHES.dynamic_walk,
           C::REGISTERS};
 }
@@ -170,22 +166,10 @@ const Tile& alone_or_pair(const Problem& problem, const Device& device) {
   return alone;
 }
 
-// The tile for few query rows. Heads that share a head of K are packed into it where that saves a
-// quarter of the tiles: K and V are read that much less often. A tensor map cannot repeat a head,
-// as an expanded q does.
 Tile few_tile(const Problem& problem) {
-  const Tile& plain = smallest(FEW_TILES, problem);
-  const int heads_per_kv = static_cast<int>(problem.heads_q / problem.heads_kv);
-  if (heads_per_kv == 1 || problem.q.head == 0 || problem.out.head == 0) return plain;
-  const math::PackedHeads packed_heads = math::pack_heads(plain.block_q, heads_per_kv);
-  Tile packed = plain;
-  packed.block_q = packed_heads.rows();
-  packed.packed_heads = packed_heads.count;
-  packed.q_box.rows = packed.out_box.rows = packed.block_q;
-  packed.q_box.heads = plain.block_q / packed.block_q;
-  packed.out_box.heads = packed.packed_heads;
-  const bool pays = 4 * core::tiles_of(problem, packed) <= 3 * core::tiles_of(problem, plain);
-  return pays ? packed : plain;
+  Tile few = smallest(FEW_TILES, problem);
+  core::pack_heads(problem, few);
+  return few;
 }
 
 // The time of all tiles without a split: in keys that an SM passes with one tile.

@@ -50,26 +50,10 @@ struct Tile : core::Tile {
 
 template <class C>
 constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
-  const auto box = []<class T>(const T&) {
-    return core::Box{T::SLAB * C::PACK, T::BOX_ROWS, T::SWIZZLE};
-  };
-  const core::Tile common{.name = name,
-                          .reason = reason,
-                          .head_dim = C::HEAD_DIM,
-                          .head_dim_v = C::HEAD_DIM_V,
-                          .block_q = C::BLOCK_Q,
-                          .block_k = C::BLOCK_K,
-                          .threads = C::THREADS,
-                          .warps = C::WARPS,
-                          .rows_per_warp = C::WARP_ROWS,
-                          .k_stages = C::STAGES,
-                          .v_stages = C::STAGES,
-                          .ctas_per_sm = C::CTAS_PER_SM,
-                          .shared_bytes = C::SHARED_BYTES,
-                          .q_box = box(typename C::QTile()),
-                          .k_box = box(typename C::KTile()),
-                          .v_box = box(typename C::VTile()),
-                          .serves = serves};
+  core::Tile common = core::tile<C>(name, serves, reason);
+  common.q_box = core::box<typename C::QTile>(C::PACK);
+  common.k_box = core::box<typename C::KTile>(C::PACK);
+  common.v_box = core::box<typename C::VTile>(C::PACK);
   return {common,
           C::Q_STAGES,
           C::BARRIERS,
@@ -137,10 +121,8 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Tile
   const int64_t tiles = core::tiles_of(problem, tile);
   int64_t size = kv_heads;
   if (core::equal_tiles(problem) || tiles > FEW_TILES_PER_SM * device.sm_count) {
-    const int64_t kv_head_bytes =
-        problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
-    const int64_t fitting = MOST_BYTES / std::max<int64_t>(kv_head_bytes, 1);
-    const int64_t at_once = device.sm_count * core::resident_ctas(tile, device);
+    const int64_t fitting = MOST_BYTES / std::max<int64_t>(core::kv_head_bytes(problem), 1);
+    const int64_t at_once = core::workers_of(tile, device);
     const int64_t wave = core::ceil_div(at_once * kv_heads, std::max<int64_t>(tiles, 1));
     size = std::clamp<int64_t>(std::min(fitting, wave), 1, kv_heads);
   }
@@ -148,22 +130,13 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Tile
   return static_cast<int32_t>(even * ratio);
 }
 
-// The tile for few query rows that has the head dimensions of `tile`. Heads that share a head of K
-// are packed into it where that saves a quarter of the tiles: K and V are read that much less
-// often. A tensor map cannot repeat a head, as an expanded q does.
+// The tile for few query rows that has the head dimensions of `tile`.
 Tile few_tile(const Problem& problem, const Tile& tile) {
   const Tile* plain = &tile;
   while (plain->block_q != FEW_ROWS) ++plain;  // the last one for these head dimensions
-  const int heads_per_kv = static_cast<int>(problem.heads_q / problem.heads_kv);
-  if (heads_per_kv == 1 || problem.q.head == 0) return *plain;
-  const math::PackedHeads packed_heads = math::pack_heads(FEW_ROWS, heads_per_kv);
-  Tile packed = *plain;
-  packed.block_q = packed_heads.rows();
-  packed.packed_heads = packed_heads.count;
-  packed.q_box.rows = packed.block_q;
-  packed.q_box.heads = FEW_ROWS / packed.block_q;
-  const bool pays = 4 * core::tiles_of(problem, packed) <= 3 * core::tiles_of(problem, *plain);
-  return pays ? packed : *plain;
+  Tile few = *plain;
+  core::pack_heads(problem, few);
+  return few;
 }
 
 struct Choice {
@@ -177,16 +150,10 @@ std::variant<Choice, Reasons> choose(const Problem& problem, const Device& devic
   if (is_fp8(problem.dtype)) return Choice{*unsplit, 1};
   const Tile few = few_tile(problem, *unsplit);
   Choice choice{unsplit->block_q == FEW_ROWS ? few : *unsplit, 1};
-  // CTAs that share an SM read keys side by side, as if each had an SM.
-  const auto places = [&](const Tile& tile) {
-    Device places = device;
-    places.sm_count *= static_cast<int32_t>(core::resident_ctas(tile, device));
-    return places;
-  };
-  const int64_t rounds = core::ceil_div(core::tiles_of(problem, choice.tile),
-                                        std::max(places(choice.tile).sm_count, 1));
-  choice.splits = core::choose_splits(problem, places(few), few,
-                                      rounds * core::visited_keys(problem, choice.tile));
+  const int64_t rounds =
+      core::ceil_div(core::tiles_of(problem, choice.tile), core::workers_of(choice.tile, device));
+  choice.splits =
+      core::choose_splits(problem, device, few, rounds * core::visited_keys(problem, choice.tile));
   if (choice.splits > 1) choice.tile = few;
   return choice;
 }

@@ -32,21 +32,7 @@ const Description& describe() {
 
 namespace {
 
-template <class C>
-constexpr core::Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
-  return {.name = name,
-          .reason = reason,
-          .head_dim = C::HEAD_DIM,
-          .head_dim_v = C::HEAD_DIM,
-          .block_q = C::BLOCK_Q,
-          .block_k = C::BLOCK_K,
-          .threads = C::THREADS,
-          .warps = C::WARPS,
-          .rows_per_warp = C::WARP_ROWS,
-          .ctas_per_sm = C::CTAS_PER_SM,
-          .shared_bytes = C::SHARED_BYTES,
-          .serves = serves};
-}
+using core::tile;
 
 // Measured on an H200 (NOTES.md); one CTA per SM there stands for the GPUs with 64 and 99 KB of
 // shared memory.

@@ -789,7 +789,7 @@ def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None
         "          stages: 1",
         "          CTAs: 256, 2 per SM on 128 SMs",
         "          order: last row tiles first, one head at a time",
-        "          balance: 100% of what an even share of the work would give (a model)",
+        "          balance: 100% of the best that these tiles allow (a model)",
         "          launch: ada_attention_fwd_f16_d64, grid 256, block 128, "
         "49216 bytes of shared memory",
         "  not     blackwell_dc: compute capability 8.9 (RTX 4090): blackwell_dc is built for "

@@ -234,7 +234,7 @@ def test_explain_says_how_even_a_walk_is() -> None:
     problem = call("bfloat16", b=1, hq=32, hkv=8, nq=4096, nk=4096, d=128, causal=True)
     plan = plan_of(problem, "A100", "ampere")
     share = round(100 * native.makespan(plan).share)
-    assert dict(plan.notes)["balance"].startswith(f"{share}% of what an even share")
+    assert dict(plan.notes)["balance"].startswith(f"{share}% of the best")
 
 
 # --- the shapes of the benchmark ---

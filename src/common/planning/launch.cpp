@@ -39,8 +39,7 @@ std::string ctas_text(const LaunchPlan& plan) {
 constexpr int64_t MOST_TILES_TO_MODEL = 1 << 20;  // a fraction of a second
 std::string balance_text(const LaunchPlan& plan) {
   const Makespan model = makespan(plan, {});
-  return str(std::lround(100 * model.share())) +
-         "% of what an even share of the work would give (a model)";
+  return str(std::lround(100 * model.share())) + "% of the best that these tiles allow (a model)";
 }
 std::string order_text(const LaunchPlan& plan) {
   if (plan.problem.varlen) return "by sequence, last row tiles first";

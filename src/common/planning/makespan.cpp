@@ -1,10 +1,8 @@
 #include "common/planning/makespan.h"
 
 #include <algorithm>
-#include <functional>
 #include <map>
 #include <numeric>
-#include <queue>
 
 #include "common/planning/core_set.h"
 #include "common/planning/order.h"
@@ -34,21 +32,20 @@ Makespan makespan(std::span<const double> times, int64_t workers, Walk walk) {
   const double sum = std::accumulate(times.begin(), times.end(), 0.0);
   const double longest = times.empty() ? 0 : *std::max_element(times.begin(), times.end());
   result.ideal = std::max(sum / static_cast<double>(workers), longest);
-  std::vector<double> until(workers, 0);
   if (walk == Walk::Rounds) {
+    std::vector<double> until(workers, 0);
     for (size_t i = 0; i < times.size(); ++i) {
       const size_t round = i / workers, place = i % workers;
       until[round % 2 == 0 ? place : workers - 1 - place] += times[i];
     }
     result.time = *std::max_element(until.begin(), until.end());
   } else {
-    std::priority_queue queue(std::greater<double>(), std::move(until));
+    std::vector<Run> runs;
     for (const double time : times) {
-      const double end = queue.top() + time;
-      queue.pop();
-      queue.push(end);
-      result.time = std::max(result.time, end);
+      if (runs.empty() || runs.back().time != time) runs.push_back({time, 0});
+      ++runs.back().count;
     }
+    result.time = queue_time(runs, workers);
   }
   return result;
 }
@@ -116,11 +113,10 @@ Makespan makespan(const LaunchPlan& plan, const Lengths& lengths) {
 
 double reads_of_keys(const LaunchPlan& plan) {
   const Problem& problem = plan.problem;
-  const int64_t of_head = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
   const int64_t kv_heads = problem.batch * problem.heads_kv;
   const int64_t in_group =
       std::min(ceil_div(plan.tile.heads_per_group * problem.heads_kv, problem.heads_q), kv_heads);
-  if (in_group * of_head <= plan.device.l2_bytes / 2) return 1;
+  if (in_group * kv_head_bytes(problem) <= plan.device.l2_bytes / 2) return 1;
   const std::vector<TileTime> tiles = tile_times(plan, {});
   const size_t workers = workers_of(plan);
   double keys = 0;  // that come from memory

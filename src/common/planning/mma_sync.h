@@ -13,26 +13,6 @@
 
 namespace archflash::mma_sync {
 
-// A row of a folder's table from the kernel's Config. The kernel copies without tensor maps: a
-// folder whose kernel has some adds their boxes.
-template <class C>
-constexpr core::Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
-  return {.name = name,
-          .reason = reason,
-          .head_dim = C::HEAD_DIM,
-          .head_dim_v = C::HEAD_DIM_V,
-          .block_q = C::BLOCK_Q,
-          .block_k = C::BLOCK_K,
-          .threads = C::THREADS,
-          .warps = C::WARPS,
-          .rows_per_warp = C::WARP_ROWS,
-          .k_stages = C::STAGES,
-          .v_stages = C::STAGES,
-          .ctas_per_sm = C::CTAS_PER_SM,
-          .shared_bytes = C::SHARED_BYTES,
-          .serves = serves};
-}
-
 // The plan of a kernel that has one CTA for each row tile. `change` alters the parameters before
 // they become part of it.
 template <class Params>

@@ -17,13 +17,13 @@ constexpr int64_t MOST_ROWS_TO_TURN = 64;
 constexpr int64_t TURN_PLACES = 12;  // where a turned range may begin or end, on any head
 
 // The tiles of all heads in an order: rows[i] is the time of a head's row tile i.
-std::vector<Run> runs_of(const std::vector<int64_t>& rows, int64_t heads, const TileOrder& order) {
+std::vector<Run> runs_of(const std::vector<double>& rows, int64_t heads, const TileOrder& order) {
   const int64_t count = static_cast<int64_t>(rows.size());
   std::vector<Run> runs;
   for (int64_t first = 0; first < heads; first += order.heads_per_group) {
     const int64_t group = std::min<int64_t>(order.heads_per_group, heads - first);
     for (int64_t place = 0; place < count; ++place) {
-      const int64_t time = rows[count - 1 - order.from_last(static_cast<int32_t>(place))];
+      const double time = rows[count - 1 - order.from_last(static_cast<int32_t>(place))];
       if (!runs.empty() && runs.back().time == time) {
         runs.back().count += group;
       } else {
@@ -59,8 +59,8 @@ int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t n
   return (last_key / block_k - first_key / block_k + 1) * block_k;
 }
 
-int64_t queue_time(std::span<const Run> runs, int64_t workers) {
-  std::map<int64_t, int64_t> free_at{{0, workers}};  // time -> how many are free from then on
+double queue_time(std::span<const Run> runs, int64_t workers) {
+  std::map<double, int64_t> free_at{{0, workers}};  // time -> how many are free from then on
   for (const Run& run : runs) {
     for (int64_t left = run.count; left > 0;) {
       const auto first = free_at.begin();
@@ -77,14 +77,10 @@ int64_t queue_time(std::span<const Run> runs, int64_t workers) {
   return free_at.rbegin()->first;
 }
 
-int64_t workers_of(const Tile& tile, const Device& device) {
-  return std::max<int64_t>(device.sm_count * resident_ctas(tile, device) / tile.cluster, 1);
-}
-
 TileOrder choose_order(const Problem& problem, const Device& device, const Tile& tile) {
   const int64_t heads_per_kv = problem.heads_q / problem.heads_kv;
   const int64_t kv_heads = problem.batch * problem.heads_kv;
-  const int64_t head_bytes = problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
+  const int64_t head_bytes = kv_head_bytes(problem);
   const int64_t fitting =
       std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1), 1, kv_heads);
   const auto order = [&](int64_t heads) {
@@ -107,27 +103,25 @@ TileOrder choose_order(const Problem& problem, const Device& device, const Tile&
   const int64_t heads = tiles / rows;  // or packs of heads that share a tile
   if (ceil_div(kv_heads * heads_per_kv, many.heads_per_group) * rows > MOST_RUNS) return many;
 
-  std::vector<int64_t> times;
-  int64_t sum = 0, longest = 0;
+  std::vector<double> times;
+  double sum = 0, longest = 0;
   for (int64_t row = 0; row < rows; ++row) {
-    times.push_back(TILE_KEYS + keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq,
-                                             problem.nk, row * tile.block_q));
-    sum += times.back() * heads;
+    const int64_t keys = keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq, problem.nk,
+                                      row * tile.block_q);
+    times.push_back(static_cast<double>(TILE_KEYS + keys));
+    sum += times.back() * static_cast<double>(heads);
     longest = std::max(longest, times.back());
   }
-  const double ideal = std::max(static_cast<double>(sum) / static_cast<double>(workers),
-                                static_cast<double>(longest));
+  const double ideal = std::max(sum / static_cast<double>(workers), longest);
   const auto time_of = [&](TileOrder made) {
     made.heads_per_group /= tile.packed_heads;
     return queue_time(runs_of(times, heads, made), workers);
   };
-  const auto within = [&](int64_t time, double share) {
-    return ideal >= share * static_cast<double>(time);
-  };
-  const int64_t time_of_many = time_of(many);
+  const auto within = [&](double time, double share) { return ideal >= share * time; };
+  const double time_of_many = time_of(many);
   if (within(time_of_many, 0.98)) return many;
-  int64_t time = time_of(few);
-  if (time_of_many <= time + time / 100) few = many, time = time_of_many;
+  double time = time_of(few);
+  if (100 * time_of_many <= 101 * time) few = many, time = time_of_many;
   if (within(time, 0.97) || rows > MOST_ROWS_TO_TURN) return few;
 
   // The tiles do not divide well among the workers. With some of them in the opposite direction
@@ -140,7 +134,7 @@ TileOrder choose_order(const Problem& problem, const Device& device, const Tile&
       turned.turned_begin = static_cast<int32_t>(i * rows / places);
       turned.turned_end = static_cast<int32_t>(j * rows / places);
       if (turned.turned_end - turned.turned_begin < 2) continue;
-      const int64_t of_turned = time_of(turned);
+      const double of_turned = time_of(turned);
       if (100 * of_turned < 99 * time) best = turned, time = of_turned;
     }
   }

@@ -21,14 +21,12 @@ int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t n
 
 // `count` tiles, one after another, that take `time` each.
 struct Run {
-  int64_t time, count;
+  double time;
+  int64_t count;
 };
 
 // The time until all tiles are done if the next one always goes to the worker that is free first.
-int64_t queue_time(std::span<const Run> runs, int64_t workers);
-
-// Row tiles, or pairs of CTAs' row tiles, that a device computes at the same time.
-int64_t workers_of(const Tile& tile, const Device& device);
+double queue_time(std::span<const Run> runs, int64_t workers);
 
 // The order for kernels whose next tile goes to whoever is free first.
 //

@@ -48,12 +48,12 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
   const int64_t keys = visited_keys(problem, tile);
   const int64_t blocks = keys / tile.block_k;
   const int64_t tiles = tiles_of(problem, tile);
-  const int64_t sms = std::max(device.sm_count, 1);
+  const int64_t workers = workers_of(tile, device);
   int64_t splits = 1, time = otherwise;
   const int64_t most = std::min(keys / FEWEST_KEYS, MOST_SPLITS);
-  for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * sms; ++n) {
+  for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * workers; ++n) {
     const int64_t of_share = ceil_div(blocks, n) * tile.block_k + START_KEYS;
-    const int64_t of_n = ceil_div(n * tiles, sms) * of_share + COMBINE_KEYS;
+    const int64_t of_n = ceil_div(n * tiles, workers) * of_share + COMBINE_KEYS;
     if (of_n < time) splits = n, time = of_n;
   }
   return splits;

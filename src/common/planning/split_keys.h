@@ -17,10 +17,11 @@ namespace archflash::core {
 // Into how many shares to split the keys of each tile: what the caller asked for, else what the
 // model below expects to be the fastest. otherwise: its time without a split.
 //
-// A time is the number of keys that an SM passes with one tile: rounds of the shares over the SMs,
-// times the keys of a share and START_KEYS for its start, plus COMBINE_KEYS for the second kernel.
-// No share is shorter than FEWEST_KEYS, and there are at most MOST_SPLITS shares and two rounds of
-// CTAs. The numbers are guesses: no GPU was asked.
+// A time is the number of keys that a CTA passes with one tile: rounds of the shares over the CTAs
+// that run at the same time (workers_of), times the keys of a share and START_KEYS for its start,
+// plus COMBINE_KEYS for the second kernel. CTAs that share an SM read keys side by side, as if each
+// had an SM. No share is shorter than FEWEST_KEYS, and there are at most MOST_SPLITS shares and two
+// rounds of CTAs. The numbers are guesses: no GPU was asked.
 int64_t choose_splits(const Problem& problem, const Device& device, const Tile& tile,
                       int64_t otherwise);
 constexpr int64_t START_KEYS = 256;

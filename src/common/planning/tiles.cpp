@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/math/packed_heads.cuh"
 #include "common/planning/core_set.h"
 
 namespace archflash::core {
@@ -31,6 +32,31 @@ bool equal_tiles(const Problem& problem) {
 int64_t resident_ctas(const Tile& tile, const Device& device) {
   const int64_t by_shared = device.shared_per_sm / (tile.shared_bytes + RESERVED_SHARED_BYTES);
   return std::clamp<int64_t>(by_shared, 1, tile.ctas_per_sm);
+}
+
+int64_t workers_of(const Tile& tile, const Device& device) {
+  return std::max<int64_t>(device.sm_count * resident_ctas(tile, device) / tile.cluster, 1);
+}
+
+int64_t kv_head_bytes(const Problem& problem) {
+  return problem.nk * (problem.d + problem.dv) * dtype_bytes(problem.dtype);
+}
+
+void pack_heads(const Problem& problem, Tile& tile) {
+  const int heads_per_kv = static_cast<int>(problem.heads_q / problem.heads_kv);
+  const bool stores_by_map = tile.out_box.rows > 0;
+  if (heads_per_kv == 1 || problem.q.head == 0 || (stores_by_map && problem.out.head == 0)) return;
+  const math::PackedHeads packed_heads = math::pack_heads(tile.block_q, heads_per_kv);
+  Tile packed = tile;
+  packed.block_q = packed_heads.rows();
+  packed.packed_heads = packed_heads.count;
+  packed.q_box.rows = packed.block_q;
+  packed.q_box.heads = tile.block_q / packed.block_q;
+  if (stores_by_map) {
+    packed.out_box.rows = packed.block_q;
+    packed.out_box.heads = packed.packed_heads;
+  }
+  if (4 * tiles_of(problem, packed) <= 3 * tiles_of(problem, tile)) tile = packed;
 }
 
 bool takes_head_dims(const Tile& tile, const Problem& problem) {

@@ -54,6 +54,33 @@ struct Tile {
   ServesFrom serves = {};
 };
 
+// A row of a folder's table, from the Config of its kernel. The folder adds what is special about
+// it, such as boxes.
+template <class C>
+constexpr Tile tile(const char* name, ServesFrom serves, const char* reason) {
+  Tile tile{.name = name,
+            .reason = reason,
+            .head_dim = C::HEAD_DIM,
+            .head_dim_v = C::HEAD_DIM,
+            .block_q = C::BLOCK_Q,
+            .block_k = C::BLOCK_K,
+            .threads = C::THREADS,
+            .warps = C::WARPS,
+            .rows_per_warp = C::WARP_ROWS,
+            .ctas_per_sm = C::CTAS_PER_SM,
+            .shared_bytes = C::SHARED_BYTES,
+            .serves = serves};
+  if constexpr (requires { C::HEAD_DIM_V; }) tile.head_dim_v = C::HEAD_DIM_V;
+  if constexpr (requires { C::STAGES; }) tile.k_stages = tile.v_stages = C::STAGES;
+  return tile;
+}
+
+// The box of a math::SlabTile, which counts `pack` elements as one column.
+template <class SlabTile>
+constexpr Box box(int pack) {
+  return {SlabTile::SLAB * pack, SlabTile::BOX_ROWS, SlabTile::SWIZZLE};
+}
+
 // Row tiles of one head, all sequences together; with cu_seqlens the bound that holds whatever the
 // lengths are.
 int64_t row_tiles(const Problem& problem, int block_q);
@@ -67,6 +94,17 @@ bool equal_tiles(const Problem& problem);
 
 // CTAs that an SM of the device has room for: at least 1.
 int64_t resident_ctas(const Tile& tile, const Device& device);
+
+// Tiles that a device computes at the same time: at least 1.
+int64_t workers_of(const Tile& tile, const Device& device);
+
+// Bytes of K and V of one head of a sequence.
+int64_t kv_head_bytes(const Problem& problem);
+
+// Packs the heads that share a head of K into the rows of a tile, a power of two (PackedHeads),
+// where that saves a quarter of the tiles: K and V are read that much less often. A tensor map
+// cannot repeat a head, as an expanded q or out does.
+void pack_heads(const Problem& problem, Tile& tile);
 
 bool takes_head_dims(const Tile& tile, const Problem& problem);
 bool serves(const Tile& tile, const Problem& problem, const Device& device);
