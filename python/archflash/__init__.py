@@ -9,7 +9,8 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_dispatch`, which decides who serves a problem
 - `_ops`, a call as a torch operator
 - `_api`: attention() and explain(); `quantize_fp8`
-- `scaled_dot_product_attention` and `warm_up`, made of those
+- `scaled_dot_product_attention` and `warm_up`, made of those; `_overrides`, through which PyTorch's
+  own attention is served
 - `sim`, which makes a problem, selects, allocates and simulates
 - this package, which registers the simulator with the runtime; above it the command line
 """
@@ -28,6 +29,8 @@ from archflash._errors import (
     NotCompiledError,
     UnsupportedError,
 )
+from archflash._overrides import Stats, disable, enable, enabled, stats
+from archflash._overrides import enable_if_asked as _enable_if_asked
 from archflash._quantize import quantize_fp8
 from archflash._registry import Implementation, implementations
 from archflash._sdpa import scaled_dot_product_attention
@@ -40,15 +43,20 @@ __all__ = [
     "Implementation",
     "LaunchError",
     "NotCompiledError",
+    "Stats",
     "UnsupportedError",
     "__version__",
     "attention",
+    "disable",
+    "enable",
+    "enabled",
     "explain",
     "force",
     "implementations",
     "quantize_fp8",
     "reference",
     "scaled_dot_product_attention",
+    "stats",
     "warm_up",
 ]
 
@@ -61,3 +69,4 @@ def _simulate(plan: _native.LaunchPlan, tensors: dict[str, _Any]) -> None:
 
 
 _native.set_simulate(_simulate)
+_enable_if_asked()

@@ -582,6 +582,11 @@ def nearest(
     return kernel, refusals[kernel]
 
 
+def kind_of(reason: str) -> str:
+    """The reason without its numbers: reasons that differ only in sizes count as the same."""
+    return re.sub(r"\d+", "#", reason)
+
+
 _noted: set[str] = set()
 _noting = threading.Lock()
 
@@ -601,7 +606,7 @@ def note_fallback(reason: str, stacklevel: int = 4) -> None:
             f"no kernel of archflash serves this call, and {_FALLBACK_VARIABLE}=error: {reason}"
         )
     with _noting:
-        kind = re.sub(r"\d+", "#", reason)  # reasons that differ only in sizes count as the same
+        kind = kind_of(reason)
         if kind in _noted:
             return
         _noted.add(kind)

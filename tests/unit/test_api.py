@@ -44,6 +44,9 @@ def ends(*values: int) -> Tensor:
 # --- what is public ---
 
 SIGNATURES = {  # that of attention: test_options.py
+    "disable": "() -> 'None'",
+    "enable": "() -> 'None'",
+    "enabled": "() -> 'Iterator[None]'",
     "explain": (
         "(q: 'Tensor', k: 'Tensor', v: 'Tensor', *, "
         "device: 'str | int | torch.device | None' = None, "
@@ -56,6 +59,7 @@ SIGNATURES = {  # that of attention: test_options.py
         "dropout_p: 'float' = 0.0, is_causal: 'bool' = False, scale: 'float | None' = None, "
         "enable_gqa: 'bool' = False) -> 'Tensor'"
     ),
+    "stats": "(*, reset: 'bool' = False) -> 'Stats'",
     "warm_up": (
         "(device: 'int | str | torch.device | None' = None, *, "
         "dtypes: 'Sequence[torch.dtype]' = (torch.float16, torch.bfloat16), "
@@ -78,15 +82,20 @@ def test_the_public_names() -> None:
         "Implementation",
         "LaunchError",
         "NotCompiledError",
+        "Stats",
         "UnsupportedError",
         "__version__",
         "attention",
+        "disable",
+        "enable",
+        "enabled",
         "explain",
         "force",
         "implementations",
         "quantize_fp8",
         "reference",
         "scaled_dot_product_attention",
+        "stats",
         "warm_up",
     ]
     assert all(hasattr(archflash, name) for name in archflash.__all__)

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_dispatch",),
     ("_ops",),
     ("_api", "_quantize"),
-    ("_sdpa", "_warm_up"),
+    ("_sdpa", "_warm_up", "_overrides"),
     ("sim._report",),
     ("sim._launch", "sim._trace"),
     ("sim._attention", "sim._picture"),

@@ -26,6 +26,11 @@ ENVIRONMENT = (
         "a CUDA call that no kernel can serve raises instead of running in PyTorch",
     ),
     (
+        "ARCHFLASH_SDPA",
+        "1",
+        "archflash.enable() at import: PyTorch's own attention is served by archflash",
+    ),
+    (
         "ARCHFLASH_SIM_DEVICE",
         "a known GPU",
         "what the simulator plans for; default each implementation's home GPU",

@@ -1,0 +1,302 @@
+"""PyTorch's own attention operators while archflash is enabled: what they return, who serves them,
+and that everything is put back.
+
+PyTorch has these operators for CUDA only. On the simulator a stand-in for PyTorch's own kernel is
+registered for tensors on the CPU, and archflash takes its place there.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention as torch_attention
+from torch import Tensor
+
+import archflash
+from archflash import _dispatch, _overrides
+
+from .checks import assert_close
+from .executors import executor
+
+on = executor()
+aten = torch.ops.aten
+NUMBER = 7.0  # what a stand-in for PyTorch's kernel writes
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.library, "get_kernel"),
+    reason=f"torch {torch.__version__} cannot call a kernel that was replaced",
+)
+
+
+def stand_in(operator: str) -> Any:
+    """A kernel that returns what PyTorch's promises in shapes and strides, full of NUMBER."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
+        promised = getattr(aten, operator)(*given, **kwargs)
+        return tuple(
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).fill_(NUMBER)
+            if isinstance(x, Tensor)
+            else x
+            for x in (promised if isinstance(promised, tuple) else (promised,))
+        )
+
+    return kernel
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+    **scale: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward from output and log-sum-exp, without a mask."""
+    factor = scale.get("scale") or 1 / math.sqrt(q.shape[-1])
+    grad32, q32, k32, v32 = (x.float() for x in (grad, q, k, v))
+    weights = torch.exp(q32 @ k32.mT * factor - lse[..., None])
+    scores = weights * (grad32 @ v32.mT - (grad32 * out).sum(-1, keepdim=True))
+    dq, dk, dv = scores @ k32 * factor, scores.mT @ q32 * factor, weights.mT @ grad32
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@pytest.fixture(autouse=True)
+def kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    archflash.stats(reset=True)
+    if on.name == "gpu":
+        yield
+        return
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for operator in _overrides._OPERATORS:
+            library.impl(operator, stand_in(operator), "CPU")
+        library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
+    monkeypatch.setattr(_overrides, "_KEY", "CPU")
+    yield
+    archflash.disable()
+    library._destroy()
+
+
+@pytest.fixture
+def ampere() -> Iterator[None]:
+    """archflash is enabled, and its kernel for every tensor-core GPU is forced."""
+    with archflash.enabled(), archflash.force("ampere"):
+        yield
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values with rows before heads in memory, as a model's projections have them."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def assert_promised(operator: str, result: Any, *args: Any, **kwargs: Any) -> None:
+    """Shapes, strides and dtypes are those that torch.compile reckons with."""
+    given = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
+    promised = getattr(aten, operator)(*given, **kwargs)
+    assert len(result) == len(promised)
+    for one, other in zip(result, promised, strict=True):
+        if isinstance(other, Tensor) and other.device.type == "meta" and isinstance(one, Tensor):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            assert one.stride() == other.stride()
+        else:
+            assert one == other
+
+
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_the_flash_operator(layout: str) -> None:
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16", batch=2, heads=(4, 2))
+    if layout == "strided":
+        q, k, v = strided(q), strided(k), strided(v)
+    args = (q, k, v, 0.0, True)
+    result = aten._scaled_dot_product_flash_attention(*args, scale=0.3)
+    assert_promised("_scaled_dot_product_flash_attention", result, *args, scale=0.3)
+    assert_close(*result[:2], q, k, v, causal=True, scale=0.3)
+    assert archflash.stats().served == {"ampere": 1}
+
+
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("operator", ["cudnn", "efficient"])
+@pytest.mark.parametrize("rows", [(40, 70), (70, 40)], ids=str)
+@pytest.mark.parametrize("want_lse", [False, True], ids=["out", "lse"])
+def test_causal_aligns_to_the_top_left(
+    operator: str, rows: tuple[int, int], want_lse: bool
+) -> None:
+    q, k, v = on.qkv(*rows, 32, 16, dtype="float16")
+    q = strided(q)
+    name = f"_scaled_dot_product_{operator}_attention"
+    args = (q, k, v, None, want_lse, 0.0, True)
+    result = getattr(aten, name)(*args)
+    assert_promised(name, result, *args)
+    lse = result[1][..., 0] if operator == "cudnn" else result[1]
+    if operator == "efficient" and want_lse:
+        assert bool((lse[..., rows[0] :] == math.inf).all())
+    lse = lse[..., : rows[0]] if want_lse else None
+    assert_close(result[0], lse, q, k, v, causal=True, q_offset=0)
+
+
+@pytest.mark.usefixtures("ampere")
+def test_packed_sequences_through_varlen_attn() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen")
+    q, k, v = (on.rand(60, 2, 32, seed=i, dtype="bfloat16") for i in range(3))
+    ends_q, ends_k = on.cu_seqlens([25, 0, 30, 5]), on.cu_seqlens([20, 10, 30, 0])
+    packed = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "window": (9, 0)}
+    out, lse = varlen.varlen_attn(
+        q, k, v, ends_q, ends_k, 30, 30, window_size=(9, 0), return_aux=varlen.AuxRequest(lse=True)
+    )
+    unseen = torch.zeros(60, dtype=torch.bool, device=on.device)
+    unseen[:5] = unseen[55:] = True  # more queries than keys, and a sequence without keys
+    assert bool((lse[:, unseen] == math.inf).all())  # as PyTorch's kernel
+    assert_close(out, lse.masked_fill(lse == math.inf, -math.inf), q, k, v, **packed)
+    assert archflash.stats().served == {"ampere": 1}
+
+
+@pytest.mark.usefixtures("ampere")
+def test_pytorchs_backward_takes_output_and_log_sum_exp() -> None:
+    q, k, v = (x.requires_grad_() for x in on.qkv(40, 40, 32, dtype="float16"))
+    grad = on.rand(*q.shape, seed=9, dtype="float16")
+    out = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    found = torch.autograd.grad(out, (q, k, v), grad)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    weights = torch.softmax(wide[0] @ wide[1].mT / math.sqrt(32), -1)
+    expected = torch.autograd.grad(weights @ wide[2], wide, grad.double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-2, rtol=1e-2)
+    assert archflash.stats().served == {"ampere": 1}
+
+
+@pytest.mark.usefixtures("ampere")
+def test_a_compiled_graph_calls_the_same_operator() -> None:
+    q, k, v = (strided(x) for x in on.qkv(40, 40, 32, dtype="bfloat16"))
+
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * aten._scaled_dot_product_flash_attention(q, k, v)[0].transpose(1, 2).flatten(2)
+
+    torch._dynamo.reset()
+    result = torch.compile(twice, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.equal(result, twice(q, k, v))
+    assert archflash.stats().served == {"ampere": 2}
+
+
+DECLINED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
+    "dropout": ("_scaled_dot_product_flash_attention", (0.5,), {}, "dropout"),
+    "weights": ("_scaled_dot_product_flash_attention", (0.0, False, True), {}, "return_debug_mask"),
+    "gradients of a mask": (
+        "_scaled_dot_product_efficient_attention", (torch.zeros(40, 40), True), {}, "a mask",
+    ),
+    "used keys": (
+        "_flash_attention_forward", (None, None, 40, 40, 0.0, False, False),
+        {"seqused_k": torch.ones(1, dtype=torch.int32)}, "seqused_k",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(on.name == "gpu", reason="PyTorch's own kernels may refuse these calls, too")
+@pytest.mark.parametrize("name", DECLINED)
+def test_pytorchs_own_kernel_serves_what_archflash_does_not(name: str) -> None:
+    operator, args, kwargs, reason = DECLINED[name]
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
+    with archflash.enabled():
+        result = getattr(aten, operator)(q, k, v, *args, **kwargs)
+        assert bool((result[0] == NUMBER).all())
+        counted = archflash.stats()
+        assert counted.served == {}
+        assert list(counted.declined.values()) == [1]
+        assert reason in next(iter(counted.declined))
+        with (
+            archflash.force("ampere"),
+            pytest.raises(archflash.ForcedImplementationError, match=reason),
+        ):
+            getattr(aten, operator)(q, k, v, *args, **kwargs)
+
+
+@pytest.mark.skipif(on.name == "gpu", reason="another GPU decides otherwise")
+def test_dispatch_decides_for_the_call_without_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 PyTorch's own kernel is the fastest for large calls in 16 bits, and it gives the
+    log-sum-exp at no cost. On an A100 ampere is asked first, but not for head dimension 12.
+    """
+    q, k, v = on.qkv(40, 40, 128, dtype="bfloat16")
+    for device, served in (("H200", {}), ("A100", {"ampere": 1})):
+        known = archflash._api.find_device(device)
+        monkeypatch.setattr(
+            _overrides, "_device_of", lambda problem, index, known=known: (known, None)
+        )
+        _overrides._choices.clear()
+        archflash.stats(reset=True)
+        with archflash.enabled():
+            aten._scaled_dot_product_flash_attention(q, k, v)
+        assert archflash.stats().served == served
+    odd = on.qkv(40, 40, 12, dtype="bfloat16")
+    with archflash.enabled():
+        for _ in range(2):
+            aten._scaled_dot_product_flash_attention(*odd)
+    (reason, count), *others = archflash.stats().declined.items()
+    assert count == 2
+    assert not others
+    assert "12" in reason
+    assert reason in str(archflash.stats())
+    _overrides._choices.clear()
+
+
+def test_everything_is_put_back() -> None:
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
+    own = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    with archflash.force("ampere"):
+        with archflash.enabled():
+            with archflash.enabled():
+                pass
+            aten._scaled_dot_product_flash_attention(q, k, v)
+        again = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    assert torch.equal(own, again)
+    assert sum(archflash.stats().served.values()) == 1
+    archflash.disable()  # nothing is active, and nothing happens
+
+
+def test_the_environment_variable_enables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, active in (("", None), ("0", None), ("1", "archflash")):
+        monkeypatch.setenv("ARCHFLASH_SDPA", value)
+        _overrides.enable_if_asked()
+        assert _overrides._active() == active
+    archflash.disable()
+    monkeypatch.setenv("ARCHFLASH_SDPA", "yes")
+    with pytest.raises(ValueError, match="it must be 1"):
+        _overrides.enable_if_asked()
+    assert _overrides._active() is None
+
+
+@pytest.mark.skipif(not _overrides._HAS_REGISTRY, reason="this torch has no registry of providers")
+def test_another_provider_is_active_again_afterwards() -> None:
+    class Handle:
+        removed = False
+
+        def remove(self) -> None:
+            self.removed = True
+
+    handles: list[Handle] = []
+
+    def register() -> Handle:
+        handles.append(Handle())
+        return handles[-1]
+
+    torch_attention.register_flash_attention_impl("another", register_fn=register)
+    assert "archflash" in torch_attention.list_flash_attention_impls()
+    torch_attention.activate_flash_attention_impl("another")
+    try:
+        with archflash.enabled():
+            assert handles[0].removed
+            assert torch_attention.current_flash_attention_impl() == "archflash"
+        assert torch_attention.current_flash_attention_impl() == "another"
+        archflash.disable()  # it is not archflash that is active
+        assert torch_attention.current_flash_attention_impl() == "another"
+    finally:
+        torch_attention.restore_flash_attention_impl()
+    assert _dispatch.forced() is None
