@@ -1,0 +1,74 @@
+"""The interfaces of other attention libraries, served by archflash, for code that is written for
+them.
+
+- `archflash.compat.flash_attn`: FlashAttention-2's package `flash_attn`
+- `archflash.compat.flash_attn_interface`: FlashAttention-3's module `flash_attn_interface`
+
+Import them in place of the originals. `install` gives them the originals' names, for code that
+cannot be edited.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from archflash.compat import flash_attn, flash_attn_interface
+from archflash.compat.flash_attn import bert_padding, layers
+from archflash.compat.flash_attn import flash_attn_interface as _flash_attn_2_interface
+from archflash.compat.flash_attn.layers import rotary
+
+__all__ = ["flash_attn", "flash_attn_interface", "install", "uninstall"]
+
+_MODULES: dict[str, ModuleType] = {
+    "flash_attn": flash_attn,
+    "flash_attn.bert_padding": bert_padding,
+    "flash_attn.flash_attn_interface": _flash_attn_2_interface,
+    "flash_attn.layers": layers,
+    "flash_attn.layers.rotary": rotary,
+    "flash_attn_interface": flash_attn_interface,
+}
+_hidden: dict[str, ModuleType] = {}  # modules that install() took the names of
+
+
+def install(*, replace: bool = False) -> None:
+    """Makes ``import flash_attn`` (FlashAttention-2) and ``import flash_attn_interface``
+    (FlashAttention-3) find the modules of this package, in this process.
+
+    Call it before the code that imports them. What looks for an installed distribution of that
+    name, as transformers does for ``attn_implementation="flash_attention_2"``, is not affected.
+
+    Args:
+        replace: also where a module of such a name was imported before; code that has taken
+            functions from it keeps them. Off by default.
+
+    Raises:
+        RuntimeError: a module of such a name was imported before, and replace is off.
+
+    Example:
+        >>> import archflash.compat
+        >>> archflash.compat.install()
+        >>> from flash_attn import flash_attn_func
+        >>> archflash.compat.uninstall()
+    """
+    others = {
+        name: sys.modules[name]
+        for name, module in _MODULES.items()
+        if sys.modules.get(name, module) is not module
+    }
+    if others and not replace:
+        raise RuntimeError(
+            f"{', '.join(others)} was imported before archflash.compat.install(): call install() "
+            "first, or with replace=True"
+        )
+    _hidden.update(others)
+    sys.modules.update(_MODULES)
+
+
+def uninstall() -> None:
+    """Takes the names back that `install` gave; modules that it replaced have them again."""
+    for name, module in _MODULES.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+            if name in _hidden:
+                sys.modules[name] = _hidden.pop(name)

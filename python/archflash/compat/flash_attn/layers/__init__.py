@@ -1,0 +1,1 @@
+"""FlashAttention-2's `layers`: rotary embeddings only."""

@@ -1,0 +1,72 @@
+"""FlashAttention-2's `layers.rotary`: rotary embeddings, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Turns pairs of the first channels of each row by the angles of its position.
+
+    Args:
+        x: (batch, rows, heads, d), or (total rows, heads, d) with cu_seqlens.
+        cos, sin: (positions, channels / 2), of the channels that are turned, at most d. Rows
+            at positions beyond the last one stay as they are.
+        interleaved: pairs are channels 0 and 1, 2 and 3, ...; by default they are channels i and
+            i + channels / 2.
+        inplace: write the result to x; off by default.
+        seqlen_offsets: the position of row 0, an int or int32 (batch,); 0 by default.
+        cu_seqlens: int32 (sequences + 1,), where each packed sequence begins.
+        max_seqlen: not read.
+
+    Returns:
+        x's shape and dtype; computed in float32.
+
+    Raises:
+        ValueError: more than d channels, or fewer positions than rows of an unpacked x.
+    """
+    positions, channels = cos.shape[0], 2 * cos.shape[1]
+    if channels > x.shape[-1]:
+        raise ValueError(f"cos is for {channels} channels, but x has {x.shape[-1]}: shorten cos")
+    rows = torch.arange(x.shape[-3], device=x.device)
+    if cu_seqlens is None:
+        if x.shape[-3] > positions:
+            raise ValueError(
+                f"cos has {positions} positions, but x has {x.shape[-3]} rows: make cos longer"
+            )
+        offsets = torch.as_tensor(seqlen_offsets, device=x.device)
+        position = rows + (offsets[:, None] if offsets.ndim else offsets)
+        inside = torch.ones_like(position, dtype=torch.bool)
+    else:
+        ends = cu_seqlens.long()
+        sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+        inside = sequence < len(ends) - 1
+        sequence = sequence.clamp(max=max(len(ends) - 2, 0))
+        offsets = torch.as_tensor(seqlen_offsets, device=x.device)
+        position = rows - ends[sequence] + (offsets[sequence] if offsets.ndim else offsets)
+    inside = inside & (position >= 0) & (position < positions)
+    where = position.clamp(0, max(positions - 1, 0)).long()
+    c, s = cos[where].float()[..., None, :], sin[where].float()[..., None, :]
+    turned = x[..., :channels].float()
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, -1)
+    pair = (first * c - second * s, first * s + second * c)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    result = torch.cat([turned.to(x.dtype), x[..., channels:]], -1)
+    result = torch.where(inside[..., None, None], result, x)
+    return x.copy_(result) if inplace else result
+
+
+apply_rotary_emb_func = apply_rotary_emb

@@ -1,0 +1,269 @@
+"""FlashAttention-3's module `flash_attn_interface`, served by archflash.
+
+Names, order and defaults of the arguments, alignment of masks and return values are those of
+FlashAttention-3. They differ from FlashAttention-2's: there is no dropout, the fourth argument is
+the scale, and return_attn_probs adds the log-sum-exp alone. FP8 inputs take descales (batch,
+heads_kv), and their output is bfloat16.
+
+What archflash does not take raises `archflash.UnsupportedError` with the name of the argument: qv,
+attention_chunk, seqused_q, seqused_k, sm_margin, and the whole of flash_attn_with_kvcache.
+num_splits of 0 or 1, the default, leaves the choice to archflash, and pack_gqa is not read: both
+are advice about speed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash._errors import UnsupportedError
+from archflash.compat._flash import UNBOUNDED, Window, attend, refuse
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+) -> Any:
+    """Attention of q (batch, rows, heads, d) on k and v.
+
+    Args:
+        q, k, v: (batch, rows, heads, d); q may have a multiple of k's heads.
+        softmax_scale: multiplies q k^T; 1 / sqrt(d) by default.
+        causal: query i sees keys up to i + rows of k - rows of q.
+        q_descale, k_descale, v_descale: float32 (batch, heads_kv), for FP8 inputs.
+        window_size: (left, right) around that key; -1 for an unbounded side.
+        softcap: 0 for none.
+        deterministic: of the backward; True only where no gradients are needed.
+        return_attn_probs: also return the log-sum-exp.
+        s_aux: (heads,), one more logit per head in the denominator (sinks). Not an argument of
+            FlashAttention-3, but of forks that Hugging Face and vLLM call.
+
+    Returns:
+        (batch, rows, heads, dv); with return_attn_probs (output, log-sum-exp), the latter float32
+        (batch, heads, rows), -inf for a row that sees no key.
+
+    Raises:
+        UnsupportedError: an argument that archflash does not take; it is named.
+
+    Example:
+        >>> import torch
+        >>> from archflash.compat.flash_attn_interface import flash_attn_func
+        >>> q = torch.randn(2, 7, 4, 16)
+        >>> out, lse = flash_attn_func(q, q, q, causal=True, return_attn_probs=True)
+        >>> lse.shape
+        torch.Size([2, 4, 7])
+    """
+    refuse(qv=(qv, None), attention_chunk=(attention_chunk, 0), sm_margin=(sm_margin, 0))
+    out, lse = attend(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        want_lse=return_attn_probs,
+        num_splits=num_splits if num_splits > 1 else None,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        sinks=s_aux,
+    )
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with q, k and v in one tensor.
+
+    Args:
+        qkv: (batch, rows, 3, heads, d); or (batch, rows, heads, d) with num_heads_q, where q's
+            heads come first, and those of k and v share the rest.
+        num_heads_q: q's heads, for the latter.
+
+    Raises:
+        ValueError: qkv of four dimensions without num_heads_q, or heads that do not divide.
+    """
+    if qkv.ndim == 5:
+        q, k, v = qkv.unbind(2)
+    else:
+        heads = None if num_heads_q is None else qkv.shape[2] - num_heads_q
+        if num_heads_q is None or heads is None or heads % 2:
+            raise ValueError(
+                f"qkv {tuple(qkv.shape)} with num_heads_q={num_heads_q}: pass (batch, rows, 3, "
+                "heads, d), or num_heads_q such that k and v share the other heads"
+            )
+        q, k, v = torch.split(qkv, [num_heads_q, heads // 2, heads // 2], 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+) -> Any:
+    """Attention of packed sequences: q (total rows, heads, d), each sequence on its own keys.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), where each sequence begins.
+        max_seqlen_q, max_seqlen_k: the longest sequences.
+        seqused_q, seqused_k: only None.
+        The others are those of `flash_attn_func`.
+
+    Returns:
+        (total rows, heads, dv); with return_attn_probs (output, log-sum-exp), the latter float32
+        (heads, total rows).
+
+    Raises:
+        UnsupportedError: an argument that archflash does not take; it is named.
+    """
+    refuse(
+        qv=(qv, None),
+        attention_chunk=(attention_chunk, 0),
+        sm_margin=(sm_margin, 0),
+        seqused_q=(seqused_q, None),
+        seqused_k=(seqused_k, None),
+    )
+    out, lse = attend(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        want_lse=return_attn_probs,
+        num_splits=num_splits if num_splits > 1 else None,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        sinks=s_aux,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The attention on all keys from the attention on shares of them, in plain torch.
+
+    Args:
+        out_partial: (shares, batch, rows, heads, dv), the output on each share.
+        lse_partial: float32 (shares, batch, rows, heads), its log-sum-exp.
+        out: where to write the output; a new tensor by default.
+        out_dtype: default that of out_partial.
+
+    Returns:
+        The output (batch, rows, heads, dv), and its log-sum-exp, float32 (batch, rows, heads). A
+        row without keys in any share gives 0 and -inf.
+    """
+    lse = torch.logsumexp(lse_partial.float(), 0)
+    weights = torch.exp(lse_partial - torch.where(lse.isfinite(), lse, 0.0))
+    # A share without keys may hold anything, and 0 times NaN is NaN.
+    shares = torch.where(weights[..., None] > 0, out_partial.float(), 0.0) * weights[..., None]
+    result = shares.sum(0).to(out_partial.dtype if out_dtype is None else out_dtype)
+    return (result if out is None else out.copy_(result)), lse
+
+
+def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Any:
+    """Not built yet: archflash has no attention on a key-value cache.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "flash_attn_with_kvcache: not built yet, because archflash has no KV cache; pass the keys "
+        "and values of the cache to flash_attn_func"
+    )
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+    """None: archflash makes its plans itself and keeps them, so there is nothing to pass on."""

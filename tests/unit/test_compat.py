@@ -1,0 +1,237 @@
+"""archflash.compat: FlashAttention's interfaces keep their own meaning, order of arguments and
+return values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+import archflash.compat
+from archflash import UnsupportedError, reference
+from archflash.compat import flash_attn as fa2
+from archflash.compat import flash_attn_interface as fa3
+from archflash.compat.flash_attn import bert_padding
+from archflash.compat.flash_attn.layers.rotary import apply_rotary_emb
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(nq: int = 9, nk: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    return rand(2, nq, 4, 8), rand(2, nk, 2, 8, seed=2), rand(2, nk, 2, 8, seed=3)
+
+
+def ends(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
+    out, lse = reference.attention(q, k, v, layout="bnhd", **call)
+    return out.float(), lse.float()
+
+
+# Of FlashAttention-2 and -3 alike: the arguments, and what they are called here.
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({"causal": True}, {"causal": True}),
+    "window": ({"window_size": (2, -1)}, {"window": (2, None)}),
+    "causal-window": ({"causal": True, "window_size": (3, 4)}, {"causal": True, "window": (3, 4)}),
+    "scale-softcap": ({"softmax_scale": 0.7, "softcap": 2.0}, {"scale": 0.7, "softcap": 2.0}),
+    "sinks": ({"s_aux": rand(4, seed=5)}, {"sinks": rand(4, seed=5)}),
+}
+
+
+@pytest.mark.parametrize("rows", [(9, 7), (5, 11)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_both_interfaces_agree_with_float64(name: str, rows: tuple[int, int]) -> None:
+    theirs, ours = CALLS[name]
+    q, k, v = qkv(*rows)
+    out, lse = expected(q, k, v, **ours)
+    torch.testing.assert_close(fa2.flash_attn_func(q, k, v, **theirs), out)
+    torch.testing.assert_close(fa3.flash_attn_func(q, k, v, **theirs), out)
+    out2, lse2, weights = fa2.flash_attn_func(q, k, v, return_attn_probs=True, **theirs)
+    out3, lse3 = fa3.flash_attn_func(q, k, v, return_attn_probs=True, **theirs)
+    torch.testing.assert_close(out2, out)
+    torch.testing.assert_close(out3, out)
+    torch.testing.assert_close(lse2, lse.masked_fill(lse == -math.inf, math.inf))
+    torch.testing.assert_close(lse3, lse)
+    assert weights.numel() == 0
+
+
+def test_the_order_of_arguments_is_that_of_each() -> None:
+    q, k, v = qkv()
+    out, _ = expected(q, k, v, scale=0.3, causal=True)
+    torch.testing.assert_close(fa2.flash_attn_func(q, k, v, 0.0, 0.3, True), out)
+    torch.testing.assert_close(fa3.flash_attn_func(q, k, v, 0.3, True), out)
+
+
+def test_packed_tensors() -> None:
+    q, k, v = qkv(7, 7)
+    q2 = q[:, :, :2]
+    out, _ = expected(q2, k, v, causal=True)
+    together, pair = torch.stack([q2, k, v], 2), torch.stack([k, v], 2)
+    torch.testing.assert_close(fa2.flash_attn_qkvpacked_func(together, causal=True), out)
+    torch.testing.assert_close(fa2.flash_attn_kvpacked_func(q2, pair, 0.0, None, True), out)
+    torch.testing.assert_close(fa3.flash_attn_qkvpacked_func(together, causal=True), out)
+    grouped = torch.cat([q, k, v], 2)
+    found = fa3.flash_attn_qkvpacked_func(grouped, num_heads_q=4)
+    torch.testing.assert_close(found, expected(q, k, v)[0])
+    with pytest.raises(ValueError, match="num_heads_q=None"):
+        fa3.flash_attn_qkvpacked_func(grouped)
+
+
+def test_packed_sequences() -> None:
+    q, k, v = (rand(12, 2, 8, seed=i) for i in range(3))
+    cu_q, cu_k = ends(0, 5, 5, 12), ends(0, 3, 9, 12)
+    packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    out, lse = reference.attention(q, k, v, causal=True, **packed)
+    out, lse = out.float(), lse.float()
+    assert bool((lse == -math.inf).any())
+    args = (cu_q, cu_k, 7, 6)
+    out2, lse2, _ = fa2.flash_attn_varlen_func(q, k, v, *args, causal=True, return_attn_probs=True)
+    out3, lse3 = fa3.flash_attn_varlen_func(q, k, v, *args, causal=True, return_attn_probs=True)
+    torch.testing.assert_close(out2, out)
+    torch.testing.assert_close(out3, out)
+    torch.testing.assert_close(lse2, lse.masked_fill(lse == -math.inf, math.inf))
+    torch.testing.assert_close(lse3, lse)
+    pair = torch.stack([k, v], 1)
+    torch.testing.assert_close(
+        fa2.flash_attn_varlen_kvpacked_func(q, pair, *args, causal=True), out
+    )
+    alone = fa2.flash_attn_varlen_func(q, q, q, cu_q, cu_q, 7, 7, 0.0, 0.3)
+    together = fa2.flash_attn_varlen_qkvpacked_func(torch.stack([q] * 3, 1), cu_q, 7, 0.0, 0.3)
+    assert torch.equal(alone, together)
+
+
+def test_gradients() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    fa2.flash_attn_func(q, k, v, causal=True).square().sum().backward()
+    wide = [x.detach().requires_grad_() for x in (q, k, v)]
+    archflash.attention(*wide, causal=True, layout="bnhd").square().sum().backward()
+    for one, other in zip((q, k, v), wide, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        (fa2.flash_attn_func, {"dropout_p": 0.1}),
+        (fa2.flash_attn_func, {"alibi_slopes": torch.zeros(4)}),
+        (fa2.flash_attn_func, {"deterministic": True}),
+        (fa2.flash_attn_varlen_func, {"block_table": torch.zeros(1, 1, dtype=torch.int32)}),
+        (fa2.flash_attn_with_kvcache, {"flash_attn_with_kvcache": None}),
+        (fa3.flash_attn_func, {"qv": torch.zeros(1)}),
+        (fa3.flash_attn_func, {"attention_chunk": 4}),
+        (fa3.flash_attn_func, {"sm_margin": 8}),
+        (fa3.flash_attn_varlen_func, {"seqused_k": ends(1)}),
+        (fa3.flash_attn_varlen_func, {"seqused_q": ends(1)}),
+        (fa3.flash_attn_with_kvcache, {"flash_attn_with_kvcache": None}),
+    ],
+)
+def test_what_is_not_taken_is_named(function: Any, argument: dict[str, Any]) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    packed = (ends(0, 1), ends(0, 1), 1, 1) if "varlen" in function.__name__ else ()
+    if packed:
+        q, k, v = (x[0] for x in (q, k, v))
+    with pytest.raises(UnsupportedError, match=next(iter(argument))):
+        function(q, k, v, *packed, **argument)
+
+
+def test_deterministic_is_taken_where_no_gradients_are_needed() -> None:
+    q, k, v = qkv()
+    assert fa2.flash_attn_func(q, k, v, deterministic=True).shape == q.shape
+
+
+def test_shares_of_the_keys_are_combined() -> None:
+    q, k, v = qkv()
+    whole, lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+    parts = [
+        fa3.flash_attn_func(q, k[:, part], v[:, part], return_attn_probs=True)
+        for part in (slice(0, 3), slice(3, 7))
+    ]
+    empty = (torch.full_like(whole, math.nan), torch.full_like(lse, -math.inf))
+    outs, lses = zip(*parts, empty, strict=True)
+    lses = torch.stack(lses).transpose(2, 3)
+    found, found_lse = fa3.flash_attn_combine(torch.stack(outs), lses)
+    torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(found_lse.transpose(1, 2), lse)
+    nothing, nothing_lse = fa3.flash_attn_combine(torch.stack([empty[0]]), lses[2:])
+    assert bool((nothing == 0).all())
+    assert bool((nothing_lse == -math.inf).all())
+
+
+def test_padding_and_back() -> None:
+    x = rand(3, 5, 2)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 0]])
+    unused = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
+    assert indices.tolist() == [0, 1, 2, 11, 12, 13]
+    assert cu.tolist() == [0, 3, 3, 6]
+    assert (cu.dtype, longest, used.tolist()) == (torch.int32, 3, [2, 0, 3])
+    back = bert_padding.pad_input(rows, indices, 3, 5)
+    assert torch.equal(back, x * (mask + unused)[..., None])
+    assert torch.equal(bert_padding.index_first_axis(x.flatten(0, 1), indices), rows)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary_turns_pairs_of_channels(interleaved: bool, inplace: bool) -> None:
+    x = rand(2, 5, 3, 10)
+    angles = rand(6, 4, seed=2)
+    offsets = ends(0, 3)
+    expected = x.clone()
+    for b, offset in enumerate(offsets.tolist()):
+        for row in range(min(5, 6 - offset)):  # beyond the last position rows stay as they are
+            turned = x[b, row, :, :8]
+            pairs = turned.unflatten(-1, (4, 2)) if interleaved else turned.unflatten(-1, (2, 4)).mT
+            result = torch.view_as_real(
+                torch.view_as_complex(pairs.contiguous())
+                * torch.polar(torch.ones(4), angles[offset + row])
+            )
+            result = result if interleaved else result.mT
+            expected[b, row, :, :8] = result.flatten(-2)
+    given = x.clone()
+    call = {"interleaved": interleaved, "inplace": inplace}
+    found = apply_rotary_emb(given, angles.cos(), angles.sin(), seqlen_offsets=offsets, **call)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(given, found if inplace else x)
+    packed = torch.cat([x[0, :4], x[1, :3], x[0, 4:]])  # the last row belongs to no sequence
+    found = apply_rotary_emb(
+        packed, angles.cos(), angles.sin(), seqlen_offsets=offsets, cu_seqlens=ends(0, 4, 7), **call
+    )
+    torch.testing.assert_close(found, torch.cat([expected[0, :4], expected[1, :3], x[0, 4:]]))
+    with pytest.raises(ValueError, match="make cos longer"):
+        apply_rotary_emb(x, angles.cos()[:4], angles.sin()[:4])
+
+
+def test_install_gives_the_names_and_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name.split(".")[0] in ("flash_attn", "flash_attn_interface"):
+            monkeypatch.delitem(sys.modules, name)
+    archflash.compat.install()
+    archflash.compat.install()
+    assert importlib.import_module("flash_attn").flash_attn_func is fa2.flash_attn_func
+    for name in ("bert_padding", "layers.rotary", "flash_attn_interface"):
+        assert importlib.import_module(f"flash_attn.{name}").__name__.startswith("archflash")
+    assert importlib.import_module("flash_attn_interface") is fa3
+    archflash.compat.uninstall()
+    assert "flash_attn" not in sys.modules
+
+    another = type(sys)("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", another)
+    with pytest.raises(RuntimeError, match=r"flash_attn was imported before"):
+        archflash.compat.install()
+    assert sys.modules["flash_attn"] is another
+    archflash.compat.install(replace=True)
+    assert sys.modules["flash_attn"] is fa2
+    archflash.compat.uninstall()
+    assert sys.modules["flash_attn"] is another
