@@ -11,7 +11,8 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_api`: attention() and explain(); `quantize_fp8`
 - `scaled_dot_product_attention` and `warm_up`, made of those; `_overrides`, through which PyTorch's
   own attention is served
-- `compat`, the interfaces of other libraries; it is imported only by who wants it
+- `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
+  only by who wants them
 - `sim`, which makes a problem, selects, allocates and simulates
 - this package, which registers the simulator with the runtime; above it the command line
 """

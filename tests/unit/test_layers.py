@@ -23,6 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat.flash_attn.flash_attn_interface", "compat.flash_attn_interface"),
     ("compat.flash_attn", "compat.flash_attn.layers"),
     ("compat",),
+    ("integrations.transformers",),
+    ("integrations",),
     ("sim._report",),
     ("sim._launch", "sim._trace"),
     ("sim._attention", "sim._picture"),
