@@ -6,9 +6,9 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_archflash`, the runtime in C++; the exceptions; what PyTorch's causal biases mean
 - the table of options, the implementations, what was measured, the implementation `torch`, the
   float64 reference
-- `_dispatch`, which decides who serves a problem
+- `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
 - `_ops`, a call as a torch operator
-- `_api`: attention() and explain(); `quantize_fp8`
+- `_api`: attention() and explain(); attention_with_kvcache(); `quantize_fp8`
 - `scaled_dot_product_attention` and `warm_up`, made of those; `_overrides`, through which PyTorch's
   own attention is served
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
@@ -31,6 +31,7 @@ from archflash._errors import (
     NotCompiledError,
     UnsupportedError,
 )
+from archflash._kvcache import attention_with_kvcache
 from archflash._overrides import Stats, disable, enable, enabled, stats
 from archflash._overrides import enable_if_asked as _enable_if_asked
 from archflash._quantize import quantize_fp8
@@ -49,6 +50,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention",
+    "attention_with_kvcache",
     "disable",
     "enable",
     "enabled",

@@ -158,13 +158,14 @@ def explain(
     launched. It launches nothing.
 
     Args:
-        q, k, v: as for `archflash.attention`. If `device` is given they may be on the "meta"
-            device.
+        q, k, v: as for `archflash.attention`, or with cache_seqlens among the options q and the
+            caches as for `archflash.attention_with_kvcache`. If `device` is given they may be on
+            the "meta" device.
         device: the GPU to decide for: a name from the table of known GPUs ("A100", "RTX 5090",
             "B200", ...), a CUDA device or its index; default the device of q.
         implementation: the forced implementation; default what `archflash.force` or the environment
             says.
-        options: the other arguments of `archflash.attention`.
+        options: the other arguments of the call.
 
     Returns:
         A `Decision`, whose str() is readable.

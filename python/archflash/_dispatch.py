@@ -105,7 +105,18 @@ class Decision:
 
 def describe_problem(problem: _native.Problem) -> str:
     """The dtype, shapes and features of a problem, in one line."""
-    if problem.varlen:
+    if problem.kv_cache:
+        shape = f"{problem.batch} sequences, heads {problem.heads_q}"
+        shape += f" over {problem.heads_kv}" if problem.heads_q != problem.heads_kv else ""
+        shape += f", {problem.nq} queries" + (" in all" if problem.varlen else "")
+        shape += f", a cache of up to {problem.nk} keys"
+        shape += f" each in pages of {problem.page_size}" if problem.page_size else " each"
+        shape += f" in {problem.kv_dtype}" if problem.kv_dtype != problem.dtype else ""
+        shape += f", head dim {problem.d}"
+        shape += f" and {problem.dv}" if problem.d != problem.dv else ""
+        shape += f", {problem.n_new} new keys" if problem.n_new else ""
+        shape += f", {problem.rotary_dim} rotated columns" if problem.rotary_dim else ""
+    elif problem.varlen:
         kv = f"{problem.nk}, {problem.heads_kv}"
         shape = f"{problem.batch} sequences packed into q "
         shape += f"({problem.nq}, {problem.heads_q}, {problem.d}) "
@@ -122,7 +133,7 @@ def describe_problem(problem: _native.Problem) -> str:
     words = {"masked": "attn_mask", "want_lse": "LSE", "needs_grad": "gradients"}
     words["approximate"] = f"approximate={problem.approximate!r}"
     words["num_splits"] = f"num_splits={problem.num_splits}"
-    names = (*features, *flags, "needs_grad")
+    names = (*features, *flags, "cache_batch_idx", "leftpad_k", "needs_grad")
     given = [words.get(name, name) for name in names if getattr(problem, name)]
     return f"{problem.dtype}, {shape}" + (f", {', '.join(given)}" if given else "")
 
@@ -268,10 +279,11 @@ def _kernels_in_order(
 
 
 def _pytorch_may_serve(problem: _native.Problem) -> bool:
-    """Whether a call has no packed sequences, approximation or number of splits, which PyTorch's
-    kernels do not support.
+    """Whether a call has no packed sequences, cache, approximation or number of splits, which
+    PyTorch's kernels do not support.
     """
-    return not problem.varlen and not problem.approximate and problem.num_splits is None
+    plain = not problem.varlen and not problem.kv_cache and not problem.approximate
+    return plain and problem.num_splits is None
 
 
 def _measured_pytorch(problem: _native.Problem, capability: tuple[int, int] | None) -> str | None:
@@ -302,6 +314,8 @@ def _serves_as_measured(
 def _pytorchs_kernel(
     problem: _native.Problem, capability: tuple[int, int] | None
 ) -> str | list[str]:
+    if problem.kv_cache:
+        return ["a KV cache needs a mask over its whole capacity"]
     return _torch.fused_kernel(
         device_type="cuda",
         capability=capability,

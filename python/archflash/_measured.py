@@ -114,7 +114,7 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
     """The measurement for problems of this kind on GPUs of a compute capability; None if there is
     none.
     """
-    if capability is None or problem.dtype not in _DTYPES:
+    if capability is None or problem.dtype not in _DTYPES or problem.kv_cache:
         return None
     kind = Kind.of(
         problem.dtype,

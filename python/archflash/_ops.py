@@ -1,5 +1,5 @@
-"""archflash.attention as a torch operator. Calls under torch.compile, with fake tensors or
-subclasses, and under dispatch modes go through it.
+"""archflash.attention and attention_with_kvcache as torch operators. Calls under torch.compile,
+with fake tensors or subclasses, and under dispatch modes go through them.
 
 Plain eager calls do not come here: they skip torch's dispatcher.
 """
@@ -13,14 +13,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
-from archflash import _options, _torch
+from archflash import _options, _torch, _torch_cache
 from archflash._dispatch import check_name, forced, note_fallback
-from archflash._errors import ForcedImplementationError
+from archflash._errors import ForcedImplementationError, UnsupportedError
 
 _library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     f"attention(Tensor q, Tensor k, Tensor v, *, {_options.SCHEMA}, str? implementation, "
     "bool needs_grad) -> (Tensor, Tensor)"
+)
+
+_library.define(
+    "attention_with_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, *, "
+    f"{_options.CACHE_SCHEMA}, str? implementation) -> (Tensor, Tensor)"
 )
 
 # What the runtime is told of gradients (enum Grad in src/runtime/call.h).
@@ -39,10 +44,10 @@ def attention(
 
     Args:
         q, k, v: as for `archflash.attention`.
-        values: the values of all options, in the order of `_options.NAMES`.
+        values: the values of its options, in the order of `_options.OF_ATTENTION`.
         implementation: the forced implementation.
     """
-    options = dict(zip(_options.NAMES, values, strict=True))
+    options = dict(zip(_options.OF_ATTENTION, values, strict=True))
     _options.refuse_unbuilt(options)
     compiling = torch.compiler.is_compiling()
     tensors = (q, k, v, *(options[name] for name in _options.DIFFERENTIABLE))
@@ -79,7 +84,12 @@ def attention(
             with torch.no_grad():
                 operator(q.detach(), k.detach(), v.detach())
         return _torch.attention(q, k, v, **_options.for_torch(options))
-    result, lse = operator(q, k, v)
+    return _answer(operator(q, k, v), options)
+
+
+def _answer(results: tuple[Tensor, Tensor], options: dict[str, Any]) -> Any:
+    """What a call returns, from what its operator returned."""
+    result, lse = results
     out = options["out"]
     if out is not None:
         if out.shape != result.shape or out.dtype != result.dtype:
@@ -91,9 +101,53 @@ def attention(
     return (result, lse) if options["return_lse"] else result
 
 
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    values: tuple[Any, ...],
+    implementation: str | None,
+) -> Any:
+    """`archflash.attention_with_kvcache` through its operator, which writes the caches.
+
+    Args:
+        q, k_cache, v_cache: as for `archflash.attention_with_kvcache`.
+        values: the values of all options, in the order of `_options.NAMES`.
+        implementation: the forced implementation.
+    """
+    options = dict(zip(_options.NAMES, values, strict=True))
+    _options.refuse_unbuilt(options)
+    if not torch.compiler.is_compiling():
+        if _in_transform():
+            raise UnsupportedError(
+                "attention_with_kvcache does not work inside functorch transforms such as vmap, "
+                "nor with forward-mode autograd: call it outside of them"
+            )
+        _native.make_problem(q, k_cache, v_cache, values, _IF_REQUIRED * torch.is_grad_enabled())
+        if implementation is not None:
+            check_name(implementation)
+        q = resolved(q)
+        out = options["out"]  # written, not read: make_problem() has refused a lazy one
+        options = {name: resolved(value) for name, value in options.items()}
+        options["out"] = out
+        options = _options.with_python_numbers(options)
+    return _answer(
+        torch.ops.archflash.attention_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            implementation=implementation,
+            **_options.to_operator(options, _options.OF_CACHE),
+        ),
+        options,
+    )
+
+
 def by_torch(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...]) -> Any:
     """Serves an eager call that the runtime leaves to the implementation `torch`."""
-    return _torch.attention(q, k, v, **_options.given_to_torch(values))
+    given = _options.given_to_torch(values)
+    serve = _torch_cache.attention if "cache_seqlens" in given else _torch.attention
+    return serve(q, k, v, **given)
 
 
 def resolved(x: Any) -> Any:
@@ -131,10 +185,15 @@ def _run(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """The operator on real tensors."""
-    options = _options.from_operator(arguments)
     # A subclass whose dispatcher let the operator through becomes a plain tensor; otherwise it
     # would come back here.
     q, k, v = (_plain(x) for x in (q, k, v))
+    return _serve(q, k, v, _options.from_operator(arguments), implementation)
+
+
+def _serve(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], implementation: str | None
+) -> tuple[Tensor, Tensor]:
     values = tuple(_plain(value) for value in options.values())
     name = forced() if implementation is None else implementation
     grad = _IF_REQUIRED if torch.is_grad_enabled() else _NO_GRADIENTS
@@ -144,12 +203,33 @@ def _run(
     return result if options["return_lse"] else (result, q.new_empty(0, dtype=torch.float32))
 
 
+def _run_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    implementation: str | None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """The operator of a call with a cache on real tensors. The caches are written in place, so that
+    no copy of them is made.
+    """
+    return _serve(
+        _plain(q),
+        k_cache.as_subclass(Tensor),
+        v_cache.as_subclass(Tensor),
+        _options.from_operator(arguments),
+        implementation,
+    )
+
+
 def _plain(x: Any) -> Any:
     """A plain tensor whose memory holds its values, for a tensor; everything else as it is."""
     return resolved(x.as_subclass(Tensor)) if isinstance(x, Tensor) else x
 
 
 _library.impl("attention", _run, "CompositeExplicitAutograd")
+_library.impl("attention_with_kvcache", _run_with_kvcache, "CompositeExplicitAutograd")
 
 
 def _fake(
@@ -167,6 +247,23 @@ def _fake(
     options = _options.from_operator(arguments)
     if needs_grad:
         _refuse_forced(implementation)
+    return _planned(q, k, v, options)
+
+
+def _fake_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    implementation: str | None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """Tensors with the shapes, strides and dtypes that `_run_with_kvcache` returns."""
+    return _planned(q, k_cache, v_cache, _options.from_operator(arguments))
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Tensors like those that a call returns. Raises the errors that do not depend on data."""
     if all(isinstance(size, int) for x in (q, k, v) for size in x.shape):  # not symbolic ones
         _native.make_problem(q, k, v, tuple(options.values()), _NO_GRADIENTS)
     shape = [*q.shape[:-1], v.shape[-1]]
@@ -185,3 +282,4 @@ def _fake(
 
 
 torch.library.register_fake("archflash::attention", _fake, lib=_library)
+torch.library.register_fake("archflash::attention_with_kvcache", _fake_with_kvcache, lib=_library)

@@ -1,7 +1,8 @@
 """The options of a call beside q, k, v and `implementation`: the rows of src/common/options.inc,
 and what follows from them for the layers above.
 
-The runtime takes the values of all options as one tuple in the order of NAMES.
+The runtime takes the values of all options as one tuple in the order of NAMES, or those of
+attention() alone, which come first.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from archflash._errors import UnsupportedError
 
 ROWS = tuple(_native.call_options())
 NAMES = tuple(row.name for row in ROWS)
+OF_ATTENTION = tuple(row.name for row in ROWS if row.of_attention)
+OF_CACHE = tuple(row.name for row in ROWS if row.of_cache)
 DEFAULTS: dict[str, Any] = {row.name: row.default for row in ROWS}
 _BUILT = tuple(row.name for row in ROWS if row.built)
 _UNBUILT = tuple(row.name for row in ROWS if not row.built)
 # Options that autograd may want gradients of, beside q, k and v.
-DIFFERENTIABLE = tuple(row.name for row in ROWS if row.differentiable)
+DIFFERENTIABLE = tuple(row.name for row in ROWS if row.differentiable and row.of_attention)
 # Options without which the exact result is the same: `torch` and the float64 reference ignore them.
 ADVICE = tuple(row.name for row in ROWS if row.advice)
-_OF_TORCH = tuple(name for name in _BUILT if name not in ADVICE)
+_OF_TORCH = tuple(name for name in OF_ATTENTION if name in _BUILT and name not in ADVICE)
 # For each option of kind "flag" the attribute of a Problem that it sets.
 FLAG_FIELDS = {row.name: row.field for row in ROWS if row.field is not None}
 
@@ -36,8 +39,8 @@ _WINDOWS = _of_kind("window")
 _INTEGERS_OR_TENSORS = _of_kind("integer or tensor")
 _NUMBERS = _of_kind("number", "integer", "integer or tensor")
 _HOLDING_NUMBERS = frozenset((*_NUMBERS, *_WINDOWS))
-# How the operator archflash::attention declares an option of each kind. It takes every option that
-# is built but for `out`: an operator that writes an argument would have to say so to autograd.
+# How the operators declare an option of each kind. They take every option of their call that is
+# built but for `out`: an operator that writes an argument would have to say so to autograd.
 _DECLARATIONS = {
     "flag": "bool {0}",
     "number": "float? {0}",
@@ -49,9 +52,18 @@ _DECLARATIONS = {
     "text": "str? {0}",
 }
 _OF_OPERATOR = _of_kind(*_DECLARATIONS)
-SCHEMA = ", ".join(
-    _DECLARATIONS[row.kind].format(row.name) for row in ROWS if row.name in _OF_OPERATOR
-)
+
+
+def _schema(names: tuple[str, ...]) -> str:
+    return ", ".join(
+        _DECLARATIONS[row.kind].format(row.name)
+        for row in ROWS
+        if row.name in _OF_OPERATOR and row.name in names
+    )
+
+
+SCHEMA = _schema(OF_ATTENTION)
+CACHE_SCHEMA = _schema(OF_CACHE)
 
 
 def complete(options: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +75,9 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in DEFAULTS:
             raise TypeError(f"{name} is no option of a call: it takes {', '.join(_BUILT)}")
-    return {**DEFAULTS, **options}
+    # As attention_with_kvcache has it.
+    layout = {"layout": "bnhd"} if options.get("cache_seqlens") is not None else {}
+    return {**DEFAULTS, **layout, **options}
 
 
 def refuse_unbuilt(options: dict[str, Any]) -> None:
@@ -107,13 +121,17 @@ def with_python_numbers(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def to_operator(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as the operator's arguments, which SCHEMA declares."""
-    arguments = {name: options[name] for name in _OF_OPERATOR}
+def to_operator(options: dict[str, Any], of: tuple[str, ...] = OF_ATTENTION) -> dict[str, Any]:
+    """The options as an operator's arguments, which SCHEMA declares, or CACHE_SCHEMA for those of
+    OF_CACHE.
+    """
+    arguments = {name: options[name] for name in _OF_OPERATOR if name in of}
     for name in _WINDOWS:
         window = arguments.pop(name)
         arguments[f"{name}_left"], arguments[f"{name}_right"] = window or (None, None)
     for name in _INTEGERS_OR_TENSORS:
+        if name not in arguments:
+            continue
         value = arguments[name]
         is_tensor = isinstance(value, Tensor)
         arguments[name] = None if is_tensor else value
@@ -127,6 +145,8 @@ def from_operator(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in _WINDOWS:
         options[name] = (options.pop(f"{name}_left"), options.pop(f"{name}_right"))
     for name in _INTEGERS_OR_TENSORS:
+        if name not in options:
+            continue
         tensor = options.pop(f"{name}_tensor")
         options[name] = options[name] if tensor is None else tensor
     return complete(options)

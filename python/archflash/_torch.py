@@ -100,7 +100,7 @@ def attention(
     packed = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         packed = _Packed(
-            _packed_rows(cu_seqlens_q, q.shape[0]), _packed_rows(cu_seqlens_k, k.shape[0])
+            packed_rows(cu_seqlens_q, q.shape[0]), packed_rows(cu_seqlens_k, k.shape[0])
         )
     band = _Band.of(causal, window, q_offset, packed, q, k, layout)
     plain = attn_mask is None and sinks is None and not softcap and not return_lse and not packed
@@ -295,7 +295,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 # --- inputs and outputs ---
 
 
-class _PackedRows(NamedTuple):
+class PackedRows(NamedTuple):
     """To which sequence each row of a packed tensor belongs; all on the device."""
 
     cu_seqlens: Tensor  # (B + 1,)
@@ -304,21 +304,21 @@ class _PackedRows(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    q: _PackedRows
-    k: _PackedRows
+    q: PackedRows
+    k: PackedRows
 
 
-def _packed_rows(cu_seqlens: Tensor, total: int) -> _PackedRows:
+def packed_rows(cu_seqlens: Tensor, total: int) -> PackedRows:
     # Positions are int64, so that adding an offset or a window limit does not overflow.
     cu_seqlens = cu_seqlens.long()
     position = torch.arange(total, device=cu_seqlens.device)
     # The number of a row's sequence is the number of sequences that end at or before it. This skips
     # empty sequences, which own no row.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
-    return _PackedRows(cu_seqlens, sequence, position - cu_seqlens[sequence])
+    return PackedRows(cu_seqlens, sequence, position - cu_seqlens[sequence])
 
 
-def _of_rows(per_sequence: Tensor, rows: _PackedRows) -> Tensor:
+def of_rows(per_sequence: Tensor, rows: PackedRows) -> Tensor:
     """Gives each row the value of its sequence: ``(B, ...)`` to ``(T, ...)``. Rows after the last
     sequence get 0.
     """
@@ -357,7 +357,7 @@ def _from_bhnd(x: Tensor, layout: str, packed: _Packed | None) -> Tensor:
 
 
 def _dequantise(
-    x: Tensor, descale: Tensor | None, rows: _PackedRows | None, dtype: torch.dtype
+    x: Tensor, descale: Tensor | None, rows: PackedRows | None, dtype: torch.dtype
 ) -> Tensor:
     """``(B, H, N, D)`` in the given dtype, times its descale."""
     x = x.to(dtype)
@@ -373,7 +373,7 @@ def _dequantise(
         return x * descale.repeat_interleave(SCALE_ROWS, 2)[:, :, : x.shape[2], None]
     if rows is None:
         return x * descale[:, :, None, None]
-    return x * _of_rows(descale, rows).t()[None, :, :, None]
+    return x * of_rows(descale, rows).t()[None, :, :, None]
 
 
 def nesting(strides: Sequence[int]) -> list[int]:
@@ -476,7 +476,7 @@ def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> 
         visible = (rows.sequence[:, None] == keys.sequence) & owned[:, None] & (keys.row >= 0)
         if not _unbounded(band):
             first = rows.row + (
-                _of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
+                of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
             )
             visible = visible & band.contains(keys.row - first[:, None])
         return visible[None, None]

@@ -32,6 +32,8 @@ struct Option {
   bool differentiable = false;         // whether autograd may want its gradient
   // Whether the exact result is the same without it: `torch` and the float64 reference ignore it.
   bool advice = false;
+  bool of_attention = true;  // whether attention() has it
+  bool of_cache = true;      // whether attention_with_kvcache() has it
   bool built = true;  // false: the name is taken, and every call that gives the option is refused
   const char* doc = "";  // how the option's entry in the docstring of attention() begins
 };
@@ -42,6 +44,14 @@ constexpr Option OPTIONS[] = {
 #undef ARCHFLASH_OPTION
 };
 constexpr int OPTION_COUNT = static_cast<int>(std::size(OPTIONS));
+
+// The options of attention() come first in the table.
+constexpr int attention_options() {
+  int count = 0;
+  while (count < OPTION_COUNT && OPTIONS[count].of_attention) ++count;
+  return count;
+}
+constexpr int ATTENTION_OPTION_COUNT = attention_options();
 
 // Whether a value of this kind is or may be a tensor.
 constexpr bool may_be_tensor(OptionKind kind) {

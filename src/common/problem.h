@@ -50,7 +50,9 @@ struct Problem {
   // one block of SCALE_ROWS rows to the next.
   Strides q_descale, k_descale, v_descale;
 
-  int64_t q_offset;      // position of query 0 among the keys; used by causal and window only
+  // Position of query 0 among the keys; used by causal and window only. For caches it is that of
+  // full ones; kernels go by the lengths.
+  int64_t q_offset;
   int64_t window_left;   // keys j >= i + q_offset - left
   int64_t window_right;  // keys j <= i + q_offset + right; causal is right = 0 at most
   double scale;          // multiplies q.k
@@ -60,8 +62,20 @@ struct Problem {
 
   int64_t mask;  // 0: none, 1: bool, 2: additive
 
-  DType dtype;      // of q, k and v
-  DType out_dtype;  // of the output
+  // Of attention_with_kvcache: 0 for every other call. k and v above are then the caches, nk is the
+  // capacity of a sequence in rows, and the lengths are on the device only.
+  int64_t cache_batch;     // sequences that the caches hold; with a page table their pages
+  int64_t page_size;       // rows of a page; 0: no page table
+  int64_t page_table_row;  // entries from one sequence of the page table to the next
+  int64_t n_new;           // rows that the call appends to each sequence
+  int64_t rotary_dim;      // columns of q and k_new that are rotated; 0: none
+  int64_t rotary_rows;     // positions that the tables of cosines and sines have
+  Strides k_new, v_new;    // of the appended rows
+
+  DType dtype;           // of q, and of k and v but for caches
+  DType kv_dtype;        // of k and v
+  DType out_dtype;       // of the output
+  int32_t rotary_dtype;  // 0: no rotation; otherwise 1 + DType of the tables
   // The largest power of two, at most 16, that divides the address in bytes.
   int32_t q_align, k_align, v_align, out_align;
   int32_t sinks;    // 0: none; otherwise 1 + DType of the (heads_q,) tensor
@@ -70,19 +84,22 @@ struct Problem {
 
   Flag q_unit, k_unit, v_unit, out_unit;  // the last dimension is contiguous
   Flag causal;                            // as asked; already folded into window_right
-  Flag varlen;                            // cu_seqlens_q and cu_seqlens_k are given
+  Flag varlen;  // cu_seqlens_q is given: q is packed, and so are k and v unless they are caches
   Flag q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
   Flag q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
   Flag want_lse;          // the log-sum-exp is asked for
   Flag needs_grad;        // autograd will want gradients of a tensor of the call
   Flag on_cuda;           // whether tensors are on a CUDA device, or elsewhere (CPU, meta)
+  Flag kv_cache;          // k and v are caches: a call of attention_with_kvcache
+  Flag cache_batch_idx, leftpad_k;  // these tensors of it are given
+  Flag rotary_interleaved;          // columns 2i and 2i + 1 rotate together, not i and i + dim / 2
 };
 
 // Calls f(name, field) for every field of a Problem. Saving, loading, range checks of flags and the
 // attributes that Python sees go by this list.
 template <class P, class F>
 constexpr void for_each_field(P& p, F&& f) {
-  f("dtype", p.dtype), f("out_dtype", p.out_dtype);
+  f("dtype", p.dtype), f("kv_dtype", p.kv_dtype), f("out_dtype", p.out_dtype);
   f("batch", p.batch), f("heads_q", p.heads_q), f("heads_kv", p.heads_kv);
   f("nq", p.nq), f("nk", p.nk), f("d", p.d), f("dv", p.dv);
   f("max_seqlen_q", p.max_seqlen_q), f("max_seqlen_k", p.max_seqlen_k);
@@ -97,7 +114,13 @@ constexpr void for_each_field(P& p, F&& f) {
   f("causal", p.causal), f("varlen", p.varlen), f("q_offset_tensor", p.q_offset_tensor);
   f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask);
   f("descale", p.descale), f("want_lse", p.want_lse), f("needs_grad", p.needs_grad);
-  f("on_cuda", p.on_cuda);
+  f("on_cuda", p.on_cuda), f("kv_cache", p.kv_cache);
+  f("cache_batch", p.cache_batch), f("page_size", p.page_size);
+  f("page_table_row", p.page_table_row), f("n_new", p.n_new);
+  f("k_new", p.k_new), f("v_new", p.v_new);
+  f("cache_batch_idx", p.cache_batch_idx), f("leftpad_k", p.leftpad_k);
+  f("rotary_dim", p.rotary_dim), f("rotary_rows", p.rotary_rows);
+  f("rotary_dtype", p.rotary_dtype), f("rotary_interleaved", p.rotary_interleaved);
 }
 
 constexpr size_t bytes_of_listed_fields() {

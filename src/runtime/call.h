@@ -14,8 +14,8 @@ namespace archflash {
 // Whether autograd will want gradients: never, if a tensor of the call asks for them, or surely.
 enum class Grad : int32_t { Off = 0, IfRequired = 1, Needed = 2 };
 
-// What archflash.attention() was given: q, k, v and the value of each option of the table
-// (common/options.inc).
+// What archflash.attention() or attention_with_kvcache() was given: q, k, v (or the caches) and the
+// value of each option of the table (common/options.inc).
 struct Arguments {
   nb::handle q, k, v;
 #define ARCHFLASH_OPTION(option, ...) nb::handle option;
@@ -31,7 +31,8 @@ constexpr nb::handle Arguments::* ARGUMENTS[] = {
 #undef ARCHFLASH_OPTION
 };
 
-// The options come as one tuple in the order of the table. Throws nb::type_error for anything else.
+// The options come as one tuple in the order of the table: all, or those of attention() alone, the
+// others being at their defaults. Throws nb::type_error for anything else.
 Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad);
 
 // A call gives an option that is not built yet: UnsupportedError in Python.

@@ -81,6 +81,15 @@ void check_strides(const Checker& check, const Layout& x) {
   }
 }
 
+// The first dimension of k and v, and their rows: of a sequence, or of a page.
+struct Rows {
+  int64_t batch, rows;
+};
+Rows rows_of_keys(const Problem& p) {
+  if (!p.kv_cache) return {p.varlen ? 1 : p.batch, p.nk};
+  return {p.cache_batch, p.page_size > 0 ? p.page_size : p.nk};
+}
+
 void check_shapes(const Checker& check, const Problem& p) {
   check.range(0, LIMIT, {{"batch", p.batch}, {"heads_q", p.heads_q}, {"heads_kv", p.heads_kv}});
   check.range(0, LIMIT, {{"nq", p.nq}, {"nk", p.nk}});
@@ -88,9 +97,11 @@ void check_shapes(const Checker& check, const Problem& p) {
   check.require(p.heads_kv == 0 ? p.heads_q == 0 : p.heads_q % p.heads_kv == 0, "heads_kv",
                 text_of(p.heads_kv), "a divisor of heads_q = ", p.heads_q);
   const int64_t batch = p.varlen ? 1 : p.batch, dim = std::max(p.d, p.dv);
-  const int64_t largest =
-      std::max({elements({batch, p.heads_q, p.nq, dim}), elements({batch, p.heads_kv, p.nk, dim}),
-                elements({p.heads_q, std::max(p.batch, p.nq), 2})});
+  const Rows keys = rows_of_keys(p);
+  const int64_t largest = std::max({elements({batch, p.heads_q, p.nq, dim}),
+                                    elements({keys.batch, p.heads_kv, keys.rows, dim}),
+                                    elements({p.batch, p.heads_kv, p.n_new, dim}),
+                                    elements({p.heads_q, std::max(p.batch, p.nq), 2})});
   if (largest > ELEMENTS) {
     refuse("fields '", check.prefix, "batch', 'heads_q', 'heads_kv', 'nq', 'nk', 'd' and 'dv' are ",
            p.batch, ", ", p.heads_q, ", ", p.heads_kv, ", ", p.nq, ", ", p.nk, ", ", p.d, " and ",
@@ -101,9 +112,10 @@ void check_shapes(const Checker& check, const Problem& p) {
 void check_layouts(const Checker& check, const Problem& p) {
   const int64_t batch = p.varlen ? 1 : p.batch;
   const Layout out{"out", p.out, batch, p.heads_q, p.nq, p.dv};
+  const Rows keys = rows_of_keys(p);
   for (const Layout& layout : {Layout{"q", p.q, batch, p.heads_q, p.nq, p.d},
-                               Layout{"k", p.k, batch, p.heads_kv, p.nk, p.d},
-                               Layout{"v", p.v, batch, p.heads_kv, p.nk, p.dv}, out}) {
+                               Layout{"k", p.k, keys.batch, p.heads_kv, keys.rows, p.d},
+                               Layout{"v", p.v, keys.batch, p.heads_kv, keys.rows, p.dv}, out}) {
     check_strides(check, layout);
   }
   const int64_t shape[] = {out.batch, out.heads, out.rows, out.inner};
@@ -123,13 +135,15 @@ void check_layouts(const Checker& check, const Problem& p) {
 
 void check_descales(const Checker& check, const Problem& p) {
   check.range(0, 15, {{"descale", p.descale}});
-  check.require(p.descale == 0 || is_fp8(p.dtype), "descale", text_of(p.descale), "0, as q is ",
-                dtype_name(p.dtype));
+  check.require((p.descale & 1) == 0 || is_fp8(p.dtype), "descale", text_of(p.descale),
+                "without bit 0, as q is ", dtype_name(p.dtype));
+  check.require((p.descale & 6) == 0 || is_fp8(p.kv_dtype), "descale", text_of(p.descale),
+                "without bits 1 and 2, as k and v are ", dtype_name(p.kv_dtype));
   check.require(!(p.descale & 8) || (p.descale & 1), "descale", text_of(p.descale),
                 "without bit 3, as q has no descale");
   const int64_t q_heads = p.descale & 8 ? p.heads_kv : p.heads_q;
   const auto blocks = [&](int64_t rows) {
-    return p.varlen ? 1 : rows / SCALE_ROWS + (rows % SCALE_ROWS != 0);
+    return p.varlen || p.kv_cache ? 1 : rows / SCALE_ROWS + (rows % SCALE_ROWS != 0);
   };
   int bit = 0;
   for (const Layout& layout :
@@ -144,6 +158,52 @@ void check_descales(const Checker& check, const Problem& p) {
              "' has strides: they must be 0, as the descale is not given");
     }
   }
+}
+
+// What a call with a cache says of it; all of it is 0 for other calls.
+void check_cache(const Checker& check, const Problem& p) {
+  const int64_t most = p.kv_cache ? LIMIT : 0;
+  check.range(0, most,
+              {{"cache_batch", p.cache_batch},
+               {"page_size", p.page_size},
+               {"page_table_row", p.page_table_row},
+               {"n_new", p.n_new},
+               {"cache_batch_idx", p.cache_batch_idx},
+               {"leftpad_k", p.leftpad_k}});
+  if (p.page_size == 0) {
+    check.require(p.page_table_row == 0, "page_table_row", text_of(p.page_table_row),
+                  "0, as there is no page table");
+    const bool one_each = p.cache_batch_idx || !p.kv_cache || p.cache_batch == p.batch;
+    check.require(one_each, "cache_batch", text_of(p.cache_batch), "batch = ", p.batch,
+                  ", as neither a page table nor cache_batch_idx is given");
+  } else {
+    check.require(p.nk % p.page_size == 0, "nk", text_of(p.nk),
+                  "a multiple of page_size = ", p.page_size);
+    check.require(!p.cache_batch_idx, "cache_batch_idx", "1", "0, as a page table is given");
+  }
+  check.require(!p.kv_cache || p.cache_batch > 0 || p.nk == 0, "nk", text_of(p.nk),
+                "0, as cache_batch is 0");
+  check_strides(check, {"k_new", p.k_new, p.batch, p.heads_kv, p.n_new, p.d});
+  check_strides(check, {"v_new", p.v_new, p.batch, p.heads_kv, p.n_new, p.dv});
+  check.range(0, std::min(most, p.d), {{"rotary_dim", p.rotary_dim}});
+  check.range(p.rotary_dim > 0 ? 1 : 0, p.rotary_dim > 0 ? LIMIT : 0,
+              {{"rotary_rows", p.rotary_rows}});
+  check.require(p.rotary_dim % 2 == 0, "rotary_dim", text_of(p.rotary_dim), "even");
+  const DType table = static_cast<DType>(p.rotary_dtype - 1);
+  const bool known =
+      p.rotary_dim == 0 ? p.rotary_dtype == 0 : table == DType::F32 || table == p.dtype;
+  check.require(known && !(p.rotary_dim > 0 && is_fp8(table)), "rotary_dtype",
+                text_of(p.rotary_dtype),
+                "1 plus the code of float32 (0) or of q's dtype, or 0 where rotary_dim is 0");
+  check.require(!p.rotary_interleaved || p.rotary_dim > 0, "rotary_interleaved", "1",
+                "0, as rotary_dim is 0");
+  check.require(p.kv_dtype == p.dtype || (p.kv_cache && is_fp8(p.kv_dtype)), "kv_dtype",
+                dtype_name(p.kv_dtype), dtype_name(p.dtype), " as dtype is");
+  if (!p.kv_cache) return;
+  check.require(p.q_offset_default, "q_offset_default", "0", "1, as kv_cache is 1");
+  check.range(0, 0,
+              {{"mask", p.mask}, {"approximate", p.approximate}, {"needs_grad", p.needs_grad}});
+  check.range(UNKNOWN, UNKNOWN, {{"max_seqlen_k", p.max_seqlen_k}});
 }
 
 }  // namespace
@@ -178,6 +238,7 @@ void check_problem(const Problem& p, const std::string& prefix) {
   check_shapes(check, p);
   check_layouts(check, p);
   check_descales(check, p);
+  check_cache(check, p);
   check.require(!is_fp8(p.out_dtype), "out_dtype", dtype_name(p.out_dtype),
                 "float32, float16, bfloat16 or float64");
 

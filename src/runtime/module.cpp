@@ -109,6 +109,11 @@ Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call) {
   } else if (!nb::cast<bool>(a.out.attr("is_inference")())) {
     torch().increment_version(a.out);  // autograd must see that it was written
   }
+  if (call.problem.n_new > 0) {
+    for (const nb::handle cache : {a.k, a.v}) {
+      if (!nb::cast<bool>(cache.attr("is_inference")())) torch().increment_version(cache);
+    }
+  }
   if (call.problem.want_lse) {
     made.lse = allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, made.lse);
@@ -136,6 +141,14 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call
       {Operand::KDescale, a.k_descale},
       {Operand::VDescale, a.v_descale},
       {Operand::Mask, a.attn_mask},
+      {Operand::CacheSeqlens, a.cache_seqlens},
+      {Operand::PageTable, a.page_table},
+      {Operand::KNew, a.k_new},
+      {Operand::VNew, a.v_new},
+      {Operand::CacheBatchIdx, a.cache_batch_idx},
+      {Operand::LeftpadK, a.leftpad_k},
+      {Operand::RotaryCos, a.rotary_cos},
+      {Operand::RotarySin, a.rotary_sin},
       {Operand::Workspace, outputs.workspace}};
   nb::dict tensors;
   for (const auto& [operand, tensor] : operands) {
@@ -420,6 +433,8 @@ NB_MODULE(_archflash, m) {
       .def_prop_ro("may_be_tensor", [](const Option& o) { return may_be_tensor(o.kind); })
       .def_ro("differentiable", &Option::differentiable)
       .def_ro("advice", &Option::advice, "Whether the exact result is the same without it.")
+      .def_ro("of_attention", &Option::of_attention, "Whether attention has it.")
+      .def_ro("of_cache", &Option::of_cache, "Whether attention_with_kvcache has it.")
       .def_ro("built", &Option::built)
       .def_prop_ro(
           "field",
@@ -433,7 +448,8 @@ NB_MODULE(_archflash, m) {
   m.def(
       "call_options", [] { return std::vector<Option>(std::begin(OPTIONS), std::end(OPTIONS)); },
       "The options of a call beside q, k, v and implementation, in the order in which "
-      "`attention`, `make_problem`, `execute` and `operands` take their values.");
+      "`attention`, `make_problem`, `execute` and `operands` take their values: all, or those "
+      "before the first of a cache.");
 
   auto problem = nb::class_<Problem>(
       m, "Problem", "What one call asks for: shapes, strides, options. No addresses.");
@@ -455,7 +471,11 @@ NB_MODULE(_archflash, m) {
              return static_cast<int64_t>(std::hash<std::string_view>()(bytes) >> 1);
            })
       .def_prop_ro("dtype", [](const Problem& p) { return dtype_name(p.dtype); })
+      .def_prop_ro("kv_dtype", [](const Problem& p) { return dtype_name(p.kv_dtype); })
       .def_prop_ro("out_dtype", [](const Problem& p) { return dtype_name(p.out_dtype); })
+      .def_ro("page_size", &Problem::page_size)
+      .def_ro("n_new", &Problem::n_new)
+      .def_ro("rotary_dim", &Problem::rotary_dim)
       .def_ro("batch", &Problem::batch)
       .def_ro("heads_q", &Problem::heads_q)
       .def_ro("heads_kv", &Problem::heads_kv)

@@ -1,5 +1,7 @@
 #include <cmath>
 #include <cstring>
+#include <tuple>
+#include <utility>
 
 #include "runtime/call.h"
 #include "runtime/checks.h"
@@ -187,9 +189,10 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
   if (!view.is_float || view.dtype != DType::F32)
     wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.float32");
   check_same_device(view, name, q);
-  if (!is_fp8(p.dtype)) {
-    wrong_value(name, " is given but q is ", dtype_name(p.dtype),
-                ": descales belong to float8 inputs");
+  const DType dtype = bit == 0 ? p.dtype : p.kv_dtype;
+  if (!is_fp8(dtype)) {
+    wrong_value(name, " is given but ", p.kv_cache && bit > 0 ? "the cache is " : "q is ",
+                dtype_name(dtype), ": descales belong to float8 inputs");
   }
   const bool per_tensor = view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1);
   if (!per_tensor) {
@@ -197,13 +200,14 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
     const int64_t blocks = (rows + SCALE_ROWS - 1) / SCALE_ROWS;
     const bool fits = view.ndim <= 3 && (view.ndim == 1 || view.shape[0] == p.batch) &&
                       (view.shape[head_axis] == heads || view.shape[head_axis] == other_heads) &&
-                      (view.ndim < 3 || (!p.varlen && view.shape[2] == blocks));
+                      (view.ndim < 3 || (!p.varlen && !p.kv_cache && view.shape[2] == blocks));
     if (!fits) {
       const std::string other = other_heads == heads ? "" : join(" (or ", other_heads, ")");
       const std::string in_blocks =
-          p.varlen ? "; packed sequences take no descales of blocks"
-                   : join(" or (", p.batch, ", ", heads, ", ", blocks, ")", other,
-                          ", the last of these one for each block of ", SCALE_ROWS, " rows");
+          p.kv_cache ? "; with a cache there are no descales of blocks"
+          : p.varlen ? "; packed sequences take no descales of blocks"
+                     : join(" or (", p.batch, ", ", heads, ", ", blocks, ")", other,
+                            ", the last of these one for each block of ", SCALE_ROWS, " rows");
       wrong_value(name, " has shape ", describe_shape(view), ": it must be (), (1,), (", heads,
                   ",)", other, ", (", p.batch, ", ", heads, ")", other, in_blocks);
     }
@@ -330,6 +334,158 @@ void read_num_splits(const Arguments& a, Problem& p) {
   }
 }
 
+// What a call with a cache must not give, and what belongs to such a call only.
+void check_cache_options(const Arguments& a, bool kv_cache) {
+  if (!kv_cache) {
+    for (int i = ATTENTION_OPTION_COUNT; i < OPTION_COUNT; ++i) {
+      const nb::handle value = a.*ARGUMENTS[i];
+      if (value.is_none() || value.is(Py_False)) continue;
+      wrong_value(OPTIONS[i].name,
+                  " is given without cache_seqlens: it belongs to attention_with_kvcache");
+    }
+    return;
+  }
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    if (OPTIONS[i].of_cache || (a.*ARGUMENTS[i]).is_none()) continue;
+    wrong_value(OPTIONS[i].name,
+                " is given with cache_seqlens: attention_with_kvcache has no such option");
+  }
+  const auto both = [](const char* one, nb::handle a, const char* other, nb::handle b) {
+    if (a.is_none() != b.is_none()) {
+      wrong_value(a.is_none() ? one : other, " is missing: ", one, " and ", other,
+                  " are given together");
+    }
+  };
+  both("k_new", a.k_new, "v_new", a.v_new);
+  both("rotary_cos", a.rotary_cos, "rotary_sin", a.rotary_sin);
+  if (!a.rotary_cos.is_none() && a.k_new.is_none())
+    wrong_value("rotary_cos is given without k_new: a call rotates q and the keys that it appends");
+  if (a.rotary_interleaved.is(Py_True) && a.rotary_cos.is_none())
+    wrong_value("rotary_interleaved is True without rotary_cos and rotary_sin: pass them");
+  if (!a.page_table.is_none() && !a.cache_batch_idx.is_none()) {
+    wrong_value(
+        "cache_batch_idx is given with page_table: the page table says where each sequence is");
+  }
+}
+
+// The rows that a call appends to a cache.
+void read_new_rows(nb::handle object, const char* name, Operand operand, const Axes& x, int64_t dim,
+                   const TensorView& q, Call& call, Strides& strides) {
+  Problem& p = call.problem;
+  TensorView view;
+  read(object, name, call, view);
+  check_same_device(view, name, q);
+  if (!view.is_float || view.dtype != p.kv_dtype) {
+    wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.",
+               dtype_name(p.kv_dtype), " as the cache is");
+  }
+  const bool has_rows = view.ndim == 4;
+  if (operand == Operand::KNew && has_rows) p.n_new = view.shape[x.row];
+  if (!has_rows || view.shape[x.batch] != p.batch || view.shape[x.head] != p.heads_kv ||
+      view.shape[x.row] != p.n_new || view.shape[x.inner] != dim) {
+    TensorView expected = view;
+    expected.ndim = 4;
+    int64_t shape[4];
+    shape[x.batch] = p.batch, shape[x.head] = p.heads_kv, shape[x.inner] = dim;
+    shape[x.row] = has_rows ? p.n_new : 1;
+    expected.shape = shape;
+    wrong_value(name, " has shape ", describe_shape(view), ": it must be ",
+                describe_shape(expected), ", with as many new rows as k_new");
+  }
+  if (!has_unit_inner(view, x))
+    wrong_value(name, " has a strided last dimension: call .contiguous() on it");
+  strides = strides_of(view, x);
+  call.addresses[static_cast<int>(operand)] = view.data;
+}
+
+void read_rotary(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.rotary_cos.is_none()) return;
+  Problem& p = call.problem;
+  TensorView cos, sin;
+  read(a.rotary_cos, "rotary_cos", call, cos);
+  read(a.rotary_sin, "rotary_sin", call, sin);
+  const std::tuple<const char*, nb::handle, const TensorView&> tables[] = {
+      {"rotary_cos", a.rotary_cos, cos}, {"rotary_sin", a.rotary_sin, sin}};
+  for (const auto& [name, object, view] : tables) {
+    check_same_device(view, name, q);
+    if (!view.is_float || view.dtype != cos.dtype ||
+        (view.dtype != DType::F32 && (view.dtype != q.dtype || is_fp8(q.dtype)))) {
+      wrong_type(name, " has dtype ", dtype_text(object),
+                 ": rotary_cos and rotary_sin must both be float32 or of q's dtype, not float8");
+    }
+    if (view.ndim != 2 || view.shape[0] < 1 || view.shape[1] < 1 || 2 * view.shape[1] > p.d ||
+        view.shape[0] != cos.shape[0] || view.shape[1] != cos.shape[1]) {
+      wrong_value(name, " has shape ", describe_shape(view),
+                  ": rotary_cos and rotary_sin must both be (positions, rotary_dim / 2), with at "
+                  "least one position and rotary_dim at most the head dim ",
+                  p.d);
+    }
+    if ((view.shape[1] > 1 && view.strides[1] != 1) ||
+        (view.shape[0] > 1 && view.strides[0] != view.shape[1]))
+      wrong_value(name, " is not contiguous: call .contiguous() on it");
+  }
+  p.rotary_dim = 2 * cos.shape[1];
+  p.rotary_rows = cos.shape[0];
+  p.rotary_dtype = 1 + static_cast<int32_t>(cos.dtype);
+  call.addresses[static_cast<int>(Operand::RotaryCos)] = cos.data;
+  call.addresses[static_cast<int>(Operand::RotarySin)] = sin.data;
+}
+
+// How the caches hold the sequences, and what is appended to them. p.batch and the sizes of the
+// caches are known.
+void read_cache(const Arguments& a, const Axes& x, const TensorView& q, const TensorView& k,
+                Call& call) {
+  Problem& p = call.problem;
+  const std::string per_sequence = join("(", p.batch, ",), one number for each sequence");
+  const auto read_numbers = [&](nb::handle object, const char* name, Operand operand) {
+    TensorView view;
+    read_int32(object, name, p.batch, per_sequence.c_str(), q, call, view);
+    call.addresses[static_cast<int>(operand)] = view.data;
+  };
+  read_numbers(a.cache_seqlens, "cache_seqlens", Operand::CacheSeqlens);
+  p.cache_batch = k.shape[x.batch];
+  if (!a.page_table.is_none()) {
+    TensorView table;
+    read(a.page_table, "page_table", call, table);
+    if (!table.is_int32)
+      wrong_type("page_table has dtype ", dtype_text(a.page_table), ": it must be torch.int32");
+    check_same_device(table, "page_table", q);
+    if (table.ndim != 2 || table.shape[0] != p.batch) {
+      wrong_value("page_table has shape ", describe_shape(table), ": it must be (", p.batch,
+                  ", pages of a sequence)");
+    }
+    if (table.shape[1] > 1 && table.strides[1] != 1)
+      wrong_value("page_table has a strided last dimension: call .contiguous() on it");
+    p.page_size = k.shape[x.row];
+    if (p.page_size < 1) {
+      wrong_value("k_cache has shape ", describe_shape(k),
+                  ", pages of no rows: a page must have at least one");
+    }
+    if (__builtin_mul_overflow(table.shape[1], p.page_size, &p.nk) || p.nk >= INTEGER_LIMIT) {
+      wrong_value("page_table has shape ", describe_shape(table), " for pages of ", p.page_size,
+                  " rows: a sequence must have fewer than 2^60");
+    }
+    p.page_table_row = stride_of(table, 0);
+    call.addresses[static_cast<int>(Operand::PageTable)] = table.data;
+  } else if (!a.cache_batch_idx.is_none()) {
+    read_numbers(a.cache_batch_idx, "cache_batch_idx", Operand::CacheBatchIdx);
+    p.cache_batch_idx = true;
+  } else if (p.cache_batch != p.batch) {
+    wrong_value("k_cache has ", p.cache_batch, " sequences and cache_seqlens is for ", p.batch,
+                ": pass k_cache[:", p.batch, "] and v_cache[:", p.batch, "], or cache_batch_idx");
+  }
+  if (p.cache_batch == 0) p.nk = 0;  // there is no row that a page table could name
+  if (!a.leftpad_k.is_none()) {
+    read_numbers(a.leftpad_k, "leftpad_k", Operand::LeftpadK);
+    p.leftpad_k = true;
+  }
+  if (!a.k_new.is_none()) {
+    read_new_rows(a.k_new, "k_new", Operand::KNew, x, p.d, q, call, p.k_new);
+    read_new_rows(a.v_new, "v_new", Operand::VNew, x, p.dv, q, call, p.v_new);
+  }
+  read_rotary(a, q, call);
+}
+
 // Each option of kind Flag goes into its field of the Problem.
 void read_flags(const Arguments& a, Problem& p) {
   for (int i = 0; i < OPTION_COUNT; ++i) {
@@ -358,10 +514,16 @@ void refuse_unbuilt(const Arguments& a) {
 }  // namespace
 
 Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad) {
-  if (!PyTuple_CheckExact(options.ptr()) || PyTuple_Size(options.ptr()) != OPTION_COUNT)
-    wrong_type("options is ", given(options), ": it must be a tuple of ", OPTION_COUNT, " values");
+  const Py_ssize_t count = PyTuple_CheckExact(options.ptr()) ? PyTuple_Size(options.ptr()) : 0;
+  if (count != OPTION_COUNT && count != ATTENTION_OPTION_COUNT) {
+    wrong_type("options is ", given(options), ": it must be a tuple of ", OPTION_COUNT,
+               " values, or of ", ATTENTION_OPTION_COUNT, " without those of a cache");
+  }
   Arguments a{.q = q, .k = k, .v = v, .grad = static_cast<Grad>(grad)};
-  for (int i = 0; i < OPTION_COUNT; ++i) a.*ARGUMENTS[i] = PyTuple_GetItem(options.ptr(), i);
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const bool is_flag = OPTIONS[i].kind == OptionKind::Flag;
+    a.*ARGUMENTS[i] = i < count ? PyTuple_GetItem(options.ptr(), i) : is_flag ? Py_False : Py_None;
+  }
   return a;
 }
 
@@ -369,48 +531,60 @@ void build_call(const Arguments& a, Call& call) {
   std::memset(static_cast<void*>(&call), 0, sizeof(call));
   refuse_unbuilt(a);
   Problem& p = call.problem;
+  p.kv_cache = !a.cache_seqlens.is_none();
+  const char* const k_name = p.kv_cache ? "k_cache" : "k";
+  const char* const v_name = p.kv_cache ? "v_cache" : "v";
   TensorView q, k, v;
   read(a.q, "q", call, q);
-  read(a.k, "k", call, k);
-  read(a.v, "v", call, v);
+  read(a.k, k_name, call, k);
+  read(a.v, v_name, call, v);
 
+  check_cache_options(a, p.kv_cache);
   p.varlen = !a.cu_seqlens_q.is_none();
-  if (p.varlen != !a.cu_seqlens_k.is_none()) {
+  if (!p.kv_cache && p.varlen != !a.cu_seqlens_k.is_none()) {
     wrong_value(p.varlen ? "cu_seqlens_k" : "cu_seqlens_q",
                 " is missing: packed sequences need both cu_seqlens_q and cu_seqlens_k");
   }
-  const Axes x = axes_of(a, p.varlen);
+  const bool packed_keys = p.varlen && !p.kv_cache;
+  const Axes x = axes_of(a, p.varlen), of_keys = axes_of(a, packed_keys);
   const int rank = p.varlen ? 3 : 4;
   check_rank(q, "q", rank, p.varlen);
-  check_rank(k, "k", rank, p.varlen);
-  check_rank(v, "v", rank, p.varlen);
+  check_rank(k, k_name, packed_keys ? 3 : 4, packed_keys);
+  check_rank(v, v_name, packed_keys ? 3 : 4, packed_keys);
 
   if (!q.is_float) {
     wrong_type(
         "q has dtype ", dtype_text(a.q),
         ": attention takes float32, float16, bfloat16, float64, float8_e4m3fn and float8_e5m2");
   }
-  if (!k.is_float || k.dtype != q.dtype || !v.is_float || v.dtype != q.dtype) {
-    wrong_type("q, k and v have dtypes ", dtype_text(a.q), ", ", dtype_text(a.k), " and ",
-               dtype_text(a.v), ": they must be the same; convert them with .to(q.dtype)");
+  const bool fp8_cache = p.kv_cache && k.is_float && v.is_float && is_fp8(k.dtype);
+  if (fp8_cache && k.dtype != v.dtype) {
+    wrong_type("k_cache and v_cache have dtypes ", dtype_text(a.k), " and ", dtype_text(a.v),
+               ": they must be the same");
   }
-  check_same_device(k, "k", q);
-  check_same_device(v, "v", q);
+  if (!fp8_cache && (!k.is_float || k.dtype != q.dtype || !v.is_float || v.dtype != q.dtype)) {
+    wrong_type("q, ", k_name, " and ", v_name, " have dtypes ", dtype_text(a.q), ", ",
+               dtype_text(a.k), " and ", dtype_text(a.v),
+               ": they must be the same; convert them with .to(q.dtype)");
+  }
+  check_same_device(k, k_name, q);
+  check_same_device(v, v_name, q);
   p.dtype = q.dtype;
+  p.kv_dtype = k.dtype;
   p.on_cuda = q.device_kind == DeviceKind::Cuda;
   call.device_kind = q.device_kind;
   call.has_storage = q.has_storage && k.has_storage && v.has_storage;
   call.device_index = p.on_cuda ? q.device_index : -1;
 
   p.heads_q = q.shape[x.head];
-  p.heads_kv = k.shape[x.head];
+  p.heads_kv = k.shape[of_keys.head];
   p.nq = q.shape[x.row];
-  p.nk = k.shape[x.row];
+  p.nk = k.shape[of_keys.row];
   p.d = q.shape[x.inner];
-  p.dv = v.shape[x.inner];
-  check_size(k.shape[x.inner], p.d, k, "k", "head dim", "q");
-  check_size(v.shape[x.head], p.heads_kv, v, "v", "heads", "k");
-  check_size(v.shape[x.row], p.nk, v, "v", "rows", "k");
+  p.dv = v.shape[of_keys.inner];
+  check_size(k.shape[of_keys.inner], p.d, k, k_name, "head dim", "q");
+  check_size(v.shape[of_keys.head], p.heads_kv, v, v_name, "heads", k_name);
+  check_size(v.shape[of_keys.row], p.nk, v, v_name, "rows", k_name);
   if (p.d < 1 || p.dv < 1)
     wrong_value("the head dim is ", p.d, " for q and k and ", p.dv,
                 " for v: it must be at least 1");
@@ -420,7 +594,20 @@ void build_call(const Arguments& a, Call& call) {
   }
 
   p.max_seqlen_q = p.max_seqlen_k = UNKNOWN;
-  if (p.varlen) {
+  if (p.kv_cache) {
+    p.batch = p.varlen ? 0 : q.shape[x.batch];
+    if (p.varlen) {
+      TensorView cu_q;
+      read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", q, call, cu_q);
+      p.batch = cu_q.shape[0] - 1;
+      call.addresses[static_cast<int>(Operand::CuSeqlensQ)] = cu_q.data;
+      p.max_seqlen_q = longest(a.max_seqlen_q, "max_seqlen_q");
+    } else if (!a.max_seqlen_q.is_none()) {
+      wrong_value("max_seqlen_q is given without cu_seqlens_q: it belongs to packed sequences");
+    }
+    check_size(v.shape[of_keys.batch], k.shape[of_keys.batch], v, v_name, "batch", k_name);
+    read_cache(a, of_keys, q, k, call);
+  } else if (p.varlen) {
     TensorView cu_q, cu_k;
     read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", q, call, cu_q);
     read_int32(a.cu_seqlens_k, "cu_seqlens_k", -1, "(sequences + 1,)", q, call, cu_k);
@@ -445,11 +632,11 @@ void build_call(const Arguments& a, Call& call) {
   }
 
   p.q = strides_of(q, x);
-  p.k = strides_of(k, x);
-  p.v = strides_of(v, x);
+  p.k = strides_of(k, of_keys);
+  p.v = strides_of(v, of_keys);
   p.q_unit = has_unit_inner(q, x);
-  p.k_unit = has_unit_inner(k, x);
-  p.v_unit = has_unit_inner(v, x);
+  p.k_unit = has_unit_inner(k, of_keys);
+  p.v_unit = has_unit_inner(v, of_keys);
   p.q_align = alignment(q.data);
   p.k_align = alignment(k.data);
   p.v_align = alignment(v.data);
@@ -511,6 +698,11 @@ void build_call(const Arguments& a, Call& call) {
   read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, p.heads_kv, p.nk, q,
                call, p.v_descale);
   p.needs_grad = wants_gradient(a);
+  if (p.kv_cache && p.needs_grad) {
+    throw Unsupported(
+        "attention_with_kvcache has no backward and a tensor of the call requires a gradient: call "
+        "it under torch.no_grad(), or detach() the tensors");
+  }
 
   read_out_dtype(a, p);
   read_approximate(a, p);

@@ -43,7 +43,7 @@ def ends(*values: int) -> Tensor:
 
 # --- what is public ---
 
-SIGNATURES = {  # that of attention: test_options.py
+SIGNATURES = {  # that of attention: test_options.py; with a cache: test_kvcache.py
     "disable": "() -> 'None'",
     "enable": "() -> 'None'",
     "enabled": "() -> 'Iterator[None]'",
@@ -86,6 +86,7 @@ def test_the_public_names() -> None:
         "UnsupportedError",
         "__version__",
         "attention",
+        "attention_with_kvcache",
         "disable",
         "enable",
         "enabled",
@@ -121,7 +122,13 @@ def test_examples_in_docstrings_run(name: str) -> None:
 
 def test_the_main_functions_have_examples() -> None:
     finder = doctest.DocTestFinder()
-    for function in (archflash.attention, archflash.explain, archflash.force):
+    main = (
+        archflash.attention,
+        archflash.attention_with_kvcache,
+        archflash.explain,
+        archflash.force,
+    )
+    for function in main:
         assert any(test.examples for test in finder.find(function))
 
 

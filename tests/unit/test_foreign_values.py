@@ -73,7 +73,11 @@ WORDS = {
     "dict": "a dict",
 }
 OPTIONS = (
-    *(row.name for row in _options.ROWS if row.kind not in ("tensor", "output")),
+    *(
+        row.name
+        for row in _options.ROWS
+        if row.of_attention and row.kind not in ("tensor", "output")
+    ),
     "alibi_slopes",
     "implementation",
 )

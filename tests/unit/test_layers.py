@@ -15,9 +15,9 @@ ROOT = Path(archflash.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_archflash", "_archflash_sim", "_errors", "_bias"),
     ("_options", "_registry", "_measured", "_torch", "reference"),
-    ("_dispatch",),
+    ("_dispatch", "_torch_cache"),
     ("_ops",),
-    ("_api", "_quantize"),
+    ("_api", "_kvcache", "_quantize"),
     ("_sdpa", "_warm_up", "_overrides"),
     ("compat._flash", "compat.flash_attn.bert_padding", "compat.flash_attn.layers.rotary"),
     ("compat.flash_attn.flash_attn_interface", "compat.flash_attn_interface"),

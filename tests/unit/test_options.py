@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _options, _torch, reference
+from archflash import _options, _torch, _torch_cache, reference
 from archflash._api import find_device, make_problem
 
+OF_ATTENTION = [row for row in _options.ROWS if row.of_attention]
 ANNOTATIONS = {
     "flag": "bool",
     "number": "float | None",
@@ -43,7 +44,7 @@ def test_the_signature_of_attention_is_the_table() -> None:
     assert "implementation" in [p.name for p in parameters]
     written = [(p.name, p.annotation, p.default) for p in parameters if p.name != "implementation"]
     expected = []
-    for row in _options.ROWS:
+    for row in OF_ATTENTION:
         annotation = ANNOTATIONS[row.kind]
         if row.default is not None:
             annotation = annotation.removesuffix(" | None")
@@ -53,7 +54,7 @@ def test_the_signature_of_attention_is_the_table() -> None:
 
 def test_the_docstring_of_attention_begins_each_option_as_the_table_does() -> None:
     text = " ".join(str(inspect.getdoc(archflash.attention)).split())
-    for row in _options.ROWS:
+    for row in OF_ATTENTION:
         assert row.doc
         assert f" {row.name}: {row.doc}" in text, row.name
 
@@ -68,31 +69,45 @@ def test_attention_passes_each_option_in_its_place(monkeypatch: pytest.MonkeyPat
             return "served"
 
     monkeypatch.setattr("archflash._api._native", Recorder)
-    given: dict[str, Any] = {name: f"the {name}" for name in _options.NAMES}
+    given: dict[str, Any] = {name: f"the {name}" for name in _options.OF_ATTENTION}
     served = archflash.attention(*inputs(), **given, implementation="a name")
     assert served == "served"
-    assert passed == [tuple(f"the {name}" for name in _options.NAMES), "a name"]
+    assert passed == [tuple(f"the {name}" for name in _options.OF_ATTENTION), "a name"]
 
 
 def test_the_operator_takes_every_option_that_is_built_but_out() -> None:
-    schema = torch.ops.archflash.attention.default._schema
-    names = {re.sub(r"_(left|right|tensor)$", "", a.name) for a in schema.arguments}
-    built = {row.name for row in _options.ROWS if row.built}
+    def names(schema: Any) -> set[str]:
+        return {re.sub(r"_(left|right|tensor)$", "", a.name) for a in schema.arguments}
+
+    built = {row.name for row in OF_ATTENTION if row.built}
     extra = {"q", "k", "v", "implementation", "needs_grad"}
-    assert names == built - {"out"} | extra
+    operators = torch.ops.archflash
+    assert names(operators.attention.default._schema) == built - {"out"} | extra
+    of_cache = {row.name for row in _options.ROWS if row.of_cache and row.built}
+    extra = {"q", "k_cache", "v_cache", "implementation"}
+    schema = operators.attention_with_kvcache.default._schema
+    assert names(schema) == of_cache - {"out"} | extra
+    assert schema.is_mutable
 
 
 def test_options_come_back_from_the_operator_as_they_went() -> None:
-    given = {name: f"the {name}" for name in _options.NAMES}
+    given = {name: f"the {name}" for name in _options.OF_ATTENTION}
     given |= {"window": (3, None), "q_offset": 5, "alibi_slopes": None, "out": None}  # type: ignore[dict-item]
-    assert _options.from_operator(_options.to_operator(given)) == given
+    of_cache = {name: _options.DEFAULTS[name] for name in _options.NAMES if name not in given}
+    assert _options.from_operator(_options.to_operator(given)) == given | of_cache
     tensor = torch.zeros(2, dtype=torch.int32)
     back = _options.from_operator(_options.to_operator({**given, "q_offset": tensor}))
     assert back["q_offset"] is tensor
 
 
 def test_torch_and_the_reference_take_every_option_that_the_result_depends_on() -> None:
-    exact = {row.name for row in _options.ROWS if row.built and not row.advice}
+    rows = [row for row in _options.ROWS if row.built and not row.advice]
+    with_cache = {row.name for row in rows if row.of_cache}
+    tensors = {"q", "k_cache", "v_cache"}
+    assert set(inspect.signature(_torch_cache.attention).parameters) == with_cache | tensors
+    of_reference = {field.name for field in dataclasses.fields(reference._CacheCall)}
+    assert with_cache - {"out", "return_lse"} <= of_reference
+    exact = {row.name for row in rows if row.of_attention}
     assert set(inspect.signature(_torch.attention).parameters) == exact | {"q", "k", "v"}
     of_reference = {field.name for field in dataclasses.fields(reference._Call)}
     assert exact - {"out", "return_lse"} <= of_reference
@@ -121,12 +136,15 @@ def test_the_runtime_takes_no_other_number_of_options() -> None:
     q, k, v = inputs()
     values = tuple(_options.complete({}).values())
     assert _native.make_problem(q, k, v, values, 0) == make_problem(q, k, v)
-    for wrong in (values[:-1], (*values, None), list(values)):
+    of_attention = values[: len(_options.OF_ATTENTION)]
+    assert _native.make_problem(q, k, v, of_attention, 0) == make_problem(q, k, v)
+    for wrong in (values[:-1], (*values, None), list(values), of_attention[:-1]):
         with pytest.raises(TypeError, match=f"it must be a tuple of {len(values)} values"):
             _native.make_problem(q, k, v, wrong, 0)
 
 
-FLAGS = tuple(_options.FLAG_FIELDS)
+# That of a cache: test_kvcache.py.
+FLAGS = tuple(name for name in _options.FLAG_FIELDS if name in _options.OF_ATTENTION)
 
 
 def test_the_flags_are_known() -> None:

@@ -31,6 +31,11 @@ ENVIRONMENT = (
         "archflash.enable() at import: PyTorch's own attention is served by archflash",
     ),
     (
+        "ARCHFLASH_CHECK",
+        "1",
+        "attention_with_kvcache checks lengths, page tables and indices on the device first",
+    ),
+    (
         "ARCHFLASH_SIM_DEVICE",
         "a known GPU",
         "what the simulator plans for; default each implementation's home GPU",

@@ -29,6 +29,7 @@ SCALAR_FLOPS = 0.25e9
 MATRIX_FLOPS = 1.5e9
 
 _WRITTEN = ("out", "lse", "workspace", "descale")
+_APPENDED_TO = ("k", "v")  # also written by a call that has new keys and values
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,9 @@ def run(
         True
     """
     if plan is None:  # a given plan refuses lazy tensors, as launch() does, and so does any `out`
-        q, k, v = (_ops.resolved(x) for x in (q, k, v))
+        q = _ops.resolved(q)
+        if options.get("cache_seqlens") is None:  # caches are written in place
+            k, v = (_ops.resolved(x) for x in (k, v))
         options = {n: x if n == "out" else _ops.resolved(x) for n, x in options.items()}
     values = _api.option_values(q, k, options)
     if plan is None:
@@ -207,8 +210,14 @@ def place_operands(
         The memory, and the address of each operand that has elements.
     """
     names = [name for name, tensor in tensors.items() if tensor.numel() > 0]
+    appended_to = _APPENDED_TO if "k_new" in tensors else ()
     buffers = [
-        Buffer(tensors[name].detach(), name in _WRITTEN, name not in _WRITTEN, name)
+        Buffer(
+            tensors[name].detach(),
+            name in _WRITTEN or name in appended_to,
+            name not in _WRITTEN,
+            name,
+        )
         for name in names
     ]
     if plan.zeroed_bytes:  # one more buffer, which makes these bytes of the workspace initialised
@@ -312,7 +321,13 @@ def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     """The pairs of a query and a key that attention computes, over all sequences and heads; half of
     them for causal calls.
     """
-    if "cu_seqlens_q" in tensors:
+    if "cache_seqlens" in tensors:
+        keys = tensors["cache_seqlens"].clamp(0, problem["nk"]).to(torch.int64) + problem["n_new"]
+        rows = torch.tensor(problem["nq"])
+        if "cu_seqlens_q" in tensors:
+            rows = tensors["cu_seqlens_q"].diff().clamp(min=0).to(torch.int64)
+        pairs = int((rows * keys).sum())
+    elif "cu_seqlens_q" in tensors:
         queries = tensors["cu_seqlens_q"].diff().clamp(min=0).to(torch.int64)
         keys = tensors["cu_seqlens_k"].diff().clamp(min=0).to(torch.int64)
         pairs = int((queries * keys).sum())

@@ -126,6 +126,19 @@ Reasons refusals(const Problem& problem, const Description& description,
     refuse.add("num_splits " + str(problem.num_splits),
                "does not split the keys; leave num_splits out or pass 1");
   }
+  if (problem.kv_cache &&
+      std::find(features.begin(), features.end(), "kv_cache") == features.end()) {
+    refuse.add("a KV cache",
+               "reads no cache, whose lengths are on the device; leave the "
+               "implementation out");
+  }
+  if (problem.kv_dtype != problem.dtype) {
+    refuse.add(std::string("a cache of dtype ") + dtype_name(problem.kv_dtype) +
+                   " for q of dtype " + dtype_name(problem.dtype),
+               "takes a cache of q's dtype; convert one of them");
+  }
+  if (problem.n_new > 0 && problem.nq == 0)
+    refuse.add("k_new without a query row", "appends beside query rows only; pass one");
   if (problem.mask != 0)
     refuse.add("attn_mask", "has causal and window masks only; drop attn_mask");
   if (problem.descale != 0 && !takes_fp8)
@@ -161,7 +174,8 @@ Reasons why_not_approximate(const Problem& problem, const Description& descripti
 bool nothing_to_write(const Problem& problem) {
   const bool no_rows = problem.batch == 0 || problem.heads_q == 0 || problem.nq == 0;
   const bool nothing = no_rows || (problem.dv == 0 && !problem.want_lse);
-  return nothing && problem.mask == 0 && !problem.needs_grad;
+  const bool appends = problem.n_new > 0 && problem.batch > 0 && problem.heads_kv > 0;
+  return nothing && !appends && problem.mask == 0 && !problem.needs_grad;
 }
 
 AttentionParams attention_params(const Problem& problem) {
@@ -205,7 +219,8 @@ std::vector<PointerSlot> pointers(const Problem& problem) {
   if (problem.sinks) slots.push_back(slot(Operand::Sinks, offsetof(P, sinks_gmem)));
   if (problem.varlen) {
     slots.push_back(slot(Operand::CuSeqlensQ, offsetof(P, cu_seqlens_q_gmem)));
-    slots.push_back(slot(Operand::CuSeqlensK, offsetof(P, cu_seqlens_k_gmem)));
+    if (!problem.kv_cache)
+      slots.push_back(slot(Operand::CuSeqlensK, offsetof(P, cu_seqlens_k_gmem)));
   }
   if (problem.q_offset_tensor) slots.push_back(slot(Operand::QOffset, offsetof(P, q_offsets_gmem)));
   return slots;

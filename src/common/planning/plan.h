@@ -32,8 +32,16 @@ enum class Operand : int32_t {
   Mask,
   Workspace,
   Descale,  // written by quantize_fp8, whose input is Q and whose values are Out
+  CacheSeqlens,
+  PageTable,
+  KNew,
+  VNew,
+  CacheBatchIdx,
+  LeftpadK,
+  RotaryCos,
+  RotarySin,
 };
-constexpr int OPERAND_COUNT = 15;
+constexpr int OPERAND_COUNT = 23;
 
 constexpr const char* operand_name(Operand operand) {
   constexpr const char* NAMES[OPERAND_COUNT] = {"q",
@@ -50,7 +58,15 @@ constexpr const char* operand_name(Operand operand) {
                                                 "v_descale",
                                                 "mask",
                                                 "workspace",
-                                                "descale"};
+                                                "descale",
+                                                "cache_seqlens",
+                                                "page_table",
+                                                "k_new",
+                                                "v_new",
+                                                "cache_batch_idx",
+                                                "leftpad_k",
+                                                "rotary_cos",
+                                                "rotary_sin"};
   return NAMES[static_cast<int>(operand)];
 }
 

@@ -1,0 +1,273 @@
+"""archflash.attention_with_kvcache: attention over a cache whose lengths are on the device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _dispatch, _ops
+from archflash._errors import UnsupportedError
+
+CHECK_VARIABLE = "ARCHFLASH_CHECK"
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+_forced = _dispatch.forced
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    attention_chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    qv: Tensor | None = None,
+    scale: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
+    layout: str = "bnhd",
+    check: bool | None = None,
+    implementation: str | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of new queries over a cache of keys and values, contiguous or in pages.
+
+    Lengths, page tables and indices are read on the device only, so a CUDA graph of the call can be
+    replayed with other ones. Rows of the caches behind a sequence's length never matter, whatever
+    they hold. What points outside the caches is clamped: nothing outside them is read or written.
+
+    Args:
+        q: queries, ``(batch, nq, heads_q, d)``, or with cu_seqlens_q ``(total_q, heads_q, d)``.
+        k_cache: keys, ``(batch, capacity, heads_kv, d)``; with page_table pages ``(pages,
+            page_size, heads_kv, d)`` of any size from 1. q's dtype, float8_e4m3fn or float8_e5m2.
+            Written in place where k_new is given.
+        v_cache: values, as k_cache with dv for d, and of its dtype.
+        cache_seqlens: int32 ``(batch,)`` on q's device: rows of each sequence that are valid before
+            this call, leftpad_k included.
+        page_table: int32 ``(batch, pages of a sequence)``: the pages of each sequence, in order.
+            Row j of a sequence is row j % page_size of page page_table[sequence, j // page_size].
+            Sequences may share pages. The capacity of a sequence is its pages times page_size.
+        k_new: ``(batch, n_new, heads_kv, d)``, keys to append to the cache behind cache_seqlens
+            before attention is computed. The cache's dtype. Rows beyond the capacity are dropped.
+        v_new: ``(batch, n_new, heads_kv, dv)``, values to append. Given together with k_new.
+        cache_batch_idx: int32 ``(batch,)``: which row of the caches each sequence has, of any
+            number of rows. Not with page_table. Default: row b for sequence b.
+        leftpad_k: int32 ``(batch,)``: rows at the start of each sequence that are padding, which no
+            query sees. Default: none.
+        rotary_cos: ``(positions, rotary_dim / 2)``, cosines of the rotary embedding for positions
+            from 0 on, float32 or q's dtype. The first rotary_dim columns of k_new and of q are
+            rotated (k_new is needed): those of new row i by position cache_seqlens - leftpad_k + i,
+            and those of query i likewise if causal or window is given, else by the position of new
+            row 0. q itself is not changed. Positions beyond the table count as its last.
+        rotary_sin: ``(positions, rotary_dim / 2)``, sines of the rotary embedding, as rotary_cos.
+        rotary_interleaved: columns 2i and 2i + 1 rotate together, as in GPT-J; default columns i
+            and i + rotary_dim / 2, as in GPT-NeoX and Llama.
+        cu_seqlens_q: int32 ``(batch + 1,)``: sequence b's queries are rows cu_seqlens_q[b] to
+            cu_seqlens_q[b + 1] of q. Rows that belong to no sequence are written as rows that see
+            no key.
+        max_seqlen_q: the longest of the packed query sequences, a hint; default unknown.
+        causal: query i of nq sees the keys up to row length - nq + i, where length is that after
+            the append: the last query sees every key.
+        window: ``(left, right)``: query i sees the keys from row length - nq + i - left to row
+            length - nq + i + right; None for an unbounded side.
+        attention_chunk: not built yet.
+        softcap: c > 0 replaces each score s by c * tanh(s / c). None or 0: no cap.
+        sinks: ``(heads_q,)``, one more logit per head in the denominator of the softmax.
+        qv: not built yet.
+        scale: multiplies q k^T; default 1 / sqrt(d).
+        q_descale: float32: float8 q stands for q * q_descale. ``()``, ``(1,)``, ``(heads_q,)`` or
+            ``(batch, heads_q)``, also with heads_kv for heads_q.
+        k_descale: float32: a float8 k_cache stands for k_cache * k_descale. Shaped as q_descale,
+            with heads_kv. k_new is stored as it is.
+        v_descale: float32: a float8 v_cache stands for v_cache * v_descale, as k_descale.
+        out_dtype: dtype of the output; default that of q, or bfloat16 for float8 q.
+        num_splits: shares into which the keys of each query tile are split, at most; 1 for no
+            split; default what is expected to be the fastest. `torch` ignores it.
+        layout: "bnhd" (rows before heads, as flash-attn) or "bhnd" (heads before rows, as torch),
+            of q, the caches, k_new, v_new and the output.
+        check: whether to check what lies on the device first: lengths, page table, indices,
+            offsets. It waits for the device, so it cannot be captured in a CUDA graph; under
+            torch.compile it is left out. Default: whether ARCHFLASH_CHECK=1 is set.
+        implementation: forces one by name; overrides `archflash.force` and
+            ARCHFLASH_FORCE_IMPLEMENTATION.
+        out: the tensor to write the output to. It must not overlap the caches in memory. Default: a
+            new tensor in q's stride order.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        The output, shaped as q with dv for d. With return_lse, the pair (output, lse); lse is
+        float32 ``(batch, heads_q, nq)``, or ``(heads_q, total_q)`` with cu_seqlens_q, a natural
+        logarithm with sinks included. A query that sees no key gives output 0 and lse -inf (or the
+        sink, if there is one).
+
+    Raises:
+        ValueError: shapes that disagree, an argument that needs another one which is missing; with
+            `check` lengths, pages or indices that are out of range.
+        TypeError: mixed dtypes or devices, or an argument of the wrong type.
+        UnsupportedError: an argument is not built yet, a tensor of the call requires a gradient, or
+            no kernel serves the call and ARCHFLASH_FALLBACK=error.
+        ForcedImplementationError: the forced implementation cannot serve the call.
+        NotCompiledError: the build lacks the forced implementation.
+        LaunchError: CUDA refused the launch.
+
+    Example:
+        >>> import archflash, torch
+        >>> k_cache, v_cache = (torch.zeros(2, 32, 4, 16) for _ in "kv")
+        >>> q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
+        >>> lengths = torch.tensor([7, 20], dtype=torch.int32)
+        >>> out = archflash.attention_with_kvcache(
+        ...     q, k_cache, v_cache, cache_seqlens=lengths, k_new=k, v_new=v
+        ... )
+        >>> out.shape, bool((k_cache[1, 20] == k[1, 0]).all())
+        (torch.Size([2, 1, 4, 16]), True)
+    """
+    if qv is not None:
+        raise UnsupportedError("qv: not built yet; leave it at None")
+    if attention_chunk is not None:
+        raise UnsupportedError("attention_chunk: not built yet; leave it at None")
+    if cache_seqlens is None:
+        raise TypeError("cache_seqlens is None: it must be an int32 tensor (batch,)")
+    # In the order of the table of options, src/common/options.inc. None stands for those that only
+    # archflash.attention has.
+    values = (
+        causal, window, softcap, sinks, scale, None, cu_seqlens_q, None, max_seqlen_q, None, None,
+        None, q_descale, k_descale, v_descale, out_dtype, None, num_splits, layout, out, return_lse,
+        cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k, rotary_cos, rotary_sin,
+        rotary_interleaved,
+    )  # fmt: skip
+    if _is_compiling() or _dispatch_modes():
+        return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
+    if check or (check is None and os.environ.get(CHECK_VARIABLE) == "1"):
+        _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
+        check_values(
+            q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k, rotary_cos,
+            cu_seqlens_q, layout, causal or window is not None,
+        )  # fmt: skip
+    forced = _forced() if implementation is None else implementation
+    result = _native.attention(q, k_cache, v_cache, values, _is_grad_enabled(), forced)
+    if result is None:
+        return _ops.by_torch(q, k_cache, v_cache, values)
+    if result is not NotImplemented:
+        return result
+    return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
+
+
+def check_values(
+    q: Tensor,
+    k_cache: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    k_new: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
+    rotary_cos: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    layout: str,
+    ordered: bool,
+) -> None:
+    """Checks what lies on the device, there; one small result comes back.
+
+    Args:
+        q, ...: those of `attention_with_kvcache`, whose shapes agree.
+        ordered: whether the queries have positions of their own: causal or window is given.
+
+    Raises:
+        ValueError: a value is out of range: which one, what is allowed, what to do.
+    """
+    rows = 1 if layout == "bnhd" else 2
+    caches, size = k_cache.shape[0], k_cache.shape[rows]
+    capacity = size if page_table is None else page_table.shape[1] * size
+    lengths = cache_seqlens.long()
+    added = 0 if k_new is None else k_new.shape[rows]
+    first = torch.zeros_like(lengths) if leftpad_k is None else leftpad_k.long()
+    total = lengths + added
+    # (name, values, which of them are wrong, what they must be)
+    checks: list[tuple[str, Tensor, Tensor, str]] = [
+        (
+            "cache_seqlens",
+            lengths,
+            (lengths < 0) | (total > capacity),
+            f"from 0 to {capacity - added}: a sequence has room for {capacity} rows"
+            + (f", of which this call appends {added}" if added else ""),
+        )
+    ]
+    if leftpad_k is not None:
+        wrong = (first < 0) | (first > lengths)
+        checks.append(("leftpad_k", first, wrong, "from 0 to the sequence's length"))
+    if cache_batch_idx is not None:
+        index = cache_batch_idx.long()
+        wrong = (index < 0) | (index >= caches)
+        if added:  # two sequences would write to one place
+            same = index == index[:, None]
+            wrong = wrong | (same.sum(0) > 1)
+        words = f"from 0 to {caches - 1}" + (", each once, as the call appends" if added else "")
+        checks.append(("cache_batch_idx", index, wrong, words))
+    if page_table is not None:
+        pages = page_table.long()
+        used = torch.arange(pages.shape[1], device=pages.device) * size < total[:, None]
+        wrong = used & ((pages < 0) | (pages >= caches))
+        checks.append(
+            ("page_table", pages, wrong, f"from 0 to {caches - 1} where the sequence has rows")
+        )
+    if cu_seqlens_q is not None:
+        ends = cu_seqlens_q.long()
+        before = torch.cat([ends.new_zeros(1), ends[:-1]])
+        wrong = (ends < before) | (ends > q.shape[0])
+        words = f"from 0 to total_q = {q.shape[0]}, in ascending order"
+        checks.append(("cu_seqlens_q", ends, wrong, words))
+    if rotary_cos is not None:
+        rotated = torch.full_like(lengths, added)
+        if ordered and cu_seqlens_q is None:
+            rotated = rotated.clamp(min=q.shape[rows])
+        elif ordered and cu_seqlens_q is not None:
+            rotated = torch.maximum(rotated, cu_seqlens_q.long().diff())
+        last = lengths - first + rotated - 1
+        wrong = last >= rotary_cos.shape[0]
+        words = f"below {rotary_cos.shape[0]}, the rows of rotary_cos: make the tables longer"
+        checks.append(("the last position to rotate", last, wrong, words))
+    checks = [row for row in checks if row[1].numel()]
+    if not checks:
+        return
+    at = [wrong.flatten().int().argmax() for _, _, wrong, _ in checks]
+    found = [
+        torch.stack([wrong.any().long(), where, value.flatten()[where]])
+        for (_, value, wrong, _), where in zip(checks, at, strict=True)
+    ]
+    for (name, value, _, allowed), (any_wrong, where, number) in zip(
+        checks, torch.stack(found).tolist(), strict=True
+    ):
+        if any_wrong:
+            place = ", ".join(str(i) for i in _unravelled(where, value.shape))
+            raise ValueError(f"{name}[{place}] is {number}: it must be {allowed}")
+
+
+def _unravelled(index: int, shape: torch.Size) -> tuple[int, ...]:
+    places = []
+    for size in reversed(shape):
+        places.append(index % size)
+        index //= size
+    return tuple(reversed(places))

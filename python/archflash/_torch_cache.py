@@ -1,0 +1,264 @@
+"""The implementation `torch` of attention_with_kvcache, by PyTorch's own operations.
+
+Lengths and page tables stay on the device, so the whole capacity of every sequence is computed and
+a mask says which of it counts: right everywhere, and much slower than a kernel that stops at a
+sequence's length. New rows are written into the caches first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from archflash import _torch
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class _Rows(NamedTuple):
+    """To which sequence each query row belongs, and its number there; ``(B, Nq)``, or ``(Tq,)`` for
+    packed queries, whose rows past the last sequence have the number B.
+    """
+
+    sequence: Tensor
+    row: Tensor
+    owned: Tensor  # bool: whether the row belongs to a sequence
+    lengths: Tensor  # (B,) queries of each sequence
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "bhnd",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`archflash.attention_with_kvcache` by PyTorch operations; arguments as they were checked."""
+    packed = cu_seqlens_q is not None
+    rows = _rows_of(q, cu_seqlens_q, layout)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
+    swap = layout == "bhnd"
+    # Views (batch, rows, heads, dim) from here on.
+    keys, values = (x.transpose(1, 2) if swap else x for x in (k_cache, v_cache))
+    lengths = cache_seqlens.long()
+    first = torch.zeros_like(lengths) if leftpad_k is None else leftpad_k.long()
+    batch = lengths.shape[0]
+    if page_table is not None:
+        capacity = page_table.shape[1] * keys.shape[1] if keys.shape[0] else 0
+        sequence_rows = None
+    else:
+        capacity = keys.shape[1] if keys.shape[0] else 0
+        sequence_rows = (
+            torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        ).long()
+
+    added = 0
+    if k_new is not None and v_new is not None:
+        new = tuple(x.transpose(1, 2) if swap else x for x in (k_new, v_new))
+        added = new[0].shape[1]
+        position = lengths[:, None] + torch.arange(added, device=q.device)
+        if rotary_cos is not None and rotary_sin is not None:
+            tables = (rotary_cos, rotary_sin)
+            at = position - first[:, None]
+            new = (_rotated(new[0], at[..., None], *tables, rotary_interleaved), new[1])
+            # Rows of a call without order among them all have the position of the first.
+            ordered = causal or window is not None
+            at = (lengths - first).clamp(min=0)
+            at = torch.cat([at, at.new_zeros(1)])[rows.sequence] + (rows.row if ordered else 0)
+            at = at[:, None] if packed else at[:, None, :] if swap else at[:, :, None]
+            q = torch.empty_like(q).copy_(_rotated(q, at, *tables, rotary_interleaved))
+        for cache, x in zip((keys, values), new, strict=True):
+            _append(cache, x, position, capacity, page_table, sequence_rows)
+
+    total = (lengths + added).clamp(0, capacity)
+    # The band is relative to the last query and the last key.
+    offset = torch.cat([total - rows.lengths, total.new_zeros(1)])[rows.sequence] + rows.row
+    key = torch.arange(capacity, device=q.device)
+    kept = (key < total[:, None]) & (key >= first[:, None])  # (B, capacity)
+    left, right = window or (None, None)
+    if causal:
+        right = 0
+    distance = key - offset[..., None]  # (B, Nq, capacity) or (Tq, capacity)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left is not None:
+        visible &= distance >= -left
+    if right is not None:
+        visible &= distance <= right
+    dense = tuple(_dense(cache, page_table, sequence_rows) for cache in (keys, values))
+    if q.dtype in _FP8 or dense[0].dtype in _FP8:
+        number = rows.sequence.clamp(max=max(batch - 1, 0))
+        q = _scaled(q, q_descale, layout, number if packed else None)
+        dense = tuple(
+            _scaled(x, descale, "bnhd", None)
+            for x, descale in zip(dense, (k_descale, v_descale), strict=True)
+        )
+    if packed:
+        # All keys are those of one sequence, of which a row sees those of its own.
+        own = torch.arange(batch, device=q.device) == rows.sequence[:, None]  # (Tq, B)
+        visible = visible[:, None] & (own & rows.owned[:, None])[..., None] & kept
+        visible = visible.flatten(1)[None, None]
+        dense = tuple(x.flatten(0, 1)[None] for x in dense)
+        q = q[None]
+        layout = "bnhd"
+    else:
+        visible = (visible & kept[:, None])[:, None]
+    result = _torch.attention(
+        q.transpose(1, 2) if layout == "bnhd" else q,
+        dense[0].transpose(1, 2),
+        dense[1].transpose(1, 2),
+        attn_mask=visible,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        out_dtype=out_dtype,
+        return_lse=return_lse,
+    )
+    answer, lse = result if isinstance(result, tuple) else (result, None)
+    if layout == "bnhd":
+        answer = answer.transpose(1, 2)
+    if packed:
+        answer = answer[0]
+    if out is not None:
+        answer = out.copy_(answer)
+    if lse is None:
+        return answer
+    return answer, lse[0] if packed else lse
+
+
+def _rows_of(q: Tensor, cu_seqlens_q: Tensor | None, layout: str) -> _Rows:
+    if cu_seqlens_q is None:
+        batch, nq = q.shape[0], q.shape[2 if layout == "bhnd" else 1]
+        sequence = torch.arange(batch, device=q.device)[:, None].expand(batch, nq)
+        row = torch.arange(nq, device=q.device).expand(batch, nq)
+        lengths = torch.full((batch,), nq, device=q.device)
+        return _Rows(sequence, row, torch.ones_like(row, dtype=torch.bool), lengths)
+    rows = _torch.packed_rows(cu_seqlens_q, q.shape[0])
+    sequences = cu_seqlens_q.shape[0] - 1
+    owned = (rows.sequence < sequences) & (rows.row >= 0)
+    return _Rows(rows.sequence, rows.row, owned, cu_seqlens_q.long().diff())
+
+
+def _rotated(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x with its first columns rotated; `position` has the shape of x without the last dimension,
+    or one that broadcasts to it.
+    """
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    at = position.clamp(0, cos.shape[0] - 1)
+    cos, sin = (table.to(kind)[at] for table in (cos, sin))
+    half = cos.shape[-1]
+    rotating, rest = x[..., : 2 * half].to(kind), x[..., 2 * half :]
+    pairs = (
+        rotating.unflatten(-1, (half, 2)) if interleaved else rotating.unflatten(-1, (2, half)).mT
+    )
+    one, other = pairs.unbind(-1)
+    turned = torch.stack([one * cos - other * sin, one * sin + other * cos], -1)
+    turned = (turned if interleaved else turned.mT).flatten(-2)
+    if x.dtype in _FP8:
+        largest = torch.finfo(x.dtype).max
+        turned = turned.clamp(-largest, largest)
+    turned = turned.to(x.dtype)
+    if rest.shape[-1] == 0:
+        return turned
+    if x.dtype in _FP8:  # torch.cat does not take them on every device
+        both = torch.cat([turned.view(torch.uint8), rest.view(torch.uint8)], -1)
+        return both.view(x.dtype)
+    return torch.cat([turned, rest], -1)
+
+
+def _append(
+    cache: Tensor,  # (sequences or pages, rows, heads, dim)
+    new: Tensor,  # (B, n_new, heads, dim)
+    position: Tensor,  # (B, n_new)
+    capacity: int,
+    page_table: Tensor | None,
+    sequence_rows: Tensor | None,
+) -> None:
+    """Writes new rows into a cache in place. A row whose place is outside the cache or the page
+    table is written nowhere.
+    """
+    if new.numel() == 0 or cache.numel() == 0 or capacity == 0:
+        return
+    valid = (position >= 0) & (position < capacity)
+    inside = position.clamp(0, capacity - 1)
+    if page_table is None:
+        assert sequence_rows is not None
+        block, row = sequence_rows[:, None].expand_as(inside), inside
+    else:
+        size = cache.shape[1]
+        block, row = page_table.long().gather(1, inside // size), inside % size
+    valid = (valid & (block >= 0) & (block < cache.shape[0])).flatten()
+    block, row = block.clamp(0, cache.shape[0] - 1).flatten(), row.flatten()
+    cache, new = (x.view(torch.uint8) if x.dtype in _FP8 else x for x in (cache, new))
+    # Nothing on the host knows which rows are valid, so every row is written somewhere: the others
+    # are written as a copy of the first valid one, or where there is none as what is there already.
+    own = torch.arange(valid.shape[0], device=valid.device)
+    source = torch.where(valid, own, valid.int().argmax())
+    block, row, valid = block[source], row[source], valid[source]
+    values = torch.where(valid[:, None, None], new.flatten(0, 1)[source], cache[block, row])
+    cache.index_put_((block, row), values)
+
+
+def _dense(cache: Tensor, page_table: Tensor | None, sequence_rows: Tensor | None) -> Tensor:
+    """The caches of all sequences, ``(B, capacity, heads, dim)``. What lies behind a sequence's
+    length may be any row.
+    """
+    bits = cache.view(torch.uint8) if cache.dtype in _FP8 else cache
+    if page_table is not None:
+        batch, pages = page_table.shape
+        if cache.shape[0] == 0:
+            return cache.new_empty(batch, 0, *cache.shape[2:])
+        at = page_table.long().clamp(0, cache.shape[0] - 1)
+        dense = bits[at].reshape(batch, pages * cache.shape[1], *cache.shape[2:])
+    else:
+        assert sequence_rows is not None
+        if cache.shape[0] == 0:
+            return cache.new_empty(sequence_rows.shape[0], 0, *cache.shape[2:])
+        dense = bits[sequence_rows.clamp(0, cache.shape[0] - 1)]
+    return dense.view(cache.dtype)
+
+
+def _scaled(x: Tensor, descale: Tensor | None, layout: str, sequence: Tensor | None) -> Tensor:
+    """The numbers that stored ones stand for, in float32.
+
+    Args:
+        x: (batch, rows, heads, dim), (batch, heads, rows, dim) with layout "bhnd", or where
+            `sequence` is given (tokens, heads, dim).
+        descale: None, one number, (heads,) or (batch, heads), or with a divisor of the heads.
+        layout: "bnhd" or "bhnd".
+        sequence: the sequence of each token.
+    """
+    x = x.float()
+    if descale is None:
+        return x
+    if descale.numel() == 1:
+        return x * descale.reshape(())
+    heads = x.shape[1 if sequence is not None or layout == "bhnd" else 2]
+    factor = descale.repeat_interleave(heads // descale.shape[-1], -1)
+    if sequence is not None:
+        return x * (factor if factor.ndim == 1 else factor[sequence])[..., None]
+    factor = factor.reshape(-1, heads)
+    return x * (factor[:, :, None, None] if layout == "bhnd" else factor[:, None, :, None])

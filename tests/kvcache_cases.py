@@ -1,0 +1,166 @@
+"""Calls of attention_with_kvcache for tests: caches whose unused slots are NaN, page tables in no
+order, and the judgement of what a call returned and wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import reference
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class CacheCall:
+    """The tensors and options of a call."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def copied(self) -> CacheCall:
+        """The same call with caches of its own, in the same strides."""
+        k, v = (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+            for x in (self.k_cache, self.v_cache)
+        )
+        return replace(self, k_cache=k, v_cache=v)
+
+    def with_options(self, **options: Any) -> CacheCall:
+        return replace(self, options={**self.options, **options})
+
+
+def make(
+    lengths: Sequence[int],
+    *,
+    nq: int = 1,
+    heads: tuple[int, int] = (4, 2),
+    d: int = 64,
+    dv: int | None = None,
+    capacity: int = 96,
+    page_size: int | None = None,
+    n_new: int = 0,
+    leftpad: Sequence[int] | None = None,
+    rows_of: Sequence[int] | None = None,
+    q_lengths: Sequence[int] | None = None,
+    rotary: int = 0,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    shared_pages: int = 0,
+    layout: str = "bnhd",
+    device: str = "cpu",
+    seed: int = 0,
+    **options: Any,
+) -> CacheCall:
+    """A call for sequences of these lengths (before the append).
+
+    Args:
+        lengths: valid rows of each sequence.
+        nq: query rows of each sequence, unless q_lengths are given.
+        heads: of q and of the caches.
+        capacity: rows that a sequence has room for.
+        page_size: of a paged cache; None for a contiguous one.
+        n_new: rows to append.
+        leftpad, rows_of: leftpad_k and cache_batch_idx.
+        q_lengths: query rows of each sequence, packed.
+        rotary: columns to rotate.
+        cache_dtype: of the caches; default dtype.
+        shared_pages: so many of the first pages are those of sequence 0 for all sequences.
+        **options: other options of the call.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    def int32(values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+    batch, (heads_q, heads_kv), dv = len(lengths), heads, dv or d
+    kind = cache_dtype or dtype
+    first = leftpad or [0] * batch
+    options = {**options, "cache_seqlens": int32(list(lengths))}
+    if page_size is None:
+        blocks, rows = (batch if rows_of is None else max(rows_of) + 2), capacity
+    else:
+        pages = -(-capacity // page_size)
+        blocks, rows = batch * pages + 3, page_size
+        order = torch.randperm(blocks, generator=generator)[: batch * pages].reshape(batch, pages)
+        order[:, :shared_pages] = order[0, :shared_pages]
+        options["page_table"] = int32(order)
+    caches = [torch.full((blocks, rows, heads_kv, n), torch.nan, dtype=kind) for n in (d, dv)]
+    for number, length in enumerate(lengths):
+        for row in range(first[number], length):
+            if page_size is None:
+                place = (number if rows_of is None else rows_of[number], row)
+            else:
+                place = (int(order[number, row // page_size]), row % page_size)
+            for cache, n in zip(caches, (d, dv), strict=True):
+                cache[place] = rand(heads_kv, n, dtype=torch.float32).cpu().to(kind)
+    if rows_of is not None:
+        options["cache_batch_idx"] = int32(list(rows_of))
+    if leftpad is not None:
+        options["leftpad_k"] = int32(list(leftpad))
+    if n_new:
+        options["k_new"] = rand(batch, n_new, heads_kv, d, dtype=torch.float32).to(kind)
+        options["v_new"] = rand(batch, n_new, heads_kv, dv, dtype=torch.float32).to(kind)
+    if rotary:
+        angles = torch.randn(capacity + 8, rotary // 2, generator=generator).to(device)
+        options["rotary_cos"], options["rotary_sin"] = angles.cos(), angles.sin()
+    if q_lengths is not None:
+        ends = torch.tensor([0, *q_lengths]).cumsum(0)
+        options["cu_seqlens_q"] = int32(ends)
+        q = rand(int(ends[-1]) + 2, heads_q, d)  # the last two rows belong to no sequence
+    else:
+        q = rand(batch, nq, heads_q, d)
+    caches = [cache.to(device) for cache in caches]
+    if layout == "bhnd":
+        options["layout"] = "bhnd"
+        caches = [cache.transpose(1, 2).contiguous() for cache in caches]
+        for name in ("k_new", "v_new"):
+            if name in options:
+                options[name] = options[name].transpose(1, 2).contiguous()
+        q = q if q_lengths is not None else q.transpose(1, 2).contiguous()
+    return CacheCall(q, caches[0], caches[1], options)
+
+
+def check(call: CacheCall, serve: Callable[[CacheCall], tuple[Tensor, Tensor]]) -> Tensor:
+    """Serves a call on copies of its caches, and judges the output, the log-sum-exp and what was
+    written to the caches. Returns the output.
+    """
+    mine = call.copied()
+    out, lse = serve(mine)
+    tensors = (call.q, call.k_cache, call.v_cache)
+    expected, expected_lse = reference.attention_with_kvcache(*tensors, **call.options)
+    report = reference.check(
+        out, expected, reference.baseline_with_kvcache(*tensors, **call.options)
+    )
+    assert report.ok, report
+    rotated = call.options.get("rotary_cos") is not None and call.q.dtype != torch.float64
+    # A rotation rounds q and k to their dtype, which the exact log-sum-exp does not.
+    more = 16 * float(torch.finfo(call.q.dtype).eps) if rotated else 0.0
+    of_lse = reference.check_lse(lse, expected_lse, more)
+    assert of_lse.ok, of_lse
+    wanted = reference.appended(call.k_cache, call.v_cache, **call.options)
+    for after, want in zip((mine.k_cache, mine.v_cache), wanted, strict=True):
+        assert_written_like(after, want)
+    return out
+
+
+def assert_written_like(after: Tensor, want: Tensor) -> None:
+    """Equal but for the last bit of a rotated number; NaN where the reference has NaN."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[after.element_size()]
+    other = after.view(bits) != want.view(bits)
+    both_nan = after.float().isnan() & want.float().isnan()
+    wrong = other & ~both_nan
+    error = (after.double() - want.double()).abs()
+    info = torch.finfo(after.dtype)
+    bound = 2 * info.eps * want.double().abs() + 4 * info.eps
+    assert not bool((wrong & ~(error <= bound)).any())

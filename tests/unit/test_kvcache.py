@@ -1,0 +1,313 @@
+"""attention_with_kvcache: what it means by the implementation `torch`, wrong calls, explain, check,
+torch.compile. Kernels: tests/core_set/test_kvcache.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests import kvcache_cases
+from tests.kvcache_cases import CacheCall, make
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+from archflash import _options
+from archflash._api import make_problem
+
+BF16 = torch.bfloat16
+
+
+def by_torch(call: CacheCall, **more: Any) -> tuple[Tensor, Tensor]:
+    answer: tuple[Tensor, Tensor] = archflash.attention_with_kvcache(
+        call.q, call.k_cache, call.v_cache, **call.options, return_lse=True, **more
+    )
+    return answer
+
+
+CALLS: dict[str, Callable[[], CacheCall]] = {
+    "contiguous": lambda: make([5, 0, 96], dtype=torch.float64),
+    "causal-many-rows": lambda: make([5, 30], nq=7, causal=True, d=24, dv=40, softcap=3.0),
+    "window-sinks-bhnd": lambda: make(
+        [5, 60], nq=3, window=(11, 1), sinks=torch.tensor([0.5, -1, 2, 0]), layout="bhnd"
+    ),
+    "page-1": lambda: make([5, 20], page_size=1, capacity=24, shared_pages=3),
+    "page-16-append": lambda: make([15, 17], page_size=16, n_new=2, nq=2, causal=True, dtype=BF16),
+    "append-over-the-end": lambda: make([94, 96], n_new=3, nq=3, causal=True),
+    "rotary-half": lambda: make([3, 70], n_new=4, nq=4, causal=True, rotary=32, dtype=BF16),
+    "rotary-interleaved-leftpad": lambda: make(
+        [9, 50], n_new=1, rotary=64, rotary_interleaved=True, leftpad=[2, 33], layout="bhnd"
+    ),
+    "leftpad-page-7": lambda: make([30, 9], page_size=7, leftpad=[8, 9], nq=2, window=(4, 4)),
+    "rows-of-a-larger-cache": lambda: make([4, 8, 0], rows_of=[3, 0, 1], n_new=2, nq=2),
+    "packed-queries": lambda: make(
+        [40, 7, 0, 12], q_lengths=[3, 0, 1, 20], page_size=16, causal=True, n_new=1,
+        sinks=torch.tensor([0.5, -1, 2, 0]),
+    ),
+    "packed-queries-rotary": lambda: make(
+        [40, 7], q_lengths=[3, 5], window=(9, 0), n_new=5, rotary=16
+    ),
+    "fp8-cache": lambda: make(
+        [40, 7], q_lengths=[3, 5], dtype=BF16, cache_dtype=torch.float8_e4m3fn, page_size=8,
+        k_descale=torch.tensor([[0.5, 2.0], [1.0, 0.25]]), v_descale=torch.tensor([2.0, 0.5]),
+    ),
+    "fp8-cache-append": lambda: make(
+        [40, 7], dtype=BF16, cache_dtype=torch.float8_e5m2, n_new=2, k_descale=torch.tensor(0.5)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_serves_a_call_as_the_reference_does(name: str) -> None:
+    kvcache_cases.check(CALLS[name](), by_torch)
+
+
+def test_what_is_out_of_range_is_neither_read_nor_written() -> None:
+    call = make([5, 20], n_new=2, nq=2, capacity=32, page_size=8)
+    for wrong in ([-3, 20], [31, 1 << 30], [5, 32]):
+        lengths = torch.tensor(wrong, dtype=torch.int32)
+        mine = call.with_options(cache_seqlens=lengths).copied()
+        out, _ = by_torch(mine)
+        changed = (mine.k_cache != call.k_cache) & ~mine.k_cache.isnan()
+        rows = sum(min(max(n + 2, 0), 32) - min(max(n, 0), 32) for n in wrong)
+        assert int(changed.any(-1).any(-1).sum()) <= rows
+        assert out.shape == call.q.shape
+    table = call.options["page_table"].clone()
+    table[0, 0], table[1, 2] = -1, 1000
+    mine = call.with_options(page_table=table).copied()
+    by_torch(mine)
+    others = [int(page) for page in range(len(call.k_cache)) if page not in table]
+    for page in others:
+        assert bool(mine.k_cache[page].isnan().all()) == bool(call.k_cache[page].isnan().all())
+
+
+def test_out_and_dtype_and_stride_order() -> None:
+    call = make([5, 20], nq=3, dtype=BF16)
+    out = torch.empty_like(call.q)
+    assert by_torch(call, out=out)[0] is out
+    assert torch.equal(out, by_torch(call)[0])
+    turned = call.q.transpose(1, 2).contiguous().transpose(1, 2)
+    got = archflash.attention_with_kvcache(turned, call.k_cache, call.v_cache, **call.options)
+    assert got.stride() == turned.stride()
+    wide = by_torch(call, out_dtype=torch.float32)[0]
+    assert wide.dtype == torch.float32
+
+
+# --- wrong calls ---
+
+PAGED = {"page_size": 16, "n_new": 2, "rotary": 32}
+WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], type, str]] = {
+    "lengths-shape": (
+        {}, lambda c: {"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError,
+        r"cache_seqlens has shape \(3,\): it must be \(2,\), one number for each sequence",
+    ),
+    "lengths-dtype": (
+        {}, lambda c: {"cache_seqlens": torch.zeros(2)}, TypeError,
+        "cache_seqlens has dtype torch.float32: it must be torch.int32",
+    ),
+    "no-lengths": ({}, lambda c: {"cache_seqlens": None}, TypeError, "cache_seqlens is None"),
+    "table-shape": (
+        PAGED, lambda c: {"page_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError,
+        r"page_table has shape \(3, 4\): it must be \(2, pages of a sequence\)",
+    ),
+    "table-and-rows": (
+        PAGED, lambda c: {"cache_batch_idx": torch.zeros(2, dtype=torch.int32)}, ValueError,
+        "cache_batch_idx is given with page_table: the page table says where each sequence is",
+    ),
+    "v-missing": (PAGED, lambda c: {"v_new": None}, ValueError, "v_new is missing: k_new and"),
+    "new-shape": (
+        PAGED, lambda c: {"v_new": c.options["v_new"][:, :1]}, ValueError,
+        r"v_new has shape \(2, 1, 2, 64\): it must be \(2, 2, 2, 64\)",
+    ),
+    "new-dtype": (
+        PAGED, lambda c: {"k_new": c.options["k_new"].double()}, TypeError,
+        "k_new has dtype torch.float64: it must be torch.float32 as the cache is",
+    ),
+    "sin-missing": (PAGED, lambda c: {"rotary_sin": None}, ValueError, "rotary_sin is missing"),
+    "rotary-too-wide": (
+        PAGED, lambda c: dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(9, 40)),
+        ValueError,
+        r"rotary_cos has shape \(9, 40\): .* rotary_dim at most the head dim 64",
+    ),
+    "rotary-alone": (
+        PAGED, lambda c: {"k_new": None, "v_new": None}, ValueError,
+        "rotary_cos is given without k_new",
+    ),
+    "interleaved-alone": (
+        {}, lambda c: {"rotary_interleaved": True}, ValueError,
+        "rotary_interleaved is True without rotary_cos",
+    ),
+    "other-batch": (
+        {}, lambda c: {"cache_batch_idx": None, "q": torch.zeros(1, 1, 4, 64),
+                       "cache_seqlens": torch.zeros(1, dtype=torch.int32)}, ValueError,
+        r"k_cache has 2 sequences and cache_seqlens is for 1: pass k_cache\[:1\]",
+    ),
+    "qv": ({}, lambda c: {"qv": c.q}, archflash.UnsupportedError, "qv: not built yet"),
+    "chunk": ({}, lambda c: {"attention_chunk": 4}, archflash.UnsupportedError, "not built yet"),
+    "gradient": (
+        {}, lambda c: {"q": c.q.requires_grad_()}, archflash.UnsupportedError,
+        "attention_with_kvcache has no backward .* call it under torch.no_grad",
+    ),
+    "descale": (
+        {}, lambda c: {"k_descale": torch.tensor(1.0)}, ValueError,
+        "k_descale is given but the cache is float32: descales belong to float8 inputs",
+    ),
+    "mixed": (
+        {}, lambda c: {"q": c.q.half()}, TypeError,
+        "q, k_cache and v_cache have dtypes torch.float16, torch.float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_refused_with_a_sentence(name: str) -> None:
+    how, change, error, message = WRONG[name]
+    call = make([5, 20], **how)
+    arguments = {"q": call.q, **call.options, **change(call)}
+    q = arguments.pop("q")
+    with pytest.raises(error, match=message):
+        archflash.attention_with_kvcache(q, call.k_cache, call.v_cache, **arguments)
+
+
+def test_options_of_a_cache_and_of_attention_do_not_mix() -> None:
+    call = make([5, 20])
+    tensors = (call.q, call.k_cache, call.v_cache)
+    with pytest.raises(ValueError, match="q_offset is given with cache_seqlens"):
+        archflash.explain(*tensors, **call.options, q_offset=3)
+    q = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="leftpad_k is given without cache_seqlens"):
+        archflash.explain(q, q, q, leftpad_k=torch.zeros(1, dtype=torch.int32))
+
+
+def test_the_signature_is_the_table_and_its_docstring_begins_as_the_table_does() -> None:
+    parameters = inspect.signature(archflash.attention_with_kvcache).parameters
+    of_table = {row.name: row for row in _options.ROWS if row.of_cache}
+    unbuilt = {"qv", "attention_chunk"}
+    others = {"q", "k_cache", "v_cache", "implementation", "check"} | unbuilt
+    assert set(parameters) == set(of_table) | others
+    text = " ".join(str(inspect.getdoc(archflash.attention_with_kvcache)).split())
+    for name, row in of_table.items():
+        if name not in ("layout", "cache_seqlens"):
+            assert parameters[name].default == row.default
+        if not row.of_attention:
+            assert f" {name}: {row.doc}" in text, name
+
+
+def test_each_option_is_passed_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[Any] = []
+
+    class Recorder:
+        @staticmethod
+        def attention(q: Tensor, k: Tensor, v: Tensor, values: Any, grad: bool, name: Any) -> str:
+            passed.extend([values, name])
+            return "served"
+
+    monkeypatch.setattr("archflash._kvcache._native", Recorder)
+    given: dict[str, Any] = {name: f"the {name}" for name in _options.OF_CACHE}
+    x = torch.zeros(1)
+    assert archflash.attention_with_kvcache(x, x, x, **given, implementation="a name") == "served"
+    expected = tuple(given.get(name) for name in _options.NAMES)
+    assert passed == [expected, "a name"]
+
+
+# --- explain, plans ---
+
+
+def test_explain_describes_the_cache() -> None:
+    call = make([5, 20], page_size=16, n_new=2, rotary=32, leftpad=[0, 1], dtype=BF16)
+    decision = archflash.explain(
+        call.q, call.k_cache, call.v_cache, **call.options, device="RTX 5090"
+    )
+    assert "a cache of up to 96 keys each in pages of 16" in str(decision)
+    assert "2 new keys, 32 rotated columns" in str(decision)
+    assert "leftpad_k" in str(decision).splitlines()[0]
+    for name in ("hopper", "blackwell_consumer", "blackwell_dc", "simt"):
+        problem = decision.problem
+        home = native.describe(name).home_device
+        device = native.find_known_device(home)
+        assert device is not None
+        reasons = native.plan(name, problem, device.device)
+        assert isinstance(reasons, list)
+        assert any(reason.startswith("a KV cache: ") for reason in reasons), (name, reasons)
+
+
+def test_a_problem_depends_on_no_length_and_comes_back_from_its_fields() -> None:
+    for how in ({}, PAGED, {"rows_of": [1, 0]}, {"q_lengths": [2, 3]}):
+        problems = []
+        for lengths in ([5, 20], [6, 21]):
+            call = make(lengths, **how)  # type: ignore[arg-type]
+            problems.append(make_problem(call.q, call.k_cache, call.v_cache, **call.options))
+        assert problems[0] == problems[1]
+        assert native.Problem.from_dict(problems[0].to_dict()) == problems[0]
+    for field, value in {"page_size": -1, "cache_batch": 5, "kv_dtype": "float16"}.items():
+        with pytest.raises(ValueError, match=f"field '{field}' is"):
+            native.Problem.from_dict({**problems[1].to_dict(), field: value})
+
+
+# --- check ---
+
+
+def test_check_says_which_value_is_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make([5, 20], page_size=16, n_new=2, leftpad=[0, 1], q_lengths=[1, 2], rotary=8)
+    by_torch(call.copied(), check=True)
+
+    def changed(name: str, index: tuple[int, ...], value: int) -> CacheCall:
+        x = call.options[name].clone()
+        x[index] = value
+        return call.with_options(**{name: x}).copied()
+
+    for name, index, value, message in (
+        ("cache_seqlens", (1,), 95, r"cache_seqlens\[1\] is 95: it must be from 0 to 94"),
+        ("cache_seqlens", (0,), -1, r"cache_seqlens\[0\] is -1: it must be from 0"),
+        ("page_table", (1, 1), 99, r"page_table\[1, 1\] is 99: it must be from 0 to 14"),
+        ("leftpad_k", (1,), 21, r"leftpad_k\[1\] is 21: it must be from 0 to the sequence's"),
+        ("cu_seqlens_q", (1,), 4, r"cu_seqlens_q\[2\] is 3: it must be .* in ascending order"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            by_torch(changed(name, index, value), check=True)
+    by_torch(changed("page_table", (1, 5), 99), check=True)  # behind the length
+    monkeypatch.setenv("ARCHFLASH_CHECK", "1")
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        by_torch(changed("cache_seqlens", (1,), 95))
+    by_torch(changed("cache_seqlens", (1,), 95), check=False)
+    short = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(20, 4))
+    with pytest.raises(ValueError, match=r"the last position to rotate\[1\] is 20: .* below 20"):
+        by_torch(call.with_options(**short).copied())
+    twice = make([4, 8], rows_of=[3, 3], n_new=1)
+    with pytest.raises(ValueError, match=r"cache_batch_idx\[0\] is 3: .* each once"):
+        by_torch(twice)
+
+
+# --- torch.compile ---
+
+
+def test_a_compiled_call_writes_the_caches_and_gives_the_same_bits() -> None:
+    call = make([15, 17], page_size=16, n_new=2, nq=2, causal=True, rotary=16, dtype=BF16)
+    names = tuple(call.options)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:
+        options = dict(zip(names, values, strict=True))
+        return archflash.attention_with_kvcache(q, k, v, **options, return_lse=True)
+
+    eager, compiled = call.copied(), call.copied()
+    want = step(eager.q, eager.k_cache, eager.v_cache, *call.options.values())
+    got = torch.compile(step, backend="aot_eager", fullgraph=True)(
+        compiled.q, compiled.k_cache, compiled.v_cache, *call.options.values()
+    )
+    for one, other in zip(want, got, strict=True):
+        assert torch.equal(one, other)
+    kvcache_cases.assert_written_like(compiled.k_cache, eager.k_cache)
+    kvcache_cases.assert_written_like(compiled.v_cache, eager.v_cache)
+    assert not torch.equal(compiled.k_cache.nan_to_num(), call.k_cache.nan_to_num())
+
+
+def test_an_append_counts_as_a_write_for_autograd() -> None:
+    call = make([5, 20], n_new=1)
+    before = call.k_cache._version, call.v_cache._version
+    by_torch(call)
+    assert call.k_cache._version > before[0]
+    assert call.v_cache._version > before[1]
