@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -196,9 +197,19 @@ _GRADIENTS_ARE_PYTORCHS = 0  # the runtime is told of none: see the text of this
 # --- PyTorch's operators ---
 
 
-def _no_dropout_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of a random generator that a backward without dropout does not read."""
-    return q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+@cache
+def _generator_state() -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    """The shapes and dtypes of the state of a random generator in the results of PyTorch's flash
+    operator, which differ between its versions.
+    """
+    q = torch.empty(1, 1, 1, 8, device="meta")
+    results = torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
+    return tuple((x.shape, x.dtype) for x in results[6:8])
+
+
+def _no_dropout_state(q: Tensor) -> list[Tensor]:
+    """The state of a random generator, which a backward without dropout does not read."""
+    return [q.new_empty(shape, dtype=dtype) for shape, dtype in _generator_state()]
 
 
 def _common_obstacles(dropout_p: float, debug_mask: bool) -> dict[str, bool]:
@@ -230,11 +241,11 @@ def _flash(
     *,
     scale: float | None = None,
 ) -> Any:
-    """aten::_scaled_dot_product_flash_attention."""
+    """aten::_scaled_dot_product_flash_attention. Causal aligns to the bottom right here: SDPA calls
+    it with as many queries as keys, and causal_lower_right of torch.nn.attention.bias with any.
+    """
     nq, nk = query.shape[2], key.shape[2]
     obstacles = _common_obstacles(dropout_p, return_debug_mask)
-    # SDPA gives its flash kernel no such call, and PyTorch's versions differ in what it means.
-    obstacles["is_causal with other numbers of queries than keys"] = is_causal and nq != nk
     obstacles["values of another head dimension than queries"] = value.shape[3] != query.shape[3]
     served = _serve(
         query, key, value, lambda: torch.empty_like(query), obstacles, want_lse=True,
@@ -242,6 +253,8 @@ def _flash(
     )  # fmt: skip
     if isinstance(served, str):
         return served
+    if is_causal and nq > nk:
+        _as_pytorchs_lse(served[1])
     return *served, None, None, nq, nk, *_no_dropout_state(query), query.new_empty(0)
 
 
@@ -384,11 +397,16 @@ def _flash_into_tensor(
     served = _serve(query, key, value, make_out, obstacles, want_lse=True, **options)
     every_row_sees_a_key = cum_seq_q is None and left is right is None and not is_causal
     if not isinstance(served, str) and not every_row_sees_a_key:
-        # PyTorch's kernel gives +inf to rows that see no key, and its backward relies on that.
-        lse = served[1]
-        assert lse is not None
-        lse.masked_fill_(lse == -math.inf, math.inf)
+        _as_pytorchs_lse(served[1])
     return served
+
+
+def _as_pytorchs_lse(lse: Tensor | None) -> None:
+    """Gives +inf to rows that see no key, as PyTorch's flash kernel does: its backward relies on
+    that.
+    """
+    assert lse is not None
+    lse.masked_fill_(lse == -math.inf, math.inf)
 
 
 _OPERATORS: dict[str, Kernel] = {
@@ -499,6 +517,7 @@ class _Replaced:
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        _generator_state()  # asked outside of any call
         originals = {operator: _original(operator) for operator in _OPERATORS}
         with warnings.catch_warnings():
             # PyTorch warns that a kernel of its own is replaced, which is what was asked for.

@@ -37,22 +37,27 @@ def scaled_dot_product_attention(
         dropout_p: probability of dropping a weight, 0.0 by default; more than that runs PyTorch's
             own function.
         is_causal: query i sees keys ``j <= i``; off by default, and not together with attn_mask.
-        scale: multiplies query.key; ``1 / sqrt(E)`` by default.
+        scale: multiplies query.key, a finite number; ``1 / sqrt(E)`` by default.
         enable_gqa: whether ``H`` may be a divisor of ``Hq``; off by default.
 
     Returns:
         ``(..., Hq, L, Ev)``, query's dtype.
 
     Raises:
-        RuntimeError: as PyTorch, for attn_mask with is_causal, for shapes that do not broadcast,
-            and for tensors of fewer than two dimensions.
-        ValueError: for heads that do not divide with enable_gqa, and for a causal bias with
-            is_causal or of other lengths than query and key.
-        TypeError: for dtypes or devices that differ, and for a tensor as dropout_p or a flag.
+        RuntimeError: as PyTorch, for tensors that do not fit together (dtypes, devices, shapes,
+            heads), of fewer than two dimensions or of a dtype that attention does not take, for
+            attn_mask with is_causal, and for a scale that is not finite.
+        ValueError: for a causal bias with is_causal or of other lengths than query and key.
+        TypeError: for an argument of the wrong type, such as a tensor as dropout_p or a flag.
         UnsupportedError: for dropout or nested tensors while ARCHFLASH_FALLBACK=error.
     """
     if isinstance(dropout_p, Tensor):  # its value may be on a GPU, and reading it would wait
         raise TypeError(f"dropout_p is {_native.given(dropout_p)}: it must be a number")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {_native.given(x)}: it must be a tensor")
+    if isinstance(scale, Tensor) or not (scale is None or hasattr(scale, "__float__")):
+        raise TypeError(f"scale is {_native.given(scale)}: it must be a number or None")
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {_native.given(flag)}: it must be a bool")
@@ -65,6 +70,11 @@ def scaled_dot_product_attention(
         )
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if 0 in (query.shape[-1:] + value.shape[-1:]):
+        # There is nothing to multiply, or nothing to return.
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     device = query.device.type
     is_bias = attn_mask is not None and is_causal_bias(attn_mask)
@@ -91,16 +101,21 @@ def scaled_dot_product_attention(
     shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
     if attn_mask is not None and not is_bias:
         attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
-    out = attention(
-        q,
-        k,
-        v,
-        causal=is_causal,
-        # If the lengths are equal, both alignments are the same, and PyTorch needs no mask.
-        q_offset=0 if is_causal and q.shape[2] != k.shape[2] else None,
-        attn_mask=attn_mask,
-        scale=scale,
-    )
+    try:
+        out = attention(
+            q,
+            k,
+            v,
+            causal=is_causal,
+            # If the lengths are equal, both alignments are the same, and PyTorch needs no mask.
+            q_offset=0 if is_causal and q.shape[2] != k.shape[2] else None,
+            attn_mask=attn_mask,
+            scale=scale,
+        )
+    except (TypeError, ValueError) as error:
+        if is_bias:
+            raise
+        raise RuntimeError(str(error)) from error  # what callers of PyTorch's function expect
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out.reshape(shape)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.attention as torch_attention
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 import archflash
 from archflash import _dispatch, _overrides
@@ -27,7 +28,7 @@ on = executor()
 aten = torch.ops.aten
 NUMBER = 7.0  # what a stand-in for PyTorch's kernel writes
 
-pytestmark = pytest.mark.skipif(
+needs_get_kernel = pytest.mark.skipif(
     not hasattr(torch.library, "get_kernel"),
     reason=f"torch {torch.__version__} cannot call a kernel that was replaced",
 )
@@ -77,9 +78,13 @@ def kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for operator in _overrides._OPERATORS:
+        for operator in (*_overrides._OPERATORS, "_efficient_attention_forward"):
+            if not hasattr(aten, operator):
+                continue
             library.impl(operator, stand_in(operator), "CPU")
         library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
+    # Older versions of PyTorch refuse a second kernel from Python, for which these stand in.
+    torch.library._impls.difference_update(library._op_impls)
     monkeypatch.setattr(_overrides, "_KEY", "CPU")
     yield
     archflash.disable()
@@ -124,6 +129,7 @@ def test_the_flash_operator(layout: str) -> None:
     assert archflash.stats().served == {"ampere": 1}
 
 
+@needs_get_kernel
 @pytest.mark.usefixtures("ampere")
 @pytest.mark.parametrize("operator", ["cudnn", "efficient"])
 @pytest.mark.parametrize("rows", [(40, 70), (70, 40)], ids=str)
@@ -144,6 +150,18 @@ def test_causal_aligns_to_the_top_left(
     assert_close(result[0], lse, q, k, v, causal=True, q_offset=0)
 
 
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("rows", [(40, 70), (70, 40)], ids=str)
+def test_a_causal_bias_aligned_to_the_bottom_right(rows: tuple[int, int]) -> None:
+    q, k, v = on.qkv(*rows, 32, dtype="bfloat16")
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    unseen = max(rows[0] - rows[1], 0)
+    assert bool((lse[..., :unseen] == math.inf).all())  # as PyTorch's kernel
+    lse[..., :unseen] = -math.inf
+    assert_close(out, lse, q, k, v, causal=True)
+
+
+@needs_get_kernel
 @pytest.mark.usefixtures("ampere")
 def test_packed_sequences_through_varlen_attn() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen")
@@ -200,7 +218,11 @@ DECLINED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(on.name == "gpu", reason="PyTorch's own kernels may refuse these calls, too")
+on_cpu = pytest.mark.skipif(on.name == "gpu", reason="PyTorch's own kernels may refuse these calls")
+
+
+@needs_get_kernel
+@on_cpu
 @pytest.mark.parametrize("name", DECLINED)
 def test_pytorchs_own_kernel_serves_what_archflash_does_not(name: str) -> None:
     operator, args, kwargs, reason = DECLINED[name]
@@ -219,7 +241,31 @@ def test_pytorchs_own_kernel_serves_what_archflash_does_not(name: str) -> None:
             getattr(aten, operator)(q, k, v, *args, **kwargs)
 
 
-@pytest.mark.skipif(on.name == "gpu", reason="another GPU decides otherwise")
+@on_cpu
+def test_a_replaced_kernel_is_reached_through_another_operator_where_need_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch.library, "get_kernel", raising=False)  # as in older versions
+    q, k, v = (strided(x) for x in on.qkv(40, 40, 32, dtype="bfloat16"))
+    flash, efficient = ((0.5,), (None, True, 0.5))  # with dropout
+    with archflash.enabled():
+        for name, args in (("flash", flash), ("efficient", efficient)):
+            operator = f"_scaled_dot_product_{name}_attention"
+            result = getattr(aten, operator)(q, k, v, *args)
+            assert bool((result[0] == NUMBER).all())
+            assert_promised(operator, result, q, k, v, *args)
+        assert list(archflash.stats().declined.values()) == [2]
+        aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)  # not replaced
+        assert list(archflash.stats().declined.values()) == [2]
+        with archflash.force("ampere"):
+            out = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    assert_close(out, None, q, k, v)
+
+
+@pytest.mark.skipif(
+    on.name == "gpu" or TorchVersion(torch.__version__) < (2, 10),  # type: ignore[operator]
+    reason="another GPU decides otherwise, and older versions of PyTorch prefer other kernels",
+)
 def test_dispatch_decides_for_the_call_without_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an H200 PyTorch's own kernel is the fastest for large calls in 16 bits, and it gives the
     log-sum-exp at no cost. On an A100 ampere is asked first, but not for head dimension 12.

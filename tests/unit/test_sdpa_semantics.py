@@ -123,11 +123,56 @@ def test_what_torch_refuses_is_refused() -> None:
         ((q[0, 0, 0], k, v), {}),
         ((q, k, v), {"attn_mask": rand(1, 1, 1, 5, 7)}),
         ((q, k, v), {"dropout_p": 1.5}),
+        ((q, k.half(), v), {}),
+        ((q, k, v.double()), {}),
+        ((q.to("meta"), k, v), {}),
+        ((q.int(), k.int(), v.int()), {}),
+        ((q, k[..., :6], v), {}),
+        ((q, k[:, :3], v[:, :3]), {"enable_gqa": True}),
+        ((q, k, v), {"attn_mask": torch.zeros(5, 7, dtype=torch.int32)}),
+        ((q, k, v), {"attn_mask": rand(4, 7)}),
+        ((q, k, v), {"attn_mask": rand(3, 4, 5, 7)}),
     ):
         with pytest.raises(RuntimeError):
             F.scaled_dot_product_attention(*tensors, **call)
         with pytest.raises(RuntimeError):
             scaled_dot_product_attention(*tensors, **call)
+
+
+def test_arguments_of_the_wrong_type_are_type_errors() -> None:
+    q, k, v = inputs((2, 4), 5, 7)
+    for tensors, call in (
+        ((q, k, None), {}),
+        ((q, 3, v), {}),
+        ((q, k, v), {"scale": "1"}),
+        ((q, k, v), {"is_causal": 1}),
+    ):
+        for attend in (F.scaled_dot_product_attention, scaled_dot_product_attention):
+            with pytest.raises(TypeError):
+                attend(*tensors, **call)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (8, 0), (0, 0)], ids=str)
+def test_head_dims_of_no_size(sizes: tuple[int, int]) -> None:
+    d, dv = sizes
+    q, k, v = rand(2, 4, 5, d), rand(2, 4, 7, d), rand(2, 4, 7, dv)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    out = scaled_dot_product_attention(q, k, v, scale=1.0)
+    torch.testing.assert_close(out, expected)
+
+
+def test_tensors_of_no_size() -> None:
+    for lead, nq, nk in (((0, 4), 5, 7), ((2, 0), 5, 7), ((2, 4), 0, 7), ((2, 4), 5, 0)):
+        q, k, v = inputs(lead, nq, nk)
+        assert_same_as_torch(q, k, v)
+        assert_same_as_torch(q, k, v, is_causal=True)
+
+
+def test_masks_of_five_dimensions() -> None:
+    q, k, v = inputs((2, 3, 4), 5, 7)
+    for lead in ((2, 3, 4), (1, 3, 1), (2, 1, 4), (3, 4)):
+        assert_same_as_torch(q, k, v, attn_mask=rand(*lead, 5, 7))
+        assert_same_as_torch(q, k, v, attn_mask=rand(*lead, 5, 7) > -1)
 
 
 def test_a_mask_together_with_is_causal_is_refused() -> None:
@@ -151,6 +196,21 @@ def test_torch_compile_takes_it_whole(autocast: bool, needs_grad: bool) -> None:
             out = compiled(q, k, v, **call)
         assert out.dtype == expected.dtype
         torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.slow
+def test_torch_compile_takes_lengths_that_depend_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    torch._dynamo.reset()
+
+    def attend(q: Tensor, k: Tensor, kept: Tensor) -> Tensor:
+        k = k[:, :, kept.nonzero().flatten()]
+        return scaled_dot_product_attention(q, k, k)
+
+    q, k, _ = inputs((2, 4), 5, 7)
+    kept = torch.tensor([1, 1, 0, 1, 0, 1, 1])
+    found = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, kept)
+    torch.testing.assert_close(found, attend(q, k, kept))
 
 
 def test_torch_compile_is_asked_nothing_that_old_versions_cannot_trace(
