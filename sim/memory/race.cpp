@@ -192,6 +192,21 @@ Race RaceDetector::check_async(const Accessor& who, const Write& last) {
   return race;
 }
 
+Race RaceDetector::check_unfenced_readers(const Accessor& who, const uint32_t* readers) const {
+  Race race;
+  const std::vector<Clock>& fenced = known_[static_cast<size_t>(who.agent)].async;
+  for (int w = 0; w < warps_; ++w) {
+    const uint32_t lane = readers[w] & (STRONG - 1);
+    if (readers[w] >> LANE_BITS <= fenced[static_cast<size_t>(w)]) continue;
+    race.found = race.proxy = true;
+    race.same_warp = w == who.agent;
+    race.other_agent = w;
+    race.other_lane = lane >= LANES_OF_WARP ? -1 : static_cast<int>(lane);
+    break;
+  }
+  return race;
+}
+
 Race RaceDetector::check_async_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const {
   Race race;
   if (unit_reads_.empty() && matrix_reads_.empty()) return race;
@@ -340,6 +355,7 @@ Race RaceDetector::async_write(const Accessor& who, int unit, uint32_t offset, u
     const uint32_t* const readers = &reads_[g * columns];
     if (!race.found && (passed == nullptr || !std::equal(readers, readers + columns, passed))) {
       race = check_readers(who, readers, updates);
+      if (!race.found && kind == AsyncWrite::Proxy) race = check_unfenced_readers(who, readers);
       passed = readers;
     }
     writes_[g] = {UNFINISHED, static_cast<uint16_t>(unit), static_cast<uint8_t>(who.lane), updates,

@@ -53,7 +53,7 @@ struct Accessor {
 struct Race {
   bool found = false;
   bool other_wrote = false;  // the earlier access was a write
-  bool proxy = false;        // in order, but the earlier write is not visible to the async proxy
+  bool proxy = false;        // in order, but no proxy fence lies between it and the async proxy
   bool same_warp = false;    // the two are lanes of one warp
   // The accesses would be in order if ldmatrix and stmatrix acted for the addressing lane only.
   bool by_matrix = false;
@@ -196,6 +196,8 @@ class RaceDetector {
   Race check_readers(const Accessor& who, const uint32_t* readers, bool strong = false) const;
   Race global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes, uint32_t lane);
   Race check_async(const Accessor& who, const Write& last);
+  // Reads that come before a write in the async proxy, but without a proxy fence between the two.
+  Race check_unfenced_readers(const Accessor& who, const uint32_t* readers) const;
   // Reads by units and by wgmma.
   Race check_async_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const;
 

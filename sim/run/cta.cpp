@@ -419,7 +419,9 @@ void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes,
                                                        : "a bulk copy";
   const char* const by = race.other_wrote ? "a write by " : "a read by ";
   std::string message = std::string(writes ? "a write to " : "a read of ") + what;
-  message += race.proxy ? " in the async proxy does not see " : " is not ordered after ";
+  message += !race.proxy        ? " is not ordered after "
+             : race.other_wrote ? " in the async proxy does not see "
+                                : " in the async proxy may overtake ";
   message += by + other;
   if (race.other_lane >= 0) message += " (lane " + std::to_string(race.other_lane) + ")";
   if (race.other_pc >= 0) {
@@ -433,11 +435,13 @@ void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes,
         ": ldmatrix and stmatrix access memory for several lanes and do not order them; "
         "bar.warp.sync does";
   }
-  const char* const kind = race.proxy        ? "proxy"
+  const bool unfenced_read = race.proxy && !race.other_wrote;
+  const char* const kind = unfenced_read     ? "proxy-read"
+                           : race.proxy      ? "proxy"
                            : !race.by_matrix ? "race"
                            : race.same_warp  ? "lane-order"
                                              : "lane-release";
-  const bool tolerated = benign || (race.by_matrix && !race.proxy);
+  const bool tolerated = benign || unfenced_read || (race.by_matrix && !race.proxy);
   report(tolerated ? Severity::Lint : Severity::Error, warp, lane, kind, std::move(message),
          address, race.other_pc);
 }

@@ -175,6 +175,14 @@ __device__ __forceinline__ void release(uint32_t barrier_smem) {
   if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
 }
 
+// Hands a stage back that the warp has read by ldmatrix. The fence makes the reads come before
+// TMA's next write: without it ptxas puts the arrival before the products that use what was read,
+// and so before the last reads are known to be done.
+__device__ __forceinline__ void release_after_reads(uint32_t barrier_smem) {
+  ptx::fence_proxy_async_shared();
+  release(barrier_smem);
+}
+
 // The thread's number. Kernels with few registers read it anew at each use instead of keeping it.
 template <class C>
 __device__ __forceinline__ unsigned thread_index() {
@@ -288,7 +296,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
       mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
                                lane_k_smem<C>(shared_smem, ring.stage()));
-      release(barriers.k_empty(ring.stage()));
+      release_after_reads(barriers.k_empty(ring.stage()));
       float exp2_scale = attention.exp2_scale;
       if constexpr (C::FP8) {
         exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
@@ -320,7 +328,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       } else {
         weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
       }
-      release(barriers.v_empty(ring.stage()));
+      release_after_reads(barriers.v_empty(ring.stage()));
       ++ring.count;
     }
 #pragma unroll 1

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 INSTRUCTION_BYTES = 16  # from 7.0 on
@@ -112,20 +112,50 @@ class Instruction:
         return bool(self.predicate) or self.name not in ("EXIT", "RET", "BRX", "BRXU")
 
 
-@cache
-def instructions_of(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
-    """The instructions of each kernel of an image for one target, with operands and predicates."""
+# In a line of the listing: an instruction, behind its address and before the lower half of its
+# code; and in the line below it the upper half alone.
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+([^;]*);")
+UPPER_HALF = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/\s*$")
+CONTROL_SHIFT = 41  # of the upper half
+
+
+@lru_cache(maxsize=1)  # it is long, and is asked for instructions and then for their controls
+def listing(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
+    """The lines that the disassembler writes about each kernel of an image for one target."""
     command = [tool, "--dump-sass", "--gpu-architecture", target, file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
     found: dict[str, list[str]] = {}
+    lines: list[str] = []
     for line in done.stdout.splitlines():
         if match := re.match(r"\s*Function : (\w+)", line):
-            instructions = found.setdefault(match[1], [])
-        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+([^;]*);", line):
-            instructions.append(match[1].strip())
+            lines = found.setdefault(match[1], [])
+        lines.append(line)
     return found
+
+
+@cache
+def instructions_of(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
+    """The instructions of each kernel of an image for one target, with operands and predicates."""
+    return {
+        kernel: [match[1].strip() for match in map(INSTRUCTION.match, lines) if match]
+        for kernel, lines in listing(tool, target, file).items()
+    }
+
+
+def controls_of(tool: Path, target: str, file: Path) -> dict[str, list[int]]:
+    """The control bits of each instruction that `instructions_of` gives, from the lowest bit on: 4
+    of stalled clocks, 1 that yields, 3 with the scoreboard that it sets when it has written its
+    result and 3 with that for having read its operands (7: none), and 6 with the scoreboards for
+    which it waits.
+    """
+    return {
+        kernel: [
+            int(match[1], 16) >> CONTROL_SHIFT for match in map(UPPER_HALF.match, lines) if match
+        ]
+        for kernel, lines in listing(tool, target, file).items()
+    }
 
 
 def assembler_of(tool: Path, target: str, file: Path) -> tuple[int, int]:

@@ -17,7 +17,8 @@ class Explained:
         kernel: how the names of its kernels start.
         kind: of the finding.
         tag: of the statement that the instruction comes from: `// findings: tag` in the CUDA source
-            (tests/sim/tags.py).
+            (tests/sim/tags.py); empty for the kernels of tests/sim/protocols, whose PTX has no
+            lines of a source.
         reason: why it is as it must be.
     """
 
@@ -36,6 +37,12 @@ EXPLAINED = (
         "run in the order in which they are issued, which FlashAttention-4 relies on too "
         "(src/blackwell_dc/NOTES.md)",
     ),
+    Explained(
+        "protocol_pipeline",
+        "proxy-read",
+        "",
+        "it is the text that an H200 ran, from before the simulator asked for this fence",
+    ),
 )
 
 
@@ -45,7 +52,7 @@ def explanation(kernel: str, finding: sim.Finding) -> Explained | None:
         if (
             kernel.startswith(known.kernel)
             and finding.kind == known.kind
-            and known.tag in tags_at(finding.source, "findings")
+            and (not known.tag or known.tag in tags_at(finding.source, "findings"))
         ):
             return known
     return None

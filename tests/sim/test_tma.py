@@ -242,6 +242,96 @@ def test_a_wait_that_is_not_repeated_is_found_by_some_seed() -> None:
     assert "race" in seen
 
 
+# Warp 1 reads what a load has brought, uses it and hands the place back to warp 0, which loads
+# there again.
+REUSE = f"""
+@!%p0 bra START;
+mbarrier.init.shared::cta.b64 [%r31+4096], 1;
+fence.mbarrier_init.release.cluster;
+START:
+bar.sync 0;
+@!%p0 bra FIRST;
+LOAD
+FIRST:
+{WAIT.format(n=0, parity=0)}
+setp.lt.u32 %p1, %r0, 32;
+@%p1 bra AGAIN;
+and.b32 %r1, %r0, 31;
+mad.lo.u32 %r2, %r1, 16, %r31;
+READ
+add.u32 %r8, %r4, %r5;
+BEFORE
+bar.warp.sync -1;
+setp.eq.u32 %p2, %r0, 32;
+@%p2 mbarrier.arrive.shared::cta.b64 _, [%r31+4096];
+AGAIN:
+@!%p0 bra LAST;
+FREE:
+mbarrier.try_wait.parity.shared::cta.b64 %p9, [%r31+4096], 0;
+@!%p9 bra FREE;
+BEHIND
+LOAD
+LAST:
+{WAIT.format(n=1, parity=1)}
+@%p1 bra END;
+cvt.u64.u32 %rd1, %r0;
+shl.b64 %rd1, %rd1, 2;
+add.u64 %rd1, %rd1, %out;
+st.global.u32 [%rd1], %r8;
+END:
+""".replace(
+    "LOAD\n",
+    """mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r30], 2048;
+cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+    [%r31], [%map, {0, 0}], [%r30];
+""",
+)
+LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r4, %r5, %r6, %r7}, [%r2];"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("read", [LDMATRIX, "ld.shared.v2.u32 {%r4, %r5}, [%r2];"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_load_over_what_threads_have_read_wants_a_fence_between(
+    read: str, mode: str, strict: bool
+) -> None:
+    fence = "fence.proxy.async.shared::cta;"
+    for before, behind, expected in (
+        (fence, "", []),
+        ("", fence, []),
+        ("", "", [("proxy-read", "error" if strict else "lint")]),
+        # A use of the registers is no fence, and a fence of the generic proxy is none either.
+        (
+            "add.u32 %r8, %r8, %r4;",
+            "fence.acq_rel.cta;",
+            [("proxy-read", "error" if strict else "lint")],
+        ),
+    ):
+        text = REUSE.replace("READ", read).replace("BEFORE", before).replace("BEHIND", behind)
+        report = run(
+            kernel(text),
+            sim.TensorMap(tensor(16, 64), [64, 16], 128),
+            torch.zeros(64, dtype=torch.int32),
+            mode=mode,
+            block=(64,),
+            strict=strict,
+            check=False,
+        )
+        assert [(f.kind, f.severity) for f in report.findings] == expected, report.findings
+        assert all("a read by warp 1" in f.message for f in report.findings)
+    # Reads behind the fence are not covered by it.
+    text = REUSE.replace("READ", fence).replace("BEFORE", read).replace("BEHIND", "")
+    text = text.replace("add.u32 %r8, %r4, %r5;", "mov.u32 %r8, 0;")
+    found = run(
+        kernel(text),
+        sim.TensorMap(tensor(16, 64), [64, 16], 128),
+        torch.zeros(64, dtype=torch.int32),
+        mode=mode,
+        block=(64,),
+    ).findings
+    assert [f.kind for f in found] == ["proxy-read"]
+
+
 STORE = """
 mov.u32 %r1, %r0;
 FILL:

@@ -292,9 +292,10 @@ def launch(
         resident_ctas: how many CTAs the GPU has room for at a time; 0: any number. It counts for
             kernels with clusterlaunchcontrol only, whose clusters take the work of those that have
             not started.
-        strict: whether missing waits and fences around tensor memory, ldmatrix and stmatrix are
-            errors, as they are in this library's kernels, although compilers leave them out without
-            harm on a card (kinds "tcgen05-fence", "tcgen05-wait", "lane-order" and "lane-release").
+        strict: whether missing waits and fences around tensor memory, ldmatrix and stmatrix, and
+            before bulk loads, are errors, as they are in this library's kernels, although compilers
+            leave them out, mostly without harm on a card (kinds "tcgen05-fence", "tcgen05-wait",
+            "lane-order", "lane-release" and "proxy-read").
         check: whether errors raise `SimulationError`.
 
     Returns:

@@ -112,7 +112,33 @@ TARGETS = (
     Target("blackwell_dc", "bf16_d64", "B200", 1, 150, 128, 64, blocks=10, sample=30),
     Target("blackwell_dc", "f16_d128", "B200", 1, 150, 128, 128, blocks=10, sample=30),
     Target("blackwell_dc", "bf16_d128_pair", "B200", 1, 400, 128, 128, blocks=10, in_pairs=True),
+    Target("blackwell_dc", "f16_d96", "B200", 1, 150, 128, 96, blocks=10),
+    Target("blackwell_dc", "bf16_d192", "B200", 1, 150, 128, 192, dv=128, blocks=10),
+    Target(
+        "blackwell_dc", "f16_d192_pair", "B200", 1, 400, 128, 192, 128, blocks=10, in_pairs=True
+    ),
+    # One kernel for any number of rows: calls of either kind.
+    Target("blackwell_dc", "bf16_d256", "B200", 1, 150, 64, 256, blocks=10),
+    Target("blackwell_dc", "f16_d256", "B200", 1, 128, 64, 256, heads=(6, 2)),
+    Target("blackwell_dc", "bf16_d64_few", "B200", 1, 128, 128, 64, heads=(6, 2)),
+    Target("blackwell_dc", "f16_d96_few", "B200", 1, 128, 128, 96, heads=(6, 2)),
+    Target("blackwell_dc", "bf16_d128_few", "B200", 1, 128, 128, 128, heads=(6, 2)),
+    Target("blackwell_dc", "f16_d192_few", "B200", 1, 128, 128, 192, dv=128, heads=(6, 2)),
+    Target("blackwell_dc", "combine_bf16", "B200", 1, 128, 64, 256, heads=(6, 2)),
+    Target("blackwell_dc", "e4m3_d64", "B200", 1, 150, 128, 64, blocks=10),
     Target("blackwell_dc", "e4m3_d128", "B200", 1, 150, 128, 128, blocks=10),
+    Target("blackwell_dc", "e4m3_d192", "B200", 1, 150, 128, 192, dv=128, blocks=10),
+    Target("blackwell_dc", "e4m3_d256", "B200", 1, 150, 128, 256, blocks=10),
+    Target("blackwell_dc", "f16_d64_mufu", "B300", 1, 150, 128, 64, blocks=10),
+    Target("blackwell_dc", "bf16_d96_mufu", "B300", 1, 150, 128, 96, blocks=10),
+    Target("blackwell_dc", "bf16_d128_mufu", "B300", 1, 150, 128, 128, blocks=10),
+    Target(
+        "blackwell_dc", "f16_d128_mufu_pair", "B300", 1, 400, 128, 128, blocks=10, in_pairs=True
+    ),
+    Target("blackwell_dc", "e4m3_d64_mufu", "B300", 1, 150, 128, 64, blocks=10),
+    Target("blackwell_dc", "e4m3_d128_mufu", "B300", 1, 150, 128, 128, blocks=10),
+    Target("blackwell_dc", "e4m3_d192_mufu", "B300", 1, 150, 128, 192, dv=128, blocks=10),
+    Target("blackwell_dc", "e4m3_d256_mufu", "B300", 1, 150, 128, 256, blocks=10),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
@@ -176,6 +202,9 @@ class Call:
             if isinstance(options.get(option), Tensor):
                 self.tensors[option] = options[option]
         options.pop("num_splits", None)  # changes no result
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):  # as kernels clamp them
+            if name in options:
+                options[name] = options[name].clamp(min=0)
         self._reference, self._lse = reference.attention(q, k, v, **options)
         self._inputs, self._options = inputs, options
         self._baseline = None if target.is_fp8 else reference.baseline(q, k, v, **options)
@@ -197,6 +226,15 @@ class Call:
         return ""
 
 
+def _starts(lengths: list[int], first: int) -> Tensor:
+    """cu_seqlens of sequences of these lengths, the first of which starts in row `first`."""
+    return torch.tensor(list(itertools.accumulate(lengths, initial=first)), dtype=torch.int32)
+
+
+# With so many empty ones a call has 33 sequences: a warp finds the last of them in two steps.
+MANY = [0] * 27
+
+
 def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     rows, keys, d, dtype = target.rows, target.keys, target.d, target.dtype
     step = 16 if target.is_fp8 else 8  # of head dims
@@ -212,24 +250,25 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
         ]
 
     few = max(130, 2 * keys + keys // 2 + 5)  # enough keys for every kernel
-    queries = [0, rows + 9, rows, 3]
-    sequences = [5, keys + 3, 3 * keys - 1, 0]
-    behind = 9  # rows that must not matter
-    if target.blocks:  # a short sequence, and one that no query sees
-        queries += [9, 0]
-        sequences += [40, 60]
-        behind += 60
-    starts = [
-        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (queries, sequences)
-    ]
-    # Between the rows lies what no kernel may read; behind the last sequence what must not matter.
+    queries = [rows + 9, 0, rows, 3]
+    sequences = [keys + 3, 5, 3 * keys - 1, 0]
+    hidden, behind = 0, 9  # rows of k and v that must not matter: of a sequence, behind them all
+    if target.blocks:
+        hidden = behind = 100
+        queries += [*MANY, 0, 9]
+        sequences += [*MANY, hidden, 40]
+    starts = [_starts(queries, 0), _starts(sequences, 0)]
+    # A start before the tensor is a caller's error, and counts as 0.
+    starts[0][0] = starts[1][0] = -3
+    # Between the rows lies what no kernel may read, and behind them rows of q without a sequence.
     packed = [
-        make((sum(queries), 2, d), 1),
-        make((sum(sequences) + 9, 1, d), 2),
-        make((sum(sequences) + 9, 1, target.dv or d), 3)[..., : (target.dv or d) - step],
+        make((sum(queries) + 7, 2, d), 1),
+        make((sum(sequences) + behind, 1, d), 2),
+        make((sum(sequences) + behind, 1, target.dv or d), 3)[..., : (target.dv or d) - step],
     ]
+    first_hidden = sum(sequences[:-2])
     for x in packed[1:]:
-        x[-behind:] = torch.nan
+        x[first_hidden : first_hidden + hidden] = x[sum(sequences) :] = torch.nan
     # Rows behind rows in memory, as layers of a model make them.
     bnhd = [
         make((2, rows + rows // 2 + 21, 2, d), 1),
@@ -300,42 +339,56 @@ def _few_calls(
             make((batch, heads[1], nk, dv), 3),
         ]
 
-    queries, sequences = [0, 5, 40, 1, 3], [5, keys + 3, 3 * keys - 1, 0, 60]
-    starts = [
-        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) + 2
-        for x in (queries, sequences)
-    ]
-    packed = [  # with rows of no sequence before and behind
-        make((sum(queries) + 6, heads[0], d), 1),
-        make((sum(sequences) + 11, heads[1], d), 2),
-        make((sum(sequences) + 11, heads[1], dv), 3)[..., : dv - 8],
-    ]
-    for x in packed[1:]:
-        x[:2], x[-9:] = torch.nan, torch.nan
-    of_packed = {
-        "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "causal": True,
-        "max_seqlen_q": max(queries), "max_seqlen_k": max(sequences),
-        "sinks": hashed((heads[0],), 4),
-    }  # fmt: skip
+    # More than a tile of packed heads and half a one: the rest of them is copied by threads.
+    queries, sequences = [5, 0, 50, 0, *MANY, 1, 3], [keys + 3, 5, 3 * keys - 1, 0, *MANY, 0, 60]
+
+    def packed(first: int) -> list[Tensor]:  # with rows of no sequence before and behind
+        behind = 100
+        inputs = [
+            make((first + sum(queries) + 4, heads[0], d), 1),
+            make((first + sum(sequences) + behind, heads[1], d), 2),
+            make((first + sum(sequences) + behind, heads[1], dv), 3)[..., : dv - 8],
+        ]
+        for x in inputs[1:]:
+            x[:first] = x[-behind:] = torch.nan
+        return inputs
+
+    def of_packed(first: int, sinks: torch.dtype) -> dict[str, Any]:
+        starts = [_starts(queries, first), _starts(sequences, first)]
+        if first == 0:  # a start before the tensor counts as 0
+            starts[0][0] = starts[1][0] = -3
+        return {
+            "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "causal": True,
+            "max_seqlen_q": max(queries), "max_seqlen_k": max(sequences),
+            "sinks": hashed((heads[0],), 4).to(sinks),
+        }  # fmt: skip
+
     bnhd = [x.transpose(1, 2).contiguous() for x in qkv(9, 2 * keys + 5, batch=2)]
     calls: list[tuple[str, list[Tensor], dict[str, Any]]] = [
-        ("shares", qkv(3, 5 * keys + 9), {"num_splits": 3, "causal": True}),
-        ("shares of packed sequences", packed, of_packed | {"num_splits": 2}),
+        (
+            "shares",
+            qkv(3, 5 * keys + 9),
+            {"num_splits": 3, "causal": True, "sinks": hashed((heads[0],), 4).to(dtype)},
+        ),
+        ("shares of packed sequences", packed(2), of_packed(2, torch.float16) | {"num_splits": 2}),
         (
             "window, softcap",
             qkv(40, 3 * keys, d=d - 24),
             {"window": (keys + 7, 3), "softcap": 4.0, "num_splits": 4},
         ),
-        ("more shares than two for a lane", qkv(1, 70 * keys), {"num_splits": 70}),
+        ("many shares", qkv(1, 70 * keys), {"num_splits": 70}),
         ("one row", qkv(1, 300), {"num_splits": 2, "return_lse": False}),
     ]
     if target.name.startswith("combine_"):
-        return calls
+        # Seven shares for each lane and an eighth for all but one. The largest base is any lane's,
+        # and with a smaller one nothing is finite.
+        q, k, v = qkv(3, 255 * keys)
+        return [*calls, ("huge scores", [q * 4096, k * 4096, v], {"num_splits": 255})]
     huge = qkv(20, 3 * keys)
     return [
         *calls[:-2],
         ("causal", bnhd, {"causal": True, "layout": "bnhd"}),
-        ("packed", packed, of_packed),
+        ("packed", packed(0), of_packed(0, torch.float32)),
         # Each row sees four keys: one too many or too few is a large error.
         ("few visible", qkv(60, keys), {"window": (2, 1)}),
         ("many blocks", qkv(2, 10 * keys + 9), {"num_splits": 1, "return_lse": False}),

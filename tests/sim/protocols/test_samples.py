@@ -10,6 +10,7 @@ from torch import Tensor
 
 from archflash import sim
 
+from ..explained import unexplained
 from .samples import compile
 from .samples.kernels import Sample, samples
 
@@ -40,7 +41,7 @@ def test_a_sample_multiplies_as_float64_does(sample: Sample, mode: str) -> None:
     for seed in range(3):
         for tiles in (1, 6):  # 6 tiles go round the ring of two stages three times
             report, result = run(sample, tiles, mode=mode, seed=seed)
-            assert not report.findings
+            assert not unexplained(f"protocol_{sample.name}", report)
             assert sample.worst_error(result, tiles) <= 1
             results.append(result)
     assert torch.equal(results[-1], results[1])

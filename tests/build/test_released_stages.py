@@ -1,0 +1,114 @@
+"""What warps have read of a stage is there before they hand the stage back to TMA.
+
+A stage is read between the wait for it and the arrival that hands it back. The machine code says
+whether the reads are there: a load from shared memory sets a scoreboard, and an instruction between
+the load and the arrival waits for that; or a fence lies there, which waits for all loads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from archflash import _archflash as native
+
+from .machine_code import Flow, controls_of, instructions_of
+
+# Folders in which every arrival of a thread hands memory back to TMA. In the others some arrivals
+# are for threads, whose stores queue behind the loads.
+IMAGES = [
+    (image, target.name)
+    for image in native.image_names()
+    for target in native.targets(image.partition("/")[0])
+    if image.startswith(("blackwell_consumer/", "hopper/")) and target.name.startswith("sm_")
+]
+LOADS = ("LDS", "LDSM")
+ARRIVAL, WAIT = "SYNCS.ARRIVE", "SYNCS.PHASECHK"
+FENCE = "FENCE.VIEW.ASYNC"  # fence.proxy.async, behind MEMBAR.ALL.CTA
+NO_SCOREBOARD = 7
+# A load under way: its place in the kernel, and the scoreboard that it sets.
+Pending = set[tuple[int, int]]
+
+
+def loads_under_way(texts: list[str], controls: list[int]) -> dict[int, list[str]]:
+    """The loads from shared memory since the last wait that may be under way at each arrival, by
+    the arrival's place.
+
+    Args:
+        texts: a kernel's instructions.
+        controls: what each of them waits for and sets, as `controls_of` reads it.
+    """
+    flow = Flow(texts)
+    found: dict[int, list[str]] = {}
+
+    def behind(block: int, before: Pending) -> Pending:
+        pending = before
+        for instruction in flow.blocks[block]:
+            control = controls[instruction.index]
+            waits, sets = control >> 11 & 0x3F, control >> 5 & 7
+            pending = {(load, board) for load, board in pending if not waits >> board & 1}
+            if instruction.opcode.startswith((FENCE, WAIT)):
+                pending = set()
+            if instruction.opcode.startswith(ARRIVAL):
+                found[instruction.index] = sorted({texts[load] for load, _ in pending})
+            if instruction.name in LOADS:
+                if sets != NO_SCOREBOARD:  # loads come back in order: so do those that set none
+                    pending = {(x, sets if b == NO_SCOREBOARD else b) for x, b in pending}
+                pending = pending | {(instruction.index, sets)}
+        return pending
+
+    before: list[Pending] = [set() for _ in flow.blocks]
+    todo = set(range(len(flow.blocks)))
+    while todo:
+        block = todo.pop()
+        after = behind(block, before[block])
+        for following in flow.next[block]:
+            if not after <= before[following]:
+                before[following] |= after
+                todo.add(following)
+    for block, pending in enumerate(before):
+        behind(block, pending)
+    return found
+
+
+@pytest.mark.parametrize(("image", "target"), IMAGES)
+def test_no_load_is_under_way_when_a_stage_is_handed_back(
+    image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+) -> None:
+    codes = instructions_of(cuobjdump, target, image_files[image])
+    controls = controls_of(cuobjdump, target, image_files[image])
+    arrivals = 0
+    for kernel, texts in codes.items():
+        found = loads_under_way(texts, controls[kernel])
+        arrivals += len(found)
+        assert not any(found.values()), (kernel, found)
+    assert arrivals
+
+
+def test_a_load_that_nothing_waits_for_is_found() -> None:
+    def control(waits: int = 0, sets: int = NO_SCOREBOARD) -> int:
+        return waits << 11 | sets << 5
+
+    load = ("LDSM.16.M88.4 R4, [R0]", control(sets=2))
+    unmarked = ("LDS R8, [R1]", control())
+    product = ("HMMA.16816.F32 R8, R4, R6, R8", control(waits=0b100))
+    arrival = ("@P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2], RZ", control())
+    fence = ("FENCE.VIEW.ASYNC.S", control())
+    wait = ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3", control())
+    back = ("@P1 BRA 0x0", control())
+    end = ("EXIT", control())
+    for code, expected in (
+        ([load, arrival, end], [[load[0]]]),
+        ([load, product, arrival, end], [[]]),
+        ([load, fence, arrival, end], [[]]),
+        ([load, wait, arrival, end], [[]]),  # of something else
+        ([wait, load, arrival, end], [[load[0]]]),
+        ([arrival, load, end], [[]]),
+        ([unmarked, arrival, end], [[unmarked[0]]]),
+        ([unmarked, load, product, arrival, end], [[]]),
+        ([arrival, load, back, end], [[load[0]]]),  # in the next turn of the loop
+        ([product, arrival, load, back, end], [[]]),
+    ):
+        texts, controls = map(list, zip(*code, strict=True))
+        assert list(loads_under_way(texts, controls).values()) == expected, code
