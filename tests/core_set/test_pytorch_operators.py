@@ -16,10 +16,9 @@ import pytest
 import torch
 import torch.nn.attention as torch_attention
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 import archflash
-from archflash import _dispatch, _overrides
+from archflash import _dispatch, _overrides, _torch
 
 from .checks import assert_close
 from .executors import executor
@@ -263,7 +262,7 @@ def test_a_replaced_kernel_is_reached_through_another_operator_where_need_be(
 
 
 @pytest.mark.skipif(
-    on.name == "gpu" or TorchVersion(torch.__version__) < (2, 10),  # type: ignore[operator]
+    on.name == "gpu" or not _torch.cudnn_comes_first((9, 0)),
     reason="another GPU decides otherwise, and older versions of PyTorch prefer other kernels",
 )
 def test_dispatch_decides_for_the_call_without_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,14 +127,15 @@ def test_gradients() -> None:
         (fa2.flash_attn_func, {"dropout_p": 0.1}),
         (fa2.flash_attn_func, {"alibi_slopes": torch.zeros(4)}),
         (fa2.flash_attn_func, {"deterministic": True}),
-        (fa2.flash_attn_varlen_func, {"block_table": torch.zeros(1, 1, dtype=torch.int32)}),
-        (fa2.flash_attn_with_kvcache, {"flash_attn_with_kvcache": None}),
+        (fa2.flash_attn_with_kvcache, {"alibi_slopes": torch.zeros(4)}),
         (fa3.flash_attn_func, {"qv": torch.zeros(1)}),
         (fa3.flash_attn_func, {"attention_chunk": 4}),
         (fa3.flash_attn_func, {"sm_margin": 8}),
         (fa3.flash_attn_varlen_func, {"seqused_k": ends(1)}),
         (fa3.flash_attn_varlen_func, {"seqused_q": ends(1)}),
-        (fa3.flash_attn_with_kvcache, {"flash_attn_with_kvcache": None}),
+        (fa3.flash_attn_with_kvcache, {"qv": torch.zeros(1)}),
+        (fa3.flash_attn_with_kvcache, {"cu_seqlens_k_new": ends(0, 1)}),
+        (fa3.flash_attn_with_kvcache, {"rotary_seqlens": ends(1)}),
     ],
 )
 def test_what_is_not_taken_is_named(function: Any, argument: dict[str, Any]) -> None:
@@ -167,6 +168,63 @@ def test_shares_of_the_keys_are_combined() -> None:
     nothing, nothing_lse = fa3.flash_attn_combine(torch.stack([empty[0]]), lses[2:])
     assert bool((nothing == 0).all())
     assert bool((nothing_lse == -math.inf).all())
+
+
+@pytest.mark.parametrize("interface", [fa2, fa3], ids=["2", "3"])
+def test_a_cache_is_appended_to_and_read(interface: Any) -> None:
+    q, new = rand(2, 2, 4, 8), rand(2, 2, 2, 8, seed=4)
+    caches = [rand(3, 10, 2, 8, seed=i) for i in (5, 6)]
+    lengths, rows = ends(5, 0), ends(2, 1)
+    angles = rand(10, 4, seed=7)
+    k, v = (x.clone() for x in caches)
+    out, lse = interface.flash_attn_with_kvcache(
+        q, k, v, new, new, rotary_cos=angles.cos(), rotary_sin=angles.sin(),
+        cache_seqlens=lengths, cache_batch_idx=rows, causal=True, window_size=(3, -1),
+        softmax_scale=0.4, return_softmax_lse=True,
+    )  # fmt: skip
+    rotary = {"cos": angles.cos(), "sin": angles.sin(), "interleaved": True}
+    turned_q, turned_k = (apply_rotary_emb(x, seqlen_offsets=lengths, **rotary) for x in (q, new))
+    for b, (length, row) in enumerate(zip(lengths.tolist(), rows.tolist(), strict=True)):
+        assert torch.equal(v[row, length : length + 2], new[b])
+        torch.testing.assert_close(k[row, length : length + 2], turned_k[b])
+        keys, values = (x[row, : length + 2][None] for x in (k, v))
+        call = {"causal": True, "window": (3, None), "scale": 0.4}
+        expected_out, expected_lse = expected(turned_q[b][None], keys, values, **call)
+        torch.testing.assert_close(out[b][None], expected_out)
+        torch.testing.assert_close(lse[b][None], expected_lse)
+    assert torch.equal(k[0], caches[0][0])
+
+
+@pytest.mark.parametrize("interface", [fa2, fa3], ids=["2", "3"])
+def test_lengths_of_a_cache_by_default_and_as_a_number(interface: Any) -> None:
+    q, k, v = rand(2, 1, 4, 8), rand(2, 10, 2, 8, seed=2), rand(2, 10, 2, 8, seed=3)
+    full = interface.flash_attn_with_kvcache(q, k, v)
+    torch.testing.assert_close(full, expected(q, k, v)[0])
+    some = interface.flash_attn_with_kvcache(q, k, v, cache_seqlens=4)
+    torch.testing.assert_close(some, expected(q, k[:, :4], v[:, :4])[0])
+    _, lse = interface.flash_attn_with_kvcache(q, k, v, cache_seqlens=0, return_softmax_lse=True)
+    assert bool((lse == (math.inf if interface is fa2 else -math.inf)).all())
+    with pytest.raises(ValueError, match="k is given without cache_seqlens"):
+        interface.flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1])
+
+
+def test_pages_of_a_cache() -> None:
+    q, pages = rand(7, 4, 8), [rand(6, 3, 2, 8, seed=i) for i in (2, 3)]
+    table, cu_q, cu_k = ends(4, 0, 5, 2).view(2, 2), ends(0, 3, 7), ends(0, 5, 9)
+    whole = [x[table.long()].flatten(1, 2) for x in pages]  # (sequences, 6 rows, heads, d)
+    k, v = (torch.cat([x[0, :5], x[1, :4]]) for x in whole)
+    packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": True}
+    expected_out, expected_lse = (x.float() for x in reference.attention(q, k, v, **packed))
+    out, lse, _ = fa2.flash_attn_varlen_func(
+        q, *pages, cu_q, cu_k, 4, 5, causal=True, block_table=table, return_attn_probs=True
+    )
+    torch.testing.assert_close(out, expected_out)
+    torch.testing.assert_close(lse, expected_lse)
+    out = fa3.flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=cu_k.diff(), page_table=table, cu_seqlens_q=cu_q, max_seqlen_q=4,
+        causal=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected_out)
 
 
 def test_padding_and_back() -> None:

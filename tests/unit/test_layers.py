@@ -23,7 +23,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat.flash_attn.flash_attn_interface", "compat.flash_attn_interface"),
     ("compat.flash_attn", "compat.flash_attn.layers"),
     ("compat",),
-    ("integrations.transformers",),
+    (
+        "integrations.diffusers",
+        "integrations.transformers",
+        "integrations.vllm",
+        "integrations.vllm_backend",
+    ),
     ("integrations",),
     ("sim._report",),
     ("sim._launch", "sim._trace"),

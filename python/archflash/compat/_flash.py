@@ -10,6 +10,7 @@ from torch import Tensor
 
 from archflash._api import attention
 from archflash._errors import UnsupportedError
+from archflash._kvcache import attention_with_kvcache
 
 Window = tuple[int | None, int | None]
 UNBOUNDED: Window = (-1, -1)
@@ -45,14 +46,13 @@ def attend(
             "deterministic=True: the backward is PyTorch's and is not promised to give the same "
             "bits; leave it at False"
         )
-    left, right = (None if side is None or side < 0 else side for side in window_size)
     result = attention(
         q,
         k,
         v,
         scale=softmax_scale,
         causal=causal,
-        window=None if left is None and right is None else (left, right),
+        window=_window(window_size),
         softcap=softcap or None,
         layout="bnhd",
         return_lse=want_lse,
@@ -61,9 +61,81 @@ def attend(
     if not want_lse:
         return result, None
     out, lse = result
-    if lse_unseen != -math.inf:
-        lse = lse.masked_fill(lse == -math.inf, lse_unseen)
-    return out, lse
+    return out, _with_unseen(lse, lse_unseen)
+
+
+def attend_to_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: int | Tensor | None,
+    page_table: Tensor | None,
+    k_new: Tensor | None,
+    softmax_scale: float | None,
+    window_size: Window,
+    softcap: float,
+    num_splits: int,
+    want_lse: bool,
+    lse_unseen: float = -math.inf,
+    rotary_cos: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    **options: Any,
+) -> Any:
+    """A call on a KV cache with FlashAttention's arguments.
+
+    Args:
+        cache_seqlens: the lengths, one for all sequences, or None where the caches are full.
+        num_splits: 0 for the fastest.
+        lse_unseen: as for `attend`.
+        rotary_interleaved: counts only with rotary_cos.
+        options: further options of `archflash.attention_with_kvcache`.
+
+    Returns:
+        The output, or the pair of it and the log-sum-exp where that is wanted.
+
+    Raises:
+        ValueError: k_new is given without cache_seqlens.
+    """
+    if cache_seqlens is None and k_new is not None:
+        raise ValueError("k is given without cache_seqlens: say how long the caches are before it")
+    if not isinstance(cache_seqlens, Tensor):
+        cu_seqlens_q = options.get("cu_seqlens_q")
+        batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        if cache_seqlens is None:
+            pages = 1 if page_table is None else page_table.shape[1]
+            cache_seqlens = k_cache.shape[1] * pages
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    result = attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        k_new=k_new,
+        scale=softmax_scale,
+        window=_window(window_size),
+        softcap=softcap or None,
+        num_splits=num_splits or None,
+        rotary_cos=rotary_cos,
+        rotary_interleaved=rotary_interleaved and rotary_cos is not None,
+        return_lse=want_lse,
+        **options,
+    )
+    if not want_lse:
+        return result
+    out, lse = result
+    return out, _with_unseen(lse, lse_unseen)
+
+
+def _window(window_size: Window) -> Window | None:
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    return None if left is None and right is None else (left, right)
+
+
+def _with_unseen(lse: Tensor, value: float) -> Tensor:
+    """The log-sum-exp with a value for rows that see no key."""
+    return lse if value == -math.inf else lse.masked_fill(lse == -math.inf, value)
 
 
 def refuse(**given: tuple[Any, Any]) -> None:

@@ -6,9 +6,10 @@ the scale, and return_attn_probs adds the log-sum-exp alone. FP8 inputs take des
 heads_kv), and their output is bfloat16.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument: qv,
-attention_chunk, seqused_q, seqused_k, sm_margin, and the whole of flash_attn_with_kvcache.
-num_splits of 0 or 1, the default, leaves the choice to archflash, and pack_gqa is not read: both
-are advice about speed.
+attention_chunk, seqused_q, seqused_k, cu_seqlens_k_new, rotary_seqlens, sm_margin, and
+deterministic=True where gradients are needed. pack_gqa and scheduler_metadata are not read, and
+num_splits of 0 or 1 leaves the choice to archflash where 1 is the default: they are advice about
+speed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash._errors import UnsupportedError
-from archflash.compat._flash import UNBOUNDED, Window, attend, refuse
+from archflash.compat._flash import UNBOUNDED, Window, attend, attend_to_cache, refuse
 
 __all__ = [
     "flash_attn_combine",
@@ -253,15 +253,100 @@ def flash_attn_combine(
     return (result if out is None else out.copy_(result)), lse
 
 
-def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Any:
-    """Not built yet: archflash has no attention on a key-value cache.
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+) -> Any:
+    """Attention of q (batch, rows, heads, d) on a cache of keys and values. It has no backward.
+
+    Args:
+        q: (batch, rows, heads, d), or (total rows, heads, d) with cu_seqlens_q.
+        k_cache, v_cache: (batch, capacity, heads, d), or with page_table pages (pages, page size,
+            heads, d) of any size.
+        k, v: (batch, new rows, heads, d), written in place behind cache_seqlens.
+        rotary_cos, rotary_sin: (positions, channels / 2), by which q and k are turned.
+        cache_seqlens: an int or int32 (batch,), the lengths before k; by default the caches are
+            full.
+        cache_batch_idx: int32 (batch,), which sequence of the caches each one of q has.
+        cache_leftpad: int32 (batch,), where the sequences of the caches begin.
+        page_table: int32 (batch, pages of a sequence).
+        cu_seqlens_q: int32 (batch + 1,), where each sequence of q begins.
+        max_seqlen_q: the longest sequence of q.
+        rotary_interleaved: pairs of channels are 0 and 1, 2 and 3, ...; otherwise halves.
+        num_splits: shares of the keys; 0 for the fastest.
+        return_softmax_lse: also return the log-sum-exp.
+        The others are those of `flash_attn_func`.
+
+    Returns:
+        q's shape with dv for d; with return_softmax_lse (output, log-sum-exp), the latter float32
+        (batch, heads, rows) or (heads, total rows).
 
     Raises:
-        UnsupportedError: always.
+        UnsupportedError: an argument that archflash does not take; it is named.
+        ValueError: k without cache_seqlens.
     """
-    raise UnsupportedError(
-        "flash_attn_with_kvcache: not built yet, because archflash has no KV cache; pass the keys "
-        "and values of the cache to flash_attn_func"
+    refuse(
+        qv=(qv, None),
+        attention_chunk=(attention_chunk, 0),
+        sm_margin=(sm_margin, 0),
+        cu_seqlens_k_new=(cu_seqlens_k_new, None),
+        rotary_seqlens=(rotary_seqlens, None),
+    )
+    return attend_to_cache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        k_new=k,
+        v_new=v,
+        cache_batch_idx=cache_batch_idx,
+        leftpad_k=cache_leftpad,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=s_aux,
+        num_splits=num_splits,
+        want_lse=return_softmax_lse,
     )
 
 

@@ -23,8 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from archflash._errors import UnsupportedError
-from archflash.compat._flash import UNBOUNDED, Window, attend, refuse
+from archflash.compat._flash import UNBOUNDED, Window, attend, attend_to_cache, refuse
 
 
 def flash_attn_func(
@@ -115,7 +114,8 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), where each sequence begins.
         max_seqlen_q, max_seqlen_k: the longest sequences.
-        block_table: only None.
+        block_table: int32 (sequences, pages of a sequence): k and v are pages (pages, page size,
+            heads, d), of which cu_seqlens_k says the lengths. It has no backward.
         s_aux: as for `flash_attn_func`.
 
     Returns:
@@ -124,11 +124,27 @@ def flash_attn_varlen_func(
     Raises:
         UnsupportedError: an argument that archflash does not take; it is named.
     """
-    refuse(
-        dropout_p=(dropout_p, 0.0),
-        alibi_slopes=(alibi_slopes, None),
-        block_table=(block_table, None),
-    )
+    refuse(dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
+    if block_table is not None:
+        result = attend_to_cache(
+            q,
+            k,
+            v,
+            cache_seqlens=cu_seqlens_k.diff(),
+            page_table=block_table,
+            k_new=None,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=s_aux,
+            num_splits=0,
+            want_lse=return_attn_probs,
+            lse_unseen=math.inf,
+        )
+        return (*result, q.new_empty(0)) if return_attn_probs else result
     out, lse = attend(
         q,
         k,
@@ -165,13 +181,74 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Any:
-    """Not built yet: archflash has no attention on a key-value cache.
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+) -> Any:
+    """Attention of q (batch, rows, heads, d) on a cache of keys and values. It has no backward.
+
+    Args:
+        k_cache, v_cache: (batch, capacity, heads, d), or with block_table pages (pages, page size,
+            heads, d) of any size.
+        k, v: (batch, new rows, heads, d), written in place behind cache_seqlens.
+        rotary_cos, rotary_sin: (positions, channels / 2), by which q and k are turned.
+        cache_seqlens: an int or int32 (batch,), the lengths before k; by default the caches are
+            full.
+        cache_batch_idx: int32 (batch,), which sequence of the caches each one of q has.
+        cache_leftpad: int32 (batch,), where the sequences of the caches begin.
+        block_table: int32 (batch, pages of a sequence).
+        rotary_interleaved: pairs of channels are 0 and 1, 2 and 3, ...; otherwise halves.
+        num_splits: shares of the keys; 0 for the fastest.
+        return_softmax_lse: also return the log-sum-exp.
+        s_aux: as for `flash_attn_func`.
+
+    Returns:
+        (batch, rows, heads, dv); with return_softmax_lse (output, log-sum-exp (batch, heads,
+        rows)), +inf for a row that sees no key.
 
     Raises:
-        UnsupportedError: always.
+        UnsupportedError: an argument that archflash does not take; it is named.
+        ValueError: k without cache_seqlens.
     """
-    raise UnsupportedError(
-        "flash_attn_with_kvcache: not built yet, because archflash has no KV cache; pass the keys "
-        "and values of the cache to flash_attn_func"
+    refuse(alibi_slopes=(alibi_slopes, None))
+    return attend_to_cache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=cache_seqlens,
+        page_table=block_table,
+        k_new=k,
+        v_new=v,
+        cache_batch_idx=cache_batch_idx,
+        leftpad_k=cache_leftpad,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=s_aux,
+        num_splits=num_splits,
+        want_lse=return_softmax_lse,
+        lse_unseen=math.inf,
     )
