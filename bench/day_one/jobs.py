@@ -72,7 +72,7 @@ SWITCH_CASES = (
     "bf16 2x16 16384 d192 c", "bf16 1x32/8 1x131072 d128", "e4m3 16x16 8192 d128",
 )  # fmt: skip
 # The cases on which walks over tiles are timed: causal, with at least two tiles for each SM.
-WALK_SWITCHES = ("walk", "persistent", "longest_first")
+WALK_SWITCHES = ("dynamic_walk", "persistent", "longest_first")
 WALK_CASES = tuple(
     Case(f"bf16 1x{heads} {n} d128 c", "bf16", 1, heads, heads, n, n, 128, 128, True)
     for heads, n in ((32, 4096), (32, 8192), (8, 16384), (16, 32768))

@@ -10,6 +10,8 @@ from torch import Tensor
 import archflash
 from archflash import _archflash as native
 
+from ..replanned import replanned
+
 NAME = "blackwell_dc"
 # (d, dv), rows and keys of a tile.
 CONFIGS = {
@@ -43,9 +45,7 @@ def one_after_another(
         **call,
     ).plan
     assert planned is not None
-    one_sm = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1})
-    plan = native.plan(NAME, planned.problem, one_sm)
-    assert isinstance(plan, native.LaunchPlan)
+    plan = replanned(planned, sm_count=1)
     pair = config.endswith("_pair")
     if pair:
         plan = in_pairs(plan)

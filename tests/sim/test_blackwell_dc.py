@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import archflash
-from archflash import _archflash as native
 from archflash import sim
 
 from ..core_set.checks import assert_close
 from ..core_set.executors import Simulator
 from ..core_set.one_cta import CONFIGS, FP8_CONFIGS, NAME, one_after_another
+from ..replanned import replanned
 
 # How many of the 2^x of a row's block are MUFU's; the rest are polynomials.
 MUFU = {
@@ -96,9 +96,7 @@ def test_a_long_call_is_planned_and_served_in_pairs() -> None:
     q, k, v = Simulator().qkv(4096, 4096, 104, dtype="bfloat16", heads=(1, 1))
     planned = archflash.explain(q, k, v, device="B200", implementation=NAME).plan
     assert planned is not None
-    two_sms = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 2})
-    plan = native.plan(NAME, planned.problem, two_sms)
-    assert isinstance(plan, native.LaunchPlan)
+    plan = replanned(planned, sm_count=2)
     launch = plan.to_dict()["launches"][0]
     assert (launch["cluster"], launch["grid"]) == ([2, 1, 1], [16, 1, 1])
     run = sim.run(q, k, v, implementation=NAME, mode="random", plan=plan, race_check=False)

@@ -18,9 +18,9 @@ from bench.switches.variants import SETTINGS, Setting
 from torch import Tensor
 
 import archflash
-from archflash import _archflash as native
 from archflash import reference
 
+from ..replanned import replanned
 from .explained import unexplained
 from .schedules import IN_FULL, MODES
 
@@ -65,10 +65,7 @@ def plan_on_one_sm(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Any:
     decision = archflash.explain(q, k, v, device="B200", implementation=variants.NAME, **call)
     planned = decision.plan
     assert planned is not None
-    one_sm = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1})
-    plan = native.plan(variants.NAME, planned.problem, one_sm)
-    assert isinstance(plan, native.LaunchPlan)
-    return plan
+    return replanned(planned, sm_count=1)
 
 
 def test_every_switch_of_the_config_has_a_setting() -> None:
@@ -237,8 +234,7 @@ def test_ctas_come_in_the_order_and_number_that_is_asked_for() -> None:
             q, k, v, device="B200", implementation=variants.NAME, causal=True
         ).plan
         assert plan is not None
-        device = native.Device.from_dict(plan.device.to_dict() | {"sm_count": sms})
-        planned = native.plan(variants.NAME, plan.problem, device)
+        planned = replanned(plan, sm_count=sms)
         made = run(
             setting,
             q,
@@ -319,9 +315,7 @@ def test_plans_with_and_without_pairs_are_those_of_the_wheel(
     without = variants.plan_for(BY_NAME["pairs=off"], planned)
     assert variants.plan_for(BY_NAME["pairs=on"], without).to_dict() == planned.to_dict()
     # A GPU with more SMs than tiles takes no pairs.
-    large = native.Device.from_dict(planned.device.to_dict() | {"sm_count": 1 << 20})
-    expected = native.plan(variants.NAME, planned.problem, large)
-    assert isinstance(expected, native.LaunchPlan)
+    expected = replanned(planned, sm_count=1 << 20)
     (made,), (same,) = without.to_dict()["launches"], expected.to_dict()["launches"]
     assert made | {"params": ""} == same | {"params": ""}
     # The order of tiles alone goes by the number of SMs: three integers.

@@ -58,7 +58,7 @@ def test_walks_are_timed_where_each_sm_has_at_least_two_tiles() -> None:
 
     import archflash
 
-    assert {x.switch for x in variants.SETTINGS} & {*jobs.WALK_SWITCHES}
+    assert {*jobs.WALK_SWITCHES} <= {x.switch for x in variants.SETTINGS}
     for case in jobs.WALK_CASES:
         q = torch.empty(1, case.hq, case.nq, case.d, dtype=torch.bfloat16, device="meta")
         planned = archflash.explain(
@@ -337,6 +337,7 @@ def test_walks_are_timed_beside_the_wheels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(jobs, "_measure", measure)
     (job, *_) = (x for x in jobs.make_jobs(variants.NAME, BOTH, True) if x.part == "walks")
     walks = [x.name for x in variants.SETTINGS if x.switch in jobs.WALK_SWITCHES]
+    assert walks == ["longest_first=off", "dynamic_walk=off", "persistent=off"]
     for without in ((), ("persistent=off",)):
         assert not list(job.run(Setup(variants.NAME, True, without=without)))
         part, timed = measured.pop()

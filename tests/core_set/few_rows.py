@@ -1,0 +1,77 @@
+"""The kernels for few query rows, which can split the keys of a tile and pack heads into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+
+from .executors import executor
+
+on = executor()
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """The kernels of one implementation.
+
+    Attributes:
+        rows: of a tile.
+        kernels: the end of each one's name, its head dimensions (d, dv) and the keys of a block.
+    """
+
+    rows: int
+    kernels: dict[str, tuple[tuple[int, int], int]]
+
+
+FEW_ROWS = {
+    "blackwell_dc": FewRows(
+        128,
+        {
+            "d64_few": ((64, 64), 128),
+            "d96_few": ((96, 96), 128),
+            "d128_few": ((128, 128), 128),
+            "d192_few": ((192, 128), 128),
+            "d256": ((256, 256), 64),
+        },
+    ),
+    "hopper": FewRows(
+        64,
+        {
+            "d64_few": ((64, 64), 128),
+            "d96_few": ((96, 96), 64),
+            "d128_few": ((128, 128), 64),
+            "d192_few": ((192, 128), 64),
+            "d256_few": ((256, 256), 64),
+        },
+    ),
+}
+# Those with code for this executor, and each with its kernels.
+NAMES = [name for name in FEW_ROWS if name in on.kernels("num_splits")]
+KERNELS = [(name, kernel) for name in NAMES for kernel in FEW_ROWS[name].kernels]
+
+
+def of_head_dim(name: str, d: int) -> str:
+    """The kernel of an implementation for this head dimension."""
+    return next(k for k, (dims, _) in FEW_ROWS[name].kernels.items() if dims[0] == d)
+
+
+def plan_of(name: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
+    """The plan of a call for this GPU, or for the implementation's home GPU."""
+    plan = archflash.explain(q, k, v, implementation=name, return_lse=True, **call).plan
+    assert plan is not None
+    return plan
+
+
+def tile_of(name: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.TileChoice:
+    tile = plan_of(name, q, k, v, **call).tile
+    assert tile is not None
+    return tile
+
+
+def kernels_of(plan: native.LaunchPlan) -> list[str]:
+    return [launch["kernel"] for launch in plan.to_dict()["launches"]]
