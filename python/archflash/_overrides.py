@@ -377,12 +377,15 @@ def _flash_into_tensor(
     """Rows come before heads here, packed sequences have three dimensions, and causal aligns to the
     bottom right.
     """
+    paged = block_table is not None and seqused_k is not None and cum_seq_q is not None
     obstacles = _common_obstacles(dropout_p, return_debug_mask)
-    for name, given in (
-        ("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes), ("block_table", block_table),
-    ):  # fmt: skip
-        obstacles[f"{name}: no kernel of archflash takes it here"] = given is not None
-    obstacles["cum_seq_q without cum_seq_k"] = (cum_seq_q is None) != (cum_seq_k is None)
+    obstacles["alibi_slopes: no kernel of archflash takes it here"] = alibi_slopes is not None
+    obstacles["seqused_k or block_table, but not both with cum_seq_q"] = not paged and (
+        block_table is not None or seqused_k is not None
+    )
+    obstacles["cum_seq_q without cum_seq_k"] = not paged and (
+        (cum_seq_q is None) != (cum_seq_k is None)
+    )
     left, right = (
         None if side is None or side < 0 else side for side in (window_size_left, window_size_right)
     )
@@ -391,7 +394,10 @@ def _flash_into_tensor(
         options["window"] = (left, right)
     if num_splits:
         options["num_splits"] = num_splits
-    if cum_seq_q is not None:
+    if paged:  # key and value are pages
+        options.update(cu_seqlens_q=cum_seq_q, max_seqlen_q=max_q)
+        options.update(cache_seqlens=seqused_k, page_table=block_table)
+    elif cum_seq_q is not None:
         options.update(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
         options.update(max_seqlen_q=max_q, max_seqlen_k=max_k)
     served = _serve(query, key, value, make_out, obstacles, want_lse=True, **options)
@@ -577,8 +583,8 @@ def enable() -> None:
 
     In PyTorch's registry of providers the name is "archflash":
     ``torch.nn.attention.activate_flash_attention_impl("archflash")`` is the same. One provider is
-    active at a time, so enable() replaces another one ("FA3", "FA4"). Setting ARCHFLASH_SDPA=1
-    enables archflash when it is imported.
+    active at a time, so enable() replaces another one ("FA3", "FA4"). With ARCHFLASH_SDPA=1 in the
+    environment archflash is enabled as soon as torch is imported.
 
     Example:
         >>> import archflash

@@ -7,6 +7,7 @@ registered for tensors on the CPU, and archflash takes its place there.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterator
@@ -174,6 +175,29 @@ def test_packed_sequences_through_varlen_attn() -> None:
     unseen[:5] = unseen[55:] = True  # more queries than keys, and a sequence without keys
     assert bool((lse[:, unseen] == math.inf).all())  # as PyTorch's kernel
     assert_close(out, lse.masked_fill(lse == math.inf, -math.inf), q, k, v, **packed)
+    assert archflash.stats().served == {"ampere": 1}
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.skipif("ampere" not in on.kernels("kv_cache"), reason="ampere serves no cache yet")
+def test_pages_of_a_cache_through_varlen_attn() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen")
+    if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
+        pytest.skip("this torch has no block_table")
+    q = on.rand(7, 2, 32, seed=0, dtype="bfloat16")
+    pages = [on.rand(6, 16, 2, 32, seed=i, dtype="bfloat16") for i in (1, 2)]
+    ends, used, table = on.cu_seqlens([3, 4]), [5, 21], on.int32(4, 0, 5, 2).view(2, 2)
+    out = varlen.varlen_attn(
+        q, *pages, ends, None, 4, 32, window_size=(-1, 0), seqused_k=on.int32(*used),
+        block_table=table,
+    )  # fmt: skip
+    k, v = (
+        torch.cat([x[row].flatten(0, 1)[:n] for row, n in zip(table.long(), used, strict=True)])
+        for x in pages
+    )
+    ends_k = on.cu_seqlens(used)
+    assert_close(out, None, q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends_k, causal=True)
     assert archflash.stats().served == {"ampere": 1}
 
 

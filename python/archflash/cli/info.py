@@ -28,7 +28,7 @@ ENVIRONMENT = (
     (
         "ARCHFLASH_SDPA",
         "1",
-        "archflash.enable() at import: PyTorch's own attention is served by archflash",
+        "PyTorch's own attention is served by archflash, in programs that only import torch too",
     ),
     (
         "ARCHFLASH_CHECK",
