@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,9 @@ class Stats:
         return "\n".join(lines)
 
 
+_kind_of = lru_cache(_dispatch.kind_of)  # the reasons are few, and each is counted many times
+
+
 class _Counts:
     """Counts that several threads may add to."""
 
@@ -79,7 +82,7 @@ class _Counts:
             self._served[name] = self._served.get(name, 0) + 1
 
     def decline(self, reason: str) -> None:
-        kind = _dispatch.kind_of(reason)
+        kind = _kind_of(reason)
         with self._lock:
             self._declined.setdefault(kind, [reason, 0])[1] += 1
 
@@ -150,7 +153,7 @@ def _serve(
     k: Tensor,
     v: Tensor,
     make_out: Callable[[], Tensor],
-    obstacles: dict[str, bool],
+    obstacle: str | None,
     *,
     want_lse: bool,
     **options: Any,
@@ -161,16 +164,16 @@ def _serve(
     Args:
         q, k, v: as for `archflash.attention`.
         make_out: gives the tensor to write the output to, once a kernel is chosen.
-        obstacles: reasons for PyTorch's kernel, and whether each holds.
+        obstacle: a reason for PyTorch's kernel that is known already.
         want_lse: whether the log-sum-exp is wanted.
         options: of `archflash.attention`.
     """
     forced = _dispatch.forced()
-    reason = next((text for text, holds in obstacles.items() if holds), None)
-    if reason is None and 0 in (*q.shape, *k.shape, *v.shape):
+    reason = obstacle
+    if reason is None and not (q.numel() and k.numel() and v.numel()):
         reason = "a tensor without elements"
     if reason is None:
-        values = tuple({**_options.DEFAULTS, **options}.values())
+        values = _option_values(options)
         problem = _native.make_problem(q, k, v, values, _GRADIENTS_ARE_PYTORCHS)
         key = (problem, q.get_device(), forced)
         choice = _choices.get(key)
@@ -180,7 +183,7 @@ def _serve(
             choice = _choices.setdefault(key, _decide(*key))
         if choice.name is not None:
             options.update(out=make_out(), return_lse=want_lse)
-            values = tuple({**_options.DEFAULTS, **options}.values())
+            values = _option_values(options)
             result: Any = _native.attention(q, k, v, values, _GRADIENTS_ARE_PYTORCHS, choice.name)
             if result is not NotImplemented:
                 _counts.serve(choice.name)
@@ -192,6 +195,18 @@ def _serve(
 
 
 _GRADIENTS_ARE_PYTORCHS = 0  # the runtime is told of none: see the text of this module
+_DEFAULT_VALUES = list(_options.DEFAULTS.values())
+_PLACE = {name: place for place, name in enumerate(_options.DEFAULTS)}
+
+
+def _option_values(options: dict[str, Any]) -> tuple[Any, ...]:
+    """The values of all options in the order in which the runtime takes them. This is part of every
+    call, and writing a few places of a list is faster than merging dictionaries.
+    """
+    values = _DEFAULT_VALUES.copy()
+    for name, value in options.items():
+        values[_PLACE[name]] = value
+    return tuple(values)
 
 
 # --- PyTorch's operators ---
@@ -212,11 +227,11 @@ def _no_dropout_state(q: Tensor) -> list[Tensor]:
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in _generator_state()]
 
 
-def _common_obstacles(dropout_p: float, debug_mask: bool) -> dict[str, bool]:
-    return {
-        "dropout: no kernel of archflash drops weights": dropout_p != 0.0,
-        "return_debug_mask: no kernel of archflash returns weights": debug_mask,
-    }
+def _obstacle(dropout_p: float, debug_mask: bool) -> str | None:
+    """Why no kernel of archflash serves a call with these arguments; None if one may."""
+    if dropout_p != 0.0:
+        return "dropout: no kernel of archflash drops weights"
+    return "return_debug_mask: no kernel of archflash returns weights" if debug_mask else None
 
 
 def _like_query(query: Tensor, dv: int) -> Tensor:
@@ -245,10 +260,11 @@ def _flash(
     it with as many queries as keys, and causal_lower_right of torch.nn.attention.bias with any.
     """
     nq, nk = query.shape[2], key.shape[2]
-    obstacles = _common_obstacles(dropout_p, return_debug_mask)
-    obstacles["values of another head dimension than queries"] = value.shape[3] != query.shape[3]
+    obstacle = _obstacle(dropout_p, return_debug_mask)
+    if value.shape[3] != query.shape[3]:
+        obstacle = obstacle or "values of another head dimension than queries"
     served = _serve(
-        query, key, value, lambda: torch.empty_like(query), obstacles, want_lse=True,
+        query, key, value, lambda: torch.empty_like(query), obstacle, want_lse=True,
         causal=is_causal, scale=scale,
     )  # fmt: skip
     if isinstance(served, str):
@@ -272,10 +288,11 @@ def _cudnn(
 ) -> Any:
     """aten::_scaled_dot_product_cudnn_attention."""
     nq, nk = query.shape[2], key.shape[2]
-    obstacles = _common_obstacles(dropout_p, return_debug_mask)
-    obstacles[_MASK_AND_GRADIENTS] = attn_bias is not None and compute_log_sumexp
+    obstacle = _obstacle(dropout_p, return_debug_mask)
+    if attn_bias is not None and compute_log_sumexp:
+        obstacle = obstacle or _MASK_AND_GRADIENTS
     served = _serve(
-        query, key, value, lambda: _like_query(query, value.shape[3]), obstacles,
+        query, key, value, lambda: _like_query(query, value.shape[3]), obstacle,
         want_lse=compute_log_sumexp, scale=scale, **_top_left(is_causal, nq, nk),
         **_masked(attn_bias),
     )  # fmt: skip
@@ -304,10 +321,11 @@ def _efficient(
     def rows_before_heads() -> Tensor:
         return query.new_empty(batch, nq, heads, value.shape[3]).transpose(1, 2)
 
-    obstacles = _common_obstacles(dropout_p, False)
-    obstacles[_MASK_AND_GRADIENTS] = attn_bias is not None and compute_log_sumexp
+    obstacle = _obstacle(dropout_p, False)
+    if attn_bias is not None and compute_log_sumexp:
+        obstacle = obstacle or _MASK_AND_GRADIENTS
     served = _serve(
-        query, key, value, rows_before_heads, obstacles, want_lse=compute_log_sumexp,
+        query, key, value, rows_before_heads, obstacle, want_lse=compute_log_sumexp,
         scale=scale, **_top_left(is_causal, nq, key.shape[2]), **_masked(attn_bias),
     )  # fmt: skip
     if isinstance(served, str):
@@ -378,14 +396,13 @@ def _flash_into_tensor(
     bottom right.
     """
     paged = block_table is not None and seqused_k is not None and cum_seq_q is not None
-    obstacles = _common_obstacles(dropout_p, return_debug_mask)
-    obstacles["alibi_slopes: no kernel of archflash takes it here"] = alibi_slopes is not None
-    obstacles["seqused_k or block_table, but not both with cum_seq_q"] = not paged and (
-        block_table is not None or seqused_k is not None
-    )
-    obstacles["cum_seq_q without cum_seq_k"] = not paged and (
-        (cum_seq_q is None) != (cum_seq_k is None)
-    )
+    obstacle = _obstacle(dropout_p, return_debug_mask)
+    if alibi_slopes is not None:
+        obstacle = obstacle or "alibi_slopes: no kernel of archflash takes it here"
+    elif not paged and (block_table is not None or seqused_k is not None):
+        obstacle = obstacle or "seqused_k or block_table, but not both with cum_seq_q"
+    elif not paged and (cum_seq_q is None) != (cum_seq_k is None):
+        obstacle = obstacle or "cum_seq_q without cum_seq_k"
     left, right = (
         None if side is None or side < 0 else side for side in (window_size_left, window_size_right)
     )
@@ -400,7 +417,7 @@ def _flash_into_tensor(
     elif cum_seq_q is not None:
         options.update(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
         options.update(max_seqlen_q=max_q, max_seqlen_k=max_k)
-    served = _serve(query, key, value, make_out, obstacles, want_lse=True, **options)
+    served = _serve(query, key, value, make_out, obstacle, want_lse=True, **options)
     every_row_sees_a_key = cum_seq_q is None and left is right is None and not is_causal
     if not isinstance(served, str) and not every_row_sees_a_key:
         _as_pytorchs_lse(served[1])
