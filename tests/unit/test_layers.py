@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     (
         "integrations.diffusers",
+        "integrations.sglang",
         "integrations.transformers",
         "integrations.vllm",
         "integrations.vllm_backend",
