@@ -117,6 +117,9 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name: str) -> None:
+    if name.startswith("archflash.integrations."):
+        library = name.rpartition(".")[2].removesuffix("_backend")
+        pytest.importorskip(library, reason=f"{library} is not installed")
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
