@@ -127,33 +127,22 @@ const Tile& smallest(std::span<const Tile> tiles, const Problem& problem) {
   return tiles.back();  // core::why_not() refuses larger ones
 }
 
-// Keys that the middle row of a sequence sees, where all have the mean length and an offset that
-// only the device knows is the default.
-int64_t keys_of_a_row(const Problem& problem) {
-  const int64_t rows = core::rows_per_sequence(problem);
-  const int64_t keys = problem.varlen ? problem.nk / problem.batch : problem.nk;
-  const bool known = !problem.q_offset_default && !problem.q_offset_tensor;
-  // Beyond the keys is beyond the keys: no sum overflows.
-  const auto near = [&](int64_t x) { return std::clamp(x, -rows - keys, rows + keys); };
-  const int64_t place = rows / 2 + (known ? near(problem.q_offset) : keys - rows);
-  const auto shifted = [&](int64_t by) { return std::clamp<int64_t>(place + by, 0, keys); };
-  return shifted(near(problem.window_right)) - shifted(-near(problem.window_left));
-}
-
 // Whether pairs of CTAs are expected to be faster than CTAs alone: unmeasured, from a model
 // (NOTES.md). For a block of 128 keys at d 128 a CTA of a pair reads 128 KB of shared memory in
-// products, not 192, and brings 32 KB of K and V from L2, not 64. But at either edge, that of the
-// rows and that of the keys they see, a tile has up to 256 more that it does not need, and there
-// are half as many tiles to share out. So: where those 256 are at most 1/16, and the tiles of two
-// CTAs take no more rounds and fill the GPU.
+// products, not 192, and brings 32 KB of K and V from L2, not 64. But a pair's tile has twice the
+// rows, so that more of them may be empty, more of them do not see the tile's last keys, and there
+// are half as many tiles to share out: all of which walk_time() counts. What a pair gains is taken
+// to make up for a sixteenth, where there is work for all pairs. FlashAttention-4 takes pairs
+// wherever there is no mask and both CTAs have rows. So do we, unless that takes a quarter longer
+// by the model.
 bool pairs_pay(const Problem& problem, const Device& device, const Tile& alone, const Tile& pair) {
-  constexpr int64_t LONG = 16 * 256;
-  if (core::rows_per_sequence(problem) < LONG || keys_of_a_row(problem) < LONG) return false;
   const int64_t pairs = device.sm_count / 2;
-  const int64_t tiles = core::tiles_of(problem, pair);
-  return pairs > 0 && tiles >= pairs &&
-         core::ceil_div(tiles, pairs) <=
-             core::ceil_div(core::tiles_of(problem, alone), device.sm_count);
+  if (core::rows_per_sequence(problem) <= alone.block_q || pairs == 0) return false;
+  const bool equal = core::equal_tiles(problem);
+  if (!equal && core::tiles_of(problem, pair) < pairs) return false;
+  const double part = equal ? 4 : 16;
+  return part * core::walk_time(problem, device, pair) <=
+         (part + 1) * core::walk_time(problem, device, alone);
 }
 
 // The kernel that serves all rows of a head with all their keys.

@@ -234,7 +234,7 @@ def test_ctas_come_in_the_order_and_number_that_is_asked_for() -> None:
             q, k, v, device="B200", implementation=variants.NAME, causal=True
         ).plan
         assert plan is not None
-        planned = replanned(plan, sm_count=sms)
+        planned = plans.alone(replanned(plan, sm_count=sms))
         made = run(
             setting,
             q,

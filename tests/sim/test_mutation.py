@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import json
 import random
 import re
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_mutants_of_protocols_are_caught(capsys: pytest.CaptureFixture[str]) -> 
     assert score.value >= FLOOR, survivors
     assert score.excused <= MOST_EXCUSED * score.run
     assert not any(o.kind in ("sync", "protocol") for o in score.survivors), survivors
+
+
+def test_every_kernel_of_blackwell_dc_has_a_target() -> None:
+    """Those for fp16 and bf16 count as one: they differ in a few conversions."""
+    files = (Path(archflash.__file__).parent / "_kernels" / "blackwell_dc").glob("*.json")
+    built = {kernel for file in files for kernel in json.loads(file.read_text())["sm_100f"]}
+    mutated = {target.kernel for target in targets_of("blackwell_dc")}
+    assert mutated <= built
+    assert {re.sub("_b?f16", "", name) for name in mutated} == {
+        re.sub("_b?f16", "", name) for name in built
+    }
 
 
 # --- summaries of the last runs ---

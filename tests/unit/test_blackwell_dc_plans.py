@@ -78,7 +78,9 @@ def dc_plan(problem: native.Problem, device: str = "B200") -> native.LaunchPlan:
 def test_the_smallest_kernel_that_holds_both_head_dims_serves(
     device: str, dtype: str, dims: tuple[int, int], serving: int
 ) -> None:
-    launch = launch_of(dc_plan(call(dtype, nq=300, d=dims[0], dv=dims[1]), device))
+    # Under a mask so few tiles are no pairs'.
+    problem = call(dtype, nq=300, d=dims[0], dv=dims[1], causal=True)
+    launch = launch_of(dc_plan(problem, device))
     mufu = device == "B300" and serving in ON_10_3
     end = "_mufu" if mufu else ""
     assert launch["kernel"] == f"{NAME}_attention_fwd_{DTYPES[dtype]}_d{serving}{end}"
@@ -92,7 +94,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     plans = [
         dc_plan(call(dtype, nq=nq, d=d, dv=dv, **options))
         for d, dv in TILES
-        for nq, options in ((128, {}), (129, {}), (1, {"nk": 300, "num_splits": 2}))
+        for nq, options in ((128, {}), (256, {}), (1, {"nk": 300, "num_splits": 2}))
     ]
     planned = {str(launch["kernel"]) for plan in plans for launch in launches_of(plan)}
     assert planned == built
@@ -102,8 +104,8 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
 @every_device
 def test_the_grid_has_a_cta_for_each_tile(device: str, dims: tuple[int, int]) -> None:
     rows, keys = TILES[dims]
-    for batch, options in ((1, {}), (64, {"causal": True})):
-        problem = call("float16", b=batch, nq=1000, nk=300, d=dims[0], dv=dims[1], **options)
+    for batch in (1, 64):
+        problem = call("float16", b=batch, nq=1000, nk=300, d=dims[0], dv=dims[1], causal=True)
         plan = dc_plan(problem, device)
         tiles = batch * 4 * -(-1000 // rows)
         assert tile_of(plan).tiles == tiles
@@ -120,7 +122,7 @@ def test_the_grid_has_a_cta_for_each_tile(device: str, dims: tuple[int, int]) ->
 def test_maps_describe_the_tensors_and_boxes_the_tiles(dtype: str, dims: tuple[int, int]) -> None:
     d, dv = dims
     keys = TILES[dims][1]
-    plan = dc_plan(call(dtype, b=3, hq=8, hkv=2, nq=1000, nk=777, d=d, dv=dv))
+    plan = dc_plan(call(dtype, b=3, hq=8, hkv=2, nq=1000, nk=777, d=d, dv=dv, causal=True))
     maps = maps_of(plan)
     assert set(maps) == {"q", "k", "v", "out"}
     for operand, columns, length, heads, box in (
@@ -148,12 +150,12 @@ def test_too_little_shared_memory_is_a_reason() -> None:
 
 
 def test_the_plan_shows_roles_registers_stages_and_barriers() -> None:
-    notes: dict[str, Any] = dict(dc_plan(call("bfloat16", nq=4096, d=128)).notes)
+    notes: dict[str, Any] = dict(dc_plan(call("bfloat16", nq=4096, d=128, causal=True)).notes)
     assert notes["warps"] == "8 softmax, 4 correction, 1 each for products, loads and stores"
     assert notes["registers"] == "192 softmax, 80 correction, 48 others (setmaxnreg)"
     assert notes["stages"] == "3 that K and V share, 40 barriers"
     assert dict(dc_plan(call("bfloat16", d=256)).notes)["warps"].startswith("4 softmax")
-    large = tile_of(dc_plan(call("bfloat16", nq=300, d=192, dv=128)))
+    large = tile_of(dc_plan(call("bfloat16", nq=300, d=192, dv=128, causal=True)))
     assert (large.k_stages, large.v_stages) == (2, 1)
 
 
@@ -458,26 +460,30 @@ def test_long_calls_multiply_in_pairs(device: str, dtype: str, dims: tuple[int, 
     ("changes", "expected"),
     [
         ({}, True),
-        ({"causal": True}, True),
         ({"d": 104, "dv": 8}, True),
         ({"d": 96}, False),
         ({"d": 192, "dv": 136}, False),
+        # Without a mask, from 257 rows on.
+        ({"nq": 256}, False),
+        ({"nq": 257}, True),
+        ({"nq": 300, "nk": 100}, True),
+        ({"b": 1, "hq": 1, "nq": 257}, True),
+        # Two tiles of 512 rows for three of 256: a third more, where they fill the GPU.
+        ({"b": 10, "hq": 74, "nq": 600}, False),
+        ({"b": 10, "hq": 74, "nq": 1000}, True),
+        ({"b": 1, "hq": 74, "nq": 600}, True),  # two rounds of either
+        ({"nq": 4096, "q_offset": 3}, True),
+        # With a mask, where it costs less than a sixteenth.
+        ({"causal": True}, True),
         ({"d": 136, "dv": 8, "causal": True}, True),
-        ({"nq": 4096}, True),
-        ({"nq": 4095}, False),  # 256 rows that a tile does not need are more than 1/16
-        ({"nk": 4095}, False),
-        ({"nq": 4096, "nk": 4096, "causal": True}, False),  # half of the keys are seen
-        ({"nq": 4096, "nk": 8192, "causal": True}, True),  # all but a quarter
-        ({"nq": 4096, "nk": 8192, "causal": True, "q_offset": 0}, False),
+        ({"nq": 4096, "nk": 4096, "causal": True}, True),
+        ({"nq": 2048, "nk": 2048, "causal": True}, False),
+        ({"nq": 2048, "nk": 8192, "causal": True}, True),  # rows see seven eighths of the keys
         ({"window": (3000, 0)}, False),
         ({"window": (2100, 2100)}, True),
         ({"window": (None, 2**59)}, True),
-        ({"b": 1, "hq": 4}, False),  # 64 tiles for 74 pairs
-        ({"b": 1, "hq": 5}, True),  # 80 for 74 pairs; 160 for 148 CTAs are two rounds too
-        # 12 heads of 17 tiles each, in two rounds; of 9 tiles of twice the rows, 108, too.
-        ({"b": 1, "hq": 12, "nq": 4352}, True),
-        # 17 heads: 289 tiles are two rounds, 153 of twice the rows three.
-        ({"b": 1, "hq": 17, "nq": 4352}, False),
+        ({"b": 1, "hq": 4, "causal": True}, False),  # 64 tiles for 74 pairs
+        ({"b": 1, "hq": 17, "nq": 4352, "nk": 4352, "causal": True}, False),
     ],
     ids=str,
 )
@@ -495,7 +501,7 @@ def test_a_gpu_of_one_sm_has_no_pairs() -> None:
 
 
 def test_packed_sequences_that_are_long_on_average_multiply_in_pairs() -> None:
-    for sequences, expected in ((10, True), (20, False)):
+    for sequences, expected in ((10, True), (50, False)):
         problem = packed_call("bfloat16", rows=50_000, sequences=sequences, d=128)
         assert in_pairs(dc_plan(problem)) == expected
 

@@ -145,7 +145,7 @@ def test_a_launch_fits_its_device(name: str, device: str) -> None:
         assert 0 < threads <= THREADS_PER_BLOCK
         assert threads % 32 == 0
         assert all(1 <= n <= most for n, most in zip(launch["grid"], GRID_LIMITS, strict=True))
-        assert launch["cluster"] == [1, 1, 1]
+        assert launch["cluster"] == [tile_of(plan).cluster, 1, 1]
         assert 0 < len(launch["params"]) // 2 <= PARAMETER_BYTES
         assert launch["image"] in native.image_names()
         assert launch["image"].startswith(f"{plan.implementation}/")
@@ -166,6 +166,8 @@ def test_the_grid_has_a_block_for_every_row_of_every_head(name: str, device: str
     assert others == [1, 1]
     resident = find_device(device).sm_count * tile_of(plan).ctas_per_sm
     work = tile_of(plan).tiles * tile_of(plan).splits
+    ctas, left = divmod(ctas, tile_of(plan).cluster)
+    assert left == 0
     assert ctas == work or ctas == min(work, resident)
 
 

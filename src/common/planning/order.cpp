@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
+#include <numeric>
 #include <vector>
 
 #include "common/math/visible_keys.cuh"
@@ -32,6 +33,17 @@ std::vector<Run> runs_of(const std::vector<double>& rows, int64_t heads, const T
     }
   }
   return runs;
+}
+
+// The times of a head's row tiles, from the first to the last.
+std::vector<double> times_of_rows(const Problem& problem, const Tile& tile) {
+  std::vector<double> times;
+  for (int64_t row = 0; row < problem.nq; row += tile.block_q) {
+    const int64_t keys =
+        keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq, problem.nk, row);
+    times.push_back(static_cast<double>(TILE_KEYS + keys));
+  }
+  return times;
 }
 
 // At most `most` of `all`, so that groups of this size are equal, or all but the last one. A size
@@ -77,6 +89,29 @@ double queue_time(std::span<const Run> runs, int64_t workers) {
   return free_at.rbegin()->first;
 }
 
+double walk_time(const Problem& problem, const Device& device, const Tile& tile) {
+  Problem mean = problem;
+  if (problem.varlen) {
+    mean.varlen = false;
+    mean.nq /= problem.batch;
+    mean.nk /= problem.batch;
+  }
+  const std::vector<double> times = times_of_rows(mean, tile);
+  if (times.empty()) return 0;
+  const int64_t heads = mean.batch * mean.heads_q / tile.packed_heads;
+  const int64_t rows = static_cast<int64_t>(times.size());
+  const int64_t workers = workers_of(tile, device);
+  TileOrder order = choose_order(mean, device, tile);
+  order.heads_per_group /= tile.packed_heads;
+  const bool many = ceil_div(heads, order.heads_per_group) * rows > MOST_RUNS;
+  const double time =  // so many tiles come out even
+      many ? std::accumulate(times.begin(), times.end(), 0.0) * static_cast<double>(heads) /
+                 static_cast<double>(workers)
+           : queue_time(runs_of(times, heads, order), workers);
+  if (!problem.varlen) return time;
+  return time * (static_cast<double>(mean.nq) / tile.block_q + 0.5) / static_cast<double>(rows);
+}
+
 TileOrder choose_order(const Problem& problem, const Device& device, const Tile& tile) {
   const int64_t heads_per_kv = problem.heads_q / problem.heads_kv;
   const int64_t kv_heads = problem.batch * problem.heads_kv;
@@ -103,15 +138,9 @@ TileOrder choose_order(const Problem& problem, const Device& device, const Tile&
   const int64_t heads = tiles / rows;  // or packs of heads that share a tile
   if (ceil_div(kv_heads * heads_per_kv, many.heads_per_group) * rows > MOST_RUNS) return many;
 
-  std::vector<double> times;
-  double sum = 0, longest = 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t keys = keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq, problem.nk,
-                                      row * tile.block_q);
-    times.push_back(static_cast<double>(TILE_KEYS + keys));
-    sum += times.back() * static_cast<double>(heads);
-    longest = std::max(longest, times.back());
-  }
+  const std::vector<double> times = times_of_rows(problem, tile);
+  const double sum = std::accumulate(times.begin(), times.end(), 0.0) * static_cast<double>(heads);
+  const double longest = *std::max_element(times.begin(), times.end());
   const double ideal = std::max(sum / static_cast<double>(workers), longest);
   const auto time_of = [&](TileOrder made) {
     made.heads_per_group /= tile.packed_heads;

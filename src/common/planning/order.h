@@ -28,6 +28,11 @@ struct Run {
 // The time until all tiles are done if the next one always goes to the worker that is free first.
 double queue_time(std::span<const Run> runs, int64_t workers);
 
+// The time until all tiles of a call are done in the order of choose_order(), by which kernels
+// whose tiles have other sizes can be compared. All packed sequences count as having the mean
+// length, and as filling half of their last tile.
+double walk_time(const Problem& problem, const Device& device, const Tile& tile);
+
 // The order for kernels whose next tile goes to whoever is free first.
 //
 // Heads follow one another in groups, whose tiles come from the longest to the shortest under a
