@@ -554,23 +554,42 @@ def decide(
     the plan cache misses.
     """
     device, obstacle = device_of(problem, device_index)
-    if name is not None or device is None or obstacle is not None:
-        decision = select(problem, device, name, obstacle)
-        plan, refusals = decision.plan, decision.reasons if decision.fallback else {}
-    else:
-        # No explanations are made, because a decoding loop comes here with a new length each step.
-        answers = _Answers(problem, device)
-        (_, plan), refusals = answers.first(), {}
-        if plan is None and not answers.a_kernel_could():
-            refusals = {
-                name: answers.reasons(name) for name in answers.order if name != _registry.TORCH
-            }
+    plan, refusals = choose(problem, device, name, obstacle)
     if refusals:
         assert device is not None
         kernel, reasons = nearest(refusals, problem, device)
         for reason in reasons:
             note_fallback(f"{kernel}: {reason}")
     return plan
+
+
+def choose(
+    problem: _native.Problem,
+    device: _native.Device | None,
+    name: str | None,
+    obstacle: str | None,
+) -> tuple[_native.LaunchPlan | None, dict[str, list[str]]]:
+    """What `select` decides, without its explanations where they take time: a decoding loop comes
+    here with a new length each step.
+
+    Returns:
+        The plan, None if `torch` serves the problem; and where that is because no kernel can, the
+        reasons of each kernel, in the order in which they were asked.
+    """
+    if name is not None or device is None or obstacle is not None:
+        decision = select(problem, device, name, obstacle)
+        return decision.plan, decision.reasons if decision.fallback else {}
+    answers = _Answers(problem, device)
+    _, plan = answers.first()
+    if plan is not None or answers.a_kernel_could():
+        return plan, {}
+    kernels = (kernel for kernel in answers.order if kernel != _registry.TORCH)
+    return None, {kernel: answers.reasons(kernel) for kernel in kernels}
+
+
+def why_torch(problem: _native.Problem, device: _native.Device) -> str:
+    """Why PyTorch serves a problem that kernels could serve too."""
+    return _why(_registry.TORCH, False, problem, device)
 
 
 def nearest(

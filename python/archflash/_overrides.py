@@ -101,8 +101,8 @@ _counts = _Counts()
 def stats(*, reset: bool = False) -> Stats:
     """Counts the calls of PyTorch's attention operators since archflash was first enabled.
 
-    Calls of `archflash.attention` itself are not among them, nor are calls for which PyTorch uses
-    none of its fused kernels.
+    Calls of `archflash.attention` are among them only where that hands them on to PyTorch. Calls
+    for which PyTorch uses none of its fused kernels are not.
 
     Args:
         reset: start to count anew; off by default.
@@ -139,13 +139,17 @@ def _decide(problem: _native.Problem, index: int, forced: str | None) -> _Choice
     give at no cost, although they do not give it to a caller of SDPA.
     """
     device, obstacle = _device_of(problem, index)
-    decision = _dispatch.select(problem, device, forced, obstacle)
-    if decision.chosen != _registry.TORCH:
-        return _Choice(decision.chosen, "")
-    if decision.fallback and device is not None and obstacle is None:
-        kernel, reasons = _dispatch.nearest(decision.reasons, problem, device)
-        return _Choice(None, f"{kernel}: {reasons[0]}")
-    return _Choice(None, obstacle or decision.why)
+    plan, refusals = _dispatch.choose(problem, device, forced, obstacle)
+    if plan is not None:
+        return _Choice(plan.implementation, "")
+    if forced is not None:
+        return _Choice(None, f"{forced} is forced")
+    if device is None or obstacle is not None:
+        return _Choice(None, obstacle or "tensors on the CPU")
+    if not refusals:
+        return _Choice(None, _dispatch.why_torch(problem, device))
+    kernel, reasons = _dispatch.nearest(refusals, problem, device)
+    return _Choice(None, f"{kernel}: {reasons[0]}")
 
 
 def _serve(
