@@ -41,6 +41,7 @@ def attention(
     out_dtype: torch.dtype | None = None,
     approximate: str | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     layout: str = "bhnd",
     implementation: str | None = None,
     out: Tensor | None = None,
@@ -92,8 +93,20 @@ def attention(
         num_splits: shares into which the keys of each query tile are split, at most (there are
             never more shares than blocks of keys). The shares go to several SMs, and a second
             kernel combines them. 1 for no split; default what is expected to be the fastest. A
-            kernel that does not split refuses more than 1, and so does blackwell_dc for FP8.
-            `torch` ignores it.
+            kernel that does not split refuses more than 1, and so do all for FP8. `torch` ignores
+            it.
+        batch_invariant: a row gets the same bits whatever else is in the call: other
+            sequences, heads and query rows, how many they are and in which order, padding, packed
+            or not. For fp16 and bf16. What decides the bits of a row is the row, the keys that it
+            sees and their positions in the sequence, scale, softcap, sink, dtype, d, dv, the
+            implementation, the GPU model and the version of archflash. Keys are split at every
+            1,024th key of a sequence, not by load, so calls of many query rows are slower and take
+            a workspace of 4 * (dv + 2) bytes for each row, head and 1,024 keys. Not promised: the
+            same bits where the layout of tensors lets another implementation serve (repeated or
+            misaligned rows), or where max_seqlen_k is below the longest sequence; and non-finite
+            numbers in v may reach a row that does not see them, as without this option. Not with
+            num_splits. A call that no kernel serves so is an error, as PyTorch's kernels do not
+            promise it.
         layout: "bhnd" (heads before rows, as torch) or "bnhd" (rows before heads, as flash-attn).
         implementation: forces one by name; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
@@ -109,10 +122,10 @@ def attention(
 
     Raises:
         ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a negative window, a
-            NaN scale, or num_splits below 1.
+            NaN scale, num_splits below 1, or num_splits with batch_invariant.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
         UnsupportedError: an argument is not built yet, or no kernel serves the call and
-            ARCHFLASH_FALLBACK=error.
+            ARCHFLASH_FALLBACK=error or batch_invariant=True.
         ForcedImplementationError: the forced implementation cannot serve the call.
         NotCompiledError: the build lacks the forced implementation.
         LaunchError: CUDA refused the launch.
@@ -131,7 +144,7 @@ def attention(
     values = (
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, attn_mask, alibi_slopes, q_descale, k_descale, v_descale, out_dtype,
-        approximate, num_splits, layout, out, return_lse,
+        approximate, num_splits, batch_invariant, layout, out, return_lse,
     )  # fmt: skip
     if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and

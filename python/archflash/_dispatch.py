@@ -279,11 +279,11 @@ def _kernels_in_order(
 
 
 def _pytorch_may_serve(problem: _native.Problem) -> bool:
-    """Whether a call has no packed sequences, cache, approximation or number of splits, which
-    PyTorch's kernels do not support.
+    """Whether a call has no packed sequences, cache, approximation, number of splits or
+    batch_invariant, which PyTorch's kernels do not support.
     """
     plain = not problem.varlen and not problem.kv_cache and not problem.approximate
-    return plain and problem.num_splits is None
+    return plain and problem.num_splits is None and not problem.batch_invariant
 
 
 def _measured_pytorch(problem: _native.Problem, capability: tuple[int, int] | None) -> str | None:
@@ -360,11 +360,10 @@ def select(
     """
     if name is not None:
         return _select_forced(problem, device, name, obstacle)
+    if problem.batch_invariant and (device is None or obstacle):
+        raise UnsupportedError(f"{_NOT_INVARIANT}: {obstacle or _ON_CPU}")
     if device is None:
-        reasons = {
-            kernel: ["q, k and v are on the CPU: move them to a CUDA device"]
-            for kernel in _registry.kernel_names()
-        }
+        reasons = {kernel: [_ON_CPU] for kernel in _registry.kernel_names()}
         return Decision(
             _registry.TORCH, "it serves tensors on the CPU", reasons, problem, None, None, False
         )
@@ -376,6 +375,7 @@ def select(
 
     answers = _Answers(problem, device)
     chosen, plan = answers.first()
+    _require_kernel(chosen, answers, problem, device)
     reasons = {}
     for other in answers.order:
         if other == chosen:
@@ -479,6 +479,24 @@ class _Answers:
         return any(not isinstance(self._ask(name), list) for name in _registry.kernel_names())
 
 
+_ON_CPU = "q, k and v are on the CPU: move them to a CUDA device"
+_NOT_INVARIANT = (
+    "batch_invariant=True needs a kernel of archflash: PyTorch's own do not promise the same bits"
+)
+
+
+def _require_kernel(
+    chosen: str, answers: _Answers, problem: _native.Problem, device: _native.Device
+) -> None:
+    """Raises UnsupportedError where `torch` would serve a call that only a kernel can."""
+    if chosen != _registry.TORCH or not problem.batch_invariant:
+        return
+    refusals = {name: answers.reasons(name) for name in answers.order if name != _registry.TORCH}
+    kernel, reasons = nearest(refusals, problem, device)
+    listed = "".join(f"\n  {kernel}: {reason}" for reason in reasons)
+    raise UnsupportedError(f"{_NOT_INVARIANT}, and none serves this call:{listed}")
+
+
 def first_plan(problem: _native.Problem, device: _native.Device) -> _native.LaunchPlan | None:
     """The plan of the implementation that serves a problem on a GPU if none is forced; None if that
     is `torch`.
@@ -504,6 +522,8 @@ def _select_forced(
     problem: _native.Problem, device: _native.Device | None, name: str, obstacle: str | None
 ) -> Decision:
     check_name(name)
+    if name == _registry.TORCH and problem.batch_invariant:
+        raise ForcedImplementationError(f"torch is forced, but {_NOT_INVARIANT}")
     if name == _registry.TORCH:
         return Decision(name, "it is forced", _unasked(name), problem, device, None, False)
     if not _native.targets(name):
@@ -575,12 +595,16 @@ def choose(
     Returns:
         The plan, None if `torch` serves the problem; and where that is because no kernel can, the
         reasons of each kernel, in the order in which they were asked.
+
+    Raises:
+        UnsupportedError: no kernel can, and `torch` must not.
     """
     if name is not None or device is None or obstacle is not None:
         decision = select(problem, device, name, obstacle)
         return decision.plan, decision.reasons if decision.fallback else {}
     answers = _Answers(problem, device)
-    _, plan = answers.first()
+    chosen, plan = answers.first()
+    _require_kernel(chosen, answers, problem, device)
     if plan is not None or answers.a_kernel_could():
         return plan, {}
     kernels = (kernel for kernel in answers.order if kernel != _registry.TORCH)

@@ -48,6 +48,7 @@ def attention_with_kvcache(
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     layout: str = "bnhd",
     check: bool | None = None,
     implementation: str | None = None,
@@ -107,6 +108,8 @@ def attention_with_kvcache(
         out_dtype: dtype of the output; default that of q, or bfloat16 for float8 q.
         num_splits: shares into which the keys of each query tile are split, at most; 1 for no
             split; default what is expected to be the fastest. `torch` ignores it.
+        batch_invariant: as in `archflash.attention`. No kernel serves it with a cache yet: an
+            UnsupportedError.
         layout: "bnhd" (rows before heads, as flash-attn) or "bhnd" (heads before rows, as torch),
             of q, the caches, k_new, v_new and the output.
         check: whether to check what lies on the device first: lengths, page table, indices,
@@ -155,9 +158,9 @@ def attention_with_kvcache(
     # archflash.attention has.
     values = (
         causal, window, softcap, sinks, scale, None, cu_seqlens_q, None, max_seqlen_q, None, None,
-        None, q_descale, k_descale, v_descale, out_dtype, None, num_splits, layout, out, return_lse,
-        cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k, rotary_cos, rotary_sin,
-        rotary_interleaved,
+        None, q_descale, k_descale, v_descale, out_dtype, None, num_splits, batch_invariant, layout,
+        out, return_lse, cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k,
+        rotary_cos, rotary_sin, rotary_interleaved,
     )  # fmt: skip
     if _is_compiling() or _dispatch_modes():
         return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)

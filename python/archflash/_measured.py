@@ -112,9 +112,11 @@ def _table() -> dict[tuple[tuple[int, int], Kind], Measurement]:
 
 def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measurement | None:
     """The measurement for problems of this kind on GPUs of a compute capability; None if there is
-    none.
+    none, or if it must not matter.
     """
-    if capability is None or problem.dtype not in _DTYPES or problem.kv_cache:
+    # With batch_invariant the choice must not depend on how large a call is.
+    unknown = problem.kv_cache or problem.batch_invariant
+    if capability is None or problem.dtype not in _DTYPES or unknown:
         return None
     kind = Kind.of(
         problem.dtype,

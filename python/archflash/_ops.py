@@ -76,6 +76,8 @@ def attention(
         )
         return results
 
+    if (needs_grad or transformed) and options["batch_invariant"]:
+        raise UnsupportedError(f"batch_invariant=True, but {GRADIENTS}")
     if needs_grad or transformed:
         # The operator has no backward, so PyTorch's own operations run, which autograd or the
         # transform can handle. While compiling, the operator is traced only for its checks; nothing

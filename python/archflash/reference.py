@@ -454,6 +454,7 @@ class _CacheCall:
     v_descale: Tensor | None = None
     out_dtype: torch.dtype | None = None
     num_splits: int | None = None
+    batch_invariant: bool = False
     layout: str = "bnhd"
 
     def first(self, number: int) -> int:

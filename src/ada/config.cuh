@@ -13,6 +13,7 @@ namespace archflash::ada {
 // memory of 8.9; those named "Large" are for GPUs with more. ---
 
 using mma_sync::Config;
+using mma_sync::FewRowsConfig;
 
 // clang-format off
 //                             head_dim       m_    block step        Q in   CTAs
@@ -22,21 +23,31 @@ using D64Large   = Config<T,  64,  64, 4,   2,  128,  128,  2,     false, 2>;
 template <DType T>
 using D64        = Config<T,  64,  64, 4,   2,  128,  128,  1,     false, 2>;
 template <DType T>
-using D64FewLarge = Config<T, 64,  64, 4,   1,  128,  128,  2,     true,  2>;
-template <DType T>
-using D64Few     = Config<T,  64,  64, 4,   1,   64,   64,  1,     true,  3>;
-template <DType T>
 using D96        = Config<T,  96,  96, 4,   2,   64,   64,  1,     false, 2>;
 template <DType T>
 using D128Large  = Config<T, 128, 128, 4,   2,   64,   64,  2,     false, 2>;
 template <DType T>
 using D128Tall   = Config<T, 128, 128, 8,   2,   64,   64,  1,     false, 1>;
 template <DType T>
-using D128       = Config<T, 128, 128, 4,   1,   64,   64,  1,     false, 2>;
-template <DType T>
 using D192       = Config<T, 192, 128, 8,   1,   32,   32,  1,     false, 1>;
 template <DType T>
 using D256       = Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>;
+
+// For few rows: 4 warps of 16 rows.
+//                                    head_dim  block       Q in   CTAs
+//                                   q,k   v    _k   stages regs   per SM
+template <DType T>
+using D64FewLarge = FewRowsConfig<T,  64,  64, 128,  2,     true,  2>;
+template <DType T>
+using D64Few      = FewRowsConfig<T,  64,  64,  64,  1,     true,  3>;
+template <DType T>
+using D96Few      = FewRowsConfig<T,  96,  96,  64,  2,     true,  2>;
+template <DType T>
+using D128        = FewRowsConfig<T, 128, 128,  64,  1,     false, 2>;
+template <DType T>
+using D192Few     = FewRowsConfig<T, 192, 128,  32,  2,     false, 2>;
+template <DType T>
+using D256Few     = FewRowsConfig<T, 256, 256,  32,  2,     false, 2>;
 // clang-format on
 
 // --- 16-bit inputs whose Q and K are converted to int8 (approximate="int8_qk") ---

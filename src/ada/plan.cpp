@@ -13,6 +13,7 @@
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/mma_sync.h"
+#include "common/planning/split_keys.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
 #include "common/problem.h"
@@ -29,7 +30,7 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16, DType::E4M3, DType::E5M2},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "descales", "int8_qk"},
+                   "strides", "lse", "num_splits", "batch_invariant", "descales", "int8_qk"},
       .needs_capability = 89,  // fp8 products
       .sixteen_bits_made_for = 89,
   };
@@ -40,8 +41,11 @@ namespace {
 
 using core::tile;
 
+constexpr const char* FEW_ROWS =
+    "few query rows: keys split over CTAs, or heads packed; its speed is unmeasured";
+
 // Measured on an H200 (NOTES.md), those for GPUs with 99 KB of shared memory too: what a GPU of 8.9
-// makes of them is unmeasured.
+// makes of them is unmeasured. So are split keys and packed heads.
 constexpr core::Tile TILES[] = {
     tile<D64Large<DType::F16>>("d64_large",
                                {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_keys = 129},
@@ -53,6 +57,7 @@ constexpr core::Tile TILES[] = {
     tile<D64Few<DType::F16>>("d64_few", {},
                              "few CTAs or short sequences: 64 rows make twice as many"),
     tile<D96<DType::F16>>("d96", {}, "two CTAs per SM with one buffer in 99 KB"),
+    tile<D96Few<DType::F16>>("d96_few", {}, FEW_ROWS),
     tile<D128Large<DType::F16>>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
                                 "two CTAs per SM with two buffers in 227 KB"),
     tile<D128Tall<DType::F16>>("d128_tall", {.min_tiles_per_sm = 4},
@@ -61,7 +66,9 @@ constexpr core::Tile TILES[] = {
         "d128", {},
         "fewer CTAs or short sequences: two CTAs per SM with 64 rows and 64 keys in 99 KB"),
     tile<D192<DType::F16>>("d192", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+    tile<D192Few<DType::F16>>("d192_few", {}, FEW_ROWS),
     tile<D256<DType::F16>>("d256", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+    tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
 
 constexpr core::Tile FP8_TILES[] = {
@@ -214,11 +221,16 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
 PlanResult plan(const Problem& problem, const Device& device) {
   const bool approximate = problem.approximate != 0;
   Reasons reasons = approximate ? why_not_int8(problem) : core::why_not(problem, describe());
+  if (approximate || is_fp8(problem.dtype)) {
+    const std::string given = approximate ? "approximate='int8_qk'" : dtype_name(problem.dtype);
+    core::refuse_splits(problem, "ada", given, reasons);
+    core::refuse_batch_invariant(problem, "ada", given, reasons);
+  }
   if (!reasons.empty()) return reasons;
   if (approximate) return plan_int8(problem, device);
   if (is_fp8(problem.dtype))
     return mma_sync::plan<Params>("ada", FP8_TILES, problem, device, count_units_of_16_bits);
-  return mma_sync::plan<AttentionParams>("ada", TILES, problem, device);
+  return mma_sync::plan_16_bits("ada", TILES, problem, device);
 }
 
 Notes notes(const LaunchPlan& plan) {

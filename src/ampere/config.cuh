@@ -7,7 +7,9 @@
 namespace archflash::ampere {
 
 using mma_sync::Config;
+using mma_sync::FewRowsConfig;
 
+// Large, Medium and Small serve calls of many query rows on GPUs with more or less shared memory.
 // clang-format off
 //                             head_dim       m_    block step        Q in   CTAs
 //                           q,k   v   warps tiles _k   _keys stages regs   per SM
@@ -15,8 +17,6 @@ template <DType T>
 using D64Large     = Config<T,  64,  64, 4,   2,  128,  128,  2,     false, 2>;
 template <DType T>
 using D64Medium    = Config<T,  64,  64, 4,   2,   64,   64,  2,     true,  2>;
-template <DType T>
-using D64Few       = Config<T,  64,  64, 4,   1,  128,  128,  2,     true,  2>;
 template <DType T>
 using D96Large     = Config<T,  96,  96, 4,   2,   64,   64,  2,     false, 2>;
 template <DType T>
@@ -28,8 +28,6 @@ using D128Medium   = Config<T, 128, 128, 4,   2,   64,   64,  1,     false, 2>;
 template <DType T>
 using D128Small    = Config<T, 128, 128, 4,   2,   32,   32,  1,     false, 2>;
 template <DType T>
-using D128Few      = Config<T, 128, 128, 4,   1,   64,   64,  2,     true,  2>;
-template <DType T>
 using D192Large    = Config<T, 192, 128, 4,   2,   64,   64,  1,     false, 2>;
 template <DType T>
 using D192Medium   = Config<T, 192, 128, 4,   2,   32,   32,  1,     false, 2>;
@@ -39,6 +37,20 @@ template <DType T>
 using D256Medium   = Config<T, 256, 256, 8,   1,   64,   64,  1,     false, 1>;
 template <DType T>
 using D256Small    = Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>;
+
+// For few rows: 4 warps of 16 rows.
+//                                     head_dim  block       Q in   CTAs
+//                                    q,k   v    _k   stages regs   per SM
+template <DType T>
+using D64Few       = FewRowsConfig<T,  64,  64, 128,  2,     true,  2>;
+template <DType T>
+using D96Few       = FewRowsConfig<T,  96,  96,  64,  2,     true,  2>;
+template <DType T>
+using D128Few      = FewRowsConfig<T, 128, 128,  64,  2,     true,  2>;
+template <DType T>
+using D192Few      = FewRowsConfig<T, 192, 128,  32,  2,     false, 2>;
+template <DType T>
+using D256Few      = FewRowsConfig<T, 256, 256,  32,  2,     false, 2>;
 // clang-format on
 
 }  // namespace archflash::ampere

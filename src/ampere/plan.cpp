@@ -21,7 +21,7 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16},
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse"},
+                   "strides", "lse", "num_splits", "batch_invariant"},
       .needs_capability = 80,  // cp.async, bf16 products
   };
   return description;
@@ -31,8 +31,11 @@ namespace {
 
 using core::tile;
 
+constexpr const char* FEW_ROWS =
+    "few query rows: keys split over CTAs, or heads packed; its speed is unmeasured";
+
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
-// GPUs make of them is unmeasured.
+// GPUs make of them is unmeasured. So are split keys and packed heads.
 constexpr core::Tile TILES[] = {
     tile<D64Large<DType::F16>>(
         "d64_large",
@@ -45,6 +48,7 @@ constexpr core::Tile TILES[] = {
     tile<D96Large<DType::F16>>("d96_large", {.min_ctas_per_sm = 2},
                                "two CTAs per SM with two buffers from 163 KB on"),
     tile<D96Medium<DType::F16>>("d96_medium", {}, "99 KB: two CTAs per SM with one buffer"),
+    tile<D96Few<DType::F16>>("d96_few", {}, FEW_ROWS),
     tile<D128Large<DType::F16>>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
                                 "two CTAs per SM with two buffers in 227 KB"),
     tile<D128Medium<DType::F16>>("d128_medium", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
@@ -57,11 +61,13 @@ constexpr core::Tile TILES[] = {
                                 "two CTAs per SM with 64 keys in 227 KB"),
     tile<D192Medium<DType::F16>>("d192_medium", {},
                                  "32 keys: two CTAs per SM in 163 KB, one in 99 KB"),
+    tile<D192Few<DType::F16>>("d192_few", {}, FEW_ROWS),
     tile<D256Large<DType::F16>>("d256_large", {.min_ctas_per_sm = 2},
                                 "two CTAs of 64 rows per SM in 227 KB"),
     tile<D256Medium<DType::F16>>("d256_medium", {},
                                  "one CTA per SM: 8 warps share 64 keys in 163 KB"),
     tile<D256Small<DType::F16>>("d256_small", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+    tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
 
 }  // namespace
@@ -69,7 +75,7 @@ constexpr core::Tile TILES[] = {
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons reasons = core::why_not(problem, describe());
   if (!reasons.empty()) return reasons;
-  return mma_sync::plan<AttentionParams>("ampere", TILES, problem, device);
+  return mma_sync::plan_16_bits("ampere", TILES, problem, device);
 }
 
 Notes notes(const LaunchPlan&) { return {}; }

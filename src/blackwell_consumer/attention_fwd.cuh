@@ -36,6 +36,7 @@
 #include "blackwell_consumer/tile.cuh"
 #include "common/math/attention_work.cuh"
 #include "common/math/descales.cuh"
+#include "common/math/few_rows.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/slab_load.cuh"
@@ -53,6 +54,32 @@ namespace archflash::blackwell_consumer {
 template <class C>
 using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
+// The row tile of an index, or in kernels that can split a tile's share of the keys.
+template <class C>
+__device__ __forceinline__ math::Work find_tile(const Params& params,
+                                                const math::TileIndex& index) {
+  if constexpr (C::CAN_SPLIT) {
+    return math::find_tile(params.attention, params.tiles, index, params.partials.splits,
+                           params.packed_heads.rows(), params.packed_heads.count);
+  } else {
+    return math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+  }
+}
+template <class C>
+__device__ __forceinline__ math::Blocks find_blocks(const Params& params,
+                                                    const math::TileIndex& index,
+                                                    const math::Work& work,
+                                                    const math::VisibleKeys& visible) {
+  if constexpr (C::CAN_SPLIT) {
+    const math::Blocks blocks =
+        math::find_blocks<C::BLOCK_K>(work, visible, params.packed_heads.rows());
+    return math::blocks_of_share<C::BLOCK_K>(
+        blocks, params.partials, static_cast<int>(index.value()) % params.partials.splits);
+  } else {
+    return math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
+  }
+}
+
 // --- producer, one warp: K, V and Q -> shared memory ---
 
 template <class C>
@@ -62,10 +89,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
   RingPosition<C> ring;  // only the elected lane's advances
   uint32_t q_parity = 0;
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
-    const math::Work work = math::find_tile<C::BLOCK_Q>(attention, params.tiles, index);
+    const math::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
     const math::Blocks blocks =
-        math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, math::find_visible_keys(attention, work));
+        find_blocks<C>(params, index, work, math::find_visible_keys(attention, work));
     if (ptx::elect_sync()) {
       const int batch = work.batch_head / attention.heads_q;
       const int head = work.batch_head % attention.heads_q;
@@ -148,24 +175,47 @@ struct WarpFlag {
 };
 
 template <class C>
-__device__ __forceinline__ WarpContext make_warp_context(const AttentionParams& params,
+__device__ __forceinline__ WarpContext make_warp_context(const Params& params,
+                                                         const math::TileIndex& index,
                                                          const math::Work& work,
                                                          const math::VisibleKeys& visible,
                                                          int warp) {
-  const int first_row = work.first_row + warp * C::WARP_ROWS;
-  const int last_row = min(first_row + C::WARP_ROWS, work.nq) - 1;
+  const int warp_row = warp * C::WARP_ROWS;
+  int first_row = work.first_row + warp_row, rows = C::WARP_ROWS;
+  if constexpr (C::CAN_SPLIT) {  // the same rows of each of the warp's heads
+    const math::PackedHeads& packed = params.packed_heads;
+    first_row = work.first_row + packed.row(warp_row);
+    rows = packed.head(warp_row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
+  }
+  const int last_row = min(first_row + rows, work.nq) - 1;
   WarpContext context;
-  context.blocks = math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
+  context.blocks = find_blocks<C>(params, index, work, visible);
   context.seen_first = max(visible.first(first_row) & -C::BLOCK_K, context.blocks.first);
   context.seen_last = last_row < first_row ? -1 : visible.last(last_row);
   if (context.seen_last < context.seen_first) context.seen_first = INT32_MAX;
   context.clear_first = visible.first(last_row);
   context.clear_last = visible.last(first_row) - (C::BLOCK_K - 1);
   // Without cu_seqlens no block is ragged: TMA fills rows beyond the tensor with zeros.
-  context.ragged_after = params.cu_seqlens_k_gmem == nullptr ? INT32_MAX : work.nk - C::BLOCK_K;
+  context.ragged_after =
+      params.attention.cu_seqlens_k_gmem == nullptr ? INT32_MAX : work.nk - C::BLOCK_K;
   context.work = work;
   context.visible = visible;
   return context;
+}
+
+// Writes the rows of no sequence, unless the combining kernel does.
+template <class C>
+__device__ __forceinline__ void write_rows_of_no_sequence(const Params& params, int index) {
+  if constexpr (C::CAN_SPLIT) {
+    const math::PackedHeads& packed = params.packed_heads;
+    for (int head = 0; !params.partials.wanted() && head < packed.count; ++head) {
+      math::write_rows_of_no_sequence(params.attention, index, threadIdx.x, C::CONSUMER_THREADS,
+                                      packed.rows(), packed.count, head);
+    }
+  } else {
+    math::write_rows_of_no_sequence<C::BLOCK_Q>(params.attention, index, threadIdx.x,
+                                                C::CONSUMER_THREADS);
+  }
 }
 
 // Hands a stage, or Q's part, back to the producer: one arrival at its empty barrier for the warp.
@@ -243,16 +293,15 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
     {  // The tile's context.
-      math::write_rows_of_no_sequence<C::BLOCK_Q>(attention, static_cast<int>(index.value()),
-                                                  threadIdx.x, C::CONSUMER_THREADS);
-      const math::Work work = math::find_tile<C::BLOCK_Q>(attention, params.tiles, index);
+      write_rows_of_no_sequence<C>(params, static_cast<int>(index.value()));
+      const math::Work work = find_tile<C>(params, index);
       if (work.first_row < 0) continue;
       const math::VisibleKeys visible = math::find_visible_keys(attention, work);
       // In shared memory one lane writes the context for its warp. All lanes have read the previous
       // tile's context: release(), at the end of that tile, has synchronised them.
       if (C::CONTEXT_IN_REGISTERS || threadIdx.x % 32 == 0) {
         static_cast<WarpContext&>(context) =
-            make_warp_context<C>(attention, work, visible, threadIdx.x / 32);
+            make_warp_context<C>(params, index, work, visible, threadIdx.x / 32);
         if constexpr (C::FP8) {
           context.key_descales = math::find_key_descales(params.descales, attention, work);
           context.warp_descale = math::find_warp_descale(
@@ -306,9 +355,18 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       }
       if (block < context.clear_first || block > context.clear_last) {
         const unsigned thread = thread_index<C>();
-        const int first_row = context.work.first_row + thread / 32 * C::WARP_ROWS;
-        math::mask_scores<C>(s_rmem, context.visible, first_row + thread % 32 / 4,
-                             block + thread % 4 * 2);
+        const int first_key = block + thread % 4 * 2;
+        if constexpr (C::CAN_SPLIT) {
+          const int row_of_tile = thread / 32 * C::WARP_ROWS + thread % 32 / 4;
+          const math::PackedHeads& packed = params.packed_heads;
+          const int first_row = context.work.first_row;
+          const int lane_rows[2] = {first_row + packed.row(row_of_tile),
+                                    first_row + packed.row(row_of_tile + 8)};
+          math::mask_rows<C>(s_rmem, context.visible, lane_rows, first_key);
+        } else {
+          const int first_row = context.work.first_row + thread / 32 * C::WARP_ROWS;
+          math::mask_scores<C>(s_rmem, context.visible, first_row + thread % 32 / 4, first_key);
+        }
       }
       bool v_is_zero = false;
       if constexpr (C::FP8) {
@@ -335,11 +393,26 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     for (; block >= context.blocks.first; block -= C::BLOCK_K) skip_block<C>(barriers, ring);
 
     const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+    bool stored = false;
+    if constexpr (C::CAN_SPLIT) {
+      const Partials& partials = params.partials;
+      index.round = context.round;
+      if (partials.wanted()) {
+        math::store_partials<C>(o_rmem, state, attention, partials, params.packed_heads,
+                                context.work, static_cast<int>(index.value()) % partials.splits,
+                                warp_row);
+        stored = true;
+      } else if (params.packed_heads.count > 1) {
+        math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, context.work,
+                                  warp_row);
+        stored = true;
+      }
+    }
     if constexpr (C::FP8) {
       __syncwarp();  // lane 0 has written warp_descale.v (change_unit) before any lane reads it
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
                              context.warp_descale.v);
-    } else {
+    } else if (!stored) {
       math::store_out<C, QTile>(o_rmem, state, attention, context.work, warp_row,
                                 shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
     }

@@ -22,7 +22,7 @@ enum class Registers {
 // memory, or in registers where there are enough.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
           int STAGES_, bool Q_IN_REGISTERS_, Registers REGISTERS_, int CTAS_PER_SM_,
-          bool CONTEXT_IN_REGISTERS_ = false, int CONTEXT_BYTES_ = 96>
+          bool CONTEXT_IN_REGISTERS_ = false, int CONTEXT_BYTES_ = 96, bool CAN_SPLIT_ = false>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
@@ -42,6 +42,10 @@ struct Config {
   static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
   static constexpr Registers REGISTERS = REGISTERS_;
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // the registers must suffice for so many
+  // For few query rows: the keys of a tile may be split over several CTAs, and heads that share a
+  // head of K may be packed into a tile.
+  static constexpr bool CAN_SPLIT = CAN_SPLIT_;
+  static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = 32 * WARPS;
@@ -79,6 +83,8 @@ struct Config {
                 "output rows pass through Q's part of shared memory, in Q's layout");
   static_assert(!FP8 || (SCALE_ROWS % BLOCK_K == 0 && SCALE_ROWS % WARP_ROWS == 0),
                 "the keys of a block share one descale, and so do the rows of a warp");
+  static_assert(!CAN_SPLIT || (M_TILES == 1 && (BLOCK_Q & (BLOCK_Q - 1)) == 0),
+                "math/few_rows.cuh: 16 rows for each warp; packed heads share a power of two");
   static_assert((STAGES & (STAGES - 1)) == 0,
                 "RingPosition counts blocks modulo 2^32: the stages must divide that");
   static_assert(REGISTERS == Registers::Even || CONSUMER_REGISTERS <= 256,
@@ -88,8 +94,14 @@ struct Config {
   static_assert(SHARED_BYTES <= 99 * 1024, "CUDA: at most 99 KiB of shared memory in a CTA (12.x)");
 };
 
+// A Config for few query rows: 4 warps of 16 rows.
+template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, bool Q_IN_REGISTERS,
+          Registers REGISTERS, int CTAS_PER_SM, bool CONTEXT_IN_REGISTERS = false>
+using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, STAGES, Q_IN_REGISTERS,
+                             REGISTERS, CTAS_PER_SM, CONTEXT_IN_REGISTERS, 96, true>;
+
 // Large, Medium and Few serve calls of many, fewer and few row tiles. A Pair shares an SM with
-// another CTA of the same kernel.
+// another CTA of the same kernel. Few can split keys and pack heads.
 // clang-format off
 //                                head_dim         m_    block         Q in                    CTAs    context in
 //                              q,k   v    warps tiles  _k    stages  regs   registers         per SM  registers
@@ -100,27 +112,30 @@ using D64Large   = Config<T,  64,  64,  8,     2,     64,  4,     true,  Registe
 template <DType T>
 using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3, true>;
 template <DType T>
-using D64Few     = Config<T,  64,  64,  4,     1,    128,  2,     true,  Registers::Roles,  2, true>;
-template <DType T>
 using D96Large   = Config<T,  96,  96,  8,     2,     64,  2,     false, Registers::Roles,  1>;
-template <DType T>
-using D96Few     = Config<T,  96,  96,  4,     1,     64,  2,     true,  Registers::Even,   1>;
 template <DType T>
 using D128Large  = Config<T, 128, 128,  8,     2,     64,  1,     false, Registers::Roles,  1>;
 template <DType T>
 using D128Medium = Config<T, 128, 128,  8,     1,     64,  2,     true,  Registers::Roles,  1>;
 template <DType T>
-using D128Few    = Config<T, 128, 128,  4,     1,     64,  2,     true,  Registers::Even,   1>;
-template <DType T>
 using D192Large  = Config<T, 192, 128,  8,     1,     64,  1,     false, Registers::Roles,  1>;
-template <DType T>
-using D192Few    = Config<T, 192, 128,  4,     1,     32,  2,     false, Registers::Even,   1>;
 template <DType T>
 using D256Pair   = Config<T, 256, 256,  4,     1,     64,  1,     false, Registers::Roles,  2>;
 template <DType T>
 using D256Large  = Config<T, 256, 256,  8,     1,     32,  1,     false, Registers::Roles,  1>;
+
+//                                        head_dim  block       Q in                    CTAs    context in
+//                                       q,k   v     _k  stages  regs   registers         per SM  registers
 template <DType T>
-using D256Few    = Config<T, 256, 256,  4,     1,     32,  2,     false, Registers::Even,   1>;
+using D64Few     = FewRowsConfig<T,  64,  64, 128,  2,     true,  Registers::Roles,  2, true>;
+template <DType T>
+using D96Few     = FewRowsConfig<T,  96,  96,  64,  2,     true,  Registers::Even,   1>;
+template <DType T>
+using D128Few    = FewRowsConfig<T, 128, 128,  64,  2,     true,  Registers::Even,   1>;
+template <DType T>
+using D192Few    = FewRowsConfig<T, 192, 128,  32,  2,     false, Registers::Even,   1>;
+template <DType T>
+using D256Few    = FewRowsConfig<T, 256, 256,  32,  2,     false, Registers::Even,   1>;
 // clang-format on
 
 // --- 8-bit inputs ---

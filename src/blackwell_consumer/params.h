@@ -8,17 +8,22 @@
 #include "common/attention_params.h"
 #include "common/descales.h"
 #include "common/dtype.h"
+#include "common/math/packed_heads.cuh"
+#include "common/partials.h"
 #include "common/tensor_map.h"
 
 namespace archflash::blackwell_consumer {
 
 struct Params {
   AttentionParams attention;
-  int32_t tiles;  // row tiles of all heads, which the CTAs share out
+  int32_t tiles;  // row tiles of all heads, times partials.splits, which the CTAs share out
   TensorMap q_map, k_map, v_map;
   // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap.
   Descales descales;
   DType out_dtype;  // F16 or BF16
+  // For kernels that can split keys and pack heads.
+  Partials partials;
+  math::PackedHeads packed_heads;
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");

@@ -2,15 +2,18 @@
 #include "common/planning/plan.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
+#include <variant>
 
 #include "blackwell_consumer/config.cuh"
 #include "blackwell_consumer/params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/order.h"
+#include "common/planning/split_keys.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -27,7 +30,7 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "descales"},
+                   "strides", "lse", "num_splits", "batch_invariant", "descales"},
       .needs_capability = 90,  // TMA, mbarrier
       .only_forced_on_majors = {9},
   };
@@ -106,24 +109,37 @@ std::span<const Tile> tiles_of_type(DType dtype) {
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons why_not = core::why_not(problem, describe());
   core::add_tma_reasons(problem, "blackwell_consumer", false, why_not);
+  if (is_fp8(problem.dtype)) {
+    core::refuse_splits(problem, "blackwell_consumer", dtype_name(problem.dtype), why_not);
+    core::refuse_batch_invariant(problem, "blackwell_consumer", dtype_name(problem.dtype), why_not);
+  }
   if (!why_not.empty()) return why_not;
-  const auto [tile, reasons] =
-      core::choose("blackwell_consumer", tiles_of_type(problem.dtype), problem, device);
-  if (tile == nullptr) return reasons;
+  const auto choice =
+      core::choose_with_splits("blackwell_consumer", tiles_of_type(problem.dtype), problem, device);
+  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
+  const auto& chosen = std::get<core::SplitChoice<Tile>>(choice);
+  const auto& [tile, splits, share_keys] = chosen;
 
-  const int64_t tiles = core::tiles_of(problem, *tile);
+  const int64_t tiles = core::tiles_of(problem, tile) * splits;
   Params params;
   core::init_params(problem, params);
-  params.attention.order = core::choose_order(problem, device, *tile);
+  params.attention.order = core::choose_order(problem, device, tile);
   params.tiles = static_cast<int32_t>(tiles);
+  params.partials.splits = 1;
+  if (tile.can_split) params.packed_heads = core::packed_heads(tile);
   // CTAs that go on to the next tile load its keys while the last one is written. Tiles of unequal
   // length are better served by the hardware, which gives the next tile to whoever is done, and so
   // are two CTAs per SM with many keys (NOTES.md).
   constexpr int64_t FEW_KEYS = 512;
-  const int64_t resident = core::resident_ctas(*tile, device);
+  const int64_t resident = core::resident_ctas(tile, device);
   const bool stays = core::equal_tiles(problem) && (resident == 1 || problem.nk <= FEW_KEYS);
   const int64_t ctas = stays ? std::min<int64_t>(tiles, resident * device.sm_count) : tiles;
-  return core::one_launch("blackwell_consumer", problem, device, *tile, ctas, params);
+  LaunchPlan plan = core::one_launch("blackwell_consumer", problem, device, tile, ctas, params);
+  if (chosen.combines()) {
+    core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
+                     std::string("blackwell_consumer_combine_") + core::dtype_word(problem.dtype));
+  }
+  return plan;
 }
 
 Notes notes(const LaunchPlan& plan) {

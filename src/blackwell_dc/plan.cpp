@@ -212,13 +212,8 @@ bool replace_on_10_3(const Problem& problem, const Device& device, Tile& tile) {
 
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons reasons = core::why_not(problem, describe());
-  if (is_fp8(problem.dtype) && problem.num_splits > 1) {
-    reasons.push_back("num_splits " + std::to_string(problem.num_splits) + " with " +
-                      dtype_name(problem.dtype) +
-                      " inputs: blackwell_dc splits the keys of 16-bit inputs only; leave "
-                      "num_splits out or pass 1" +
-                      core::USE_TORCH);
-  }
+  if (is_fp8(problem.dtype))
+    core::refuse_splits(problem, "blackwell_dc", dtype_name(problem.dtype), reasons);
   core::add_tma_reasons(problem, "blackwell_dc", true, reasons);
   if (!reasons.empty()) return reasons;
   const int64_t most_tiles = core::tiles_of(problem, smallest(FEW_TILES, problem));
@@ -249,7 +244,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (for_10_3)
     image = is_fp8(problem.dtype) ? "blackwell_dc/fwd_103_e4m3" : "blackwell_dc/fwd_103";
   if (splits > 1) {
-    core::split_keys(plan, problem, splits, offsetof(Params, partials),
+    core::split_keys(plan, problem, splits, 0, offsetof(Params, partials),
                      std::string("blackwell_dc_combine_") + core::dtype_word(problem.dtype));
   }
   return plan;

@@ -23,7 +23,13 @@ struct Partials {
   float* rows_gmem;       // (splits, rows, dv): sum of 2^(score - base) v; unwritten if sum is 0
   PartialEnd* ends_gmem;  // (splits, rows)
   int64_t rows;
-  int32_t splits;  // 1: the keys are not split, and there is no workspace
+  int32_t splits;
+  // The keys of a share, whose number s begins at key s * share_keys: a multiple of every block.
+  // 0: the shares of a tile are equal parts of the keys that it sees.
+  int32_t share_keys;
+
+  // Without it the keys are not split, and a CTA writes its rows of the output itself.
+  ARCHFLASH_HOST_DEVICE bool wanted() const { return ends_gmem != nullptr; }
 
   ARCHFLASH_HOST_DEVICE int64_t index(int split, int64_t row) const { return split * rows + row; }
 };

@@ -88,6 +88,7 @@ struct Problem {
   Flag q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
   Flag q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
   Flag want_lse;          // the log-sum-exp is asked for
+  Flag batch_invariant;   // a row gets the same bits whatever else is in the call
   Flag needs_grad;        // autograd will want gradients of a tensor of the call
   Flag on_cuda;           // whether tensors are on a CUDA device, or elsewhere (CPU, meta)
   Flag kv_cache;          // k and v are caches: a call of attention_with_kvcache
@@ -113,8 +114,8 @@ constexpr void for_each_field(P& p, F&& f) {
   f("q_unit", p.q_unit), f("k_unit", p.k_unit), f("v_unit", p.v_unit), f("out_unit", p.out_unit);
   f("causal", p.causal), f("varlen", p.varlen), f("q_offset_tensor", p.q_offset_tensor);
   f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask);
-  f("descale", p.descale), f("want_lse", p.want_lse), f("needs_grad", p.needs_grad);
-  f("on_cuda", p.on_cuda), f("kv_cache", p.kv_cache);
+  f("descale", p.descale), f("want_lse", p.want_lse), f("batch_invariant", p.batch_invariant);
+  f("needs_grad", p.needs_grad), f("on_cuda", p.on_cuda), f("kv_cache", p.kv_cache);
   f("cache_batch", p.cache_batch), f("page_size", p.page_size);
   f("page_table_row", p.page_table_row), f("n_new", p.n_new);
   f("k_new", p.k_new), f("v_new", p.v_new);

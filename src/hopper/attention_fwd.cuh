@@ -39,6 +39,7 @@
 
 #include "common/math/attention_work.cuh"
 #include "common/math/descales.cuh"
+#include "common/math/few_rows.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/slab_load.cuh"
@@ -363,7 +364,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       } else if (attention.transform_scores) {
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
-      mask_scores<C>(s_rmem, visible, lane_rows, block + static_cast<int>(threadIdx.x) % 4 * 2);
+      math::mask_rows<C>(s_rmem, visible, lane_rows, block + static_cast<int>(threadIdx.x) % 4 * 2);
       return scale;
     };
     // S becomes P.
@@ -464,10 +465,10 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile, warp_row,
                              uniform(warp_descale.v));
     } else if (C::CAN_SPLIT && params.partials.splits > 1) {
-      store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
-                        warp_row);
+      math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
+                              tile.split, warp_row);
     } else if (C::CAN_PACK && params.packed_heads.count > 1) {
-      store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+      math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
     } else {
       math::store_out<C, QTile>(o_rmem, state, attention, tile, warp_row,
                                 q + warp_row * QTile::ROW_BYTES);

@@ -9,7 +9,6 @@
 #include <utility>
 #include <variant>
 
-#include "common/math/packed_heads.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/split_keys.h"
@@ -63,7 +62,6 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
 }
 
 // Measured on an H200 (NOTES.md), but for d96_few and those of head dimension 192.
-constexpr int FEW_ROWS = D64Few<DType::F16>::BLOCK_Q;
 constexpr Tile TILES[] = {
     tile<D64Large<DType::F16>>("d64_large",
                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 2.5},
@@ -130,34 +128,6 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Tile
   return static_cast<int32_t>(even * ratio);
 }
 
-// The tile for few query rows that has the head dimensions of `tile`.
-Tile few_tile(const Problem& problem, const Tile& tile) {
-  const Tile* plain = &tile;
-  while (plain->block_q != FEW_ROWS) ++plain;  // the last one for these head dimensions
-  Tile few = *plain;
-  core::pack_heads(problem, few);
-  return few;
-}
-
-struct Choice {
-  Tile tile;
-  int64_t splits;
-};
-
-std::variant<Choice, Reasons> choose(const Problem& problem, const Device& device) {
-  const auto [unsplit, reasons] = core::choose("hopper", tiles_for(problem), problem, device);
-  if (unsplit == nullptr) return reasons;
-  if (is_fp8(problem.dtype)) return Choice{*unsplit, 1};
-  const Tile few = few_tile(problem, *unsplit);
-  Choice choice{unsplit->block_q == FEW_ROWS ? few : *unsplit, 1};
-  const int64_t rounds =
-      core::ceil_div(core::tiles_of(problem, choice.tile), core::workers_of(choice.tile, device));
-  choice.splits =
-      core::choose_splits(problem, device, few, rounds * core::visited_keys(problem, choice.tile));
-  if (choice.splits > 1) choice.tile = few;
-  return choice;
-}
-
 // Keys of a column of 8-bit V in the workspace. Packed sequences start at the tiles of
 // math::varlen_tile_start().
 int64_t v_columns(const Problem& problem) {
@@ -206,27 +176,20 @@ PlanResult plan(const Problem& problem, const Device& device) {
         "for sums that lose less suffice up to there" +
         core::USE_TORCH);
   }
-  if (is_fp8(problem.dtype) && problem.num_splits > 1) {
-    why_not.push_back("num_splits " + std::to_string(problem.num_splits) + " with " +
-                      dtype_name(problem.dtype) +
-                      ": hopper splits the keys of 16-bit inputs only; leave num_splits out or "
-                      "pass 1" +
-                      core::USE_TORCH);
-  }
+  if (is_fp8(problem.dtype))
+    core::refuse_splits(problem, "hopper", dtype_name(problem.dtype), why_not);
   if (!why_not.empty()) return why_not;
-  const auto choice = choose(problem, device);
+  const auto choice = core::choose_with_splits("hopper", tiles_for(problem), problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
-  const auto& [tile, splits] = std::get<Choice>(choice);
+  const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<Tile>>(choice);
   const int64_t tiles = core::tiles_of(problem, tile) * splits;
-  const int64_t largest = std::max(tiles, splits > 1 ? core::combine_ctas(problem) : 0);
-  if (largest > core::GRID_LIMIT) return core::grid_too_large(largest);
 
   Params params;
   core::init_params(problem, params);
   params.attention.order.heads_per_group = heads_per_group(problem, device, tile);
   params.tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
-  params.packed_heads = math::pack_heads(FEW_ROWS, tile.packed_heads);
+  if (tile.can_split) params.packed_heads = core::packed_heads(tile);
   if (is_fp8(problem.dtype)) params.v_columns = static_cast<int32_t>(v_columns(problem));
   // One CTA per SM that goes on to the next tile loads its Q and keys while the last one is
   // computed and written. Where several share an SM they do that for one another.
@@ -234,7 +197,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   const int64_t ctas = stays ? std::min<int64_t>(tiles, device.sm_count) : tiles;
   LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params);
   if (splits > 1) {
-    core::split_keys(plan, problem, splits, offsetof(Params, partials),
+    core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));
   }
   core::Workspace workspace;

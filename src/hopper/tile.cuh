@@ -1,5 +1,5 @@
 // The moving parts of the hopper kernel: the barriers, the positions in the rings, the messages
-// about tiles, the products, the softmax of a block, and partial results.
+// about tiles, the products and the softmax of a block.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,6 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
-#include "common/math/packed_heads.cuh"
-#include "common/math/visible_keys.cuh"
-#include "common/partials.h"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -162,27 +159,6 @@ __device__ __forceinline__ void start_pv(math::Outputs<C>& o_rmem, const Probabi
 
 // --- softmax ---
 
-// Sets the scores of invisible keys to -inf, as math::mask_scores does. rows: this lane's two rows;
-// first_key: its first key.
-template <class C>
-__device__ __forceinline__ void mask_scores(math::Scores<C>& s_rmem,
-                                            const math::VisibleKeys& visible, const int (&rows)[2],
-                                            int first_key) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int first = visible.first(rows[r]) - first_key;
-    const int last = visible.last(rows[r]) - first_key;
-#pragma unroll
-    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int key = 8 * n + i;
-        if (key < first || key > last) s_rmem[0][n][2 * r + i] = math::MINUS_INFINITY;
-      }
-    }
-  }
-}
-
 template <class C>
 using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
@@ -298,91 +274,6 @@ __device__ __forceinline__ void pack(const math::Scores<C>& s_rmem, Probabilitie
         p_rmem[0][n / 4][n % 4 + r] = low | high << 16;
       } else {
         p_rmem[0][n / 2][n % 2 * 2 + r] = ptx::cvt_rn_x2_f32<C::DTYPE>(s[0], s[1]);
-      }
-    }
-  }
-}
-
-// --- rows of few query rows: shares of the keys, packed heads ---
-
-// Where row `row_of_tile` of a tile lies.
-struct FewRow {
-  int batch, head;
-  int row;         // of its sequence
-  int64_t packed;  // of its tensor
-  bool wanted;     // it belongs to a head and a sequence
-
-  __device__ __forceinline__ FewRow(const AttentionParams& params,
-                                    const math::PackedHeads& packed_heads, const Tile& tile,
-                                    int row_of_tile)
-      : batch(tile.batch_head / params.heads_q),
-        row(tile.first_row + packed_heads.row(row_of_tile)) {
-    const int head_of_tile = packed_heads.head(row_of_tile);
-    wanted = head_of_tile < packed_heads.count && row < tile.nq;
-    head = tile.batch_head % params.heads_q + (wanted ? head_of_tile : 0);
-    packed = math::sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + row;
-  }
-  __device__ __forceinline__ int64_t lse_index(const AttentionParams& params) const {
-    return batch * params.lse_batch + head * params.lse_head + packed;
-  }
-};
-
-// Writes a warp's rows and their ends for the combining kernel.
-template <class C>
-__device__ __forceinline__ void store_partials(const math::Outputs<C>& o_rmem,
-                                               const math::RowState<C>& state,
-                                               const AttentionParams& params,
-                                               const Partials& partials,
-                                               const math::PackedHeads& packed_heads,
-                                               const Tile& tile, int warp_row) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float sum = state.sum[0][r];
-    sum += __shfl_xor_sync(math::FULL_WARP, sum, 1);
-    sum += __shfl_xor_sync(math::FULL_WARP, sum, 2);
-    const FewRow row(params, packed_heads, tile, warp_row + lane / 4 + 8 * r);
-    if (!row.wanted) continue;
-    const int64_t index = partials.index(tile.split, row.lse_index(params));
-    if (lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
-    float* row_gmem = partials.rows_gmem + index * params.dv;
-#pragma unroll
-    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
-      const int column = 8 * n + lane % 4 * 2;
-      if (column < params.dv) {
-        *reinterpret_cast<float2*>(row_gmem + column) = {o_rmem[0][n][2 * r],
-                                                         o_rmem[0][n][2 * r + 1]};
-      }
-    }
-  }
-}
-
-// Divides a warp's outputs by the row sums and writes them, and the LSE where it is asked for, for
-// rows of packed heads.
-template <class C>
-__device__ __forceinline__ void store_packed_out(const math::Outputs<C>& o_rmem,
-                                                 const math::RowState<C>& state,
-                                                 const AttentionParams& params,
-                                                 const math::PackedHeads& packed_heads,
-                                                 const Tile& tile, int warp_row) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const FewRow row(params, packed_heads, tile, warp_row + lane / 4 + 8 * r);
-    const math::RowEnd end =
-        math::finish_lane_row<C>(state, 0, r, math::load_sink(params, row.head));
-    if (!row.wanted) continue;
-    if (params.lse_gmem != nullptr && lane % 4 == 0)
-      params.lse_gmem[row.lse_index(params)] = end.lse;
-    uint16_t* row_gmem = static_cast<uint16_t*>(params.out_gmem) + row.batch * params.out_batch +
-                         row.head * params.out_head + row.packed * params.out_row;
-#pragma unroll
-    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
-      const int column = 8 * n + lane % 4 * 2;
-      const float* o = &o_rmem[0][n][2 * r];
-      if (column < params.dv) {
-        *reinterpret_cast<uint32_t*>(row_gmem + column) =
-            ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
       }
     }
   }

@@ -247,6 +247,8 @@ void check_problem(const Problem& p, const std::string& prefix) {
   check.range(UNKNOWN, longest,
               {{"max_seqlen_q", p.max_seqlen_q}, {"max_seqlen_k", p.max_seqlen_k}});
   check.range(0, LIMIT, {{"num_splits", p.num_splits}});
+  check.require(!(p.batch_invariant && p.num_splits > 0), "num_splits", text_of(p.num_splits),
+                "0, as batch_invariant is 1");
   for (const auto& [field, side] :
        Named<int64_t>{{"window_left", p.window_left}, {"window_right", p.window_right}}) {
     if (side != UNBOUNDED) check.range(0, LIMIT, {{field, side}});

@@ -327,6 +327,11 @@ void read_approximate(const Arguments& a, Problem& p) {
 
 void read_num_splits(const Arguments& a, Problem& p) {
   if (a.num_splits.is_none()) return;
+  if (p.batch_invariant) {
+    wrong_value(
+        "num_splits is given with batch_invariant=True, which splits keys by their "
+        "position: leave num_splits at None");
+  }
   p.num_splits = integer(a.num_splits, "num_splits");
   if (p.num_splits < 1) {
     wrong_value("num_splits is ", p.num_splits,

@@ -22,13 +22,52 @@ class FewRows:
     Attributes:
         rows: of a tile.
         kernels: the end of each one's name, its head dimensions (d, dv) and the keys of a block.
+        only_if_it_pays: those that serve a call only if its keys are split or its heads packed;
+            other calls of few rows go to the kernels for many rows.
+        by_tensor_map: whether Q comes by a tensor map, which cannot repeat a head.
     """
 
     rows: int
     kernels: dict[str, tuple[tuple[int, int], int]]
+    only_if_it_pays: tuple[str, ...] = ()
+    by_tensor_map: bool = True
 
 
 FEW_ROWS = {
+    "ada": FewRows(
+        64,
+        {
+            "d64_few": ((64, 64), 64),
+            "d96_few": ((96, 96), 64),
+            "d128": ((128, 128), 64),
+            "d192_few": ((192, 128), 32),
+            "d256_few": ((256, 256), 32),
+        },
+        only_if_it_pays=("d96_few", "d192_few", "d256_few"),
+        by_tensor_map=False,
+    ),
+    "ampere": FewRows(
+        64,
+        {
+            "d64_few": ((64, 64), 128),
+            "d96_few": ((96, 96), 64),
+            "d128_few": ((128, 128), 64),
+            "d192_few": ((192, 128), 32),
+            "d256_few": ((256, 256), 32),
+        },
+        only_if_it_pays=("d96_few", "d192_few", "d256_few"),
+        by_tensor_map=False,
+    ),
+    "blackwell_consumer": FewRows(
+        64,
+        {
+            "d64_few": ((64, 64), 128),
+            "d96_few": ((96, 96), 64),
+            "d128_few": ((128, 128), 64),
+            "d192_few": ((192, 128), 32),
+            "d256_few": ((256, 256), 32),
+        },
+    ),
     "blackwell_dc": FewRows(
         128,
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from plan_cases import (
     HEAD_DIMS,
     call,
@@ -19,7 +20,7 @@ from plan_cases import (
 from tests.many_cases import one_test_for_each
 
 from archflash import _archflash as native
-from archflash._api import find_device
+from archflash._api import find_device, make_problem
 
 KB = 1024
 RESERVED_SHARED_BYTES = 1024  # CUDA: taken from the SM by each CTA, from 8.0 on
@@ -196,13 +197,58 @@ def test_128_keys_at_a_time_are_for_more_than_64_keys(device: str) -> None:
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     built = kernels_built(f"ampere/fwd_{DTYPES[dtype]}")
     chosen = {
-        kernel(ampere(problem, device))
+        name
         for device in DEVICES
         for dims in HEAD_DIMS
-        for problem in (large_call(dtype, dims), call(dtype, nq=1, d=dims[0], dv=dims[1]))
+        for problem in (
+            large_call(dtype, dims),
+            call(dtype, nq=1, d=dims[0], dv=dims[1]),
+            call(dtype, nq=1, nk=8192, d=dims[0], dv=dims[1]),
+        )
+        for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 14
+    assert len(built) == 18
+
+
+# --- few query rows ---
+
+
+@pytest.mark.parametrize(("batch", "splits"), [(32, 2), (1, 26)])
+def test_decoding_packs_heads_and_fills_the_gpu(batch: int, splits: int) -> None:
+    problem = call("float16", b=batch, hq=32, hkv=8, nq=1, nk=13_312, d=128, causal=True)
+    plan = ampere(problem, "A100")
+    tile = tile_of(plan)
+    # Four heads of one row are four rows of one warp.
+    assert (tile.name, tile.packed_heads, tile.block_q) == ("d128_few", 4, 1)
+    assert tile.splits == splits
+    assert plan.to_dict()["launches"][0]["grid"] == [8 * batch * splits, 1, 1]
+
+
+@every_head_dim
+@every_device
+def test_packed_heads_are_taken_where_they_save_a_quarter_of_the_tiles(
+    device: str, dims: tuple[int, int]
+) -> None:
+    def tile(rows: int, group: int = 4) -> native.TileChoice:
+        d, dv = dims
+        problem = call("float16", b=64, hq=8 * group, hkv=8, nq=rows, nk=512, d=d, dv=dv)
+        return tile_of(ampere(problem, device))
+
+    assert (tile(1).name, tile(1).packed_heads) == (f"d{dims[0]}_few", 4)
+    assert (tile(3).block_q, tile(16).block_q, tile(17).block_q) == (4, 16, 16)
+    assert tile(48).packed_heads == 4
+    assert tile(49).packed_heads == 1
+    assert tile(1, group=1).packed_heads == 1
+
+
+def test_packed_sequences_have_whole_tiles_for_their_heads() -> None:
+    q = torch.empty(64, 8, 64, dtype=torch.float16, device="meta")
+    k = torch.empty(9000, 2, 64, dtype=torch.float16, device="meta")
+    ends = torch.empty(65, dtype=torch.int32, device="meta")
+    problem = make_problem(q, k, k, cu_seqlens_q=ends, cu_seqlens_k=ends, num_splits=1)
+    tile = tile_of(ampere(problem.as_if_on_cuda(), "A100"))
+    assert (tile.packed_heads, tile.block_q) == (4, 16)
 
 
 def test_too_little_shared_memory_is_a_reason_and_only_where_no_kernel_fits() -> None:

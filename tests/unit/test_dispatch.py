@@ -327,9 +327,11 @@ def test_few_queries_leave_the_keys_to_pytorch_where_it_has_a_fused_kernel(
     assert not decision.fallback
     assert decision.reasons["ampere"] == ["PyTorch's cuDNN kernel was measured to be faster"]
     assert archflash.explain(q, k, k, device="H200", softcap=5.0).chosen == "ampere"
-    elsewhere = archflash.explain(q, k, k, device="A100")
-    assert elsewhere.chosen == "torch"
-    assert "does not split the keys" in elsewhere.reasons["ampere"][0]
+    for device, own in (("A100", "ampere"), ("RTX 4090", "ada"), ("RTX 5090", CONSUMER)):
+        elsewhere = archflash.explain(q, k, k, device=device)
+        assert elsewhere.chosen == own
+        assert "shares of the keys of each tile" in str(elsewhere)
+        assert elsewhere.reasons["torch"] == [f"{own} is expected to be faster"]
     more = torch.empty(1, 8, 17, 128, dtype=dtype, device="meta")
     assert archflash.explain(more, k, k, device="A100").chosen == "ampere"
 
@@ -344,7 +346,7 @@ def test_few_queries_go_to_the_kernel_that_splits_the_keys(dtype: torch.dtype, d
     assert "  chosen  blackwell_dc" in str(decision)
     assert "splits: 16 shares of the keys of each tile" in str(decision)
     assert "workspace: " in str(decision)
-    assert list(decision.reasons)[:2] == [HOPPER, "torch"]  # those that split keys come first
+    assert list(decision.reasons)[-2:] == ["torch", "simt"]  # those that split keys come first
     # hopper splits them too, and serves an H200 only when it is forced.
     h200 = archflash.explain(q, k, k, device="H200")
     assert h200.chosen == "torch"
@@ -357,21 +359,71 @@ def test_num_splits_is_a_reason_where_a_kernel_does_not_split() -> None:
     q = torch.empty(1, 8, 1, 128, dtype=torch.float16, device="meta")
     k = torch.empty(1, 8, 8192, 128, dtype=torch.float16, device="meta")
     decision = archflash.explain(q, k, k, device="H200", num_splits=3)
-    assert decision.chosen == "torch"
-    assert decision.fallback
-    assert decision.reasons["ampere"] == [
-        "num_splits 3: ampere does not split the keys; leave num_splits out or pass 1 or use "
+    assert decision.chosen == "ampere"
+    assert decision.reasons["simt"] == [
+        "num_splits 3: simt does not split the keys; leave num_splits out or pass 1 or use "
         "implementation='torch'"
     ]
     assert "num_splits=3" in str(decision).splitlines()[0]
-    for name in ("ampere", "ada", "simt", CONSUMER):
-        with pytest.raises(archflash.ForcedImplementationError, match=f"num_splits 3: {name}"):
-            archflash.explain(q, k, k, device="H200", num_splits=3, implementation=name)
+    for name in ("ampere", "ada", "hopper", CONSUMER):
+        forced = archflash.explain(q, k, k, device="H200", num_splits=3, implementation=name)
+        assert forced.plan is not None
+        assert forced.plan.tile is not None
+        assert forced.plan.tile.splits == 3
+    fp8 = (x.to(torch.float8_e4m3fn) for x in (q, k, k))
+    with pytest.raises(
+        archflash.ForcedImplementationError,
+        match="num_splits 3 with float8_e4m3fn: ada splits the keys of 16-bit inputs only",
+    ):
+        archflash.explain(*fp8, device="H200", num_splits=3, implementation="ada")
     # With num_splits=1 PyTorch, which may split the keys, does not come first.
     assert archflash.explain(q, k, k, device="H200", num_splits=1).chosen == "ampere"
     asked = archflash.explain(q, k, k, device="B200", num_splits=3)
     assert asked.chosen == DC
     assert "splits: 3 shares of the keys of each tile, as asked for" in str(asked)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("A100", "ampere"), ("RTX 4090", "ada"), ("H200", "ampere"), ("RTX 5090", CONSUMER)],
+)
+def test_batch_invariant_calls_of_all_sizes_go_to_one_kernel(device: str, name: str) -> None:
+    kernels = set()
+    for batch, nq, nk in ((1, 1, 100), (64, 1, 8192), (2, 2048, 2048), (1, 16, 70_000)):
+        q = torch.empty(batch, 8, nq, 128, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(batch, 2, nk, 128, dtype=torch.bfloat16, device="meta")
+        decision = archflash.explain(q, k, k, device=device, batch_invariant=True, causal=True)
+        assert decision.chosen == name
+        assert "one for every 1024 keys of a sequence, by position" in str(decision)
+        assert decision.plan is not None
+        kernels.add(decision.plan.kernels[0])
+    assert len(kernels) == 1
+
+
+def test_batch_invariant_calls_that_no_kernel_serves_are_errors() -> None:
+    q = torch.empty(1, 8, 16_384, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 8, 131_072, 128, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(archflash.UnsupportedError, match="would need 17 GB for partial results"):
+        archflash.explain(*(x.expand(2, -1, -1, -1) for x in (q, k, k)), device="A100",
+                          batch_invariant=True)  # fmt: skip
+    for dtype, words in (
+        (torch.float32, "simt does not serve this option"),
+        (torch.float8_e4m3fn, "16-bit inputs"),
+    ):
+        with pytest.raises(archflash.UnsupportedError, match=words):
+            archflash.explain(*(x.to(dtype) for x in (q, q, q)), device="RTX 4090",
+                              batch_invariant=True)  # fmt: skip
+    cpu = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
+    with pytest.raises(archflash.UnsupportedError, match="move them to a CUDA device"):
+        archflash.attention(cpu, cpu, cpu, batch_invariant=True)
+    with pytest.raises(archflash.ForcedImplementationError, match="torch is forced, but batch_inv"):
+        archflash.attention(cpu, cpu, cpu, batch_invariant=True, implementation="torch")
+    with pytest.raises(archflash.UnsupportedError, match="gradients are needed"):
+        torch.func.vmap(
+            lambda x: archflash.attention(x, x, x, batch_invariant=True, implementation=None)
+        )(cpu[None])
+    with pytest.raises(ValueError, match="num_splits is given with batch_invariant=True"):
+        archflash.attention(cpu, cpu, cpu, batch_invariant=True, num_splits=2)
 
 
 def test_plain_float16_goes_to_pytorchs_fused_kernel_on_7_5() -> None:

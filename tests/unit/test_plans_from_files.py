@@ -106,7 +106,6 @@ TAMPERED: list[tuple[str, Any, str]] = [
     # who plans what for which device
     ("version", "9.9.9", "field 'version' is '9.9.9': this is archflash "),
     ("version", ..., "field 'version' is missing"),
-    ("implementation", "ampere", "field 'implementation' is 'ampere', which cannot serve this"),
     ("implementation", "simt", "field 'implementation' is 'simt', which cannot serve this problem"),
     ("implementation", "torch", "field 'implementation' is 'torch': it must be the name of a"),
     ("implementation", None, "field 'implementation' is None: it must be a text"),

@@ -1,5 +1,6 @@
 // The kernels for fp16 inputs. config.cuh has their tiles.
 #include "ampere/config.cuh"
+#include "common/math/combine_splits.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 
 using namespace archflash;
@@ -10,12 +11,16 @@ ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d64_medium, D64Medium<DType:
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d64_few, D64Few<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d96_large, D96Large<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d96_medium, D96Medium<DType::F16>)
+ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d96_few, D96Few<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d128_large, D128Large<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d128_medium, D128Medium<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d128_small, D128Small<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d128_few, D128Few<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d192_large, D192Large<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d192_medium, D192Medium<DType::F16>)
+ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d192_few, D192Few<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d256_large, D256Large<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d256_medium, D256Medium<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d256_small, D256Small<DType::F16>)
+ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d256_few, D256Few<DType::F16>)
+ARCHFLASH_COMBINE_KERNEL(ampere_combine_f16, DType::F16)

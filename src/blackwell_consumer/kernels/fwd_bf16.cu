@@ -1,5 +1,6 @@
 // bf16 inputs. Tiles: config.cuh.
 #include "blackwell_consumer/attention_fwd.cuh"
+#include "common/math/combine_splits.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_consumer;
@@ -32,3 +33,4 @@ ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d256_l
                                     D256Large<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d256_few,
                                     D256Few<DType::BF16>)
+ARCHFLASH_COMBINE_KERNEL(blackwell_consumer_combine_bf16, DType::BF16)

@@ -1,6 +1,8 @@
 // The online softmax of a warp whose scores and outputs are fragments of mma.sync: masks, running
 // bases, P in 16 bits, and the output rows written at the end. C is a kernel's Config, of which
-// this uses DTYPE, M_TILES (row tiles of 16), WARP_ROWS, STEP_KEYS (keys at a time) and HEAD_DIM_V.
+// this uses DTYPE, M_TILES (row tiles of 16), WARP_ROWS, STEP_KEYS (keys at a time), HEAD_DIM_V and
+// ROWS_ALONE. With ROWS_ALONE the bits of a row depend on that row and the keys that it sees alone;
+// else the rows of a warp raise their bases together.
 #pragma once
 
 #include <cstdint>
@@ -96,36 +98,58 @@ __device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, float tanh_s
   }
 }
 
-// Sets the scores of invisible keys to -inf. Selecting (not adding) makes the old value irrelevant,
-// even if it was NaN. first_row and first_key are those of this lane.
+// Sets the scores of keys that a row does not see to -inf. Selecting (not adding) makes the old
+// value irrelevant, even if it was NaN. m and r name the row as in RowState; first_key is this
+// lane's first key.
+template <class C>
+__device__ __forceinline__ void mask_row(Scores<C>& s_rmem, const VisibleKeys& visible, int m,
+                                         int r, int row, int first_key) {
+  const int first = visible.first(row) - first_key;
+  const int last = visible.last(row) - first_key;
+#pragma unroll
+  for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = 8 * n + i;
+      if (key < first || key > last) s_rmem[m][n][2 * r + i] = MINUS_INFINITY;
+    }
+  }
+}
+
+// Masks a warp's scores. first_row and first_key are those of this lane.
 template <class C>
 __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, const VisibleKeys& visible,
                                             int first_row, int first_key) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_row + 16 * m + 8 * r;
-      const int first = visible.first(row) - first_key;
-      const int last = visible.last(row) - first_key;
-#pragma unroll
-      for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int key = 8 * n + i;
-          if (key < first || key > last) s_rmem[m][n][2 * r + i] = MINUS_INFINITY;
-        }
-      }
-    }
+    for (int r = 0; r < 2; ++r)
+      mask_row<C>(s_rmem, visible, m, r, first_row + 16 * m + 8 * r, first_key);
   }
 }
 
+// The same where a warp's rows do not follow one another: `rows` are this lane's two.
+template <class C>
+__device__ __forceinline__ void mask_rows(Scores<C>& s_rmem, const VisibleKeys& visible,
+                                          const int (&rows)[2], int first_key) {
+  static_assert(C::M_TILES == 1);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) mask_row<C>(s_rmem, visible, 0, r, rows[r], first_key);
+}
+
+// Whether scores are rounded as their row's base is.
+template <class Weights>
+__device__ __forceinline__ bool is_large(float base) {
+  return fabsf(base) > Weights::LARGE_BASE - Weights::P_LOG2 && base != LOWEST;
+}
+
 // Raises the bases of a warp's rows to their maxima (less P_LOG2) and rescales sums and outputs.
-// lane_max: for each row, the largest score among this lane's keys.
-template <class C, class Weights, class Flag>
+// lane_max: for each row, the largest score among this lane's keys. raises(m, r): whether the base
+// of that row is raised, the same in the four lanes of the row.
+template <class C, class Weights, class Flag, class Raises>
 __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][2],
                                             RowState<C, Flag>& state, Outputs<C>& o_rmem,
-                                            float exp2_scale) {
+                                            float exp2_scale, const Raises& raises) {
   bool large = false;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
@@ -138,6 +162,7 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
       float base = __fmul_rn(row_max, exp2_scale);
       if (Weights::P_LOG2 != 0.0f && fabsf(base) <= Weights::LARGE_BASE) base -= Weights::P_LOG2;
       base = fmaxf(state.base[m][r], base);
+      if (!raises(m, r)) base = state.base[m][r];
       const float correction = ptx::ex2_approx_ftz(state.base[m][r] - base);
       state.base[m][r] = base;
       state.sum[m][r] *= correction;
@@ -146,7 +171,7 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
         o_rmem[m][n][2 * r] *= correction;
         o_rmem[m][n][2 * r + 1] *= correction;
       }
-      large |= fabsf(base) > Weights::LARGE_BASE - Weights::P_LOG2 && base != LOWEST;
+      large |= is_large<Weights>(base);
     }
   }
   state.large = __any_sync(FULL_WARP, large);
@@ -229,7 +254,20 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
     raises = any_exceeds<C>(lane_max, exp2_scale, 0.0f, state.base);
     if (raises) raises = any_exceeds<C>(lane_max, exp2_scale, 0.0f, RaiseLimits<C>(state).rmem);
   }
-  if (raises) raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale);
+  if constexpr (C::ROWS_ALONE) {
+    static_assert(Weights::RAISE_FRACTION != 0.0f && Weights::ZERO == 0.0f, "not written");
+    if (raises) {
+      const RaiseLimits<C> own(state);
+      raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale, [&](int m, int r) {
+        const bool exceeds = fmaf(lane_max[m][r], exp2_scale, 0.0f) > own.rmem[m][r];
+        constexpr unsigned LANES_OF_ROW = 0xF;
+        const unsigned lane = threadIdx.x % 32;
+        return (__ballot_sync(FULL_WARP, exceeds) >> (lane & ~3u) & LANES_OF_ROW) != 0;
+      });
+    }
+  } else if (raises) {
+    raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale, [](int, int) { return true; });
+  }
 
   // base is a rounded product of a score and the scale. If it is large, scores are rounded the same
   // way before base is subtracted, so that the largest score of a row gives exactly P = 1.
@@ -242,13 +280,14 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
       for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+          if (C::ROWS_ALONE && !is_large<Weights>(state.base[m][i / 2])) continue;
           float score = s_rmem[m][n][i];
           if constexpr (Weights::ZERO != 0.0f) score -= Weights::ZERO;
           s_rmem[m][n][i] = __fmul_rn(score, exp2_scale);
         }
       }
     }
-    exp2_scale = 1.0f;
+    if (!C::ROWS_ALONE) exp2_scale = 1.0f;  // else weigh_key_tile asks each row
   }
   return exp2_scale;
 }
@@ -261,10 +300,12 @@ __device__ __forceinline__ void weigh_key_tile(const Scores<C>& s_rmem, uint32_t
                                                float exp2_scale) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    const bool scaled = C::ROWS_ALONE && is_large<Weights16>(state.base[m][r]);
+    const float scale = scaled ? 1.0f : exp2_scale;
     float p[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      p[i] = ptx::ex2_approx_ftz(fmaf(s_rmem[m][n][2 * r + i], exp2_scale, -state.base[m][r]));
+      p[i] = ptx::ex2_approx_ftz(fmaf(s_rmem[m][n][2 * r + i], scale, -state.base[m][r]));
       state.sum[m][r] += p[i];
     }
     p_rmem[n % 2 * 2 + r] = ptx::cvt_rn_x2_f32<C::DTYPE>(p[0], p[1]);

@@ -6,6 +6,7 @@
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/visible_keys.cuh"
+#include "common/partials.h"
 
 namespace archflash::math {
 
@@ -74,6 +75,17 @@ __device__ __forceinline__ Blocks split_blocks(const Blocks& blocks, int split, 
   const int each = count / splits, more = count % splits;
   const int first = blocks.first + (split * each + min(split, more)) * BLOCK_K;
   return {first, first + (each - (split < more ? 0 : 1)) * BLOCK_K};
+}
+
+// The key blocks of share `split`: an equal part of what the tile sees, or what it sees of the keys
+// at the share's place. The last place reaches to the end of the keys.
+template <int BLOCK_K>
+__device__ __forceinline__ Blocks blocks_of_share(const Blocks& blocks, const Partials& partials,
+                                                  int split) {
+  if (partials.share_keys == 0) return split_blocks<BLOCK_K>(blocks, split, partials.splits);
+  const int first = split * partials.share_keys;
+  const int last = split + 1 < partials.splits ? first + partials.share_keys - BLOCK_K : INT32_MAX;
+  return {max(blocks.first, first), min(blocks.last, last)};
 }
 
 }  // namespace archflash::math

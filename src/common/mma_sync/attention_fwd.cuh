@@ -15,28 +15,54 @@
 
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
+#include "common/math/few_rows.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
+#include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
 
 namespace archflash::mma_sync {
 
+// Finds the tile of this CTA, and writes the rows of no sequence, unless the combining kernel does.
 template <class C>
-__device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
+__device__ __forceinline__ math::Work find_work(const ParamsOf<C>& params) {
+  if constexpr (C::CAN_SPLIT) {
+    const AttentionParams& attention = params.attention;
+    const math::PackedHeads& packed = params.packed_heads;
+    const int splits = params.partials.splits, index = blockIdx.x;
+    for (int head = 0; !params.partials.wanted() && head < packed.count; ++head) {
+      math::write_rows_of_no_sequence(attention, index, threadIdx.x, C::THREADS, packed.rows(),
+                                      packed.count, head);
+    }
+    return math::find_work(attention, index / splits, packed.rows(), packed.count);
+  } else {
+    math::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, threadIdx.x, C::THREADS);
+    return math::find_work<C::BLOCK_Q>(params, blockIdx.x);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  static_assert(sizeof(CtaContext) <= C::CONTEXT_BYTES);
-  CtaContext& cta = *reinterpret_cast<CtaContext*>(shared + C::CONTEXT_SMEM);
+  const AttentionParams& params = attention_of<C>(all_params);
+  using Context = ContextOf<C>;
+  static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
+  Context& cta = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
   {
-    math::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, threadIdx.x, C::THREADS);
-    const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);
+    const math::Work work = find_work<C>(all_params);
     if (work.first_row < 0) return;
-    if (threadIdx.x == 0) cta = make_cta_context(params, work);
+    if (threadIdx.x == 0) {
+      static_cast<CtaContext&>(cta) = make_cta_context(params, work);
+      if constexpr (C::CAN_SPLIT) cta.packed_heads = all_params.packed_heads;
+    }
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  const KeyBlocks<C> blocks(params, cta, shared_smem);
+  KeyBlocks<C> blocks(params, cta, shared_smem);
+  if constexpr (C::CAN_SPLIT)
+    blocks.take_share(all_params.partials, blockIdx.x % all_params.partials.splits);
   blocks.start(shared);
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
@@ -59,9 +85,22 @@ __device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
         multiply_pv<C>(o_rmem, p_rmem, v_smem);
       });
 
+  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+  if constexpr (C::CAN_SPLIT) {
+    const Partials& partials = all_params.partials;
+    const math::PackedHeads& packed = all_params.packed_heads;
+    if (partials.wanted()) {
+      math::store_partials<C>(o_rmem, state, params, partials, packed, cta.work,
+                              blockIdx.x % partials.splits, warp_row);
+      return;
+    }
+    if (packed.count > 1) {
+      math::store_packed_out<C>(o_rmem, state, params, packed, cta.work, warp_row);
+      return;
+    }
+  }
   // A warp stages its output rows in its own rows of Q, which no other warp reads.
   static_assert(C::VTile::ROW_BYTES <= C::QKTile::ROW_BYTES);
-  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   math::store_out<C, typename C::VTile>(o_rmem, state, params, cta.work, warp_row,
                                         shared + C::Q_SMEM + warp_row * C::QKTile::ROW_BYTES);
 }
@@ -72,6 +111,6 @@ __device__ __forceinline__ void attention_fwd(const AttentionParams& params) {
 // parameter from constant memory without a copy.
 #define ARCHFLASH_ATTENTION_KERNEL(NAME, CONFIG)                                     \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::AttentionParams params) {              \
+      NAME(const __grid_constant__ archflash::mma_sync::ParamsOf<CONFIG> params) {   \
     archflash::mma_sync::attention_fwd<CONFIG>(params);                              \
   }

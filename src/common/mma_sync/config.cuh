@@ -22,7 +22,7 @@ struct Inputs16 {
 // STEP_KEYS keys at a time from scores to output. d may be at most HEAD_DIM, dv HEAD_DIM_V.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
           int STEP_KEYS_, int STAGES_, bool Q_IN_REGISTERS_, int CTAS_PER_SM_,
-          class Inputs = Inputs16>
+          class Inputs = Inputs16, bool CAN_SPLIT_ = false>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int QK_PACK = Inputs::QK_PACK;
@@ -42,6 +42,10 @@ struct Config {
   // Whether a warp reads its fragments of Q once, or from shared memory again in every step.
   static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
+  // For few query rows: the keys of a tile may be split over several CTAs, and heads that share a
+  // head of K may be packed into a tile.
+  static constexpr bool CAN_SPLIT = CAN_SPLIT_;
+  static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
 
   // Layouts in shared memory. Their columns are units of 16 bits.
   using QKTile = math::SwizzledTile<HEAD_DIM / QK_PACK>;
@@ -60,6 +64,8 @@ struct Config {
   static constexpr int CONTEXT_BYTES = Inputs::CONTEXT_BYTES;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
 
+  static_assert(!CAN_SPLIT || (M_TILES == 1 && (BLOCK_Q & (BLOCK_Q - 1)) == 0),
+                "math/few_rows.cuh: 16 rows for each warp; packed heads share a power of two");
   static_assert(STAGES == 1 || STAGES == 2, "the main loop knows one or two buffers");
   static_assert(STAGES == 2 || STEP_KEYS == BLOCK_K,
                 "with one buffer V is awaited once, after all scores of the block");
@@ -69,5 +75,11 @@ struct Config {
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0, 10.0)");
 };
+
+// A Config for few query rows.
+template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, bool Q_IN_REGISTERS,
+          int CTAS_PER_SM>
+using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, BLOCK_K, STAGES,
+                             Q_IN_REGISTERS, CTAS_PER_SM, Inputs16, true>;
 
 }  // namespace archflash::mma_sync

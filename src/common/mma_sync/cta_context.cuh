@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
+#include "common/math/packed_heads.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -21,6 +23,20 @@ struct CtaContext {
   math::VisibleKeys visible;  // the keys that each row sees
 };
 
+// Of a kernel for few query rows.
+struct FewRowsContext : CtaContext {
+  math::PackedHeads packed_heads;
+};
+template <class C>
+using ContextOf = std::conditional_t<C::CAN_SPLIT, FewRowsContext, CtaContext>;
+
+// Query rows of each head that the CTA's tile has.
+template <class C>
+__device__ __forceinline__ int rows_of_tile(const ContextOf<C>& cta) {
+  if constexpr (C::CAN_SPLIT) return cta.packed_heads.rows();
+  return C::BLOCK_Q;
+}
+
 // One thread calls this and writes the result to shared memory for all.
 __device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& params,
                                                        const math::Work& work) {
@@ -30,14 +46,22 @@ __device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& pa
           math::find_visible_keys(params, work)};
 }
 
-// The query rows of this thread's warp.
+// The query rows of this thread's warp, of one head or of each of its packed heads.
 template <class C>
 struct WarpRows {
   int first, last;  // last < first: the warp has no rows
 
-  __device__ __forceinline__ explicit WarpRows(const CtaContext& cta) {
-    first = cta.work.first_row + ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
-    last = min(first + C::WARP_ROWS, cta.work.nq) - 1;
+  __device__ __forceinline__ explicit WarpRows(const ContextOf<C>& cta) {
+    if constexpr (C::CAN_SPLIT) {
+      const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
+      const math::PackedHeads& packed = cta.packed_heads;
+      first = cta.work.first_row + packed.row(warp_row);
+      const int rows = packed.head(warp_row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
+      last = min(first + rows, cta.work.nq) - 1;
+    } else {
+      first = cta.work.first_row + ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
+      last = min(first + C::WARP_ROWS, cta.work.nq) - 1;
+    }
   }
   // Whether the warp has rows and one of them sees one of the STEP_KEYS keys from key_first on.
   __device__ __forceinline__ bool any_sees(const math::VisibleKeys& visible, int key_first) const {

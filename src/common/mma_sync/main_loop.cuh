@@ -8,9 +8,12 @@
 #include <cstdint>
 
 #include "common/attention_params.h"
+#include "common/math/attention_work.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/math/tile_walk.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/tile.cuh"
+#include "common/partials.h"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
@@ -18,12 +21,40 @@ namespace archflash::mma_sync {
 
 // Masks a warp's scores for STEP_KEYS keys from key_first on, if some row does not see them all.
 template <class C>
-__device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const CtaContext& cta,
+__device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const ContextOf<C>& cta,
                                            int key_first) {
   const WarpRows<C> rows(cta);
   if (rows.all_see(cta.visible, key_first)) return;
   const int lane = ptx::mov_tid_x_volatile() % 32;
-  math::mask_scores<C>(s_rmem, cta.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
+  if constexpr (C::CAN_SPLIT) {
+    const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
+    int lane_rows[2];
+    for (int r = 0; r < 2; ++r)
+      lane_rows[r] = cta.work.first_row + cta.packed_heads.row(warp_row + lane / 4 + 8 * r);
+    math::mask_rows<C>(s_rmem, cta.visible, lane_rows, key_first + lane % 4 * 2);
+  } else {
+    math::mask_scores<C>(s_rmem, cta.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
+  }
+}
+
+// Starts the copy of the CTA's rows of Q. Those that belong to no head or no sequence become zeros.
+template <class C>
+__device__ __forceinline__ void start_q(uint32_t q_smem, const AttentionParams& params,
+                                        const ContextOf<C>& cta) {
+  using Tile = typename C::QKTile;
+  const uint16_t* q_gmem =
+      static_cast<const uint16_t*>(params.q_gmem) + math::find_offsets(params, cta.work).q;
+  const int rows = cta.work.nq - cta.work.first_row;
+  if constexpr (C::CAN_SPLIT) {
+    start_rows_load<C, Tile, C::BLOCK_Q>(q_smem, params.d / C::QK_PACK, q_gmem, [&](int row) {
+      const int head = cta.packed_heads.head(row), row_of_head = cta.packed_heads.row(row);
+      const bool valid = head < cta.packed_heads.count && row_of_head < rows;
+      return valid ? q_gmem + head * params.q_head + row_of_head * params.q_row : nullptr;
+    });
+  } else {
+    start_ragged_load<C, Tile, C::BLOCK_Q>(q_smem, q_gmem, params.q_row, rows,
+                                           params.d / C::QK_PACK);
+  }
 }
 
 // The default for KeyBlocks' start_with_k, which copies nothing.
@@ -40,19 +71,27 @@ struct KeyBlocks {
   using VTile = typename C::VTile;
 
   const AttentionParams& params;
-  const CtaContext& cta;
+  const ContextOf<C>& cta;
   uint32_t shared_smem;
-  // First key of the first and of the last block that any row sees; begin > last if there is none.
+  // First key of the first and of the last block that the CTA visits, because some row sees it;
+  // begin > last if there is none.
   int begin, last;
   StartWithK start_with_k;
 
-  __device__ __forceinline__ KeyBlocks(const AttentionParams& params, const CtaContext& cta,
+  __device__ __forceinline__ KeyBlocks(const AttentionParams& params, const ContextOf<C>& cta,
                                        uint32_t shared_smem,
                                        const StartWithK& start_with_k = StartWithK())
       : params(params), cta(cta), shared_smem(shared_smem), start_with_k(start_with_k) {
-    const int last_row = min(cta.work.first_row + C::BLOCK_Q, cta.work.nq) - 1;
+    const int last_row = min(cta.work.first_row + rows_of_tile<C>(cta), cta.work.nq) - 1;
     begin = cta.visible.first(cta.work.first_row) & -C::BLOCK_K;
     last = cta.visible.last(last_row) & -C::BLOCK_K;
+  }
+
+  // Visits only the blocks of one share of the keys.
+  __device__ __forceinline__ void take_share(const Partials& partials, int split) {
+    const math::Blocks share = math::blocks_of_share<C::BLOCK_K>({begin, last}, partials, split);
+    begin = share.first;
+    last = share.last;
   }
 
   __device__ __forceinline__ void start_k(int key, uint32_t stage_smem) const {
@@ -69,11 +108,7 @@ struct KeyBlocks {
   // writes. `shared` is the CTA's shared memory, whose address is shared_smem.
   __device__ __forceinline__ void start(unsigned char* shared) const {
     if (begin > last) return;
-    const uint16_t* q_gmem =
-        static_cast<const uint16_t*>(params.q_gmem) + math::find_offsets(params, cta.work).q;
-    start_ragged_load<C, QKTile, C::BLOCK_Q>(shared_smem + C::Q_SMEM, q_gmem, params.q_row,
-                                             cta.work.nq - cta.work.first_row,
-                                             params.d / C::QK_PACK);
+    start_q<C>(shared_smem + C::Q_SMEM, params, cta);
     clear_columns<C, QKTile>(shared + C::Q_SMEM, C::BLOCK_Q, params.d / C::QK_PACK);
 #pragma unroll
     for (int stage = 0; stage < C::STAGES; ++stage) {

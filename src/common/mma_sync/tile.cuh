@@ -85,6 +85,30 @@ __device__ __forceinline__ void start_ragged_load(uint32_t tile_smem, const uint
   }
 }
 
+// Starts the copy of a tile whose rows lie anywhere: row_of(row) is the address of a row of the
+// tile, null for one that becomes zeros. valid_gmem is any address that may be read.
+template <class C, class Tile, int ROWS, class RowOf>
+__device__ __forceinline__ void start_rows_load(uint32_t tile_smem, int columns,
+                                                const uint16_t* valid_gmem, const RowOf& row_of) {
+  using Lane = CopyLane<C, Tile>;
+  static_assert(ROWS % Lane::ROWS_PER_STEP == 0, "threads must tile the rows");
+  const Lane lane;
+  const uint32_t target = tile_smem + lane.offset;
+#pragma unroll 1
+  for (int row = 0; row < ROWS; row += Lane::ROWS_PER_STEP) {
+    const uint16_t* row_gmem = row_of(lane.row + row);
+    const bool valid = row_gmem != nullptr;
+    const uint16_t* source = (valid ? row_gmem + lane.column : valid_gmem);
+#pragma unroll
+    for (int group = 0; group < Lane::GROUPS; ++group) {
+      if (lane.column + group * Lane::GROUP_COLUMNS < columns) {
+        ptx::cp_async_cg_16(target + row * Tile::ROW_BYTES + group * Tile::GROUP * 16,
+                            source + (valid ? group * Lane::GROUP_COLUMNS : 0), valid ? 16 : 0);
+      }
+    }
+  }
+}
+
 // Writes zeros to the columns from `columns` on, which no load writes, because the products run
 // over all of HEAD_DIM.
 template <class C, class Tile>

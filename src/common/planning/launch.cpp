@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "common/planning/makespan.h"
+#include "common/planning/split_keys.h"
 #include "common/planning/tensor_maps.h"
 
 namespace archflash::core {
@@ -122,7 +123,11 @@ Notes notes(const LaunchPlan& plan, const Notes& own) {
   if (tile.k_stages > 0) lines.emplace_back("stages", stages_text(tile));
   const size_t before_ctas = lines.size();
   lines.emplace_back("CTAs", ctas_text(plan));
-  if (tile.splits > 1) {
+  if (plan.problem.batch_invariant) {
+    lines.emplace_back("splits", "one for every " + str(FIXED_SHARE_KEYS) +
+                                     " keys of a sequence, by position (batch_invariant); a second "
+                                     "kernel combines them");
+  } else if (tile.splits > 1) {
     lines.emplace_back("splits", str(tile.splits) + " shares of the keys of each tile, " +
                                      (plan.problem.num_splits > 0 ? "as asked for"
                                                                   : "expected to be the fastest") +

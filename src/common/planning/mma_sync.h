@@ -28,4 +28,9 @@ PlanResult plan(const std::string& folder, std::span<const core::Tile> tiles,
   return core::one_launch(folder, problem, device, *tile, core::tiles_of(problem, *tile), params);
 }
 
+// The plan of a call with 16-bit inputs, for the kernels of mma_sync/attention_fwd.cuh. Where keys
+// are split, "<folder>_combine_<dtype>" follows.
+PlanResult plan_16_bits(const std::string& folder, std::span<const core::Tile> tiles,
+                        const Problem& problem, const Device& device);
+
 }  // namespace archflash::mma_sync

@@ -1,6 +1,7 @@
 #include "common/planning/split_keys.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstring>
 #include <utility>
@@ -61,12 +62,49 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
 
 int64_t combine_ctas(const Problem& problem) { return ceil_div(all_rows(problem), COMBINE_WARPS); }
 
-void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, size_t offset,
-                const std::string& combine_kernel) {
+math::PackedHeads packed_heads(const Tile& tile) {
+  return {tile.packed_heads, std::countr_zero(static_cast<unsigned>(tile.block_q))};
+}
+
+void refuse_splits(const Problem& problem, const std::string& folder, const std::string& given,
+                   Reasons& reasons) {
+  if (problem.num_splits <= 1) return;
+  reasons.push_back(
+      "num_splits " + std::to_string(problem.num_splits) + " with " + given + ": " + folder +
+      " splits the keys of 16-bit inputs only; leave num_splits out or pass 1" + USE_TORCH);
+}
+
+void refuse_batch_invariant(const Problem& problem, const std::string& folder,
+                            const std::string& given, Reasons& reasons) {
+  if (!problem.batch_invariant) return;
+  reasons.push_back("batch_invariant=True with " + given + ": " + folder +
+                    " keeps the bits of a row with 16-bit inputs only; leave it at False");
+}
+
+int64_t fixed_shares(const Problem& problem) {
+  const bool known = problem.varlen && problem.max_seqlen_k != UNKNOWN;
+  const int64_t keys = known ? std::min(problem.max_seqlen_k, problem.nk) : problem.nk;
+  return std::max<int64_t>(ceil_div(keys, FIXED_SHARE_KEYS), 1);
+}
+
+Reasons refuse_workspace(const Problem& problem, const std::string& folder, int64_t splits) {
+  const int64_t row = problem.dv * static_cast<int64_t>(sizeof(float)) + sizeof(PartialEnd);
+  const int64_t rows = splits * all_rows(problem);
+  if (rows <= MOST_WORKSPACE_BYTES / row) return {};
+  return {"batch_invariant=True with " + std::to_string(problem.nq) + " query rows and " +
+          std::to_string(splits) + " shares of the keys: " + folder + " would need " +
+          std::to_string(ceil_div(rows, (int64_t{1} << 30) / row)) +
+          " GB for partial results and takes at most 4; call it for fewer rows or sequences at a "
+          "time, which changes no bit, or give max_seqlen_k"};
+}
+
+void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_t share_keys,
+                size_t offset, const std::string& combine_kernel) {
   CombineParams params;
   init_params(problem, params);
   params.partials.rows = all_rows(problem);
   params.partials.splits = static_cast<int32_t>(splits);
+  params.partials.share_keys = static_cast<int32_t>(share_keys);
   const int64_t rows = splits * params.partials.rows;
   Workspace workspace;
   const int64_t ends_start = workspace.add(rows * static_cast<int64_t>(sizeof(PartialEnd)));

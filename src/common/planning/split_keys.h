@@ -1,13 +1,18 @@
 // Keys of a row tile shared out over several CTAs, for calls of few query rows: how many shares,
-// and the second launch that combines what they leave in the workspace (partials.h). Pure host
-// code.
+// how heads that share a head of K are packed into a tile, and the second launch that combines what
+// the shares leave in the workspace (partials.h). Pure host code.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
+#include <variant>
 
+#include "common/math/packed_heads.cuh"
 #include "common/partials.h"
+#include "common/planning/core_set.h"
 #include "common/planning/plan.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -35,9 +40,85 @@ int64_t visited_keys(const Problem& problem, const Tile& tile);
 // CTAs of the second kernel.
 int64_t combine_ctas(const Problem& problem);
 
+// How the kernel of a tile that can_split reads which rows the tile has.
+math::PackedHeads packed_heads(const Tile& tile);
+
+// A tile of a folder's table, and the shares of its keys.
+template <class T>
+struct SplitChoice {
+  T tile;
+  int64_t splits = 1;
+  int64_t share_keys = 0;  // Partials::share_keys
+
+  bool combines() const { return splits > 1 || share_keys > 0; }
+};
+
+// The keys of a share where a row's bits must not depend on what else is in the call: shares begin
+// at every so many keys of a sequence. Its value is a guess: no GPU was asked.
+constexpr int64_t FIXED_SHARE_KEYS = 1024;
+
+// How many such shares a call has; with cu_seqlens as many as its longest sequence may need.
+int64_t fixed_shares(const Problem& problem);
+
+// A reason if the partial results of so many shares need more memory than a call should take.
+Reasons refuse_workspace(const Problem& problem, const std::string& folder, int64_t splits);
+constexpr int64_t MOST_WORKSPACE_BYTES = int64_t{4} << 30;
+
+// Chooses from a folder's table of tiles, of which those for few query rows can_split. Such a tile
+// is taken where it is the table's choice, where packed heads save a quarter of the CTAs, and where
+// a split is asked for or expected to be faster. A folder whose table has no such tile for the
+// problem's head dimensions does not split.
+template <class T>
+std::variant<SplitChoice<T>, Reasons> choose_with_splits(const std::string& folder,
+                                                         std::span<const T> tiles,
+                                                         const Problem& problem,
+                                                         const Device& device) {
+  const auto [unsplit, reasons] = choose(folder, tiles, problem, device);
+  if (unsplit == nullptr) return reasons;
+  SplitChoice<T> choice{*unsplit};
+  const auto found = std::find_if(tiles.begin(), tiles.end(), [&](const T& tile) {
+    return tile.can_split && tile.head_dim == unsplit->head_dim && serves(tile, problem, device);
+  });
+  if (found == tiles.end()) return choice;
+  T few = *found;
+  if (few.shared_bytes > device.shared_per_block) {
+    if (problem.num_splits > 1 || problem.batch_invariant)
+      return too_little_shared_memory(folder, few.shared_bytes, device);
+    return choice;
+  }
+  pack_heads(problem, few);
+  if (problem.batch_invariant) {
+    // Neither the kernel nor the shares depend on how many rows, heads or sequences there are. How
+    // heads are packed may: it does not change the bits of a row.
+    const int64_t splits = fixed_shares(problem);
+    const int64_t ctas = std::max(tiles_of(problem, few) * splits, combine_ctas(problem));
+    if (ctas > GRID_LIMIT) return grid_too_large(ctas);
+    const Reasons too_much = refuse_workspace(problem, folder, splits);
+    if (!too_much.empty()) return too_much;
+    return SplitChoice<T>{few, splits, FIXED_SHARE_KEYS};
+  }
+  const bool packing_pays =
+      few.packed_heads > 1 && 4 * tiles_of(problem, few) <= 3 * tiles_of(problem, *unsplit);
+  if (unsplit->can_split || packing_pays) choice.tile = few;
+  const int64_t rounds = ceil_div(tiles_of(problem, choice.tile), workers_of(choice.tile, device));
+  choice.splits = choose_splits(problem, device, few, rounds * visited_keys(problem, choice.tile));
+  if (choice.splits > 1) choice.tile = few;
+  const int64_t ctas = tiles_of(problem, choice.tile) * choice.splits;
+  const int64_t largest = std::max(ctas, choice.splits > 1 ? combine_ctas(problem) : 0);
+  if (largest > GRID_LIMIT) return grid_too_large(largest);
+  return choice;
+}
+
+// Adds a reason if a split is asked for with what a folder does not split, such as
+// "float8_e4m3fn". The second function does the same for batch_invariant.
+void refuse_splits(const Problem& problem, const std::string& folder, const std::string& given,
+                   Reasons& reasons);
+void refuse_batch_invariant(const Problem& problem, const std::string& folder,
+                            const std::string& given, Reasons& reasons);
+
 // Makes a plan for `problem` split: its only launch gets its partials at `offset` of its
-// parameters, the second kernel, of the same image, follows.
-void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, size_t offset,
-                const std::string& combine_kernel);
+// parameters, the second kernel, of the same image, follows. share_keys: Partials::share_keys.
+void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_t share_keys,
+                size_t offset, const std::string& combine_kernel);
 
 }  // namespace archflash::core

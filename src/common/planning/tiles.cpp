@@ -1,6 +1,7 @@
 #include "common/planning/tiles.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "common/math/packed_heads.cuh"
 #include "common/planning/core_set.h"
@@ -44,14 +45,22 @@ int64_t kv_head_bytes(const Problem& problem) {
 
 void pack_heads(const Problem& problem, Tile& tile) {
   const int heads_per_kv = static_cast<int>(problem.heads_q / problem.heads_kv);
-  const bool stores_by_map = tile.out_box.rows > 0;
-  if (heads_per_kv == 1 || problem.q.head == 0 || (stores_by_map && problem.out.head == 0)) return;
+  const bool loads_by_map = tile.q_box.rows > 0, stores_by_map = tile.out_box.rows > 0;
+  if (heads_per_kv == 1 || (loads_by_map && problem.q.head == 0) ||
+      (stores_by_map && problem.out.head == 0))
+    return;
   const math::PackedHeads packed_heads = math::pack_heads(tile.block_q, heads_per_kv);
   Tile packed = tile;
   packed.block_q = packed_heads.rows();
   packed.packed_heads = packed_heads.count;
-  packed.q_box.rows = packed.block_q;
-  packed.q_box.heads = tile.block_q / packed.block_q;
+  if (loads_by_map) {
+    packed.q_box.rows = packed.block_q;
+    packed.q_box.heads = tile.block_q / packed.block_q;
+  } else if (!problem.varlen) {
+    // With no more rows of a head than there are, whole warps have none and skip the products.
+    const uint64_t rows = std::max<int64_t>(problem.nq, 1);
+    packed.block_q = static_cast<int>(std::min<uint64_t>(packed.block_q, std::bit_ceil(rows)));
+  }
   if (stores_by_map) {
     packed.out_box.rows = packed.block_q;
     packed.out_box.heads = packed.packed_heads;

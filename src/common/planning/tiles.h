@@ -48,6 +48,7 @@ struct Tile {
   int v_stages = 0;          // and for V; 0: K and V share those of K
   int cluster = 1;           // CTAs that compute one tile together
   int packed_heads = 1;      // heads that share a head of K and lie in one tile
+  bool can_split = false;    // for few query rows: keys may be split, heads packed (split_keys.h)
   int ctas_per_sm;           // as many as the registers allow
   int shared_bytes;          // of a CTA
   Box q_box, k_box, v_box, out_box;
@@ -72,6 +73,7 @@ constexpr Tile tile(const char* name, ServesFrom serves, const char* reason) {
             .serves = serves};
   if constexpr (requires { C::HEAD_DIM_V; }) tile.head_dim_v = C::HEAD_DIM_V;
   if constexpr (requires { C::STAGES; }) tile.k_stages = tile.v_stages = C::STAGES;
+  if constexpr (requires { C::CAN_SPLIT; }) tile.can_split = C::CAN_SPLIT;
   return tile;
 }
 

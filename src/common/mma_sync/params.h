@@ -1,0 +1,37 @@
+// The one parameter of the kernels on mma.sync for 16-bit inputs. Those for many query rows take
+// AttentionParams, those for few take FewRowsParams.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+
+#include "common/attention_params.h"
+#include "common/math/host_device.h"
+#include "common/math/packed_heads.cuh"
+#include "common/partials.h"
+
+namespace archflash::mma_sync {
+
+struct FewRowsParams {
+  AttentionParams attention;
+  Partials partials;
+  math::PackedHeads packed_heads;
+};
+static_assert(std::is_trivially_copyable_v<FewRowsParams>);
+static_assert(offsetof(FewRowsParams, attention) == 0,
+              "core::pointers() counts from the block's start");
+
+// The parameter of the kernel with Config C.
+template <class C>
+using ParamsOf = std::conditional_t<C::CAN_SPLIT, FewRowsParams, AttentionParams>;
+
+template <class C>
+ARCHFLASH_HOST_DEVICE const AttentionParams& attention_of(const ParamsOf<C>& params) {
+  if constexpr (C::CAN_SPLIT) {
+    return params.attention;
+  } else {
+    return params;
+  }
+}
+
+}  // namespace archflash::mma_sync
