@@ -27,7 +27,7 @@ TABLE = HERE.parent / "docs" / "walks.md"
 GPUS = {
     "B200": ("blackwell_dc",),
     "RTX 5090": ("blackwell_consumer",),
-    "H200": ("blackwell_consumer", "ampere"),
+    "H200": ("hopper", "blackwell_consumer", "ampere"),
     "A100": ("ampere",),
 }
 # Less of the even share than this is too little, where each worker has at least two tiles.
@@ -44,7 +44,7 @@ the same number as "balance".
 - **tiles**: row tiles for each CTA that runs at the same time. With less than two, the longest tile
   often takes all the time.
 - **before**: the walks of 2026-11-22. blackwell_dc handed its tiles out in fixed rounds, and ampere
-  left a remnant of heads for the end.
+  left a remnant of heads for the end. Kernels that are younger have no such number.
 - **reads**: how often K and V are read from memory, by the model, because they do not stay in L2.
   Packed sequences have no such number.
 
@@ -130,7 +130,8 @@ def in_rounds(plan: native.LaunchPlan) -> bool:
     """Whether CTAs that stay share the tiles out in fixed rounds."""
     tile = plan.tile
     assert tile is not None
-    return tile.ctas < tile.tiles * tile.splits * tile.cluster and not plan.zeroed_bytes
+    tiles = tile.tiles * tile.splits * tile.v_slices
+    return tile.ctas < tiles * tile.cluster and not plan.zeroed_bytes
 
 
 def plans(shape: Shape) -> dict[tuple[str, str], native.LaunchPlan]:
@@ -169,10 +170,12 @@ def table() -> str:
                 if plan is None:
                     continue
                 now = walk_of(plan, shape.lengths)
-                old = walk_of(before(plan, kept[shape.name][f"{name} on {gpu}"]), shape.lengths)
+                old = "-"
+                if of_then := kept[shape.name].get(f"{name} on {gpu}"):
+                    old = f"{walk_of(before(plan, of_then), shape.lengths).share:.2f}"
                 reads = "-" if now.reads is None else f"{now.reads:.1f}"
                 lines.append(
-                    f"| {shape.name} | {now.tile} | {now.tiles:.1f} | {old.share:.2f} | "
+                    f"| {shape.name} | {now.tile} | {now.tiles:.1f} | {old} | "
                     f"{now.share:.2f} | {reads} |"
                 )
             lines.append("")

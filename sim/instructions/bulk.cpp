@@ -157,7 +157,8 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
   std::vector<BulkTarget> targets;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     Cta& cta = cluster.cta(std::countr_zero(rest));
-    cluster.lifetimes().check_use(warp, lane, cta, "a multicast to");
+    cluster.lifetimes().check_use(warp, lane, cta, "a multicast to",
+                                  cta.shared_base() + data.offset);
     // With .cta_group::2 the signal goes to one CTA of each destination's pair: the one with an
     // even rank if the mbarrier's CTA has an even rank, else the other.
     const int signalled = peer_signal ? (cta.rank() & ~1) | (barrier.cta->rank() & 1) : cta.rank();
@@ -166,7 +167,8 @@ std::vector<BulkTarget> targets_of(Warp& warp, const Instruction& instruction, i
                   lane};
     }
     Cta& informed = cluster.cta(signalled);
-    cluster.lifetimes().check_use(warp, lane, informed, "a multicast that signals");
+    cluster.lifetimes().check_use(warp, lane, informed, "a multicast that signals",
+                                  informed.shared_base() + barrier.offset);
     targets.push_back({{&cta, data.offset}, {&informed, barrier.offset}});
   }
   return targets;

@@ -41,7 +41,7 @@ void run_request(Warp& warp, const Instruction& instruction, uint32_t mask) {
       if (cta.exited()) {
         throw Fault{"exited-cta",
                     "a response for CTA " + std::to_string(cta.index()) + " too, which has exited",
-                    lane};
+                    lane, cta.shared_base() + to.offset};
       }
       targets.push_back({{&cta, to.offset}, {&cta, barrier.offset}});
     }

@@ -506,8 +506,10 @@ void run_commit(Warp& warp, const Instruction& instruction, uint32_t mask) {
       }
       places.clear();
       for_each_lane(ctas, [&](int rank) {
-        cluster.lifetimes().check_use(warp, lane, cluster.cta(rank), "tcgen05.commit to");
-        places.push_back({&cluster.cta(rank), at.offset});
+        Cta& cta = cluster.cta(rank);
+        cluster.lifetimes().check_use(warp, lane, cta, "tcgen05.commit to",
+                                      cta.shared_base() + at.offset);
+        places.push_back({&cta, at.offset});
       });
     }
     warp.cta().tensor()->commit(warp, lane, std::move(places));

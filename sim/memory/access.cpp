@@ -81,7 +81,7 @@ Cta& shared_owner(Warp& warp, int lane, uint64_t address, bool cluster) {
                 lane, address};
   }
   Cta& owner = cta.cluster().cta(static_cast<int>(rank));
-  cta.cluster().lifetimes().check_use(warp, lane, owner, ACCESSES);
+  cta.cluster().lifetimes().check_use(warp, lane, owner, ACCESSES, address);
   return owner;
 }
 
@@ -99,7 +99,7 @@ uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
                 lane, address};
   }
   if (address % bytes != 0) misaligned(lane, access, bytes, address);
-  if (&owner != &cta) cta.cluster().lifetimes().note_access(warp, lane, owner, ACCESSES);
+  if (&owner != &cta) cta.cluster().lifetimes().note_access(warp, lane, owner, ACCESSES, address);
   const auto at = static_cast<uint32_t>(offset);
   if (access != Access::Write && access != Access::Copy) {
     if (!all_valid(owner.shared_state() + at, bytes)) [[unlikely]] {

@@ -126,11 +126,17 @@ void check_overlaps(const Module& module, const LaunchRequest& request, const Ke
 // For each cluster, those that do not start if it asks for their work. A cluster in the list of
 // another one starts only if that one does not ask for it. On a card the speed of the clusters
 // decides; here the mode and the seed do, so that a run does not depend on the number of threads.
-std::vector<std::deque<int64_t>> unstarted_of(const Kernel& kernel, const LaunchRequest& request,
-                                              int64_t clusters, std::vector<bool>& waits) {
-  std::vector<std::deque<int64_t>> result(static_cast<size_t>(clusters));
-  waits.assign(static_cast<size_t>(clusters), false);
+// Without clusterlaunchcontrol all start: both lists are empty.
+struct Unstarted {
+  std::vector<std::deque<int64_t>> lists;  // by cluster
+  std::vector<bool> waits;                 // by cluster: it is in a list
+};
+
+Unstarted unstarted_of(const Kernel& kernel, const LaunchRequest& request, int64_t clusters) {
+  Unstarted result;
   if (!kernel.takes_unstarted) return result;
+  result.lists.resize(static_cast<size_t>(clusters));
+  result.waits.resize(static_cast<size_t>(clusters));
   const Options& options = request.options;
   const int64_t fitting = std::max<int64_t>(options.resident_ctas / request.cluster.count(), 1);
   const auto most = static_cast<size_t>(options.resident_ctas == 0 ? clusters : fitting);
@@ -148,13 +154,14 @@ std::vector<std::deque<int64_t>> unstarted_of(const Kernel& kernel, const Launch
       ++next;
       continue;
     }
-    std::deque<int64_t>& list = result[static_cast<size_t>(running[random.below(running.size())])];
+    std::deque<int64_t>& list =
+        result.lists[static_cast<size_t>(running[random.below(running.size())])];
     // With priorities they come in no particular order.
     if (options.mode == Mode::Priority && random.below(2) == 0)
       list.push_front(index);
     else
       list.push_back(index);
-    waits[static_cast<size_t>(index)] = true;
+    result.waits[static_cast<size_t>(index)] = true;
   }
   return result;
 }
@@ -207,8 +214,7 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   std::condition_variable ended;
   int64_t working = threads;
 
-  std::vector<bool> waits;
-  std::vector<std::deque<int64_t>> unstarted = unstarted_of(kernel, request, clusters, waits);
+  Unstarted unstarted = unstarted_of(kernel, request, clusters);
 
   const auto work = [&] {
     const FloatEnvironment environment;
@@ -221,7 +227,7 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
           left.pop_front();
         } else if (index >= clusters || index > first_fatal) {
           break;
-        } else if (waits[static_cast<size_t>(index)]) {
+        } else if (!unstarted.waits.empty() && unstarted.waits[static_cast<size_t>(index)]) {
           continue;
         }
         LaunchContext mine = context;
@@ -229,7 +235,10 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
         for (const int64_t traced : request.traced_ctas) {
           mine.options.trace = mine.options.trace || cluster_of(request, traced) == index;
         }
-        Cluster cluster(mine, index, counts, std::move(unstarted[static_cast<size_t>(index)]));
+        std::deque<int64_t> takes;  // the clusters whose work this one may ask for
+        if (!unstarted.lists.empty())
+          takes = std::move(unstarted.lists[static_cast<size_t>(index)]);
+        Cluster cluster(mine, index, counts, std::move(takes));
         cluster.run();
         left.insert(left.end(), cluster.unstarted().begin(), cluster.unstarted().end());
         Findings findings;

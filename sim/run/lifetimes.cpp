@@ -31,13 +31,14 @@ bool Lifetimes::knows_start(const Warp& warp, const Cta& other) const {
   return false;
 }
 
-void Lifetimes::check_use(Warp& warp, int lane, const Cta& other, const char* what) {
+void Lifetimes::check_use(Warp& warp, int lane, const Cta& other, const char* what,
+                          uint64_t address) {
   if (&other == &warp.cta()) return;
   if (other.exited()) {
     throw Fault{"exited-cta",
                 what + name_of(other) +
                     ", which has exited: it must stay until the cluster is done with it",
-                lane};
+                lane, address};
   }
   uint32_t& started = started_[static_cast<size_t>(warp.agent())];
   const uint32_t bit = 1u << other.rank();
@@ -47,18 +48,21 @@ void Lifetimes::check_use(Warp& warp, int lane, const Cta& other, const char* wh
   warp.cta().report(Severity::Error, warp, lane, "unstarted-cta",
                     what + name_of(other) +
                         ", which may not have started yet: let all threads of the cluster arrive "
-                        "and wait at barrier.cluster before it");
+                        "and wait at barrier.cluster before it",
+                    address);
 }
 
 void Lifetimes::note_use(Warp& warp, int lane, const Cta& other, const char* what, int agent,
-                         Clock clock) {
-  uses_[{agent, other.rank()}] = {&warp, lane, warp.pc(), what, clock};
+                         Clock clock, uint64_t address) {
+  uses_[{agent, other.rank()}] = {&warp, lane, warp.pc(), what, clock, address};
 }
 
-void Lifetimes::note_access(Warp& warp, int lane, const Cta& other, const char* what) {
+void Lifetimes::note_access(Warp& warp, int lane, const Cta& other, const char* what,
+                            uint64_t address) {
   const RaceDetector* races = cluster_.races();
   if (races == nullptr || &other == &warp.cta()) return;
-  note_use(warp, lane, other, what, warp.agent(), races->known_clock(warp.agent(), warp.agent()));
+  note_use(warp, lane, other, what, warp.agent(), races->known_clock(warp.agent(), warp.agent()),
+           address);
 }
 
 void Lifetimes::check_exits() {
@@ -76,8 +80,8 @@ void Lifetimes::check_exits() {
         use.pc, Severity::Error, *use.warp, use.lane, "exited-cta",
         use.what + name_of(other) +
             ", which may have exited by then: its warps wait for nothing that comes after this "
-            "use; "
-            "let all threads of the cluster arrive and wait at barrier.cluster after it");
+            "use; let all threads of the cluster arrive and wait at barrier.cluster after it",
+        use.address);
   }
 }
 

@@ -23,14 +23,15 @@ class Lifetimes {
   // The warp has waited for a complete phase of the cluster's barrier: all CTAs have started.
   void pass_barrier(const Warp& warp);
   // A lane uses what belongs to another CTA; `what` is the subject of a sentence that goes on with
-  // that CTA: "a multicast to". Throws Fault if that CTA has exited. Reports an error if nothing
-  // tells the warp that it has started.
-  void check_use(Warp& warp, int lane, const Cta& other, const char* what);
+  // that CTA: "a multicast to". `address` is where in its shared memory; 0: nowhere. Throws Fault
+  // if that CTA has exited. Reports an error if nothing tells the warp that it has started.
+  void check_use(Warp& warp, int lane, const Cta& other, const char* what, uint64_t address = 0);
   // That CTA must know before it exits what `agent` does up to `clock`. Called for the uses that
   // nothing else looks after; a bulk copy or a commit is looked after by its mbarrier.
-  void note_use(Warp& warp, int lane, const Cta& other, const char* what, int agent, Clock clock);
+  void note_use(Warp& warp, int lane, const Cta& other, const char* what, int agent, Clock clock,
+                uint64_t address = 0);
   // The same for an access by the warp itself.
-  void note_access(Warp& warp, int lane, const Cta& other, const char* what);
+  void note_access(Warp& warp, int lane, const Cta& other, const char* what, uint64_t address);
 
   // Reports the uses that may come after the exit of the CTA that is used. Called when all CTAs
   // have exited.
@@ -45,6 +46,7 @@ class Lifetimes {
     uint32_t pc;
     const char* what;
     Clock clock;
+    uint64_t address;
   };
 
   Cluster& cluster_;

@@ -197,7 +197,8 @@ uint64_t MbarrierUnit::arrive(Warp& warp, int lane, uint32_t offset, const Arriv
   if (RaceDetector* races = cta_.races()) {
     if (arrival.releases) {
       // A relaxed arrival cannot be watched: it does not tell those who wait that it was made.
-      cta_.cluster().lifetimes().note_access(warp, lane, cta_, "arrives at an mbarrier of");
+      cta_.cluster().lifetimes().note_access(warp, lane, cta_, "arrives at an mbarrier of",
+                                             cta_.shared_base() + offset);
       races->release_lanes(warp.agent(), 1u << lane, warp.live(), object.arriving);
     } else {
       races->release_fenced(warp.agent(), object.arriving);

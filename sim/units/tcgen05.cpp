@@ -339,7 +339,8 @@ void TensorUnit::commit(Warp& warp, int lane, std::vector<SharedPlace> places) {
   for (const SharedPlace& place : places) {
     if (races == nullptr || place.cta == &cta_) continue;
     cta_.cluster().lifetimes().note_use(warp, lane, *place.cta, "tcgen05.commit to",
-                                        races->matrix_agent(warp.agent()), clock);
+                                        races->matrix_agent(warp.agent()), clock,
+                                        place.cta->shared_base() + place.offset);
   }
   pipe().enqueue(std::make_shared<Commit>(warp, lane, std::move(places), clock));
 }

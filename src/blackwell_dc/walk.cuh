@@ -7,20 +7,13 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/packed_heads.cuh"
 #include "common/math/tile_walk.cuh"
+#include "common/math/uniform.cuh"
 #include "common/math/visible_keys.cuh"
 
 namespace archflash::blackwell_dc {
 
-constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
-
-// Returns x, which must be the same in all lanes of a warp. After the shuffle the assembler knows
-// that it is: it keeps x in a uniform register and computes with it once for the warp, instead of
-// computing or moving x at each use.
-template <typename T>
-__device__ __forceinline__ T uniform(T x) {
-  // mutants: same-in-all-lanes
-  return __shfl_sync(FULL_WARP, x, 0);
-}
+using math::FULL_WARP;
+using math::uniform;
 
 // A row tile and the number of the share of its keys.
 struct Tile : math::Work {

@@ -64,6 +64,18 @@ __device__ __forceinline__ int rows_of_tile(const Params& params) {
   return C::CAN_PACK ? params.packed_heads.rows() : C::BLOCK_Q;
 }
 
+// The shares of a tile: of its keys, or of the columns of V.
+template <class C>
+__device__ __forceinline__ int shares_of_tile(const Params& params) {
+  return C::CAN_SPLIT ? params.partials.splits : C::SLICES_V ? params.v_slices : 1;
+}
+
+// The first column of V that a share of a tile multiplies, if it is of 8 bits.
+template <class C>
+__device__ __forceinline__ int first_v_column(const Tile& tile) {
+  return C::SLICES_V ? tile.split * C::HEAD_DIM_V : 0;
+}
+
 // The blocks of a tile's share of the keys.
 template <class C>
 __device__ __forceinline__ math::Blocks find_blocks(const Params& params, const Tile& tile,
@@ -108,7 +120,7 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
-  const int splits = C::CAN_SPLIT ? params.partials.splits : 1;
+  const int shares = shares_of_tile<C>(params);
   RingPosition<C::STAGES> k_ring, v_ring;
   RingPosition<C::Q_STAGES> q_ring;
   uint32_t ragged_parity = 0;
@@ -116,9 +128,9 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
        index = next_tile(params, index)) {
     const Tile tile{
-        math::find_work(attention, static_cast<int>(index) / splits, rows_of_tile<C>(params),
+        math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
                         C::CAN_PACK ? params.packed_heads.count : 1),
-        static_cast<int>(index) % splits};
+        static_cast<int>(index) % shares};
     if (tile.first_row < 0) continue;
     const math::Blocks blocks =
         find_blocks<C>(params, tile, math::find_visible_keys(attention, tile));
@@ -130,6 +142,7 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
 
     const auto load_k = [&](int block) {
       // The products of every consumer warp have read the K that the stage held.
+      // mutants: needless-with-one-tile
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
       if (leader) {
         math::start_load<typename C::KTile, C::PACK>(
@@ -149,7 +162,7 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
       if constexpr (C::FP8) {
         if (leader) {
           math::start_load<typename C::VTile, C::PACK>(
-              shared_smem + offset, params.v_map, 0, kv_head,
+              shared_smem + offset, params.v_map, first_v_column<C>(tile), kv_head,
               attention.cu_seqlens_k_gmem == nullptr ? batch : 0, barriers.v_full(v_ring.stage),
               v_columns_start + block);
         }
@@ -173,6 +186,7 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
     // passes through Q's part.
     if (any_block) load_k(blocks.last);
     // The consumers have read the message, and their output rows have left Q's part.
+    // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
       tile_message<C>(shared, q_ring.stage) = tile;
@@ -210,7 +224,8 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) 
   if (C::CAN_SPLIT && params.partials.splits > 1) return;
   const int thread = threadIdx.x - C::CONSUMER_THREADS - 32;
   const int heads = C::CAN_PACK ? params.packed_heads.count : 1;
-  for (int64_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  const auto tiles = [&] { return C::SLICES_V ? params.tiles / params.v_slices : params.tiles; };
+  for (int64_t index = blockIdx.x; index < tiles(); index += gridDim.x) {
     for (int head = 0; head < heads; ++head) {
       math::write_rows_of_no_sequence(params.attention, static_cast<int>(index), thread,
                                       C::WARPGROUP - 32, rows_of_tile<C>(params), heads, head);
@@ -454,6 +469,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       begin_pv();
       wait_for_outputs();
       add_part();
+      // mutants: needless-with-one-tile
       release(barriers.v_empty(v_ring.stage));
       v_ring.advance();
     }
@@ -463,7 +479,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     if constexpr (C::FP8) {
       // The lane that knows it tells the others the unit of the last block.
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile, warp_row,
-                             uniform(warp_descale.v));
+                             uniform(warp_descale.v), first_v_column<C>(tile));
     } else if (C::CAN_SPLIT && params.partials.splits > 1) {
       math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
                               tile.split, warp_row);
@@ -474,6 +490,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
                                 q + warp_row * QTile::ROW_BYTES);
     }
     // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
+    // mutants: needless-with-one-tile
     ptx::fence_proxy_async_shared();
     release(barriers.q_empty(q_ring.stage));
     q_ring.advance();

@@ -10,14 +10,16 @@
 
 namespace archflash::hopper {
 
-// A row tile, as the producer hands it to the consumers: math::Work and the share of its keys.
+// A row tile, as the producer hands it to the consumers: math::Work and the share of it.
 constexpr int TILE_MESSAGE_BYTES = 32;
 
 // The numbers of one kernel. A CTA owns one row tile at a time, BLOCK_Q query rows of a head, and
 // walks over its keys, BLOCK_K at a time. Each consumer warpgroup owns 64 of the rows. HEAD_DIM is
-// the largest d, HEAD_DIM_V the largest dv.
+// the largest d, HEAD_DIM_V the columns of V that a CTA multiplies: the largest dv, or with
+// SLICES_V half of it.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPGROUPS_, int BLOCK_K_, int STAGES_,
-          int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false>
+          int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false,
+          bool SLICES_V_ = false>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
@@ -46,6 +48,8 @@ struct Config {
   static constexpr bool IN_TURNS = IN_TURNS_;
   // Whether the keys of a tile may be split over several CTAs.
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
+  // Whether the columns of V may be shared out over two CTAs, which both compute the tile's scores.
+  static constexpr bool SLICES_V = SLICES_V_;
   // Whether a tile can have rows of several heads.
   static constexpr bool CAN_PACK = CAN_SPLIT;
 
@@ -85,6 +89,7 @@ struct Config {
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
                 "output rows pass through Q's part of shared memory, in Q's layout");
   static_assert(STAGES >= 2, "the K of the next block comes before the V of this one is read");
+  static_assert(!SLICES_V || (FP8 && !CAN_SPLIT), "a tile is shared out in one way");
   static_assert(!CAN_PACK || WARPGROUPS == 1, "the packed heads of a tile share its 64 rows");
   static_assert(!IN_TURNS || WARPGROUPS == 2, "two warpgroups hand the turn to each other");
   static_assert(SHARED_BYTES <= 227 * 1024,
@@ -123,14 +128,15 @@ using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     fals
 // --- 8-bit inputs ---
 
 // Those with SCALE_ROWS keys at a time serve calls in which each block of so many keys has a
-// descale of its own. The registers suffice for sums in parts up to dv = 128.
+// descale of its own. The registers suffice for sums in parts of 128 columns of V: more are
+// computed by two CTAs.
 constexpr int V_COLUMN_KEYS = 128;       // keys of V that a CTA of transpose_v() turns
 constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
 constexpr int TRANSPOSE_THREADS = 256;
 
 // clang-format off
-//                                  head_dim    warp-  block         Q       CTAs     in
-//                                q,k   v       groups  _k   stages  stages  per SM   turns
+//                                  head_dim    warp-  block         Q       CTAs     in             slices
+//                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V
 template <DType T>
 using Fp8D64        = Config<T,  64,  64,  3,      64,  4,      2>;
 template <DType T>
@@ -141,6 +147,10 @@ template <DType T>
 using Fp8D192       = Config<T, 192, 128,  2,     128,  3,      2,      1,       true>;
 template <DType T>
 using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
+template <DType T>
+using Fp8D256       = Config<T, 256, 128,  2,     128,  3,      2,      1,       true,   false,  true>;
+template <DType T>
+using Fp8D256Blocks = Config<T, 256, 128,  2,      64,  3,      2,      1,       true,   false,  true>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -16,7 +16,8 @@ namespace archflash::hopper {
 
 struct Params {
   AttentionParams attention;
-  int32_t tiles;  // row tiles of all heads, times partials.splits, which the CTAs share out
+  // Row tiles of all heads, times partials.splits and v_slices, which the CTAs share out.
+  int32_t tiles;
   // Counts the tiles that CTAs have taken beyond their first ones; 0 before the launch. Null: the
   // tiles are shared out in a fixed order.
   int32_t* taken_gmem;
@@ -29,6 +30,7 @@ struct Params {
   DType out_dtype;  // F16 or BF16
   uint8_t* v_columns_gmem;
   int32_t v_columns;  // keys of a column of V, each sequence filled up to whole V_COLUMN_KEYS
+  int32_t v_slices;   // into which the columns of V are shared out, for kernels that can do that
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");

@@ -11,6 +11,7 @@
 
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/order.h"
 #include "common/planning/split_keys.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
@@ -53,6 +54,7 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
   common.q_box = core::box<typename C::QTile>(C::PACK);
   common.k_box = core::box<typename C::KTile>(C::PACK);
   common.v_box = core::box<typename C::VTile>(C::PACK);
+  if (C::SLICES_V) common.head_dim_v = 2 * C::HEAD_DIM_V;
   return {common,
           C::Q_STAGES,
           C::BARRIERS,
@@ -93,13 +95,20 @@ constexpr Tile FP8_TILES[] = {
         "d128", {}, "2 warpgroups of 64 rows that multiply in turns, 128 keys at a time"),
     tile<Fp8D192<DType::E4M3>>(
         "d192", {}, "2 warpgroups of 64 rows that multiply in turns, 128 keys at a time"),
+    tile<Fp8D256<DType::E4M3>>("d256", {}, "128 columns of V for a CTA; its speed is unmeasured"),
 };
 // For descales of k or v by blocks of 64 keys.
 constexpr Tile FP8_BLOCK_TILES[] = {
     tile<Fp8D64<DType::E4M3>>("d64", {}, "64 keys at a time share their descales"),
     tile<Fp8D128Blocks<DType::E4M3>>("d128_blocks", {}, "64 keys at a time share their descales"),
     tile<Fp8D192Blocks<DType::E4M3>>("d192_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D256Blocks<DType::E4M3>>(
+        "d256_blocks", {},
+        "64 keys at a time share their descales, 128 columns of V for a CTA; its speed is "
+        "unmeasured"),
 };
+
+constexpr int64_t FP8_V_COLUMNS = Fp8D256<DType::E4M3>::HEAD_DIM_V;  // of a CTA, at most
 
 std::span<const Tile> tiles_for(const Problem& problem) {
   if (!is_fp8(problem.dtype)) return TILES;
@@ -124,7 +133,10 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Tile
     const int64_t wave = core::ceil_div(at_once * kv_heads, std::max<int64_t>(tiles, 1));
     size = std::clamp<int64_t>(std::min(fitting, wave), 1, kv_heads);
   }
-  const int64_t even = core::ceil_div(kv_heads, core::ceil_div(kv_heads, size));
+  // A remnant of heads would start with its longest tiles when all others are done.
+  const int64_t even = core::equal_tiles(problem)
+                           ? core::ceil_div(kv_heads, core::ceil_div(kv_heads, size))
+                           : core::even_size(kv_heads, size);
   return static_cast<int32_t>(even * ratio);
 }
 
@@ -133,6 +145,11 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Tile
 int64_t v_columns(const Problem& problem) {
   const int64_t blocks = core::ceil_div(problem.nk, V_COLUMN_KEYS);
   return (problem.varlen ? blocks + problem.batch : blocks) * V_COLUMN_KEYS;
+}
+
+int64_t transpose_ctas(const Problem& problem) {
+  const int64_t batch = problem.varlen ? 1 : problem.batch;
+  return v_columns(problem) / V_COLUMN_KEYS * batch * problem.heads_kv;
 }
 
 // Puts the launch that turns V before that of `plan`, which then reads V from the workspace.
@@ -154,7 +171,7 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
   Launch first;
   first.kernel = "hopper_transpose_v";
   first.image = last.image;
-  first.grid = {columns / V_COLUMN_KEYS * batch * problem.heads_kv, 1, 1};
+  first.grid = {transpose_ctas(problem), 1, 1};
   first.block = {TRANSPOSE_THREADS, 1, 1};
   first.params = last.params;
   first.pointers = last.pointers;
@@ -168,21 +185,23 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons why_not = core::why_not(problem, describe());
   core::add_tma_reasons(problem, "hopper", false, why_not);
-  if (is_fp8(problem.dtype) && problem.d <= 256 && (problem.d > 192 || problem.dv > 128)) {
-    why_not.push_back(
-        "head dims " + std::to_string(problem.d) + " and " + std::to_string(problem.dv) + " with " +
-        dtype_name(problem.dtype) +
-        ": hopper takes up to 192 and 128 in 8 bits; wgmma keeps 13 bits of a sum, and registers "
-        "for sums that lose less suffice up to there" +
-        core::USE_TORCH);
-  }
   if (is_fp8(problem.dtype))
     core::refuse_splits(problem, "hopper", dtype_name(problem.dtype), why_not);
+  if (is_fp8(problem.dtype) && v_columns(problem) > INT32_MAX) {
+    why_not.push_back(
+        "V of " + std::to_string(problem.nk) + " keys in " + std::to_string(problem.batch) +
+        " sequences with " + dtype_name(problem.dtype) + ": hopper turns V into columns of up to " +
+        std::to_string(INT32_MAX) + " keys, in which each sequence is filled up to a multiple of " +
+        std::to_string(V_COLUMN_KEYS) + "; split the batch" + core::USE_TORCH);
+  }
   if (!why_not.empty()) return why_not;
   const auto choice = core::choose_with_splits("hopper", tiles_for(problem), problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
   const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<Tile>>(choice);
-  const int64_t tiles = core::tiles_of(problem, tile) * splits;
+  const int64_t v_slices = is_fp8(problem.dtype) ? core::ceil_div(problem.dv, FP8_V_COLUMNS) : 1;
+  const int64_t tiles = core::tiles_of(problem, tile) * splits * v_slices;
+  const int64_t largest = std::max(tiles, is_fp8(problem.dtype) ? transpose_ctas(problem) : 0);
+  if (largest > core::GRID_LIMIT) return core::grid_too_large(largest);
 
   Params params;
   core::init_params(problem, params);
@@ -190,12 +209,14 @@ PlanResult plan(const Problem& problem, const Device& device) {
   params.tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
   if (tile.can_split) params.packed_heads = core::packed_heads(tile);
+  params.v_slices = static_cast<int32_t>(v_slices);
   if (is_fp8(problem.dtype)) params.v_columns = static_cast<int32_t>(v_columns(problem));
   // One CTA per SM that goes on to the next tile loads its Q and keys while the last one is
   // computed and written. Where several share an SM they do that for one another.
   const bool stays = core::resident_ctas(tile, device) == 1;
   const int64_t ctas = stays ? std::min<int64_t>(tiles, device.sm_count) : tiles;
   LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params);
+  plan.tile.v_slices = v_slices;
   if (splits > 1) {
     core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));

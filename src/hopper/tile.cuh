@@ -8,6 +8,7 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/math/uniform.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -18,13 +19,7 @@
 
 namespace archflash::hopper {
 
-// Returns x, which must be the same in all lanes of a warp. After the shuffle the assembler knows
-// that it is, and computes with it once for the warp.
-template <typename T>
-__device__ __forceinline__ T uniform(T x) {
-  // mutants: same-in-all-lanes
-  return __shfl_sync(math::FULL_WARP, x, 0);
-}
+using math::uniform;
 
 // The barriers, as addresses in shared memory. "Bytes": the producer arrives once and says how many
 // bytes TMA will bring; the phase ends when they have landed.
@@ -85,7 +80,8 @@ struct RingPosition {
   }
 };
 
-// A row tile and the number of the share of its keys. first_row is negative behind the last tile.
+// A row tile and the number of a share of it: of its keys, or of the columns of V. first_row is
+// negative behind the last tile.
 struct Tile : math::Work {
   int split;
 };

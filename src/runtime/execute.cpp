@@ -168,8 +168,10 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
   const DeviceGuard guard(device_index);
   if (const int64_t bytes = prepared.plan->zeroed_bytes; bytes > 0) {
     void* workspace = addresses[static_cast<int>(Operand::Workspace)];
-    check(cudaMemsetAsync(workspace, 0, bytes, static_cast<cudaStream_t>(stream)),
-          join("zeroing ", bytes, " bytes of the workspace"));
+    const cudaError_t status =
+        cudaMemsetAsync(workspace, 0, bytes, static_cast<cudaStream_t>(stream));
+    // The text is made only where it is needed: this runs on every call.
+    if (status != cudaSuccess) check(status, join("zeroing ", bytes, " bytes of the workspace"));
   }
   for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
     const Launch& launch = prepared.plan->launches[i];

@@ -9,9 +9,11 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
@@ -401,6 +403,39 @@ nb::class_<T> with_pickle(nb::class_<T> type, T (*from_dict)(nb::handle)) {
   return type;
 }
 
+using Lengths = std::vector<int64_t>;
+
+// Throws std::invalid_argument unless the walk of this plan can be modelled, with these lengths of
+// its packed sequences.
+void check_walk(const LaunchPlan& plan, const Lengths& q, const Lengths& k) {
+  constexpr int64_t MOST_TILES = 1 << 26;  // gigabytes, and seconds
+  const Problem& problem = plan.problem;
+  if (plan.tile.name.empty())
+    throw std::invalid_argument("this plan computes nothing by tiles: it has no walk");
+  const int64_t shares = plan.tile.splits * plan.tile.v_slices;
+  if (plan.tile.tiles > MOST_TILES / shares) {
+    throw std::invalid_argument(join("a walk over ", plan.tile.tiles, " tiles in ", shares,
+                                     " shares: the model takes up to ", MOST_TILES, " of them"));
+  }
+  const size_t sequences = problem.varlen ? static_cast<size_t>(problem.batch) : 0;
+  const auto check = [&](const char* name, const Lengths& lengths, int64_t rows) {
+    if (lengths.size() != sequences) {
+      throw std::invalid_argument(join(name, " has ", lengths.size(), " lengths: this plan has ",
+                                       sequences,
+                                       " packed sequences, and each of them one length"));
+    }
+    for (const int64_t length : lengths) {
+      if (length < 0 || length > rows) {
+        throw std::invalid_argument(join(name, " has the length ", length,
+                                         ": all sequences together have up to ", rows, " rows"));
+      }
+      rows -= length;
+    }
+  };
+  check("q_lengths", q, problem.nq);
+  check("k_lengths", k, problem.nk);
+}
+
 }  // namespace
 
 NB_MODULE(_archflash, m) {
@@ -558,6 +593,8 @@ NB_MODULE(_archflash, m) {
       .def_ro("tiles", &TileChoice::tiles, "Row tiles of all heads.")
       .def_ro("splits", &TileChoice::splits,
               "Shares into which the keys of each tile are split; 1: they are not.")
+      .def_ro("v_slices", &TileChoice::v_slices,
+              "Slices of the columns of V, each computed by CTAs of its own; 1: there are none.")
       .def_ro("heads_per_group", &TileChoice::heads_per_group,
               "Heads whose tiles follow one another; 0: there are no groups.")
       .def_ro("turned_begin", &TileChoice::turned_begin,
@@ -608,10 +645,10 @@ NB_MODULE(_archflash, m) {
       .def_ro("ideal", &core::Makespan::ideal,
               "If the work were shared out evenly; at least the longest tile.")
       .def_prop_ro("share", &core::Makespan::share, "ideal / time.");
-  using Lengths = std::vector<int64_t>;
   m.def(
       "makespan",
       [](const LaunchPlan& plan, const Lengths& q, const Lengths& k) {
+        check_walk(plan, q, k);
         return core::makespan(plan, {q, k});
       },
       "plan"_a, "q_lengths"_a = Lengths(), "k_lengths"_a = Lengths(),
@@ -619,15 +656,25 @@ NB_MODULE(_archflash, m) {
   m.def(
       "makespan_of",
       [](const std::vector<double>& times, int64_t workers, bool rounds) {
+        constexpr int64_t MOST_WORKERS = int64_t{1} << 32;
+        if (workers < 1 || workers > MOST_WORKERS) {
+          throw std::invalid_argument(
+              join(workers, " workers: a walk has from 1 to ", MOST_WORKERS));
+        }
+        for (const double time : times) {
+          if (!std::isfinite(time) || time < 0)
+            throw std::invalid_argument(
+                join("a tile that takes ", time, ": times are finite and not negative"));
+        }
         return core::makespan(times, workers, rounds ? core::Walk::Rounds : core::Walk::Queue);
       },
       "times"_a, "workers"_a, "rounds"_a,
       "The model of tiles in this order. 'rounds': workers take one tile each, every second time "
-      "in "
-      "reverse order; otherwise whoever is free first takes the next tile.");
+      "in reverse order; otherwise whoever is free first takes the next tile.");
   m.def(
       "tile_times",
       [](const LaunchPlan& plan, const Lengths& q, const Lengths& k) {
+        check_walk(plan, q, k);
         std::vector<std::pair<int64_t, double>> tiles;
         for (const core::TileTime& tile : core::tile_times(plan, {q, k}))
           tiles.emplace_back(tile.kv_head, tile.time);
@@ -636,8 +683,15 @@ NB_MODULE(_archflash, m) {
       "plan"_a, "q_lengths"_a = Lengths(), "k_lengths"_a = Lengths(),
       "The tiles of a plan's first launch in their order: (head of k, time in keys).");
   m.attr("TILE_KEYS") = core::TILE_KEYS;
-  m.def("reads_of_keys", &core::reads_of_keys, "plan"_a,
-        "How often K and V come from memory, on average: a model.");
+  m.def(
+      "reads_of_keys",
+      [](const LaunchPlan& plan) {
+        if (plan.problem.varlen)
+          throw std::invalid_argument("packed sequences: there is no model of what they read");
+        check_walk(plan, {}, {});
+        return core::reads_of_keys(plan);
+      },
+      "plan"_a, "How often K and V come from memory, on average: a model.");
 
   nb::class_<Description>(m, "Description", "What an implementation says of itself.")
       .def_ro("name", &Description::name)
@@ -785,23 +839,32 @@ NB_MODULE(_archflash, m) {
       "plan_quantize",
       [](const std::string& out_dtype, int per, nb::handle x, nb::handle out,
          const Device& device) {
+        const bool e4m3 = out_dtype == dtype_name(DType::E4M3);
+        if (!e4m3 && out_dtype != dtype_name(DType::E5M2)) {
+          throw std::invalid_argument(join("out_dtype '", out_dtype, "': it must be ",
+                                           dtype_name(DType::E4M3), " or ",
+                                           dtype_name(DType::E5M2)));
+        }
+        if (per < 0 || per > static_cast<int>(QuantizePer::Block)) {
+          throw std::invalid_argument(
+              join("per ", per, ": it must be 0 (tensor), 1 (head) or 2 (block)"));
+        }
         TensorView from, to;
         read_tensor(x, "x", from);
         read_tensor(out, "out", to);
         const auto strides = [](const TensorView& view) {
           return Strides{view.strides[0], view.strides[1], view.strides[2]};
         };
-        return plan_quantize(
-            {.batch = from.shape[0],
-             .heads = from.shape[1],
-             .rows = from.shape[2],
-             .d = from.shape[3],
-             .x = strides(from),
-             .out = strides(to),
-             .dtype = from.dtype,
-             .out_dtype = out_dtype == dtype_name(DType::E4M3) ? DType::E4M3 : DType::E5M2,
-             .per = static_cast<QuantizePer>(per)},
-            device);
+        return plan_quantize({.batch = from.shape[0],
+                              .heads = from.shape[1],
+                              .rows = from.shape[2],
+                              .d = from.shape[3],
+                              .x = strides(from),
+                              .out = strides(to),
+                              .dtype = from.dtype,
+                              .out_dtype = e4m3 ? DType::E4M3 : DType::E5M2,
+                              .per = static_cast<QuantizePer>(per)},
+                             device);
       },
       "out_dtype"_a, "per"_a, "x"_a, "out"_a, "device"_a,
       "The plan that makes 8-bit numbers of x (batch, heads, rows, d); 'per' counts tensor, head, "

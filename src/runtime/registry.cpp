@@ -162,6 +162,13 @@ Bytes image(std::string_view name) {
 }
 
 void add_image(const std::string& name, std::string_view code) {
+  const size_t slash = name.find('/');
+  if (slash == 0 || slash == std::string::npos || slash + 1 == name.size()) {
+    throw std::invalid_argument(
+        join("an image with the name '", name, "': it must be '<folder>/<stem>'"));
+  }
+  if (code.empty())
+    throw std::invalid_argument(join("the image '", name, "' is empty: give a cubin or fatbin"));
   const Bytes known = image(name);
   if (known.begin) {
     if (std::equal(known.begin, known.end, code.begin(), code.end(),

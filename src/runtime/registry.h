@@ -41,7 +41,8 @@ struct Bytes {
 Bytes image(std::string_view name);
 std::vector<std::string> image_names();
 // Adds a cubin or fatbin that is not in this build, for plans whose launches name it. It stays for
-// the life of the process. Throws std::invalid_argument if the name is taken by other bytes.
+// the life of the process. Throws std::invalid_argument if the name is taken by other bytes or is
+// none, and if there is no code.
 void add_image(const std::string& name, std::string_view code);
 
 }  // namespace archflash

@@ -60,7 +60,7 @@ void fields(TileChoice& t, F&& f) {
       f("rows_per_warp", t.rows_per_warp);
   f("k_stages", t.k_stages), f("v_stages", t.v_stages), f("cluster", t.cluster),
       f("packed_heads", t.packed_heads), f("ctas_per_sm", t.ctas_per_sm);
-  f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits),
+  f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits), f("v_slices", t.v_slices),
       f("heads_per_group", t.heads_per_group);
   f("turned_begin", t.turned_begin), f("turned_end", t.turned_end);
 }
@@ -351,6 +351,52 @@ class Comparison {
   std::vector<std::string> lines_;
 };
 
+// The tile of a hand-made plan must at least not make notes and the model of the walk divide by
+// zero or count for ever.
+void check_tile(const LaunchPlan& plan) {
+  constexpr int64_t MOST = INT32_MAX;
+  const TileChoice& tile = plan.tile;
+  if (tile.name.empty()) return;  // nothing is computed by tiles
+  using Fields = std::initializer_list<std::pair<const char*, int64_t>>;
+  const auto range = [&](int64_t least, const Fields& fields) {
+    for (const auto& [field, value] : fields) {
+      if (value >= least && value <= MOST) continue;
+      throw nb::value_error(join("field 'tile.", field, "' is ", value,
+                                 ": it must be an integer from ", least, " to ", MOST)
+                                .c_str());
+    }
+  };
+  range(1, {{"block_q", tile.block_q},
+            {"block_k", tile.block_k},
+            {"cluster", tile.cluster},
+            {"packed_heads", tile.packed_heads},
+            {"ctas_per_sm", tile.ctas_per_sm},
+            {"ctas", tile.ctas},
+            {"tiles", tile.tiles},
+            {"splits", tile.splits},
+            {"v_slices", tile.v_slices}});
+  range(0, {{"head_dim", tile.head_dim},
+            {"head_dim_v", tile.head_dim_v},
+            {"warps", tile.warps},
+            {"rows_per_warp", tile.rows_per_warp},
+            {"k_stages", tile.k_stages},
+            {"v_stages", tile.v_stages},
+            {"heads_per_group", tile.heads_per_group},
+            {"turned_begin", tile.turned_begin},
+            {"turned_end", tile.turned_end}});
+  const int64_t heads_per_kv = plan.problem.heads_q / std::max<int64_t>(plan.problem.heads_kv, 1);
+  if (heads_per_kv < tile.packed_heads || heads_per_kv % tile.packed_heads != 0) {
+    throw nb::value_error(join("field 'tile.packed_heads' is ", tile.packed_heads, ": ",
+                               heads_per_kv, " heads share a head of k, and it must divide them")
+                              .c_str());
+  }
+  if (tile.heads_per_group % tile.packed_heads != 0) {
+    throw nb::value_error(join("field 'tile.heads_per_group' is ", tile.heads_per_group,
+                               ": it must be a multiple of packed_heads, ", tile.packed_heads)
+                              .c_str());
+  }
+}
+
 // A hand-made plan must at least not make bind() write past the block or read what is not there,
 // nor execute() write past the workspace.
 void check_launches(const LaunchPlan& plan) {
@@ -451,6 +497,7 @@ LaunchPlan unchecked_plan_from_dict(nb::handle dict) {
   read(dict, plan, "");
   check_problem(plan.problem, "problem.");
   check_device(plan.device, "device.");
+  check_tile(plan);
   check_launches(plan);
   return plan;
 }

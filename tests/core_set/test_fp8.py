@@ -18,6 +18,7 @@ import archflash
 from archflash import _archflash as native
 from archflash import reference
 
+from ..replanned import replanned
 from .checks import relative_rms_error, same_bits
 from .executors import FP8, executor
 from .memory import transposed
@@ -35,11 +36,6 @@ every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 every_kernel_by_tma = pytest.mark.parametrize("kernel", BY_TMA)
 every_kernel_and_dtype = pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES)
 RANDOM = [2]  # one of the simulator's schedules: random, with seed 2
-
-
-def takes(kernel: str, d: int, dv: int) -> bool:
-    """Whether a kernel takes these head dimensions in 8 bits."""
-    return kernel != "hopper" or (d <= 192 and dv <= 128)
 
 
 # --- every pair of features ---
@@ -70,8 +66,7 @@ MORE_Q, MORE_K = (0, 30, 1), (9, 0, 1)
 def rows_of(kernel: str) -> list[dict[str, Any]]:
     if on.name == "simulator" and kernel != "blackwell_dc":
         return []  # for the others it has time for CALLS
-    dims = [(d, dv) for d, dv in FACTORS["dims"] if takes(kernel, d, dv)]
-    return all_pairs({"dtype": on.dtypes_of(kernel, FP8), **FACTORS, "dims": dims})
+    return all_pairs({"dtype": on.dtypes_of(kernel, FP8), **FACTORS})
 
 
 def quantised(x: Tensor, dtype: str, kind: str, kv_heads: int) -> tuple[Tensor, Tensor | None]:
@@ -208,8 +203,6 @@ def test_a_call_agrees_with_float64(kernel: str, device: str | None, code: str, 
     dtype, rows, dims, per, options = CALLS[name]
     if dtype not in on.dtypes_of(kernel, FP8):
         dtype = "float8_e4m3fn"
-    if not takes(kernel, *dims):
-        dims = (192, 128)
     tensors, call = quantised_call(dtype, rows, dims, (2, 1), per)
     call |= options
     if "sinks" in call:
@@ -236,8 +229,6 @@ def test_lengths_of_any_kind(kernel: str, dtype: str, nq: int, nk: int) -> None:
 def test_head_dims_of_any_size(kernel: str, dtype: str, d: int) -> None:
     nq, nk = on.pick(simulator=(33, 70), gpu=(113, 239))
     for dv in (d, 272 - d):
-        if not takes(kernel, d, dv):
-            continue
         tensors = on.qkv(nq, nk, d, dv, dtype=dtype)
         on.attend_and_check(kernel, *tensors, schedules=RANDOM, causal=True)
 
@@ -265,6 +256,8 @@ TILES: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int], int]] = {
     ("hopper", "d128_blocks"): ((200, 270), (112, 128), 1),
     ("hopper", "d192"): ((200, 270), (192, 128), 1),
     ("hopper", "d192_blocks"): ((200, 270), (176, 112), 1),
+    ("hopper", "d256"): ((200, 270), (256, 208), 1),
+    ("hopper", "d256_blocks"): ((200, 270), (64, 144), 1),
 }
 HOME = {"blackwell_consumer": "RTX 5090", "blackwell_dc": "B200", "hopper": "H200"}
 
@@ -272,7 +265,7 @@ HOME = {"blackwell_consumer": "RTX 5090", "blackwell_dc": "B200", "hopper": "H20
 @pytest.mark.parametrize(("kernel", "tile"), [case for case in TILES if case[0] in KERNELS])
 def test_every_kernel_with_several_tiles_for_a_cta(kernel: str, tile: str) -> None:
     rows, dims, sms = TILES[kernel, tile]
-    per = "head" if tile in ("d128", "d192") and kernel == "hopper" else "block"
+    per = "head" if tile in ("d128", "d192", "d256") and kernel == "hopper" else "block"
     tensors, call = quantised_call("float8_e4m3fn", rows, dims, (4, 2), per)
     of_10_3 = tile.endswith("_mufu")
     home = archflash.explain(
@@ -283,9 +276,7 @@ def test_every_kernel_with_several_tiles_for_a_cta(kernel: str, tile: str) -> No
         **call,
     ).plan
     assert home is not None
-    device = native.Device.from_dict(home.device.to_dict() | {"sm_count": sms})
-    plan = native.plan(kernel, home.problem, device)
-    assert isinstance(plan, native.LaunchPlan)
+    plan = replanned(home, sm_count=sms)
     launch = plan.to_dict()["launches"][-1]
     assert launch["kernel"] == f"{kernel}_attention_fwd_e4m3_{tile}"
     schedules = [1] if of_10_3 else range(4)
@@ -323,13 +314,21 @@ def test_sums_of_many_weighted_values_lose_nothing() -> None:
 
 
 @pytest.mark.skipif("hopper" not in KERNELS, reason="hopper's kernels are not in this build")
-def test_head_dims_without_room_for_sums_in_parts_are_refused() -> None:
-    for d, dv in ((208, 128), (64, 144), (256, 256)):
-        tensors = on.qkv(16, 16, d, dv, dtype="float8_e4m3fn")
-        with pytest.raises(
-            archflash.ForcedImplementationError, match="up to 192 and 128 in 8 bits"
-        ):
-            archflash.attention(*tensors, implementation="hopper")
+def test_slices_of_v_have_the_bits_that_they_have_alone() -> None:
+    q, k, v = on.qkv(70, 300, 224, 208, dtype="float8_e4m3fn", heads=(2, 1))
+    call: dict[str, Any] = {"causal": True, "schedules": RANDOM}
+    out, lse = on.attend_and_check("hopper", q, k, v, **call)
+    for columns in (slice(0, 128), slice(128, 208)):
+        alone, alone_lse = on.attend("hopper", q, k, v[..., columns].contiguous(), **call)
+        assert same_bits(alone, out[..., columns].contiguous())
+        assert same_bits(alone_lse, lse)
+    # Two CTAs compute a tile: the plan says so, and the model of its walk counts both.
+    plan = archflash.explain(q, k, v, device="H200", implementation="hopper").plan
+    assert plan is not None
+    assert plan.tile is not None
+    assert (plan.tile.name, plan.tile.v_slices, plan.tile.ctas) == ("d256", 2, 2 * plan.tile.tiles)
+    assert "for 2 tiles x 2 slices of V" in dict(plan.notes)["CTAs"]
+    assert len(native.tile_times(plan)) == 2 * plan.tile.tiles
 
 
 @every_kernel
@@ -353,8 +352,6 @@ def test_rows_beyond_a_sequence_and_masked_ones_never_matter(kernel: str) -> Non
 @every_kernel
 def test_the_next_sequence_never_matters(kernel: str, dims: tuple[int, int]) -> None:
     """V of another sequence in the same block is NaN, and so is K."""
-    if not takes(kernel, *dims):
-        dims = (128, 128)
     queries, keys = (33, 0, 20), (37, 20, 70)
     total_q, total_k = sum(queries), sum(keys)
     q = on.rand(total_q, 2, dims[0], seed=0, dtype=E4M3)

@@ -128,6 +128,8 @@ def test_a_use_of_a_cta_that_may_have_exited_is_named(name: str, mode: str) -> N
             assert all("CTA 1" in f.message and f.cta == 0 for f in exits)
             opcode = USES[name].split()[0]
             assert all(f.instruction.startswith(opcode) for f in exits)
+            # An address in the shared memory of CTA 1: its rank stands in the upper bits.
+            assert {f.address >> 24 for f in exits} == {1}
 
 
 @pytest.mark.parametrize("mode", MODES)

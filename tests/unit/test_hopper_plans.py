@@ -7,9 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from plan_cases import call, launch_of, plan_of, tile_of
 
 from archflash import _archflash as native
+from archflash._api import find_device, make_problem
 
 NAME = "hopper"
 
@@ -71,6 +73,35 @@ def test_decoding_packs_heads_and_fills_the_gpu(shape: tuple[int, int], splits: 
     tile = tile_of(plan)
     assert (tile.name, tile.packed_heads, tile.splits) == ("d128_few", 4, splits)
     assert plan.to_dict()["launches"][0]["grid"] == [8 * batch * splits, 1, 1]
+
+
+def test_large_head_dims_in_8_bits_share_the_columns_of_v_out() -> None:
+    def tile(d: int, dv: int, **options: Any) -> native.TileChoice:
+        problem = call("float8_e4m3fn", b=1, hq=16, nq=4096, d=d, dv=dv, **options)
+        return tile_of(plan_of(problem, "H200", NAME))
+
+    for (d, dv), name, slices in (
+        ((192, 128), "d192", 1),
+        ((208, 128), "d256", 1),
+        ((64, 144), "d256", 2),
+        ((256, 256), "d256", 2),
+    ):
+        chosen = tile(d, dv)
+        assert (chosen.name, chosen.v_slices) == (name, slices)
+    even = native.makespan(plan_of(call("float8_e4m3fn", b=1, hq=16, nq=4096, d=256), "H200", NAME))
+    assert even.workers == 132
+    assert even.ideal * 132 == 2 * 16 * 32 * (4096 + native.TILE_KEYS)
+
+
+def test_columns_of_v_in_8_bits_have_a_limit() -> None:
+    """Each of the packed sequences is filled up to 128 keys."""
+    sequences = (1 << 24) + 1
+    q = torch.empty(sequences, 1, 64, dtype=torch.float8_e4m3fn, device="meta")
+    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    problem = make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, out_dtype=torch.bfloat16)
+    (reason,) = native.plan(NAME, problem, find_device("H200"))
+    assert "V of 16777217 keys in 16777217 sequences with float8_e4m3fn" in reason
+    assert "columns of up to 2147483647 keys" in reason
 
 
 def test_every_tile_fits_an_h100() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
 from typing import Any
 
@@ -21,8 +22,11 @@ FOLDERS = {  # with 16-bit kernels that choose an order, each with the GPUs whos
     "ada": ("L4", "RTX 4090"),
     "blackwell_consumer": ("RTX 5090", "RTX 5060 laptop", "GB10", "H200"),
     "blackwell_dc": ("B200", "B300"),
+    "hopper": ("H200", "H100"),
 }
 HERE = [(k, d) for k, devices in FOLDERS.items() for d in devices if serves(k, d)]
+# hopper chooses by what was measured on an H200 (src/hopper/NOTES.md), the others by the model.
+BY_THE_MODEL = [(k, d) for k, d in HERE if k != "hopper"]
 
 
 def order_of(plan: native.LaunchPlan) -> tuple[int, int, int]:
@@ -62,6 +66,46 @@ def test_the_makespan_is_that_of_workers_one_by_one(rounds: bool) -> None:
     assert native.makespan_of([], 4, rounds).share == 1
     assert native.makespan_of([3.0, 1.0], 2, rounds).share == 1
     assert native.makespan_of([2.0, 2.0, 2.0], 2, rounds).share == 0.75
+
+
+@pytest.mark.parametrize(
+    ("times", "workers", "message"),
+    [
+        ([1.0], 0, "0 workers: a walk has from 1 to"),
+        ([1.0], -3, "-3 workers: a walk has from 1 to"),
+        ([2.0, -1.0], 2, "a tile that takes -1: times are finite and not negative"),
+        ([float("nan")], 2, "a tile that takes nan: times are finite"),
+        ([float("inf")], 2, "a tile that takes inf: times are finite"),
+    ],
+)
+def test_workers_and_times_that_cannot_be_are_refused(
+    times: list[float], workers: int, message: str
+) -> None:
+    for rounds in (False, True):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            native.makespan_of(times, workers, rounds)
+
+
+def test_the_walk_of_a_plan_wants_the_lengths_of_its_sequences() -> None:
+    q = torch.empty(100, 2, 64, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    packed = plan_of(make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends), "A100", "ampere")
+    plain = plan_of(call("bfloat16", nq=100), "A100", "ampere")
+    nothing = plan_of(call("bfloat16", nq=0), "A100", "ampere")
+    for plan, lengths, message in (
+        (packed, ([], []), "q_lengths has 0 lengths: this plan has 2 packed sequences"),
+        (packed, ([60, 40], [100]), "k_lengths has 1 lengths: this plan has 2"),
+        (packed, ([60, -1], [60, 40]), "q_lengths has the length -1: all sequences together"),
+        (packed, ([60, 40], [60, 41]), "k_lengths has the length 41: all sequences together"),
+        (plain, ([100], [100]), "q_lengths has 1 lengths: this plan has 0 packed sequences"),
+        (nothing, ([], []), "this plan computes nothing by tiles"),
+    ):
+        for ask in (native.makespan, native.tile_times):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                ask(plan, *lengths)
+    assert native.makespan(packed, [60, 40], [60, 40]).time > 0
+    with pytest.raises(ValueError, match="packed sequences: there is no model"):
+        native.reads_of_keys(packed)
 
 
 def visited_keys(plan: native.LaunchPlan, nq: int, nk: int, first: int, see: Any) -> float:
@@ -189,7 +233,8 @@ def test_the_chosen_order_is_never_much_worse_than_groups_that_fit_l2(
     fitting = find_device(device).l2_bytes // 2 // (n * 2 * d * 2)
     size = min(max(fitting, 1), kv_heads) * hq // hkv
     simple = changed(plan, heads_per_group=size, turned_begin=0, turned_end=0)
-    assert queue_time(plan) <= 1.021 * queue_time(simple)
+    worst = 1.021 if kernel != "hopper" else 1.07  # its groups are smaller, for L2
+    assert queue_time(plan) <= worst * queue_time(simple)
 
 
 @one_test_for_each({f"{k} on {d}": [(k, d, *row) for row in GRID] for k, d in HERE})
@@ -200,10 +245,13 @@ def test_what_a_group_reads_stays_in_l2_or_is_shared_by_tiles(
     group = order_of(plan)[0]
     in_group = group * hkv // hq
     fits = in_group * n * 2 * d * 2 <= find_device(device).l2_bytes // 2
-    assert in_group == 1 or fits or native.makespan(plan).workers // in_group >= 4
+    shared = native.makespan(plan).workers // in_group >= 4
+    # Where there are few tiles, those of all heads make one group on hopper.
+    few = kernel == "hopper" and tile_of(plan).tiles <= 6 * find_device(device).sm_count
+    assert in_group == 1 or fits or shared or few
 
 
-@pytest.mark.parametrize(("kernel", "device"), HERE)
+@pytest.mark.parametrize(("kernel", "device"), BY_THE_MODEL)
 def test_tiles_of_equal_time_go_head_by_head(kernel: str, device: str) -> None:
     problem = call("bfloat16", b=2, hq=32, hkv=8, nq=4096, nk=4096, d=128)
     assert order_of(plan_of(problem, device, kernel)) == (4, 0, 0)
@@ -217,6 +265,11 @@ def test_groups_have_one_size_where_that_is_possible() -> None:
     plan = plan_of(problem, "H200", "ampere")
     assert 32 % order_of(plan)[0] == 0
     assert native.makespan(plan).share > 0.95
+    long = call("bfloat16", b=2, hq=16, hkv=16, nq=8192, nk=8192, d=64, causal=True)
+    of_hopper = plan_of(long, "H100", "hopper")
+    assert order_of(of_hopper)[0] == 4
+    assert native.makespan(of_hopper).share > 0.99
+    assert native.makespan(changed(of_hopper, heads_per_group=5)).share < 0.9
     assert native.makespan(changed(plan, heads_per_group=15)).share < 0.75  # two are left over
 
 

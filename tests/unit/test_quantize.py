@@ -212,6 +212,16 @@ def test_wrong_calls_are_refused_with_what_was_given(name: str) -> None:
 # --- plans ---
 
 
+def test_the_binding_refuses_what_it_does_not_know() -> None:
+    x = torch.empty(1, 1, 5, 16, dtype=torch.float16, device="meta")
+    device = find_device("RTX 4090")
+    with pytest.raises(ValueError, match="out_dtype 'int8': it must be float8_e4m3fn or"):
+        native.plan_quantize("int8", 0, x, x, device)
+    for per in (-1, 3):
+        with pytest.raises(ValueError, match=f"per {per}: it must be 0"):
+            native.plan_quantize("float8_e5m2", per, x, x, device)
+
+
 @pytest.mark.parametrize(
     ("per", "kernels", "grids"),
     [

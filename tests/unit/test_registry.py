@@ -256,5 +256,10 @@ def test_an_added_image_is_found_by_name_and_replaces_none() -> None:
     for name in ("test/added", built):
         with pytest.raises(ValueError, match=f"another image with the name '{name}'"):
             native.add_image(name, b"other")
+    for name in ("", "stem", "/stem", "folder/"):
+        with pytest.raises(ValueError, match=f"'{name}': it must be '<folder>/<stem>'"):
+            native.add_image(name, b"other")
+    with pytest.raises(ValueError, match="the image 'test/empty' is empty"):
+        native.add_image("test/empty", b"")
     assert native.image(built) not in (b"", b"other")
     assert "test/added" not in native.image_names()

@@ -72,12 +72,14 @@ __device__ __forceinline__ void weigh_all_scores_e4m3(const Scores<C>& s_rmem,
 // Divides the outputs by the row sums, multiplies them by v_factor and writes them, and the LSE
 // where it is asked for. The outputs are as multiply_pv leaves them for 8-bit V: of every 16
 // columns of a row, a lane holds four neighbouring ones. The four lanes of a row write 32 bytes at
-// a time. warp_row is the warp's first row, counted from the CTA's first row.
+// a time. warp_row is the warp's first row, counted from the CTA's first row. The outputs are the
+// columns from first_column on; the LSE goes with the first ones.
 template <class C, class Flag>
 __device__ __forceinline__ void store_fp8_out(const Outputs<C>& o_rmem,
                                               const RowState<C, Flag>& state,
                                               const AttentionParams& params, DType out_dtype,
-                                              const Work& work, int warp_row, float v_factor) {
+                                              const Work& work, int warp_row, float v_factor,
+                                              int first_column = 0) {
   const OutRows out(params, work, warp_row);
   const int lane = threadIdx.x % 32;
   uint16_t* out_gmem = out.out_gmem(params);
@@ -89,10 +91,10 @@ __device__ __forceinline__ void store_fp8_out(const Outputs<C>& o_rmem,
       const float factor = end.factor * v_factor;
       const int row = 16 * m + 8 * r + lane / 4;
       if (row >= out.rows) continue;
-      uint16_t* row_gmem = out_gmem + row * params.out_row + lane % 4 * 4;
+      uint16_t* row_gmem = out_gmem + row * params.out_row + first_column + lane % 4 * 4;
 #pragma unroll
       for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
-        if (n * 8 >= params.dv) continue;
+        if (first_column + n * 8 >= params.dv) continue;
         const float* even = &o_rmem[m][n][2 * r];
         const float* odd = &o_rmem[m][n + 1][2 * r];
         uint32_t pair[2];
@@ -104,7 +106,8 @@ __device__ __forceinline__ void store_fp8_out(const Outputs<C>& o_rmem,
         }
         ptx::st_global_v2_b32(row_gmem + n * 8, pair[0], pair[1]);
       }
-      if (params.lse_gmem != nullptr && lane % 4 == 0) out.store_lse(params, row, end.lse);
+      if (params.lse_gmem != nullptr && lane % 4 == 0 && first_column == 0)
+        out.store_lse(params, row, end.lse);
     }
   }
 }

@@ -9,6 +9,7 @@
 
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
+#include "common/math/uniform.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
@@ -17,7 +18,6 @@
 
 namespace archflash::math {
 
-constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 constexpr float LOWEST = -3.402823466e38f;
 
 // When the base of a row moves. P is 2^(score - base); scores and bases here are logarithms to base

@@ -34,6 +34,8 @@ std::string ctas_text(const LaunchPlan& plan) {
   std::string text = str(tile.ctas);
   if (tile.ctas != tile.tiles || tile.splits > 1) text += " for " + str(tile.tiles) + " tiles";
   if (tile.splits > 1) text += " x " + str(tile.splits) + " shares";
+  if (tile.v_slices > 1)
+    text += " x " + str(tile.v_slices) + " slices of V, all of which compute the scores";
   text += ", " + str(tile.ctas_per_sm) + " per SM on " + str(plan.device.sm_count) + " SMs";
   return text + (tile.cluster == 2 ? ", in pairs" : "");
 }
@@ -84,6 +86,7 @@ LaunchPlan one_launch(const std::string& folder, const Problem& problem, const D
       .ctas = ctas,
       .tiles = tiles_of(problem, tile),
       .splits = 1,
+      .v_slices = 1,
       .heads_per_group = order.heads_per_group,
       .turned_begin = order.turned_begin,
       .turned_end = order.turned_end,
@@ -134,7 +137,7 @@ Notes notes(const LaunchPlan& plan, const Notes& own) {
                                      "; a second kernel combines them");
   }
   lines.emplace_back("order", order_text(plan));
-  if (!plan.problem.varlen && tile.tiles * tile.splits <= MOST_TILES_TO_MODEL)
+  if (!plan.problem.varlen && tile.tiles * tile.splits * tile.v_slices <= MOST_TILES_TO_MODEL)
     lines.emplace_back("balance", balance_text(plan));
   Notes added;
   for (const auto& [name, text] : own) {

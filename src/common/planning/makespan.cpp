@@ -10,12 +10,13 @@
 namespace archflash::core {
 namespace {
 
-// Adds the shares of one tile.
-void add(std::vector<TileTime>& tiles, int64_t kv_head, int64_t keys, int block_k, int64_t splits) {
-  const int64_t blocks = keys / block_k;
-  for (int64_t split = 0; split < splits; ++split) {
-    const int64_t share = blocks / splits + (split < blocks % splits ? 1 : 0);
-    tiles.push_back({kv_head, static_cast<double>(TILE_KEYS + share * block_k)});
+// Adds the shares of one tile that visits so many keys.
+void add(std::vector<TileTime>& tiles, int64_t kv_head, int64_t keys, const TileChoice& tile) {
+  const int64_t blocks = keys / tile.block_k;
+  for (int64_t split = 0; split < tile.splits; ++split) {
+    const int64_t share = blocks / tile.splits + (split < blocks % tile.splits ? 1 : 0);
+    const auto time = static_cast<double>(TILE_KEYS + share * tile.block_k);
+    tiles.insert(tiles.end(), tile.v_slices, {kv_head, time});
   }
 }
 
@@ -57,7 +58,7 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
   const int64_t packed = std::max(tile.packed_heads, 1);
   const int64_t heads_per_kv = problem.heads_q / problem.heads_kv / packed;
   std::vector<TileTime> tiles;
-  tiles.reserve(tile.tiles * tile.splits);
+  tiles.reserve(tile.tiles * tile.splits * tile.v_slices);
   if (problem.varlen) {
     // The places of a sequence, as find_varlen_sequence() shares them out.
     int64_t start = 0;
@@ -71,10 +72,9 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
         for (int64_t head = 0; head < problem.heads_q / packed; ++head) {
           if (row >= 0) {
             add(tiles, head / heads_per_kv,
-                keys_of_tile(problem, tile.block_q, tile.block_k, nq, nk, row), tile.block_k,
-                tile.splits);
+                keys_of_tile(problem, tile.block_q, tile.block_k, nq, nk, row), tile);
           } else {
-            tiles.insert(tiles.end(), tile.splits, TileTime{head / heads_per_kv, 0});
+            tiles.insert(tiles.end(), tile.splits * tile.v_slices, {head / heads_per_kv, 0});
           }
         }
       }
@@ -93,14 +93,14 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
       const int64_t keys = keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq, problem.nk,
                                         row * tile.block_q);
       for (int64_t head = first; head < std::min(first + group, heads); ++head)
-        add(tiles, head / heads_per_kv, keys, tile.block_k, tile.splits);
+        add(tiles, head / heads_per_kv, keys, tile);
     }
   }
   return tiles;
 }
 
 Walk walk_of(const LaunchPlan& plan) {
-  const int64_t tiles = plan.tile.tiles * plan.tile.splits;
+  const int64_t tiles = plan.tile.tiles * plan.tile.splits * plan.tile.v_slices;
   const bool one_each = plan.tile.ctas >= tiles * plan.tile.cluster;
   return one_each || plan.zeroed_bytes > 0 ? Walk::Queue : Walk::Rounds;
 }

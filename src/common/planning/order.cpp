@@ -46,16 +46,14 @@ std::vector<double> times_of_rows(const Problem& problem, const Tile& tile) {
   return times;
 }
 
-// At most `most` of `all`, so that groups of this size are equal, or all but the last one. A size
-// that divides `all` is taken if it is at least half of what is possible.
+}  // namespace
+
 int64_t even_size(int64_t all, int64_t most) {
   for (int64_t size = most; 2 * size > most; --size) {
     if (all % size == 0) return size;
   }
   return ceil_div(all, ceil_div(all, most));
 }
-
-}  // namespace
 
 int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t nq, int64_t nk,
                      int64_t first_row) {

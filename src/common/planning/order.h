@@ -33,6 +33,10 @@ double queue_time(std::span<const Run> runs, int64_t workers);
 // length, and as filling half of their last tile.
 double walk_time(const Problem& problem, const Device& device, const Tile& tile);
 
+// At most `most` of `all`, so that groups of this size are equal, or all but the last one. A size
+// that divides `all` is taken if it is at least half of what is possible.
+int64_t even_size(int64_t all, int64_t most);
+
 // The order for kernels whose next tile goes to whoever is free first.
 //
 // Heads follow one another in groups, whose tiles come from the longest to the shortest under a

@@ -122,6 +122,7 @@ struct TileChoice {
   int64_t ctas = 0;             // of the launch
   int64_t tiles = 0;            // row tiles of all heads
   int64_t splits = 0;           // shares into which the keys of each tile are split; 1: none
+  int64_t v_slices = 0;         // shares of the columns of V, of CTAs that all compute the scores
   int64_t heads_per_group = 0;  // heads whose tiles follow one another; 0: no groups
   int64_t turned_begin = 0;     // tiles of a head that come in the opposite direction (TileOrder)
   int64_t turned_end = 0;

@@ -38,6 +38,13 @@ EXCUSES = (
         "division of a number from 0 to 2^29 by a power of two: the correction for negative ones "
         "is 0 whatever it is shifted by",
     ),
+    Excuse(
+        "constant",
+        r"shr\.u32: 31 -> 30",
+        "never-negative",
+        "division of a number from 0 to 2^29 by a constant: the correction for negative ones is "
+        "made of the two highest bits of the quotient, which are 0",
+    ),
     *(
         Excuse(
             kind,
@@ -153,6 +160,14 @@ EXCUSES = (
         "fence-before-both-products",
         "the fence before the product with K has ordered these registers too, but for a tile's "
         "last product; ptxas waits for every product unless each group has a fence of its own",
+    ),
+    Excuse(
+        "sync",
+        r"delete (mbarrier\.(try_wait|arrive)\..*|fence\.proxy\.async\..*)",
+        "needless-with-one-tile",
+        "a CTA of this kernel has one tile: its first loads find all stages free, and no load "
+        "comes behind its last product and its output; where a CTA has several tiles it counts",
+        kernel="hopper_attention_fwd_bf16_d64_few",
     ),
     Excuse(
         "sync",
