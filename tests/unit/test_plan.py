@@ -68,7 +68,6 @@ FEATURES: dict[str, Callable[[str], native.Problem]] = {
 }
 
 NOT_FOR_FP8 = {"d8", "d24", "d40", "d136", "d8-dv256"}  # which takes multiples of 16
-NOT_FOR_FP8_IN_HOPPER = {"d192", "d256", "full-gpu-d256"}  # which takes up to 192 and 128
 
 # id: (kernel, dtype, what makes the call). Every dtype with every head dim; what does not depend
 # on the dtype with the first and the last.
@@ -82,7 +81,6 @@ PROBLEMS = {
         else HEAD_DIMS
     ).items()
     if not (dtype.startswith("float8") and name in NOT_FOR_FP8)
-    and not (dtype.startswith("float8") and kernel == "hopper" and name in NOT_FOR_FP8_IN_HOPPER)
 }
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -165,7 +163,7 @@ def test_the_grid_has_a_block_for_every_row_of_every_head(name: str, device: str
     ctas, *others = launch["grid"]
     assert others == [1, 1]
     resident = find_device(device).sm_count * tile_of(plan).ctas_per_sm
-    work = tile_of(plan).tiles * tile_of(plan).splits
+    work = tile_of(plan).tiles * tile_of(plan).splits * tile_of(plan).v_slices
     ctas, left = divmod(ctas, tile_of(plan).cluster)
     assert left == 0
     assert ctas == work or ctas == min(work, resident)
