@@ -8,7 +8,7 @@ The modules stand in layers, and each imports only from layers below its own:
   float64 reference
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
 - `_ops`, a call as a torch operator
-- `_api`: attention() and explain(); attention_with_kvcache(); `quantize_fp8`
+- `_api`: attention() and explain(); attention_with_kvcache(); `quantize_fp8`; `merge_attention`
 - `scaled_dot_product_attention` and `warm_up`, made of those; `_overrides`, through which PyTorch's
   own attention is served
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
@@ -32,6 +32,7 @@ from archflash._errors import (
     UnsupportedError,
 )
 from archflash._kvcache import attention_with_kvcache
+from archflash._merge import merge_attention
 from archflash._overrides import Stats, disable, enable, enabled, stats
 from archflash._overrides import enable_if_asked as _enable_if_asked
 from archflash._quantize import quantize_fp8
@@ -57,6 +58,7 @@ __all__ = [
     "explain",
     "force",
     "implementations",
+    "merge_attention",
     "quantize_fp8",
     "reference",
     "scaled_dot_product_attention",

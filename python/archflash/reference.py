@@ -166,6 +166,25 @@ def appended(k_cache: Tensor, v_cache: Tensor, **call: Any) -> tuple[Tensor, Ten
     return caches
 
 
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merges attention of the same queries over different keys, in float64.
+
+    Args:
+        outs: ``(batch, heads, nq, dv)`` each, any floating-point dtype.
+        lses: ``(batch, heads, nq)`` each, natural logarithms; a row with -inf counts for nothing.
+
+    Returns:
+        The pair (output, log-sum-exp), float64.
+    """
+    lse = torch.stack([x.double() for x in lses]).logsumexp(0)
+    merged = torch.zeros(outs[0].shape, dtype=torch.float64, device=outs[0].device)
+    for out, of_part in zip(outs, lses, strict=True):
+        seen = (of_part != -torch.inf)[..., None]
+        share = (of_part.double() - lse).exp()[..., None]
+        merged += torch.where(seen, share * out.double(), 0.0)
+    return merged, lse
+
+
 @dataclasses.dataclass(frozen=True)
 class ErrorReport:
     """How far an output is from the float64 reference, and whether that is near enough.

@@ -869,6 +869,41 @@ NB_MODULE(_archflash, m) {
       "out_dtype"_a, "per"_a, "x"_a, "out"_a, "device"_a,
       "The plan that makes 8-bit numbers of x (batch, heads, rows, d); 'per' counts tensor, head, "
       "block.");
+  m.attr("MERGE_PARTS") = MERGE_PARTS;
+  m.def("merger_names", &merger_names, "The names that merge_attention has for its kernels.");
+  m.def(
+      "has_merger", [](Capability on) { return has_merger(number_of(on)); }, "capability"_a,
+      "Whether a kernel of merge_attention runs on a GPU of that capability.");
+  m.def(
+      "plan_merge",
+      [](const std::vector<nb::object>& outs, const std::vector<nb::object>& lses, nb::handle out,
+         const Device& device) {
+        if (outs.empty() || outs.size() > MERGE_PARTS || outs.size() != lses.size())
+          throw nb::value_error(join("plan_merge takes 1 to ", MERGE_PARTS, " parts").c_str());
+        const auto strides = [](const TensorView& view) {
+          return Strides{view.strides[0], view.strides[1], view.strides[2]};
+        };
+        MergeProblem problem{};
+        TensorView view;
+        read_tensor(out, "out", view);
+        problem.batch = view.shape[0], problem.heads = view.shape[1];
+        problem.rows = view.shape[2], problem.dv = view.shape[3];
+        problem.out = strides(view);
+        problem.out_dtype = view.dtype;
+        problem.parts = static_cast<int32_t>(outs.size());
+        for (size_t i = 0; i < outs.size(); ++i) {
+          TensorView part, lse;
+          read_tensor(outs[i], "outs", part);
+          read_tensor(lses[i], "lses", lse);
+          problem.part[i] = {strides(part), strides(lse), part.dtype};
+        }
+        return plan_merge(problem, device);
+      },
+      "outs"_a, "lses"_a, "out"_a, "device"_a,
+      nb::sig("def plan_merge(outs: list[typing.Any], lses: list[typing.Any], out: typing.Any, "
+              "device: Device) -> LaunchPlan"),
+      "The plan that merges outs (batch, heads, rows, dv) with lses (batch, heads, rows) into "
+      "out.");
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
         "Launches a plan on tensors by operand name: each that the plan has an address of. On the "

@@ -117,29 +117,47 @@ Notes notes(const LaunchPlan& plan) {
 }
 
 namespace {
-const Quantizer* find_quantizer(int capability) {
-  for (const Quantizer& quantizer : QUANTIZERS) {
-    if (has_code(quantizer.folder, capability)) return &quantizer;
+
+// The first of a function's folders that has code for a capability; null if none has.
+template <class AnyProblem, size_t N>
+const Function<AnyProblem>* find(const Function<AnyProblem> (&functions)[N], int capability) {
+  for (const Function<AnyProblem>& function : functions) {
+    if (has_code(function.folder, capability)) return &function;
   }
   return nullptr;
 }
-}  // namespace
 
-std::vector<std::string> quantizer_names() {
+template <class AnyProblem, size_t N>
+std::vector<std::string> names_of(const Function<AnyProblem> (&functions)[N]) {
   std::vector<std::string> names;
-  for (const Quantizer& quantizer : QUANTIZERS) names.emplace_back(quantizer.implementation);
+  for (const Function<AnyProblem>& function : functions)
+    names.emplace_back(function.implementation);
   return names;
 }
 
-bool has_quantizer(int capability) { return find_quantizer(capability) != nullptr; }
-
-LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device) {
-  const Quantizer* quantizer = find_quantizer(device.capability());
-  if (quantizer == nullptr)
-    throw std::invalid_argument(join("no quantiser has code for ", device.name));
-  LaunchPlan planned = quantizer->plan(problem, device);
-  planned.implementation = quantizer->implementation;
+template <class AnyProblem, size_t N>
+LaunchPlan plan_with(const Function<AnyProblem> (&functions)[N], const char* name,
+                     const AnyProblem& problem, const Device& device) {
+  const Function<AnyProblem>* function = find(functions, device.capability());
+  if (function == nullptr)
+    throw std::invalid_argument(join("no kernel of ", name, " has code for ", device.name));
+  LaunchPlan planned = function->plan(problem, device);
+  planned.implementation = function->implementation;
   return planned;
+}
+
+}  // namespace
+
+std::vector<std::string> quantizer_names() { return names_of(QUANTIZERS); }
+bool has_quantizer(int capability) { return find(QUANTIZERS, capability) != nullptr; }
+LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device) {
+  return plan_with(QUANTIZERS, "quantize_fp8", problem, device);
+}
+
+std::vector<std::string> merger_names() { return names_of(MERGERS); }
+bool has_merger(int capability) { return find(MERGERS, capability) != nullptr; }
+LaunchPlan plan_merge(const MergeProblem& problem, const Device& device) {
+  return plan_with(MERGERS, "merge_attention", problem, device);
 }
 
 namespace {

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "common/planning/merge_problem.h"
 #include "common/planning/plan.h"
 #include "common/planning/quantize_problem.h"
 #include "runtime/targets.h"
@@ -16,7 +17,7 @@ namespace archflash {
 const std::vector<std::string>& folder_names();
 const Description& describe(std::string_view name);
 // What a folder's kernels were compiled for; empty when this build left the folder out. `name` is
-// that of an implementation or of a quantiser.
+// that of an implementation, or of the folder of quantize_fp8 or merge_attention.
 const std::vector<Target>& targets(std::string_view name);
 // Whether any of it loads on a capability, 10 * major + minor.
 bool has_code(std::string_view name, int capability);
@@ -32,6 +33,11 @@ std::vector<std::string> quantizer_names();
 bool has_quantizer(int capability);
 // Its plan. Throws std::invalid_argument where there is none.
 LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device);
+
+// The same for merge_attention.
+std::vector<std::string> merger_names();
+bool has_merger(int capability);
+LaunchPlan plan_merge(const MergeProblem& problem, const Device& device);
 
 struct Bytes {
   const unsigned char* begin = nullptr;

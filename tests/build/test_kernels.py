@@ -26,7 +26,7 @@ KERNELS = Path(archflash.__file__).parent / "_kernels"
 IMAGES = native.image_names()
 SOURCES = Path(__file__).parents[2] / "src"
 FOLDERS = [name for name in native.folder_names() if native.targets(name)]  # of attention
-# What quantize_fp8 launches lies in a folder of its own.
+# What quantize_fp8 and merge_attention launch lies in folders of their own.
 FOLDERS_OF_KERNELS = [
     kernels.parent.name
     for kernels in sorted(SOURCES.glob("*/kernels"))
@@ -258,6 +258,7 @@ TENSOR_MEMORY = (
     "USETMAXREG",
     "SYNCS.PHASECHK",
 )
+COMBINES = ("LDG.E.128", "MUFU.EX2", "SHFL.BFLY")
 INSTRUCTIONS = {
     "ada_attention_fwd_bf16_": ("HMMA.16816.F32", *TILES),
     "ada_attention_fwd_e": (*TILES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
@@ -268,19 +269,23 @@ INSTRUCTIONS = {
     "quantize_descale": ("FMNMX",),
     "quantize_largest_": ("FMNMX", "LDG.E.128"),
     "quantize_values_": ("F2FP.SATFINITE.E4M3.F32", "F2FP.SATFINITE.E5M2.F32", "LDG.E.128"),
-    "ampere_": ("HMMA.16816.F32", *TILES),
+    "ada_combine_": COMBINES,
+    "ampere_attention_fwd_": ("HMMA.16816.F32", *TILES),
+    "ampere_combine_": COMBINES,
     "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),
     "blackwell_consumer_attention_fwd_e": (*ROLES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
     "blackwell_consumer_attention_fwd_f16_": ("HMMA.16816.F32", *ROLES),
     "blackwell_dc_attention_fwd_bf16_": ("UTCHMMA", *TENSOR_MEMORY),
     "blackwell_dc_attention_fwd_e": (*TENSOR_MEMORY, "F2FP.SATFINITE.E4M3.F32"),
     "blackwell_dc_attention_fwd_f16_": ("UTCHMMA", *TENSOR_MEMORY),
-    "blackwell_dc_combine_": ("LDG.E.128", "MUFU.EX2", "SHFL.BFLY"),
+    "blackwell_consumer_combine_": COMBINES,
+    "blackwell_dc_combine_": COMBINES,
     "hopper_attention_fwd_bf16_": ("HGMMA.64x", *WARPGROUPS),
     "hopper_attention_fwd_f16_": ("HGMMA.64x", *WARPGROUPS),
     "hopper_attention_fwd_e4m3_": ("QGMMA.64x", *WARPGROUPS),
-    "hopper_combine_": ("LDG.E.128", "MUFU.EX2", "SHFL.BFLY"),
+    "hopper_combine_": COMBINES,
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
+    "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
     "simt_": ("FFMA", "MUFU.EX2"),
 }
 # Instructions of two CTAs that multiply together. An arrival at the barrier of the other CTA is a
@@ -292,8 +297,9 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") |
     "sm_110f": "UTCQMMA",
 }
 WITHOUT_TENSOR_CORES = (
-    *("simt_", "quantize_", "ada_int8_"),
-    *("blackwell_dc_combine_", "hopper_combine_", "hopper_transpose_v"),
+    *("simt_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
+    *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
+    *("blackwell_dc_combine_", "hopper_combine_"),
 )
 TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
@@ -490,6 +496,8 @@ def test_every_kernel_is_planned_somewhere() -> None:
             plan = native.plan_quantize("float8_e4m3fn", per, x, x, find_device("RTX 4090"))
             assert isinstance(plan, native.LaunchPlan)
             planned |= {launch["kernel"] for launch in launches(plan)}
+    out, lse = torch.empty(1, 1, 1, 8, device="meta"), torch.empty(1, 1, 1, device="meta")
+    planned |= set(native.plan_merge([out], [lse], out, find_device("A100")).kernels)
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
     assert built - planned == set()
 

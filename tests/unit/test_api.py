@@ -93,6 +93,7 @@ def test_the_public_names() -> None:
         "explain",
         "force",
         "implementations",
+        "merge_attention",
         "quantize_fp8",
         "reference",
         "scaled_dot_product_attention",

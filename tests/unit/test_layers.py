@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_options", "_registry", "_measured", "_torch", "reference"),
     ("_dispatch", "_torch_cache"),
     ("_ops",),
-    ("_api", "_kvcache", "_quantize"),
+    ("_api", "_kvcache", "_merge", "_quantize"),
     ("_sdpa", "_warm_up", "_overrides"),
     ("compat._flash", "compat.flash_attn.bert_padding", "compat.flash_attn.layers.rotary"),
     ("compat.flash_attn.flash_attn_interface", "compat.flash_attn_interface"),

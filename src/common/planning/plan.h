@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "common/merge_parts.h"
 #include "common/problem.h"
 #include "common/swizzle.h"
 
@@ -40,8 +41,17 @@ enum class Operand : int32_t {
   LeftpadK,
   RotaryCos,
   RotarySin,
+  PartOut,                          // the first of MERGE_PARTS outputs that merge_attention reads,
+  PartLse = PartOut + MERGE_PARTS,  // and of their log-sum-exps
 };
-constexpr int OPERAND_COUNT = 23;
+constexpr int OPERAND_COUNT = static_cast<int>(Operand::PartLse) + MERGE_PARTS;
+
+constexpr Operand part_out(int i) {
+  return static_cast<Operand>(static_cast<int>(Operand::PartOut) + i);
+}
+constexpr Operand part_lse(int i) {
+  return static_cast<Operand>(static_cast<int>(Operand::PartLse) + i);
+}
 
 constexpr const char* operand_name(Operand operand) {
   constexpr const char* NAMES[OPERAND_COUNT] = {"q",
@@ -66,7 +76,23 @@ constexpr const char* operand_name(Operand operand) {
                                                 "cache_batch_idx",
                                                 "leftpad_k",
                                                 "rotary_cos",
-                                                "rotary_sin"};
+                                                "rotary_sin",
+                                                "part_0",
+                                                "part_1",
+                                                "part_2",
+                                                "part_3",
+                                                "part_4",
+                                                "part_5",
+                                                "part_6",
+                                                "part_7",
+                                                "part_lse_0",
+                                                "part_lse_1",
+                                                "part_lse_2",
+                                                "part_lse_3",
+                                                "part_lse_4",
+                                                "part_lse_5",
+                                                "part_lse_6",
+                                                "part_lse_7"};
   return NAMES[static_cast<int>(operand)];
 }
 

@@ -1,0 +1,209 @@
+"""archflash.merge_attention: attention over the keys of several calls, from their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _dispatch, _ops, _registry
+from archflash._archflash import MERGE_PARTS
+from archflash._errors import ForcedImplementationError
+
+_LARGEST = torch.finfo(torch.float32).max
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+(_KERNEL,) = _native.merger_names()
+
+
+def merge_attention(
+    outs: Sequence[Tensor] | Tensor,
+    lses: Sequence[Tensor] | Tensor,
+    *,
+    layout: str = "bhnd",
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merges attention of the same queries over different keys into attention over all these keys.
+
+    Each part is what `archflash.attention(..., return_lse=True)` returned for some of the keys: a
+    prefix that sequences share and what is their own, or the shares of several GPUs. With
+    lse = log(sum of exp(lse_i)) the result is the sum of exp(lse_i - lse) * out_i. A row of a part
+    whose lse is -inf saw no key: it counts for nothing, whatever its output holds. A sink belongs
+    into one part only. The call does not wait for the device.
+
+    Args:
+        outs: the outputs, at least one: tensors ``(batch, heads, nq, dv)``, with layout="bnhd"
+            ``(batch, nq, heads, dv)``, or of packed sequences ``(total_q, heads, dv)``; or all of
+            them stacked in one tensor with one more dimension in front. float32, float16 or
+            bfloat16, all the same. Any strides.
+        lses: their log-sum-exps, natural logarithms in float32: ``(batch, heads, nq)``, of packed
+            sequences ``(heads, total_q)``; or stacked as outs.
+        layout: "bhnd" or "bnhd", that of 4-dimensional outputs.
+        implementation: "ampere" for the kernel, which runs on the simulator if the tensors are on
+            the CPU; "torch" for plain operations. Default: the kernel if it runs on the tensors'
+            CUDA device, dv is a multiple of 4 and the rows are contiguous and 16-byte aligned; else
+            plain operations, which have gradients.
+
+    Returns:
+        The pair (out, lse): out has the shape and dtype of each of outs, lse those of each of lses;
+        both are dense. A row that saw no key in any part has output 0 and lse -inf.
+
+    Raises:
+        ValueError: no part, a different number of outs and lses, shapes that disagree, or an
+            unknown layout.
+        TypeError: what is no tensor, dtypes that differ or are not supported, mixed devices.
+        ForcedImplementationError: the forced implementation cannot merge these tensors.
+
+    Example:
+        >>> import archflash, torch
+        >>> q, k, v = (torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
+        >>> parts = [
+        ...     archflash.attention(q, k[:, :, i], v[:, :, i], return_lse=True)
+        ...     for i in (slice(0, 4), slice(4, 9))
+        ... ]
+        >>> out, lse = archflash.merge_attention(*zip(*parts))
+        >>> torch.allclose(out, archflash.attention(q, k, v), atol=1e-5)
+        True
+    """
+    parts, of_parts = _tensors(outs, "outs"), _tensors(lses, "lses")
+    _check(parts, of_parts, layout)
+    parts, of_parts = ([_ops.resolved(x) for x in tensors] for tensors in (parts, of_parts))
+    by_head = [_as_bhnd(x, layout) for x in parts]
+    by_row = [x if x.ndim == 3 else x[None] for x in of_parts]
+    if implementation not in (None, _KERNEL, _registry.TORCH):
+        raise ForcedImplementationError(
+            f"no merging kernel is called {_native.given(implementation)}: there are {_KERNEL} and "
+            "torch"
+        )
+    simulated = implementation == _KERNEL and parts[0].device.type == "cpu"
+    reason = _why_not(by_head, by_row, simulated)
+    if implementation == _KERNEL and reason is not None:
+        raise ForcedImplementationError(f"{_KERNEL} is forced, but {reason}")
+    if implementation == _registry.TORCH or reason is not None or parts[0].numel() == 0:
+        merged, lse = _with_torch(by_head, by_row)
+        out = merged[0].transpose(0, 1) if parts[0].ndim == 3 else _as_bhnd(merged, layout)
+        return out.contiguous(), lse.reshape(of_parts[0].shape)
+    out = torch.empty(parts[0].shape, dtype=parts[0].dtype, device=parts[0].device)
+    return out, _launch(by_head, by_row, _as_bhnd(out, layout)).reshape(of_parts[0].shape)
+
+
+def _tensors(given: Sequence[Tensor] | Tensor, name: str) -> list[Tensor]:
+    """The parts of an argument."""
+    if isinstance(given, Tensor):
+        if given.ndim == 0:
+            raise ValueError(f"{name} is a number: it must be tensors, or tensors stacked in one")
+        return list(given.unbind(0))
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} is {_native.given(given)}: it must be tensors, or one stacked one")
+    for i, x in enumerate(given):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}[{i}] is {_native.given(x)}: it must be a torch.Tensor")
+    return list(given)
+
+
+def _check(outs: list[Tensor], lses: list[Tensor], layout: str) -> None:
+    if layout not in ("bhnd", "bnhd"):
+        raise ValueError(f"layout is {_native.given(layout)}: it must be 'bhnd' or 'bnhd'")
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"there are {len(outs)} outs and {len(lses)} lses: give at least one, and as many"
+        )
+    first = outs[0]
+    if first.dtype not in _DTYPES:
+        raise TypeError(f"outs have dtype {first.dtype}: it must be float32, float16 or bfloat16")
+    if first.ndim not in (3, 4):
+        raise ValueError(
+            f"outs have shape {tuple(first.shape)}: it must have 4 dimensions, or 3 for packed "
+            "sequences"
+        )
+    expected = _as_bhnd(first, layout).shape[:3]
+    shape = tuple(expected if first.ndim == 4 else expected[1:])
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if not torch.compiler.is_compiling():
+            _native.check_data(out, f"outs[{i}]")
+            _native.check_data(lse, f"lses[{i}]")
+        if out.dtype != first.dtype or lse.dtype != torch.float32:
+            raise TypeError(
+                f"part {i} has dtypes {out.dtype} and {lse.dtype}: they must be {first.dtype}, as "
+                "in part 0, and torch.float32"
+            )
+        if out.device != first.device or lse.device != first.device:
+            raise TypeError(
+                f"part {i} is on {out.device} and {lse.device}: all must be on {first.device}"
+            )
+        if out.shape != first.shape or tuple(lse.shape) != shape:
+            raise ValueError(
+                f"part {i} has shapes {tuple(out.shape)} and {tuple(lse.shape)}: they must be "
+                f"{tuple(first.shape)}, as in part 0, and {shape}"
+            )
+
+
+def _as_bhnd(x: Tensor, layout: str) -> Tensor:
+    if x.ndim == 3:
+        return x.transpose(0, 1)[None]
+    return x.transpose(1, 2) if layout == "bnhd" else x
+
+
+def _why_not(outs: list[Tensor], lses: list[Tensor], simulated: bool) -> str | None:
+    """Why the kernel cannot merge these parts (bhnd)."""
+    first = outs[0]
+    if not simulated:
+        if first.device.type != "cuda":
+            return "the tensors are not on a CUDA device: move them to one"
+        if problem := _dispatch.driver_problem():
+            return problem
+    capability = _device_of(first).capability
+    if not _native.has_merger(capability):
+        return f"this build has no code of it for {capability[0]}.{capability[1]}"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
+        return "a tensor requires a gradient: call it under torch.no_grad()"
+    if first.shape[-1] % 4:
+        return f"outs have rows of {first.shape[-1]} numbers: it takes multiples of 4"
+    for x in outs:
+        steps = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+        last = steps.pop() if x.shape[-1] > 1 else 1
+        step = 4 * x.itemsize  # what a lane reads at once
+        if last != 1 or any(s * x.itemsize % step for s in steps) or x.data_ptr() % step:
+            return f"outs have rows that are not contiguous and aligned to {step} bytes"
+    return None
+
+
+def _launch(outs: list[Tensor], lses: list[Tensor], out: Tensor) -> Tensor:
+    """Merges parts into `out` (bhnd); returns the log-sum-exps (batch, heads, nq)."""
+    # More parts than the kernel takes are merged one after another, in float32.
+    while len(outs) > MERGE_PARTS:
+        some = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        lse = _launch(outs[:MERGE_PARTS], lses[:MERGE_PARTS], some)
+        outs, lses = [some, *outs[MERGE_PARTS:]], [lse, *lses[MERGE_PARTS:]]
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
+    tensors: dict[str, Any] = {"out": out, "lse": lse}
+    tensors |= {f"part_{i}": x for i, x in enumerate(outs)}
+    tensors |= {f"part_lse_{i}": x for i, x in enumerate(lses)}
+    _native.launch(_native.plan_merge(outs, lses, out, _device_of(out)), tensors)
+    return lse
+
+
+def _device_of(x: Tensor) -> _native.Device:
+    """The GPU to plan for."""
+    if x.device.type == "cpu":
+        return _dispatch.simulated_device(_KERNEL)
+    return _dispatch.query_device(x.device.index)
+
+
+def _with_torch(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The result by PyTorch's operations in float32, (batch, heads, nq, dv) and its lse."""
+    stacked = torch.stack(lses)
+    top = stacked.amax(0)
+    # A finite number near the largest, because the difference of infinities would be NaN.
+    base = top.detach().clamp(-_LARGEST, _LARGEST)
+    weights = torch.where(stacked == torch.inf, 1.0, (stacked - base).exp())
+    total = weights.sum(0)
+    total = torch.where(total == 0, 1.0, total)
+    lse = torch.where(top.isinf(), top, base + total.log())
+    merged = torch.zeros_like(outs[0], dtype=torch.float32)
+    for out, weight in zip(outs, weights, strict=True):
+        share = (weight / total)[..., None]
+        merged = merged + torch.where(share == 0, 0.0, out.float()) * share
+    return merged.to(outs[0].dtype), lse

@@ -1,0 +1,102 @@
+"""merge_attention with plain operations, its gradient, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import reference
+
+
+def parts_of(
+    count: int, shape: tuple[int, ...] = (2, 3, 5, 7), dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(count)
+    outs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
+    return outs, [torch.randn(shape[:3], generator=generator) * 2 for _ in range(count)]
+
+
+def test_tensors_on_the_cpu_are_merged_in_float32() -> None:
+    outs, lses = parts_of(4)
+    out, lse = archflash.merge_attention(outs, lses)
+    expected, expected_lse = reference.merge_attention(outs, lses)
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-6, rtol=1e-6)
+
+
+def test_the_keys_of_three_calls_are_those_of_one() -> None:
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 30, 30))
+    parts = [
+        archflash.attention(q, k[:, :, keys], v[:, :, keys], return_lse=True)
+        for keys in (slice(0, 3), slice(3, 20), slice(20, 30))
+    ]
+    out, lse = archflash.merge_attention(*zip(*parts, strict=True))
+    expected, expected_lse = archflash.attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_rows_that_saw_no_key_count_for_nothing() -> None:
+    outs, lses = parts_of(2)
+    lses[0][0, 0], outs[0][0, 0] = -math.inf, math.nan
+    lses[0][1, 1], lses[1][1, 1] = -math.inf, -math.inf
+    out, lse = archflash.merge_attention(outs, lses)
+    assert torch.equal(out[0, 0], outs[1][0, 0])
+    assert torch.equal(lse[0, 0], lses[1][0, 0])
+    assert torch.equal(out[1, 1], torch.zeros_like(out[1, 1]))
+    assert bool((lse[1, 1] == -math.inf).all())
+
+
+def test_plain_operations_have_the_gradient_of_the_formula() -> None:
+    outs, lses = parts_of(3, (1, 2, 2, 3))
+    outs, lses = ([x.requires_grad_() for x in tensors] for tensors in (outs, lses))
+    out, lse = archflash.merge_attention(outs, lses)
+    (out.square().sum() + lse.sum()).backward()
+    mine = [x.grad for x in (*outs, *lses)]
+    doubles = [x.detach().double().requires_grad_() for x in (*outs, *lses)]
+    out, lse = reference.merge_attention(doubles[:3], doubles[3:])
+    (out.square().sum() + lse.sum()).backward()
+    for x, expected in zip(mine, doubles, strict=True):
+        assert x is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(x, expected.grad.float())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 0, 8), (0, 3, 5, 8), (2, 3, 5, 0)])
+def test_there_may_be_nothing_to_merge(shape: tuple[int, ...]) -> None:
+    out, lse = archflash.merge_attention(*parts_of(2, shape))
+    assert out.shape == shape
+    assert lse.shape == shape[:3]
+
+
+OUTS, LSES = parts_of(2)
+WRONG: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
+    "no-part": ([], [], {}, ValueError, "there are 0 outs and 0 lses"),
+    "fewer-lses": (OUTS, LSES[:1], {}, ValueError, "there are 2 outs and 1 lses"),
+    "no-tensors": ("ab", LSES, {}, TypeError, "outs is 'ab'"),
+    "no-tensor": ([OUTS[0], 3], LSES, {}, TypeError, "outs.1. is 3"),
+    "number": (torch.tensor(1.0), LSES, {}, ValueError, "outs is a number"),
+    "dtype": ([x.double() for x in OUTS], LSES, {}, TypeError, "dtype torch.float64"),
+    "dtypes": ([OUTS[0], OUTS[1].half()], LSES, {}, TypeError, "part 1 has dtypes torch.float16"),
+    "lse-dtype": (OUTS, [x.half() for x in LSES], {}, TypeError, "part 0 has dtypes"),
+    "shape": ([OUTS[0], OUTS[1][:1]], LSES, {}, ValueError, "part 1 has shapes"),
+    "lse-shape": (OUTS, [x[:, :2] for x in LSES], {}, ValueError, r"and \(2, 3, 5\)"),
+    "dimensions": ([x[0, 0] for x in OUTS], LSES, {}, ValueError, "must have 4 dimensions"),
+    "layout": (OUTS, LSES, {"layout": "nhd"}, ValueError, "layout is 'nhd'"),
+    "implementation": (
+        OUTS, LSES, {"implementation": "hopper"}, archflash.ForcedImplementationError,
+        "no merging kernel is called 'hopper'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_say_what_is_allowed(case: str) -> None:
+    outs, lses, options, error, words = WRONG[case]
+    with pytest.raises(error, match=words):
+        archflash.merge_attention(outs, lses, **options)
