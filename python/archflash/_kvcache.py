@@ -12,7 +12,7 @@ from archflash import _archflash as _native
 from archflash import _dispatch, _ops
 from archflash._errors import UnsupportedError
 
-CHECK_VARIABLE = "ARCHFLASH_CHECK"
+_always_check = os.environ.get("ARCHFLASH_CHECK") == "1"  # read once: a look takes a microsecond
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
@@ -108,13 +108,14 @@ def attention_with_kvcache(
         out_dtype: dtype of the output; default that of q, or bfloat16 for float8 q.
         num_splits: shares into which the keys of each query tile are split, at most; 1 for no
             split; default what is expected to be the fastest. `torch` ignores it.
-        batch_invariant: as in `archflash.attention`. No kernel serves it with a cache yet: an
-            UnsupportedError.
+        batch_invariant: a row gets the same bits whatever else is in the call, as in
+            `archflash.attention`.
         layout: "bnhd" (rows before heads, as flash-attn) or "bhnd" (heads before rows, as torch),
             of q, the caches, k_new, v_new and the output.
         check: whether to check what lies on the device first: lengths, page table, indices,
             offsets. It waits for the device, so it cannot be captured in a CUDA graph; under
-            torch.compile it is left out. Default: whether ARCHFLASH_CHECK=1 is set.
+            torch.compile it is left out. Default: whether ARCHFLASH_CHECK=1 was set when archflash
+            was imported.
         implementation: forces one by name; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
         out: the tensor to write the output to. It must not overlap the caches in memory. Default: a
@@ -164,7 +165,7 @@ def attention_with_kvcache(
     )  # fmt: skip
     if _is_compiling() or _dispatch_modes():
         return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
-    if check or (check is None and os.environ.get(CHECK_VARIABLE) == "1"):
+    if check or (check is None and _always_check):
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
         check_values(
             q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k, rotary_cos,

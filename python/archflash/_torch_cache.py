@@ -172,7 +172,9 @@ def _rotated(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved:
     half = cos.shape[-1]
     rotating, rest = x[..., : 2 * half].to(kind), x[..., 2 * half :]
     pairs = (
-        rotating.unflatten(-1, (half, 2)) if interleaved else rotating.unflatten(-1, (2, half)).mT
+        rotating.reshape(*rotating.shape[:-1], half, 2)
+        if interleaved
+        else rotating.reshape(*rotating.shape[:-1], 2, half).mT
     )
     one, other = pairs.unbind(-1)
     turned = torch.stack([one * cos - other * sin, one * sin + other * cos], -1)

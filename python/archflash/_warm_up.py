@@ -212,3 +212,22 @@ def _problems(
             for options in kinds:
                 yield _api.make_problem(q, k, v, **options).as_if_on_cuda()
             yield _api.make_problem(q, same_k, v, sinks=sinks).as_if_on_cuda()
+    yield from _problems_with_cache(dtype, d, dv)
+
+
+def _problems_with_cache(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:
+    """The same for calls with a KV cache, whose kernels go by the dtypes and head dims alone."""
+    lengths = torch.zeros(1, dtype=torch.int32)
+    cos, sin = (torch.empty(1, max(d // 2, 1)) for _ in range(2))
+    kinds = [dtype] if dtype.itemsize == 1 else [dtype, torch.float8_e4m3fn]
+    for kind, num_splits in itertools.product(kinds, (1, 8)):
+        q, k, v = (
+            torch.empty(1, n, 1, dim, dtype=of)
+            for n, dim, of in ((1, d, dtype), (8192, d, kind), (8192, dv, kind))
+        )
+        options: dict[str, Any] = {"cache_seqlens": lengths, "num_splits": num_splits}
+        new = {"k_new": k[:, :1], "v_new": v[:, :1]}
+        yield _api.make_problem(q, k, v, **options, **new).as_if_on_cuda()
+        if d > 1 and kind == dtype and dtype.itemsize > 1:
+            rotary = {"rotary_cos": cos, "rotary_sin": sin}
+            yield _api.make_problem(q, k, v, **options, **new, **rotary).as_if_on_cuda()

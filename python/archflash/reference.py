@@ -114,7 +114,8 @@ def attention_with_kvcache(
     """
 
     def exact(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        return attention(*tensors, **options)
+        result: tuple[Tensor, Tensor] = attention(*tensors, **options)
+        return result
 
     return _run_with_cache(exact, torch.float64, q, k_cache, v_cache, call)
 

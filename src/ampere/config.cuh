@@ -53,4 +53,28 @@ template <DType T>
 using D256Few      = FewRowsConfig<T, 256, 256,  32,  2,     false, 2>;
 // clang-format on
 
+// The same with a KV cache for K and V.
+template <DType T>
+using D64Cache = mma_sync::CacheConfig<D64Few<T>>;
+template <DType T>
+using D96Cache = mma_sync::CacheConfig<D96Few<T>>;
+template <DType T>
+using D128Cache = mma_sync::CacheConfig<D128Few<T>>;
+template <DType T>
+using D192Cache = mma_sync::CacheConfig<D192Few<T>>;
+template <DType T>
+using D256Cache = mma_sync::CacheConfig<D256Few<T>>;
+
+// The same where the cache has 8-bit numbers.
+template <DType T>
+using D64CacheFp8 = mma_sync::Fp8CacheConfig<D64Few<T>>;
+template <DType T>
+using D96CacheFp8 = mma_sync::Fp8CacheConfig<D96Few<T>>;
+template <DType T>
+using D128CacheFp8 = mma_sync::Fp8CacheConfig<D128Few<T>>;
+template <DType T>
+using D192CacheFp8 = mma_sync::Fp8CacheConfig<D192Few<T>>;
+template <DType T>
+using D256CacheFp8 = mma_sync::Fp8CacheConfig<D256Few<T>>;
+
 }  // namespace archflash::ampere

@@ -5,6 +5,7 @@
 
 #include "ampere/config.cuh"
 #include "common/planning/core_set.h"
+#include "common/planning/kv_cache.h"
 #include "common/planning/mma_sync.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -21,7 +22,8 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16},
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "batch_invariant"},
+                   "strides", "lse", "num_splits", "batch_invariant", "kv_cache", "fp8_cache",
+                   "rotary_interleaved"},
       .needs_capability = 80,  // cp.async, bf16 products
   };
   return description;
@@ -70,11 +72,35 @@ constexpr core::Tile TILES[] = {
     tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
 
+constexpr const char* WITH_CACHE =
+    "lengths and page tables are read on the device; its speed is unmeasured";
+constexpr core::Tile CACHE_TILES[] = {
+    tile<D64Cache<DType::F16>>("d64_cache", {}, WITH_CACHE),
+    tile<D96Cache<DType::F16>>("d96_cache", {}, WITH_CACHE),
+    tile<D128Cache<DType::F16>>("d128_cache", {}, WITH_CACHE),
+    tile<D192Cache<DType::F16>>("d192_cache", {}, WITH_CACHE),
+    tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
+};
+constexpr const char* WITH_FP8_CACHE =
+    "8-bit K and V become 16 bits once, in shared memory; its speed is unmeasured";
+constexpr core::Tile FP8_CACHE_TILES[] = {
+    tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", {}, WITH_FP8_CACHE),
+    tile<D96CacheFp8<DType::F16>>("d96_cache_fp8", {}, WITH_FP8_CACHE),
+    tile<D128CacheFp8<DType::F16>>("d128_cache_fp8", {}, WITH_FP8_CACHE),
+    tile<D192CacheFp8<DType::F16>>("d192_cache_fp8", {}, WITH_FP8_CACHE),
+    tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", {}, WITH_FP8_CACHE),
+};
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons reasons = core::why_not(problem, describe());
   if (!reasons.empty()) return reasons;
+  if (problem.kv_cache) {
+    const bool fp8 = is_fp8(problem.kv_dtype);
+    return mma_sync::plan_with_cache("ampere", fp8 ? FP8_CACHE_TILES : CACHE_TILES, problem,
+                                     device);
+  }
   return mma_sync::plan_16_bits("ampere", TILES, problem, device);
 }
 

@@ -270,6 +270,7 @@ INSTRUCTIONS = {
     "quantize_largest_": ("FMNMX", "LDG.E.128"),
     "quantize_values_": ("F2FP.SATFINITE.E4M3.F32", "F2FP.SATFINITE.E5M2.F32", "LDG.E.128"),
     "ada_combine_": COMBINES,
+    "ampere_append_": ("LDG.E", "STG.E"),
     "ampere_attention_fwd_": ("HMMA.16816.F32", *TILES),
     "ampere_combine_": COMBINES,
     "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),
@@ -297,7 +298,7 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") |
     "sm_110f": "UTCQMMA",
 }
 WITHOUT_TENSOR_CORES = (
-    *("simt_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
+    *("simt_", "quantize_", "merge_", "ada_int8_", "ampere_append_", "hopper_transpose_v"),
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
     *("blackwell_dc_combine_", "hopper_combine_"),
 )

@@ -21,6 +21,7 @@ from archflash import _archflash as native
 from archflash import _dispatch, sim
 from archflash.cli.replay import Inputs, run_plan
 
+from ..kvcache_cases import CacheCall
 from ..sim.explained import unexplained
 from ..sim.schedules import IN_FULL, MODES, SEEDS
 from .checks import Guarded, assert_close, guarded_output, is_fp8, same_bits
@@ -145,6 +146,19 @@ class Executor(ABC):
             may_race: whether two CTAs may write the same row.
         """
 
+    @abstractmethod
+    def attend_with_kvcache(
+        self, kernel: str, call: CacheCall, *, plan: native.LaunchPlan | None = None
+    ) -> tuple[Tensor, Tensor, native.LaunchPlan]:
+        """Output and log-sum-exp of a call of attention_with_kvcache, and its plan. It runs more
+        than once, on the call's caches and on copies, and gives and writes the same bits each time.
+
+        Args:
+            kernel: the implementation.
+            call: the call, whose caches are written.
+            plan: run this plan of the call instead of making one.
+        """
+
     def attend_and_check(
         self, kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any
     ) -> tuple[Tensor, Tensor]:
@@ -241,6 +255,33 @@ class Simulator(Executor):
         assert run.lse is not None
         return run.out, run.lse
 
+    def attend_with_kvcache(
+        self, kernel: str, call: CacheCall, *, plan: native.LaunchPlan | None = None
+    ) -> tuple[Tensor, Tensor, native.LaunchPlan]:
+        runs: list[tuple[sim.Run, CacheCall]] = []
+        for number in range(SEEDS):
+            mine = call.copied()
+            run = sim.run(
+                mine.q, mine.k_cache, mine.v_cache, implementation=kernel,
+                mode=MODES[number % len(MODES)], seed=number, plan=plan, return_lse=True,
+                **mine.options,
+            )  # fmt: skip
+            for report in run.reports:
+                assert not unexplained(kernel, report), f"seed {number}: {report}"
+            runs.append((run, mine))
+        first, written = runs[0]
+        assert first.lse is not None
+        for run, mine in runs[1:]:
+            assert run.lse is not None
+            pairs = (
+                (run.out, first.out), (run.lse, first.lse), (mine.k_cache, written.k_cache),
+                (mine.v_cache, written.v_cache),
+            )  # fmt: skip
+            assert all(same_bits(one, other) for one, other in pairs), "other bits"
+        call.k_cache.copy_(written.k_cache)
+        call.v_cache.copy_(written.v_cache)
+        return first.out, first.lse, first.plan
+
 
 def _schedules(kernel: str, q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]) -> Sequence[int]:
     if kernel in EXPENSIVE:
@@ -331,6 +372,30 @@ class Gpu(Executor):
         torch.cuda.synchronize()
         guarded.assert_untouched_outside()
         return out, lse
+
+    def attend_with_kvcache(
+        self, kernel: str, call: CacheCall, *, plan: native.LaunchPlan | None = None
+    ) -> tuple[Tensor, Tensor, native.LaunchPlan]:
+        again = call.copied()
+        answers = []
+        for mine in (call, again):
+            tensors = (mine.q, mine.k_cache, mine.v_cache)
+            if plan is None:
+                decision = archflash.explain(
+                    *tensors, implementation=kernel, return_lse=True, **mine.options
+                )
+                assert decision.plan is not None
+                plan = decision.plan
+            inputs = Inputs(*tensors, {**mine.options, "return_lse": True})
+            answers.append(run_plan(plan, inputs))
+        assert plan is not None
+        (out, lse), (out_again, lse_again) = answers
+        pairs = (
+            (out, out_again), (lse, lse_again), (call.k_cache, again.k_cache),
+            (call.v_cache, again.v_cache),
+        )  # fmt: skip
+        assert all(same_bits(one, other) for one, other in pairs), "not the same bits again"
+        return out, lse, plan
 
 
 # --- the one that was chosen ---

@@ -33,7 +33,7 @@ ENVIRONMENT = (
     (
         "ARCHFLASH_CHECK",
         "1",
-        "attention_with_kvcache checks lengths, page tables and indices on the device first",
+        "attention_with_kvcache checks lengths and page tables on the device first; read at import",
     ),
     (
         "ARCHFLASH_SIM_DEVICE",

@@ -54,12 +54,18 @@ def load_plan(path: Path) -> _native.LaunchPlan:
     try:
         if len(data) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        return _native.LaunchPlan.from_dict(json.loads(data))
+        plan = _native.LaunchPlan.from_dict(json.loads(data))
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a plan of this version of archflash ({error}); make it again with "
             "`archflash explain --plan`"
         ) from None
+    if plan.problem.kv_cache:
+        raise ValueError(
+            f"{path} is the plan of a call with a KV cache: replay makes tensors for calls of "
+            "archflash.attention only"
+        )
+    return plan
 
 
 def bytes_needed(problem: dict[str, Any]) -> int:

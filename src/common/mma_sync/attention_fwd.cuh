@@ -51,11 +51,18 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
   Context& cta = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
   {
-    const math::Work work = find_work<C>(all_params);
+    math::Work work = find_work<C>(all_params);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
-      static_cast<CtaContext&>(cta) = make_cta_context(params, work);
-      if constexpr (C::CAN_SPLIT) cta.packed_heads = all_params.packed_heads;
+      if constexpr (C::CACHE) {
+        const math::CacheRows rows =
+            math::find_cache_rows(all_params.cache, work.batch_head / params.heads_q);
+        work.nk = rows.count;
+        cta = make_cache_context<C>(all_params, work, rows);
+      } else {
+        static_cast<CtaContext&>(cta) = make_cta_context(params, work);
+        if constexpr (C::CAN_SPLIT) cta.packed_heads = all_params.packed_heads;
+      }
     }
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
@@ -63,6 +70,7 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   KeyBlocks<C> blocks(params, cta, shared_smem);
   if constexpr (C::CAN_SPLIT)
     blocks.take_share(all_params.partials, blockIdx.x % all_params.partials.splits);
+  if constexpr (C::FP8_CACHE) blocks.cache_dtype = all_params.cache_dtype;
   blocks.start(shared);
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
@@ -74,8 +82,11 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
         const math::RaiseLimits<C> limits(state);
         math::Scores<C> s_rmem;
         multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        if (params.transform_scores)
+        if constexpr (C::FP8_CACHE) {
+          math::transform_scores<C>(s_rmem, params.tanh_scale * cta.k_descale, params.softcap);
+        } else if (params.transform_scores) {
           math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+        }
         mask_edges<C>(s_rmem, cta, key_first);
         const float exp2_scale =
             math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
@@ -84,6 +95,14 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
       [&](const Probabilities<C>& p_rmem, uint32_t v_smem) {
         multiply_pv<C>(o_rmem, p_rmem, v_smem);
       });
+
+  if constexpr (C::FP8_CACHE) {
+    for (auto& of_row_tile : o_rmem) {
+      for (auto& of_columns : of_row_tile) {
+        for (float& o : of_columns) o *= cta.v_descale;
+      }
+    }
+  }
 
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   if constexpr (C::CAN_SPLIT) {

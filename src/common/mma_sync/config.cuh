@@ -46,6 +46,8 @@ struct Config {
   // head of K may be packed into a tile.
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
   static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
+  static constexpr bool CACHE = false;           // see CacheConfig
+  static constexpr bool FP8_CACHE = false;       // see Fp8CacheConfig
 
   // Layouts in shared memory. Their columns are units of 16 bits.
   using QKTile = math::SwizzledTile<HEAD_DIM / QK_PACK>;
@@ -81,5 +83,26 @@ template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, bo
           int CTAS_PER_SM>
 using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, BLOCK_K, STAGES,
                              Q_IN_REGISTERS, CTAS_PER_SM, Inputs16, true>;
+
+// A FewRowsConfig whose K and V are a cache, contiguous or in pages, with lengths on the device.
+template <class FewRows>
+struct CacheConfig : FewRows {
+  static constexpr bool CACHE = true;
+  static constexpr int CONTEXT_BYTES = 96;
+  static constexpr int SHARED_BYTES = FewRows::CONTEXT_SMEM + CONTEXT_BYTES;
+  static_assert(FewRows::CAN_SPLIT && FewRows::QK_PACK == 1 && FewRows::V_PACK == 1);
+};
+
+// A CacheConfig whose cache has 8-bit numbers. Shared memory: Q | K, V in 16 bits | K, V as copied
+// | CacheContext. The 16-bit tiles have one stage; the next copies overlap the products.
+template <class FewRows>
+struct Fp8CacheConfig : CacheConfig<FewRows> {
+  static constexpr bool FP8_CACHE = true;
+  static constexpr int STAGES = 1;
+  static constexpr int K_RAW_SMEM = FewRows::K_SMEM + FewRows::STAGE_BYTES;
+  static constexpr int V_RAW_SMEM = K_RAW_SMEM + FewRows::BLOCK_K * FewRows::HEAD_DIM;
+  static constexpr int CONTEXT_SMEM = V_RAW_SMEM + FewRows::BLOCK_K * FewRows::HEAD_DIM_V;
+  static constexpr int SHARED_BYTES = CONTEXT_SMEM + CacheConfig<FewRows>::CONTEXT_BYTES;
+};
 
 }  // namespace archflash::mma_sync

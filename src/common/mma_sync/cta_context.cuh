@@ -7,8 +7,10 @@
 
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
+#include "common/math/kv_cache.cuh"
 #include "common/math/packed_heads.cuh"
 #include "common/math/visible_keys.cuh"
+#include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/special_registers.cuh"
 
@@ -27,8 +29,25 @@ struct CtaContext {
 struct FewRowsContext : CtaContext {
   math::PackedHeads packed_heads;
 };
+// Of a kernel whose K and V are a cache. k_gmem and v_gmem are then the head's first row of the
+// whole cache, or without a page table of the sequence.
+struct CacheContext : FewRowsContext {
+  const int32_t* pages_gmem;   // pages of the sequence; null: its rows follow one another
+  int first;                   // row of the sequence that is its first key
+  int blocks, block_rows;      // pages of the cache, rows of a page
+  float k_descale, v_descale;  // of the head; 1 but for caches of 8-bit numbers
+
+  // Where a key of the sequence lies. Pages outside the cache are clamped into it.
+  __device__ __forceinline__ int64_t offset(int key, int64_t page_stride,
+                                            int64_t row_stride) const {
+    const unsigned row = key + first;
+    const int page = min(max(pages_gmem[row / block_rows], 0), blocks - 1);
+    return page * page_stride + static_cast<int64_t>(row % block_rows) * row_stride;
+  }
+};
 template <class C>
-using ContextOf = std::conditional_t<C::CAN_SPLIT, FewRowsContext, CtaContext>;
+using ContextOf = std::conditional_t<C::CACHE, CacheContext,
+                                     std::conditional_t<C::CAN_SPLIT, FewRowsContext, CtaContext>>;
 
 // Query rows of each head that the CTA's tile has.
 template <class C>
@@ -44,6 +63,46 @@ __device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& pa
   return {static_cast<const uint16_t*>(params.k_gmem) + offsets.k,
           static_cast<const uint16_t*>(params.v_gmem) + offsets.v, work,
           math::find_visible_keys(params, work)};
+}
+
+// The same for a cache, of which attention sees `rows` of the CTA's sequence.
+template <class C>
+__device__ __forceinline__ CacheContext make_cache_context(const CacheParams& params,
+                                                           const math::Work& work,
+                                                           const math::CacheRows& rows) {
+  const AttentionParams& attention = params.attention;
+  const KvCache& cache = params.cache;
+  CacheContext cta;
+  static_cast<CtaContext&>(cta) = make_cta_context(attention, work);
+  cta.packed_heads = params.packed_heads;
+  const int sequence = work.batch_head / attention.heads_q;
+  const int kv_head = work.batch_head % attention.heads_q / attention.heads_per_kv;
+  cta.first = rows.first;
+  cta.blocks = cache.blocks;
+  cta.block_rows = cache.block_rows;
+  int64_t k_start = kv_head * attention.k_head, v_start = kv_head * attention.v_head;
+  cta.pages_gmem = nullptr;
+  if (cache.page_table_gmem != nullptr) {
+    cta.pages_gmem = cache.page_table_gmem + sequence * cache.page_table_row;
+  } else if (rows.count > 0) {
+    const int block = min(max(math::find_cache_block(cache, sequence, 0), 0), cache.blocks - 1);
+    k_start += block * attention.k_batch + rows.first * attention.k_row;
+    v_start += block * attention.v_batch + rows.first * attention.v_row;
+  }
+  constexpr int ELEMENT_BYTES = C::FP8_CACHE ? 1 : 2;
+  const auto at = [](const void* gmem, int64_t element) {
+    return reinterpret_cast<const uint16_t*>(static_cast<const char*>(gmem) +
+                                             element * ELEMENT_BYTES);
+  };
+  cta.k_gmem = at(attention.k_gmem, k_start);
+  cta.v_gmem = at(attention.v_gmem, v_start);
+  const auto load = [&](const Descale& descale) {
+    if (!C::FP8_CACHE || descale.gmem == nullptr) return 1.0f;
+    return descale.gmem[sequence * descale.batch + kv_head * descale.head];
+  };
+  cta.k_descale = load(params.k_descale);
+  cta.v_descale = load(params.v_descale);
+  return cta;
 }
 
 // The query rows of this thread's warp, of one head or of each of its packed heads.
@@ -83,6 +142,54 @@ __device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* k
   } else {
     start_ragged_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem + key * row_stride, row_stride,
                                            nk - key, columns);
+  }
+}
+
+// The same for a paged cache. Each lane looks up where one of its warp's rows lies, and the lanes
+// that copy that row ask it.
+template <class C, class Tile>
+__device__ __forceinline__ void start_paged_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
+                                                 int64_t page_stride, int64_t row_stride,
+                                                 int columns, int key, const CacheContext& cta) {
+  using Lane = CopyLane<C, Tile>;
+  constexpr int WARP_ROWS = 32 / Tile::GROUP;  // that a warp copies in a step
+  constexpr int STEPS = C::BLOCK_K / Lane::ROWS_PER_STEP;
+  static_assert(C::BLOCK_K % Lane::ROWS_PER_STEP == 0 && STEPS * WARP_ROWS <= 32,
+                "a lane looks up one row at most");
+  const Lane lane;
+  const int thread = ptx::mov_tid_x_volatile();
+  const int step_of_lane = thread % 32 / WARP_ROWS;
+  const int row = step_of_lane * Lane::ROWS_PER_STEP + thread / 32 * WARP_ROWS + thread % WARP_ROWS;
+  int64_t own = -1;  // of a row that becomes zeros
+  if (step_of_lane < STEPS && key + row < cta.visible.nk)
+    own = cta.offset(key + row, page_stride, row_stride);
+  const uint32_t target = tile_smem + lane.offset;
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int64_t offset =
+        __shfl_sync(0xFFFFFFFFu, own, step * WARP_ROWS + thread % 32 / Tile::GROUP);
+    const bool valid = offset >= 0;
+    const uint16_t* source = valid ? keys_gmem + offset + lane.column : keys_gmem;
+#pragma unroll
+    for (int group = 0; group < Lane::GROUPS; ++group) {
+      if (lane.column + group * Lane::GROUP_COLUMNS < columns) {
+        ptx::cp_async_cg_16(
+            target + step * Lane::ROWS_PER_STEP * Tile::ROW_BYTES + group * Tile::GROUP * 16,
+            source + (valid ? group * Lane::GROUP_COLUMNS : 0), valid ? 16 : 0);
+      }
+    }
+  }
+}
+
+// The same for a cache, whichever way it holds the sequence.
+template <class C, class Tile>
+__device__ __forceinline__ void start_cached_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
+                                                  int64_t page_stride, int64_t row_stride,
+                                                  int columns, int key, const CacheContext& cta) {
+  if (cta.pages_gmem == nullptr) {
+    start_keys<C, Tile>(tile_smem, keys_gmem, row_stride, columns, key, cta.visible.nk);
+  } else {
+    start_paged_keys<C, Tile>(tile_smem, keys_gmem, page_stride, row_stride, columns, key, cta);
   }
 }
 

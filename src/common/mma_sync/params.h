@@ -1,11 +1,14 @@
 // The one parameter of the kernels on mma.sync for 16-bit inputs. Those for many query rows take
-// AttentionParams, those for few take FewRowsParams.
+// AttentionParams, those for few take FewRowsParams, those with a KV cache CacheParams.
 #pragma once
 
 #include <cstddef>
 #include <type_traits>
 
 #include "common/attention_params.h"
+#include "common/descales.h"
+#include "common/dtype.h"
+#include "common/kv_cache.h"
 #include "common/math/host_device.h"
 #include "common/math/packed_heads.cuh"
 #include "common/partials.h"
@@ -21,9 +24,24 @@ static_assert(std::is_trivially_copyable_v<FewRowsParams>);
 static_assert(offsetof(FewRowsParams, attention) == 0,
               "core::pointers() counts from the block's start");
 
+struct CacheParams {
+  AttentionParams attention;  // nk is the capacity of a sequence
+  Partials partials;
+  math::PackedHeads packed_heads;
+  KvCache cache;
+  // Of caches of 8-bit numbers.
+  Descale k_descale, v_descale;
+  DType cache_dtype;
+};
+static_assert(std::is_trivially_copyable_v<CacheParams>);
+static_assert(offsetof(CacheParams, attention) == 0,
+              "core::pointers() counts from the block's start");
+
 // The parameter of the kernel with Config C.
 template <class C>
-using ParamsOf = std::conditional_t<C::CAN_SPLIT, FewRowsParams, AttentionParams>;
+using ParamsOf =
+    std::conditional_t<C::CACHE, CacheParams,
+                       std::conditional_t<C::CAN_SPLIT, FewRowsParams, AttentionParams>>;
 
 template <class C>
 ARCHFLASH_HOST_DEVICE const AttentionParams& attention_of(const ParamsOf<C>& params) {

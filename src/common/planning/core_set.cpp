@@ -40,7 +40,7 @@ struct Refusals {
   }
 
   void head_dim(const std::string& name, int64_t head_dim, const std::string& tensors) {
-    const int64_t step = is_fp8(problem.dtype) ? 16 : 8;
+    const int64_t step = is_fp8(problem.dtype) || is_fp8(problem.kv_dtype) ? 16 : 8;
     const bool whole = head_dim % step == 0 && head_dim >= step;
     if (whole && head_dim <= HEAD_DIM_LIMIT) return;
     add(name + " " + str(head_dim), "takes multiples of " + str(step) + " up to 256; " +
@@ -80,17 +80,22 @@ bool fits_float(double softcap, double quotient) {
   return std::isnormal(cap) && std::isfinite(static_cast<float>(quotient));
 }
 
-// The score as the kernel takes it: see AttentionParams. An exponent scale must be positive and
-// normal, or -inf would meet 0.
-void set_scale(const Problem& problem, AttentionParams& params) {
-  constexpr double LOG2_E = 1.4426950408889634;
-  params.exp2_scale = static_cast<float>(problem.scale * LOG2_E);
-  if (problem.softcap == 0 && params.exp2_scale >= std::numeric_limits<float>::min()) return;
+constexpr double LOG2_E = 1.4426950408889634;
+
+void transform_scores(const Problem& problem, AttentionParams& params) {
   params.transform_scores = 1;
   params.exp2_scale = static_cast<float>(LOG2_E);
   params.softcap = static_cast<float>(problem.softcap);
   params.tanh_scale =
       static_cast<float>(problem.softcap == 0 ? problem.scale : problem.scale / problem.softcap);
+}
+
+// The score as the kernel takes it: see AttentionParams. An exponent scale must be positive and
+// normal, or -inf would meet 0.
+void set_scale(const Problem& problem, AttentionParams& params) {
+  params.exp2_scale = static_cast<float>(problem.scale * LOG2_E);
+  if (problem.softcap == 0 && params.exp2_scale >= std::numeric_limits<float>::min()) return;
+  transform_scores(problem, params);
 }
 
 Reasons refusals(const Problem& problem, const Description& description,
@@ -116,8 +121,8 @@ Reasons refusals(const Problem& problem, const Description& description,
   refuse.head_dim("value head_dim", problem.dv, "v");
   refuse.layout("q", problem.q, problem.q_unit, problem.q_align, problem.dtype);
   if (problem.nk > 0) {  // an empty k or v is never read
-    refuse.layout("k", problem.k, problem.k_unit, problem.k_align, problem.dtype);
-    refuse.layout("v", problem.v, problem.v_unit, problem.v_align, problem.dtype);
+    refuse.layout("k", problem.k, problem.k_unit, problem.k_align, problem.kv_dtype);
+    refuse.layout("v", problem.v, problem.v_unit, problem.v_align, problem.kv_dtype);
   }
   refuse.layout("out", problem.out, problem.out_unit, problem.out_align, problem.out_dtype);
   if (problem.approximate != 0 && problem.approximate != static_cast<int64_t>(offered))
@@ -126,22 +131,29 @@ Reasons refusals(const Problem& problem, const Description& description,
     refuse.add("num_splits " + str(problem.num_splits),
                "does not split the keys; leave num_splits out or pass 1");
   }
-  if (problem.kv_cache &&
-      std::find(features.begin(), features.end(), "kv_cache") == features.end()) {
+  const auto has = [&](const char* feature) {
+    return std::find(features.begin(), features.end(), feature) != features.end();
+  };
+  const bool fp8_cache = problem.kv_dtype != problem.dtype;
+  if (problem.kv_cache && !has("kv_cache")) {
     refuse.add("a KV cache",
                "reads no cache, whose lengths are on the device; leave the "
                "implementation out");
   }
-  if (problem.kv_dtype != problem.dtype) {
+  if (fp8_cache && !has("fp8_cache")) {
     refuse.add(std::string("a cache of dtype ") + dtype_name(problem.kv_dtype) +
                    " for q of dtype " + dtype_name(problem.dtype),
                "takes a cache of q's dtype; convert one of them");
+  }
+  if (fp8_cache && problem.rotary_dim > 0) {
+    refuse.add("a rotary embedding with a cache of 8-bit numbers",
+               "rotates 16-bit keys only; rotate q and k_new before the call");
   }
   if (problem.n_new > 0 && problem.nq == 0)
     refuse.add("k_new without a query row", "appends beside query rows only; pass one");
   if (problem.mask != 0)
     refuse.add("attn_mask", "has causal and window masks only; drop attn_mask");
-  if (problem.descale != 0 && !takes_fp8)
+  if (problem.descale != 0 && !takes_fp8 && !fp8_cache)
     refuse.add("descales", "takes no fp8 inputs; drop the descales");
   if (problem.needs_grad) {
     refuse.add("no backward",
@@ -152,6 +164,11 @@ Reasons refusals(const Problem& problem, const Description& description,
     refuse.add("softcap " + std::to_string(problem.softcap) + " with this scale",
                "computes in fp32, where one of the two or their quotient has no normal value; "
                "choose a softcap nearer to 1,");
+  }
+  if (problem.cache_batch >= LENGTH_LIMIT || problem.n_new >= LENGTH_LIMIT) {
+    refuse.add("a cache of " + str(problem.cache_batch) + " sequences or pages and " +
+                   str(problem.n_new) + " new rows",
+               "takes fewer than 2^30; split the call");
   }
   if (problem.nq >= LENGTH_LIMIT || problem.nk >= LENGTH_LIMIT) {
     refuse.add("lengths " + str(problem.nq) + " and " + str(problem.nk),
@@ -205,6 +222,10 @@ AttentionParams attention_params(const Problem& problem) {
   params.order.heads_per_group = static_cast<int32_t>(problem.batch * problem.heads_q);
   set_scale(problem, params);
   return params;
+}
+
+void always_transform_scores(const Problem& problem, AttentionParams& params) {
+  transform_scores(problem, params);
 }
 
 std::vector<PointerSlot> pointers(const Problem& problem) {

@@ -34,6 +34,10 @@ Reasons why_not_approximate(const Problem& problem, const Description& descripti
 // Whether no output element and no log-sum-exp is asked for. A plan without launches serves that.
 bool nothing_to_write(const Problem& problem);
 
+// For kernels that multiply each score by AttentionParams::tanh_scale, whatever the call: sets what
+// transform_scores needs.
+void always_transform_scores(const Problem& problem, AttentionParams& params);
+
 // All fields, with null addresses. The tiles of all heads make one group.
 AttentionParams attention_params(const Problem& problem);
 

@@ -22,7 +22,7 @@ int64_t all_rows(const Problem& problem) {  // (heads, rows) as the LSE has them
 
 int64_t visited_keys(const Problem& problem, const Tile& tile) {
   int64_t keys = problem.nk;
-  if (problem.varlen) {
+  if (problem.varlen && !problem.kv_cache) {
     const int64_t longest = problem.max_seqlen_k;
     keys = longest == UNKNOWN ? ceil_div(problem.nk, problem.batch) : std::min(longest, keys);
   }

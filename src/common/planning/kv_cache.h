@@ -1,0 +1,38 @@
+// What calls with a KV cache plan alike: how kernels are told of the cache, and the launch that
+// appends to it. Pure host code.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/kv_cache.h"
+#include "common/planning/plan.h"
+#include "common/planning/tiles.h"
+#include "common/problem.h"
+
+namespace archflash::core {
+
+// The cache of a call, with null addresses; and the addresses to write where it lies at `offset` of
+// a parameter block.
+KvCache kv_cache(const Problem& problem);
+std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset);
+
+// Puts the launch that appends k_new and v_new before those of a plan whose first launch reads the
+// cache. With a rotary embedding that launch then reads the rotated copy of q, which is left in the
+// workspace. `kernel` is an entry of the image of the plan's first launch. Returns the reasons why
+// it cannot be launched; empty if it was added, or if the call appends nothing.
+Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& kernel);
+
+}  // namespace archflash::core
+
+namespace archflash::mma_sync {
+
+// The plan of a call with a cache, for the kernels of mma_sync/attention_fwd.cuh with CACHE. They
+// and "<folder>_append_<dtype>" are in the image "<folder>/cache_<dtype>". Where keys are split,
+// "<folder>_combine_<dtype>" of "<folder>/fwd_<dtype>" follows.
+PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
+                           const Problem& problem, const Device& device);
+
+}  // namespace archflash::mma_sync

@@ -1,0 +1,177 @@
+"""attention_with_kvcache by kernels: caches contiguous and in pages of any size, lengths on the
+device, the append. What a call means is stated in tests/unit/test_kvcache.py, by the reference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .. import kvcache_cases
+from ..kvcache_cases import CacheCall, make
+from .executors import executor
+
+here = executor()
+KERNELS = here.kernels("kv_cache")
+BF16, F16 = torch.bfloat16, torch.float16
+
+# Each has NaN behind the lengths, pages in no order, and a pair or more of what a call may have.
+CALLS: dict[str, Callable[[], CacheCall]] = {
+    "contiguous-d128-lengths-0-and-full": lambda: make(
+        [5, 0, 96], d=128, dtype=F16, device=here.device
+    ),
+    "contiguous-bhnd-rows-of-a-larger-cache": lambda: make(
+        [70, 8, 0], rows_of=[3, 0, 1], n_new=2, nq=2, d=72, dv=40, layout="bhnd", dtype=BF16,
+        device=here.device,
+    ),
+    "page-1-causal-many-rows": lambda: make(
+        [15, 140], page_size=1, nq=70, heads=(2, 1), causal=True, capacity=144, shared_pages=9,
+        dtype=BF16, device=here.device,
+    ),
+    "page-16-splits-sinks": lambda: make(
+        [15, 300], page_size=16, capacity=304, heads=(4, 2), num_splits=3, dtype=BF16,
+        sinks=torch.tensor([0.5, -1, 2, 0], device=here.device), device=here.device,
+    ),
+    "page-64-softcap-append": lambda: make(
+        [63, 100], page_size=64, capacity=128, n_new=3, nq=3, causal=True, softcap=5.0, dtype=F16,
+        device=here.device,
+    ),
+    "page-256-d96-splits-packed-queries": lambda: make(
+        [200, 0, 90], page_size=256, capacity=256, d=96, q_lengths=[3, 0, 20], num_splits=2,
+        causal=True, dtype=BF16, device=here.device,
+    ),
+    "page-7-leftpad-window-d192": lambda: make(
+        [60, 9, 40], page_size=7, leftpad=[8, 9, 33], nq=2, window=(14, 0), d=192, dv=128,
+        dtype=BF16, device=here.device,
+    ),
+    "page-3-rotary-half-over-the-end": lambda: make(
+        [94, 95], page_size=3, n_new=4, nq=4, causal=True, rotary=32, dtype=BF16,
+        device=here.device,
+    ),
+    "rotary-interleaved-packed-queries-leftpad": lambda: make(
+        [9, 50], q_lengths=[2, 1], n_new=1, rotary=64, rotary_interleaved=True, leftpad=[2, 33],
+        window=(30, None), dtype=F16, device=here.device,
+    ),
+    "page-5-d256-rotary-splits": lambda: make(
+        [70, 33], page_size=5, d=256, heads=(2, 2), n_new=1, rotary=128, num_splits=2, dtype=BF16,
+        device=here.device,
+    ),
+    "e4m3-page-7-packed-queries-splits": lambda: make(
+        [15, 300], page_size=7, capacity=304, d=96, q_lengths=[5, 1], num_splits=3, dtype=BF16,
+        cache_dtype=torch.float8_e4m3fn, k_descale=here.tensor([[0.5, -2.0], [1.0, 0.25]]),
+        device=here.device,
+    ),
+    "e5m2-page-16-append-softcap": lambda: make(
+        [15, 70], page_size=16, n_new=2, nq=2, d=128, causal=True, softcap=4.0, dtype=F16,
+        cache_dtype=torch.float8_e5m2, k_descale=here.tensor(0.5),
+        v_descale=here.tensor([3.0, 0.125]), device=here.device,
+    ),
+    "e4m3-contiguous-bhnd-leftpad-d80": lambda: make(
+        [15, 70], nq=70, d=80, dv=48, leftpad=[3, 4], layout="bhnd", dtype=BF16,
+        cache_dtype=torch.float8_e4m3fn, v_descale=here.tensor([[0.5, 2.0], [1.0, 0.25]]),
+        window=(9, 3), device=here.device,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_serves_a_call_as_the_reference_does(kernel: str, name: str) -> None:
+    call = CALLS[name]()
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
+    ran: set[str] = set()
+    dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+    fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    for dtype, cache_dtype, (d, dv) in itertools.product((BF16, F16), (None, fp8), dims):
+        call = make(
+            [5, 40], d=d, dv=dv, page_size=16, capacity=48, n_new=1, dtype=dtype, seed=d,
+            cache_dtype=cache_dtype and cache_dtype[d // 64 % 2], device=here.device,
+        )  # fmt: skip
+
+        def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
+            out, lse, plan = here.attend_with_kvcache(kernel, mine)
+            ran.update(plan.kernels)
+            return out, lse
+
+        kvcache_cases.check(call, serve)
+    compiled: set[str] = set()
+    for file in (files("archflash") / "_kernels" / kernel).iterdir():
+        if file.name.endswith(".json"):
+            for entries in json.loads(file.read_text()).values():
+                compiled |= {name for name in entries if re.search("_cache(_fp8)?$|_append_", name)}
+    assert ran == compiled
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_gets_the_same_bits_whatever_else_is_in_the_call(kernel: str) -> None:
+    call = make(
+        [1500, 40, 0], page_size=16, capacity=1504, heads=(2, 1), nq=2, causal=True, dtype=BF16,
+        leftpad=[7, 0, 0], batch_invariant=True, device=here.device,
+    )  # fmt: skip
+    out, lse, _ = here.attend_with_kvcache(kernel, call.copied())
+    alone = {name: call.options[name][:1] for name in ("cache_seqlens", "page_table", "leftpad_k")}
+    first = replace(call.with_options(**alone), q=call.q[:1])
+    out_alone, lse_alone, _ = here.attend_with_kvcache(kernel, first.copied())
+    assert torch.equal(out_alone[0], out[0])
+    assert torch.equal(lse_alone[0], lse[0])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_plan_serves_other_lengths_and_pages(kernel: str) -> None:
+    def call(lengths: list[int], seed: int) -> CacheCall:
+        return make(
+            lengths, page_size=16, capacity=160, n_new=1, nq=1, rotary=16, num_splits=2, dtype=BF16,
+            seed=seed, device=here.device,
+        )  # fmt: skip
+
+    first = call([0, 9], seed=0)
+    plan = here.attend_with_kvcache(kernel, first.copied())[2]
+    for lengths, seed in (([150, 0], 1), ([16, 159], 2)):
+        kvcache_cases.check(
+            call(lengths, seed),
+            lambda mine: here.attend_with_kvcache(kernel, mine, plan=plan)[:2],
+        )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_what_points_outside_the_cache_is_neither_read_nor_written(
+    kernel: str, page_size: int | None
+) -> None:
+    rows_of = [1, 0] if page_size is None else None
+    call = make(
+        [5, 20], n_new=2, nq=2, capacity=32, page_size=page_size, rows_of=rows_of, rotary=8,
+        leftpad=[0, 3], dtype=BF16, device=here.device,
+    )  # fmt: skip
+    wrong: list[dict[str, Any]] = [
+        {"cache_seqlens": here.int32(-3, 20)},
+        {"cache_seqlens": here.int32(31, 2**31 - 1), "leftpad_k": here.int32(2**30, -(2**31))},
+    ]
+    if page_size is None:
+        wrong.append({"cache_batch_idx": here.int32(-1, 2**31 - 1)})
+    else:
+        table = call.options["page_table"].clone()
+        table[0, 0], table[1, 2] = -1, 1000  # the second would be written
+        wrong.append({"page_table": table})
+    for options in wrong:
+        mine = call.with_options(**options).copied()
+        out, _, _ = here.attend_with_kvcache(kernel, mine)
+        assert out.shape == call.q.shape
+        seqlens = options.get("cache_seqlens", call.options["cache_seqlens"]).tolist()
+        allowed = sum(min(max(n + 2, 0), 32) - min(max(n, 0), 32) for n in seqlens)
+        for after, before in ((mine.k_cache, call.k_cache), (mine.v_cache, call.v_cache)):
+            changed = after.view(torch.int16) != before.view(torch.int16)
+            assert int(changed.flatten(2).any(-1).sum()) <= allowed

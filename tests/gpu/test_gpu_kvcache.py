@@ -1,0 +1,76 @@
+"""KV caches on a GPU, where only a GPU can show it. What a call means: core_set/test_kvcache.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from tests import kvcache_cases
+from tests.kvcache_cases import CacheCall, make
+
+from .gpu_cases import kernels
+
+pytestmark = pytest.mark.gpu
+
+WITH_CACHE = [
+    i.name for i in archflash.implementations() if "kv_cache" in i.features and i.name in kernels()
+]
+
+
+def call_of(lengths: list[int], seed: int) -> CacheCall:
+    return make(
+        lengths, page_size=16, capacity=2048, heads=(8, 2), d=128, n_new=1, rotary=64, causal=True,
+        dtype=torch.bfloat16, device="cuda", seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [*WITH_CACHE, "torch"])
+def test_a_graph_replays_with_other_lengths_pages_and_caches(kernel: str) -> None:
+    mine = call_of([1, 900], seed=0)
+
+    def serve() -> tuple[Tensor, Tensor]:
+        answer: tuple[Tensor, Tensor] = archflash.attention_with_kvcache(
+            mine.q, mine.k_cache, mine.v_cache, **mine.options, implementation=kernel,
+            return_lse=True,
+        )  # fmt: skip
+        return answer
+
+    serve()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = serve()
+    for lengths, seed in (([2047, 0], 1), ([33, 1500], 2)):
+        other = call_of(lengths, seed)
+        mine.q.copy_(other.q)
+        for name, tensor in mine.options.items():
+            if isinstance(tensor, Tensor):
+                tensor.copy_(other.options[name])
+
+        def replay(copied: CacheCall) -> tuple[Tensor, Tensor]:
+            mine.k_cache.copy_(copied.k_cache)
+            mine.v_cache.copy_(copied.v_cache)
+            graph.replay()
+            copied.k_cache.copy_(mine.k_cache)
+            copied.v_cache.copy_(mine.v_cache)
+            return answer
+
+        kvcache_cases.check(other, replay)
+
+
+def test_a_call_that_forces_nothing_is_served_by_a_kernel_and_does_not_wait() -> None:
+    call = call_of([5, 700], seed=3)
+    decision = archflash.explain(call.q, call.k_cache, call.v_cache, **call.options)
+    assert decision.chosen in WITH_CACHE
+    archflash.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.options)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # about 0.2 s
+    busy = torch.cuda.Event()
+    busy.record()
+    for implementation in (None, "torch"):
+        archflash.attention_with_kvcache(
+            call.q, call.k_cache, call.v_cache, **call.options, implementation=implementation
+        )
+        assert not busy.query(), "the call waited for the device"
