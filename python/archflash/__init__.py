@@ -7,8 +7,10 @@ The modules stand in layers, and each imports only from layers below its own:
 - the table of options, the implementations, what was measured, the implementation `torch`, the
   float64 reference
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
-- `_ops`, a call as a torch operator
-- `_api`: attention() and explain(); attention_with_kvcache(); `quantize_fp8`; `merge_attention`
+- `_gradients`, who computes those of a call, and how
+- `_ops`, a call and its gradients as torch operators
+- `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;
+  `merge_attention`
 - `scaled_dot_product_attention` and `warm_up`, made of those; `_overrides`, through which PyTorch's
   own attention is served
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
@@ -23,6 +25,7 @@ from archflash import _archflash as _native
 from archflash import reference
 from archflash._api import attention, explain
 from archflash._archflash import version as __version__
+from archflash._backward import attention_backward
 from archflash._dispatch import Decision, force
 from archflash._errors import (
     ArchflashError,
@@ -51,6 +54,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_with_kvcache",
     "disable",
     "enable",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
-from archflash import _bias, _dispatch, _ops, _options
+from archflash import _bias, _dispatch, _gradients, _ops, _options
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
@@ -165,6 +165,7 @@ def explain(
     *,
     device: str | int | torch.device | None = None,
     implementation: str | None = None,
+    backward: bool = False,
     **options: Any,
 ) -> _dispatch.Decision:
     """Says which implementation would serve a call, why the others would not, and what would be
@@ -178,6 +179,8 @@ def explain(
             "B200", ...), a CUDA device or its index; default the device of q.
         implementation: the forced implementation; default what `archflash.force` or the environment
             says.
+        backward: explains `archflash.attention_backward` of the call instead. For the gradients of
+            `archflash.attention` it tells how they are computed if a kernel serves the call.
         options: the other arguments of the call.
 
     Returns:
@@ -195,11 +198,14 @@ def explain(
     """
     problem = make_problem(q, k, v, **options)
     name = _forced() if implementation is None else implementation
+    decide = _dispatch.select
+    if backward:
+        decide = _gradients.decider(q, k, v, _options.named(option_values(q, k, options)))
     if device is None:
         if q.device.type == "meta":
             raise ValueError("q is on the meta device: name the GPU to explain for with device=")
         here, obstacle = _dispatch.device_of(problem, q.device.index)
-        return _dispatch.select(problem, here, name, obstacle)
+        return decide(problem, here, name, obstacle)
     if not isinstance(device, (str, int, torch.device)):
         raise TypeError(
             f"device is {_native.given(device)}: "
@@ -207,10 +213,10 @@ def explain(
         )
     if isinstance(device, str) and not re.fullmatch(r"(cpu|cuda)(:[0-9]{1,3})?", device):
         # For a GPU from the table the decision is as if the tensors were there.
-        return _dispatch.select(problem.as_if_on_cuda(), find_device(device), name)
+        return decide(problem.as_if_on_cuda(), find_device(device), name)
     asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if asked.type == "cpu":
-        return _dispatch.select(problem, None, name)
+        return decide(problem, None, name)
     if asked.type != "cuda":
         raise ValueError(f"device is {asked}: name a GPU, a CUDA device or the CPU")
     if trouble := _dispatch.driver_problem():
@@ -219,7 +225,7 @@ def explain(
             "name a GPU from the table of known ones instead"
         )
     index = torch.cuda.current_device() if asked.index is None else asked.index
-    return _dispatch.select(problem.as_if_on_cuda(), _dispatch.query_device(index), name)
+    return decide(problem.as_if_on_cuda(), _dispatch.query_device(index), name)
 
 
 def find_device(name: str) -> _native.Device:

@@ -240,6 +240,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     """
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
+    if problem.needs_grad and _pytorch_differentiates(problem, capability):
+        return (_registry.TORCH, *kernels)  # no backward pass of ours was measured
     if problem.dtype == "float32":
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
@@ -311,15 +313,25 @@ def _serves_as_measured(
     return kernel in measured.order and not masked and _pytorch_may_serve(problem)
 
 
+def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int] | None) -> bool:
+    """Whether a fused kernel of PyTorch computes a call and its gradients. The memory-efficient one
+    takes float32 where it takes float16.
+    """
+    if problem.batch_invariant:
+        return False
+    dtype = "float16" if problem.dtype == "float32" else problem.dtype
+    return not isinstance(_pytorchs_kernel(problem, capability, dtype), list)
+
+
 def _pytorchs_kernel(
-    problem: _native.Problem, capability: tuple[int, int] | None
+    problem: _native.Problem, capability: tuple[int, int] | None, dtype: str | None = None
 ) -> str | list[str]:
     if problem.kv_cache:
         return ["a KV cache needs a mask over its whole capacity"]
     return _torch.fused_kernel(
         device_type="cuda",
         capability=capability,
-        dtype=problem.dtype,
+        dtype=dtype or problem.dtype,
         d=problem.d,
         dv=problem.dv,
         nq=problem.nq,
@@ -398,6 +410,8 @@ _CUDNN_CAPABILITIES = (9, 10)
 
 def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _native.Device) -> str:
     """Why an implementation that could serve a problem comes after the chosen one."""
+    if problem.needs_grad and chosen == _registry.TORCH:
+        return "its backward pass is unmeasured: PyTorch's fused kernels compute the gradients"
     measured = _measured.find(problem, device.capability)
     pytorchs = _measured_pytorch(problem, device.capability)
     if measured is not None and chosen != _registry.TORCH and chosen in measured.order:
@@ -508,11 +522,15 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
     measured = _measured.find(problem, device.capability)
     if chosen != _registry.TORCH:
         summary = str(_native.describe(chosen).summary)
+        if problem.needs_grad:
+            return f"{summary}; it has a backward pass, and PyTorch no fused kernel for this call"
         if measured is None or chosen not in measured.order:
             return summary
         return f"{summary}; {_FASTEST} ({measured})"
     if fallback:
         return "no kernel of archflash serves this call"
+    if problem.needs_grad:
+        return "PyTorch's fused kernels compute this call and its gradients"
     if measured is not None and (pytorchs := _measured_pytorch(problem, device.capability)):
         return f"{_PYTORCHS[pytorchs]}; {_FASTEST} ({measured})"
     return "PyTorch's fused kernel uses the tensor cores and is expected to be faster"

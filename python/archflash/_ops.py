@@ -6,6 +6,7 @@ Plain eager calls do not come here: they skip torch's dispatcher.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,13 +15,19 @@ from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
 from archflash import _options, _torch, _torch_cache
-from archflash._dispatch import check_name, forced, note_fallback
+from archflash._dispatch import Decision, check_name, device_of, forced, note_fallback, select
 from archflash._errors import ForcedImplementationError, UnsupportedError
+from archflash._gradients import FOLDERS, Gradients, Request, compute, readable
 
 _library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
+# Arguments may be given by position: autograd's registration takes no tensors by keyword only.
 _library.define(
-    f"attention(Tensor q, Tensor k, Tensor v, *, {_options.SCHEMA}, str? implementation, "
+    f"attention(Tensor q, Tensor k, Tensor v, {_options.SCHEMA}, str? implementation, "
     "bool needs_grad) -> (Tensor, Tensor)"
+)
+_library.define(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"Tensor? dlse, {_options.SCHEMA}, str? implementation) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 _library.define(
@@ -30,7 +37,7 @@ _library.define(
 
 # What the runtime is told of gradients (enum Grad in src/runtime/call.h).
 _NO_GRADIENTS, _IF_REQUIRED, _GRADIENTS_NEEDED = 0, 1, 2
-GRADIENTS = "gradients are needed and no kernel has a backward: call it under torch.no_grad()"
+GRADIENTS = "gradients are needed here, and it has none: call it under torch.no_grad()"
 
 
 def attention(
@@ -53,8 +60,12 @@ def attention(
     tensors = (q, k, v, *(options[name] for name in _options.DIFFERENTIABLE))
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     transformed = not compiling and _in_transform()
+    # The kernels that compute the gradients, if any do: a traced call has to name them.
+    differentiable = implementation if needs_grad and implementation in FOLDERS else None
     if not compiling:
-        _native.make_problem(q, k, v, values, _GRADIENTS_NEEDED if needs_grad else _NO_GRADIENTS)
+        problem = _native.make_problem(
+            q, k, v, values, _GRADIENTS_NEEDED if needs_grad else _NO_GRADIENTS
+        )
         if implementation is not None:
             check_name(implementation)
         q, k, v = (resolved(x) for x in (q, k, v))
@@ -62,10 +73,17 @@ def attention(
         options = {name: resolved(value) for name, value in options.items()}
         options["out"] = out
         options = _options.with_python_numbers(options)
-        if needs_grad or transformed:
+        name = forced() if implementation is None else implementation
+        if needs_grad and not transformed:
+            differentiable = _who_differentiates(problem, q.device, name)
+        elif transformed:
             _refuse_forced(implementation)
             if q.device.type == "cuda":
-                note_fallback(GRADIENTS)
+                note_fallback(f"torch.func and forward-mode autograd: {GRADIENTS}")
+    wants_lse = options["return_lse"]
+    if differentiable is not None:
+        implementation = differentiable
+        options["return_lse"] = True  # the backward pass reads it
 
     def operator(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor] = torch.ops.archflash.attention(
@@ -76,17 +94,21 @@ def attention(
         )
         return results
 
-    if (needs_grad or transformed) and options["batch_invariant"]:
-        raise UnsupportedError(f"batch_invariant=True, but {GRADIENTS}")
-    if needs_grad or transformed:
-        # The operator has no backward, so PyTorch's own operations run, which autograd or the
+    by_torch_operations = (needs_grad and differentiable is None) or transformed
+    if by_torch_operations and options["batch_invariant"]:
+        raise UnsupportedError(
+            "batch_invariant=True, and no kernel of archflash computes the gradients of this call, "
+            "which are needed: call it under torch.no_grad()"
+        )
+    if by_torch_operations:
+        # No kernel differentiates the call, so PyTorch's own operations run, which autograd or the
         # transform can handle. While compiling, the operator is traced only for its checks; nothing
         # uses its result, and it is dropped from the graph.
         if compiling:
             with torch.no_grad():
                 operator(q.detach(), k.detach(), v.detach())
         return _torch.attention(q, k, v, **_options.for_torch(options))
-    return _answer(operator(q, k, v), options)
+    return _answer(operator(q, k, v), options | {"return_lse": wants_lse})
 
 
 def _answer(results: tuple[Tensor, Tensor], options: dict[str, Any]) -> Any:
@@ -101,6 +123,25 @@ def _answer(results: tuple[Tensor, Tensor], options: dict[str, Any]) -> Any:
             )
         result = out.copy_(result)
     return (result, lse) if options["return_lse"] else result
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    options: dict[str, Any],
+    implementation: str | None,
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, dsinks) of a call through the operator; dsinks is None without sinks."""
+    *gradients, dsinks = torch.ops.archflash.attention_backward(
+        dout, q, k, v, out, lse, dlse,
+        implementation=implementation, **_options.to_operator(options),
+    )  # fmt: skip
+    return (*gradients, None if options["sinks"] is None else dsinks)
 
 
 def attention_with_kvcache(
@@ -177,16 +218,37 @@ def _refuse_forced(implementation: str | None) -> None:
         raise ForcedImplementationError(f"{name} is forced, but {GRADIENTS}")
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    implementation: str | None,
-    needs_grad: bool,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
+def _who_differentiates(
+    problem: _native.Problem, device: torch.device, name: str | None
+) -> str | None:
+    """The kernels that serve a call which needs gradients; None if `torch` does.
+
+    Raises:
+        ForcedImplementationError: the forced kernels, `name`, cannot.
+    """
+    here, obstacle = device_of(problem, device.index)
+    decision = _selected(problem, here, name, obstacle) if here else select(problem, here, name)
+    return None if decision.plan is None else str(decision.chosen)
+
+
+@functools.lru_cache(maxsize=256)
+def _selected(
+    problem: _native.Problem, device: _native.Device, name: str | None, obstacle: str | None
+) -> Decision:
+    return select(problem, device, name, obstacle)
+
+
+def _by_name(op: Any, *given: Any, **named: Any) -> dict[str, Any]:
+    """The arguments of an operator by name, however they came."""
+    names = [argument.name for argument in op.default._schema.arguments]
+    return dict(zip(names, given, strict=False)) | named
+
+
+def _run(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The operator on real tensors."""
+    arguments = _by_name(torch.ops.archflash.attention, *given, **named)
+    q, k, v, implementation = (arguments.pop(x) for x in ("q", "k", "v", "implementation"))
+    del arguments["needs_grad"]
     # A subclass whose dispatcher let the operator through becomes a plain tensor; otherwise it
     # would come back here.
     q, k, v = (_plain(x) for x in (q, k, v))
@@ -234,20 +296,20 @@ _library.impl("attention", _run, "CompositeExplicitAutograd")
 _library.impl("attention_with_kvcache", _run_with_kvcache, "CompositeExplicitAutograd")
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    implementation: str | None,
-    needs_grad: bool,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
+def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Tensors with the shapes, strides and dtypes that `_run` returns. Raises the errors that do
     not depend on data.
     """
+    arguments = _by_name(torch.ops.archflash.attention, *given, **named)
+    q, k, v, implementation = (arguments.pop(x) for x in ("q", "k", "v", "implementation"))
+    needs_grad = arguments.pop("needs_grad")
     options = _options.from_operator(arguments)
-    if needs_grad:
+    if needs_grad and implementation not in FOLDERS:
+        if (name := forced()) in FOLDERS:
+            raise ForcedImplementationError(
+                f"{name} is forced, but a traced call whose gradients are needed has to name it: "
+                f"pass implementation={name!r}"
+            )
         _refuse_forced(implementation)
     return _planned(q, k, v, options)
 
@@ -285,3 +347,87 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[
 
 torch.library.register_fake("archflash::attention", _fake, lib=_library)
 torch.library.register_fake("archflash::attention_with_kvcache", _fake_with_kvcache, lib=_library)
+
+
+# --- gradients ---
+
+
+def _request(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Request, str | None]:
+    """The arguments of archflash::attention_backward."""
+    arguments = _by_name(torch.ops.archflash.attention_backward, *given, **named)
+    implementation = arguments.pop("implementation")
+    names = ("dout", "q", "k", "v", "out", "lse", "dlse")
+    tensors = {name: arguments.pop(name) for name in names}
+    return Request(**tensors, options=_options.from_operator(arguments)), implementation
+
+
+def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients on real tensors."""
+    asked, implementation = _request(given, named)
+    dout, q, k, v, out, lse = (
+        _plain(x) for x in (asked.dout, asked.q, asked.k, asked.v, asked.out, asked.lse)
+    )
+    dlse = None if asked.dlse is None else _plain(asked.dlse).contiguous()
+    options = {name: _plain(value) for name, value in asked.options.items()}
+    request = Request(readable(dout), q, k, v, out, lse, dlse, options)
+    into = Gradients.like(request)
+    name = forced() if implementation is None else implementation
+    compute(request, into, name, None)
+    return into.dq, into.dk, into.dv, _or_empty(into.dsinks, q)
+
+
+def _or_empty(dsinks: Tensor | None, q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=torch.float32) if dsinks is None else dsinks
+
+
+def _fake_backward(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    request, _ = _request(given, named)
+    into = Gradients.like(request)
+    return into.dq, into.dk, into.dv, _or_empty(into.dsinks, request.q)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    arguments = _by_name(torch.ops.archflash.attention, *inputs)
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    ctx.names = tuple(tensors)
+    ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
+    ctx.order = tuple(arguments)
+    ctx.save_for_backward(*output, *tensors.values())
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *saved = ctx.saved_tensors
+    arguments = ctx.others | dict(zip(ctx.names, saved, strict=True))
+    arguments.pop("needs_grad")
+    implementation = arguments.pop("implementation")
+    q, k, v = (arguments.pop(x) for x in ("q", "k", "v"))
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = torch.ops.archflash.attention_backward(
+        dout, q, k, v, out, lse, dlse, implementation=implementation, **arguments
+    )
+    found = {"q": dq, "k": dk, "v": dv}
+    if arguments["sinks"] is not None:
+        found["sinks"] = dsinks.to(arguments["sinks"].dtype)
+    return tuple(found.get(name) for name in ctx.order)
+
+
+def _no_double_backward(ctx: Any, *gradients: Any) -> None:
+    raise UnsupportedError(
+        "a gradient of a gradient is needed, and kernels compute first ones only: use "
+        "implementation='torch' for this call"
+    )
+
+
+def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    """A second backward pass always raises: it needs nothing."""
+
+
+_library.impl("attention_backward", _run_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("archflash::attention_backward", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    "archflash::attention", _backward, setup_context=_keep_for_backward, lib=_library
+)
+torch.library.register_autograd(
+    "archflash::attention_backward", _no_double_backward, setup_context=_keep_nothing, lib=_library
+)

@@ -80,6 +80,11 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **layout, **options}
 
 
+def named(values: tuple[Any, ...]) -> dict[str, Any]:
+    """The values of all options, in the order of NAMES, by name."""
+    return dict(zip(NAMES, values, strict=True))
+
+
 def refuse_unbuilt(options: dict[str, Any]) -> None:
     """Raises UnsupportedError where an option is given that is not built yet."""
     for name in _UNBUILT:

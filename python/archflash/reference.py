@@ -3,6 +3,7 @@
 `attention` is the formula written as plainly as possible: one head at a time, one block of queries
 at a time. `baseline` is the same formula rounded after every step to the inputs' dtype, as plain
 PyTorch code would compute it; its error is the yardstick. `check` compares an output with both.
+`attention_backward` and `baseline_backward` are the same for gradients.
 """
 
 from __future__ import annotations
@@ -184,6 +185,87 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         share = (of_part.double() - lse).exp()[..., None]
         merged += torch.where(seen, share * out.double(), 0.0)
     return merged, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What `attention_backward` and `baseline_backward` return.
+
+    Attributes:
+        dq, dk, dv: gradients with respect to q, k and v, shaped like them.
+        dsinks: the gradient with respect to the sinks, ``(Hq,)``; None where the call has none.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None
+
+
+def attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, **call: Any
+) -> Gradients:
+    """The gradients of attention in float64.
+
+    A gradient is that of the formula; where a query does not see a key it is 0. Rows of packed
+    tensors that belong to no sequence have no gradient.
+
+    Args:
+        dout: the gradient of the output, shaped like the output.
+        q, k, v: as for `attention`, not FP8.
+        dlse: the gradient of the log-sum-exp, shaped like it; None: it is 0.
+        **call: as for `attention`, without descales.
+
+    Returns:
+        The gradients, float64.
+
+    Raises:
+        TypeError: for a keyword that archflash.attention does not have.
+    """
+    asked = _Call(**call)
+    dout, q, k, v = (_by_head(asked, x) for x in (dout, q, k, v))
+    if dlse is not None and asked.cu_seqlens_q is not None:
+        dlse = dlse[None]
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    dsinks = None if asked.sinks is None else torch.zeros_like(asked.sinks, dtype=torch.float64)
+    for place, block in _blocks(asked, q, k, v, torch.float64):
+        here = (place.batch, place.head, place.rows)
+        keys = (place.batch, place.kv_head, place.keys)
+        of_lse = None if dlse is None else dlse[here].double()
+        of_q, of_k, of_v, of_sink = _exact_gradients(block, dout[here].double(), of_lse)
+        dq[here] = of_q
+        dk[keys] += of_k
+        dv[keys] += of_v
+        if dsinks is not None:
+            dsinks[place.head] += of_sink
+    dq, dk, dv = (_as_given(asked, x) for x in (dq, dk, dv))
+    return Gradients(dq, dk, dv, dsinks)
+
+
+def baseline_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, **call: Any
+) -> Gradients:
+    """The gradients that autograd computes of plain PyTorch operations at the inputs' dtype: the
+    yardstick of `check` for gradients. Arguments and result as for `attention_backward`, but the
+    gradients have the inputs' dtype. TF32 is off while it runs.
+    """
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    leaves = [q, k, v]
+    if call.get("sinks") is not None:
+        leaves.append(call["sinks"].detach().requires_grad_())
+        call["sinks"] = leaves[3]
+    with _without_tf32(q), torch.enable_grad():
+        out, lse = _run(_Call(**call), q, k, v, q.dtype, _rounded_block_with_lse)
+        loss = (out * dout.to(q.dtype)).sum()
+        if dlse is not None:
+            loss = loss + (lse * dlse.to(q.dtype)).sum()
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:  # not where the call has no query
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    dq, dk, dv, *dsinks = (
+        torch.zeros_like(leaf) if x is None else x for x, leaf in zip(found, leaves, strict=True)
+    )
+    return Gradients(dq, dk, dv, dsinks[0] if dsinks else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -608,8 +690,51 @@ def _exact_block(block: _Block) -> tuple[Tensor, Tensor]:
     return out.masked_fill(touched, math.nan), lse
 
 
+def _exact_gradients(
+    block: _Block, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+    """dQ (rows, D), dK (Nk, D), dV (Nk, Dv) and the gradient of the sink in float64."""
+    _, lse = _exact_block(block)
+    logits = block.q @ block.k.T * block.scale
+    slope: Tensor | float = 1.0
+    if block.softcap:
+        tanh = torch.tanh(logits / block.softcap)
+        logits, slope = block.softcap * tanh, 1 - tanh.square()
+    if block.bias is not None:
+        logits = logits + block.bias
+    base = lse.masked_fill(lse == -math.inf, 0.0)  # rows that see no key, and have no sink
+    weights = torch.exp(logits - base[:, None]).masked_fill(~block.visible, 0.0)
+    dweights = dout @ block.v.T
+    delta = (weights * dweights).masked_fill(~block.visible, 0.0).sum(1)
+    if dlse is not None:
+        delta = delta - dlse
+    dlogits = weights * (dweights - delta[:, None]) * slope
+    dlogits = dlogits.masked_fill(~block.visible, 0.0)
+    of_sink: Tensor | float = 0.0
+    if block.sink is not None:  # an infinite sink takes the whole weight
+        whole = block.sink == math.inf
+        of_sink = -(torch.where(whole, 1.0, torch.exp(block.sink - base)) * delta).sum()
+    return (
+        dlogits @ block.k * block.scale,
+        dlogits.T @ block.q * block.scale,
+        weights.T @ dout,
+        of_sink,
+    )
+
+
 def _rounded_block(block: _Block) -> tuple[Tensor, Tensor]:
     """Output (rows, Dv) with every step rounded to the dtype of q, and an unused LSE."""
+    out, _ = _rounded(block)
+    return out, out.new_zeros(len(out))
+
+
+def _rounded_block_with_lse(block: _Block) -> tuple[Tensor, Tensor]:
+    out, logits = _rounded(block)
+    return out, torch.logsumexp(logits, 1)
+
+
+def _rounded(block: _Block) -> tuple[Tensor, Tensor]:
+    """Output, and the logits from which it comes."""
     logits = (block.q @ block.k.T) * block.scale
     if block.softcap:
         logits = block.softcap * torch.tanh(logits / block.softcap)
@@ -621,8 +746,7 @@ def _rounded_block(block: _Block) -> tuple[Tensor, Tensor]:
     weights = torch.softmax(logits, 1)[:, : len(block.k)]
     if block.sink is not None:  # softmax would give NaN instead of the limit
         weights = weights.masked_fill(block.sink == math.inf, 0.0)
-    out = weights.masked_fill(~block.visible, 0.0) @ block.v
-    return out, out.new_zeros(len(out))
+    return weights.masked_fill(~block.visible, 0.0) @ block.v, logits
 
 
 def _run(
@@ -634,11 +758,47 @@ def _run(
     block_fn: Callable[[_Block], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Cuts the call into blocks, computes each in `dtype` and combines the results."""
-    packed = call.cu_seqlens_q is not None
-    if not packed and call.layout == "bnhd":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if packed:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q, k, v = (_by_head(call, x) for x in (q, k, v))
+    # Rows that belong to no sequence see no key.
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+    if call.sinks is not None:
+        lse[:] = call.sinks.to(dtype)[:, None]
+    for place, block in _blocks(call, q, k, v, dtype):
+        here = (place.batch, place.head, place.rows)
+        out[here], lse[here] = block_fn(block)
+    return _as_given(call, out), lse[0] if call.cu_seqlens_q is not None else lse
+
+
+def _by_head(call: _Call, x: Tensor) -> Tensor:
+    """A tensor of the call as (B, H, N, columns); packed sequences have a B of 1."""
+    if call.cu_seqlens_q is not None:
+        return x.transpose(0, 1)[None]
+    return x.transpose(1, 2) if call.layout == "bnhd" else x
+
+
+def _as_given(call: _Call, x: Tensor) -> Tensor:
+    """The way back from `_by_head`."""
+    if call.cu_seqlens_q is not None:
+        return x[0].transpose(0, 1)
+    return x.transpose(1, 2) if call.layout == "bnhd" else x
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a block lies in tensors (B, H, N, columns)."""
+
+    batch: int
+    head: int
+    kv_head: int
+    rows: slice  # of q
+    keys: slice  # of k and v
+
+
+def _blocks(
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[_Place, _Block]]:
+    """The blocks of a call whose tensors are (B, H, N, columns), their numbers in `dtype`."""
     scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     mask = None
@@ -648,13 +808,6 @@ def _run(
             _bias.check_lengths(mask, q.shape[2], k.shape[2])
             mask = _bias.as_mask(mask, q.device)
         mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-
-    # Rows that belong to no sequence see no key.
-    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
-    if call.sinks is not None:
-        lse[:] = call.sinks.to(dtype)[:, None]
-
     for number, batch, q_rows, k_rows in _sequences(call, q, k):
         nq, nk = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
         offset = nk - nq
@@ -700,10 +853,7 @@ def _run(
                 )
                 first = q_rows.start + start
                 here = slice(first, first + len(rows))
-                out[batch, head, here], lse[batch, head, here] = block_fn(block)
-    if packed:
-        return out[0].transpose(0, 1), lse[0]
-    return (out.transpose(1, 2) if call.layout == "bnhd" else out), lse
+                yield _Place(batch, head, head // group, here, k_rows), block
 
 
 def _sequences(call: _Call, q: Tensor, k: Tensor) -> Iterator[tuple[int, int, slice, slice]]:

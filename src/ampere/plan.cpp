@@ -23,7 +23,7 @@ const Description& describe() {
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "num_splits", "batch_invariant", "kv_cache", "fp8_cache",
-                   "rotary_interleaved"},
+                   "rotary_interleaved", "gradients"},
       .needs_capability = 80,  // cp.async, bf16 products
   };
   return description;

@@ -174,6 +174,19 @@ nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
   return call.problem.want_lse ? nb::object(nb::make_tuple(outputs.out, outputs.lse)) : outputs.out;
 }
 
+// A tensor of the backward pass: heads before rows, (batch, heads, rows, columns).
+BackwardTensor backward_tensor(nb::handle tensor, const char* name) {
+  TensorView view;
+  read_tensor(tensor, name, view);
+  if (view.ndim != 4 || !view.is_float)
+    throw nb::value_error(join(name, " must be a floating-point tensor of 4 dimensions").c_str());
+  const auto stride = [&](int axis) { return view.shape[axis] > 1 ? view.strides[axis] : 0; };
+  return {.strides = {stride(0), stride(1), stride(2)},
+          .dtype = view.dtype,
+          .unit = view.shape[3] <= 1 || view.strides[3] == 1,
+          .align = alignment(view.data)};
+}
+
 // Tensor subclasses, fake tensors among them, have a say of their own in what runs.
 bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is_tensor(object); }
 
@@ -224,7 +237,11 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
     if (!chosen.is_none()) prepared = prepare_for(call, chosen);
     cache().insert(key, prepared);
   }
-  return prepared ? run(*prepared, arguments, call) : nb::none();
+  if (!prepared) return nb::none();
+  // A kernel serves a call with gradients through torch's dispatcher, which records it for
+  // autograd.
+  if (call.problem.needs_grad) return nb::borrow(Py_NotImplemented);
+  return run(*prepared, arguments, call);
 }
 
 Problem make_problem(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad) {
@@ -629,6 +646,8 @@ NB_MODULE(_archflash, m) {
           "None for a plan that computes nothing by tiles.")
       .def_ro("workspace_bytes", &LaunchPlan::workspace_bytes)
       .def_ro("zeroed_bytes", &LaunchPlan::zeroed_bytes)
+      .def_ro("accumulates", &LaunchPlan::accumulates,
+              "Whether the gradients that it writes are added to what is there.")
       .def_prop_ro("kernels",
                    [](const LaunchPlan& p) {
                      std::vector<std::string> names;
@@ -904,6 +923,31 @@ NB_MODULE(_archflash, m) {
               "device: Device) -> LaunchPlan"),
       "The plan that merges outs (batch, heads, rows, dv) with lses (batch, heads, rows) into "
       "out.");
+  m.def(
+      "has_backward", [](const std::string& name) { return has_backward(name); }, "name"_a,
+      "Whether a folder has a backward pass.");
+  m.def(
+      "plan_backward",
+      [](const std::string& name, const Problem& call, const Device& device, nb::handle dout,
+         nb::handle dq, nb::handle dk, nb::handle dv, bool accumulate, bool dlse, bool dsinks) {
+        return plan_backward(name,
+                             {.call = call,
+                              .dout = backward_tensor(dout, "dout"),
+                              .dq = backward_tensor(dq, "dq"),
+                              .dk = backward_tensor(dk, "dk"),
+                              .dv = backward_tensor(dv, "dv"),
+                              .accumulate = accumulate,
+                              .dlse = dlse,
+                              .dsinks = dsinks},
+                             device);
+      },
+      "name"_a, "call"_a, "device"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a, "accumulate"_a, "dlse"_a,
+      "dsinks"_a,
+      "The plan of a folder for the gradients of a call, or the list of reasons why not. The "
+      "tensors "
+      "have heads before rows whatever the call's layout; packed ones have a batch of 1. "
+      "'accumulate': gradients are added to what dq, dk and dv hold; 'dlse': the log-sum-exp has a "
+      "gradient, too; 'dsinks': that of the sinks is wanted.");
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
         "Launches a plan on tensors by operand name: each that the plan has an address of. On the "

@@ -111,11 +111,6 @@ void read_window(nb::handle window, Problem& p) {
   }
 }
 
-int32_t alignment(const void* address) {
-  const uintptr_t value = reinterpret_cast<uintptr_t>(address) | 16;
-  return static_cast<int32_t>(value & -value);
-}
-
 bool requires_grad(nb::handle tensor) { return tensor.attr("requires_grad").is(Py_True); }
 
 void read(nb::handle object, const char* name, Call& call, TensorView& view) {

@@ -79,8 +79,10 @@ bool has_code(std::string_view name, int capability) {
   return pick_target(targets(name), capability) != nullptr;
 }
 
-PlanResult plan(std::string_view name, const Problem& problem, const Device& device) {
-  const Folder& folder = find_folder(name);
+namespace {
+
+// The code of a folder that a device runs, or the reasons why there is none.
+std::variant<Target, Reasons> code_for(std::string_view name, const Device& device) {
   const std::vector<Target>& all = targets(name);
   if (all.empty()) {
     return Reasons{
@@ -88,14 +90,16 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
              "ARCHFLASH_ARCHS=all or with ",
              name, " in it")};
   }
-  const Target* target = pick_target(all, device.capability());
-  if (!target) {
-    return Reasons{join("compute capability ", capability_text(device.capability()), " (",
-                        device.name, "): ", name, " is built for ", targets_text(all))};
-  }
-  PlanResult result =
-      core::nothing_to_write(problem) ? PlanResult(LaunchPlan{}) : folder.plan(problem, device);
-  if (const Reasons refused = refused_flags(problem, folder.describe()); !refused.empty()) {
+  if (const Target* target = pick_target(all, device.capability())) return *target;
+  return Reasons{join("compute capability ", capability_text(device.capability()), " (",
+                      device.name, "): ", name, " is built for ", targets_text(all))};
+}
+
+// Adds the reasons of options that a folder does not serve, and to a plan what it was made for.
+void complete(PlanResult& result, std::string_view name, const Problem& problem,
+              const Device& device, const Target& target) {
+  if (const Reasons refused = refused_flags(problem, find_folder(name).describe());
+      !refused.empty()) {
     if (!std::holds_alternative<Reasons>(result)) result = Reasons{};
     Reasons& reasons = std::get<Reasons>(result);
     reasons.insert(reasons.end(), refused.begin(), refused.end());
@@ -104,9 +108,60 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
     planned->implementation = name;
     planned->problem = problem;
     planned->device = device;
-    planned->code = target->is_ptx() ? target->name + " PTX, compiled by the driver at first use"
-                                     : target->name;
+    planned->code =
+        target.is_ptx() ? target.name + " PTX, compiled by the driver at first use" : target.name;
   }
+}
+
+// Why the gradients of a call cannot be computed, whatever tensors it makes for them.
+Reasons why_no_gradients(const Backward& backward, const Problem& call, const Device& device) {
+  const BackwardTensor dense{.strides = {}, .dtype = call.dtype, .unit = true, .align = 16};
+  BackwardProblem problem{.call = call, .dout = dense, .dq = dense, .dk = dense, .dv = dense};
+  problem.call.want_lse = true;
+  const PlanResult result = backward.plan(problem, device);
+  const auto* reasons = std::get_if<Reasons>(&result);
+  return reasons == nullptr ? Reasons{} : *reasons;
+}
+
+const Backward* find_backward(std::string_view name) {
+  for (const Backward& backward : BACKWARDS) {
+    if (backward.plan && name == backward.folder) return &backward;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+PlanResult plan(std::string_view name, const Problem& problem, const Device& device) {
+  const Folder& folder = find_folder(name);
+  const auto code = code_for(name, device);
+  if (const auto* reasons = std::get_if<Reasons>(&code)) return *reasons;
+  Problem asked = problem;
+  // The forward pass is the same. Calls with a cache have no backward pass.
+  const Backward* backward =
+      problem.needs_grad && !problem.kv_cache ? find_backward(name) : nullptr;
+  if (backward != nullptr) asked.needs_grad = false;
+  PlanResult result =
+      core::nothing_to_write(asked) ? PlanResult(LaunchPlan{}) : folder.plan(asked, device);
+  if (backward != nullptr && !std::holds_alternative<Reasons>(result)) {
+    const Reasons reasons = why_no_gradients(*backward, asked, device);
+    if (!reasons.empty()) result = reasons;
+  }
+  complete(result, name, problem, device, std::get<Target>(code));
+  return result;
+}
+
+bool has_backward(std::string_view name) { return find_backward(name) != nullptr; }
+
+PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
+                         const Device& device) {
+  const Backward* backward = find_backward(name);
+  if (backward == nullptr)
+    return Reasons{join("no backward: ", name, " computes the forward only")};
+  const auto code = code_for(name, device);
+  if (const auto* reasons = std::get_if<Reasons>(&code)) return *reasons;
+  PlanResult result = backward->plan(problem, device);
+  complete(result, name, problem.call, device, std::get<Target>(code));
   return result;
 }
 

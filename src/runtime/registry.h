@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "common/planning/backward_problem.h"
 #include "common/planning/merge_problem.h"
 #include "common/planning/plan.h"
 #include "common/planning/quantize_problem.h"
@@ -24,6 +25,11 @@ bool has_code(std::string_view name, int capability);
 
 // The folder's plan(), after asking whether its code loads on the device at all.
 PlanResult plan(std::string_view name, const Problem& problem, const Device& device);
+
+// Whether a folder has a backward pass, and its plan: the same questions first.
+bool has_backward(std::string_view name);
+PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
+                         const Device& device);
 
 // What a plan does, for people; none for plans that do not compute attention.
 Notes notes(const LaunchPlan& plan);

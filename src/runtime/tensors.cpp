@@ -266,6 +266,11 @@ std::string dtype_text(nb::handle tensor) {
   return nb::cast<std::string>(nb::str(dtype));
 }
 
+int32_t alignment(const void* address) {
+  const uintptr_t value = reinterpret_cast<uintptr_t>(address) | 16;
+  return static_cast<int32_t>(value & -value);
+}
+
 void* address_of(nb::handle tensor) {
   return reinterpret_cast<void*>(nb::cast<uintptr_t>(torch().data_ptr(tensor)));
 }

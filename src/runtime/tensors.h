@@ -71,6 +71,9 @@ std::string describe_shape(const TensorView& view);  // "(4, 16, 512, 64)"
 std::string describe_strides(const TensorView& view);
 std::string dtype_text(nb::handle tensor);  // "torch.int64"
 
+// The largest power of two, at most 16, that divides an address in bytes.
+int32_t alignment(const void* address);
+
 // The address of a tensor that the runtime itself has allocated.
 void* address_of(nb::handle tensor);
 

@@ -23,7 +23,7 @@ const Description& describe() {
       .dtypes = {DType::F32, DType::F16, DType::BF16},
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse"},
+                   "strides", "lse", "gradients"},
       .needs_capability = 75,
       .uses_tensor_cores = false,
   };

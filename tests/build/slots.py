@@ -22,7 +22,7 @@ from .machine_code import KINDS, assembler_of, instructions_of, kinds, main_loop
 PAGE = Path(__file__).parents[2] / "docs" / "slots.md"
 # Kernels that differ from those of another dtype in a few instructions, which issue as often.
 TWINS = re.compile("_f16_|_e5m2_|^simt_.*_bf16_")
-HEAD = """# Issue slots of the main loops
+HEAD = """# Issue slots of the main loops of the forward pass
 
 `python -m tests.build.slots --write` counts these in the machine code of the wheel's kernels. A
 test compares them (`tests/build/test_slots.py`) where the same ptxas has assembled the kernels.
@@ -60,7 +60,7 @@ def home_target(folder: str) -> str:
 def rows(found: dict[str, list[str]]) -> Iterator[list[str]]:
     """The rows of an image's kernels."""
     for kernel, texts in sorted(found.items()):
-        if TWINS.search(kernel) or "_attention_" not in kernel:
+        if TWINS.search(kernel) or "_attention_fwd_" not in kernel:
             continue
         for loop in main_loops(texts):
             among = kinds(loop.way)

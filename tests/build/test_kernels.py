@@ -271,7 +271,9 @@ INSTRUCTIONS = {
     "quantize_values_": ("F2FP.SATFINITE.E4M3.F32", "F2FP.SATFINITE.E5M2.F32", "LDG.E.128"),
     "ada_combine_": COMBINES,
     "ampere_append_": ("LDG.E", "STG.E"),
-    "ampere_attention_fwd_": ("HMMA.16816.F32", *TILES),
+    "ampere_attention_": ("HMMA.16816.F32", *TILES),
+    "ampere_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
+    "ampere_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "ampere_combine_": COMBINES,
     "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),
     "blackwell_consumer_attention_fwd_e": (*ROLES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
@@ -287,7 +289,9 @@ INSTRUCTIONS = {
     "hopper_combine_": COMBINES,
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
     "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
-    "simt_": ("FFMA", "MUFU.EX2"),
+    "simt_attention_": ("FFMA", "MUFU.EX2"),
+    "simt_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
+    "simt_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
 }
 # Instructions of two CTAs that multiply together. An arrival at the barrier of the other CTA is a
 # reduction there.
@@ -298,7 +302,8 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") |
     "sm_110f": "UTCQMMA",
 }
 WITHOUT_TENSOR_CORES = (
-    *("simt_", "quantize_", "merge_", "ada_int8_", "ampere_append_", "hopper_transpose_v"),
+    *("simt_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
+    *("ampere_append_", "ampere_backward_"),
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
     *("blackwell_dc_combine_", "hopper_combine_"),
 )
@@ -499,6 +504,14 @@ def test_every_kernel_is_planned_somewhere() -> None:
             planned |= {launch["kernel"] for launch in launches(plan)}
     out, lse = torch.empty(1, 1, 1, 8, device="meta"), torch.empty(1, 1, 1, device="meta")
     planned |= set(native.plan_merge([out], [lse], out, find_device("A100")).kernels)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256)):
+            q = torch.empty(1, 2, 100, d, dtype=dtype, device="meta")
+            v = torch.empty(1, 2, 100, dv, dtype=dtype, device="meta")
+            options = {"sinks": torch.empty(2, device="meta"), "backward": True}
+            plan = archflash.explain(q, q, v, device="A100", **options).plan
+            if plan is not None:
+                planned |= set(plan.kernels)
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
     assert built - planned == set()
 

@@ -44,13 +44,26 @@ def ends(*values: int) -> Tensor:
 # --- what is public ---
 
 SIGNATURES = {  # that of attention: test_options.py; with a cache: test_kvcache.py
+    "attention_backward": (
+        "(dout: 'Tensor', q: 'Tensor', k: 'Tensor', v: 'Tensor', out: 'Tensor', lse: 'Tensor', *, "
+        "dlse: 'Tensor | None' = None, dq: 'Tensor | None' = None, dk: 'Tensor | None' = None, "
+        "dv: 'Tensor | None' = None, accumulate: 'bool' = False, "
+        "deterministic: 'bool | None' = None, causal: 'bool' = False, "
+        "window: 'tuple[int | None, int | None] | None' = None, softcap: 'float | None' = None, "
+        "sinks: 'Tensor | None' = None, scale: 'float | None' = None, "
+        "q_offset: 'int | Tensor | None' = None, cu_seqlens_q: 'Tensor | None' = None, "
+        "cu_seqlens_k: 'Tensor | None' = None, max_seqlen_q: 'int | None' = None, "
+        "max_seqlen_k: 'int | None' = None, attn_mask: 'Tensor | None' = None, "
+        "layout: 'str' = 'bhnd', implementation: 'str | None' = None) -> 'tuple[Tensor, ...]'"
+    ),
     "disable": "() -> 'None'",
     "enable": "() -> 'None'",
     "enabled": "() -> 'Iterator[None]'",
     "explain": (
         "(q: 'Tensor', k: 'Tensor', v: 'Tensor', *, "
         "device: 'str | int | torch.device | None' = None, "
-        "implementation: 'str | None' = None, **options: 'Any') -> '_dispatch.Decision'"
+        "implementation: 'str | None' = None, "
+        "backward: 'bool' = False, **options: 'Any') -> '_dispatch.Decision'"
     ),
     "force": "(name: 'str') -> 'Iterator[None]'",
     "implementations": "() -> 'list[Implementation]'",
@@ -86,6 +99,7 @@ def test_the_public_names() -> None:
         "UnsupportedError",
         "__version__",
         "attention",
+        "attention_backward",
         "attention_with_kvcache",
         "disable",
         "enable",
@@ -128,6 +142,7 @@ def test_the_main_functions_have_examples() -> None:
     finder = doctest.DocTestFinder()
     main = (
         archflash.attention,
+        archflash.attention_backward,
         archflash.attention_with_kvcache,
         archflash.explain,
         archflash.force,

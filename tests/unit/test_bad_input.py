@@ -638,10 +638,6 @@ LIMITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"q": plain(), "k": plain(), "v": plain(), "attn_mask": torch.ones(5, 5)},
         ("attn_mask: simt has causal and window masks only",),
     ),
-    "gradients": (
-        {"q": plain().requires_grad_(), "k": plain(), "v": plain()},
-        ("no backward: simt computes the forward only",),
-    ),
     "out_dtype": (
         {"q": plain(), "k": plain(), "v": plain(), "out_dtype": torch.bfloat16},
         ("out_dtype bfloat16 with float32 inputs",),

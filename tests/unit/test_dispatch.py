@@ -156,6 +156,11 @@ def packed(dtype: torch.dtype = torch.float16) -> native.Problem:
     return make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends).as_if_on_cuda()
 
 
+def mask() -> torch.Tensor:
+    """One that serves any number of keys."""
+    return torch.empty(128, 1, dtype=torch.bool, device="meta")
+
+
 def sinks() -> torch.Tensor:
     return torch.empty(4, device="meta")
 
@@ -521,7 +526,6 @@ def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
             "attn_mask: simt has causal and window masks only",
             id="mask",
         ),
-        pytest.param(lambda: problem(grad=True), "no backward", id="grad"),
         pytest.param(
             lambda: problem(out_dtype=torch.float16),
             "out_dtype float16 with float32 inputs",
@@ -586,7 +590,6 @@ def test_fp8_goes_to_the_kernel_for_the_gpu_from_8_9_on_and_to_torch_before(
             "attn_mask: ampere has causal and window masks only",
             id="mask",
         ),
-        pytest.param({"grad": True}, "no backward: ampere computes the forward only", id="grad"),
         pytest.param({"out_dtype": torch.float32}, "out_dtype float32 with ", id="out_dtype"),
     ],
 )
@@ -906,14 +909,12 @@ def test_torch_can_be_forced_where_a_kernel_would_serve(dtype: torch.dtype) -> N
 
 
 def test_a_forced_kernel_that_cannot_serve_raises_with_every_reason() -> None:
-    given = problem(
-        d=44, grad=True, attn_mask=torch.empty(128, 128, dtype=torch.bool, device="meta")
-    )
+    given = problem(d=44, attn_mask=mask(), out_dtype=torch.float16)
     with pytest.raises(archflash.ForcedImplementationError) as caught:
         _dispatch.select(given, find_device("H200"), "simt")
     message = str(caught.value)
     assert message.startswith("simt is forced, but cannot serve float32, batch 2, heads 4")
-    for reason in ("head_dim 44: ", "value head_dim 44: ", "attn_mask: ", "no backward: "):
+    for reason in ("head_dim 44: ", "value head_dim 44: ", "attn_mask: ", "out_dtype "):
         assert f"\n  {reason}" in message
     automatic = _dispatch.select(given, find_device("H200")).reasons["simt"]
     assert message.splitlines()[1:] == [f"  {reason}" for reason in automatic]
@@ -1081,15 +1082,16 @@ every_dtype_and_kernel = pytest.mark.parametrize(
 @every_dtype_and_kernel
 def test_a_fallback_warns_once_per_reason(dtype: torch.dtype, kernel: str) -> None:
     start = "archflash: PyTorch serves this call. "
-    first = warned(lambda: _dispatch.decide(problem(dtype, grad=True), 0, None))
+    first = warned(lambda: _dispatch.decide(problem(dtype, attn_mask=mask()), 0, None))
     assert len(first) == 1
-    assert first[0].startswith(f"{start}{kernel}: no backward:")
-    assert warned(lambda: _dispatch.decide(problem(dtype, grad=True, nq=64), 0, None)) == []
+    assert first[0].startswith(f"{start}{kernel}: attn_mask:")
+    longer = problem(dtype, attn_mask=mask(), nk=129)
+    assert warned(lambda: _dispatch.decide(longer, 0, None)) == []
     second = warned(lambda: _dispatch.decide(problem(torch.float64), 0, None))
     assert len(second) == 1
     assert re.match(rf"{start}\w+: dtype float64: \w+ takes", second[0])
-    both = warned(lambda: _dispatch.decide(problem(dtype, d=264, grad=True), 0, None))
-    # The head dims of q and v are new reasons; the gradient was named before.
+    both = warned(lambda: _dispatch.decide(problem(dtype, d=264, attn_mask=mask()), 0, None))
+    # The head dims of q and v are new reasons; the mask was named before.
     assert [text.partition(" 264: ")[0] for text in both] == [
         f"{start}{kernel}: head_dim",
         f"{start}{kernel}: value head_dim",
@@ -1102,8 +1104,8 @@ def test_a_fallback_names_no_kernel_that_the_gpu_cannot_run(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("T4"))
-    (said,) = warned(lambda: _dispatch.decide(problem(dtype, grad=True), 0, None))
-    assert said.startswith("archflash: PyTorch serves this call. simt: no backward:")
+    (said,) = warned(lambda: _dispatch.decide(problem(dtype, attn_mask=mask()), 0, None))
+    assert said.startswith("archflash: PyTorch serves this call. simt: attn_mask:")
 
 
 @pytest.mark.usefixtures("on_an_a100")
@@ -1152,7 +1154,8 @@ def test_deciding_plans_with_each_kernel_once_at_most(
     calls = [
         problem(torch.float16),
         problem(torch.float16, nq=1, nk=4096),
-        problem(torch.float16, grad=True),  # no kernel serves it: the reasons are told
+        problem(torch.float16, attn_mask=mask()),  # no kernel serves it: the reasons are told
+        problem(torch.float16, grad=True),
         problem(torch.float32),
         packed(),
     ]
@@ -1175,10 +1178,10 @@ def test_fallback_error_raises_with_the_reason(
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
     for _ in range(2):  # every time, not only the first
         with pytest.raises(archflash.UnsupportedError) as caught:
-            _dispatch.decide(problem(dtype, grad=True), 0, None)
-        assert f"ARCHFLASH_FALLBACK=error: {kernel}: no backward" in str(caught.value)
+            _dispatch.decide(problem(dtype, attn_mask=mask()), 0, None)
+        assert f"ARCHFLASH_FALLBACK=error: {kernel}: attn_mask" in str(caught.value)
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "warn")
-    assert len(warned(lambda: _dispatch.decide(problem(dtype, grad=True), 0, None))) == 1
+    assert len(warned(lambda: _dispatch.decide(problem(dtype, attn_mask=mask()), 0, None))) == 1
 
 
 def test_tensors_on_the_cpu_are_served_silently(monkeypatch: pytest.MonkeyPatch) -> None:

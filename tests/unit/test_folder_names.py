@@ -23,6 +23,7 @@ PLACES = {
     "python/archflash/_measured.json": "made by bench.measured from bench/results",
     "python/archflash/_measured.py": "a comment on what is not measured",
     "python/archflash/_api.py": "examples for people",
+    "python/archflash/_backward.py": "an example for people",
     "python/archflash/_merge.py": "the name that a caller writes",
     "python/archflash/_quantize.py": "the name that a caller writes",
     "python/archflash/_warm_up.py": "an example for people",

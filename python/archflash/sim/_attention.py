@@ -30,6 +30,9 @@ MATRIX_FLOPS = 1.5e9
 
 _WRITTEN = ("out", "lse", "workspace", "descale")
 _APPENDED_TO = ("k", "v")  # also written by a call that has new keys and values
+_GRADIENTS = ("dq", "dk", "dv")
+# Kernels of the backward pass compute 7 products of queries and keys, those of attention 2.
+_BACKWARD_FLOPS = 3.5
 
 
 @dataclass(frozen=True)
@@ -210,12 +213,15 @@ def place_operands(
         The memory, and the address of each operand that has elements.
     """
     names = [name for name, tensor in tensors.items() if tensor.numel() > 0]
-    appended_to = _APPENDED_TO if "k_new" in tensors else ()
+    # The backward pass reads what attention writes.
+    written = (*_GRADIENTS, "dsinks", "workspace") if "dout" in tensors else _WRITTEN
+    kept: tuple[str, ...] = _GRADIENTS if plan.accumulates else ()
+    kept += _APPENDED_TO if "k_new" in tensors else ()
     buffers = [
         Buffer(
             tensors[name].detach(),
-            name in _WRITTEN or name in appended_to,
-            name not in _WRITTEN,
+            name in written or name in kept,
+            name not in written or name in kept,
             name,
         )
         for name in names
@@ -340,7 +346,9 @@ def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
 def estimate_seconds(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> float:
     """A rough estimate of how long the simulation of a plan will take on this machine."""
     problem = plan.problem.to_dict()
-    flops = 2 * visible_pairs(problem, tensors) * (problem["d"] + problem["dv"])
+    flops = 2.0 * visible_pairs(problem, tensors) * (problem["d"] + problem["dv"])
+    if "dout" in tensors:
+        flops *= _BACKWARD_FLOPS
     uses_matrices = any(
         row["class"] == "matrix"
         for program, kernel in zip(programs_of(plan), plan.kernels, strict=True)

@@ -188,6 +188,15 @@ Reasons why_not_approximate(const Problem& problem, const Description& descripti
   return refusals(problem, description, dtypes, offered);
 }
 
+void add_layout_reasons(const std::string& implementation, const std::string& name,
+                        const Strides& strides, bool unit, int32_t align, DType dtype,
+                        Reasons& reasons) {
+  const Problem unused{};
+  Refusals refuse{unused, implementation, {}};
+  refuse.layout(name, strides, unit, align, dtype);
+  reasons.insert(reasons.end(), refuse.reasons.begin(), refuse.reasons.end());
+}
+
 bool nothing_to_write(const Problem& problem) {
   const bool no_rows = problem.batch == 0 || problem.heads_q == 0 || problem.nq == 0;
   const bool nothing = no_rows || (problem.dv == 0 && !problem.want_lse);

@@ -31,6 +31,13 @@ Reasons why_not(const Problem& problem, const Description& description);
 Reasons why_not_approximate(const Problem& problem, const Description& description,
                             Approximate offered, std::span<const DType> dtypes);
 
+// Adds the reasons why an implementation cannot read or write a tensor because of how it lies in
+// memory: strides in elements, `unit` says that the last dimension is contiguous, `align` is the
+// largest power of two that divides the address.
+void add_layout_reasons(const std::string& implementation, const std::string& name,
+                        const Strides& strides, bool unit, int32_t align, DType dtype,
+                        Reasons& reasons);
+
 // Whether no output element and no log-sum-exp is asked for. A plan without launches serves that.
 bool nothing_to_write(const Problem& problem);
 

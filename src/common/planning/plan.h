@@ -41,6 +41,13 @@ enum class Operand : int32_t {
   LeftpadK,
   RotaryCos,
   RotarySin,
+  // Of attention_backward: read are DOut and DLse, beside the operands of the call.
+  DOut,
+  DLse,
+  DQ,
+  DK,
+  DV,
+  DSinks,
   PartOut,                          // the first of MERGE_PARTS outputs that merge_attention reads,
   PartLse = PartOut + MERGE_PARTS,  // and of their log-sum-exps
 };
@@ -77,6 +84,12 @@ constexpr const char* operand_name(Operand operand) {
                                                 "leftpad_k",
                                                 "rotary_cos",
                                                 "rotary_sin",
+                                                "dout",
+                                                "dlse",
+                                                "dq",
+                                                "dk",
+                                                "dv",
+                                                "dsinks",
                                                 "part_0",
                                                 "part_1",
                                                 "part_2",
@@ -165,6 +178,7 @@ struct LaunchPlan {
   // counter by which CTAs take their tiles. A kernel cannot leave them zero for the next call: a
   // CUDA graph may be replayed while another call runs.
   int64_t zeroed_bytes = 0;
+  bool accumulates = false;  // the gradients that it writes are added to what is there
   std::string code;  // what the device will run: "sm_90" (native) or "compute_75 PTX, compiled by
                      // the driver"
 };

@@ -23,6 +23,14 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* sr
                : "memory");
 }
 
+// cp.async.ca: as above for 8 bytes, of which the first `source_bytes` (0 to 8) are copied.
+__device__ __forceinline__ void cp_async_ca_8(uint32_t dst_smem, const void* src_gmem,
+                                              uint32_t source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst_smem),
+               "l"(__cvta_generic_to_global(src_gmem)), "r"(source_bytes)
+               : "memory");
+}
+
 // cp.async.wait_all: every earlier cp.async of this thread is complete and visible to this thread.
 __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");

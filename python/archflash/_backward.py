@@ -1,0 +1,198 @@
+"""archflash.attention_backward: the gradients of a call, from what the call gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _bias, _dispatch, _gradients, _ops, _options
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    accumulate: bool = False,
+    deterministic: bool | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: Tensor | None = None,
+    layout: str = "bhnd",
+    implementation: str | None = None,
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of one call of `archflash.attention` with respect to q, k and v.
+
+    `archflash.attention` is differentiable by itself. This function is for code that keeps the
+    tensors of a call itself, such as context parallelism, where each device has a part of the keys:
+    the gradients of the parts are added up with accumulate=True, and out and lse are those of all
+    parts together.
+
+    Args:
+        dout: the gradient of the output, shaped like it, in its dtype. It is copied if its rows are
+            not contiguous and 16-byte aligned.
+        q, k, v: as the call got them: float32, float16, bfloat16 or float64.
+        out: the output of the call, in q's dtype.
+        lse: the log-sum-exp that the call returned with return_lse=True, float32 ``(batch, heads_q,
+            nq)``, or ``(heads_q, total_q)`` with cu_seqlens.
+        dlse: the gradient of the log-sum-exp, float32, shaped like lse; default 0.
+        dq, dk, dv: tensors that the gradients are written to, shaped like q, k and v, in q's dtype
+            or float32. Default: new tensors in the dtypes and stride orders of q, k and v.
+        accumulate: adds the gradients to what dq, dk and dv hold, which must be given then.
+        deterministic: the kernels of archflash give the same bits for the same inputs whatever this
+            is. True makes PyTorch do so, too, where it computes the gradients.
+        causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, attn_mask, layout: as the call got them. For attn_mask there is no
+            gradient.
+        implementation: forces one by name, "ampere" or "torch"; overrides `archflash.force` and
+            ARCHFLASH_FORCE_IMPLEMENTATION.
+
+    Returns:
+        (dq, dk, dv); with sinks (dq, dk, dv, dsinks), where dsinks is float32 ``(heads_q,)``. Where
+        a query does not see a key, neither reaches the other's gradient. Rows of packed tensors
+        that belong to no sequence have the gradient 0.
+
+    Raises:
+        ValueError: shapes that disagree, accumulate without dq, dk and dv, or any that
+            `archflash.attention` raises.
+        TypeError: a tensor of the wrong dtype, on another device, or no tensor.
+        UnsupportedError: no kernel computes these gradients and ARCHFLASH_FALLBACK=error.
+        ForcedImplementationError: the forced implementation cannot compute them.
+
+    Example:
+        >>> import archflash, torch
+        >>> q, k, v = (torch.randn(2, 4, 7, 16) for _ in range(3))
+        >>> out, lse = archflash.attention(q, k, v, return_lse=True)
+        >>> dq, dk, dv = archflash.attention_backward(torch.ones_like(out), q, k, v, out, lse)
+        >>> dk.shape
+        torch.Size([2, 4, 7, 16])
+    """
+    if attn_mask is not None and _bias.is_causal_bias(attn_mask):
+        causal, q_offset, attn_mask = _bias.resolve(
+            attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
+        )
+    options = _options.complete(
+        {
+            "causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale,
+            "q_offset": q_offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "attn_mask": attn_mask,
+            "layout": layout,
+        }
+    )  # fmt: skip
+    given = (dq, dk, dv)
+    if torch.compiler.is_compiling():
+        found = _ops.attention_backward(dout, q, k, v, out, lse, dlse, options, implementation)
+        results = _into_given(found, given, accumulate)
+    else:
+        request = _request(dout, q, k, v, out, lse, dlse, options)
+        into = _targets(request, given, accumulate)
+        name = _dispatch.forced() if implementation is None else implementation
+        with torch.no_grad():
+            _gradients.compute(request, into, name, deterministic)
+        results = (into.dq, into.dk, into.dv, into.dsinks)
+    return tuple(x for x in results if x is not None)
+
+
+def _request(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    options: dict[str, Any],
+) -> _gradients.Request:
+    """The call, its tensors checked and resolved."""
+    options = {name: _ops.resolved(value) for name, value in options.items()}
+    dout, q, k, v, out, lse, dlse = (_ops.resolved(x) for x in (dout, q, k, v, out, lse, dlse))
+    made = _gradients.Request(dout, q, k, v, out, lse, dlse, options)
+    problem = made.problem()  # checks q, k, v, out and the options
+    if q.dtype.itemsize == 1:
+        raise TypeError("q, k and v are float8, which have no gradients: convert them to bfloat16")
+    _check("dout", dout, q.device, out.shape, (out.dtype,))
+    rows = (problem.heads_q, problem.nq)
+    lse_shape = rows if problem.varlen else (problem.batch, *rows)
+    _check("lse", lse, q.device, lse_shape, (torch.float32,))
+    if dlse is not None:
+        _check("dlse", dlse, q.device, lse_shape, (torch.float32,))
+        dlse = dlse.contiguous()
+    return _gradients.Request(
+        _gradients.readable(dout), q, k, v, out, lse.contiguous(), dlse, options
+    )
+
+
+def _targets(
+    request: _gradients.Request, given: tuple[Tensor | None, ...], accumulate: bool
+) -> _gradients.Gradients:
+    """The tensors that the gradients are written to: those given, and new ones for the rest."""
+    new = _gradients.Gradients.like(request)
+    targets = []
+    named = zip(("dq", "dk", "dv"), given, (request.q, request.k, request.v), strict=True)
+    for (name, x, of), made in zip(named, (new.dq, new.dk, new.dv), strict=True):
+        if x is None:
+            if accumulate:
+                raise ValueError(f"accumulate=True, but {name} is None: pass the tensor to add to")
+            targets.append(made)
+            continue
+        _check(name, x, of.device, of.shape, (of.dtype, torch.float32))
+        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"{name} has strides {tuple(x.stride())}: its elements overlap")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient: pass its detach()")
+        targets.append(x)
+    dq, dk, dv = targets
+    return _gradients.Gradients(dq, dk, dv, new.dsinks, accumulate)
+
+
+def _check(
+    name: str,
+    x: Any,
+    device: torch.device,
+    shape: Any,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Refuses what is no tensor of that shape and one of those dtypes on the device."""
+    _native.check_data(x, name)
+    if x.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
+        raise TypeError(f"{name} has dtype {x.dtype}: it must be {allowed}")
+    if x.device != device:
+        raise TypeError(f"{name} is on {x.device} but q is on {device}: move them to one device")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {tuple(shape)}")
+
+
+def _into_given(
+    found: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], accumulate: bool
+) -> tuple[Tensor | None, ...]:
+    """While compiling: the gradients in the given tensors where there are any."""
+    *gradients, dsinks = found
+    results: list[Tensor | None] = []
+    for x, target in zip(gradients, given, strict=True):
+        assert x is not None
+        if target is None:
+            if accumulate:
+                raise ValueError("accumulate=True needs dq, dk and dv: pass the tensors to add to")
+            results.append(x)
+        else:
+            results.append(target.add_(x) if accumulate else target.copy_(x))
+    return (*results, dsinks)

@@ -1,0 +1,284 @@
+"""Gradients of a call: which implementation computes them, and the one way to have them computed.
+
+The kernels read what the forward pass left (q, k, v, the output and the log-sum-exp) and write dq,
+dk, dv and the gradient of the sinks. `torch` computes the call once more and lets autograd
+differentiate it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _dispatch, _options, _registry, _torch
+from archflash._errors import ForcedImplementationError
+
+_NO_GRADIENTS = 0  # what the runtime is told of autograd: see enum Grad in src/runtime/call.h
+# The implementations with a backward pass.
+FOLDERS = tuple(name for name in _registry.kernel_names() if _native.has_backward(name))
+# Options that change how the forward pass is computed, but not the formula.
+_OF_FORWARD = ("approximate", "num_splits", "out")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the gradients are computed of.
+
+    Attributes:
+        dout: the gradient of the output, shaped like it.
+        q, k, v: as the call got them.
+        out, lse: what the call gave.
+        dlse: the gradient of the log-sum-exp; None: it is 0.
+        options: all options of the call by name.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def sinks(self) -> Tensor | None:
+        sinks: Tensor | None = self.options["sinks"]
+        return sinks
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """A tensor of the call as (batch, heads, rows, columns); packed ones have a batch of 1."""
+        if self.options["cu_seqlens_q"] is not None:
+            return x.transpose(0, 1)[None]
+        return x.transpose(1, 2) if self.options["layout"] == "bnhd" else x
+
+    def problem(self) -> _native.Problem:
+        """The call as planning sees it. Raises what `archflash.attention` raises."""
+        options = self.options | dict.fromkeys(_OF_FORWARD)
+        options |= {"out": self.out, "return_lse": True}
+        return _native.make_problem(self.q, self.k, self.v, tuple(options.values()), _NO_GRADIENTS)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The tensors that gradients are written to, shaped like what they belong to.
+
+    Attributes:
+        dq, dk, dv: in the dtype of the inputs, or float32.
+        dsinks: float32 ``(heads_q,)``; None if the call has no sinks.
+        accumulate: whether dq, dk and dv are added to what they hold.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None
+    accumulate: bool = False
+
+    @staticmethod
+    def like(request: Request) -> Gradients:
+        """New tensors in the dtype and stride order of the inputs."""
+        dq, dk, dv = (_new(x, x.shape) for x in (request.q, request.k, request.v))
+        sinks = request.sinks
+        dsinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+        return Gradients(dq, dk, dv, dsinks)
+
+
+def readable(x: Tensor) -> Tensor:
+    """x as it is, or a dense copy where its rows are not contiguous and 16-byte aligned."""
+    *strides, innermost = x.stride()
+    aligned = innermost == 1 and all(step * x.element_size() % 16 == 0 for step in strides)
+    if aligned and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _new(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A dense tensor of a shape, whose dimensions nest as those of x do, the last innermost."""
+    order = _torch.nesting(x.stride())
+    return x.new_empty([shape[i] for i in order]).permute(_torch.inverse(order))
+
+
+Decide = Callable[..., _dispatch.Decision]
+
+
+def decider(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Decide:
+    """`_dispatch.select` for the gradients of a call, of which nothing but the inputs is known: new
+    tensors stand for the output and the gradients.
+    """
+
+    def without_data(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    q, k, v = (without_data(x) for x in (q, k, v))
+    options = {name: without_data(value) for name, value in options.items()}
+    out = _new(q, (*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(0, dtype=torch.float32)
+    request = Request(out, q, k, v, out, lse, None, options)
+    into = Gradients.like(request)
+    return lambda problem, device, name, obstacle=None: decide(
+        request, into, device, name, obstacle
+    )
+
+
+def decide(
+    request: Request,
+    into: Gradients,
+    device: _native.Device | None,
+    name: str | None,
+    obstacle: str | None = None,
+) -> _dispatch.Decision:
+    """Decides who computes the gradients of a call.
+
+    Args:
+        request: the call. Its tensors may be on the meta device.
+        into: what is to be written.
+        device: the GPU to plan for; None for tensors on the CPU.
+        name: the forced implementation; None for the best.
+        obstacle: why no kernel can be launched on that GPU at all; None if kernels can be.
+
+    Raises:
+        ForcedImplementationError: the forced one is unknown or cannot compute them.
+    """
+    problem, chosen, plan, fallback = request.problem(), _registry.TORCH, None, False
+    if name is not None:
+        _dispatch.check_name(name)
+        chosen, why = name, "it is forced"
+        reasons = {other: [f"{name} is forced"] for other in _registry.names() if other != name}
+        if name != _registry.TORCH:
+            device = device or _dispatch.simulated_device(name)
+            plan = _forced_plan(name, request, problem.as_if_on_cuda(), into, device, obstacle)
+    elif device is None or obstacle is not None:
+        fallback = device is not None
+        why = "no kernel can run here" if fallback else "it serves tensors on the CPU"
+        hint = obstacle or "the tensors are on the CPU: move them to a CUDA device"
+        reasons = {kernel: [hint] for kernel in _registry.kernel_names()}
+    else:
+        reasons = {}
+        for kernel in _registry.kernel_names():  # newer instructions first
+            answer = _plan(kernel, request, problem.as_if_on_cuda(), into, device)
+            if isinstance(answer, list):
+                reasons[kernel] = answer
+            elif plan is None:
+                chosen, plan = kernel, answer
+            else:
+                reasons[kernel] = [f"{chosen} is expected to be faster"]
+        fallback = plan is None
+        why = "no kernel of archflash computes these gradients"
+        if plan is not None:
+            why = "its backward pass reads the output and the log-sum-exp of the call"
+            reasons[_registry.TORCH] = ["it would compute the call once more"]
+    return _dispatch.Decision(chosen, why, reasons, problem, device, plan, fallback)
+
+
+def _forced_plan(
+    name: str,
+    request: Request,
+    problem: _native.Problem,
+    into: Gradients,
+    device: _native.Device,
+    obstacle: str | None,
+) -> _native.LaunchPlan:
+    if obstacle:
+        raise ForcedImplementationError(f"{name} is forced, but {obstacle}")
+    answer = _plan(name, request, problem, into, device)
+    if isinstance(answer, list):
+        listed = "".join(f"\n  {reason}" for reason in answer)
+        raise ForcedImplementationError(
+            f"{name} is forced, but cannot compute the gradients of "
+            f"{_dispatch.describe_problem(problem)}:{listed}"
+        )
+    return answer
+
+
+def _plan(
+    name: str,
+    request: Request,
+    problem: _native.Problem,
+    into: Gradients,
+    device: _native.Device,
+) -> _native.LaunchPlan | list[str]:
+    dout, dq, dk, dv = (request.by_head(x) for x in (request.dout, into.dq, into.dk, into.dv))
+    return _native.plan_backward(
+        name, problem, device, dout, dq, dk, dv, into.accumulate,
+        request.dlse is not None, into.dsinks is not None,
+    )  # fmt: skip
+
+
+def operands(request: Request, into: Gradients, plan: _native.LaunchPlan) -> dict[str, Tensor]:
+    """Every tensor that a plan reads and writes, by operand name."""
+    options = request.options
+    given = {
+        "q": request.q, "k": request.k, "v": request.v, "out": request.out, "lse": request.lse,
+        "dout": request.dout, "dlse": request.dlse, "dq": into.dq, "dk": into.dk, "dv": into.dv,
+        "dsinks": into.dsinks, "sinks": options["sinks"], "q_offset": options["q_offset"],
+        "cu_seqlens_q": options["cu_seqlens_q"], "cu_seqlens_k": options["cu_seqlens_k"],
+        "workspace": torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=request.q.device),
+    }  # fmt: skip
+    return {name: x.detach() for name, x in given.items() if isinstance(x, Tensor)}
+
+
+def compute(
+    request: Request, into: Gradients, name: str | None, deterministic: bool | None
+) -> None:
+    """Computes the gradients of a call into given tensors.
+
+    Args:
+        request: the call.
+        into: what is written.
+        name: the forced implementation; None for the best.
+        deterministic: True has `torch` take operations that always give the same bits, too. Those
+            of kernels always do.
+    """
+    problem = request.problem()
+    device, obstacle = _dispatch.device_of(problem, request.q.device.index)
+    decision = decide(request, into, device, name, obstacle)
+    if decision.plan is not None:
+        _native.launch(decision.plan, operands(request, into, decision.plan))
+        for written in (into.dq, into.dk, into.dv):  # autograd must see that they were written
+            if not written.is_inference():
+                torch.autograd.graph.increment_version(written)
+        return
+    if decision.fallback and device is not None:
+        kernel, (reason, *_) = _dispatch.nearest(
+            {n: r for n, r in decision.reasons.items() if n != _registry.TORCH}, problem, device
+        )
+        _dispatch.note_fallback(f"{kernel}: {reason}")
+    _by_torch(request, into, deterministic)
+
+
+def _by_torch(request: Request, into: Gradients, deterministic: bool | None) -> None:
+    """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
+    leaves = [x.detach().requires_grad_() for x in (request.q, request.k, request.v)]
+    options = _options.for_torch(request.options) | {"out": None, "return_lse": False}
+    if request.sinks is not None:
+        leaves.append(request.sinks.detach().requires_grad_())
+        options["sinks"] = leaves[3]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if deterministic:  # PyTorch's fused kernels may add in any order
+            math_only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+            stack.enter_context(math_only)
+        given = [request.dout]
+        if request.dlse is not None:
+            options["return_lse"] = True
+            given.append(request.dlse)
+        answer = _torch.attention(*leaves[:3], **options)
+        outputs = [answer] if isinstance(answer, Tensor) else list(answer)
+        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+    targets = [into.dq, into.dk, into.dv, into.dsinks]
+    for target, gradient in zip(targets, found, strict=False):
+        if target is None:
+            continue
+        if target is into.dsinks or not into.accumulate:
+            target.zero_() if gradient is None else target.copy_(gradient)
+        elif gradient is not None:
+            target.add_(gradient)

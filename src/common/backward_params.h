@@ -1,0 +1,49 @@
+// The parameter of every kernel that computes gradients: what the forward pass was told, and what
+// the backward pass reads and writes beside it.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/attention_params.h"
+#include "common/dtype.h"
+
+namespace archflash {
+
+// Whose rows a CTA owns. Owned rows stay in shared memory and their gradients in registers, while
+// the rows of the other side pass by in blocks: so no two CTAs add to the same gradient.
+enum class Owns { Queries, Keys };
+
+// Which gradients a kernel computes, as bits.
+constexpr int DQ = 1, DK = 2, DV = 4;
+
+// A gradient to be written: its address, strides in elements (the batch stride is 0 with
+// cu_seqlens), and how.
+struct GradientParams {
+  void* gmem;
+  int64_t batch, head, row;
+  DType dtype;         // that of the inputs, or F32
+  int32_t accumulate;  // 1: what is there already is added
+};
+
+// `attention` is that of the call whose gradients are wanted: its out_gmem and lse_gmem are read.
+struct BackwardParams {
+  AttentionParams attention;
+
+  const void*
+      dout_gmem;  // the gradient of the output: (batch, heads_q, nq, dv) or (tq, heads_q, dv)
+  int64_t dout_batch, dout_head, dout_row;
+  const float* dlse_gmem;  // the gradient of the LSE, laid out as the LSE; null: it is 0
+  void* terms_gmem;        // RowTerms of each query row, laid out as the LSE
+  float* dsinks_gmem;      // (heads_q,)
+
+  GradientParams dq, dk, dv;
+  float scale;  // the factor of q.k in a score before softcap
+};
+static_assert(std::is_trivially_copyable_v<BackwardParams>);
+
+constexpr int BACKWARD_ROWS_WARPS = 8;  // of a CTA that makes RowTerms: a warp makes a row's
+constexpr int BACKWARD_SINKS_THREADS =
+    256;  // of the CTA that sums up a head's gradient of its sink
+
+}  // namespace archflash

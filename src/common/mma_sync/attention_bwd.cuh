@@ -1,0 +1,359 @@
+// Attention backward on mma.sync tensor cores, for every GPU from compute capability 8.0 on. Inputs
+// are fp16 or bf16; products are summed in fp32.
+//
+// One kernel template serves both sides. A CTA owns rows of one side, which lie in shared memory as
+// the first operand of all products; blocks of the other side pass by:
+//
+//                 owns        passing by    for each block
+//   Owns::Keys    K, V        Q, dO         S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T
+//   Q Owns::Queries Q, dO       K, V          S = Q K^T     dP = dO V^T     dQ += dS K
+//
+//   wait block | barrier | start next block | S | dP | P, dS | products into the gradients
+//
+// P and dS never leave the registers: the accumulators of two neighbouring column tiles, packed to
+// 16 bits, are the first operand of the next product, as in the forward kernel. S and dP are
+// computed by both kernels, 7 products in place of 5, and in return every gradient belongs to one
+// warp: there are no atomics, no buffer in fp32, and the same inputs always give the same bits.
+// A CTA that owns keys goes over all query heads that share its head of K, so their gradients are
+// added in registers.
+#pragma once
+
+#include <cstdint>
+
+#include "common/backward_params.h"
+#include "common/math/attention_work.cuh"
+#include "common/math/backward_work.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/mma_sync/backward_config.cuh"
+#include "common/mma_sync/tile.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ex2.cuh"
+#include "common/ptx/special_registers.cuh"
+
+namespace archflash::mma_sync {
+
+// A product as the functions of tile.cuh and online_softmax.cuh take it: owned rows by passing
+// rows, over the columns of Tile.
+template <class C, class Tile>
+struct BackwardProduct {
+  static constexpr DType DTYPE = C::DTYPE;
+  static constexpr int QK_PACK = 1, V_PACK = 1;
+  static constexpr int M_TILES = C::M_TILES;
+  static constexpr int STEP_KEYS = C::BLOCK;
+  static constexpr int HEAD_DIM_V = Tile::COLUMNS;
+  static constexpr bool Q_IN_REGISTERS = false;
+  using QTile = Tile;
+  using KTile = Tile;
+  using VTile = Tile;
+};
+
+// What the CTA works on lives in shared memory and is read when it is needed.
+using math::BackwardWork;
+using math::Passing;
+
+// Starts the copies of a block of the passing side into a stage. Rows behind the end become zeros.
+template <class C>
+__device__ __forceinline__ void start_passing(const BackwardParams& params, const BackwardWork& cta,
+                                              const Passing& block, uint32_t stage_smem,
+                                              uint32_t terms_smem) {
+  const AttentionParams& attention = params.attention;
+  const int64_t row = static_cast<int64_t>(cta.passing_start) + block.row;
+  const int valid = cta.passing_rows - block.row;
+  const int head = math::passing_head<C::OWNS>(attention, cta, block);
+  math::BackwardRows<uint16_t> rows;
+  if constexpr (C::OWNS == Owns::Queries) {
+    rows = math::key_rows<uint16_t>(params, cta.batch, head, row);
+  } else {
+    rows = math::query_rows<uint16_t>(params, cta.batch, head, row);
+    const int thread = ptx::mov_tid_x_volatile();
+    if (thread < C::BLOCK) {
+      const math::RowTerms* terms_gmem = math::terms_of(params, cta.batch, head, row);
+      const bool exists = thread < valid;
+      ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(math::RowTerms)),
+                         exists ? terms_gmem + thread : params.terms_gmem, exists ? 8 : 0);
+    }
+  }
+  start_ragged_load<C, typename C::FirstTile, C::BLOCK>(stage_smem, rows.first_gmem, rows.first_row,
+                                                        valid, attention.d);
+  start_ragged_load<C, typename C::SecondTile, C::BLOCK>(
+      stage_smem + C::SECOND_OF_STAGE, rows.second_gmem, rows.second_row, valid, attention.dv);
+}
+
+template <class C>
+using BlockScores = float[C::M_TILES][C::BLOCK / 8][4];
+
+// Turns the scores into P = 2^(score - LSE), and dP into dS = P * (dP - delta), the gradient of the
+// score before its scale. scores: of rows lane/4 + 8r of row tile m, columns 8n + 2*(lane%4) + i.
+//   terms_of(m, n, r, i)  the RowTerms of the query of that element
+template <class C, class TermsOf>
+__device__ __forceinline__ void weigh_backward(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
+                                               const AttentionParams& params,
+                                               const TermsOf& terms_of) {
+  const bool capped = params.transform_scores && params.softcap != 0.0f;
+  const float uncap = capped ? 1.0f / params.softcap : 0.0f;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& s = s_rmem[m][n][2 * r + i];
+          const math::RowTerms terms = terms_of(m, n, r, i);
+          const float p = ptx::ex2_approx_ftz(fmaf(s, params.exp2_scale, -terms.lse_log2));
+          if constexpr (C::NEEDS_DP) {
+            float& dp = dp_rmem[m][n][2 * r + i];
+            dp = p * (dp - terms.delta);
+            // The derivative of c * tanh(x / c) is 1 - tanh(x / c)^2. Without a cap `uncap` is 0.
+            const float tanh = s * uncap;
+            dp *= fmaf(-tanh, tanh, 1.0f);
+          }
+          s = p;
+        }
+      }
+    }
+  }
+}
+
+// Sets to 0 what belongs to a query and a key that it does not see. Selecting (not multiplying)
+// makes the old value irrelevant, even if it was NaN.
+template <class C>
+__device__ __forceinline__ void clear_unseen(BlockScores<C>& x_rmem,
+                                             const math::VisibleKeys& visible, int first_row,
+                                             int first_column) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + 16 * m + 8 * r;
+      const int first = visible.first(row) - first_column;
+      const int last = visible.last(row) - first_column;
+#pragma unroll
+      for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = 8 * n + i;
+          if (column < first || column > last) x_rmem[m][n][2 * r + i] = 0.0f;
+        }
+      }
+    }
+  }
+}
+
+template <class C>
+using BlockFragments = uint32_t[C::M_TILES][C::BLOCK / 16][4];
+
+// Packs a block to 16 bits, as fragment a of the next product.
+template <class C>
+__device__ __forceinline__ void pack_block(BlockFragments<C>& packed_rmem,
+                                           const BlockScores<C>& x_rmem) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        packed_rmem[m][n / 2][n % 2 * 2 + r] =
+            ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[m][n][2 * r], x_rmem[m][n][2 * r + 1]);
+      }
+    }
+  }
+}
+
+// Writes, or adds, a warp's rows of a gradient times `factor`. Two neighbouring columns of a lane
+// make one store.
+template <class C, int COLUMNS>
+__device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES][COLUMNS / 8][4],
+                                               const GradientParams& gradient,
+                                               const BackwardWork& cta, int columns, float factor) {
+  const int thread = ptx::mov_tid_x_volatile();
+  const int lane = thread % 32;
+  const int first = cta.first_row + thread / 32 * C::WARP_ROWS + lane / 4;
+  const int64_t start = cta.batch * gradient.batch + cta.head * gradient.head +
+                        (static_cast<int64_t>(cta.own_start) + first) * gradient.row;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (first + 16 * m + 8 * r >= cta.own_rows) continue;
+      const int64_t row = start + (16 * m + 8 * r) * gradient.row;
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; ++n) {
+        const int column = 8 * n + lane % 4 * 2;
+        if (column >= columns) continue;
+        float2 x = {x_rmem[m][n][2 * r] * factor, x_rmem[m][n][2 * r + 1] * factor};
+        if (gradient.dtype == DType::F32) {
+          float2* target_gmem =
+              reinterpret_cast<float2*>(static_cast<float*>(gradient.gmem) + row + column);
+          if (gradient.accumulate) x.x += target_gmem->x, x.y += target_gmem->y;
+          *target_gmem = x;
+        } else {
+          uint32_t* target_gmem =
+              reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(gradient.gmem) + row + column);
+          if (gradient.accumulate) {
+            const uint32_t words[4] = {*target_gmem, 0, 0, 0};
+            x.x += math::element_of_chunk<C::DTYPE>(words, 0);
+            x.y += math::element_of_chunk<C::DTYPE>(words, 1);
+          }
+          *target_gmem = ptx::cvt_rn_x2_f32<C::DTYPE>(x.x, x.y);
+        }
+      }
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
+  using FirstTile = typename C::FirstTile;
+  using SecondTile = typename C::SecondTile;
+  using FirstProduct = BackwardProduct<C, FirstTile>;
+  using SecondProduct = BackwardProduct<C, SecondTile>;
+  constexpr bool OWNS_KEYS = C::OWNS == Owns::Keys;
+  extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  static_assert(sizeof(BackwardWork) <= C::CONTEXT_BYTES);
+  BackwardWork& cta = *reinterpret_cast<BackwardWork*>(shared + C::CONTEXT_SMEM);
+  const AttentionParams& attention = params.attention;
+  if constexpr (OWNS_KEYS)
+    math::clear_keys_of_no_sequence<C::ROWS, C::GRADIENTS>(params, blockIdx.x, C::WARPS);
+  {
+    const BackwardWork found = math::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
+    if (found.first_row < 0) return;
+    if (threadIdx.x == 0) cta = found;
+  }
+  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+
+  // Passing rows that any owned row has to do with; begin > last if there is none.
+  const int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
+  const int last = cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK;
+
+  float first_rmem[C::M_TILES][FirstTile::COLUMNS / 8][4] = {};    // dQ or dK
+  float second_rmem[C::M_TILES][SecondTile::COLUMNS / 8][4] = {};  // dV
+  if (begin <= last) {
+    const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
+    const auto own = OWNS_KEYS ? math::key_rows<uint16_t>(params, cta.batch, cta.head, row)
+                               : math::query_rows<uint16_t>(params, cta.batch, cta.head, row);
+    const int valid = cta.own_rows - cta.first_row;
+    start_ragged_load<C, FirstTile, C::ROWS>(shared_smem + C::OWN_FIRST_SMEM, own.first_gmem,
+                                             own.first_row, valid, attention.d);
+    clear_columns<C, FirstTile>(shared + C::OWN_FIRST_SMEM, C::ROWS, attention.d);
+    if constexpr (C::NEEDS_DP) {
+      start_ragged_load<C, SecondTile, C::ROWS>(shared_smem + C::OWN_SECOND_SMEM, own.second_gmem,
+                                                own.second_row, valid, attention.dv);
+      clear_columns<C, SecondTile>(shared + C::OWN_SECOND_SMEM, C::ROWS, attention.dv);
+    }
+#pragma unroll
+    for (int stage = 0; stage < C::STAGES; ++stage) {
+      unsigned char* stage_start = shared + C::STAGES_SMEM + stage * C::STAGE_BYTES;
+      clear_columns<C, FirstTile>(stage_start, C::BLOCK, attention.d);
+      clear_columns<C, SecondTile>(stage_start + C::SECOND_OF_STAGE, C::BLOCK, attention.dv);
+    }
+    start_passing<C>(params, cta, {0, begin}, shared_smem + C::STAGES_SMEM,
+                     shared_smem + C::TERMS_SMEM);
+  }
+
+  // The RowTerms of this lane's own queries.
+  math::RowTerms own_terms[OWNS_KEYS ? 1 : C::M_TILES][2] = {};
+  if constexpr (!OWNS_KEYS) {
+    const int own_first = cta.first_row + threadIdx.x / 32 * C::WARP_ROWS + threadIdx.x % 32 / 4;
+    const math::RowTerms* terms_gmem = math::terms_of(params, cta.batch, cta.head, cta.own_start);
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = own_first + 16 * m + 8 * r;
+        if (row < cta.own_rows) own_terms[m][r] = terms_gmem[row];
+      }
+    }
+  }
+
+  int stage = 0;
+  Passing block{0, begin};
+#pragma unroll 1
+  while (block.head < cta.heads && begin <= last) {
+    Passing next{block.head, block.row + C::BLOCK};
+    if (next.row > last) next = {block.head + 1, begin};
+    // Each thread waits for its own copies. The barrier makes those of all threads visible. After
+    // it no warp still reads the other stage, which is overwritten next.
+    ptx::copies_wait_all();
+    __syncthreads();
+    if (next.head < cta.heads) {
+      start_passing<C>(params, cta, next,
+                       shared_smem + C::STAGES_SMEM + (1 - stage) * C::STAGE_BYTES,
+                       shared_smem + C::TERMS_SMEM + (1 - stage) * C::TERMS_BYTES);
+    }
+    const int thread = ptx::mov_tid_x_volatile();
+    const int lane = thread % 32;
+    const int warp_row = thread / 32 * C::WARP_ROWS;
+    const int warp_first = cta.first_row + warp_row;
+    const int warp_last = min(warp_first + C::WARP_ROWS, cta.own_rows) - 1;
+    const int block_last = block.row + C::BLOCK - 1;
+    // A warp without rows, or whose rows have nothing to do with the block, skips the work, but not
+    // the barriers.
+    if (warp_last >= warp_first &&
+        !cta.visible.hides(warp_first, warp_last, block.row, block_last)) {
+      const uint32_t stage_smem = shared_smem + C::STAGES_SMEM + stage * C::STAGE_BYTES;
+      const uint32_t second_smem = stage_smem + C::SECOND_OF_STAGE;
+      const uint32_t unused[1][C::M_TILES][4] = {};  // owned rows are read from shared memory
+      BlockScores<C> s_rmem, dp_rmem;
+      multiply_qk<FirstProduct>(s_rmem, unused,
+                                shared_smem + C::OWN_FIRST_SMEM + warp_row * FirstTile::ROW_BYTES +
+                                    rows_first_offset<FirstTile>(lane),
+                                stage_smem + columns_first_offset<FirstTile>(lane));
+      if (attention.transform_scores) {
+        math::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
+      }
+      if constexpr (C::NEEDS_DP) {
+        multiply_qk<SecondProduct>(dp_rmem, unused,
+                                   shared_smem + C::OWN_SECOND_SMEM +
+                                       warp_row * SecondTile::ROW_BYTES +
+                                       rows_first_offset<SecondTile>(lane),
+                                   second_smem + columns_first_offset<SecondTile>(lane));
+      }
+      const math::RowTerms* terms =
+          reinterpret_cast<const math::RowTerms*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
+          lane % 4 * 2;
+      weigh_backward<C>(s_rmem, dp_rmem, attention, [&](int m, int n, int r, int i) {
+        if constexpr (OWNS_KEYS) return terms[8 * n + i];
+        return own_terms[m][r];
+      });
+      if (cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
+        const int row = warp_first + lane / 4, column = block.row + lane % 4 * 2;
+        clear_unseen<C>(s_rmem, cta.visible, row, column);
+        if constexpr (C::NEEDS_DP) clear_unseen<C>(dp_rmem, cta.visible, row, column);
+      }
+      BlockFragments<C> fragments;
+      if constexpr ((C::GRADIENTS & DV) != 0) {
+        pack_block<C>(fragments, s_rmem);
+        multiply_pv<SecondProduct>(second_rmem, fragments,
+                                   second_smem + rows_first_offset<SecondTile>(lane));
+      }
+      if constexpr (C::NEEDS_DP) {
+        pack_block<C>(fragments, dp_rmem);
+        multiply_pv<FirstProduct>(first_rmem, fragments,
+                                  stage_smem + rows_first_offset<FirstTile>(lane));
+      }
+    }
+    block = next;
+    stage = 1 - stage;
+  }
+
+  if constexpr ((C::GRADIENTS & DQ) != 0)
+    store_gradient<C, FirstTile::COLUMNS>(first_rmem, params.dq, cta, attention.d, params.scale);
+  if constexpr ((C::GRADIENTS & DK) != 0)
+    store_gradient<C, FirstTile::COLUMNS>(first_rmem, params.dk, cta, attention.d, params.scale);
+  if constexpr ((C::GRADIENTS & DV) != 0)
+    store_gradient<C, SecondTile::COLUMNS>(second_rmem, params.dv, cta, attention.dv, 1.0f);
+}
+
+}  // namespace archflash::mma_sync
+
+// Defines an entry point. plan_backward.cpp launches it by NAME.
+#define ARCHFLASH_BACKWARD_KERNEL(NAME, CONFIG)                                      \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
+      NAME(const __grid_constant__ archflash::BackwardParams params) {               \
+    archflash::mma_sync::attention_bwd<CONFIG>(params);                              \
+  }

@@ -1,0 +1,27 @@
+// What one call of attention_backward asks for: the gradients of a call of attention. Plain data.
+#pragma once
+
+#include <cstdint>
+
+#include "common/problem.h"
+
+namespace archflash {
+
+// A tensor that the backward pass reads or writes beside those of the call: strides in elements,
+// heads before rows whatever the layout of the call.
+struct BackwardTensor {
+  Strides strides;
+  DType dtype;
+  bool unit;      // the last dimension is contiguous
+  int32_t align;  // the largest power of two, at most 16, that divides the address in bytes
+};
+
+struct BackwardProblem {
+  Problem call;  // the call itself, with its LSE; its `out` is the output that it gave
+  BackwardTensor dout, dq, dk, dv;
+  bool accumulate;  // gradients are added to what dq, dk and dv hold
+  bool dlse;        // the LSE has a gradient, too
+  bool dsinks;      // the gradient of the sinks is wanted
+};
+
+}  // namespace archflash

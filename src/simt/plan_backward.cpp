@@ -1,0 +1,36 @@
+// simt: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include <string>
+
+#include "common/planning/backward.h"
+#include "common/planning/core_set.h"
+#include "simt/backward_config.cuh"
+
+namespace archflash::simt {
+
+const Description& describe();
+
+namespace {
+
+using core::backward_tile;
+
+constexpr core::BackwardTile TILES[] = {
+    backward_tile<BackwardD64<Owns::Keys>>("d64_keys", true),
+    backward_tile<BackwardD64<Owns::Queries>>("d64_queries", false),
+    backward_tile<BackwardD128<Owns::Keys>>("d128_keys", true),
+    backward_tile<BackwardD128<Owns::Queries>>("d128_queries", false),
+    backward_tile<BackwardD256<Owns::Keys>>("d256_keys", true),
+    backward_tile<BackwardD256<Owns::Queries>>("d256_queries", false),
+};
+
+}  // namespace
+
+PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
+  if (problem.call.dtype != DType::F32) {
+    return Reasons{std::string("dtype ") + dtype_name(problem.call.dtype) +
+                   ": simt computes gradients of float32 inputs only; convert q, k and v" +
+                   core::USE_TORCH};
+  }
+  return core::plan_backward(describe(), TILES, problem, device);
+}
+
+}  // namespace archflash::simt

@@ -1,0 +1,146 @@
+"""Gradients of calls on an executor, and what must hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+from archflash import _gradients, _options, reference
+from archflash.sim import _attention as simulator
+
+from ..sim.explained import unexplained
+from ..sim.schedules import MODES
+from .checks import Guarded, dense_strides, same_bits
+from .executors import Executor
+
+NAMES = ("dq", "dk", "dv")
+
+
+def kernels_with_gradients(on: Executor) -> list[str]:
+    return [name for name in on.kernels() if name in _gradients.FOLDERS]
+
+
+def dtypes_with_gradients(on: Executor, kernel: str) -> list[str]:
+    """The dtypes that the backward pass of a kernel takes."""
+
+    def takes(dtype: str) -> bool:
+        q = torch.empty(1, 1, 8, 64, dtype=getattr(torch, dtype), device="meta")
+        home = native.describe(kernel).home_device
+        try:
+            archflash.explain(q, q, q, device=home, implementation=kernel, backward=True)
+        except archflash.ForcedImplementationError:
+            return False
+        return True
+
+    return [dtype for dtype in on.dtypes_of(kernel) if takes(dtype)]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What a perfect kernel leaves for the backward pass: the output, rounded, and the LSE."""
+    out, lse = reference.attention(q, k, v, **_semantics(call))
+    return out.to(q.dtype), lse.float().contiguous()
+
+
+def _semantics(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if name not in _options.ADVICE}
+
+
+def differentiate(
+    on: Executor,
+    kernel: str,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    add_to: float | None = None,
+    pad: int = 0,
+    schedules: Sequence[int] = (0, 1),
+    **call: Any,
+) -> reference.Gradients:
+    """The gradients of a call, computed more than once with the same bits each time; nothing is
+    written outside of them, and all of them is written.
+
+    Args:
+        on: the executor.
+        kernel: the implementation.
+        dout, q, k, v, dlse, **call: as for `archflash.attention_backward`.
+        gradient_dtype: that of dq, dk and dv; default that of q.
+        add_to: the number that dq, dk and dv are full of, to which gradients are added.
+        pad: elements between the rows of dq, dk and dv.
+        schedules: numbers of the simulator's schedules.
+    """
+    out, lse = forward(q, k, v, call)
+    options = _options.complete(call)
+    request = _gradients.Request(dout, q, k, v, out, lse, dlse, options)
+    first: list[Tensor] = []
+    for number in schedules:
+        guarded = [
+            Guarded(x.shape, dense_strides(x.shape, pad), gradient_dtype or x.dtype, on.device)
+            for x in (q, k, v)
+        ]
+        if add_to is not None:
+            for one in guarded:
+                one.view.fill_(add_to)
+        sinks = call.get("sinks")
+        dsinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+        into = _gradients.Gradients(*(x.view for x in guarded), dsinks, add_to is not None)
+        if on.name == "gpu":
+            _gradients.compute(request, into, kernel, None)
+        else:
+            _simulate(request, into, kernel, number)
+        found = [x.view for x in guarded] + ([] if dsinks is None else [dsinks])
+        first = first or found
+        for x, other, one in zip(found, first, guarded, strict=False):
+            assert same_bits(x, other), f"other bits in schedule {number}"
+            one.assert_untouched_outside()
+    return reference.Gradients(*first[:3], first[3] if len(first) > 3 else None)
+
+
+def _simulate(
+    request: _gradients.Request, into: _gradients.Gradients, kernel: str, number: int
+) -> None:
+    plan = _gradients.decide(request, into, None, kernel).plan
+    assert plan is not None
+    settings = simulator.Settings(mode=MODES[number % len(MODES)], seed=number)
+    for report in simulator.simulate(plan, _gradients.operands(request, into, plan), settings):
+        assert not unexplained(kernel, report), report
+
+
+def differentiate_and_check(
+    on: Executor,
+    kernel: str,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    add_to: float | None = None,
+    **call: Any,
+) -> reference.Gradients:
+    """`differentiate`, and the gradients agree with float64 by the error rule."""
+    found = differentiate(on, kernel, dout, q, k, v, dlse=dlse, add_to=add_to, **call)
+    semantics = {
+        name: value
+        for name, value in _semantics(call).items()
+        if name not in ("gradient_dtype", "pad", "schedules")
+    }
+    exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **semantics)
+    rounded = reference.baseline_backward(dout, q, k, v, dlse=dlse, **semantics)
+    for name in (*NAMES, "dsinks"):
+        x, expected, base = (getattr(of, name) for of in (found, exact, rounded))
+        if x is None:
+            assert expected is None
+            continue
+        more = add_to or 0.0 if name in NAMES else 0.0
+        report = reference.check(x, expected + more, base.double() + more)
+        assert report.ok, f"{name}: {report}"
+    return found

@@ -1,0 +1,174 @@
+"""Gradients of the core set: every kernel of the backward pass, and pairs of features."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archflash import _gradients, _options
+
+from .executors import executor
+from .gradients import (
+    NAMES,
+    differentiate,
+    differentiate_and_check,
+    dtypes_with_gradients,
+    forward,
+    kernels_with_gradients,
+)
+
+on = executor()
+NAN = math.nan
+KERNELS = kernels_with_gradients(on)
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+# Head dimensions that take different kernels, the last ones of each less than the kernel's.
+HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (192, 128), (256, 256))
+NQ, NK = on.pick(simulator=(70, 150), gpu=(333, 517))
+
+
+def inputs(
+    nq: int,
+    nk: int,
+    d: int,
+    dv: int,
+    dtype: str,
+    *,
+    batch: int = 1,
+    heads: tuple[int, int] = (2, 1),
+    seed: int = 0,
+) -> list[Tensor]:
+    """dout, q, k, v in the layout bhnd."""
+    q, k, v = on.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads, seed=seed)
+    return [on.rand(batch, heads[0], nq, dv, seed=seed + 90, dtype=dtype), q, k, v]
+
+
+DTYPED = [(kernel, dtype) for kernel in KERNELS for dtype in dtypes_with_gradients(on, kernel)]
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
+def test_every_kernel_of_the_backward_pass(kernel: str, dtype: str, dims: tuple[int, int]) -> None:
+    """Causal, with two query heads on one of keys; several blocks of either side."""
+    tensors = inputs(NQ, NK, *dims, dtype)
+    schedules = (HEAD_DIMS.index(dims), HEAD_DIMS.index(dims) + 1)
+    differentiate_and_check(on, kernel, *tensors, schedules=schedules, causal=True)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
+def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> None:
+    ran: set[str] = set()
+    for dims in HEAD_DIMS:
+        dout, q, k, v = inputs(4, 4, *dims, dtype)
+        call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
+        request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
+        into = _gradients.Gradients.like(request)
+        device = None if on.name == "simulator" else _gradients._dispatch.query_device(0)
+        plan = _gradients.decide(request, into, device, kernel).plan
+        assert plan is not None
+        (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
+        ran |= set(plan.kernels)
+    folder, _, stem = image.partition("/")
+    built = json.loads((files("archflash") / "_kernels" / folder / f"{stem}.json").read_text())
+    for entries in built.values():
+        assert set(entries) == ran
+
+
+# Each row is one launch that meets several features at once, so that every pair of them meets
+# somewhere: name -> (nq, nk, d, dv, batch, heads, options).
+FEATURES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "window-softcap-sinks-lse": (
+        (45, 83, 64, 64, 1, (4, 2)),
+        {"window": (20, 3), "softcap": 1.5, "sinks": True, "dlse": True},
+    ),
+    "causal-sinks-rows-without-keys": (
+        (90, 37, 64, 48, 1, (2, 2)), {"causal": True, "sinks": True, "gradient_dtype": "float32"},
+    ),
+    "rows-without-keys-lse": ((90, 37, 64, 64, 1, (2, 1)), {"causal": True, "dlse": True}),
+    "bnhd-offsets-negative-scale-added": (
+        (20, 61, 128, 64, 2, (2, 1)),
+        {
+            "layout": "bnhd", "q_offset": (3, 50), "causal": True, "scale": -0.2, "add_to": 0.5,
+            "pad": 8,
+        },
+    ),
+    "softcap-lse-added-in-fp32": (
+        (33, 17, 96, 128, 1, (3, 1)),
+        {"softcap": 4.0, "dlse": True, "gradient_dtype": "float32", "add_to": -2.0, "pad": 4},
+    ),
+    "no-query": ((0, 9, 64, 64, 1, (2, 2)), {"sinks": True}),
+    "no-key": ((9, 0, 64, 64, 1, (2, 2)), {"sinks": True, "dlse": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@each_kernel
+def test_features(kernel: str, name: str) -> None:
+    (nq, nk, d, dv, batch, heads), options = FEATURES[name]
+    options = dict(options)
+    number = list(FEATURES).index(name)
+    dtypes = dtypes_with_gradients(on, kernel)
+    dtype = dtypes[number % len(dtypes)]
+    tensors = inputs(nq, nk, d, dv, dtype, batch=batch, heads=heads, seed=number)
+    if options.get("layout") == "bnhd":
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    if options.pop("sinks", False):
+        options["sinks"] = on.rand(heads[0], seed=5)
+    if options.pop("dlse", False):
+        options["dlse"] = on.rand(batch, heads[0], nq, seed=6)
+    if "q_offset" in options:
+        options["q_offset"] = on.int32(*options["q_offset"])
+    if "gradient_dtype" in options:
+        options["gradient_dtype"] = getattr(torch, options["gradient_dtype"])
+    differentiate_and_check(on, kernel, *tensors, schedules=(number, number + 1), **options)
+
+
+Q_LENGTHS, K_LENGTHS = (5, 0, 40, 70), (9, 12, 0, on.pick(simulator=100, gpu=300))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@each_kernel
+def test_packed_sequences_with_rows_of_none_behind_them(kernel: str, causal: bool) -> None:
+    """Sequences without queries and without keys; rows behind the last one hold NaN."""
+    spare = 3
+    dtypes = dtypes_with_gradients(on, kernel)
+    dtype = dtypes[causal % len(dtypes)]
+    totals = (sum(Q_LENGTHS), sum(Q_LENGTHS), sum(K_LENGTHS), sum(K_LENGTHS))
+    tensors = []
+    for seed, (total, heads) in enumerate(zip(totals, (4, 4, 2, 2), strict=True)):
+        rows = on.rand(total, heads, 64, seed=seed, dtype=dtype)
+        tensors.append(torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, spare), value=NAN))
+    ends = {"cu_seqlens_q": on.cu_seqlens(Q_LENGTHS), "cu_seqlens_k": on.cu_seqlens(K_LENGTHS)}
+    found = differentiate(
+        on, kernel, *tensors, causal=causal, sinks=on.rand(4, seed=9), schedules=(2, 3), **ends
+    )
+    whole = [x[: len(x) - spare] for x in tensors]
+    expected = differentiate_and_check(
+        on, kernel, *whole, causal=causal, sinks=on.rand(4, seed=9), schedules=(0,), **ends
+    )
+    for name in NAMES:
+        x, without = getattr(found, name), getattr(expected, name)
+        assert torch.equal(x[: len(without)], without)
+        assert not x[len(without) :].any()
+    assert found.dsinks is not None
+    assert expected.dsinks is not None
+    assert torch.equal(found.dsinks, expected.dsinks)
+
+
+@each_kernel
+def test_inputs_that_lie_between_others_in_memory(kernel: str) -> None:
+    """q, k, v are parts of one tensor, and dout rows lie apart; their neighbours hold NaN."""
+    dtype = dtypes_with_gradients(on, kernel)[-1]
+    wide = torch.full((1, 50, 5, 64), NAN, dtype=getattr(torch, dtype), device=on.device)
+    for head in range(4):
+        wide[:, :, head] = on.rand(1, 50, 64, seed=head, dtype=dtype)
+    q, k, v = (wide[:, :, first:end].transpose(1, 2) for first, end in ((0, 2), (2, 3), (3, 4)))
+    dout = torch.full((1, 2, 50, 80), NAN, dtype=q.dtype, device=on.device)[..., :64]
+    dout.copy_(on.rand(1, 2, 50, 64, seed=8, dtype=dtype))
+    differentiate_and_check(on, kernel, dout, q, k, v, causal=True, schedules=(1,))

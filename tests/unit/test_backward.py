@@ -1,0 +1,224 @@
+"""archflash.attention_backward where PyTorch serves it, who would serve it, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+from archflash import _gradients, reference
+
+
+def rand(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def call(
+    dtype: torch.dtype = torch.float64, nq: int = 5, nk: int = 7, d: int = 8, dv: int = 16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dout, q, k, v with two query heads on each of two heads of keys."""
+    return (
+        rand(2, 4, nq, dv, seed=4, dtype=dtype),
+        rand(2, 4, nq, d, seed=1, dtype=dtype),
+        rand(2, 2, nk, d, seed=2, dtype=dtype),
+        rand(2, 2, nk, dv, seed=3, dtype=dtype),
+    )
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window-softcap": {"window": (2, 1), "softcap": 0.7, "scale": 0.9},
+    "sinks": {"sinks": rand(4, seed=7), "causal": True, "q_offset": -2},
+    "offsets": {"q_offset": torch.tensor([0, 3], dtype=torch.int32), "causal": True},
+}
+every_option = pytest.mark.parametrize("name", OPTIONS)
+
+
+@every_option
+def test_the_reference_has_the_gradients_of_finite_differences(name: str) -> None:
+    dout, q, k, v = call()
+    options = OPTIONS[name]
+    dlse = rand(2, 4, 5, seed=8)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, **more: Tensor) -> float:
+        out, lse = reference.attention(q, k, v, **options | more)
+        seen = lse.masked_fill(lse.isinf(), 0.0)  # rows that see no key
+        return float((out * dout).sum() + (seen * dlse).sum())
+
+    found = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    inputs = {"q": q, "k": k, "v": v}
+    if "sinks" in options:
+        inputs["sinks"] = options["sinks"]
+    for seed, (which, x) in enumerate(inputs.items()):
+        step = 1e-5 * rand(*x.shape, seed=20 + seed)
+        more, less = (loss(**inputs | {which: x + sign * step}) for sign in (1, -1))
+        gradient = getattr(found, f"d{which}")
+        assert float((gradient * step).sum()) == pytest.approx((more - less) / 2, rel=1e-5)
+
+
+@every_option
+def test_the_baseline_at_float64_is_the_reference(name: str) -> None:
+    dout, q, k, v = call()
+    dlse = rand(2, 4, 5, seed=8)
+    options = OPTIONS[name]
+    exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    plain = reference.baseline_backward(dout, q, k, v, dlse=dlse, **options)
+    for which in ("dq", "dk", "dv", "dsinks"):
+        torch.testing.assert_close(getattr(plain, which), getattr(exact, which))
+
+
+@every_option
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_pytorch_computes_the_gradients_of_the_formula(name: str, layout: str) -> None:
+    dout, q, k, v = call()
+    options = OPTIONS[name]
+    dlse = rand(2, 4, 5, seed=8).float()
+    expected = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    out, lse = archflash.attention(q, k, v, return_lse=True, **options)
+    tensors = [dout, q, k, v, out]
+    if layout == "bnhd":
+        tensors = [x.transpose(1, 2) for x in tensors]
+    found = archflash.attention_backward(*tensors, lse, dlse=dlse, layout=layout, **options)
+    assert len(found) == 3 + ("sinks" in options)
+    for x, which in zip(found, ("dq", "dk", "dv", "dsinks"), strict=False):
+        x = x.transpose(1, 2) if layout == "bnhd" and x.ndim == 4 else x
+        torch.testing.assert_close(x.double(), getattr(expected, which), atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_are_written_or_added_to_given_tensors() -> None:
+    dout, q, k, v = call(torch.float32)
+    out, lse = archflash.attention(q, k, v, return_lse=True)
+    dq, dk, dv = archflash.attention_backward(dout, q, k, v, out, lse)
+    given = [torch.full_like(x, 2.0) for x in (q, k, v)]
+    names = dict(zip(("dq", "dk", "dv"), given, strict=True))
+    found = archflash.attention_backward(dout, q, k, v, out, lse, accumulate=True, **names)
+    for x, target, once in zip(found, given, (dq, dk, dv), strict=True):
+        assert x is target
+        torch.testing.assert_close(x, once + 2)
+    (again, *_) = archflash.attention_backward(dout, q, k, v, out, lse, dq=given[0])
+    assert again is given[0]
+    torch.testing.assert_close(again, dq)
+
+
+FP16 = torch.float16
+FORCED = archflash.ForcedImplementationError
+WRONG: dict[str, tuple[type[Exception], str, Callable[..., dict[str, Any]]]] = {
+    "dout-shape": (ValueError, "dout has shape", lambda dout, **_: {"dout": dout[:, :, :4]}),
+    "dout-dtype": (TypeError, "dout has dtype", lambda dout, **_: {"dout": dout.half()}),
+    "lse-shape": (ValueError, "lse has shape", lambda lse, **_: {"lse": lse[..., :3]}),
+    "lse-dtype": (TypeError, "lse has dtype", lambda lse, **_: {"lse": lse.double()}),
+    "out-shape": (ValueError, "out has shape", lambda out, **_: {"out": out[:, :, :4]}),
+    "dq-shape": (ValueError, "dq has shape", lambda q, **_: {"dq": q[:, :, :4].clone()}),
+    "dk-dtype": (TypeError, "dk has dtype", lambda k, **_: {"dk": k.half()}),
+    "dv-overlaps": (ValueError, "overlap", lambda v, **_: {"dv": v[:, :1].expand(v.shape)}),
+    "accumulate": (ValueError, "accumulate=True", lambda **_: {"accumulate": True}),
+    "q-dtype": (TypeError, "same", lambda q, **_: {"q": q.half()}),
+    "dlse": (TypeError, "dlse is a float", lambda **_: {"dlse": 1.0}),
+    "layout": (ValueError, "layout", lambda **_: {"layout": "hbnd"}),
+    "forced-unknown": (
+        FORCED, "no implementation", lambda **_: {"implementation": "x"},
+    ),
+    "forced-cpu-dtype": (
+        FORCED, "ampere takes", lambda **_: {"implementation": "ampere"},
+    ),
+    "forced-without": (
+        FORCED, "no backward", lambda **_: {"implementation": "ada"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_raise(name: str) -> None:
+    error, text, change = WRONG[name]
+    dout, q, k, v = call(torch.float32)
+    out, lse = archflash.attention(q, k, v, return_lse=True)
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    given |= change(**given)
+    with pytest.raises(error, match=text):
+        archflash.attention_backward(**given)
+
+
+@pytest.mark.parametrize("device", ["A100", "RTX 4090", "H200", "B200", "RTX 5090"])
+def test_explain_says_who_computes_gradients(device: str) -> None:
+    q = torch.empty(2, 8, 100, 64, dtype=torch.bfloat16, device="meta")
+    decision = archflash.explain(q, q[:, :2], q[:, :2], device=device, backward=True, causal=True)
+    assert decision.chosen == "ampere"
+    assert decision.plan is not None
+    assert decision.plan.kernels == [
+        "ampere_backward_rows_bf16",
+        "ampere_attention_bwd_bf16_d64_keys",
+        "ampere_attention_bwd_bf16_d64_queries",
+    ]
+    assert decision.plan.workspace_bytes == 8 * 2 * 8 * 100
+    assert "once more" in decision.reasons["torch"][0]
+    assert "workspace" in str(decision)
+    exact = archflash.explain(*(q.float(),) * 3, device=device, backward=True)
+    assert exact.chosen == "simt"
+
+
+def test_explain_says_why_no_kernel_computes_gradients() -> None:
+    q = torch.empty(2, 8, 100, 64, dtype=FP16, device="meta")
+    mask = torch.empty(100, 100, dtype=torch.bool, device="meta")
+    decision = archflash.explain(q, q, q, device="A100", backward=True, attn_mask=mask)
+    assert decision.chosen == "torch"
+    assert decision.fallback
+    assert "attn_mask" in decision.reasons["ampere"][0]
+    assert "no backward" in decision.reasons["hopper"][0]
+    old = archflash.explain(q, q, q, device="T4", backward=True)
+    assert "compute capability 7.5" in old.reasons["ampere"][0]
+
+
+def test_folders_that_say_that_they_have_gradients_have_them() -> None:
+    said = [i.name for i in archflash.implementations() if "gradients" in i.features]
+    assert said == [*_gradients.FOLDERS, "torch"]
+    for name in native.folder_names():
+        assert native.has_backward(name) == (name in _gradients.FOLDERS)
+
+
+# --- which implementation serves a call that autograd will differentiate ---
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.empty(2, 8, 256, 64, dtype=dtype, device="meta", requires_grad=True)
+    return q, q, q
+
+
+def differentiable(dtype: torch.dtype, **options: Any) -> archflash.Decision:
+    return archflash.explain(*inputs(dtype), device="A100", **options)
+
+
+def test_pytorchs_fused_kernels_come_first_where_gradients_are_needed() -> None:
+    decision = differentiable(FP16, causal=True)
+    assert decision.chosen == "torch"
+    assert not decision.fallback
+    assert "unmeasured" in decision.reasons["ampere"][0]
+    ada = archflash.explain(*inputs(FP16), device="RTX 4090").reasons["ada"]
+    assert ada[0].startswith("no backward: ada computes the forward only")
+
+
+def test_a_kernel_whose_backward_pass_does_not_take_a_call_refuses_it_with_the_reason() -> None:
+    decision = archflash.explain(*inputs(FP16), device="T4", softcap=2.0)
+    assert decision.chosen == "torch"
+    assert decision.fallback
+    assert "simt computes gradients of float32 inputs only" in decision.reasons["simt"][0]
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"return_lse": True}], ids=str)
+def test_a_kernel_comes_first_where_pytorch_has_no_fused_one(options: dict[str, Any]) -> None:
+    decision = differentiable(FP16, **options)
+    assert decision.chosen == "ampere"
+    assert "it has a backward pass" in decision.why
+
+
+def test_a_traced_call_that_needs_gradients_has_to_name_its_kernel() -> None:
+    q = rand(1, 2, 5, 8, seed=1, dtype=torch.float32).requires_grad_()
+    torch._dynamo.reset()
+    traced = torch.compile(lambda x: archflash.attention(x, x, x), backend="eager")
+    with archflash.force("simt"), pytest.raises(Exception, match="pass implementation='simt'"):
+        traced(q)
