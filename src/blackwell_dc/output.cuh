@@ -325,7 +325,9 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
                              first_row * attention.out_row;
         copy_rows<C>(shared + offset, out_gmem, attention, packed_heads, rows);
       }
+      // mutants: q-empty-waits-too
       arrive_as_warp(barriers.o_free(t));
+      // mutants: arrives-for-itself
       if (C::O_OVER_Q) arrive_as_warp(barriers.q_empty(t));
     }
     tile_parity ^= 1;

@@ -213,6 +213,20 @@ EXCUSES = (
         "O's, whose V is in another slot",
     ),
     Excuse(
+        "sync",
+        "delete bar.warp.sync",
+        "q-empty-waits-too",
+        "where O lies over Q: the arrival at q_empty just behind waits for the lanes, and whatever "
+        "overwrites the rows comes behind that; elsewhere it counts",
+    ),
+    Excuse(
+        "sync",
+        "delete bar.warp.sync",
+        "arrives-for-itself",
+        "the lanes have read and written nothing since they last synchronised, or at all: only the "
+        "elected lane's own wait or arrival comes before this arrival",
+    ),
+    Excuse(
         "constant",
         r"shfl\.sync\.idx\.b32: .*",
         "same-in-all-lanes",

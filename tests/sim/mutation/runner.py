@@ -156,7 +156,7 @@ class Subject:
                 report, outputs = trial.run(program, mode, seed, race, limit)
                 for finding in report.findings:
                     here = dataclasses.replace(finding, source=source_of_line[finding.line])
-                    assert explanation(kernel, here), f"{name}, {trial.name}: {finding}"
+                    assert explanation(name, here), f"{name}, {trial.name}: {finding}"
                     self._known.add((finding.kind, finding.line))
                 verdict = trial.verdict(outputs)
                 assert not verdict, f"{name}, {trial.name}: {verdict}"

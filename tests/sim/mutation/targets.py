@@ -255,6 +255,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     hidden, behind = 0, 9  # rows of k and v that must not matter: of a sequence, behind them all
     if target.blocks:
         hidden = behind = 100
+        queries[2] += 300  # two tiles, of which only the second comes to the sequence's last block
         queries += [*MANY, 0, 9]
         sequences += [*MANY, hidden, 40]
     starts = [_starts(queries, 0), _starts(sequences, 0)]
