@@ -455,7 +455,12 @@ def problems() -> tuple[native.Problem, ...]:
                     by_block = {f"{name}_descale": descale for name in "qkv"}
                     found.append(make_problem(q, q, v, **by_block).as_if_on_cuda())
                 if dtype in (torch.float16, torch.bfloat16):
-                    for options in ({"approximate": "int8_qk"}, {"num_splits": 2}):
+                    options: dict[str, Any]
+                    for options in (
+                        {"approximate": "int8_qk"},
+                        {"num_splits": 2},
+                        {"causal": True},
+                    ):
                         found.append(make_problem(q, q, v, **options).as_if_on_cuda())
     return tuple(found)
 
@@ -511,6 +516,20 @@ def test_every_kernel_is_planned_somewhere() -> None:
             options = {"sinks": torch.empty(2, device="meta"), "backward": True}
             plan = archflash.explain(q, q, v, device="A100", **options).plan
             if plan is not None:
+                planned |= set(plan.kernels)
+    for dtype in (torch.float16, torch.bfloat16):
+        for of_cache in (dtype, torch.float8_e4m3fn):
+            for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+                q = torch.empty(2, 1, 4, d, dtype=dtype, device="meta")
+                k_cache, k_new, v_cache, v_new = (
+                    torch.empty(2, rows, 2, dim, dtype=of_cache, device="meta")
+                    for dim in (d, dv)
+                    for rows in (64, 1)
+                )
+                lengths = torch.empty(2, dtype=torch.int32, device="meta")
+                new = {"k_new": k_new, "v_new": v_new, "cache_seqlens": lengths}
+                plan = archflash.explain(q, k_cache, v_cache, device="A100", **new).plan
+                assert plan is not None
                 planned |= set(plan.kernels)
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
     assert built - planned == set()

@@ -24,11 +24,13 @@ DEVICES = {
 }  # fmt: skip
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 # Batch, query heads, key heads, queries, keys, causal. The simulator gets few rows, and plans for
-# them as for a GPU with one SM, but for "few". A GPU gets few rows, some, and enough to fill each
-# of the others; few rows of many keys, and rows long enough for pairs of CTAs.
+# them as for a GPU with one SM, but for "few" and "grouped" (many heads share one of K). A GPU gets
+# few rows, some, and enough to fill each of the others; few rows of many keys, and rows long enough
+# for pairs of CTAs.
 SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
     simulator={
         "few": (1, 2, 2, 33, 65, True),
+        "grouped": (1, 10, 2, 5, 65, True),
         "some": (2, 2, 2, 100, 150, True),
         "many": (1, 2, 2, 137, 150, True),
         "most": (2, 2, 2, 137, 150, True),
@@ -90,7 +92,7 @@ def plan_for(
             q, k, v, device=device, implementation=kernel, causal=causal, return_lse=True
         ).plan
     assert plan is not None
-    if on.name == "gpu" or shape == "few":
+    if on.name == "gpu" or shape in ("few", "grouped"):
         return plan
     return replanned(plan, sm_count=1)
 
@@ -109,6 +111,13 @@ EVERY = [
 ]
 if on.name == "simulator":  # one tile of ada is for calls of many rows only
     EVERY += [("ada", "RTX 4090", dtype, (128, 128), "rounds") for dtype in ("float16", "bfloat16")]
+    # Some tiles are for heads that are packed, or for split keys, only.
+    EVERY += [
+        (kernel, device, dtype, dims, "grouped")
+        for kernel, device in (("ada", "RTX 4090"), ("ampere", "A100"))
+        for dtype in on.dtypes_of(kernel)
+        for dims in ((96, 96), (192, 128), (256, 256))
+    ]
     # The head dimensions that have kernels of their own on 10.3.
     EVERY += [
         ("blackwell_dc", "B300", dtype, (d, d), "rounds")

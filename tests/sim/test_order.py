@@ -124,5 +124,5 @@ def test_the_model_counts_the_blocks_that_ctas_load(
     row_bytes = 64 * 2
     for number, (_, time) in enumerate(times):
         keys = time - native.TILE_KEYS if time else 0
-        rows = 2 * keys + tile.block_q if keys else 0
+        rows = 2 * keys + tile.block_q * tile.packed_heads if keys else 0
         assert copied[number] == rows * row_bytes, (number, time)

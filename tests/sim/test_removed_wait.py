@@ -41,7 +41,7 @@ def without(ptx: str, kernel: str, opcode: str, which: int) -> str:
         # The barrier behind it, which covers the copies of other warps.
         ("bar.sync", 1, {"race", "lane-order", "in-flight", "uninitialised"}, LOADS_Q),
         # The barrier after the context of the CTA is written.
-        ("bar.sync", 0, {"race", "uninitialised"}, "min(cta.work.first_row + C::BLOCK_Q"),
+        ("bar.sync", 0, {"race", "uninitialised"}, "cta.work.first_row + rows_of_tile<C>(cta)"),
     ],
     ids=["wait", "barrier-behind-wait", "first-barrier"],
 )

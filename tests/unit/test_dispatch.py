@@ -423,7 +423,7 @@ def test_batch_invariant_calls_that_no_kernel_serves_are_errors() -> None:
         archflash.attention(cpu, cpu, cpu, batch_invariant=True)
     with pytest.raises(archflash.ForcedImplementationError, match="torch is forced, but batch_inv"):
         archflash.attention(cpu, cpu, cpu, batch_invariant=True, implementation="torch")
-    with pytest.raises(archflash.UnsupportedError, match="gradients are needed"):
+    with pytest.raises(archflash.UnsupportedError, match="computes the gradients of this call"):
         torch.func.vmap(
             lambda x: archflash.attention(x, x, x, batch_invariant=True, implementation=None)
         )(cpu[None])

@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   start_rows<Rows>(state, address(q_smem));
   for (int key = 0; key < params.n; key += BLOCK_K) {
     const int block = key / BLOCK_K;
+    ptx::fence_proxy_async_shared();  // this thread's reads come before the copies below
     __syncthreads();  // all warps have read the previous block, whose buffer is filled next
     if (threadIdx.x == 0 && key + BLOCK_K < params.n) start_block(key + BLOCK_K);
     ptx::mbarrier_wait_parity(full_smem + 8 + 8 * (block % 2), block / 2 % 2);

@@ -50,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32)
     const int stage = block % STAGES;
     ptx::mbarrier_wait_parity(full(stage), block / STAGES % 2);  // K and V have arrived
     attend_block<Rows>(state, address(k_smem[stage]), address(v_smem[stage]), params.exp2_scale);
-    __syncwarp();  // all lanes have read the buffer, before one of them frees it
+    ptx::fence_proxy_async_shared();  // this thread's reads come before the copies that overwrite
+    __syncwarp();                     // all lanes have read the buffer, before one of them frees it
     if (ptx::elect_sync()) ptx::mbarrier_arrive(empty(stage));
   }
   store_rows(state, params);

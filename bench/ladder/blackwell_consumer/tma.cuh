@@ -40,6 +40,7 @@ __device__ __forceinline__ void attend_by_tma(const Params& params) {
   start_rows<Rows>(state, address(q_smem));
   uint32_t parity = 1;
   for (int key = 0; key < params.n; key += BLOCK_K) {
+    ptx::fence_proxy_async_shared();  // this thread's reads come before the copies below
     __syncthreads();  // all warps have read K and V of the previous block, overwritten next
     if (threadIdx.x == 0) {
       ptx::mbarrier_arrive_expect_tx(full_smem, 2 * TILE_BYTES);
