@@ -152,7 +152,7 @@ def attention(
         forced = _forced() if implementation is None else implementation
         result = _native.attention(q, k, v, values, _is_grad_enabled(), forced)
         if result is None:
-            return _ops.by_torch(q, k, v, values)
+            return _ops.by_torch(q, k, v, values, forced)
         if result is not NotImplemented:
             return result
     return _ops.attention(q, k, v, values, implementation)

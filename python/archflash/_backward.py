@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from archflash import _archflash as _native
 from archflash import _bias, _dispatch, _gradients, _ops, _options
+from archflash._errors import UnsupportedError
 
 
 def attention_backward(
@@ -44,7 +42,7 @@ def attention_backward(
     `archflash.attention` is differentiable by itself. This function is for code that keeps the
     tensors of a call itself, such as context parallelism, where each device has a part of the keys:
     the gradients of the parts are added up with accumulate=True, and out and lse are those of all
-    parts together.
+    parts together. The gradient of the sinks is that of all parts in each call: take it from one.
 
     Args:
         dout: the gradient of the output, shaped like it, in its dtype. It is copied if its rows are
@@ -55,7 +53,8 @@ def attention_backward(
             nq)``, or ``(heads_q, total_q)`` with cu_seqlens.
         dlse: the gradient of the log-sum-exp, float32, shaped like lse; default 0.
         dq, dk, dv: tensors that the gradients are written to, shaped like q, k and v, in q's dtype
-            or float32. Default: new tensors in the dtypes and stride orders of q, k and v.
+            or float32. They must not overlap any other tensor of the call in memory. Default: new
+            tensors in the dtypes and stride orders of q, k and v.
         accumulate: adds the gradients to what dq, dk and dv hold, which must be given then.
         deterministic: the kernels of archflash give the same bits for the same inputs whatever this
             is. True makes PyTorch do so, too, where it computes the gradients.
@@ -99,45 +98,18 @@ def attention_backward(
     )  # fmt: skip
     given = (dq, dk, dv)
     if torch.compiler.is_compiling():
-        found = _ops.attention_backward(dout, q, k, v, out, lse, dlse, options, implementation)
-        results = _into_given(found, given, accumulate)
+        _refuse_compiled((q, k, v), given, deterministic)
+        with torch.no_grad():
+            found = _ops.attention_backward(dout, q, k, v, out, lse, dlse, options, implementation)
+            results = _into_given(found, given, accumulate)
     else:
-        request = _request(dout, q, k, v, out, lse, dlse, options)
+        request = _ops.backward_request(dout, q, k, v, out, lse, dlse, options)
         into = _targets(request, given, accumulate)
         name = _dispatch.forced() if implementation is None else implementation
         with torch.no_grad():
             _gradients.compute(request, into, name, deterministic)
         results = (into.dq, into.dk, into.dv, into.dsinks)
     return tuple(x for x in results if x is not None)
-
-
-def _request(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    options: dict[str, Any],
-) -> _gradients.Request:
-    """The call, its tensors checked and resolved."""
-    options = {name: _ops.resolved(value) for name, value in options.items()}
-    dout, q, k, v, out, lse, dlse = (_ops.resolved(x) for x in (dout, q, k, v, out, lse, dlse))
-    made = _gradients.Request(dout, q, k, v, out, lse, dlse, options)
-    problem = made.problem()  # checks q, k, v, out and the options
-    if q.dtype.itemsize == 1:
-        raise TypeError("q, k and v are float8, which have no gradients: convert them to bfloat16")
-    _check("dout", dout, q.device, out.shape, (out.dtype,))
-    rows = (problem.heads_q, problem.nq)
-    lse_shape = rows if problem.varlen else (problem.batch, *rows)
-    _check("lse", lse, q.device, lse_shape, (torch.float32,))
-    if dlse is not None:
-        _check("dlse", dlse, q.device, lse_shape, (torch.float32,))
-        dlse = dlse.contiguous()
-    return _gradients.Request(
-        _gradients.readable(dout), q, k, v, out, lse.contiguous(), dlse, options
-    )
 
 
 def _targets(
@@ -153,7 +125,7 @@ def _targets(
                 raise ValueError(f"accumulate=True, but {name} is None: pass the tensor to add to")
             targets.append(made)
             continue
-        _check(name, x, of.device, of.shape, (of.dtype, torch.float32))
+        _gradients.check_tensor(name, x, of.device, of.shape, (of.dtype, torch.float32))
         if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(f"{name} has strides {tuple(x.stride())}: its elements overlap")
         if x.requires_grad and torch.is_grad_enabled():
@@ -163,22 +135,21 @@ def _targets(
     return _gradients.Gradients(dq, dk, dv, new.dsinks, accumulate)
 
 
-def _check(
-    name: str,
-    x: Any,
-    device: torch.device,
-    shape: Any,
-    dtypes: tuple[torch.dtype, ...],
+def _refuse_compiled(
+    inputs: tuple[Tensor, ...], given: tuple[Tensor | None, ...], deterministic: bool | None
 ) -> None:
-    """Refuses what is no tensor of that shape and one of those dtypes on the device."""
-    _native.check_data(x, name)
-    if x.dtype not in dtypes:
-        allowed = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
-        raise TypeError(f"{name} has dtype {x.dtype}: it must be {allowed}")
-    if x.device != device:
-        raise TypeError(f"{name} is on {x.device} but q is on {device}: move them to one device")
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {tuple(shape)}")
+    """Refuses what the operator cannot be told."""
+    if deterministic:
+        raise UnsupportedError(
+            "deterministic=True under torch.compile: force a kernel of archflash, which always "
+            "gives the same bits, and leave it out"
+        )
+    for name, x, of in zip(("dq", "dk", "dv"), given, inputs, strict=True):
+        if x is not None and (x.dtype != of.dtype or x.shape != of.shape):
+            raise UnsupportedError(
+                f"{name} is {x.dtype} {tuple(x.shape)} under torch.compile: it must be {of.dtype} "
+                f"{tuple(of.shape)} there, as {name[1]}; call it outside of the compiled code"
+            )
 
 
 def _into_given(

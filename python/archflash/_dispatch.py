@@ -255,7 +255,11 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         after = [name for name in kernels if name not in before]
         return (*before, _registry.TORCH, *after)
     if problem.nq <= _measured.FEW_QUERIES and _pytorch_may_serve(problem):
-        splitting = [name for name in tensor_cores if _registry.splits_keys(name)]
+        # What a measurement placed behind PyTorch's was measured without a split.
+        placed = () if measured is None else measured.order
+        splitting = [
+            name for name in tensor_cores if _registry.splits_keys(name) and name not in placed
+        ]
         others = [name for name in tensor_cores if name not in splitting]
         # PyTorch's fused kernels also split the keys over the GPU. With one query row on an H200
         # that is 1.8 to 17 times faster than a kernel that does not (bench/results).
@@ -314,10 +318,12 @@ def _serves_as_measured(
 
 
 def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int] | None) -> bool:
-    """Whether a fused kernel of PyTorch computes a call and its gradients. The memory-efficient one
-    takes float32 where it takes float16.
+    """Whether a fused kernel of PyTorch computes a call and its gradients. In float32 that is the
+    memory-efficient one, which takes what it takes in float16, but no heads that share one of k.
     """
     if problem.batch_invariant:
+        return False
+    if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
         return False
     dtype = "float16" if problem.dtype == "float32" else problem.dtype
     return not isinstance(_pytorchs_kernel(problem, capability, dtype), list)

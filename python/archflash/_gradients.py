@@ -226,6 +226,24 @@ def operands(request: Request, into: Gradients, plan: _native.LaunchPlan) -> dic
     return {name: x.detach() for name, x in given.items() if isinstance(x, Tensor)}
 
 
+def check_tensor(
+    name: str,
+    x: Any,
+    device: torch.device,
+    shape: Any,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Refuses what is no tensor of that shape and one of those dtypes on the device."""
+    _native.check_data(x, name)
+    if x.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
+        raise TypeError(f"{name} has dtype {x.dtype}: it must be {allowed}")
+    if x.device != device:
+        raise TypeError(f"{name} is on {x.device} but q is on {device}: move them to one device")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {tuple(shape)}")
+
+
 def compute(
     request: Request, into: Gradients, name: str | None, deterministic: bool | None
 ) -> None:
@@ -255,6 +273,15 @@ def compute(
     _by_torch(request, into, deterministic)
 
 
+def _with_autograd() -> Any:
+    """A context with autograd's dispatch keys, which PyTorch leaves out inside of an operator."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    included = torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
 def _by_torch(request: Request, into: Gradients, deterministic: bool | None) -> None:
     """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
     leaves = [x.detach().requires_grad_() for x in (request.q, request.k, request.v)]
@@ -263,6 +290,7 @@ def _by_torch(request: Request, into: Gradients, deterministic: bool | None) -> 
         leaves.append(request.sinks.detach().requires_grad_())
         options["sinks"] = leaves[3]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_with_autograd())
         stack.enter_context(torch.enable_grad())
         if deterministic:  # PyTorch's fused kernels may add in any order
             math_only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)

@@ -65,13 +65,14 @@ def attention_with_kvcache(
         q: queries, ``(batch, nq, heads_q, d)``, or with cu_seqlens_q ``(total_q, heads_q, d)``.
         k_cache: keys, ``(batch, capacity, heads_kv, d)``; with page_table pages ``(pages,
             page_size, heads_kv, d)`` of any size from 1. q's dtype, float8_e4m3fn or float8_e5m2.
-            Written in place where k_new is given.
+            Written in place where k_new is given; then no two elements of the caches may overlap.
         v_cache: values, as k_cache with dv for d, and of its dtype.
         cache_seqlens: int32 ``(batch,)`` on q's device: rows of each sequence that are valid before
             this call, leftpad_k included.
         page_table: int32 ``(batch, pages of a sequence)``: the pages of each sequence, in order.
             Row j of a sequence is row j % page_size of page page_table[sequence, j // page_size].
-            Sequences may share pages. The capacity of a sequence is its pages times page_size.
+            Sequences may share pages, but not those that the call appends to. The capacity of a
+            sequence is its pages times page_size.
         k_new: ``(batch, n_new, heads_kv, d)``, keys to append to the cache behind cache_seqlens
             before attention is computed. The cache's dtype. Rows beyond the capacity are dropped.
         v_new: ``(batch, n_new, heads_kv, dv)``, values to append. Given together with k_new.
@@ -82,8 +83,8 @@ def attention_with_kvcache(
         rotary_cos: ``(positions, rotary_dim / 2)``, cosines of the rotary embedding for positions
             from 0 on, float32 or q's dtype. The first rotary_dim columns of k_new and of q are
             rotated (k_new is needed): those of new row i by position cache_seqlens - leftpad_k + i,
-            and those of query i likewise if causal or window is given, else by the position of new
-            row 0. q itself is not changed. Positions beyond the table count as its last.
+            and those of query i likewise if causal or a bounded window is given, else by that of
+            new row 0. q itself is not changed. Positions beyond the table count as its last.
         rotary_sin: ``(positions, rotary_dim / 2)``, sines of the rotary embedding, as rotary_cos.
         rotary_interleaved: columns 2i and 2i + 1 rotate together, as in GPT-J; default columns i
             and i + rotary_dim / 2, as in GPT-NeoX and Llama.
@@ -169,12 +170,12 @@ def attention_with_kvcache(
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
         check_values(
             q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k, rotary_cos,
-            cu_seqlens_q, layout, causal or window is not None,
+            cu_seqlens_q, layout, causal or any(side is not None for side in window or ()),
         )  # fmt: skip
     forced = _forced() if implementation is None else implementation
     result = _native.attention(q, k_cache, v_cache, values, _is_grad_enabled(), forced)
     if result is None:
-        return _ops.by_torch(q, k_cache, v_cache, values)
+        return _ops.by_torch(q, k_cache, v_cache, values, forced)
     if result is not NotImplemented:
         return result
     return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
@@ -197,7 +198,7 @@ def check_values(
 
     Args:
         q, ...: those of `attention_with_kvcache`, whose shapes agree.
-        ordered: whether the queries have positions of their own: causal or window is given.
+        ordered: whether the queries have positions of their own: under causal or a bounded window.
 
     Raises:
         ValueError: a value is out of range: which one, what is allowed, what to do.
@@ -244,7 +245,7 @@ def check_values(
         words = f"from 0 to total_q = {q.shape[0]}, in ascending order"
         checks.append(("cu_seqlens_q", ends, wrong, words))
     if rotary_cos is not None:
-        rotated = torch.full_like(lengths, added)
+        rotated = torch.full_like(lengths, max(added, 1))
         if ordered and cu_seqlens_q is None:
             rotated = rotated.clamp(min=q.shape[rows])
         elif ordered and cu_seqlens_q is not None:

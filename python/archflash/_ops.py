@@ -15,9 +15,17 @@ from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
 from archflash import _options, _torch, _torch_cache
-from archflash._dispatch import Decision, check_name, device_of, forced, note_fallback, select
+from archflash._dispatch import (
+    Decision,
+    check_name,
+    device_of,
+    force,
+    forced,
+    note_fallback,
+    select,
+)
 from archflash._errors import ForcedImplementationError, UnsupportedError
-from archflash._gradients import FOLDERS, Gradients, Request, compute, readable
+from archflash._gradients import FOLDERS, Gradients, Request, check_tensor, compute, readable
 
 _library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
 # Arguments may be given by position: autograd's registration takes no tensors by keyword only.
@@ -186,11 +194,19 @@ def attention_with_kvcache(
     )
 
 
-def by_torch(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...]) -> Any:
-    """Serves an eager call that the runtime leaves to the implementation `torch`."""
+def by_torch(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], name: str | None) -> Any:
+    """Serves an eager call that the runtime leaves to the implementation `torch`.
+
+    Args:
+        q, k, v, values: the call.
+        name: the forced implementation, or None.
+    """
     given = _options.given_to_torch(values)
     serve = _torch_cache.attention if "cache_seqlens" in given else _torch.attention
-    return serve(q, k, v, **given)
+    if name is None:
+        return serve(q, k, v, **given)
+    with force(name):  # PyTorch's own kernels even where archflash.enable() put others before them
+        return serve(q, k, v, **given)
 
 
 def resolved(x: Any) -> Any:
@@ -263,7 +279,7 @@ def _serve(
     grad = _IF_REQUIRED if torch.is_grad_enabled() else _NO_GRADIENTS
     result: Any = _native.attention(q, k, v, values, grad, name)
     if result is None or result is NotImplemented:
-        result = by_torch(q, k, v, values)
+        result = by_torch(q, k, v, values, name)
     return result if options["return_lse"] else (result, q.new_empty(0, dtype=torch.float32))
 
 
@@ -361,19 +377,42 @@ def _request(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Request, st
     return Request(**tensors, options=_options.from_operator(arguments)), implementation
 
 
+def backward_request(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    options: dict[str, Any],
+) -> Request:
+    """The call whose gradients are asked for, its tensors checked and as a kernel reads them."""
+    options = {name: _plain(value) for name, value in options.items()}
+    dout, q, k, v, out, lse, dlse = (_plain(x) for x in (dout, q, k, v, out, lse, dlse))
+    problem = Request(dout, q, k, v, out, lse, dlse, options).problem()  # checks q, k, v, out
+    if q.dtype.itemsize == 1:
+        raise TypeError("q, k and v are float8, which have no gradients: convert them to bfloat16")
+    check_tensor("dout", dout, q.device, out.shape, (out.dtype,))
+    rows = (problem.heads_q, problem.nq)
+    lse_shape = rows if problem.varlen else (problem.batch, *rows)
+    check_tensor("lse", lse, q.device, lse_shape, (torch.float32,))
+    if dlse is not None:
+        check_tensor("dlse", dlse, q.device, lse_shape, (torch.float32,))
+        dlse = dlse.contiguous()
+    return Request(readable(dout), q, k, v, out, lse.contiguous(), dlse, options)
+
+
 def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients on real tensors."""
     asked, implementation = _request(given, named)
-    dout, q, k, v, out, lse = (
-        _plain(x) for x in (asked.dout, asked.q, asked.k, asked.v, asked.out, asked.lse)
+    request = backward_request(
+        asked.dout, asked.q, asked.k, asked.v, asked.out, asked.lse, asked.dlse, asked.options
     )
-    dlse = None if asked.dlse is None else _plain(asked.dlse).contiguous()
-    options = {name: _plain(value) for name, value in asked.options.items()}
-    request = Request(readable(dout), q, k, v, out, lse, dlse, options)
     into = Gradients.like(request)
     name = forced() if implementation is None else implementation
     compute(request, into, name, None)
-    return into.dq, into.dk, into.dv, _or_empty(into.dsinks, q)
+    return into.dq, into.dk, into.dv, _or_empty(into.dsinks, request.q)
 
 
 def _or_empty(dsinks: Tensor | None, q: Tensor) -> Tensor:

@@ -148,7 +148,8 @@ def from_operator(arguments: dict[str, Any]) -> dict[str, Any]:
     """All options of a call, from what `to_operator` gives."""
     options = dict(arguments)
     for name in _WINDOWS:
-        options[name] = (options.pop(f"{name}_left"), options.pop(f"{name}_right"))
+        left, right = options.pop(f"{name}_left"), options.pop(f"{name}_right")
+        options[name] = None if left is right is None else (left, right)
     for name in _INTEGERS_OR_TENSORS:
         if name not in options:
             continue

@@ -86,7 +86,7 @@ def attention(
             at = position - first[:, None]
             new = (_rotated(new[0], at[..., None], *tables, rotary_interleaved), new[1])
             # Rows of a call without order among them all have the position of the first.
-            ordered = causal or window is not None
+            ordered = causal or any(side is not None for side in window or ())
             at = (lengths - first).clamp(min=0)
             at = torch.cat([at, at.new_zeros(1)])[rows.sequence] + (rows.row if ordered else 0)
             at = at[:, None] if packed else at[:, None, :] if swap else at[:, :, None]

@@ -630,7 +630,7 @@ def _run_with_cache(
         keys, values = (x[index[:, 0], index[:, 1]][None] for x in caches)
         x = queries[number] if dtype != torch.float64 else queries[number].double()
         if asked.rotary_cos is not None:
-            ordered = asked.causal or asked.window is not None
+            ordered = asked.causal or any(side is not None for side in asked.window or ())
             turned = [
                 asked.rotated(row, length - first + (i if ordered else 0))
                 for i, row in enumerate(x)

@@ -155,7 +155,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
             }
           }
           const math::RowTerms terms = terms_gmem[OWNS_KEYS ? column : row];
-          p = ptx::ex2_approx_ftz(fmaf(s, attention.exp2_scale, -terms.lse_log2));
+          const float exponent = fmaf(s, attention.exp2_scale, -terms.lse_log2);
+          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite. Not
+          // fminf: a NaN stays one.
+          p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
           ds = p * (dp - terms.delta) * slope;
         }
         shared[C::P_SMEM + row * C::P_PITCH + column] = p;

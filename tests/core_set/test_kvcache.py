@@ -91,6 +91,14 @@ def test_a_kernel_serves_a_call_as_the_reference_does(kernel: str, name: str) ->
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_queries_are_rotated_where_no_row_is_appended(kernel: str) -> None:
+    call = make([20, 45], nq=2, n_new=1, rotary=32, window=(None, None), dtype=BF16,
+                device=here.device)  # fmt: skip
+    call = call.with_options(**{name: call.options[name][:, :0] for name in ("k_new", "v_new")})
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
     ran: set[str] = set()
     dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))

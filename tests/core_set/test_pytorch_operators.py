@@ -369,3 +369,10 @@ def test_another_provider_is_active_again_afterwards() -> None:
     finally:
         torch_attention.restore_flash_attention_impl()
     assert _dispatch.forced() is None
+
+
+def test_torch_is_pytorchs_own_where_it_is_forced() -> None:
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16", heads=(2, 2))
+    with archflash.enabled(), archflash.force("ampere"):
+        archflash.attention(q, k, v, implementation="torch")
+    assert archflash.stats().served == {}

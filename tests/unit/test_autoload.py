@@ -19,7 +19,8 @@ print("archflash" in sys.modules, torch.nn.attention.current_flash_attention_imp
 
 
 @pytest.mark.parametrize(
-    ("value", "printed"), [(None, "False None"), ("0", "False None"), ("1", "True archflash")]
+    ("value", "printed"),
+    [(None, "False None"), ("0", "False None"), ("1", "True archflash"), ("yes", "False None")],
 )
 def test_torch_imports_archflash_where_it_is_asked_for(value: str | None, printed: str) -> None:
     pytest.importorskip("torch.nn.attention._registry", reason="this torch has no registry")

@@ -222,3 +222,26 @@ def test_a_traced_call_that_needs_gradients_has_to_name_its_kernel() -> None:
     traced = torch.compile(lambda x: archflash.attention(x, x, x), backend="eager")
     with archflash.force("simt"), pytest.raises(Exception, match="pass implementation='simt'"):
         traced(q)
+
+
+@pytest.mark.slow
+def test_a_compiled_call_gives_the_same_gradients() -> None:
+    q, k, v = (rand(1, 2, 5, 16, seed=seed, dtype=torch.float32) for seed in range(3))
+    out, lse = archflash.attention(q, k, v, return_lse=True)
+    strided = lse.mT.contiguous().mT  # which a kernel cannot read
+    given = (torch.ones_like(out), q.requires_grad_(), k, v, out, strided)
+    compiled = torch.compile(archflash.attention_backward, backend="aot_eager", fullgraph=True)
+    for one, other in zip(compiled(*given), archflash.attention_backward(*given), strict=True):
+        torch.testing.assert_close(one, other)
+        assert not one.requires_grad
+    # Dynamo's own exception has the words of the one that is raised while it traces.
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="deterministic=True under"):
+        compiled(*given, deterministic=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="dq is"):
+        compiled(*given, dq=torch.empty(q.shape, dtype=torch.float64))
+
+
+def test_float32_of_heads_that_share_one_of_k_goes_to_our_kernel() -> None:
+    q = torch.empty(1, 8, 64, 64, device="meta", requires_grad=True)
+    k = torch.empty(1, 2, 64, 64, device="meta")
+    assert archflash.explain(q, k, k, device="A100").chosen == "simt"

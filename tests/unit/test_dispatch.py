@@ -729,6 +729,8 @@ def test_on_9_0_few_queries_stay_with_pytorch_and_then_ampere() -> None:
     assert h200_call(nq=1, nk=8192, causal=True).chosen == "torch"
     assert h200_call(64, nq=16, nk=8192).chosen == "torch"
     assert h200_call(nq=1, nk=8192, return_lse=True).chosen == "ampere"
+    # What was measured there was measured without a split.
+    assert h200_call(nq=1, nk=8192, window=(4095, 0)).chosen == "torch"
 
 
 def test_on_9_0_small_problems_go_to_the_consumer_where_that_was_measured() -> None:

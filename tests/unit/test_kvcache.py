@@ -286,8 +286,9 @@ def test_check_says_which_value_is_out_of_range(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_a_compiled_call_writes_the_caches_and_gives_the_same_bits() -> None:
-    call = make([15, 17], page_size=16, n_new=2, nq=2, causal=True, rotary=16, dtype=BF16)
+@pytest.mark.parametrize("causal", [True, False])  # it says at which positions queries are rotated
+def test_a_compiled_call_writes_the_caches_and_gives_the_same_bits(causal: bool) -> None:
+    call = make([15, 17], page_size=16, n_new=2, nq=2, causal=causal, rotary=16, dtype=BF16)
     names = tuple(call.options)
 
     def step(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> Any:

@@ -36,7 +36,8 @@ def install(*, replace: bool = False) -> None:
     (FlashAttention-3) find the modules of this package, in this process.
 
     Call it before the code that imports them. What looks for an installed distribution of that
-    name, as transformers does for ``attn_implementation="flash_attention_2"``, is not affected.
+    name, as transformers does for ``attn_implementation="flash_attention_2"``, finds none. Some
+    versions of transformers 5 raise KeyError: 'flash_attn' then: import transformers first.
 
     Args:
         replace: also where a module of such a name was imported before; code that has taken
@@ -63,6 +64,12 @@ def install(*, replace: bool = False) -> None:
         )
     _hidden.update(others)
     sys.modules.update(_MODULES)
+    # Some versions of transformers 5 look a module up here without asking whether it is listed.
+    transformers = sys.modules.get("transformers.utils.import_utils")
+    distributions = getattr(transformers, "PACKAGE_DISTRIBUTION_MAPPING", None)
+    if isinstance(distributions, dict):
+        for name in ("flash_attn", "flash_attn_interface"):
+            distributions.setdefault(name, [])
 
 
 def uninstall() -> None:

@@ -43,8 +43,8 @@ def attend(
     """
     if deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise UnsupportedError(
-            "deterministic=True: the backward is PyTorch's and is not promised to give the same "
-            "bits; leave it at False"
+            "deterministic=True: PyTorch may compute the backward, which is not promised to give "
+            "the same bits; leave it at False"
         )
     result = attention(
         q,
@@ -106,22 +106,23 @@ def attend_to_cache(
             pages = 1 if page_table is None else page_table.shape[1]
             cache_seqlens = k_cache.shape[1] * pages
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    result = attention_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens=cache_seqlens,
-        page_table=page_table,
-        k_new=k_new,
-        scale=softmax_scale,
-        window=_window(window_size),
-        softcap=softcap or None,
-        num_splits=num_splits or None,
-        rotary_cos=rotary_cos,
-        rotary_interleaved=rotary_interleaved and rotary_cos is not None,
-        return_lse=want_lse,
-        **options,
-    )
+    with torch.no_grad():  # as flash-attn, whose result has no gradient
+        result = attention_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=cache_seqlens,
+            page_table=page_table,
+            k_new=k_new,
+            scale=softmax_scale,
+            window=_window(window_size),
+            softcap=softcap or None,
+            num_splits=num_splits or None,
+            rotary_cos=rotary_cos,
+            rotary_interleaved=rotary_interleaved and rotary_cos is not None,
+            return_lse=want_lse,
+            **options,
+        )
     if not want_lse:
         return result
     out, lse = result

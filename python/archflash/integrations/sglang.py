@@ -217,7 +217,7 @@ def _tensor(scale: Any, like: Tensor) -> Tensor | None:
     """A scale of the cache as float32 () on the device."""
     if scale is None or isinstance(scale, Tensor):
         return scale
-    return torch.tensor(float(scale), device=like.device)
+    return torch.full((), float(scale), dtype=torch.float32, device=like.device)
 
 
 def _allow_the_name() -> None:

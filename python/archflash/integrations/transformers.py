@@ -16,6 +16,7 @@ values.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ from transformers.masking_utils import (
 from archflash._api import attention
 from archflash._errors import UnsupportedError
 from archflash._sdpa import scaled_dot_product_attention
+
+if "q_length" not in inspect.signature(sdpa_mask).parameters:
+    raise ImportError("archflash.integrations.transformers needs transformers 5 or newer")
 
 NAME = "arch_attention"
 

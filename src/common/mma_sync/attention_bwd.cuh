@@ -103,13 +103,18 @@ __device__ __forceinline__ void weigh_backward(BlockScores<C>& s_rmem, BlockScor
         for (int i = 0; i < 2; ++i) {
           float& s = s_rmem[m][n][2 * r + i];
           const math::RowTerms terms = terms_of(m, n, r, i);
-          const float p = ptx::ex2_approx_ftz(fmaf(s, params.exp2_scale, -terms.lse_log2));
+          const float exponent = fmaf(s, params.exp2_scale, -terms.lse_log2);
+          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite. Not
+          // fminf: a NaN stays one.
+          const float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
           if constexpr (C::NEEDS_DP) {
             float& dp = dp_rmem[m][n][2 * r + i];
             dp = p * (dp - terms.delta);
-            // The derivative of c * tanh(x / c) is 1 - tanh(x / c)^2. Without a cap `uncap` is 0.
-            const float tanh = s * uncap;
-            dp *= fmaf(-tanh, tanh, 1.0f);
+            // The derivative of c * tanh(x / c) is 1 - tanh(x / c)^2.
+            if (capped) {
+              const float tanh = s * uncap;
+              dp *= fmaf(-tanh, tanh, 1.0f);
+            }
           }
           s = p;
         }

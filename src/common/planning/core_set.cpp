@@ -149,7 +149,7 @@ Reasons refusals(const Problem& problem, const Description& description,
     refuse.add("a rotary embedding with a cache of 8-bit numbers",
                "rotates 16-bit keys only; rotate q and k_new before the call");
   }
-  if (problem.n_new > 0 && problem.nq == 0)
+  if (problem.n_new > 0 && (problem.nq == 0 || problem.heads_q == 0))
     refuse.add("k_new without a query row", "appends beside query rows only; pass one");
   if (problem.mask != 0)
     refuse.add("attn_mask", "has causal and window masks only; drop attn_mask");

@@ -39,7 +39,7 @@ std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset) {
 }
 
 Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& kernel) {
-  if (problem.n_new == 0) return {};
+  if (problem.n_new == 0 && problem.rotary_dim == 0) return {};
   AppendParams params;
   init_params(problem, params);
   params.cache = kv_cache(problem);

@@ -137,7 +137,9 @@ Notes notes(const LaunchPlan& plan, const Notes& own) {
                                      "; a second kernel combines them");
   }
   lines.emplace_back("order", order_text(plan));
-  if (!plan.problem.varlen && tile.tiles * tile.splits * tile.v_slices <= MOST_TILES_TO_MODEL)
+  // The model cuts equal shares, and batch_invariant cuts them by position.
+  const bool modelled = !plan.problem.varlen && !plan.problem.batch_invariant;
+  if (modelled && tile.tiles * tile.splits * tile.v_slices <= MOST_TILES_TO_MODEL)
     lines.emplace_back("balance", balance_text(plan));
   Notes added;
   for (const auto& [name, text] : own) {

@@ -95,7 +95,8 @@ Reasons refuse_workspace(const Problem& problem, const std::string& folder, int6
           std::to_string(splits) + " shares of the keys: " + folder + " would need " +
           std::to_string(ceil_div(rows, (int64_t{1} << 30) / row)) +
           " GB for partial results and takes at most 4; call it for fewer rows or sequences at a "
-          "time, which changes no bit, or give max_seqlen_k"};
+          "time, which changes no bit" +
+          (problem.varlen && !problem.kv_cache ? ", or give max_seqlen_k" : "")};
 }
 
 void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_t share_keys,
