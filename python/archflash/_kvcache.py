@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _ops
+from archflash import _dispatch, _ops, _torch_cache
 from archflash._errors import UnsupportedError
 
 _always_check = os.environ.get("ARCHFLASH_CHECK") == "1"  # read once: a look takes a microsecond
@@ -170,7 +170,7 @@ def attention_with_kvcache(
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
         check_values(
             q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k, rotary_cos,
-            cu_seqlens_q, layout, causal or any(side is not None for side in window or ()),
+            cu_seqlens_q, layout, _torch_cache.orders_queries(causal, window),
         )  # fmt: skip
     forced = _forced() if implementation is None else implementation
     result = _native.attention(q, k_cache, v_cache, values, _is_grad_enabled(), forced)

@@ -28,6 +28,13 @@ class _Rows(NamedTuple):
     lengths: Tensor  # (B,) queries of each sequence
 
 
+def orders_queries(causal: bool, window: tuple[int | None, int | None] | None) -> bool:
+    """Whether the queries of a sequence have positions of their own, as a bounded mask needs them.
+    Otherwise a rotary embedding rotates all of them by the first one.
+    """
+    return causal or any(side is not None for side in window or ())
+
+
 def attention(
     q: Tensor,
     k_cache: Tensor,
@@ -86,7 +93,7 @@ def attention(
             at = position - first[:, None]
             new = (_rotated(new[0], at[..., None], *tables, rotary_interleaved), new[1])
             # Rows of a call without order among them all have the position of the first.
-            ordered = causal or any(side is not None for side in window or ())
+            ordered = orders_queries(causal, window)
             at = (lengths - first).clamp(min=0)
             at = torch.cat([at, at.new_zeros(1)])[rows.sequence] + (rows.row if ordered else 0)
             at = at[:, None] if packed else at[:, None, :] if swap else at[:, :, None]

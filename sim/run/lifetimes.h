@@ -30,7 +30,7 @@ class Lifetimes {
   // nothing else looks after; a bulk copy or a commit is looked after by its mbarrier.
   void note_use(Warp& warp, int lane, const Cta& other, const char* what, int agent, Clock clock,
                 uint64_t address = 0);
-  // The same for an access by the warp itself.
+  // note_use() for an access that the warp makes itself, now.
   void note_access(Warp& warp, int lane, const Cta& other, const char* what, uint64_t address);
 
   // Reports the uses that may come after the exit of the CTA that is used. Called when all CTAs

@@ -43,7 +43,7 @@ struct TmemUser {
   uint32_t pc = 0;
   uint64_t accumulator = 0;  // of a product: a number that identifies accumulator and shape
 
-  // Of an operation of the tensor pipe.
+  // What kind of operation of the tensor pipe this is, as PipeOrder tells them apart.
   PipeOrder::Kind kind() const {
     return by == By::Copy ? PipeOrder::COPY : by == By::Shift ? PipeOrder::SHIFT : accumulator;
   }

@@ -53,7 +53,7 @@ template <DType T>
 using D256Few      = FewRowsConfig<T, 256, 256,  32,  2,     false, 2>;
 // clang-format on
 
-// The same with a KV cache for K and V.
+// For few rows, where K and V are a KV cache in q's dtype.
 template <DType T>
 using D64Cache = mma_sync::CacheConfig<D64Few<T>>;
 template <DType T>
@@ -65,7 +65,7 @@ using D192Cache = mma_sync::CacheConfig<D192Few<T>>;
 template <DType T>
 using D256Cache = mma_sync::CacheConfig<D256Few<T>>;
 
-// The same where the cache has 8-bit numbers.
+// For few rows, where K and V are a KV cache of 8-bit numbers.
 template <DType T>
 using D64CacheFp8 = mma_sync::Fp8CacheConfig<D64Few<T>>;
 template <DType T>

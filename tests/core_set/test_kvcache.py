@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from archflash import reference
+
 from .. import kvcache_cases
 from ..kvcache_cases import CacheCall, make
 from .executors import executor
@@ -183,3 +185,6 @@ def test_what_points_outside_the_cache_is_neither_read_nor_written(
         for after, before in ((mine.k_cache, call.k_cache), (mine.v_cache, call.v_cache)):
             changed = after.view(torch.int16) != before.view(torch.int16)
             assert int(changed.flatten(2).any(-1).sum()) <= allowed
+        wanted = reference.appended(call.k_cache, call.v_cache, **mine.options)
+        kvcache_cases.assert_written_like(mine.k_cache, wanted[0])
+        kvcache_cases.assert_written_like(mine.v_cache, wanted[1])

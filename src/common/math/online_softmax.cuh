@@ -128,7 +128,7 @@ __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, const VisibleKeys
   }
 }
 
-// The same where a warp's rows do not follow one another: `rows` are this lane's two.
+// mask_scores() for a warp whose rows do not follow one another. rows: the two of this lane.
 template <class C>
 __device__ __forceinline__ void mask_rows(Scores<C>& s_rmem, const VisibleKeys& visible,
                                           const int (&rows)[2], int first_key) {

@@ -25,12 +25,12 @@ struct CtaContext {
   math::VisibleKeys visible;  // the keys that each row sees
 };
 
-// Of a kernel for few query rows.
+// What the CTA of a kernel for few query rows knows besides: how heads are packed into its tile.
 struct FewRowsContext : CtaContext {
   math::PackedHeads packed_heads;
 };
-// Of a kernel whose K and V are a cache. k_gmem and v_gmem are then the head's first row of the
-// whole cache, or without a page table of the sequence.
+// What the CTA of a kernel that reads a KV cache knows besides. k_gmem and v_gmem are then the
+// head's first row of the whole cache, or without a page table of the sequence.
 struct CacheContext : FewRowsContext {
   const int32_t* pages_gmem;   // pages of the sequence; null: its rows follow one another
   int first;                   // row of the sequence that is its first key
@@ -65,7 +65,7 @@ __device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& pa
           math::find_visible_keys(params, work)};
 }
 
-// The same for a cache, of which attention sees `rows` of the CTA's sequence.
+// make_cta_context() for a KV cache, of which attention sees `rows` of the CTA's sequence.
 template <class C>
 __device__ __forceinline__ CacheContext make_cache_context(const CacheParams& params,
                                                            const math::Work& work,
@@ -145,8 +145,8 @@ __device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* k
   }
 }
 
-// The same for a paged cache. Each lane looks up where one of its warp's rows lies, and the lanes
-// that copy that row ask it.
+// start_keys() for a paged KV cache. Each lane looks up where one of its warp's rows lies, and the
+// lanes that copy that row ask it.
 template <class C, class Tile>
 __device__ __forceinline__ void start_paged_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
                                                  int64_t page_stride, int64_t row_stride,
@@ -181,7 +181,7 @@ __device__ __forceinline__ void start_paged_keys(uint32_t tile_smem, const uint1
   }
 }
 
-// The same for a cache, whichever way it holds the sequence.
+// start_keys() for a KV cache, with pages or without.
 template <class C, class Tile>
 __device__ __forceinline__ void start_cached_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
                                                   int64_t page_stride, int64_t row_stride,

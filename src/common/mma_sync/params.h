@@ -29,7 +29,7 @@ struct CacheParams {
   Partials partials;
   math::PackedHeads packed_heads;
   KvCache cache;
-  // Of caches of 8-bit numbers.
+  // Used where the cache holds 8-bit numbers: what they are multiplied by, and their dtype.
   Descale k_descale, v_descale;
   DType cache_dtype;
 };

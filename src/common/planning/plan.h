@@ -41,7 +41,7 @@ enum class Operand : int32_t {
   LeftpadK,
   RotaryCos,
   RotarySin,
-  // Of attention_backward: read are DOut and DLse, beside the operands of the call.
+  // attention_backward reads DOut and DLse, beside the operands of the call, and writes the rest.
   DOut,
   DLse,
   DQ,
