@@ -120,6 +120,7 @@ def kind_of(case: Case) -> Kind | None:
         sequences=case.b,
         heads_q=case.hq,
         rows=case.b * case.nq,
+        keys=case.nk,
         d=case.d,
         dv=case.dv,
     )

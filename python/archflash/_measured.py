@@ -17,6 +17,7 @@ from archflash import _archflash as _native
 FILE = Path(__file__).with_name("_measured.json")
 
 FEW_QUERIES = 16  # query rows of a sequence up to which reading the keys takes most of the time
+FEW_KEYS = 128  # keys up to which a query row is read and written rather than computed
 SMALL_ROWS = 32768  # query rows of all heads; fewer do not keep the GPU full for long
 _HEAD_DIMS = (64, 128, 256)
 # Other dtypes leave no choice: only simt computes float32 exactly, and float64 has no kernel.
@@ -38,15 +39,18 @@ class Kind(NamedTuple):
             all heads and sequences) or "large".
         head_dim_up_to: the larger head dim is at most this, and above the next smaller such limit;
             256 for all if query_rows is "few".
+        keys: "few" (at most FEW_KEYS, as in cross-attention to a short text) or "many"; "many" for
+            all if query_rows is "few".
     """
 
     dtypes: str
     query_rows: str
     head_dim_up_to: int
+    keys: str
 
     @classmethod
     def of(
-        cls, dtype: str, *, sequences: int, heads_q: int, rows: int, d: int, dv: int
+        cls, dtype: str, *, sequences: int, heads_q: int, rows: int, keys: int, d: int, dv: int
     ) -> Kind | None:
         """The kind of a problem; None if it belongs to no kind.
 
@@ -55,6 +59,7 @@ class Kind(NamedTuple):
             sequences: the batch.
             heads_q: heads of q.
             rows: query rows of all sequences.
+            keys: keys of a sequence; of all sequences where they are packed.
             d: head dim of q and k.
             dv: head dim of v.
         """
@@ -62,9 +67,19 @@ class Kind(NamedTuple):
         if dtype not in _DTYPES or head_dim is None:
             return None
         if rows <= FEW_QUERIES * sequences:
-            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1])
+            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1], "many")
         size = "small" if heads_q * rows < SMALL_ROWS else "large"
-        return cls(_DTYPES[dtype], size, head_dim)
+        return cls(_DTYPES[dtype], size, head_dim, "few" if keys <= FEW_KEYS else "many")
+
+    def nearest(self) -> tuple[Kind, ...]:
+        """The kinds whose measurement stands for this one, the nearest first: itself, then those of
+        more keys, then those of more query rows.
+        """
+        sizes = ("small", "large") if self.query_rows == "small" else (self.query_rows,)
+        lengths = ("few", "many") if self.keys == "few" else ("many",)
+        return tuple(
+            self._replace(query_rows=size, keys=length) for size in sizes for length in lengths
+        )
 
 
 @dataclass(frozen=True)
@@ -123,12 +138,11 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
         sequences=problem.batch,
         heads_q=problem.heads_q,
         rows=problem.nq if problem.varlen else problem.batch * problem.nq,
+        keys=problem.nk,
         d=problem.d,
         dv=problem.dv,
     )
     if kind is None:
         return None
-    found = _table().get((capability, kind))
-    if found is None and kind.query_rows == "small":
-        found = _table().get((capability, kind._replace(query_rows="large")))
-    return found
+    found = (_table().get((capability, near)) for near in kind.nearest())
+    return next((measurement for measurement in found if measurement), None)

@@ -735,9 +735,9 @@ def test_the_ratio_is_of_what_dispatch_chooses_not_of_our_fastest_kernel(tmp_pat
     results.append_rows(
         tmp_path / "h200.csv",
         [
-            # On 9.0 dispatch gives small calls to blackwell_consumer, though ampere is faster here.
+            # On 9.0 dispatch gives small calls to hopper, though ampere is faster here.
             row(small, "ampere", 10.0),
-            row(small, "blackwell_consumer", 20.0),
+            row(small, "hopper", 20.0),
             row(small, "torch-flash", 40.0),
             # When this run was made, dispatch chose something else.
             row(small, "archflash", 80.0, features="chosen=archflash"),
@@ -749,27 +749,27 @@ def test_the_ratio_is_of_what_dispatch_chooses_not_of_our_fastest_kernel(tmp_pat
     )
     lines = report.make_table("h200/bf16", tmp_path).splitlines()
     (found,) = (line for line in lines if line.startswith(f"| {small.name} |"))
-    assert found.endswith("| blackwell_consumer | 2.00 (torch-flash) |")
+    assert found.endswith("| hopper | 2.00 (torch-flash) |")
     (found,) = (line for line in lines if line.startswith(f"| {decode.name} (GB/s) |"))
     assert found.endswith("| torch | 0.80 (torch-flash) |")
 
     lines = report.make_table("h200/plain", tmp_path).splitlines()
     assert lines[0].startswith("| case | a plain call runs | speed | best peer | its speed |")
     (found,) = (line for line in lines if line.startswith(f"| {small.name} |"))
-    assert re.search(r"\| blackwell_consumer \| \S+ \| torch-flash \| \S+ \| 2\.00 \|$", found)
+    assert re.search(r"\| hopper \| \S+ \| torch-flash \| \S+ \| 2\.00 \|$", found)
     (found,) = (line for line in lines if line.startswith(f"| {decode.name} (GB/s) |"))
     assert re.search(r"\| torch \| \S+ \| torch-flash \| \S+ \| 0\.80 \|$", found)
 
 
 def test_sustained_rows_have_a_table_and_a_column_of_their_own(tmp_path: Path) -> None:
     small = CASES["bf16 2x2 512 d64"]
-    rows = [row(small, "blackwell_consumer", 20.0), row(small, "torch-flash", 40.0)]
+    rows = [row(small, "hopper", 20.0), row(small, "torch-flash", 40.0)]
     results.append_rows(tmp_path / "h200.csv", rows)
     before = report.make_table("h200/plain", tmp_path)
     assert "ustained" not in before
     assert small.name in report.make_table("h200/sustained", tmp_path)
     slower = [
-        {**row(small, "blackwell_consumer", 30.0), "features": "sustained;power=650W"},
+        {**row(small, "hopper", 30.0), "features": "sustained;power=650W"},
         {**row(small, "fa3", 24.0), "features": "sustained;power=699W"},
         {**row(small, "archflash", 32.0), "features": "chosen=archflash;sustained;power=650W"},
     ]
@@ -780,9 +780,9 @@ def test_sustained_rows_have_a_table_and_a_column_of_their_own(tmp_path: Path) -
         (found,) = (text for text in lines if text.startswith(f"| {small.name} |"))
         return found
 
-    assert line("bf16").endswith("| blackwell_consumer | 2.00 (torch-flash) |")
+    assert line("bf16").endswith("| hopper | 2.00 (torch-flash) |")
     assert line("plain").endswith("| 2.00 | 0.80 (fa3) |")
-    assert line("sustained").endswith("| blackwell_consumer | 0.80 (fa3) |")
+    assert line("sustained").endswith("| hopper | 0.80 (fa3) |")
     table = report.make_table("h200/sustained", tmp_path)
     assert "650 to 699 W." in table.splitlines()[-1]
     assert "d64 c | unmeasured" in table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -275,6 +276,7 @@ def test_the_inputs_of_a_replay_make_exactly_the_plans_problem() -> None:
         wanted = make_problem(*tensors, **options)
         inputs = make_inputs(wanted.to_dict(), cpu)
         given = make_problem(inputs.q, inputs.k, inputs.v, **inputs.options)
+        assert set(inputs.options) <= set(inspect.signature(archflash.attention).parameters)
         # The output is a new tensor, so it need not be laid out as in the plan; all else must be.
         assert given.to_dict() | {"out": None} == wanted.to_dict() | {"out": None}
 

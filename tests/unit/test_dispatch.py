@@ -71,8 +71,10 @@ def code(name: str, capability: tuple[int, int]) -> str:
 
 
 def kernel_for_16_bits(capability: tuple[int, int]) -> str:
-    """Our first kernel. On 9.0 PyTorch comes before it if cuDNN serves the call."""
-    if capability[0] == 12 or capability == MEASURED:
+    """Our first kernel."""
+    if capability == MEASURED:
+        return HOPPER
+    if capability[0] == 12:
         return CONSUMER
     if capability[0] in (10, 11):
         return DC
@@ -84,7 +86,7 @@ def kernel_for_16_bits(capability: tuple[int, int]) -> str:
 def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, ...]:
     """The kernels on tensor cores, in the order in which dispatch asks them."""
     if capability == MEASURED:
-        return (CONSUMER, "ampere", "ada", DC, HOPPER)
+        return (HOPPER, CONSUMER, "ampere", "ada", DC)
     for_8_9 = capability == FP8_FROM
     return (DC, HOPPER, CONSUMER, *(("ada", "ampere") if for_8_9 else ("ampere", "ada")))
 
@@ -98,8 +100,8 @@ def why_not_blackwell_dc(capability: tuple[int, int]) -> list[str]:
 
 
 def why_not_hopper(capability: tuple[int, int]) -> list[str]:
-    """The reasons of hopper against any capability."""
-    if capability == (9, 0):
+    """The reasons of hopper against a capability where nothing was measured for it."""
+    if capability == MEASURED:
         return [f"compute capability 9.0: {HOPPER} serves it only when it is forced"]
     return [
         f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {HOPPER} is built "
@@ -189,15 +191,14 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
     assert decision.plan.code == code("simt", capability)
     assert decision.plan.device.capability == capability
     assert list(decision.reasons) == [DC, HOPPER, CONSUMER, "ada", "ampere", "torch"]
-    assert decision.reasons[HOPPER] == why_not_hopper(capability)
     assert decision.reasons["torch"] == ["simt is expected to be faster"]
     for name, majors, elsewhere in (
         (CONSUMER, (12,), why_not_the_consumer),
         (DC, (10, 11), why_not_blackwell_dc),
+        (HOPPER, (), why_not_hopper),
     ):
         if capability[0] in majors:
-            (said,) = decision.reasons[name]
-            assert said.startswith(f"dtype float32: {name} takes float16")
+            assert decision.reasons[name][0].startswith(f"dtype float32: {name} takes ")
         else:
             assert decision.reasons[name] == elsewhere(capability)
     if capability < FP8_FROM:
@@ -269,10 +270,9 @@ def test_16_bits_go_to_the_tensor_cores_with_the_tile_for_the_gpu(
         assert decision.reasons["ampere"] == [BEFORE_AMPERE]
         return
     name = kernel_for_16_bits(capability)
-    if capability != MEASURED:  # there PyTorch comes first
-        assert decision.chosen == name
-        assert decision.why == native.describe(name).summary
-    if name in (CONSUMER, DC):  # their tiles: test_blackwell_consumer_plans.py, ..._dc_plans.py
+    assert decision.chosen == name
+    assert decision.why.startswith(native.describe(name).summary)
+    if name in (CONSUMER, DC, HOPPER):  # test_*_plans.py have their tiles
         name = "ampere"
         decision = _dispatch.select(make_problem(q, q, v).as_if_on_cuda(), device, name)
         assert decision.chosen == name
@@ -303,7 +303,7 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
     faster = [f"{name} {'was measured' if capability == MEASURED else 'is expected'} to be faster"]
     reasons = {
         DC: why_not_blackwell_dc(capability),
-        HOPPER: why_not_hopper(capability),
+        HOPPER: [] if name == HOPPER else why_not_hopper(capability),
         CONSUMER: [] if name == CONSUMER else why_not_the_consumer(capability),
         "ada": [before_ada(capability)] if capability < FP8_FROM else faster,
         "ampere": faster,
@@ -312,6 +312,7 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
     }
     del reasons[name]
     if capability == MEASURED:  # a small problem
+        reasons[CONSUMER] = faster
         reasons["torch"] = [f"{name} was measured to be faster than PyTorch's cuDNN kernel"]
     elif capability[0] == 10:  # cuDNN uses what these have beyond mma.sync
         reasons["torch"] = [
@@ -352,7 +353,7 @@ def test_few_queries_go_to_the_kernel_that_splits_the_keys(dtype: torch.dtype, d
     assert "splits: 16 shares of the keys of each tile" in str(decision)
     assert "workspace: " in str(decision)
     assert list(decision.reasons)[-2:] == ["torch", "simt"]  # those that split keys come first
-    # hopper splits them too, and serves an H200 only when it is forced.
+    # On an H200 cuDNN, which splits them too, was measured to be faster.
     h200 = archflash.explain(q, k, k, device="H200")
     assert h200.chosen == "torch"
     assert h200.reasons[DC] == [
@@ -467,7 +468,7 @@ def test_pytorch_comes_before_the_cuda_cores_where_its_fused_kernels_reach(
     fused = first <= capability <= PYTORCH_ENDS
     kernels = kernels_for_16_bits(capability)
     if capability == MEASURED:
-        assert asked == (CONSUMER, "torch", "ampere", "ada", "simt", DC, HOPPER)
+        assert asked == (HOPPER, CONSUMER, "torch", "ampere", "ada", "simt", DC)
     else:
         assert asked == (*kernels, *(("torch", "simt") if fused else ("simt", "torch")))
 
@@ -566,8 +567,8 @@ def test_fp8_goes_to_the_kernel_for_the_gpu_from_8_9_on_and_to_torch_before(
         assert decision.reasons["ada"] == [f"{CONSUMER} is expected to be faster"]
         assert "its speed is unmeasured" in str(decision)
     elif capability == MEASURED and dtype == torch.float8_e4m3fn:
-        assert decision.chosen == CONSUMER
-        assert decision.reasons["ada"] == [f"{CONSUMER} was measured to be faster"]
+        assert decision.chosen == HOPPER
+        assert decision.reasons["ada"] == [f"{HOPPER} was measured to be faster"]
     elif capability >= FP8_FROM:
         assert decision.chosen == "ada"
         assert decision.plan is not None
@@ -683,13 +684,29 @@ def h200_call(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_on_9_0_pytorchs_cudnn_kernel_serves_what_it_can(d: int, causal: bool) -> None:
+def test_on_9_0_hopper_comes_before_pytorchs_cudnn_kernel(d: int, causal: bool) -> None:
     decision = h200_call(d, causal=causal)
-    assert decision.chosen == "torch"
+    assert decision.chosen == HOPPER
     assert not decision.fallback
-    assert decision.why.startswith("PyTorch's cuDNN kernel; the fastest measured of those that ")
+    assert "; the fastest measured of those that serve this call (run " in decision.why
     for name in (CONSUMER, "ampere", "ada", "simt"):
+        assert decision.reasons[name] == [f"{HOPPER} was measured to be faster"]
+    assert decision.reasons["torch"] == [
+        f"{HOPPER} was measured to be faster than PyTorch's cuDNN kernel"
+    ]
+
+
+def test_on_9_0_few_keys_stay_with_pytorchs_cudnn_kernel() -> None:
+    """Cross-attention to a short text, where cuDNN was measured to be faster."""
+    decision = h200_call(64, nq=4096, nk=77)
+    assert decision.chosen == "torch"
+    assert decision.why.startswith("PyTorch's cuDNN kernel; the fastest measured of those that ")
+    for name in (HOPPER, CONSUMER, "ampere", "ada", "simt"):
         assert decision.reasons[name] == ["PyTorch's cuDNN kernel was measured to be faster"]
+    # What it does not serve goes to hopper; so do more keys, and few query rows that are small.
+    assert h200_call(64, nq=4096, nk=77, return_lse=True).chosen == HOPPER
+    assert h200_call(64, nq=4096, nk=129).chosen == HOPPER
+    assert h200_call(64, batch=1, heads=2, nq=128, nk=128).chosen == HOPPER
 
 
 @pytest.mark.parametrize(
@@ -706,21 +723,21 @@ def test_on_9_0_pytorchs_cudnn_kernel_serves_what_it_can(d: int, causal: bool) -
     ids=str,
 )
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_on_9_0_the_consumer_serves_what_pytorch_has_no_plain_kernel_for(
+def test_on_9_0_hopper_serves_what_pytorch_has_no_plain_kernel_for(
     d: int, options: dict[str, Any]
 ) -> None:
     decision = h200_call(d, **options)
-    assert decision.chosen == CONSUMER
+    assert decision.chosen == HOPPER
     assert decision.plan is not None
     assert decision.plan.code == "sm_90a"
-    assert decision.reasons["ampere"] == [f"{CONSUMER} was measured to be faster"]
+    assert decision.reasons["ampere"] == [f"{HOPPER} was measured to be faster"]
 
 
-def test_on_9_0_packed_sequences_go_to_the_consumer_and_packed_decoding_to_ampere() -> None:
+def test_on_9_0_packed_sequences_go_to_hopper_and_packed_decoding_to_ampere() -> None:
     q = torch.empty(4000, 8, 128, dtype=torch.float16, device="meta")
     ends = torch.empty(5, dtype=torch.int32, device="meta")
     many = archflash.explain(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, device="H200")
-    assert many.chosen == CONSUMER
+    assert many.chosen == HOPPER
     rows = archflash.explain(q[:64], q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, device="H200")
     assert rows.chosen == "ampere"  # 16 rows of each sequence
 
@@ -729,30 +746,27 @@ def test_on_9_0_few_queries_stay_with_pytorch_and_then_ampere() -> None:
     assert h200_call(nq=1, nk=8192, causal=True).chosen == "torch"
     assert h200_call(64, nq=16, nk=8192).chosen == "torch"
     assert h200_call(nq=1, nk=8192, return_lse=True).chosen == "ampere"
-    # What was measured there was measured without a split.
-    assert h200_call(nq=1, nk=8192, window=(4095, 0)).chosen == "torch"
+    assert h200_call(nq=1, nk=8192, window=(4095, 0)).chosen == "ampere"
 
 
-def test_on_9_0_small_problems_go_to_the_consumer_where_that_was_measured() -> None:
+def test_on_9_0_small_problems_go_by_what_was_measured_for_them() -> None:
     decision = h200_call(64, batch=1, heads=12, nq=2048, causal=True)
-    assert decision.chosen == CONSUMER
-    assert decision.reasons["torch"] == [
-        f"{CONSUMER} was measured to be faster than PyTorch's cuDNN kernel"
-    ]
-    assert h200_call(128, batch=1, heads=12, nq=2048, causal=True).chosen == "torch"
+    assert decision.chosen == HOPPER
+    assert "1x12 2048 d64 c: hopper " in decision.why
+    assert h200_call(128, batch=1, heads=12, nq=2048, causal=True).chosen == HOPPER
 
 
-def test_on_9_0_a_pytorch_without_cudnn_first_comes_after_the_consumer(
+def test_on_9_0_a_pytorch_without_cudnn_first_comes_after_hopper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_torch, "cudnn_comes_first", lambda capability: False)
     for d in (64, 128, 256):
         decision = h200_call(d)
-        assert decision.chosen == CONSUMER
+        assert decision.chosen == HOPPER
         assert decision.reasons["torch"] == [
-            f"{CONSUMER} was measured to be faster than PyTorch's flash kernel"
+            f"{HOPPER} was measured to be faster than PyTorch's flash kernel"
         ]
-    assert h200_call(nq=1, nk=8192).chosen == "torch"
+    assert h200_call(nq=1, nk=8192).chosen == "ampere"
 
 
 def test_on_9_0_ampere_serves_where_tensor_maps_cannot_repeat_a_row() -> None:
@@ -779,17 +793,14 @@ def test_sdpa_with_equal_lengths_asks_for_no_offset(monkeypatch: pytest.MonkeyPa
 
 
 def test_explain_names_the_run_behind_a_measured_order() -> None:
-    torch_first = str(h200_call())
     assert re.search(
         r"chosen  torch: PyTorch's cuDNN kernel; the fastest measured of those that serve this "
-        r"call \(run \S+-h200-\S+, NVIDIA H200, fp16 16x16 8192 d128: torch-cudnn \d+, "
-        r"blackwell_consumer \d+, ampere \d+, ada \d+ TFLOP/s\)",
-        torch_first,
+        r"call \(run \S+-h200-\S+, NVIDIA H200, bf16 2x16 4096x77 d64: torch-cudnn \d+, "
+        r"hopper \d+, torch-flash \d+, blackwell_consumer \d+ TFLOP/s\)",
+        str(h200_call(64, nq=4096, nk=77)),
     )
-    summary = native.describe(CONSUMER).summary
-    assert f"chosen  {CONSUMER}: {summary}; the fastest measured of those" in str(
-        h200_call(return_lse=True)
-    )
+    summary = native.describe(HOPPER).summary
+    assert f"chosen  {HOPPER}: {summary}; the fastest measured of those" in str(h200_call())
 
 
 @pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c != MEASURED], ids=dotted)
@@ -1140,8 +1151,8 @@ def test_a_new_problem_that_pytorch_serves_faster_makes_one_plan(
     planned: list[str] = []
     plan = native.plan
     monkeypatch.setattr(native, "plan", lambda name, *of: planned.append(name) or plan(name, *of))
-    assert _dispatch.decide(problem(torch.float16, nq=4096, nk=4096), 0, None) is None
-    assert planned == [DC, CONSUMER]  # the consumer could serve it, so PyTorch is no fallback
+    assert _dispatch.decide(problem(torch.float16, nq=4096, nk=77), 0, None) is None
+    assert planned == [DC, HOPPER]  # hopper could serve it, so PyTorch is no fallback
 
 
 @pytest.mark.usefixtures("on_an_a100")

@@ -48,11 +48,11 @@ def test_an_h200_gets_the_large_and_the_few_row_kernels() -> None:
         assert {f"ampere_attention_fwd_{word}_{size}" for size in sizes} <= names
 
 
-def test_hopper_brings_its_tiles_and_what_combines_shares_where_it_is_forced() -> None:
-    assert not any(name.startswith("hopper_") for name in loaded("H200", [HALF], [(64, 64)]))
+def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
+    own = {f"hopper_attention_fwd_f16_d64_{size}" for size in SIZES}
+    assert own <= loaded("H200", [HALF], [(64, 64)])
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
-    forward = {f"hopper_attention_fwd_f16_d64_{size}" for size in SIZES}
-    assert names == forward | {"hopper_combine_f16"}
+    assert names == own | {"hopper_combine_f16"}
 
 
 def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares() -> None:
@@ -64,8 +64,8 @@ def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares() -> None:
 
 def test_fp8_brings_every_kernel_of_the_quantiser_along() -> None:
     names = loaded("H200", [E4M3], [(128, 128)])
-    consumer = {f"blackwell_consumer_attention_fwd_e4m3_d128_{rows}" for rows in ("few", "large")}
-    assert names == {"ada_attention_fwd_e4m3_d128"} | consumer | kernels_built("quantize/quantize")
+    hopper = {"hopper_attention_fwd_e4m3_d128", "hopper_transpose_v"}
+    assert names == {"ada_attention_fwd_e4m3_d128"} | hopper | kernels_built("quantize/quantize")
 
 
 def test_nothing_is_loaded_where_pytorch_serves_every_call() -> None:
