@@ -313,7 +313,9 @@ def check(out: Tensor, ref: Tensor, base: Tensor) -> ErrorReport:
     """Compares an output with the float64 reference by the error rule.
 
     The rule: ``max|out - ref| <= 2 * max|base - ref| + 2 ulp`` of the output dtype at ``max|ref|``,
-    the same for the means, and NaN and infinities exactly where the reference has them.
+    the same for the means, and NaN and infinities exactly where the reference has them. For float32
+    it is 4 ulp: there the baseline's own error is of some ulp, and another on each processor,
+    because libraries sum in different orders.
 
     Args:
         out: the output to judge, any floating-point dtype.
@@ -336,8 +338,9 @@ def check(out: Tensor, ref: Tensor, base: Tensor) -> ErrorReport:
     # count.
     base_error = (base.double() - ref).abs()[finite & base.isfinite()]
     size = ref.abs()[finite]
-    bound = 2 * _max(base_error) + 2 * _ulp(_max(size), out.dtype)
-    mean_bound = 2 * _mean(base_error) + 2 * _ulp(_mean(size), out.dtype)
+    ulps = 4 if out.dtype == torch.float32 else 2
+    bound = 2 * _max(base_error) + ulps * _ulp(_max(size), out.dtype)
+    mean_bound = 2 * _mean(base_error) + ulps * _ulp(_mean(size), out.dtype)
     return _report(out, ref, bound, mean_bound)
 
 

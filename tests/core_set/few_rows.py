@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -89,6 +89,15 @@ FEW_ROWS = {
         },
     ),
 }
+if on.name == "gpu" and archflash.explain(*on.qkv(1, 1)).device.capability == (9, 0):
+    # With 227 KB of shared memory ada has another kernel for head dimension 64, and two CTAs of
+    # blackwell_consumer's larger tile share an SM at 256.
+    roomy = {"d64_few_large": ((64, 64), 128)} | FEW_ROWS["ada"].kernels
+    del roomy["d64_few"]
+    FEW_ROWS["ada"] = replace(FEW_ROWS["ada"], kernels=roomy)
+    FEW_ROWS["blackwell_consumer"] = replace(
+        FEW_ROWS["blackwell_consumer"], only_if_it_pays=("d256_few",)
+    )
 # Those with code for this executor, and each with its kernels.
 NAMES = [name for name in FEW_ROWS if name in on.kernels("num_splits")]
 KERNELS = [(name, kernel) for name in NAMES for kernel in FEW_ROWS[name].kernels]

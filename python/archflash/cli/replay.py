@@ -117,7 +117,11 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
         "scale": problem["scale"],
         "softcap": problem["softcap"] or None,
         "window": (problem["window_left"], None if problem["causal"] else problem["window_right"]),
-        **{name: bool(problem[field]) for name, field in _options.FLAG_FIELDS.items()},
+        **{
+            name: bool(problem[field])
+            for name, field in _options.FLAG_FIELDS.items()
+            if name in _options.OF_ATTENTION
+        },
     }
     if problem["q_offset_tensor"]:
         default = problem["nk"] - problem["nq"] if not problem["varlen"] else 0
