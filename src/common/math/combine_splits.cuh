@@ -36,6 +36,7 @@ template <DType OUT>
 __device__ __forceinline__ void combine_splits(const CombineParams& params) {
   constexpr int COLUMNS = 4;                 // neighbouring columns of a lane
   constexpr int STEPS = 256 / 32 / COLUMNS;  // enough for dv = 256
+  constexpr int AT_ONCE = 16 / STEPS;        // shares whose outputs are loaded together
   const AttentionParams& attention = params.attention;
   const Partials& partials = params.partials;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * COMBINE_WARPS + threadIdx.x / 32;
@@ -64,19 +65,32 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
     const float of_lane = end.sum == 0.0f ? 0.0f : ptx::ex2_approx_ftz(end.base - base);
     sum = fmaf(end.sum, of_lane, sum);
     const unsigned seen = __ballot_sync(ALL_LANES, end.sum != 0.0f);
-#pragma unroll 4
-    for (int i = 0; i < min(32, splits - first); ++i) {
-      const float weight = __shfl_sync(ALL_LANES, of_lane, i);
-      if ((seen >> i & 1) == 0) continue;
-      const int64_t start = partials.index(first + i, row) * attention.dv;
+    // The loads of AT_ONCE shares are under way together: there are few warps to hide their latency.
+#pragma unroll 1
+    for (int i = 0; i < min(32, splits - first); i += AT_ONCE) {
+      float4 x_rmem[AT_ONCE][STEPS] = {};
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const int column = COLUMNS * (lane + 32 * step);
-        if (column >= attention.dv) continue;
-        const float4 x = *reinterpret_cast<const float4*>(partials.rows_gmem + start + column);
-        float4& o = o_rmem[step];
-        o = {fmaf(x.x, weight, o.x), fmaf(x.y, weight, o.y), fmaf(x.z, weight, o.z),
-             fmaf(x.w, weight, o.w)};
+      for (int j = 0; j < AT_ONCE; ++j) {
+        // A share in which the row sees no key has left no outputs.
+        if ((seen >> (i + j) & 1) == 0) continue;
+        const float* share = partials.rows_gmem + partials.index(first + i + j, row) * attention.dv;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+          const int column = COLUMNS * (lane + 32 * step);
+          if (column < attention.dv)
+            x_rmem[j][step] = *reinterpret_cast<const float4*>(share + column);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const float weight = __shfl_sync(ALL_LANES, of_lane, i + j);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+          const float4 x = x_rmem[j][step];
+          float4& o = o_rmem[step];
+          o = {fmaf(x.x, weight, o.x), fmaf(x.y, weight, o.y), fmaf(x.z, weight, o.z),
+               fmaf(x.w, weight, o.w)};
+        }
       }
     }
   }
