@@ -104,7 +104,7 @@ struct Config {
 template <DType T>
 using D64Large   = Config<T,  64,  64,  4,      64,  3,      2>;
 template <DType T>
-using D64Medium  = Config<T,  64,  64,  3,      96,  3,      2>;
+using D64Medium  = Config<T,  64,  64,  3,     128,  3,      2>;
 template <DType T>
 using D64Few     = Config<T,  64,  64,  1,     128,  3,      1,      2,     false,  true>;
 template <DType T>
@@ -138,7 +138,9 @@ constexpr int TRANSPOSE_THREADS = 256;
 //                                  head_dim    warp-  block         Q       CTAs     in             slices
 //                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V
 template <DType T>
-using Fp8D64        = Config<T,  64,  64,  3,      64,  4,      2>;
+using Fp8D64        = Config<T,  64,  64,  2,     128,  4,      2>;
+template <DType T>
+using Fp8D64Blocks  = Config<T,  64,  64,  3,      64,  4,      2>;
 template <DType T>
 using Fp8D128       = Config<T, 128, 128,  2,     128,  4,      2,      1,       true>;
 template <DType T>

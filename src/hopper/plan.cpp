@@ -69,7 +69,7 @@ constexpr Tile TILES[] = {
                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 2.5},
                                "4 warpgroups of 64 rows, 64 keys at a time"),
     tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1.5},
-                                "fewer tiles of unequal length: 3 warpgroups, 96 keys at a time"),
+                                "fewer tiles of unequal length: 3 warpgroups, 128 keys at a time"),
     tile<D64Few<DType::F16>>("d64_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
     tile<D96Large<DType::F16>>("d96_large",
                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
@@ -90,21 +90,21 @@ constexpr Tile TILES[] = {
 };
 
 constexpr Tile FP8_TILES[] = {
-    tile<Fp8D64<DType::E4M3>>("d64", {}, "3 warpgroups of 64 rows, 64 keys at a time"),
+    tile<Fp8D64<DType::E4M3>>("d64", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
     tile<Fp8D128<DType::E4M3>>(
         "d128", {}, "2 warpgroups of 64 rows that multiply in turns, 128 keys at a time"),
     tile<Fp8D192<DType::E4M3>>(
         "d192", {}, "2 warpgroups of 64 rows that multiply in turns, 128 keys at a time"),
-    tile<Fp8D256<DType::E4M3>>("d256", {}, "128 columns of V for a CTA; its speed is unmeasured"),
+    tile<Fp8D256<DType::E4M3>>("d256", {}, "two CTAs share the columns of V"),
 };
 // For descales of k or v by blocks of 64 keys.
 constexpr Tile FP8_BLOCK_TILES[] = {
-    tile<Fp8D64<DType::E4M3>>("d64", {}, "64 keys at a time share their descales"),
+    tile<Fp8D64Blocks<DType::E4M3>>("d64_blocks", {}, "64 keys at a time share their descales"),
     tile<Fp8D128Blocks<DType::E4M3>>("d128_blocks", {}, "64 keys at a time share their descales"),
     tile<Fp8D192Blocks<DType::E4M3>>("d192_blocks", {}, "64 keys at a time share their descales"),
     tile<Fp8D256Blocks<DType::E4M3>>(
         "d256_blocks", {},
-        "64 keys at a time share their descales, 128 columns of V for a CTA; its speed is "
+        "64 keys at a time share their descales, two CTAs the columns of V; its speed is "
         "unmeasured"),
 };
 

@@ -188,3 +188,18 @@ def test_what_points_outside_the_cache_is_neither_read_nor_written(
         wanted = reference.appended(call.k_cache, call.v_cache, **mine.options)
         kvcache_cases.assert_written_like(mine.k_cache, wanted[0])
         kvcache_cases.assert_written_like(mine.v_cache, wanted[1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_number_of_8_bits_is_converted_exactly(
+    kernel: str, cache_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """With one key the output is its row of V; infinities and NaN stay in their columns."""
+    call = make([1], d=256, heads=(1, 1), capacity=1, dtype=dtype, cache_dtype=cache_dtype,
+                device=here.device)  # fmt: skip
+    every = torch.arange(256, dtype=torch.uint8).view(cache_dtype).to(here.device)
+    call.v_cache[0, 0, 0] = every
+    out, _, _ = here.attend_with_kvcache(kernel, call.copied())
+    torch.testing.assert_close(out[0, 0, 0], every.to(dtype), rtol=0, atol=0, equal_nan=True)

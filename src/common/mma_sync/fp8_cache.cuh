@@ -12,13 +12,35 @@
 
 namespace archflash::mma_sync {
 
-// The 16-byte chunks of a block of keys of COLUMNS 8-bit columns: chunk number `index` is one of
-// row index / CHUNKS.
+// A 16-byte chunk of a block of keys of COLUMNS 8-bit columns. Chunks lie in shared memory in the
+// order of their numbers, of which thread t has t, t + THREADS and so on. Eight neighbours are four
+// chunks of two rows, so that the 16-bit halves that they store lie in different banks.
 template <class C, int COLUMNS>
-struct RawChunks {
-  static constexpr int CHUNKS = COLUMNS / 16;
+struct RawChunk {
+  static constexpr unsigned CHUNKS = COLUMNS / 16;  // of a row
   static constexpr int PER_THREAD = C::BLOCK_K * CHUNKS / C::THREADS;
   static_assert(COLUMNS % 16 == 0 && C::BLOCK_K * CHUNKS % C::THREADS == 0);
+
+  unsigned row, column;  // the column in chunks
+
+  // Number `i` of a thread's own.
+  __device__ __forceinline__ RawChunk(unsigned thread, unsigned i) {
+    // Where a round of all threads ends with a row, only the row differs from round to round.
+    constexpr bool WHOLE_ROWS = C::THREADS % (2 * CHUNKS) == 0;
+    const unsigned number = WHOLE_ROWS ? thread : thread + i * C::THREADS;
+    if constexpr (CHUNKS % 4 == 0) {
+      const unsigned place = number % (2 * CHUNKS);
+      row = number / (2 * CHUNKS) * 2 + place / 4 % 2;
+      column = place / 8 * 4 + place % 4;
+    } else {
+      row = number / CHUNKS;
+      column = number % CHUNKS;
+    }
+    if constexpr (WHOLE_ROWS) row += i * (C::THREADS / CHUNKS);
+  }
+  __device__ __forceinline__ static unsigned raw_offset(unsigned thread, unsigned i) {
+    return (thread + i * C::THREADS) * 16;
+  }
 };
 
 // Starts the copy of BLOCK_K rows of K or V from `key` on, `columns` columns of each. Rows from nk
@@ -27,13 +49,13 @@ template <class C, int COLUMNS>
 __device__ __forceinline__ void start_raw_keys(uint32_t raw_smem, const void* keys_gmem,
                                                int64_t page_stride, int64_t row_stride, int columns,
                                                int key, const CacheContext& cta) {
-  using Raw = RawChunks<C, COLUMNS>;
+  using Chunk = RawChunk<C, COLUMNS>;
   const char* first = static_cast<const char*>(keys_gmem);
-  const int thread = ptx::mov_tid_x_volatile();
+  const unsigned thread = ptx::mov_tid_x_volatile();
 #pragma unroll
-  for (int i = 0; i < Raw::PER_THREAD; ++i) {
-    const int index = thread + i * C::THREADS;
-    const int row = key + index / Raw::CHUNKS, column = index % Raw::CHUNKS * 16;
+  for (int i = 0; i < Chunk::PER_THREAD; ++i) {
+    const Chunk own(thread, i);
+    const int row = key + static_cast<int>(own.row), column = own.column * 16;
     if (column >= columns) continue;
     const bool valid = row < cta.visible.nk;
     const char* source = first;
@@ -41,34 +63,45 @@ __device__ __forceinline__ void start_raw_keys(uint32_t raw_smem, const void* ke
       source += column + (cta.pages_gmem == nullptr ? row * row_stride
                                                     : cta.offset(row, page_stride, row_stride));
     }
-    ptx::cp_async_cg_16(raw_smem + index * 16, source, valid ? 16 : 0);
+    ptx::cp_async_cg_16(raw_smem + Chunk::raw_offset(thread, i), source, valid ? 16 : 0);
   }
 }
 
 // Converts what this thread has copied. `raw` and `tile` are in shared memory.
 template <class C, class Tile, int COLUMNS>
 __device__ __forceinline__ void convert_keys(unsigned char* tile, const unsigned char* raw,
-                                             int columns, const math::Fp8Format& format) {
-  using Raw = RawChunks<C, COLUMNS>;
-  const int thread = ptx::mov_tid_x_volatile();
+                                             int columns,
+                                             const math::Fp8Format<C::DTYPE>& format) {
+  using Chunk = RawChunk<C, COLUMNS>;
+  const unsigned thread = ptx::mov_tid_x_volatile();
+  uint32_t special = 0;
 #pragma unroll
-  for (int i = 0; i < Raw::PER_THREAD; ++i) {
-    const int index = thread + i * C::THREADS;
-    const int row = index / Raw::CHUNKS, chunk = index % Raw::CHUNKS;
-    if (chunk * 16 >= columns) continue;
-    const uint4 bytes = *reinterpret_cast<const uint4*>(raw + index * 16);
-    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+  for (int i = 0; i < Chunk::PER_THREAD; ++i) {
+    const Chunk own(thread, i);
+    if (static_cast<int>(own.column) * 16 >= columns) continue;
+    const uint4 bytes = *reinterpret_cast<const uint4*>(raw + Chunk::raw_offset(thread, i));
+    special |= format.find_special(bytes.x) | format.find_special(bytes.y) |
+               format.find_special(bytes.z) | format.find_special(bytes.w);
+    const uint2 quarters[4] = {format.convert(bytes.x), format.convert(bytes.y),
+                               format.convert(bytes.z), format.convert(bytes.w)};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        const uint32_t word = words[2 * half + pair / 2];
-        pairs[pair] = format.to_16_bits<C::DTYPE>(pair % 2 == 0 ? word : word >> 16);
-      }
-      *reinterpret_cast<uint4*>(tile + Tile::offset(row, 2 * chunk + half)) =
-          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      const uint2 first = quarters[2 * half], second = quarters[2 * half + 1];
+      *reinterpret_cast<uint4*>(tile + Tile::offset(own.row, 2 * own.column + half)) =
+          make_uint4(first.x, first.y, second.x, second.y);
     }
+  }
+  if (!format.any_special(special)) return;
+  // Some number is infinity or NaN, which is rare: all are converted once more, slowly.
+#pragma unroll 1
+  for (int i = 0; i < 4 * Chunk::PER_THREAD; ++i) {
+    const int quarter = i % 4;
+    const Chunk own(thread, i / 4);
+    if (static_cast<int>(own.column) * 16 >= columns) continue;
+    const uint32_t bytes = *reinterpret_cast<const uint32_t*>(
+        raw + Chunk::raw_offset(thread, i / 4) + quarter * 4);
+    *reinterpret_cast<uint2*>(tile + Tile::offset(own.row, 2 * own.column + quarter / 2) +
+                              quarter % 2 * 8) = format.convert_any(bytes);
   }
 }
 

@@ -165,7 +165,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
     __syncthreads();
     if constexpr (C::FP8_CACHE) {
       extern __shared__ __align__(128) unsigned char shared[];
-      const math::Fp8Format format(cache_dtype);
+      const math::Fp8Format<C::DTYPE> format(cache_dtype);
       convert_keys<C, QKTile, C::HEAD_DIM>(shared + C::K_SMEM, shared + C::K_RAW_SMEM, params.d,
                                            format);
       convert_keys<C, VTile, C::HEAD_DIM_V>(shared + C::V_SMEM, shared + C::V_RAW_SMEM, params.dv,

@@ -6,6 +6,7 @@ using namespace archflash::hopper;
 
 ARCHFLASH_HOPPER_TRANSPOSE_KERNEL(hopper_transpose_v)
 ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d64, Fp8D64<DType::E4M3>)
+ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d64_blocks, Fp8D64Blocks<DType::E4M3>)
 ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d128, Fp8D128<DType::E4M3>)
 ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d128_blocks, Fp8D128Blocks<DType::E4M3>)
 ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d192, Fp8D192<DType::E4M3>)
