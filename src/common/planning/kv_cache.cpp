@@ -57,7 +57,8 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
     params.rotary_rows = static_cast<int32_t>(std::min<int64_t>(problem.rotary_rows, INT32_MAX));
     params.rotary_dtype = static_cast<DType>(problem.rotary_dtype - 1);
     params.interleaved = problem.rotary_interleaved;
-    params.ordered = problem.window_left != UNBOUNDED || problem.window_right != UNBOUNDED ? 1 : 0;
+    const bool windowed = problem.window_left != UNBOUNDED || problem.window_right != UNBOUNDED;
+    params.ordered = windowed || problem.attention_chunk > 0 ? 1 : 0;
   }
   const int64_t ctas = ceil_div(2 * params.new_rows + params.q_rows, APPEND_WARPS);
   if (ctas > GRID_LIMIT) return grid_too_large(ctas);
@@ -121,6 +122,8 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   params.partials.splits = 1;
   params.packed_heads = core::packed_heads(tile);
   params.cache = core::kv_cache(problem);
+  constexpr int64_t LARGEST_CHUNK = int64_t{1} << 30;  // more than there are positions
+  params.attention_chunk = static_cast<int32_t>(std::min(problem.attention_chunk, LARGEST_CHUNK));
   const bool fp8 = is_fp8(problem.kv_dtype);
   if (fp8) {
     const Descales descales = core::descales(problem);
