@@ -83,6 +83,14 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         cache_dtype=torch.float8_e4m3fn, v_descale=here.tensor([[0.5, 2.0], [1.0, 0.25]]),
         window=(9, 3), device=here.device,
     ),
+    "e4m3-page-7-rotary": lambda: make(
+        [15, 70], page_size=7, n_new=3, nq=3, causal=True, rotary=48, dtype=BF16,
+        cache_dtype=torch.float8_e4m3fn, k_descale=here.tensor(0.5), device=here.device,
+    ),
+    "e5m2-rotary-interleaved-leftpad": lambda: make(
+        [15, 70], leftpad=[2, 0], n_new=2, rotary=64, rotary_interleaved=True, dtype=F16,
+        cache_dtype=torch.float8_e5m2, device=here.device,
+    ),
     "chunks-page-16-many-rows": lambda: make(
         [15, 140, 97], page_size=16, capacity=144, nq=70, heads=(2, 1), attention_chunk=50,
         causal=True, dtype=BF16, device=here.device,
@@ -124,6 +132,35 @@ def test_queries_are_rotated_where_no_row_is_appended(kernel: str) -> None:
                 device=here.device)  # fmt: skip
     call = call.with_options(**{name: call.options[name][:, :0] for name in ("k_new", "v_new")})
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_number_of_8_bits_is_rotated_and_rounded(kernel: str, dtype: torch.dtype) -> None:
+    """By 0 degrees each number stays as it is; by 30 degrees each is rounded as PyTorch rounds it,
+    and one that is too large becomes the largest.
+    """
+    numbers = torch.arange(256, dtype=torch.uint8, device=here.device).view(dtype)
+    k_new = numbers.reshape(1, 1, 1, 256)
+    cache = torch.zeros(1, 8, 1, 256, device=here.device).to(dtype)
+    q = torch.zeros(1, 1, 1, 256, dtype=BF16, device=here.device)
+    largest = torch.finfo(dtype).max
+    for degrees in (0, 30):
+        angle = torch.full((1, 128), degrees * torch.pi / 180, device=here.device)
+        call = CacheCall(
+            q, cache, cache,
+            {"cache_seqlens": here.int32(0), "k_new": k_new, "v_new": k_new,
+             "rotary_cos": angle.cos(), "rotary_sin": angle.sin()},
+        ).copied()  # fmt: skip
+        here.attend_with_kvcache(kernel, call)
+        x, y = numbers.float().chunk(2)
+        cos, sin = angle[0].cos(), angle[0].sin()
+        want = torch.cat([x * cos - y * sin, x * sin + y * cos]).clamp(-largest, largest).to(dtype)
+        got = call.k_cache[0, 0, 0]
+        finite = (x.isfinite() & y.isfinite()).repeat(2)
+        assert torch.equal(got.float()[finite], want.float()[finite])
+        if degrees == 0:
+            assert torch.equal(got.float()[finite], numbers.float()[finite])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,6 +1,6 @@
-// Converts 8-bit floating point numbers to fp16 or bf16 by integer operations and products in fp32,
-// on GPUs without an instruction for it (below 8.9). The result is exact: both types hold every
-// number of e4m3 and e5m2.
+// Converts 8-bit floating point numbers to fp16 or bf16, and fp32 to 8 bits, by integer operations
+// and products in fp32, on GPUs without an instruction for it (below 8.9). The former is exact:
+// both types hold every number of e4m3 and e5m2.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,16 @@ struct Fp8Format {
     const uint32_t number =
         magnitude >= special ? bits | EXPONENT : __float_as_uint(__uint_as_float(bits) * unbias);
     return __uint_as_float(number | (byte & 0x80) << 24);
+  }
+
+  // The nearest number, of two the even one; what is too large becomes the largest.
+  __device__ __forceinline__ uint8_t from_float(float x) const {
+    constexpr uint32_t NOT_A_NUMBER = 0x7F;
+    const uint32_t sign = __float_as_uint(x) >> 24 & 0x80;
+    const uint32_t bits = __float_as_uint(fabsf(x) * (1.0f / unbias));
+    const uint32_t nearest = (bits + (1u << (shift - 1)) - 1 + (bits >> shift & 1)) >> shift;
+    const uint32_t magnitude = x == x ? min(nearest, special - 1) : NOT_A_NUMBER;
+    return static_cast<uint8_t>(sign | magnitude);
   }
 
   // The two low bytes of `bytes`, packed.

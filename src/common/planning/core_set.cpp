@@ -159,10 +159,6 @@ Reasons refusals(const Problem& problem, const Description& description,
                    " for q of dtype " + dtype_name(problem.dtype),
                "takes a cache of q's dtype; convert one of them");
   }
-  if (fp8_cache && problem.rotary_dim > 0) {
-    refuse.add("a rotary embedding with a cache of 8-bit numbers",
-               "rotates 16-bit keys only; rotate q and k_new before the call");
-  }
   if (problem.n_new > 0 && (problem.nq == 0 || problem.heads_q == 0))
     refuse.add("k_new without a query row", "appends beside query rows only; pass one");
   if (problem.mask != 0)

@@ -49,6 +49,7 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
   params.v_new_row = problem.v_new.row;
   params.heads_kv = static_cast<int32_t>(problem.heads_kv);
   params.new_rows = problem.batch * problem.n_new * problem.heads_kv;
+  params.cache_dtype = problem.kv_dtype;
   const bool rotates = problem.rotary_dim > 0;
   const int64_t rows_of_q = (problem.varlen ? 1 : problem.batch) * problem.nq;
   if (rotates) {
