@@ -104,16 +104,19 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         device=here.device,
     ),
     "qv-page-64-causal-splits-sinks": lambda: make(
-        [100, 0, 130], nq=2, page_size=64, capacity=192, heads=(3, 1), d=64, dv=512, qv=True,
-        causal=True, num_splits=2, sinks=torch.tensor([0.5, -1, 2], device=here.device),
+        [100, 0, 130], nq=2, page_size=64, capacity=192, heads=(11, 1), d=64, dv=512, qv=True,
+        causal=True, num_splits=2, sinks=torch.linspace(-1, 2, 11, device=here.device),
         dtype=BF16, device=here.device,
+    ),
+    "qv-huge-scores": lambda: make(
+        [70, 40], heads=(16, 1), d=64, dv=512, qv=True, scale=1e7, dtype=F16, device=here.device,
     ),
     "qv-contiguous-leftpad-softcap-chunks": lambda: make(
         [70, 33], nq=20, heads=(8, 2), d=64, dv=512, qv=True, leftpad=[3, 32], softcap=4.0,
         attention_chunk=40, layout="bhnd", dtype=F16, device=here.device,
     ),
     "qv-page-5-rotary-packed-queries": lambda: make(
-        [94, 9], page_size=5, q_lengths=[2, 5], n_new=2, rotary=64, causal=True, heads=(66, 1),
+        [94, 9], page_size=5, q_lengths=[2, 5], n_new=2, rotary=64, causal=True, heads=(18, 1),
         d=64, dv=512, qv=True, window=(70, 0), dtype=BF16, device=here.device,
     ),
 }  # fmt: skip

@@ -408,6 +408,33 @@ def test_a_compiled_call_writes_the_caches_and_gives_the_same_bits(causal: bool)
     assert not torch.equal(compiled.k_cache.nan_to_num(), call.k_cache.nan_to_num())
 
 
+@pytest.mark.slow
+def test_a_compiled_call_writes_a_latent_cache() -> None:
+    call = make(
+        [15, 17],
+        page_size=16,
+        n_new=2,
+        nq=2,
+        causal=True,
+        heads=(4, 1),
+        d=40,
+        rotary=16,
+        dtype=BF16,
+    )
+    options = {name: x for name, x in call.options.items() if name != "v_new"}
+
+    def step(q: Tensor, cache: Tensor) -> Any:
+        return archflash.attention_with_kvcache(q, cache, **options, dv=24)
+
+    eager, compiled = call.k_cache.clone(), call.k_cache.clone()
+    want = step(call.q, eager)
+    assert torch.equal(
+        torch.compile(step, backend="aot_eager", fullgraph=True)(call.q, compiled), want
+    )
+    kvcache_cases.assert_written_like(compiled, eager)
+    assert not torch.equal(compiled.nan_to_num(), call.k_cache.nan_to_num())
+
+
 def test_an_append_counts_as_a_write_for_autograd() -> None:
     call = make([5, 20], n_new=1)
     before = call.k_cache._version, call.v_cache._version
