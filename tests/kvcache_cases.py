@@ -51,6 +51,7 @@ def make(
     rows_of: Sequence[int] | None = None,
     q_lengths: Sequence[int] | None = None,
     rotary: int = 0,
+    qv: bool = False,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
     shared_pages: int = 0,
@@ -71,6 +72,7 @@ def make(
         leftpad, rows_of: leftpad_k and cache_batch_idx.
         q_lengths: query rows of each sequence, packed.
         rotary: columns to rotate.
+        qv: with a second query.
         cache_dtype: of the caches; default dtype.
         shared_pages: so many of the first pages are those of sequence 0 for all sequences.
         **options: other options of the call.
@@ -117,9 +119,12 @@ def make(
     if q_lengths is not None:
         ends = torch.tensor([0, *q_lengths]).cumsum(0)
         options["cu_seqlens_q"] = int32(ends)
-        q = rand(int(ends[-1]) + 2, heads_q, d)  # the last two rows belong to no sequence
+        rows_of_q = [int(ends[-1]) + 2]  # the last two rows belong to no sequence
     else:
-        q = rand(batch, nq, heads_q, d)
+        rows_of_q = [batch, nq]
+    q = rand(*rows_of_q, heads_q, d)
+    if qv:
+        options["qv"] = rand(*rows_of_q, heads_q, dv)
     caches = [cache.to(device) for cache in caches]
     if layout == "bhnd":
         options["layout"] = "bhnd"
@@ -127,7 +132,10 @@ def make(
         for name in ("k_new", "v_new"):
             if name in options:
                 options[name] = options[name].transpose(1, 2).contiguous()
-        q = q if q_lengths is not None else q.transpose(1, 2).contiguous()
+        if q_lengths is None:
+            q = q.transpose(1, 2).contiguous()
+            if qv:
+                options["qv"] = options["qv"].transpose(1, 2).contiguous()
     return CacheCall(q, caches[0], caches[1], options)
 
 

@@ -11,8 +11,8 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_ops`, a call and its gradients as torch operators
 - `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;
   `merge_attention`
-- `scaled_dot_product_attention` and `warm_up`, made of those; `_overrides`, through which PyTorch's
-  own attention is served
+- `scaled_dot_product_attention`, `attention_with_shared_prefix` and `warm_up`, made of those;
+  `_overrides`, through which PyTorch's own attention is served
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
   only by who wants them
 - `sim`, which makes a problem, selects, allocates and simulates
@@ -41,6 +41,7 @@ from archflash._overrides import enable_if_asked as _enable_if_asked
 from archflash._quantize import quantize_fp8
 from archflash._registry import Implementation, implementations
 from archflash._sdpa import scaled_dot_product_attention
+from archflash._shared_prefix import attention_with_shared_prefix
 from archflash._warm_up import warm_up
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_with_kvcache",
+    "attention_with_shared_prefix",
     "disable",
     "enable",
     "enabled",

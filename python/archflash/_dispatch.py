@@ -116,6 +116,8 @@ def describe_problem(problem: _native.Problem) -> str:
         shape += f" and {problem.dv}" if problem.d != problem.dv else ""
         shape += f", {problem.n_new} new keys" if problem.n_new else ""
         shape += f", {problem.rotary_dim} rotated columns" if problem.rotary_dim else ""
+        shape += ", qv" if problem.qv_align else ""
+        shape += f", chunks of {problem.attention_chunk}" if problem.attention_chunk else ""
     elif problem.varlen:
         kv = f"{problem.nk}, {problem.heads_kv}"
         shape = f"{problem.batch} sequences packed into q "

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash import _dispatch, _ops, _torch_cache
-from archflash._errors import UnsupportedError
 
 _always_check = os.environ.get("ARCHFLASH_CHECK") == "1"  # read once: a look takes a microsecond
 
@@ -23,9 +22,10 @@ _forced = _dispatch.forced
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None = None,
     *,
     cache_seqlens: Tensor,
+    dv: int | None = None,
     page_table: Tensor | None = None,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
@@ -66,7 +66,11 @@ def attention_with_kvcache(
         k_cache: keys, ``(batch, capacity, heads_kv, d)``; with page_table pages ``(pages,
             page_size, heads_kv, d)`` of any size from 1. q's dtype, float8_e4m3fn or float8_e5m2.
             Written in place where k_new is given; then no two elements of the caches may overlap.
-        v_cache: values, as k_cache with dv for d, and of its dtype.
+        v_cache: values, as k_cache with dv for d, and of its dtype. None: a latent cache (MLA),
+            of which the first dv columns of each row are V and all d are K. The call is then that
+            with qv = q[..., :dv] and, of q, k_cache and k_new, the columns from dv on; so it is
+            these that a rotary embedding rotates. `archflash.explain` takes that form only.
+        dv: given with v_cache=None only: columns of a latent row that are V, below d.
         cache_seqlens: int32 ``(batch,)`` on q's device: rows of each sequence that are valid before
             this call, leftpad_k included.
         page_table: int32 ``(batch, pages of a sequence)``: the pages of each sequence, in order.
@@ -75,7 +79,8 @@ def attention_with_kvcache(
             sequence is its pages times page_size.
         k_new: ``(batch, n_new, heads_kv, d)``, keys to append to the cache behind cache_seqlens
             before attention is computed. The cache's dtype. Rows beyond the capacity are dropped.
-        v_new: ``(batch, n_new, heads_kv, dv)``, values to append. Given together with k_new.
+        v_new: ``(batch, n_new, heads_kv, dv)``, values to append. Given together with k_new; not
+            with a latent cache, whose k_new has both.
         cache_batch_idx: int32 ``(batch,)``: which row of the caches each sequence has, of any
             number of rows. Not with page_table. Default: row b for sequence b.
         leftpad_k: int32 ``(batch,)``: rows at the start of each sequence that are padding, which no
@@ -96,11 +101,15 @@ def attention_with_kvcache(
             the append: the last query sees every key.
         window: ``(left, right)``: query i sees the keys from row length - nq + i - left to row
             length - nq + i + right; None for an unbounded side.
-        attention_chunk: not built yet.
+        attention_chunk: positions are cut into chunks of so many keys from the first on (behind
+            leftpad_k), and a query at row length - nq + i sees keys of its own chunk only, of those
+            that causal and window allow. Default: no chunks.
         softcap: c > 0 replaces each score s by c * tanh(s / c). None or 0: no cap.
         sinks: ``(heads_q,)``, one more logit per head in the denominator of the softmax.
-        qv: not built yet.
-        scale: multiplies q k^T; default 1 / sqrt(d).
+        qv: as q with dv for d: a second query, whose product with the rows of V is added to q k^T,
+            as multi-head latent attention needs it. Not with float8. Kernels take d = 64 and
+            dv = 512.
+        scale: multiplies q k^T; default 1 / sqrt(d), with qv 1 / sqrt(d + dv).
         q_descale: float32: float8 q stands for q * q_descale. ``()``, ``(1,)``, ``(heads_q,)`` or
             ``(batch, heads_q)``, also with heads_kv for heads_q.
         k_descale: float32: a float8 k_cache stands for k_cache * k_descale. Shaped as q_descale,
@@ -133,8 +142,8 @@ def attention_with_kvcache(
         ValueError: shapes that disagree, an argument that needs another one which is missing; with
             `check` lengths, pages or indices that are out of range.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
-        UnsupportedError: an argument is not built yet, a tensor of the call requires a gradient, or
-            no kernel serves the call and ARCHFLASH_FALLBACK=error.
+        UnsupportedError: qv is given with float8 tensors, a tensor of the call requires a gradient,
+            or no kernel serves the call and ARCHFLASH_FALLBACK=error.
         ForcedImplementationError: the forced implementation cannot serve the call.
         NotCompiledError: the build lacks the forced implementation.
         LaunchError: CUDA refused the launch.
@@ -150,10 +159,16 @@ def attention_with_kvcache(
         >>> out.shape, bool((k_cache[1, 20] == k[1, 0]).all())
         (torch.Size([2, 1, 4, 16]), True)
     """
-    if qv is not None:
-        raise UnsupportedError("qv: not built yet; leave it at None")
-    if attention_chunk is not None:
-        raise UnsupportedError("attention_chunk: not built yet; leave it at None")
+    if v_cache is None:
+        if qv is not None or v_new is not None:
+            name = "v_new" if qv is None else "qv"
+            raise ValueError(
+                f"{name} is given with v_cache=None: a latent cache is K and V in one, and so are "
+                "its queries and new rows; pass v_cache, or leave it out"
+            )
+        q, qv, k_cache, v_cache, k_new, v_new = latent_parts(q, k_cache, k_new, dv)
+    elif dv is not None:
+        raise ValueError(f"dv is {dv} with v_cache: the cache says how wide V is; leave dv out")
     if cache_seqlens is None:
         raise TypeError("cache_seqlens is None: it must be an int32 tensor (batch,)")
     # In the order of the table of options, src/common/options.inc. None stands for those that only
@@ -162,7 +177,7 @@ def attention_with_kvcache(
         causal, window, softcap, sinks, scale, None, cu_seqlens_q, None, max_seqlen_q, None, None,
         None, q_descale, k_descale, v_descale, out_dtype, None, num_splits, batch_invariant, layout,
         out, return_lse, cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k,
-        rotary_cos, rotary_sin, rotary_interleaved,
+        rotary_cos, rotary_sin, rotary_interleaved, qv, attention_chunk,
     )  # fmt: skip
     if _is_compiling() or _dispatch_modes():
         return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
@@ -170,7 +185,7 @@ def attention_with_kvcache(
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
         check_values(
             q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k, rotary_cos,
-            cu_seqlens_q, layout, _torch_cache.orders_queries(causal, window),
+            cu_seqlens_q, layout, _torch_cache.orders_queries(causal, window, attention_chunk),
         )  # fmt: skip
     forced = _forced() if implementation is None else implementation
     result = _native.attention(q, k_cache, v_cache, values, _is_grad_enabled(), forced)
@@ -179,6 +194,53 @@ def attention_with_kvcache(
     if result is not NotImplemented:
         return result
     return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
+
+
+def latent_parts(
+    q: Tensor, k_cache: Tensor, k_new: Tensor | None, dv: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The call on a latent cache as one with qv: views of the same memory.
+
+    Args:
+        q: ``(..., d)``.
+        k_cache: ``(..., d)``, rows whose first dv columns are V.
+        k_new: rows to append, or None.
+        dv: columns of V.
+
+    Returns:
+        q, qv, k_cache, v_cache, k_new and v_new for `attention_with_kvcache`.
+
+    Raises:
+        TypeError: what is no tensor, or dv is no int.
+        ValueError: dv is missing or does not lie between 1 and d - 1.
+    """
+    for name, x in (("q", q), ("k_cache", k_cache), ("k_new", k_new)):
+        if not isinstance(x, Tensor) and (x is not None or name != "k_new"):
+            raise TypeError(f"{name} is {_native.given(x)}: it must be a torch.Tensor")
+    if dv is None:
+        raise ValueError("dv is missing: with v_cache=None it is the number of columns that are V")
+    if not isinstance(dv, int) or isinstance(dv, bool):
+        raise TypeError(f"dv is {_native.given(dv)}: it must be an int")
+    d = k_cache.shape[-1] if k_cache.ndim else 0
+    if not 0 < dv < d:
+        raise ValueError(f"dv is {dv} for a latent cache of {d} columns: it must be 1 to {d - 1}")
+    if q.ndim == 0 or q.shape[-1] != d:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}: its last dimension must be {d} as in k_cache"
+        )
+    if k_new is not None and (k_new.ndim == 0 or k_new.shape[-1] != d):
+        raise ValueError(
+            f"k_new has shape {tuple(k_new.shape)}: its last dimension must be {d} as in k_cache"
+        )
+
+    return (
+        q[..., dv:],
+        q[..., :dv],
+        k_cache[..., dv:],
+        k_cache[..., :dv],
+        None if k_new is None else k_new[..., dv:],
+        None if k_new is None else k_new[..., :dv],
+    )
 
 
 def check_values(

@@ -7,6 +7,7 @@ sequence's length. New rows are written into the caches first.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +29,14 @@ class _Rows(NamedTuple):
     lengths: Tensor  # (B,) queries of each sequence
 
 
-def orders_queries(causal: bool, window: tuple[int | None, int | None] | None) -> bool:
+def orders_queries(
+    causal: bool, window: tuple[int | None, int | None] | None, attention_chunk: int | None
+) -> bool:
     """Whether the queries of a sequence have positions of their own, as a bounded mask needs them.
     Otherwise a rotary embedding rotates all of them by the first one.
     """
-    return causal or any(side is not None for side in window or ())
+    bounded = any(side is not None for side in window or ())
+    return causal or bounded or attention_chunk is not None
 
 
 def attention(
@@ -49,6 +53,8 @@ def attention(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
+    qv: Tensor | None = None,
+    attention_chunk: int | None = None,
     cu_seqlens_q: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -93,7 +99,7 @@ def attention(
             at = position - first[:, None]
             new = (_rotated(new[0], at[..., None], *tables, rotary_interleaved), new[1])
             # Rows of a call without order among them all have the position of the first.
-            ordered = orders_queries(causal, window)
+            ordered = orders_queries(causal, window, attention_chunk)
             at = (lengths - first).clamp(min=0)
             at = torch.cat([at, at.new_zeros(1)])[rows.sequence] + (rows.row if ordered else 0)
             at = at[:, None] if packed else at[:, None, :] if swap else at[:, :, None]
@@ -115,7 +121,16 @@ def attention(
         visible &= distance >= -left
     if right is not None:
         visible &= distance <= right
+    if attention_chunk is not None:
+        padding = torch.cat([first, first.new_zeros(1)])[rows.sequence]
+        start = offset - (offset - padding).remainder(attention_chunk)
+        visible &= (key >= start[..., None]) & (key < (start + attention_chunk)[..., None])
     dense = tuple(_dense(cache, page_table, sequence_rows) for cache in (keys, values))
+    if qv is not None:  # the scores are those of both queries beside one another
+        if scale is None:
+            scale = 1.0 / math.sqrt(q.shape[-1] + qv.shape[-1])
+        q = torch.cat([q, qv], -1)
+        dense = (torch.cat(dense, -1), dense[1])
     if q.dtype in _FP8 or dense[0].dtype in _FP8:
         number = rows.sequence.clamp(max=max(batch - 1, 0))
         q = _scaled(q, q_descale, layout, number if packed else None)

@@ -547,10 +547,12 @@ class _CacheCall:
     rotary_cos: Tensor | None = None
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = False
+    qv: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
+    attention_chunk: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     scale: float | None = None
@@ -607,13 +609,19 @@ def _run_with_cache(
     caches = appended(k_cache, v_cache, **call)
     if asked.layout == "bhnd":
         caches = (caches[0].transpose(1, 2), caches[1].transpose(1, 2))
-        q = q if asked.cu_seqlens_q is not None else q.transpose(1, 2)
+    both = [x for x in (q, asked.qv) if x is not None]
+    if asked.layout == "bhnd" and asked.cu_seqlens_q is None:
+        both = [x.transpose(1, 2) for x in both]
+    q = both[0]
     if asked.cu_seqlens_q is not None:
         ends = asked.cu_seqlens_q.tolist()
         rows = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        queries = [q[r] for r in rows]
+        queries = [[x[r] for x in both] for r in rows]
     else:
-        queries = list(q)
+        queries = [[x[number] for x in both] for number in range(len(q))]
+    scale = asked.scale
+    if scale is None and asked.qv is not None:
+        scale = 1.0 / math.sqrt(sum(x.shape[-1] for x in both))
     out_dtype = asked.out_dtype or (torch.bfloat16 if q.dtype in _FP8 else q.dtype)
     kind = torch.float64 if dtype == torch.float64 else out_dtype
     out = torch.zeros(*q.shape[:-1], v_cache.shape[-1], dtype=kind, device=q.device)
@@ -631,14 +639,24 @@ def _run_with_cache(
         ]
         index = torch.tensor(places, dtype=torch.long, device=q.device).reshape(-1, 2)
         keys, values = (x[index[:, 0], index[:, 1]][None] for x in caches)
-        x = queries[number] if dtype != torch.float64 else queries[number].double()
+        x, *others = (y if dtype != torch.float64 else y.double() for y in queries[number])
         if asked.rotary_cos is not None:
-            ordered = asked.causal or any(side is not None for side in asked.window or ())
+            ordered = asked.attention_chunk is not None or asked.causal
+            ordered = ordered or any(side is not None for side in asked.window or ())
             turned = [
                 asked.rotated(row, length - first + (i if ordered else 0))
                 for i, row in enumerate(x)
             ]
             x = torch.stack(turned) if turned else x
+        if others:  # the scores are those of both queries beside one another
+            x = torch.cat([x, *others], -1)
+            keys = torch.cat([keys, values], -1)
+        chunks = {}
+        if asked.attention_chunk is not None:
+            nq, nk = x.shape[0], keys.shape[1]
+            place = torch.arange(nk - nq, nk, device=q.device) // asked.attention_chunk
+            of_key = torch.arange(nk, device=q.device) // asked.attention_chunk
+            chunks["attn_mask"] = place[:, None] == of_key
         descales = {
             name: value[number : number + 1] if value is not None and value.ndim == 2 else value
             for name in ("q_descale", "k_descale", "v_descale")
@@ -646,8 +664,8 @@ def _run_with_cache(
         }
         of_sequence, of_lse = formula(
             x[None], keys, values, causal=asked.causal, window=asked.window,
-            softcap=asked.softcap, sinks=asked.sinks, scale=asked.scale, layout="bnhd",
-            out_dtype=out_dtype, **descales,
+            softcap=asked.softcap, sinks=asked.sinks, scale=scale, layout="bnhd",
+            out_dtype=out_dtype, **descales, **chunks,
         )  # fmt: skip
         here = number if asked.cu_seqlens_q is None else rows[number]
         out[here] = of_sequence[0]

@@ -1,11 +1,17 @@
 // ampere: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
 #include "common/planning/plan.h"
 
+#include <cstddef>
+#include <cstring>
 #include <span>
+#include <string>
+#include <variant>
 
 #include "ampere/config.cuh"
+#include "ampere/mla_config.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/kv_cache.h"
+#include "common/planning/launch.h"
 #include "common/planning/mma_sync.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -23,7 +29,7 @@ const Description& describe() {
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "num_splits", "batch_invariant", "kv_cache", "fp8_cache",
-                   "rotary_interleaved", "gradients"},
+                   "rotary_interleaved", "qv", "attention_chunk", "gradients"},
       .needs_capability = 80,  // cp.async, bf16 products
   };
   return description;
@@ -91,11 +97,44 @@ constexpr core::Tile FP8_CACHE_TILES[] = {
     tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", {}, WITH_FP8_CACHE),
 };
 
+constexpr core::Tile MLA_TILES[] = {
+    tile<MlaConfig<DType::F16>>("mla", {},
+                                "latent rows are read once for both products; its speed is "
+                                "unmeasured"),
+};
+
+// The plan of a call with qv: that of a call with a cache, whose attention kernel is told of qv too
+// and whose combining kernel takes 512 columns. Both are in the image "ampere/mla_<dtype>".
+PlanResult plan_with_qv(const Problem& problem, const Device& device) {
+  PlanResult result = mma_sync::plan_with_cache("ampere", MLA_TILES, problem, device);
+  auto* plan = std::get_if<LaunchPlan>(&result);
+  if (plan == nullptr) return result;
+  const std::string word = core::dtype_word(problem.dtype), image = "ampere/mla_" + word;
+  for (Launch& launch : plan->launches) {
+    if (launch.kernel == "ampere_combine_" + word) {
+      launch.kernel += "_mla";
+      launch.image = image;
+    } else if (launch.kernel == "ampere_attention_fwd_" + word + "_mla") {
+      launch.image = image;
+      MlaParams params;
+      std::memset(static_cast<void*>(&params), 0, sizeof params);
+      std::memcpy(&params.call, launch.params.data(), sizeof params.call);
+      params.qv_batch = problem.qv.batch, params.qv_head = problem.qv.head;
+      params.qv_row = problem.qv.row;
+      launch.params = core::bytes(params);
+      launch.pointers.push_back(
+          {Operand::Qv, static_cast<int32_t>(offsetof(MlaParams, qv_gmem)), 0});
+    }
+  }
+  return result;
+}
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons reasons = core::why_not(problem, describe());
   if (!reasons.empty()) return reasons;
+  if (problem.qv_align > 0) return plan_with_qv(problem, device);
   if (problem.kv_cache) {
     const bool fp8 = is_fp8(problem.kv_dtype);
     return mma_sync::plan_with_cache("ampere", fp8 ? FP8_CACHE_TILES : CACHE_TILES, problem,

@@ -44,6 +44,7 @@ struct AppendParams {
   DType rotary_dtype;
   int32_t interleaved;  // columns 2i and 2i + 1 rotate together
   int32_t ordered;      // row i of q has position i behind the first, not the first's
+  DType cache_dtype;
 };
 static_assert(std::is_trivially_copyable_v<AppendParams>);
 

@@ -64,13 +64,16 @@ struct Problem {
 
   // Of attention_with_kvcache: 0 for every other call. k and v above are then the caches, nk is the
   // capacity of a sequence in rows, and the lengths are on the device only.
-  int64_t cache_batch;     // sequences that the caches hold; with a page table their pages
-  int64_t page_size;       // rows of a page; 0: no page table
-  int64_t page_table_row;  // entries from one sequence of the page table to the next
-  int64_t n_new;           // rows that the call appends to each sequence
-  int64_t rotary_dim;      // columns of q and k_new that are rotated; 0: none
-  int64_t rotary_rows;     // positions that the tables of cosines and sines have
-  Strides k_new, v_new;    // of the appended rows
+  int64_t cache_batch;      // sequences that the caches hold; with a page table their pages
+  int64_t page_size;        // rows of a page; 0: no page table
+  int64_t page_table_row;   // entries from one sequence of the page table to the next
+  int64_t n_new;            // rows that the call appends to each sequence
+  int64_t rotary_dim;       // columns of q and k_new that are rotated; 0: none
+  int64_t rotary_rows;      // positions that the tables of cosines and sines have
+  Strides k_new, v_new;     // of the appended rows
+  Strides qv;               // of the second query, which has dv columns
+  int64_t qv_align;         // as q_align below; 0: there is no second query
+  int64_t attention_chunk;  // a query sees keys of its own chunk of so many positions; 0: of all
 
   DType dtype;           // of q, and of k and v but for caches
   DType kv_dtype;        // of k and v
@@ -94,6 +97,7 @@ struct Problem {
   Flag kv_cache;          // k and v are caches: a call of attention_with_kvcache
   Flag cache_batch_idx, leftpad_k;  // these tensors of it are given
   Flag rotary_interleaved;          // columns 2i and 2i + 1 rotate together, not i and i + dim / 2
+  Flag qv_unit;                     // the last dimension of qv is contiguous; 0 without qv
 };
 
 // Calls f(name, field) for every field of a Problem. Saving, loading, range checks of flags and the
@@ -122,6 +126,8 @@ constexpr void for_each_field(P& p, F&& f) {
   f("cache_batch_idx", p.cache_batch_idx), f("leftpad_k", p.leftpad_k);
   f("rotary_dim", p.rotary_dim), f("rotary_rows", p.rotary_rows);
   f("rotary_dtype", p.rotary_dtype), f("rotary_interleaved", p.rotary_interleaved);
+  f("qv", p.qv), f("qv_align", p.qv_align), f("qv_unit", p.qv_unit);
+  f("attention_chunk", p.attention_chunk);
 }
 
 constexpr size_t bytes_of_listed_fields() {

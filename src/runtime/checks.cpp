@@ -185,6 +185,14 @@ void check_cache(const Checker& check, const Problem& p) {
                 "0, as cache_batch is 0");
   check_strides(check, {"k_new", p.k_new, p.batch, p.heads_kv, p.n_new, p.d});
   check_strides(check, {"v_new", p.v_new, p.batch, p.heads_kv, p.n_new, p.dv});
+  check_strides(check, {"qv", p.qv, p.varlen ? 1 : p.batch, p.heads_q, p.nq, p.dv});
+  const bool power = p.qv_align <= 16 && (p.qv_align & (p.qv_align - 1)) == 0;
+  check.range(0, std::min<int64_t>(most, 16), {{"qv_align", p.qv_align}});
+  check.require(power, "qv_align", text_of(p.qv_align), "0, 1, 2, 4, 8 or 16");
+  check.require(
+      p.qv_align > 0 || (!p.qv_unit && p.qv.batch == 0 && p.qv.head == 0 && p.qv.row == 0),
+      "qv_align", "0", "at least 1, as strides of qv are given");
+  check.range(0, most == 0 ? 0 : LIMIT, {{"attention_chunk", p.attention_chunk}});
   check.range(0, std::min(most, p.d), {{"rotary_dim", p.rotary_dim}});
   check.range(p.rotary_dim > 0 ? 1 : 0, p.rotary_dim > 0 ? LIMIT : 0,
               {{"rotary_rows", p.rotary_rows}});

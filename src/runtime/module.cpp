@@ -151,6 +151,7 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call
       {Operand::LeftpadK, a.leftpad_k},
       {Operand::RotaryCos, a.rotary_cos},
       {Operand::RotarySin, a.rotary_sin},
+      {Operand::Qv, a.qv},
       {Operand::Workspace, outputs.workspace}};
   nb::dict tensors;
   for (const auto& [operand, tensor] : operands) {
@@ -528,6 +529,8 @@ NB_MODULE(_archflash, m) {
       .def_ro("page_size", &Problem::page_size)
       .def_ro("n_new", &Problem::n_new)
       .def_ro("rotary_dim", &Problem::rotary_dim)
+      .def_ro("qv_align", &Problem::qv_align)
+      .def_ro("attention_chunk", &Problem::attention_chunk)
       .def_ro("batch", &Problem::batch)
       .def_ro("heads_q", &Problem::heads_q)
       .def_ro("heads_kv", &Problem::heads_kv)

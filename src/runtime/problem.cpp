@@ -431,6 +431,45 @@ void read_rotary(const Arguments& a, const TensorView& q, Call& call) {
   call.addresses[static_cast<int>(Operand::RotarySin)] = sin.data;
 }
 
+// A second query, whose product with the rows of V is added to the scores.
+void read_qv(const Arguments& a, const Axes& x, const TensorView& q, Call& call) {
+  if (a.qv.is_none()) return;
+  Problem& p = call.problem;
+  TensorView view;
+  read(a.qv, "qv", call, view);
+  check_same_device(view, "qv", q);
+  if (!view.is_float || view.dtype != p.dtype)
+    wrong_type("qv has dtype ", dtype_text(a.qv), ": it must be torch.", dtype_name(p.dtype),
+               " as q is");
+  if (is_fp8(p.dtype) || is_fp8(p.kv_dtype))
+    throw Unsupported(
+        "qv with float8 q or caches: not built yet; convert them or leave qv at None");
+  bool fits = view.ndim == q.ndim;
+  for (int i = 0; fits && i < q.ndim; ++i)
+    fits = view.shape[i] == (i == x.inner ? p.dv : q.shape[i]);
+  if (!fits) {
+    TensorView expected = q;
+    int64_t shape[4];
+    for (int i = 0; i < q.ndim; ++i) shape[i] = i == x.inner ? p.dv : q.shape[i];
+    expected.shape = shape;
+    wrong_value("qv has shape ", describe_shape(view), ": it must be ", describe_shape(expected),
+                ", as q with the head dim of v_cache");
+  }
+  p.qv = strides_of(view, x);
+  p.qv_unit = has_unit_inner(view, x);
+  p.qv_align = alignment(view.data);
+  call.addresses[static_cast<int>(Operand::Qv)] = view.data;
+}
+
+void read_attention_chunk(const Arguments& a, Problem& p) {
+  if (a.attention_chunk.is_none()) return;
+  p.attention_chunk = integer(a.attention_chunk, "attention_chunk");
+  if (p.attention_chunk < 1) {
+    wrong_value("attention_chunk is ", p.attention_chunk,
+                ": it must be at least 1, or None for no chunks");
+  }
+}
+
 // How the caches hold the sequences, and what is appended to them. p.batch and the sizes of the
 // caches are known.
 void read_cache(const Arguments& a, const Axes& x, const TensorView& q, const TensorView& k,
@@ -607,6 +646,8 @@ void build_call(const Arguments& a, Call& call) {
     }
     check_size(v.shape[of_keys.batch], k.shape[of_keys.batch], v, v_name, "batch", k_name);
     read_cache(a, of_keys, q, k, call);
+    read_qv(a, x, q, call);
+    read_attention_chunk(a, p);
   } else if (p.varlen) {
     TensorView cu_q, cu_k;
     read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", q, call, cu_q);
@@ -648,8 +689,9 @@ void build_call(const Arguments& a, Call& call) {
   p.window_left = p.window_right = UNBOUNDED;
   read_window(a.window, p);
   if (p.causal) p.window_right = 0;  // a right side >= 0 adds nothing to causal
-  p.scale =
-      a.scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(p.d)) : number(a.scale, "scale");
+  const int64_t multiplied = p.d + (p.qv_align > 0 ? p.dv : 0);  // columns of a score
+  p.scale = a.scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(multiplied))
+                              : number(a.scale, "scale");
   if (!a.softcap.is_none()) {
     p.softcap = number(a.softcap, "softcap");
     if (p.softcap < 0)

@@ -538,6 +538,15 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 plan = archflash.explain(q, k_cache, v_cache, device="A100", **new).plan
                 assert plan is not None
                 planned |= set(plan.kernels)
+        q, qv, k_cache, v_cache = (
+            torch.empty(2, rows, heads, dim, dtype=dtype, device="meta")
+            for rows, heads in ((1, 4), (64, 1))
+            for dim in (64, 512)
+        )
+        of_cache = {"cache_seqlens": lengths, "qv": qv, "num_splits": 2}
+        plan = archflash.explain(q, k_cache, v_cache, device="A100", **of_cache).plan
+        assert plan is not None
+        planned |= set(plan.kernels)
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
     assert built - planned == set()
 

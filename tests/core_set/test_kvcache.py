@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import archflash
 from archflash import reference
 
 from .. import kvcache_cases
@@ -82,6 +83,42 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         cache_dtype=torch.float8_e4m3fn, v_descale=here.tensor([[0.5, 2.0], [1.0, 0.25]]),
         window=(9, 3), device=here.device,
     ),
+    "e4m3-page-7-rotary": lambda: make(
+        [15, 70], page_size=7, n_new=3, nq=3, causal=True, rotary=48, dtype=BF16,
+        cache_dtype=torch.float8_e4m3fn, k_descale=here.tensor(0.5), device=here.device,
+    ),
+    "e5m2-rotary-interleaved-leftpad": lambda: make(
+        [15, 70], leftpad=[2, 0], n_new=2, rotary=64, rotary_interleaved=True, dtype=F16,
+        cache_dtype=torch.float8_e5m2, device=here.device,
+    ),
+    "chunks-page-16-many-rows": lambda: make(
+        [15, 140, 97], page_size=16, capacity=144, nq=70, heads=(2, 1), attention_chunk=50,
+        causal=True, dtype=BF16, device=here.device,
+    ),
+    "chunks-leftpad-packed-queries-splits": lambda: make(
+        [200, 0, 90], leftpad=[3, 0, 5], q_lengths=[3, 0, 20], capacity=256, attention_chunk=70,
+        num_splits=2, d=96, window=(60, 2), dtype=F16, device=here.device,
+    ),
+    "chunks-e5m2": lambda: make(
+        [60, 70], nq=3, d=64, attention_chunk=33, dtype=BF16, cache_dtype=torch.float8_e5m2,
+        device=here.device,
+    ),
+    "qv-page-64-causal-splits-sinks": lambda: make(
+        [100, 0, 130], nq=2, page_size=64, capacity=192, heads=(11, 1), d=64, dv=512, qv=True,
+        causal=True, num_splits=2, sinks=torch.linspace(-1, 2, 11, device=here.device),
+        dtype=BF16, device=here.device,
+    ),
+    "qv-huge-scores": lambda: make(
+        [70, 40], heads=(16, 1), d=64, dv=512, qv=True, scale=1e7, dtype=F16, device=here.device,
+    ),
+    "qv-contiguous-leftpad-softcap-chunks": lambda: make(
+        [70, 33], nq=20, heads=(8, 2), d=64, dv=512, qv=True, leftpad=[3, 32], softcap=4.0,
+        attention_chunk=40, layout="bhnd", dtype=F16, device=here.device,
+    ),
+    "qv-page-5-rotary-packed-queries": lambda: make(
+        [94, 9], page_size=5, q_lengths=[2, 5], n_new=2, rotary=64, causal=True, heads=(18, 1),
+        d=64, dv=512, qv=True, window=(70, 0), dtype=BF16, device=here.device,
+    ),
 }  # fmt: skip
 
 
@@ -100,15 +137,48 @@ def test_queries_are_rotated_where_no_row_is_appended(kernel: str) -> None:
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_number_of_8_bits_is_rotated_and_rounded(kernel: str, dtype: torch.dtype) -> None:
+    """By 0 degrees each number stays as it is; by 30 degrees each is rounded as PyTorch rounds it,
+    and one that is too large becomes the largest.
+    """
+    numbers = torch.arange(256, dtype=torch.uint8, device=here.device).view(dtype)
+    k_new = numbers.reshape(1, 1, 1, 256)
+    cache = torch.zeros(1, 8, 1, 256, device=here.device).to(dtype)
+    q = torch.zeros(1, 1, 1, 256, dtype=BF16, device=here.device)
+    largest = torch.finfo(dtype).max
+    for degrees in (0, 30):
+        angle = torch.full((1, 128), degrees * torch.pi / 180, device=here.device)
+        call = CacheCall(
+            q, cache, cache,
+            {"cache_seqlens": here.int32(0), "k_new": k_new, "v_new": k_new,
+             "rotary_cos": angle.cos(), "rotary_sin": angle.sin()},
+        ).copied()  # fmt: skip
+        here.attend_with_kvcache(kernel, call)
+        x, y = numbers.float().chunk(2)
+        cos, sin = angle[0].cos(), angle[0].sin()
+        want = torch.cat([x * cos - y * sin, x * sin + y * cos]).clamp(-largest, largest).to(dtype)
+        got = call.k_cache[0, 0, 0]
+        finite = (x.isfinite() & y.isfinite()).repeat(2)
+        assert torch.equal(got.float()[finite], want.float()[finite])
+        if degrees == 0:
+            assert torch.equal(got.float()[finite], numbers.float()[finite])
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
     ran: set[str] = set()
-    dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+    dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 512))
     fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
     for dtype, cache_dtype, (d, dv) in itertools.product((BF16, F16), (None, fp8), dims):
+        qv = dv == 512
+        if qv and cache_dtype is not None:
+            continue
         call = make(
             [5, 40], d=d, dv=dv, page_size=16, capacity=48, n_new=1, dtype=dtype, seed=d,
-            cache_dtype=cache_dtype and cache_dtype[d // 64 % 2], device=here.device,
+            cache_dtype=cache_dtype and cache_dtype[d // 64 % 2], device=here.device, qv=qv,
+            num_splits=2 if qv else None,
         )  # fmt: skip
 
         def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
@@ -121,30 +191,37 @@ def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
     for file in (files("archflash") / "_kernels" / kernel).iterdir():
         if file.name.endswith(".json"):
             for entries in json.loads(file.read_text()).values():
-                compiled |= {name for name in entries if re.search("_cache(_fp8)?$|_append_", name)}
+                compiled |= {
+                    name for name in entries if re.search("_cache(_fp8)?$|_append_|_mla$", name)
+                }
     assert ran == compiled
 
 
+@pytest.mark.parametrize("of_values", [{}, {"qv": True, "dv": 512}], ids=["", "qv"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_row_gets_the_same_bits_whatever_else_is_in_the_call(kernel: str) -> None:
+def test_a_row_gets_the_same_bits_whatever_else_is_in_the_call(
+    kernel: str, of_values: dict[str, Any]
+) -> None:
     call = make(
         [1500, 40, 0], page_size=16, capacity=1504, heads=(2, 1), nq=2, causal=True, dtype=BF16,
-        leftpad=[7, 0, 0], batch_invariant=True, device=here.device,
+        leftpad=[7, 0, 0], batch_invariant=True, device=here.device, **of_values,
     )  # fmt: skip
     out, lse, _ = here.attend_with_kvcache(kernel, call.copied())
-    alone = {name: call.options[name][:1] for name in ("cache_seqlens", "page_table", "leftpad_k")}
+    names = ("cache_seqlens", "page_table", "leftpad_k", "qv")
+    alone = {name: call.options[name][:1] for name in names if name in call.options}
     first = replace(call.with_options(**alone), q=call.q[:1])
     out_alone, lse_alone, _ = here.attend_with_kvcache(kernel, first.copied())
     assert torch.equal(out_alone[0], out[0])
     assert torch.equal(lse_alone[0], lse[0])
 
 
+@pytest.mark.parametrize("of_values", [{}, {"qv": True, "dv": 512}], ids=["", "qv"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_plan_serves_other_lengths_and_pages(kernel: str) -> None:
+def test_a_plan_serves_other_lengths_and_pages(kernel: str, of_values: dict[str, Any]) -> None:
     def call(lengths: list[int], seed: int) -> CacheCall:
         return make(
             lengths, page_size=16, capacity=160, n_new=1, nq=1, rotary=16, num_splits=2, dtype=BF16,
-            seed=seed, device=here.device,
+            seed=seed, device=here.device, **of_values,
         )  # fmt: skip
 
     first = call([0, 9], seed=0)
@@ -203,3 +280,31 @@ def test_every_number_of_8_bits_is_converted_exactly(
     call.v_cache[0, 0, 0] = every
     out, _, _ = here.attend_with_kvcache(kernel, call.copied())
     torch.testing.assert_close(out[0, 0, 0], every.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_latent_cache_is_read_once_and_written_once(kernel: str) -> None:
+    """All 128 heads of DeepSeek's models over one latent row, in one call of the public function,
+    which appends and rotates.
+    """
+    call = make(
+        [40, 70], n_new=1, heads=(128, 1), d=576, page_size=64, capacity=128, rotary=64,
+        causal=True, dtype=BF16, device=here.device,
+    )  # fmt: skip
+    options = {name: x for name, x in call.options.items() if name != "v_new"}
+    cache = call.k_cache.clone()
+    out, lse = archflash.attention_with_kvcache(
+        call.q, cache, **options, dv=512, implementation=kernel, return_lse=True
+    )
+    new = options["k_new"]
+    parts = CacheCall(
+        call.q[..., 512:], call.k_cache[..., 512:], call.k_cache[..., :512],
+        {**options, "k_new": new[..., 512:], "v_new": new[..., :512], "qv": call.q[..., :512]},
+    )  # fmt: skip
+
+    def served(mine: CacheCall) -> tuple[Tensor, Tensor]:
+        mine.k_cache.copy_(cache[..., 512:])
+        mine.v_cache.copy_(cache[..., :512])
+        return out, lse
+
+    kvcache_cases.check(parts, served)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +22,23 @@ WITH_CACHE = [
 ]
 
 
-def call_of(lengths: list[int], seed: int) -> CacheCall:
+PLAIN: dict[str, Any] = {"heads": (8, 2), "d": 128}
+OF_VALUES: dict[str, Any] = {"heads": (128, 1), "d": 64, "dv": 512, "qv": True}
+
+
+def call_of(lengths: list[int], seed: int, of: dict[str, Any] = PLAIN) -> CacheCall:
     return make(
-        lengths, page_size=16, capacity=2048, heads=(8, 2), d=128, n_new=1, rotary=64, causal=True,
-        dtype=torch.bfloat16, device="cuda", seed=seed,
+        lengths, page_size=16, capacity=2048, n_new=1, rotary=64, causal=True,
+        dtype=torch.bfloat16, device="cuda", seed=seed, **of,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("of", [PLAIN, OF_VALUES], ids=["plain", "qv"])
 @pytest.mark.parametrize("kernel", [*WITH_CACHE, "torch"])
-def test_a_graph_replays_with_other_lengths_pages_and_caches(kernel: str) -> None:
-    mine = call_of([1, 900], seed=0)
+def test_a_graph_replays_with_other_lengths_pages_and_caches(
+    kernel: str, of: dict[str, Any]
+) -> None:
+    mine = call_of([1, 900], seed=0, of=of)
 
     def serve() -> tuple[Tensor, Tensor]:
         answer: tuple[Tensor, Tensor] = archflash.attention_with_kvcache(
@@ -45,7 +53,7 @@ def test_a_graph_replays_with_other_lengths_pages_and_caches(kernel: str) -> Non
     with torch.cuda.graph(graph):
         answer = serve()
     for lengths, seed in (([2047, 0], 1), ([33, 1500], 2)):
-        other = call_of(lengths, seed)
+        other = call_of(lengths, seed, of)
         mine.q.copy_(other.q)
         for name, tensor in mine.options.items():
             if isinstance(tensor, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from archflash import sim
 from archflash.sim import _attention
 
 from ..core_set.one_cta import one_after_another
+from ..kvcache_cases import make
 
 SOURCE = Path(__file__).parents[2] / "src" / "common" / "mma_sync" / "main_loop.cuh"
 LOADS_Q = "load_q<C>(q_rmem[column / 16], q_smem, column);"
@@ -69,6 +71,29 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
     at = [error for error in errors if re.search(rf"{re.escape(place)}\b", error.source)]
     assert {error.kind for error in at} & kinds
     assert place in str(caught.value.report)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "which"),
+    [("cp.async.wait_all", 0), ("bar.sync", 0), ("bar.sync", 1), ("bar.sync", 2)],
+    ids=["wait", "barrier-behind-context", "barrier-of-a-round", "barrier-of-a-pair"],
+)
+def test_each_wait_of_the_kernel_for_latent_caches_is_needed(
+    opcode: str, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = make([90], heads=(20, 1), d=64, dv=512, qv=True, dtype=torch.bfloat16)
+    tensors = (call.q, call.k_cache, call.v_cache)
+    run = functools.partial(sim.run, *tensors, implementation="ampere", **call.options)
+    whole = run(mode="random")
+    assert not whole.report.findings
+    (launch,) = whole.plan.to_dict()["launches"]
+    ptx = _attention.ptx_text(launch["image"], whole.plan.device.capability)
+    program = sim.load(without(ptx, launch["kernel"], opcode, which))
+    monkeypatch.setattr(_attention, "find_program", lambda *_: program)
+    with pytest.raises(sim.SimulationError) as caught:
+        run(mode="random")
+    kinds = {error.kind for error in caught.value.report.errors}
+    assert kinds & {"race", "in-flight", "uninitialised"}, caught.value.report
 
 
 ARRIVE, WAIT = "barrier.cluster.arrive", "barrier.cluster.wait"

@@ -101,6 +101,7 @@ def test_the_public_names() -> None:
         "attention",
         "attention_backward",
         "attention_with_kvcache",
+        "attention_with_shared_prefix",
         "disable",
         "enable",
         "enabled",

@@ -18,6 +18,7 @@ import archflash.compat
 from archflash import UnsupportedError, reference
 from archflash.compat import flash_attn as fa2
 from archflash.compat import flash_attn_interface as fa3
+from archflash.compat import flash_mla
 from archflash.compat.flash_attn import bert_padding
 from archflash.compat.flash_attn.layers.rotary import apply_rotary_emb
 
@@ -133,7 +134,7 @@ def test_gradients() -> None:
         (fa3.flash_attn_func, {"sm_margin": 8}),
         (fa3.flash_attn_varlen_func, {"seqused_k": ends(1)}),
         (fa3.flash_attn_varlen_func, {"seqused_q": ends(1)}),
-        (fa3.flash_attn_with_kvcache, {"qv": torch.zeros(1)}),
+        (fa3.flash_attn_with_kvcache, {"sm_margin": 8}),
         (fa3.flash_attn_with_kvcache, {"cu_seqlens_k_new": ends(0, 1)}),
         (fa3.flash_attn_with_kvcache, {"rotary_seqlens": ends(1)}),
     ],
@@ -168,6 +169,40 @@ def test_shares_of_the_keys_are_combined() -> None:
     nothing, nothing_lse = fa3.flash_attn_combine(torch.stack([empty[0]]), lses[2:])
     assert bool((nothing == 0).all())
     assert bool((nothing_lse == -math.inf).all())
+
+
+def test_flash_attention_3_has_qv_and_chunks() -> None:
+    q, k, v = rand(2, 2, 4, 8), rand(2, 9, 1, 8), rand(2, 9, 1, 24, seed=1)
+    qv, lengths = rand(2, 2, 4, 24, seed=2), ends(7, 9)
+    out = fa3.flash_attn_with_kvcache(
+        q, k, v, qv=qv, cache_seqlens=lengths, attention_chunk=5, causal=True
+    )
+    same = archflash.attention_with_kvcache(
+        q, k, v, qv=qv, cache_seqlens=lengths, attention_chunk=5, causal=True
+    )
+    assert torch.equal(out, same)
+    for options in ({"qv": qv}, {"attention_chunk": 5}, {}):
+        other = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **options)
+        assert not torch.allclose(out, other, atol=1e-3)
+
+
+def test_flash_mla_reads_a_latent_cache() -> None:
+    q, pages = rand(2, 2, 4, 24), rand(3, 8, 1, 24)
+    table = torch.tensor([[2, 0], [1, 1]], dtype=torch.int32)
+    lengths = torch.tensor([10, 5], dtype=torch.int32)
+    metadata = flash_mla.get_mla_metadata(lengths, 8, 1)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, pages, table, lengths, 16, *metadata, causal=True
+    )
+    for number, length in enumerate(lengths.tolist()):
+        rows = pages[table[number].long()].flatten(0, 1)[None, :length]
+        want, want_lse = archflash.attention(
+            q[number][None], rows, rows[..., :16], causal=True, layout="bnhd", return_lse=True
+        )
+        torch.testing.assert_close(out[number], want[0])
+        torch.testing.assert_close(lse[number], want_lse[0])
+    with pytest.raises(UnsupportedError, match="indices"):
+        flash_mla.flash_mla_with_kvcache(q, pages, table, lengths, 16, indices=table)
 
 
 @pytest.mark.parametrize("interface", [fa2, fa3], ids=["2", "3"])

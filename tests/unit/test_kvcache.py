@@ -58,12 +58,65 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
     "fp8-cache-append": lambda: make(
         [40, 7], dtype=BF16, cache_dtype=torch.float8_e5m2, n_new=2, k_descale=torch.tensor(0.5)
     ),
+    "qv-rotary-append": lambda: make(
+        [30, 9], d=16, dv=40, qv=True, n_new=2, nq=2, rotary=16, causal=True, page_size=8
+    ),
+    "qv-packed-queries-bhnd": lambda: make(
+        [40, 7], d=16, dv=8, qv=True, q_lengths=[3, 5], layout="bhnd", scale=0.1
+    ),
+    "chunks-leftpad-window": lambda: make(
+        [30, 9], leftpad=[8, 9], nq=12, attention_chunk=5, window=(3, 1)
+    ),
+    "chunks-rotary-packed-queries": lambda: make(
+        [40, 7], q_lengths=[3, 9], attention_chunk=4, n_new=1, rotary=16
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_serves_a_call_as_the_reference_does(name: str) -> None:
     kvcache_cases.check(CALLS[name](), by_torch)
+
+
+def test_qv_adds_its_product_with_v_to_the_scores() -> None:
+    call = make([20, 20], nq=3, heads=(4, 1), d=16, dv=24, qv=True, dtype=torch.float64)
+    keys, values = call.k_cache[:, :20], call.v_cache[:, :20]
+    want = archflash.attention(
+        torch.cat([call.q, call.options["qv"]], -1), torch.cat([keys, values], -1), values,
+        layout="bnhd", return_lse=True,
+    )  # fmt: skip
+    for one, other in zip(by_torch(call), want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+def test_a_latent_cache_is_k_and_v_in_one(layout: str) -> None:
+    call = make(
+        [20, 7], nq=2, n_new=2, heads=(4, 1), d=40, page_size=8, rotary=16, causal=True,
+        layout=layout, dtype=torch.float64,
+    )  # fmt: skip
+    options = {name: x for name, x in call.options.items() if name != "v_new"}
+    cache, new = call.k_cache.clone(), options["k_new"]
+    mine = archflash.attention_with_kvcache(call.q, cache, **options, dv=24, return_lse=True)
+    parts = CacheCall(
+        call.q[..., 24:], call.k_cache[..., 24:], call.k_cache[..., :24],
+        {**options, "k_new": new[..., 24:], "v_new": new[..., :24], "qv": call.q[..., :24]},
+    )  # fmt: skip
+    other = parts.copied()
+    for one, want in zip(mine, by_torch(other), strict=True):
+        torch.testing.assert_close(one, want)
+    both = torch.cat([other.v_cache, other.k_cache], -1)
+    torch.testing.assert_close(cache, both, equal_nan=True)
+    assert not torch.equal(cache.nan_to_num(), call.k_cache.nan_to_num())
+
+
+def test_a_query_sees_keys_of_its_own_chunk() -> None:
+    call = make([13, 16], nq=1, attention_chunk=8, dtype=torch.float64, n_new=1)
+    out, _ = by_torch(call)
+    for number, (first, end) in enumerate([(8, 14), (16, 17)]):  # of the positions 13 and 16
+        k, v = (x[number : number + 1, first:end] for x in (call.k_cache, call.v_cache))
+        want = archflash.attention(call.q[number : number + 1], k, v, layout="bnhd")
+        torch.testing.assert_close(out[number : number + 1], want)
 
 
 def test_what_is_out_of_range_is_neither_read_nor_written() -> None:
@@ -146,8 +199,30 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], ty
                        "cache_seqlens": torch.zeros(1, dtype=torch.int32)}, ValueError,
         r"k_cache has 2 sequences and cache_seqlens is for 1: pass k_cache\[:1\]",
     ),
-    "qv": ({}, lambda c: {"qv": c.q}, archflash.UnsupportedError, "qv: not built yet"),
-    "chunk": ({}, lambda c: {"attention_chunk": 4}, archflash.UnsupportedError, "not built yet"),
+    "qv-shape": (
+        {"dv": 32}, lambda c: {"qv": c.q}, ValueError,
+        r"qv has shape \(2, 1, 4, 64\): it must be \(2, 1, 4, 32\), as q with the head dim of v",
+    ),
+    "qv-dtype": (
+        {}, lambda c: {"qv": c.q.half()}, TypeError, "qv has dtype torch.float16: it must be torch",
+    ),
+    "qv-fp8": (
+        {"dtype": BF16, "cache_dtype": torch.float8_e5m2}, lambda c: {"qv": c.q},
+        archflash.UnsupportedError, "qv with float8 q or caches: not built yet",
+    ),
+    "chunk": (
+        {}, lambda c: {"attention_chunk": 0}, ValueError,
+        "attention_chunk is 0: it must be at least 1, or None for no chunks",
+    ),
+    "dv": ({}, lambda c: {"dv": 8}, ValueError, "dv is 8 with v_cache: .* leave dv out"),
+    "latent-no-dv": ({}, lambda c: {"v_cache": None}, ValueError, "dv is missing"),
+    "latent-dv": (
+        {}, lambda c: {"v_cache": None, "dv": 64}, ValueError,
+        "dv is 64 for a latent cache of 64 columns: it must be 1 to 63",
+    ),
+    "latent-v-new": (
+        PAGED, lambda c: {"v_cache": None, "dv": 32}, ValueError, "v_new is given with v_cache=Non",
+    ),
     "gradient": (
         {}, lambda c: {"q": c.q.requires_grad_()}, archflash.UnsupportedError,
         "attention_with_kvcache has no backward .* call it under torch.no_grad",
@@ -167,10 +242,9 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], ty
 def test_a_wrong_call_is_refused_with_a_sentence(name: str) -> None:
     how, change, error, message = WRONG[name]
     call = make([5, 20], **how)
-    arguments = {"q": call.q, **call.options, **change(call)}
-    q = arguments.pop("q")
+    arguments = {"q": call.q, "v_cache": call.v_cache, **call.options, **change(call)}
     with pytest.raises(error, match=message):
-        archflash.attention_with_kvcache(q, call.k_cache, call.v_cache, **arguments)
+        archflash.attention_with_kvcache(k_cache=call.k_cache, **arguments)
 
 
 def test_options_of_a_cache_and_of_attention_do_not_mix() -> None:
@@ -186,8 +260,7 @@ def test_options_of_a_cache_and_of_attention_do_not_mix() -> None:
 def test_the_signature_is_the_table_and_its_docstring_begins_as_the_table_does() -> None:
     parameters = inspect.signature(archflash.attention_with_kvcache).parameters
     of_table = {row.name: row for row in _options.ROWS if row.of_cache}
-    unbuilt = {"qv", "attention_chunk"}
-    others = {"q", "k_cache", "v_cache", "implementation", "check"} | unbuilt
+    others = {"q", "k_cache", "v_cache", "dv", "implementation", "check"}
     assert set(parameters) == set(of_table) | others
     text = " ".join(str(inspect.getdoc(archflash.attention_with_kvcache)).split())
     for name, row in of_table.items():
@@ -235,15 +308,43 @@ def test_explain_describes_the_cache() -> None:
         assert any(reason.startswith("a KV cache: ") for reason in reasons), (name, reasons)
 
 
+def test_latent_caches_have_a_kernel_on_every_gpu_from_8_0_on() -> None:
+    for d, dv in ((64, 512), (32, 512), (64, 256)):
+        call = make([5, 20], page_size=64, heads=(128, 1), d=d, dv=dv, qv=True, dtype=BF16)
+        tensors = (call.q, call.k_cache, call.v_cache)
+        for name in ("A100", "RTX 3090", "RTX 4090", "H200", "B200", "RTX 5090"):
+            decision = archflash.explain(*tensors, **call.options, device=name)
+            if (d, dv) == (64, 512):
+                assert decision.plan is not None, (name, decision)
+                assert decision.plan.kernels[0] == "ampere_attention_fwd_bf16_mla"
+                assert ", qv" in str(decision)
+            else:
+                assert decision.plan is None
+                words = f"qv with head_dim {d} and value head_dim {dv}: ampere takes qv where they"
+                assert any(words in reason for reason in decision.reasons["ampere"]), decision
+
+
 def test_a_problem_depends_on_no_length_and_comes_back_from_its_fields() -> None:
-    for how in ({}, PAGED, {"rows_of": [1, 0]}, {"q_lengths": [2, 3]}):
+    for how in (
+        {},
+        PAGED,
+        {"rows_of": [1, 0]},
+        {"q_lengths": [2, 3]},
+        {"qv": True, "attention_chunk": 7},
+    ):
         problems = []
         for lengths in ([5, 20], [6, 21]):
             call = make(lengths, **how)  # type: ignore[arg-type]
             problems.append(make_problem(call.q, call.k_cache, call.v_cache, **call.options))
         assert problems[0] == problems[1]
         assert native.Problem.from_dict(problems[0].to_dict()) == problems[0]
-    for field, value in {"page_size": -1, "cache_batch": 5, "kv_dtype": "float16"}.items():
+    for field, value in {
+        "page_size": -1,
+        "cache_batch": 5,
+        "kv_dtype": "float16",
+        "attention_chunk": -1,
+        "qv_align": 3,
+    }.items():
         with pytest.raises(ValueError, match=f"field '{field}' is"):
             native.Problem.from_dict({**problems[1].to_dict(), field: value})
 
@@ -305,6 +406,33 @@ def test_a_compiled_call_writes_the_caches_and_gives_the_same_bits(causal: bool)
     kvcache_cases.assert_written_like(compiled.k_cache, eager.k_cache)
     kvcache_cases.assert_written_like(compiled.v_cache, eager.v_cache)
     assert not torch.equal(compiled.k_cache.nan_to_num(), call.k_cache.nan_to_num())
+
+
+@pytest.mark.slow
+def test_a_compiled_call_writes_a_latent_cache() -> None:
+    call = make(
+        [15, 17],
+        page_size=16,
+        n_new=2,
+        nq=2,
+        causal=True,
+        heads=(4, 1),
+        d=40,
+        rotary=16,
+        dtype=BF16,
+    )
+    options = {name: x for name, x in call.options.items() if name != "v_new"}
+
+    def step(q: Tensor, cache: Tensor) -> Any:
+        return archflash.attention_with_kvcache(q, cache, **options, dv=24)
+
+    eager, compiled = call.k_cache.clone(), call.k_cache.clone()
+    want = step(call.q, eager)
+    assert torch.equal(
+        torch.compile(step, backend="aot_eager", fullgraph=True)(call.q, compiled), want
+    )
+    kvcache_cases.assert_written_like(compiled, eager)
+    assert not torch.equal(compiled.nan_to_num(), call.k_cache.nan_to_num())
 
 
 def test_an_append_counts_as_a_write_for_autograd() -> None:

@@ -19,9 +19,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_gradients",),
     ("_ops",),
     ("_api", "_backward", "_kvcache", "_merge", "_quantize"),
-    ("_sdpa", "_warm_up", "_overrides"),
+    ("_sdpa", "_shared_prefix", "_warm_up", "_overrides"),
     ("compat._flash", "compat.flash_attn.bert_padding", "compat.flash_attn.layers.rotary"),
-    ("compat.flash_attn.flash_attn_interface", "compat.flash_attn_interface"),
+    ("compat.flash_attn.flash_attn_interface", "compat.flash_attn_interface", "compat.flash_mla"),
     ("compat.flash_attn", "compat.flash_attn.layers"),
     ("compat",),
     (

@@ -3,6 +3,7 @@ them.
 
 - `archflash.compat.flash_attn`: FlashAttention-2's package `flash_attn`
 - `archflash.compat.flash_attn_interface`: FlashAttention-3's module `flash_attn_interface`
+- `archflash.compat.flash_mla`: FlashMLA's module `flash_mla`
 
 Import them in place of the originals. `install` gives them the originals' names, for code that
 cannot be edited.
@@ -13,12 +14,12 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from archflash.compat import flash_attn, flash_attn_interface
+from archflash.compat import flash_attn, flash_attn_interface, flash_mla
 from archflash.compat.flash_attn import bert_padding, layers
 from archflash.compat.flash_attn import flash_attn_interface as _flash_attn_2_interface
 from archflash.compat.flash_attn.layers import rotary
 
-__all__ = ["flash_attn", "flash_attn_interface", "install", "uninstall"]
+__all__ = ["flash_attn", "flash_attn_interface", "flash_mla", "install", "uninstall"]
 
 _MODULES: dict[str, ModuleType] = {
     "flash_attn": flash_attn,
@@ -27,13 +28,14 @@ _MODULES: dict[str, ModuleType] = {
     "flash_attn.layers": layers,
     "flash_attn.layers.rotary": rotary,
     "flash_attn_interface": flash_attn_interface,
+    "flash_mla": flash_mla,
 }
 _hidden: dict[str, ModuleType] = {}  # modules that install() took the names of
 
 
 def install(*, replace: bool = False) -> None:
-    """Makes ``import flash_attn`` (FlashAttention-2) and ``import flash_attn_interface``
-    (FlashAttention-3) find the modules of this package, in this process.
+    """Makes ``import flash_attn`` (FlashAttention-2), ``import flash_attn_interface``
+    (FlashAttention-3) and ``import flash_mla`` find the modules of this package, in this process.
 
     Call it before the code that imports them. What looks for an installed distribution of that
     name, as transformers does for ``attn_implementation="flash_attention_2"``, finds none. Some

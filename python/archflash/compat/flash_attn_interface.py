@@ -5,11 +5,11 @@ FlashAttention-3. They differ from FlashAttention-2's: there is no dropout, the 
 the scale, and return_attn_probs adds the log-sum-exp alone. FP8 inputs take descales (batch,
 heads_kv), and their output is bfloat16.
 
-What archflash does not take raises `archflash.UnsupportedError` with the name of the argument: qv,
-attention_chunk, seqused_q, seqused_k, cu_seqlens_k_new, rotary_seqlens, sm_margin, and
-deterministic=True where gradients are needed. pack_gqa and scheduler_metadata are not read, and
-num_splits of 0 or 1 leaves the choice to archflash where 1 is the default: they are advice about
-speed.
+What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
+seqused_q, seqused_k, cu_seqlens_k_new, rotary_seqlens, sm_margin, qv and attention_chunk without a
+cache, and deterministic=True where gradients are needed. pack_gqa and scheduler_metadata are not
+read, and num_splits of 0 or 1 leaves the choice to archflash where 1 is the default: they are
+advice about speed.
 """
 
 from __future__ import annotations
@@ -294,6 +294,9 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch, capacity, heads, d), or with page_table pages (pages, page size,
             heads, d) of any size.
         k, v: (batch, new rows, heads, d), written in place behind cache_seqlens.
+        qv: as q with dv for d, a second query that multiplies v_cache. Kernels take d = 64 and
+            dv = 512.
+        attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
         rotary_cos, rotary_sin: (positions, channels / 2), by which q and k are turned.
         cache_seqlens: an int or int32 (batch,), the lengths before k; by default the caches are
             full.
@@ -316,8 +319,6 @@ def flash_attn_with_kvcache(
         ValueError: k without cache_seqlens.
     """
     refuse(
-        qv=(qv, None),
-        attention_chunk=(attention_chunk, 0),
         sm_margin=(sm_margin, 0),
         cu_seqlens_k_new=(cu_seqlens_k_new, None),
         rotary_seqlens=(rotary_seqlens, None),
@@ -335,6 +336,8 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
+        qv=qv,
+        attention_chunk=attention_chunk or None,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         q_descale=q_descale,

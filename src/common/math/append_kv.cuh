@@ -9,6 +9,7 @@
 #include "common/kv_cache.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/bfloat16.cuh"
+#include "common/math/fp8_to_16_bits.cuh"
 #include "common/math/kv_cache.cuh"
 #include "common/ptx/cvt.cuh"
 
@@ -36,17 +37,13 @@ __device__ __forceinline__ int find_sequence(const int* cu_seqlens_gmem, int bat
   return low;
 }
 
-// Copies a row of `columns` numbers. Its first rotary_dim columns, of 16-bit numbers only, are
-// rotated by the row's position, which is clamped to the table.
+// Copies a row of `columns` numbers, which are of DTYPE or of the cache's 8-bit type. Its first
+// rotary_dim columns are rotated by the row's position, which is clamped to the table.
 template <DType DTYPE, class Number>
 __device__ __forceinline__ void copy_row(const AppendParams& params, const Number* from_gmem,
                                          Number* to_gmem, int columns, int64_t position,
                                          int rotary_dim) {
   const int lane = threadIdx.x % 32;
-  if constexpr (sizeof(Number) == 1) {
-    for (int column = lane; column < columns; column += 32) to_gmem[column] = from_gmem[column];
-    return;
-  }
   const int half = rotary_dim / 2;
   const int64_t last = params.rotary_rows - 1;
   const int64_t table_row = min(max(position, int64_t{0}), last) * half;
@@ -55,11 +52,22 @@ __device__ __forceinline__ void copy_row(const AppendParams& params, const Numbe
     const int other = params.interleaved ? 2 * pair + 1 : pair + half;
     const float cos = load_number(params.rotary_cos_gmem, table_row + pair, params.rotary_dtype);
     const float sin = load_number(params.rotary_sin_gmem, table_row + pair, params.rotary_dtype);
-    const float x = load_number(from_gmem, one, DTYPE), y = load_number(from_gmem, other, DTYPE);
-    const uint32_t turned =
-        ptx::cvt_rn_x2_f32<DTYPE>(fmaf(x, cos, -(y * sin)), fmaf(x, sin, y * cos));
-    to_gmem[one] = static_cast<uint16_t>(turned);
-    to_gmem[other] = static_cast<uint16_t>(turned >> 16);
+    const auto turn = [&](float x, float y) {
+      return float2{fmaf(x, cos, -(y * sin)), fmaf(x, sin, y * cos)};
+    };
+    if constexpr (sizeof(Number) == 1) {
+      const Fp8Format format(params.cache_dtype);
+      const float2 turned =
+          turn(format.to_float(from_gmem[one]), format.to_float(from_gmem[other]));
+      to_gmem[one] = format.from_float(turned.x);
+      to_gmem[other] = format.from_float(turned.y);
+    } else {
+      const float2 turned =
+          turn(load_number(from_gmem, one, DTYPE), load_number(from_gmem, other, DTYPE));
+      const uint32_t pair = ptx::cvt_rn_x2_f32<DTYPE>(turned.x, turned.y);
+      to_gmem[one] = static_cast<uint16_t>(pair);
+      to_gmem[other] = static_cast<uint16_t>(pair >> 16);
+    }
   }
   for (int column = rotary_dim + lane; column < columns; column += 32)
     to_gmem[column] = from_gmem[column];

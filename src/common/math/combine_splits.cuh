@@ -31,12 +31,12 @@ __device__ __forceinline__ float find_largest_base(const Partials& partials, int
   return largest;
 }
 
-// OUT is the output's type.
-template <DType OUT>
+// OUT is the output's type. dv may be at most HEAD_DIM_V.
+template <DType OUT, int HEAD_DIM_V = 256>
 __device__ __forceinline__ void combine_splits(const CombineParams& params) {
-  constexpr int COLUMNS = 4;                 // neighbouring columns of a lane
-  constexpr int STEPS = 256 / 32 / COLUMNS;  // enough for dv = 256
-  constexpr int AT_ONCE = 16 / STEPS;        // shares whose outputs are loaded together
+  constexpr int COLUMNS = 4;  // neighbouring columns of a lane
+  constexpr int STEPS = HEAD_DIM_V / 32 / COLUMNS;
+  constexpr int AT_ONCE = 16 / STEPS;  // shares whose outputs are loaded together
   const AttentionParams& attention = params.attention;
   const Partials& partials = params.partials;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * COMBINE_WARPS + threadIdx.x / 32;
@@ -115,9 +115,10 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
 
 }  // namespace archflash::math
 
-// Defines an entry point. A plan.cpp launches it by NAME.
-#define ARCHFLASH_COMBINE_KERNEL(NAME, OUT)                                   \
+// Defines an entry point. A plan.cpp launches it by NAME. The template arguments of
+// math::combine_splits follow.
+#define ARCHFLASH_COMBINE_KERNEL(NAME, ...)                                   \
   extern "C" __global__ void __launch_bounds__(32 * archflash::COMBINE_WARPS) \
       NAME(const __grid_constant__ archflash::CombineParams params) {         \
-    archflash::math::combine_splits<OUT>(params);                             \
+    archflash::math::combine_splits<__VA_ARGS__>(params);                     \
   }

@@ -7,6 +7,7 @@
 
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
+#include "common/math/chunked_keys.cuh"
 #include "common/math/kv_cache.cuh"
 #include "common/math/packed_heads.cuh"
 #include "common/math/visible_keys.cuh"
@@ -36,6 +37,7 @@ struct CacheContext : FewRowsContext {
   int first;                   // row of the sequence that is its first key
   int blocks, block_rows;      // pages of the cache, rows of a page
   float k_descale, v_descale;  // of the head; 1 but for caches of 8-bit numbers
+  int chunk;                   // of math::ChunkedKeys
 
   // Where a key of the sequence lies. Pages outside the cache are clamped into it.
   __device__ __forceinline__ int64_t offset(int key, int64_t page_stride,
@@ -48,6 +50,16 @@ struct CacheContext : FewRowsContext {
 template <class C>
 using ContextOf = std::conditional_t<C::CACHE, CacheContext,
                                      std::conditional_t<C::CAN_SPLIT, FewRowsContext, CtaContext>>;
+
+// The keys that each row of the CTA sees.
+template <class C>
+__device__ __forceinline__ decltype(auto) visible_keys(const ContextOf<C>& cta) {
+  if constexpr (C::CACHE) {
+    return math::ChunkedKeys{cta.visible, cta.chunk, cta.work.nk - cta.work.nq};
+  } else {
+    return (cta.visible);
+  }
+}
 
 // Query rows of each head that the CTA's tile has.
 template <class C>
@@ -80,6 +92,7 @@ __device__ __forceinline__ CacheContext make_cache_context(const CacheParams& pa
   cta.first = rows.first;
   cta.blocks = cache.blocks;
   cta.block_rows = cache.block_rows;
+  cta.chunk = params.attention_chunk;
   int64_t k_start = kv_head * attention.k_head, v_start = kv_head * attention.v_head;
   cta.pages_gmem = nullptr;
   if (cache.page_table_gmem != nullptr) {
@@ -123,11 +136,13 @@ struct WarpRows {
     }
   }
   // Whether the warp has rows and one of them sees one of the STEP_KEYS keys from key_first on.
-  __device__ __forceinline__ bool any_sees(const math::VisibleKeys& visible, int key_first) const {
+  template <class Visible>
+  __device__ __forceinline__ bool any_sees(const Visible& visible, int key_first) const {
     return last >= first && !visible.hides(first, last, key_first, key_first + C::STEP_KEYS - 1);
   }
   // Whether every row of the warp sees all of these keys, so that no score needs a mask.
-  __device__ __forceinline__ bool all_see(const math::VisibleKeys& visible, int key_first) const {
+  template <class Visible>
+  __device__ __forceinline__ bool all_see(const Visible& visible, int key_first) const {
     return !visible.masks(first, last, key_first, key_first + C::STEP_KEYS - 1);
   }
 };

@@ -71,7 +71,7 @@ __device__ __forceinline__ void start_raw_keys(uint32_t raw_smem, const void* ke
 template <class C, class Tile, int COLUMNS>
 __device__ __forceinline__ void convert_keys(unsigned char* tile, const unsigned char* raw,
                                              int columns,
-                                             const math::Fp8Format<C::DTYPE>& format) {
+                                             const math::Fp8Words<C::DTYPE>& format) {
   using Chunk = RawChunk<C, COLUMNS>;
   const unsigned thread = ptx::mov_tid_x_volatile();
   uint32_t special = 0;

@@ -26,14 +26,21 @@ template <class C>
 __device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const ContextOf<C>& cta,
                                            int key_first) {
   const WarpRows<C> rows(cta);
-  if (rows.all_see(cta.visible, key_first)) return;
+  if (rows.all_see(visible_keys<C>(cta), key_first)) return;
   const int lane = ptx::mov_tid_x_volatile() % 32;
   if constexpr (C::CAN_SPLIT) {
     const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
     int lane_rows[2];
     for (int r = 0; r < 2; ++r)
       lane_rows[r] = cta.work.first_row + cta.packed_heads.row(warp_row + lane / 4 + 8 * r);
-    math::mask_rows<C>(s_rmem, cta.visible, lane_rows, key_first + lane % 4 * 2);
+    if constexpr (C::CACHE) {
+      const math::ChunkedKeys visible = visible_keys<C>(cta);
+      for (int r = 0; r < 2; ++r) {
+        math::mask_row<C>(s_rmem, visible.of_row(lane_rows[r]), 0, r, 0, key_first + lane % 4 * 2);
+      }
+    } else {
+      math::mask_rows<C>(s_rmem, cta.visible, lane_rows, key_first + lane % 4 * 2);
+    }
   } else {
     math::mask_scores<C>(s_rmem, cta.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
   }
@@ -86,8 +93,8 @@ struct KeyBlocks {
                                        const StartWithK& start_with_k = StartWithK())
       : params(params), cta(cta), shared_smem(shared_smem), start_with_k(start_with_k) {
     const int last_row = min(cta.work.first_row + rows_of_tile<C>(cta), cta.work.nq) - 1;
-    begin = cta.visible.first(cta.work.first_row) & -C::BLOCK_K;
-    last = cta.visible.last(last_row) & -C::BLOCK_K;
+    begin = visible_keys<C>(cta).first(cta.work.first_row) & -C::BLOCK_K;
+    last = visible_keys<C>(cta).last(last_row) & -C::BLOCK_K;
   }
 
   // Visits only the blocks of one share of the keys.
@@ -165,7 +172,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
     __syncthreads();
     if constexpr (C::FP8_CACHE) {
       extern __shared__ __align__(128) unsigned char shared[];
-      const math::Fp8Format<C::DTYPE> format(cache_dtype);
+      const math::Fp8Words<C::DTYPE> format(cache_dtype);
       convert_keys<C, QKTile, C::HEAD_DIM>(shared + C::K_SMEM, shared + C::K_RAW_SMEM, params.d,
                                            format);
       convert_keys<C, VTile, C::HEAD_DIM_V>(shared + C::V_SMEM, shared + C::V_RAW_SMEM, params.dv,
@@ -202,7 +209,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
     for (int step = C::BLOCK_K - C::STEP_KEYS; step >= 0; step -= C::STEP_KEYS) {
       const int key_first = block + step;
       // A warp that sees none of these keys skips the work, but not the barriers.
-      const bool computes = WarpRows<C>(cta).any_sees(cta.visible, key_first);
+      const bool computes = WarpRows<C>(cta).any_sees(visible_keys<C>(cta), key_first);
       Probabilities<C> p_rmem;
       if (computes) weigh(p_rmem, q_rmem, q_smem, k_smem + step * QKTile::ROW_BYTES, key_first);
       if constexpr (C::STAGES == 1 && !C::FP8_CACHE) {

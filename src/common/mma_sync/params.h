@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "common/attention_params.h"
@@ -32,6 +33,7 @@ struct CacheParams {
   // Used where the cache holds 8-bit numbers: what they are multiplied by, and their dtype.
   Descale k_descale, v_descale;
   DType cache_dtype;
+  int32_t attention_chunk;  // positions of a chunk of math::ChunkedKeys; 0: no chunks
 };
 static_assert(std::is_trivially_copyable_v<CacheParams>);
 static_assert(offsetof(CacheParams, attention) == 0,

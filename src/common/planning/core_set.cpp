@@ -11,6 +11,7 @@ namespace archflash::core {
 namespace {
 
 constexpr int64_t HEAD_DIM_LIMIT = 256;
+constexpr int64_t QV_HEAD_DIM = 64, QV_HEAD_DIM_V = 512;  // those of the kernels for qv
 constexpr int64_t ROW_BYTES = 16;                   // rows are read and written 16 bytes at a time
 constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit inside the kernel
 // UNBOUNDED inside the kernel. A q_offset is within +-2^60 and a key within 2^30: their sums with
@@ -117,8 +118,24 @@ Reasons refusals(const Problem& problem, const Description& description,
                    dtype_name(problem.dtype) + " inputs",
                "writes the type of its inputs; leave out_dtype out");
   }
-  refuse.head_dim("head_dim", problem.d, "q and k");
-  refuse.head_dim("value head_dim", problem.dv, "v");
+  const auto has = [&](const char* feature) {
+    return std::find(features.begin(), features.end(), feature) != features.end();
+  };
+  const bool with_qv = problem.qv_align > 0;
+  if (with_qv && has("qv")) {
+    if (problem.d != QV_HEAD_DIM || problem.dv != QV_HEAD_DIM_V) {
+      refuse.add("qv with head_dim " + str(problem.d) + " and value head_dim " + str(problem.dv),
+                 "takes qv where they are 64 and 512");
+    }
+    refuse.layout("qv", problem.qv, static_cast<int32_t>(problem.qv_unit.value),
+                  static_cast<int32_t>(problem.qv_align), problem.dtype);
+  } else {
+    if (with_qv) refuse.add("qv", "has no second query; concatenate q and qv, and k and v,");
+    refuse.head_dim("head_dim", problem.d, "q and k");
+    refuse.head_dim("value head_dim", problem.dv, "v");
+  }
+  if (problem.attention_chunk != 0 && !has("attention_chunk"))
+    refuse.add("attention_chunk", "has no chunks; leave attention_chunk out");
   refuse.layout("q", problem.q, problem.q_unit, problem.q_align, problem.dtype);
   if (problem.nk > 0) {  // an empty k or v is never read
     refuse.layout("k", problem.k, problem.k_unit, problem.k_align, problem.kv_dtype);
@@ -131,9 +148,6 @@ Reasons refusals(const Problem& problem, const Description& description,
     refuse.add("num_splits " + str(problem.num_splits),
                "does not split the keys; leave num_splits out or pass 1");
   }
-  const auto has = [&](const char* feature) {
-    return std::find(features.begin(), features.end(), feature) != features.end();
-  };
   const bool fp8_cache = problem.kv_dtype != problem.dtype;
   if (problem.kv_cache && !has("kv_cache")) {
     refuse.add("a KV cache",
@@ -144,10 +158,6 @@ Reasons refusals(const Problem& problem, const Description& description,
     refuse.add(std::string("a cache of dtype ") + dtype_name(problem.kv_dtype) +
                    " for q of dtype " + dtype_name(problem.dtype),
                "takes a cache of q's dtype; convert one of them");
-  }
-  if (fp8_cache && problem.rotary_dim > 0) {
-    refuse.add("a rotary embedding with a cache of 8-bit numbers",
-               "rotates 16-bit keys only; rotate q and k_new before the call");
   }
   if (problem.n_new > 0 && (problem.nq == 0 || problem.heads_q == 0))
     refuse.add("k_new without a query row", "appends beside query rows only; pass one");

@@ -49,6 +49,7 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
   params.v_new_row = problem.v_new.row;
   params.heads_kv = static_cast<int32_t>(problem.heads_kv);
   params.new_rows = problem.batch * problem.n_new * problem.heads_kv;
+  params.cache_dtype = problem.kv_dtype;
   const bool rotates = problem.rotary_dim > 0;
   const int64_t rows_of_q = (problem.varlen ? 1 : problem.batch) * problem.nq;
   if (rotates) {
@@ -57,7 +58,8 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
     params.rotary_rows = static_cast<int32_t>(std::min<int64_t>(problem.rotary_rows, INT32_MAX));
     params.rotary_dtype = static_cast<DType>(problem.rotary_dtype - 1);
     params.interleaved = problem.rotary_interleaved;
-    params.ordered = problem.window_left != UNBOUNDED || problem.window_right != UNBOUNDED ? 1 : 0;
+    const bool windowed = problem.window_left != UNBOUNDED || problem.window_right != UNBOUNDED;
+    params.ordered = windowed || problem.attention_chunk > 0 ? 1 : 0;
   }
   const int64_t ctas = ceil_div(2 * params.new_rows + params.q_rows, APPEND_WARPS);
   if (ctas > GRID_LIMIT) return grid_too_large(ctas);
@@ -121,6 +123,8 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   params.partials.splits = 1;
   params.packed_heads = core::packed_heads(tile);
   params.cache = core::kv_cache(problem);
+  constexpr int64_t LARGEST_CHUNK = int64_t{1} << 30;  // more than there are positions
+  params.attention_chunk = static_cast<int32_t>(std::min(problem.attention_chunk, LARGEST_CHUNK));
   const bool fp8 = is_fp8(problem.kv_dtype);
   if (fp8) {
     const Descales descales = core::descales(problem);

@@ -41,6 +41,7 @@ enum class Operand : int32_t {
   LeftpadK,
   RotaryCos,
   RotarySin,
+  Qv,
   // attention_backward reads DOut and DLse, beside the operands of the call, and writes the rest.
   DOut,
   DLse,
@@ -84,6 +85,7 @@ constexpr const char* operand_name(Operand operand) {
                                                 "leftpad_k",
                                                 "rotary_cos",
                                                 "rotary_sin",
+                                                "qv",
                                                 "dout",
                                                 "dlse",
                                                 "dq",

@@ -32,6 +32,8 @@ int64_t visited_keys(const Problem& problem, const Tile& tile) {
   const int64_t right = std::min(problem.window_right, NO_SIDE);
   const int64_t rows = std::min<int64_t>(problem.nq, tile.block_q);
   int64_t visible = std::min(keys, left + rows + right);
+  if (problem.attention_chunk > 0)
+    visible = std::min(visible, std::min(problem.attention_chunk, NO_SIDE) + rows);
   if (!problem.varlen && !problem.q_offset_tensor) {
     const int64_t offset = std::clamp(problem.q_offset, -NO_SIDE, NO_SIDE);
     const int64_t last = offset + problem.nq - 1 + right;  // of the last row
