@@ -168,8 +168,9 @@ def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
         if file.name.endswith(".json"):
             for entries in json.loads(file.read_text()).values():
                 compiled |= set(entries)
-    # Those of a KV cache: test_kvcache.py; of gradients: test_gradients.py.
-    others = "_quantize_|int8_|_cache(_fp8)?$|_append_|_bwd_|_backward_"
+    # Those of a KV cache: test_kvcache.py; of gradients: test_gradients.py; with masks as data:
+    # test_mask_data.py.
+    others = "_quantize_|int8_|_cache(_fp8)?$|_append_|_bwd_|_backward_|_masked$"
     compiled = {name for name in compiled if not re.search(others, name)}
     if on.name == "simulator":  # FP8: test_fp8.py; pairs of CTAs: test_blackwell_dc_tiles.py
         compiled = {name for name in compiled if re.search(r"_attention_fwd_(f32|f16|bf16)_", name)}
