@@ -308,7 +308,7 @@ def _serves_as_measured(
     """Whether a kernel of PyTorch was measured for problems of this kind and serves this one
     without a mask. It was never measured with a mask.
     """
-    masked = problem.masked or _torch.needs_mask(
+    masked = _torch.needs_mask(
         causal=problem.causal,
         window=problem.window,
         q_offset_given=problem.q_offset_given,

@@ -268,20 +268,44 @@ def from_flex(block_mask: Any) -> Tensor:
     Raises:
         ValueError: blocks of another size.
     """
-    rows, keys = block_mask.BLOCK_SIZE
-    if rows % MASK_BLOCK or keys % MASK_BLOCK:
-        raise ValueError(
-            f"the blocks of block_mask have {rows} queries and {keys} keys: they must have "
-            f"multiples of {MASK_BLOCK}; make attn_mask of it and summarize_mask() of that"
-        )
-    nq, nk = block_mask.seq_lengths
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     table = _scattered(counts, indices, _MIXED)
     if block_mask.full_kv_num_blocks is not None:
         full = _scattered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, _FULL)
         table = torch.maximum(table, full)
-    table = table.repeat_interleave(rows // MASK_BLOCK, 2).repeat_interleave(keys // MASK_BLOCK, 3)
-    return table[:, :, : -(-nq // MASK_BLOCK), : -(-nk // MASK_BLOCK)].contiguous()
+    return from_blocks(table, block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
+
+
+def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) -> Tensor:
+    """The block_mask with the meaning of a table of larger blocks.
+
+    Args:
+        table: bool (True is seen) or int8 (as block_mask has it) ``(batch or 1, heads or 1,
+            ceil(nq / rows), ceil(nk / keys))``.
+        block_size: queries and keys of a block, multiples of 64.
+        nq, nk: numbers of queries and keys.
+
+    Returns:
+        block_mask, int8 ``(batch or 1, heads or 1, ceil(nq / 64), ceil(nk / 64))``.
+
+    Raises:
+        ValueError: blocks of another size, or a table of another shape.
+    """
+    rows, keys = block_size
+    if rows % MASK_BLOCK or keys % MASK_BLOCK:
+        raise ValueError(
+            f"the blocks have {rows} queries and {keys} keys: they must have multiples of "
+            f"{MASK_BLOCK}; make attn_mask of the table, and block_mask=summarize_mask() of that"
+        )
+    expected = (-(-nq // rows), -(-nk // keys))
+    if table.ndim != 4 or tuple(table.shape[2:]) != expected:
+        raise ValueError(
+            f"table has shape {tuple(table.shape)}: it must be (batch or 1, heads or 1, "
+            f"{expected[0]}, {expected[1]})"
+        )
+    fine = table.to(torch.int8).repeat_interleave(rows // MASK_BLOCK, 2)
+    fine = fine.repeat_interleave(keys // MASK_BLOCK, 3)
+    return fine[:, :, : -(-nq // MASK_BLOCK), : -(-nk // MASK_BLOCK)].contiguous()
 
 
 def _scattered(counts: Tensor, indices: Tensor, value: int) -> Tensor:

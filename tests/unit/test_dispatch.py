@@ -631,6 +631,8 @@ def test_masks_as_data_go_to_ampere_for_16_bits_and_to_simt_for_fp32(
         assert of_16.chosen == "torch"
         return
     assert of_16.chosen == "ampere"
+    assert "was measured" not in str(of_16)  # nothing was with a mask
+    assert "fastest measured" not in str(of_16)
     assert of_16.plan is not None
     assert of_16.plan.tile.name == "d64_masked"
     for other in (DC, HOPPER, CONSUMER, "ada"):
@@ -639,6 +641,16 @@ def test_masks_as_data_go_to_ampere_for_16_bits_and_to_simt_for_fp32(
         if built and not _dispatch._only_forced(other, of_16.problem, capability):
             says = f"{name}: {other} has causal and window masks only; drop {name}"
             assert own[0].startswith(says)
+
+
+@pytest.mark.parametrize("device", ["RTX 3090", "H200", "B200"])
+def test_few_rows_with_masks_are_split_by_ampere(device: str) -> None:
+    ranges = torch.empty(1, 1, 1, 2, 2, dtype=torch.int32, device="meta")
+    given = problem(torch.bfloat16, nq=1, nk=65536, key_ranges=ranges)
+    decision = _dispatch.select(given, find_device(device))
+    assert decision.chosen == "ampere"
+    assert decision.plan is not None
+    assert decision.plan.tile.splits > 1
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -105,6 +105,12 @@ def test_a_block_mask_of_flex_attention_keeps_its_blocks() -> None:
         archflash.attention(q, k, k, attn_mask=mask, block_mask=table),
         archflash.attention(q, k, k, attn_mask=mask),
     )
+    coarse = torch.tensor([[True, False], [False, True]])[None, None]
+    assert masks.from_blocks(coarse, (128, 64), 200, 100).tolist() == [
+        [[[1, 0], [1, 0], [0, 1], [0, 1]]]
+    ]
+    with pytest.raises(ValueError, match=r"must be \(batch or 1, heads or 1, 2, 1\)"):
+        masks.from_blocks(coarse, (128, 128), 200, 100)
     odd = flex.create_block_mask(causal, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=32)
     with pytest.raises(ValueError, match="have 32 queries and 32 keys"):
         masks.from_flex(odd)
