@@ -35,7 +35,7 @@ FACTORS: dict[str, list[Any]] = {
     "lengths": on.pick(
         simulator=[(9, 140), (70, 101), (33, 66)], gpu=[(9, 799), (113, 203), (300, 290)]
     ),
-    "heads": [(2, 2), (4, 1)],
+    "heads": [(2, 2), (3, 1)],
     "position": ["none", "causal", "window", "offset"],
     "more": [None, "softcap", "sinks", "scale"],
     "splits": [None, 2],
@@ -208,6 +208,22 @@ def test_alibi_of_packed_sequences_aligns_each_to_its_bottom_right(kernel: str, 
     )  # fmt: skip
 
 
+@each_kernel
+def test_packed_heads_have_masks_of_their_own(kernel: str, dtype: str) -> None:
+    q, k, v = on.qkv(5, 190, dtype=dtype, heads=(3, 1))
+    blocks = torch.eye(3, device=on.device, dtype=torch.bool)[None, :, None]
+    begin = on.int32(10, 70, 130).reshape(1, 3, 1, 1)
+    ranges = torch.stack([begin, begin + 40], -1)
+    for call in ({"block_mask": blocks}, {"key_ranges": ranges}):
+        on.attend_and_check(kernel, q, k, v, schedules=[3], **call)
+
+
+@each_kernel
+def test_alibi_alone_changes_blocks_that_every_row_sees(kernel: str, dtype: str) -> None:
+    q, k, v = on.qkv(64, 128, dtype=dtype)
+    on.attend_and_check(kernel, q, k, v, alibi_slopes=on.tensor([0.5, 0.1]), schedules=[0])
+
+
 @pytest.mark.skipif(on.name == "gpu", reason="the simulator counts instructions")
 @each_kernel
 @pytest.mark.parametrize("kind", ["ranges", "blocks", "both"])
@@ -216,9 +232,10 @@ def test_blocks_of_keys_that_no_row_sees_are_not_read(kernel: str, dtype: str, k
 
     nq, nk = 64, 1024
     q, k, v = on.qkv(nq, nk, dtype=dtype, heads=(1, 1))
-    ranges = on.int32(130, 140, 900, 901).reshape(1, 1, 1, 2, 2)
+    # Every fourth block lies in a range, and the table has every second one, but only one of those.
+    ranges = on.int32(200, 210, 450, 460, 710, 720, 970, 971).reshape(1, 1, 1, 4, 2)
     blocks = torch.zeros(1, 1, 1, nk // 64, dtype=torch.int8, device=on.device)
-    blocks[..., 2] = blocks[..., 14] = blocks[..., 5] = 2
+    blocks[..., 4::2] = blocks[..., 3] = 2
     call: dict[str, Any] = {}
     if kind != "blocks":
         call["key_ranges"] = ranges
@@ -228,9 +245,11 @@ def test_blocks_of_keys_that_no_row_sees_are_not_read(kernel: str, dtype: str, k
     sparse = sim.run(
         q, k, v, implementation=kernel, num_splits=1 if kernel != "simt" else None, **call
     )
-    seen = {"ranges": 2, "blocks": 3, "both": 2}[kind] / 16
-    rows_of_keys = dense.reports[0].transactions["global"]
-    assert sparse.reports[0].transactions["global"] < (seen + 0.2) * rows_of_keys
+    most = {"ranges": 4, "blocks": 7, "both": 1}[kind]
+    copies, of_all = (
+        x.report.opcodes["cp.async.cg.shared.global"] for x in (sparse, dense)
+    )  # of K and V of each block, and of Q once
+    assert copies * (2 * nk // 64 + 1) == of_all * (2 * most + 1)
 
 
 @each_kernel
