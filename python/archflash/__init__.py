@@ -4,6 +4,7 @@
 The modules stand in layers, and each imports only from layers below its own:
 
 - `_archflash`, the runtime in C++; the exceptions; what PyTorch's causal biases mean
+- `masks`, masks as data
 - the table of options, the implementations, what was measured, the implementation `torch`, the
   float64 reference
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
@@ -22,7 +23,7 @@ The modules stand in layers, and each imports only from layers below its own:
 from typing import Any as _Any
 
 from archflash import _archflash as _native
-from archflash import reference
+from archflash import masks, reference
 from archflash._api import attention, explain
 from archflash._archflash import version as __version__
 from archflash._backward import attention_backward
@@ -43,6 +44,7 @@ from archflash._registry import Implementation, implementations
 from archflash._sdpa import scaled_dot_product_attention
 from archflash._shared_prefix import attention_with_shared_prefix
 from archflash._warm_up import warm_up
+from archflash.masks import summarize_mask
 
 __all__ = [
     "ArchflashError",
@@ -64,11 +66,13 @@ __all__ = [
     "explain",
     "force",
     "implementations",
+    "masks",
     "merge_attention",
     "quantize_fp8",
     "reference",
     "scaled_dot_product_attention",
     "stats",
+    "summarize_mask",
     "warm_up",
 ]
 

@@ -35,6 +35,8 @@ def attention(
     max_seqlen_k: int | None = None,
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    block_mask: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -74,7 +76,21 @@ def attention(
         attn_mask: bool (True keeps) or floating (added to the scores), broadcastable to ``(batch,
             heads_q, nq, nk)``. Or ``torch.nn.attention.bias.causal_lower_right(nq, nk)``, which is
             causal=True, or ``causal_upper_left(nq, nk)``, which is causal=True with q_offset=0.
-        alibi_slopes: not built yet.
+            It is added after scale and softcap. A key with -inf is not seen; scores below -2.3e38
+            count as -2.3e38, so that a row of finfo.min weighs its keys equally, as in PyTorch. Not
+            with cu_seqlens. Any strides, also 0.
+        alibi_slopes: float32 ``(heads_q,)`` or ``(batch, heads_q)``, of ALiBi: slope * |i +
+            q_offset - j| is subtracted from the scores after softcap, which aligns to the bottom
+            right unless q_offset is given, as in flash-attn. With cu_seqlens a sequence is a batch.
+        key_ranges: int32 ``(batch or 1, heads_q or 1, nq or 1, n, 2)``, n up to 4: query i sees the
+            keys in the union of n half-open ranges, in any order, which may overlap or be empty. A
+            key must be allowed by causal, window and attn_mask, too. `archflash.masks` makes them.
+            Not with cu_seqlens.
+        block_mask: bool or int8, a number for each block of 64 rows and 64 keys: ``(batch or 1,
+            heads_q or 1, ceil(nq / 64), ceil(nk / 64))``. 0: no query of it sees any key of it. 2
+            (int8 only): a promise that attn_mask keeps all of it and adds nothing. Anything else:
+            attn_mask decides, or all is seen if there is none. `archflash.summarize_mask` makes it
+            of attn_mask. Not with cu_seqlens.
         q_descale: float32: float8 q stands for q * q_descale. ``()`` or ``(1,)`` for the whole
             tensor; ``(heads_q,)`` or ``(batch, heads_q)``, also with heads_kv for heads_q; or
             ``(batch, heads_q, ceil(nq / 64))``, one for each block of 64 rows (not with
@@ -143,8 +159,8 @@ def attention(
     # In the order of the table of options, src/common/options.inc.
     values = (
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, attn_mask, alibi_slopes, q_descale, k_descale, v_descale, out_dtype,
-        approximate, num_splits, batch_invariant, layout, out, return_lse,
+        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, q_descale, k_descale,
+        v_descale, out_dtype, approximate, num_splits, batch_invariant, layout, out, return_lse,
     )  # fmt: skip
     if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and

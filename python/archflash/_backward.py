@@ -34,6 +34,9 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    block_mask: Tensor | None = None,
     layout: str = "bhnd",
     implementation: str | None = None,
 ) -> tuple[Tensor, ...]:
@@ -59,8 +62,8 @@ def attention_backward(
         deterministic: the kernels of archflash give the same bits for the same inputs whatever this
             is. True makes PyTorch do so, too, where it computes the gradients.
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, attn_mask, layout: as the call got them. For attn_mask there is no
-            gradient.
+            max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, layout: as the call got
+            them. For attn_mask and alibi_slopes there is no gradient.
         implementation: forces one by name, "ampere" or "torch"; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
 
@@ -93,6 +96,7 @@ def attention_backward(
             "causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale,
             "q_offset": q_offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
             "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "attn_mask": attn_mask,
+            "alibi_slopes": alibi_slopes, "key_ranges": key_ranges, "block_mask": block_mask,
             "layout": layout,
         }
     )  # fmt: skip

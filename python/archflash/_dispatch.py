@@ -129,10 +129,11 @@ def describe_problem(problem: _native.Problem) -> str:
         shape += f", {problem.nq} queries, {problem.nk} keys, head dim {problem.d}"
         shape += f" and {problem.dv}" if problem.d != problem.dv else ""
     features = (
-        "approximate", "num_splits", "causal", "window", "softcap", "sinks", "masked",
+        "approximate", "num_splits", "causal", "window", "softcap", "sinks", "attn_mask",
+        "alibi_slopes", "key_ranges", "block_mask",
     )  # fmt: skip
     flags = (field for field in _options.FLAG_FIELDS.values() if field not in features)
-    words = {"masked": "attn_mask", "want_lse": "LSE", "needs_grad": "gradients"}
+    words = {"want_lse": "LSE", "needs_grad": "gradients"}
     words["approximate"] = f"approximate={problem.approximate!r}"
     words["num_splits"] = f"num_splits={problem.num_splits}"
     names = (*features, *flags, "cache_batch_idx", "leftpad_k", "needs_grad")
@@ -305,7 +306,7 @@ def _serves_as_measured(
     """Whether a kernel of PyTorch was measured for problems of this kind and serves this one
     without a mask. It was never measured with a mask.
     """
-    masked = problem.masked or _torch.needs_mask(
+    masked = _torch.needs_mask(
         causal=problem.causal,
         window=problem.window,
         q_offset_given=problem.q_offset_given,
@@ -347,7 +348,8 @@ def _pytorchs_kernel(
         sinks=problem.sinks,
         q_offset_given=problem.q_offset_given,
         varlen=problem.varlen,
-        masked=problem.masked,
+        masked=problem.attn_mask or problem.key_ranges or problem.block_mask,
+        alibi=problem.alibi_slopes,
         want_lse=problem.want_lse,
         fp8=problem.dtype.startswith("float8"),
     )

@@ -175,9 +175,10 @@ def attention_with_kvcache(
     # archflash.attention has.
     values = (
         causal, window, softcap, sinks, scale, None, cu_seqlens_q, None, max_seqlen_q, None, None,
-        None, q_descale, k_descale, v_descale, out_dtype, None, num_splits, batch_invariant, layout,
-        out, return_lse, cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k,
-        rotary_cos, rotary_sin, rotary_interleaved, qv, attention_chunk,
+        None, None, None, q_descale, k_descale, v_descale, out_dtype, None, num_splits,
+        batch_invariant, layout, out, return_lse, cache_seqlens, page_table, k_new, v_new,
+        cache_batch_idx, leftpad_k, rotary_cos, rotary_sin, rotary_interleaved,
+        qv, attention_chunk,
     )  # fmt: skip
     if _is_compiling() or _dispatch_modes():
         return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)

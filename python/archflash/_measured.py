@@ -129,8 +129,9 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
     """The measurement for problems of this kind on GPUs of a compute capability; None if there is
     none, or if it must not matter.
     """
-    # With batch_invariant the choice must not depend on how large a call is.
-    unknown = problem.kv_cache or problem.batch_invariant
+    # Nothing was measured with masks as data, which have kernels of their own. With batch_invariant
+    # the choice must not depend on how large a call is.
+    unknown = problem.kv_cache or problem.batch_invariant or problem.masked
     if capability is None or problem.dtype not in _DTYPES or unknown:
         return None
     kind = Kind.of(

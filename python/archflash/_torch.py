@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from archflash._archflash import SCALE_ROWS
+from archflash._archflash import MASK_BLOCK, SCALE_ROWS
+from archflash.masks import to_dense
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
@@ -50,6 +51,9 @@ def attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    block_mask: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -78,6 +82,12 @@ def attention(
         cu_seqlens_k: ``(B + 1,)`` int32, where each sequence starts in k and v.
         attn_mask: broadcastable to ``(B, Hq, Nq, Nk)``; bool (True is seen) or floating point
             (added to the scores).
+        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``: ``slope * |i + q_offset - j|`` is subtracted
+            from the scores; None for none.
+        key_ranges: int32 ``(B or 1, Hq or 1, Nq or 1, n, 2)``, the half-open ranges of keys that a
+            query sees; None for all keys.
+        block_mask: bool or int8 ``(B or 1, Hq or 1, ceil(Nq / 64), ceil(Nk / 64))``, 0 for blocks
+            that are not seen; None for none such.
         q_descale: float32; a stored number times its descale is the number that it stands for. One
             number, ``(Hq,)``, ``(B, Hq)`` or, for each 64 rows, ``(B, Hq, blocks)``, also with Hkv
             for Hq; None is 1.
@@ -103,7 +113,8 @@ def attention(
             packed_rows(cu_seqlens_q, q.shape[0]), packed_rows(cu_seqlens_k, k.shape[0])
         )
     band = _Band.of(causal, window, q_offset, packed, q, k, layout)
-    plain = attn_mask is None and sinks is None and not softcap and not return_lse and not packed
+    masks = _Masks(attn_mask, alibi_slopes, key_ranges, block_mask)
+    plain = _no_masks(masks) and sinks is None and not softcap and not return_lse and not packed
     as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
     if plain and as_it_is and not torch.compiler.is_compiling() and not _autocasts(q.device.type):
         # A plain call needs no mask and no conversion. Calling SDPA directly takes a fraction of
@@ -126,7 +137,7 @@ def attention(
             scale=scale,
             band=band,
             packed=packed,
-            attn_mask=attn_mask,
+            masks=masks,
             softcap=softcap,
             sinks=sinks,
             want_lse=return_lse,
@@ -159,6 +170,7 @@ def fused_kernel(
     want_lse: bool,
     fp8: bool,
     gqa: bool = False,
+    alibi: bool = False,
 ) -> str | list[str]:
     """Which of its fused tensor-core kernels PyTorch uses for a call, or why it uses none.
 
@@ -176,10 +188,11 @@ def fused_kernel(
         sinks: whether sinks are given.
         q_offset_given: whether q_offset is given.
         varlen: whether cu_seqlens are given.
-        masked: whether attn_mask is given.
+        masked: whether attn_mask, key_ranges or block_mask is given.
         want_lse: whether the log-sum-exp is asked for.
         fp8: whether the inputs are FP8.
         gqa: whether q has more heads than k; no by default.
+        alibi: whether alibi_slopes are given; no by default.
 
     Returns:
         "torch-cudnn", "torch-flash" or "torch-efficient"; or one sentence per reason.
@@ -204,6 +217,8 @@ def fused_kernel(
         reasons.append("softcap needs plain operations")
     if sinks:
         reasons.append("sinks need plain operations")
+    if alibi:
+        reasons.append("alibi_slopes need plain operations")
     if want_lse:
         reasons.append("the log-sum-exp needs plain operations")
     if nq == 0 or nk == 0:
@@ -489,6 +504,45 @@ def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> 
     return visible if visible.ndim == 4 else visible[None, None]
 
 
+class _Masks(NamedTuple):
+    """The masks of a call that are tensors, as they were given."""
+
+    attn_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    key_ranges: Tensor | None
+    block_mask: Tensor | None
+
+
+def _no_masks(masks: _Masks) -> bool:
+    return all(mask is None for mask in masks)
+
+
+def _in_ranges(visible: Tensor | None, key_ranges: Tensor, nk: int) -> Tensor:
+    dense = to_dense(key_ranges, nk)
+    return dense if visible is None else visible & dense
+
+
+def _in_blocks(visible: Tensor | None, block_mask: Tensor, nq: int, nk: int) -> Tensor:
+    seen = (block_mask != 0).repeat_interleave(MASK_BLOCK, 2)[:, :, :nq]
+    seen = seen.repeat_interleave(MASK_BLOCK, 3)[..., :nk]
+    return seen if visible is None else visible & seen
+
+
+def _alibi(slopes: Tensor, q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> Tensor:
+    """What ALiBi adds to the scores: float32 ``(B or 1, Hq, Nq, Nk)``."""
+    if packed:
+        rows, keys = packed
+        offset = of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
+        distance = (rows.row + offset)[:, None] - keys.row
+        of_row = slopes if slopes.ndim == 1 else of_rows(slopes, rows)  # (Hq,) or (Tq, Hq)
+        by_head = of_row.expand(len(rows.row), -1).t()[:, :, None]
+        return -(by_head * distance.abs())[None]
+    offset = band.offset[:, None, None, None] if isinstance(band.offset, Tensor) else band.offset
+    row = torch.arange(q.shape[2], device=q.device)[:, None]
+    distance = row + offset - torch.arange(k.shape[2], device=q.device)
+    return -(slopes[..., None, None] * distance.abs())[(None,) * (2 - slopes.ndim)]
+
+
 class _Mask(NamedTuple):
     """Which keys every query sees, and a form of it for softmax, in which no row is empty."""
 
@@ -498,17 +552,22 @@ class _Mask(NamedTuple):
     bias: Tensor | None  # a floating attn_mask with 0 for -inf, whose keys are not visible
 
     @classmethod
-    def of(cls, visible: Tensor | None, attn_mask: Tensor | None) -> _Mask | None:
-        bias = None
+    def of(
+        cls, visible: Tensor | None, attn_mask: Tensor | None, bias: Tensor | None
+    ) -> _Mask | None:
+        """`bias` is added to the scores, too."""
         if attn_mask is not None:
             given = attn_mask[(None,) * (4 - attn_mask.ndim)]
             if given.dtype != torch.bool:
                 excluded = given == _MINUS_INF
-                bias = torch.where(excluded, 0.0, given)
+                added = torch.where(excluded, 0.0, given)
+                bias = added if bias is None else bias + added
                 given = ~excluded
             visible = given if visible is None else visible & given
         if visible is None:
-            return None
+            if bias is None:
+                return None
+            visible = torch.ones_like(bias, dtype=torch.bool)
         seen = visible.any(-1, keepdim=True)
         return cls(visible, visible | ~seen, seen, bias)
 
@@ -530,7 +589,7 @@ def _attention_bhnd(
     scale: float,
     band: _Band,
     packed: _Packed | None,
-    attn_mask: Tensor | None,
+    masks: _Masks,
     softcap: float | None,
     sinks: Tensor | None,
     want_lse: bool,
@@ -538,12 +597,23 @@ def _attention_bhnd(
     empty = 0 in (*q.shape, *k.shape, *v.shape)
     # SDPA takes only a bias of the inputs' dtype, and rounding a float32 bias to 16 bits would lose
     # accuracy.
+    attn_mask = masks.attn_mask
     foreign_bias = attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype)
     plain = bool(softcap) or sinks is not None or want_lse or empty or foreign_bias
-    if not plain and not packed and attn_mask is None and _top_left_causal(band):
+    plain = plain or masks.alibi_slopes is not None
+    if not plain and not packed and _no_masks(masks) and _top_left_causal(band):
         return _sdpa(q, k, v, None, scale, is_causal=True), None
 
-    mask = _Mask.of(_visible_keys(q, k, band, packed), attn_mask)
+    visible = _visible_keys(q, k, band, packed)
+    nq, nk = q.shape[2], k.shape[2]
+    if masks.key_ranges is not None:
+        visible = _in_ranges(visible, masks.key_ranges, nk)
+    if masks.block_mask is not None:
+        visible = _in_blocks(visible, masks.block_mask, nq, nk)
+    bias = None
+    if masks.alibi_slopes is not None:
+        bias = _alibi(masks.alibi_slopes, q, k, band, packed)
+    mask = _Mask.of(visible, attn_mask, bias)
     # A masked product is 0 * x, which is NaN for a non-finite x: keys that a query does not see
     # (the tail of a cache, a neighbouring sequence) would reach it. So under a mask the products
     # run on finite values, and the queries that do see a non-finite key get their NaN afterwards.

@@ -213,6 +213,17 @@ def _problems(
                 yield _api.make_problem(q, k, v, **options).as_if_on_cuda()
             yield _api.make_problem(q, same_k, v, sinks=sinks).as_if_on_cuda()
     yield from _problems_with_cache(dtype, d, dv)
+    yield from _problems_with_masks(dtype, d, dv)
+
+
+def _problems_with_masks(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:
+    """The same for calls with masks as data, whose kernels go by the dtype and head dims alone."""
+    ranges = torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32)
+    for nq, num_splits in itertools.product((1, 8192), (1, 8)):
+        q, k, v = (
+            torch.empty(1, 1, n, dim, dtype=dtype) for n, dim in ((nq, d), (8192, d), (8192, dv))
+        )
+        yield _api.make_problem(q, k, v, key_ranges=ranges, num_splits=num_splits).as_if_on_cuda()
 
 
 def _problems_with_cache(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:

@@ -23,6 +23,7 @@ from archflash import _bias
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK_ELEMENTS = 1 << 24  # scores held at once: 128 MiB in float64
 _SCALE_ROWS = 64  # rows that share a descale given per block
+_MASK_BLOCK = 64  # rows and keys of a block of block_mask
 _MEAN_KEYS = 512  # most keys that enter the mean of k which approximate="int8_qk" subtracts
 _LSE_ULPS = 64  # float32 sums of up to a few thousand products, and an approximate exp2 in between
 
@@ -51,9 +52,9 @@ def attention(
         v: ``(B, Hkv, Nk, Dv)``, ``(B, Nk, Hkv, Dv)`` or ``(Tk, Hkv, Dv)``.
         return_lse: also return the log-sum-exp; on by default.
         **call: the other keywords of archflash.attention that change the result: causal, window,
-            softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask, q_descale,
-            k_descale, v_descale, layout. out_dtype, max_seqlen_q and max_seqlen_k are taken and
-            change nothing here.
+            softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes,
+            key_ranges, block_mask, q_descale, k_descale, v_descale, layout. out_dtype,
+            max_seqlen_q and max_seqlen_k are taken and change nothing here.
 
     Returns:
         The output, float64, shaped like q with Dv for D; with return_lse the pair of it and the
@@ -527,6 +528,9 @@ class _Call:
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    key_ranges: Tensor | None = None
+    block_mask: Tensor | None = None
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
@@ -862,6 +866,10 @@ def _blocks(
                     else:
                         visible = visible & (given != -math.inf)
                         bias = given.to(dtype)
+                visible = visible & _unhidden(call, batch, head, rows, nk)
+                if call.alibi_slopes is not None:
+                    of_distance = _alibi(call.alibi_slopes, number, head, rows + offset, nk)
+                    bias = of_distance.to(dtype) if bias is None else bias + of_distance.to(dtype)
                 block = _Block(
                     q=head_q[rows],
                     k=head_k,
@@ -918,6 +926,32 @@ def _visible(call: _Call, position: Tensor, nk: int) -> Tensor:
     if right is not None:
         visible &= distance <= right
     return visible
+
+
+def _unhidden(call: _Call, batch: int, head: int, rows: Tensor, nk: int) -> Tensor:
+    """Bool (rows, Nk): which keys key_ranges and block_mask let these rows of a head see."""
+
+    def of_head(x: Tensor) -> Tensor:
+        return x[batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
+
+    key = torch.arange(nk, device=rows.device)
+    seen = torch.ones(len(rows), nk, dtype=torch.bool, device=rows.device)
+    if call.key_ranges is not None:
+        ranges = of_head(call.key_ranges)  # (Nq or 1, n, 2)
+        ranges = ranges.expand(max(int(rows.max()) + 1, len(ranges)), -1, -1)[rows]
+        begin, end = ranges[:, :, 0, None], ranges[:, :, 1, None]
+        seen &= ((key >= begin) & (key < end)).any(1)
+    if call.block_mask is not None:
+        blocks = of_head(call.block_mask) != 0
+        seen &= blocks[rows // _MASK_BLOCK][:, key // _MASK_BLOCK]
+    return seen
+
+
+def _alibi(slopes: Tensor, number: int, head: int, position: Tensor, nk: int) -> Tensor:
+    """What ALiBi adds to the scores of the queries at these positions: (rows, Nk), float64."""
+    slope = slopes[head] if slopes.ndim == 1 else slopes[number, head]
+    key = torch.arange(nk, device=position.device)
+    return -slope.double() * (position[:, None] - key).abs()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "ampere/config.cuh"
+#include "ampere/masked_config.cuh"
 #include "ampere/mla_config.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/kv_cache.h"
@@ -29,7 +30,8 @@ const Description& describe() {
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "num_splits", "batch_invariant", "kv_cache", "fp8_cache",
-                   "rotary_interleaved", "qv", "attention_chunk", "gradients"},
+                   "rotary_interleaved", "qv", "attention_chunk", "gradients", "attn_mask",
+                   "key_ranges", "alibi_slopes", "block_mask"},
       .needs_capability = 80,  // cp.async, bf16 products
   };
   return description;
@@ -129,6 +131,14 @@ PlanResult plan_with_qv(const Problem& problem, const Device& device) {
   return result;
 }
 
+constexpr const char* WITH_MASKS =
+    "masks as data: blocks of keys that no row sees are skipped; its speed is unmeasured";
+constexpr core::Tile MASKED_TILES[] = {
+    tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
+    tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),
+    tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
+};
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
@@ -140,6 +150,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
     return mma_sync::plan_with_cache("ampere", fp8 ? FP8_CACHE_TILES : CACHE_TILES, problem,
                                      device);
   }
+  if (is_masked(problem)) return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   return mma_sync::plan_16_bits("ampere", TILES, problem, device);
 }
 

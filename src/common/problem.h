@@ -60,7 +60,15 @@ struct Problem {
   int64_t approximate;   // an Approximate: asked for, never implied
   int64_t num_splits;    // shares of the keys at most, 1: no split, 0: the plan chooses
 
-  int64_t mask;  // 0: none, 1: bool, 2: additive
+  // Masks as data. Strides are 0 along a dimension that is broadcast.
+  int64_t mask;  // attn_mask: 0: none, 1: bool, otherwise added: 2 + DType
+  Strides mask_strides;
+  int64_t mask_key;    // stride of attn_mask from one key to the next
+  int64_t mask_align;  // as q_align below; 0 without attn_mask
+  int64_t key_ranges;  // ranges of each query; 0: key_ranges is not given
+  Strides range_strides;
+  Strides slope_strides;  // of alibi_slopes; `row` is 0
+  Strides block_strides;  // of block_mask: `row` is the step from one row of blocks to the next
 
   // Of attention_with_kvcache: 0 for every other call. k and v above are then the caches, nk is the
   // capacity of a sequence in rows, and the lengths are on the device only.
@@ -96,6 +104,7 @@ struct Problem {
   Flag on_cuda;           // whether tensors are on a CUDA device, or elsewhere (CPU, meta)
   Flag kv_cache;          // k and v are caches: a call of attention_with_kvcache
   Flag cache_batch_idx, leftpad_k;  // these tensors of it are given
+  Flag alibi_slopes, block_mask;    // these tensors are given
   Flag rotary_interleaved;          // columns 2i and 2i + 1 rotate together, not i and i + dim / 2
   Flag qv_unit;                     // the last dimension of qv is contiguous; 0 without qv
 };
@@ -118,6 +127,10 @@ constexpr void for_each_field(P& p, F&& f) {
   f("q_unit", p.q_unit), f("k_unit", p.k_unit), f("v_unit", p.v_unit), f("out_unit", p.out_unit);
   f("causal", p.causal), f("varlen", p.varlen), f("q_offset_tensor", p.q_offset_tensor);
   f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask);
+  f("mask_strides", p.mask_strides), f("mask_key", p.mask_key), f("mask_align", p.mask_align);
+  f("key_ranges", p.key_ranges), f("range_strides", p.range_strides);
+  f("alibi_slopes", p.alibi_slopes), f("slope_strides", p.slope_strides);
+  f("block_mask", p.block_mask), f("block_strides", p.block_strides);
   f("descale", p.descale), f("want_lse", p.want_lse), f("batch_invariant", p.batch_invariant);
   f("needs_grad", p.needs_grad), f("on_cuda", p.on_cuda), f("kv_cache", p.kv_cache);
   f("cache_batch", p.cache_batch), f("page_size", p.page_size);
@@ -128,6 +141,11 @@ constexpr void for_each_field(P& p, F&& f) {
   f("rotary_dtype", p.rotary_dtype), f("rotary_interleaved", p.rotary_interleaved);
   f("qv", p.qv), f("qv_align", p.qv_align), f("qv_unit", p.qv_unit);
   f("attention_chunk", p.attention_chunk);
+}
+
+// Whether a call has masks as data.
+constexpr bool is_masked(const Problem& p) {
+  return p.mask != 0 || p.key_ranges != 0 || p.alibi_slopes || p.block_mask;
 }
 
 constexpr size_t bytes_of_listed_fields() {

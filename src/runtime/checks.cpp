@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "common/mask_params.h"
 #include "runtime/text.h"
 
 namespace archflash {
@@ -160,6 +161,39 @@ void check_descales(const Checker& check, const Problem& p) {
   }
 }
 
+void check_masks(const Checker& check, const Problem& p) {
+  check.range(0, p.varlen ? 0 : 1 + DTYPE_COUNT, {{"mask", p.mask}});
+  check.range(0, p.varlen ? 0 : MOST_RANGES, {{"key_ranges", p.key_ranges}});
+  check.range(0, p.varlen ? 0 : 1, {{"block_mask", p.block_mask}});
+  const auto blocks = [](int64_t rows) { return rows / MASK_BLOCK + (rows % MASK_BLOCK != 0); };
+  const Layout of_mask{"mask_strides", p.mask_strides, p.batch, p.heads_q, p.nq, 1};
+  const Layout of_ranges{"range_strides", p.range_strides, p.batch, p.heads_q, p.nq,
+                         2 * p.key_ranges};
+  const Layout of_slopes{"slope_strides", p.slope_strides, p.batch, p.heads_q, 1, 1};
+  const Layout of_blocks{"block_strides", p.block_strides, p.batch,
+                         p.heads_q,       blocks(p.nq),    blocks(p.nk)};
+  const std::pair<const Layout&, bool> layouts[] = {{of_mask, p.mask != 0},
+                                                    {of_ranges, p.key_ranges != 0},
+                                                    {of_slopes, p.alibi_slopes},
+                                                    {of_blocks, p.block_mask}};
+  for (const auto& [layout, given] : layouts) {
+    check_strides(check, layout);
+    const Strides& s = layout.strides;
+    if (!given && (s.batch != 0 || s.head != 0 || s.row != 0)) {
+      refuse("field '", check.prefix, layout.name,
+             "' has strides: they must be 0, as the tensor is not given");
+    }
+  }
+  check.range(0, p.mask != 0 ? ELEMENTS : 0, {{"mask_key", p.mask_key}});
+  check.require(p.mask_key <= ELEMENTS / std::max<int64_t>(p.nk, 1), "mask_key",
+                text_of(p.mask_key), "at most 2^59 / nk");
+  const int64_t align = p.mask_align;
+  const bool power =
+      p.mask == 0 ? align == 0 : align >= 1 && align <= 16 && (align & (align - 1)) == 0;
+  check.require(power, "mask_align", text_of(align),
+                p.mask == 0 ? "0, as there is no attn_mask" : "1, 2, 4, 8 or 16");
+}
+
 // What a call with a cache says of it; all of it is 0 for other calls.
 void check_cache(const Checker& check, const Problem& p) {
   const int64_t most = p.kv_cache ? LIMIT : 0;
@@ -210,7 +244,12 @@ void check_cache(const Checker& check, const Problem& p) {
   if (!p.kv_cache) return;
   check.require(p.q_offset_default, "q_offset_default", "0", "1, as kv_cache is 1");
   check.range(0, 0,
-              {{"mask", p.mask}, {"approximate", p.approximate}, {"needs_grad", p.needs_grad}});
+              {{"mask", p.mask},
+               {"key_ranges", p.key_ranges},
+               {"alibi_slopes", p.alibi_slopes},
+               {"block_mask", p.block_mask},
+               {"approximate", p.approximate},
+               {"needs_grad", p.needs_grad}});
   check.range(UNKNOWN, UNKNOWN, {{"max_seqlen_k", p.max_seqlen_k}});
 }
 
@@ -250,7 +289,7 @@ void check_problem(const Problem& p, const std::string& prefix) {
   check.require(!is_fp8(p.out_dtype), "out_dtype", dtype_name(p.out_dtype),
                 "float32, float16, bfloat16 or float64");
 
-  check.range(0, p.varlen ? 0 : 2, {{"mask", p.mask}});
+  check_masks(check, p);
   const int64_t longest = p.varlen ? LIMIT : UNKNOWN;
   check.range(UNKNOWN, longest,
               {{"max_seqlen_q", p.max_seqlen_q}, {"max_seqlen_k", p.max_seqlen_k}});

@@ -17,6 +17,7 @@
 #include <string>
 #include <string_view>
 
+#include "common/mask_params.h"
 #include "common/planning/makespan.h"
 #include "common/planning/order.h"
 #include "runtime/call.h"
@@ -143,6 +144,9 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call
       {Operand::KDescale, a.k_descale},
       {Operand::VDescale, a.v_descale},
       {Operand::Mask, a.attn_mask},
+      {Operand::AlibiSlopes, a.alibi_slopes},
+      {Operand::KeyRanges, a.key_ranges},
+      {Operand::BlockMask, a.block_mask},
       {Operand::CacheSeqlens, a.cache_seqlens},
       {Operand::PageTable, a.page_table},
       {Operand::KNew, a.k_new},
@@ -463,6 +467,8 @@ NB_MODULE(_archflash, m) {
       "GPU at import.";
   m.attr("version") = ARCHFLASH_VERSION;
   m.attr("SCALE_ROWS") = SCALE_ROWS;
+  m.attr("MASK_BLOCK") = MASK_BLOCK;
+  m.attr("MOST_RANGES") = MOST_RANGES;
   m.attr("IS_LAZY") = IS_LAZY;
   nb::set_leak_warnings(false);  // what the caches hold lives as long as the process
 
@@ -557,7 +563,11 @@ NB_MODULE(_archflash, m) {
                    })
       .def_prop_ro("q_offset_given", [](const Problem& p) { return !p.q_offset_default; })
       .def_prop_ro("sinks", [](const Problem& p) { return p.sinks != 0; })
-      .def_prop_ro("masked", [](const Problem& p) { return p.mask != 0; })
+      .def_prop_ro("attn_mask", [](const Problem& p) { return p.mask != 0; })
+      .def_prop_ro("key_ranges", [](const Problem& p) { return p.key_ranges != 0; })
+      .def_prop_ro(
+          "masked", [](const Problem& p) { return is_masked(p); },
+          "Whether attn_mask, key_ranges, alibi_slopes or block_mask is given.")
       .def(
           "as_if_on_cuda",
           [](Problem p) {

@@ -3,6 +3,7 @@
 #include <tuple>
 #include <utility>
 
+#include "common/mask_params.h"
 #include "runtime/call.h"
 #include "runtime/checks.h"
 #include "runtime/text.h"
@@ -215,14 +216,24 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
   call.addresses[static_cast<int>(operand)] = view.data;
 }
 
+// Packed sequences have no masks whose rows are queries: they would be relative to the sequence.
+void refuse_packed(const char* name, const Problem& p) {
+  if (!p.varlen) return;
+  wrong_value(name,
+              " is given with cu_seqlens: packed sequences take no mask; use causal or window");
+}
+
+// The stride of a dimension counted from the last one, 1, and 0 where the tensor lacks it.
+int64_t stride_from_end(const TensorView& t, int number) {
+  return number > t.ndim ? 0 : stride_of(t, t.ndim - number);
+}
+
 void read_mask(const Arguments& a, const TensorView& q, Call& call) {
   if (a.attn_mask.is_none()) return;
   TensorView view;
   read(a.attn_mask, "attn_mask", call, view);
   Problem& p = call.problem;
-  if (p.varlen)
-    wrong_value(
-        "attn_mask is given with cu_seqlens: packed sequences take no mask; use causal or window");
+  refuse_packed("attn_mask", p);
   if (!view.is_bool && !view.is_float) {
     wrong_type("attn_mask has dtype ", dtype_text(a.attn_mask),
                ": it must be torch.bool (True keeps) or a floating dtype (added)");
@@ -239,8 +250,82 @@ void read_mask(const Arguments& a, const TensorView& q, Call& call) {
                 ": it must broadcast to (batch, heads, nq, nk) = (", full[0], ", ", full[1], ", ",
                 full[2], ", ", full[3], ")");
   }
-  p.mask = view.is_bool ? 1 : 2;
+  p.mask = view.is_bool ? 1 : 2 + static_cast<int64_t>(view.dtype);
+  p.mask_align = alignment(view.data);
+  p.mask_strides = {stride_from_end(view, 4), stride_from_end(view, 3), stride_from_end(view, 2)};
+  p.mask_key = stride_from_end(view, 1);
   call.addresses[static_cast<int>(Operand::Mask)] = view.data;
+}
+
+void read_key_ranges(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.key_ranges.is_none()) return;
+  TensorView view;
+  read(a.key_ranges, "key_ranges", call, view);
+  Problem& p = call.problem;
+  refuse_packed("key_ranges", p);
+  if (!view.is_int32)
+    wrong_type("key_ranges has dtype ", dtype_text(a.key_ranges), ": it must be torch.int32");
+  check_same_device(view, "key_ranges", q);
+  const int64_t full[3] = {p.batch, p.heads_q, p.nq};
+  bool fits =
+      view.ndim == 5 && view.shape[4] == 2 && view.shape[3] >= 1 && view.shape[3] <= MOST_RANGES;
+  for (int i = 0; fits && i < 3; ++i) fits = view.shape[i] == 1 || view.shape[i] == full[i];
+  if (!fits) {
+    wrong_value("key_ranges has shape ", describe_shape(view), ": it must be (", full[0], " or 1, ",
+                full[1], " or 1, ", full[2], " or 1, n, 2), with n from 1 to ", MOST_RANGES,
+                " ranges of keys for each query");
+  }
+  if (view.strides[4] != 1 || (view.shape[3] > 1 && view.strides[3] != 2))
+    wrong_value("key_ranges has strided ranges: call .contiguous() on it");
+  p.key_ranges = view.shape[3];
+  p.range_strides = {stride_of(view, 0), stride_of(view, 1), stride_of(view, 2)};
+  call.addresses[static_cast<int>(Operand::KeyRanges)] = view.data;
+}
+
+void read_alibi_slopes(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.alibi_slopes.is_none()) return;
+  TensorView view;
+  read(a.alibi_slopes, "alibi_slopes", call, view);
+  Problem& p = call.problem;
+  if (!view.is_float || view.dtype != DType::F32)
+    wrong_type("alibi_slopes has dtype ", dtype_text(a.alibi_slopes), ": it must be torch.float32");
+  check_same_device(view, "alibi_slopes", q);
+  const bool fits = (view.ndim == 1 || (view.ndim == 2 && view.shape[0] == p.batch)) &&
+                    view.shape[view.ndim - 1] == p.heads_q;
+  if (!fits) {
+    wrong_value("alibi_slopes has shape ", describe_shape(view), ": it must be (", p.heads_q,
+                ",) or (", p.batch, ", ", p.heads_q, ")");
+  }
+  p.alibi_slopes = true;
+  p.slope_strides = {stride_from_end(view, 2), stride_from_end(view, 1), 0};
+  call.addresses[static_cast<int>(Operand::AlibiSlopes)] = view.data;
+}
+
+void read_block_mask(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.block_mask.is_none()) return;
+  TensorView view;
+  read(a.block_mask, "block_mask", call, view);
+  Problem& p = call.problem;
+  refuse_packed("block_mask", p);
+  if (!view.is_bool && !view.is_int8) {
+    wrong_type("block_mask has dtype ", dtype_text(a.block_mask),
+               ": it must be torch.bool or torch.int8, as archflash.summarize_mask gives it");
+  }
+  check_same_device(view, "block_mask", q);
+  const auto blocks = [](int64_t rows) { return (rows + MASK_BLOCK - 1) / MASK_BLOCK; };
+  const int64_t full[4] = {p.batch, p.heads_q, blocks(p.nq), blocks(p.nk)};
+  bool fits = view.ndim == 4 && view.shape[2] == full[2] && view.shape[3] == full[3];
+  for (int i = 0; fits && i < 2; ++i) fits = view.shape[i] == 1 || view.shape[i] == full[i];
+  if (!fits) {
+    wrong_value("block_mask has shape ", describe_shape(view), ": it must be (", full[0], " or 1, ",
+                full[1], " or 1, ", full[2], ", ", full[3], "), a number for each ", MASK_BLOCK,
+                " queries and ", MASK_BLOCK, " keys");
+  }
+  if (view.shape[3] > 1 && view.strides[3] != 1)
+    wrong_value("block_mask has a strided last dimension: call .contiguous() on it");
+  p.block_mask = true;
+  p.block_strides = {stride_of(view, 0), stride_of(view, 1), stride_of(view, 2)};
+  call.addresses[static_cast<int>(Operand::BlockMask)] = view.data;
 }
 
 // Dense strides for an output of call.out_shape whose dimensions nest in the order of q's own
@@ -733,6 +818,9 @@ void build_call(const Arguments& a, Call& call) {
     call.addresses[static_cast<int>(Operand::Sinks)] = sinks.data;
   }
   read_mask(a, q, call);
+  read_alibi_slopes(a, q, call);
+  read_key_ranges(a, q, call);
+  read_block_mask(a, q, call);
   read_descale(a.q_descale, "q_descale", Operand::QDescale, 0, p.heads_q, p.heads_kv, p.nq, q, call,
                p.q_descale);
   read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, p.heads_kv, p.nk, q,

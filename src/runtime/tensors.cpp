@@ -56,6 +56,7 @@ const void* find_exchange_table(nb::handle tensor_type) {
 void set_dtype(DLDataType type, TensorView& view) {
   view.is_int32 = type.code == DL_INT && type.bits == 32;
   view.is_bool = type.code == DL_BOOL;
+  view.is_int8 = type.code == DL_INT && type.bits == 8;
   view.is_float = true;
   if (type.code == DL_FLOAT && type.bits == 32) {
     view.dtype = DType::F32;
@@ -114,6 +115,7 @@ void read_through_attributes(nb::handle object, TensorView& view) {
   const std::string dtype = dtype_text(object);
   view.is_int32 = dtype == "torch.int32";
   view.is_bool = dtype == "torch.bool";
+  view.is_int8 = dtype == "torch.int8";
   view.is_float = false;
   for (int i = 0; i < DTYPE_COUNT; ++i) {
     if (dtype == std::string("torch.") + dtype_name(static_cast<DType>(i))) {

@@ -2,15 +2,19 @@
 #include "common/planning/plan.h"
 
 #include <climits>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
 
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/masks.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
 #include "simt/config.cuh"
+#include "simt/masked_config.cuh"
+#include "simt/masked_params.h"
 #include "simt/params.h"
 
 namespace archflash::simt {
@@ -23,7 +27,8 @@ const Description& describe() {
       .dtypes = {DType::F32, DType::F16, DType::BF16},
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "gradients"},
+                   "strides", "lse", "gradients", "attn_mask", "key_ranges", "alibi_slopes",
+                   "block_mask"},
       .needs_capability = 75,
       .uses_tensor_cores = false,
   };
@@ -64,6 +69,15 @@ constexpr core::Tile HALF_TILES[] = {
     tile<HalfD256<DType::F16>>("d256", {}, ONE_PER_HEAD_DIM),
 };
 
+constexpr const char* WITH_MASKS =
+    "masks as data: blocks of keys that no row sees are skipped; its speed is unmeasured";
+
+constexpr core::Tile MASKED_TILES[] = {
+    tile<F32D64Masked>("d64_masked", {}, WITH_MASKS),
+    tile<F32D128Masked>("d128_masked", {}, WITH_MASKS),
+    tile<F32D256Masked>("d256_masked", {}, WITH_MASKS),
+};
+
 std::span<const core::Tile> tiles_of_type(DType dtype) {
   if (dtype == DType::F32) return F32_TILES;
   return HALF_TILES;
@@ -78,11 +92,48 @@ bool second_ones_reversed(const Problem& problem, const Device& device, int64_t 
   return uneven_tiles && two_per_sm;
 }
 
+// The plan of a call with masks as data, for the kernels of masked_fwd.cuh.
+PlanResult plan_masked(const Problem& problem, const Device& device) {
+  const auto [tile, reasons] =
+      core::choose("simt", std::span<const core::Tile>(MASKED_TILES), problem, device);
+  if (tile == nullptr) return reasons;
+  MaskedParams params;
+  core::init_params(problem, params);
+  core::always_transform_scores(problem, params.attention);
+  params.masks = core::mask_params(problem);
+  LaunchPlan plan =
+      core::one_launch("simt", problem, device, *tile, core::tiles_of(problem, *tile), params);
+  plan.tile.heads_per_group = 0;
+  Launch& launch = plan.launches[0];
+  launch.image = "simt/masked_f32";
+  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
+    launch.pointers.push_back(slot);
+  return plan;
+}
+
+// Masks as data are served for fp32 only: `ampere` has them for 16 bits.
+Reasons why_not(const Problem& problem) {
+  if (problem.dtype == DType::F32) return core::why_not(problem, describe());
+  Problem unmasked = problem;
+  unmasked.mask = unmasked.key_ranges = 0;
+  unmasked.alibi_slopes = unmasked.block_mask = false;
+  Reasons reasons = core::why_not(unmasked, describe());
+  for (const auto& [name, given] : core::masks_of(problem)) {
+    if (!given) continue;
+    reasons.push_back(std::string(name) + " with " + dtype_name(problem.dtype) +
+                      " inputs: simt takes masks as data with float32 inputs only; convert q, k "
+                      "and v" +
+                      core::USE_TORCH);
+  }
+  return reasons;
+}
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
-  Reasons why_not = core::why_not(problem, describe());
-  if (!why_not.empty()) return why_not;
+  Reasons refused = why_not(problem);
+  if (!refused.empty()) return refused;
+  if (is_masked(problem)) return plan_masked(problem, device);
   const auto [tile, reasons] = core::choose("simt", tiles_of_type(problem.dtype), problem, device);
   if (tile == nullptr) return reasons;
 

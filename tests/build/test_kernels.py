@@ -461,6 +461,9 @@ def problems() -> tuple[native.Problem, ...]:
                     descale = torch.empty(b, h, -(-n // 64), device="meta")
                     by_block = {f"{name}_descale": descale for name in "qkv"}
                     found.append(make_problem(q, q, v, **by_block).as_if_on_cuda())
+                if dtype in floats and (b, n) == (1, 100):
+                    ranges = torch.empty(1, 1, n, 2, 2, dtype=torch.int32, device="meta")
+                    found.append(make_problem(q, q, v, key_ranges=ranges).as_if_on_cuda())
                 if dtype in (torch.float16, torch.bfloat16):
                     options: dict[str, Any]
                     for options in (

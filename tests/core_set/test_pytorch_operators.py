@@ -228,6 +228,17 @@ def test_a_compiled_graph_calls_the_same_operator() -> None:
     assert archflash.stats().served == {"ampere": 2}
 
 
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("operator", ["efficient", "cudnn"])
+def test_a_mask_is_served_where_no_gradients_are_needed(operator: str) -> None:
+    q, k, v = on.qkv(40, 48, 32, dtype="bfloat16")
+    bias = on.rand(1, 1, 40, 48, seed=4, dtype="bfloat16").expand(1, 2, -1, -1)
+    attend = getattr(aten, f"_scaled_dot_product_{operator}_attention")
+    out = attend(q, k, v, bias, False)[0]
+    assert_close(out, None, q, k, v, attn_mask=bias)
+    assert archflash.stats().served == {"ampere": 1}
+
+
 DECLINED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
     "dropout": ("_scaled_dot_product_flash_attention", (0.5,), {}, "dropout"),
     "weights": ("_scaled_dot_product_flash_attention", (0.0, False, True), {}, "return_debug_mask"),

@@ -111,10 +111,10 @@ WRONG: dict[str, tuple[Wrong, type[Exception], str]] = {
         "elements overlap",
     ),
     "no-split": (lambda q, k, v: ((q, k, v), {"num_splits": 0}), ValueError, "num_splits is 0"),
-    "not-built": (
-        lambda q, k, v: ((q, k, v), {"alibi_slopes": torch.zeros(4, device=q.device)}),
-        archflash.UnsupportedError,
-        "alibi_slopes",
+    "alibi": (
+        lambda q, k, v: ((q, k, v), {"alibi_slopes": torch.zeros(77, device=q.device)}),
+        ValueError,
+        "alibi_slopes has shape",
     ),
 }
 

@@ -54,7 +54,9 @@ SIGNATURES = {  # that of attention: test_options.py; with a cache: test_kvcache
         "q_offset: 'int | Tensor | None' = None, cu_seqlens_q: 'Tensor | None' = None, "
         "cu_seqlens_k: 'Tensor | None' = None, max_seqlen_q: 'int | None' = None, "
         "max_seqlen_k: 'int | None' = None, attn_mask: 'Tensor | None' = None, "
-        "layout: 'str' = 'bhnd', implementation: 'str | None' = None) -> 'tuple[Tensor, ...]'"
+        "alibi_slopes: 'Tensor | None' = None, key_ranges: 'Tensor | None' = None, "
+        "block_mask: 'Tensor | None' = None, layout: 'str' = 'bhnd', "
+        "implementation: 'str | None' = None) -> 'tuple[Tensor, ...]'"
     ),
     "disable": "() -> 'None'",
     "enable": "() -> 'None'",
@@ -108,11 +110,13 @@ def test_the_public_names() -> None:
         "explain",
         "force",
         "implementations",
+        "masks",
         "merge_attention",
         "quantize_fp8",
         "reference",
         "scaled_dot_product_attention",
         "stats",
+        "summarize_mask",
         "warm_up",
     ]
     assert all(hasattr(archflash, name) for name in archflash.__all__)

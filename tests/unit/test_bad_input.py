@@ -452,11 +452,55 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         TypeError,
         ("out_dtype is 'float16'", "torch."),
     ),
-    # not built yet
-    "alibi_slopes": (
-        padded(alibi_slopes=rand(4)),
-        archflash.UnsupportedError,
-        ("alibi_slopes: not built yet", "leave it at None"),
+    "alibi_slopes-dtype": (
+        padded(alibi_slopes=rand(4, dtype=torch.float16)),
+        TypeError,
+        ("alibi_slopes has dtype torch.float16", "torch.float32"),
+    ),
+    "alibi_slopes-shape": (
+        padded(alibi_slopes=rand(2)),
+        ValueError,
+        ("alibi_slopes has shape (2,)", "(4,) or (2, 4)"),
+    ),
+    "key_ranges-dtype": (
+        padded(key_ranges=torch.zeros(1, 1, 7, 1, 2, dtype=torch.int64)),
+        TypeError,
+        ("key_ranges has dtype torch.int64", "torch.int32"),
+    ),
+    "key_ranges-shape": (
+        padded(key_ranges=torch.zeros(2, 2, 7, 1, 2, dtype=torch.int32)),
+        ValueError,
+        ("key_ranges has shape (2, 2, 7, 1, 2)", "(2 or 1, 4 or 1, 7 or 1, n, 2), with n from 1"),
+    ),
+    "key_ranges-too-many": (
+        padded(key_ranges=torch.zeros(1, 1, 7, 5, 2, dtype=torch.int32)),
+        ValueError,
+        ("key_ranges has shape (1, 1, 7, 5, 2)", "n from 1 to 4"),
+    ),
+    "key_ranges-strided": (
+        padded(key_ranges=torch.zeros(1, 1, 7, 2, 2, dtype=torch.int32).mT),
+        ValueError,
+        ("key_ranges has strided ranges", "call .contiguous()"),
+    ),
+    "key_ranges-packed": (
+        packed(key_ranges=torch.zeros(1, 1, 7, 1, 2, dtype=torch.int32)),
+        ValueError,
+        ("key_ranges is given with cu_seqlens", "use causal or window"),
+    ),
+    "block_mask-dtype": (
+        padded(block_mask=torch.zeros(1, 1, 1, 1)),
+        TypeError,
+        ("block_mask has dtype torch.float32", "torch.bool or torch.int8"),
+    ),
+    "block_mask-shape": (
+        padded(block_mask=torch.zeros(1, 1, 7, 9, dtype=torch.bool)),
+        ValueError,
+        ("block_mask has shape (1, 1, 7, 9)", "(2 or 1, 4 or 1, 1, 1)", "64 queries and 64 keys"),
+    ),
+    "block_mask-packed": (
+        packed(block_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool)),
+        ValueError,
+        ("block_mask is given with cu_seqlens",),
     ),
     "approximate": (
         padded(approximate="fast"),
@@ -635,8 +679,8 @@ LIMITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("k has a head stride of 1320 bytes", "k has a row stride of 264 bytes"),
     ),
     "attn_mask": (
-        {"q": plain(), "k": plain(), "v": plain(), "attn_mask": torch.ones(5, 5)},
-        ("attn_mask: simt has causal and window masks only",),
+        {"q": plain(), "k": plain(), "v": plain(), "attn_mask": torch.ones(5, 5).double()},
+        ("attn_mask of dtype float64 with float32 inputs: simt takes bool, float32",),
     ),
     "out_dtype": (
         {"q": plain(), "k": plain(), "v": plain(), "out_dtype": torch.bfloat16},

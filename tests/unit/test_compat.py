@@ -122,11 +122,28 @@ def test_gradients() -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
+def test_alibi_slopes_are_those_of_the_formula() -> None:
+    q, k, v = qkv()
+    slopes = torch.rand(q.shape[0], q.shape[2])
+    out = fa2.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+    distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    bias = -slopes[:, :, None, None] * (distance - torch.arange(k.shape[1])).abs()
+    expected = archflash.attention(q, k, v, causal=True, attn_mask=bias, layout="bnhd")
+    torch.testing.assert_close(out, expected)
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    cu_q, cu_k = (
+        torch.arange(0, x.shape[0] * x.shape[1] + 1, x.shape[1], dtype=torch.int32) for x in (q, k)
+    )
+    apart = fa2.flash_attn_varlen_func(
+        *packed, cu_q, cu_k, q.shape[1], k.shape[1], causal=True, alibi_slopes=slopes
+    )
+    torch.testing.assert_close(apart, expected.flatten(0, 1))
+
+
 @pytest.mark.parametrize(
     ("function", "argument"),
     [
         (fa2.flash_attn_func, {"dropout_p": 0.1}),
-        (fa2.flash_attn_func, {"alibi_slopes": torch.zeros(4)}),
         (fa2.flash_attn_func, {"deterministic": True}),
         (fa2.flash_attn_with_kvcache, {"alibi_slopes": torch.zeros(4)}),
         (fa3.flash_attn_func, {"qv": torch.zeros(1)}),

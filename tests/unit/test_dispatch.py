@@ -158,9 +158,9 @@ def packed(dtype: torch.dtype = torch.float16) -> native.Problem:
     return make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends).as_if_on_cuda()
 
 
-def mask() -> torch.Tensor:
-    """One that serves any number of keys."""
-    return torch.empty(128, 1, dtype=torch.bool, device="meta")
+def mask(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """One that serves any number of keys, and no kernel takes in float64."""
+    return torch.empty(128, 1, dtype=dtype, device="meta")
 
 
 def sinks() -> torch.Tensor:
@@ -523,8 +523,8 @@ def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
             id="float64",
         ),
         pytest.param(
-            lambda: problem(attn_mask=torch.empty(2, 4, 128, 128, dtype=torch.bool, device="meta")),
-            "attn_mask: simt has causal and window masks only",
+            lambda: problem(attn_mask=mask()),
+            "attn_mask of dtype float64 with float32 inputs: simt takes bool, float32",
             id="mask",
         ),
         pytest.param(
@@ -586,11 +586,6 @@ def test_fp8_goes_to_the_kernel_for_the_gpu_from_8_9_on_and_to_torch_before(
     [
         pytest.param({"d": 44}, "head_dim 44: ampere takes multiples of 8 up to 256", id="d"),
         pytest.param({"d": 264}, "head_dim 264: ampere takes multiples of 8", id="large d"),
-        pytest.param(
-            {"attn_mask": torch.empty(128, 128, dtype=torch.bool, device="meta")},
-            "attn_mask: ampere has causal and window masks only",
-            id="mask",
-        ),
         pytest.param({"out_dtype": torch.float32}, "out_dtype float32 with ", id="out_dtype"),
     ],
 )
@@ -611,6 +606,63 @@ def test_16_bits_that_no_kernel_serves_fall_back_to_torch_with_the_reasons(
     for other in others:
         own_words = [said.replace("ampere", other) for said in decision.reasons["ampere"]]
         assert decision.reasons[other] == own_words
+
+
+MASKS: dict[str, torch.Tensor] = {
+    "attn_mask": torch.empty(128, 1, dtype=torch.bool, device="meta"),
+    "key_ranges": torch.empty(1, 1, 128, 2, 2, dtype=torch.int32, device="meta"),
+    "alibi_slopes": torch.empty(4, device="meta"),
+    "block_mask": torch.empty(1, 1, 2, 2, dtype=torch.int8, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@every_capability
+def test_masks_as_data_go_to_ampere_for_16_bits_and_to_simt_for_fp32(
+    capability: tuple[int, int], name: str
+) -> None:
+    of_32 = _dispatch.select(problem(**{name: MASKS[name]}), gpu(capability))
+    assert of_32.chosen == "simt"
+    assert of_32.plan is not None
+    assert of_32.plan.tile.name == "d64_masked"
+    of_16 = _dispatch.select(problem(torch.float16, **{name: MASKS[name]}), gpu(capability))
+    says = f"{name} with float16 inputs: simt takes masks as data with float32 inputs only"
+    assert of_16.reasons["simt"][0].startswith(says)
+    if capability < TENSOR_CORES_FROM:
+        assert of_16.chosen == "torch"
+        return
+    assert of_16.chosen == "ampere"
+    assert "was measured" not in str(of_16)  # nothing was with a mask
+    assert "fastest measured" not in str(of_16)
+    assert of_16.plan is not None
+    assert of_16.plan.tile.name == "d64_masked"
+    for other in (DC, HOPPER, CONSUMER, "ada"):
+        own = [said for said in of_16.reasons[other] if said.startswith(name)]
+        built = native.has_code(other, capability)
+        if built and not _dispatch._only_forced(other, of_16.problem, capability):
+            says = f"{name}: {other} has causal and window masks only; drop {name}"
+            assert own[0].startswith(says)
+
+
+@pytest.mark.parametrize("device", ["RTX 3090", "H200", "B200"])
+def test_few_rows_with_masks_are_split_by_ampere(device: str) -> None:
+    ranges = torch.empty(1, 1, 1, 2, 2, dtype=torch.int32, device="meta")
+    given = problem(torch.bfloat16, nq=1, nk=65536, key_ranges=ranges)
+    decision = _dispatch.select(given, find_device(device))
+    assert decision.chosen == "ampere"
+    assert decision.plan is not None
+    assert decision.plan.tile.splits > 1
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_no_kernel_computes_gradients_of_a_call_with_masks(dtype: torch.dtype, name: str) -> None:
+    given = problem(dtype, grad=True, **{name: MASKS[name]})
+    decision = _dispatch.select(given, find_device("A100"))
+    assert decision.chosen == "torch"
+    kernel = "simt" if dtype == torch.float32 else "ampere"
+    reason = f"{name} in a call whose gradients are needed: {kernel} computes gradients without"
+    assert any(said.startswith(reason) for said in decision.reasons[kernel])
 
 
 @pytest.mark.parametrize(
@@ -927,7 +979,7 @@ def test_a_forced_kernel_that_cannot_serve_raises_with_every_reason() -> None:
         _dispatch.select(given, find_device("H200"), "simt")
     message = str(caught.value)
     assert message.startswith("simt is forced, but cannot serve float32, batch 2, heads 4")
-    for reason in ("head_dim 44: ", "value head_dim 44: ", "attn_mask: ", "out_dtype "):
+    for reason in ("head_dim 44: ", "value head_dim 44: ", "attn_mask of ", "out_dtype "):
         assert f"\n  {reason}" in message
     automatic = _dispatch.select(given, find_device("H200")).reasons["simt"]
     assert message.splitlines()[1:] == [f"  {reason}" for reason in automatic]
@@ -1097,7 +1149,7 @@ def test_a_fallback_warns_once_per_reason(dtype: torch.dtype, kernel: str) -> No
     start = "archflash: PyTorch serves this call. "
     first = warned(lambda: _dispatch.decide(problem(dtype, attn_mask=mask()), 0, None))
     assert len(first) == 1
-    assert first[0].startswith(f"{start}{kernel}: attn_mask:")
+    assert first[0].startswith(f"{start}{kernel}: attn_mask of dtype float64")
     longer = problem(dtype, attn_mask=mask(), nk=129)
     assert warned(lambda: _dispatch.decide(longer, 0, None)) == []
     second = warned(lambda: _dispatch.decide(problem(torch.float64), 0, None))
@@ -1118,7 +1170,7 @@ def test_a_fallback_names_no_kernel_that_the_gpu_cannot_run(
 ) -> None:
     monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("T4"))
     (said,) = warned(lambda: _dispatch.decide(problem(dtype, attn_mask=mask()), 0, None))
-    assert said.startswith("archflash: PyTorch serves this call. simt: attn_mask:")
+    assert said.startswith("archflash: PyTorch serves this call. simt: attn_mask with ")
 
 
 @pytest.mark.usefixtures("on_an_a100")

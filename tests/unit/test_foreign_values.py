@@ -78,7 +78,6 @@ OPTIONS = (
         for row in _options.ROWS
         if row.of_attention and row.kind not in ("tensor", "output")
     ),
-    "alibi_slopes",
     "implementation",
 )
 
@@ -95,9 +94,7 @@ def test_no_error_asks_a_tensor_for_its_values(option: str, kind: str) -> None:
     with pytest.raises(wrong) as caught:
         archflash.attention(**call)
     words = WORDS.get(kind, "")
-    if option == "alibi_slopes":  # not built yet, whatever is given
-        words = "alibi_slopes"
-    elif (option, kind) == ("q_offset", "tensor"):  # a tensor may be an offset, but not this one
+    if (option, kind) == ("q_offset", "tensor"):  # a tensor may be an offset, but not this one
         words = "q_offset has dtype torch.float32"
     elif (option, kind) == ("window", "pair"):  # the left side alone is wrong
         words = WORDS["tensor"]

@@ -92,7 +92,7 @@ def test_the_operator_takes_every_option_that_is_built_but_out() -> None:
 
 def test_options_come_back_from_the_operator_as_they_went() -> None:
     given = {name: f"the {name}" for name in _options.OF_ATTENTION}
-    given |= {"window": (3, None), "q_offset": 5, "alibi_slopes": None, "out": None}  # type: ignore[dict-item]
+    given |= {"window": (3, None), "q_offset": 5, "out": None}  # type: ignore[dict-item]
     of_cache = {name: _options.DEFAULTS[name] for name in _options.NAMES if name not in given}
     assert _options.from_operator(_options.to_operator(given)) == given | of_cache
     tensor = torch.zeros(2, dtype=torch.int32)
@@ -111,20 +111,6 @@ def test_torch_and_the_reference_take_every_option_that_the_result_depends_on() 
     assert set(inspect.signature(_torch.attention).parameters) == exact | {"q", "k", "v"}
     of_reference = {field.name for field in dataclasses.fields(reference._Call)}
     assert exact - {"out", "return_lse"} <= of_reference
-
-
-def test_what_is_not_built_is_refused_whatever_the_way() -> None:
-    q, k, v = inputs()
-    slopes = torch.ones(2)
-    for call in (
-        lambda: archflash.attention(q, k, v, alibi_slopes=slopes),
-        lambda: archflash.explain(q, k, v, alibi_slopes=slopes, device="H200"),
-        lambda: torch.compile(archflash.attention, backend="eager")(q, k, v, alibi_slopes=slopes),
-    ):
-        with pytest.raises(Exception, match="alibi_slopes: not built yet; leave it at None"):
-            call()
-    with pytest.raises(archflash.UnsupportedError):
-        archflash.attention(q, k, v, alibi_slopes=slopes)
 
 
 def test_a_name_that_no_option_has_is_refused_with_those_there_are() -> None:

@@ -156,7 +156,11 @@ HOSTILE_PROBLEMS: list[tuple[str, Any, str]] = [
     ("causal", 2, "'causal' is 2: it must be an integer from 0 to 1"),
     ("sinks", 7, "'sinks' is 7: it must be an integer from 0 to 6"),
     ("sinks", 4, "'sinks' is 4: it must be 1 plus the code of float32"),
-    ("mask", 3, "'mask' is 3: it must be an integer from 0 to 2"),
+    ("mask", 8, "'mask' is 8: it must be an integer from 0 to 7"),
+    ("mask", 1, "'mask_align' is 0: it must be 1, 2, 4, 8 or 16"),
+    ("mask_key", 1, "'mask_key' is 1: it must be an integer from 0 to 0"),
+    ("key_ranges", 5, "'key_ranges' is 5: it must be an integer from 0 to 4"),
+    ("range_strides.head", 2, "'range_strides' has strides: they must be 0, as the tensor is not"),
     ("descale", 1, "'descale' is 1: it must be without bit 0, as q is float16"),
     ("descale", 2, "'descale' is 2: it must be without bits 1 and 2, as k and v are float16"),
     ("kv_dtype", "float8_e4m3fn", "'kv_dtype' is float8_e4m3fn: it must be float16 as dtype is"),
@@ -321,6 +325,16 @@ def test_every_problem_of_a_call_is_taken_back() -> None:
         packed_call(rows=0, sequences=0),
         call(nq=1, nk=1, b=1, hq=1, d=1),
         call("bfloat16", num_splits=2**59, causal=True),
+        make_problem(
+            double,
+            double,
+            double,
+            attn_mask=torch.empty(4, 1, 3, dtype=torch.bool),
+            alibi_slopes=torch.empty(2, 4),
+            key_ranges=torch.empty(2, 1, 3, 4, 2, dtype=torch.int32),
+            block_mask=torch.empty(1, 4, 1, 1, dtype=torch.int8),
+        ),
+        packed_call(alibi_slopes=torch.empty(5, 4, device="meta")),
     ]
     for problem in problems:
         assert native.Problem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem

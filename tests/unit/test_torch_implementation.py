@@ -76,6 +76,9 @@ def feature_arguments(name: str, nq: int, nk: int) -> dict[str, Any]:
         "key-padding": {"attn_mask": torch.arange(nk) < max(nk - 3, 1)},
         "bias": {"attn_mask": mask.masked_fill(mask > 1, -math.inf)},
         "head-bias": {"attn_mask": rand(4, 1, nk, seed=8)},
+        "alibi": {"alibi_slopes": rand(2, 4, seed=3)},
+        "ranges": {"key_ranges": torch.tensor([[2, 9], [4, 5]]).int().repeat(1, 1, nq, 1, 1)},
+        "blocks": {"block_mask": rand(1, 4, -(-nq // 64), -(-nk // 64), seed=2) > -0.5},
         "gqa": {},
         "dv": {},
         "bnhd": {"layout": "bnhd"},
@@ -84,7 +87,8 @@ def feature_arguments(name: str, nq: int, nk: int) -> dict[str, Any]:
 
 FEATURES = [
     "causal", "window", "left-window", "softcap", "sinks", "scale", "q-offset", "q-offset-tensor",
-    "bool-mask", "key-padding", "bias", "head-bias", "gqa", "dv", "bnhd",
+    "bool-mask", "key-padding", "bias", "head-bias", "alibi", "ranges", "blocks", "gqa", "dv",
+    "bnhd",
 ]  # fmt: skip
 
 

@@ -37,6 +37,7 @@ def test_an_rtx_5090_gets_its_own_kernels_and_those_for_repeated_rows(dtype: tor
     expected |= {f"ada_int8_values_{word}_d128", f"blackwell_consumer_combine_{word}"}
     expected.add(f"ampere_combine_{word}")
     expected |= {f"ampere_attention_fwd_{word}_d128_cache{of}" for of in ("", "_fp8")}
+    expected.add(f"ampere_attention_fwd_{word}_d128_masked")
     expected |= {f"ampere_append_{word}{of}" for of in ("", "_fp8")}
     assert loaded("RTX 5090", [dtype], [(128, 128)]) == expected
 
@@ -114,6 +115,7 @@ def some_call(rng: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> 
         (0.1, {"num_splits": rng.randint(1, 9)}),
         (0.1, {"approximate": "int8_qk"}),
         (0.1, {"q_offset": size(14)}),
+        (0.1, {"key_ranges": torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32, device="meta")}),
     ):
         if rng.random() < chance:
             options |= option
@@ -121,6 +123,7 @@ def some_call(rng: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> 
         del options["approximate"]
     if rng.random() < 0.25:
         options.pop("approximate", None)
+        options.pop("key_ranges", None)
         return packed_call(name, rows=size(16), sequences=size(7), d=dims[0], **options)
     hkv = rng.choice((1, 2, 8))
     group = rng.choice((1, 1, 4))

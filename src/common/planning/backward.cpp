@@ -8,6 +8,7 @@
 #include "common/backward_params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/masks.h"
 #include "common/planning/tiles.h"
 
 namespace archflash::core {
@@ -17,6 +18,12 @@ constexpr int64_t TERMS_BYTES = 8;  // RowTerms: two floats for each query row
 
 Reasons why_not_backward(const BackwardProblem& problem, const Description& description) {
   Reasons reasons = why_not(problem.call, description);
+  for (const auto& [name, given] : masks_of(problem.call)) {
+    if (!given) continue;
+    reasons.push_back(std::string(name) +
+                      " in a call whose gradients are needed: " + description.name +
+                      " computes gradients without masks as data only; drop " + name + USE_TORCH);
+  }
   const auto check = [&](const char* name, const BackwardTensor& tensor, bool gradient) {
     add_layout_reasons(description.name, name, tensor.strides, tensor.unit, tensor.align,
                        tensor.dtype, reasons);

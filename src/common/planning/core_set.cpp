@@ -7,6 +7,8 @@
 #include <limits>
 #include <utility>
 
+#include "common/planning/masks.h"
+
 namespace archflash::core {
 namespace {
 
@@ -161,8 +163,18 @@ Reasons refusals(const Problem& problem, const Description& description,
   }
   if (problem.n_new > 0 && (problem.nq == 0 || problem.heads_q == 0))
     refuse.add("k_new without a query row", "appends beside query rows only; pass one");
-  if (problem.mask != 0)
-    refuse.add("attn_mask", "has causal and window masks only; drop attn_mask");
+  for (const auto& [name, given] : masks_of(problem)) {
+    if (given && !has(name))
+      refuse.add(name, std::string("has causal and window masks only; drop ") + name);
+  }
+  if (problem.mask > 1 && has("attn_mask")) {
+    const DType dtype = static_cast<DType>(problem.mask - 2);
+    if (dtype != DType::F32 && dtype != problem.dtype) {
+      refuse.add(std::string("attn_mask of dtype ") + dtype_name(dtype) + " with " +
+                     dtype_name(problem.dtype) + " inputs",
+                 "takes bool, float32 and the type of its inputs; convert attn_mask");
+    }
+  }
   if (problem.descale != 0 && !takes_fp8 && !fp8_cache)
     refuse.add("descales", "takes no fp8 inputs; drop the descales");
   if (problem.needs_grad) {
@@ -211,7 +223,7 @@ bool nothing_to_write(const Problem& problem) {
   const bool no_rows = problem.batch == 0 || problem.heads_q == 0 || problem.nq == 0;
   const bool nothing = no_rows || (problem.dv == 0 && !problem.want_lse);
   const bool appends = problem.n_new > 0 && problem.batch > 0 && problem.heads_kv > 0;
-  return nothing && !appends && problem.mask == 0 && !problem.needs_grad;
+  return nothing && !appends && !problem.needs_grad;
 }
 
 AttentionParams attention_params(const Problem& problem) {

@@ -137,8 +137,10 @@ Notes notes(const LaunchPlan& plan, const Notes& own) {
                                      "; a second kernel combines them");
   }
   lines.emplace_back("order", order_text(plan));
-  // The model cuts equal shares, and batch_invariant cuts them by position.
-  const bool modelled = !plan.problem.varlen && !plan.problem.batch_invariant;
+  // The model cuts equal shares, and batch_invariant cuts them by position. It knows no masks that
+  // lie on the device.
+  const bool modelled =
+      !plan.problem.varlen && !plan.problem.batch_invariant && !is_masked(plan.problem);
   if (modelled && tile.tiles * tile.splits * tile.v_slices <= MOST_TILES_TO_MODEL)
     lines.emplace_back("balance", balance_text(plan));
   Notes added;

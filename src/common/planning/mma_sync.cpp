@@ -1,9 +1,13 @@
 #include "common/planning/mma_sync.h"
 
 #include <cstddef>
+#include <cstring>
 #include <variant>
 
+#include "common/mma_sync/masked_params.h"
 #include "common/mma_sync/params.h"
+#include "common/planning/core_set.h"
+#include "common/planning/masks.h"
 #include "common/planning/split_keys.h"
 
 namespace archflash::mma_sync {
@@ -27,6 +31,40 @@ PlanResult plan_16_bits(const std::string& folder, std::span<const core::Tile> t
     core::split_keys(plan, problem, splits, share_keys, offsetof(FewRowsParams, partials),
                      folder + "_combine_" + core::dtype_word(problem.dtype));
   }
+  return plan;
+}
+
+PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> tiles,
+                       const Problem& problem, const Device& device) {
+  const auto choice = core::choose_with_splits(folder, tiles, problem, device);
+  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
+  const auto& chosen = std::get<core::SplitChoice<core::Tile>>(choice);
+  const auto& [tile, splits, share_keys] = chosen;
+  MaskedParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  core::init_params(problem, params.call);
+  AttentionParams& attention = params.call.attention;
+  core::always_transform_scores(problem, attention);
+  attention.order = core::choose_order(problem, device, tile);
+  // Scores are logarithms to base 2 from the start. With a softcap its result is scaled, else q.k.
+  const float log2_e = attention.exp2_scale;
+  (problem.softcap == 0 ? attention.tanh_scale : attention.softcap) *= log2_e;
+  attention.exp2_scale = 1.0f;
+  params.call.partials.splits = 1;
+  params.call.packed_heads = core::packed_heads(tile);
+  params.masks = core::mask_params(problem);
+  LaunchPlan plan =
+      core::one_launch(folder, problem, device, tile, core::tiles_of(problem, tile) * splits,
+                       attention.order, core::bytes(params), {});
+  const std::string word = core::dtype_word(problem.dtype);
+  if (chosen.combines()) {
+    constexpr size_t PARTIALS = offsetof(MaskedParams, call) + offsetof(FewRowsParams, partials);
+    core::split_keys(plan, problem, splits, share_keys, PARTIALS, folder + "_combine_" + word);
+  }
+  Launch& launch = plan.launches[0];
+  launch.image = folder + "/masked_" + word;
+  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
+    launch.pointers.push_back(slot);
   return plan;
 }
 

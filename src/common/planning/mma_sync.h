@@ -33,4 +33,9 @@ PlanResult plan(const std::string& folder, std::span<const core::Tile> tiles,
 PlanResult plan_16_bits(const std::string& folder, std::span<const core::Tile> tiles,
                         const Problem& problem, const Device& device);
 
+// The plan of such a call with masks as data, for the kernels of mma_sync/masked_fwd.cuh, which are
+// in the image "<folder>/masked_<dtype>".
+PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> tiles,
+                       const Problem& problem, const Device& device);
+
 }  // namespace archflash::mma_sync

@@ -9,7 +9,7 @@ They share their arguments:
 - causal: query i sees keys up to i + rows of k - rows of q.
 - window_size: (left, right) around that key; -1 for an unbounded side.
 - softcap: 0 for none.
-- alibi_slopes: only None.
+- alibi_slopes: float32 (heads,) or (batch, heads); only None with a cache or pages.
 - deterministic: of the backward; True only where no gradients are needed.
 - return_attn_probs: also return the log-sum-exp, float32 (batch, heads, rows) or (heads, total
   rows), +inf for a row that sees no key, and an empty tensor in place of the weights, which
@@ -60,7 +60,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, q, q, causal=True).shape
         torch.Size([2, 7, 4, 16])
     """
-    refuse(dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
+    refuse(dropout_p=(dropout_p, 0.0))
     out, lse = attend(
         q,
         k,
@@ -73,6 +73,7 @@ def flash_attn_func(
         want_lse=return_attn_probs,
         lse_unseen=math.inf,
         sinks=s_aux,
+        alibi_slopes=alibi_slopes,
     )
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -124,8 +125,9 @@ def flash_attn_varlen_func(
     Raises:
         UnsupportedError: an argument that archflash does not take; it is named.
     """
-    refuse(dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
+    refuse(dropout_p=(dropout_p, 0.0))
     if block_table is not None:
+        refuse(alibi_slopes=(alibi_slopes, None))
         result = attend_to_cache(
             q,
             k,
@@ -157,6 +159,7 @@ def flash_attn_varlen_func(
         want_lse=return_attn_probs,
         lse_unseen=math.inf,
         sinks=s_aux,
+        alibi_slopes=alibi_slopes,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,

@@ -1,0 +1,337 @@
+"""Masks as data: key_ranges and block_mask for `archflash.attention`.
+
+A mask of ranges says for each query which keys it sees, as the union of up to four half-open ranges
+``[begin, end)``: an int32 tensor ``(batch or 1, heads or 1, nq or 1, n, 2)`` in place of a number
+for each query and key. Kernels skip the blocks of keys that no query of a tile sees. The functions
+here make such tensors on the device of their arguments, and read no values on the host unless they
+say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash._archflash import MASK_BLOCK, MOST_RANGES
+
+_UNSEEN, _MIXED, _FULL = 0, 1, 2  # the numbers of a block_mask
+
+
+def documents(ids: Tensor) -> Tensor:
+    """Each query sees the keys of its own document. Add causal=True for text.
+
+    Args:
+        ids: which document each token belongs to, integers ``(n,)`` or ``(batch, n)``. Neighbouring
+            tokens with equal numbers are one document.
+
+    Returns:
+        key_ranges, int32 ``(batch or 1, 1, n, 1, 2)``.
+
+    Raises:
+        ValueError: ids of another shape.
+
+    Example:
+        >>> import archflash, torch
+        >>> archflash.masks.documents(torch.tensor([7, 7, 8]))[0, 0, :, 0].tolist()
+        [[0, 2], [0, 2], [2, 3]]
+    """
+    if ids.ndim not in (1, 2):
+        raise ValueError(f"ids has shape {tuple(ids.shape)}: it must be (n,) or (batch, n)")
+    ids = ids if ids.ndim == 2 else ids[None]
+    n = ids.shape[1]
+    place = torch.arange(n, device=ids.device)
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    begin = torch.where(starts, place, 0).cummax(1).values
+    ends = starts.roll(-1, 1)
+    # A document ends behind the next token that is the last of one.
+    end = torch.where(ends, place + 1, n).flip(1).cummin(1).values.flip(1)
+    return _ranges((begin, end))
+
+
+def prefix_lm(lengths: Tensor, nq: int, nk: int | None = None) -> Tensor:
+    """Every query sees the first keys of its sequence, its prefix, and of the rest those up to its
+    own position: causal attention with a bidirectional prefix. Do not add causal=True.
+
+    Args:
+        lengths: the length of each sequence's prefix, integers ``(batch,)``.
+        nq: number of queries, which are the last ones of the sequence.
+        nk: number of keys; default nq.
+
+    Returns:
+        key_ranges, int32 ``(batch, 1, nq, 1, 2)``.
+
+    Raises:
+        ValueError: lengths of another shape.
+    """
+    if lengths.ndim != 1:
+        raise ValueError(f"lengths has shape {tuple(lengths.shape)}: it must be (batch,)")
+    position = _positions(nq, nk, lengths.device)
+    end = torch.maximum(lengths[:, None], position + 1)
+    return _ranges((torch.zeros_like(end), end))
+
+
+def bidirectional_spans(spans: Tensor, nq: int, nk: int | None = None) -> Tensor:
+    """Causal attention in which the tokens of a span see each other, as those of an image do in
+    text. Do not add causal=True.
+
+    Args:
+        spans: half-open ranges of positions, integers ``(m, 2)`` or ``(batch, m, 2)``. Spans must
+            not overlap; empty ones fill up a batch.
+        nq: number of queries, which are the last ones of the sequence.
+        nk: number of keys; default nq.
+
+    Returns:
+        key_ranges, int32 ``(batch or 1, 1, nq, 1, 2)``.
+
+    Raises:
+        ValueError: spans of another shape.
+    """
+    if spans.ndim not in (2, 3) or spans.shape[-1] != 2:
+        raise ValueError(
+            f"spans has shape {tuple(spans.shape)}: it must be (m, 2) or (batch, m, 2)"
+        )
+    spans = spans if spans.ndim == 3 else spans[None]
+    position = _positions(nq, nk, spans.device)
+    begin, end = spans[:, :, 0, None], spans[:, :, 1, None]
+    inside = (position >= begin) & (position < end)  # (batch, m, nq)
+    seen = torch.where(inside, end, position + 1)
+    seen = torch.cat([seen, (position + 1).expand(len(spans), 1, nq)], 1).amax(1)
+    return _ranges((torch.zeros_like(seen), seen))
+
+
+def sliding_window_with_global(
+    nq: int,
+    nk: int | None = None,
+    *,
+    left: int,
+    global_keys: int,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Causal attention in which a query sees its last keys, and the first keys of the sequence
+    always. Do not add causal=True.
+
+    Args:
+        nq: number of queries, which are the last ones of the sequence.
+        nk: number of keys; default nq.
+        left: keys before its own position that a query sees, as window=(left, 0) has it.
+        global_keys: keys at the start of the sequence that every query sees.
+        device: where the result lies; default the CPU.
+
+    Returns:
+        key_ranges, int32 ``(1, 1, nq, 2, 2)``.
+
+    Raises:
+        ValueError: left or global_keys is negative.
+    """
+    for name, value in (("left", left), ("global_keys", global_keys)):
+        if value < 0:
+            raise ValueError(f"{name} is {value}: it must be >= 0")
+    end = _positions(nq, nk, torch.device(device or "cpu"))[None] + 1
+    return _ranges(
+        (torch.zeros_like(end), end.clamp(max=global_keys)), ((end - 1 - left).clamp(min=0), end)
+    )
+
+
+def tree(
+    parents: Sequence[int],
+    past: int,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Each node of a tree of drafted tokens sees the keys before the tree, its ancestors and
+    itself, as verifying them takes. Do not add causal=True.
+
+    Args:
+        parents: for each node the number of its parent, which comes before it; -1 for a root. In
+            the order of a depth-first walk the ancestors of a node form few ranges.
+        past: keys before the tree. Keys past to past + len(parents) are the nodes.
+        device: where the result lies; default the CPU.
+
+    Returns:
+        key_ranges, int32 ``(1, 1, nodes, n, 2)``, with n as small as the tree allows.
+
+    Raises:
+        ValueError: a parent that does not come before its node, past is negative, or a node whose
+            keys are more than four ranges: pass attn_mask for such a tree.
+    """
+    if past < 0:
+        raise ValueError(f"past is {past}: it must be >= 0")
+    seen: list[list[int]] = []  # of each node, itself and its ancestors in order
+    rows: list[list[tuple[int, int]]] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(
+                f"the parent of node {node} is {parent}: it must be -1 or a node before it"
+            )
+        seen.append([*(seen[parent] if parent >= 0 else []), node])
+        ranges = [(0, past)] if past else []
+        for key in (past + x for x in seen[node]):
+            if ranges and ranges[-1][1] == key:
+                ranges[-1] = (ranges[-1][0], key + 1)
+            else:
+                ranges.append((key, key + 1))
+        if len(ranges) > MOST_RANGES:
+            raise ValueError(
+                f"node {node} sees {len(ranges)} ranges of keys, and at most {MOST_RANGES} are "
+                "possible: order the nodes depth-first, or pass attn_mask"
+            )
+        rows.append(ranges)
+    most = max((len(ranges) for ranges in rows), default=1)
+    filled = [ranges + [(0, 0)] * (most - len(ranges)) for ranges in rows]
+    made = torch.tensor(filled, dtype=torch.int32).reshape(1, 1, len(rows), most, 2)
+    return made.to(device or "cpu")
+
+
+def to_dense(key_ranges: Tensor, nk: int) -> Tensor:
+    """The bool mask with the meaning of key_ranges, for tests and for other libraries.
+
+    Args:
+        key_ranges: int32 ``(batch or 1, heads or 1, nq or 1, n, 2)``.
+        nk: number of keys.
+
+    Returns:
+        bool ``(batch or 1, heads or 1, nq or 1, nk)``, True where a query sees a key.
+
+    Raises:
+        ValueError: key_ranges of another shape.
+    """
+    if key_ranges.ndim != 5 or key_ranges.shape[-1] != 2:
+        raise ValueError(
+            f"key_ranges has shape {tuple(key_ranges.shape)}: it must be (batch or 1, heads or 1, "
+            "nq or 1, n, 2)"
+        )
+    key = torch.arange(nk, device=key_ranges.device)
+    dense = torch.zeros(*key_ranges.shape[:3], nk, dtype=torch.bool, device=key_ranges.device)
+    for number in range(key_ranges.shape[3]):
+        begin, end = (key_ranges[:, :, :, number, side, None] for side in range(2))
+        dense = dense | ((key >= begin) & (key < end))
+    return dense
+
+
+def summarize_mask(attn_mask: Tensor) -> Tensor:
+    """Says of each block of 64 queries and 64 keys whether attn_mask hides it, keeps all of it, or
+    has to be asked. With block_mask=summarize_mask(mask) beside attn_mask=mask, kernels skip the
+    blocks that are hidden, and do not read the mask where all is kept. One summary serves every
+    call with the same mask.
+
+    Args:
+        attn_mask: bool or floating, two to four dimensions ``(..., nq, nk)``; -inf hides a key. The
+            last two dimensions must have their full size.
+
+    Returns:
+        block_mask, int8 ``(batch or 1, heads or 1, ceil(nq / 64), ceil(nk / 64))``: 0 for a block
+        that is hidden, 2 for one that is kept and to which nothing is added, 1 for all others.
+
+    Raises:
+        ValueError: a mask of fewer than two or more than four dimensions.
+        TypeError: a mask that is neither bool nor floating.
+
+    Example:
+        >>> import archflash, torch
+        >>> mask = torch.ones(128, 128, dtype=torch.bool).tril()
+        >>> archflash.summarize_mask(mask).tolist()
+        [[[[1, 0], [2, 1]]]]
+    """
+    if not 2 <= attn_mask.ndim <= 4:
+        raise ValueError(
+            f"attn_mask has shape {tuple(attn_mask.shape)}: it must have 2 to 4 dimensions"
+        )
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask has dtype {attn_mask.dtype}: it must be bool or floating")
+    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    boolean = mask.dtype == torch.bool
+    seen = mask if boolean else mask != -torch.inf
+    plain = mask if boolean else mask == 0
+    any_seen = _by_block(seen, fill=False).any(-1).any(-2)
+    all_plain = _by_block(plain, fill=True).all(-1).all(-2)
+    return torch.where(all_plain & any_seen, _FULL, any_seen.to(torch.int8)).to(torch.int8)
+
+
+def from_flex(block_mask: Any) -> Tensor:
+    """The block_mask that says what a BlockMask of torch.nn.attention.flex_attention says of its
+    blocks, whose sizes must be multiples of 64.
+
+    A BlockMask that has partial blocks leaves their inside to a function. Pass that as attn_mask,
+    too: ``create_mask(mask_mod, B, H, Q_LEN, KV_LEN)`` makes the tensor.
+
+    Args:
+        block_mask: a BlockMask.
+
+    Returns:
+        block_mask, int8 ``(batch, heads, ceil(nq / 64), ceil(nk / 64))``, as `summarize_mask` has
+        it: 2 for full blocks, 1 for partial ones.
+
+    Raises:
+        ValueError: blocks of another size.
+    """
+    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+    table = _scattered(counts, indices, _MIXED)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _scattered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, _FULL)
+        table = torch.maximum(table, full)
+    return from_blocks(table, block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
+
+
+def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) -> Tensor:
+    """The block_mask with the meaning of a table of larger blocks.
+
+    Args:
+        table: bool (True is seen) or int8 (as block_mask has it) ``(batch or 1, heads or 1,
+            ceil(nq / rows), ceil(nk / keys))``.
+        block_size: queries and keys of a block, multiples of 64.
+        nq, nk: numbers of queries and keys.
+
+    Returns:
+        block_mask, int8 ``(batch or 1, heads or 1, ceil(nq / 64), ceil(nk / 64))``.
+
+    Raises:
+        ValueError: blocks of another size, or a table of another shape.
+    """
+    rows, keys = block_size
+    if rows % MASK_BLOCK or keys % MASK_BLOCK:
+        raise ValueError(
+            f"the blocks have {rows} queries and {keys} keys: they must have multiples of "
+            f"{MASK_BLOCK}; make attn_mask of the table, and block_mask=summarize_mask() of that"
+        )
+    expected = (-(-nq // rows), -(-nk // keys))
+    if table.ndim != 4 or tuple(table.shape[2:]) != expected:
+        raise ValueError(
+            f"table has shape {tuple(table.shape)}: it must be (batch or 1, heads or 1, "
+            f"{expected[0]}, {expected[1]})"
+        )
+    fine = table.to(torch.int8).repeat_interleave(rows // MASK_BLOCK, 2)
+    fine = fine.repeat_interleave(keys // MASK_BLOCK, 3)
+    return fine[:, :, : -(-nq // MASK_BLOCK), : -(-nk // MASK_BLOCK)].contiguous()
+
+
+def _scattered(counts: Tensor, indices: Tensor, value: int) -> Tensor:
+    """An int8 table with `value` at the first counts[...] of indices[..., :] in each row."""
+    columns = indices.shape[-1]
+    listed = torch.arange(columns, device=indices.device) < counts[..., None]
+    table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.int8, device=indices.device)
+    # What is not listed goes into a column of its own, which is dropped.
+    place = torch.where(listed, indices, columns).long()
+    return table.scatter(-1, place, torch.full_like(place, value, dtype=torch.int8))[..., :columns]
+
+
+def _by_block(x: Tensor, *, fill: bool) -> Tensor:
+    """``(B, H, nq, nk)`` as ``(B, H, rows of blocks, 64, columns of blocks, 64)``, filled up."""
+    nq, nk = x.shape[-2:]
+    x = torch.nn.functional.pad(x, (0, -nk % MASK_BLOCK, 0, -nq % MASK_BLOCK), value=fill)
+    rows, columns = (size // MASK_BLOCK for size in x.shape[-2:])
+    return x.reshape(*x.shape[:2], rows, MASK_BLOCK, columns, MASK_BLOCK)
+
+
+def _positions(nq: int, nk: int | None, device: torch.device) -> Tensor:
+    """The position of each query among the keys."""
+    return torch.arange(nq, device=device) + ((nq if nk is None else nk) - nq)
+
+
+def _ranges(*pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """key_ranges of (begin, end) pairs ``(batch, nq)``."""
+    made = torch.stack([torch.stack(pair, -1) for pair in pairs], -2)
+    return made[:, None].to(torch.int32).contiguous()

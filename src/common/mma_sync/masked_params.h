@@ -1,0 +1,17 @@
+// The parameter of the kernels on mma.sync that take masks as data.
+#pragma once
+
+#include <type_traits>
+
+#include "common/mask_params.h"
+#include "common/mma_sync/params.h"
+
+namespace archflash::mma_sync {
+
+struct MaskedParams {
+  FewRowsParams call;
+  MaskParams masks;
+};
+static_assert(std::is_trivially_copyable_v<MaskedParams>);
+
+}  // namespace archflash::mma_sync

@@ -1,0 +1,55 @@
+#include "common/planning/masks.h"
+
+#include <cstddef>
+#include <cstring>
+
+namespace archflash::core {
+
+std::array<std::pair<const char*, bool>, 4> masks_of(const Problem& problem) {
+  return {{{"attn_mask", problem.mask != 0},
+           {"key_ranges", problem.key_ranges != 0},
+           {"alibi_slopes", problem.alibi_slopes},
+           {"block_mask", problem.block_mask}}};
+}
+
+MaskParams mask_params(const Problem& problem) {
+  MaskParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  const Strides& mask = problem.mask_strides;
+  params.mask_batch = mask.batch, params.mask_head = mask.head, params.mask_row = mask.row;
+  params.mask_key = problem.mask_key;
+  const Strides& ranges = problem.range_strides;
+  params.ranges_batch = ranges.batch, params.ranges_head = ranges.head;
+  params.ranges_row = ranges.row;
+  params.slopes_batch = problem.slope_strides.batch;
+  params.slopes_head = problem.slope_strides.head;
+  const Strides& blocks = problem.block_strides;
+  params.blocks_batch = blocks.batch, params.blocks_head = blocks.head;
+  params.blocks_row = blocks.row;
+  params.ranges = static_cast<int32_t>(problem.key_ranges);
+  if (problem.mask == 0) return params;
+  const DType dtype = problem.mask == 1 ? DType::F32 : static_cast<DType>(problem.mask - 2);
+  params.mask_element = problem.mask == 1     ? MaskElement::Bool
+                        : dtype == DType::F32 ? MaskElement::F32
+                                              : MaskElement::SixteenBits;
+  const int bytes = problem.mask == 1 ? 1 : dtype_bytes(dtype);
+  const bool even = mask.batch % 2 == 0 && mask.head % 2 == 0 && mask.row % 2 == 0;
+  // An odd number of keys would leave the last one of a row without a neighbour.
+  params.mask_pairs =
+      problem.mask_key == 1 && even && problem.nk % 2 == 0 && problem.mask_align >= 2 * bytes;
+  return params;
+}
+
+std::vector<PointerSlot> mask_pointers(const Problem& problem, int offset) {
+  std::vector<PointerSlot> slots;
+  const auto add = [&](bool given, Operand operand, size_t field) {
+    if (given) slots.push_back({operand, static_cast<int32_t>(offset + field), 0});
+  };
+  add(problem.mask != 0, Operand::Mask, offsetof(MaskParams, mask_gmem));
+  add(problem.key_ranges != 0, Operand::KeyRanges, offsetof(MaskParams, ranges_gmem));
+  add(problem.alibi_slopes, Operand::AlibiSlopes, offsetof(MaskParams, slopes_gmem));
+  add(problem.block_mask, Operand::BlockMask, offsetof(MaskParams, blocks_gmem));
+  return slots;
+}
+
+}  // namespace archflash::core

@@ -1,0 +1,141 @@
+"""The constructors of archflash.masks, and what summarize_mask and from_flex say of blocks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import masks
+
+
+def rows_of(ranges: Tensor, nk: int) -> list[str]:
+    """Each query of the first batch and head as a text, x for a key that it sees."""
+    dense = masks.to_dense(ranges, nk)[0, 0]
+    return ["".join(".x"[int(seen)] for seen in row) for row in dense]
+
+
+def test_documents_see_themselves() -> None:
+    ids = torch.tensor([[4, 4, 4, 1, 1, 4], [0, 1, 2, 2, 2, 2]])
+    ranges = masks.documents(ids)
+    assert ranges.shape == (2, 1, 6, 1, 2)
+    assert rows_of(ranges, 6) == ["xxx...", "xxx...", "xxx...", "...xx.", "...xx.", ".....x"]
+    assert rows_of(ranges[1:], 6) == ["x.....", ".x....", *["..xxxx"] * 4]
+    assert torch.equal(masks.documents(ids[0]), ranges[:1])
+
+
+def test_a_prefix_is_seen_by_all_and_the_rest_is_causal() -> None:
+    assert rows_of(masks.prefix_lm(torch.tensor([2]), 4), 4) == ["xx..", "xx..", "xxx.", "xxxx"]
+    assert rows_of(masks.prefix_lm(torch.tensor([2, 3]), 2, 4)[1:], 4) == ["xxx.", "xxxx"]
+
+
+def test_spans_are_bidirectional_in_causal_text() -> None:
+    spans = torch.tensor([[1, 3], [4, 4]])
+    assert rows_of(masks.bidirectional_spans(spans, 5), 5) == [
+        "x....", "xxx..", "xxx..", "xxxx.", "xxxxx",
+    ]  # fmt: skip
+    assert rows_of(masks.bidirectional_spans(spans, 2, 4), 4) == ["xxx.", "xxxx"]
+
+
+def test_a_sliding_window_keeps_the_first_keys() -> None:
+    ranges = masks.sliding_window_with_global(5, left=1, global_keys=2)
+    assert rows_of(ranges, 5) == ["x....", "xx...", "xxx..", "xxxx.", "xx.xx"]
+    decoding = masks.sliding_window_with_global(1, 9, left=2, global_keys=1)
+    assert rows_of(decoding, 9) == ["x.....xxx"]
+
+
+def test_nodes_of_a_tree_see_their_ancestors() -> None:
+    ranges = masks.tree([-1, 0, 0, 2], past=2)
+    assert rows_of(ranges, 6) == ["xxx...", "xxxx..", "xxx.x.", "xxx.xx"]
+    assert ranges.shape == (1, 1, 4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: masks.documents(torch.zeros(1, 1, 1)), r"ids has shape \(1, 1, 1\)"),
+        (lambda: masks.prefix_lm(torch.zeros(1, 1), 3), r"lengths has shape \(1, 1\)"),
+        (lambda: masks.bidirectional_spans(torch.zeros(3), 3), r"spans has shape \(3,\)"),
+        (
+            lambda: masks.sliding_window_with_global(3, left=-1, global_keys=0),
+            "left is -1: it must be >= 0",
+        ),
+        (lambda: masks.tree([0], past=0), "the parent of node 0 is 0"),
+        (lambda: masks.tree([-1], past=-1), "past is -1"),
+        (lambda: masks.tree([-1, 0, 0, 2, 2, 4, 4, 6, 6, 8], past=1), "sees 5 ranges of keys"),
+        (lambda: masks.to_dense(torch.zeros(3, 2), 4), r"key_ranges has shape \(3, 2\)"),
+        (lambda: archflash.summarize_mask(torch.zeros(3)), r"attn_mask has shape \(3,\)"),
+    ],
+)
+def test_what_cannot_be_a_mask_is_refused(make: object, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()  # type: ignore[operator]
+
+
+def test_a_summary_tells_hidden_from_whole_and_mixed_blocks() -> None:
+    mask = torch.zeros(2, 1, 70, 200, dtype=torch.bool)
+    mask[0, 0, :, :64] = True
+    mask[0, 0, 69, 130] = True
+    mask[1, 0, :64, 192:] = True
+    expected = [[[[2, 0, 0, 0], [2, 0, 1, 0]]], [[[0, 0, 0, 2], [0, 0, 0, 0]]]]
+    assert archflash.summarize_mask(mask).tolist() == expected
+    added = torch.where(mask, 0.0, -math.inf)
+    assert archflash.summarize_mask(added).tolist() == expected
+    added[0, 0, 0, 0] = 0.5
+    assert archflash.summarize_mask(added)[0, 0].tolist() == [[1, 0, 0, 0], [2, 0, 1, 0]]
+    with pytest.raises(TypeError, match=r"attn_mask has dtype torch\.int32"):
+        archflash.summarize_mask(mask.int())
+
+
+def test_a_block_mask_of_flex_attention_keeps_its_blocks() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    made = flex.create_block_mask(causal, 1, 2, 256, 256, device="cpu")
+    mask = flex.create_mask(causal, 1, 2, 256, 256, device="cpu")
+    table = masks.from_flex(made)
+    assert table.tolist() == [[[[1, 1, 0, 0]] * 2 + [[2, 2, 1, 1]] * 2] * 2]
+    q, k = torch.randn(1, 2, 256, 16), torch.randn(1, 2, 256, 16)
+    torch.testing.assert_close(
+        archflash.attention(q, k, k, attn_mask=mask, block_mask=table),
+        archflash.attention(q, k, k, attn_mask=mask),
+    )
+    coarse = torch.tensor([[True, False], [False, True]])[None, None]
+    assert masks.from_blocks(coarse, (128, 64), 200, 100).tolist() == [
+        [[[1, 0], [1, 0], [0, 1], [0, 1]]]
+    ]
+    with pytest.raises(ValueError, match=r"must be \(batch or 1, heads or 1, 2, 1\)"):
+        masks.from_blocks(coarse, (128, 128), 200, 100)
+    odd = flex.create_block_mask(causal, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=32)
+    with pytest.raises(ValueError, match="have 32 queries and 32 keys"):
+        masks.from_flex(odd)
+
+
+def test_attention_with_ranges_is_that_with_the_dense_mask_compiled_too() -> None:
+    q, k = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 12, 16)
+    ranges = masks.prefix_lm(torch.tensor([3, 7]), 9, 12)
+    slopes = torch.tensor([0.5, 0.25])
+    blocks = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+    def attend(q: Tensor, k: Tensor, ranges: Tensor) -> Tensor:
+        return archflash.attention(
+            q, k, k, key_ranges=ranges, alibi_slopes=slopes, block_mask=blocks
+        )
+
+    dense = archflash.attention(q, k, k, attn_mask=masks.to_dense(ranges, 12), alibi_slopes=slopes)
+    torch.testing.assert_close(attend(q, k, ranges), dense)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, ranges), dense)
+    q.requires_grad_()
+    (of_ranges,) = torch.autograd.grad(attend(q, k, ranges).square().sum(), q)
+    bias = torch.where(masks.to_dense(ranges, 12), 0.0, -math.inf)
+    distance = (torch.arange(9)[:, None] + 3 - torch.arange(12)).abs()
+    scores = q @ k.mT / 4 - slopes[:, None, None] * distance + bias
+    (of_formula,) = torch.autograd.grad((scores.softmax(-1) @ k).square().sum(), q)
+    torch.testing.assert_close(of_ranges, of_formula)
