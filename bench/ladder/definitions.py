@@ -200,9 +200,9 @@ AMPERE = Ladder(
     name="ampere",
     title="cp.async, XOR swizzle, ldmatrix and mma.sync",
     about=(
-        "The way to a kernel on cp.async and mma.sync, as every GPU from 8.0 on runs it: "
-        "fp16, head dimension 128, no mask. Four warps own the query rows of a CTA; scores, P and outputs "
-        "never leave their registers."
+        "The way to a kernel on cp.async and mma.sync, as every GPU from 8.0 on runs it: fp16, "
+        "head dimension 128, no mask. Four warps own the query rows of a CTA; scores, P and "
+        "outputs never leave their registers."
     ),
     dtype="fp16",
     head_dim=128,
@@ -262,5 +262,66 @@ AMPERE = Ladder(
     ),
 )  # fmt: skip
 
-LADDERS = (AMPERE, BLACKWELL_CONSUMER)
+SOFTMAX_IN_REGISTERS = Ladder(
+    name="softmax_in_registers",
+    title="where scores and P live",
+    about=(
+        "The way from CUDA cores to a softmax that never leaves the registers: fp16, head "
+        "dimension 64, causal. Four warps own 64 query rows and visit 64 keys at a time."
+    ),
+    dtype="fp16",
+    head_dim=64,
+    masks=(True,),
+    multiple=64,
+    target="compute_80",
+    lowest=(8, 0),
+    ours=("ampere", "blackwell_consumer"),
+    peers=("torch-flash",),
+    shapes=((4, 12, 2048), (8, 12, 2048)),
+    simulated=(1, 192),
+    rungs=(
+        Rung(
+            "1_scalar", "fp32 on CUDA cores", 128, shared_bytes=4 * 64 * 64 * 4,
+            bought="The start: one FMA at a time, and two loads from shared memory for each.",
+        ),
+        Rung(
+            "2_fragments", "tensor cores; fragments loaded and stored whole, as WMMA does", 128,
+            shared_bytes=4 * 64 * 64 * 2 + 2 * 64 * 64 * 4,
+            bought="Ten times as fast where it was published. The layout of a fragment is not "
+            "used, so that scores, P and even the outputs pass through shared memory. (The rung "
+            "makes its fragments of mma.sync and plain loads; the published one used WMMA.)",
+        ),
+        Rung(
+            "3_vectorised", "copies of 16 bytes, padded rows", 128,
+            shared_bytes=4 * 64 * 72 * 2 + 2 * 64 * 68 * 4,
+            bought="An eighth of the instructions that copy, and no bank conflicts of fragments.",
+        ),
+        Rung(
+            "4_ldmatrix", "mma.sync and ldmatrix; Q and outputs in registers", 128,
+            shared_bytes=4 * 64 * 72 * 2 + 64 * 68 * 4 + 64 * 4,
+            bought="One instruction loads four registers of a fragment, and outputs are "
+            "rescaled where they are.",
+        ),
+        Rung(
+            "5_registers", "scores and P in registers", 128, shared_bytes=3 * 64 * 72 * 2,
+            bought="The largest step where it was published: the sums of Q K^T, packed to 16 "
+            "bits, are the operand of P V as they lie, and no score passes through shared memory.",
+        ),
+        Rung(
+            "6_direct_rescale", "P is made with the new maximum", 128, shared_bytes=3 * 64 * 72 * 2,
+            bought="No second set of outputs, and one product for each output instead of two.",
+        ),
+    ),
+    columns=(
+        Column(
+            "RTX 5080, published (it seems to count causal work in full)",
+            {
+                "1_scalar": 2.7, "2_fragments": 26.7, "3_vectorised": 38.3, "4_ldmatrix": 49.2,
+                "5_registers": 125.2, "6_direct_rescale": 135.9,
+            },
+        ),
+    ),
+)  # fmt: skip
+
+LADDERS = (AMPERE, BLACKWELL_CONSUMER, SOFTMAX_IN_REGISTERS)
 BY_NAME = {ladder.name: ladder for ladder in LADDERS}
