@@ -323,5 +323,99 @@ SOFTMAX_IN_REGISTERS = Ladder(
     ),
 )  # fmt: skip
 
-LADDERS = (AMPERE, BLACKWELL_CONSUMER, SOFTMAX_IN_REGISTERS)
+SIMT = Ladder(
+    name="simt",
+    title="fp32 on CUDA cores",
+    about=(
+        "The first steps of attention without tensor cores: fp32, head dimension 64, causal or "
+        "not, any length. A thread owns one query row. The shipped kernel goes on from here: "
+        "there a thread owns a patch of scores, so that each load serves several products."
+    ),
+    dtype="fp32",
+    head_dim=64,
+    masks=(False, True),
+    multiple=1,
+    target="compute_80",
+    lowest=(7, 5),
+    ours=("simt",),
+    peers=("torch-efficient", "torch-math"),
+    shapes=((1, 16, 2048), (4, 16, 512), (8, 16, 59)),
+    simulated=(1, 100),
+    rungs=(
+        Rung(
+            "1_naive", "the formula: two passes, everything from global memory", 64,
+            bought="The start: the caches do all the sharing.",
+        ),
+        Rung(
+            "2_tiled", "blocks of K and V in shared memory, Q in registers", 64,
+            bought="64 rows share each element of K and V that is read from global memory, and no "
+            "element of Q is read twice.",
+        ),
+        Rung(
+            "3_online_softmax", "one pass: the base rises, and outputs are rescaled", 64,
+            bought="A third of the products: scores are no longer computed twice. The price is a "
+            "branch for each key.",
+        ),
+        Rung(
+            "4_vectorised", "16 bytes at a time", 64,
+            bought="A quarter of the loads, and sums that do not wait for one another.",
+        ),
+    ),
+)  # fmt: skip
+
+_ONE_GROUP = 2 * 128 * (64 + 4 * 64) + 128  # bytes of Q, two stages of K and V, and barriers
+_TWO_GROUPS = 2 * 128 * (128 + 4 * 128) + 128
+
+HOPPER = Ladder(
+    name="hopper",
+    title="wgmma beside the softmax",
+    about=(
+        "The way from a plain use of wgmma to products that run beside the softmax: fp16, head "
+        "dimension 128, no mask. A warpgroup owns 64 query rows; scores, P and outputs stay in "
+        "its registers."
+    ),
+    dtype="fp16",
+    head_dim=128,
+    masks=(False,),
+    multiple=128,
+    target="compute_90a",
+    lowest=(9, 0),
+    highest=(9, 0),
+    ours=("hopper",),
+    peers=("torch-flash", "torch-cudnn"),
+    shapes=((16, 16, 8192), (16, 16, 2048)),
+    simulated=(1, 384),
+    rungs=(
+        Rung(
+            "1_wgmma", "wgmma without overlap; threads copy K and V", 128,
+            shared_bytes=3 * 2 * 128 * 64,
+            bought="The start: copies, two products and the softmax, one after the other.",
+        ),
+        Rung(
+            "2_tma_ring", "a producer warp, TMA, two stages of K and V", 160,
+            shared_bytes=_ONE_GROUP, maps=Maps(128, 64, 64, 64),
+            bought="Copies run beside all else, and take neither instructions nor registers of "
+            "the warps that multiply.",
+        ),
+        Rung(
+            "3_two_warpgroups", "two warpgroups share blocks of 128 keys", 384, rows=128,
+            shared_bytes=_TWO_GROUPS, maps=Maps(128, 64, 128, 128),
+            bought="Half as many bytes of K and V for a product, and somebody to multiply while "
+            "the other computes a softmax.",
+        ),
+        Rung(
+            "4_ping_pong", "warpgroups take turns at the tensor cores", 384, rows=128,
+            shared_bytes=_TWO_GROUPS, maps=Maps(128, 64, 128, 128),
+            bought="The overlap of the two is no longer left to chance.",
+        ),
+        Rung(
+            "5_overlap", "the softmax of a block beside P V of the one before", 384, rows=128,
+            shared_bytes=_TWO_GROUPS, maps=Maps(128, 64, 128, 128),
+            bought="A warpgroup overlaps with itself too, so that products never wait for the "
+            "end of a softmax.",
+        ),
+    ),
+)  # fmt: skip
+
+LADDERS = (SIMT, AMPERE, SOFTMAX_IN_REGISTERS, HOPPER, BLACKWELL_CONSUMER)
 BY_NAME = {ladder.name: ladder for ladder in LADDERS}

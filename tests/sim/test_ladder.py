@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.ladder import page, rungs
-from bench.ladder.definitions import LADDERS, Ladder, Rung
+from bench.ladder.definitions import BY_NAME, LADDERS, Ladder, Rung
 from bench.on_the_spot import find_nvcc
 
 EVERY = [(ladder, rung) for ladder in LADDERS for rung in ladder.rungs]
@@ -34,6 +34,14 @@ def test_a_rung_computes_attention_with_the_counters_of_its_page(
     hint = f"python -m bench.ladder {ladder.name} --write"
     assert found.instructions == pytest.approx(kept.instructions, rel=limit), hint
     assert found.conflicts == pytest.approx(kept.conflicts, rel=limit), hint
+
+
+@pytest.mark.parametrize("rung", BY_NAME["simt"].rungs, ids=lambda rung: rung.name)
+def test_rungs_of_any_length_and_mask_stop_at_the_diagonal_and_at_the_end(rung: Rung) -> None:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not found: it compiles the rungs")
+    assert rungs.simulate(BY_NAME["simt"], rung, nvcc, causal=True, n=67).problem == ""
 
 
 def test_swizzle_and_padding_leave_no_bank_conflicts() -> None:

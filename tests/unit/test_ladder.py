@@ -85,7 +85,7 @@ def test_rungs_refuse_what_they_do_not_serve() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rope"], "no ladder rope; there are ampere"),
+        (["rope"], "no ladder rope; there are simt, ampere"),
         (["--plot", "x.svg"], "--plot draws one ladder"),
         (["ampere", "--rounds", "0"], "--rounds 0"),
     ],
@@ -107,3 +107,8 @@ def test_a_gpu_that_is_too_old_or_too_new_is_refused_with_the_reason() -> None:
     ladder = BY_NAME["blackwell_consumer"]
     assert ladder.why_no_gpu((12, 0)) is None
     assert "9.0 or newer; this GPU has 8.6" in (ladder.why_no_gpu((8, 6)) or "")
+    hopper = BY_NAME["hopper"]
+    assert hopper.why_no_gpu((9, 0)) is None
+    assert "need compute capability 9.0; this GPU has 12.0" in (hopper.why_no_gpu((12, 0)) or "")
+    assert hopper.architecture(9, 0) == "sm_90a"
+    assert ladder.architecture(12, 0) == "sm_120"
