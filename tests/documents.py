@@ -55,7 +55,7 @@ NOT_RUN = (
     ("make day-one", "it needs a GPU of compute capability 10.0 or 10.3"),
     ("compute-sanitizer", "it needs a GPU and NVIDIA's tool"),
     ("python -m bench.day_one", "it needs a GPU, and takes hours with --simulate"),
-    ("python -m bench.ladder", "it measures on a GPU; tests/sim/test_ladder.py runs its rungs"),
+    ("archflash ladder", "tests/unit/test_ladder.py runs it"),
     ("python -m bench.report", "it rewrites documents; `make lint` runs it with --check"),
     ("python -m bench.measured", "it rewrites a file; `make lint` runs it with --check"),
     ("python -m tests.sim.fuzz", "it runs as long as it is told to"),

@@ -229,11 +229,12 @@ def render(ladder: Ladder, results: Path = RESULTS_FOLDER) -> str:
             "",
             *wrapped(
                 "In a clone with nvcc, this checks every rung against float64 and times it on the "
-                "GPU beside PyTorch's kernels; without a GPU it runs the rungs on the simulator:"
+                "GPU beside PyTorch's kernels; without a GPU it runs the rungs on the simulator "
+                f"(`python -m bench.ladder {ladder.name}` is the same):"
             ),
             "",
             "```sh",
-            f"python -m bench.ladder {ladder.name}",
+            f"archflash ladder {ladder.name}",
             "```",
             "",
             f"![Bars for each kernel of the ladder {ladder.name}](ladder-{ladder.name}.svg)",

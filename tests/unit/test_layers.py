@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sim._attention", "sim._picture"),
     ("sim",),
     ("__init__",),
-    ("cli", "cli.minilm"),
+    ("cli", "cli.ladder", "cli.minilm"),
     ("cli.demo", "cli.explain", "cli.info", "cli.replay"),
     ("cli.sim",),
     ("__main__",),
