@@ -73,6 +73,7 @@ def measure(ladder: Ladder, nvcc: str, rounds: int, output: Path) -> int:
     print("\n".join(reason_lines("Did not run", refused) + reason_lines("WRONG RESULT", wrong)))
     if rounds >= MIN_ROUNDS:
         print(f"{len(rows)} rows appended to {path}")
+        print(f"Its page takes them: python -m bench.ladder {ladder.name} --write")
     else:
         print(f"Nothing is kept of fewer than {MIN_ROUNDS} rounds.")
     timed = {(row["implementation"], case) for case, r in results.items() for row in r.rows}

@@ -59,7 +59,7 @@ def launch_plan(ladder: Ladder, rung: Rung, q: torch.Tensor, causal: bool) -> An
     base = native.plan(ladder.ours[0], problem, _api.find_device("H200"))
     if isinstance(base, list):
         raise RuntimeError("; ".join(base))
-    made = base.to_dict()
+    made = base.to_dict() | {"workspace_bytes": 0, "zeroed_bytes": 0}
     n, heads, d = q.shape[2], q.shape[0] * q.shape[1], ladder.head_dim
     size, maps = q.element_size(), rung.maps
     params = bytes(8 * len(OPERANDS)) + scalars(ladder, n, causal)
