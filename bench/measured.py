@@ -139,7 +139,8 @@ def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
         ValueError: rows of a GPU whose compute capability is unknown here.
     """
     entries = []
-    paths = [path for path in sorted(results.glob("*.csv")) if "day-one" not in path.name]
+    other = ("day-one", "ladder")  # what these files hold serves no call
+    paths = [p for p in sorted(results.glob("*.csv")) if not any(x in p.name for x in other)]
     for path in paths:
         rows = load_rows(path)
         (gpu,) = {row["gpu"] for row in rows}

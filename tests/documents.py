@@ -55,6 +55,8 @@ NOT_RUN = (
     ("make day-one", "it needs a GPU of compute capability 10.0 or 10.3"),
     ("compute-sanitizer", "it needs a GPU and NVIDIA's tool"),
     ("python -m bench.day_one", "it needs a GPU, and takes hours with --simulate"),
+    ("archflash show", "it takes 15 s; tests/unit/test_show.py runs parts of it"),
+    ("archflash ladder", "tests/unit/test_ladder.py runs it"),
     ("python -m bench.report", "it rewrites documents; `make lint` runs it with --check"),
     ("python -m bench.measured", "it rewrites a file; `make lint` runs it with --check"),
     ("python -m tests.sim.fuzz", "it runs as long as it is told to"),

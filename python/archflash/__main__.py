@@ -1,5 +1,5 @@
 """`python -m archflash`: what this installation is and can do, and the commands explain, replay,
-sim and demo.
+sim, demo, show and ladder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from archflash._errors import ArchflashError, LaunchError
-from archflash.cli import demo, explain, info, replay, sim
+from archflash.cli import demo, explain, info, ladder, replay, show, sim
 
 INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = _Parser(prog="archflash", description=__doc__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (info, explain, replay, sim, demo):
+    for command in (info, explain, replay, sim, demo, show, ladder):
         command.add_parser(commands)
     parser.set_defaults(run=info.run)
     parsed = parser.parse_args(arguments)

@@ -1,50 +1,54 @@
-"""Every rung of the ladder (bench/ladder) computes attention, on the simulator."""
+"""Every rung of every ladder (bench/ladder) computes attention, on the simulator."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from archflash import reference, sim
 
 # The benchmarks are no part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.ladder import rungs
+from bench.ladder import page, rungs
+from bench.ladder.definitions import BY_NAME, LADDERS, Ladder, Rung
 from bench.on_the_spot import find_nvcc
 
-N = 192  # three blocks of keys: a buffer is used a second time
+EVERY = [(ladder, rung) for ladder in LADDERS for rung in ladder.rungs]
+SAME_COMPILER, OTHER_COMPILER = 1e-6, 0.15  # how far counters may be from those of the page
 
 
-@pytest.mark.parametrize("rung", rungs.RUNGS, ids=lambda rung: rung.name)
-def test_a_rung_computes_attention(rung: rungs.Rung) -> None:
+@pytest.mark.parametrize(("ladder", "rung"), EVERY, ids=[f"{x.name}-{y.name}" for x, y in EVERY])
+def test_a_rung_computes_attention_with_the_counters_of_its_page(
+    ladder: Ladder, rung: Rung
+) -> None:
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc is not found: it compiles the rungs")
-    program = sim.load(rungs.compiled(rung, nvcc, "ptx", "compute_90").decode())
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, N, 64, generator=generator).bfloat16() for _ in range(3))
-    out = torch.full_like(q, float("nan"))
-    maps = [sim.TensorMap(x, (64, 64, 1, 1), rung.swizzle or 0, writable=False) for x in (q, k, v)]
-    (launch,) = rungs.launch_plan(rung, q).to_dict()["launches"]
-    inputs = [sim.Buffer(x, writable=False) for x in (q, k, v)]
-    report = sim.launch(
-        program,
-        rungs.KERNEL,
-        [*inputs, out, rungs.scalars(N), *maps],
-        grid=launch["grid"],
-        block=launch["block"],
-    )
-    assert not report.findings, report
-    expected, _ = reference.attention(q, k, v)
-    result = reference.check(out, expected, reference.baseline(q, k, v))
-    assert result.ok, result
-    assert rungs.why_not(q, k, v, False) is None
-    # Padding and swizzle put eight rows at one chunk into different banks.
-    ldmatrix = [x for opcode, x in report.bank_conflicts.items() if opcode.startswith("ldmatrix")]
-    factor = 8 if rung.swizzle == 0 else 1
-    assert all(taken == factor * least for taken, least in ldmatrix)
-    assert bool(ldmatrix) == (rung.threads < 256)
+    found = rungs.simulate(ladder, rung, nvcc)
+    assert found.problem == ""
+    kept = page.load_counters(ladder)[rung.name]
+    compiler = json.loads(page.counters_file(ladder).read_text())["nvcc"]
+    limit = SAME_COMPILER if compiler == page.nvcc_version(nvcc) else OTHER_COMPILER
+    hint = f"python -m bench.ladder {ladder.name} --write"
+    assert found.instructions == pytest.approx(kept.instructions, rel=limit), hint
+    assert found.conflicts == pytest.approx(kept.conflicts, rel=limit), hint
+
+
+@pytest.mark.parametrize("rung", BY_NAME["simt"].rungs, ids=lambda rung: rung.name)
+def test_rungs_of_any_length_and_mask_stop_at_the_diagonal_and_at_the_end(rung: Rung) -> None:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not found: it compiles the rungs")
+    assert rungs.simulate(BY_NAME["simt"], rung, nvcc, causal=True, n=67).problem == ""
+
+
+def test_swizzle_and_padding_leave_no_bank_conflicts() -> None:
+    """Of ldmatrix, where the rows of a matrix would otherwise lie in the same banks."""
+    conflicts = {
+        (ladder.name, rung.name): page.load_counters(ladder)[rung.name].conflicts_of
+        for ladder, rung in EVERY
+    }
+    with_conflicts = {key for key, worst in conflicts.items() if "ldmatrix" in worst}
+    assert with_conflicts == {("ampere", "01_base"), ("blackwell_consumer", "4_tma")}

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "common/tensor_map.h"
+#include "../params.cuh"
 
 namespace archflash::ladder {
 
@@ -14,17 +14,7 @@ constexpr int BLOCK_Q = 64;  // rows
 constexpr int BLOCK_K = 64;  // keys
 constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 
-// The parameter block of every rung, which bench/ladder/rungs.py writes. All tensors are
-// (heads, n, 64) in bf16.
-struct Params {
-  const uint16_t* q_gmem;
-  const uint16_t* k_gmem;
-  const uint16_t* v_gmem;
-  uint16_t* out_gmem;
-  int32_t n;
-  float exp2_scale;               // log2(e) / 8
-  TensorMap q_map, k_map, v_map;  // for rungs that use TMA: (64, n, heads, 1), boxes of 64 rows
-};
+using Params = RungParams<uint16_t>;  // tensors of bf16
 
 // The offset of this CTA's head in each tensor, in elements.
 __device__ __forceinline__ int64_t head_start(const Params& params) {

