@@ -36,6 +36,9 @@ constexpr uint8_t DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6, DL_E4M3F
                   DL_E5M2 = 12;
 
 bool exchange_enabled = true;
+// Whether the table refused the last tensor. A refusal takes PyTorch 10 ms, and meta tensors come
+// together: behind one the others are not tried.
+thread_local bool refused_last = false;
 
 const ExchangeTable* exchange_table() {
   return exchange_enabled ? static_cast<const ExchangeTable*>(torch().exchange) : nullptr;
@@ -78,9 +81,14 @@ void set_dtype(DLDataType type, TensorView& view) {
 bool read_through_table(nb::handle object, TensorView& view) {
   const ExchangeTable* table = exchange_table();
   if (!table || !is_plain_tensor(object)) return false;
+  if (refused_last) {
+    if (nb::cast<bool>(object.attr("is_meta"))) return false;
+    refused_last = false;
+  }
   DLTensor raw;
   if (table->view(object.ptr(), &raw) != 0) {  // a meta tensor, or one that DLPack cannot describe
     PyErr_Clear();
+    refused_last = true;
     return false;
   }
   view.data = static_cast<char*>(raw.data) + raw.byte_offset;

@@ -7,14 +7,25 @@ masks, rare branches and second tries of waits. Loops inside a loop are counted 
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import os
 import re
+import struct
 import subprocess
 import tempfile
+import time
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 INSTRUCTION_BYTES = 16  # from 7.0 on
 # ptxas runs an instruction of the uniform datapath in such a loop, once for each lane, where it
@@ -119,52 +130,192 @@ UPPER_HALF = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/\s*$")
 CONTROL_SHIFT = 41  # of the upper half
 
 
-@lru_cache(maxsize=1)  # it is long, and is asked for instructions and then for their controls
-def listing(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
-    """The lines that the disassembler writes about each kernel of an image for one target."""
-    command = [tool, "--dump-sass", "--gpu-architecture", target, file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr)
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in done.stdout.splitlines():
-        if match := re.match(r"\s*Function : (\w+)", line):
-            lines = found.setdefault(match[1], [])
-        lines.append(line)
-    return found
+@dataclass(frozen=True)
+class Code:
+    """The machine code of a kernel.
+
+    Attributes:
+        texts: its instructions, with operands and predicates.
+        controls: the control bits of each of them, from the lowest bit on: 4 of stalled clocks, 1
+            that yields, 3 with the scoreboard that it sets when it has written its result and 3
+            with that for having read its operands (7: none), and 6 with the scoreboards for which
+            it waits.
+    """
+
+    texts: list[str]
+    controls: list[int]
+
+
+# What the disassembler said, by the content of what it read: it takes seconds, and several tests,
+# which may run in several processes, ask for the same.
+LISTINGS = Path(__file__).parents[2] / "build" / "listings"
+WEEK_S = 7 * 24 * 3600
+
+
+def kept(parts: Iterable[bytes], make: Callable[[], Any]) -> Any:
+    """What `make` returns, as JSON has it, from LISTINGS if it was made before from the same parts.
+    What nobody has asked for in a week is removed when something new comes.
+    """
+    key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    file = LISTINGS / key
+    try:
+        found = json.loads(zlib.decompress(file.read_bytes()))
+        file.touch()
+        return found
+    except (OSError, ValueError, zlib.error):
+        pass
+    text = json.dumps(make())
+    LISTINGS.mkdir(parents=True, exist_ok=True)
+    for old in LISTINGS.iterdir():
+        if time.time() - old.stat().st_mtime > WEEK_S:
+            old.unlink(missing_ok=True)
+    new = file.with_suffix(f".{os.getpid()}")
+    new.write_bytes(zlib.compress(text.encode(), level=1))
+    new.replace(file)  # at once: another process never reads half of it
+    return json.loads(text)
+
+
+@lru_cache(maxsize=2)  # they are long
+def listing(tool: Path, target: str, file: Path) -> dict[str, Code]:
+    """The machine code of each kernel of an image for one target, as the disassembler has it."""
+
+    def make() -> dict[str, tuple[list[str], list[int]]]:
+        command = [tool, "--dump-sass", "--gpu-architecture", target, file]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise RuntimeError(done.stderr)
+        found: dict[str, tuple[list[str], list[int]]] = {}
+        texts, controls = [], []
+        for line in done.stdout.splitlines():
+            if match := UPPER_HALF.match(line):
+                controls.append(int(match[1], 16) >> CONTROL_SHIFT)
+            elif match := INSTRUCTION.match(line):
+                texts.append(match[1].strip())
+            elif match := re.match(r"\s*Function : (\w+)", line):
+                texts, controls = found.setdefault(match[1], ([], []))
+        return found
+
+    made = kept([b"listing", version_of(tool), target.encode(), file.read_bytes()], make)
+    return {kernel: Code(*code) for kernel, code in made.items()}
 
 
 @cache
+def version_of(tool: Path) -> bytes:
+    return subprocess.run([tool, "--version"], capture_output=True, timeout=60).stdout
+
+
 def instructions_of(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
     """The instructions of each kernel of an image for one target, with operands and predicates."""
-    return {
-        kernel: [match[1].strip() for match in map(INSTRUCTION.match, lines) if match]
-        for kernel, lines in listing(tool, target, file).items()
-    }
+    return {kernel: code.texts for kernel, code in listing(tool, target, file).items()}
 
 
 def controls_of(tool: Path, target: str, file: Path) -> dict[str, list[int]]:
-    """The control bits of each instruction that `instructions_of` gives, from the lowest bit on: 4
-    of stalled clocks, 1 that yields, 3 with the scoreboard that it sets when it has written its
-    result and 3 with that for having read its operands (7: none), and 6 with the scoreboards for
-    which it waits.
+    """The control bits of each instruction that `instructions_of` gives."""
+    return {kernel: code.controls for kernel, code in listing(tool, target, file).items()}
+
+
+# --- names of instructions, without their operands ---
+
+# Of the 128 bits of an instruction, those of its operation: the lowest 12, and from the 73rd on the
+# modifiers, below the control bits. The others are its predicate and its operands.
+OPERATION_BITS = 12
+MODIFIERS_FROM = 8  # in the upper half
+UPPER_MASK = np.uint64((1 << CONTROL_SHIFT) - 1)
+# Instructions with modifiers among the operands.
+SPREAD = ("BRA", "SHFL", "HGMMA", "QGMMA", "IGMMA")
+OPCODE = re.compile(r"(?:@!?\w+ +)?([A-Z][\w.]*)")
+
+
+def words_of(cubin: bytes) -> dict[str, npt.NDArray[np.uint64]]:
+    """The instructions of each kernel, (n, 2): what ELF's sections .text.KERNEL hold."""
+    (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)
+    count, names = struct.unpack_from("<HH", cubin, 0x3C)
+    # Name, type, flags, address, offset and size of each section.
+    sections = [struct.unpack_from("<IIQQQQ", cubin, sections_at + 64 * i) for i in range(count)]
+    names_at = sections[names][4]
+    found = {}
+    for name_at, _, _, _, offset, size in sections:
+        name = cubin[names_at + name_at : cubin.index(b"\0", names_at + name_at)].decode()
+        if name.startswith(".text."):
+            words = np.frombuffer(cubin, dtype=np.uint64, count=size // 8, offset=offset)
+            found[name.removeprefix(".text.")] = words.reshape(-1, 2)
+    return found
+
+
+def opcodes_of(
+    tool: Path, target: str, cubins: Mapping[str, bytes]
+) -> dict[str, dict[str, list[str]]]:
+    """The opcode with its modifiers of each instruction, by the names of `cubins` and by kernel.
+
+    Instructions of one operation are named after the first of them, which alone is disassembled:
+    `listing` takes seconds for each image instead. Names that depend on operands may be those of
+    another instruction of the operation (IMAD.MOV is an IMAD of zero).
+
+    Args:
+        tool: nvdisasm.
+        target: for example "sm_90a".
+        cubins: the contents of ELF files for it.
     """
+    kernels = {name: words_of(cubin) for name, cubin in cubins.items()}
+    words = np.concatenate([own for found in kernels.values() for own in found.values()])
+    lower, upper = words[:, 0], words[:, 1] & UPPER_MASK
+    operation = lower & np.uint64((1 << OPERATION_BITS) - 1)
+    modifiers = upper >> np.uint64(MODIFIERS_FROM) << np.uint64(OPERATION_BITS)
+    names = _first_names(tool, target, words, operation | modifiers)
+    spread = np.array([name.startswith(SPREAD) for name in names])
+    if spread.any():
+        whole = np.stack([lower[spread], upper[spread]], axis=1)
+        names[spread] = _first_names(tool, target, words[spread], whole)
+    rest = iter(names)
     return {
-        kernel: [
-            int(match[1], 16) >> CONTROL_SHIFT for match in map(UPPER_HALF.match, lines) if match
-        ]
-        for kernel, lines in listing(tool, target, file).items()
+        name: {kernel: list(itertools.islice(rest, len(own))) for kernel, own in found.items()}
+        for name, found in kernels.items()
     }
 
 
-def assembler_of(tool: Path, target: str, file: Path) -> tuple[int, int]:
-    """The release of the ptxas that made an image's machine code for one target."""
+def _first_names(
+    tool: Path, target: str, words: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[Any]:
+    """For each instruction the opcode of the first one with its key."""
+    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    with tempfile.NamedTemporaryFile() as raw:
+        raw.write(np.ascontiguousarray(words[first]).tobytes())
+        raw.flush()
+        command = [tool, "--binary", target.replace("sm_", "SM"), raw.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    texts = [match[1] for match in map(INSTRUCTION.match, done.stdout.splitlines()) if match]
+    opcodes = [match[1] for match in map(OPCODE.match, texts) if match]
+    if len(opcodes) != len(first):
+        raise RuntimeError(f"{len(opcodes)} of {len(first)} instructions were disassembled")
+    return np.array(opcodes, dtype=object)[inverse.reshape(-1)]
+
+
+@lru_cache(maxsize=2)
+def unpacked(tool: Path, file: Path) -> dict[str, bytes]:
+    """The cubins and PTX texts of an image by their names, such as "fwd_f16.1.sm_80.cubin"."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [tool, "--extract-elf", "all", "--gpu-architecture", target, file]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-        (cubin,) = Path(folder).iterdir()
-        match = re.search(rb"compilation tools, release (\d+)\.(\d+)", cubin.read_bytes())
+        command = [tool, "--extract-elf", "all", "--extract-ptx", "all", file]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def cubin_of(tool: Path, target: str, file: Path) -> bytes:
+    """The machine code of an image for one target. That of a family has the name of its first
+    member.
+    """
+    (cubin,) = (
+        code
+        for name, code in unpacked(tool, file).items()
+        if name.endswith(f".{target.removesuffix('f')}.cubin")
+    )
+    return cubin
+
+
+def assembler_of(cubin: bytes) -> tuple[int, int]:
+    """The release of the ptxas that made machine code."""
+    match = re.search(rb"compilation tools, release (\d+)\.(\d+)", cubin)
     if match is None:
         raise RuntimeError("the machine code does not name its assembler")
     return int(match[1]), int(match[2])
@@ -357,8 +508,26 @@ def main_loops(texts: list[str]) -> list[Loop]:
     ]
 
 
-def lane_loops(texts: list[str]) -> list[str]:
-    """The instructions inside loops over lanes that disagree."""
+def has_lane_loop(opcodes: Iterable[str]) -> bool:
+    return any(opcode.startswith(LANE_LOOP) for opcode in opcodes)
+
+
+def lane_loops(cuobjdump: Path, nvdisasm: Path, target: str, cubin: bytes) -> dict[str, list[str]]:
+    """The instructions inside loops over lanes that disagree, by kernel; without kernels that have
+    no such loop.
+    """
+    opcodes = opcodes_of(nvdisasm, target, {"": cubin})[""]
+    kernels = [name for name, own in opcodes.items() if has_lane_loop(own)]
+    if not kernels:
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        texts = instructions_of(cuobjdump, target, Path(file.name))
+    return {kernel: _lane_loops(texts[kernel]) for kernel in kernels}
+
+
+def _lane_loops(texts: list[str]) -> list[str]:
     instructions = [Instruction(i, text) for i, text in enumerate(texts)]
     found = []
     for branch in instructions:

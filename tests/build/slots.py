@@ -17,7 +17,15 @@ from pathlib import Path
 from archflash import _archflash as native
 
 from .conftest import find_tool
-from .machine_code import KINDS, assembler_of, instructions_of, kinds, main_loops
+from .machine_code import (
+    KINDS,
+    assembler_of,
+    cubin_of,
+    instructions_of,
+    kinds,
+    main_loops,
+    words_of,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "slots.md"
 # Kernels that differ from those of another dtype in a few instructions, which issue as often.
@@ -57,10 +65,16 @@ def home_target(folder: str) -> str:
     return name
 
 
-def rows(found: dict[str, list[str]]) -> Iterator[list[str]]:
+def has_rows(kernel: str) -> bool:
+    return "_attention_fwd_" in kernel and not TWINS.search(kernel)
+
+
+def rows(tool: Path, target: str, file: Path) -> Iterator[list[str]]:
     """The rows of an image's kernels."""
-    for kernel, texts in sorted(found.items()):
-        if TWINS.search(kernel) or "_attention_fwd_" not in kernel:
+    if not any(map(has_rows, words_of(cubin_of(tool, target, file)))):
+        return
+    for kernel, texts in sorted(instructions_of(tool, target, file).items()):
+        if not has_rows(kernel):
             continue
         for loop in main_loops(texts):
             among = kinds(loop.way)
@@ -78,11 +92,7 @@ def section(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
         files: its images.
     """
     target = home_target(folder)
-    table = [
-        row
-        for _, file in sorted(files.items())
-        for row in rows(instructions_of(tool, target, file))
-    ]
+    table = [row for _, file in sorted(files.items()) for row in rows(tool, target, file)]
     lines = [["kernel", "loop", "slots", *KINDS, "shortest"]]
     lines += [["---", "---", *["---:"] * (len(KINDS) + 2)], *table]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -92,7 +102,7 @@ def section(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
 def title(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
     """The title of a folder's part, which names the target and the assembler."""
     target = home_target(folder)
-    releases = {assembler_of(tool, target, file) for file in files.values()}
+    releases = {assembler_of(cubin_of(tool, target, file)) for file in files.values()}
     said = ", ".join(f"{major}.{minor}" for major, minor in sorted(releases))
     return f"## {folder}, {target}, ptxas {said}"
 

@@ -8,8 +8,9 @@ import json
 import math
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,18 @@ from archflash import _registry
 from archflash._api import find_device, make_problem
 from tests.many_cases import one_test_for_each
 
-from .machine_code import assembler_of, instructions_of, lane_loops
+from .machine_code import (
+    OPCODE,
+    assembler_of,
+    cubin_of,
+    has_lane_loop,
+    instructions_of,
+    kept,
+    lane_loops,
+    opcodes_of,
+    unpacked,
+    version_of,
+)
 
 KERNELS = Path(archflash.__file__).parent / "_kernels"
 IMAGES = native.image_names()
@@ -36,10 +48,10 @@ RESOURCES = {
     f"{file.parent.name}/{file.stem}": json.loads(file.read_text())
     for file in sorted(KERNELS.glob("*/*.json"))
 }
-# PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
 # Kernels for fp16 that are those for bf16 but for the type of the products. Where looking takes
-# long they are looked at for one target, or not at all.
+# long they are not looked at.
 TWINS = [image for image in IMAGES if image.replace("_f16", "_bf16") in {*IMAGES} - {image}]
+# PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
 ANY_NEWER = [
     image
     for image in IMAGES
@@ -48,7 +60,8 @@ ANY_NEWER = [
 REGISTERS_PER_SM = 65536  # 7.5 to 12.1
 REGISTERS_PER_THREAD = 255
 
-every_image = pytest.mark.parametrize("image", IMAGES)
+# The scope makes pytest run all tests of an image one after another: what they unpack is kept.
+every_image = pytest.mark.parametrize("image", IMAGES, scope="module")
 
 
 def targets_of(image: str, prefix: str) -> list[str]:
@@ -69,20 +82,25 @@ def ptx_text(image: str, target: str) -> str:
 
 
 def statements(ptx: str) -> list[str]:
-    """Lines without comments and spacing, which fatbinary drops."""
-    lines = (re.sub(r"\s+", " ", line.partition("//")[0]).strip(" \0") for line in ptx.splitlines())
-    return [line for line in lines if line]
+    """Words without comments, which fatbinary drops together with spacing."""
+    return re.sub(r"//[^\n]*", "", ptx).replace("\0", " ").split()
 
 
 def entries(ptx: str) -> set[str]:
     return set(re.findall(r"\.entry\s+(\w+)", ptx))
 
 
-@functools.cache
 def listed(tool: Path, option: str, file: Path) -> list[str]:
     """Architectures of the code in a file, sorted, one for each piece of code."""
     done = subprocess.run([tool, option, file], capture_output=True, text=True, timeout=120)
-    return sorted(re.findall(r"\.(sm_\w+)\.(?:cubin|ptx)", done.stdout))
+    return architectures(done.stdout.splitlines(), "")
+
+
+def architectures(names: Iterable[str], ending: str) -> list[str]:
+    """Those of pieces of code with these names, of one kind or of both."""
+    chosen = [name for name in names if name.endswith(ending)]
+    found = (re.search(r"\.(sm_\w+)\.(?:cubin|ptx)", name) for name in chosen)
+    return sorted(match[1] for match in found if match)
 
 
 def listed_names(targets: list[str]) -> list[str]:
@@ -109,7 +127,7 @@ def test_an_image_holds_machine_code_for_exactly_the_registrys_targets(
     image: str, cuobjdump: Path, image_files: dict[str, Path]
 ) -> None:
     expected = listed_names(targets_of(image, "sm_"))
-    assert listed(cuobjdump, "--list-elf", image_files[image]) == expected
+    assert architectures(unpacked(cuobjdump, image_files[image]), ".cubin") == expected
 
 
 @every_image
@@ -117,7 +135,7 @@ def test_an_image_holds_the_lowest_ptx_only(
     image: str, cuobjdump: Path, image_files: dict[str, Path]
 ) -> None:
     expected = [lowest_ptx_of(image).replace("compute_", "sm_")]
-    assert listed(cuobjdump, "--list-ptx", image_files[image]) == expected
+    assert architectures(unpacked(cuobjdump, image_files[image]), ".ptx") == expected
 
 
 def test_the_extension_itself_lists_the_code_of_all_images(cuobjdump: Path) -> None:
@@ -129,24 +147,20 @@ def test_the_extension_itself_lists_the_code_of_all_images(cuobjdump: Path) -> N
 
 
 @every_image
-def test_images_are_compressed(
-    image: str, cuobjdump: Path, image_files: dict[str, Path], tmp_path: Path
-) -> None:
-    command = [cuobjdump, "--extract-elf", "all", image_files[image]]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    cubins = list(tmp_path.glob("*.cubin"))
-    assert len(cubins) == len(targets_of(image, "sm_"))
-    assert 2 * len(native.image(image)) < sum(file.stat().st_size for file in cubins)
+def test_images_are_compressed(image: str, cuobjdump: Path, image_files: dict[str, Path]) -> None:
+    pieces = unpacked(cuobjdump, image_files[image])
+    sizes = [len(code) for name, code in pieces.items() if name.endswith(".cubin")]
+    assert len(sizes) == len(targets_of(image, "sm_"))
+    assert 2 * len(native.image(image)) < sum(sizes)
 
 
 @every_image
 def test_the_embedded_ptx_is_the_text_in_the_wheel(
-    image: str, cuobjdump: Path, image_files: dict[str, Path], tmp_path: Path
+    image: str, cuobjdump: Path, image_files: dict[str, Path]
 ) -> None:
-    command = [cuobjdump, "--extract-ptx", "all", image_files[image]]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    (file,) = tmp_path.glob("*.ptx")
-    assert statements(file.read_text()) == statements(ptx_text(image, lowest_ptx_of(image)))
+    pieces = unpacked(cuobjdump, image_files[image])
+    (text,) = (code for name, code in pieces.items() if name.endswith(".ptx"))
+    assert statements(text.decode()) == statements(ptx_text(image, lowest_ptx_of(image)))
 
 
 @pytest.mark.parametrize("image", ANY_NEWER)
@@ -222,7 +236,9 @@ def test_no_kernel_spills_registers(image: str, target: str, kernel: str) -> Non
     assert 0 < used["registers"] <= REGISTERS_PER_THREAD
 
 
-@pytest.mark.parametrize("image", [name for name in IMAGES if name.startswith("blackwell_dc/")])
+@pytest.mark.parametrize(
+    "image", [name for name in IMAGES if name.startswith("blackwell_dc/") and name not in TWINS]
+)
 def test_sm_100f_ptx_does_not_spill_on_sm_103a(image: str, ptxas: Path, tmp_path: Path) -> None:
     text = ptx_text(image, "compute_100f").replace(".target sm_100f", ".target sm_103a")
     (tmp_path / "kernel.ptx").write_text(text)
@@ -317,63 +333,98 @@ WITHOUT_TENSOR_CORES = (
 TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
 
-def machine_code(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
-    """The instructions of each kernel for one target, without operands and predicates."""
-    opcode = re.compile(r"(?:@!?\w+ +)?([A-Z][\w.]*)")
-    return {
-        kernel: [match[1] for text in found if (match := opcode.match(text))]
-        for kernel, found in instructions_of(tool, target, file).items()
-    }
+Opcodes = dict[str, dict[str, dict[str, list[str]]]]
 
 
-MACHINE_CODE = [
-    pytest.param(image, target, id=f"{image}-{target}")
-    for image in IMAGES
-    for target in targets_of(image, "sm_")[: 1 if image in TWINS else None]
-]
+@pytest.fixture(scope="session")
+def opcodes(cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]) -> Opcodes:
+    """The instructions that each kernel has, without operands and predicates, by image and target,
+    each named once.
+    """
+
+    def make() -> Opcodes:
+        cubins: dict[str, dict[str, bytes]] = {}
+        for image, file in image_files.items():
+            for target in targets_of(image, "sm_"):
+                cubins.setdefault(target, {})[image] = cubin_of(cuobjdump, target, file)
+        found: Opcodes = {image: {} for image in image_files}
+        for target, of_target in cubins.items():
+            for image, kernels in opcodes_of(nvdisasm, target, of_target).items():
+                found[image][target] = {name: sorted(set(x)) for name, x in kernels.items()}
+        return found
+
+    files = [file.read_bytes() for file in image_files.values()]
+    names = json.dumps({image: targets_of(image, "sm_") for image in image_files})
+    return cast(Opcodes, kept([b"opcodes", version_of(nvdisasm), names.encode(), *files], make))
 
 
-@pytest.mark.parametrize(("image", "target"), MACHINE_CODE)
+@every_image
 def test_every_kernel_has_the_instructions_that_it_was_made_for(
-    image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+    image: str, opcodes: Opcodes
 ) -> None:
-    found = machine_code(cuobjdump, target, image_files[image])
-    assert set(found) == set(RESOURCES[image][target])
-    for kernel, instructions in found.items():
-        (start,) = (start for start in INSTRUCTIONS if kernel.startswith(start))
-        expected = list(INSTRUCTIONS[start])
-        if start.endswith("_attention_fwd_e"):
-            expected.append(FP8_PRODUCTS.get(target, "HMMA.16816.F32"))
-        if "_int8_d" in kernel:
-            expected.append("IMMA.16832.S8.S8")
-        if target == "sm_110f" and "FFMA2" in expected:  # it has no packed fp32
-            expected.remove("FFMA2")
-        if kernel.startswith("blackwell_dc_") and kernel.endswith("_pair"):
-            expected += PAIR
-        for wanted in expected:
-            assert any(has.startswith(wanted) for has in instructions), (kernel, wanted)
+    assert sorted(opcodes[image]) == targets_of(image, "sm_")
+    for target, found in opcodes[image].items():
+        assert set(found) == set(RESOURCES[image][target])
+        for kernel, instructions in found.items():
+            for wanted in made_for(kernel, target):
+                assert any(has.startswith(wanted) for has in instructions), (kernel, target, wanted)
 
 
-@pytest.mark.parametrize(("image", "target"), MACHINE_CODE)
-def test_tensor_cores_are_used_where_the_registry_says_so(
-    image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
-) -> None:
+def made_for(kernel: str, target: str) -> list[str]:
+    (start,) = (start for start in INSTRUCTIONS if kernel.startswith(start))
+    expected = list(INSTRUCTIONS[start])
+    if start.endswith("_attention_fwd_e"):
+        expected.append(FP8_PRODUCTS.get(target, "HMMA.16816.F32"))
+    if "_int8_d" in kernel:
+        expected.append("IMMA.16832.S8.S8")
+    if target == "sm_110f" and "FFMA2" in expected:  # it has no packed fp32
+        expected.remove("FFMA2")
+    if kernel.startswith("blackwell_dc_") and kernel.endswith("_pair"):
+        expected += PAIR
+    return expected
+
+
+@every_image
+def test_tensor_cores_are_used_where_the_registry_says_so(image: str, opcodes: Opcodes) -> None:
     folder = image.partition("/")[0]
-    for kernel, found in machine_code(cuobjdump, target, image_files[image]).items():
-        assert found
-        with_tensor_cores = not kernel.startswith(WITHOUT_TENSOR_CORES)
-        assert any(has.startswith(TENSOR_CORES) for has in found) == with_tensor_cores, kernel
-        if folder in FOLDERS and not _registry.uses_tensor_cores(folder):
-            assert not with_tensor_cores, kernel
+    for target, found in opcodes[image].items():
+        for kernel, instructions in found.items():
+            assert instructions
+            with_tensor_cores = not kernel.startswith(WITHOUT_TENSOR_CORES)
+            used = any(has.startswith(TENSOR_CORES) for has in instructions)
+            assert used == with_tensor_cores, (kernel, target)
+            if folder in FOLDERS and not _registry.uses_tensor_cores(folder):
+                assert not with_tensor_cores, kernel
 
 
-@pytest.mark.parametrize(("image", "target"), MACHINE_CODE)
+@every_image
 def test_no_instruction_goes_from_lane_to_lane(
-    image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+    image: str, opcodes: Opcodes, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
 ) -> None:
     """ptxas must see that one lane, chosen by elect.sync, starts what a warp starts once."""
-    for kernel, found in instructions_of(cuobjdump, target, image_files[image]).items():
-        assert lane_loops(found) == [], kernel
+    for target, found in opcodes[image].items():
+        if any(map(has_lane_loop, found.values())):
+            cubin = cubin_of(cuobjdump, target, image_files[image])
+            assert lane_loops(cuobjdump, nvdisasm, target, cubin) == {}, target
+
+
+@pytest.mark.parametrize("folder", FOLDERS_OF_KERNELS)
+def test_instructions_of_one_operation_have_one_name(
+    folder: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+) -> None:
+    """What the tests above read is what the disassembler says of every single instruction."""
+    image = next(image for image in IMAGES if image.startswith(f"{folder}/"))
+    target = targets_of(image, "sm_")[0]
+    cubin = cubin_of(cuobjdump, target, image_files[image])
+    quick = opcodes_of(nvdisasm, target, {image: cubin})[image]
+    for kernel, texts in instructions_of(cuobjdump, target, image_files[image]).items():
+        each = [match[1] for match in map(OPCODE.match, texts) if match]
+        # Moves, shifts and sums of the multiplier have names of their own.
+        assert list(map(without_alias, quick[kernel])) == list(map(without_alias, each))
+
+
+def without_alias(opcode: str) -> str:
+    return "IMAD" if opcode.startswith("IMAD") else opcode
 
 
 # A product and a commit, which a lane starts that LANE chooses.
@@ -414,7 +465,8 @@ def test_a_lane_that_was_not_elected_is_noticed(
     source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
     source.write_text(ONE_LANE.replace("LANE", lane))
     subprocess.run([ptxas, "-arch=sm_100f", "-o", cubin, source], check=True, timeout=60)
-    inside = lane_loops(instructions_of(cuobjdump, "sm_100f", cubin)["one_lane"])
+    loops = lane_loops(cuobjdump, nvdisasm, "sm_100f", cubin.read_bytes())
+    inside = loops.get("one_lane", [])
     tensor = [text.split()[0] for text in inside if text.startswith("UTC")]
     assert tensor == found
     assert bool(inside) == bool(found)
@@ -425,10 +477,12 @@ def test_the_newer_assembler_leaves_the_products_of_12_x_unpadded(
 ) -> None:
     """ptxas 13.0 lays a NOP behind three of four HMMA; the build says where it has no newer one."""
     image = image_files["blackwell_consumer/fwd_f16"]
-    assembler = assembler_of(cuobjdump, "sm_120f", image)
+    cubin = cubin_of(cuobjdump, "sm_120f", image)
+    assembler = assembler_of(cubin)
     if assembler < (13, 4):
         pytest.skip(f"ptxas {assembler[0]}.{assembler[1]} assembled this build, not 13.4 or newer")
-    found = [op for ops in machine_code(cuobjdump, "sm_120f", image).values() for op in ops]
+    kernels = opcodes_of(nvdisasm, "sm_120f", {"": cubin})[""]
+    found = [op for ops in kernels.values() for op in ops]
     products = sum(op.startswith("HMMA") for op in found)
     assert products > 0
     assert found.count("NOP") < 0.4 * products

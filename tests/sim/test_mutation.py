@@ -5,6 +5,7 @@ runs all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import random
@@ -194,6 +195,7 @@ def test_every_tag_covers_an_instruction_of_a_kernel(kind: str) -> None:
         assert covered & lines, f"{kind}: {tag} covers no instruction"
 
 
+@functools.cache
 def lines_with_instructions() -> set[tuple[str, int]]:
     """(file, line) of all line information in the PTX that is installed, inlined lines too."""
     found = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -92,14 +91,6 @@ DEVICES = ("T4", "A100", "RTX 3090", "RTX 4090", "H200", "B200", "RTX 5090", "GB
 DIMS = ((64, 64), (128, 128), (40, 64), (96, 96), (192, 128), (128, 48), (256, 256), (160, 160))
 
 
-@pytest.fixture
-def quick_meta_tensors() -> Iterator[None]:
-    """Reads tensors by their attributes, because DLPack takes 10 ms to refuse a meta tensor."""
-    native.use_exchange_table(False)
-    yield
-    native.use_exchange_table(True)
-
-
 def some_call(rng: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> native.Problem:
     name = str(dtype).removeprefix("torch.")
 
@@ -135,7 +126,6 @@ def some_call(rng: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_meta_tensors")
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_call_launches_a_kernel_that_was_not_loaded(device: str) -> None:
     rng = random.Random(device)
@@ -150,7 +140,6 @@ def test_no_call_launches_a_kernel_that_was_not_loaded(device: str) -> None:
                 assert not missing, f"{missing} for {problem.to_dict()}"
 
 
-@pytest.mark.usefixtures("quick_meta_tensors")
 @pytest.mark.parametrize("kernel", _registry.kernel_names())
 def test_no_forced_call_launches_a_kernel_that_was_not_loaded(kernel: str) -> None:
     rng = random.Random(kernel)

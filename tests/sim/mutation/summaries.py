@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,16 @@ def hashes(kernel: str) -> frozenset[str]:
             for case in [*cases(), *sample_cases()]
             if f"protocol_{case.name}" == kernel
         )
-    implementation = kernel.partition("_attention_fwd_")[0].partition("_combine_")[0]
-    texts = [
-        gzip.decompress(file.read_bytes()).decode()
-        for file in sorted((KERNELS / implementation).glob("*.ptx.gz"))
-    ]
+    folder = next(x.name for x in KERNELS.iterdir() if kernel.startswith(f"{x.name}_"))
+    texts = texts_of(folder)
     return frozenset(ptx_hash(text, kernel) for text in texts if f".entry {kernel}(" in text)
+
+
+@lru_cache(maxsize=1)  # all kernels of a folder are asked for one after another
+def texts_of(folder: str) -> list[str]:
+    """The PTX of a folder's kernels as it is installed."""
+    files = sorted((KERNELS / folder).glob("*.ptx.gz"))
+    return [gzip.decompress(file.read_bytes()).decode() for file in files]
 
 
 def older_kernels(summary: dict[str, Any]) -> list[str]:
