@@ -142,6 +142,7 @@ std::span<const FormTable> form_tables() {
       {"barriers", barrier_forms()},
       {"exchanges between lanes", exchange_forms()},
       {"matrices", matrix_forms()},
+      {"wmma", wmma_forms()},
       {"mbarriers", mbarrier_forms()},
       {"bulk copies", bulk_forms()},
       {"asynchronous stores", store_async_forms()},

@@ -39,6 +39,7 @@ std::span<const Form> bulk_forms();
 std::span<const Form> cluster_forms();
 std::span<const Form> launch_control_forms();
 std::span<const Form> wgmma_forms();
+std::span<const Form> wmma_forms();
 std::span<const Form> tcgen05_forms();
 std::span<const Form> store_async_forms();
 std::span<const Form> tcgen05_refused_forms();

@@ -28,6 +28,8 @@ PLACES = {
     "python/archflash/_quantize.py": "the name that a caller writes",
     "python/archflash/_warm_up.py": "an example for people",
     "python/archflash/cli/demo.py": "the kernels that the demo simulates",
+    "python/archflash/cli/ladder.py": "an example for people",
+    "python/archflash/cli/shown.py": "the kernel whose float32 is exact",
     "python/archflash/sim/_attention.py": "an example for people",
     "python/archflash/sim/_trace.py": "an example for people",
 }

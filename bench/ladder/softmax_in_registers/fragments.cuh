@@ -1,65 +1,26 @@
-// Rungs 2 and 3: tensor cores behind an interface like that of WMMA. A fragment is loaded from
-// shared memory and stored there as a whole, and nothing is known of which lane holds which
-// element. So scores, P and outputs all lie in shared memory.
+// Rungs 2 and 3: tensor cores by WMMA. A fragment is loaded from shared memory and stored there as
+// a whole, and nothing is known of which lane holds which element. So scores, P and outputs all lie
+// in shared memory.
 #pragma once
 
-#include "common/ptx/mma_sync.cuh"
+#include <cuda_fp16.h>
+#include <mma.h>
+
 #include "tile.cuh"
 
 namespace archflash::ladder {
 
-// A fragment of 16 x 16 elements of a row-major tile: the left operand.
-struct LeftFragment {
-  uint32_t r[4];
-  __device__ __forceinline__ void load(const uint16_t* tile, int stride) {
-    const uint16_t* mine = tile + threadIdx.x % 32 / 4 * stride + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      r[i] = *reinterpret_cast<const uint32_t*>(mine + i % 2 * 8 * stride + i / 2 * 8);
-  }
-};
+namespace wmma = nvcuda::wmma;
 
-// A fragment of 16 x 8 elements: the right operand.
-struct RightFragment {
-  uint32_t r[2];
-  // Of a tile whose rows are the columns of the operand.
-  __device__ __forceinline__ void load_columns(const uint16_t* tile, int stride) {
-    const uint16_t* mine = tile + threadIdx.x % 32 / 4 * stride + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) r[i] = *reinterpret_cast<const uint32_t*>(mine + 8 * i);
-  }
-  // Of a tile whose rows are the rows of the operand.
-  __device__ __forceinline__ void load_rows(const uint16_t* tile, int stride) {
-    const uint16_t* mine = tile + threadIdx.x % 4 * 2 * stride + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t low = mine[8 * i * stride], high = mine[(8 * i + 1) * stride];
-      r[i] = low | high << 16;
-    }
-  }
-};
+using Left = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major>;
+using Right = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
+using RightByColumns = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::col_major>;
+using Sums = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
-// A fragment of 16 x 8 sums.
-struct Sums {
-  float r[4] = {};
-  __device__ __forceinline__ void load(const float* tile, int stride) {
-    const float* mine = tile + threadIdx.x % 32 / 4 * stride + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 pair = *reinterpret_cast<const float2*>(mine + 8 * i * stride);
-      r[2 * i] = pair.x, r[2 * i + 1] = pair.y;
-    }
-  }
-  __device__ __forceinline__ void store(float* tile, int stride) const {
-    float* mine = tile + threadIdx.x % 32 / 4 * stride + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      *reinterpret_cast<float2*>(mine + 8 * i * stride) = make_float2(r[2 * i], r[2 * i + 1]);
-  }
-  __device__ __forceinline__ void add(const LeftFragment& a, const RightFragment& b) {
-    ptx::mma_m16n8k16<DType::F16>(r, a.r, b.r[0], b.r[1]);
-  }
-};
+template <class Fragment>
+__device__ __forceinline__ void load(Fragment& fragment, const uint16_t* tile, int stride) {
+  wmma::load_matrix_sync(fragment, reinterpret_cast<const half*>(tile), stride);
+}
 
 template <class Rows>
 struct Shared {
@@ -73,7 +34,7 @@ struct Shared {
 template <class Rows, class Copy>
 __device__ __forceinline__ void attend_by_fragments(const Params& params, const Copy& copy) {
   constexpr int STRIDE = Rows::STRIDE, FLOAT_STRIDE = Rows::FLOAT_STRIDE;
-  extern __shared__ __align__(16) unsigned char dynamic[];
+  extern __shared__ __align__(128) unsigned char dynamic[];
   Shared<Rows>& shared = *reinterpret_cast<Shared<Rows>*>(dynamic);
   const int64_t head = head_start(params);
   const int first = first_row(), warp_row = threadIdx.x / 32 * 16;
@@ -88,17 +49,19 @@ __device__ __forceinline__ void attend_by_fragments(const Params& params, const 
     copy(shared.v, params.v_gmem + head + block * HEAD_DIM);
     __syncthreads();  // Q, K and V are complete, before any warp reads them
 #pragma unroll 1
-    for (int n = 0; n < BLOCK; n += 8) {
+    for (int n = 0; n < BLOCK; n += 16) {
       Sums s;
+      wmma::fill_fragment(s, 0.0f);
 #pragma unroll
       for (int d = 0; d < HEAD_DIM; d += 16) {
-        LeftFragment q;
-        RightFragment k;
-        q.load(shared.q + warp_row * STRIDE + d, STRIDE);
-        k.load_columns(shared.k + n * STRIDE + d, STRIDE);
-        s.add(q, k);
+        Left q;
+        RightByColumns k;
+        load(q, shared.q + warp_row * STRIDE + d, STRIDE);
+        load(k, shared.k + n * STRIDE + d, STRIDE);
+        wmma::mma_sync(s, q, k, s);
       }
-      s.store(shared.s + warp_row * FLOAT_STRIDE + n, FLOAT_STRIDE);
+      wmma::store_matrix_sync(shared.s + warp_row * FLOAT_STRIDE + n, s, FLOAT_STRIDE,
+                              wmma::mem_row_major);
     }
     __syncwarp();  // the warp's scores are complete, before its threads read them
     uint16_t* p_row = shared.p + state.row * STRIDE;
@@ -108,18 +71,20 @@ __device__ __forceinline__ void attend_by_fragments(const Params& params, const 
     for (int d = state.half; d < state.half + HEAD_DIM / 2; ++d) o_row[d] *= correction;
     __syncwarp();  // the warp's P and rescaled outputs are complete, before fragments of them load
 #pragma unroll 1
-    for (int n = 0; n < HEAD_DIM; n += 8) {
+    for (int n = 0; n < HEAD_DIM; n += 16) {
+      float* o_tile = shared.o + warp_row * FLOAT_STRIDE + n;
       Sums o;
-      o.load(shared.o + warp_row * FLOAT_STRIDE + n, FLOAT_STRIDE);
+      wmma::load_matrix_sync(o, o_tile, FLOAT_STRIDE, wmma::mem_row_major);
 #pragma unroll
       for (int key = 0; key < BLOCK; key += 16) {
-        LeftFragment p;
-        RightFragment v;
-        p.load(shared.p + warp_row * STRIDE + key, STRIDE);
-        v.load_rows(shared.v + key * STRIDE + n, STRIDE);
-        o.add(p, v);
+        Left p;
+        Right v;
+        load(p, shared.p + warp_row * STRIDE + key, STRIDE);
+        load(v, shared.v + key * STRIDE + n, STRIDE);
+        wmma::mma_sync(o, p, v, o);
       }
-      o.store(shared.o + warp_row * FLOAT_STRIDE + n, FLOAT_STRIDE);
+      __syncwarp();  // all lanes have loaded the sums, before the store overwrites them
+      wmma::store_matrix_sync(o_tile, o, FLOAT_STRIDE, wmma::mem_row_major);
     }
     __syncwarp();  // the warp's outputs are complete, before its threads rescale or write them
   }

@@ -1,4 +1,4 @@
-// Rung 2: tensor cores, with fragments that are loaded and stored as a whole, as WMMA does it.
+// Rung 2: tensor cores by WMMA, whose fragments are loaded and stored as a whole.
 #include "fragments.cuh"
 
 using namespace archflash::ladder;
