@@ -38,6 +38,7 @@ PLACES = {
 TABLES = {
     "tests/build/test_kernels.py": "the instructions that kernels are made for",
     "tests/build/test_wheel.py": "the PTX texts in the wheel",
+    "tests/sim/mutation/targets.py": "the kernels that are mutated",
     "tests/sim/test_order.py": "a GPU and a dtype for each folder whose order of tiles is run",
     "tests/unit/test_ada_plans.py": "who serves FP8 on which GPU",
     "tests/unit/test_bench.py": "who is a candidate for what is measured",

@@ -17,8 +17,8 @@ class Excuse:
     Attributes:
         kind: of the mutant.
         change: a regular expression for the whole of its change.
-        tag: of the statement in the CUDA source; empty for the kernels of tests/sim/protocols,
-            which are known by their names.
+        tag: of the statement in the CUDA source; empty for small kernels and those of
+            tests/sim/protocols, which are known by their names.
         reason: why it computes the same for every input.
         kernel: a part of the kernel's name.
     """
@@ -228,7 +228,7 @@ EXCUSES = (
     ),
     Excuse(
         "constant",
-        r"shfl\.sync\.idx\.b32: .*",
+        r"shfl\.sync\.idx\.b32: .*|mov\.u32: 31 -> .*",
         "same-in-all-lanes",
         "x is the same in all lanes, whichever of them it is taken from",
     ),
@@ -238,6 +238,46 @@ EXCUSES = (
         "tiles-in-other-order",
         "the tiles of a round are shared out in the other order: each still has one CTA",
         kernel="blackwell_dc",
+    ),
+    Excuse(
+        "sync",
+        r"delete fence\.proxy\.async\..*",
+        "needless-with-one-tile",
+        "outputs of 8-bit products do not pass through shared memory: what TMA writes next no "
+        "thread has read or written",
+        kernel="hopper_attention_fwd_e4m3",
+    ),
+    # The kernels below have no tags: few instructions of a kind, each of which was looked at.
+    Excuse(
+        "constant",
+        r"mov\.u32: (16 -> 48|8 -> 24|4 -> 12|2 -> 6|1 -> 3)",
+        "",
+        "steps of a butterfly: shfl.bfly takes the lower five bits, and xor 8, then xor 12, meets "
+        "the same lanes as xor 8, then xor 4",
+        kernel="hopper_combine_",
+    ),
+    Excuse(
+        "constant",
+        r"mov\.u32: 31 -> 30",
+        "",
+        "one of four unrolled shuffles comes to lane 31: the others take lanes up to 30",
+        kernel="hopper_combine_",
+    ),
+    Excuse(
+        "constant",
+        r"and\.b64: -4294967296 -> .*",
+        "",
+        "asks whether numbers of 64 bits have only 32, so that a shorter division, which gives the "
+        "same, will do",
+        kernel="hopper_combine_",
+    ),
+    Excuse(
+        "constant",
+        r"shr\.s32: 31 -> 3[02]|shr\.u32: (2[5-9]|30) -> .*",
+        "",
+        "division of a number from 0 to 2^29 by a power of two: the correction for negative ones "
+        "is 0 whatever it is shifted by",
+        kernel="hopper_transpose_v",
     ),
     Excuse(
         "sync",

@@ -9,6 +9,7 @@ sequences of different lengths, sinks, softcap, scales that cannot be folded, hu
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from bench.switches.plans import in_pairs
 
+from ...core_set.checks import error_of_13_bit_sums
 from ..cards.cases import DTYPES, hashed
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -38,7 +40,8 @@ class Target:
     Attributes:
         implementation: its folder.
         name: the end of its name, behind "<implementation>_attention_fwd_"; or its whole name
-            behind "<implementation>_", of a kernel that combines the shares of split keys.
+            behind "<implementation>_", of a kernel that combines the shares of split keys, or that
+            prepares V.
         device: planned for this known GPU,
         sms: but with so many SMs; 0: as many as it has.
         rows, keys: of a CTA's tile.
@@ -46,6 +49,7 @@ class Target:
         dv: that of v; 0: the same.
         heads: (of q, of k) of the calls, where the target is for few query rows, some of which
             split the keys; None: the calls have more rows, too.
+        both: whether the kernel serves calls of either kind, and gets the ones with more rows, too.
         many: (rows, heads) of one more call, without a mask, whose CTAs have several tiles each;
             None where each tile has a CTA of its own.
         blocks: of one more call of two tiles with so many blocks of keys, more than the kernel has
@@ -53,9 +57,11 @@ class Target:
         sample: how many mutants of any kind the everyday tests run; 0: all of synchronisation, and
             others.
         in_pairs: whether a pair of CTAs serves the calls, which are planned for one CTA.
-        steady: whether there is one more call, with a window and scores so small that no base rises
-            behind a tile's first block. A loop that waits for its products where a base rises has
-            to wait without that, too.
+        steady: whether there are two more calls: one with a window and scores so small that no base
+            rises behind a tile's first block, since a loop that waits for its products where a base
+            rises has to wait without that, too; and one with a softcap in many blocks.
+        widths: whether there are calls with every dv below the largest, whose columns threads store
+            one by one.
     """
 
     implementation: str
@@ -67,31 +73,42 @@ class Target:
     d: int
     dv: int = 0
     heads: tuple[int, int] | None = None
+    both: bool = False
     many: tuple[int, int] | None = None
     blocks: int = 0
     sample: int = 0
     in_pairs: bool = False
     steady: bool = False
+    widths: bool = False
 
     @property
     def kernel(self) -> str:
-        start = "" if self.name.startswith("combine_") else "attention_fwd_"
+        start = "" if self.name.startswith(("combine_", "transpose_")) else "attention_fwd_"
         return f"{self.implementation}_{start}{self.name}"
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.name.startswith("transpose_"):
+            return FP8["e4m3"]
         return (DTYPES | FP8)[self.name.removeprefix("combine_").split("_")[0]]
 
     @property
     def is_fp8(self) -> bool:
         return self.dtype in FP8.values()
 
+    @property
+    def sums_13_bits(self) -> bool:
+        """Whether the products keep about 13 bits of a sum."""
+        return self.is_fp8 and self.implementation == "hopper"
+
     def calls(self) -> list[Call]:
         """The calls, each a bound one."""
-        calls = _calls(self) if self.heads is None else _few_calls(self, self.heads)
+        calls = [] if self.heads is None else _few_calls(self, self.heads)
+        if self.heads is None or self.both:
+            calls += _calls(self)
         if self.is_fp8:
             for number, (_, inputs, options) in enumerate(calls):
-                _add_descales(number, inputs, options)
+                _add_descales(number, inputs, options, some_are_zero=self.sums_13_bits)
         return [Call(self, *made) for made in calls]
 
 
@@ -139,6 +156,43 @@ TARGETS = (
     Target("blackwell_dc", "e4m3_d128_mufu", "B300", 1, 150, 128, 128, blocks=10),
     Target("blackwell_dc", "e4m3_d192_mufu", "B300", 1, 150, 128, 192, dv=128, blocks=10),
     Target("blackwell_dc", "e4m3_d256_mufu", "B300", 1, 150, 128, 256, blocks=10),
+    Target(
+        "hopper", "bf16_d64_large", "H200", 1, 256, 64, 64, many=(300, 3), sample=30, steady=True
+    ),
+    Target(
+        "hopper", "f16_d128_large", "H200", 1, 192, 80, 128, many=(300, 3), sample=30, steady=True
+    ),
+    Target(
+        "hopper",
+        "bf16_d64_few",
+        "H200",
+        0,
+        64,
+        128,
+        64,
+        heads=(6, 2),
+        both=True,
+        steady=True,
+        widths=True,
+    ),
+    # On fewer SMs than there are shares a CTA has several of them.
+    Target(
+        "hopper",
+        "f16_d256_few",
+        "H200",
+        20,
+        64,
+        64,
+        256,
+        heads=(6, 2),
+        both=True,
+        steady=True,
+        widths=True,
+    ),
+    Target("hopper", "f16_d256_large", "H200", 1, 128, 80, 256, many=(300, 3), steady=True),
+    Target("hopper", "e4m3_d64", "H200", 1, 192, 64, 64, many=(300, 3), steady=True),
+    Target("hopper", "combine_bf16", "H200", 0, 64, 64, 256, heads=(6, 2), widths=True),
+    Target("hopper", "transpose_v", "H200", 1, 128, 128, 128, many=(300, 3)),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
@@ -208,6 +262,9 @@ class Call:
         self._reference, self._lse = reference.attention(q, k, v, **options)
         self._inputs, self._options = inputs, options
         self._baseline = None if target.is_fp8 else reference.baseline(q, k, v, **options)
+        self._more_error = 0.0  # of the log-sum-exp
+        if target.sums_13_bits:
+            self._more_error = error_of_13_bit_sums(q, k, v, **options)
 
     def verdict(self, tensors: dict[str, Tensor]) -> str:
         """What is wrong with the outputs by the project's rules; empty: nothing."""
@@ -220,7 +277,7 @@ class Call:
         if not out.ok:
             return f"out {out}"
         if "lse" in self.tensors:
-            lse = reference.check_lse(tensors["lse"], self._lse)
+            lse = reference.check_lse(tensors["lse"], self._lse, self._more_error)
             if not lse.ok:
                 return f"lse {lse}"
         return ""
@@ -284,6 +341,11 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     huge = qkv(rows, 3 * keys, (2, 1), d)
     if not target.is_fp8:
         huge = [huge[0] * 4096, huge[1] * 4096, huge[2]]
+    elif target.sums_13_bits:
+        # Scores of one product each are exact. Rounded ones would decide which key has all of P.
+        huge[0].view(torch.uint8)[..., 1:] = 0
+    # Keys of the first block are those of the last one: both have the largest score of some rows.
+    huge[1][..., :keys, :] = huge[1][..., 2 * keys :, :]
     many: list[tuple[str, list[Tensor], dict[str, Any]]] = []
     if target.many:
         n, heads = target.many
@@ -293,9 +355,17 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
             ("many blocks", qkv(rows, target.blocks * keys + 9, (2, 1), d), {}),
             ("no key", qkv(rows, 0, (9, 9), d), {}),
         ]
+    if target.both and target.sms:  # more tiles than CTAs, whose rows pass through shared memory
+        many += [("causal tiles", qkv(2 * rows, keys + 9, (14, 14), d), {"causal": True})]
     if target.steady:
-        q, k, v = qkv(rows, rows + 6 * keys, (3, 1), d)
-        many += [("small scores", [q * 0.01, k, v], {"window": (3 * keys, 0)})]
+        # The diagonal of a tile lies in two blocks at least.
+        options = {"causal": True, "softcap": 1.5, "q_offset": 6 * keys - rows // 2}
+        many += [("causal, softcap", qkv(rows, 6 * keys + rows, (3, 3), d), options)]
+        # The diagonal does not begin with a block: some warps see a key of its last block in all
+        # their rows, and others do not.
+        q, k, v = qkv(rows, rows + 6 * keys - 24, (3, 1), d)
+        options = {"window": (3 * keys, 0), "scale": 0.01 / math.sqrt(d)}
+        many += [("small scores", [q, k, v], options)]
     return [
         *many,
         ("causal", bnhd, {"causal": True, "layout": "bnhd"}),
@@ -313,7 +383,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
         (
             "window, softcap",
             narrow,
-            {"window": (keys + 7, 3), "softcap": 4.0, "q_offset": late},
+            {"window": (keys + 7, 3), "softcap": 1.5, "q_offset": late},
         ),
         (
             "negative scale",
@@ -375,31 +445,45 @@ def _few_calls(
         (
             "window, softcap",
             qkv(40, 3 * keys, d=d - 24),
-            {"window": (keys + 7, 3), "softcap": 4.0, "num_splits": 4},
+            {"window": (keys + 7, 3), "softcap": 1.5, "num_splits": 4},
         ),
         ("many shares", qkv(1, 70 * keys), {"num_splits": 70}),
         ("one row", qkv(1, 300), {"num_splits": 2, "return_lse": False}),
     ]
     if target.name.startswith("combine_"):
+        if target.widths:
+            q, k, v = qkv(2, 6 * keys)
+            options = {"num_splits": 6}  # a round of four, and two
+            calls += [(f"dv {n}", [q, k, v[..., :n]], {**options}) for n in (8, 72, 120, 136, 200)]
         # Seven shares for each lane and an eighth for all but one. The largest base is any lane's,
         # and with a smaller one nothing is finite.
         q, k, v = qkv(3, 255 * keys)
         return [*calls, ("huge scores", [q * 4096, k * 4096, v], {"num_splits": 255})]
     huge = qkv(20, 3 * keys)
+    huge[1][..., :keys, :] = huge[1][..., 2 * keys :, :]
+    if target.widths:
+        for width in range(8, dv, 8):
+            q, k, v = qkv(13, keys + 9)  # a lane has two rows of a head
+            inputs = [q, k, v[..., :width]]
+            calls += [(f"dv {width} in {n}", inputs, {"num_splits": n}) for n in (1, 2)]
     return [
-        *calls[:-2],
+        *calls[:3],
+        *calls[5:],
         ("causal", bnhd, {"causal": True, "layout": "bnhd"}),
         ("packed", packed(0), of_packed(0, torch.float32)),
         # Each row sees four keys: one too many or too few is a large error.
         ("few visible", qkv(60, keys), {"window": (2, 1)}),
         ("many blocks", qkv(2, 10 * keys + 9), {"num_splits": 1, "return_lse": False}),
+        *([("many shares", qkv(1, 140 * keys), {"num_splits": 70})] if target.sms > 1 else []),
         ("no key", qkv(3, 0), {"sinks": hashed((heads[0],), 4)}),
         ("negative scale", qkv(7, keys + 1), {"scale": -0.125}),
         ("huge scores", [huge[0] * 4096, huge[1] * 4096, huge[2]], {}),
     ]
 
 
-def _add_descales(number: int, inputs: list[Tensor], options: dict[str, Any]) -> None:
+def _add_descales(
+    number: int, inputs: list[Tensor], options: dict[str, Any], some_are_zero: bool
+) -> None:
     """Descales of another kind for each FP8 call, and an output of either type."""
     for letter, x in zip("qkv", inputs, strict=True):
         if x.ndim == 3:
@@ -413,5 +497,7 @@ def _add_descales(number: int, inputs: list[Tensor], options: dict[str, Any]) ->
         # Half of the descales of v are negative in some calls.
         signs = sizes.sign() if letter == "v" and number % 6 == 3 else 1
         options[f"{letter}_descale"] = (sizes.abs() + 0.25) * signs
+        if some_are_zero and letter == "v" and number % 6 == 0 and len(shape) == 3:
+            options["v_descale"][..., 1::3] = 0
     if number % 2:
         options["out_dtype"] = torch.float16
