@@ -252,6 +252,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     pytorchs = _pytorchs_kernel(problem, capability)
     if isinstance(pytorchs, list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
+    if _dense_mask_alone(problem):
+        return (_registry.TORCH, *tensor_cores, *cuda_cores)
     if measured is not None and _serves_as_measured(pytorchs, problem, measured):
         place = measured.place(pytorchs)
         before = [name for name in kernels if measured.place(name) < place]
@@ -264,6 +266,14 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         # that is 1.8 to 17 times faster than a kernel that does not (bench/results).
         return (*splitting, _registry.TORCH, *others, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
+
+
+def _dense_mask_alone(problem: _native.Problem) -> bool:
+    """Whether a call has an attn_mask and nothing that says which of its blocks are hidden. On an
+    H200 PyTorch's fused kernels serve such calls faster than ours, the memory-efficient one too
+    (src/ampere/NOTES.md).
+    """
+    return problem.attn_mask and not (problem.key_ranges or problem.block_mask)
 
 
 @cache
@@ -416,6 +426,8 @@ _CUDNN_CAPABILITIES = (9, 10)
 
 def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _native.Device) -> str:
     """Why an implementation that could serve a problem comes after the chosen one."""
+    if chosen == _registry.TORCH and _dense_mask_alone(problem) and not problem.needs_grad:
+        return "PyTorch's fused kernels read a dense mask faster, where that was measured"
     if problem.needs_grad and chosen == _registry.TORCH:
         return "PyTorch's fused kernels compute the gradients faster, where that was measured"
     measured = _measured.find(problem, device.capability)
@@ -492,7 +504,13 @@ class _Answers:
     def reasons(self, name: str) -> list[str]:
         """Why an implementation cannot serve the call; empty if it can, as `torch` always can."""
         answer = [] if name == _registry.TORCH else self._ask(name)
-        return answer if isinstance(answer, list) else []
+        if not (answer and isinstance(answer, list)):
+            return []
+        if _only_forced(name, self._problem, self._capability) and _native.targets(name):
+            # Its own reasons say more, where it has some.
+            planned = _native.plan(name, self._problem, self._device)
+            return planned if isinstance(planned, list) else answer
+        return answer
 
     def a_kernel_could(self) -> bool:
         """Whether any kernel can serve the call."""
@@ -537,6 +555,8 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
         return "no kernel of archflash serves this call"
     if problem.needs_grad:
         return "PyTorch's fused kernels compute this call and its gradients"
+    if _dense_mask_alone(problem):
+        return "PyTorch's fused kernels read a dense mask faster, where that was measured"
     if measured is not None and (pytorchs := _measured_pytorch(problem, device.capability)):
         return f"{_PYTORCHS[pytorchs]}; {_FASTEST} ({measured})"
     return "PyTorch's fused kernel uses the tensor cores and is expected to be faster"

@@ -109,7 +109,8 @@ def attention_with_kvcache(
         qv: as q with dv for d: a second query, whose product with the rows of V is added to q k^T,
             as multi-head latent attention needs it. Not with float8. Kernels take d = 64 and
             dv = 512.
-        scale: multiplies q k^T; default 1 / sqrt(d), with qv 1 / sqrt(d + dv).
+        scale: multiplies q k^T; default 1 / sqrt(d), with qv 1 / sqrt(d + dv). Absorbed MLA needs
+            that of the model's heads, 1 / sqrt(d_nope + d_rope), which no shape shows: pass it.
         q_descale: float32: float8 q stands for q * q_descale. ``()``, ``(1,)``, ``(heads_q,)`` or
             ``(batch, heads_q)``, also with heads_kv for heads_q.
         k_descale: float32: a float8 k_cache stands for k_cache * k_descale. Shaped as q_descale,

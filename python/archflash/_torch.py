@@ -529,7 +529,8 @@ def _in_blocks(visible: Tensor | None, block_mask: Tensor, nq: int, nk: int) -> 
 
 
 def _alibi(slopes: Tensor, q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> Tensor:
-    """What ALiBi adds to the scores: float32 ``(B or 1, Hq, Nq, Nk)``."""
+    """What ALiBi adds to the scores: ``(B or 1, Hq, Nq, Nk)``, float64 for such q, else float32."""
+    slopes = slopes.double() if q.dtype == torch.float64 else slopes
     if packed:
         rows, keys = packed
         offset = of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
@@ -540,7 +541,8 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, band: _Band, packed: _Packed | 
     offset = band.offset[:, None, None, None] if isinstance(band.offset, Tensor) else band.offset
     row = torch.arange(q.shape[2], device=q.device)[:, None]
     distance = row + offset - torch.arange(k.shape[2], device=q.device)
-    return -(slopes[..., None, None] * distance.abs())[(None,) * (2 - slopes.ndim)]
+    bias = -(slopes[..., None, None] * distance.abs())
+    return bias if bias.ndim == 4 else bias[None]
 
 
 class _Mask(NamedTuple):

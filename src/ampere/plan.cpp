@@ -42,10 +42,10 @@ namespace {
 using core::tile;
 
 constexpr const char* FEW_ROWS =
-    "few query rows: keys split over CTAs, or heads packed; its speed is unmeasured";
+    "few query rows: keys split over CTAs, or heads packed";
 
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
-// GPUs make of them is unmeasured. So are split keys and packed heads.
+// GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
     tile<D64Large<DType::F16>>(
         "d64_large",
@@ -81,7 +81,7 @@ constexpr core::Tile TILES[] = {
 };
 
 constexpr const char* WITH_CACHE =
-    "lengths and page tables are read on the device; its speed is unmeasured";
+    "lengths and page tables are read on the device";
 constexpr core::Tile CACHE_TILES[] = {
     tile<D64Cache<DType::F16>>("d64_cache", {}, WITH_CACHE),
     tile<D96Cache<DType::F16>>("d96_cache", {}, WITH_CACHE),
@@ -90,7 +90,7 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
 };
 constexpr const char* WITH_FP8_CACHE =
-    "8-bit K and V become 16 bits once, in shared memory; its speed is unmeasured";
+    "8-bit K and V become 16 bits once, in shared memory";
 constexpr core::Tile FP8_CACHE_TILES[] = {
     tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", {}, WITH_FP8_CACHE),
     tile<D96CacheFp8<DType::F16>>("d96_cache_fp8", {}, WITH_FP8_CACHE),
@@ -101,8 +101,7 @@ constexpr core::Tile FP8_CACHE_TILES[] = {
 
 constexpr core::Tile MLA_TILES[] = {
     tile<MlaConfig<DType::F16>>("mla", {},
-                                "latent rows are read once for both products; its speed is "
-                                "unmeasured"),
+                                "latent rows are read once for both products"),
 };
 
 // The plan of a call with qv: that of a call with a cache, whose attention kernel is told of qv too
@@ -132,7 +131,7 @@ PlanResult plan_with_qv(const Problem& problem, const Device& device) {
 }
 
 constexpr const char* WITH_MASKS =
-    "masks as data: blocks of keys that no row sees are skipped; its speed is unmeasured";
+    "masks as data: blocks of keys that no row sees are skipped";
 constexpr core::Tile MASKED_TILES[] = {
     tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
     tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),

@@ -120,9 +120,7 @@ def test_pytorch_takes_the_kernel_that_dispatch_expects(call: str, d: int) -> No
      ((1, 2048, 128), "torch")],
     ids=str,
 )  # fmt: skip
-def test_what_was_measured_to_be_the_fastest_runs(
-    shape: tuple[int, int, int], kernel: str
-) -> None:
+def test_what_was_measured_to_be_the_fastest_runs(shape: tuple[int, int, int], kernel: str) -> None:
     here = torch.cuda.get_device_capability()
     if here != (9, 0) or not _torch.cudnn_comes_first(here):
         pytest.skip("measured on 9.0, with a PyTorch that asks cuDNN first")
@@ -251,7 +249,7 @@ def unserved(why: str, dtype: str) -> tuple[tuple[Tensor, Tensor, Tensor], dict[
         v = torch.cat([v, v[..., :1]], -1)[..., :-1]
     if why == "strided":
         q = strided(q)
-    mask = rand(65, 113, seed=5) > 0
+    mask = rand(65, 113, seed=5).double()  # a dtype that no kernel takes
     return (q, k, v), ({"attn_mask": mask} if why == "mask" else {"causal": True})
 
 

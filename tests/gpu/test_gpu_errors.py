@@ -146,7 +146,7 @@ def test_a_refused_call_leaves_its_output_alone(kernel: str) -> None:
     guarded = Guarded(q.shape, q.stride(), q.dtype, DEVICE)
     with pytest.raises(ValueError, match="window"):
         archflash.attention(q, k, v, implementation=kernel, out=guarded.view, window=(-1, 0))
-    mask = torch.ones(65, 129, dtype=torch.bool, device=q.device)
+    mask = torch.ones(65, 129, dtype=torch.float64, device=q.device)  # no kernel takes it
     with pytest.raises(archflash.ForcedImplementationError):
         archflash.attention(q, k, v, implementation=kernel, out=guarded.view, attn_mask=mask)
     torch.cuda.synchronize()

@@ -77,6 +77,7 @@ def feature_arguments(name: str, nq: int, nk: int) -> dict[str, Any]:
         "bias": {"attn_mask": mask.masked_fill(mask > 1, -math.inf)},
         "head-bias": {"attn_mask": rand(4, 1, nk, seed=8)},
         "alibi": {"alibi_slopes": rand(2, 4, seed=3)},
+        "head-alibi": {"alibi_slopes": rand(4, seed=3)},
         "ranges": {"key_ranges": torch.tensor([[2, 9], [4, 5]]).int().repeat(1, 1, nq, 1, 1)},
         "blocks": {"block_mask": rand(1, 4, -(-nq // 64), -(-nk // 64), seed=2) > -0.5},
         "gqa": {},
@@ -87,8 +88,8 @@ def feature_arguments(name: str, nq: int, nk: int) -> dict[str, Any]:
 
 FEATURES = [
     "causal", "window", "left-window", "softcap", "sinks", "scale", "q-offset", "q-offset-tensor",
-    "bool-mask", "key-padding", "bias", "head-bias", "alibi", "ranges", "blocks", "gqa", "dv",
-    "bnhd",
+    "bool-mask", "key-padding", "bias", "head-bias", "alibi", "head-alibi", "ranges", "blocks",
+    "gqa", "dv", "bnhd",
 ]  # fmt: skip
 
 
@@ -96,8 +97,9 @@ def run_features(names: tuple[str, ...], nq: int, nk: int, dtype: torch.dtype) -
     call: dict[str, Any] = {}
     for name in names:
         arguments = feature_arguments(name, nq, nk)
-        # An offset has no effect without causal or window.
-        call |= {"causal": True} if name.startswith("q-offset") and "window" not in names else {}
+        # An offset has no effect without one of these.
+        offset_counts = {"window", "alibi", "head-alibi"} & set(names)
+        call |= {"causal": True} if name.startswith("q-offset") and not offset_counts else {}
         call |= arguments
     q, k, v = qkv(
         nq, nk, hkv=2 if "gqa" in names else 4, dv=24 if "dv" in names else 16, dtype=dtype
@@ -117,6 +119,7 @@ SAME_KEYWORD = [
     {"window", "left-window"},
     {"q-offset", "q-offset-tensor"},
     {"bool-mask", "key-padding", "bias", "head-bias"},
+    {"alibi", "head-alibi"},
 ]
 PAIRS = [
     pair

@@ -2,18 +2,19 @@
 
 Names, order and defaults of the arguments and return values are those of FlashMLA's dense decoding.
 Pages may have any size, not 64 only. What archflash does not take raises
-`archflash.UnsupportedError` with the name of the argument: float8 caches and sparse attention.
+`archflash.UnsupportedError` with the name of the argument: float8 caches, sinks, sparse attention.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from archflash._kvcache import attention_with_kvcache
-from archflash.compat._flash import refuse
+from archflash.compat._flash import _with_unseen, refuse
 
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -37,6 +38,11 @@ def flash_mla_with_kvcache(
     causal: bool = False,
     is_fp8_kvcache: bool = False,
     indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (batch, rows, heads, d) on a cache whose rows are K, and V in their first
     columns.
@@ -48,12 +54,13 @@ def flash_mla_with_kvcache(
         cache_seqlens: int32 (batch,).
         head_dim_v: the columns of a row that are V.
         tile_scheduler_metadata, num_splits: not read; what `get_mla_metadata` gives.
-        softmax_scale: multiplies q k^T; 1 / sqrt(d) by default.
+        softmax_scale: multiplies q k^T; 1 / sqrt(d) by default. Absorbed MLA needs that of the
+            model's heads, 1 / sqrt(d_nope + d_rope), which no shape shows: pass it.
         causal: row i of n sees keys up to the sequence's length - n + i.
 
     Returns:
         The output (batch, rows, heads, head_dim_v), and the log-sum-exp, float32 (batch, heads,
-        rows), a natural logarithm, -inf for a row that sees no key.
+        rows), a natural logarithm, +inf for a row that sees no key, as in FlashMLA.
 
     Raises:
         UnsupportedError: an argument that archflash does not take; it is named.
@@ -68,7 +75,15 @@ def flash_mla_with_kvcache(
         >>> out.shape, lse.shape
         (torch.Size([2, 1, 4, 16]), torch.Size([2, 4, 1]))
     """
-    refuse(is_fp8_kvcache=(is_fp8_kvcache, False), indices=(indices, None))
+    refuse(
+        is_fp8_kvcache=(is_fp8_kvcache, False),
+        indices=(indices, None),
+        attn_sink=(attn_sink, None),
+        extra_k_cache=(extra_k_cache, None),
+        extra_indices_in_kvcache=(extra_indices_in_kvcache, None),
+        topk_length=(topk_length, None),
+        extra_topk_length=(extra_topk_length, None),
+    )
     with torch.no_grad():
         out, lse = attention_with_kvcache(
             q,
@@ -80,4 +95,4 @@ def flash_mla_with_kvcache(
             causal=causal,
             return_lse=True,
         )
-    return out, lse
+    return out, _with_unseen(lse, math.inf)
