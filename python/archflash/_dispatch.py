@@ -271,7 +271,7 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
 def _dense_mask_alone(problem: _native.Problem) -> bool:
     """Whether a call has an attn_mask and nothing that says which of its blocks are hidden. On an
     H200 PyTorch's fused kernels serve such calls faster than ours, the memory-efficient one too
-    (src/ampere/NOTES.md).
+    (docs/masks.md).
     """
     return problem.attn_mask and not (problem.key_ranges or problem.block_mask)
 

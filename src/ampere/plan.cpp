@@ -28,10 +28,27 @@ const Description& describe() {
       .home_device = "A100",
       .dtypes = {DType::F16, DType::BF16},
       .head_dims = core::HEAD_DIMS,
-      .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "batch_invariant", "kv_cache", "fp8_cache",
-                   "rotary_interleaved", "qv", "attention_chunk", "gradients", "attn_mask",
-                   "key_ranges", "alibi_slopes", "block_mask"},
+      .features = {"causal",
+                   "q_offset",
+                   "window",
+                   "softcap",
+                   "sinks",
+                   "gqa",
+                   "cu_seqlens",
+                   "strides",
+                   "lse",
+                   "num_splits",
+                   "batch_invariant",
+                   "kv_cache",
+                   "fp8_cache",
+                   "rotary_interleaved",
+                   "qv",
+                   "attention_chunk",
+                   "gradients",
+                   "attn_mask",
+                   "key_ranges",
+                   "alibi_slopes",
+                   "block_mask"},
       .needs_capability = 80,  // cp.async, bf16 products
   };
   return description;
@@ -41,8 +58,7 @@ namespace {
 
 using core::tile;
 
-constexpr const char* FEW_ROWS =
-    "few query rows: keys split over CTAs, or heads packed";
+constexpr const char* FEW_ROWS = "few query rows: keys split over CTAs, or heads packed";
 
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
 // GPUs make of them is unmeasured.
@@ -80,8 +96,7 @@ constexpr core::Tile TILES[] = {
     tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
 
-constexpr const char* WITH_CACHE =
-    "lengths and page tables are read on the device";
+constexpr const char* WITH_CACHE = "lengths and page tables are read on the device";
 constexpr core::Tile CACHE_TILES[] = {
     tile<D64Cache<DType::F16>>("d64_cache", {}, WITH_CACHE),
     tile<D96Cache<DType::F16>>("d96_cache", {}, WITH_CACHE),
@@ -89,8 +104,7 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<D192Cache<DType::F16>>("d192_cache", {}, WITH_CACHE),
     tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
 };
-constexpr const char* WITH_FP8_CACHE =
-    "8-bit K and V become 16 bits once, in shared memory";
+constexpr const char* WITH_FP8_CACHE = "8-bit K and V become 16 bits once, in shared memory";
 constexpr core::Tile FP8_CACHE_TILES[] = {
     tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", {}, WITH_FP8_CACHE),
     tile<D96CacheFp8<DType::F16>>("d96_cache_fp8", {}, WITH_FP8_CACHE),
@@ -100,8 +114,7 @@ constexpr core::Tile FP8_CACHE_TILES[] = {
 };
 
 constexpr core::Tile MLA_TILES[] = {
-    tile<MlaConfig<DType::F16>>("mla", {},
-                                "latent rows are read once for both products"),
+    tile<MlaConfig<DType::F16>>("mla", {}, "latent rows are read once for both products"),
 };
 
 // The plan of a call with qv: that of a call with a cache, whose attention kernel is told of qv too
@@ -130,8 +143,7 @@ PlanResult plan_with_qv(const Problem& problem, const Device& device) {
   return result;
 }
 
-constexpr const char* WITH_MASKS =
-    "masks as data: blocks of keys that no row sees are skipped";
+constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
 constexpr core::Tile MASKED_TILES[] = {
     tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
     tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),

@@ -382,12 +382,14 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       math::mask_rows<C>(s_rmem, visible, lane_rows, block + static_cast<int>(threadIdx.x) % 4 * 2);
       return scale;
     };
-    // S becomes P.
-    const auto weigh = [&](float scale, auto rescale_outputs) {
-      scale = follow_maxima<C>(s_rmem, state, scale, rescale_outputs);
+    // S becomes P. The outputs are rescaled later, by what this returns.
+    const auto weigh = [&](float scale) {
+      Raise raise;
+      scale = follow_maxima<C>(s_rmem, state, scale, raise);
       weigh_row<C>(s_rmem, state, 0, scale);
       weigh_row<C>(s_rmem, state, 1, scale);
       ptx::registers_change<SCORES>(s);  // all exponentials come before the next wait
+      return raise;
     };
     const auto skip_block = [&] {
       // A block that is masked for this warpgroup; others may see it. The warps still wait for it:
@@ -416,7 +418,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
-      weigh(scale, [](const float (&)[2]) {});  // the outputs are still 0
+      weigh(scale);  // the outputs are still 0
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
       pack<C>(s_rmem, p_rmem);
@@ -434,15 +436,15 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
-      weigh(scale, [&](const float (&corrections)[2]) {
-        wait_for_outputs();
-        rescale<C>(o_rmem, corrections);
-        if constexpr (C::SUMS_IN_PARTS) rescale<C>(part_rmem, corrections);
-      });
+      const Raise raise = weigh(scale);
       wait_for_outputs();  // and P may be overwritten
       ptx::registers_change<WORDS>(p);
       release(barriers.v_empty(v_ring.stage));
       v_ring.advance();
+      if (raise.any) {
+        rescale<C>(o_rmem, raise.corrections);
+        if constexpr (C::SUMS_IN_PARTS) rescale<C>(part_rmem, raise.corrections);
+      }
       if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);

@@ -158,13 +158,21 @@ __device__ __forceinline__ void start_pv(math::Outputs<C>& o_rmem, const Probabi
 template <class C>
 using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
+// Whether a warp has raised bases, and what the outputs of its rows have to be multiplied by then.
+struct Raise {
+  bool any = false;
+  float corrections[2];
+};
+
 // Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
-// rescales their sums; rescale_outputs(corrections) does the same for their outputs. Returns the
-// scale for weigh_row: exp2_scale, or 1 if this has scaled the scores already. All that is rare is
-// behind one branch, as each branch would drain the pipelines.
-template <class C, class Rescale>
+// rescales their sums; `raise` says what their outputs need. Returns the scale for weigh_row:
+// exp2_scale, or 1 if this has scaled the scores already. What is rare is behind one branch, as
+// each branch would drain the pipelines. In there a warp is on its own: it must not wait for a
+// product, because all four warps of a warpgroup have to execute each wgmma.wait_group (PTX ISA,
+// .aligned).
+template <class C>
 __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::RowState<C>& state,
-                                               float exp2_scale, Rescale rescale_outputs) {
+                                               float exp2_scale, Raise& raise) {
   using W = Weights<C>;
   constexpr int HALF = C::BLOCK_K / 16;  // two maxima of a row are found side by side
   float max[2];
@@ -197,7 +205,7 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
                                                 base[1] + math::allowed_rise<W>(sum[1])));
   }
   if (raises) {
-    float corrections[2];
+    raise.any = true;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float row_max = max[r];
@@ -207,11 +215,10 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
       float raised = __fmul_rn(row_max, exp2_scale);
       if (W::P_LOG2 != 0.0f && fabsf(raised) <= W::LARGE_BASE) raised -= W::P_LOG2;
       raised = fmaxf(base[r], raised);
-      corrections[r] = ptx::ex2_approx_ftz(base[r] - raised);
+      raise.corrections[r] = ptx::ex2_approx_ftz(base[r] - raised);
       base[r] = raised;
-      sum[r] *= corrections[r];
+      sum[r] *= raise.corrections[r];
     }
-    rescale_outputs(corrections);
     const auto is_large = [](float x) {
       return fabsf(x) > W::LARGE_BASE - W::P_LOG2 && x != math::LOWEST;
     };

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import archflash
@@ -89,7 +90,7 @@ FEW_ROWS = {
         },
     ),
 }
-if on.name == "gpu" and archflash.explain(*on.qkv(1, 1)).device.capability == (9, 0):
+if on.name == "gpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
     # With 227 KB of shared memory ada has another kernel for head dimension 64, and two CTAs of
     # blackwell_consumer's larger tile share an SM at 256.
     roomy = {"d64_few_large": ((64, 64), 128)} | FEW_ROWS["ada"].kernels

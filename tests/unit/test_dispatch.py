@@ -193,9 +193,9 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
     assert list(decision.reasons) == [DC, HOPPER, CONSUMER, "ada", "ampere", "torch"]
     assert decision.reasons["torch"] == ["simt is expected to be faster"]
     for name, majors, elsewhere in (
-        (CONSUMER, (12,), why_not_the_consumer),
+        (CONSUMER, (9, 12), why_not_the_consumer),
         (DC, (10, 11), why_not_blackwell_dc),
-        (HOPPER, (), why_not_hopper),
+        (HOPPER, (9,), why_not_hopper),
     ):
         if capability[0] in majors:
             assert decision.reasons[name][0].startswith(f"dtype float32: {name} takes ")

@@ -65,7 +65,8 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
     const float of_lane = end.sum == 0.0f ? 0.0f : ptx::ex2_approx_ftz(end.base - base);
     sum = fmaf(end.sum, of_lane, sum);
     const unsigned seen = __ballot_sync(ALL_LANES, end.sum != 0.0f);
-    // The loads of AT_ONCE shares are under way together: there are few warps to hide their latency.
+    // The loads of AT_ONCE shares are under way together: there are few warps to hide their
+    // latency.
 #pragma unroll 1
     for (int i = 0; i < min(32, splits - first); i += AT_ONCE) {
       float4 x_rmem[AT_ONCE][STEPS] = {};

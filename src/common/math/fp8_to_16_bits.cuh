@@ -12,9 +12,9 @@
 namespace archflash::math {
 
 // One number at a time, by way of fp32. The magnitude is shifted to where fp32 has exponent and
-// mantissa, and the product with `unbias` makes up for the other exponent bias, for denormals too. A
-// magnitude from `special` on is no number that the product gives: infinity or NaN in e5m2, NaN in
-// e4m3.
+// mantissa, and the product with `unbias` makes up for the other exponent bias, for denormals too.
+// A magnitude from `special` on is no number that the product gives: infinity or NaN in e5m2, NaN
+// in e4m3.
 struct Fp8Format {
   int shift;
   float unbias;
@@ -49,8 +49,8 @@ struct Fp8Format {
 // Four numbers at a time. Sign, exponent and mantissa follow one another in all of these types:
 //
 //   8 bits   s eeee mmm              e4m3; in e5m2 the exponent has a bit more, the mantissa less
-//   fp16     s 0eeee mmm0000000      the sign stays in front, the rest moves to the right by `shift`
-//   bf16     s 0000eeee mmm0000
+//   fp16     s 0eeee mmm0000000      the sign stays in front, the rest moves to the right by
+//   `shift` bf16     s 0000eeee mmm0000
 //
 // The product with `unbias` then makes up for the other exponent bias, for denormals too. A byte
 // that is infinity or NaN does not become one that way: it has to be found, and converted by

@@ -70,8 +70,7 @@ __device__ __forceinline__ void start_raw_keys(uint32_t raw_smem, const void* ke
 // Converts what this thread has copied. `raw` and `tile` are in shared memory.
 template <class C, class Tile, int COLUMNS>
 __device__ __forceinline__ void convert_keys(unsigned char* tile, const unsigned char* raw,
-                                             int columns,
-                                             const math::Fp8Words<C::DTYPE>& format) {
+                                             int columns, const math::Fp8Words<C::DTYPE>& format) {
   using Chunk = RawChunk<C, COLUMNS>;
   const unsigned thread = ptx::mov_tid_x_volatile();
   uint32_t special = 0;
@@ -98,8 +97,8 @@ __device__ __forceinline__ void convert_keys(unsigned char* tile, const unsigned
     const int quarter = i % 4;
     const Chunk own(thread, i / 4);
     if (static_cast<int>(own.column) * 16 >= columns) continue;
-    const uint32_t bytes = *reinterpret_cast<const uint32_t*>(
-        raw + Chunk::raw_offset(thread, i / 4) + quarter * 4);
+    const uint32_t bytes =
+        *reinterpret_cast<const uint32_t*>(raw + Chunk::raw_offset(thread, i / 4) + quarter * 4);
     *reinterpret_cast<uint2*>(tile + Tile::offset(own.row, 2 * own.column + quarter / 2) +
                               quarter % 2 * 8) = format.convert_any(bytes);
   }
