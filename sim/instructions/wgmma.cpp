@@ -124,17 +124,24 @@ void build_wgmma(Builder& b) {
   b.handler(&run_wgmma, Class::Matrix);
 }
 
-void run_fence(Warp& warp, const Instruction&, uint32_t) { warp.matrix().fence(); }
+void run_fence(Warp& warp, const Instruction&, uint32_t) {
+  warp.matrix().remember();
+  warp.matrix().fence();
+}
 void build_fence(Builder& b) {
   b.instruction.converge = Converge::Whole;
   b.handler(&run_fence, Class::Fence);
 }
-void run_commit(Warp& warp, const Instruction&, uint32_t) { warp.matrix().commit(); }
+void run_commit(Warp& warp, const Instruction&, uint32_t) {
+  warp.matrix().remember();
+  warp.matrix().commit();
+}
 void build_commit(Builder& b) {
   b.instruction.converge = Converge::Whole;
   b.handler(&run_commit, Class::Matrix);
 }
 void run_wait(Warp& warp, const Instruction& instruction, uint32_t) {
+  warp.matrix().remember();
   warp.matrix().wait(static_cast<uint32_t>(instruction.offset));
 }
 void build_wait(Builder& b) {

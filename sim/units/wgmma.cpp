@@ -51,7 +51,7 @@ void MatrixQueue::issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, ui
   }
   check_fence(shape, refs);
   ++clock_;
-  history_ = (history_ ^ warp_.pc()) * 0x100000001B3u + 1;
+  remember();
   Entry entry{&shape, refs, {}, {}, accumulate};
   entry.clock = clock_;
   entry.pc = warp_.pc();

@@ -39,7 +39,9 @@ class MatrixQueue {
   // Called before an instruction other than wgmma that uses registers of a product.
   void check_registers(uint32_t pc);
   void check_exit();
-  // A hash of what was issued, to compare the warps of a warpgroup.
+  // Each wgmma instruction of the warp calls this: products, fences, commits and waits.
+  void remember() { history_ = (history_ ^ warp_.pc()) * 0x100000001B3u + 1; }
+  // A hash of what was executed, to compare the warps of a warpgroup.
   uint64_t history() const { return history_; }
 
  private:

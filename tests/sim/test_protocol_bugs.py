@@ -86,6 +86,14 @@ BUGS = {
     "swizzle": ({"A_DESCRIPTOR": "0x8000004000010000"}, {"descriptor"}, "where TMA wrote with 128"),
     "registers": ({"aligned.u32 216": "aligned.u32 224"}, {"deadlock"}, "waits for 224 registers"),
     "no-store-wait": ({"cp.async.bulk.wait_group.read 0;": ""}, {"pending-copy"}, "wait_group"),
+    "wait-of-one-warp": (
+        {
+            COMMIT: COMMIT + "\nsetp.ne.u32 %p8, %r1, 1;\n@%p8 bra OTHERS;\n"
+            "wgmma.wait_group.sync.aligned 0;\nOTHERS:"
+        },
+        {"wgmma"},
+        "all warps of a warpgroup",
+    ),
     "no-product-wait": ({"wgmma.wait_group.sync.aligned 0;": ""}, {"wgmma"}, "wait_group"),
 }  # fmt: skip
 
