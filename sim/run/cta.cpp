@@ -202,10 +202,10 @@ void Cta::check_exit() {
     if (warps_[w]->matrix().history() == warps_[w / GROUP * GROUP]->matrix().history()) continue;
     Finding finding;
     finding.kind = "wgmma";
-    finding.message = "warp " + std::to_string(w) + " executed other wgmma instructions than warp " +
-                      std::to_string(w / GROUP * GROUP) +
-                      ": all warps of a warpgroup must execute the same products, fences, commits " +
-                      "and waits";
+    finding.message =
+        "warp " + std::to_string(w) + " executed other wgmma instructions than warp " +
+        std::to_string(w / GROUP * GROUP) +
+        ": all warps of a warpgroup must execute the same products, fences, commits " + "and waits";
     finding.cta = index_;
     findings_.add(std::move(finding));
     break;
