@@ -66,7 +66,7 @@ def attention(
         sinks: ``(heads_q,)``, one more logit per head in the denominator of the softmax.
         scale: multiplies q k^T; default 1 / sqrt(d).
         q_offset: position of query 0 among the keys, an int or an int32 tensor ``(batch,)``;
-            default nk - nq. Used by causal and window only.
+            default nk - nq. Used by causal, window and alibi_slopes only.
         cu_seqlens_q: int32 ``(sequences + 1,)`` on q's device: sequence b's queries are rows
             cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Needs cu_seqlens_k. It is read on the
             device only. Rows that belong to no sequence are written as rows that see no key.

@@ -420,6 +420,7 @@ _PYTORCHS = {
     "torch-efficient": "PyTorch's memory-efficient kernel",
 }
 _FASTEST = "the fastest measured of those that serve this call"
+_MASK_READ_FASTER = "PyTorch's fused kernels read a dense mask faster, where that was measured"
 # GPUs that have special instructions for their tensor cores, which cuDNN uses.
 _CUDNN_CAPABILITIES = (9, 10)
 
@@ -427,7 +428,7 @@ _CUDNN_CAPABILITIES = (9, 10)
 def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _native.Device) -> str:
     """Why an implementation that could serve a problem comes after the chosen one."""
     if chosen == _registry.TORCH and _dense_mask_alone(problem) and not problem.needs_grad:
-        return "PyTorch's fused kernels read a dense mask faster, where that was measured"
+        return _MASK_READ_FASTER
     if problem.needs_grad and chosen == _registry.TORCH:
         return "PyTorch's fused kernels compute the gradients faster, where that was measured"
     measured = _measured.find(problem, device.capability)
@@ -479,13 +480,12 @@ class _Answers:
         """A kernel's plan, or its reasons."""
         answer = self._of.get(name)
         if answer is None:
-            if _only_forced(name, self._problem, self._capability) and _native.targets(name):
+            answer = _native.plan(name, self._problem, self._device)
+            if not isinstance(answer, list) and _only_forced(name, self._problem, self._capability):
                 major, minor = self._capability
                 answer = [
                     f"compute capability {major}.{minor}: {name} serves it only when it is forced"
                 ]
-            else:
-                answer = _native.plan(name, self._problem, self._device)
             self._of[name] = answer
         return answer
 
@@ -504,13 +504,7 @@ class _Answers:
     def reasons(self, name: str) -> list[str]:
         """Why an implementation cannot serve the call; empty if it can, as `torch` always can."""
         answer = [] if name == _registry.TORCH else self._ask(name)
-        if not (answer and isinstance(answer, list)):
-            return []
-        if _only_forced(name, self._problem, self._capability) and _native.targets(name):
-            # Its own reasons say more, where it has some.
-            planned = _native.plan(name, self._problem, self._device)
-            return planned if isinstance(planned, list) else answer
-        return answer
+        return answer if isinstance(answer, list) else []
 
     def a_kernel_could(self) -> bool:
         """Whether any kernel can serve the call."""
@@ -556,7 +550,7 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
     if problem.needs_grad:
         return "PyTorch's fused kernels compute this call and its gradients"
     if _dense_mask_alone(problem):
-        return "PyTorch's fused kernels read a dense mask faster, where that was measured"
+        return _MASK_READ_FASTER
     if measured is not None and (pytorchs := _measured_pytorch(problem, device.capability)):
         return f"{_PYTORCHS[pytorchs]}; {_FASTEST} ({measured})"
     return "PyTorch's fused kernel uses the tensor cores and is expected to be faster"

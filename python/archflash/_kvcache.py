@@ -88,8 +88,9 @@ def attention_with_kvcache(
         rotary_cos: ``(positions, rotary_dim / 2)``, cosines of the rotary embedding for positions
             from 0 on, float32 or q's dtype. The first rotary_dim columns of k_new and of q are
             rotated (k_new is needed): those of new row i by position cache_seqlens - leftpad_k + i,
-            and those of query i likewise if causal or a bounded window is given, else by that of
-            new row 0. q itself is not changed. Positions beyond the table count as its last.
+            and those of query i likewise if causal, a bounded window or attention_chunk is given,
+            else by that of new row 0. q itself is not changed. Positions beyond the table count as
+            its last.
         rotary_sin: ``(positions, rotary_dim / 2)``, sines of the rotary embedding, as rotary_cos.
         rotary_interleaved: columns 2i and 2i + 1 rotate together, as in GPT-J; default columns i
             and i + rotary_dim / 2, as in GPT-NeoX and Llama.

@@ -46,8 +46,9 @@ def attention_with_shared_prefix(
     """Attention of sequences whose keys are a prefix that all share and then rows of their own.
 
     It is `attention_with_kvcache` on the concatenation of both, in cascade: one call attends to the
-    prefix with the queries of all sequences at once, so that the prefix is read once for all of
-    them; one call attends to what each sequence has of its own; `merge_attention` adds them up.
+    prefix with the queries of all sequences at once, so that the prefix is read once for every 64
+    packed rows (query rows times the query heads that share a head of k), not for each sequence;
+    one call attends to what each sequence has of its own; `merge_attention` adds them up.
     Prefixes of several levels are merged likewise from calls of these two functions. Lengths and
     page tables are read on the device only. Each part is rounded to q's dtype before it is merged.
 

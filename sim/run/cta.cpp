@@ -205,7 +205,7 @@ void Cta::check_exit() {
     finding.message =
         "warp " + std::to_string(w) + " executed other wgmma instructions than warp " +
         std::to_string(w / GROUP * GROUP) +
-        ": all warps of a warpgroup must execute the same products, fences, commits " + "and waits";
+        ": all warps of a warpgroup must execute the same products, fences, commits and waits";
     finding.cta = index_;
     findings_.add(std::move(finding));
     break;

@@ -216,8 +216,8 @@ def controls_of(tool: Path, target: str, file: Path) -> dict[str, list[int]]:
 
 # --- names of instructions, without their operands ---
 
-# Of the 128 bits of an instruction, those of its operation: the lowest 12, and from the 73rd on the
-# modifiers, below the control bits. The others are its predicate and its operands.
+# An instruction has 128 bits. Its operation is in the lowest 12, and its modifiers are in those
+# from the 73rd on, below the control bits. The other bits are its predicate and its operands.
 OPERATION_BITS = 12
 MODIFIERS_FROM = 8  # in the upper half
 UPPER_MASK = np.uint64((1 << CONTROL_SHIFT) - 1)

@@ -765,7 +765,7 @@ def test_on_9_0_few_keys_stay_with_pytorchs_cudnn_kernel() -> None:
     assert decision.why.startswith("PyTorch's cuDNN kernel; the fastest measured of those that ")
     for name in (HOPPER, CONSUMER, "ampere", "ada", "simt"):
         assert decision.reasons[name] == ["PyTorch's cuDNN kernel was measured to be faster"]
-    # What it does not serve goes to hopper; so do more keys, and few query rows that are small.
+    # hopper gets the calls that cuDNN does not serve, those of more keys, and small ones.
     assert h200_call(64, nq=4096, nk=77, return_lse=True).chosen == HOPPER
     assert h200_call(64, nq=4096, nk=129).chosen == HOPPER
     assert h200_call(64, batch=1, heads=2, nq=128, nk=128).chosen == HOPPER

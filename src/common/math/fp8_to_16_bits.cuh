@@ -25,7 +25,7 @@ struct Fp8Format {
         unbias(dtype == DType::E4M3 ? 0x1p120f : 0x1p112f),
         special(dtype == DType::E4M3 ? 0x7F : 0x7C) {}
 
-  // Of the low byte.
+  // The number that the low byte stands for, as fp32.
   __device__ __forceinline__ float to_float(uint32_t byte) const {
     const uint32_t magnitude = byte & 0x7F;
     const uint32_t bits = magnitude << shift;
@@ -85,13 +85,13 @@ struct Fp8Words {
             ptx::fma_x2<DTYPE>(__byte_perm(low, high, 0x7362), unbias, NEGATIVE_ZEROS)};
   }
 
-  // Of the results of several words, joined by |: whether a byte of any is infinity or NaN.
+  // any_special() of this, joined by | over words, says whether a byte of any is infinity or NaN.
   __device__ __forceinline__ uint32_t find_special(uint32_t word) const {
     return (word & 0x7F7F7F7Fu) + to_special;
   }
   __device__ __forceinline__ static bool any_special(uint32_t found) { return found & 0x80808080u; }
 
-  // The same for all bytes, slowly.
+  // convert() for any bytes, infinities and NaN too, but slower.
   __device__ __forceinline__ uint2 convert_any(uint32_t word) const {
     const Fp8Format format(dtype);
     const auto pair = [&](uint32_t bytes) {

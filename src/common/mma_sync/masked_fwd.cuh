@@ -36,8 +36,8 @@ struct MaskedContext : FewRowsContext {
   int64_t q_offset;
 };
 
-// Of a lane's keys in a block, which are 8n and 8n + 1 from its first one on, how many are among
-// the first `keys` from there.
+// Counts the keys of a lane that are among the first `keys` of a block, counted from the lane's
+// first key. The lane has the keys 8n and 8n + 1 from there on.
 __device__ __forceinline__ int lane_keys_below(int keys) {
   const int x = max(keys, 0);
   return 2 * (x >> 3) + min(x & 7, 2);
@@ -58,7 +58,7 @@ struct LaneMasks {
   float slope[2];        // of ALiBi, times log2(e); 0 without
   float distance[2];     // of the row's position from the lane's first key
   math::Scores<C> bias;  // added to the scores, in natural logarithms
-  // The same in all lanes of a warp: whether any row sees any key; whether some score changes.
+  // Whether any row of the warp sees any key, and whether some score changes: one answer a warp.
   bool any, changes;
 };
 
