@@ -42,6 +42,7 @@
 #include "common/math/few_rows.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/math/row_tiles.h"
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
@@ -80,7 +81,8 @@ __device__ __forceinline__ int first_v_column(const Tile& tile) {
 template <class C>
 __device__ __forceinline__ math::Blocks find_blocks(const Params& params, const Tile& tile,
                                                     const math::VisibleKeys& visible) {
-  const math::Blocks blocks = math::find_blocks<C::BLOCK_K>(tile, visible, rows_of_tile<C>(params));
+  const math::Blocks blocks =
+      math::find_blocks<C::BLOCK_K>(tile.rows(), visible, rows_of_tile<C>(params));
   if constexpr (!C::CAN_SPLIT) return blocks;
   return math::split_blocks<C::BLOCK_K>(blocks, tile.split, params.partials.splits);
 }
@@ -127,11 +129,17 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
 
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
        index = next_tile(params, index)) {
-    const Tile tile{
-        math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
-                        C::CAN_PACK ? params.packed_heads.count : 1),
-        static_cast<int>(index) % shares};
+    Tile tile{math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
+                              C::CAN_PACK ? params.packed_heads.count : 1),
+              static_cast<int>(index) % shares};
     if (tile.first_row < 0) continue;
+    tile.end_row = tile.nq;
+    if constexpr (C::TILE_STEP > 0) {
+      const math::RowTile rows =
+          math::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
+      tile.first_row = rows.first_row;
+      tile.end_row = rows.end_row;
+    }
     const math::Blocks blocks =
         find_blocks<C>(params, tile, math::find_visible_keys(attention, tile));
     const int batch = tile.batch_head / attention.heads_q;
@@ -242,16 +250,19 @@ __device__ __forceinline__ void release(uint32_t barrier_smem) {
   if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
 }
 
-// The turns of two warpgroups to issue products: named barriers 1 and 2, one for each.
+// The turns of the warpgroups to issue products: named barriers from 1 on, one for each of them.
+// A warpgroup hands the turn to the next one, and the last one to the first.
 template <class C>
 struct Turns {
+  static constexpr int THREADS = 2 * C::WARPGROUP;  // of who hands over and who waits
   int group;
 
   __device__ __forceinline__ void wait() const {
-    if constexpr (C::IN_TURNS) ptx::bar_sync(1 + group, C::CONSUMER_THREADS);
+    if constexpr (C::IN_TURNS) ptx::bar_sync(1 + group, THREADS);
   }
   __device__ __forceinline__ void hand_over() const {
-    if constexpr (C::IN_TURNS) ptx::bar_arrive(1 + (group ^ 1), C::CONSUMER_THREADS);
+    const int next = group + 1 == C::WARPGROUPS ? 0 : group + 1;
+    if constexpr (C::IN_TURNS) ptx::bar_arrive(1 + next, THREADS);
   }
 };
 
@@ -272,7 +283,7 @@ __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, c
   const math::Blocks blocks = find_blocks<C>(params, tile, visible);
   const int first_row = tile.first_row + group * C::GROUP_ROWS;
   const int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
-  const int last_row = min(first_row + rows, tile.nq) - 1;
+  const int last_row = min(first_row + rows, tile.end_row) - 1;
   GroupBlocks found;
   found.first = uniform(blocks.first);
   found.last = uniform(blocks.last);
@@ -294,7 +305,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   const Turns<C> turns{group};
-  if (group == 1) turns.hand_over();  // warpgroup 0 begins
+  if (group == C::WARPGROUPS - 1) turns.hand_over();  // warpgroup 0 begins
   RingPosition<C::STAGES> k_ring, v_ring;
   RingPosition<C::Q_STAGES> q_ring;
 
@@ -382,14 +393,27 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       math::mask_rows<C>(s_rmem, visible, lane_rows, block + static_cast<int>(threadIdx.x) % 4 * 2);
       return scale;
     };
-    // S becomes P. The outputs are rescaled later, by what this returns.
+    // S becomes P.
     const auto weigh = [&](float scale) {
-      Raise raise;
-      scale = follow_maxima<C>(s_rmem, state, scale, raise);
       weigh_row<C>(s_rmem, state, 0, scale);
       weigh_row<C>(s_rmem, state, 1, scale);
-      ptx::registers_change<SCORES>(s);  // all exponentials come before the next wait
-      return raise;
+    };
+    // Waits for O += P V of the block before, of which V can go and P may be overwritten. Adds it
+    // up in FP8, for outputs that are in the unit of `block` from then on.
+    const auto finish_pv = [&] {
+      wait_for_outputs();
+      ptx::registers_change<WORDS>(p);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    };
+    const auto rescale_outputs = [&](const float (&corrections)[2]) {
+      rescale<C>(o_rmem, corrections);
+      if constexpr (C::SUMS_IN_PARTS) rescale<C>(part_rmem, corrections);
+    };
+    const auto add_full_part = [&](int block) {
+      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
+      if (key_descales.v_gmem != nullptr)
+        math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
     };
     const auto skip_block = [&] {
       // A block that is masked for this warpgroup; others may see it. The warps still wait for it:
@@ -418,7 +442,9 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
-      weigh(scale);  // the outputs are still 0
+      const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
+      weigh(scale);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
       pack<C>(s_rmem, p_rmem);
@@ -436,19 +462,28 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
-      const Raise raise = weigh(scale);
-      wait_for_outputs();  // and P may be overwritten
-      ptx::registers_change<WORDS>(p);
-      release(barriers.v_empty(v_ring.stage));
-      v_ring.advance();
-      if (raise.any) {
-        rescale<C>(o_rmem, raise.corrections);
-        if constexpr (C::SUMS_IN_PARTS) rescale<C>(part_rmem, raise.corrections);
+      if constexpr (C::RESCALES_FIRST) {
+        const auto finish_block = [&] {
+          finish_pv();
+          add_full_part(block);
+        };
+        scale = follow_maxima<C>(s_rmem, state, scale, finish_block, rescale_outputs);
+        weigh(scale);
+        pack<C>(s_rmem, p_rmem);
+      } else {
+        bool raised = false;
+        float corrections[2];
+        const auto note = [&](const float (&wanted)[2]) {
+          raised = true;
+          corrections[0] = wanted[0], corrections[1] = wanted[1];
+        };
+        scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
+        weigh(scale);
+        finish_pv();
+        pack<C>(s_rmem, p_rmem);
+        if (raised) rescale_outputs(corrections);
+        add_full_part(block);
       }
-      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
-      if (key_descales.v_gmem != nullptr)
-        math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
-      pack<C>(s_rmem, p_rmem);
     };
 
     // The blocks, from the last to the first: those after the last one that the warpgroup sees,
@@ -480,7 +515,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 
     if constexpr (C::FP8) {
       // The lane that knows it tells the others the unit of the last block.
-      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile, warp_row,
+      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile.rows(), warp_row,
                              uniform(warp_descale.v), first_v_column<C>(tile));
     } else if (C::CAN_SPLIT && params.partials.splits > 1) {
       math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
@@ -488,7 +523,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     } else if (C::CAN_PACK && params.packed_heads.count > 1) {
       math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
     } else {
-      math::store_out<C, QTile>(o_rmem, state, attention, tile, warp_row,
+      math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
                                 q + warp_row * QTile::ROW_BYTES);
     }
     // This thread's reads and writes of output rows in Q's part come before TMA's next write there.

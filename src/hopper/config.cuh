@@ -19,7 +19,7 @@ constexpr int TILE_MESSAGE_BYTES = 32;
 // SLICES_V half of it.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPGROUPS_, int BLOCK_K_, int STAGES_,
           int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false,
-          bool SLICES_V_ = false>
+          bool SLICES_V_ = false, bool RESCALES_FIRST_ = false>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
@@ -43,8 +43,8 @@ struct Config {
   static constexpr int STAGES = STAGES_;  // blocks of K in its ring, and blocks of V in its ring
   static constexpr int Q_STAGES = Q_STAGES_;        // 2: the next tile's Q comes during this one
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // the registers must suffice for so many
-  // Two warpgroups issue their products in turns, so that one multiplies while the other computes
-  // its softmax.
+  // The warpgroups issue their products in turns, so that one multiplies while others compute their
+  // softmax.
   static constexpr bool IN_TURNS = IN_TURNS_;
   // Whether the keys of a tile may be split over several CTAs.
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
@@ -52,6 +52,14 @@ struct Config {
   static constexpr bool SLICES_V = SLICES_V_;
   // Whether a tile can have rows of several heads.
   static constexpr bool CAN_PACK = CAN_SPLIT;
+  // Tiles of one head are moved towards the end of their sequence by a multiple of so many rows
+  // (math::row_tile_from_end); 0: they begin with it. A warpgroup then has 64 rows of one tile or
+  // none, and blocks of SCALE_ROWS rows of Q that share a descale stay whole.
+  static constexpr int TILE_STEP = CAN_PACK ? 0 : GROUP_ROWS;
+  // Whether O is waited for, added up and rescaled before the exponentials. Elsewhere that comes
+  // behind P, which was faster; then the corrections are kept in registers, which not every tile
+  // has left.
+  static constexpr bool RESCALES_FIRST = RESCALES_FIRST_;
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
@@ -91,7 +99,8 @@ struct Config {
   static_assert(STAGES >= 2, "the K of the next block comes before the V of this one is read");
   static_assert(!SLICES_V || (FP8 && !CAN_SPLIT), "a tile is shared out in one way");
   static_assert(!CAN_PACK || WARPGROUPS == 1, "the packed heads of a tile share its 64 rows");
-  static_assert(!IN_TURNS || WARPGROUPS == 2, "two warpgroups hand the turn to each other");
+  static_assert(!IN_TURNS || WARPGROUPS >= 2, "a warpgroup hands the turn to another one");
+  static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
@@ -102,21 +111,21 @@ struct Config {
 //                                head_dim    warp-  block         Q       CTAs     in
 //                              q,k   v       groups  _k   stages  stages  per SM   turns   split
 template <DType T>
-using D64Large   = Config<T,  64,  64,  4,      64,  3,      2>;
+using D64Large   = Config<T,  64,  64,  4,      64,  3,      2,      1,     true>;
 template <DType T>
-using D64Medium  = Config<T,  64,  64,  3,     128,  3,      2>;
+using D64Medium  = Config<T,  64,  64,  3,     128,  3,      2,      1,     true>;
 template <DType T>
 using D64Few     = Config<T,  64,  64,  1,     128,  3,      1,      2,     false,  true>;
 template <DType T>
-using D96Large   = Config<T,  96,  96,  3,      96,  2,      2>;
+using D96Large   = Config<T,  96,  96,  3,      96,  2,      2,      1,     true>;
 template <DType T>
 using D96Few     = Config<T,  96,  96,  1,      64,  3,      1,      2,     false,  true>;
 template <DType T>
-using D128Large  = Config<T, 128, 128,  3,      80,  3,      2>;
+using D128Large  = Config<T, 128, 128,  3,      80,  3,      2,      1,     true>;
 template <DType T>
 using D128Few    = Config<T, 128, 128,  1,      64,  3,      1,      2,     false,  true>;
 template <DType T>
-using D192Large  = Config<T, 192, 128,  3,      80,  2,      1>;
+using D192Large  = Config<T, 192, 128,  3,      80,  2,      1,      1,     true>;
 template <DType T>
 using D192Few    = Config<T, 192, 128,  1,      64,  2,      1,      2,     false,  true>;
 template <DType T>
@@ -135,22 +144,22 @@ constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
 constexpr int TRANSPOSE_THREADS = 256;
 
 // clang-format off
-//                                  head_dim    warp-  block         Q       CTAs     in             slices
-//                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V
+//                                  head_dim    warp-  block         Q       CTAs     in             slices  rescales
+//                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V       first
 template <DType T>
-using Fp8D64        = Config<T,  64,  64,  2,     128,  4,      2>;
+using Fp8D64        = Config<T,  64,  64,  3,     128,  4,      2,      1,       false,  false,  false,  true>;
 template <DType T>
 using Fp8D64Blocks  = Config<T,  64,  64,  3,      64,  4,      2>;
 template <DType T>
-using Fp8D128       = Config<T, 128, 128,  2,     128,  4,      2,      1,       true>;
+using Fp8D128       = Config<T, 128, 128,  2,     128,  4,      2>;
 template <DType T>
 using Fp8D128Blocks = Config<T, 128, 128,  2,      64,  4,      2,      1,       true>;
 template <DType T>
-using Fp8D192       = Config<T, 192, 128,  2,     128,  3,      2,      1,       true>;
+using Fp8D192       = Config<T, 192, 128,  2,     128,  3,      2>;
 template <DType T>
 using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
 template <DType T>
-using Fp8D256       = Config<T, 256, 128,  2,     128,  3,      2,      1,       true,   false,  true>;
+using Fp8D256       = Config<T, 256, 128,  2,     128,  3,      2,      1,       false,  false,  true>;
 template <DType T>
 using Fp8D256Blocks = Config<T, 256, 128,  2,      64,  3,      2,      1,       true,   false,  true>;
 // clang-format on

@@ -4,13 +4,16 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/makespan.h"
 #include "common/planning/order.h"
 #include "common/planning/split_keys.h"
 #include "common/planning/tensor_maps.h"
@@ -46,6 +49,7 @@ struct Tile : core::Tile {
   int barriers;
   int producer_registers, consumer_registers;  // of a thread; 0: the same for all
   bool in_turns;
+  int row_step;
 };
 
 template <class C>
@@ -60,41 +64,42 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
           C::BARRIERS,
           C::MOVES_REGISTERS ? C::PRODUCER_REGISTERS : 0,
           C::MOVES_REGISTERS ? C::CONSUMER_REGISTERS : 0,
-          C::IN_TURNS};
+          C::IN_TURNS,
+          C::TILE_STEP};
 }
 
 // Measured on an H200 (NOTES.md), but for d96_few and those of head dimension 192.
+constexpr double NEVER = std::numeric_limits<double>::infinity();
 constexpr Tile TILES[] = {
     tile<D64Large<DType::F16>>("d64_large",
-                               {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 2.5},
-                               "4 warpgroups of 64 rows, 64 keys at a time"),
-    tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1.5},
-                                "fewer tiles of unequal length: 3 warpgroups, 128 keys at a time"),
+                               {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = NEVER},
+                               "4 warpgroups of 64 rows in turns, 64 keys at a time"),
+    tile<D64Medium<DType::F16>>(
+        "d64_medium", {.min_tiles_per_sm = 1.5},
+        "tiles of unequal length: 3 warpgroups in turns, 128 keys at a time"),
     tile<D64Few<DType::F16>>("d64_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
     tile<D96Large<DType::F16>>("d96_large",
                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
-                               "3 warpgroups of 64 rows, 96 keys at a time"),
+                               "3 warpgroups of 64 rows in turns, 96 keys at a time"),
     tile<D96Few<DType::F16>>("d96_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
     tile<D128Large<DType::F16>>("d128_large",
                                 {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
-                                "3 warpgroups of 64 rows, 80 keys at a time"),
+                                "3 warpgroups of 64 rows in turns, 80 keys at a time"),
     tile<D128Few<DType::F16>>("d128_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
     tile<D192Large<DType::F16>>("d192_large",
                                 {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
-                                "3 warpgroups of 64 rows, 80 keys at a time"),
+                                "3 warpgroups of 64 rows in turns, 80 keys at a time"),
     tile<D192Few<DType::F16>>("d192_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
-    tile<D256Large<DType::F16>>(
-        "d256_large", {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1},
-        "2 warpgroups of 64 rows that multiply in turns, 80 keys at a time"),
+    tile<D256Large<DType::F16>>("d256_large",
+                                {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1},
+                                "2 warpgroups of 64 rows in turns, 80 keys at a time"),
     tile<D256Few<DType::F16>>("d256_few", {}, "few tiles: 64 rows make twice as many"),
 };
 
 constexpr Tile FP8_TILES[] = {
-    tile<Fp8D64<DType::E4M3>>("d64", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
-    tile<Fp8D128<DType::E4M3>>(
-        "d128", {}, "2 warpgroups of 64 rows that multiply in turns, 128 keys at a time"),
-    tile<Fp8D192<DType::E4M3>>(
-        "d192", {}, "2 warpgroups of 64 rows that multiply in turns, 128 keys at a time"),
+    tile<Fp8D64<DType::E4M3>>("d64", {}, "3 warpgroups of 64 rows, 128 keys at a time"),
+    tile<Fp8D128<DType::E4M3>>("d128", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
+    tile<Fp8D192<DType::E4M3>>("d192", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
     tile<Fp8D256<DType::E4M3>>("d256", {}, "two CTAs share the columns of V"),
 };
 // For descales of k or v by blocks of 64 keys.
@@ -138,6 +143,24 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Tile
                            ? core::ceil_div(kv_heads, core::ceil_div(kv_heads, size))
                            : core::even_size(kv_heads, size);
   return static_cast<int32_t>(even * ratio);
+}
+
+// Whether the CTAs count the tiles that they have taken, so that the one that is done first takes
+// the next one. Else they take them in rounds, of which every second one is handed out in reverse
+// order. Zeroing the counter takes about 2 us, in which a CTA multiplies a tile with about
+// COUNTER_KEYS keys.
+bool counts_tiles(LaunchPlan plan, const Problem& problem, const Device& device) {
+  constexpr double COUNTER_KEYS = 128;
+  constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;  // with more of them the counter costs nothing
+  const int64_t tiles = plan.tile.tiles * plan.tile.v_slices, ctas = plan.tile.ctas;
+  if (tiles <= ctas || core::equal_tiles(problem)) return false;
+  if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
+  plan.problem = problem;
+  plan.device = device;
+  std::vector<double> times;
+  for (const core::TileTime& tile : core::tile_times(plan, {})) times.push_back(tile.time);
+  const auto time = [&](core::Walk walk) { return core::makespan(times, ctas, walk).time; };
+  return time(core::Walk::Queue) + COUNTER_KEYS < time(core::Walk::Rounds);
 }
 
 // Keys of a column of 8-bit V in the workspace. Packed sequences start at the tiles of
@@ -217,14 +240,13 @@ PlanResult plan(const Problem& problem, const Device& device) {
   const int64_t ctas = stays ? std::min<int64_t>(tiles, device.sm_count) : tiles;
   LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params);
   plan.tile.v_slices = v_slices;
+  plan.tile.row_step = tile.row_step;
   if (splits > 1) {
     core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));
   }
   core::Workspace workspace;
-  if (splits == 1 && stays && tiles > 2 * ctas && !core::equal_tiles(problem)) {
-    // The CTAs count the tiles that they have taken. Two rounds are even without: long tiles meet
-    // short ones.
+  if (splits == 1 && stays && counts_tiles(plan, problem, device)) {
     plan.zeroed_bytes = sizeof(*params.taken_gmem);
     plan.launches[0].pointers.push_back({Operand::Workspace,
                                          static_cast<int32_t>(offsetof(Params, taken_gmem)),
@@ -241,7 +263,7 @@ Notes notes(const LaunchPlan& plan) {
   const auto str = [](int x) { return std::to_string(x); };
   return {
       {"warps", str(tile->warps) + " of " + str(tile->rows_per_warp) + " rows, 1 producer" +
-                    (tile->in_turns ? "; two warpgroups multiply in turns" : "")},
+                    (tile->in_turns ? "; warpgroups multiply in turns" : "")},
       {"registers", tile->consumer_registers == 0
                         ? "the same for all warps"
                         : str(tile->consumer_registers) + " for each consumer thread, " +

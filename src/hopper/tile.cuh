@@ -12,6 +12,7 @@
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/mbarrier.cuh"
+#include "common/ptx/mov.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/swizzle.h"
@@ -84,6 +85,12 @@ struct RingPosition {
 // negative behind the last tile.
 struct Tile : math::Work {
   int split;
+  int end_row;  // one behind its last row
+
+  // The tile as if its sequence ended with it.
+  __device__ __forceinline__ math::Work rows() const {
+    return {batch_head, first_row, end_row, nk};
+  }
 };
 static_assert(sizeof(Tile) <= TILE_MESSAGE_BYTES);
 
@@ -158,21 +165,15 @@ __device__ __forceinline__ void start_pv(math::Outputs<C>& o_rmem, const Probabi
 template <class C>
 using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
-// Whether a warp has raised bases, and what the outputs of its rows have to be multiplied by then.
-struct Raise {
-  bool any = false;
-  float corrections[2];
-};
-
 // Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
-// rescales their sums; `raise` says what their outputs need. Returns the scale for weigh_row:
-// exp2_scale, or 1 if this has scaled the scores already. What is rare is behind one branch, as
-// each branch would drain the pipelines. In there a warp is on its own: it must not wait for a
-// product, because all four warps of a warpgroup have to execute each wgmma.wait_group (PTX ISA,
-// .aligned).
-template <class C>
+// rescales their sums; then `raised` is called with the corrections that their outputs need.
+// Returns the scale for weigh_row: exp2_scale, or 1 if this has scaled the scores already. What is
+// rare is behind one branch, as each branch would drain the pipelines. In there a warp is on its
+// own: it must not wait for a product, because all four warps of a warpgroup have to execute each
+// wgmma.wait_group (PTX ISA, .aligned). `before` is called before that branch, by all warps.
+template <class C, class Before, class Raised>
 __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::RowState<C>& state,
-                                               float exp2_scale, Raise& raise) {
+                                               float exp2_scale, Before before, Raised raised) {
   using W = Weights<C>;
   constexpr int HALF = C::BLOCK_K / 16;  // two maxima of a row are found side by side
   float max[2];
@@ -189,36 +190,40 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
     }
     max[r] = fmaxf(halves[0], halves[1]);
   }
+  // Without short cuts, so that there is no branch.
   const auto exceed = [&](float limit_0, float limit_1) {
-    return max[0] * exp2_scale > limit_0 || max[1] * exp2_scale > limit_1;
+    return static_cast<int>(max[0] * exp2_scale > limit_0) |
+           static_cast<int>(max[1] * exp2_scale > limit_1);
   };
   float (&base)[2] = state.base[0];
   float (&sum)[2] = state.sum[0];
-  bool raises;
-  if constexpr (W::RAISE_FRACTION == 0.0f) {
-    const float lag = state.large ? W::LARGE_BASE_LAG : W::P_LOG2 + W::BASE_LAG;
-    raises = __any_sync(math::FULL_WARP, exceed(base[0] + lag, base[1] + lag));
-    if (!raises && !state.large) return exp2_scale;
-  } else {
-    if (!__any_sync(math::FULL_WARP, exceed(base[0], base[1]) || state.large)) return exp2_scale;
-    raises = __any_sync(math::FULL_WARP, exceed(base[0] + math::allowed_rise<W>(sum[0]),
-                                                base[1] + math::allowed_rise<W>(sum[1])));
-  }
+  float lag = 0.0f;
+  if constexpr (W::RAISE_FRACTION == 0.0f)
+    lag = state.large ? W::LARGE_BASE_LAG : W::P_LOG2 + W::BASE_LAG;
+  const bool rare = __any_sync(
+      math::FULL_WARP, exceed(base[0] + lag, base[1] + lag) | static_cast<int>(state.large));
+  before();
+  if (!rare) return exp2_scale;
+  const bool raises = __any_sync(
+      math::FULL_WARP, W::RAISE_FRACTION == 0.0f ? exceed(base[0] + lag, base[1] + lag)
+                                                 : exceed(base[0] + math::allowed_rise<W>(sum[0]),
+                                                          base[1] + math::allowed_rise<W>(sum[1])));
   if (raises) {
-    raise.any = true;
+    float corrections[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float row_max = max[r];
       // mutants: maximum-of-four-lanes
       row_max = fmaxf(row_max, __shfl_xor_sync(math::FULL_WARP, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(math::FULL_WARP, row_max, 2));
-      float raised = __fmul_rn(row_max, exp2_scale);
-      if (W::P_LOG2 != 0.0f && fabsf(raised) <= W::LARGE_BASE) raised -= W::P_LOG2;
-      raised = fmaxf(base[r], raised);
-      raise.corrections[r] = ptx::ex2_approx_ftz(base[r] - raised);
-      base[r] = raised;
-      sum[r] *= raise.corrections[r];
+      float new_base = __fmul_rn(row_max, exp2_scale);
+      if (W::P_LOG2 != 0.0f && fabsf(new_base) <= W::LARGE_BASE) new_base -= W::P_LOG2;
+      new_base = fmaxf(base[r], new_base);
+      corrections[r] = ptx::ex2_approx_ftz(base[r] - new_base);
+      base[r] = new_base;
+      sum[r] *= corrections[r];
     }
+    raised(corrections);
     const auto is_large = [](float x) {
       return fabsf(x) > W::LARGE_BASE - W::P_LOG2 && x != math::LOWEST;
     };
@@ -272,9 +277,9 @@ __device__ __forceinline__ void pack(const math::Scores<C>& s_rmem, Probabilitie
       const float* s = &s_rmem[0][n][2 * r];
       if constexpr (C::FP8) {
         const float* next = &s_rmem[0][n + 1][2 * r];
-        const uint32_t low = ptx::cvt_rn_satfinite_x2_f32<C::DTYPE>(s[0], s[1]);
-        const uint32_t high = ptx::cvt_rn_satfinite_x2_f32<C::DTYPE>(next[0], next[1]);
-        p_rmem[0][n / 4][n % 4 + r] = low | high << 16;
+        p_rmem[0][n / 4][n % 4 + r] =
+            ptx::mov_b32_b16x2(ptx::cvt_rn_satfinite_x2_f32<C::DTYPE>(s[0], s[1]),
+                               ptx::cvt_rn_satfinite_x2_f32<C::DTYPE>(next[0], next[1]));
       } else {
         p_rmem[0][n / 2][n % 2 * 2 + r] = ptx::cvt_rn_x2_f32<C::DTYPE>(s[0], s[1]);
       }

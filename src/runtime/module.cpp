@@ -630,7 +630,10 @@ NB_MODULE(_archflash, m) {
       .def_ro("turned_begin", &TileChoice::turned_begin,
               "The tiles of a head come from the last to the first, but those at these places come "
               "in the opposite direction.")
-      .def_ro("turned_end", &TileChoice::turned_end);
+      .def_ro("turned_end", &TileChoice::turned_end)
+      .def_ro("row_step", &TileChoice::row_step,
+              "The tiles of a sequence end with it, as far as whole steps of so many rows take "
+              "them there; 0: they begin with it.");
 
   with_pickle(nb::class_<LaunchPlan>(m, "LaunchPlan",
                                      "Everything a launch needs but the addresses of the tensors."),

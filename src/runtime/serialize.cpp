@@ -62,7 +62,7 @@ void fields(TileChoice& t, F&& f) {
       f("packed_heads", t.packed_heads), f("ctas_per_sm", t.ctas_per_sm);
   f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits), f("v_slices", t.v_slices),
       f("heads_per_group", t.heads_per_group);
-  f("turned_begin", t.turned_begin), f("turned_end", t.turned_end);
+  f("turned_begin", t.turned_begin), f("turned_end", t.turned_end), f("row_step", t.row_step);
 }
 template <class F>
 void fields(LaunchPlan& p, F&& f) {
@@ -383,7 +383,8 @@ void check_tile(const LaunchPlan& plan) {
             {"v_stages", tile.v_stages},
             {"heads_per_group", tile.heads_per_group},
             {"turned_begin", tile.turned_begin},
-            {"turned_end", tile.turned_end}});
+            {"turned_end", tile.turned_end},
+            {"row_step", tile.row_step}});
   const int64_t heads_per_kv = plan.problem.heads_q / std::max<int64_t>(plan.problem.heads_kv, 1);
   if (heads_per_kv < tile.packed_heads || heads_per_kv % tile.packed_heads != 0) {
     throw nb::value_error(join("field 'tile.packed_heads' is ", tile.packed_heads, ": ",

@@ -56,7 +56,7 @@ def shapes_of(kernel: str) -> list[str]:
         "ada": ["few", "many", "unmasked"],  # one tile is for unmasked calls only
         "blackwell_consumer": ["few", "some", "most"],  # larger tiles, and some in between
         "blackwell_dc": ["few", "rounds"],  # one CTA goes from tile to tile
-        "hopper": ["few", "many", "rounds"],  # larger tiles, and some in between
+        "hopper": ["few", "many", "rounds", "unmasked"],  # one tile is for unmasked calls only
     }.get(kernel, ["few", "many"])
 
 

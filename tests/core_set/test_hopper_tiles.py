@@ -24,7 +24,7 @@ NAME = "hopper"
 # The kernels for many rows: (d, dv), rows and keys of a tile.
 LARGE = {
     "d64_large": ((64, 64), 256, 64),
-    "d64_medium": ((64, 64), 192, 96),
+    "d64_medium": ((64, 64), 192, 128),
     "d96_large": ((96, 96), 192, 96),
     "d128_large": ((128, 128), 192, 80),
     "d192_large": ((192, 128), 192, 80),
@@ -32,6 +32,8 @@ LARGE = {
 }
 pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
 every_large = pytest.mark.parametrize("kernel", LARGE)
+# Calls whose tiles visit as many keys each go to d64_large, all others to d64_medium.
+every_uneven = pytest.mark.parametrize("kernel", [name for name in LARGE if name != "d64_large"])
 
 
 def plan_on(sms: int, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
@@ -54,33 +56,25 @@ def check_every_schedule(
     return on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
 
 
-def heads_for(kernel: str) -> tuple[int, int]:
-    """So many that the kernel is chosen: fewer tiles go to d64_medium, more to d64_large."""
-    return (2, 1) if kernel == "d64_medium" else (4, 2)
-
-
 # --- from tile to tile ---
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @every_large
 def test_a_cta_goes_from_tile_to_tile(kernel: str, causal: bool) -> None:
-    if kernel == "d64_medium" and not causal:
-        pytest.skip("tiles of equal length go to d64_large")
+    if kernel == ("d64_large" if causal else "d64_medium"):
+        pytest.skip("another kernel serves it")
     dims, rows, keys = LARGE[kernel]
-    nq = 130 if kernel == "d64_medium" else rows + 70
-    q, k, v = on.qkv(nq, 4 * keys + 9, *dims, dtype="bfloat16", heads=heads_for(kernel))
+    q, k, v = on.qkv(rows + 70, 4 * keys + 9, *dims, dtype="bfloat16", heads=(4, 2))
     check_every_schedule(kernel, q, k, v, causal=causal)
 
 
-@every_large
+@every_uneven
 def test_packed_sequences_with_and_without_keys_follow_each_other(kernel: str) -> None:
     (d, dv), rows, keys = LARGE[kernel]
     q_lengths = (rows, 0, 130, 2 * rows + 3, 1)
     k_lengths = (keys + 3, 7, 0, 3 * keys - 1, 1)
     heads, heads_kv = 4, 2
-    if kernel == "d64_medium":  # for few tiles
-        q_lengths, k_lengths, heads, heads_kv = (150,), (3 * keys - 1,), 1, 1
     shapes = (
         (sum(q_lengths) + 2, heads, d),
         (sum(k_lengths) + 5, heads_kv, d),
@@ -95,38 +89,41 @@ def test_packed_sequences_with_and_without_keys_follow_each_other(kernel: str) -
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@every_large
+@every_uneven
 def test_blocks_are_masked_at_either_end_of_the_rows_of_a_warpgroup(
     kernel: str, dtype: str
 ) -> None:
     """A window whose blocks some warpgroups of a tile do not see; some rows see no key."""
     dims, rows, keys = LARGE[kernel]
-    nq = 130 if kernel == "d64_medium" else rows + 9
-    q, k, v = on.qkv(nq, 8 * keys - 3, *dims, dtype=dtype, heads=heads_for(kernel))
+    q, k, v = on.qkv(rows + 9, 8 * keys - 3, *dims, dtype=dtype, heads=(4, 2))
     call = {"window": (40, 25), "q_offset": on.int32(-30), "sinks": on.rand(q.shape[1], seed=3)}
     check_every_schedule(kernel, q, k, v, **call)
 
 
-@every_large
+@every_uneven
 def test_capped_and_huge_scores(kernel: str) -> None:
     dims, rows, keys = LARGE[kernel]
-    nq = 130 if kernel == "d64_medium" else rows + 9
-    q, k, v = on.qkv(nq, 3 * keys - 3, *dims, dtype="bfloat16", heads=heads_for(kernel))
+    q, k, v = on.qkv(rows + 9, 3 * keys - 3, *dims, dtype="bfloat16", heads=(4, 2))
     check_every_schedule(kernel, q, k, v, softcap=3.0, causal=True)
     q, k = q * 1e3, k * 1e3
     plan = plan_on(1, q, k, v, causal=True)
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[1], causal=True)
 
 
-def test_ctas_that_share_the_tiles_out_give_the_bits_of_one() -> None:
+@pytest.mark.parametrize("counted", [False, True], ids=["in rounds", "by a counter"])
+def test_ctas_that_share_the_tiles_out_give_the_bits_of_one(counted: bool) -> None:
     q, k, v = on.qkv(700, 400, 128, dtype="bfloat16", heads=(4, 2))
+    call: dict[str, Any] = {"causal": True}
+    if counted:  # packed sequences, whose lengths no plan knows
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        call |= {"cu_seqlens_q": on.cu_seqlens((700,)), "cu_seqlens_k": on.cu_seqlens((400,))}
     outs = []
     for sms in (1, 2, 3):
-        plan = plan_on(sms, q, k, v, causal=True)
+        plan = plan_on(sms, q, k, v, **call)
         assert plan.to_dict()["launches"][0]["grid"] == [sms, 1, 1]
-        assert plan.zeroed_bytes == 4
-        outs.append(on.attend(NAME, q, k, v, plan=plan, schedules=[sms], causal=True))
-    assert_close(*outs[2], q, k, v, causal=True)
+        assert plan.zeroed_bytes == (4 if counted else 0)
+        outs.append(on.attend(NAME, q, k, v, plan=plan, schedules=[sms], **call))
+    assert_close(*outs[2], q, k, v, **call)
     for out, lse in outs:
         assert torch.equal(out, outs[0][0])
         assert torch.equal(lse, outs[0][1])

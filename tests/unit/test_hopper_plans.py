@@ -33,7 +33,7 @@ SHAPES = {
     (1, 12, 12, 512, 512, 64, True): ("d64_few", 12),
     (1, 12, 12, 2048, 2048, 64, True): ("d64_few", 12),
     (1, 12, 12, 4096, 4096, 64, True): ("d64_medium", 12),
-    (8, 12, 12, 2048, 2048, 64, True): ("d64_large", 96),
+    (8, 12, 12, 2048, 2048, 64, True): ("d64_medium", 12),
     (2, 16, 16, 4096, 77, 64, False): ("d64_large", 8),
     (4, 16, 16, 2048, 2048, 96, True): ("d96_large", 64),
     (2, 16, 16, 4096, 4096, 256, True): ("d256_large", 4),
@@ -109,3 +109,24 @@ def test_every_tile_fits_an_h100() -> None:
         for b in (1, 64):
             launch = launch_of(hopper("H100", b=b, hq=16, nq=1024, d=d, dv=dv))
             assert launch["shared_bytes"] <= 227 * 1024
+
+
+def test_tiles_end_with_their_sequence_so_that_the_short_one_sees_the_fewest_keys() -> None:
+    plan = hopper(b=1, hq=1, hkv=1, nq=4096, nk=4096, d=128, causal=True)
+    if tile_of(plan).name != "d128_large":  # one head is few tiles; many heads have the same ones
+        plan = hopper(b=1, hq=32, hkv=32, nq=4096, nk=4096, d=128, causal=True)
+    assert (tile_of(plan).block_q, tile_of(plan).row_step) == (192, 64)
+    times = sorted({time for _, time in native.tile_times(plan)})
+    keys = [time - native.TILE_KEYS for time in times]
+    assert len(keys) == 22
+    assert keys[0] == 80  # 64 rows: one block of keys
+    assert keys[-1] == 52 * 80  # 192 rows, the last of which sees 4,096 keys
+
+
+def test_tiles_are_counted_where_that_gains_more_than_zeroing_the_counter_costs() -> None:
+    even = hopper(b=1, hq=12, hkv=12, nq=4096, nk=4096, d=64, causal=True)
+    assert even.zeroed_bytes == 0
+    uneven = hopper(b=2, hq=16, hkv=16, nq=4001, nk=4001, d=128, causal=True)
+    assert uneven.zeroed_bytes == 4
+    equal = hopper(b=16, hq=16, hkv=16, nq=8192, nk=8192, d=128, causal=False)
+    assert equal.zeroed_bytes == 0

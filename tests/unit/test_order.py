@@ -268,8 +268,8 @@ def test_groups_have_one_size_where_that_is_possible() -> None:
     long = call("bfloat16", b=2, hq=16, hkv=16, nq=8192, nk=8192, d=64, causal=True)
     of_hopper = plan_of(long, "H100", "hopper")
     assert order_of(of_hopper)[0] == 4
-    assert native.makespan(of_hopper).share > 0.99
-    assert native.makespan(changed(of_hopper, heads_per_group=5)).share < 0.9
+    assert native.makespan(of_hopper).share > 0.96
+    assert native.makespan(changed(of_hopper, heads_per_group=5)).share < 0.91
     assert native.makespan(changed(plan, heads_per_group=15)).share < 0.75  # two are left over
 
 

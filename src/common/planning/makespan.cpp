@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 
+#include "common/math/row_tiles.h"
 #include "common/planning/core_set.h"
 #include "common/planning/order.h"
 
@@ -18,6 +19,18 @@ void add(std::vector<TileTime>& tiles, int64_t kv_head, int64_t keys, const Tile
     const auto time = static_cast<double>(TILE_KEYS + share * tile.block_k);
     tiles.insert(tiles.end(), tile.v_slices, {kv_head, time});
   }
+}
+
+// The keys that tile number `index` of a sequence visits.
+int64_t keys_of_row_tile(const Problem& problem, const TileChoice& tile, int64_t nq, int64_t nk,
+                         int64_t index) {
+  int64_t row = index * tile.block_q, rows = tile.block_q;
+  if (tile.row_step > 0) {
+    const math::RowTile moved = math::row_tile_from_end(
+        static_cast<int>(nq), static_cast<int>(row), tile.block_q, static_cast<int>(tile.row_step));
+    row = moved.first_row, rows = moved.end_row - moved.first_row;
+  }
+  return keys_of_tile(problem, rows, tile.block_k, nq, nk, row);
 }
 
 int64_t workers_of(const LaunchPlan& plan) {
@@ -68,11 +81,10 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
       const int64_t needed = ceil_div(nq, tile.block_q);
       start += nq;
       for (int64_t place = 0; place < places; ++place) {
-        const int64_t row = (needed - 1 - place) * tile.block_q;
+        const int64_t index = needed - 1 - place;
         for (int64_t head = 0; head < problem.heads_q / packed; ++head) {
-          if (row >= 0) {
-            add(tiles, head / heads_per_kv,
-                keys_of_tile(problem, tile.block_q, tile.block_k, nq, nk, row), tile);
+          if (index >= 0) {
+            add(tiles, head / heads_per_kv, keys_of_row_tile(problem, tile, nq, nk, index), tile);
           } else {
             tiles.insert(tiles.end(), tile.splits * tile.v_slices, {head / heads_per_kv, 0});
           }
@@ -89,9 +101,8 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
   const int64_t group = tile.heads_per_group > 0 ? tile.heads_per_group / packed : heads;
   for (int64_t first = 0; first < heads; first += group) {
     for (int64_t place = 0; place < rows; ++place) {
-      const int64_t row = rows - 1 - order.from_last(static_cast<int>(place));
-      const int64_t keys = keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq, problem.nk,
-                                        row * tile.block_q);
+      const int64_t index = rows - 1 - order.from_last(static_cast<int>(place));
+      const int64_t keys = keys_of_row_tile(problem, tile, problem.nq, problem.nk, index);
       for (int64_t head = first; head < std::min(first + group, heads); ++head)
         add(tiles, head / heads_per_kv, keys, tile);
     }

@@ -173,6 +173,9 @@ struct TileChoice {
   int64_t heads_per_group = 0;  // heads whose tiles follow one another; 0: no groups
   int64_t turned_begin = 0;     // tiles of a head that come in the opposite direction (TileOrder)
   int64_t turned_end = 0;
+  // The tiles of a sequence end with it, as far as whole steps of so many rows take them there
+  // (math::row_tile_from_end); 0: they begin with it.
+  int64_t row_step = 0;
 };
 
 struct LaunchPlan {

@@ -157,7 +157,7 @@ TARGETS = (
     Target("blackwell_dc", "e4m3_d192_mufu", "B300", 1, 150, 128, 192, dv=128, blocks=10),
     Target("blackwell_dc", "e4m3_d256_mufu", "B300", 1, 150, 128, 256, blocks=10),
     Target(
-        "hopper", "bf16_d64_large", "H200", 1, 256, 64, 64, many=(300, 3), sample=30, steady=True
+        "hopper", "bf16_d96_large", "H200", 1, 192, 96, 96, many=(300, 3), sample=30, steady=True
     ),
     Target(
         "hopper", "f16_d128_large", "H200", 1, 192, 80, 128, many=(300, 3), sample=30, steady=True
