@@ -227,8 +227,8 @@ def _problems_with_masks(dtype: torch.dtype, d: int, dv: int) -> Iterator[_nativ
 
 
 def _problems_with_cache(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:
-    """The same for calls with a KV cache, whose kernels go by the dtypes, the head dims, and whether
-    there are more than 16 query rows.
+    """The same for calls with a KV cache, whose kernels go by the dtypes, the head dims, and by
+    whether 16 rows are enough.
     """
     lengths = torch.zeros(1, dtype=torch.int32)
     cos, sin = (torch.empty(1, max(d // 2, 1)) for _ in range(2))

@@ -106,17 +106,24 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<D192Cache<DType::F16>>("d192_cache", {}, WITH_CACHE),
     tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
 };
+// A row of the tables of decoding kernels. Their costs were measured on an H200 (NOTES.md).
+template <class C>
+constexpr core::Tile decode_tile(const char* name, const char* reason) {
+  core::Tile decodes = tile<C>(name, {}, reason);
+  decodes.split_costs = {.start = 256, .combine = 256, .combine_share = 16, .fewest_keys = 256};
+  return decodes;
+}
 constexpr const char* DECODES = "few rows: each warp copies and multiplies keys of its own";
 constexpr core::Tile DECODE_TILES[] = {
-    tile<D64Decode<DType::F16>>("d64_decode", {}, DECODES),
-    tile<D128Decode<DType::F16>>("d128_decode", {}, DECODES),
-    tile<D256Decode<DType::F16>>("d256_decode", {}, DECODES),
+    decode_tile<D64Decode<DType::F16>>("d64_decode", DECODES),
+    decode_tile<D128Decode<DType::F16>>("d128_decode", DECODES),
+    decode_tile<D256Decode<DType::F16>>("d256_decode", DECODES),
 };
 constexpr const char* WITH_FP8_CACHE = "8-bit K and V become fp16 in registers";
 constexpr core::Tile FP8_CACHE_TILES[] = {
-    tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", {}, WITH_FP8_CACHE),
-    tile<D128CacheFp8<DType::F16>>("d128_cache_fp8", {}, WITH_FP8_CACHE),
-    tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", {}, WITH_FP8_CACHE),
+    decode_tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D128CacheFp8<DType::F16>>("d128_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", WITH_FP8_CACHE),
 };
 
 // The table for a call with a cache. With batch_invariant all calls with a cache of one dtype take
@@ -126,8 +133,7 @@ std::span<const core::Tile> cache_tiles(const Problem& problem) {
   const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;
   if (problem.batch_invariant || rows == UNKNOWN) return CACHE_TILES;
   const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
-  const uint64_t tile_rows =
-      power_of_two(rows) * power_of_two(problem.heads_q / problem.heads_kv);
+  const uint64_t tile_rows = power_of_two(rows) * power_of_two(problem.heads_q / problem.heads_kv);
   if (tile_rows > DECODE_TILES[0].block_q) return CACHE_TILES;
   return DECODE_TILES;
 }

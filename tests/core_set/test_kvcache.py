@@ -236,7 +236,9 @@ def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
         if file.name.endswith(".json"):
             for entries in json.loads(file.read_text()).values():
                 compiled |= {
-                    name for name in entries if re.search("_cache(_fp8)?$|_decode$|_append_|_mla$", name)
+                    name
+                    for name in entries
+                    if re.search("_cache(_fp8)?$|_decode$|_append_|_mla$", name)
                 }
     assert ran == compiled
 

@@ -11,13 +11,13 @@ namespace archflash::mma_sync {
 // A CTA owns 16 query rows, mostly heads of one position, packed. It visits the keys in blocks of
 // BLOCK_K, of which each warp takes WARP_KEYS keys for all rows: see decode_fwd.cuh. DTYPE is that
 // of q and out. An FP8_CACHE is multiplied in fp16, which holds all of its numbers.
-template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int WARP_KEYS_, int STAGES_,
+template <DType DTYPE_, int HEAD_DIM_, int WARPS_, int WARP_KEYS_, int STAGES_,
           bool Q_IN_REGISTERS_, int CTAS_PER_SM_, bool FP8_CACHE_>
 struct DecodeConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr DType PRODUCT = FP8_CACHE_ ? DType::F16 : DTYPE;
   static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_;
   static constexpr int WARPS = WARPS_;
   static constexpr int THREADS = 32 * WARPS;
   static constexpr int BLOCK_Q = 16;
@@ -36,22 +36,21 @@ struct DecodeConfig {
   // What math/online_softmax.cuh needs to know of a warp.
   struct Warp {
     static constexpr DType DTYPE = PRODUCT;
-    static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
+    static constexpr int HEAD_DIM_V = HEAD_DIM_;
     static constexpr int M_TILES = 1;
     static constexpr int WARP_ROWS = 16;
     static constexpr int STEP_KEYS = WARP_KEYS;
     static constexpr bool ROWS_ALONE = true;
   };
 
-  // Layouts in shared memory. Their columns are units of 16 bits.
-  using KTile = math::SwizzledTile<HEAD_DIM * ELEMENT_BYTES / 2>;
-  using VTile = math::SwizzledTile<HEAD_DIM_V * ELEMENT_BYTES / 2>;
+  // The layout of K and V in shared memory. Its columns are units of 16 bits.
+  using Tile = math::SwizzledTile<HEAD_DIM * ELEMENT_BYTES / 2>;
 
   // Shared memory: for each warp K, V of its stages | fragments of Q | base and sum of each warp's
-  // rows | context. In the end a warp's stages hold its outputs in fp32. Offsets and sizes in bytes.
-  static constexpr int K_BYTES = WARP_KEYS * KTile::ROW_BYTES;
-  static constexpr int V_BYTES = WARP_KEYS * VTile::ROW_BYTES;
-  static constexpr int STAGE_BYTES = K_BYTES + V_BYTES;
+  // rows | context. In the end a warp's stages hold its outputs in fp32. Offsets and sizes in
+  // bytes.
+  static constexpr int K_BYTES = WARP_KEYS * Tile::ROW_BYTES;
+  static constexpr int STAGE_BYTES = 2 * K_BYTES;
   static constexpr int WARP_BYTES = STAGES * STAGE_BYTES;
   static constexpr int Q_SMEM = WARPS * WARP_BYTES;
   static constexpr int Q_BYTES = Q_IN_REGISTERS ? 0 : BLOCK_Q * HEAD_DIM * 2;

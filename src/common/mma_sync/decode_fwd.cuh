@@ -80,7 +80,7 @@ struct DecodeQuery {
       const int warp = threadIdx.x / 32;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        const uint32_t(&q)[4] = all[step];
+        const uint32_t (&q)[4] = all[step];
         if (step % C::WARPS == warp) steps[32 * step] = make_uint4(q[0], q[1], q[2], q[3]);
       }
     }
@@ -160,6 +160,7 @@ struct DecodeCopies {
   int nk, first, blocks, block_rows;  // of CacheContext
   int page_shift;                     // the rows of a page are 2^page_shift; -1 if they are not
   bool whole_pages;                   // each unit lies in one page, or there are none
+  bool same_strides;                  // of K and V
   int entry = 0;                      // of the page table, for the group that is copied next
 
   __device__ __forceinline__ DecodeCopies(const AttentionParams& params, const CacheContext& cta)
@@ -172,6 +173,7 @@ struct DecodeCopies {
         blocks(cta.blocks),
         block_rows(cta.block_rows) {
     page_shift = (block_rows & (block_rows - 1)) == 0 ? __ffs(block_rows) - 1 : -1;
+    same_strides = params.k_batch == params.v_batch && params.k_row == params.v_row;
     whole_pages = pages_gmem == nullptr || (block_rows % UNIT == 0 && first % UNIT == 0);
   }
 
@@ -196,104 +198,93 @@ struct DecodeCopies {
         page = __shfl_sync(math::FULL_WARP, entry, unit + threadIdx.x % UNIT);
       // A page outside the cache is clamped into it.
       page = min(max(page, 0), blocks - 1);
-      start_unit(stage_smem + unit * C::KTile::ROW_BYTES,
-                 stage_smem + C::K_BYTES + unit * C::VTile::ROW_BYTES, key + unit, page);
+      const uint32_t k_smem = stage_smem + unit * C::Tile::ROW_BYTES;
+      start_unit(k_smem, k_smem + C::K_BYTES, key + unit, page);
     }
   }
 
  private:
-  // page: that of the unit's first key or of the lane's own key, which is lane % UNIT.
-  __device__ __forceinline__ void start_unit(uint32_t k_smem, uint32_t v_smem, int key,
-                                             int page) const {
-    using KTile = typename C::KTile;
-    using VTile = typename C::VTile;
-    if (whole_pages && key + UNIT <= nk) {
-      int64_t k_start, v_start;
-      if (pages_gmem == nullptr) {
-        k_start = key * params.k_row;
-        v_start = key * params.v_row;
-      } else {
-        const int row = key + first, row_of_page = row - page_of(row) * block_rows;
-        k_start = page * params.k_batch + row_of_page * params.k_row;
-        v_start = page * params.v_batch + row_of_page * params.v_row;
-      }
-      start_rows<KTile>(k_smem, k_gmem + k_start * C::ELEMENT_BYTES,
-                        params.k_row * C::ELEMENT_BYTES, params.d);
-      start_rows<VTile>(v_smem, v_gmem + v_start * C::ELEMENT_BYTES,
-                        params.v_row * C::ELEMENT_BYTES, params.dv);
-      return;
-    }
-    // Lanes 0 to 15 find where a row of K lies, the others where one of V does. Those that copy a
-    // row ask them.
-    const int lane = threadIdx.x % 32, own_key = key + lane % UNIT;
-    const bool of_k = lane < UNIT;
-    int64_t own = -1;  // of a row that becomes zeros
-    if (own_key < nk) {
-      const int64_t page_stride = of_k ? params.k_batch : params.v_batch;
-      const int64_t row_stride = of_k ? params.k_row : params.v_row;
-      if (pages_gmem == nullptr) {
-        own = own_key * row_stride;
-      } else {
-        const int row = own_key + first, row_of_page = row - page_of(row) * block_rows;
-        own = page * page_stride + row_of_page * row_stride;
-      }
-    }
-    start_scattered_rows<KTile>(k_smem, k_gmem, own, 0, params.d);
-    start_scattered_rows<VTile>(v_smem, v_gmem, own, UNIT, params.dv);
-  }
-
-  // Which 16-byte chunk of a tile of UNIT rows a lane copies in each step.
-  template <class Tile>
+  // Which 16-byte chunk of a unit's rows a lane copies in each step, in K and in V.
   struct Lane {
+    using Tile = typename C::Tile;
     static constexpr int ROWS = 32 / Tile::CHUNKS;  // of a step
     static constexpr int STEPS = UNIT / ROWS;
-    static constexpr int CHUNK_COLUMNS = 16 / C::ELEMENT_BYTES;
     static_assert(32 % Tile::CHUNKS == 0 && UNIT % ROWS == 0);
     int row, chunk;
-    uint32_t offset;
+    uint32_t offset;  // of the chunk of step 0 in the tile
+    bool in_k, in_v;  // whether the chunk is among the columns that there are
 
-    __device__ __forceinline__ Lane() {
+    __device__ __forceinline__ explicit Lane(const AttentionParams& params) {
       const int lane = threadIdx.x % 32;
       row = lane / Tile::CHUNKS;
       chunk = lane % Tile::CHUNKS;
       offset = Tile::offset(row, chunk);
+      const int column = chunk * (16 / C::ELEMENT_BYTES);
+      in_k = column < params.d;
+      in_v = column < params.dv;
     }
-    // Of the chunk of a step. The rows of a lane differ in bits that row 0 has not.
+    // Where the chunk of a step goes. The rows of a lane differ in bits that are 0 in row ROWS - 1.
     __device__ __forceinline__ uint32_t target(uint32_t tile_smem, int step) const {
       return ((tile_smem + offset) ^ (Tile::swizzle(step * ROWS) * 16)) +
              step * ROWS * Tile::ROW_BYTES;
     }
   };
 
-  template <class Tile>
-  __device__ __forceinline__ static void start_rows(uint32_t tile_smem, const char* rows_gmem,
-                                                    int64_t row_bytes, int columns) {
-    const Lane<Tile> lane;
-    if (lane.chunk * Lane<Tile>::CHUNK_COLUMNS >= columns) return;
-    const char* source = rows_gmem + lane.row * row_bytes + lane.chunk * 16;
+  // page: that of the unit's first key, or of the lane's own key, which is lane % UNIT.
+  __device__ __forceinline__ void start_unit(uint32_t k_smem, uint32_t v_smem, int key,
+                                             int page) const {
+    const Lane at(params);
+    if (whole_pages && key + UNIT <= nk) {
+      int64_t k_row = key, v_row = key;  // of the first key, in elements
+      if (pages_gmem == nullptr) {
+        k_row *= params.k_row;
+        v_row *= params.v_row;
+      } else {
+        const int row = key + first, row_of_page = row - page_of(row) * block_rows;
+        k_row = page * params.k_batch + row_of_page * params.k_row;
+        v_row = page * params.v_batch + row_of_page * params.v_row;
+      }
+      const char* k = k_gmem + (k_row + at.row * params.k_row) * C::ELEMENT_BYTES + at.chunk * 16;
+      const char* v = v_gmem + (v_row + at.row * params.v_row) * C::ELEMENT_BYTES + at.chunk * 16;
 #pragma unroll
-    for (int step = 0; step < Lane<Tile>::STEPS; ++step) {
-      ptx::cp_async_cg_16(lane.target(tile_smem, step), source);
-      source += Lane<Tile>::ROWS * row_bytes;
+      for (int step = 0; step < Lane::STEPS; ++step) {
+        if (at.in_k) ptx::cp_async_cg_16(at.target(k_smem, step), k);
+        k += Lane::ROWS * params.k_row * C::ELEMENT_BYTES;
+      }
+#pragma unroll
+      for (int step = 0; step < Lane::STEPS; ++step) {
+        if (at.in_v) ptx::cp_async_cg_16(at.target(v_smem, step), v);
+        v += Lane::ROWS * params.v_row * C::ELEMENT_BYTES;
+      }
+      return;
     }
-  }
-
-  // own: the offset of this lane's row in elements. Row i of the tile is that of lane first_lane +
-  // i.
-  template <class Tile>
-  __device__ __forceinline__ static void start_scattered_rows(uint32_t tile_smem,
-                                                              const char* keys_gmem, int64_t own,
-                                                              int first_lane, int columns) {
-    const Lane<Tile> lane;
+    // Lanes 0 to 15 find where a row of K lies, the others where one of V does, in elements. The
+    // lanes that copy a row ask them. Rows behind the last key become zeros.
+    const int lane = threadIdx.x % 32;
+    const bool of_k = lane < UNIT;
+    const int64_t row_stride = of_k ? params.k_row : params.v_row;
+    const int own_key = min(key + lane % UNIT, nk - 1);
+    int64_t own = own_key * row_stride;
+    if (pages_gmem != nullptr) {
+      const int row = own_key + first, row_of_page = row - page_of(row) * block_rows;
+      own = page * (of_k ? params.k_batch : params.v_batch) + row_of_page * row_stride;
+    }
 #pragma unroll
-    for (int step = 0; step < Lane<Tile>::STEPS; ++step) {
-      const int row = step * Lane<Tile>::ROWS + lane.row;
-      const int64_t offset = __shfl_sync(math::FULL_WARP, own, first_lane + row);
-      const bool valid = offset >= 0;
-      const char* source =
-          valid ? keys_gmem + offset * C::ELEMENT_BYTES + lane.chunk * 16 : keys_gmem;
-      if (lane.chunk * Lane<Tile>::CHUNK_COLUMNS < columns)
-        ptx::cp_async_cg_16(lane.target(tile_smem, step), source, valid ? 16 : 0);
+    for (int step = 0; step < Lane::STEPS; ++step) {
+      const int row = step * Lane::ROWS + at.row;
+      const uint32_t bytes = key + row < nk ? 16 : 0;
+      const int64_t k_row = __shfl_sync(math::FULL_WARP, own, row);
+      int64_t v_row = k_row;
+      if (!same_strides) v_row = __shfl_sync(math::FULL_WARP, own, UNIT + row);
+      const int of_row = at.chunk * 16;
+      if (at.in_k) {
+        ptx::cp_async_cg_16(at.target(k_smem, step), k_gmem + k_row * C::ELEMENT_BYTES + of_row,
+                            bytes);
+      }
+      if (at.in_v) {
+        ptx::cp_async_cg_16(at.target(v_smem, step), v_gmem + v_row * C::ELEMENT_BYTES + of_row,
+                            bytes);
+      }
     }
   }
 };
@@ -302,7 +293,7 @@ struct DecodeCopies {
 template <class C, DType FORMAT>
 __device__ __forceinline__ void multiply_decode_qk(math::Scores<typename C::Warp>& s_rmem,
                                                    const DecodeQuery<C>& query, uint32_t k_smem) {
-  using Tile = typename C::KTile;
+  using Tile = typename C::Tile;
   auto& s = s_rmem[0];
 #pragma unroll
   for (int n = 0; n < C::WARP_KEYS / 8; ++n) {
@@ -342,19 +333,19 @@ template <class C, DType FORMAT>
 __device__ __forceinline__ void multiply_decode_pv(
     math::Outputs<typename C::Warp>& o_rmem, const math::Probabilities<typename C::Warp>& p_rmem,
     uint32_t v_smem) {
-  using Tile = typename C::VTile;
+  using Tile = typename C::Tile;
 #pragma unroll
   for (int chunk = 0; chunk < Tile::CHUNKS; chunk += 2) {
 #pragma unroll
     for (int k = 0; k < C::WARP_KEYS / 16; ++k) {
-      const uint32_t(&p)[4] = p_rmem[0][k];
+      const uint32_t (&p)[4] = p_rmem[0][k];
       // Keys 0 to 7 and 8 to 15 of the first chunk, then of the second.
       uint32_t v_rmem[4];
       ptx::ldmatrix_x4_trans(v_rmem, Tile::advance(v_smem, chunk) + k * 16 * Tile::ROW_BYTES);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (C::FP8_CACHE) {
-          float(*o)[4] = &o_rmem[0][2 * (chunk + i)];
+          float (*o)[4] = &o_rmem[0][2 * (chunk + i)];
           const math::Fp8Pairs<FORMAT> low(v_rmem[2 * i]), high(v_rmem[2 * i + 1]);
           ptx::mma_m16n8k16<C::PRODUCT>(o[0], p, low.even, high.even);
           ptx::mma_m16n8k16<C::PRODUCT>(o[1], p, low.odd, high.odd);
@@ -399,8 +390,8 @@ __device__ __forceinline__ void store_warp(unsigned char* shared,
   }
 }
 
-// Adds up what the warps of a CTA have found, and writes it: to the workspace if the keys are split,
-// else to the output. Eight neighbouring threads have a row. v_factor: of the numbers of V.
+// Adds up what the warps of a CTA have found, and writes it: to the workspace if the keys are
+// split, else to the output. Neighbouring threads have a row. v_factor: of the numbers of V.
 template <class C>
 __device__ __forceinline__ void merge_warps(const unsigned char* shared, const CacheParams& params,
                                             const CacheContext& cta, float v_factor) {
@@ -414,8 +405,8 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   float base = math::LOWEST;
 #pragma unroll
   for (int warp = 0; warp < C::WARPS; ++warp) {
-    ends[warp] = reinterpret_cast<const PartialEnd*>(shared + C::ENDS_SMEM)[warp * C::BLOCK_Q +
-                                                                            row_of_tile];
+    ends[warp] =
+        reinterpret_cast<const PartialEnd*>(shared + C::ENDS_SMEM)[warp * C::BLOCK_Q + row_of_tile];
     if (ends[warp].sum != 0.0f) base = fmaxf(base, ends[warp].base);
   }
   float sum = 0.0f, weight[C::WARPS];
@@ -430,8 +421,7 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   uint16_t* row_gmem = nullptr;
   float factor = v_factor;
   if (partials.wanted()) {
-    const int64_t index =
-        partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
+    const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
     if (thread_of_row == 0) partials.ends_gmem[index] = {base, sum};
     if (sum == 0.0f) return;  // the combining kernel does not read the outputs
     partial_gmem = partials.rows_gmem + index * attention.dv;
@@ -454,8 +444,8 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
     for (int warp = 0; warp < C::WARPS; ++warp) {
       const float4 x = reinterpret_cast<const float4*>(
           shared + warp * C::WARP_BYTES)[(row_of_tile * C::OUT_STRIDE + column) / 4];
-      o = {fmaf(x.x, weight[warp], o.x), fmaf(x.y, weight[warp], o.y),
-           fmaf(x.z, weight[warp], o.z), fmaf(x.w, weight[warp], o.w)};
+      o = {fmaf(x.x, weight[warp], o.x), fmaf(x.y, weight[warp], o.y), fmaf(x.z, weight[warp], o.z),
+           fmaf(x.w, weight[warp], o.w)};
     }
     o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
     if (partial_gmem != nullptr) {
@@ -538,9 +528,8 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   math::RowState<Warp> state;
   state.large = false;
   math::clear(state);
-  const uint32_t k_lane =
-      own_smem + rows_first_offset<typename C::KTile>(lane);
-  const uint32_t v_lane = own_smem + C::K_BYTES + rows_first_offset<typename C::VTile>(lane);
+  const uint32_t k_lane = own_smem + rows_first_offset<typename C::Tile>(lane);
+  const uint32_t v_lane = own_smem + C::K_BYTES + rows_first_offset<typename C::Tile>(lane);
   const bool e4m3 = params.cache_dtype == DType::E4M3;
   // What the numbers of K and V have to be multiplied by.
   float v_factor = cta.v_descale, k_factor[2];
@@ -572,8 +561,7 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s_rmem[0][n][i] *= k_factor[i / 2];
       }
-      if (attention.softcap != 0.0f)
-        math::transform_scores<Warp>(s_rmem, 1.0f, attention.softcap);
+      if (attention.softcap != 0.0f) math::transform_scores<Warp>(s_rmem, 1.0f, attention.softcap);
     } else if (attention.transform_scores) {
       math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
     }
@@ -604,6 +592,6 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
 
 #define ARCHFLASH_DECODE_KERNEL(NAME, CONFIG)                                        \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::mma_sync::CacheParams params) {         \
+      NAME(const __grid_constant__ archflash::mma_sync::CacheParams params) {        \
     archflash::mma_sync::decode_fwd<CONFIG>(params);                                 \
   }
