@@ -3,9 +3,9 @@
 // pipeline of its own.
 //
 //   CTA    16 query rows, mostly the heads of one position that share a head of K, packed
-//   warp   all 16 rows, and 16 keys of each block of 64: it copies them into shared memory of its
-//          own, STAGES groups of keys ahead, waits for its own copies only, and has its own running
-//          bases, sums and outputs
+//   warp   all 16 rows, and WARP_KEYS keys of each block, which are a group. It copies them into
+//          shared memory of its own, which holds STAGES groups, waits for its own copies only, and
+//          has its own running bases, sums and outputs
 //   end    the warps' results are merged through shared memory
 //
 // Numbers of 8 bits are converted in registers, between ldmatrix and the product. ldmatrix moves
@@ -223,7 +223,8 @@ struct DecodeCopies {
       in_k = column < params.d;
       in_v = column < params.dv;
     }
-    // Where the chunk of a step goes. The rows of a lane differ in bits that are 0 in row ROWS - 1.
+    // Where the chunk of a step goes. ROWS is a power of two and `row` is below it, so that the
+    // swizzle of row + step * ROWS is that of both joined by XOR.
     __device__ __forceinline__ uint32_t target(uint32_t tile_smem, int step) const {
       return ((tile_smem + offset) ^ (Tile::swizzle(step * ROWS) * 16)) +
              step * ROWS * Tile::ROW_BYTES;
@@ -590,6 +591,7 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
 
 }  // namespace archflash::mma_sync
 
+// Defines an entry point. plan.cpp launches it by NAME.
 #define ARCHFLASH_DECODE_KERNEL(NAME, CONFIG)                                        \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
       NAME(const __grid_constant__ archflash::mma_sync::CacheParams params) {        \
