@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
+from archflash._errors import ArchflashError
 from archflash._kvcache import attention_with_kvcache
 from archflash._merge import merge_attention
 from archflash._registry import TORCH
@@ -132,11 +136,12 @@ def attention_with_shared_prefix(
     all_rows: dict[str, Any] = {}
     if cu_seqlens_q is not None:  # rows of no sequence see no prefix either
         all_rows = {"cu_seqlens_q": torch.stack([cu_seqlens_q[0], cu_seqlens_q[-1]])}
-    of_prefix = attention_with_kvcache(
-        of_one_sequence(q), k_prefix, v_prefix, cache_seqlens=prefix_seqlens,
-        page_table=prefix_page_table, qv=None if qv is None else of_one_sequence(qv), **all_rows,
-        **shared,
-    )  # fmt: skip
+    with _named_as_the_prefix():
+        of_prefix = attention_with_kvcache(
+            of_one_sequence(q), k_prefix, v_prefix, cache_seqlens=prefix_seqlens,
+            page_table=prefix_page_table, qv=None if qv is None else of_one_sequence(qv),
+            **all_rows, **shared,
+        )  # fmt: skip
 
     outs, lses = [own[0], of_prefix[0]], [own[1], of_prefix[1]]
     if not packed:
@@ -147,6 +152,25 @@ def attention_with_shared_prefix(
     merging = implementation if implementation in _MERGING else None
     merged = merge_attention(outs, lses, layout=layout, implementation=merging)
     return merged if return_lse else merged[0]
+
+
+_NAMES_OF_PREFIX = {
+    "k_cache": "k_prefix",
+    "v_cache": "v_prefix",
+    "cache_seqlens": "prefix_seqlens",
+    "page_table": "prefix_page_table",
+}
+
+
+@contextlib.contextmanager
+def _named_as_the_prefix() -> Iterator[None]:
+    """Errors of a call of attention_with_kvcache on the prefix get the names of its arguments."""
+    try:
+        yield
+    except (ValueError, TypeError, ArchflashError) as error:
+        names = r"\b(" + "|".join(_NAMES_OF_PREFIX) + r")\b"
+        message = re.sub(names, lambda name: _NAMES_OF_PREFIX[name[0]], str(error))
+        raise type(error)(message) from error
 
 
 def _capacity(k_prefix: Tensor, prefix_page_table: Tensor | None, layout: str) -> Tensor:

@@ -227,14 +227,16 @@ def _problems_with_masks(dtype: torch.dtype, d: int, dv: int) -> Iterator[_nativ
 
 
 def _problems_with_cache(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:
-    """The same for calls with a KV cache, whose kernels go by the dtypes and head dims alone."""
+    """The same for calls with a KV cache, whose kernels go by the dtypes, the head dims, and by
+    whether 16 rows are enough.
+    """
     lengths = torch.zeros(1, dtype=torch.int32)
     cos, sin = (torch.empty(1, max(d // 2, 1)) for _ in range(2))
     kinds = [dtype] if dtype.itemsize == 1 else [dtype, torch.float8_e4m3fn]
-    for kind, num_splits in itertools.product(kinds, (1, 8)):
+    for kind, num_splits, nq in itertools.product(kinds, (1, 8), (1, 17)):
         q, k, v = (
             torch.empty(1, n, 1, dim, dtype=of)
-            for n, dim, of in ((1, d, dtype), (8192, d, kind), (8192, dv, kind))
+            for n, dim, of in ((nq, d, dtype), (8192, d, kind), (8192, dv, kind))
         )
         options: dict[str, Any] = {"cache_seqlens": lengths, "num_splits": num_splits}
         new = {"k_new": k[:, :1], "v_new": v[:, :1]}

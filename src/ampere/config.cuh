@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/mma_sync/config.cuh"
+#include "common/mma_sync/decode_config.cuh"
 
 namespace archflash::ampere {
 
@@ -65,16 +66,24 @@ using D192Cache = mma_sync::CacheConfig<D192Few<T>>;
 template <DType T>
 using D256Cache = mma_sync::CacheConfig<D256Few<T>>;
 
-// For few rows, where K and V are a KV cache of 8-bit numbers.
+// For at most 16 rows that share a head of a KV cache in q's dtype. head_dim is that of q, k and v.
+//                                            head        keys         Q in   CTAs
+//                                            _dim warps  each  stages regs   per SM
+// clang-format off
 template <DType T>
-using D64CacheFp8 = mma_sync::Fp8CacheConfig<D64Few<T>>;
+using D64Decode    = mma_sync::DecodeConfig<T,  64, 4,   32,    2,     true,  2,  false>;
 template <DType T>
-using D96CacheFp8 = mma_sync::Fp8CacheConfig<D96Few<T>>;
+using D128Decode   = mma_sync::DecodeConfig<T, 128, 4,   16,    2,     true,  2,  false>;
 template <DType T>
-using D128CacheFp8 = mma_sync::Fp8CacheConfig<D128Few<T>>;
+using D256Decode   = mma_sync::DecodeConfig<T, 256, 2,   16,    2,     false, 2,  false>;
+
+// For a KV cache of 8-bit numbers, whatever the number of rows is.
 template <DType T>
-using D192CacheFp8 = mma_sync::Fp8CacheConfig<D192Few<T>>;
+using D64CacheFp8  = mma_sync::DecodeConfig<T,  64, 4,   32,    4,     true,  2,  true>;
 template <DType T>
-using D256CacheFp8 = mma_sync::Fp8CacheConfig<D256Few<T>>;
+using D128CacheFp8 = mma_sync::DecodeConfig<T, 128, 4,   32,    2,     true,  2,  true>;
+template <DType T>
+using D256CacheFp8 = mma_sync::DecodeConfig<T, 256, 2,   32,    2,     false, 2,  true>;
+// clang-format on
 
 }  // namespace archflash::ampere

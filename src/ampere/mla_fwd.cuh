@@ -239,6 +239,7 @@ __device__ __forceinline__ void store_half_rows(const math::Outputs<typename C::
       if (!row.wanted) continue;
       const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
       if (once) partials.ends_gmem[index] = {state.base[0][r], sum};
+      if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
       float* row_gmem = partials.rows_gmem + index * C::HEAD_DIM_V + first_column;
 #pragma unroll
       for (int n = 0; n < Warp::HEAD_DIM_V / 8; ++n) {

@@ -1,7 +1,9 @@
 // ampere: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
 #include "common/planning/plan.h"
 
+#include <bit>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <span>
 #include <string>
@@ -104,14 +106,37 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<D192Cache<DType::F16>>("d192_cache", {}, WITH_CACHE),
     tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
 };
-constexpr const char* WITH_FP8_CACHE = "8-bit K and V become 16 bits once, in shared memory";
-constexpr core::Tile FP8_CACHE_TILES[] = {
-    tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", {}, WITH_FP8_CACHE),
-    tile<D96CacheFp8<DType::F16>>("d96_cache_fp8", {}, WITH_FP8_CACHE),
-    tile<D128CacheFp8<DType::F16>>("d128_cache_fp8", {}, WITH_FP8_CACHE),
-    tile<D192CacheFp8<DType::F16>>("d192_cache_fp8", {}, WITH_FP8_CACHE),
-    tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", {}, WITH_FP8_CACHE),
+// A row of the tables of decoding kernels. Their costs were measured on an H200 (NOTES.md).
+template <class C>
+constexpr core::Tile decode_tile(const char* name, const char* reason) {
+  core::Tile decodes = tile<C>(name, {}, reason);
+  decodes.split_costs = {.start = 256, .combine = 256, .combine_share = 16, .fewest_keys = 256};
+  return decodes;
+}
+constexpr const char* DECODES = "few rows: each warp copies and multiplies keys of its own";
+constexpr core::Tile DECODE_TILES[] = {
+    decode_tile<D64Decode<DType::F16>>("d64_decode", DECODES),
+    decode_tile<D128Decode<DType::F16>>("d128_decode", DECODES),
+    decode_tile<D256Decode<DType::F16>>("d256_decode", DECODES),
 };
+constexpr const char* WITH_FP8_CACHE = "8-bit K and V become fp16 in registers";
+constexpr core::Tile FP8_CACHE_TILES[] = {
+    decode_tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D128CacheFp8<DType::F16>>("d128_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", WITH_FP8_CACHE),
+};
+
+// The table for a call with a cache. With batch_invariant all calls with a cache of one dtype take
+// the same kernel.
+std::span<const core::Tile> cache_tiles(const Problem& problem) {
+  if (is_fp8(problem.kv_dtype)) return FP8_CACHE_TILES;
+  const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;
+  if (problem.batch_invariant || rows == UNKNOWN) return CACHE_TILES;
+  const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
+  const uint64_t tile_rows = power_of_two(rows) * power_of_two(problem.heads_q / problem.heads_kv);
+  if (tile_rows > DECODE_TILES[0].block_q) return CACHE_TILES;
+  return DECODE_TILES;
+}
 
 constexpr core::Tile MLA_TILES[] = {
     tile<MlaConfig<DType::F16>>("mla", {}, "latent rows are read once for both products"),
@@ -157,9 +182,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (!reasons.empty()) return reasons;
   if (problem.qv_align > 0) return plan_with_qv(problem, device);
   if (problem.kv_cache) {
-    const bool fp8 = is_fp8(problem.kv_dtype);
-    return mma_sync::plan_with_cache("ampere", fp8 ? FP8_CACHE_TILES : CACHE_TILES, problem,
-                                     device);
+    return mma_sync::plan_with_cache("ampere", cache_tiles(problem), problem, device);
   }
   if (is_masked(problem)) return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   return mma_sync::plan_16_bits("ampere", TILES, problem, device);

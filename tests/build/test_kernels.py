@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import itertools
 import json
 import math
 import re
@@ -583,8 +584,9 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 planned |= set(plan.kernels)
     for dtype in (torch.float16, torch.bfloat16):
         for of_cache in (dtype, torch.float8_e4m3fn):
-            for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
-                q = torch.empty(2, 1, 4, d, dtype=dtype, device="meta")
+            dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+            for (d, dv), rows_of_q in itertools.product(dims, (1, 17)):
+                q = torch.empty(2, rows_of_q, 4, d, dtype=dtype, device="meta")
                 k_cache, k_new, v_cache, v_new = (
                     torch.empty(2, rows, 2, dim, dtype=of_cache, device="meta")
                     for dim in (d, dv)

@@ -166,17 +166,61 @@ def test_every_number_of_8_bits_is_rotated_and_rounded(kernel: str, dtype: torch
             assert torch.equal(got.float()[finite], numbers.float()[finite])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("of_q", [BF16, F16])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_number_of_8_bits_is_read_exactly(
+    kernel: str, of_q: torch.dtype, dtype: torch.dtype
+) -> None:
+    """With one key the output is its row of v, and the log-sum-exp of query row i, which is 1 in
+    column i alone, is column i of k: for numbers, infinities and NaN of 8 bits.
+    """
+    numbers = torch.arange(256, dtype=torch.uint8, device=here.device).view(dtype)
+    cache = torch.zeros(1, 8, 1, 256, device=here.device).to(dtype)
+    cache[0, 0, 0] = numbers
+    q = torch.eye(256, device=here.device).to(of_q)[None, :, None]
+    zeros = torch.zeros_like(cache)
+    options = {"cache_seqlens": here.int32(1), "scale": 1.0}
+    _, lse, _ = here.attend_with_kvcache(kernel, CacheCall(q, cache, zeros, options))
+    # A product of 0 with an infinite or undefined number is no number, so that the other columns of
+    # such a row count, too.
+    finite = numbers.float().isfinite()
+    q_finite = q[:, finite]
+    clean = torch.where(finite, cache.float(), 0.0).to(dtype)
+    _, lse_finite, _ = here.attend_with_kvcache(kernel, CacheCall(q_finite, clean, zeros, options))
+    assert lse.isnan().all() == (not finite.all())
+    torch.testing.assert_close(lse_finite[0, 0], numbers.float()[finite], rtol=1e-5, atol=0)
+    out, _, _ = here.attend_with_kvcache(kernel, CacheCall(q[:, :1], zeros, cache, options))
+    assert torch.equal(out[0, 0, 0].isnan(), numbers.float().isnan())
+    assert torch.equal(out[0, 0, 0].nan_to_num(0, 7e4, -7e4).float(),
+                       numbers.float().nan_to_num(0, 7e4, -7e4).to(of_q).float())  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_of_q_of_any_size_are_read_with_a_cache_of_8_bits(kernel: str) -> None:
+    """bf16 has larger and smaller numbers than the products have, whose scores still count."""
+    sizes = torch.tensor([2.0**-120, 2.0**-30, 1.0, 2.0**30, 2.0**110, 0.0], device=here.device)
+    call = make(
+        [60, 33], nq=6, heads=(2, 1), d=64, dtype=BF16, cache_dtype=torch.float8_e4m3fn,
+        device=here.device,
+    )  # fmt: skip
+    q = call.q.float() * sizes[:, None, None]
+    scaled = replace(call.with_options(scale=0.125), q=q.to(BF16))
+    kvcache_cases.check(scaled, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
     ran: set[str] = set()
     dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 512))
     fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-    for dtype, cache_dtype, (d, dv) in itertools.product((BF16, F16), (None, fp8), dims):
+    rows = (1, 17)  # those that share a head of k fit a tile of 16 rows, or do not
+    for dtype, cache_dtype, (d, dv), nq in itertools.product((BF16, F16), (None, fp8), dims, rows):
         qv = dv == 512
-        if qv and cache_dtype is not None:
+        if (qv and cache_dtype is not None) or (nq > 1 and (qv or cache_dtype is not None)):
             continue
         call = make(
-            [5, 40], d=d, dv=dv, page_size=16, capacity=48, n_new=1, dtype=dtype, seed=d,
+            [5, 40], nq=nq, d=d, dv=dv, page_size=16, capacity=48, n_new=1, dtype=dtype, seed=d,
             cache_dtype=cache_dtype and cache_dtype[d // 64 % 2], device=here.device, qv=qv,
             num_splits=2 if qv else None,
         )  # fmt: skip
@@ -192,21 +236,32 @@ def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
         if file.name.endswith(".json"):
             for entries in json.loads(file.read_text()).values():
                 compiled |= {
-                    name for name in entries if re.search("_cache(_fp8)?$|_append_|_mla$", name)
+                    name
+                    for name in entries
+                    if re.search("_cache(_fp8)?$|_decode$|_append_|_mla$", name)
                 }
     assert ran == compiled
 
 
-@pytest.mark.parametrize("of_values", [{}, {"qv": True, "dv": 512}], ids=["", "qv"])
+@pytest.mark.parametrize(
+    "of_values",
+    [{}, {"qv": True, "dv": 512}, {"cache_dtype": torch.float8_e4m3fn}],
+    ids=["", "qv", "e4m3"],
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_row_gets_the_same_bits_whatever_else_is_in_the_call(
     kernel: str, of_values: dict[str, Any]
 ) -> None:
     call = make(
-        [1500, 40, 0], page_size=16, capacity=1504, heads=(2, 1), nq=2, causal=True, dtype=BF16,
+        [1500, 40, 0], page_size=16, capacity=1504, heads=(2, 1), nq=17, causal=True, dtype=BF16,
         leftpad=[7, 0, 0], batch_invariant=True, device=here.device, **of_values,
     )  # fmt: skip
     out, lse, _ = here.attend_with_kvcache(kernel, call.copied())
+    # The last row alone: whether few rows are served by another kernel must not show.
+    last = call.with_options(**({"qv": call.options["qv"][:, -1:]} if "qv" in of_values else {}))
+    out_last, lse_last, _ = here.attend_with_kvcache(kernel, replace(last, q=call.q[:, -1:]))
+    assert torch.equal(out_last[:, 0], out[:, -1])
+    assert torch.equal(lse_last[:, :, 0], lse[:, :, -1])
     names = ("cache_seqlens", "page_table", "leftpad_k", "qv")
     alone = {name: call.options[name][:1] for name in names if name in call.options}
     first = replace(call.with_options(**alone), q=call.q[:1])

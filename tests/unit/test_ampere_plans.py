@@ -251,6 +251,86 @@ def test_packed_sequences_have_whole_tiles_for_their_heads() -> None:
     assert (tile.packed_heads, tile.block_q) == (4, 16)
 
 
+# --- a KV cache ---
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "splits"),
+    [
+        (1, 1024, 4), (1, 2048, 8), (1, 4096, 16), (1, 8192, 22), (1, 131_072, 33), (4, 1024, 4),
+        (4, 4096, 8), (8, 8192, 4), (16, 1024, 1), (16, 4096, 2), (24, 4096, 1), (32, 8192, 1),
+        (128, 2048, 1),
+    ],
+)  # fmt: skip
+def test_decoding_shares_keys_as_was_fastest_on_an_h200(batch: int, keys: int, splits: int) -> None:
+    """Each is within a few percent of the fastest number of shares (NOTES.md)."""
+    q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, keys, 8, 128, dtype=torch.bfloat16, device="meta")
+    lengths = torch.empty(batch, dtype=torch.int32, device="meta")
+    problem = make_problem(q, k, k, layout="bnhd", cache_seqlens=lengths).as_if_on_cuda()
+    assert tile_of(ampere(problem, "H200")).splits == splits
+
+
+def cache_tile(
+    nq: int,
+    heads: tuple[int, int] = (32, 8),
+    dims: tuple[int, int] = (128, 128),
+    cache_dtype: torch.dtype = torch.float16,
+    packed: bool = False,
+    device: str = "H200",
+    **options: object,
+) -> native.TileChoice:
+    rows = (3 * nq,) if packed else (3, nq)
+    q = torch.empty(*rows, heads[0], dims[0], dtype=torch.float16, device="meta")
+    k, v = (torch.empty(3, 512, heads[1], d, dtype=cache_dtype, device="meta") for d in dims)
+    given = {**options, "cache_seqlens": torch.empty(3, dtype=torch.int32, device="meta")}
+    if packed:
+        given["cu_seqlens_q"] = torch.empty(4, dtype=torch.int32, device="meta")
+    problem = make_problem(q, k, v, layout="bnhd", **given).as_if_on_cuda()
+    return tile_of(ampere(problem, device))
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("nq", "heads", "decodes"),
+    [
+        (1, (32, 8), True),
+        (4, (32, 8), True),
+        (5, (32, 8), False),
+        (4, (24, 8), True),
+        (5, (24, 8), False),
+        (16, (8, 8), True),
+        (17, (8, 8), False),
+        (1, (16, 1), True),
+        (1, (17, 1), False),
+    ],
+)
+def test_rows_that_fit_a_tile_of_16_decode(
+    nq: int, heads: tuple[int, int], decodes: bool, device: str
+) -> None:
+    tile = cache_tile(nq, heads, device=device)
+    assert tile.name == ("d128_decode" if decodes else "d128_cache")
+    # Rows of packed sequences are known only if the caller says so.
+    assert cache_tile(nq, heads, packed=True, device=device).name == "d128_cache"
+    known = cache_tile(nq, heads, packed=True, max_seqlen_q=nq, device=device)
+    assert known.name == tile.name
+    # The bits of a row must not depend on how many rows there are.
+    assert cache_tile(nq, heads, batch_invariant=True, device=device).name == "d128_cache"
+
+
+@every_head_dim
+@pytest.mark.parametrize("nq", [1, 17])
+def test_a_cache_of_8_bits_has_kernels_of_its_own_for_any_rows(
+    nq: int, dims: tuple[int, int]
+) -> None:
+    size = next(size for size in (64, 128, 256) if dims[0] <= size)
+    for invariant in (False, True):
+        tile = cache_tile(nq, dims=dims, cache_dtype=torch.float8_e5m2, batch_invariant=invariant)
+        assert tile.name == f"d{size}_cache_fp8"
+    assert cache_tile(1, dims=dims).name == f"d{size}_decode"
+    assert cache_tile(17, dims=dims).name == f"d{dims[0]}_cache"
+
+
 def test_too_little_shared_memory_is_a_reason_and_only_where_no_kernel_fits() -> None:
     facts = find_device("A100").to_dict()
     small = native.Device.from_dict(facts | {"name": "small", "shared_per_block": 64 * KB})

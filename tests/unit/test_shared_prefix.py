@@ -83,7 +83,8 @@ def test_wrong_calls_are_refused() -> None:
     for prefix, options, message in (
         ((call.k_cache[:1], None), {}, "v_prefix is None and the other is not"),
         ((call.k_cache[:1], call.v_cache[:1]), {"layout": "nhd"}, "layout is 'nhd': it must be"),
-        ((call.k_cache, call.v_cache), {}, "k_cache has 2 sequences and cache_seqlens is for 1"),
+        ((call.k_cache, call.v_cache), {}, "k_prefix has 2 sequences and prefix_seqlens is for 1"),
+        (tensors, {"cache_seqlens": call.options["cache_seqlens"][:1]}, "cache_seqlens has shape"),
         ((call.k_cache[0], call.v_cache[0]), {}, "k_prefix must be a tensor of 4 dimensions"),
     ):
         with pytest.raises(ValueError, match=message):

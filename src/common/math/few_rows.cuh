@@ -54,6 +54,7 @@ __device__ __forceinline__ void store_partials(const Outputs<C>& o_rmem,
     if (!row.wanted) continue;
     const int64_t index = partials.index(split, row.lse_index(params));
     if (lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
+    if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
     float* row_gmem = partials.rows_gmem + index * params.dv;
 #pragma unroll
     for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {

@@ -1,13 +1,11 @@
-// Converts 8-bit floating point numbers to fp16 or bf16, and fp32 to 8 bits, by integer operations
-// and products, on GPUs with instructions for it (8.9 and newer) and without. The former is exact:
-// both types hold every number of e4m3 and e5m2.
+// Converts 8-bit floating point numbers to fp32 or fp16, and fp32 to 8 bits, on GPUs with
+// instructions for it (8.9 and newer) and without. The former is exact.
 #pragma once
 
 #include <cstdint>
 
 #include "common/dtype.h"
 #include "common/ptx/cvt.cuh"
-#include "common/ptx/half2.cuh"
 
 namespace archflash::math {
 
@@ -46,58 +44,46 @@ struct Fp8Format {
   }
 };
 
-// Four numbers at a time. Sign, exponent and mantissa follow one another in all of these types:
-//
-//   8 bits   s eeee mmm              e4m3; in e5m2 the exponent has a bit more, the mantissa less
-//   fp16     s 0eeee mmm0000000      the sign stays in front, the rest moves to the right by
-//   `shift` bf16     s 0000eeee mmm0000
-//
-// The product with `unbias` then makes up for the other exponent bias, for denormals too. A byte
-// that is infinity or NaN does not become one that way: it has to be found, and converted by
-// convert_any().
-template <DType DTYPE>
-struct Fp8Words {
-  DType dtype;  // of the bytes
-  int shift;
-  uint32_t magnitude_bits;  // of each byte, what stays in the high byte of a result
-  uint32_t low_bits;        // of each byte, what moves to the low byte
-  uint32_t unbias;          // twice, as DTYPE
-  uint32_t to_special;      // for each byte, 0x80 less the smallest magnitude that is no number
+// The numbers of bytes 0 and 2 of a word, and those of bytes 1 and 3. All of them are FACTOR times
+// too small, which is exact.
+template <DType FORMAT>
+struct Fp8Pairs {
+  static_assert(FORMAT == DType::E4M3 || FORMAT == DType::E5M2);
+#if __CUDA_ARCH__ >= 890
+  static constexpr float FACTOR = 1.0f;
+#else
+  // Without an instruction for it the bits of e4m3 are moved to where fp16 has them, which leaves
+  // the difference of the exponent biases.
+  static constexpr float FACTOR = FORMAT == DType::E4M3 ? 256.0f : 1.0f;
+#endif
 
-  __device__ __forceinline__ explicit Fp8Words(DType dtype) : dtype(dtype) {
-    constexpr bool FP16 = DTYPE == DType::F16;
-    const bool e4m3 = dtype == DType::E4M3;
-    shift = FP16 ? (e4m3 ? 1 : 0) : (e4m3 ? 4 : 3);
-    magnitude_bits = 0x01010101u * (0x7Fu >> shift);
-    low_bits = 0x01010101u * (0xFFu << (8 - shift) & 0xFFu);
-    unbias = FP16 ? (e4m3 ? 0x5C005C00u : 0x3C003C00u)   // 2^8, 1
-                  : (e4m3 ? 0x7B807B80u : 0x77807780u);  // 2^120, 2^112
-    to_special = e4m3 ? 0x01010101u : 0x04040404u;
+  uint32_t even, odd;
+
+  __device__ __forceinline__ explicit Fp8Pairs(uint32_t word) {
+    if constexpr (FORMAT == DType::E5M2) {  // the high byte of the same number in fp16
+      even = __byte_perm(word, 0, 0x2404);
+      odd = word & 0xFF00FF00u;
+    } else {
+#if __CUDA_ARCH__ >= 890
+      const uint32_t sorted = __byte_perm(word, 0, 0x3120);
+      even = ptx::cvt_rn_f16x2_e4m3x2(static_cast<uint16_t>(sorted));
+      odd = ptx::cvt_rn_f16x2_e4m3x2(static_cast<uint16_t>(sorted >> 16));
+#else
+      even = pair_of_high_bytes(word << 8);
+      odd = pair_of_high_bytes(word);
+#endif
+    }
   }
 
-  // The four bytes of `word` as two pairs. Infinities and NaN become other numbers.
-  __device__ __forceinline__ uint2 convert(uint32_t word) const {
-    const uint32_t high = (word & 0x80808080u) | (word >> shift & magnitude_bits);
-    const uint32_t low = word << (8 - shift) & low_bits;
-    // What is added changes no product, not even the sign of a zero.
-    constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
-    return {ptx::fma_x2<DTYPE>(__byte_perm(low, high, 0x5140), unbias, NEGATIVE_ZEROS),
-            ptx::fma_x2<DTYPE>(__byte_perm(low, high, 0x7362), unbias, NEGATIVE_ZEROS)};
-  }
-
-  // any_special() of this, joined by | over words, says whether a byte of any is infinity or NaN.
-  __device__ __forceinline__ uint32_t find_special(uint32_t word) const {
-    return (word & 0x7F7F7F7Fu) + to_special;
-  }
-  __device__ __forceinline__ static bool any_special(uint32_t found) { return found & 0x80808080u; }
-
-  // convert() for any bytes, infinities and NaN too, but slower.
-  __device__ __forceinline__ uint2 convert_any(uint32_t word) const {
-    const Fp8Format format(dtype);
-    const auto pair = [&](uint32_t bytes) {
-      return ptx::cvt_rn_x2_f32<DTYPE>(format.to_float(bytes), format.to_float(bytes >> 8));
-    };
-    return {pair(word), pair(word >> 16)};
+ private:
+  // The bits move from s eeee mmm to s 0eeee mmm0000000. NaN, which is all ones in e4m3, would
+  // become a number: it alone carries into the highest bit of the exponent when 1 is added to its
+  // mantissa, and with that bit it is NaN again.
+  __device__ __forceinline__ static uint32_t pair_of_high_bytes(uint32_t bytes) {
+    constexpr uint32_t SIGNS = 0x80008000u, MAGNITUDES = 0x3F803F80u;
+    constexpr uint32_t LOWEST_BITS = 0x00800080u, HIGHEST_BITS = 0x40004000u;
+    const uint32_t magnitudes = bytes >> 1 & MAGNITUDES;
+    return (bytes & SIGNS) | magnitudes | ((magnitudes + LOWEST_BITS) & HIGHEST_BITS);
   }
 };
 

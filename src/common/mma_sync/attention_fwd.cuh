@@ -70,7 +70,6 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   KeyBlocks<C> blocks(params, cta, shared_smem);
   if constexpr (C::CAN_SPLIT)
     blocks.take_share(all_params.partials, blockIdx.x % all_params.partials.splits);
-  if constexpr (C::FP8_CACHE) blocks.cache_dtype = all_params.cache_dtype;
   blocks.start(shared);
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
@@ -82,9 +81,7 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
         const math::RaiseLimits<C> limits(state);
         math::Scores<C> s_rmem;
         multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        if constexpr (C::FP8_CACHE) {
-          math::transform_scores<C>(s_rmem, params.tanh_scale * cta.k_descale, params.softcap);
-        } else if (params.transform_scores) {
+        if (params.transform_scores) {
           math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
         }
         mask_edges<C>(s_rmem, cta, key_first);
@@ -95,14 +92,6 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
       [&](const Probabilities<C>& p_rmem, uint32_t v_smem) {
         multiply_pv<C>(o_rmem, p_rmem, v_smem);
       });
-
-  if constexpr (C::FP8_CACHE) {
-    for (auto& of_row_tile : o_rmem) {
-      for (auto& of_columns : of_row_tile) {
-        for (float& o : of_columns) o *= cta.v_descale;
-      }
-    }
-  }
 
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   if constexpr (C::CAN_SPLIT) {

@@ -47,7 +47,7 @@ struct Config {
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
   static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
   static constexpr bool CACHE = false;           // see CacheConfig
-  static constexpr bool FP8_CACHE = false;       // see Fp8CacheConfig
+  static constexpr bool FP8_CACHE = false;       // only a DecodeConfig reads one
 
   // Layouts in shared memory. Their columns are units of 16 bits.
   using QKTile = math::SwizzledTile<HEAD_DIM / QK_PACK>;
@@ -91,18 +91,6 @@ struct CacheConfig : FewRows {
   static constexpr int CONTEXT_BYTES = 96;
   static constexpr int SHARED_BYTES = FewRows::CONTEXT_SMEM + CONTEXT_BYTES;
   static_assert(FewRows::CAN_SPLIT && FewRows::QK_PACK == 1 && FewRows::V_PACK == 1);
-};
-
-// A CacheConfig whose cache has 8-bit numbers. Shared memory: Q | K, V in 16 bits | K, V as copied
-// | CacheContext. The 16-bit tiles have one stage; the next copies overlap the products.
-template <class FewRows>
-struct Fp8CacheConfig : CacheConfig<FewRows> {
-  static constexpr bool FP8_CACHE = true;
-  static constexpr int STAGES = 1;
-  static constexpr int K_RAW_SMEM = FewRows::K_SMEM + FewRows::STAGE_BYTES;
-  static constexpr int V_RAW_SMEM = K_RAW_SMEM + FewRows::BLOCK_K * FewRows::HEAD_DIM;
-  static constexpr int CONTEXT_SMEM = V_RAW_SMEM + FewRows::BLOCK_K * FewRows::HEAD_DIM_V;
-  static constexpr int SHARED_BYTES = CONTEXT_SMEM + CacheConfig<FewRows>::CONTEXT_BYTES;
 };
 
 }  // namespace archflash::mma_sync

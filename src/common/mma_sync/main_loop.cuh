@@ -3,7 +3,6 @@
 // `multiply` adds P V to the outputs.
 //   two stages:  wait K, V | barrier | start next K, V | weigh | multiply
 //   one stage:   wait K | barrier | start V | weigh | wait V | barrier | start next K | multiply
-//   8-bit cache: wait K, V | barrier | convert | start next K, V | barrier | weigh | multiply
 #pragma once
 
 #include <cstdint>
@@ -13,7 +12,6 @@
 #include "common/math/online_softmax.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/mma_sync/cta_context.cuh"
-#include "common/mma_sync/fp8_cache.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/partials.h"
 #include "common/ptx/cp_async.cuh"
@@ -86,7 +84,6 @@ struct KeyBlocks {
   // begin > last if there is none.
   int begin, last;
   StartWithK start_with_k;
-  DType cache_dtype = C::DTYPE;  // of a cache of 8-bit numbers
 
   __device__ __forceinline__ KeyBlocks(const AttentionParams& params, const ContextOf<C>& cta,
                                        uint32_t shared_smem,
@@ -105,10 +102,7 @@ struct KeyBlocks {
   }
 
   __device__ __forceinline__ void start_k(int key, uint32_t stage_smem) const {
-    if constexpr (C::FP8_CACHE) {
-      start_raw_keys<C, C::HEAD_DIM>(shared_smem + C::K_RAW_SMEM, cta.k_gmem, params.k_batch,
-                                     params.k_row, params.d, key, cta);
-    } else if constexpr (C::CACHE) {
+    if constexpr (C::CACHE) {
       start_cached_keys<C, QKTile>(stage_smem + C::K_SMEM, cta.k_gmem, params.k_batch, params.k_row,
                                    params.d, key, cta);
     } else {
@@ -118,10 +112,7 @@ struct KeyBlocks {
     start_with_k(key);
   }
   __device__ __forceinline__ void start_v(int key, uint32_t stage_smem) const {
-    if constexpr (C::FP8_CACHE) {
-      start_raw_keys<C, C::HEAD_DIM_V>(shared_smem + C::V_RAW_SMEM, cta.v_gmem, params.v_batch,
-                                       params.v_row, params.dv, key, cta);
-    } else if constexpr (C::CACHE) {
+    if constexpr (C::CACHE) {
       start_cached_keys<C, VTile>(stage_smem + C::V_SMEM, cta.v_gmem, params.v_batch, params.v_row,
                                   params.dv, key, cta);
     } else {
@@ -143,7 +134,7 @@ struct KeyBlocks {
       clear_columns<C, VTile>(stage_start + C::V_SMEM, C::BLOCK_K, params.dv / C::V_PACK);
     }
     start_k(last, shared_smem);
-    if constexpr (C::STAGES == 2 || C::FP8_CACHE) start_v(last, shared_smem);
+    if constexpr (C::STAGES == 2) start_v(last, shared_smem);
   }
 
   // Visits all blocks. For each step of STEP_KEYS keys of which a warp's rows see any, the warp
@@ -170,19 +161,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
     // previous block, whose buffers are overwritten next.
     ptx::copies_wait_all();
     __syncthreads();
-    if constexpr (C::FP8_CACHE) {
-      extern __shared__ __align__(128) unsigned char shared[];
-      const math::Fp8Words<C::DTYPE> format(cache_dtype);
-      convert_keys<C, QKTile, C::HEAD_DIM>(shared + C::K_SMEM, shared + C::K_RAW_SMEM, params.d,
-                                           format);
-      convert_keys<C, VTile, C::HEAD_DIM_V>(shared + C::V_SMEM, shared + C::V_RAW_SMEM, params.dv,
-                                            format);
-      if (block > begin) {
-        start_k(block - C::BLOCK_K, stage_smem);
-        start_v(block - C::BLOCK_K, stage_smem);
-      }
-      __syncthreads();  // all threads have converted their part, before any warp reads it
-    } else if constexpr (C::STAGES == 2) {
+    if constexpr (C::STAGES == 2) {
       const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
       if (block > begin) {
         start_k(block - C::BLOCK_K, other_stage);
@@ -212,7 +191,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
       const bool computes = WarpRows<C>(cta).any_sees(visible_keys<C>(cta), key_first);
       Probabilities<C> p_rmem;
       if (computes) weigh(p_rmem, q_rmem, q_smem, k_smem + step * QKTile::ROW_BYTES, key_first);
-      if constexpr (C::STAGES == 1 && !C::FP8_CACHE) {
+      if constexpr (C::STAGES == 1) {
         // After the barrier V has arrived from all threads, and no warp still reads K, which the
         // next block's K overwrites.
         ptx::copies_wait_all();

@@ -140,7 +140,7 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
                      folder + "_combine_" + word);
   }
   Launch& attention = plan.launches[0];
-  attention.image = folder + "/cache_" + word;
+  attention.image = folder + (fp8 ? "/cache_fp8_" : "/cache_") + word;
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     attention.pointers.push_back(slot);
   const auto add_descale = [&](int bit, Operand operand, size_t field) {

@@ -29,9 +29,11 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
 
 namespace archflash::mma_sync {
 
-// The plan of a call with a cache, for the kernels of mma_sync/attention_fwd.cuh with CACHE. They
-// and "<folder>_append_<dtype>" are in the image "<folder>/cache_<dtype>". Where keys are split,
-// "<folder>_combine_<dtype>" of "<folder>/fwd_<dtype>" follows.
+// The plan of a call with a cache, for the kernels of mma_sync/decode_fwd.cuh, and those of
+// mma_sync/attention_fwd.cuh with CACHE. They and "<folder>_append_<dtype>" are in the image
+// "<folder>/cache_<dtype>"; for a cache of 8-bit numbers they and "<folder>_append_<dtype>_fp8" are
+// in "<folder>/cache_fp8_<dtype>". Where keys are split, "<folder>_combine_<dtype>" of
+// "<folder>/fwd_<dtype>" follows.
 PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
                            const Problem& problem, const Device& device);
 

@@ -53,10 +53,12 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
   const int64_t tiles = tiles_of(problem, tile);
   const int64_t workers = workers_of(tile, device);
   int64_t splits = 1, time = otherwise;
-  const int64_t most = std::min(keys / FEWEST_KEYS, MOST_SPLITS);
+  const SplitCosts& costs = tile.split_costs;
+  const int64_t most = std::min(keys / costs.fewest_keys, MOST_SPLITS);
   for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * workers; ++n) {
-    const int64_t of_share = ceil_div(blocks, n) * tile.block_k + START_KEYS;
-    const int64_t of_n = ceil_div(n * tiles, workers) * of_share + COMBINE_KEYS;
+    const int64_t of_share = ceil_div(blocks, n) * tile.block_k + costs.start;
+    const int64_t combine = costs.combine + n * costs.combine_share;
+    const int64_t of_n = ceil_div(n * tiles, workers) * of_share + combine;
     if (of_n < time) splits = n, time = of_n;
   }
   return splits;

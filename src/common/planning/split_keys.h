@@ -23,15 +23,11 @@ namespace archflash::core {
 // model below expects to be the fastest. otherwise: its time without a split.
 //
 // A time is the number of keys that a CTA passes with one tile: rounds of the shares over the CTAs
-// that run at the same time (workers_of), times the keys of a share and START_KEYS for its start,
-// plus COMBINE_KEYS for the second kernel. CTAs that share an SM read keys side by side, as if each
-// had an SM. No share is shorter than FEWEST_KEYS, and there are at most MOST_SPLITS shares and two
-// rounds of CTAs. The numbers are guesses: no GPU was asked.
+// that run at the same time (workers_of), times the keys of a share and the start of a CTA, plus
+// the second kernel (Tile::split_costs). CTAs that share an SM read keys side by side, as if each
+// had an SM. There are at most MOST_SPLITS shares and two rounds of CTAs.
 int64_t choose_splits(const Problem& problem, const Device& device, const Tile& tile,
                       int64_t otherwise);
-constexpr int64_t START_KEYS = 256;
-constexpr int64_t COMBINE_KEYS = 512;
-constexpr int64_t FEWEST_KEYS = 512;
 constexpr int64_t MOST_SPLITS = 128;  // unless more are asked for
 
 // Keys that the longest tile passes without a split, in whole blocks; with cu_seqlens an estimate.

@@ -33,6 +33,15 @@ struct ServesFrom {
   int64_t min_keys = 0;
 };
 
+// What keys shared out over several CTAs cost, in keys that a CTA could pass in that time
+// (choose_splits). The numbers here are guesses: no GPU was asked.
+struct SplitCosts {
+  int64_t start = 256;        // of a CTA
+  int64_t combine = 512;      // of the second kernel
+  int64_t combine_share = 0;  // of the second kernel, for each share
+  int64_t fewest_keys = 512;  // no share is shorter
+};
+
 // One kernel of each type of inputs. In a folder's table the kernels for the smallest head
 // dimensions come first. Among those for the same ones the best comes first, and the last one
 // serves whatever the others do not.
@@ -53,6 +62,7 @@ struct Tile {
   int shared_bytes;          // of a CTA
   Box q_box, k_box, v_box, out_box;
   ServesFrom serves = {};
+  SplitCosts split_costs = {};
 };
 
 // A row of a folder's table, from the Config of its kernel. The folder adds what is special about

@@ -31,6 +31,18 @@ __device__ __forceinline__ void cp_async_ca_8(uint32_t dst_smem, const void* src
                : "memory");
 }
 
+// cp.async.commit_group makes a group of this thread's copies since the last one; it may be empty.
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group: at most the PENDING newest groups of this thread are incomplete. The copies
+// of the others are visible to this thread.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // cp.async.wait_all: every earlier cp.async of this thread is complete and visible to this thread.
 __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");

@@ -49,4 +49,11 @@ __device__ __forceinline__ uint16_t cvt_rn_satfinite_x2_f32(float low, float hig
   return pair;
 }
 
+// cvt.rn.f16x2.e4m3x2 (sm_89 and up) converts two bytes to two numbers of fp16, exactly.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint16_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  return halves;
+}
+
 }  // namespace archflash::ptx
