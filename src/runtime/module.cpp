@@ -49,8 +49,8 @@ decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or
 // the log-sum-exp, which PyTorch's kernels give at no cost, and a refusal has its reason.
 struct OperatorDecision {
   std::shared_ptr<PreparedPlan> plan;
-  std::string reason;  // why PyTorch's own kernel serves the problem; empty: the plan does
-  nb::object lse;      // the log-sum-exp's shape and dtype; no memory
+  std::string reason;   // why PyTorch's own kernel serves the problem; empty: the plan does
+  nb::object out, lse;  // what torch.empty_like makes the results of; they hold no memory
 };
 PlanCache<OperatorDecision>& operator_cache() {
   static auto& instance = *new PlanCache<OperatorDecision>;
@@ -104,6 +104,13 @@ nb::object allocate_lse(nb::handle q, const Problem& p) {
   return q.attr("new_empty")(shape, nb::arg("dtype") = torch().float32);
 }
 
+// A tensor for torch.empty_like alone: what is allocated during the capture of a CUDA graph must
+// not outlive it.
+nb::object without_memory(nb::object tensor) {
+  tensor.attr("untyped_storage")().attr("resize_")(0);
+  return tensor;
+}
+
 void set_address(Call& call, Operand operand, nb::handle tensor) {
   call.addresses[static_cast<int>(operand)] = address_of(tensor);
 }
@@ -125,11 +132,16 @@ struct Outputs {
   nb::object out, lse, workspace;
 };
 
-// Allocates what is missing and completes the addresses of the call. `lse`: what torch.empty_like
-// makes the log-sum-exp of, if given.
-Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call, nb::handle lse = {}) {
+// Allocates what is missing and completes the addresses of the call. `like`: what torch.empty_like
+// makes the output and the log-sum-exp of, where given.
+Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call,
+                 const OperatorDecision* like = nullptr) {
   Outputs made;
-  made.out = a.out.is_none() ? allocate_out(a.q, call) : nb::borrow(a.out);
+  if (!a.out.is_none()) {
+    made.out = nb::borrow(a.out);
+  } else {
+    made.out = like ? torch().empty_like(like->out) : allocate_out(a.q, call);
+  }
   if (a.out.is_none()) {
     set_address(call, Operand::Out, made.out);
   } else if (!nb::cast<bool>(a.out.attr("is_inference")())) {
@@ -141,7 +153,7 @@ Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call, nb::han
     }
   }
   if (call.problem.want_lse) {
-    made.lse = lse.is_valid() ? torch().empty_like(lse) : allocate_lse(a.q, call.problem);
+    made.lse = like ? torch().empty_like(like->lse) : allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, made.lse);
   }
   if (plan.workspace_bytes > 0) {
@@ -188,8 +200,9 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call
 }
 
 // Allocates what is missing, binds and launches. Returns out, or (out, lse).
-nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call, nb::handle lse = {}) {
-  const Outputs outputs = allocate(*prepared.plan, a, call, lse);
+nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,
+               const OperatorDecision* like = nullptr) {
+  const Outputs outputs = allocate(*prepared.plan, a, call, like);
   if (call.problem.varlen && prepared.plan->launches.empty()) {
     write_rows_of_no_sequence(outputs.out, outputs.lse, a.sinks);
   } else if (call.device_index < 0) {
@@ -302,16 +315,14 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
       decision.reason = nb::cast<std::string>(answer);
     } else {
       decision.plan = prepare_for(call, answer);
-      if (call.problem.want_lse) {
-        decision.lse = allocate_lse(q, call.problem);
-        decision.lse.attr("untyped_storage")().attr("resize_")(0);
-      }
+      decision.out = without_memory(allocate_out(q, call));
+      if (call.problem.want_lse) decision.lse = without_memory(allocate_lse(q, call.problem));
     }
     found = operator_cache().insert(key, std::move(decision));
   }
   if (!found->plan) return nb::str(found->reason.c_str(), found->reason.size());
   const OperatorDecision decision = *found;  // a copy: allocating may let other threads insert
-  nb::object result = run(*decision.plan, arguments, call, decision.lse);
+  nb::object result = run(*decision.plan, arguments, call, &decision);
   ++served()[decision.plan->plan->implementation];
   return result;
 }
