@@ -20,7 +20,17 @@ from archflash import _measured, reference
 # The benchmarks are no part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import correctness, environment, host_overhead, measured, report, results, run, timing
+from bench import (
+    correctness,
+    end_to_end,
+    environment,
+    host_overhead,
+    measured,
+    report,
+    results,
+    run,
+    timing,
+)
 from bench.candidates import (
     Candidate,
     chosen_candidates,
@@ -854,6 +864,53 @@ def test_host_table(fixture_results: Path) -> None:
     table = report.make_table("h200/host", fixture_results)
     assert "| archflash | 6.00 | 6.50 | 7.00 |" in table
     assert "| part | 6.00 | 6.50 | 7.00 |" in table
+
+
+def test_end_to_end_table(fixture_results: Path) -> None:
+    assert "unmeasured" in report.make_table("h200/end-to-end", fixture_results)
+    speeds = {"eager, torch": 1000.0, "eager, archflash": 1250.0}
+    speeds |= {"compiled, torch": 2000.0, "compiled, archflash": 1900.0}
+    ways = {way: {"per_second": speed} for way, speed in speeds.items()}
+    record = {**FACTS, "rounds": 9, "cases": {"a model": {"unit": "tokens/s", "ways": ways}}}
+    (fixture_results / "h200-end-to-end.json").write_text(report.json.dumps(record))
+    table = report.make_table("h200/end-to-end", fixture_results)
+    line = "| a model (tokens/s) | 1,000 | 1,250 | 1.25 | 2,000 | 1,900 | 0.95 |"
+    assert line in table
+
+
+def end_to_end_cases() -> dict[str, end_to_end.Case]:
+    sizes = end_to_end.Sizes(layers=2, width=64, heads=4, heads_kv=2, hidden=96)
+    return {
+        "prefill": end_to_end.decoder("cpu", sizes, 1, 33),
+        "decoding": end_to_end.decoder("cpu", sizes, 2, 1, 40),
+        "training": end_to_end.training("cpu", sizes, 2, 17),
+        "diffusion": end_to_end.diffusion("cpu", 3, 20, 16),
+    }
+
+
+def test_models_are_causal_and_decoding_continues_them() -> None:
+    """The last row of a prefill is what one step with a cache of the rows before gives."""
+    sizes = end_to_end.Sizes(layers=2, width=64, heads=4, heads_kv=2, hidden=96)
+    case = end_to_end.decoder("cpu", sizes, 1, 9)
+    (x,) = case.arguments
+    whole = end_to_end.step(case, case.module)
+    caches = torch.zeros(2, 2, 1, 2, 9, 16, dtype=x.dtype)
+    with torch.no_grad():
+        for row in range(9):
+            filled = torch.zeros_like(caches[:, :, :, :, : row + 1])
+            filled[:, :, :, :, :row] = caches[:, :, :, :, :row]
+            last = case.module(x[:, row : row + 1], row, filled)
+            caches[:, :, :, :, : row + 1] = filled
+    assert end_to_end.difference(last[:, 0], whole[:, -1]) < 0.02
+
+
+def test_steps_leave_no_gradients_and_differences_are_shares() -> None:
+    for case in end_to_end_cases().values():
+        first, again = end_to_end.step(case, case.module), end_to_end.step(case, case.module)
+        assert end_to_end.difference(again, first) < 1e-2
+        assert all(parameter.grad is None for parameter in case.module.parameters())
+    x = torch.tensor([3.0, -3.0])
+    assert end_to_end.difference(x * 1.5, x) == pytest.approx(0.5)
 
 
 def test_report_fills_and_check_finds_stale_tables(
