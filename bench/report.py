@@ -262,8 +262,8 @@ def host_table(path: Path) -> str:
     data = json.loads(path.read_text())
     lines = [
         [name, *(f"{figures[p]:.2f}" for p in ("p20", "p50", "p80"))]
-        for section in ("calls", "breakdown")
-        for name, figures in data[section].items()
+        for section in ("calls", "registry", "breakdown")
+        for name, figures in data.get(section, {}).items()
     ]
     return (
         f"{markdown(head, lines)}\n\nTime until one eager call returns, on a tiny shape; median of "

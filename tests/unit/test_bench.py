@@ -1028,6 +1028,28 @@ def test_what_a_user_gets_is_measured_beside_what_pytorch_chooses() -> None:
 # ---- host overhead
 
 
+def test_sdpa_is_timed_with_and_without_archflash_in_turns() -> None:
+    active: list[bool] = []
+
+    class Enabled:
+        def __enter__(self) -> None:
+            active.append(True)
+
+        def __exit__(self, *error: object) -> None:
+            active.append(False)
+
+    loops = {"one": (lambda x: calls.append((x, active[-1:] == [True])), [(1,)])}
+    calls: list[tuple[int, bool]] = []
+    found = host_overhead.measure_registry(loops, 16, lambda: None, Enabled)
+    assert set(found) == {"one", "one, through the registry"}
+    assert found["one"].keys() == {"p20", "p50", "p80"}
+    turns = [enabled for enabled, _ in itertools.groupby(enabled for _, enabled in calls)]
+    assert turns == [False, True] * 8
+    for name, (function, arguments) in host_overhead.sdpa_loops("cpu").items():
+        rows = {function(*given).shape[2] for given in arguments}
+        assert rows == {1 if "one query" in name else host_overhead.ROWS}
+
+
 def test_host_loops_call_with_new_pointers_and_growing_lengths() -> None:
     lengths: list[int] = []
 
