@@ -147,7 +147,7 @@ def test_alibi_slopes_are_those_of_the_formula() -> None:
         (fa2.flash_attn_func, {"deterministic": True}),
         (fa2.flash_attn_with_kvcache, {"alibi_slopes": torch.zeros(4)}),
         (fa3.flash_attn_func, {"qv": torch.zeros(1)}),
-        (fa3.flash_attn_func, {"attention_chunk": 4}),
+        (fa3.flash_attn_varlen_func, {"attention_chunk": 4}),
         (fa3.flash_attn_func, {"sm_margin": 8}),
         (fa3.flash_attn_varlen_func, {"seqused_k": ends(1)}),
         (fa3.flash_attn_varlen_func, {"seqused_q": ends(1)}),
@@ -189,6 +189,21 @@ def test_deterministic_gradients_are_those_of_a_kernel() -> None:
         pytest.raises(UnsupportedError, match="deterministic"),
     ):
         gradients(True)
+
+
+@pytest.mark.parametrize("rows", [(9, 7), (5, 11), (6, 6)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_see_their_own_chunk(rows: tuple[int, int], causal: bool) -> None:
+    q, k, v = qkv(*rows)
+    nq, nk = rows
+    position, key = torch.arange(nk - nq, nk)[:, None], torch.arange(nk)
+    seen = (position.div(3, rounding_mode="floor") == key // 3) & ((key <= position) | (not causal))
+    out, lse = fa3.flash_attn_func(
+        q, k, v, causal=causal, attention_chunk=3, return_attn_probs=True
+    )
+    right, right_lse = expected(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(lse, right_lse)
 
 
 def test_a_window_may_be_a_tensor() -> None:

@@ -6,10 +6,10 @@ the scale, and return_attn_probs adds the log-sum-exp alone. FP8 inputs take des
 heads_kv), and their output is bfloat16.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
-seqused_q, seqused_k, cu_seqlens_k_new, sm_margin, qv and attention_chunk without a cache, and
-deterministic=True where no kernel of archflash computes the gradients that are needed. pack_gqa and
-scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to archflash where 1 is
-the default: they are advice about speed.
+seqused_q, seqused_k, cu_seqlens_k_new, sm_margin, qv without a cache, attention_chunk with packed
+sequences, and deterministic=True where no kernel of archflash computes the gradients that are
+needed. pack_gqa and scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to
+archflash where 1 is the default: they are advice about speed.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def flash_attn_func(
         causal: query i sees keys up to i + rows of k - rows of q.
         q_descale, k_descale, v_descale: float32 (batch, heads_kv), for FP8 inputs.
         window_size: (left, right) around that key; -1 for an unbounded side.
+        attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
         softcap: 0 for none.
         deterministic: of the backward, which then is by kernels of archflash: on a GPU, where they
             compute the gradients of the call.
@@ -90,7 +91,7 @@ def flash_attn_func(
         >>> lse.shape
         torch.Size([2, 4, 7])
     """
-    refuse(qv=(qv, None), attention_chunk=(attention_chunk, 0), sm_margin=(sm_margin, 0))
+    refuse(qv=(qv, None), sm_margin=(sm_margin, 0))
     out, lse = attend(
         q,
         k,
@@ -106,8 +107,17 @@ def flash_attn_func(
         k_descale=k_descale,
         v_descale=v_descale,
         sinks=s_aux,
+        key_ranges=_chunks(q, k, attention_chunk) if attention_chunk else None,
     )
     return (out, lse) if return_attn_probs else out
+
+
+def _chunks(q: Tensor, k: Tensor, size: int) -> Tensor:
+    """The keys of each row's chunk, as `key_ranges`. Positions align to the bottom right."""
+    nq, nk = q.shape[1], k.shape[1]
+    position = torch.arange(nk - nq, nk, dtype=torch.int32, device=q.device)
+    begin = position - position % size
+    return torch.stack((begin, begin + size), -1).clamp(0, nk)[None, None, :, None]
 
 
 def flash_attn_qkvpacked_func(
