@@ -14,7 +14,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,62 @@ def measure(
     }
 
 
+def sdpa_loops(device: str) -> Loops:
+    """Calls of PyTorch's SDPA for each of its operators that archflash.enable() replaces.
+
+    Args:
+        device: torch device.
+
+    Returns:
+        For each name, a function and the argument tuples of its calls.
+    """
+    import torch
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def sets(dtype: torch.dtype, rows: int = ROWS) -> list[tuple[Any, ...]]:
+        shapes = [(1, HEADS, n, HEAD_DIM) for n in (rows, ROWS, ROWS)]
+        return [
+            tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes)
+            for _ in range(TENSOR_SETS)
+        ]
+
+    return {
+        "SDPA as PyTorch chooses (bf16)": (sdpa, sets(torch.bfloat16)),
+        "SDPA as PyTorch chooses (fp32)": (sdpa, sets(torch.float32)),
+        "SDPA as PyTorch chooses, one query (bf16)": (sdpa, sets(torch.bfloat16, rows=1)),
+    }
+
+
+def measure_registry(
+    loops: Loops, count: int, synchronize: Callable[[], object], enabled: Callable[[], Any]
+) -> dict[str, dict[str, float]]:
+    """Times loops with and without archflash in PyTorch's registry, in turns of many calls, because
+    switching takes long.
+
+    Args:
+        loops, count, synchronize: as for `measure`.
+        enabled: archflash.enabled.
+
+    Returns:
+        As `measure`, for each name two: with archflash, the name ends in "through the registry".
+    """
+    turns = 8
+    times: dict[str, list[float]] = {}
+    for _ in range(turns):
+        for ending, context in (("", nullcontext), (", through the registry", enabled)):
+            with context():
+                found = enqueue_times_us(
+                    loops, -(-count // turns), synchronize, warm=2 * TENSOR_SETS
+                )
+            for name, us in found.items():
+                times.setdefault(name + ending, []).extend(us)
+    return {
+        name: {f"p{p}": round(percentile(us, p / 100), 3) for p in (20, 50, 80)}
+        for name, us in times.items()
+    }
+
+
 def differences(breakdown: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """The cost of parts that no public call shows alone, in microseconds, from the breakdown."""
     p50 = {name: figures["p50"] for name, figures in breakdown.items()}
@@ -205,11 +261,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         calls = measure(loops, options.count, torch.cuda.synchronize)
         parts = breakdown_loops("cuda", archflash.attention)
         breakdown = measure(parts, options.count, torch.cuda.synchronize)
+    with torch.no_grad():
+        registry = measure_registry(
+            sdpa_loops("cuda"), options.count, torch.cuda.synchronize, archflash.enabled
+        )
     rest = {name: round(us, 3) for name, us in differences(breakdown).items()}
 
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     print(f"B=1 H={HEADS} N={ROWS} D={HEAD_DIM}; archflash chose {implementation} for fp32\n")
-    print("\n".join([*lines_of(calls), "", *lines_of(breakdown), "", "differences of medians, us"]))
+    tables = [*lines_of(calls), "", *lines_of(registry), "", *lines_of(breakdown)]
+    print("\n".join([*tables, "", "differences of medians, us"]))
     print("\n".join(f"{us:7.2f}  {name}" for name, us in rest.items()))
 
     options.output.mkdir(parents=True, exist_ok=True)
@@ -221,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "shape": {"b": 1, "h": HEADS, "n": ROWS, "d": HEAD_DIM},
         "count": options.count,
         "calls": calls,
+        "registry": registry,
         "breakdown": breakdown,
         "differences": rest,
     }

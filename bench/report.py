@@ -6,10 +6,11 @@ A table stands between `<!-- bench:GPU/TABLE -->` and `<!-- /bench -->`, each on
 GPU is the name of a file in bench/results. TABLE is a group of bench/cases.toml (every kernel and
 every peer), `plain` (what a plain call gets, beside the best peer, for the cases of the group
 `readme`), `sustained` (every candidate timed alone, for the cases of 16 and 8 bits with more than
-one query), `published` (ratios to torch-math beside published ones) or `host` (cost of one call on
-the host). In all tables but `sustained`, and but for the last column of `plain`, candidates took
-turns. What a plain call gets is what `archflash.explain` chooses for that GPU, so tables of speed
-need the installed package, with PyTorch 2.10 or newer.
+one query), `published` (ratios to torch-math beside published ones), `host` (cost of one call on
+the host) or `end-to-end` (models with PyTorch's attention and with archflash). In all tables but
+`sustained`, and but for the last column of `plain`, candidates took turns. What a plain call gets
+is what `archflash.explain` chooses for that GPU, so tables of speed need the installed package,
+with PyTorch 2.10 or newer.
 
 Exit status: 0 when the tables are up to date, 1 when --check finds one that is not, 2 when a marker
 or a result file cannot be read.
@@ -261,13 +262,38 @@ def host_table(path: Path) -> str:
     data = json.loads(path.read_text())
     lines = [
         [name, *(f"{figures[p]:.2f}" for p in ("p20", "p50", "p80"))]
-        for section in ("calls", "breakdown")
-        for name, figures in data[section].items()
+        for section in ("calls", "registry", "breakdown")
+        for name, figures in data.get(section, {}).items()
     ]
     return (
         f"{markdown(head, lines)}\n\nTime until one eager call returns, on a tiny shape; median of "
         f"{data['count']} interleaved calls. {data['gpu']}, torch {data['torch']}, commit "
         f"{data['commit']}, {data['date']}."
+    )
+
+
+def end_to_end_table(path: Path) -> str:
+    """Models with PyTorch's attention and with archflash, from what bench/end_to_end.py writes."""
+    ways = ("eager", "compiled")
+    head = ["model"]
+    head += [f"{how}, {what}" for how in ways for what in ("torch", "archflash", "ratio")]
+    if not path.exists():
+        return markdown(head, [["any", *[UNMEASURED] * 6]])
+    data = json.loads(path.read_text())
+    lines = []
+    for name, case in data["cases"].items():
+        cells = []
+        for how in ways:
+            before, after = (
+                case["ways"][f"{how}, {provider}"]["per_second"]
+                for provider in ("torch", "archflash")
+            )
+            cells += [f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}"]
+        lines.append([f"{name} ({case['unit']})", *cells])
+    return (
+        f"{markdown(head, lines)}\n\n{data['gpu']}, driver {data['driver']}, torch "
+        f"{data['torch']}, commit {data['commit']}, {data['date']}; medians of {data['rounds']} "
+        "rounds in which the ways took turns."
     )
 
 
@@ -325,6 +351,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         raise ValueError(f"bench:{name}: write bench:GPU/TABLE, such as bench:h200/fp32")
     if table == "host":
         return host_table(results / f"{gpu}-host.json")
+    if table == "end-to-end":
+        return end_to_end_table(results / f"{gpu}-end-to-end.json")
     rows = load_rows(results / f"{gpu}.csv")
     if table == "published":
         return published_table(rows, cases, run_id)
@@ -335,7 +363,7 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return speed_table(rows, many, run_id, sustained=True)
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
-        known = ", ".join(["plain", "sustained", "published", "host", *groups])
+        known = ", ".join(["plain", "sustained", "published", "host", "end-to-end", *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)
 

@@ -18,10 +18,10 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.attention as _torch_attention
@@ -36,7 +36,6 @@ NAME = "archflash"  # in PyTorch's registry, beside "FA3" and "FA4"
 ENABLE_VARIABLE = "ARCHFLASH_SDPA"
 _KEY = "CUDA"  # the dispatch key whose kernels are replaced; tests take "CPU"
 _LSE_BLOCK = 32  # PyTorch's memory-efficient kernel pads the rows of its log-sum-exp to this
-_MOST_CHOICES = 4096  # problems whose choice is remembered
 
 Kernel = Callable[..., Any]
 
@@ -69,33 +68,27 @@ class Stats:
 _kind_of = lru_cache(_dispatch.kind_of)  # the reasons are few, and each is counted many times
 
 
-class _Counts:
-    """Counts that several threads may add to."""
+class _Declined:
+    """Counts of declined calls that several threads may add to. The runtime counts the others."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._served: dict[str, int] = {}
-        self._declined: dict[str, list[Any]] = {}  # by kind of reason: the first one, the number
+        self._counts: dict[str, list[Any]] = {}  # by kind of reason: the first one, the number
 
-    def serve(self, name: str) -> None:
-        with self._lock:
-            self._served[name] = self._served.get(name, 0) + 1
-
-    def decline(self, reason: str) -> None:
+    def add(self, reason: str) -> None:
         kind = _kind_of(reason)
         with self._lock:
-            self._declined.setdefault(kind, [reason, 0])[1] += 1
+            self._counts.setdefault(kind, [reason, 0])[1] += 1
 
-    def read(self, reset: bool) -> Stats:
+    def read(self, reset: bool) -> dict[str, int]:
         with self._lock:
-            stats = Stats(dict(self._served), dict(self._declined.values()))
+            counts = dict(self._counts.values())
             if reset:
-                self._served.clear()
-                self._declined.clear()
-        return stats
+                self._counts.clear()
+        return counts
 
 
-_counts = _Counts()
+_declined = _Declined()
 
 
 def stats(*, reset: bool = False) -> Stats:
@@ -116,126 +109,166 @@ def stats(*, reset: bool = False) -> Stats:
         >>> print(archflash.stats())
         0 calls served by archflash, 0 by PyTorch's own kernels
     """
-    return _counts.read(reset)
+    return Stats(_native.operators_served(reset), _declined.read(reset))
 
 
 # --- who serves a call ---
 
 
-class _Choice(NamedTuple):
-    name: str | None  # of the kernel; None: PyTorch's own
-    reason: str  # why it is PyTorch's own
+_device_of = _dispatch.device_of
 
 
-_choices: dict[tuple[_native.Problem, int, str | None], _Choice] = {}
+def _decide(problem: _native.Problem, index: int, forced: str | None) -> _native.LaunchPlan | str:
+    """The plan that serves a problem of PyTorch's operators, or the reason why PyTorch's own kernel
+    does. The runtime asks this once for each problem.
 
-
-def _device_of(problem: _native.Problem, index: int) -> tuple[_native.Device | None, str | None]:
-    return _dispatch.device_of(problem, index)
-
-
-def _decide(problem: _native.Problem, index: int, forced: str | None) -> _Choice:
-    """Who serves a problem that is stated without the log-sum-exp, which PyTorch's fused kernels
-    give at no cost, although they do not give it to a caller of SDPA.
+    The decision is made for the problem without the log-sum-exp, which PyTorch's fused kernels give
+    at no cost, although they do not give it to a caller of SDPA.
     """
+    sizes = (problem.heads_q, problem.heads_kv, problem.nq, problem.nk, problem.d, problem.dv)
+    if 0 in sizes or (problem.batch == 0 and not problem.varlen):
+        return "a tensor without elements"
     device, obstacle = _device_of(problem, index)
-    plan, refusals = _dispatch.choose(problem, device, forced, obstacle)
+    plan, refusals = _dispatch.choose(_with_lse(problem, False), device, forced, obstacle)
     if plan is not None:
-        return _Choice(plan.implementation, "")
+        if not problem.want_lse:
+            return plan
+        answer = _native.plan(plan.implementation, _with_lse(plan.problem, True), plan.device)
+        return f"{plan.implementation}: {answer[0]}" if isinstance(answer, list) else answer
     if forced is not None:
-        return _Choice(None, f"{forced} is forced")
+        return f"{forced} is forced"
     if device is None or obstacle is not None:
-        return _Choice(None, obstacle or "tensors on the CPU")
+        return obstacle or "tensors on the CPU"
     if not refusals:
-        return _Choice(None, _dispatch.why_torch(problem, device))
+        return _dispatch.why_torch(problem, device)
     kernel, reasons = _dispatch.nearest(refusals, problem, device)
-    return _Choice(None, f"{kernel}: {reasons[0]}")
+    return f"{kernel}: {reasons[0]}"
 
 
-def _serve(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    make_out: Callable[[], Tensor],
-    obstacle: str | None,
-    *,
-    want_lse: bool,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None] | str:
-    """The output of a call and its log-sum-exp (None where it is not wanted); or the reason why
-    PyTorch's own kernel has to serve the call.
-
-    Args:
-        q, k, v: as for `archflash.attention`.
-        make_out: gives the tensor to write the output to, once a kernel is chosen.
-        obstacle: a reason for PyTorch's kernel that is known already.
-        want_lse: whether the log-sum-exp is wanted.
-        options: of `archflash.attention`.
-    """
-    forced = _dispatch.forced()
-    reason = obstacle
-    if reason is None and not (q.numel() and k.numel() and v.numel()):
-        reason = "a tensor without elements"
-    if reason is None:
-        values = _option_values(options)
-        problem = _native.make_problem(q, k, v, values, _GRADIENTS_ARE_PYTORCHS)
-        key = (problem, q.get_device(), forced)
-        choice = _choices.get(key)
-        if choice is None:
-            if len(_choices) >= _MOST_CHOICES:
-                _choices.clear()
-            choice = _choices.setdefault(key, _decide(*key))
-        if choice.name is not None:
-            options.update(out=make_out(), return_lse=want_lse)
-            values = _option_values(options)
-            result: Any = _native.attention(q, k, v, values, _GRADIENTS_ARE_PYTORCHS, choice.name)
-            if result is not NotImplemented:
-                _counts.serve(choice.name)
-                return result if want_lse else (result, None)
-        reason = choice.reason or "a tensor whose memory does not hold its values"
-    if forced not in (None, _registry.TORCH):
-        raise ForcedImplementationError(f"{forced} is forced, but PyTorch calls for {reason}")
-    return reason
+def _with_lse(problem: _native.Problem, want: bool) -> _native.Problem:
+    return _native.Problem.from_dict(problem.to_dict() | {"want_lse": int(want)})
 
 
-_GRADIENTS_ARE_PYTORCHS = 0  # the runtime is told of none: see the text of this module
+_native.set_decide_operator(lambda *problem: _decide(*problem))
+
 _DEFAULT_VALUES = list(_options.DEFAULTS.values())
 _PLACE = {name: place for place, name in enumerate(_options.DEFAULTS)}
 
 
-def _option_values(options: dict[str, Any]) -> tuple[Any, ...]:
-    """The values of all options in the order in which the runtime takes them. This is part of every
-    call, and writing a few places of a list is faster than merging dictionaries.
-    """
+def _named_values(options: dict[str, Any]) -> tuple[Any, ...]:
+    """The values of all options, in the order in which the runtime takes them."""
     values = _DEFAULT_VALUES.copy()
     for name, value in options.items():
         values[_PLACE[name]] = value
     return tuple(values)
 
 
+@lru_cache(maxsize=1024)
+def _values(
+    causal: bool, scale: float | None, want_lse: bool, top_left: bool = False
+) -> tuple[Any, ...]:
+    """`_named_values` of the options that SDPA has but for the mask. This is part of every call.
+
+    Args:
+        causal, scale: as for SDPA.
+        want_lse: whether the log-sum-exp is wanted.
+        top_left: whether causal aligns to the top left. With as many queries as keys both
+            alignments are the same, and the other one was measured.
+    """
+    options = {"causal": causal, "scale": scale, "return_lse": want_lse}
+    return _named_values(options | ({"q_offset": 0} if top_left else {}))
+
+
+def _with_mask(values: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
+    place = _PLACE["attn_mask"]
+    return (*values[:place], mask, *values[place + 1 :])
+
+
+def _with_out(values: tuple[Any, ...], out: Tensor) -> tuple[Any, ...]:
+    place = _PLACE["out"]
+    return (*values[:place], out, *values[place + 1 :])
+
+
+def _decline(reason: str) -> str:
+    """The reason, as an operator returns it for PyTorch's own kernel to serve the call.
+
+    Raises:
+        ForcedImplementationError: a kernel of archflash is forced.
+    """
+    forced = _forced()
+    if forced not in (None, _registry.TORCH):
+        raise ForcedImplementationError(f"{forced} is forced, but PyTorch calls for {reason}")
+    return reason
+
+
+_forced = _dispatch.forced
+_serve = _native.serve_operator
+
+
 # --- PyTorch's operators ---
 
 
-@cache
-def _generator_state() -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    """The shapes and dtypes of the state of a random generator in the results of PyTorch's flash
-    operator, which differ between its versions.
+# Results of PyTorch's operators that nothing reads where no weights are dropped are as cheap as can
+# be. What a backward keeps has to be new in each call, because a CUDA graph has to own its results.
+
+
+def _without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for empty_like alone, which is faster than new_empty. It holds no memory: what is
+    allocated during the capture of a CUDA graph must not outlive it.
+    """
+    x = torch.empty(shape, dtype=dtype, device=device)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@lru_cache
+def _flash_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The state of a random generator in the flash operator, which differs between versions of
+    PyTorch.
     """
     q = torch.empty(1, 1, 1, 8, device="meta")
     results = torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
-    return tuple((x.shape, x.dtype) for x in results[6:8])
+    one, other = (_without_memory(x.shape, x.dtype, device) for x in results[6:8])
+    return one, other
 
 
-def _no_dropout_state(q: Tensor) -> list[Tensor]:
-    """The state of a random generator, which a backward without dropout does not read."""
-    return [q.new_empty(shape, dtype=dtype) for shape, dtype in _generator_state()]
+@lru_cache
+def _scalar(device: torch.device) -> Tensor:
+    return _without_memory((), torch.int64, device)
 
 
-def _obstacle(dropout_p: float, debug_mask: bool) -> str | None:
-    """Why no kernel of archflash serves a call with these arguments; None if one may."""
+@lru_cache
+def _no_elements(device: torch.device, dtype: torch.dtype, *sizes: int) -> Tensor:
+    return torch.empty((*sizes, 0), dtype=dtype, device=device)
+
+
+_empty_like = torch.empty_like
+_NO_STATE = (torch.zeros((), dtype=torch.int64),) * 2
+
+
+def _flash_tail(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The last three results of the flash operator."""
+    device = q.device
+    one, other = _flash_state(device)
+    return _empty_like(one), _empty_like(other), _no_elements(device, q.dtype)
+
+
+def _state(q: Tensor, lse: bool) -> tuple[Tensor, Tensor]:
+    """The state of a random generator in the other operators. Without a log-sum-exp there is no
+    backward that keeps it.
+    """
+    if not lse:
+        return _NO_STATE
+    scalar = _scalar(q.device)
+    return _empty_like(scalar), _empty_like(scalar)
+
+
+def _why_not(dropout_p: float, debug_mask: bool) -> str:
+    """Why no kernel of archflash serves a call with dropout or with return_debug_mask."""
+    assert dropout_p != 0.0 or debug_mask
     if dropout_p != 0.0:
         return "dropout: no kernel of archflash drops weights"
-    return "return_debug_mask: no kernel of archflash returns weights" if debug_mask else None
+    return "return_debug_mask: no kernel of archflash returns weights"
 
 
 def _like_query(query: Tensor, dv: int) -> Tensor:
@@ -263,19 +296,20 @@ def _flash(
     """aten::_scaled_dot_product_flash_attention. Causal aligns to the bottom right here: SDPA calls
     it with as many queries as keys, and causal_lower_right of torch.nn.attention.bias with any.
     """
-    nq, nk = query.shape[2], key.shape[2]
-    obstacle = _obstacle(dropout_p, return_debug_mask)
-    if value.shape[3] != query.shape[3]:
-        obstacle = obstacle or "values of another head dimension than queries"
-    served = _serve(
-        query, key, value, lambda: torch.empty_like(query), obstacle, want_lse=True,
-        causal=is_causal, scale=scale,
-    )  # fmt: skip
-    if isinstance(served, str):
-        return served
+    if dropout_p != 0.0 or return_debug_mask:
+        return _decline(_why_not(dropout_p, return_debug_mask))
+    values = _values(is_causal, scale, True)
+    forced = _forced()
+    served = _serve(query, key, value, values, forced)
+    if served is None:
+        served = _serve(query, key, value, _with_out(values, _empty_like(query)), forced)
+    if type(served) is str:
+        return _decline(served)
+    out, lse = served
+    nq, nk = query.size(2), key.size(2)
     if is_causal and nq > nk:
-        _as_pytorchs_lse(served[1])
-    return *served, None, None, nq, nk, *_no_dropout_state(query), query.new_empty(0)
+        _as_pytorchs_lse(lse)
+    return out, lse, None, None, nq, nk, *_flash_tail(query)
 
 
 def _cudnn(
@@ -291,21 +325,27 @@ def _cudnn(
     scale: float | None = None,
 ) -> Any:
     """aten::_scaled_dot_product_cudnn_attention."""
-    nq, nk = query.shape[2], key.shape[2]
-    obstacle = _obstacle(dropout_p, return_debug_mask)
+    if dropout_p != 0.0 or return_debug_mask:
+        return _decline(_why_not(dropout_p, return_debug_mask))
     if attn_bias is not None and compute_log_sumexp:
-        obstacle = obstacle or _MASK_AND_GRADIENTS
-    served = _serve(
-        query, key, value, lambda: _like_query(query, value.shape[3]), obstacle,
-        want_lse=compute_log_sumexp, scale=scale, **_top_left(is_causal, nq, nk),
-        **_masked(attn_bias),
-    )  # fmt: skip
-    if isinstance(served, str):
-        return served
-    out, lse = served
-    stats = query.new_empty(query.shape[:3], dtype=torch.float32) if lse is None else lse
-    seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
-    return out, stats[..., None], None, None, nq, nk, seed, offset, None
+        return _decline(_MASK_AND_GRADIENTS)
+    nq, nk = query.size(2), key.size(2)
+    values = _values(is_causal, scale, compute_log_sumexp, is_causal and nq != nk)
+    if attn_bias is not None:
+        values = _with_mask(values, attn_bias)
+    forced = _forced()
+    served = _serve(query, key, value, values, forced)
+    if served is None:
+        out = _like_query(query, value.size(3))
+        served = _serve(query, key, value, _with_out(values, out), forced)
+    if type(served) is str:
+        return _decline(served)
+    if compute_log_sumexp:
+        out, lse = served
+        lse = lse.unsqueeze(3)
+    else:
+        out, lse = served, None  # as PyTorch's kernel
+    return out, lse, None, None, nq, nk, *_state(query, compute_log_sumexp), None
 
 
 def _efficient(
@@ -320,27 +360,24 @@ def _efficient(
     scale: float | None = None,
 ) -> Any:
     """aten::_scaled_dot_product_efficient_attention."""
-    batch, heads, nq, _ = query.shape
-
-    def rows_before_heads() -> Tensor:
-        return query.new_empty(batch, nq, heads, value.shape[3]).transpose(1, 2)
-
-    obstacle = _obstacle(dropout_p, False)
+    if dropout_p != 0.0:
+        return _decline(_why_not(dropout_p, False))
     if attn_bias is not None and compute_log_sumexp:
-        obstacle = obstacle or _MASK_AND_GRADIENTS
-    served = _serve(
-        query, key, value, rows_before_heads, obstacle, want_lse=compute_log_sumexp,
-        scale=scale, **_top_left(is_causal, nq, key.shape[2]), **_masked(attn_bias),
-    )  # fmt: skip
-    if isinstance(served, str):
-        return served
-    out, lse = served
-    if lse is None:
-        lse = query.new_empty((batch, heads, 0), dtype=torch.float32)
-    elif nq % _LSE_BLOCK:  # a row of infinity has no weights
-        lse = F.pad(lse, (0, _LSE_BLOCK - nq % _LSE_BLOCK), value=math.inf)
-    seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
-    return out, lse, seed, offset
+        return _decline(_MASK_AND_GRADIENTS)
+    top_left = is_causal and query.size(2) != key.size(2)
+    values = _values(is_causal, scale, compute_log_sumexp, top_left)
+    if attn_bias is not None:
+        values = _with_mask(values, attn_bias)
+    served = _serve(query, key, value, values, _forced(), True)
+    if type(served) is str:
+        return _decline(served)
+    if compute_log_sumexp:
+        out, lse = served
+        if beyond := query.size(2) % _LSE_BLOCK:  # a row of infinity has no weights
+            lse = F.pad(lse, (0, _LSE_BLOCK - beyond), value=math.inf)
+    else:
+        out, lse = served, _no_elements(query.device, torch.float32, query.size(0), query.size(1))
+    return out, lse, *_state(query, compute_log_sumexp)
 
 
 # Rows that see no key have another log-sum-exp in each of PyTorch's kernels, and its backward reads
@@ -348,35 +385,20 @@ def _efficient(
 _MASK_AND_GRADIENTS = "a mask, and gradients may be needed"
 
 
-def _top_left(is_causal: bool, nq: int, nk: int) -> dict[str, Any]:
-    """The options for the causal rule of SDPA. If the lengths are equal both alignments are the
-    same, and the default is the one that was measured.
-    """
-    if not is_causal:
-        return {}
-    return {"causal": True} if nq == nk else {"causal": True, "q_offset": 0}
-
-
-def _masked(attn_bias: Tensor | None) -> dict[str, Any]:
-    return {} if attn_bias is None else {"attn_mask": attn_bias}
-
-
 def _flash_forward(query: Tensor, *args: Any, **options: Any) -> Any:
     """aten::_flash_attention_forward, which torch.nn.attention.varlen and nested tensors call."""
-    served = _flash_into_tensor(lambda: torch.empty_like(query), query, *args, **options)
-    if isinstance(served, str):
-        return served
-    return *served, *_no_dropout_state(query), query.new_empty(0)
+    served = _flash_into(None, query, *args, **options)
+    return served if isinstance(served, str) else (*served, *_flash_tail(query))
 
 
 def _flash_forward_into(out: Tensor, *args: Any, **options: Any) -> Any:
     """aten::_flash_attention_forward_no_dropout_inplace."""
-    served = _flash_into_tensor(lambda: out, *args, **options)
+    served = _flash_into(out, *args, **options)
     return served if isinstance(served, str) else served[1]
 
 
-def _flash_into_tensor(
-    make_out: Callable[[], Tensor],
+def _flash_into(
+    out: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -395,22 +417,24 @@ def _flash_into_tensor(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
-) -> tuple[Tensor, Tensor | None] | str:
-    """Rows come before heads here, packed sequences have three dimensions, and causal aligns to the
-    bottom right.
+) -> tuple[Tensor, Tensor] | str:
+    """The output, in `out` if that is given, and the log-sum-exp. Rows come before heads here,
+    packed sequences have three dimensions, and causal aligns to the bottom right.
     """
     paged = block_table is not None and seqused_k is not None and cum_seq_q is not None
-    obstacle = _obstacle(dropout_p, return_debug_mask)
+    if dropout_p != 0.0 or return_debug_mask:
+        return _decline(_why_not(dropout_p, return_debug_mask))
     if alibi_slopes is not None:
-        obstacle = obstacle or "alibi_slopes: no kernel of archflash takes it here"
-    elif not paged and (block_table is not None or seqused_k is not None):
-        obstacle = obstacle or "seqused_k or block_table, but not both with cum_seq_q"
-    elif not paged and (cum_seq_q is None) != (cum_seq_k is None):
-        obstacle = obstacle or "cum_seq_q without cum_seq_k"
+        return _decline("alibi_slopes: no kernel of archflash takes it here")
+    if not paged and (block_table is not None or seqused_k is not None):
+        return _decline("seqused_k or block_table, but not both with cum_seq_q")
+    if not paged and (cum_seq_q is None) != (cum_seq_k is None):
+        return _decline("cum_seq_q without cum_seq_k")
     left, right = (
         None if side is None or side < 0 else side for side in (window_size_left, window_size_right)
     )
     options: dict[str, Any] = {"layout": "bnhd", "causal": is_causal, "scale": scale}
+    options["return_lse"] = True
     if left is not None or right is not None:
         options["window"] = (left, right)
     if num_splits:
@@ -421,18 +445,21 @@ def _flash_into_tensor(
     elif cum_seq_q is not None:
         options.update(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
         options.update(max_seqlen_q=max_q, max_seqlen_k=max_k)
-    served = _serve(query, key, value, make_out, obstacle, want_lse=True, **options)
+    options["out"] = _empty_like(query) if out is None else out
+    served: Any = _serve(query, key, value, _named_values(options), _forced())
+    if isinstance(served, str):
+        return _decline(served)
     every_row_sees_a_key = cum_seq_q is None and left is right is None and not is_causal
-    if not isinstance(served, str) and not every_row_sees_a_key:
+    if not every_row_sees_a_key:
         _as_pytorchs_lse(served[1])
-    return served
+    result: tuple[Tensor, Tensor] = served
+    return result
 
 
-def _as_pytorchs_lse(lse: Tensor | None) -> None:
+def _as_pytorchs_lse(lse: Tensor) -> None:
     """Gives +inf to rows that see no key, as PyTorch's flash kernel does: its backward relies on
     that.
     """
-    assert lse is not None
     lse.masked_fill_(lse == -math.inf, math.inf)
 
 
@@ -523,13 +550,17 @@ _BY_OTHER_OPERATORS: dict[str, Kernel] = {
 
 
 def _replacement(serve: Kernel, original: Kernel) -> Kernel:
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """The kernel that stands before PyTorch's own one, the original."""
+    # Asking the dispatcher for the keys of each call takes time, and no kernel on CUDA reads them.
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         if _inside.pytorch:
             return original(keys, *args, **kwargs)
         result = serve(*args, **kwargs)
-        if not isinstance(result, str):
+        if type(result) is not str:
             return result
-        _counts.decline(result)
+        _declined.add(result)
         _inside.pytorch = True
         try:
             return original(keys, *args, **kwargs)
@@ -544,7 +575,7 @@ class _Replaced:
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        _generator_state()  # asked outside of any call
+        _flash_state(torch.device("cpu"))  # asks PyTorch for the shapes, outside of any call
         originals = {operator: _original(operator) for operator in _OPERATORS}
         with warnings.catch_warnings():
             # PyTorch warns that a kernel of its own is replaced, which is what was asked for.
@@ -553,7 +584,7 @@ class _Replaced:
                 if original is not None:
                     kernel = _replacement(_OPERATORS[operator], original)
                     self._library.impl(  # type: ignore[no-untyped-call]
-                        operator, kernel, _KEY, with_keyset=True
+                        operator, kernel, _KEY
                     )
 
     def remove(self) -> None:

@@ -22,6 +22,9 @@ struct Arguments {
 #include "common/options.inc"
 #undef ARCHFLASH_OPTION
   Grad grad;
+  // The output that is allocated has rows before heads in memory, whatever q has. For q of four
+  // dimensions with heads before rows.
+  bool rows_before_heads = false;
 };
 
 // The members of Arguments that hold the options, in the order of OPTIONS.

@@ -2,6 +2,7 @@
 // implementation serves a problem is decided in python/archflash/_dispatch.py, which is asked once
 // per new Problem.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -13,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -33,13 +35,33 @@ namespace {
 
 // Never destroyed: they hold Python objects and CUDA handles, which must outlive static
 // destruction.
-PlanCache& cache() {
-  static auto& instance = *new PlanCache;
+PlanCache<std::shared_ptr<PreparedPlan>>& cache() {  // null: `torch` serves the problem
+  static auto& instance = *new PlanCache<std::shared_ptr<PreparedPlan>>;
   return instance;
 }
 nb::object&
 decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`
   static auto& instance = *new nb::object;
+  return instance;
+}
+
+// The calls of PyTorch's operators have decisions of their own: who serves them is decided without
+// the log-sum-exp, which PyTorch's kernels give at no cost, and a refusal has its reason.
+struct OperatorDecision {
+  std::shared_ptr<PreparedPlan> plan;
+  std::string reason;   // why PyTorch's own kernel serves the problem; empty: the plan does
+  nb::object out, lse;  // what torch.empty_like makes the results of; they hold no memory
+};
+PlanCache<OperatorDecision>& operator_cache() {
+  static auto& instance = *new PlanCache<OperatorDecision>;
+  return instance;
+}
+nb::object& decide_operator() {  // _overrides.decide(problem, device_index, forced) -> LaunchPlan,
+  static auto& instance = *new nb::object;  // or the reason why there is none
+  return instance;
+}
+std::map<std::string, int64_t>& served() {  // calls of PyTorch's operators, by implementation
+  static auto& instance = *new std::map<std::string, int64_t>;
   return instance;
 }
 
@@ -82,6 +104,13 @@ nb::object allocate_lse(nb::handle q, const Problem& p) {
   return q.attr("new_empty")(shape, nb::arg("dtype") = torch().float32);
 }
 
+// A tensor for torch.empty_like alone: what is allocated during the capture of a CUDA graph must
+// not outlive it.
+nb::object without_memory(nb::object tensor) {
+  tensor.attr("untyped_storage")().attr("resize_")(0);
+  return tensor;
+}
+
 void set_address(Call& call, Operand operand, nb::handle tensor) {
   call.addresses[static_cast<int>(operand)] = address_of(tensor);
 }
@@ -103,10 +132,16 @@ struct Outputs {
   nb::object out, lse, workspace;
 };
 
-// Allocates what is missing and completes the addresses of the call.
-Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call) {
+// Allocates what is missing and completes the addresses of the call. `like`: what torch.empty_like
+// makes the output and the log-sum-exp of, where given.
+Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call,
+                 const OperatorDecision* like = nullptr) {
   Outputs made;
-  made.out = a.out.is_none() ? allocate_out(a.q, call) : nb::borrow(a.out);
+  if (!a.out.is_none()) {
+    made.out = nb::borrow(a.out);
+  } else {
+    made.out = like ? torch().empty_like(like->out) : allocate_out(a.q, call);
+  }
   if (a.out.is_none()) {
     set_address(call, Operand::Out, made.out);
   } else if (!nb::cast<bool>(a.out.attr("is_inference")())) {
@@ -118,7 +153,7 @@ Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call) {
     }
   }
   if (call.problem.want_lse) {
-    made.lse = allocate_lse(a.q, call.problem);
+    made.lse = like ? torch().empty_like(like->lse) : allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, made.lse);
   }
   if (plan.workspace_bytes > 0) {
@@ -165,8 +200,9 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call
 }
 
 // Allocates what is missing, binds and launches. Returns out, or (out, lse).
-nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call) {
-  const Outputs outputs = allocate(*prepared.plan, a, call);
+nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,
+               const OperatorDecision* like = nullptr) {
+  const Outputs outputs = allocate(*prepared.plan, a, call, like);
   if (call.problem.varlen && prepared.plan->launches.empty()) {
     write_rows_of_no_sequence(outputs.out, outputs.lse, a.sinks);
   } else if (call.device_index < 0) {
@@ -220,6 +256,7 @@ void forget_other_simulated_devices() {
   if (now == last) return;
   last = now;
   cache().clear();
+  operator_cache().clear();
 }
 
 // The eager call. On a cached decision this is the whole way: read, look up, allocate, bind,
@@ -247,6 +284,47 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
   // autograd.
   if (call.problem.needs_grad) return nb::borrow(Py_NotImplemented);
   return run(*prepared, arguments, call);
+}
+
+// Whether a row of q is repeated. The output of PyTorch's operators then has the memory layout that
+// torch.empty_like chooses, which is not the runtime's.
+bool repeats_rows(const Problem& p) {
+  return (p.batch > 1 && p.q.batch == 0) || (p.heads_q > 1 && p.q.head == 0) ||
+         (p.nq > 1 && p.q.row == 0);
+}
+
+// An eager call of one of PyTorch's operators, in which nothing but the kernel's own checks depends
+// on gradients: autograd records the operator, not this call.
+nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
+                          nb::handle implementation, bool rows_before_heads) {
+  Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+  arguments.rows_before_heads = rows_before_heads;
+  if (needs_dispatcher(arguments)) return nb::str("a subclass of torch.Tensor");
+  Call call;
+  build_call(arguments, call);
+  if (!call.has_storage || call.lazy) return nb::str("a tensor whose memory lacks its values");
+  if (arguments.out.is_none() && !rows_before_heads && repeats_rows(call.problem))
+    return nb::none();
+  if (call.device_index < 0) forget_other_simulated_devices();
+  const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
+  const OperatorDecision* found = operator_cache().find(key);
+  if (found == nullptr) {
+    OperatorDecision decision;
+    nb::object answer = decide_operator()(call.problem, call.device_index, implementation);
+    if (nb::isinstance<nb::str>(answer)) {
+      decision.reason = nb::cast<std::string>(answer);
+    } else {
+      decision.plan = prepare_for(call, answer);
+      decision.out = without_memory(allocate_out(q, call));
+      if (call.problem.want_lse) decision.lse = without_memory(allocate_lse(q, call.problem));
+    }
+    found = operator_cache().insert(key, std::move(decision));
+  }
+  if (!found->plan) return nb::str(found->reason.c_str(), found->reason.size());
+  const OperatorDecision decision = *found;  // a copy: allocating may let other threads insert
+  nb::object result = run(*decision.plan, arguments, call, &decision);
+  ++served()[decision.plan->plan->implementation];
+  return result;
 }
 
 Problem make_problem(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad) {
@@ -854,6 +932,25 @@ NB_MODULE(_archflash, m) {
         "implementation"_a.none(),
         "Serves an eager call from a kernel. None when `torch` is to serve it; NotImplemented for "
         "torch's dispatcher, and for lazy tensors, which must be resolved first.");
+  m.def(
+      "set_decide_operator", [](nb::object function) { decide_operator() = std::move(function); },
+      "function"_a);
+  m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
+        "implementation"_a.none(), "rows_before_heads"_a = false,
+        nb::sig("def serve_operator(q: typing.Any, k: typing.Any, v: typing.Any, options: "
+                "tuple[typing.Any, ...], implementation: str | None, rows_before_heads: bool = "
+                "False) -> typing.Any"),
+        "Serves a call of one of PyTorch's operators from a kernel; what `attention` would return. "
+        "Or the reason why PyTorch's own kernel is to serve it, a str; or None where `out` has to "
+        "be given, because q repeats rows.");
+  m.def(
+      "operators_served",
+      [](bool reset) {
+        std::map<std::string, int64_t> counts = served();
+        if (reset) served().clear();
+        return counts;
+      },
+      "reset"_a, "The number of calls of PyTorch's operators that each implementation served.");
   m.def("make_problem", &make_problem, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
         "grad"_a, "What a call asks for.");
   m.def("options_for_torch", &options_for_torch, "options"_a,
@@ -986,11 +1083,14 @@ NB_MODULE(_archflash, m) {
   m.def(
       "cache_info",
       [] {
-        return nb::make_tuple(cache().hits, cache().misses, cache().size(), PlanCache::CAPACITY);
+        return nb::make_tuple(cache().hits, cache().misses, cache().size(), PLAN_CACHE_CAPACITY);
       },
       nb::sig("def cache_info() -> tuple[int, int, int, int]"),
       "(hits, misses, entries, capacity) of the plan cache.");
-  m.def("clear_cache", [] { cache().clear(); });
+  m.def("clear_cache", [] {
+    cache().clear();
+    operator_cache().clear();
+  });
   m.def("use_exchange_table", &use_exchange_table, "enabled"_a,
         "Reads tensors through torch's DLPack exchange table (default), or through their Python "
         "attributes.");

@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <cstring>
 #include <list>
-#include <memory>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
-#include "runtime/execute.h"
+#include "common/planning/plan.h"
 
 namespace archflash {
 
@@ -30,22 +30,56 @@ struct CacheKeyHash {
   }
 };
 
+constexpr size_t PLAN_CACHE_CAPACITY = 256;
+
+template <class Decision>
 class PlanCache {
  public:
-  static constexpr size_t CAPACITY = 256;
+  // The decision, if it is cached. It stays where it is until the next insert() or clear().
+  const Decision* find(const CacheKey& key) {
+    // The layers of a model ask for the same problem again and again, which needs no hash.
+    if (!order_.empty() && order_.front().first == key) {
+      ++hits;
+      return &order_.front().second;
+    }
+    const auto found = entries_.find(key);
+    if (found == entries_.end()) {
+      ++misses;
+      return nullptr;
+    }
+    ++hits;
+    order_.splice(order_.begin(), order_, found->second);
+    return &found->second->second;
+  }
 
-  // The decision, if it is cached. A null pointer in it means that `torch` serves the problem.
-  const std::shared_ptr<PreparedPlan>* find(const CacheKey& key);
-  void insert(const CacheKey& key, std::shared_ptr<PreparedPlan> plan);
-  void clear();
+  const Decision* insert(const CacheKey& key, Decision decision) {
+    if (const auto found = entries_.find(key); found != entries_.end()) {
+      found->second->second = std::move(decision);
+      return &found->second->second;
+    }
+    if (entries_.size() == PLAN_CACHE_CAPACITY) {
+      entries_.erase(order_.back().first);
+      order_.pop_back();
+    }
+    order_.emplace_front(key, std::move(decision));
+    entries_.emplace(key, order_.begin());
+    return &order_.front().second;
+  }
+
+  void clear() {
+    entries_.clear();
+    order_.clear();
+    hits = misses = 0;
+  }
 
   size_t size() const { return entries_.size(); }
   int64_t hits = 0, misses = 0;
 
  private:
-  using Entry = std::pair<CacheKey, std::shared_ptr<PreparedPlan>>;
-  std::list<Entry> order_;  // most recently used first
-  std::unordered_map<CacheKey, std::list<Entry>::iterator, CacheKeyHash> entries_;
+  using Entry = std::pair<CacheKey, Decision>;
+  using Order = std::list<Entry>;
+  Order order_;  // most recently used first
+  std::unordered_map<CacheKey, typename Order::iterator, CacheKeyHash> entries_;
 };
 
 }  // namespace archflash

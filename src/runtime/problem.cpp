@@ -329,8 +329,8 @@ void read_block_mask(const Arguments& a, const TensorView& q, Call& call) {
 }
 
 // Dense strides for an output of call.out_shape whose dimensions nest in the order of q's own
-// strides, the last innermost.
-void plan_output(const TensorView& q, bool same_dtype, Call& call) {
+// strides, the last innermost; or rows before heads.
+void plan_output(const TensorView& q, bool same_dtype, bool rows_before_heads, Call& call) {
   const int n = call.out_ndim;
   int order[4];  // outermost first
   for (int i = 0; i < n - 1; ++i) {
@@ -343,6 +343,7 @@ void plan_output(const TensorView& q, bool same_dtype, Call& call) {
     order[place] = i;
   }
   order[n - 1] = n - 1;
+  if (rows_before_heads) order[0] = 0, order[1] = 2, order[2] = 1;
   int64_t stride = 1;
   call.out_like_q = same_dtype;
   for (int i = n - 1; i >= 0; --i) {
@@ -839,7 +840,7 @@ void build_call(const Arguments& a, Call& call) {
   read_num_splits(a, p);
   call.out_ndim = rank;
   for (int i = 0; i < rank; ++i) call.out_shape[i] = i == x.inner ? p.dv : q.shape[i];
-  plan_output(q, p.out_dtype == p.dtype, call);
+  plan_output(q, p.out_dtype == p.dtype, a.rows_before_heads, call);
   if (a.out.is_none()) {
     TensorView planned;
     planned.shape = call.out_shape;

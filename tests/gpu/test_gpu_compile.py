@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +151,33 @@ def test_opcheck(kernel: str, name: str) -> None:
         tensors,
         {**arguments, "implementation": kernel, "needs_grad": False},
     )
+
+
+PACKAGED = """
+import sys, torch, archflash
+package, tensors = torch._inductor.aoti_load_package(sys.argv[1]), torch.load(sys.argv[2])
+for q, k, v, expected in tensors:
+    assert torch.equal(package(q, k, v), expected)
+print("same bits")
+"""
+
+
+def test_a_package_of_aotinductor_runs_in_another_process(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = archflash.attention(q, k, v, causal=True, implementation="ampere")
+            assert isinstance(out, Tensor)
+            return out * 2
+
+    rows = torch.export.Dim("rows", min=2, max=512)
+    cases = [qkv(n, n, dtype="bfloat16", seed=n) for n in (65, 129)]
+    program = torch.export.export(Model(), cases[0], dynamic_shapes=({2: rows},) * 3, strict=False)
+    package, file = str(tmp_path / "model.pt2"), tmp_path / "tensors.pt"
+    torch._inductor.aoti_compile_and_package(program, package_path=package)
+    torch.save([(*case, Model()(*case)) for case in cases], file)
+    command = [sys.executable, "-c", PACKAGED, package, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "same bits\n", done.stderr
 
 
 @each_kernel

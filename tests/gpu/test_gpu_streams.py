@@ -221,7 +221,10 @@ def test_after_warm_up_the_first_call_does_not_wait_for_the_device(kernel: str) 
 # --- several GPUs ---
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
 @each_kernel
 def test_it_runs_where_its_tensors_are(kernel: str) -> None:
     q, k, v = inputs(kernel)
@@ -236,6 +239,99 @@ def test_it_runs_where_its_tensors_are(kernel: str) -> None:
         assert same_bits(out.cpu(), expected.cpu())
     with pytest.raises(TypeError, match="cuda:1"):
         archflash.attention(q, there[1], v)
+
+
+@two_gpus
+def test_sdpa_gradients_caches_and_quantisation_run_where_their_tensors_are() -> None:
+    """Each on the second GPU while the first one is current, and again on the first: what is kept
+    of the one GPU must not serve the other.
+    """
+    here = qkv(129, 129, dtype="bfloat16", batch=2, heads=(4, 4))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    caches = [x.transpose(1, 2).contiguous() for x in here[1:]]
+    lengths = int32(129, 70)
+
+    def results(index: int) -> list[Tensor]:
+        device = f"cuda:{index}"
+        q, k, v = (x.to(device) for x in here)
+        found = []
+        with archflash.enabled(), archflash.force("ampere"):
+            found.append(sdpa(q, k, v, is_causal=True))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = archflash.attention(*leaves, causal=True, implementation="ampere")
+        found += [out, *torch.autograd.grad(out.square().sum(), leaves)]
+        one = q[:, :, :1].transpose(1, 2).contiguous()
+        cache = [x.to(device) for x in caches]
+        found.append(
+            archflash.attention_with_kvcache(one, *cache, cache_seqlens=lengths.to(device))
+        )
+        found += archflash.quantize_fp8(q, implementation="ada")
+        outs, lses = zip(
+            *(archflash.attention(q, x, y, return_lse=True, implementation="ampere")
+              for x, y in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)), strict=True,
+        )  # fmt: skip
+        found += archflash.merge_attention(outs, lses)
+        assert torch.cuda.current_device() == 0
+        assert all(x.device.index == index for x in found)
+        return [x.cpu() for x in found]
+
+    archflash.stats(reset=True)
+    there = results(1)
+    for one, other in zip(results(0), there, strict=True):
+        assert torch.equal(one.float(), other.float())
+    assert archflash.stats().served == {"ampere": 2}
+
+
+@two_gpus
+def test_a_thread_for_each_gpu() -> None:
+    cases = [[x.to(f"cuda:{index}") for x in inputs("ampere")] for index in (0, 1)]
+    expected = [archflash.attention(*case, implementation="ampere", causal=True) for case in cases]
+    _native.clear_cache()
+    together = threading.Barrier(2)
+
+    def work(index: int) -> bool:
+        with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream()):
+            together.wait(timeout=60)
+            outs = [
+                archflash.attention(*cases[(index + step) % 2], implementation="ampere",
+                                    causal=True)
+                for step in range(50)
+            ]  # fmt: skip
+            for device in (0, 1):
+                torch.cuda.synchronize(device)
+            return all(same_bits(out, expected[(index + i) % 2]) for i, out in enumerate(outs))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(work, range(2)))
+
+
+# --- fork ---
+
+USED_IN_A_CHILD = """
+import os, torch, archflash
+archflash.enable()
+print(len(archflash.implementations()))
+pid = os.fork()  # CUDA was not used so far
+q = torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16)
+own = archflash.attention(q, q, q, implementation="ampere").float()
+right = archflash.reference.attention(q, q, q)[0].float()
+assert torch.allclose(own, right, atol=2e-2), (own - right).abs().max()
+with archflash.force("ampere"):
+    sdpa = torch.nn.functional.scaled_dot_product_attention(q, q, q).float()
+    assert torch.allclose(sdpa, right, atol=2e-2)
+assert archflash.stats().served == {"ampere": 1}
+if pid == 0:
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print("both served")
+"""
+
+
+def test_a_child_process_after_import() -> None:
+    """Importing and enabling archflash does not use CUDA, which a forked process cannot share."""
+    command = [sys.executable, "-c", USED_IN_A_CHILD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("both served\n"), done.stderr
 
 
 # --- threads ---
@@ -262,6 +358,32 @@ def test_eight_threads_with_their_own_shapes_and_streams(kernel: str) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(work, range(8)))
+
+
+def test_threads_call_sdpa_through_the_registry() -> None:
+    """16 threads, each on a stream of its own, call 16 shapes in turns. Every call is counted."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    lengths = range(64, 320, 16)
+    cases = [qkv(n, n, dtype="bfloat16", heads=(4, 4), seed=n) for n in lengths]
+    together, calls = threading.Barrier(16), 32
+
+    def work(i: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()), archflash.force("ampere"):
+            together.wait(timeout=60)
+            turns = [(i + step) % 16 for step in range(calls)]
+            outs = [sdpa(*cases[turn]) for turn in turns]
+            torch.cuda.current_stream().synchronize()
+            pairs = zip(outs, turns, strict=True)
+            return all(same_bits(out, expected[turn]) for out, turn in pairs)
+
+    with archflash.enabled():
+        with archflash.force("ampere"):
+            expected = [sdpa(*case) for case in cases]
+        torch.cuda.synchronize()
+        archflash.stats(reset=True)
+        with ThreadPoolExecutor(16) as threads:
+            assert all(threads.map(work, range(16)))
+        assert archflash.stats().served == {"ampere": 16 * calls}
 
 
 # --- the plan cache ---

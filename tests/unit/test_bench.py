@@ -20,7 +20,17 @@ from archflash import _measured, reference
 # The benchmarks are no part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import correctness, environment, host_overhead, measured, report, results, run, timing
+from bench import (
+    correctness,
+    end_to_end,
+    environment,
+    host_overhead,
+    measured,
+    report,
+    results,
+    run,
+    timing,
+)
 from bench.candidates import (
     Candidate,
     chosen_candidates,
@@ -856,6 +866,53 @@ def test_host_table(fixture_results: Path) -> None:
     assert "| part | 6.00 | 6.50 | 7.00 |" in table
 
 
+def test_end_to_end_table(fixture_results: Path) -> None:
+    assert "unmeasured" in report.make_table("h200/end-to-end", fixture_results)
+    speeds = {"eager, torch": 1000.0, "eager, archflash": 1250.0}
+    speeds |= {"compiled, torch": 2000.0, "compiled, archflash": 1900.0}
+    ways = {way: {"per_second": speed} for way, speed in speeds.items()}
+    record = {**FACTS, "rounds": 9, "cases": {"a model": {"unit": "tokens/s", "ways": ways}}}
+    (fixture_results / "h200-end-to-end.json").write_text(report.json.dumps(record))
+    table = report.make_table("h200/end-to-end", fixture_results)
+    line = "| a model (tokens/s) | 1,000 | 1,250 | 1.25 | 2,000 | 1,900 | 0.95 |"
+    assert line in table
+
+
+def end_to_end_cases() -> dict[str, end_to_end.Case]:
+    sizes = end_to_end.Sizes(layers=2, width=64, heads=4, heads_kv=2, hidden=96)
+    return {
+        "prefill": end_to_end.decoder("cpu", sizes, 1, 33),
+        "decoding": end_to_end.decoder("cpu", sizes, 2, 1, 40),
+        "training": end_to_end.training("cpu", sizes, 2, 17),
+        "diffusion": end_to_end.diffusion("cpu", 3, 20, 16),
+    }
+
+
+def test_models_are_causal_and_decoding_continues_them() -> None:
+    """The last row of a prefill is what one step with a cache of the rows before gives."""
+    sizes = end_to_end.Sizes(layers=2, width=64, heads=4, heads_kv=2, hidden=96)
+    case = end_to_end.decoder("cpu", sizes, 1, 9)
+    (x,) = case.arguments
+    whole = end_to_end.step(case, case.module)
+    caches = torch.zeros(2, 2, 1, 2, 9, 16, dtype=x.dtype)
+    with torch.no_grad():
+        for row in range(9):
+            filled = torch.zeros_like(caches[:, :, :, :, : row + 1])
+            filled[:, :, :, :, :row] = caches[:, :, :, :, :row]
+            last = case.module(x[:, row : row + 1], row, filled)
+            caches[:, :, :, :, : row + 1] = filled
+    assert end_to_end.difference(last[:, 0], whole[:, -1]) < 0.02
+
+
+def test_steps_leave_no_gradients_and_differences_are_shares() -> None:
+    for case in end_to_end_cases().values():
+        first, again = end_to_end.step(case, case.module), end_to_end.step(case, case.module)
+        assert end_to_end.difference(again, first) < 1e-2
+        assert all(parameter.grad is None for parameter in case.module.parameters())
+    x = torch.tensor([3.0, -3.0])
+    assert end_to_end.difference(x * 1.5, x) == pytest.approx(0.5)
+
+
 def test_report_fills_and_check_finds_stale_tables(
     fixture_results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -969,6 +1026,28 @@ def test_what_a_user_gets_is_measured_beside_what_pytorch_chooses() -> None:
 
 
 # ---- host overhead
+
+
+def test_sdpa_is_timed_with_and_without_archflash_in_turns() -> None:
+    active: list[bool] = []
+
+    class Enabled:
+        def __enter__(self) -> None:
+            active.append(True)
+
+        def __exit__(self, *error: object) -> None:
+            active.append(False)
+
+    loops = {"one": (lambda x: calls.append((x, active[-1:] == [True])), [(1,)])}
+    calls: list[tuple[int, bool]] = []
+    found = host_overhead.measure_registry(loops, 16, lambda: None, Enabled)
+    assert set(found) == {"one", "one, through the registry"}
+    assert found["one"].keys() == {"p20", "p50", "p80"}
+    turns = [enabled for enabled, _ in itertools.groupby(enabled for _, enabled in calls)]
+    assert turns == [False, True] * 8
+    for name, (function, arguments) in host_overhead.sdpa_loops("cpu").items():
+        rows = {function(*given).shape[2] for given in arguments}
+        assert rows == {1 if "one query" in name else host_overhead.ROWS}
 
 
 def test_host_loops_call_with_new_pointers_and_growing_lengths() -> None:

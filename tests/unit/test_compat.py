@@ -147,13 +147,12 @@ def test_alibi_slopes_are_those_of_the_formula() -> None:
         (fa2.flash_attn_func, {"deterministic": True}),
         (fa2.flash_attn_with_kvcache, {"alibi_slopes": torch.zeros(4)}),
         (fa3.flash_attn_func, {"qv": torch.zeros(1)}),
-        (fa3.flash_attn_func, {"attention_chunk": 4}),
+        (fa3.flash_attn_varlen_func, {"attention_chunk": 4}),
         (fa3.flash_attn_func, {"sm_margin": 8}),
         (fa3.flash_attn_varlen_func, {"seqused_k": ends(1)}),
         (fa3.flash_attn_varlen_func, {"seqused_q": ends(1)}),
         (fa3.flash_attn_with_kvcache, {"sm_margin": 8}),
         (fa3.flash_attn_with_kvcache, {"cu_seqlens_k_new": ends(0, 1)}),
-        (fa3.flash_attn_with_kvcache, {"rotary_seqlens": ends(1)}),
     ],
 )
 def test_what_is_not_taken_is_named(function: Any, argument: dict[str, Any]) -> None:
@@ -168,6 +167,93 @@ def test_what_is_not_taken_is_named(function: Any, argument: dict[str, Any]) -> 
 def test_deterministic_is_taken_where_no_gradients_are_needed() -> None:
     q, k, v = qkv()
     assert fa2.flash_attn_func(q, k, v, deterministic=True).shape == q.shape
+
+
+@pytest.mark.slow
+def test_deterministic_gradients_are_those_of_a_kernel() -> None:
+    """On a GPU without force(), too; on the CPU it takes the simulator."""
+    q, k, v = (rand(1, 5, 2, 16, seed=i).half() for i in range(3))
+
+    def gradients(deterministic: bool) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = fa2.flash_attn_func(*leaves, causal=True, deterministic=deterministic)
+        return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    expected = gradients(False)
+    with archflash.force("ampere"):
+        found = gradients(True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
+    with (
+        archflash.force("ada"),  # it has no backward
+        pytest.raises(UnsupportedError, match="deterministic"),
+    ):
+        gradients(True)
+
+
+@pytest.mark.parametrize("rows", [(9, 7), (5, 11), (6, 6)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_see_their_own_chunk(rows: tuple[int, int], causal: bool) -> None:
+    q, k, v = qkv(*rows)
+    nq, nk = rows
+    position, key = torch.arange(nk - nq, nk)[:, None], torch.arange(nk)
+    seen = (position.div(3, rounding_mode="floor") == key // 3) & ((key <= position) | (not causal))
+    out, lse = fa3.flash_attn_func(
+        q, k, v, causal=causal, attention_chunk=3, return_attn_probs=True
+    )
+    right, right_lse = expected(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(lse, right_lse)
+
+
+def test_a_window_may_be_a_tensor() -> None:
+    q, k, v = qkv()
+    window = torch.tensor([2, -1])
+    for module in (fa2, fa3):
+        out = module.flash_attn_func(q, k, v, window_size=window)
+        assert torch.equal(out, module.flash_attn_func(q, k, v, window_size=(2, -1)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", ["padding", "positions", "packed", "packed padding"])
+def test_rotary_positions_count_from_the_first_row_of_the_cache(case: str, causal: bool) -> None:
+    """Padding included; or from where rotary_seqlens says."""
+    q, k_new, v_new = rand(2, 3, 4, 8), rand(2, 3, 2, 8, seed=2), rand(2, 3, 2, 8, seed=3)
+    angle = rand(32, 3, seed=4)
+    cos, sin = angle.cos(), angle.sin()
+    lengths, padding, starts = ends(5, 9), ends(2, 4), ends(1, 6)
+    caches = [rand(2, 16, 2, 8, seed=i) for i in (5, 6)]
+    call: dict[str, Any] = {"cache_seqlens": lengths, "causal": causal}
+    if "padding" in case:
+        call["cache_leftpad"], first = padding, lengths
+    else:
+        first = starts
+    turned_k = apply_rotary_emb(k_new, cos, sin, seqlen_offsets=first)
+    if causal:
+        turned_q = apply_rotary_emb(q, cos, sin, seqlen_offsets=first)
+    else:
+        turned_q = torch.cat(
+            [apply_rotary_emb(row, cos, sin, seqlen_offsets=first) for row in q.split(1, 1)], 1
+        )
+    expected_caches = [x.clone() for x in caches]
+    expected = fa3.flash_attn_with_kvcache(turned_q, *expected_caches, turned_k, v_new, **call)
+    if "padding" not in case:
+        call["rotary_seqlens"] = starts
+    if "packed" in case:
+        call["cu_seqlens_q"], call["max_seqlen_q"] = ends(0, 3, 6), 3
+        q = q.flatten(0, 1)
+    out = fa3.flash_attn_with_kvcache(
+        q, *caches, k_new, v_new, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=False, **call
+    )
+    torch.testing.assert_close(out.view(expected.shape), expected)
+    for one, other in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(one, other)
+    if case == "padding":
+        again = [rand(2, 16, 2, 8, seed=i) for i in (5, 6)]
+        found = fa2.flash_attn_with_kvcache(
+            q, *again, k_new, v_new, cos, sin, rotary_interleaved=False, **call
+        )
+        torch.testing.assert_close(found, expected)
 
 
 def test_shares_of_the_keys_are_combined() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _dispatch, _gradients
 from archflash._api import attention
-from archflash._errors import UnsupportedError
+from archflash._errors import ForcedImplementationError, UnsupportedError
 from archflash._kvcache import attention_with_kvcache
 
 Window = tuple[int | None, int | None]
@@ -41,12 +42,9 @@ def attend(
         The output, and the log-sum-exp where it is wanted: float32 (batch, heads, rows), or
         (heads, rows) for packed sequences.
     """
-    if deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise UnsupportedError(
-            "deterministic=True: PyTorch may compute the backward, which is not promised to give "
-            "the same bits; leave it at False"
-        )
-    result = attention(
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    call = _deterministic if deterministic and needs_grad else attention
+    result = call(
         q,
         k,
         v,
@@ -62,6 +60,29 @@ def attend(
         return result, None
     out, lse = result
     return out, _with_unseen(lse, lse_unseen)
+
+
+def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """`archflash.attention` by kernels of archflash, whose gradients always have the same bits.
+
+    Raises:
+        UnsupportedError: none computes the gradients of this call. On the CPU none is asked unless
+            it is forced, because the simulator would run it.
+    """
+    forced = _dispatch.forced()
+    asked = _gradients.FOLDERS if q.device.type == "cuda" else ()
+    why = "PyTorch would compute the gradients"
+    for name in asked if forced is None else (forced,):
+        if name not in _gradients.FOLDERS:
+            continue
+        try:
+            return attention(q, k, v, implementation=name, **options)
+        except ForcedImplementationError as error:
+            why = str(error)
+    raise UnsupportedError(
+        "deterministic=True, and no kernel of archflash computes these gradients; PyTorch's are "
+        f"not promised to give the same bits: leave it at False ({why})"
+    )
 
 
 def attend_to_cache(
@@ -82,7 +103,8 @@ def attend_to_cache(
     rotary_interleaved: bool = False,
     **options: Any,
 ) -> Any:
-    """A call on a KV cache with FlashAttention's arguments.
+    """A call on a KV cache with FlashAttention's arguments. Rotary positions count from behind
+    leftpad_k here, as `archflash.attention_with_kvcache` has them.
 
     Args:
         cache_seqlens: the lengths, one for all sequences, or None where the caches are full.
@@ -130,8 +152,20 @@ def attend_to_cache(
 
 
 def _window(window_size: Window) -> Window | None:
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+    left, right = (_side(side) for side in window_size)
     return None if left is None and right is None else (left, right)
+
+
+def is_window(window_size: Window) -> bool:
+    """Whether any side is bounded."""
+    return _window(window_size) is not None
+
+
+def _side(side: Any) -> int | None:
+    """A side of a window, an int or a tensor of one; None for an unbounded one."""
+    if isinstance(side, Tensor):
+        side = side.item()
+    return None if side is None or side < 0 else side
 
 
 def _with_unseen(lse: Tensor, value: float) -> Tensor:

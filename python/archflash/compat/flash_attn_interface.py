@@ -6,10 +6,10 @@ the scale, and return_attn_probs adds the log-sum-exp alone. FP8 inputs take des
 heads_kv), and their output is bfloat16.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
-seqused_q, seqused_k, cu_seqlens_k_new, rotary_seqlens, sm_margin, qv and attention_chunk without a
-cache, and deterministic=True where gradients are needed. pack_gqa and scheduler_metadata are not
-read, and num_splits of 0 or 1 leaves the choice to archflash where 1 is the default: they are
-advice about speed.
+seqused_q, seqused_k, cu_seqlens_k_new, sm_margin, qv without a cache, attention_chunk with packed
+sequences, and deterministic=True where no kernel of archflash computes the gradients that are
+needed. pack_gqa and scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to
+archflash where 1 is the default: they are advice about speed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash.compat._flash import UNBOUNDED, Window, attend, attend_to_cache, refuse
+from archflash.compat._flash import (
+    UNBOUNDED,
+    Window,
+    attend,
+    attend_to_cache,
+    is_window,
+    refuse,
+)
+from archflash.compat.flash_attn.layers.rotary import turned_at
 
 __all__ = [
     "flash_attn_combine",
@@ -60,8 +68,10 @@ def flash_attn_func(
         causal: query i sees keys up to i + rows of k - rows of q.
         q_descale, k_descale, v_descale: float32 (batch, heads_kv), for FP8 inputs.
         window_size: (left, right) around that key; -1 for an unbounded side.
+        attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
         softcap: 0 for none.
-        deterministic: of the backward; True only where no gradients are needed.
+        deterministic: of the backward, which then is by kernels of archflash: on a GPU, where they
+            compute the gradients of the call.
         return_attn_probs: also return the log-sum-exp.
         s_aux: (heads,), one more logit per head in the denominator (sinks). Not an argument of
             FlashAttention-3, but of forks that Hugging Face and vLLM call.
@@ -81,7 +91,7 @@ def flash_attn_func(
         >>> lse.shape
         torch.Size([2, 4, 7])
     """
-    refuse(qv=(qv, None), attention_chunk=(attention_chunk, 0), sm_margin=(sm_margin, 0))
+    refuse(qv=(qv, None), sm_margin=(sm_margin, 0))
     out, lse = attend(
         q,
         k,
@@ -97,8 +107,17 @@ def flash_attn_func(
         k_descale=k_descale,
         v_descale=v_descale,
         sinks=s_aux,
+        key_ranges=_chunks(q, k, attention_chunk) if attention_chunk else None,
     )
     return (out, lse) if return_attn_probs else out
+
+
+def _chunks(q: Tensor, k: Tensor, size: int) -> Tensor:
+    """The keys of each row's chunk, as `key_ranges`. Positions align to the bottom right."""
+    nq, nk = q.shape[1], k.shape[1]
+    position = torch.arange(nk - nq, nk, dtype=torch.int32, device=q.device)
+    begin = position - position % size
+    return torch.stack((begin, begin + size), -1).clamp(0, nk)[None, None, :, None]
 
 
 def flash_attn_qkvpacked_func(
@@ -297,7 +316,9 @@ def flash_attn_with_kvcache(
         qv: as q with dv for d, a second query that multiplies v_cache. Kernels take d = 64 and
             dv = 512.
         attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
-        rotary_cos, rotary_sin: (positions, channels / 2), by which q and k are turned.
+        rotary_cos, rotary_sin: (positions, channels / 2), by which q and k are turned; new row i
+            has position cache_seqlens + i.
+        rotary_seqlens: int32 (batch,), positions in place of cache_seqlens.
         cache_seqlens: an int or int32 (batch,), the lengths before k; by default the caches are
             full.
         cache_batch_idx: int32 (batch,), which sequence of the caches each one of q has.
@@ -321,8 +342,20 @@ def flash_attn_with_kvcache(
     refuse(
         sm_margin=(sm_margin, 0),
         cu_seqlens_k_new=(cu_seqlens_k_new, None),
-        rotary_seqlens=(rotary_seqlens, None),
     )
+    starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+    elsewhere = rotary_seqlens is not None or cache_leftpad is not None
+    rotary = rotary_cos is not None and rotary_sin is not None
+    if elsewhere and rotary and k is not None and starts is not None:
+        assert rotary_cos is not None
+        assert rotary_sin is not None
+        # FlashAttention counts positions from the cache's first row, padding included.
+        q, k = turned_at(
+            q, k, rotary_cos, rotary_sin, starts, interleaved=rotary_interleaved,
+            apart=causal or is_window(window_size) or attention_chunk != 0,
+            cu_seqlens_q=cu_seqlens_q,
+        )  # fmt: skip
+        rotary_cos = rotary_sin = None
     return attend_to_cache(
         q,
         k_cache,

@@ -10,7 +10,8 @@ They share their arguments:
 - window_size: (left, right) around that key; -1 for an unbounded side.
 - softcap: 0 for none.
 - alibi_slopes: float32 (heads,) or (batch, heads); only None with a cache or pages.
-- deterministic: of the backward; True only where no gradients are needed.
+- deterministic: of the backward, which then is by kernels of archflash: on a GPU, where they
+  compute the gradients of the call.
 - return_attn_probs: also return the log-sum-exp, float32 (batch, heads, rows) or (heads, total
   rows), +inf for a row that sees no key, and an empty tensor in place of the weights, which
   FlashAttention-2 gives with dropout only.
@@ -23,7 +24,15 @@ from typing import Any
 
 from torch import Tensor
 
-from archflash.compat._flash import UNBOUNDED, Window, attend, attend_to_cache, refuse
+from archflash.compat._flash import (
+    UNBOUNDED,
+    Window,
+    attend,
+    attend_to_cache,
+    is_window,
+    refuse,
+)
+from archflash.compat.flash_attn.layers.rotary import turned_at
 
 
 def flash_attn_func(
@@ -213,7 +222,8 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch, capacity, heads, d), or with block_table pages (pages, page size,
             heads, d) of any size.
         k, v: (batch, new rows, heads, d), written in place behind cache_seqlens.
-        rotary_cos, rotary_sin: (positions, channels / 2), by which q and k are turned.
+        rotary_cos, rotary_sin: (positions, channels / 2), by which q and k are turned; new row i
+            has position cache_seqlens + i.
         cache_seqlens: an int or int32 (batch,), the lengths before k; by default the caches are
             full.
         cache_batch_idx: int32 (batch,), which sequence of the caches each one of q has.
@@ -233,6 +243,16 @@ def flash_attn_with_kvcache(
         ValueError: k without cache_seqlens.
     """
     refuse(alibi_slopes=(alibi_slopes, None))
+    rotary = rotary_cos is not None and rotary_sin is not None
+    if rotary and k is not None and cache_seqlens is not None and cache_leftpad is not None:
+        assert rotary_cos is not None
+        assert rotary_sin is not None
+        # FlashAttention counts positions from the cache's first row, padding included.
+        q, k = turned_at(
+            q, k, rotary_cos, rotary_sin, cache_seqlens, interleaved=rotary_interleaved,
+            apart=causal or is_window(window_size),
+        )  # fmt: skip
+        rotary_cos = rotary_sin = None
     return attend_to_cache(
         q,
         k_cache,

@@ -1,0 +1,327 @@
+"""Times models from end to end, with PyTorch's own attention and with archflash in its place.
+
+    python -m bench.end_to_end [--rounds N] [--output FOLDER]
+
+Weights and inputs are random and bf16. The models call
+`torch.nn.functional.scaled_dot_product_attention`, which archflash serves through
+`archflash.enable()`. Each case runs in four ways, eager or compiled and without archflash or with
+it, which take turns in every round; the median counts. Outputs that differ by more than rounding
+explains are an error. Writes <gpu>-end-to-end.json. Exit status 2 when nothing can be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench import environment
+from bench.results import RESULTS_FOLDER, percentile
+
+Way = tuple[str, str]
+WAYS: tuple[Way, ...] = tuple(
+    (how, provider) for how in ("eager", "compiled") for provider in ("torch", "archflash")
+)
+WARM_UPS = 3
+SECTION_MS = 30.0  # of one measured section, at least one call
+# The root mean square of the difference of two outputs, as a share of that of the output. Kernels
+# that round to bf16 in another order differ by about 0.01 behind four layers.
+LARGEST_DIFFERENCE = 0.05
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a decoder with the layers of Llama 3 8B, fewer of them."""
+
+    layers: int = 4
+    width: int = 4096
+    heads: int = 32
+    heads_kv: int = 8
+    hidden: int = 14336
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+LLAMA = Sizes()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    one, other = x.chunk(2, -1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
+
+
+class DecoderLayer(nn.Module):
+    """RMS norm, rotary embedding, grouped heads, a gated MLP."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.split = (sizes.heads, sizes.heads_kv, sizes.heads_kv)
+        self.head_dim = sizes.head_dim
+        self.norm, self.norm2 = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
+        self.qkv = nn.Linear(sizes.width, sum(self.split) * self.head_dim, bias=False)
+        self.out = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.gate_up = nn.Linear(sizes.width, 2 * sizes.hidden, bias=False)
+        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor | None) -> Tensor:
+        """x (batch, rows, width); cache (2, batch, heads_kv, keys, head_dim), whose last rows are
+        those of x.
+        """
+        heads = self.qkv(self.norm(x)).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split(self.split, 1)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        if cache is not None:
+            cache[0, :, :, -x.shape[1] :] = k
+            cache[1, :, :, -x.shape[1] :] = v
+            k, v = cache.unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """Decoder layers alone: no embedding and no head."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.head_dim = sizes.head_dim
+        self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(sizes.layers))
+
+    def forward(self, x: Tensor, first: int = 0, caches: Tensor | None = None) -> Tensor:
+        """`first`: the position of x's first row; caches (layers, 2, batch, ...)."""
+        place = torch.arange(first, first + x.shape[1], device=x.device)
+        turns = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
+        angle = place[:, None] * 500_000.0**-turns
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, None if caches is None else caches[number])
+        return x
+
+
+class DiffusionBlock(nn.Module):
+    """A block of a diffusion transformer: attention of all rows on all and an MLP, both modulated
+    by a vector.
+    """
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        width = heads * head_dim
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.modulation = nn.Linear(width, 6 * width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, vector: Tensor) -> Tensor:
+        """x (batch, rows, width), vector (batch, width)."""
+        modulation = self.modulation(F.silu(vector))[:, None].chunk(6, -1)
+        shift, scale, gate, shift2, scale2, gate2 = modulation
+        y = self.norm(x) * (1 + scale) + shift
+        q, k, v = self.qkv(y).unflatten(2, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        x = x + gate * self.out(y.transpose(1, 2).flatten(2))
+        y = self.norm(x) * (1 + scale2) + shift2
+        return x + gate2 * self.down(F.gelu(self.up(y), approximate="tanh"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed.
+
+    Attributes:
+        unit: what `count` counts.
+        count: tokens or blocks in one call.
+        module: the model; it is compiled, too.
+        arguments: what it is called with.
+        gradients: whether those of the weights are computed, too.
+    """
+
+    unit: str
+    count: int
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    gradients: bool = False
+
+
+def rand(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def placed(module: nn.Module, device: str) -> nn.Module:
+    return module.to(device=device, dtype=torch.bfloat16)
+
+
+def decoder(device: str, sizes: Sizes, batch: int, rows: int, keys: int = 0) -> Case:
+    """Prefill of `rows`, or a decoding step with a cache of so many keys."""
+    caches = rand(device, sizes.layers, 2, batch, sizes.heads_kv, keys, sizes.head_dim)
+    arguments = (rand(device, batch, rows, sizes.width), keys - rows, caches) if keys else (
+        rand(device, batch, rows, sizes.width),
+    )  # fmt: skip
+    return Case("tokens/s", batch * rows, placed(Decoder(sizes), device), arguments)
+
+
+def training(device: str, sizes: Sizes, batch: int, rows: int) -> Case:
+    case = decoder(device, sizes, batch, rows)
+    return Case(case.unit, case.count, case.module, case.arguments, gradients=True)
+
+
+def diffusion(device: str, heads: int, rows: int, head_dim: int) -> Case:
+    width = heads * head_dim
+    block = placed(DiffusionBlock(heads, head_dim), device)
+    return Case("blocks/s", 1, block, (rand(device, 1, rows, width), rand(device, 1, width)))
+
+
+CASES: dict[str, Callable[[str], Case]] = {
+    "prefill of 8,192, four layers of Llama 8B": lambda on: decoder(on, LLAMA, 1, 8192),
+    "decoding, batch 8, cache of 8,192, four layers": lambda on: decoder(on, LLAMA, 8, 1, 8192),
+    "training, 4 x 4,096, four layers, forward and backward": (
+        lambda on: training(on, LLAMA, 4, 4096)
+    ),
+    "DiT block, 24 heads of 128, 4,608 rows": lambda on: diffusion(on, 24, 4608, 128),
+}
+
+
+def step(case: Case, module: Callable[..., Tensor]) -> Tensor:
+    """One call of a case. Returns the output, or a gradient where those are computed."""
+    if not case.gradients:
+        with torch.no_grad():
+            return module(*case.arguments)
+    module(*case.arguments).float().square().mean().backward()
+    weight = next(case.module.parameters())
+    found = weight.grad
+    assert found is not None
+    for parameter in case.module.parameters():
+        parameter.grad = None
+    return found
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The root mean square of the difference, as a share of that of what is expected."""
+    wide = expected.double()
+    return float((found.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt())
+
+
+def section_ms(call: Callable[[], object], count: int) -> float:
+    """Milliseconds of a call on the device, over so many calls in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def measure(case: Case, rounds: int, use: Callable[[str], object]) -> dict[str, Any]:
+    """Times a case in all ways.
+
+    Args:
+        case: what is timed.
+        rounds: measured sections of each way.
+        use: makes a provider ("torch", "archflash") the one that serves attention.
+
+    Returns:
+        What the result file says of the case.
+
+    Raises:
+        ArithmeticError: outputs of the ways differ by more than rounding explains.
+    """
+    modules: dict[str, Callable[..., Tensor]] = {
+        "eager": case.module,
+        "compiled": torch.compile(case.module),
+    }
+    counts: dict[Way, int] = {}
+    worst, expected = 0.0, None
+    for way in WAYS:
+        use(way[1])
+        for _ in range(WARM_UPS):
+            found = step(case, modules[way[0]])
+        expected = found.clone() if expected is None else expected
+        worst = max(worst, difference(found, expected))
+        once = section_ms(partial(step, case, modules[way[0]]), 1)
+        counts[way] = max(1, round(SECTION_MS / once))
+    if not worst <= LARGEST_DIFFERENCE:
+        raise ArithmeticError(f"outputs differ by {worst:.3f} of their root mean square")
+    samples: dict[Way, list[float]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            use(way[1])
+            samples[way].append(section_ms(partial(step, case, modules[way[0]]), counts[way]))
+    use("torch")
+    figures = {
+        f"{how}, {provider}": {
+            "per_second": round(case.count * 1e3 / percentile(ms, 0.5), 2),
+            "p20_ms": round(percentile(ms, 0.2), 4),
+            "p50_ms": round(percentile(ms, 0.5), 4),
+            "p80_ms": round(percentile(ms, 0.8), 4),
+        }
+        for (how, provider), ms in samples.items()
+    }
+    return {"unit": case.unit, "difference": round(worst, 4), "ways": figures}
+
+
+def lines_of(cases: dict[str, Any]) -> list[str]:
+    """A table of what was measured."""
+    names = [", ".join(way) for way in WAYS]
+    lines = ["  ".join(["case".ljust(56), *(name.rjust(19) for name in names)])]
+    for name, case in cases.items():
+        cells = [f"{case['ways'][way]['per_second']:,.1f}".rjust(19) for way in names]
+        lines.append("  ".join([f"{name} ({case['unit']})".ljust(56), *cells]))
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the measurement; see the top of this file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.end_to_end", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="measured sections of each way")
+    parser.add_argument("--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER")
+    options = parser.parse_args(argv)
+    problem = environment.why_no_gpu() or environment.why_no_archflash()
+    if problem:
+        print(problem, file=sys.stderr)
+        return 2
+
+    import archflash
+
+    facts = environment.run_facts(environment.open_nvml())
+    torch.manual_seed(0)
+    cases, served = {}, {}
+    for name, make in CASES.items():
+        archflash.stats(reset=True)
+        cases[name] = measure(
+            make("cuda"),
+            options.rounds,
+            lambda provider: archflash.enable() if provider == "archflash" else archflash.disable(),
+        )
+        counted = archflash.stats()
+        served[name] = {"served": counted.served, "declined": counted.declined}
+        torch.cuda.empty_cache()
+    print(" ".join(f"{name}={value}" for name, value in facts.items()))
+    print("\n".join(lines_of(cases)))
+    print("\n".join(f"{name}: {counts}" for name, counts in served.items()))
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{environment.gpu_slug(facts['gpu'])}-end-to-end.json"
+    record = {**facts, "version": archflash.__version__, "rounds": options.rounds, "cases": cases}
+    record["stats"] = served
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"\nwritten to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Exported programs: torch.export of calls, its decompositions, files, and new sizes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import archflash
+
+pytestmark = pytest.mark.slow  # torch.export takes two seconds to import
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return archflash.attention(q, k, v, causal=True, window=(9, None), softcap=5.0) * 2
+
+
+class AttentionAndLse(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = archflash.attention(q, k, v, causal=True, return_lse=True)
+        return out + lse[..., None]
+
+
+class WithTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]), requires_grad=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        offsets = torch.full((q.shape[0],), 3, dtype=torch.int32)
+        return archflash.attention(q, k, v, causal=True, sinks=self.sinks, q_offset=offsets)
+
+
+class Sdpa(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return archflash.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class PyTorchsSdpa(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def qkv(batch: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    q, k, v = (torch.randn(batch, 4, rows, 16, generator=generator) for _ in range(3))
+    return q, k, v
+
+
+MODULES = {
+    "attention": (Attention, "archflash.attention.default"),
+    "log-sum-exp": (AttentionAndLse, "archflash.attention.default"),
+    "tensors": (WithTensors, "archflash.attention.default"),
+    "sdpa": (Sdpa, "archflash.attention.default"),
+    "PyTorch's sdpa": (PyTorchsSdpa, "aten.scaled_dot_product_attention.default"),
+}
+
+
+def saved_and_loaded(program: Any) -> Any:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_exported_program_takes_other_sizes(name: str) -> None:
+    module, operator = MODULES[name]
+    batch, rows = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("rows", min=2, max=512)
+    sizes = {0: batch, 2: rows}
+    with archflash.enabled():
+        program = torch.export.export(
+            module(), qkv(2, 33), dynamic_shapes=dict.fromkeys("qkv", sizes), strict=False
+        )
+        called = {str(node.target) for node in program.graph.nodes}
+        assert operator in called
+        for one in (program, program.run_decompositions(), saved_and_loaded(program)):
+            for given in (qkv(2, 33), qkv(3, 20)):
+                torch.testing.assert_close(one.module()(*given), module()(*given))
+
+
+class WithCache(nn.Module):
+    def forward(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: Tensor) -> Any:
+        return archflash.attention_with_kvcache(
+            q, keys, values, cache_seqlens=lengths, k_new=new, v_new=new, causal=True
+        )
+
+
+def test_an_exported_program_writes_its_cache() -> None:
+    q, new = torch.randn(2, 2, 1, 4, 16).unbind(0)
+    keys, values = torch.randn(2, 2, 32, 4, 16).unbind(0)
+    lengths = torch.tensor([5, 31], dtype=torch.int32)
+    given = (q, keys, values, lengths, new)
+    program = torch.export.export(WithCache(), given, strict=False)
+    expected_cache = [keys.clone(), values.clone()]
+    expected = WithCache()(q, *expected_cache, lengths, new)
+    for one in (program, program.run_decompositions(), saved_and_loaded(program)):
+        cache = [keys.clone(), values.clone()]
+        torch.testing.assert_close(one.module()(q, *cache, lengths, new), expected)
+        for written, right in zip(cache, expected_cache, strict=True):
+            assert torch.equal(written, right)
+            assert not torch.equal(written, keys)
+
+
+def test_an_exported_program_holds_what_was_forced() -> None:
+    class Forced(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return archflash.attention(q, k, v, implementation="simt")
+
+    program = torch.export.export(Forced(), qkv(1, 5), strict=False)
+    with pytest.warns(UserWarning, match="simulator"):
+        torch.testing.assert_close(program.module()(*qkv(1, 5)), archflash.attention(*qkv(1, 5)))
