@@ -152,14 +152,60 @@ def test_explain_says_who_computes_gradients(device: str) -> None:
     assert decision.plan is not None
     assert decision.plan.kernels == [
         "ampere_backward_rows_bf16",
-        "ampere_attention_bwd_bf16_d64_keys",
-        "ampere_attention_bwd_bf16_d64_queries",
+        "ampere_attention_bwd_bf16_d64" + ("_wide" if device in ("H200", "B200") else ""),
+        "ampere_backward_dq_bf16",
     ]
-    assert decision.plan.workspace_bytes == 8 * 2 * 8 * 100
+    rows = 128  # whole blocks of queries, each with 64 sums of dq
+    assert decision.plan.zeroed_bytes == 4 * 2 * 8 * rows * 64
+    assert decision.plan.workspace_bytes == decision.plan.zeroed_bytes + 8 * 2 * 8 * 100
     assert "once more" in decision.reasons["torch"][0]
     assert "workspace" in str(decision)
     exact = archflash.explain(*(q.float(),) * 3, device=device, backward=True)
     assert exact.chosen == "simt"
+
+
+def test_deterministic_gradients_take_turns() -> None:
+    """Each block of sums of dq has a number of turns of 4 bytes, which is zero at first, too."""
+    q = torch.empty(1, 64, 8192, 128, dtype=torch.bfloat16, device="meta")
+
+    def plan() -> native.LaunchPlan:
+        found = archflash.explain(q, q, q, device="H200", backward=True).plan
+        assert found is not None
+        return found
+
+    free = plan()
+    torch.use_deterministic_algorithms(True)
+    try:
+        ordered = plan()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ordered.kernels == free.kernels
+    assert ordered.zeroed_bytes == free.zeroed_bytes + 4 * 64 * (8192 // 64)
+
+
+@pytest.mark.parametrize(
+    ("d", "heads", "deterministic", "device", "tile"),
+    [
+        (64, 16, False, "H200", "d64_wide"),  # as many CTAs as SMs
+        (64, 64, False, "H200", "d64"),
+        (64, 64, True, "H200", "d64_wide"),
+        (64, 64, True, "A100", "d64"),
+        (128, 64, False, "H200", "d128_wide"),
+        (128, 64, False, "A100", "d128"),
+        (128, 64, False, "RTX 4090", "d128"),
+    ],
+)
+def test_tiles_of_the_backward_pass(
+    d: int, heads: int, deterministic: bool, device: str, tile: str
+) -> None:
+    q = torch.empty(1, heads, 1024, d, dtype=torch.bfloat16, device="meta")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        plan = archflash.explain(q, q, q, device=device, backward=True).plan
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plan is not None
+    assert plan.kernels[1] == f"ampere_attention_bwd_bf16_{tile}"
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:
