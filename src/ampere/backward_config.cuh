@@ -21,6 +21,8 @@ template <DType T>
 using D128Wide     = FusedBackwardConfig<T, 128, 128, 4,    2,    2,    64,  2,      1>;
 template <DType T>
 using D128         = FusedBackwardConfig<T, 128, 128, 2,    2,    2,    32,  1,      2>;
+template <DType T>
+using D256Wide     = FusedBackwardConfig<T, 256, 256, 2,    4,    2,    64,  2,      1>;
 
 // One kernel for the gradients of keys, one for those of queries.
 //                                                           head_dim       m_          CTAs

@@ -14,10 +14,11 @@ using core::backward_tile;
 constexpr core::BackwardTile TILES[] = {
     backward_tile<D64Wide<DType::F16>>("d64_wide", true),
     backward_tile<D64<DType::F16>>("d64"),
-    backward_tile<D128Wide<DType::F16>>("d128_wide"),
+    backward_tile<D128Wide<DType::F16>>("d128_wide", true),
     backward_tile<D128<DType::F16>>("d128"),
     backward_tile<D192Keys<DType::F16>>("d192_keys"),
     backward_tile<D192Queries<DType::F16>>("d192_queries"),
+    backward_tile<D256Wide<DType::F16>>("d256_wide"),
     backward_tile<D256Values<DType::F16>>("d256_values"),
     backward_tile<D256Keys<DType::F16>>("d256_keys"),
     backward_tile<D256Queries<DType::F16>>("d256_queries"),

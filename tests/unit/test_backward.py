@@ -164,48 +164,62 @@ def test_explain_says_who_computes_gradients(device: str) -> None:
     assert exact.chosen == "simt"
 
 
-def test_deterministic_gradients_take_turns() -> None:
-    """Each block of sums of dq has a number of turns of 4 bytes, which is zero at first, too."""
-    q = torch.empty(1, 64, 8192, 128, dtype=torch.bfloat16, device="meta")
-
-    def plan() -> native.LaunchPlan:
-        found = archflash.explain(q, q, q, device="H200", backward=True).plan
-        assert found is not None
-        return found
-
-    free = plan()
-    torch.use_deterministic_algorithms(True)
-    try:
-        ordered = plan()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert ordered.kernels == free.kernels
-    assert ordered.zeroed_bytes == free.zeroed_bytes + 4 * 64 * (8192 // 64)
-
-
-@pytest.mark.parametrize(
-    ("d", "heads", "deterministic", "device", "tile"),
-    [
-        (64, 16, False, "H200", "d64_wide"),  # as many CTAs as SMs
-        (64, 64, False, "H200", "d64"),
-        (64, 64, True, "H200", "d64_wide"),
-        (64, 64, True, "A100", "d64"),
-        (128, 64, False, "H200", "d128_wide"),
-        (128, 64, False, "A100", "d128"),
-        (128, 64, False, "RTX 4090", "d128"),
-    ],
-)
-def test_tiles_of_the_backward_pass(
-    d: int, heads: int, deterministic: bool, device: str, tile: str
-) -> None:
-    q = torch.empty(1, heads, 1024, d, dtype=torch.bfloat16, device="meta")
+def backward_plan(
+    heads: int, rows: int, d: int, device: str, deterministic: bool = False, heads_kv: int = 0
+) -> native.LaunchPlan:
+    q = torch.empty(1, heads, rows, d, dtype=torch.bfloat16, device="meta")
+    k = q[:, : heads_kv or heads]
     torch.use_deterministic_algorithms(deterministic)
     try:
-        plan = archflash.explain(q, q, q, device=device, backward=True).plan
+        plan = archflash.explain(q, k, k, device=device, backward=True).plan
     finally:
         torch.use_deterministic_algorithms(False)
     assert plan is not None
-    assert plan.kernels[1] == f"ampere_attention_bwd_bf16_{tile}"
+    return plan
+
+
+@pytest.mark.parametrize(("device", "block"), [("H200", 64), ("A100", 32)])
+def test_deterministic_gradients_take_turns(device: str, block: int) -> None:
+    """A block of sums of dq has a number of turns of 4 bytes, which is zero at first, too."""
+    free = backward_plan(16, 2048, 128, device)
+    ordered = backward_plan(16, 2048, 128, device, deterministic=True)
+    assert ordered.kernels == free.kernels
+    assert free.zeroed_bytes == 4 * 16 * 2048 * 128
+    assert ordered.zeroed_bytes == free.zeroed_bytes + 4 * 16 * (2048 // block)
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "rows", "device", "turns"),
+    [
+        (16, 16, 2048, "H200", False),  # 9 CTAs of a head at a time, 32 blocks of queries
+        (32, 32, 4096, "H200", True),  # 5 and 64
+        (32, 8, 8192, "H200", True),  # 17 and 512, those of 4 heads
+        (32, 32, 4096, "A100", False),  # two CTAs on an SM
+    ],
+)
+def test_large_calls_take_turns_where_that_is_faster(
+    heads: int, heads_kv: int, rows: int, device: str, turns: bool
+) -> None:
+    plan = backward_plan(heads, rows, 128, device, heads_kv=heads_kv)
+    assert (plan.zeroed_bytes > 4 * heads * rows * 128) == turns
+
+
+@pytest.mark.parametrize(
+    ("d", "device", "tiles"),
+    [
+        (64, "H200", ["d64_wide"]),
+        (64, "A100", ["d64"]),
+        (128, "H200", ["d128_wide"]),
+        (128, "A100", ["d128"]),
+        (128, "RTX 4090", ["d128"]),
+        (256, "H200", ["d256_wide"]),
+        (256, "A100", ["d256_values", "d256_keys", "d256_queries"]),
+    ],
+)
+def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> None:
+    found = backward_plan(64, 1024, d, device).kernels
+    name = "ampere_attention_bwd_bf16_"
+    assert [kernel.removeprefix(name) for kernel in found if kernel.startswith(name)] == tiles
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:

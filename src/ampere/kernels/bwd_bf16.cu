@@ -17,6 +17,7 @@ ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d128_wide, D128Wide<DT
 ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d128, D128<DType::BF16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d192_keys, D192Keys<DType::BF16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d192_queries, D192Queries<DType::BF16>)
+ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d256_wide, D256Wide<DType::BF16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d256_values, D256Values<DType::BF16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d256_keys, D256Keys<DType::BF16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d256_queries, D256Queries<DType::BF16>)

@@ -17,6 +17,7 @@ ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_f16_d128_wide, D128Wide<DTy
 ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_f16_d128, D128<DType::F16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_f16_d192_keys, D192Keys<DType::F16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_f16_d192_queries, D192Queries<DType::F16>)
+ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_f16_d256_wide, D256Wide<DType::F16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_f16_d256_values, D256Values<DType::F16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_f16_d256_keys, D256Keys<DType::F16>)
 ARCHFLASH_BACKWARD_KERNEL(ampere_attention_bwd_f16_d256_queries, D256Queries<DType::F16>)

@@ -60,7 +60,8 @@ __device__ __forceinline__ void backward_rows(const BackwardParams& params) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * ROWS + threadIdx.x / LANES;
   const bool exists = index < rows;  // lanes without a row take part in the exchange all the same
   const int batch_head = exists ? static_cast<int>(index / attention.nq) : 0;
-  const int row = exists ? static_cast<int>(index - batch_head * static_cast<int64_t>(attention.nq)) : 0;
+  const int row =
+      exists ? static_cast<int>(index - batch_head * static_cast<int64_t>(attention.nq)) : 0;
   const int batch = batch_head / attention.heads_q, head = batch_head % attention.heads_q;
 
   bool owned = exists;
@@ -137,10 +138,10 @@ __device__ __forceinline__ void backward_sinks(const BackwardParams& params) {
 }  // namespace archflash::math
 
 // Define entry points, which plan_backward.cpp of a folder launches by NAME.
-#define ARCHFLASH_BACKWARD_ROWS_KERNEL(NAME, DTYPE)                                 \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS)    \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {              \
-    archflash::math::backward_rows<DTYPE>(params);                                  \
+#define ARCHFLASH_BACKWARD_ROWS_KERNEL(NAME, DTYPE)                              \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS) \
+      NAME(const __grid_constant__ archflash::BackwardParams params) {           \
+    archflash::math::backward_rows<DTYPE>(params);                               \
   }
 #define ARCHFLASH_BACKWARD_SINKS_KERNEL(NAME)                                     \
   extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_SINKS_THREADS) \

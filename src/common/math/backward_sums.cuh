@@ -13,8 +13,8 @@
 namespace archflash::math {
 
 // Where a fragment of 16 rows and 8 columns starts in a block of the sums, in floats. A fragment
-// lies as the 32 lanes of a warp hold it after mma.sync: element i of lane l at 32 * i + l, which is
-// row l/4 + 8 * (i/2), column 2 * (l%4) + i%2.
+// lies as the 32 lanes of a warp hold it after mma.sync: element i of lane l at 32 * i + l, which
+// is row l/4 + 8 * (i/2), column 2 * (l%4) + i%2.
 template <int COLUMNS>
 __device__ __forceinline__ int dq_fragment(int row_tile, int column_tile) {
   return (row_tile * (COLUMNS / 8) + column_tile) * 128;
@@ -36,9 +36,8 @@ __device__ __forceinline__ int64_t dq_block_number(const BackwardParams& params,
 __device__ __forceinline__ int64_t dq_block_number(const BackwardParams& params,
                                                    const BackwardWork& work, const Passing& block,
                                                    int block_rows) {
-  return dq_block_number(params, work.batch,
-                         work.head * params.attention.heads_per_kv + block.head, block.row,
-                         block_rows);
+  return dq_block_number(params, work.batch, work.head * params.attention.heads_per_kv + block.head,
+                         block.row, block_rows);
 }
 
 // Writes, or adds, 8 neighbouring columns of a row of a gradient.
@@ -93,13 +92,13 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   if (8 * chunk >= attention.d) return;
   const float* block_gmem =
       sums.gmem + static_cast<int64_t>(blockIdx.x) * sums.block_rows * sums.columns + chunk * 128;
-  const int64_t head_start = (attention.cu_seqlens_q_gmem == nullptr ? batch : 0) * params.dq.batch +
-                             head * params.dq.head + 8 * chunk;
+  const int64_t head_start =
+      (attention.cu_seqlens_q_gmem == nullptr ? batch : 0) * params.dq.batch +
+      head * params.dq.head + 8 * chunk;
   const int end = min(rows - first_row, sums.block_rows);
 #pragma unroll 2
   for (int row = threadIdx.x / chunks; row < end; row += BACKWARD_DQ_THREADS / chunks) {
-    const float* row_gmem =
-        block_gmem + row / 16 * (chunks * 128) + row / 8 % 2 * 64 + row % 8 * 4;
+    const float* row_gmem = block_gmem + row / 16 * (chunks * 128) + row / 8 % 2 * 64 + row % 8 * 4;
     const float4 even = *reinterpret_cast<const float4*>(row_gmem);
     const float4 odd = *reinterpret_cast<const float4*>(row_gmem + 32);
     const float s = params.scale;
@@ -113,8 +112,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
 }  // namespace archflash::math
 
 // Defines an entry point, which plan_backward.cpp of a folder launches by NAME.
-#define ARCHFLASH_BACKWARD_DQ_KERNEL(NAME, DTYPE)                                \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS)   \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {           \
-    archflash::math::backward_dq<DTYPE>(params);                                 \
+#define ARCHFLASH_BACKWARD_DQ_KERNEL(NAME, DTYPE)                              \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS) \
+      NAME(const __grid_constant__ archflash::BackwardParams params) {         \
+    archflash::math::backward_dq<DTYPE>(params);                               \
   }

@@ -178,9 +178,9 @@ __device__ __forceinline__ void pack_block(BlockFragments<C>& packed_rmem,
   }
 }
 
-// Writes, or adds, a warp's part of a gradient times `factor`: from row `warp_row` of the CTA's rows
-// and from column `warp_column` on. `columns`: how many the gradient has. Two neighbouring columns of
-// a lane make one store.
+// Writes, or adds, a warp's part of a gradient times `factor`: from row `warp_row` of the CTA's
+// rows and from column `warp_column` on. `columns`: how many the gradient has. Two neighbouring
+// columns of a lane make one store.
 template <class C, int COLUMN_TILES>
 __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES][COLUMN_TILES][4],
                                                const GradientParams& gradient,
@@ -362,10 +362,8 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
                          float factor) {
     store_gradient<C>(x_rmem, gradient, cta, warp_row, 0, columns, factor);
   };
-  if constexpr ((C::GRADIENTS & DQ) != 0)
-    store(first_rmem, params.dq, attention.d, params.scale);
-  if constexpr ((C::GRADIENTS & DK) != 0)
-    store(first_rmem, params.dk, attention.d, params.scale);
+  if constexpr ((C::GRADIENTS & DQ) != 0) store(first_rmem, params.dq, attention.d, params.scale);
+  if constexpr ((C::GRADIENTS & DK) != 0) store(first_rmem, params.dk, attention.d, params.scale);
   if constexpr ((C::GRADIENTS & DV) != 0) store(second_rmem, params.dv, attention.dv, 1.0f);
 }
 

@@ -2,8 +2,8 @@
 //
 // A CTA owns keys; blocks of queries pass by. SPLIT warps share the same keys:
 //
-//   wait block | barrier | dQ of the block before | S^T = K Q^T | start next block | dP^T = V dO^T |
-//   P, dS | dV += P^T dO   dK += dS^T Q of the warp's own queries | barrier of the SPLIT warps |
+//   wait block | barrier | dQ of the block before | S^T = K Q^T | start next block | dP^T = V dO^T
+//   | P, dS | dV += P^T dO   dK += dS^T Q of the warp's own queries | barrier of the SPLIT warps |
 //   the same of the other queries
 //
 //   scores   a warp has its keys and a share of the block's queries
@@ -15,9 +15,10 @@
 // dQ is added to sums in fp32 (DqSums), which another kernel scales and converts. Where CTAs take
 // turns, those of a head add to a block of queries in the order of their keys, so that the same
 // inputs always give the same bits. A CTA then waits only for CTAs with smaller indices, which have
-// started before it. All CTAs go from the last block of queries to the first one, and over the heads
-// that share a head of K inside of a block: so none of them comes late to a block whose turn others
-// wait for.
+// started before it. All CTAs go from the last block of queries to the first one, and over the
+// heads that share a head of K inside of a block: so none of them comes late to a block whose turn
+// others wait for. Without turns each CTA begins with another block, because additions by many CTAs
+// to the same sums at the same time are slow.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +48,8 @@ struct ScoresOfWarp {
   static constexpr bool NEEDS_DP = true;
 };
 
-// A product as the functions of tile.cuh take it: the warp's keys by its queries over the columns of
-// Tile, or by OUT_COLUMNS columns of a gradient.
+// A product as the functions of tile.cuh take it: the warp's keys by its queries over the columns
+// of Tile, or by OUT_COLUMNS columns of a gradient.
 template <class C, class Tile, int OUT_COLUMNS>
 struct FusedProduct {
   static constexpr DType DTYPE = C::DTYPE;
@@ -67,6 +68,11 @@ struct FusedWork : BackwardWork {
   const uint16_t* q_gmem;
   const uint16_t* dout_gmem;
   const math::RowTerms* terms_gmem;
+  // First rows of blocks of queries: of the first and the last one that see any of the CTA's keys
+  // (none does if begin > last), and of those that see any of the CTA before, where it has its turn
+  // before this one.
+  int begin, last;
+  int before_begin, before_last;
 };
 
 // Starts the copies of a block of queries into a stage. Rows behind the end become zeros.
@@ -159,14 +165,14 @@ __device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLU
                          Scores::advance(lane_smem, query / 8) + m * 16 * Scores::ROW_BYTES);
       }
       multiply_pv_group<FusedProduct<C, Tile, COLUMNS>>(
-          x_rmem, [&](int m) -> const uint32_t(&)[4] { return a_rmem[m]; },
-          first_smem + other * C::PART * Tile::ROW_BYTES, query, [](uint32_t(&)[4]) {});
+          x_rmem, [&](int m) -> const uint32_t (&)[4] { return a_rmem[m]; },
+          first_smem + other * C::PART * Tile::ROW_BYTES, query, [](uint32_t (&)[4]) {});
     }
   }
 }
 
-// Adds dS K of a block of queries, in fp32, to the sums. Where CTAs take turns, `waits` says whether
-// the CTA of the keys before adds to this block, too, and therefore first.
+// Adds dS K of a block of queries, in fp32, to the sums. Where CTAs take turns, `waits` says
+// whether the CTA of the keys before adds to this block, too, and therefore first.
 template <class C>
 __device__ __forceinline__ void add_dq(const BackwardParams& params, const BackwardWork& cta,
                                        const Passing& block, uint32_t ds_smem, uint32_t k_smem,
@@ -182,40 +188,45 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
   // Read before the products, which hide how long this takes.
   int turns_taken = turn;
   if (waits) turns_taken = ptx::ld_relaxed_s32(params.dq_sums.turns_gmem + number);
-  float dq_rmem[C::DQ_ROWS / 16][C::DQ_COLUMNS / 8][4] = {};
   const uint32_t a_smem = Scores::advance(ds_smem + columns_first_offset<Scores>(lane), row / 8);
   const uint32_t b_smem = Tile::advance(k_smem + rows_first_offset<Tile>(lane), column / 8);
-#pragma unroll
-  for (int key = 0; key < C::ROWS; key += 16) {
-    uint32_t a_rmem[C::DQ_ROWS / 16][4];
-#pragma unroll
-    for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
-      ptx::ldmatrix_x4_trans(a_rmem[m], Scores::advance(a_smem, m * 2) + key * Scores::ROW_BYTES);
-    }
-#pragma unroll
-    for (int n = 0; n < C::DQ_COLUMNS / 8; n += 2) {
-      uint32_t b_rmem[4];
-      ptx::ldmatrix_x4_trans(b_rmem, Tile::advance(b_smem, n) + key * Tile::ROW_BYTES);
-#pragma unroll
-      for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
-        ptx::mma_m16n8k16<C::DTYPE>(dq_rmem[m][n], a_rmem[m], b_rmem[0], b_rmem[1]);
-        ptx::mma_m16n8k16<C::DTYPE>(dq_rmem[m][n + 1], a_rmem[m], b_rmem[2], b_rmem[3]);
-      }
-    }
-  }
-  // What is added below depends on the value that was read, so it is added after it was read.
-  while (turns_taken < turn) {
-    turns_taken = ptx::ld_acquire_s32(params.dq_sums.turns_gmem + number);
-  }
   float* sums_gmem = params.dq_sums.gmem + number * (C::BLOCK * C::HEAD_DIM) +
                      math::dq_fragment<C::HEAD_DIM>(row / 16, column / 8) + lane;
+#pragma unroll 1
+  for (int step = 0; step < C::DQ_COLUMNS; step += C::DQ_STEP) {
+    float dq_rmem[C::DQ_ROWS / 16][C::DQ_STEP / 8][4] = {};
 #pragma unroll
-  for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
+    for (int key = 0; key < C::ROWS; key += 16) {
+      uint32_t a_rmem[C::DQ_ROWS / 16][4];
 #pragma unroll
-    for (int n = 0; n < C::DQ_COLUMNS / 8; ++n) {
+      for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
+        ptx::ldmatrix_x4_trans(a_rmem[m], Scores::advance(a_smem, m * 2) + key * Scores::ROW_BYTES);
+      }
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        ptx::red_add_f32(sums_gmem + math::dq_fragment<C::HEAD_DIM>(m, n) + 32 * i, dq_rmem[m][n][i]);
+      for (int n = 0; n < C::DQ_STEP / 8; n += 2) {
+        uint32_t b_rmem[4];
+        ptx::ldmatrix_x4_trans(b_rmem, Tile::advance(b_smem, step / 8 + n) + key * Tile::ROW_BYTES);
+#pragma unroll
+        for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
+          ptx::mma_m16n8k16<C::DTYPE>(dq_rmem[m][n], a_rmem[m], b_rmem[0], b_rmem[1]);
+          ptx::mma_m16n8k16<C::DTYPE>(dq_rmem[m][n + 1], a_rmem[m], b_rmem[2], b_rmem[3]);
+        }
+      }
+    }
+    // What is added below depends on the value that was read, so it is added after it was read.
+    while (turns_taken < turn) {
+      turns_taken = ptx::ld_acquire_s32(params.dq_sums.turns_gmem + number);
+    }
+#pragma unroll
+    for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
+#pragma unroll
+      for (int n = 0; n < C::DQ_STEP / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          ptx::red_add_f32(sums_gmem + math::dq_fragment<C::HEAD_DIM>(m, step / 8 + n) + 32 * i,
+                           dq_rmem[m][n][i]);
+        }
+      }
     }
   }
 }
@@ -257,23 +268,26 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
       cta.q_gmem = rows.first_gmem;
       cta.dout_gmem = rows.second_gmem;
       cta.terms_gmem = math::terms_of(params, found.batch, head, found.passing_start);
+      const int end = min(found.first_row + C::ROWS, found.own_rows);
+      cta.begin = found.visible.first(found.first_row) & -C::BLOCK;
+      cta.last = found.visible.last(end - 1) & -C::BLOCK;
+      cta.before_begin = 1, cta.before_last = 0;
+      if (params.dq_sums.turns_gmem != nullptr && found.first_row > 0) {
+        cta.before_begin = found.visible.first(found.first_row - C::ROWS) & -C::BLOCK;
+        cta.before_last = found.visible.last(found.first_row - 1) & -C::BLOCK;
+      }
     }
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  // Blocks of queries that see any owned key, and those that see one of the CTA before; none if
-  // begin > last.
-  const int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
-  const int last = cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK;
-  int before_begin = 1, before_last = 0;
-  if (params.dq_sums.turns_gmem != nullptr && cta.first_row > 0) {
-    before_begin = cta.visible.first(cta.first_row - C::ROWS) & -C::BLOCK;
-    before_last = cta.visible.last(cta.first_row - 1) & -C::BLOCK;
-  }
+  int blocks_left = cta.begin <= cta.last ? (cta.last - cta.begin) / C::BLOCK + 1 : 0;
+  int start = cta.last;
+  if (params.dq_sums.turns_gmem == nullptr && blocks_left > 0)
+    start -= cta.first_row / C::ROWS % blocks_left * C::BLOCK;
 
   float dk_rmem[C::M_TILES][FIRST_COLUMNS / 8][4] = {};
   float dv_rmem[C::M_TILES][SECOND_COLUMNS / 8][4] = {};
-  if (begin <= last) {
+  if (blocks_left > 0) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = math::key_rows<uint16_t>(params, cta.batch, cta.head, row);
     const int valid = cta.own_rows - cta.first_row;
@@ -289,25 +303,28 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
       clear_columns<C, FirstTile>(stage_start, C::BLOCK, attention.d);
       clear_columns<C, SecondTile>(stage_start + C::SECOND_OF_STAGE, C::BLOCK, attention.dv);
     }
-    start_queries<C>(params, cta, {0, last}, shared_smem + C::STAGES_SMEM,
+    start_queries<C>(params, cta, {0, start}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }
 
   int stage = 0;
   // The block whose dQ comes next, and the one whose dQ was added last; a negative head: none.
   Passing multiplied{-1, 0}, added{-1, 0};
-  Passing block{0, last};
+  Passing block{0, start};
   const auto add_multiplied = [&] {
     add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
               shared_smem + C::OWN_FIRST_SMEM,
-              multiplied.row >= before_begin && multiplied.row <= before_last);
+              multiplied.row >= cta.before_begin && multiplied.row <= cta.before_last);
   };
 #pragma unroll 1
-  while (block.row >= begin) {
+  while (blocks_left > 0) {
     Passing next{block.head + 1, block.row};
-    if (next.head == cta.heads) next = {0, block.row - C::BLOCK};
-    // Each thread waits for its own copies. The barrier makes those of all threads visible, and dS of
-    // the block before. After it no warp still reads the other stage, or the other buffer of dS,
+    if (next.head == cta.heads) {
+      next = {0, block.row == cta.begin ? cta.last : block.row - C::BLOCK};
+      --blocks_left;
+    }
+    // Each thread waits for its own copies. The barrier makes those of all threads visible, and dS
+    // of the block before. After it no warp still reads the other stage, or the other buffer of dS,
     // which are overwritten next.
     ptx::copies_wait_all();
     __syncthreads();
@@ -315,7 +332,7 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
     if (multiplied.head >= 0) add_multiplied();
 
     const auto start_next = [&] {
-      if (next.row >= begin) {
+      if (blocks_left > 0) {
         start_queries<C>(params, cta, next,
                          shared_smem + C::STAGES_SMEM + (1 - stage) * C::STAGE_BYTES,
                          shared_smem + C::TERMS_SMEM + (1 - stage) * C::TERMS_BYTES);

@@ -35,14 +35,15 @@ struct FusedBackwardConfig {
   static constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS_;
   static constexpr int DQ_ROWS = BLOCK / DQ_ROW_WARPS_;  // of a warp
   static constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS;
+  static constexpr int DQ_STEP = DQ_COLUMNS < 32 ? DQ_COLUMNS : 32;  // columns at a time
 
   // "first" is Q or K, "second" dO or V, as in BackwardConfig.
   using FirstTile = math::SwizzledTile<HEAD_DIM>;
   using SecondTile = math::SwizzledTile<HEAD_DIM_V>;
   using ScoreTile = math::SwizzledTile<BLOCK>;  // rows are keys, columns are queries
 
-  // Shared memory: K, V | Q, dO of each stage | dS of two blocks | P, where warps share keys | terms
-  // of the queries of each stage | FusedWork. Offsets and sizes in bytes.
+  // Shared memory: K, V | Q, dO of each stage | dS of two blocks | P, where warps share keys |
+  // terms of the queries of each stage | FusedWork. Offsets and sizes in bytes.
   static constexpr int SCORE_BYTES = ROWS * ScoreTile::ROW_BYTES;
   static constexpr int OWN_FIRST_SMEM = 0;
   static constexpr int OWN_SECOND_SMEM = ROWS * FirstTile::ROW_BYTES;
@@ -57,8 +58,8 @@ struct FusedBackwardConfig {
   static constexpr int CONTEXT_BYTES = 96;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
 
-  static_assert(PART % 16 == 0 && DQ_ROWS % 16 == 0 && DQ_COLUMNS % 16 == 0 &&
-                    HEAD_DIM / SPLIT % 16 == 0 && HEAD_DIM_V / SPLIT % 16 == 0,
+  static_assert(PART % 16 == 0 && DQ_ROWS % 16 == 0 && DQ_COLUMNS % DQ_STEP == 0 &&
+                    DQ_STEP % 16 == 0 && HEAD_DIM / SPLIT % 16 == 0 && HEAD_DIM_V / SPLIT % 16 == 0,
                 "mma.sync: 16 rows of a product, two tiles of 8 columns at a time");
   static_assert(BLOCK <= THREADS, "a thread copies the terms of a row");
 };

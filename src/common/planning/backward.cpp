@@ -17,6 +17,9 @@ namespace {
 
 constexpr int64_t TERMS_BYTES = 8;  // RowTerms: two floats for each query row
 constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
+// Blocks of queries of a CTA, for each CTA of its head that runs at the same time, from which on
+// turns are faster: between 4, where they were slower on an H200, and 16 (ampere/NOTES.md).
+constexpr int64_t TURNS_BLOCKS_OF_CTA = 8;
 
 Reasons why_not_backward(const BackwardProblem& problem, const Description& description) {
   Reasons reasons = why_not(problem.call, description);
@@ -64,7 +67,8 @@ BackwardParams backward_params(const BackwardProblem& problem, const DqSums& sum
 
 // Where the parts of the workspace start, in bytes.
 struct WorkspaceParts {
-  int64_t turns, sums, terms;
+  int64_t turns = -1;  // none
+  int64_t sums = 0, terms = 0;
 };
 
 std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const DqSums& sums,
@@ -77,8 +81,9 @@ std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const
   add(Operand::DOut, offsetof(P, dout_gmem));
   if (problem.dlse) add(Operand::DLse, offsetof(P, dlse_gmem));
   add(Operand::Workspace, offsetof(P, terms_gmem), parts.terms);
-  if (sums.blocks > 0) add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, gmem), parts.sums);
-  if (sums.blocks > 0 && problem.deterministic)
+  if (sums.blocks > 0)
+    add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, gmem), parts.sums);
+  if (parts.turns >= 0)
     add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, turns_gmem), parts.turns);
   add(Operand::DQ, offsetof(P, dq) + offsetof(GradientParams, gmem));
   add(Operand::DK, offsetof(P, dk) + offsetof(GradientParams, gmem));
@@ -112,20 +117,30 @@ int64_t ctas_of(const BackwardTile& tile, const Problem& call) {
 }
 
 // The kernels of a call. If the device has too little shared memory for any: the smallest ones.
-Tiles choose_set(Tiles tiles, const BackwardProblem& problem, const Device& device) {
+Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
   Tiles chosen;
   while (!tiles.empty()) {
     const Tiles set = first_set(tiles);
     tiles = tiles.subspan(set.size());
     const BackwardTile& tile = set.front();
-    if (problem.call.d > tile.head_dim || problem.call.dv > tile.head_dim_v) continue;
+    if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
     if (!chosen.empty() && chosen.front().head_dim != tile.head_dim) break;
     chosen = set;
-    const bool wanted = !tile.few || problem.deterministic ||
-                        ctas_of(tile, problem.call) <= device.sm_count;
-    if (wanted && shared_bytes_of(set) <= device.shared_per_block) break;
+    if (shared_bytes_of(set) <= device.shared_per_block) break;
   }
   return chosen;
+}
+
+// Whether the CTAs of a head add to its sums of dQ in turns. They start together and get out of
+// step by a block for each CTA, which costs little where each has many more blocks than that.
+bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const Device& device) {
+  if (problem.deterministic || !tile.faster_in_turns) return problem.deterministic;
+  const Problem& call = problem.call;
+  const int64_t sequences = call.varlen ? 1 : call.batch;
+  const int64_t at_a_time = ceil_div(device.sm_count, sequences * call.heads_kv);
+  const int64_t queries = call.varlen ? call.nq / std::max<int64_t>(call.batch, 1) : call.nq;
+  const int64_t blocks = ceil_div(queries, tile.dq_block) * (call.heads_q / call.heads_kv);
+  return TURNS_BLOCKS_OF_CTA * at_a_time <= blocks;
 }
 
 }  // namespace
@@ -136,7 +151,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   Reasons reasons = why_not_backward(problem, description);
   if (!reasons.empty()) return reasons;
 
-  const Tiles set = choose_set(tiles, problem, device);
+  const Tiles set = choose_set(tiles, call, device);
   if (shared_bytes_of(set) > device.shared_per_block)
     return too_little_shared_memory(description.name, shared_bytes_of(set), device);
   const std::string word = dtype_word(call.dtype);
@@ -147,13 +162,13 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
 
   DqSums sums{};
   Workspace workspace;
-  WorkspaceParts parts{};
+  WorkspaceParts parts;
   if (const int block = set.front().dq_block; block > 0 && rows > 0) {
     sums.blocks = static_cast<int32_t>(ceil_div(call.nq, block) + (call.varlen ? call.batch : 0));
     sums.block_rows = block;
     sums.columns = set.front().head_dim;
     const int64_t blocks = heads * sums.blocks;
-    if (problem.deterministic) parts.turns = workspace.add(blocks * TURN_BYTES);
+    if (takes_turns(set.front(), problem, device)) parts.turns = workspace.add(blocks * TURN_BYTES);
     parts.sums = workspace.add(blocks * block * sums.columns * SUM_BYTES);
     plan.zeroed_bytes = workspace.bytes();
   }

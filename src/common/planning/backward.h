@@ -21,21 +21,22 @@ struct BackwardTile {
   int threads;
   int shared_bytes;
   int dq_block;  // query rows that pass by at a time where CTAs of keys add to sums of dQ; else 0
-  // Only for calls that are deterministic or leave SMs with one CTA; the next set takes others.
-  bool few = false;
+  // Large calls are faster if the CTAs take turns (measured; an SM has one CTA of these).
+  bool faster_in_turns;
 };
 
 // A row of a folder's table from the kernel's Config.
 template <class C>
-constexpr BackwardTile backward_tile(const char* name, bool few = false) {
+constexpr BackwardTile backward_tile(const char* name, bool faster_in_turns = false) {
   constexpr bool ALL = C::GRADIENTS == (DQ | DK | DV);
-  return {name,      C::HEAD_DIM,     C::HEAD_DIM_V,         C::GRADIENTS, C::ROWS,
-          C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, few};
+  return {name,       C::HEAD_DIM,     C::HEAD_DIM_V,      C::GRADIENTS,   C::ROWS,
+          C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, faster_in_turns};
 }
 
 // The plan, or the reasons why not: first the terms of each query row ("<folder>_backward_rows_
-// <dtype>", into the workspace), then the main kernels ("<folder>_attention_bwd_<dtype>_<tile>"), dQ
-// from its sums if they made such ("<folder>_backward_dq_<dtype>"), and the gradient of the sinks ("<folder>_backward_sinks_<dtype>"), all of the image
+// <dtype>", into the workspace), then the main kernels ("<folder>_attention_bwd_<dtype>_<tile>"),
+// dQ from its sums if they made such ("<folder>_backward_dq_<dtype>"), and the gradient of the
+// sinks ("<folder>_backward_sinks_<dtype>"), all of the image
 // "<folder>/bwd_<dtype>".
 PlanResult plan_backward(const Description& description, std::span<const BackwardTile> tiles,
                          const BackwardProblem& problem, const Device& device);

@@ -5,8 +5,9 @@
 
 namespace archflash::ptx {
 
-// red.relaxed.gpu.global.add.f32: PTX ISA, "Parallel Synchronization and Communication Instructions:
-// red". volatile and "memory": it changes memory that the compiler does not see it change.
+// red.relaxed.gpu.global.add.f32: PTX ISA, "Parallel Synchronization and Communication
+// Instructions: red". volatile and "memory": it changes memory that the compiler does not see it
+// change.
 __device__ __forceinline__ void red_add_f32(float* gmem, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(gmem)),
                "f"(x)
