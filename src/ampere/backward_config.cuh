@@ -2,22 +2,31 @@
 #pragma once
 
 #include "common/mma_sync/backward_config.cuh"
+#include "common/mma_sync/fused_bwd_config.cuh"
 
 namespace archflash::ampere {
 
 using mma_sync::BackwardConfig;
+using mma_sync::FusedBackwardConfig;
 
 // clang-format off
+// All gradients in one kernel.
+//                                           head_dim  key       m_          dQ row  CTAs
+//                                          q,k   v  warps split tiles block warps  per SM
+template <DType T>
+using D64Wide      = FusedBackwardConfig<T,  64,  64, 4,    2,    2,   128,  4,      1>;
+template <DType T>
+using D64          = FusedBackwardConfig<T,  64,  64, 4,    1,    2,    32,  1,      2>;
+template <DType T>
+using D128Wide     = FusedBackwardConfig<T, 128, 128, 4,    2,    2,    64,  2,      1>;
+template <DType T>
+using D128         = FusedBackwardConfig<T, 128, 128, 2,    2,    2,    32,  1,      2>;
+template <DType T>
+using D256Wide     = FusedBackwardConfig<T, 256, 256, 2,    4,    2,    64,  2,      1>;
+
+// One kernel for the gradients of keys, one for those of queries.
 //                                                           head_dim       m_          CTAs
 //                                                          q,k   v  warps tiles block per SM
-template <DType T>
-using D64Keys      = BackwardConfig<T, Owns::Keys,    DK | DV,  64,  64, 4,   2,   32,   2>;
-template <DType T>
-using D64Queries   = BackwardConfig<T, Owns::Queries, DQ,       64,  64, 4,   2,   32,   2>;
-template <DType T>
-using D128Keys     = BackwardConfig<T, Owns::Keys,    DK | DV, 128, 128, 8,   1,   32,   1>;
-template <DType T>
-using D128Queries  = BackwardConfig<T, Owns::Queries, DQ,      128, 128, 4,   2,   32,   2>;
 template <DType T>
 using D192Keys     = BackwardConfig<T, Owns::Keys,    DK | DV, 192, 128, 4,   1,   32,   2>;
 template <DType T>

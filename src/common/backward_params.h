@@ -26,6 +26,17 @@ struct GradientParams {
   int32_t accumulate;  // 1: what is there already is added
 };
 
+// dQ in fp32, for kernels whose CTAs own keys and add to dQ: blocks of rows of each head of q, zero
+// when the first launch starts. common/math/backward_sums.cuh says how a block lies in memory.
+struct DqSums {
+  float* gmem;
+  // How many tiles of keys have added to each block, where they take turns; null: they do not.
+  int32_t* turns_gmem;
+  int32_t blocks;      // of a head, or of a head's packed sequences together
+  int32_t block_rows;  // of a block
+  int32_t columns;     // of a row, at least those of dQ
+};
+
 // `attention` is that of the call whose gradients are wanted: its out_gmem and lse_gmem are read.
 struct BackwardParams {
   AttentionParams attention;
@@ -39,10 +50,13 @@ struct BackwardParams {
 
   GradientParams dq, dk, dv;
   float scale;  // the factor of q.k in a score before softcap
+  DqSums dq_sums;
 };
 static_assert(std::is_trivially_copyable_v<BackwardParams>);
 
-constexpr int BACKWARD_ROWS_WARPS = 8;  // of a CTA that makes RowTerms: a warp makes a row's
+constexpr int BACKWARD_ROWS_THREADS = 256;  // of a CTA that makes RowTerms
+constexpr int BACKWARD_ROWS_LANES = 8;      // that make those of a row
+constexpr int BACKWARD_DQ_THREADS = 256;    // of a CTA that makes dQ of its sums
 constexpr int BACKWARD_SINKS_THREADS =
     256;  // of the CTA that sums up a head's gradient of its sink
 

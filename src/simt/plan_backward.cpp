@@ -14,12 +14,12 @@ namespace {
 using core::backward_tile;
 
 constexpr core::BackwardTile TILES[] = {
-    backward_tile<BackwardD64<Owns::Keys>>("d64_keys", true),
-    backward_tile<BackwardD64<Owns::Queries>>("d64_queries", false),
-    backward_tile<BackwardD128<Owns::Keys>>("d128_keys", true),
-    backward_tile<BackwardD128<Owns::Queries>>("d128_queries", false),
-    backward_tile<BackwardD256<Owns::Keys>>("d256_keys", true),
-    backward_tile<BackwardD256<Owns::Queries>>("d256_queries", false),
+    backward_tile<BackwardD64<Owns::Keys>>("d64_keys"),
+    backward_tile<BackwardD64<Owns::Queries>>("d64_queries"),
+    backward_tile<BackwardD128<Owns::Keys>>("d128_keys"),
+    backward_tile<BackwardD128<Owns::Queries>>("d128_queries"),
+    backward_tile<BackwardD256<Owns::Keys>>("d256_keys"),
+    backward_tile<BackwardD256<Owns::Queries>>("d256_queries"),
 };
 
 }  // namespace

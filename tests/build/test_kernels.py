@@ -296,6 +296,7 @@ INSTRUCTIONS = {
     "ada_combine_": COMBINES,
     "ampere_append_": ("LDG.E", "STG.E"),
     "ampere_attention_": ("HMMA.16816.F32", *TILES),
+    "ampere_backward_dq_": ("LDG.E.128", "STG.E.128"),
     "ampere_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
     "ampere_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "ampere_combine_": COMBINES,
@@ -579,9 +580,10 @@ def test_every_kernel_is_planned_somewhere() -> None:
             q = torch.empty(1, 2, 100, d, dtype=dtype, device="meta")
             v = torch.empty(1, 2, 100, dv, dtype=dtype, device="meta")
             options = {"sinks": torch.empty(2, device="meta"), "backward": True}
-            plan = archflash.explain(q, q, v, device="A100", **options).plan
-            if plan is not None:
-                planned |= set(plan.kernels)
+            for device in ("A100", "H200"):
+                plan = archflash.explain(q, q, v, device=device, **options).plan
+                if plan is not None:
+                    planned |= set(plan.kernels)
     for dtype in (torch.float16, torch.bfloat16):
         for of_cache in (dtype, torch.float8_e4m3fn):
             dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from importlib.resources import files
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from archflash import _archflash as native
 from archflash import _gradients, _options
 
 from .executors import executor
@@ -55,10 +57,43 @@ DTYPED = [(kernel, dtype) for kernel in KERNELS for dtype in dtypes_with_gradien
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_every_kernel_of_the_backward_pass(kernel: str, dtype: str, dims: tuple[int, int]) -> None:
-    """Causal, with two query heads on one of keys; several blocks of either side."""
+    """Causal, with two query heads on one of keys; several blocks of either side. Plans for a GPU
+    with 99 KB of shared memory run everywhere.
+    """
     tensors = inputs(NQ, NK, *dims, dtype)
     schedules = (HEAD_DIMS.index(dims), HEAD_DIMS.index(dims) + 1)
-    differentiate_and_check(on, kernel, *tensors, schedules=schedules, causal=True)
+    planned_for = "RTX 4090" if kernel == "ampere" else None
+    differentiate_and_check(
+        on, kernel, *tensors, schedules=schedules, causal=True, planned_for=planned_for
+    )
+
+
+# The kernels of these head dimensions have tiles of their own for the shared memory of 9.0. Three
+# tiles of keys take turns at two blocks of queries. On a GPU there are more, at the same time.
+WIDE_ROWS = on.pick(simulator=(150, 300), gpu=(1150, 2300))
+WIDE = ((40, 24), (128, 72), (200, 256))
+WIDE_DTYPES = dtypes_with_gradients(on, "ampere") if "ampere" in KERNELS else []
+PLANNED_FOR = on.pick(simulator="H200", gpu=None)
+
+
+@pytest.mark.parametrize("dims", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", WIDE_DTYPES)
+def test_kernels_of_large_tiles(dtype: str, dims: tuple[int, int]) -> None:
+    tensors = inputs(*WIDE_ROWS, *dims, dtype)
+    for causal in (True, False):
+        differentiate_and_check(
+            on, "ampere", *tensors, schedules=(2, 3), causal=causal, planned_for=PLANNED_FOR
+        )
+
+
+@pytest.mark.parametrize("dims", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", WIDE_DTYPES[:1])
+def test_gradients_that_need_not_be_deterministic(dtype: str, dims: tuple[int, int]) -> None:
+    """CTAs add to dq in any order, and so the bits may differ."""
+    tensors = inputs(*WIDE_ROWS, *dims, dtype)
+    differentiate_and_check(
+        on, "ampere", *tensors, schedules=(2, 3), deterministic=False, planned_for=PLANNED_FOR
+    )
 
 
 @each_kernel
@@ -72,13 +107,14 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients(kern
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> None:
     ran: set[str] = set()
-    for dims in HEAD_DIMS:
+    for dims, name in itertools.product(HEAD_DIMS, ("RTX 4090", "H200")):
         dout, q, k, v = inputs(4, 4, *dims, dtype)
         call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
         request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
         into = _gradients.Gradients.like(request)
-        device = None if on.name == "simulator" else _gradients._dispatch.query_device(0)
-        plan = _gradients.decide(request, into, device, kernel).plan
+        known = native.find_known_device(name)
+        assert known is not None
+        plan = _gradients.decide(request, into, known.device, kernel).plan
         assert plan is not None
         (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
         ran |= set(plan.kernels)

@@ -152,14 +152,74 @@ def test_explain_says_who_computes_gradients(device: str) -> None:
     assert decision.plan is not None
     assert decision.plan.kernels == [
         "ampere_backward_rows_bf16",
-        "ampere_attention_bwd_bf16_d64_keys",
-        "ampere_attention_bwd_bf16_d64_queries",
+        "ampere_attention_bwd_bf16_d64" + ("_wide" if device in ("H200", "B200") else ""),
+        "ampere_backward_dq_bf16",
     ]
-    assert decision.plan.workspace_bytes == 8 * 2 * 8 * 100
+    rows = 128  # whole blocks of queries, each with 64 sums of dq
+    assert decision.plan.zeroed_bytes == 4 * 2 * 8 * rows * 64
+    assert decision.plan.workspace_bytes == decision.plan.zeroed_bytes + 8 * 2 * 8 * 100
     assert "once more" in decision.reasons["torch"][0]
     assert "workspace" in str(decision)
     exact = archflash.explain(*(q.float(),) * 3, device=device, backward=True)
     assert exact.chosen == "simt"
+
+
+def backward_plan(
+    heads: int, rows: int, d: int, device: str, deterministic: bool = False, heads_kv: int = 0
+) -> native.LaunchPlan:
+    q = torch.empty(1, heads, rows, d, dtype=torch.bfloat16, device="meta")
+    k = q[:, : heads_kv or heads]
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        plan = archflash.explain(q, k, k, device=device, backward=True).plan
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize(("device", "block"), [("H200", 64), ("A100", 32)])
+def test_deterministic_gradients_take_turns(device: str, block: int) -> None:
+    """A block of sums of dq has a number of turns of 4 bytes, which is zero at first, too."""
+    free = backward_plan(16, 2048, 128, device)
+    ordered = backward_plan(16, 2048, 128, device, deterministic=True)
+    assert ordered.kernels == free.kernels
+    assert free.zeroed_bytes == 4 * 16 * 2048 * 128
+    assert ordered.zeroed_bytes == free.zeroed_bytes + 4 * 16 * (2048 // block)
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "rows", "device", "turns"),
+    [
+        (16, 16, 2048, "H200", False),  # 9 CTAs of a head at a time, 32 blocks of queries
+        (32, 32, 4096, "H200", True),  # 5 and 64
+        (32, 8, 8192, "H200", True),  # 17 and 512, those of 4 heads
+        (32, 32, 4096, "A100", False),  # two CTAs on an SM
+    ],
+)
+def test_large_calls_take_turns_where_that_is_faster(
+    heads: int, heads_kv: int, rows: int, device: str, turns: bool
+) -> None:
+    plan = backward_plan(heads, rows, 128, device, heads_kv=heads_kv)
+    assert (plan.zeroed_bytes > 4 * heads * rows * 128) == turns
+
+
+@pytest.mark.parametrize(
+    ("d", "device", "tiles"),
+    [
+        (64, "H200", ["d64_wide"]),
+        (64, "A100", ["d64"]),
+        (128, "H200", ["d128_wide"]),
+        (128, "A100", ["d128"]),
+        (128, "RTX 4090", ["d128"]),
+        (256, "H200", ["d256_wide"]),
+        (256, "A100", ["d256_values", "d256_keys", "d256_queries"]),
+    ],
+)
+def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> None:
+    found = backward_plan(64, 1024, d, device).kernels
+    name = "ampere_attention_bwd_bf16_"
+    assert [kernel.removeprefix(name) for kernel in found if kernel.startswith(name)] == tiles
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:

@@ -31,7 +31,7 @@ MATRIX_FLOPS = 1.5e9
 _WRITTEN = ("out", "lse", "workspace", "descale")
 _APPENDED_TO = ("k", "v")  # also written by a call that has new keys and values
 _GRADIENTS = ("dq", "dk", "dv")
-# Kernels of the backward pass compute 7 products of queries and keys, those of attention 2.
+# Kernels of the backward pass compute 5 to 7 products of queries and keys, those of attention 2.
 _BACKWARD_FLOPS = 3.5
 
 

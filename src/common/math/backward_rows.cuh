@@ -35,35 +35,38 @@ __device__ __forceinline__ float element_of_chunk(const uint32_t (&words)[4], in
   return __uint_as_float(float_bits_of_bfloat16(bits));
 }
 
-// Writes zeros to `columns` columns of one row of a gradient; called by whole warps. Nothing is to
-// be done where gradients are added to what is there.
+// Writes zeros to `columns` columns of one row of a gradient; called by `lanes` threads, of which
+// this is number `lane`. Nothing is to be done where gradients are added to what is there.
 __device__ __forceinline__ void clear_gradient_row(const GradientParams& gradient, int batch,
-                                                   int head, int64_t row, int columns, int lane) {
+                                                   int head, int64_t row, int columns, int lane,
+                                                   int lanes) {
   if (gradient.accumulate) return;
   const int bytes = gradient.dtype == DType::F32 ? 4 : 2;
   const int64_t start = batch * gradient.batch + head * gradient.head + row * gradient.row;
   unsigned char* row_gmem = static_cast<unsigned char*>(gradient.gmem) + start * bytes;
-  for (int chunk = lane; chunk < columns * bytes / 16; chunk += 32)
+  for (int chunk = lane; chunk < columns * bytes / 16; chunk += lanes)
     ptx::st_global_v4_b32(row_gmem + chunk * 16, 0, 0, 0, 0);
 }
 
-// The RowTerms of all query rows, one warp for each. A row of a packed tensor that belongs to no
+// The RowTerms of all query rows, a few lanes for each. A row of a packed tensor that belongs to no
 // sequence has no gradient: its delta is 0, and its row of dQ is cleared here.
 template <DType DTYPE>
 __device__ __forceinline__ void backward_rows(const BackwardParams& params) {
+  constexpr int LANES = BACKWARD_ROWS_LANES, ROWS = BACKWARD_ROWS_THREADS / LANES;
   const AttentionParams& attention = params.attention;
-  const int lane = threadIdx.x % 32;
-  const int64_t rows_of_batch = static_cast<int64_t>(attention.heads_q) * attention.nq;
+  const int lane = threadIdx.x % LANES;
   const int64_t batches = attention.cu_seqlens_q_gmem == nullptr ? attention.batch : 1;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * BACKWARD_ROWS_WARPS + threadIdx.x / 32;
-  if (index >= batches * rows_of_batch) return;
-  const int batch = static_cast<int>(index / rows_of_batch);
-  const int head = static_cast<int>(index % rows_of_batch / attention.nq);
-  const int row = static_cast<int>(index % attention.nq);
+  const int64_t rows = batches * attention.heads_q * attention.nq;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * ROWS + threadIdx.x / LANES;
+  const bool exists = index < rows;  // lanes without a row take part in the exchange all the same
+  const int batch_head = exists ? static_cast<int>(index / attention.nq) : 0;
+  const int row =
+      exists ? static_cast<int>(index - batch_head * static_cast<int64_t>(attention.nq)) : 0;
+  const int batch = batch_head / attention.heads_q, head = batch_head % attention.heads_q;
 
-  bool owned = true;
+  bool owned = exists;
   if (attention.cu_seqlens_q_gmem != nullptr) {
-    owned = row >= sequence_start(attention.cu_seqlens_q_gmem, 0, attention.nq) &&
+    owned = owned && row >= sequence_start(attention.cu_seqlens_q_gmem, 0, attention.nq) &&
             row < sequence_start(attention.cu_seqlens_q_gmem, attention.batch, attention.nq);
   }
   float sum = 0.0f;
@@ -75,7 +78,8 @@ __device__ __forceinline__ void backward_rows(const BackwardParams& params) {
     const char* dout_gmem =
         static_cast<const char*>(params.dout_gmem) +
         (batch * params.dout_batch + head * params.dout_head + row * params.dout_row) * BYTES;
-    for (int chunk = lane; chunk < attention.dv * BYTES / 16; chunk += 32) {
+#pragma unroll 2
+    for (int chunk = lane; chunk < attention.dv * BYTES / 16; chunk += LANES) {
       const uint4 o = reinterpret_cast<const uint4*>(out_gmem)[chunk];
       const uint4 d = reinterpret_cast<const uint4*>(dout_gmem)[chunk];
       const uint32_t o_words[4] = {o.x, o.y, o.z, o.w}, d_words[4] = {d.x, d.y, d.z, d.w};
@@ -83,11 +87,15 @@ __device__ __forceinline__ void backward_rows(const BackwardParams& params) {
       for (int i = 0; i < 16 / BYTES; ++i)
         sum = fmaf(element_of_chunk<DTYPE>(o_words, i), element_of_chunk<DTYPE>(d_words, i), sum);
     }
+  }
 #pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-    if (params.dlse_gmem != nullptr) sum -= params.dlse_gmem[index];
-  } else {
-    clear_gradient_row(params.dq, batch, head, row, attention.d, lane);
+  for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+  if (!exists) return;
+  if (!owned) {
+    clear_gradient_row(params.dq, batch, head, row, attention.d, lane, LANES);
+  } else if (params.dlse_gmem != nullptr) {
+    sum -= params.dlse_gmem[index];
   }
   if (lane == 0) {
     const float lse = attention.lse_gmem[index];
@@ -130,10 +138,10 @@ __device__ __forceinline__ void backward_sinks(const BackwardParams& params) {
 }  // namespace archflash::math
 
 // Define entry points, which plan_backward.cpp of a folder launches by NAME.
-#define ARCHFLASH_BACKWARD_ROWS_KERNEL(NAME, DTYPE)                                 \
-  extern "C" __global__ void __launch_bounds__(32 * archflash::BACKWARD_ROWS_WARPS) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {              \
-    archflash::math::backward_rows<DTYPE>(params);                                  \
+#define ARCHFLASH_BACKWARD_ROWS_KERNEL(NAME, DTYPE)                              \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS) \
+      NAME(const __grid_constant__ archflash::BackwardParams params) {           \
+    archflash::math::backward_rows<DTYPE>(params);                               \
   }
 #define ARCHFLASH_BACKWARD_SINKS_KERNEL(NAME)                                     \
   extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_SINKS_THREADS) \

@@ -156,9 +156,9 @@ __device__ __forceinline__ void clear_keys_of_no_sequence(const BackwardParams& 
   for (int64_t row = first + warp; row < end; row += warps) {
     if (row >= owned_first && row < owned_end) continue;
     if constexpr ((GRADIENTS & DK) != 0)
-      clear_gradient_row(params.dk, 0, index % heads_kv, row, attention.d, lane);
+      clear_gradient_row(params.dk, 0, index % heads_kv, row, attention.d, lane, 32);
     if constexpr ((GRADIENTS & DV) != 0)
-      clear_gradient_row(params.dv, 0, index % heads_kv, row, attention.dv, lane);
+      clear_gradient_row(params.dv, 0, index % heads_kv, row, attention.dv, lane, 32);
   }
 }
 

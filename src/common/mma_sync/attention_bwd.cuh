@@ -84,15 +84,11 @@ __device__ __forceinline__ void start_passing(const BackwardParams& params, cons
 template <class C>
 using BlockScores = float[C::M_TILES][C::BLOCK / 8][4];
 
-// Turns the scores into P = 2^(score - LSE), and dP into dS = P * (dP - delta), the gradient of the
-// score before its scale. scores: of rows lane/4 + 8r of row tile m, columns 8n + 2*(lane%4) + i.
-//   terms_of(m, n, r, i)  the RowTerms of the query of that element
-template <class C, class TermsOf>
-__device__ __forceinline__ void weigh_backward(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
-                                               const AttentionParams& params,
-                                               const TermsOf& terms_of) {
-  const bool capped = params.transform_scores && params.softcap != 0.0f;
-  const float uncap = capped ? 1.0f / params.softcap : 0.0f;
+template <class C, bool CAPPED, class TermsOf>
+__device__ __forceinline__ void weigh_scores(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
+                                             const AttentionParams& params,
+                                             const TermsOf& terms_of) {
+  const float uncap = CAPPED ? 1.0f / params.softcap : 0.0f;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -111,7 +107,7 @@ __device__ __forceinline__ void weigh_backward(BlockScores<C>& s_rmem, BlockScor
             float& dp = dp_rmem[m][n][2 * r + i];
             dp = p * (dp - terms.delta);
             // The derivative of c * tanh(x / c) is 1 - tanh(x / c)^2.
-            if (capped) {
+            if constexpr (CAPPED) {
               const float tanh = s * uncap;
               dp *= fmaf(-tanh, tanh, 1.0f);
             }
@@ -120,6 +116,20 @@ __device__ __forceinline__ void weigh_backward(BlockScores<C>& s_rmem, BlockScor
         }
       }
     }
+  }
+}
+
+// Turns the scores into P = 2^(score - LSE), and dP into dS = P * (dP - delta), the gradient of the
+// score before its scale. scores: of rows lane/4 + 8r of row tile m, columns 8n + 2*(lane%4) + i.
+//   terms_of(m, n, r, i)  the RowTerms of the query of that element
+template <class C, class TermsOf>
+__device__ __forceinline__ void weigh_backward(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
+                                               const AttentionParams& params,
+                                               const TermsOf& terms_of) {
+  if (C::NEEDS_DP && params.transform_scores && params.softcap != 0.0f) {
+    weigh_scores<C, true>(s_rmem, dp_rmem, params, terms_of);
+  } else {
+    weigh_scores<C, false>(s_rmem, dp_rmem, params, terms_of);
   }
 }
 
@@ -168,15 +178,16 @@ __device__ __forceinline__ void pack_block(BlockFragments<C>& packed_rmem,
   }
 }
 
-// Writes, or adds, a warp's rows of a gradient times `factor`. Two neighbouring columns of a lane
-// make one store.
-template <class C, int COLUMNS>
-__device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES][COLUMNS / 8][4],
+// Writes, or adds, a warp's part of a gradient times `factor`: from row `warp_row` of the CTA's
+// rows and from column `warp_column` on. `columns`: how many the gradient has. Two neighbouring
+// columns of a lane make one store.
+template <class C, int COLUMN_TILES>
+__device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES][COLUMN_TILES][4],
                                                const GradientParams& gradient,
-                                               const BackwardWork& cta, int columns, float factor) {
-  const int thread = ptx::mov_tid_x_volatile();
-  const int lane = thread % 32;
-  const int first = cta.first_row + thread / 32 * C::WARP_ROWS + lane / 4;
+                                               const BackwardWork& cta, int warp_row,
+                                               int warp_column, int columns, float factor) {
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+  const int first = cta.first_row + warp_row + lane / 4;
   const int64_t start = cta.batch * gradient.batch + cta.head * gradient.head +
                         (static_cast<int64_t>(cta.own_start) + first) * gradient.row;
 #pragma unroll
@@ -186,8 +197,8 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
       if (first + 16 * m + 8 * r >= cta.own_rows) continue;
       const int64_t row = start + (16 * m + 8 * r) * gradient.row;
 #pragma unroll
-      for (int n = 0; n < COLUMNS / 8; ++n) {
-        const int column = 8 * n + lane % 4 * 2;
+      for (int n = 0; n < COLUMN_TILES; ++n) {
+        const int column = warp_column + 8 * n + lane % 4 * 2;
         if (column >= columns) continue;
         float2 x = {x_rmem[m][n][2 * r] * factor, x_rmem[m][n][2 * r + 1] * factor};
         if (gradient.dtype == DType::F32) {
@@ -346,12 +357,14 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
     stage = 1 - stage;
   }
 
-  if constexpr ((C::GRADIENTS & DQ) != 0)
-    store_gradient<C, FirstTile::COLUMNS>(first_rmem, params.dq, cta, attention.d, params.scale);
-  if constexpr ((C::GRADIENTS & DK) != 0)
-    store_gradient<C, FirstTile::COLUMNS>(first_rmem, params.dk, cta, attention.d, params.scale);
-  if constexpr ((C::GRADIENTS & DV) != 0)
-    store_gradient<C, SecondTile::COLUMNS>(second_rmem, params.dv, cta, attention.dv, 1.0f);
+  const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
+  const auto store = [&](const auto& x_rmem, const GradientParams& gradient, int columns,
+                         float factor) {
+    store_gradient<C>(x_rmem, gradient, cta, warp_row, 0, columns, factor);
+  };
+  if constexpr ((C::GRADIENTS & DQ) != 0) store(first_rmem, params.dq, attention.d, params.scale);
+  if constexpr ((C::GRADIENTS & DK) != 0) store(first_rmem, params.dk, attention.d, params.scale);
+  if constexpr ((C::GRADIENTS & DV) != 0) store(second_rmem, params.dv, attention.dv, 1.0f);
 }
 
 }  // namespace archflash::mma_sync

@@ -10,11 +10,16 @@
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
 #include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
 
 namespace archflash::core {
 namespace {
 
 constexpr int64_t TERMS_BYTES = 8;  // RowTerms: two floats for each query row
+constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
+// Blocks of queries of a CTA, for each CTA of its head that runs at the same time, from which on
+// turns are faster: between 4, where they were slower on an H200, and 16 (ampere/NOTES.md).
+constexpr int64_t TURNS_BLOCKS_OF_CTA = 8;
 
 Reasons why_not_backward(const BackwardProblem& problem, const Description& description) {
   Reasons reasons = why_not(problem.call, description);
@@ -44,7 +49,7 @@ GradientParams gradient_params(const BackwardTensor& tensor, bool accumulate) {
           accumulate};
 }
 
-BackwardParams backward_params(const BackwardProblem& problem) {
+BackwardParams backward_params(const BackwardProblem& problem, const DqSums& sums) {
   BackwardParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   params.attention = attention_params(problem.call);
@@ -54,23 +59,88 @@ BackwardParams backward_params(const BackwardProblem& problem) {
   params.dk = gradient_params(problem.dk, problem.accumulate);
   params.dv = gradient_params(problem.dv, problem.accumulate);
   params.scale = static_cast<float>(problem.call.scale);
+  params.dq_sums.blocks = sums.blocks;
+  params.dq_sums.block_rows = sums.block_rows;
+  params.dq_sums.columns = sums.columns;
   return params;
 }
 
-std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem) {
+// Where the parts of the workspace start, in bytes.
+struct WorkspaceParts {
+  int64_t turns = -1;  // none
+  int64_t sums = 0, terms = 0;
+};
+
+std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const DqSums& sums,
+                                           const WorkspaceParts& parts) {
   using P = BackwardParams;
   std::vector<PointerSlot> slots = pointers(problem.call);
-  const auto add = [&](Operand operand, size_t offset) {
-    slots.push_back({operand, static_cast<int32_t>(offset), 0});
+  const auto add = [&](Operand operand, size_t offset, int64_t addend = 0) {
+    slots.push_back({operand, static_cast<int32_t>(offset), addend});
   };
   add(Operand::DOut, offsetof(P, dout_gmem));
   if (problem.dlse) add(Operand::DLse, offsetof(P, dlse_gmem));
-  add(Operand::Workspace, offsetof(P, terms_gmem));
+  add(Operand::Workspace, offsetof(P, terms_gmem), parts.terms);
+  if (sums.blocks > 0)
+    add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, gmem), parts.sums);
+  if (parts.turns >= 0)
+    add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, turns_gmem), parts.turns);
   add(Operand::DQ, offsetof(P, dq) + offsetof(GradientParams, gmem));
   add(Operand::DK, offsetof(P, dk) + offsetof(GradientParams, gmem));
   add(Operand::DV, offsetof(P, dv) + offsetof(GradientParams, gmem));
   if (problem.dsinks) add(Operand::DSinks, offsetof(P, dsinks_gmem));
   return slots;
+}
+
+using Tiles = std::span<const BackwardTile>;
+
+// The set at the start of a table.
+Tiles first_set(Tiles tiles) {
+  int computed = 0;
+  size_t count = 0;
+  while (computed != (DQ | DK | DV)) computed |= tiles[count++].gradients;
+  return tiles.first(count);
+}
+
+int shared_bytes_of(Tiles set) {
+  int bytes = 0;
+  for (const BackwardTile& tile : set) bytes = std::max(bytes, tile.shared_bytes);
+  return bytes;
+}
+
+int64_t ctas_of(const BackwardTile& tile, const Problem& call) {
+  const bool of_queries = tile.gradients == DQ;
+  const int64_t per_head = ceil_div(of_queries ? call.nq : call.nk, tile.rows);
+  const int64_t of_all = call.varlen && per_head > 0 ? per_head + call.batch
+                                                     : per_head * (call.varlen ? 1 : call.batch);
+  return of_all * (of_queries ? call.heads_q : call.heads_kv);
+}
+
+// The kernels of a call. If the device has too little shared memory for any: the smallest ones.
+Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
+  Tiles chosen;
+  while (!tiles.empty()) {
+    const Tiles set = first_set(tiles);
+    tiles = tiles.subspan(set.size());
+    const BackwardTile& tile = set.front();
+    if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
+    if (!chosen.empty() && chosen.front().head_dim != tile.head_dim) break;
+    chosen = set;
+    if (shared_bytes_of(set) <= device.shared_per_block) break;
+  }
+  return chosen;
+}
+
+// Whether the CTAs of a head add to its sums of dQ in turns. They start together and get out of
+// step by a block for each CTA, which costs little where each has many more blocks than that.
+bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const Device& device) {
+  if (problem.deterministic || !tile.faster_in_turns) return problem.deterministic;
+  const Problem& call = problem.call;
+  const int64_t sequences = call.varlen ? 1 : call.batch;
+  const int64_t at_a_time = ceil_div(device.sm_count, sequences * call.heads_kv);
+  const int64_t queries = call.varlen ? call.nq / std::max<int64_t>(call.batch, 1) : call.nq;
+  const int64_t blocks = ceil_div(queries, tile.dq_block) * (call.heads_q / call.heads_kv);
+  return TURNS_BLOCKS_OF_CTA * at_a_time <= blocks;
 }
 
 }  // namespace
@@ -81,15 +151,31 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   Reasons reasons = why_not_backward(problem, description);
   if (!reasons.empty()) return reasons;
 
-  const auto fits = [&](const BackwardTile& tile) {
-    return call.d <= tile.head_dim && call.dv <= tile.head_dim_v;
-  };
-  const auto chosen = std::find_if(tiles.begin(), tiles.end(), fits);
+  const Tiles set = choose_set(tiles, call, device);
+  if (shared_bytes_of(set) > device.shared_per_block)
+    return too_little_shared_memory(description.name, shared_bytes_of(set), device);
   const std::string word = dtype_word(call.dtype);
   LaunchPlan plan;
   plan.accumulates = problem.accumulate;
-  const auto params = bytes(backward_params(problem));
-  const auto slots = backward_pointers(problem);
+  const int64_t heads = (call.varlen ? 1 : call.batch) * call.heads_q;
+  const int64_t rows = heads * call.nq;
+
+  DqSums sums{};
+  Workspace workspace;
+  WorkspaceParts parts;
+  if (const int block = set.front().dq_block; block > 0 && rows > 0) {
+    sums.blocks = static_cast<int32_t>(ceil_div(call.nq, block) + (call.varlen ? call.batch : 0));
+    sums.block_rows = block;
+    sums.columns = set.front().head_dim;
+    const int64_t blocks = heads * sums.blocks;
+    if (takes_turns(set.front(), problem, device)) parts.turns = workspace.add(blocks * TURN_BYTES);
+    parts.sums = workspace.add(blocks * block * sums.columns * SUM_BYTES);
+    plan.zeroed_bytes = workspace.bytes();
+  }
+  parts.terms = workspace.add(rows * TERMS_BYTES);
+  plan.workspace_bytes = workspace.bytes();
+  const auto params = bytes(backward_params(problem, sums));
+  const auto slots = backward_pointers(problem, sums, parts);
   int64_t most_ctas = 0;
   const auto add = [&](const std::string& kernel, int64_t ctas, int threads, int shared_bytes) {
     if (ctas == 0) return;
@@ -105,19 +191,13 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     plan.launches.push_back(std::move(launch));
   };
 
-  const int64_t rows = (call.varlen ? 1 : call.batch) * call.heads_q * call.nq;
-  plan.workspace_bytes = rows * TERMS_BYTES;
-  add("backward_rows_" + word, ceil_div(rows, BACKWARD_ROWS_WARPS), 32 * BACKWARD_ROWS_WARPS, 0);
-  if (chosen->shared_bytes > device.shared_per_block)
-    return too_little_shared_memory(description.name, chosen->shared_bytes, device);
-  for (auto tile = chosen; tile != tiles.end() && tile->head_dim == chosen->head_dim; ++tile) {
-    const int64_t per_head = ceil_div(tile->owns_keys ? call.nk : call.nq, tile->rows);
-    const int64_t of_all = call.varlen && per_head > 0 ? per_head + call.batch
-                                                       : per_head * (call.varlen ? 1 : call.batch);
-    add("attention_bwd_" + word + "_" + tile->name,
-        of_all * (tile->owns_keys ? call.heads_kv : call.heads_q), tile->threads,
-        tile->shared_bytes);
+  add("backward_rows_" + word, ceil_div(rows, BACKWARD_ROWS_THREADS / BACKWARD_ROWS_LANES),
+      BACKWARD_ROWS_THREADS, 0);
+  for (const BackwardTile& tile : set) {
+    add("attention_bwd_" + word + "_" + tile.name, ctas_of(tile, call), tile.threads,
+        tile.shared_bytes);
   }
+  add("backward_dq_" + word, heads * sums.blocks, BACKWARD_DQ_THREADS, 0);
   if (problem.dsinks) add("backward_sinks_" + word, call.heads_q, BACKWARD_SINKS_THREADS, 0);
   if (most_ctas > GRID_LIMIT) return grid_too_large(most_ctas);
   return plan;

@@ -4,31 +4,39 @@
 #include <span>
 #include <string>
 
+#include "common/backward_params.h"
 #include "common/planning/backward_problem.h"
 #include "common/planning/plan.h"
 
 namespace archflash::core {
 
-// One main kernel of each type of inputs. A call takes all of a table that have the first head
-// dimensions that are large enough.
+// One main kernel of each type of inputs. Consecutive rows of a table that compute all gradients
+// together are a set. A call takes the first set of the smallest head dimensions that are large
+// enough, if the device has the shared memory for it.
 struct BackwardTile {
   const char* name;          // the last word of the kernel's name: "d128_keys"
   int head_dim, head_dim_v;  // it takes d and dv up to these
-  bool owns_keys;            // each CTA owns rows of keys, otherwise of queries
-  int rows;                  // of a CTA
+  int gradients;             // which ones it computes: DQ | DK | DV
+  int rows;                  // that a CTA owns: of queries if it computes dQ alone, else of keys
   int threads;
   int shared_bytes;
+  int dq_block;  // query rows that pass by at a time where CTAs of keys add to sums of dQ; else 0
+  // Large calls are faster if the CTAs take turns (measured; an SM has one CTA of these).
+  bool faster_in_turns;
 };
 
 // A row of a folder's table from the kernel's Config.
 template <class C>
-constexpr BackwardTile backward_tile(const char* name, bool owns_keys) {
-  return {name, C::HEAD_DIM, C::HEAD_DIM_V, owns_keys, C::ROWS, C::THREADS, C::SHARED_BYTES};
+constexpr BackwardTile backward_tile(const char* name, bool faster_in_turns = false) {
+  constexpr bool ALL = C::GRADIENTS == (DQ | DK | DV);
+  return {name,       C::HEAD_DIM,     C::HEAD_DIM_V,      C::GRADIENTS,   C::ROWS,
+          C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, faster_in_turns};
 }
 
 // The plan, or the reasons why not: first the terms of each query row ("<folder>_backward_rows_
 // <dtype>", into the workspace), then the main kernels ("<folder>_attention_bwd_<dtype>_<tile>"),
-// and the gradient of the sinks ("<folder>_backward_sinks_<dtype>"), all of the image
+// dQ from its sums if they made such ("<folder>_backward_dq_<dtype>"), and the gradient of the
+// sinks ("<folder>_backward_sinks_<dtype>"), all of the image
 // "<folder>/bwd_<dtype>".
 PlanResult plan_backward(const Description& description, std::span<const BackwardTile> tiles,
                          const BackwardProblem& problem, const Device& device);

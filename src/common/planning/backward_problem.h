@@ -19,9 +19,10 @@ struct BackwardTensor {
 struct BackwardProblem {
   Problem call;  // the call itself, with its LSE; its `out` is the output that it gave
   BackwardTensor dout, dq, dk, dv;
-  bool accumulate;  // gradients are added to what dq, dk and dv hold
-  bool dlse;        // the LSE has a gradient, too
-  bool dsinks;      // the gradient of the sinks is wanted
+  bool accumulate;             // gradients are added to what dq, dk and dv hold
+  bool dlse;                   // the LSE has a gradient, too
+  bool dsinks;                 // the gradient of the sinks is wanted
+  bool deterministic = false;  // the same inputs must always give the same bits
 };
 
 }  // namespace archflash

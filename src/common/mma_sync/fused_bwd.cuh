@@ -1,0 +1,436 @@
+// Attention backward on mma.sync tensor cores in one kernel: 5 products of queries and keys.
+//
+// A CTA owns keys; blocks of queries pass by. SPLIT warps share the same keys:
+//
+//   wait block | barrier | dQ of the block before | S^T = K Q^T | start next block | dP^T = V dO^T
+//   | P, dS | dV += P^T dO   dK += dS^T Q of the warp's own queries | barrier of the SPLIT warps |
+//   the same of the other queries
+//
+//   scores   a warp has its keys and a share of the block's queries
+//   dV, dK   a warp has its keys and a share of the columns. Its own P and dS are the first operand
+//            as they lie in registers; those of the other queries come through shared memory
+//   dQ       dS K of all keys of the CTA: a warp has a share of the block's rows and columns. It is
+//            one block late, so that one barrier of the CTA serves a block
+//
+// dQ is added to sums in fp32 (DqSums), which another kernel scales and converts. Where CTAs take
+// turns, those of a head add to a block of queries in the order of their keys, so that the same
+// inputs always give the same bits. A CTA then waits only for CTAs with smaller indices, which have
+// started before it. All CTAs go from the last block of queries to the first one, and over the
+// heads that share a head of K inside of a block: so none of them comes late to a block whose turn
+// others wait for. Without turns each CTA begins with another block, because additions by many CTAs
+// to the same sums at the same time are slow.
+#pragma once
+
+#include <cstdint>
+
+#include "common/backward_params.h"
+#include "common/math/backward_sums.cuh"
+#include "common/math/backward_work.cuh"
+#include "common/mma_sync/attention_bwd.cuh"
+#include "common/mma_sync/fused_bwd_config.cuh"
+#include "common/mma_sync/tile.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/global_order.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mma_sync.cuh"
+#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/st_shared.cuh"
+
+namespace archflash::mma_sync {
+
+// The scores of a warp, as the functions of attention_bwd.cuh take them.
+template <class C>
+struct ScoresOfWarp {
+  static constexpr DType DTYPE = C::DTYPE;
+  static constexpr int M_TILES = C::M_TILES;
+  static constexpr int BLOCK = C::PART;
+  static constexpr bool NEEDS_DP = true;
+};
+
+// A product as the functions of tile.cuh take it: the warp's keys by its queries over the columns
+// of Tile, or by OUT_COLUMNS columns of a gradient.
+template <class C, class Tile, int OUT_COLUMNS>
+struct FusedProduct {
+  static constexpr DType DTYPE = C::DTYPE;
+  static constexpr int QK_PACK = 1, V_PACK = 1;
+  static constexpr int M_TILES = C::M_TILES;
+  static constexpr int STEP_KEYS = C::PART;
+  static constexpr int HEAD_DIM_V = OUT_COLUMNS;
+  static constexpr bool Q_IN_REGISTERS = false;
+  using QTile = Tile;
+  using KTile = Tile;
+  using VTile = Tile;
+};
+
+struct FusedWork : BackwardWork {
+  // The sequence's first row of Q, dO and the terms of the first query head.
+  const uint16_t* q_gmem;
+  const uint16_t* dout_gmem;
+  const math::RowTerms* terms_gmem;
+  // First rows of blocks of queries: of the first and the last one that see any of the CTA's keys
+  // (none does if begin > last), and of those that see any of the CTA before, where it has its turn
+  // before this one.
+  int begin, last;
+  int before_begin, before_last;
+};
+
+// Starts the copies of a block of queries into a stage. Rows behind the end become zeros.
+template <class C>
+__device__ __forceinline__ void start_queries(const BackwardParams& params, const FusedWork& cta,
+                                              const Passing& block, uint32_t stage_smem,
+                                              uint32_t terms_smem) {
+  const AttentionParams& attention = params.attention;
+  const uint32_t head = block.head, row = block.row;
+  const uint16_t* q_gmem = cta.q_gmem + head * static_cast<uint64_t>(attention.q_head);
+  const uint16_t* dout_gmem = cta.dout_gmem + head * static_cast<uint64_t>(params.dout_head);
+  const math::RowTerms* terms_gmem =
+      cta.terms_gmem + head * static_cast<uint64_t>(attention.lse_head) + row;
+  const int valid = cta.passing_rows - block.row;
+  const int thread = ptx::mov_tid_x_volatile();
+  if (thread < C::BLOCK) {
+    const bool exists = thread < valid;
+    ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(math::RowTerms)),
+                       exists ? terms_gmem + thread : terms_gmem, exists ? 8 : 0);
+  }
+  const uint32_t second_smem = stage_smem + C::SECOND_OF_STAGE;
+  if (valid >= C::BLOCK) {
+    start_load<C, typename C::FirstTile, C::BLOCK>(stage_smem, q_gmem, row, 2 * attention.q_row,
+                                                   attention.d);
+    start_load<C, typename C::SecondTile, C::BLOCK>(second_smem, dout_gmem, row,
+                                                    2 * params.dout_row, attention.dv);
+  } else {
+    start_ragged_load<C, typename C::FirstTile, C::BLOCK>(
+        stage_smem, q_gmem + row * attention.q_row, attention.q_row, valid, attention.d);
+    start_ragged_load<C, typename C::SecondTile, C::BLOCK>(
+        second_smem, dout_gmem + row * params.dout_row, params.dout_row, valid, attention.dv);
+  }
+}
+
+// Writes a warp's P or dS into the tile of the CTA, whose rows are keys.
+template <class C>
+__device__ __forceinline__ void store_scores(uint32_t tile_smem,
+                                             const BlockFragments<ScoresOfWarp<C>>& scores_rmem,
+                                             int warp_row, int part, int lane) {
+  using Tile = typename C::ScoreTile;
+  const uint32_t lane_smem =
+      Tile::advance(tile_smem + warp_row * Tile::ROW_BYTES + Tile::offset(lane / 4, 0),
+                    part * (C::PART / 8)) +
+      lane % 4 * 4;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::PART / 8; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        ptx::st_shared_b32(Tile::advance(lane_smem, n) + (16 * m + 8 * r) * Tile::ROW_BYTES,
+                           scores_rmem[m][n / 2][n % 2 * 2 + r]);
+      }
+    }
+  }
+}
+
+// Adds to a warp's dV or dK the product of its own P or dS, of share `part` of the queries, with
+// dO or Q.
+template <class C, class Tile, int COLUMNS>
+__device__ __forceinline__ void multiply_own(float (&x_rmem)[C::M_TILES][COLUMNS / 8][4],
+                                             const BlockFragments<ScoresOfWarp<C>>& scores_rmem,
+                                             uint32_t passing_smem, int part, int lane) {
+  const uint32_t first_smem =
+      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), part * (COLUMNS / 8)) +
+      part * C::PART * Tile::ROW_BYTES;
+  multiply_pv<FusedProduct<C, Tile, COLUMNS>>(x_rmem, scores_rmem, first_smem);
+}
+
+// The same for the queries of the other warps that share the keys. scores_smem: P or dS of the
+// warp's first key.
+template <class C, class Tile, int COLUMNS>
+__device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLUMNS / 8][4],
+                                                uint32_t scores_smem, uint32_t passing_smem,
+                                                int part, int lane) {
+  using Scores = typename C::ScoreTile;
+  const uint32_t first_smem =
+      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), part * (COLUMNS / 8));
+#pragma unroll
+  for (int step = 1; step < C::SPLIT; ++step) {
+    const int other = (part + step) % C::SPLIT;
+    const uint32_t lane_smem =
+        Scores::advance(scores_smem + rows_first_offset<Scores>(lane), other * (C::PART / 8));
+#pragma unroll
+    for (int query = 0; query < C::PART; query += 16) {
+      uint32_t a_rmem[C::M_TILES][4];
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+        ptx::ldmatrix_x4(a_rmem[m],
+                         Scores::advance(lane_smem, query / 8) + m * 16 * Scores::ROW_BYTES);
+      }
+      multiply_pv_group<FusedProduct<C, Tile, COLUMNS>>(
+          x_rmem, [&](int m) -> const uint32_t (&)[4] { return a_rmem[m]; },
+          first_smem + other * C::PART * Tile::ROW_BYTES, query, [](uint32_t (&)[4]) {});
+    }
+  }
+}
+
+// Adds dS K of a block of queries, in fp32, to the sums. Where CTAs take turns, `waits` says
+// whether the CTA of the keys before adds to this block, too, and therefore first.
+template <class C>
+__device__ __forceinline__ void add_dq(const BackwardParams& params, const BackwardWork& cta,
+                                       const Passing& block, uint32_t ds_smem, uint32_t k_smem,
+                                       bool waits) {
+  using Scores = typename C::ScoreTile;
+  using Tile = typename C::FirstTile;
+  const int thread = ptx::mov_tid_x_volatile();
+  const int lane = thread % 32, warp = thread / 32;
+  const int row = warp / C::DQ_COLUMN_WARPS * C::DQ_ROWS;
+  const int column = warp % C::DQ_COLUMN_WARPS * C::DQ_COLUMNS;
+  const int64_t number = math::dq_block_number(params, cta, block, C::BLOCK);
+  const int turn = cta.first_row / C::ROWS;
+  // Read before the products, which hide how long this takes.
+  int turns_taken = turn;
+  if (waits) turns_taken = ptx::ld_relaxed_s32(params.dq_sums.turns_gmem + number);
+  const uint32_t a_smem = Scores::advance(ds_smem + columns_first_offset<Scores>(lane), row / 8);
+  const uint32_t b_smem = Tile::advance(k_smem + rows_first_offset<Tile>(lane), column / 8);
+  float* sums_gmem = params.dq_sums.gmem + number * (C::BLOCK * C::HEAD_DIM) +
+                     math::dq_fragment<C::HEAD_DIM>(row / 16, column / 8) + lane;
+#pragma unroll 1
+  for (int step = 0; step < C::DQ_COLUMNS; step += C::DQ_STEP) {
+    float dq_rmem[C::DQ_ROWS / 16][C::DQ_STEP / 8][4] = {};
+#pragma unroll
+    for (int key = 0; key < C::ROWS; key += 16) {
+      uint32_t a_rmem[C::DQ_ROWS / 16][4];
+#pragma unroll
+      for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
+        ptx::ldmatrix_x4_trans(a_rmem[m], Scores::advance(a_smem, m * 2) + key * Scores::ROW_BYTES);
+      }
+#pragma unroll
+      for (int n = 0; n < C::DQ_STEP / 8; n += 2) {
+        uint32_t b_rmem[4];
+        ptx::ldmatrix_x4_trans(b_rmem, Tile::advance(b_smem, step / 8 + n) + key * Tile::ROW_BYTES);
+#pragma unroll
+        for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
+          ptx::mma_m16n8k16<C::DTYPE>(dq_rmem[m][n], a_rmem[m], b_rmem[0], b_rmem[1]);
+          ptx::mma_m16n8k16<C::DTYPE>(dq_rmem[m][n + 1], a_rmem[m], b_rmem[2], b_rmem[3]);
+        }
+      }
+    }
+    // What is added below depends on the value that was read, so it is added after it was read.
+    while (turns_taken < turn) {
+      turns_taken = ptx::ld_acquire_s32(params.dq_sums.turns_gmem + number);
+    }
+#pragma unroll
+    for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
+#pragma unroll
+      for (int n = 0; n < C::DQ_STEP / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          ptx::red_add_f32(sums_gmem + math::dq_fragment<C::HEAD_DIM>(m, step / 8 + n) + 32 * i,
+                           dq_rmem[m][n][i]);
+        }
+      }
+    }
+  }
+}
+
+// Lets the CTA of the next keys add to a block, to which all warps of this one have added before a
+// barrier that came since.
+template <class C>
+__device__ __forceinline__ void pass_turn(const BackwardParams& params, const BackwardWork& cta,
+                                          const Passing& block) {
+  if (params.dq_sums.turns_gmem == nullptr || block.head < 0 || threadIdx.x != 0) return;
+  ptx::st_release_s32(
+      params.dq_sums.turns_gmem + math::dq_block_number(params, cta, block, C::BLOCK),
+      cta.first_row / C::ROWS + 1);
+}
+
+template <class C>
+__device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
+  using FirstTile = typename C::FirstTile;
+  using SecondTile = typename C::SecondTile;
+  using ScoreTile = typename C::ScoreTile;
+  using Scores = ScoresOfWarp<C>;
+  constexpr int FIRST_COLUMNS = C::HEAD_DIM / C::SPLIT;
+  constexpr int SECOND_COLUMNS = C::HEAD_DIM_V / C::SPLIT;
+  using FirstProduct = FusedProduct<C, FirstTile, FIRST_COLUMNS>;
+  using SecondProduct = FusedProduct<C, SecondTile, SECOND_COLUMNS>;
+  extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  static_assert(sizeof(FusedWork) <= C::CONTEXT_BYTES);
+  FusedWork& cta = *reinterpret_cast<FusedWork*>(shared + C::CONTEXT_SMEM);
+  const AttentionParams& attention = params.attention;
+  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
+  {
+    const BackwardWork found = math::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
+    if (found.first_row < 0) return;
+    if (threadIdx.x == 0) {
+      static_cast<BackwardWork&>(cta) = found;
+      const int head = found.head * attention.heads_per_kv;
+      const auto rows = math::query_rows<uint16_t>(params, found.batch, head, found.passing_start);
+      cta.q_gmem = rows.first_gmem;
+      cta.dout_gmem = rows.second_gmem;
+      cta.terms_gmem = math::terms_of(params, found.batch, head, found.passing_start);
+      const int end = min(found.first_row + C::ROWS, found.own_rows);
+      cta.begin = found.visible.first(found.first_row) & -C::BLOCK;
+      cta.last = found.visible.last(end - 1) & -C::BLOCK;
+      cta.before_begin = 1, cta.before_last = 0;
+      if (params.dq_sums.turns_gmem != nullptr && found.first_row > 0) {
+        cta.before_begin = found.visible.first(found.first_row - C::ROWS) & -C::BLOCK;
+        cta.before_last = found.visible.last(found.first_row - 1) & -C::BLOCK;
+      }
+    }
+  }
+  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+
+  int blocks_left = cta.begin <= cta.last ? (cta.last - cta.begin) / C::BLOCK + 1 : 0;
+  int start = cta.last;
+  if (params.dq_sums.turns_gmem == nullptr && blocks_left > 0)
+    start -= cta.first_row / C::ROWS % blocks_left * C::BLOCK;
+
+  float dk_rmem[C::M_TILES][FIRST_COLUMNS / 8][4] = {};
+  float dv_rmem[C::M_TILES][SECOND_COLUMNS / 8][4] = {};
+  if (blocks_left > 0) {
+    const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
+    const auto own = math::key_rows<uint16_t>(params, cta.batch, cta.head, row);
+    const int valid = cta.own_rows - cta.first_row;
+    start_ragged_load<C, FirstTile, C::ROWS>(shared_smem + C::OWN_FIRST_SMEM, own.first_gmem,
+                                             own.first_row, valid, attention.d);
+    clear_columns<C, FirstTile>(shared + C::OWN_FIRST_SMEM, C::ROWS, attention.d);
+    start_ragged_load<C, SecondTile, C::ROWS>(shared_smem + C::OWN_SECOND_SMEM, own.second_gmem,
+                                              own.second_row, valid, attention.dv);
+    clear_columns<C, SecondTile>(shared + C::OWN_SECOND_SMEM, C::ROWS, attention.dv);
+#pragma unroll
+    for (int stage = 0; stage < C::STAGES; ++stage) {
+      unsigned char* stage_start = shared + C::STAGES_SMEM + stage * C::STAGE_BYTES;
+      clear_columns<C, FirstTile>(stage_start, C::BLOCK, attention.d);
+      clear_columns<C, SecondTile>(stage_start + C::SECOND_OF_STAGE, C::BLOCK, attention.dv);
+    }
+    start_queries<C>(params, cta, {0, start}, shared_smem + C::STAGES_SMEM,
+                     shared_smem + C::TERMS_SMEM);
+  }
+
+  int stage = 0;
+  // The block whose dQ comes next, and the one whose dQ was added last; a negative head: none.
+  Passing multiplied{-1, 0}, added{-1, 0};
+  Passing block{0, start};
+  const auto add_multiplied = [&] {
+    add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
+              shared_smem + C::OWN_FIRST_SMEM,
+              multiplied.row >= cta.before_begin && multiplied.row <= cta.before_last);
+  };
+#pragma unroll 1
+  while (blocks_left > 0) {
+    Passing next{block.head + 1, block.row};
+    if (next.head == cta.heads) {
+      next = {0, block.row == cta.begin ? cta.last : block.row - C::BLOCK};
+      --blocks_left;
+    }
+    // Each thread waits for its own copies. The barrier makes those of all threads visible, and dS
+    // of the block before. After it no warp still reads the other stage, or the other buffer of dS,
+    // which are overwritten next.
+    ptx::copies_wait_all();
+    __syncthreads();
+    pass_turn<C>(params, cta, added);
+    if (multiplied.head >= 0) add_multiplied();
+
+    const auto start_next = [&] {
+      if (blocks_left > 0) {
+        start_queries<C>(params, cta, next,
+                         shared_smem + C::STAGES_SMEM + (1 - stage) * C::STAGE_BYTES,
+                         shared_smem + C::TERMS_SMEM + (1 - stage) * C::TERMS_BYTES);
+      }
+    };
+    const int thread = ptx::mov_tid_x_volatile();
+    const int lane = thread % 32, warp = thread / 32;
+    const int part = warp % C::SPLIT;
+    const int warp_row = warp / C::SPLIT * C::WARP_ROWS;
+    const int warp_first = cta.first_row + warp_row;
+    const int warp_last = min(warp_first + C::WARP_ROWS, cta.own_rows) - 1;
+    const int block_last = block.row + C::BLOCK - 1;
+    const uint32_t ds_smem = shared_smem + C::DS_SMEM + stage * C::SCORE_BYTES;
+    BlockFragments<Scores> ds_fragments = {};
+    // Warps without keys, or whose keys no query of the block sees, skip the work. All warps that
+    // share keys do, and so none of them waits at their barrier.
+    if (warp_last >= warp_first &&
+        !cta.visible.hides(warp_first, warp_last, block.row, block_last)) {
+      const uint32_t stage_smem = shared_smem + C::STAGES_SMEM + stage * C::STAGE_BYTES;
+      const uint32_t second_smem = stage_smem + C::SECOND_OF_STAGE;
+      const uint32_t unused[1][C::M_TILES][4] = {};  // owned rows are read from shared memory
+      BlockScores<Scores> s_rmem, dp_rmem;
+      multiply_qk<FirstProduct>(s_rmem, unused,
+                                shared_smem + C::OWN_FIRST_SMEM + warp_row * FirstTile::ROW_BYTES +
+                                    rows_first_offset<FirstTile>(lane),
+                                stage_smem + part * C::PART * FirstTile::ROW_BYTES +
+                                    columns_first_offset<FirstTile>(lane));
+      start_next();
+      if (attention.transform_scores) {
+        math::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
+      }
+      multiply_qk<SecondProduct>(dp_rmem, unused,
+                                 shared_smem + C::OWN_SECOND_SMEM +
+                                     warp_row * SecondTile::ROW_BYTES +
+                                     rows_first_offset<SecondTile>(lane),
+                                 second_smem + part * C::PART * SecondTile::ROW_BYTES +
+                                     columns_first_offset<SecondTile>(lane));
+      const float4* terms =
+          reinterpret_cast<const float4*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
+          part * (C::PART / 2) + lane % 4;
+      weigh_backward<Scores>(s_rmem, dp_rmem, attention, [&](int, int n, int, int i) {
+        const float4 two = terms[4 * n];  // of the lane's two neighbouring queries
+        return i == 0 ? math::RowTerms{two.x, two.y} : math::RowTerms{two.z, two.w};
+      });
+      if (cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
+        const int row = warp_first + lane / 4;
+        const int column = block.row + part * C::PART + lane % 4 * 2;
+        clear_unseen<Scores>(s_rmem, cta.visible, row, column);
+        clear_unseen<Scores>(dp_rmem, cta.visible, row, column);
+      }
+      BlockFragments<Scores> p_fragments;
+      pack_block<Scores>(p_fragments, s_rmem);
+      pack_block<Scores>(ds_fragments, dp_rmem);
+      if constexpr (C::SPLIT > 1)
+        store_scores<C>(shared_smem + C::P_SMEM, p_fragments, warp_row, part, lane);
+      store_scores<C>(ds_smem, ds_fragments, warp_row, part, lane);
+      multiply_own<C, SecondTile, SECOND_COLUMNS>(dv_rmem, p_fragments, second_smem, part, lane);
+      multiply_own<C, FirstTile, FIRST_COLUMNS>(dk_rmem, ds_fragments, stage_smem, part, lane);
+      if constexpr (C::SPLIT > 1) {
+        // P and dS of all warps that share the keys must be written before they are read. Number 0
+        // is the barrier of the CTA.
+        ptx::bar_sync(1 + warp / C::SPLIT, 32 * C::SPLIT);
+        const uint32_t scores = warp_row * ScoreTile::ROW_BYTES;
+        multiply_others<C, SecondTile, SECOND_COLUMNS>(dv_rmem, shared_smem + C::P_SMEM + scores,
+                                                       second_smem, part, lane);
+        multiply_others<C, FirstTile, FIRST_COLUMNS>(dk_rmem, ds_smem + scores, stage_smem, part,
+                                                     lane);
+      }
+    } else {
+      start_next();
+      store_scores<C>(ds_smem, ds_fragments, warp_row, part, lane);  // zeros, which dQ reads
+    }
+    added = multiplied;
+    multiplied = block;
+    block = next;
+    stage = 1 - stage;
+  }
+  if (multiplied.head >= 0) {
+    __syncthreads();  // dS of the last block is complete
+    pass_turn<C>(params, cta, added);
+    add_multiplied();
+    __syncthreads();  // all warps have added, before the turn passes
+    pass_turn<C>(params, cta, multiplied);
+  }
+
+  const int warp = ptx::mov_tid_x_volatile() / 32;
+  const int warp_row = warp / C::SPLIT * C::WARP_ROWS;
+  store_gradient<C>(dk_rmem, params.dk, cta, warp_row, warp % C::SPLIT * FIRST_COLUMNS, attention.d,
+                    params.scale);
+  store_gradient<C>(dv_rmem, params.dv, cta, warp_row, warp % C::SPLIT * SECOND_COLUMNS,
+                    attention.dv, 1.0f);
+}
+
+}  // namespace archflash::mma_sync
+
+// Defines an entry point. plan_backward.cpp launches it by NAME.
+#define ARCHFLASH_FUSED_BACKWARD_KERNEL(NAME, CONFIG)                                \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
+      NAME(const __grid_constant__ archflash::BackwardParams params) {               \
+    archflash::mma_sync::fused_bwd<CONFIG>(params);                                  \
+  }

@@ -1,0 +1,67 @@
+// The tile sizes of a backward kernel on mma.sync that computes all gradients. Compile-time numbers
+// only, in plain C++: kernels and plans both include them.
+#pragma once
+
+#include "common/backward_params.h"
+#include "common/dtype.h"
+#include "common/math/swizzled_tile.cuh"
+
+namespace archflash::mma_sync {
+
+// A CTA owns KEY_WARPS * 16 * M_TILES keys; BLOCK queries pass by at a time, in two buffers. SPLIT
+// warps share the same keys: for the scores each has a share of the queries, for dK and dV a share
+// of the columns. For dQ the warps are DQ_ROW_WARPS rows of warps. d may be at most HEAD_DIM, dv
+// HEAD_DIM_V.
+template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int KEY_WARPS_, int SPLIT_, int M_TILES_,
+          int BLOCK_, int DQ_ROW_WARPS_, int CTAS_PER_SM_>
+struct FusedBackwardConfig {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr Owns OWNS = Owns::Keys;
+  static constexpr int GRADIENTS = DQ | DK | DV;
+  static constexpr bool NEEDS_DP = true;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
+  static constexpr int SPLIT = SPLIT_;
+  static constexpr int WARPS = KEY_WARPS_ * SPLIT;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int M_TILES = M_TILES_;
+  static constexpr int WARP_ROWS = 16 * M_TILES;
+  static constexpr int ROWS = KEY_WARPS_ * WARP_ROWS;
+  static constexpr int BLOCK = BLOCK_;
+  static constexpr int PART = BLOCK / SPLIT;  // queries of which a warp has the scores
+  static constexpr int STAGES = 2;
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
+
+  static constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS_;
+  static constexpr int DQ_ROWS = BLOCK / DQ_ROW_WARPS_;  // of a warp
+  static constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS;
+  static constexpr int DQ_STEP = DQ_COLUMNS < 32 ? DQ_COLUMNS : 32;  // columns at a time
+
+  // "first" is Q or K, "second" dO or V, as in BackwardConfig.
+  using FirstTile = math::SwizzledTile<HEAD_DIM>;
+  using SecondTile = math::SwizzledTile<HEAD_DIM_V>;
+  using ScoreTile = math::SwizzledTile<BLOCK>;  // rows are keys, columns are queries
+
+  // Shared memory: K, V | Q, dO of each stage | dS of two blocks | P, where warps share keys |
+  // terms of the queries of each stage | FusedWork. Offsets and sizes in bytes.
+  static constexpr int SCORE_BYTES = ROWS * ScoreTile::ROW_BYTES;
+  static constexpr int OWN_FIRST_SMEM = 0;
+  static constexpr int OWN_SECOND_SMEM = ROWS * FirstTile::ROW_BYTES;
+  static constexpr int STAGES_SMEM = OWN_SECOND_SMEM + ROWS * SecondTile::ROW_BYTES;
+  static constexpr int SECOND_OF_STAGE = BLOCK * FirstTile::ROW_BYTES;
+  static constexpr int STAGE_BYTES = SECOND_OF_STAGE + BLOCK * SecondTile::ROW_BYTES;
+  static constexpr int DS_SMEM = STAGES_SMEM + STAGES * STAGE_BYTES;
+  static constexpr int P_SMEM = DS_SMEM + 2 * SCORE_BYTES;
+  static constexpr int TERMS_SMEM = P_SMEM + (SPLIT > 1 ? SCORE_BYTES : 0);
+  static constexpr int TERMS_BYTES = 8 * BLOCK;
+  static constexpr int CONTEXT_SMEM = TERMS_SMEM + STAGES * TERMS_BYTES;
+  static constexpr int CONTEXT_BYTES = 96;
+  static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
+
+  static_assert(PART % 16 == 0 && DQ_ROWS % 16 == 0 && DQ_COLUMNS % DQ_STEP == 0 &&
+                    DQ_STEP % 16 == 0 && HEAD_DIM / SPLIT % 16 == 0 && HEAD_DIM_V / SPLIT % 16 == 0,
+                "mma.sync: 16 rows of a product, two tiles of 8 columns at a time");
+  static_assert(BLOCK <= THREADS, "a thread copies the terms of a row");
+};
+
+}  // namespace archflash::mma_sync
