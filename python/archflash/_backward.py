@@ -59,12 +59,13 @@ def attention_backward(
             or float32. They must not overlap any other tensor of the call in memory. Default: new
             tensors in the dtypes and stride orders of q, k and v.
         accumulate: adds the gradients to what dq, dk and dv hold, which must be given then.
-        deterministic: the kernels of archflash give the same bits for the same inputs whatever this
-            is. True makes PyTorch do so, too, where it computes the gradients.
+        deterministic: whether the same inputs must always give the same bits, whoever computes the
+            gradients. Otherwise the CTAs of a kernel may add to dq in any order. Default:
+            torch.are_deterministic_algorithms_enabled().
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, layout: as the call got
             them. For attn_mask and alibi_slopes there is no gradient.
-        implementation: forces one by name, "ampere" or "torch"; overrides `archflash.force` and
+        implementation: forces one by name, such as "ampere" or "torch"; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
 
     Returns:
@@ -145,8 +146,8 @@ def _refuse_compiled(
     """Refuses what the operator cannot be told."""
     if deterministic:
         raise UnsupportedError(
-            "deterministic=True under torch.compile: force a kernel of archflash, which always "
-            "gives the same bits, and leave it out"
+            "deterministic=True under torch.compile: call "
+            "torch.use_deterministic_algorithms(True) instead"
         )
     for name, x, of in zip(("dq", "dk", "dv"), given, inputs, strict=True):
         if x is not None and (x.dtype != of.dtype or x.shape != of.shape):

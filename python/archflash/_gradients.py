@@ -125,7 +125,7 @@ def decider(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Decide:
     request = Request(out, q, k, v, out, lse, None, options)
     into = Gradients.like(request)
     return lambda problem, device, name, obstacle=None: decide(
-        request, into, device, name, obstacle
+        request, into, device, name, obstacle, torch.are_deterministic_algorithms_enabled()
     )
 
 
@@ -135,6 +135,7 @@ def decide(
     device: _native.Device | None,
     name: str | None,
     obstacle: str | None = None,
+    deterministic: bool = False,
 ) -> _dispatch.Decision:
     """Decides who computes the gradients of a call.
 
@@ -144,6 +145,7 @@ def decide(
         device: the GPU to plan for; None for tensors on the CPU.
         name: the forced implementation; None for the best.
         obstacle: why no kernel can be launched on that GPU at all; None if kernels can be.
+        deterministic: whether the same inputs must always give the same bits.
 
     Raises:
         ForcedImplementationError: the forced one is unknown or cannot compute them.
@@ -155,7 +157,8 @@ def decide(
         reasons = {other: [f"{name} is forced"] for other in _registry.names() if other != name}
         if name != _registry.TORCH:
             device = device or _dispatch.simulated_device(name)
-            plan = _forced_plan(name, request, problem.as_if_on_cuda(), into, device, obstacle)
+            on_cuda = problem.as_if_on_cuda()
+            plan = _forced_plan(name, request, on_cuda, into, device, obstacle, deterministic)
     elif device is None or obstacle is not None:
         fallback = device is not None
         why = "no kernel can run here" if fallback else "it serves tensors on the CPU"
@@ -164,7 +167,8 @@ def decide(
     else:
         reasons = {}
         for kernel in _registry.kernel_names():  # newer instructions first
-            answer = _plan(kernel, request, problem.as_if_on_cuda(), into, device)
+            on_cuda = problem.as_if_on_cuda()
+            answer = _plan(kernel, request, on_cuda, into, device, deterministic)
             if isinstance(answer, list):
                 reasons[kernel] = answer
             elif plan is None:
@@ -186,10 +190,11 @@ def _forced_plan(
     into: Gradients,
     device: _native.Device,
     obstacle: str | None,
+    deterministic: bool,
 ) -> _native.LaunchPlan:
     if obstacle:
         raise ForcedImplementationError(f"{name} is forced, but {obstacle}")
-    answer = _plan(name, request, problem, into, device)
+    answer = _plan(name, request, problem, into, device, deterministic)
     if isinstance(answer, list):
         listed = "".join(f"\n  {reason}" for reason in answer)
         raise ForcedImplementationError(
@@ -205,11 +210,12 @@ def _plan(
     problem: _native.Problem,
     into: Gradients,
     device: _native.Device,
+    deterministic: bool,
 ) -> _native.LaunchPlan | list[str]:
     dout, dq, dk, dv = (request.by_head(x) for x in (request.dout, into.dq, into.dk, into.dv))
     return _native.plan_backward(
         name, problem, device, dout, dq, dk, dv, into.accumulate,
-        request.dlse is not None, into.dsinks is not None,
+        request.dlse is not None, into.dsinks is not None, deterministic,
     )  # fmt: skip
 
 
@@ -253,12 +259,14 @@ def compute(
         request: the call.
         into: what is written.
         name: the forced implementation; None for the best.
-        deterministic: True has `torch` take operations that always give the same bits, too. Those
-            of kernels always do.
+        deterministic: whether the same inputs must always give the same bits, whoever computes the
+            gradients; None: as torch.are_deterministic_algorithms_enabled() says.
     """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     problem = request.problem()
     device, obstacle = _dispatch.device_of(problem, request.q.device.index)
-    decision = decide(request, into, device, name, obstacle)
+    decision = decide(request, into, device, name, obstacle, deterministic)
     if decision.plan is not None:
         _native.launch(decision.plan, operands(request, into, decision.plan))
         for written in (into.dq, into.dk, into.dv):  # autograd must see that they were written
@@ -282,7 +290,7 @@ def _with_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
-def _by_torch(request: Request, into: Gradients, deterministic: bool | None) -> None:
+def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
     leaves = [x.detach().requires_grad_() for x in (request.q, request.k, request.v)]
     options = _options.for_torch(request.options) | {"out": None, "return_lse": False}

@@ -942,7 +942,8 @@ NB_MODULE(_archflash, m) {
   m.def(
       "plan_backward",
       [](const std::string& name, const Problem& call, const Device& device, nb::handle dout,
-         nb::handle dq, nb::handle dk, nb::handle dv, bool accumulate, bool dlse, bool dsinks) {
+         nb::handle dq, nb::handle dk, nb::handle dv, bool accumulate, bool dlse, bool dsinks,
+         bool deterministic) {
         return plan_backward(name,
                              {.call = call,
                               .dout = backward_tensor(dout, "dout"),
@@ -951,16 +952,18 @@ NB_MODULE(_archflash, m) {
                               .dv = backward_tensor(dv, "dv"),
                               .accumulate = accumulate,
                               .dlse = dlse,
-                              .dsinks = dsinks},
+                              .dsinks = dsinks,
+                              .deterministic = deterministic},
                              device);
       },
       "name"_a, "call"_a, "device"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a, "accumulate"_a, "dlse"_a,
-      "dsinks"_a,
+      "dsinks"_a, "deterministic"_a,
       "The plan of a folder for the gradients of a call, or the list of reasons why not. The "
       "tensors "
       "have heads before rows whatever the call's layout; packed ones have a batch of 1. "
       "'accumulate': gradients are added to what dq, dk and dv hold; 'dlse': the log-sum-exp has a "
-      "gradient, too; 'dsinks': that of the sinks is wanted.");
+      "gradient, too; 'dsinks': that of the sinks is wanted; 'deterministic': the same inputs must "
+      "always give the same bits.");
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
         "Launches a plan on tensors by operand name: each that the plan has an address of. On the "

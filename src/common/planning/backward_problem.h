@@ -22,6 +22,7 @@ struct BackwardProblem {
   bool accumulate;  // gradients are added to what dq, dk and dv hold
   bool dlse;        // the LSE has a gradient, too
   bool dsinks;      // the gradient of the sinks is wanted
+  bool deterministic = false;  // the same inputs must always give the same bits
 };
 
 }  // namespace archflash
