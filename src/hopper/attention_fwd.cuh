@@ -100,22 +100,6 @@ __device__ __forceinline__ unsigned next_tile(const Params& params, unsigned ind
   return gridDim.x + uniform(taken);
 }
 
-// Clears the rows of a block of V that belong to another sequence: their P is 0, but 0 * NaN would
-// be NaN. Called by the whole warp when the block has landed.
-template <class C>
-__device__ __forceinline__ void clear_rows(unsigned char* v, int first_row) {
-  using VTile = typename C::VTile;
-#pragma unroll 1
-  for (int slab = 0; slab < VTile::SLABS; ++slab) {
-#pragma unroll 1
-    for (int byte = first_row * VTile::ROW_BYTES + threadIdx.x % 32 * 16; byte < VTile::SLAB_BYTES;
-         byte += 32 * 16)
-      *reinterpret_cast<uint4*>(v + slab * VTile::SLAB_BYTES + byte) = uint4{};
-  }
-  ptx::fence_proxy_async_shared();  // the stores come before the reads of wgmma
-  __syncwarp();                     // all lanes' stores come before the arrival of one
-}
-
 template <class C>
 __device__ __forceinline__ void produce(const Params& params, unsigned char* shared,
                                         uint32_t shared_smem) {
@@ -183,7 +167,7 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
       if (ragged) {
         ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
         ragged_parity ^= 1;
-        clear_rows<C>(shared + offset, tile.nk - block);
+        clear_rows<typename C::VTile>(shared + offset, tile.nk - block);
         if (leader) ptx::mbarrier_arrive(barriers.v_full(v_ring.stage));
       }
       v_ring.advance();
@@ -242,13 +226,6 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) 
 }
 
 // --- consumers, WARPGROUPS warpgroups: S, P, O and the output rows ---
-
-// Hands a stage back to the producer: one arrival at its empty barrier for the warp.
-__device__ __forceinline__ void release(uint32_t barrier_smem) {
-  // mutants: elect-waits-for-warp
-  __syncwarp();  // all lanes of the warp have read what the barrier guards
-  if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
-}
 
 // The turns of the warpgroups to issue products: named barriers from 1 on, one for each of them.
 // A warpgroup hands the turn to the next one, and the last one to the first.

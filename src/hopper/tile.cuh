@@ -13,6 +13,7 @@
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/mov.cuh"
+#include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/swizzle.h"
@@ -80,6 +81,28 @@ struct RingPosition {
     }
   }
 };
+
+// One arrival at a barrier for the warp, such as one that hands a stage back to the producer.
+__device__ __forceinline__ void release(uint32_t barrier_smem) {
+  // mutants: elect-waits-for-warp
+  __syncwarp();  // all lanes of the warp have read what the barrier guards
+  if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
+}
+
+// Clears the rows of a tile that belong to another sequence: what they are multiplied with is 0,
+// but 0 * NaN would be NaN. Called by the whole warp when the tile has landed.
+template <class Tile>
+__device__ __forceinline__ void clear_rows(unsigned char* tile, int first_row) {
+#pragma unroll 1
+  for (int slab = 0; slab < Tile::SLABS; ++slab) {
+#pragma unroll 1
+    for (int byte = first_row * Tile::ROW_BYTES + threadIdx.x % 32 * 16; byte < Tile::SLAB_BYTES;
+         byte += 32 * 16)
+      *reinterpret_cast<uint4*>(tile + slab * Tile::SLAB_BYTES + byte) = uint4{};
+  }
+  ptx::fence_proxy_async_shared();  // the stores come before the reads of wgmma
+  __syncwarp();                     // all lanes' stores come before the arrival of one
+}
 
 // A row tile and the number of a share of it: of its keys, or of the columns of V. first_row is
 // negative behind the last tile.

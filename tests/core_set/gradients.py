@@ -22,7 +22,8 @@ NAMES = ("dq", "dk", "dv")
 
 
 def kernels_with_gradients(on: Executor) -> list[str]:
-    return [name for name in on.kernels() if name in _gradients.FOLDERS]
+    """Those that give the same bits each time; test_hopper_gradients.py has the other."""
+    return [name for name in on.kernels() if name in _gradients.FOLDERS and name != "hopper"]
 
 
 def dtypes_with_gradients(on: Executor, kernel: str) -> list[str]:

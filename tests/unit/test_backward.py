@@ -222,6 +222,28 @@ def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> No
     assert [kernel.removeprefix(name) for kernel in found if kernel.startswith(name)] == tiles
 
 
+def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
+    def explain(d: int = 64, **options: Any) -> archflash.Decision:
+        q = torch.empty(2, 8, 100, d, dtype=torch.bfloat16, device="meta")
+        return archflash.explain(q, q[:, :2], q[:, :2], device="H200", backward=True, **options)
+
+    for d, tile, sums in ((64, "d64", 128 * 64), (128, "d128", 128 * 128)):
+        decision = explain(d)
+        assert decision.chosen == "hopper"
+        assert decision.plan is not None
+        assert decision.plan.kernels == [
+            "hopper_backward_rows_bf16",
+            f"hopper_attention_bwd_bf16_{tile}",
+            f"hopper_backward_dq_bf16_{tile}",
+        ]
+        terms = 8 * 2 * 8 * 100
+        assert decision.plan.workspace_bytes == -(-terms // 256) * 256 + 4 * 2 * 8 * sums
+    for decision, words in ((explain(192), "up to 128"), (explain(softcap=2.0), "softcap")):
+        assert decision.chosen == "ampere"
+        assert words in decision.reasons["hopper"][0]
+        assert "ampere computes them" in decision.reasons["hopper"][0]
+
+
 def test_explain_says_why_no_kernel_computes_gradients() -> None:
     q = torch.empty(2, 8, 100, 64, dtype=FP16, device="meta")
     mask = torch.empty(100, 100, dtype=torch.bool, device="meta")
@@ -229,7 +251,7 @@ def test_explain_says_why_no_kernel_computes_gradients() -> None:
     assert decision.chosen == "torch"
     assert decision.fallback
     assert "attn_mask" in decision.reasons["ampere"][0]
-    assert "no backward" in decision.reasons["hopper"][0]
+    assert "no backward" in decision.reasons["ada"][0]
     old = archflash.explain(q, q, q, device="T4", backward=True)
     assert "compute capability 7.5" in old.reasons["ampere"][0]
 

@@ -1,4 +1,4 @@
-// Loads 8x8 matrices of 16-bit elements from shared memory into the fragments of mma.sync.
+// Moves 8x8 matrices of 16-bit elements between shared memory and the fragments of mma.sync.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,15 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row_smem)
                : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 (sm_90 and up): the way back. Lane l gives in r[i]
+// elements l/4 of rows 2*(l%4) and 2*(l%4)+1 of matrix i.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t row_smem, const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_smem),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
 }
 
 }  // namespace archflash::ptx

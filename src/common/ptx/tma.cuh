@@ -91,6 +91,17 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& m
       : "memory");
 }
 
+// cp.reduce.async.bulk adds `bytes` bytes of floats from shared memory to those in global memory,
+// each on its own, in an order that is not known. One thread starts it and adds it to its current
+// bulk group. Addresses and size are multiples of 16.
+__device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* dst_gmem, uint32_t src_smem,
+                                                             uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(dst_gmem)),
+               "r"(src_smem), "r"(bytes)
+               : "memory");
+}
+
 // cp.async.bulk.commit_group closes the group of this thread's stores since the last commit.
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -52,7 +52,8 @@ struct WgmmaDescriptor {
 // 16 x N of B in 16 bits; in 8 bits m64nNk32 for 64 x 32 of A and 32 x N of B. Each warp has 16
 // rows. With g = lane / 4 and t = lane % 4, a lane's sums are d[4n + 0, 1]: row g, columns 8n + 2t,
 // + 1, and d[4n + 2, 3]: row g + 8, the same columns.
-//   ss: A and B are K-major tiles of shared memory.
+//   ss: A and B are K-major tiles of shared memory; with B_MN_MAJOR B is an MN-major one
+//       (16 bits only).
 //   rs: A is in registers, with the lane's fragment of mma_m16n8k16; B is an MN-major tile, of
 //       which a row holds the N columns of one k; in 8 bits a K-major tile.
 template <DType DTYPE, int N>
@@ -76,24 +77,32 @@ struct Wgmma;
 #define ARCHFLASH_SUMS_32(I) ARCHFLASH_SUMS_8(I), ARCHFLASH_SUMS_8(I + 8), ARCHFLASH_SUMS_8(I + 16), ARCHFLASH_SUMS_8(I + 24)
 // clang-format on
 
-// Wgmma<DTYPE, N>. WORD is the type's name in PTX, K the shape's last part; SS_END and RS_END say
+// Wgmma<DTYPE, N>. WORD is the type's name in PTX, K the shape's last part; the three ENDs say
 // for 16 bits whether A and B are MN-major (8-bit tiles are always K-major). I0 to I6 are the
 // numbers behind those of the sums, which NAMES lists and the remaining arguments bind.
-#define ARCHFLASH_WGMMA(DTYPE, WORD, K, SS_END, RS_END, N, NAMES, I0, I1, I2, I3, I4, I5, I6, ...) \
+#define ARCHFLASH_WGMMA_SS(WORD, K, END, N, NAMES, I0, I1, I2, I3, I4, ...)     \
+  asm volatile(                                                                 \
+      "{\n.reg .b64 a, b;\n.reg .pred add;\n"                                   \
+      "mov.b64 a, {%" #I0 ", %" #I1 "};\nmov.b64 b, {%" #I2 ", %" #I3           \
+      "};\n"                                                                    \
+      "setp.ne.b32 add, %" #I4                                                  \
+      ", 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n" #N K ".f32." WORD "." WORD " {" NAMES \
+      "}, a, b, add, 1, 1" END ";\n}\n"                                         \
+      : __VA_ARGS__                                                             \
+      : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(add))
+#define ARCHFLASH_WGMMA(DTYPE, WORD, K, SS_END, SS_MN_END, RS_END, N, NAMES, I0, I1, I2, I3, I4,   \
+                        I5, I6, ...)                                                               \
   template <>                                                                                      \
   struct Wgmma<DType::DTYPE, N> {                                                                  \
+    template <bool B_MN_MAJOR = false>                                                             \
     static __device__ __forceinline__ void ss(float* d, WgmmaDescriptor a, WgmmaDescriptor b,      \
                                               int add) {                                           \
-      asm volatile(                                                                                \
-          "{\n.reg .b64 a, b;\n.reg .pred add;\n"                                                  \
-          "mov.b64 a, {%" #I0 ", %" #I1 "};\nmov.b64 b, {%" #I2 ", %" #I3                          \
-          "};\n"                                                                                   \
-          "setp.ne.b32 add, %" #I4                                                                 \
-          ", 0;\n"                                                                                 \
-          "wgmma.mma_async.sync.aligned.m64n" #N K ".f32." WORD "." WORD " {" NAMES                \
-          "}, a, b, add, 1, 1" SS_END ";\n}\n"                                                     \
-          : __VA_ARGS__                                                                            \
-          : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(add));                           \
+      if constexpr (B_MN_MAJOR) {                                                                  \
+        ARCHFLASH_WGMMA_SS(WORD, K, SS_MN_END, N, NAMES, I0, I1, I2, I3, I4, __VA_ARGS__);         \
+      } else {                                                                                     \
+        ARCHFLASH_WGMMA_SS(WORD, K, SS_END, N, NAMES, I0, I1, I2, I3, I4, __VA_ARGS__);            \
+      }                                                                                            \
     }                                                                                              \
     static __device__ __forceinline__ void rs(float* d, const uint32_t (&a)[4], WgmmaDescriptor b, \
                                               int add) {                                           \
@@ -107,12 +116,12 @@ struct Wgmma;
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), "r"(add));        \
     }                                                                                              \
   };
-#define ARCHFLASH_WGMMA_16_BITS(...)                               \
-  ARCHFLASH_WGMMA(F16, "f16", "k16", ", 0, 0", ", 1", __VA_ARGS__) \
-  ARCHFLASH_WGMMA(BF16, "bf16", "k16", ", 0, 0", ", 1", __VA_ARGS__)
+#define ARCHFLASH_WGMMA_16_BITS(...)                                         \
+  ARCHFLASH_WGMMA(F16, "f16", "k16", ", 0, 0", ", 0, 1", ", 1", __VA_ARGS__) \
+  ARCHFLASH_WGMMA(BF16, "bf16", "k16", ", 0, 0", ", 0, 1", ", 1", __VA_ARGS__)
 #define ARCHFLASH_WGMMA_ALL(...)       \
   ARCHFLASH_WGMMA_16_BITS(__VA_ARGS__) \
-  ARCHFLASH_WGMMA(E4M3, "e4m3", "k32", "", "", __VA_ARGS__)
+  ARCHFLASH_WGMMA(E4M3, "e4m3", "k32", "", "", "", __VA_ARGS__)
 
 ARCHFLASH_WGMMA_ALL(64, ARCHFLASH_NAMES_32, 32, 33, 34, 35, 36, 37, 38, ARCHFLASH_SUMS_32(0))
 ARCHFLASH_WGMMA_16_BITS(80, ARCHFLASH_NAMES_40, 40, 41, 42, 43, 44, 45, 46, ARCHFLASH_SUMS_32(0),
@@ -133,6 +142,7 @@ ARCHFLASH_WGMMA_16_BITS(256, ARCHFLASH_NAMES_128, 128, 129, 130, 131, 132, 133, 
 #undef ARCHFLASH_NAMES_128
 #undef ARCHFLASH_SUMS_8
 #undef ARCHFLASH_SUMS_32
+#undef ARCHFLASH_WGMMA_SS
 #undef ARCHFLASH_WGMMA
 #undef ARCHFLASH_WGMMA_16_BITS
 #undef ARCHFLASH_WGMMA_ALL

@@ -1,0 +1,803 @@
+// Attention backward on TMA, mbarriers and wgmma, for compute capability 9.0: fp16 or bf16 inputs,
+// products summed in fp32.
+//
+// A CTA owns 128 keys of a head and goes over the blocks of 64 query rows that see any of them, of
+// all query heads that share its head of K. It sums up dK and dV of its keys in registers. All CTAs
+// of a head add their parts of dQ to sums in the workspace, in an order that is not known; a kernel
+// of its own (write_dq) then scales and rounds them.
+//
+// clang-format off
+//                      once         each block of queries
+//
+//   loader, 1 warp     load K, V    wait q_empty    load Q                    wait dout_empty  load dO
+//   terms, 1 warp                   wait q_empty    LSEs and deltas             |
+//                        |            | q_full                                  | dout_full
+//                        v            v                                         v
+//   consumers,         wait k_full  wait q_full                               wait dout_full
+//   2 warpgroups of    v_full       start S^T = K Q^T                         start dP^T = V dO^T
+//   128 threads                     P^T = 2^(S^T - LSE)                       start dV += P^T dO   | dout_empty
+//                                                                             dS^T = P^T (dP^T - delta)
+//                                   start dQ = dS K, dK += dS^T Q  | q_empty  dS -> shared memory  | ds_full
+//                                   dQ -> shared memory -> added in the workspace by TMA
+//
+//   one step of a consumer warpgroup:
+//
+//   tensor cores   dQ, dK of block b - 1 |        | dP of b | dV of b | S of b + 1         | dQ, dK of b
+//   warps          P of b                | add dQ | round P | dS of b | round dS, store it | P of b + 1
+//   (with S_AHEAD S of b + 1 comes behind dP of b, and dQ is added while dK is computed)
+// clang-format on
+//
+// A consumer warpgroup owns 64 keys. S, P and dP lie in its registers with a key in a row, so that
+// P and dS in 16 bits are the operand A of the products for dV and dK. For dQ, which sums over the
+// keys, dS passes through shared memory, and each warpgroup computes a part of it.
+//
+// The tiles and the memory plan are in backward_config.cuh, the plan in plan_backward.cpp, budgets
+// and measurements in NOTES.md.
+#pragma once
+
+#include <cstdint>
+
+#include "common/backward_params.h"
+#include "common/math/backward_rows.cuh"
+#include "common/math/backward_work.cuh"
+#include "common/math/slab_load.cuh"
+#include "common/math/uniform.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ex2.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/min.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/st_global.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "hopper/backward_config.cuh"
+#include "hopper/backward_params.h"
+#include "hopper/tile.cuh"
+
+namespace archflash::hopper {
+
+using math::BackwardWork;
+
+// The barriers, as addresses in shared memory. "Bytes": the loader arrives once and says how many
+// bytes TMA will bring; the phase ends when they have landed.
+//
+// clang-format off
+//   barrier                  arrives               waits           so that
+//   k_full, v_full           loader, bytes         consumers       the CTA's keys have landed before
+//                                                                  wgmma reads them
+//   q_full of each stage     loader, bytes;        consumers       Q has landed, and its terms are
+//                            terms warp                            there
+//   q_empty of each stage    each consumer warp    loader, terms   every warp's products have read Q,
+//                                                                  and every warp the terms, before
+//                                                                  the next ones come
+//   dout_full of each stage  loader, bytes         consumers       dO has landed
+//   dout_empty               each consumer warp    loader          every warp's products have read dO
+//     of each stage
+//   ds_full of each stage    each consumer warp    consumers       dS of all keys is there before a
+//                                                                  warpgroup multiplies it by K
+//   ragged                   loader, bytes         loader          a tile that ends behind its
+//                                                                  sequence has landed before the
+//                                                                  loader clears what it has of the
+//                                                                  next one
+// clang-format on
+//
+// A stage of dS needs no empty barrier: a warp that writes dS of a round has waited for ds_full of
+// the round before, at which each warp arrives only when its dQ of the one before that is there.
+template <class C>
+struct BackwardBarriers {
+  uint32_t first_smem;
+
+  __device__ __forceinline__ uint32_t k_full() const { return first_smem; }
+  __device__ __forceinline__ uint32_t v_full() const { return first_smem + 8; }
+  __device__ __forceinline__ uint32_t ragged() const { return first_smem + 16; }
+  __device__ __forceinline__ uint32_t ds_full(int stage) const {
+    return first_smem + 24 + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t q_full(int stage) const {
+    return ds_full(stage) + 8 * C::DS_STAGES;
+  }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const {
+    return q_full(stage) + 8 * C::Q_STAGES;
+  }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const {
+    return q_full(stage) + 16 * C::Q_STAGES;
+  }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const {
+    return dout_full(stage) + 8 * C::DOUT_STAGES;
+  }
+};
+
+// The query rows that a CTA goes over in each of its heads: whole rounds, which see its keys.
+struct Queries {
+  int begin, last;  // the first rows of the first and the last block; begin > last: none
+};
+
+template <class C>
+__device__ __forceinline__ Queries find_queries(const BackwardWork& work) {
+  const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
+  const int begin = uniform(work.visible.first(work.first_row) & -C::ROUND);
+  const int last = uniform(work.visible.last(last_row) & -C::ROUND);
+  return {begin, begin > last ? last : last + C::ROUND - C::BLOCK};
+}
+
+// The number of the round of query row `row` among those of all heads.
+template <class C>
+__device__ __forceinline__ int dq_round(const BackwardKernelParams& params, int batch, int head,
+                                        int row) {
+  const AttentionParams& attention = params.backward.attention;
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  if (cu_q == nullptr) return (batch * attention.heads_q + head) * params.rounds + row / C::ROUND;
+  const int tile = math::varlen_tile_start(cu_q, batch, C::ROUND) + row / C::ROUND;
+  return tile * attention.heads_q + head;
+}
+
+// --- what comes before: the terms of all query rows, and zeros for the sums of dQ ---
+
+template <DType DTYPE>
+__device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  unsigned char* sums_gmem = reinterpret_cast<unsigned char*>(params.dq_sums_gmem);
+  for (int64_t byte = thread * 16; byte < params.dq_sums_bytes;
+       byte += static_cast<int64_t>(gridDim.x) * blockDim.x * 16)
+    ptx::st_global_v4_b32(sums_gmem + byte, 0, 0, 0, 0);
+  math::backward_rows<DTYPE>(params.backward);
+}
+
+// --- loader, one warp: K, V, Q and dO -> shared memory ---
+
+template <class C>
+__device__ __forceinline__ void load(const BackwardKernelParams& params, const BackwardWork& work,
+                                     const Queries& queries, unsigned char* shared,
+                                     uint32_t shared_smem) {
+  const AttentionParams& attention = params.backward.attention;
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
+  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  uint32_t ragged_parity = 0;
+
+  // Loads rows of a sequence that starts at row `start` of the tensor and has `rows` of them.
+  // Without cu_seqlens TMA reads zeros behind its end.
+  const auto load_rows = [&]<class Tile>(int offset, const TensorMap& map, int start, int row,
+                                         int rows, int head, int batch, uint32_t full) {
+    const bool ragged = packed && row + Tile::ROWS > rows;
+    if (leader) {
+      math::start_load<Tile>(shared_smem + offset, map, start + row, head, batch,
+                             ragged ? barriers.ragged() : full);
+    }
+    if (!ragged) return;
+    ptx::mbarrier_wait_parity(barriers.ragged(), ragged_parity);  // the tile has landed
+    ragged_parity ^= 1;
+    clear_rows<Tile>(shared + offset, max(rows - row, 0));
+    if (leader) ptx::mbarrier_arrive(full);
+  };
+  const auto load_keys = [&](int offset, const TensorMap& map, int64_t head_stride,
+                             int64_t batch_stride, uint32_t full) {
+    load_rows.template operator()<typename C::KTile>(
+        offset, map, work.own_start, work.first_row, work.own_rows,
+        head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
+  };
+  const auto load_queries = [&](int offset, const TensorMap& map, int64_t head_stride,
+                                int64_t batch_stride, int head, int row, uint32_t full) {
+    load_rows.template operator()<typename C::QTile>(offset, map, work.passing_start, row,
+                                                     work.passing_rows, head_stride == 0 ? 0 : head,
+                                                     batch_stride == 0 ? 0 : work.batch, full);
+  };
+
+  load_keys(C::K_SMEM, params.k_map, attention.k_head, attention.k_batch, barriers.k_full());
+  bool v_due = true;
+#pragma unroll 1
+  for (int i = 0; i < work.heads; ++i) {
+    const int head = work.head * attention.heads_per_kv + i;
+#pragma unroll 1
+    for (int row = queries.begin; row <= queries.last; row += C::BLOCK) {
+      ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+      load_queries(C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
+                   attention.q_batch, head, row, barriers.q_full(q_ring.stage));
+      q_ring.advance();
+      if (v_due) {  // behind the first Q, because S comes before dP
+        load_keys(C::V_SMEM, params.v_map, attention.v_head, attention.v_batch, barriers.v_full());
+        v_due = false;
+      }
+      ptx::mbarrier_wait_parity(barriers.dout_empty(dout_ring.stage), dout_ring.parity ^ 1);
+      load_queries(C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES, params.dout_map,
+                   params.backward.dout_head, params.backward.dout_batch, head, row,
+                   barriers.dout_full(dout_ring.stage));
+      dout_ring.advance();
+    }
+  }
+}
+
+// --- one more warp: the terms of a block's rows -> shared memory ---
+
+template <class C>
+__device__ __forceinline__ void load_terms(const BackwardKernelParams& params,
+                                           const BackwardWork& work, const Queries& queries,
+                                           unsigned char* shared, uint32_t shared_smem) {
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int lane = threadIdx.x % 32;
+  RingPosition<C::Q_STAGES> q_ring;
+#pragma unroll 1
+  for (int i = 0; i < work.heads; ++i) {
+    const int head = work.head * params.backward.attention.heads_per_kv + i;
+    const math::RowTerms* terms_gmem =
+        math::terms_of(params.backward, work.batch, head, work.passing_start);
+#pragma unroll 1
+    for (int first = queries.begin; first <= queries.last; first += C::BLOCK) {
+      math::RowTerms terms[C::BLOCK / 32];
+#pragma unroll
+      for (int j = 0; j < C::BLOCK / 32; ++j) {
+        const int row = first + 32 * j + lane;
+        // P of rows behind the end is 0.
+        terms[j] = {-math::MINUS_INFINITY, 0.0f};
+        if (row < work.passing_rows) terms[j] = terms_gmem[row];
+      }
+      ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+      float* of_stage =
+          reinterpret_cast<float*>(shared + C::TERMS_SMEM + q_ring.stage * C::TERMS_BYTES);
+#pragma unroll
+      for (int j = 0; j < C::BLOCK / 32; ++j) {
+        of_stage[32 * j + lane] = terms[j].lse_log2;
+        of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
+      }
+      release(barriers.q_full(q_ring.stage));
+      q_ring.advance();
+    }
+  }
+}
+
+// --- consumers, two warpgroups: S, P, dP, dS and the gradients ---
+
+// 64 keys by the queries of a block, in the registers of a warpgroup: keys lane/4 + 8r of a warp's
+// 16, queries 8n + 2*(lane%4) + i at [n][2r + i].
+template <class C>
+using KeysByQueries = float[C::BLOCK / 8][4];
+template <class C>
+using KeysByQueries16 = uint32_t[C::BLOCK / 16][4];  // in 16 bits, as fragments of A
+template <class C>
+using KeyGradient = float[C::HEAD_DIM / 8][4];
+
+// Sets to 0 what belongs to a key and a query that does not see it. Selecting (not multiplying)
+// makes the old value irrelevant, even if it was NaN. Rare, so it keeps no register for itself.
+template <class C>
+__device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const BackwardWork& work,
+                                             int block_row) {
+  const math::VisibleKeys& visible = work.visible;
+  const int thread = ptx::mov_tid_x_volatile();
+  const int first_key = work.first_row + thread / 32 * C::WARP_ROWS + thread % 32 / 4;
+  const int first_query = block_row + thread % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int first = visible.first(first_key + 8 * r) - first_query;
+    const int last = visible.last(first_key + 8 * r) - first_query;
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int query = 8 * n + i;
+        if (query < first || query > last) x_rmem[n][2 * r + i] = 0.0f;
+      }
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void round_to_16_bits(KeysByQueries16<C>& rounded_rmem,
+                                                 const KeysByQueries<C>& x_rmem) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rounded_rmem[n / 2][n % 2 * 2 + r] =
+          ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[n][2 * r], x_rmem[n][2 * r + 1]);
+    }
+  }
+}
+
+// Starts K Q^T or V dO^T for the 64 keys of a warpgroup, which `a` describes.
+template <class C>
+__device__ __forceinline__ void start_keys_by_queries(KeysByQueries<C>& x_rmem,
+                                                      ptx::WgmmaDescriptor a, uint32_t b_smem) {
+  using Product = ptx::Wgmma<C::DTYPE, C::BLOCK>;
+  const ptx::WgmmaDescriptor b = describe_tile<typename C::QTile>(b_smem, 16);
+#pragma unroll
+  for (int i = 0; i < C::HEAD_DIM / 16; ++i) {
+    Product::ss(&x_rmem[0][0], advance(a, column_step<typename C::KTile>(i)),
+                advance(b, column_step<typename C::QTile>(i)), i != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// Starts the addition of P^T dO to dV, or of dS^T Q to dK.
+template <class C>
+__device__ __forceinline__ void start_gradient(KeyGradient<C>& sum_rmem,
+                                               const KeysByQueries16<C>& a_rmem, uint32_t b_smem) {
+  using Tile = typename C::QTile;
+  using Product = ptx::Wgmma<C::DTYPE, C::HEAD_DIM>;
+  const ptx::WgmmaDescriptor b =
+      describe_tile<Tile>(b_smem, Tile::SLABS > 1 ? Tile::SLAB_BYTES : 0);
+#pragma unroll
+  for (int i = 0; i < C::BLOCK / 16; ++i)
+    Product::rs(&sum_rmem[0][0], a_rmem[i], advance(b, 16 * i * Tile::ROW_BYTES), 1);
+  ptx::wgmma_commit_group();
+}
+
+// Starts a warpgroup's part of dQ = dS K of a round.
+template <class C>
+__device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k_smem, int group) {
+  using DsTile = typename C::DsTile;
+  using KTile = typename C::KTile;
+  using Product = ptx::Wgmma<C::DTYPE, C::PART_COLUMNS>;
+  static_assert(KTile::SLAB == C::PART_COLUMNS, "a slab has the columns of a part");
+  if constexpr (C::SHARES_ROWS) {
+    ds_smem += group * C::PART_ROWS * DsTile::ROW_BYTES;
+  } else {
+    k_smem += group * KTile::SLAB_BYTES;
+  }
+  const ptx::WgmmaDescriptor ds = describe_tile<DsTile>(ds_smem, 16);
+  const ptx::WgmmaDescriptor k = describe_tile<KTile>(k_smem, 0);
+#pragma unroll
+  for (int i = 0; i < C::ROWS / 16; ++i) {
+    Product::template ss<true>(dq, advance(ds, column_step<DsTile>(i)),
+                               advance(k, 16 * i * KTile::ROW_BYTES), i != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// Writes dS of a block to its rows of a tile, in which a query has a row.
+template <class C>
+__device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries16<C>& ds_rmem) {
+  using DsTile = typename C::DsTile;
+  const int lane = threadIdx.x % 32;
+  // Lanes 8j to 8j + 7 name the rows of matrix j of a fragment: queries 8 * (j / 2) to + 7 of 16,
+  // keys 8 * (j % 2) to + 7 of the warp's 16.
+  const int row = lane / 16 * 8 + lane % 8;
+  const int chunk = static_cast<int>(threadIdx.x) / 32 * 2 + lane / 8 % 2;
+  const uint32_t first_smem = rows_smem + DsTile::offset(row, chunk);
+#pragma unroll
+  for (int i = 0; i < C::BLOCK / 16; ++i)
+    ptx::stmatrix_x4_trans(first_smem + 16 * i * DsTile::ROW_BYTES, ds_rmem[i]);
+}
+
+// Writes, or adds, a warp's rows of a gradient times `factor`. Two neighbouring columns of a lane
+// make one store.
+template <class C>
+__device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
+                                               const GradientParams& gradient,
+                                               const BackwardWork& work, int columns,
+                                               float factor) {
+  const int lane = threadIdx.x % 32;
+  const int first = work.first_row + static_cast<int>(threadIdx.x) / 32 * C::WARP_ROWS + lane / 4;
+  const int64_t start = work.batch * gradient.batch + work.head * gradient.head +
+                        (static_cast<int64_t>(work.own_start) + first) * gradient.row;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (first + 8 * r >= work.own_rows) continue;
+    const int64_t row = start + 8 * r * gradient.row;
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM / 8; ++n) {
+      const int column = 8 * n + lane % 4 * 2;
+      if (column >= columns) continue;
+      float2 x = {x_rmem[n][2 * r] * factor, x_rmem[n][2 * r + 1] * factor};
+      if (gradient.dtype == DType::F32) {
+        float2* target_gmem =
+            reinterpret_cast<float2*>(static_cast<float*>(gradient.gmem) + row + column);
+        if (gradient.accumulate) x.x += target_gmem->x, x.y += target_gmem->y;
+        *target_gmem = x;
+      } else {
+        uint32_t* target_gmem =
+            reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(gradient.gmem) + row + column);
+        if (gradient.accumulate) {
+          const uint32_t words[4] = {*target_gmem, 0, 0, 0};
+          x.x += math::element_of_chunk<C::DTYPE>(words, 0);
+          x.y += math::element_of_chunk<C::DTYPE>(words, 1);
+        }
+        *target_gmem = ptx::cvt_rn_x2_f32<C::DTYPE>(x.x, x.y);
+      }
+    }
+  }
+}
+
+// Goes over the blocks of queries, of which there is at least one, and sums up dK and dV.
+template <class C>
+__device__ __forceinline__ void consume(const BackwardKernelParams& params,
+                                        const BackwardWork& work, const Queries& queries,
+                                        unsigned char* shared, uint32_t shared_smem,
+                                        KeyGradient<C>& dk_rmem, KeyGradient<C>& dv_rmem) {
+  constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4,
+                PART = C::PART_COLUMNS / 2;
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const AttentionParams& attention = params.backward.attention;
+  const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  const int lane = threadIdx.x % 32;
+  const bool leader = ptx::elect_sync();
+
+  KeysByQueries<C> s_rmem, dp_rmem;
+  KeysByQueries<C> own_p_rmem;  // P, and later dS, if S_AHEAD
+  float own_dq_rmem[C::PART_COLUMNS / 8][4];
+  KeysByQueries<C>& p_rmem = C::S_AHEAD ? own_p_rmem : s_rmem;
+  KeysByQueries<C>& ds_rmem = C::S_AHEAD ? own_p_rmem : dp_rmem;
+  KeysByQueries16<C> a_rmem;  // P or dS, as operand A
+  float* const s = &s_rmem[0][0];
+  float* const dp = &dp_rmem[0][0];
+  float* const p = &p_rmem[0][0];
+  float* const ds = &ds_rmem[0][0];
+  float* const dq = C::S_AHEAD ? &own_dq_rmem[0][0] : dp;
+  float* const dk = &dk_rmem[0][0];
+  float* const dv = &dv_rmem[0][0];
+  uint32_t* const a = &a_rmem[0][0];
+
+  const int own_rows = group * C::GROUP_ROWS * C::KTile::ROW_BYTES;
+  const ptx::WgmmaDescriptor k =
+      describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + own_rows, 16);
+  const ptx::WgmmaDescriptor v =
+      describe_tile<typename C::KTile>(shared_smem + C::V_SMEM + own_rows, 16);
+  int head = 0, row = queries.begin;  // of the block
+  uint32_t number = 0;                // of the block, which says what stages it is in
+  const auto q_at = [&](uint32_t block) {
+    return shared_smem + C::Q_SMEM + block % C::Q_STAGES * C::QTile::BYTES;
+  };
+
+  // The warp's sums of dQ: in shared memory, and in the workspace those of the round.
+  const int dq_shared = C::DQ_SMEM + 4 * warp * C::WARP_SUMS;
+  int dq_number;  // of the warp's sums among those of all rounds
+  const auto find_dq = [&] {
+    dq_number =
+        dq_round<C>(params, work.batch, work.head * attention.heads_per_kv + head, queries.begin) *
+            C::WARPS +
+        warp;
+  };
+  // Adds the warp's part of a round's dQ to the sums. TMA adds 4 KB at once, which is faster than
+  // additions of 16 bytes.
+  const auto add_dq = [&] {
+    if (leader) ptx::cp_async_bulk_wait_group_read_0();  // the last round's was read
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
+      *reinterpret_cast<float4*>(shared + dq_shared + (n * 32 + lane) * 16) =
+          float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+    }
+    ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
+    __syncwarp();
+    if (leader) {
+      ptx::cp_reduce_async_bulk_add_f32(
+          params.dq_sums_gmem + static_cast<int64_t>(dq_number) * C::WARP_SUMS,
+          shared_smem + dq_shared, 4 * C::WARP_SUMS);
+      ptx::cp_async_bulk_commit_group();
+    }
+    dq_number += C::WARPS * (attention.cu_seqlens_q_gmem == nullptr ? 1 : attention.heads_q);
+  };
+
+  const auto begin_s = [&](uint32_t q_smem) {
+    ptx::registers_change<SCORES>(s);
+    ptx::wgmma_fence();  // the last uses of S come before the product
+    start_keys_by_queries<C>(s_rmem, k, q_smem);
+  };
+  // S becomes P.
+  const float2* terms;  // of two queries each: LSEs, and from BLOCK / 2 on deltas
+  bool masks;
+  const auto weigh = [&](uint32_t block, int block_row) {
+    terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM +
+                                            block % C::Q_STAGES * C::TERMS_BYTES) +
+            lane % 4;
+    const int warp_key = work.first_row + warp * C::WARP_ROWS;
+    masks = work.visible.masks(warp_key, min(warp_key + C::WARP_ROWS, work.own_rows) - 1, block_row,
+                               block_row + C::BLOCK - 1);
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; ++n) {
+      const float2 lse = terms[4 * n];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float exponent =
+              fmaf(s_rmem[n][2 * r + i], attention.exp2_scale, -(i == 0 ? lse.x : lse.y));
+          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
+          p_rmem[n][2 * r + i] = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
+        }
+      }
+    }
+    if (masks) clear_unseen<C>(p_rmem, work, block_row);
+    ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
+  };
+
+  ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
+  ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
+  begin_s(q_at(0));
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<SCORES>(s);
+  if constexpr (C::S_AHEAD) weigh(0, row);
+  find_dq();
+  ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
+
+  // A block, whose S is there: with S_AHEAD its P. dK and dQ of the block before may be unfinished,
+  // and those of this one are left so. Returns whether there is a next one. Its products are not in
+  // branches more than they have to be: ptxas would wait for each of them (NOTES.md).
+  const auto step = [&]<bool LAST_OF_ROUND>() {
+    const int block_row = row;
+    const auto finish_dq = [&] {
+      ptx::registers_change<PART>(dq);
+      add_dq();
+      if (row == queries.begin) find_dq();
+    };
+    const auto finish_dk = [&] {
+      ptx::registers_change<SUMS>(dk);
+      ptx::registers_change<WORDS>(a);
+      if (number > 0) release(barriers.q_empty((number - 1) % C::Q_STAGES));
+    };
+    bool more = true;
+    const auto go_on = [&] {
+      row += C::BLOCK;
+      if (LAST_OF_ROUND && row > queries.last) {
+        row = queries.begin;
+        more = ++head < uniform(work.heads);
+      }
+      const uint32_t next = more ? number + 1 : number;
+      ptx::mbarrier_wait_parity(barriers.q_full(next % C::Q_STAGES), next / C::Q_STAGES % 2);
+      return next;
+    };
+
+    if constexpr (!C::S_AHEAD) {
+      weigh(number, row);
+      ptx::wgmma_wait_group<0>();
+      finish_dk();
+      if (number > 0) finish_dq();
+    }
+    const uint32_t dout_stage = number % C::DOUT_STAGES;
+    ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), number / C::DOUT_STAGES % 2);
+    const uint32_t dout_smem = shared_smem + C::DOUT_SMEM + dout_stage * C::QTile::BYTES;
+    ptx::registers_change<SCORES>(dp);
+    ptx::wgmma_fence();  // the last uses of dP come before the product
+    start_keys_by_queries<C>(dp_rmem, v, dout_smem);
+    if constexpr (C::S_AHEAD) {
+      // Behind the last block S is that of the same queries once more, which nobody uses.
+      begin_s(q_at(go_on()));
+      ptx::wgmma_wait_group<2>();
+      finish_dk();
+    }
+    round_to_16_bits<C>(a_rmem, p_rmem);
+    ptx::registers_change<WORDS>(a);
+    ptx::registers_change<SUMS>(dv);
+    ptx::wgmma_fence();  // P is rounded before the product
+    start_gradient<C>(dv_rmem, a_rmem, dout_smem);
+
+    ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
+    ptx::registers_change<SCORES>(dp);
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; ++n) {
+      const float2 delta = terms[C::BLOCK / 2 + 4 * n];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ds_rmem[n][2 * r + i] =
+              p_rmem[n][2 * r + i] * (dp_rmem[n][2 * r + i] - (i == 0 ? delta.x : delta.y));
+        }
+      }
+    }
+    if (masks) clear_unseen<C>(ds_rmem, work, block_row);
+    ptx::registers_change<SCORES>(ds);
+    if constexpr (C::S_AHEAD) {
+      ptx::wgmma_wait_group<0>();  // S of the next block and dV
+      ptx::registers_change<SCORES>(s);
+    } else {
+      const uint32_t next = go_on();
+      if (more) {
+        begin_s(q_at(next));
+        ptx::wgmma_wait_group<1>();  // dV
+      } else {
+        ptx::wgmma_wait_group<0>();
+      }
+    }
+    ptx::registers_change<SUMS>(dv);
+    ptx::registers_change<WORDS>(a);
+    release(barriers.dout_empty(dout_stage));
+
+    round_to_16_bits<C>(a_rmem, ds_rmem);
+    ptx::registers_change<WORDS>(a);
+    const uint32_t round = number / C::BLOCKS_OF_ROUND, ds_stage = round % C::DS_STAGES;
+    const uint32_t ds_smem = shared_smem + C::DS_SMEM + ds_stage * C::DsTile::BYTES;
+    constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
+    store_ds<C>(ds_smem + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
+    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+    if constexpr (LAST_OF_ROUND) {
+      release(barriers.ds_full(ds_stage));
+      ptx::mbarrier_wait_parity(barriers.ds_full(ds_stage), round / C::DS_STAGES % 2);
+      ptx::registers_change<PART>(dq);
+      ptx::wgmma_fence();  // the last uses of dQ come before the product
+      start_dq<C>(dq, ds_smem, shared_smem + C::K_SMEM, group);
+    }
+    ptx::registers_change<SUMS>(dk);
+    ptx::wgmma_fence();  // dS is rounded before the product
+    start_gradient<C>(dk_rmem, a_rmem, q_at(number));
+    ++number;
+    if constexpr (C::S_AHEAD) {
+      weigh(more ? number : number - 1, row);
+      if constexpr (LAST_OF_ROUND) {
+        ptx::wgmma_wait_group<1>();
+        finish_dq();
+      }
+    } else {
+      ptx::wgmma_wait_group<2>();  // S of the next block
+      ptx::registers_change<SCORES>(s);
+    }
+    return more;
+  };
+#pragma unroll 1
+  while (true) {
+    if constexpr (C::BLOCKS_OF_ROUND == 2) step.template operator()<false>();
+    if (!step.template operator()<true>()) break;
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<SUMS>(dk);
+  if constexpr (!C::S_AHEAD) {
+    ptx::registers_change<PART>(dq);
+    add_dq();
+  }
+  if (leader) ptx::cp_async_bulk_wait_group_read_0();
+}
+
+template <class C>
+__device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params) {
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  static_assert(sizeof(BackwardWork) <= C::WORK_BYTES);
+  BackwardWork& work = *reinterpret_cast<BackwardWork*>(shared + C::WORK_SMEM);
+  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
+  {
+    const BackwardWork found =
+        math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
+    if (found.first_row < 0) return;
+    if (threadIdx.x == 0) work = found;
+  }
+  if (threadIdx.x == 0) {
+    const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+    ptx::mbarrier_init(barriers.k_full(), 1);
+    ptx::mbarrier_init(barriers.v_full(), 1);
+    ptx::mbarrier_init(barriers.ragged(), 1);
+    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.q_full(stage), 2);  // the loader and the warp of the terms
+      ptx::mbarrier_init(barriers.q_empty(stage), C::WARPS);
+    }
+    for (int stage = 0; stage < C::DOUT_STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.dout_full(stage), 1);
+      ptx::mbarrier_init(barriers.dout_empty(stage), C::WARPS);
+    }
+    for (int stage = 0; stage < C::DS_STAGES; ++stage)
+      ptx::mbarrier_init(barriers.ds_full(stage), C::WARPS);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
+
+  const Queries queries = find_queries<C>(work);
+  const bool any_block = queries.begin <= queries.last;
+  if (threadIdx.x < C::CONSUMER_THREADS) {
+    ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
+    KeyGradient<C> dk_rmem = {}, dv_rmem = {};
+    if (any_block) consume<C>(params, work, queries, shared, shared_smem, dk_rmem, dv_rmem);
+    store_gradient<C>(dk_rmem, params.backward.dk, work, params.backward.attention.d,
+                      params.backward.scale);
+    store_gradient<C>(dv_rmem, params.backward.dv, work, params.backward.attention.dv, 1.0f);
+  } else {
+    ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    if (!any_block) return;
+    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
+      load<C>(params, work, queries, shared, shared_smem);
+    } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
+      load_terms<C>(params, work, queries, shared, shared_smem);
+    }
+  }
+}
+
+// --- what comes behind: dQ, when all CTAs have added to its sums ---
+
+// Writes, or adds, eight columns of a row of dQ.
+template <class C>
+__device__ __forceinline__ void store_eight(const float (&sums)[8], const BackwardParams& params,
+                                            int64_t offset) {
+  const GradientParams& gradient = params.dq;
+  float x[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = sums[i] * params.scale;
+  if (gradient.dtype == DType::F32) {
+    float4* target_gmem = reinterpret_cast<float4*>(static_cast<float*>(gradient.gmem) + offset);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float4 y = {x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]};
+      if (gradient.accumulate) {
+        const float4 old = target_gmem[half];
+        y.x += old.x, y.y += old.y, y.z += old.z, y.w += old.w;
+      }
+      target_gmem[half] = y;
+    }
+    return;
+  }
+  uint4* target_gmem = reinterpret_cast<uint4*>(static_cast<uint16_t*>(gradient.gmem) + offset);
+  if (gradient.accumulate) {
+    const uint4 old = *target_gmem;
+    const uint32_t words[4] = {old.x, old.y, old.z, old.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] += math::element_of_chunk<C::DTYPE>(words, i);
+  }
+  uint32_t y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) y[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x[2 * i], x[2 * i + 1]);
+  ptx::st_global_v4_b32(target_gmem, y[0], y[1], y[2], y[3]);
+}
+
+// Writes dQ of a round.
+template <class C>
+__device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
+  const AttentionParams& attention = params.backward.attention;
+  const GradientParams& gradient = params.backward.dq;
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  const int index = static_cast<int>(blockIdx.x);
+  int head, batch, first_row, rows;
+  if (cu_q == nullptr) {
+    head = index / params.rounds % attention.heads_q;
+    batch = index / params.rounds / attention.heads_q;
+    first_row = index % params.rounds * C::ROUND;
+    rows = attention.nq;
+  } else {
+    head = index % attention.heads_q;
+    const int tile = index / attention.heads_q;
+    batch = math::find_varlen_sequence(cu_q, attention.batch, C::ROUND, tile);
+    if (batch < 0) return;
+    first_row = (tile - math::varlen_tile_start(cu_q, batch, C::ROUND)) * C::ROUND;
+    rows = math::sequence_start(cu_q, batch + 1, attention.nq) -
+           math::sequence_start(cu_q, batch, attention.nq);
+  }
+  const float4* sums_gmem = reinterpret_cast<const float4*>(
+      params.dq_sums_gmem + static_cast<int64_t>(index) * C::ROUND_SUMS);
+  const int64_t start =
+      batch * gradient.batch + head * gradient.head +
+      static_cast<int64_t>(math::sequence_start(cu_q, batch, attention.nq)) * gradient.row;
+  // A thread takes what four lanes have of eight columns: of two rows, 8 apart.
+#pragma unroll
+  for (int i = 0; i < C::ROUND_SUMS / 16 / BACKWARD_DQ_THREADS; ++i) {
+    const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
+    const int n = number % 8, lane_row = number / 8 % 8, warp = number / 64;
+    float x[2][8];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const float4 sums = sums_gmem[(warp * 8 + n) * 32 + lane_row * 4 + t];
+      x[0][2 * t] = sums.x, x[0][2 * t + 1] = sums.y;
+      x[1][2 * t] = sums.z, x[1][2 * t + 1] = sums.w;
+    }
+    const int part = warp / 4;
+    const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
+    const int row =
+        first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) + warp % 4 * C::WARP_ROWS + lane_row;
+    if (column >= attention.d) continue;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row + 8 * r < rows)
+        store_eight<C>(x[r], params.backward, start + (row + 8 * r) * gradient.row + column);
+    }
+  }
+}
+
+}  // namespace archflash::hopper
+
+// Entry points, under the names that plan_backward.cpp asks for. __grid_constant__ keeps the
+// parameter in constant memory, where TMA reads the tensor maps.
+#define ARCHFLASH_HOPPER_PREPARE_KERNEL(NAME, DTYPE)                                 \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS)     \
+      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
+    archflash::hopper::prepare<DTYPE>(params);                                       \
+  }
+#define ARCHFLASH_HOPPER_BACKWARD_KERNEL(NAME, CONFIG)                               \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)                   \
+      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
+    archflash::hopper::attention_bwd<CONFIG>(params);                                \
+  }
+#define ARCHFLASH_HOPPER_DQ_KERNEL(NAME, CONFIG)                                       \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS)         \
+      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) {   \
+    archflash::hopper::write_dq<CONFIG>(params);                                       \
+  }

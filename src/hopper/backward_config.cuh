@@ -1,0 +1,90 @@
+// The tiles of each backward kernel of hopper: compile-time numbers only, which the kernel and
+// plan_backward.cpp (plain C++) read.
+#pragma once
+
+#include "common/dtype.h"
+#include "common/math/slab_tile.cuh"
+
+namespace archflash::hopper {
+
+// The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
+// goes over blocks of BLOCK query rows. HEAD_DIM is the largest d and dv.
+template <DType DTYPE_, int HEAD_DIM_, int BLOCKS_OF_ROUND_, int Q_STAGES_, int DOUT_STAGES_,
+          bool S_AHEAD_>
+struct BackwardConfig {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int WARPGROUP = 128;  // threads
+  static constexpr int WARPGROUPS = 2;   // consumers
+  static constexpr int WARPS = 4 * WARPGROUPS;
+  static constexpr int GROUP_ROWS = 64;
+  static constexpr int WARP_ROWS = 16;
+  static constexpr int ROWS = GROUP_ROWS * WARPGROUPS;
+  static constexpr int BLOCK = 64;
+  // dQ is computed once for a round of blocks.
+  static constexpr int BLOCKS_OF_ROUND = BLOCKS_OF_ROUND_;
+  static constexpr int ROUND = BLOCK * BLOCKS_OF_ROUND;
+  static constexpr int Q_STAGES = Q_STAGES_;
+  static constexpr int DOUT_STAGES = DOUT_STAGES_;
+  static constexpr int DS_STAGES = 2;  // rounds
+  static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DOUT_STAGES & (DOUT_STAGES - 1)) == 0,
+                "a stage is the last bits of a block's number");
+  // Whether the registers suffice for S of the next block beside P and dP of this one. If not, P
+  // takes the place of S, and dS and dQ that of dP.
+  static constexpr bool S_AHEAD = S_AHEAD_;
+
+  static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
+  static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
+  static constexpr int CONSUMER_REGISTERS = 240;
+  static constexpr int PRODUCER_REGISTERS = 24;
+
+  // Of a round's dQ each warpgroup computes a part of 64 rows and 64 columns: the rows are shared
+  // out if there are 128 of them, else the columns. A warp has 16 rows of its part.
+  static constexpr int PART_ROWS = 64;
+  static constexpr int PART_COLUMNS = 64;
+  static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
+  static constexpr int ROUND_SUMS = WARPS * WARP_SUMS;
+  static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
+  static_assert(SHARES_ROWS ? HEAD_DIM == PART_COLUMNS
+                            : ROUND == PART_ROWS && HEAD_DIM == 2 * PART_COLUMNS,
+                "the two parts are all of a round's dQ");
+
+  // Tiles in shared memory. K and V of the CTA's keys; Q and dO of a block; dS of a round, whose
+  // rows are queries.
+  using KTile = math::SlabTile<HEAD_DIM, ROWS>;
+  using QTile = math::SlabTile<HEAD_DIM, BLOCK>;
+  using DsTile = math::SlabTile<ROWS, ROUND>;
+
+  // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | dQ of a round | terms |
+  // barriers | work. The terms of a block, which share the ring of Q, are the LSEs of its rows and
+  // then their deltas.
+  static constexpr int K_SMEM = 0;
+  static constexpr int V_SMEM = K_SMEM + KTile::BYTES;
+  static constexpr int Q_SMEM = V_SMEM + KTile::BYTES;
+  static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
+  static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * QTile::BYTES;
+  static constexpr int DQ_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
+  static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
+  static constexpr int TERMS_BYTES = 2 * 4 * BLOCK;
+  static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
+  // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO; one
+  // more: the bytes of a ragged block.
+  static constexpr int BARRIERS = 2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 1;
+  static constexpr int WORK_BYTES = 128;  // math::BackwardWork
+  static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
+  static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
+// clang-format off
+//                                         head_dim  blocks of   stages     S
+//                                                   a round     Q   dO   ahead
+template <DType T>
+using BackwardD64  = BackwardConfig<T,        64,       2,       4,   4,  true>;
+template <DType T>
+using BackwardD128 = BackwardConfig<T,       128,       1,       4,   2,  false>;
+// clang-format on
+
+}  // namespace archflash::hopper

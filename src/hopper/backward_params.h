@@ -1,0 +1,27 @@
+// The parameter of hopper's backward kernels, but that of the sinks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/backward_params.h"
+#include "common/tensor_map.h"
+
+namespace archflash::hopper {
+
+struct BackwardKernelParams {
+  BackwardParams backward;
+  // The sums of dQ before its scale, to which all CTAs add: of each round of each head of q, a
+  // part of 64 rows and 64 columns after the other; of a part, the 16 rows of a warp after another;
+  // of these, 16 bytes of each lane side by side, as the accumulators of wgmma have them.
+  float* dq_sums_gmem;
+  int64_t dq_sums_bytes;
+  int32_t rounds;  // of a head, without cu_seqlens
+  TensorMap q_map, k_map, v_map, dout_map;
+};
+static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);
+static_assert(offsetof(BackwardKernelParams, backward) == 0,
+              "core::plan_backward() fills in the block's start");
+
+}  // namespace archflash::hopper

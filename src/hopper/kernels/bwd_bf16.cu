@@ -1,0 +1,13 @@
+// The backward kernels for bf16 inputs. backward_config.cuh has their tiles.
+#include "common/math/backward_rows.cuh"
+#include "hopper/attention_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_HOPPER_PREPARE_KERNEL(hopper_backward_rows_bf16, DType::BF16)
+ARCHFLASH_BACKWARD_SINKS_KERNEL(hopper_backward_sinks_bf16)
+ARCHFLASH_HOPPER_BACKWARD_KERNEL(hopper_attention_bwd_bf16_d64, BackwardD64<DType::BF16>)
+ARCHFLASH_HOPPER_DQ_KERNEL(hopper_backward_dq_bf16_d64, BackwardD64<DType::BF16>)
+ARCHFLASH_HOPPER_BACKWARD_KERNEL(hopper_attention_bwd_bf16_d128, BackwardD128<DType::BF16>)
+ARCHFLASH_HOPPER_DQ_KERNEL(hopper_backward_dq_bf16_d128, BackwardD128<DType::BF16>)

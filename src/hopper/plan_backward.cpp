@@ -1,0 +1,167 @@
+// hopper: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "common/planning/backward.h"
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
+#include "common/planning/tensor_maps.h"
+#include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
+#include "hopper/backward_config.cuh"
+#include "hopper/backward_params.h"
+
+namespace archflash::hopper {
+
+const Description& describe();
+
+namespace {
+
+using P = BackwardKernelParams;
+
+// What is planned of a tile here, beyond core::BackwardTile.
+struct BackwardTile : core::BackwardTile {
+  int64_t round_rows, round_bytes;  // of a round of queries: its rows, and its sums of dQ
+  core::Box keys_box, queries_box;
+};
+
+template <class C>
+constexpr BackwardTile backward_tile(const char* name) {
+  const core::BackwardTile common{.name = name,
+                                  .head_dim = C::HEAD_DIM,
+                                  .head_dim_v = C::HEAD_DIM_V,
+                                  .gradients = DQ | DK | DV,
+                                  .rows = C::ROWS,
+                                  .threads = C::THREADS,
+                                  .shared_bytes = C::SHARED_BYTES,
+                                  .dq_block = 0,  // its sums are not those of DqSums
+                                  .faster_in_turns = false};
+  return {common, C::ROUND, int64_t{4} * C::ROUND_SUMS, core::box<typename C::KTile>(1),
+          core::box<typename C::QTile>(1)};
+}
+
+constexpr BackwardTile TILES[] = {
+    backward_tile<BackwardD64<DType::F16>>("d64"),
+    backward_tile<BackwardD128<DType::F16>>("d128"),
+};
+constexpr int64_t LARGEST_HEAD_DIM = 128;
+
+const char* const TAKE_AMPERE = "; ampere computes them";
+
+Reasons why_not(const BackwardProblem& problem) {
+  const Problem& call = problem.call;
+  Reasons reasons;
+  core::add_tma_reasons(call, "hopper", false, reasons);
+  if (problem.dout.strides.row == 0 && call.nq > 1) {
+    reasons.push_back(
+        std::string("dout repeats one row (a row stride of 0): hopper copies by tensor maps, which "
+                    "have no such stride; make dout contiguous") +
+        core::USE_TORCH);
+  }
+  if (is_fp8(call.dtype)) {
+    reasons.push_back(std::string("gradients of ") + dtype_name(call.dtype) +
+                      " inputs: hopper computes those of float16 and bfloat16" + core::USE_TORCH);
+  }
+  if (call.d > LARGEST_HEAD_DIM || call.dv > LARGEST_HEAD_DIM) {
+    reasons.push_back("gradients of head dimensions " + std::to_string(call.d) + " and " +
+                      std::to_string(call.dv) +
+                      ": the sums of dK and dV fit hopper's registers up to " +
+                      std::to_string(LARGEST_HEAD_DIM) + TAKE_AMPERE);
+  }
+  if (call.softcap != 0) {
+    reasons.push_back(std::string("gradients of a call with softcap: hopper has none") +
+                      TAKE_AMPERE);
+  }
+  if (problem.deterministic) {
+    reasons.push_back(std::string("deterministic gradients: hopper adds to dQ in an order that is "
+                                  "not known") +
+                      TAKE_AMPERE);
+  }
+  return reasons;
+}
+
+// The map of dO: (columns, rows, heads, batch).
+TensorMapSpec dout_map(const BackwardProblem& problem, const core::Box& box) {
+  Problem call = problem.call;
+  call.out = problem.dout.strides;
+  call.out_dtype = call.dtype;
+  TensorMapSpec map = core::tensor_map(call, Operand::Out, offsetof(P, dout_map), box);
+  map.operand = Operand::DOut;
+  return map;
+}
+
+// Rounds of queries of all heads; those of packed sequences as math::varlen_tile_start() counts.
+int64_t rounds_of(const Problem& call, int64_t rows) {
+  const int64_t rounds = core::ceil_div(call.nq, rows);
+  if (!call.varlen) return call.batch * call.heads_q * rounds;
+  return rounds == 0 ? 0 : (rounds + call.batch) * call.heads_q;
+}
+
+// The factor by which q.k becomes a logarithm to base 2, whatever its sign: without a softcap there
+// is nothing else to do.
+float exponent_scale(const AttentionParams& attention) {
+  return attention.transform_scores ? attention.exp2_scale * attention.tanh_scale
+                                    : attention.exp2_scale;
+}
+
+}  // namespace
+
+PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
+  const Problem& call = problem.call;
+  const BackwardTile& tile =
+      call.d <= TILES[0].head_dim && call.dv <= TILES[0].head_dim_v ? TILES[0] : TILES[1];
+  Reasons reasons = why_not(problem);
+  const core::BackwardTile main_tile = tile;
+  PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
+  if (const auto* more = std::get_if<Reasons>(&result))
+    reasons.insert(reasons.end(), more->begin(), more->end());
+  if (!reasons.empty()) return reasons;
+  auto& plan = std::get<LaunchPlan>(result);
+
+  // The sums of dQ come behind the terms. The first launch clears them, a last one writes dQ.
+  const int64_t rounds = rounds_of(call, tile.round_rows);
+  if (rounds > core::GRID_LIMIT) return core::grid_too_large(rounds);
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t sums_start = workspace.add(rounds * tile.round_bytes);
+  plan.workspace_bytes = workspace.bytes();
+  const std::string word = core::dtype_word(call.dtype);
+  const auto complete = [&](Launch& launch) {
+    P params;
+    std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+    std::memcpy(static_cast<void*>(&params), launch.params.data(), sizeof params.backward);
+    AttentionParams& attention = params.backward.attention;
+    attention.exp2_scale = exponent_scale(attention);
+    params.dq_sums_bytes = rounds * tile.round_bytes;
+    params.rounds = static_cast<int32_t>(core::ceil_div(call.nq, tile.round_rows));
+    launch.params = core::bytes(params);
+    launch.pointers.push_back(
+        {Operand::Workspace, static_cast<int32_t>(offsetof(P, dq_sums_gmem)), sums_start});
+  };
+  for (Launch& launch : plan.launches) {
+    if (launch.kernel == "hopper_backward_sinks_" + word) continue;
+    complete(launch);
+    // Without queries the main kernel copies nothing.
+    if (rounds == 0 || launch.kernel == "hopper_backward_rows_" + word) continue;
+    launch.tensor_maps = {
+        core::tensor_map(call, Operand::Q, offsetof(P, q_map), tile.queries_box),
+        core::tensor_map(call, Operand::K, offsetof(P, k_map), tile.keys_box),
+        core::tensor_map(call, Operand::V, offsetof(P, v_map), tile.keys_box),
+        dout_map(problem, tile.queries_box),
+    };
+  }
+  if (rounds > 0) {
+    Launch last = plan.launches.front();
+    last.kernel = "hopper_backward_dq_" + word + "_" + tile.name;
+    last.grid = {rounds, 1, 1};
+    last.block = {BACKWARD_DQ_THREADS, 1, 1};
+    plan.launches.insert(plan.launches.end() - (problem.dsinks ? 1 : 0), std::move(last));
+  }
+  return plan;
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,185 @@
+"""Gradients by hopper's kernels, whose CTAs add to dq in any order: the bits may differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _gradients, _options
+
+from .executors import executor
+from .gradients import NAMES, differentiate, differentiate_and_check, forward
+
+on = executor()
+pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
+DTYPES = ("float16", "bfloat16")
+# The kernels of head dimensions up to 64 and up to 128, and dimensions that TMA fills up.
+HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (72, 120))
+
+
+def inputs(
+    nq: int,
+    nk: int,
+    d: int,
+    dv: int,
+    dtype: str,
+    *,
+    batch: int = 1,
+    heads: tuple[int, int] = (2, 1),
+    seed: int = 0,
+) -> list[Tensor]:
+    """dout, q, k, v in the layout bhnd."""
+    q, k, v = on.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads, seed=seed)
+    return [on.rand(batch, heads[0], nq, dv, seed=seed + 90, dtype=dtype), q, k, v]
+
+
+def check(*tensors: Tensor, **options: Any) -> None:
+    differentiate_and_check(on, "hopper", *tensors, deterministic=False, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel(dtype: str, dims: tuple[int, int], causal: bool) -> None:
+    """Three tiles of keys, the last one ragged, and more blocks of queries than there are stages,
+    of two heads that share one of k.
+    """
+    nq, nk = on.pick(simulator=(330, 300), gpu=(1350, 1300))
+    number = HEAD_DIMS.index(dims) + 4 * causal
+    check(*inputs(nq, nk, *dims, dtype), schedules=(number, number + 1), causal=causal)
+
+
+def test_the_calls_above_run_every_compiled_kernel() -> None:
+    for dtype in DTYPES:
+        ran: set[str] = set()
+        for dims in HEAD_DIMS:
+            dout, q, k, v = inputs(4, 4, *dims, dtype)
+            call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
+            request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
+            into = _gradients.Gradients.like(request)
+            device = None if on.name == "simulator" else _gradients._dispatch.query_device(0)
+            plan = _gradients.decide(request, into, device, "hopper").plan
+            assert plan is not None
+            (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
+            ran |= set(plan.kernels)
+        folder, _, stem = image.partition("/")
+        built = json.loads((files("archflash") / "_kernels" / folder / f"{stem}.json").read_text())
+        for entries in built.values():
+            assert set(entries) == ran
+
+
+# Each row is one launch that meets several features at once: name -> (nq, nk, d, dv, batch, heads,
+# options).
+FEATURES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "window-sinks-lse": (
+        (145, 183, 64, 64, 1, (4, 2)), {"window": (20, 3), "sinks": True, "dlse": True},
+    ),
+    "keys-that-no-query-sees": ((20, 300, 128, 128, 1, (2, 2)), {"window": (150, 0)}),
+    "causal-sinks-rows-without-keys": (
+        (90, 37, 64, 48, 1, (2, 2)), {"causal": True, "sinks": True, "gradient_dtype": "float32"},
+    ),
+    "bnhd-offsets-negative-scale-added": (
+        (20, 61, 128, 64, 2, (2, 1)),
+        {
+            "layout": "bnhd", "q_offset": (3, 50), "causal": True, "scale": -0.2, "add_to": 0.5,
+            "pad": 8,
+        },
+    ),
+    "lse-added-in-fp32": (
+        (33, 17, 96, 128, 1, (3, 1)),
+        {"dlse": True, "gradient_dtype": "float32", "add_to": -2.0, "pad": 4},
+    ),
+    "no-query": ((0, 9, 64, 64, 1, (2, 2)), {"sinks": True}),
+    "no-key": ((9, 0, 64, 64, 1, (2, 2)), {"sinks": True, "dlse": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str) -> None:
+    (nq, nk, d, dv, batch, heads), options = FEATURES[name]
+    options = dict(options)
+    number = list(FEATURES).index(name)
+    tensors = inputs(nq, nk, d, dv, DTYPES[number % 2], batch=batch, heads=heads, seed=number)
+    if options.get("layout") == "bnhd":
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    if options.pop("sinks", False):
+        options["sinks"] = on.rand(heads[0], seed=5)
+    if options.pop("dlse", False):
+        options["dlse"] = on.rand(batch, heads[0], nq, seed=6)
+    if "q_offset" in options:
+        options["q_offset"] = on.int32(*options["q_offset"])
+    if "gradient_dtype" in options:
+        options["gradient_dtype"] = getattr(torch, options["gradient_dtype"])
+    check(*tensors, schedules=(number, number + 1), **options)
+
+
+Q_LENGTHS, K_LENGTHS = (5, 0, 40, 150), (9, 12, 0, on.pick(simulator=200, gpu=600))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed_sequences_with_rows_of_none_behind_them(d: int, causal: bool) -> None:
+    """Sequences without queries and without keys; rows behind the last one hold NaN, and so do
+    those of the next sequence in a block that ends behind its own.
+    """
+    spare = 3
+    totals = (sum(Q_LENGTHS), sum(Q_LENGTHS), sum(K_LENGTHS), sum(K_LENGTHS))
+    whole = [
+        on.rand(total, heads, d, seed=seed, dtype=DTYPES[causal])
+        for seed, (total, heads) in enumerate(zip(totals, (4, 4, 2, 2), strict=True))
+    ]
+    ends = {"cu_seqlens_q": on.cu_seqlens(Q_LENGTHS), "cu_seqlens_k": on.cu_seqlens(K_LENGTHS)}
+    options = {"causal": causal, "sinks": on.rand(4, seed=9), "schedules": (2, 3), **ends}
+    check(*whole, **options)
+    tensors = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, spare), value=math.nan) for x in whole]
+    found = differentiate(on, "hopper", *tensors, deterministic=False, **options)
+    for name, without in zip(NAMES, whole[1:], strict=True):
+        x = getattr(found, name)
+        assert x.isfinite().all()
+        assert not x[len(without) :].any()
+
+
+def test_inputs_that_lie_between_others_in_memory() -> None:
+    """q, k, v are parts of one tensor, and dout rows lie apart; their neighbours hold NaN."""
+    wide = torch.full((1, 50, 5, 64), math.nan, dtype=torch.bfloat16, device=on.device)
+    for head in range(4):
+        wide[:, :, head] = on.rand(1, 50, 64, seed=head, dtype="bfloat16")
+    q, k, v = (wide[:, :, first:end].transpose(1, 2) for first, end in ((0, 2), (2, 3), (3, 4)))
+    dout = torch.full((1, 2, 50, 80), math.nan, dtype=q.dtype, device=on.device)[..., :64]
+    dout.copy_(on.rand(1, 2, 50, 64, seed=8, dtype="bfloat16"))
+    check(dout, q, k, v, causal=True, schedules=(1,))
+
+
+def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients() -> None:
+    dout, q, k, v = inputs(1, 1, 64, 64, "bfloat16")
+    filled = (q.fill_(1.6e4), k.fill_(1.6e4))
+    found = differentiate(on, "hopper", dout, *filled, v, deterministic=False)
+    assert all(bool(x.isfinite().all()) for x in (found.dq, found.dk, found.dv))
+
+
+@pytest.mark.parametrize(
+    ("d", "options", "words"),
+    [
+        (192, {}, "up to 128"),
+        (64, {"softcap": 5.0}, "softcap"),
+        (64, {"deterministic": True}, "deterministic"),
+    ],
+    ids=["head-dim", "softcap", "deterministic"],
+)
+def test_what_is_left_to_ampere(d: int, options: dict[str, Any], words: str) -> None:
+    dout, q, k, v = inputs(4, 4, d, d, "bfloat16")
+    options = dict(options)
+    deterministic = options.pop("deterministic", False)
+    out, lse = forward(q, k, v, options)
+    call = _options.complete(options)
+    request = _gradients.Request(dout, q, k, v, out, lse, None, call)
+    into = _gradients.Gradients.like(request)
+    with pytest.raises(archflash.ForcedImplementationError, match=words):
+        _gradients.decide(request, into, None, "hopper", deterministic=deterministic)
