@@ -136,7 +136,8 @@ def test_packed_sequences_with_rows_of_none_behind_them(d: int, causal: bool) ->
         for seed, (total, heads) in enumerate(zip(totals, (4, 4, 2, 2), strict=True))
     ]
     ends = {"cu_seqlens_q": on.cu_seqlens(Q_LENGTHS), "cu_seqlens_k": on.cu_seqlens(K_LENGTHS)}
-    options = {"causal": causal, "sinks": on.rand(4, seed=9), "schedules": (2, 3), **ends}
+    options: dict[str, Any] = {"causal": causal, "sinks": on.rand(4, seed=9), **ends}
+    options["schedules"] = (2, 3)
     check(*whole, **options)
     tensors = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, spare), value=math.nan) for x in whole]
     found = differentiate(on, "hopper", *tensors, deterministic=False, **options)
