@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import archflash
-from archflash import _gradients, _options
+from archflash import _dispatch, _gradients, _options
 
 from .executors import executor
 from .gradients import NAMES, differentiate, differentiate_and_check, forward
@@ -64,7 +64,7 @@ def test_the_calls_above_run_every_compiled_kernel() -> None:
             call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
             request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
             into = _gradients.Gradients.like(request)
-            device = None if on.name == "simulator" else _gradients._dispatch.query_device(0)
+            device = None if on.name == "simulator" else _dispatch.query_device(0)
             plan = _gradients.decide(request, into, device, "hopper").plan
             assert plan is not None
             (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
