@@ -65,7 +65,7 @@ def attention_backward(
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, layout: as the call got
             them. For attn_mask and alibi_slopes there is no gradient.
-        implementation: forces one by name, such as "ampere" or "torch"; overrides `archflash.force` and
+        implementation: forces one by name, "ampere" or "torch"; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
 
     Returns:

@@ -50,7 +50,7 @@ constexpr BackwardTile TILES[] = {
 };
 constexpr int64_t LARGEST_HEAD_DIM = 128;
 
-const char* const TAKE_AMPERE = "; ampere computes them";
+const char* const OTHERS = "; kernels of another folder compute them";
 
 Reasons why_not(const BackwardProblem& problem) {
   const Problem& call = problem.call;
@@ -70,16 +70,15 @@ Reasons why_not(const BackwardProblem& problem) {
     reasons.push_back("gradients of head dimensions " + std::to_string(call.d) + " and " +
                       std::to_string(call.dv) +
                       ": the sums of dK and dV fit hopper's registers up to " +
-                      std::to_string(LARGEST_HEAD_DIM) + TAKE_AMPERE);
+                      std::to_string(LARGEST_HEAD_DIM) + OTHERS);
   }
   if (call.softcap != 0) {
-    reasons.push_back(std::string("gradients of a call with softcap: hopper has none") +
-                      TAKE_AMPERE);
+    reasons.push_back(std::string("gradients of a call with softcap: hopper has none") + OTHERS);
   }
   if (problem.deterministic) {
     reasons.push_back(std::string("deterministic gradients: hopper adds to dQ in an order that is "
                                   "not known") +
-                      TAKE_AMPERE);
+                      OTHERS);
   }
   return reasons;
 }

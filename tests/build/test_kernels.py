@@ -308,9 +308,13 @@ INSTRUCTIONS = {
     "blackwell_dc_attention_fwd_f16_": ("UTCHMMA", *TENSOR_MEMORY),
     "blackwell_consumer_combine_": COMBINES,
     "blackwell_dc_combine_": COMBINES,
+    "hopper_attention_bwd_": ("HGMMA.64x", *WARPGROUPS, "STSM.16.MT88.4", "UBLKRED"),
     "hopper_attention_fwd_bf16_": ("HGMMA.64x", *WARPGROUPS),
     "hopper_attention_fwd_f16_": ("HGMMA.64x", *WARPGROUPS),
     "hopper_attention_fwd_e4m3_": ("QGMMA.64x", *WARPGROUPS),
+    "hopper_backward_dq_": ("LDG.E.128", "STG.E.128"),
+    "hopper_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
+    "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "hopper_combine_": COMBINES,
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
     "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
@@ -328,7 +332,7 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") |
 }
 WITHOUT_TENSOR_CORES = (
     *("simt_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
-    *("ampere_append_", "ampere_backward_"),
+    *("ampere_append_", "ampere_backward_", "hopper_backward_"),
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
     *("blackwell_dc_combine_", "hopper_combine_"),
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import archflash
-from archflash import _gradients, _options
+from archflash import _dispatch, _gradients, _options
 
 from .executors import executor
 from .gradients import NAMES, differentiate, differentiate_and_check, forward
@@ -64,7 +64,7 @@ def test_the_calls_above_run_every_compiled_kernel() -> None:
             call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
             request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
             into = _gradients.Gradients.like(request)
-            device = None if on.name == "simulator" else _gradients._dispatch.query_device(0)
+            device = None if on.name == "simulator" else _dispatch.query_device(0)
             plan = _gradients.decide(request, into, device, "hopper").plan
             assert plan is not None
             (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
@@ -136,7 +136,8 @@ def test_packed_sequences_with_rows_of_none_behind_them(d: int, causal: bool) ->
         for seed, (total, heads) in enumerate(zip(totals, (4, 4, 2, 2), strict=True))
     ]
     ends = {"cu_seqlens_q": on.cu_seqlens(Q_LENGTHS), "cu_seqlens_k": on.cu_seqlens(K_LENGTHS)}
-    options = {"causal": causal, "sinks": on.rand(4, seed=9), "schedules": (2, 3), **ends}
+    options: dict[str, Any] = {"causal": causal, "sinks": on.rand(4, seed=9), **ends}
+    options["schedules"] = (2, 3)
     check(*whole, **options)
     tensors = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, spare), value=math.nan) for x in whole]
     found = differentiate(on, "hopper", *tensors, deterministic=False, **options)

@@ -144,7 +144,7 @@ def test_wrong_calls_raise(name: str) -> None:
         archflash.attention_backward(**given)
 
 
-@pytest.mark.parametrize("device", ["A100", "RTX 4090", "H200", "B200", "RTX 5090"])
+@pytest.mark.parametrize("device", ["A100", "RTX 4090", "B200", "RTX 5090"])
 def test_explain_says_who_computes_gradients(device: str) -> None:
     q = torch.empty(2, 8, 100, 64, dtype=torch.bfloat16, device="meta")
     decision = archflash.explain(q, q[:, :2], q[:, :2], device=device, backward=True, causal=True)
@@ -241,7 +241,6 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     for decision, words in ((explain(192), "up to 128"), (explain(softcap=2.0), "softcap")):
         assert decision.chosen == "ampere"
         assert words in decision.reasons["hopper"][0]
-        assert "ampere computes them" in decision.reasons["hopper"][0]
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:
