@@ -4,9 +4,11 @@ return values.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -169,6 +171,15 @@ def test_deterministic_is_taken_where_no_gradients_are_needed() -> None:
     assert fa2.flash_attn_func(q, k, v, deterministic=True).shape == q.shape
 
 
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.slow
 def test_deterministic_gradients_are_those_of_a_kernel() -> None:
     """On a GPU without force(), too; on the CPU it takes the simulator."""
@@ -180,12 +191,15 @@ def test_deterministic_gradients_are_those_of_a_kernel() -> None:
         return torch.autograd.grad(out.float().square().sum(), leaves)
 
     expected = gradients(False)
-    with archflash.force("ampere"):
+    with archflash.force("ampere"), pytest.raises(UnsupportedError, match="use_deterministic"):
+        gradients(True)
+    with archflash.force("ampere"), deterministic_algorithms():
         found = gradients(True)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
     with (
         archflash.force("ada"),  # it has no backward
+        deterministic_algorithms(),
         pytest.raises(UnsupportedError, match="deterministic"),
     ):
         gradients(True)

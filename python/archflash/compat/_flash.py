@@ -63,12 +63,20 @@ def attend(
 
 
 def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`archflash.attention` by kernels of archflash, whose gradients always have the same bits.
+    """`archflash.attention` by kernels of archflash, whose gradients always have the same bits where
+    PyTorch's setting asks for that. The backward pass reads the setting when it runs.
 
     Raises:
-        UnsupportedError: none computes the gradients of this call. On the CPU none is asked unless
-            it is forced, because the simulator would run it.
+        UnsupportedError: torch.use_deterministic_algorithms is off, or no kernel computes the
+            gradients of this call. On the CPU none is asked unless it is forced, because the
+            simulator would run it.
     """
+    if not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedError(
+            "deterministic=True in a call whose gradients are needed: archflash takes this from "
+            "PyTorch, for the backward pass too; call torch.use_deterministic_algorithms(True) "
+            "first, or leave deterministic at False"
+        )
     forced = _dispatch.forced()
     asked = _gradients.FOLDERS if q.device.type == "cuda" else ()
     why = "PyTorch would compute the gradients"

@@ -7,8 +7,8 @@ heads_kv), and their output is bfloat16.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
 seqused_q, seqused_k, cu_seqlens_k_new, sm_margin, qv without a cache, attention_chunk with packed
-sequences, and deterministic=True where no kernel of archflash computes the gradients that are
-needed. pack_gqa and scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to
+sequences, and deterministic=True where gradients are needed and
+torch.use_deterministic_algorithms is off or no kernel of archflash computes them. pack_gqa and scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to
 archflash where 1 is the default: they are advice about speed.
 """
 
@@ -71,7 +71,7 @@ def flash_attn_func(
         attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
         softcap: 0 for none.
         deterministic: of the backward, which then is by kernels of archflash: on a GPU, where they
-            compute the gradients of the call.
+            compute the gradients of the call, with torch.use_deterministic_algorithms(True).
         return_attn_probs: also return the log-sum-exp.
         s_aux: (heads,), one more logit per head in the denominator (sinks). Not an argument of
             FlashAttention-3, but of forks that Hugging Face and vLLM call.
