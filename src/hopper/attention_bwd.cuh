@@ -796,8 +796,8 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
       NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
     archflash::hopper::attention_bwd<CONFIG>(params);                                \
   }
-#define ARCHFLASH_HOPPER_DQ_KERNEL(NAME, CONFIG)                                       \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS)         \
-      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) {   \
-    archflash::hopper::write_dq<CONFIG>(params);                                       \
+#define ARCHFLASH_HOPPER_DQ_KERNEL(NAME, CONFIG)                                     \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS)       \
+      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
+    archflash::hopper::write_dq<CONFIG>(params);                                     \
   }

@@ -114,6 +114,8 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   const BackwardTile& tile =
       call.d <= TILES[0].head_dim && call.dv <= TILES[0].head_dim_v ? TILES[0] : TILES[1];
   Reasons reasons = why_not(problem);
+  // There is no tile to plan with.
+  if (call.d > LARGEST_HEAD_DIM || call.dv > LARGEST_HEAD_DIM) return reasons;
   const core::BackwardTile main_tile = tile;
   PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
   if (const auto* more = std::get_if<Reasons>(&result))

@@ -22,7 +22,8 @@ POLLING = """setp.eq.u32 %p1, %r0, 0;
     bar.sync 0;
     L: mbarrier.try_wait.parity.shared.b64 %p2, [smem], 1;
     bra L;"""
-SECONDS_BEFORE = 0.3
+# A fast machine finds after 0.3 seconds that the waiting warps are in a deadlock.
+SECONDS_BEFORE = 0.1
 # An interrupt takes a twentieth of a second, but the machine may be busy.
 SECONDS_AFTER = 2
 

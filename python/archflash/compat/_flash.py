@@ -63,8 +63,8 @@ def attend(
 
 
 def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`archflash.attention` by kernels of archflash, whose gradients always have the same bits where
-    PyTorch's setting asks for that. The backward pass reads the setting when it runs.
+    """`archflash.attention` by kernels of archflash, whose gradients always have the same bits
+    where PyTorch's setting asks for that. The backward pass reads the setting when it runs.
 
     Raises:
         UnsupportedError: torch.use_deterministic_algorithms is off, or no kernel computes the

@@ -8,8 +8,9 @@ heads_kv), and their output is bfloat16.
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
 seqused_q, seqused_k, cu_seqlens_k_new, sm_margin, qv without a cache, attention_chunk with packed
 sequences, and deterministic=True where gradients are needed and
-torch.use_deterministic_algorithms is off or no kernel of archflash computes them. pack_gqa and scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to
-archflash where 1 is the default: they are advice about speed.
+torch.use_deterministic_algorithms is off or no kernel of archflash computes them. pack_gqa and
+scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to archflash where 1 is
+the default: they are advice about speed.
 """
 
 from __future__ import annotations
