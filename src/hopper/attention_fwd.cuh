@@ -375,8 +375,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       weigh_row<C>(s_rmem, state, 0, scale);
       weigh_row<C>(s_rmem, state, 1, scale);
     };
-    // Waits for O += P V of the block before, of which V can go and P may be overwritten. Adds it
-    // up in FP8, for outputs that are in the unit of `block` from then on.
+    // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
       wait_for_outputs();
       ptx::registers_change<WORDS>(p);
@@ -387,6 +386,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       rescale<C>(o_rmem, corrections);
       if constexpr (C::SUMS_IN_PARTS) rescale<C>(part_rmem, corrections);
     };
+    // FP8: adds the sums of the last blocks to the outputs if they are of enough keys. From then on
+    // the outputs are in the unit of `block`, where each block of V has a descale of its own.
     const auto add_full_part = [&](int block) {
       if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
       if (key_descales.v_gmem != nullptr)
