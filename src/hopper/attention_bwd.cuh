@@ -381,22 +381,8 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
     for (int n = 0; n < C::HEAD_DIM / 8; ++n) {
       const int column = 8 * n + lane % 4 * 2;
       if (column >= columns) continue;
-      float2 x = {x_rmem[n][2 * r] * factor, x_rmem[n][2 * r + 1] * factor};
-      if (gradient.dtype == DType::F32) {
-        float2* target_gmem =
-            reinterpret_cast<float2*>(static_cast<float*>(gradient.gmem) + row + column);
-        if (gradient.accumulate) x.x += target_gmem->x, x.y += target_gmem->y;
-        *target_gmem = x;
-      } else {
-        uint32_t* target_gmem =
-            reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(gradient.gmem) + row + column);
-        if (gradient.accumulate) {
-          const uint32_t words[4] = {*target_gmem, 0, 0, 0};
-          x.x += math::element_of_chunk<C::DTYPE>(words, 0);
-          x.y += math::element_of_chunk<C::DTYPE>(words, 1);
-        }
-        *target_gmem = ptx::cvt_rn_x2_f32<C::DTYPE>(x.x, x.y);
-      }
+      const float2 x = {x_rmem[n][2 * r] * factor, x_rmem[n][2 * r + 1] * factor};
+      math::store_gradient_pair<C::DTYPE>(gradient, row + column, x);
     }
   }
 }
@@ -696,41 +682,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
 
 // --- what comes behind: dQ, when all CTAs have added to its sums ---
 
-// Writes, or adds, eight columns of a row of dQ.
-template <class C>
-__device__ __forceinline__ void store_eight(const float (&sums)[8], const BackwardParams& params,
-                                            int64_t offset) {
-  const GradientParams& gradient = params.dq;
-  float x[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = sums[i] * params.scale;
-  if (gradient.dtype == DType::F32) {
-    float4* target_gmem = reinterpret_cast<float4*>(static_cast<float*>(gradient.gmem) + offset);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float4 y = {x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]};
-      if (gradient.accumulate) {
-        const float4 old = target_gmem[half];
-        y.x += old.x, y.y += old.y, y.z += old.z, y.w += old.w;
-      }
-      target_gmem[half] = y;
-    }
-    return;
-  }
-  uint4* target_gmem = reinterpret_cast<uint4*>(static_cast<uint16_t*>(gradient.gmem) + offset);
-  if (gradient.accumulate) {
-    const uint4 old = *target_gmem;
-    const uint32_t words[4] = {old.x, old.y, old.z, old.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] += math::element_of_chunk<C::DTYPE>(words, i);
-  }
-  uint32_t y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x[2 * i], x[2 * i + 1]);
-  ptx::st_global_v4_b32(target_gmem, y[0], y[1], y[2], y[3]);
-}
-
-// Writes dQ of a round.
+// Writes dQ of a round of queries: the sums, times the scale.
 template <class C>
 __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const AttentionParams& attention = params.backward.attention;
@@ -766,8 +718,9 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       const float4 sums = sums_gmem[(warp * 8 + n) * 32 + lane_row * 4 + t];
-      x[0][2 * t] = sums.x, x[0][2 * t + 1] = sums.y;
-      x[1][2 * t] = sums.z, x[1][2 * t + 1] = sums.w;
+      const float scale = params.backward.scale;
+      x[0][2 * t] = sums.x * scale, x[0][2 * t + 1] = sums.y * scale;
+      x[1][2 * t] = sums.z * scale, x[1][2 * t + 1] = sums.w * scale;
     }
     const int part = warp / 4;
     const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
@@ -776,8 +729,9 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
     if (column >= attention.d) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (row + 8 * r < rows)
-        store_eight<C>(x[r], params.backward, start + (row + 8 * r) * gradient.row + column);
+      if (row + 8 * r >= rows) continue;
+      math::store_gradient_chunk<C::DTYPE>(gradient, start + (row + 8 * r) * gradient.row + column,
+                                           x[r]);
     }
   }
 }

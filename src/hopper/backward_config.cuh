@@ -39,8 +39,9 @@ struct BackwardConfig {
   static constexpr int CONSUMER_REGISTERS = 240;
   static constexpr int PRODUCER_REGISTERS = 24;
 
-  // Of a round's dQ each warpgroup computes a part of 64 rows and 64 columns: the rows are shared
-  // out if there are 128 of them, else the columns. A warp has 16 rows of its part.
+  // The two warpgroups share out dQ of a round. Each computes a part of 64 rows and 64 columns:
+  // half of the rows if the round has 128 of them, else half of the columns. A warp has 16 rows of
+  // it.
   static constexpr int PART_ROWS = 64;
   static constexpr int PART_COLUMNS = 64;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;

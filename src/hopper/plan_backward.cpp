@@ -48,9 +48,6 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD64<DType::F16>>("d64"),
     backward_tile<BackwardD128<DType::F16>>("d128"),
 };
-constexpr int64_t LARGEST_HEAD_DIM = 128;
-
-const char* const OTHERS = "; kernels of another folder compute them";
 
 Reasons why_not(const BackwardProblem& problem) {
   const Problem& call = problem.call;
@@ -66,19 +63,14 @@ Reasons why_not(const BackwardProblem& problem) {
     reasons.push_back(std::string("gradients of ") + dtype_name(call.dtype) +
                       " inputs: hopper computes those of float16 and bfloat16" + core::USE_TORCH);
   }
-  if (call.d > LARGEST_HEAD_DIM || call.dv > LARGEST_HEAD_DIM) {
-    reasons.push_back("gradients of head dimensions " + std::to_string(call.d) + " and " +
-                      std::to_string(call.dv) +
-                      ": the sums of dK and dV fit hopper's registers up to " +
-                      std::to_string(LARGEST_HEAD_DIM) + OTHERS);
-  }
   if (call.softcap != 0) {
-    reasons.push_back(std::string("gradients of a call with softcap: hopper has none") + OTHERS);
+    reasons.push_back(std::string("gradients of a call with softcap: hopper has none") +
+                      core::OTHERS_COMPUTE_THEM);
   }
   if (problem.deterministic) {
     reasons.push_back(std::string("deterministic gradients: hopper adds to dQ in an order that is "
                                   "not known") +
-                      OTHERS);
+                      core::OTHERS_COMPUTE_THEM);
   }
   return reasons;
 }
@@ -114,8 +106,6 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   const BackwardTile& tile =
       call.d <= TILES[0].head_dim && call.dv <= TILES[0].head_dim_v ? TILES[0] : TILES[1];
   Reasons reasons = why_not(problem);
-  // There is no tile to plan with.
-  if (call.d > LARGEST_HEAD_DIM || call.dv > LARGEST_HEAD_DIM) return reasons;
   const core::BackwardTile main_tile = tile;
   PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
   if (const auto* more = std::get_if<Reasons>(&result))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -39,6 +42,49 @@ def dtypes_with_gradients(on: Executor, kernel: str) -> list[str]:
         return True
 
     return [dtype for dtype in on.dtypes_of(kernel) if takes(dtype)]
+
+
+def inputs(
+    on: Executor,
+    nq: int,
+    nk: int,
+    d: int,
+    dv: int,
+    dtype: str,
+    *,
+    batch: int = 1,
+    heads: tuple[int, int] = (2, 1),
+    seed: int = 0,
+) -> list[Tensor]:
+    """dout, q, k, v in the layout bhnd."""
+    q, k, v = on.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads, seed=seed)
+    return [on.rand(batch, heads[0], nq, dv, seed=seed + 90, dtype=dtype), q, k, v]
+
+
+def assert_every_kernel_is_planned(
+    on: Executor,
+    kernel: str,
+    dtype: str,
+    head_dims: Sequence[tuple[int, int]],
+    devices: Sequence[native.Device | None],
+) -> None:
+    """Calls with these head dimensions, planned for these GPUs (None: the one that is simulated),
+    take every kernel that was compiled for gradients of a dtype, and no other.
+    """
+    planned: set[str] = set()
+    for dims, device in itertools.product(head_dims, devices):
+        dout, q, k, v = inputs(on, 4, 4, *dims, dtype)
+        call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
+        request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
+        into = _gradients.Gradients.like(request)
+        plan = _gradients.decide(request, into, device, kernel).plan
+        assert plan is not None
+        (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
+        planned |= set(plan.kernels)
+    folder, _, stem = image.partition("/")
+    built = json.loads((files("archflash") / "_kernels" / folder / f"{stem}.json").read_text())
+    for entries in built.values():
+        assert set(entries) == planned
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import functools
 import math
-from importlib.resources import files
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from archflash import _archflash as native
-from archflash import _gradients, _options
 
+from . import gradients
 from .executors import executor
 from .gradients import (
     NAMES,
+    assert_every_kernel_is_planned,
     differentiate,
     differentiate_and_check,
     dtypes_with_gradients,
-    forward,
     kernels_with_gradients,
 )
 
@@ -34,22 +31,7 @@ each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (192, 128), (256, 256))
 NQ, NK = on.pick(simulator=(70, 150), gpu=(333, 517))
 
-
-def inputs(
-    nq: int,
-    nk: int,
-    d: int,
-    dv: int,
-    dtype: str,
-    *,
-    batch: int = 1,
-    heads: tuple[int, int] = (2, 1),
-    seed: int = 0,
-) -> list[Tensor]:
-    """dout, q, k, v in the layout bhnd."""
-    q, k, v = on.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads, seed=seed)
-    return [on.rand(batch, heads[0], nq, dv, seed=seed + 90, dtype=dtype), q, k, v]
-
+inputs = functools.partial(gradients.inputs, on)
 
 DTYPED = [(kernel, dtype) for kernel in KERNELS for dtype in dtypes_with_gradients(on, kernel)]
 
@@ -106,22 +88,12 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients(kern
 
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> None:
-    ran: set[str] = set()
-    for dims, name in itertools.product(HEAD_DIMS, ("RTX 4090", "H200")):
-        dout, q, k, v = inputs(4, 4, *dims, dtype)
-        call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
-        request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
-        into = _gradients.Gradients.like(request)
+    devices = []
+    for name in ("RTX 4090", "H200"):
         known = native.find_known_device(name)
         assert known is not None
-        plan = _gradients.decide(request, into, known.device, kernel).plan
-        assert plan is not None
-        (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
-        ran |= set(plan.kernels)
-    folder, _, stem = image.partition("/")
-    built = json.loads((files("archflash") / "_kernels" / folder / f"{stem}.json").read_text())
-    for entries in built.values():
-        assert set(entries) == ran
+        devices.append(known.device)
+    assert_every_kernel_is_planned(on, kernel, dtype, HEAD_DIMS, devices)
 
 
 # Each row is one launch that meets several features at once, so that every pair of them meets

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -14,8 +13,15 @@ from torch import Tensor
 import archflash
 from archflash import _dispatch, _gradients, _options
 
+from . import gradients
 from .executors import executor
-from .gradients import NAMES, differentiate, differentiate_and_check, forward
+from .gradients import (
+    NAMES,
+    assert_every_kernel_is_planned,
+    differentiate,
+    differentiate_and_check,
+    forward,
+)
 
 on = executor()
 pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
@@ -24,20 +30,7 @@ DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (72, 120))
 
 
-def inputs(
-    nq: int,
-    nk: int,
-    d: int,
-    dv: int,
-    dtype: str,
-    *,
-    batch: int = 1,
-    heads: tuple[int, int] = (2, 1),
-    seed: int = 0,
-) -> list[Tensor]:
-    """dout, q, k, v in the layout bhnd."""
-    q, k, v = on.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads, seed=seed)
-    return [on.rand(batch, heads[0], nq, dv, seed=seed + 90, dtype=dtype), q, k, v]
+inputs = functools.partial(gradients.inputs, on)
 
 
 def check(*tensors: Tensor, **options: Any) -> None:
@@ -57,22 +50,9 @@ def test_every_kernel(dtype: str, dims: tuple[int, int], causal: bool) -> None:
 
 
 def test_the_calls_above_run_every_compiled_kernel() -> None:
+    device = None if on.name == "simulator" else _dispatch.query_device(0)
     for dtype in DTYPES:
-        ran: set[str] = set()
-        for dims in HEAD_DIMS:
-            dout, q, k, v = inputs(4, 4, *dims, dtype)
-            call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
-            request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
-            into = _gradients.Gradients.like(request)
-            device = None if on.name == "simulator" else _dispatch.query_device(0)
-            plan = _gradients.decide(request, into, device, "hopper").plan
-            assert plan is not None
-            (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
-            ran |= set(plan.kernels)
-        folder, _, stem = image.partition("/")
-        built = json.loads((files("archflash") / "_kernels" / folder / f"{stem}.json").read_text())
-        for entries in built.values():
-            assert set(entries) == ran
+        assert_every_kernel_is_planned(on, "hopper", dtype, HEAD_DIMS, [device])
 
 
 # Each row is one launch that meets several features at once: name -> (nq, nk, d, dv, batch, heads,

@@ -48,6 +48,57 @@ __device__ __forceinline__ void clear_gradient_row(const GradientParams& gradien
     ptx::st_global_v4_b32(row_gmem + chunk * 16, 0, 0, 0, 0);
 }
 
+// Writes, or adds, 2 neighbouring columns of a row of a gradient, in one store.
+template <DType DTYPE>
+__device__ __forceinline__ void store_gradient_pair(const GradientParams& gradient, int64_t start,
+                                                    float2 x) {
+  if (gradient.dtype == DType::F32) {
+    float2* target_gmem = reinterpret_cast<float2*>(static_cast<float*>(gradient.gmem) + start);
+    if (gradient.accumulate) x.x += target_gmem->x, x.y += target_gmem->y;
+    *target_gmem = x;
+    return;
+  }
+  uint32_t* target_gmem =
+      reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(gradient.gmem) + start);
+  if (gradient.accumulate) {
+    const uint32_t words[4] = {*target_gmem, 0, 0, 0};
+    x.x += element_of_chunk<DTYPE>(words, 0);
+    x.y += element_of_chunk<DTYPE>(words, 1);
+  }
+  *target_gmem = ptx::cvt_rn_x2_f32<DTYPE>(x.x, x.y);
+}
+
+// Writes, or adds, 8 neighbouring columns of a row of a gradient.
+template <DType DTYPE>
+__device__ __forceinline__ void store_gradient_chunk(const GradientParams& gradient, int64_t start,
+                                                     float (&x)[8]) {
+  if (gradient.dtype == DType::F32) {
+    float* gmem = static_cast<float*>(gradient.gmem) + start;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float4* chunk_gmem = reinterpret_cast<float4*>(gmem) + half;
+      float4 y = {x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]};
+      if (gradient.accumulate) {
+        const float4 old = *chunk_gmem;
+        y.x += old.x, y.y += old.y, y.z += old.z, y.w += old.w;
+      }
+      *chunk_gmem = y;
+    }
+    return;
+  }
+  uint16_t* gmem = static_cast<uint16_t*>(gradient.gmem) + start;
+  if (gradient.accumulate) {
+    const uint4 old = *reinterpret_cast<const uint4*>(gmem);
+    const uint32_t words[4] = {old.x, old.y, old.z, old.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] += element_of_chunk<DTYPE>(words, i);
+  }
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = ptx::cvt_rn_x2_f32<DTYPE>(x[2 * i], x[2 * i + 1]);
+  ptx::st_global_v4_b32(gmem, words[0], words[1], words[2], words[3]);
+}
+
 // The RowTerms of all query rows, a few lanes for each. A row of a packed tensor that belongs to no
 // sequence has no gradient: its delta is 0, and its row of dQ is cleared here.
 template <DType DTYPE>

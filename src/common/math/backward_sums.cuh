@@ -8,7 +8,6 @@
 #include "common/math/backward_rows.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/varlen_tiles.cuh"
-#include "common/ptx/st_global.cuh"
 
 namespace archflash::math {
 
@@ -38,34 +37,6 @@ __device__ __forceinline__ int64_t dq_block_number(const BackwardParams& params,
                                                    int block_rows) {
   return dq_block_number(params, work.batch, work.head * params.attention.heads_per_kv + block.head,
                          block.row, block_rows);
-}
-
-// Writes, or adds, 8 neighbouring columns of a row of a gradient.
-template <DType DTYPE>
-__device__ __forceinline__ void store_gradient_chunk(const GradientParams& gradient, int64_t start,
-                                                     float (&x)[8]) {
-  if (gradient.dtype == DType::F32) {
-    float* gmem = static_cast<float*>(gradient.gmem) + start;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float4* chunk_gmem = reinterpret_cast<float4*>(gmem) + half;
-      float4 y = gradient.accumulate ? *chunk_gmem : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      y.x += x[4 * half], y.y += x[4 * half + 1], y.z += x[4 * half + 2], y.w += x[4 * half + 3];
-      *chunk_gmem = y;
-    }
-    return;
-  }
-  uint16_t* gmem = static_cast<uint16_t*>(gradient.gmem) + start;
-  if (gradient.accumulate) {
-    const uint4 old = *reinterpret_cast<const uint4*>(gmem);
-    const uint32_t words[4] = {old.x, old.y, old.z, old.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] += element_of_chunk<DTYPE>(words, i);
-  }
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = ptx::cvt_rn_x2_f32<DTYPE>(x[2 * i], x[2 * i + 1]);
-  ptx::st_global_v4_b32(gmem, words[0], words[1], words[2], words[3]);
 }
 
 // dQ of a block of the sums for each CTA.

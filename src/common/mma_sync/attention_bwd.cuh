@@ -81,6 +81,30 @@ __device__ __forceinline__ void start_passing(const BackwardParams& params, cons
       stage_smem + C::SECOND_OF_STAGE, rows.second_gmem, rows.second_row, valid, attention.dv);
 }
 
+// Starts the copies of the CTA's own rows, of which `valid` exist, of one tensor or of both. Clears
+// the columns that no copy writes, because the tensors have fewer: of these rows and of all stages.
+template <class C, bool BOTH>
+__device__ __forceinline__ void start_own(const AttentionParams& attention,
+                                          const math::BackwardRows<uint16_t>& own, int valid,
+                                          unsigned char* shared, uint32_t shared_smem) {
+  using FirstTile = typename C::FirstTile;
+  using SecondTile = typename C::SecondTile;
+  start_ragged_load<C, FirstTile, C::ROWS>(shared_smem + C::OWN_FIRST_SMEM, own.first_gmem,
+                                           own.first_row, valid, attention.d);
+  clear_columns<C, FirstTile>(shared + C::OWN_FIRST_SMEM, C::ROWS, attention.d);
+  if constexpr (BOTH) {
+    start_ragged_load<C, SecondTile, C::ROWS>(shared_smem + C::OWN_SECOND_SMEM, own.second_gmem,
+                                              own.second_row, valid, attention.dv);
+    clear_columns<C, SecondTile>(shared + C::OWN_SECOND_SMEM, C::ROWS, attention.dv);
+  }
+#pragma unroll
+  for (int stage = 0; stage < C::STAGES; ++stage) {
+    unsigned char* stage_start = shared + C::STAGES_SMEM + stage * C::STAGE_BYTES;
+    clear_columns<C, FirstTile>(stage_start, C::BLOCK, attention.d);
+    clear_columns<C, SecondTile>(stage_start + C::SECOND_OF_STAGE, C::BLOCK, attention.dv);
+  }
+}
+
 template <class C>
 using BlockScores = float[C::M_TILES][C::BLOCK / 8][4];
 
@@ -200,22 +224,8 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
       for (int n = 0; n < COLUMN_TILES; ++n) {
         const int column = warp_column + 8 * n + lane % 4 * 2;
         if (column >= columns) continue;
-        float2 x = {x_rmem[m][n][2 * r] * factor, x_rmem[m][n][2 * r + 1] * factor};
-        if (gradient.dtype == DType::F32) {
-          float2* target_gmem =
-              reinterpret_cast<float2*>(static_cast<float*>(gradient.gmem) + row + column);
-          if (gradient.accumulate) x.x += target_gmem->x, x.y += target_gmem->y;
-          *target_gmem = x;
-        } else {
-          uint32_t* target_gmem =
-              reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(gradient.gmem) + row + column);
-          if (gradient.accumulate) {
-            const uint32_t words[4] = {*target_gmem, 0, 0, 0};
-            x.x += math::element_of_chunk<C::DTYPE>(words, 0);
-            x.y += math::element_of_chunk<C::DTYPE>(words, 1);
-          }
-          *target_gmem = ptx::cvt_rn_x2_f32<C::DTYPE>(x.x, x.y);
-        }
+        const float2 x = {x_rmem[m][n][2 * r] * factor, x_rmem[m][n][2 * r + 1] * factor};
+        math::store_gradient_pair<C::DTYPE>(gradient, row + column, x);
       }
     }
   }
@@ -252,21 +262,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = OWNS_KEYS ? math::key_rows<uint16_t>(params, cta.batch, cta.head, row)
                                : math::query_rows<uint16_t>(params, cta.batch, cta.head, row);
-    const int valid = cta.own_rows - cta.first_row;
-    start_ragged_load<C, FirstTile, C::ROWS>(shared_smem + C::OWN_FIRST_SMEM, own.first_gmem,
-                                             own.first_row, valid, attention.d);
-    clear_columns<C, FirstTile>(shared + C::OWN_FIRST_SMEM, C::ROWS, attention.d);
-    if constexpr (C::NEEDS_DP) {
-      start_ragged_load<C, SecondTile, C::ROWS>(shared_smem + C::OWN_SECOND_SMEM, own.second_gmem,
-                                                own.second_row, valid, attention.dv);
-      clear_columns<C, SecondTile>(shared + C::OWN_SECOND_SMEM, C::ROWS, attention.dv);
-    }
-#pragma unroll
-    for (int stage = 0; stage < C::STAGES; ++stage) {
-      unsigned char* stage_start = shared + C::STAGES_SMEM + stage * C::STAGE_BYTES;
-      clear_columns<C, FirstTile>(stage_start, C::BLOCK, attention.d);
-      clear_columns<C, SecondTile>(stage_start + C::SECOND_OF_STAGE, C::BLOCK, attention.dv);
-    }
+    start_own<C, C::NEEDS_DP>(attention, own, cta.own_rows - cta.first_row, shared, shared_smem);
     start_passing<C>(params, cta, {0, begin}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }

@@ -142,8 +142,8 @@ __device__ __forceinline__ void multiply_own(float (&x_rmem)[C::M_TILES][COLUMNS
   multiply_pv<FusedProduct<C, Tile, COLUMNS>>(x_rmem, scores_rmem, first_smem);
 }
 
-// The same for the queries of the other warps that share the keys. scores_smem: P or dS of the
-// warp's first key.
+// Adds to a warp's dV or dK the products of P or dS of the queries that other warps have, which
+// share its keys, with dO or Q. scores_smem: P or dS of the warp's first key.
 template <class C, class Tile, int COLUMNS>
 __device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLUMNS / 8][4],
                                                 uint32_t scores_smem, uint32_t passing_smem,
@@ -290,19 +290,7 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
   if (blocks_left > 0) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = math::key_rows<uint16_t>(params, cta.batch, cta.head, row);
-    const int valid = cta.own_rows - cta.first_row;
-    start_ragged_load<C, FirstTile, C::ROWS>(shared_smem + C::OWN_FIRST_SMEM, own.first_gmem,
-                                             own.first_row, valid, attention.d);
-    clear_columns<C, FirstTile>(shared + C::OWN_FIRST_SMEM, C::ROWS, attention.d);
-    start_ragged_load<C, SecondTile, C::ROWS>(shared_smem + C::OWN_SECOND_SMEM, own.second_gmem,
-                                              own.second_row, valid, attention.dv);
-    clear_columns<C, SecondTile>(shared + C::OWN_SECOND_SMEM, C::ROWS, attention.dv);
-#pragma unroll
-    for (int stage = 0; stage < C::STAGES; ++stage) {
-      unsigned char* stage_start = shared + C::STAGES_SMEM + stage * C::STAGE_BYTES;
-      clear_columns<C, FirstTile>(stage_start, C::BLOCK, attention.d);
-      clear_columns<C, SecondTile>(stage_start + C::SECOND_OF_STAGE, C::BLOCK, attention.dv);
-    }
+    start_own<C, true>(attention, own, cta.own_rows - cta.first_row, shared, shared_smem);
     start_queries<C>(params, cta, {0, start}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }

@@ -116,7 +116,8 @@ int64_t ctas_of(const BackwardTile& tile, const Problem& call) {
   return of_all * (of_queries ? call.heads_q : call.heads_kv);
 }
 
-// The kernels of a call. If the device has too little shared memory for any: the smallest ones.
+// The kernels of a call; none if its head dimensions are larger than those of all. If the device
+// has too little shared memory for any: the smallest ones.
 Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
   Tiles chosen;
   while (!tiles.empty()) {
@@ -152,6 +153,13 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   if (!reasons.empty()) return reasons;
 
   const Tiles set = choose_set(tiles, call, device);
+  if (set.empty()) {
+    const BackwardTile& largest = tiles.back();
+    return Reasons{"gradients of head dimensions " + std::to_string(call.d) + " and " +
+                   std::to_string(call.dv) + ": those of " + description.name + " are for up to " +
+                   std::to_string(largest.head_dim) + " and " + std::to_string(largest.head_dim_v) +
+                   OTHERS_COMPUTE_THEM};
+  }
   if (shared_bytes_of(set) > device.shared_per_block)
     return too_little_shared_memory(description.name, shared_bytes_of(set), device);
   const std::string word = dtype_word(call.dtype);

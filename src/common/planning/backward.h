@@ -33,6 +33,9 @@ constexpr BackwardTile backward_tile(const char* name, bool faster_in_turns = fa
           C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, faster_in_turns};
 }
 
+// The end of a reason why a folder does not compute gradients.
+constexpr const char* OTHERS_COMPUTE_THEM = "; kernels of another folder compute them";
+
 // The plan, or the reasons why not: first the terms of each query row ("<folder>_backward_rows_
 // <dtype>", into the workspace), then the main kernels ("<folder>_attention_bwd_<dtype>_<tile>"),
 // dQ from its sums if they made such ("<folder>_backward_dq_<dtype>"), and the gradient of the
