@@ -3,7 +3,7 @@ src/<folder>/kernels/*.cu.
 
 Every machine-code image is assembled from a PTX text that is kept: the wheel carries it, and the
 simulator runs it. Outputs, in --output: STEM.fatbin (compressed; machine code for every target, and
-the lowest target's PTX for newer GPUs), STEM.compute_XX.ptx.gz (the texts) and STEM.json
+the lowest target's PTX for newer GPUs), STEM.compute_XX.ptx.xz (the texts) and STEM.json
 (registers, spills, shared and stack bytes per target and kernel).
 
 ARCHFLASH_KERNEL_CACHE may name a folder where compiled texts and machine code are kept between
@@ -14,9 +14,9 @@ that differs in line numbers only is not assembled again.
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -164,8 +164,8 @@ def main() -> None:
             arguments.toolkit, arguments.source, arguments.source_root, virtual, ptx_file
         )
         ptx_file.write_text(text)
-        packed = gzip.compress(text.encode(), compresslevel=9, mtime=0)
-        (output / f"{stem}.compute_{virtual}.ptx.gz").write_bytes(packed)
+        packed = lzma.compress(text.encode())
+        (output / f"{stem}.compute_{virtual}.ptx.xz").write_bytes(packed)
         for target in targets.split(","):
             cubin = output / f"{stem}.sm_{target}.cubin"
             report = assemble(arguments.ptxas, ptx_file, target, arguments.lineinfo, cubin)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gzip
 import itertools
 import json
+import lzma
 import math
 import re
 import subprocess
@@ -79,7 +79,7 @@ def lowest_ptx_of(image: str) -> str:
 
 
 def ptx_text(image: str, target: str) -> str:
-    return gzip.decompress((KERNELS / f"{image}.{target}.ptx.gz").read_bytes()).decode()
+    return lzma.decompress((KERNELS / f"{image}.{target}.ptx.xz").read_bytes()).decode()
 
 
 def statements(ptx: str) -> list[str]:
@@ -201,9 +201,9 @@ def test_a_folder_carries_the_ptx_that_serves_what_no_machine_code_covers(
         assert entries(text) == built
 
 
-@pytest.mark.parametrize("file", sorted(KERNELS.glob("*/*.ptx.gz")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(KERNELS.glob("*/*.ptx.xz")), ids=lambda file: file.name)
 def test_ptx_names_no_path_of_the_building_machine(file: Path) -> None:
-    text = gzip.decompress(file.read_bytes()).decode()
+    text = lzma.decompress(file.read_bytes()).decode()
     files = re.findall(r'^\s*\.file\s+\d+\s+"([^"]*)"', text, flags=re.MULTILINE)
     assert files  # line information is there
     folders = [*FOLDERS_OF_KERNELS, "common", "cuda"]

@@ -30,7 +30,7 @@ FOLDER_TARGETS = {
     "merge": ("compute_80",),
     "quantize": ("compute_89",),
 }
-SECOND_TEXTS = dict.fromkeys(("cache_fp8_bf16", "cache_fp8_f16"), ("compute_89.ptx.gz",))
+SECOND_TEXTS = dict.fromkeys(("cache_fp8_bf16", "cache_fp8_f16"), ("compute_89.ptx.xz",))
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -92,7 +92,7 @@ def test_the_wheel_carries_the_package_and_its_types(wheel: Path) -> None:
 def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: str) -> None:
     stems = sorted(file.stem for file in (ROOT / "src" / folder / "kernels").glob("*.cu"))
     assert stems
-    endings = [*(f"{ptx}.ptx.gz" for ptx in FOLDER_TARGETS[folder]), "json"]
+    endings = [*(f"{ptx}.ptx.xz" for ptx in FOLDER_TARGETS[folder]), "json"]
     expected = sorted(
         f"archflash/_kernels/{folder}/{stem}.{ending}"
         for stem in stems
@@ -109,7 +109,7 @@ def test_the_wheel_carries_kernels_of_the_folders_of_this_build_only(wheel: Path
 
 
 def test_the_wheel_carries_no_sources_tests_or_left_overs(wheel: Path) -> None:
-    allowed = (".py", ".pyi", ".so", ".typed", ".ptx.gz", ".json")
+    allowed = (".py", ".pyi", ".so", ".typed", ".ptx.xz", ".json")
     for name in names_in(wheel):
         if ".dist-info/" not in name:
             assert name.startswith(("archflash/", "archflash_autoload/")), name

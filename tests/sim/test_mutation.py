@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
 import json
+import lzma
 import random
 import re
 from pathlib import Path
@@ -201,8 +201,8 @@ def test_every_tag_covers_an_instruction_of_a_kernel(kind: str) -> None:
 def lines_with_instructions() -> set[tuple[str, int]]:
     """(file, line) of all line information in the PTX that is installed, inlined lines too."""
     found = set()
-    for file in (Path(archflash.__file__).parent / "_kernels").glob("*/*.ptx.gz"):
-        text = gzip.decompress(file.read_bytes()).decode()
+    for file in (Path(archflash.__file__).parent / "_kernels").glob("*/*.ptx.xz"):
+        text = lzma.decompress(file.read_bytes()).decode()
         names = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE))
         locations = set(re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", text, re.MULTILINE))
         locations |= set(re.findall(r"inlined_at (\d+) (\d+)", text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
+import lzma
 import os
 import warnings
 from collections.abc import Sequence
@@ -305,7 +305,7 @@ def ptx_text(image: str, capability: tuple[int, int]) -> str:
     folder, _, stem = image.partition("/")
     kernels = resources.files("archflash") / "_kernels" / folder
     names = [file.name for file in kernels.iterdir()] if kernels.is_dir() else []
-    start, end = f"{stem}.", ".ptx.gz"
+    start, end = f"{stem}.", ".ptx.xz"
     targets = [
         name.removeprefix(start).removesuffix(end)
         for name in names
@@ -317,7 +317,7 @@ def ptx_text(image: str, capability: tuple[int, int]) -> str:
             f"no PTX of {image} that compute capability {capability[0]}.{capability[1]} runs is in "
             "this build: build again with ARCHFLASH_ARCHS=all"
         )
-    return gzip.decompress((kernels / f"{start}{target}{end}").read_bytes()).decode()
+    return lzma.decompress((kernels / f"{start}{target}{end}").read_bytes()).decode()
 
 
 # --- how long it will take ---

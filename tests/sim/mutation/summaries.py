@@ -7,8 +7,8 @@ summaries from before hashes were kept).
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ def hashes(kernel: str) -> frozenset[str]:
 @lru_cache(maxsize=1)  # all kernels of a folder are asked for one after another
 def texts_of(folder: str) -> list[str]:
     """The PTX of a folder's kernels as it is installed."""
-    files = sorted((KERNELS / folder).glob("*.ptx.gz"))
-    return [gzip.decompress(file.read_bytes()).decode() for file in files]
+    files = sorted((KERNELS / folder).glob("*.ptx.xz"))
+    return [lzma.decompress(file.read_bytes()).decode() for file in files]
 
 
 def older_kernels(summary: dict[str, Any]) -> list[str]:
