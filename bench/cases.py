@@ -15,6 +15,9 @@ else:  # the same parser as a package, which pytest brings
     import tomli as tomllib
 
 CASES_FILE = Path(__file__).with_name("cases.toml")
+GRADIENTS_FILE = Path(__file__).with_name(
+    "gradients.toml"
+)  # shapes of training, for bench.gradients
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
 TORCH_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 OUTPUT_BYTES = DTYPE_BYTES | {"e4m3": 2}  # FP8 inputs give bf16 outputs

@@ -22,8 +22,9 @@ from typing import Any
 
 from archflash import _registry
 from archflash._measured import Kind
-from bench.cases import TORCH_DTYPES, Case, load_cases
+from bench.cases import GRADIENTS_FILE, TORCH_DTYPES, Case, load_cases
 from bench.results import (
+    GRADIENTS,
     RESULTS_FOLDER,
     Row,
     call_features,
@@ -53,14 +54,14 @@ CAPABILITIES = {"NVIDIA H200": (9, 0)}
 Runs = dict[str, dict[str, Row]]  # the rows of one case by run (newest last) and candidate
 
 
-def runs_of(rows: Sequence[Row], case: Case) -> Runs:
-    """The rows of a case of candidates that dispatch can choose, timed in turns, without those with
+def runs_of(rows: Sequence[Row], case: Case, features: tuple[str, ...] = ()) -> Runs:
+    """The rows of a case of candidates that dispatch can choose, timed in turns, with just these
     features.
     """
     runs: Runs = {}
     for row in rows:
         name = row["implementation"]
-        if row_key(row) != case.key or call_features(row) or is_sustained(row):
+        if row_key(row) != case.key or call_features(row) != features or is_sustained(row):
             continue
         if name in CANDIDATES:
             runs.setdefault(row["run_id"], {})[name] = row
@@ -113,8 +114,8 @@ def evidence(cases: Mapping[Case, Runs], order: Sequence[str]) -> dict[str, Any]
     }
 
 
-def kind_of(case: Case) -> Kind | None:
-    """The kind of problem that a case is."""
+def kind_of(case: Case, gradients: bool = False) -> Kind | None:
+    """The kind of problem that a case is, with its gradients or without."""
     return Kind.of(
         TORCH_DTYPES[case.dtype],
         sequences=case.b,
@@ -123,6 +124,8 @@ def kind_of(case: Case) -> Kind | None:
         keys=case.nk,
         d=case.d,
         dv=case.dv,
+        gradients=gradients,
+        causal=case.causal,
     )
 
 
@@ -149,6 +152,10 @@ def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
         kinds: dict[Kind, dict[Case, Runs]] = {}
         for case in load_cases():
             kind, runs = kind_of(case), runs_of(rows, case)
+            if kind is not None and runs:
+                kinds.setdefault(kind, {})[case] = runs
+        for case in load_cases(GRADIENTS_FILE):
+            kind, runs = kind_of(case, gradients=True), runs_of(rows, case, (GRADIENTS,))
             if kind is not None and runs:
                 kinds.setdefault(kind, {})[case] = runs
         for kind, cases in sorted(kinds.items()):

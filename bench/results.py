@@ -18,9 +18,13 @@ SHAPE_COLUMNS = ("b", "hq", "hkv", "nq", "nk", "d", "dv")
 # Kernels of other projects. Every other value of the column `implementation` is a folder of ours.
 PEERS = ("torch-flash", "torch-cudnn", "torch-efficient", "torch-math", "fa3", "fa4", "triton")
 # Words in `features`. The first says that the candidate could not be captured in a CUDA graph, the
-# second that it was timed alone for a second.
+# second that it was timed alone for a second, the third that the time and the operations are those
+# of the call and its gradients.
 EAGER = "timing=eager"
 SUSTAINED = "sustained"
+GRADIENTS = (
+    "gradients"  # word in `features`: the call and its gradients, in 3.5 times the operations
+)
 POWER = "power="  # word in `features` of a sustained row; "W" stands behind the number
 
 Row = dict[str, str]

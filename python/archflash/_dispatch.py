@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -244,7 +244,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
     if problem.needs_grad and _pytorch_differentiates(problem, capability):
-        return (_registry.TORCH, *kernels)  # PyTorch's was measured to be faster (H200)
+        faster = _faster_with_gradients(problem, capability, kernels)
+        return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
     if problem.dtype == "float32":
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
@@ -266,6 +267,22 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         # that is 1.8 to 17 times faster than a kernel that does not (bench/results).
         return (*splitting, _registry.TORCH, *others, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
+
+
+def _faster_with_gradients(
+    problem: _native.Problem, capability: tuple[int, int] | None, kernels: Sequence[str]
+) -> list[str]:
+    """The kernels that computed such a call and its gradients faster than the kernel that PyTorch
+    has for it, where both were measured.
+    """
+    measured = _measured.find(problem, capability)
+    pytorchs = _pytorchs_kernel(problem, capability)
+    if measured is None or isinstance(pytorchs, list):
+        return []
+    if not _serves_as_measured(pytorchs, problem, measured):
+        return []
+    place = measured.place(pytorchs)
+    return [name for name in kernels if measured.place(name) < place]
 
 
 def _dense_mask_alone(problem: _native.Problem) -> bool:
@@ -540,7 +557,7 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
     measured = _measured.find(problem, device.capability)
     if chosen != _registry.TORCH:
         summary = str(_native.describe(chosen).summary)
-        if problem.needs_grad:
+        if problem.needs_grad and not _pytorch_differentiates(problem, device.capability):
             return f"{summary}; it has a backward pass, and PyTorch no fused kernel for this call"
         if measured is None or chosen not in measured.order:
             return summary
@@ -548,6 +565,8 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
     if fallback:
         return "no kernel of archflash serves this call"
     if problem.needs_grad:
+        if measured is not None and (pytorchs := _measured_pytorch(problem, device.capability)):
+            return f"{_PYTORCHS[pytorchs]} with its gradients; {_FASTEST} ({measured})"
         return "PyTorch's fused kernels compute this call and its gradients"
     if _dense_mask_alone(problem):
         return _MASK_READ_FASTER

@@ -41,16 +41,29 @@ class Kind(NamedTuple):
             256 for all if query_rows is "few".
         keys: "few" (at most FEW_KEYS, as in cross-attention to a short text) or "many"; "many" for
             all if query_rows is "few".
+        gradients: "none" if only the output is asked for; else "causal" or "plain", with and
+            without a causal mask: the kernels of a backward pass differ in what masks cost them.
     """
 
     dtypes: str
     query_rows: str
     head_dim_up_to: int
     keys: str
+    gradients: str
 
     @classmethod
     def of(
-        cls, dtype: str, *, sequences: int, heads_q: int, rows: int, keys: int, d: int, dv: int
+        cls,
+        dtype: str,
+        *,
+        sequences: int,
+        heads_q: int,
+        rows: int,
+        keys: int,
+        d: int,
+        dv: int,
+        gradients: bool,
+        causal: bool,
     ) -> Kind | None:
         """The kind of a problem; None if it belongs to no kind.
 
@@ -62,14 +75,17 @@ class Kind(NamedTuple):
             keys: keys of a sequence; of all sequences where they are packed.
             d: head dim of q and k.
             dv: head dim of v.
+            gradients: whether the gradients of the call are needed, too.
+            causal: whether the call has a causal mask.
         """
         head_dim = next((limit for limit in _HEAD_DIMS if max(d, dv) <= limit), None)
         if dtype not in _DTYPES or head_dim is None:
             return None
+        passes = ("causal" if causal else "plain") if gradients else "none"
         if rows <= FEW_QUERIES * sequences:
-            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1], "many")
+            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1], "many", passes)
         size = "small" if heads_q * rows < SMALL_ROWS else "large"
-        return cls(_DTYPES[dtype], size, head_dim, "few" if keys <= FEW_KEYS else "many")
+        return cls(_DTYPES[dtype], size, head_dim, "few" if keys <= FEW_KEYS else "many", passes)
 
     def nearest(self) -> tuple[Kind, ...]:
         """The kinds whose measurement stands for this one, the nearest first: itself, then those of
@@ -142,6 +158,8 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
         keys=problem.nk,
         d=problem.d,
         dv=problem.dv,
+        gradients=problem.needs_grad,
+        causal=problem.causal,
     )
     if kind is None:
         return None

@@ -1,0 +1,215 @@
+"""Measures calls together with their gradients: one forward and one backward pass through autograd,
+for every implementation that has a backward pass and for PyTorch's fused kernels.
+
+    python -m bench.gradients [--only REGEX] [--rounds N] [--output FOLDER]
+
+The rows go to <gpu>.csv with the word `gradients` among their features; bench.measured tells
+dispatch from them who computes gradients the fastest. Exit status: 0 when all is measured, 1 when
+gradients of ours were wrong, 2 when nothing can be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bench import environment
+from bench.candidates import Candidate, chosen_candidates, our_candidates, torch_candidates
+from bench.cases import GRADIENTS_FILE, TORCH_DTYPES, Case, choose_cases, load_cases
+from bench.correctness import Verdict
+from bench.results import GRADIENTS, RESULTS_FOLDER, append_rows, check_header
+from bench.run import MIN_ROUNDS, run_case, summary
+from bench.timing import CudaLab
+
+if TYPE_CHECKING:
+    import torch
+
+# Operations of a call and its gradients, and the bytes that they must move, in those of the call:
+# five products of the backward pass beside two; q, k, v and the output are read once more, and
+# their gradients written or read.
+FLOPS, BYTES = 3.5, 3
+# The NRMSE above which gradients are wrong. Those of 16-bit kernels have about 3e-3; the tests of
+# gradients hold ours to the error rule.
+LIMIT = 0.02
+# torch-math keeps every score for the backward pass.
+LEFT_OUT = ("torch-math",)
+
+
+class Gradients(NamedTuple):
+    """The gradients of q, k and v, in their shapes."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+    def fill_(self, value: float) -> None:
+        for gradient in self:
+            gradient.fill_(value)
+
+
+def dout_of(case: Case, device: str = "cuda") -> torch.Tensor:
+    """The gradient of the output (b, hq, nq, dv) in the dtype of q: the same for everyone."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(1)
+    dtype = getattr(torch, TORCH_DTYPES[case.dtype])
+    shape = (case.b, case.hq, case.nq, case.dv)
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+
+def with_gradients(candidate: Candidate, dout: torch.Tensor) -> Candidate:
+    """A candidate that also computes the gradients of its calls."""
+
+    def bind(case: Case) -> Callable[..., Any]:
+        import torch
+
+        call = candidate.bind(case)
+        given = dout if tuple(dout.shape) == (case.b, case.hq, case.nq, case.dv) else None
+
+        def forward_and_backward(*inputs: torch.Tensor) -> Gradients:
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in inputs]
+                out = call(*leaves)
+                wanted = given if given is not None else torch.ones_like(out)
+                return Gradients(*torch.autograd.grad(out, leaves, wanted))
+
+        return forward_and_backward
+
+    words = [word for word in (candidate.features, GRADIENTS) if word]
+    return dataclasses.replace(candidate, bind=bind, features=";".join(words))
+
+
+class Checker:
+    """Compares gradients with float64: all of those of the first and the last head of k."""
+
+    def __init__(self, case: Case, dout: torch.Tensor) -> None:
+        self._case, self._dout = case, dout
+        self._expected: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: Gradients,
+        *,
+        ours: bool,
+    ) -> Verdict:
+        """Judges the gradients of q, k and v; `ours` makes no difference."""
+        import torch
+
+        case = self._case
+        max_err, problem = 0.0, ""
+        for batch, head in sorted({(0, 0), (case.b - 1, case.hkv - 1)}):
+            expected = self._expect(q, k, v, batch, head)
+            found = (self._heads(out.dq, batch, head), out.dk[batch, head], out.dv[batch, head])
+            for name, mine, right in zip(("dq", "dk", "dv"), found, expected, strict=True):
+                error = mine.double() - right
+                max_err = max(max_err, float(error.abs().max()))
+                nrmse = float(error.norm() / right.norm())
+                if not nrmse <= LIMIT:  # NaN, too
+                    problem = problem or f"{name} of batch {batch}, head {head}: NRMSE {nrmse:.3g}"
+        if not all(bool(torch.isfinite(x).all()) for x in out):
+            problem = problem or "gradients have elements that are not finite"
+        return Verdict(max_err, not problem, problem)
+
+    def _heads(self, x: torch.Tensor, batch: int, head: int) -> torch.Tensor:
+        """The query heads of a head of k."""
+        group = self._case.hq // self._case.hkv
+        return x[batch, head * group : (head + 1) * group]
+
+    def _expect(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int, head: int
+    ) -> list[torch.Tensor]:
+        """dq of a head's query heads, dk and dv in float64."""
+        import torch
+
+        key = (id(q), batch * self._case.hkv + head)
+        if key not in self._expected:
+            mine = self._heads(q, batch, head).double()
+            keys, values = k[batch, head].double(), v[batch, head].double()
+            scale = self._case.d**-0.5
+            hidden = None
+            if self._case.causal:
+                shape = (self._case.nq, self._case.nk)
+                seen = torch.ones(shape, dtype=torch.bool, device=q.device)
+                hidden = ~seen.tril(self._case.nk - self._case.nq)
+            dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
+            for rows, dout in zip(mine, self._heads(self._dout, batch, head).double(), strict=True):
+                scores = rows @ keys.T * scale
+                if hidden is not None:
+                    scores.masked_fill_(hidden, -torch.inf)
+                p = torch.softmax(scores, -1)
+                del scores
+                dp = dout @ values.T
+                dv += p.T @ dout
+                ds = p.mul_(dp - (p * dp).sum(-1, keepdim=True)).mul_(scale)
+                dq.append(ds @ keys)
+                dk += ds.T @ rows
+            self._expected[key] = [torch.stack(dq), dk, dv]
+        return self._expected[key]
+
+
+def candidates() -> list[Candidate]:
+    """Every implementation of ours, which refuses where it has no backward pass, PyTorch's fused
+    kernels, and both as they are chosen.
+    """
+    every = [*our_candidates(), *torch_candidates(), *chosen_candidates()]
+    return [candidate for candidate in every if candidate.name not in LEFT_OUT]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; see the top of this file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gradients", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="default: 20")
+    parser.add_argument("--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER")
+    options = parser.parse_args(argv)
+    try:
+        cases = choose_cases(load_cases(GRADIENTS_FILE), options.only)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    problem = environment.why_no_gpu() or environment.why_no_archflash()
+    if problem:
+        print(problem, file=sys.stderr)
+        return 2
+
+    lab = CudaLab(target_us=8_000.0)
+    facts = lab.facts()
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{environment.gpu_slug(facts['gpu'])}.csv"
+    check_header(path)
+    print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
+    results = {}
+    for case in cases:
+        dout = dout_of(case)
+        measured = [with_gradients(candidate, dout) for candidate in candidates()]
+        result = run_case(
+            lab, case, measured, facts, rounds=options.rounds, check=Checker(case, dout)
+        )
+        for row in result.rows:
+            p50 = float(row["p50_us"])
+            row["tflops"] = f"{FLOPS * case.flops() / p50 / 1e6:.2f}"
+            row["gbps"] = f"{BYTES * case.bytes() / p50 / 1e3:.1f}"
+        del measured, dout
+        lab.release()
+        append_rows(path, result.rows)
+        results[case.name] = result
+        print(
+            f"{case.name}: "
+            + ", ".join(f"{r['implementation']} {r['tflops']}" for r in result.rows),
+            flush=True,
+        )
+    print(summary(cases, results))
+    return 1 if any(r.wrong for r in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
