@@ -334,15 +334,14 @@ def _cudnn(
     if attn_bias is not None:
         values = _with_mask(values, attn_bias)
     forced = _forced()
-    served = _serve(query, key, value, values, forced)
+    served = _serve(query, key, value, values, forced, False, True)  # the log-sum-exp as a column
     if served is None:
         out = _like_query(query, value.size(3))
-        served = _serve(query, key, value, _with_out(values, out), forced)
+        served = _serve(query, key, value, _with_out(values, out), forced, False, True)
     if type(served) is str:
         return _decline(served)
     if compute_log_sumexp:
         out, lse = served
-        lse = lse.unsqueeze(3)
     else:
         out, lse = served, None  # as PyTorch's kernel
     return out, lse, None, None, nq, nk, *_state(query, compute_log_sumexp), None

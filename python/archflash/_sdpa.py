@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._api import attention
 from archflash._bias import is_causal_bias
 from archflash._dispatch import note_fallback
-from archflash._torch import AUTOCAST_DEVICES
+from archflash._torch import AUTOCAST_DEVICES, PYTORCHS_SDPA
 
 
 def scaled_dot_product_attention(
@@ -68,12 +67,12 @@ def scaled_dot_product_attention(
             else "nested tensors: no kernel of archflash takes them",
             stacklevel=3,
         )
-        return F.scaled_dot_product_attention(
+        return PYTORCHS_SDPA(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if 0 in (query.shape[-1:] + value.shape[-1:]):
         # There is nothing to multiply, or nothing to return.
-        return F.scaled_dot_product_attention(
+        return PYTORCHS_SDPA(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     device = query.device.type
@@ -85,7 +84,8 @@ def scaled_dot_product_attention(
             attn_mask = _autocast(attn_mask, device)
     if attn_mask is not None and is_causal:
         raise (ValueError if is_bias else RuntimeError)(
-            "attn_mask and is_causal=True exclude each other: fold the causal rule into attn_mask"
+            "Explicit attn_mask should not be set when is_causal=True: fold the causal rule into "
+            "attn_mask"  # it begins with PyTorch's words, which callers may look for
         )
     if min(query.ndim, key.ndim, value.ndim) < 2:
         raise RuntimeError(

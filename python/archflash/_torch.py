@@ -30,6 +30,9 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
 _FAR = 1 << 60  # larger offsets have no other meaning, and could overflow
 
+# Kept at import: code may put `archflash.scaled_dot_product_attention` in its place later.
+PYTORCHS_SDPA = F.scaled_dot_product_attention
+
 # Device types that have autocast. They are determined at import, because torch.compile cannot trace
 # this query before torch 2.13.
 AUTOCAST_DEVICES = tuple(
@@ -648,7 +651,7 @@ def _sdpa(
 ) -> Tensor:
     if q.device.type == "cuda":
         q, k, v = (_readable_by_fused_kernels(x) for x in (q, k, v))
-    return F.scaled_dot_product_attention(
+    return PYTORCHS_SDPA(
         q,
         k,
         v,

@@ -50,7 +50,9 @@ decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or
 struct OperatorDecision {
   std::shared_ptr<PreparedPlan> plan;
   std::string reason;   // why PyTorch's own kernel serves the problem; empty: the plan does
-  nb::object out, lse;  // what torch.empty_like makes the results of; they hold no memory
+  // What torch.empty_like makes the results of; they hold no memory. lse_column has one more
+  // dimension, of size 1.
+  nb::object out, lse, lse_column;
 };
 PlanCache<OperatorDecision>& operator_cache() {
   static auto& instance = *new PlanCache<OperatorDecision>;
@@ -296,7 +298,7 @@ bool repeats_rows(const Problem& p) {
 // An eager call of one of PyTorch's operators, in which nothing but the kernel's own checks depends
 // on gradients: autograd records the operator, not this call.
 nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
-                          nb::handle implementation, bool rows_before_heads) {
+                          nb::handle implementation, bool rows_before_heads, bool lse_column) {
   Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
   arguments.rows_before_heads = rows_before_heads;
   if (needs_dispatcher(arguments)) return nb::str("a subclass of torch.Tensor");
@@ -316,12 +318,17 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
     } else {
       decision.plan = prepare_for(call, answer);
       decision.out = without_memory(allocate_out(q, call));
-      if (call.problem.want_lse) decision.lse = without_memory(allocate_lse(q, call.problem));
+      if (call.problem.want_lse) {
+        nb::object lse = allocate_lse(q, call.problem);
+        decision.lse_column = lse.attr("unsqueeze")(-1);
+        decision.lse = without_memory(std::move(lse));  // of both, which share it
+      }
     }
     found = operator_cache().insert(key, std::move(decision));
   }
   if (!found->plan) return nb::str(found->reason.c_str(), found->reason.size());
-  const OperatorDecision decision = *found;  // a copy: allocating may let other threads insert
+  OperatorDecision decision = *found;  // a copy: allocating may let other threads insert
+  if (lse_column) decision.lse = decision.lse_column;
   nb::object result = run(*decision.plan, arguments, call, &decision);
   ++served()[decision.plan->plan->implementation];
   return result;
@@ -936,13 +943,14 @@ NB_MODULE(_archflash, m) {
       "set_decide_operator", [](nb::object function) { decide_operator() = std::move(function); },
       "function"_a);
   m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
-        "implementation"_a.none(), "rows_before_heads"_a = false,
+        "implementation"_a.none(), "rows_before_heads"_a = false, "lse_column"_a = false,
         nb::sig("def serve_operator(q: typing.Any, k: typing.Any, v: typing.Any, options: "
                 "tuple[typing.Any, ...], implementation: str | None, rows_before_heads: bool = "
-                "False) -> typing.Any"),
+                "False, lse_column: bool = False) -> typing.Any"),
         "Serves a call of one of PyTorch's operators from a kernel; what `attention` would return. "
         "Or the reason why PyTorch's own kernel is to serve it, a str; or None where `out` has to "
-        "be given, because q repeats rows.");
+        "be given, because q repeats rows. With lse_column the log-sum-exp has a last dimension of "
+        "size 1.");
   m.def(
       "operators_served",
       [](bool reset) {

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import math
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -445,3 +447,27 @@ def test_install_gives_the_names_and_takes_them_back(monkeypatch: pytest.MonkeyP
     assert sys.modules["flash_attn"] is fa2
     archflash.compat.uninstall()
     assert sys.modules["flash_attn"] is another
+
+
+def test_installed_names_belong_to_the_distribution_archflash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What looks a module's distribution up finds one, and not the original's."""
+    # As transformers keeps them, which asks once.
+    asked_before = SimpleNamespace(PACKAGE_DISTRIBUTION_MAPPING={"torch": ["torch"]})
+    monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", asked_before)
+    names = ("flash_attn", "flash_attn_interface", "flash_mla")
+    before = importlib.metadata.packages_distributions()
+    archflash.compat.install(replace=True)
+    try:
+        found = importlib.metadata.packages_distributions()
+        for name in names:
+            assert "archflash" in found[name]
+            assert asked_before.PACKAGE_DISTRIBUTION_MAPPING[name] == ["archflash"]
+        assert importlib.metadata.version("archflash") == archflash.__version__
+        listed = list(importlib.metadata.distributions(name="archflash"))
+        assert all(d.files for d in listed), "the names alone are no installed distribution"
+    finally:
+        archflash.compat.uninstall()
+    after = importlib.metadata.packages_distributions()
+    assert [after.get(name) for name in names] == [before.get(name) for name in names]

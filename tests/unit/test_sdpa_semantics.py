@@ -180,7 +180,7 @@ def test_masks_of_five_dimensions() -> None:
 def test_a_mask_together_with_is_causal_is_refused() -> None:
     # PyTorch's documentation calls this an error, but some of its CPU kernels accept it.
     q, k, v = inputs((2, 4), 5, 7)
-    with pytest.raises(RuntimeError, match="exclude each other"):
+    with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
         scaled_dot_product_attention(q, k, v, attn_mask=rand(5, 7) > 0, is_causal=True)
 
 
@@ -238,3 +238,17 @@ def test_dropout_runs_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert "dropout" in reasons[0]
     scaled_dot_product_attention(q, k, v)
     assert len(reasons) == 1
+
+
+def test_it_may_take_the_place_of_pytorchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs do that cannot be edited. What is left to PyTorch must not come back here."""
+    pytorchs = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+    q, k, v = inputs((2, 4), 7, 7)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    calls: list[dict[str, Any]] = [{}, {"is_causal": True}, {"attn_mask": mask}]
+    for given in calls:
+        got = F.scaled_dot_product_attention(q, k, v, **given)
+        torch.testing.assert_close(got, pytorchs(q, k, v, **given))
+    assert F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).shape == q.shape
+    assert F.scaled_dot_product_attention(q[..., :0], k[..., :0], v).shape == q.shape

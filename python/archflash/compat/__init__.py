@@ -11,8 +11,12 @@ cannot be edited.
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from archflash.compat import flash_attn, flash_attn_interface, flash_mla
 from archflash.compat.flash_attn import bert_padding, layers
@@ -30,16 +34,50 @@ _MODULES: dict[str, ModuleType] = {
     "flash_attn_interface": flash_attn_interface,
     "flash_mla": flash_mla,
 }
+_TOP_LEVEL = tuple(name for name in _MODULES if "." not in name)
+_DISTRIBUTION = "archflash"
 _hidden: dict[str, ModuleType] = {}  # modules that install() took the names of
+
+
+class _Names(importlib.metadata.Distribution):
+    """The modules of `install` as top-level names of the distribution archflash."""
+
+    def read_text(self, filename: str) -> str | None:
+        texts = {
+            "METADATA": (
+                "Metadata-Version: 2.1\n"
+                f"Name: {_DISTRIBUTION}\n"
+                f"Version: {importlib.metadata.version(_DISTRIBUTION)}\n"
+            ),
+            "top_level.txt": "\n".join(_TOP_LEVEL),
+        }
+        return texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class _Provider(importlib.metadata.DistributionFinder):
+    """Finds `_Names` among all distributions, for importlib.metadata.packages_distributions()."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """No module: `install` has put them into sys.modules."""
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        if context is None or context.name is None:  # by its name it is found as it is installed
+            yield _Names()
+
+
+_PROVIDER = _Provider()
 
 
 def install(*, replace: bool = False) -> None:
     """Makes ``import flash_attn`` (FlashAttention-2), ``import flash_attn_interface``
     (FlashAttention-3) and ``import flash_mla`` find the modules of this package, in this process.
 
-    Call it before the code that imports them. What looks for an installed distribution of that
-    name, as transformers does for ``attn_implementation="flash_attention_2"``, finds none. Some
-    versions of transformers 5 raise KeyError: 'flash_attn' then: import transformers first.
+    Call it before the code that imports them. What looks for the installed distribution behind such
+    a name, as transformers does for ``attn_implementation="flash_attention_2"``, finds archflash
+    and not the original.
 
     Args:
         replace: also where a module of such a name was imported before; code that has taken
@@ -66,16 +104,21 @@ def install(*, replace: bool = False) -> None:
         )
     _hidden.update(others)
     sys.modules.update(_MODULES)
-    # Some versions of transformers 5 look a module up here without asking whether it is listed.
+    if _PROVIDER not in sys.meta_path:
+        sys.meta_path.append(_PROVIDER)
+    # transformers 5 asks for the distributions once, at import, and looks a module up in the answer
+    # without asking whether it is listed.
     transformers = sys.modules.get("transformers.utils.import_utils")
     distributions = getattr(transformers, "PACKAGE_DISTRIBUTION_MAPPING", None)
     if isinstance(distributions, dict):
-        for name in ("flash_attn", "flash_attn_interface"):
-            distributions.setdefault(name, [])
+        for name in _TOP_LEVEL:
+            distributions.setdefault(name, [_DISTRIBUTION])
 
 
 def uninstall() -> None:
     """Takes the names back that `install` gave; modules that it replaced have them again."""
+    if _PROVIDER in sys.meta_path:
+        sys.meta_path.remove(_PROVIDER)
     for name, module in _MODULES.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
