@@ -115,7 +115,11 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
 
 // Why the gradients of a call cannot be computed, whatever tensors it makes for them.
 Reasons why_no_gradients(const Backward& backward, const Problem& call, const Device& device) {
-  const BackwardTensor dense{.strides = {}, .dtype = call.dtype, .unit = true, .align = 16};
+  const int64_t row = std::max(call.d, call.dv), head = call.nq * row;
+  const BackwardTensor dense{.strides = {.batch = call.heads_q * head, .head = head, .row = row},
+                             .dtype = call.dtype,
+                             .unit = true,
+                             .align = 16};
   BackwardProblem problem{.call = call, .dout = dense, .dq = dense, .dk = dense, .dv = dense};
   problem.call.want_lse = true;
   const PlanResult result = backward.plan(problem, device);
