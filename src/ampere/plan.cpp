@@ -106,7 +106,8 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<D192Cache<DType::F16>>("d192_cache", {}, WITH_CACHE),
     tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
 };
-// A row of the tables of decoding kernels. Their costs were measured on an H200 (NOTES.md).
+// A row of the tables of decoding kernels, which serve calls without a cache too. Their costs were
+// measured on an H200 (NOTES.md).
 template <class C>
 constexpr core::Tile decode_tile(const char* name, const char* reason) {
   core::Tile decodes = tile<C>(name, {}, reason);
@@ -126,16 +127,21 @@ constexpr core::Tile FP8_CACHE_TILES[] = {
     decode_tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", WITH_FP8_CACHE),
 };
 
-// The table for a call with a cache. With batch_invariant all calls with a cache of one dtype take
-// the same kernel.
-std::span<const core::Tile> cache_tiles(const Problem& problem) {
-  if (is_fp8(problem.kv_dtype)) return FP8_CACHE_TILES;
+// Whether the rows of q that share a head of K and V fit a tile of DECODE_TILES. With
+// batch_invariant the kernel must not depend on how many rows there are.
+bool decodes(const Problem& problem) {
   const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;
-  if (problem.batch_invariant || rows == UNKNOWN) return CACHE_TILES;
+  if (problem.batch_invariant || rows == UNKNOWN) return false;
   const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
   const uint64_t tile_rows = power_of_two(rows) * power_of_two(problem.heads_q / problem.heads_kv);
-  if (tile_rows > DECODE_TILES[0].block_q) return CACHE_TILES;
-  return DECODE_TILES;
+  return tile_rows <= static_cast<uint64_t>(DECODE_TILES[0].block_q);
+}
+
+// The table for a call with a cache.
+std::span<const core::Tile> cache_tiles(const Problem& problem) {
+  if (is_fp8(problem.kv_dtype)) return FP8_CACHE_TILES;
+  if (decodes(problem)) return DECODE_TILES;
+  return CACHE_TILES;
 }
 
 constexpr core::Tile MLA_TILES[] = {
@@ -185,6 +191,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
     return mma_sync::plan_with_cache("ampere", cache_tiles(problem), problem, device);
   }
   if (is_masked(problem)) return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
+  if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
   return mma_sync::plan_16_bits("ampere", TILES, problem, device);
 }
 

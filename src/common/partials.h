@@ -41,6 +41,12 @@ struct CombineParams {
 };
 static_assert(std::is_trivially_copyable_v<CombineParams>);
 
-constexpr int COMBINE_WARPS = 4;  // warps of a CTA of that kernel; each computes one row
+// That of the kernel that does it for decoding calls.
+struct CombineSharesParams : CombineParams {
+  int32_t warps_of_row;  // 1 or COMBINE_WARPS: so many of a CTA share out the shares of a row
+};
+static_assert(std::is_trivially_copyable_v<CombineSharesParams>);
+
+constexpr int COMBINE_WARPS = 4;  // warps of a CTA of those kernels
 
 }  // namespace archflash

@@ -24,8 +24,12 @@ from ..kvcache_cases import CacheCall, make
 from .executors import executor
 
 here = executor()
-KERNELS = here.kernels("kv_cache")
-BF16, F16 = torch.bfloat16, torch.float16
+KERNELS = here.kernels("fp8_cache")  # for 16-bit queries, and caches of 16 and 8 bits
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+EXACT = [kernel for kernel in here.kernels("kv_cache") if kernel not in KERNELS]  # for float32
+kernels_and_dtypes = pytest.mark.parametrize(
+    ("kernel", "dtype"), [*((k, BF16) for k in KERNELS), *((k, F32) for k in EXACT)]
+)
 
 # Each has NaN behind the lengths, pages in no order, and a pair or more of what a call may have.
 CALLS: dict[str, Callable[[], CacheCall]] = {
@@ -129,6 +133,38 @@ def test_a_kernel_serves_a_call_as_the_reference_does(kernel: str, name: str) ->
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
 
 
+def in_float32(call: CacheCall) -> CacheCall:
+    new = {name: call.options[name].float() for name in ("k_new", "v_new") if name in call.options}
+    caches = (call.k_cache.float(), call.v_cache.float())
+    return CacheCall(call.q.float(), *caches, {**call.options, **new})
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if "qv" not in n and not re.search("e[45]m", n)])
+@pytest.mark.parametrize("kernel", EXACT)
+def test_an_exact_kernel_serves_it_in_float32(kernel: str, name: str) -> None:
+    call = in_float32(CALLS[name]())
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
+@pytest.mark.parametrize("kernel", EXACT)
+def test_every_exact_kernel_combines_many_shares(kernel: str) -> None:
+    ran: set[str] = set()
+    for d in (64, 96, 192):  # the last share of a row that sees few keys has none
+        call = make(
+            [40, 900], d=d, heads=(6, 2), nq=2, page_size=5, capacity=1200, num_splits=36, n_new=1,
+            causal=True, sinks=torch.linspace(-1, 9, 6, device=here.device), device=here.device,
+        )  # fmt: skip
+
+        def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
+            out, lse, plan = here.attend_with_kvcache(kernel, mine)
+            ran.update(plan.kernels)
+            return out, lse
+
+        kvcache_cases.check(call, serve)
+    tiles = {f"{kernel}_attention_fwd_f32_d{d}_cache" for d in (64, 128, 256)}
+    assert ran == {*tiles, f"{kernel}_combine_f32", f"{kernel}_append_f32"}
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_queries_are_rotated_where_no_row_is_appended(kernel: str) -> None:
     call = make([20, 45], nq=2, n_new=1, rotary=32, window=(None, None), dtype=BF16,
@@ -222,7 +258,7 @@ def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
         call = make(
             [5, 40], nq=nq, d=d, dv=dv, page_size=16, capacity=48, n_new=1, dtype=dtype, seed=d,
             cache_dtype=cache_dtype and cache_dtype[d // 64 % 2], device=here.device, qv=qv,
-            num_splits=2 if qv else None,
+            num_splits=2 if qv or nq == 1 else None,
         )  # fmt: skip
 
         def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
@@ -271,11 +307,16 @@ def test_a_row_gets_the_same_bits_whatever_else_is_in_the_call(
 
 
 @pytest.mark.parametrize("of_values", [{}, {"qv": True, "dv": 512}], ids=["", "qv"])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_plan_serves_other_lengths_and_pages(kernel: str, of_values: dict[str, Any]) -> None:
+@kernels_and_dtypes
+def test_a_plan_serves_other_lengths_and_pages(
+    kernel: str, dtype: torch.dtype, of_values: dict[str, Any]
+) -> None:
+    if of_values and dtype == F32:
+        pytest.skip("qv: 16 bits only")
+
     def call(lengths: list[int], seed: int) -> CacheCall:
         return make(
-            lengths, page_size=16, capacity=160, n_new=1, nq=1, rotary=16, num_splits=2, dtype=BF16,
+            lengths, page_size=16, capacity=160, n_new=1, nq=1, rotary=16, num_splits=2, dtype=dtype,
             seed=seed, device=here.device, **of_values,
         )  # fmt: skip
 
@@ -288,15 +329,15 @@ def test_a_plan_serves_other_lengths_and_pages(kernel: str, of_values: dict[str,
         )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@kernels_and_dtypes
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_what_points_outside_the_cache_is_neither_read_nor_written(
-    kernel: str, page_size: int | None
+    kernel: str, dtype: torch.dtype, page_size: int | None
 ) -> None:
     rows_of = [1, 0] if page_size is None else None
     call = make(
         [5, 20], n_new=2, nq=2, capacity=32, page_size=page_size, rows_of=rows_of, rotary=8,
-        leftpad=[0, 3], dtype=BF16, device=here.device,
+        leftpad=[0, 3], dtype=dtype, device=here.device,
     )  # fmt: skip
     wrong: list[dict[str, Any]] = [
         {"cache_seqlens": here.int32(-3, 20)},

@@ -1,6 +1,6 @@
-// Attention of few query rows over a KV cache (decoding), on mma.sync and cp.async. Few rows make
-// little work for each byte that is read, so that the copies must never wait: every warp is a
-// pipeline of its own.
+// Attention of few query rows (decoding), over a KV cache or over K and V as they are given, on
+// mma.sync and cp.async. Few rows make little work for each byte that is read, so that the copies
+// must never wait: every warp is a pipeline of its own.
 //
 //   CTA    16 query rows, mostly the heads of one position that share a head of K, packed
 //   warp   all 16 rows, and WARP_KEYS keys of each block, which are a group. It copies them into
@@ -35,6 +35,7 @@
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mma_sync.cuh"
 
@@ -458,6 +459,14 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   }
 }
 
+// The rows of a call without a cache, of which CacheParams::cache tells as of one whose blocks are
+// the sequences, or with cu_seqlens all of them together.
+__device__ __forceinline__ math::CacheRows rows_without_cache(const AttentionParams& params,
+                                                              const math::Work& work) {
+  const int sequence = work.batch_head / params.heads_q;
+  return {math::sequence_start(params.cu_seqlens_k_gmem, sequence, params.nk), work.nk};
+}
+
 template <class C>
 __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
@@ -467,6 +476,7 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   const math::PackedHeads& packed = params.packed_heads;
   const Partials& partials = params.partials;
   CacheContext& cta = *reinterpret_cast<CacheContext*>(shared + C::CONTEXT_SMEM);
+  ptx::griddepcontrol_launch_dependents();  // the combining kernel waits for the last share
   {
     for (int head = 0; !partials.wanted() && head < packed.count; ++head) {
       math::write_rows_of_no_sequence(attention, blockIdx.x, threadIdx.x, C::THREADS, packed.rows(),
@@ -477,7 +487,9 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
       const math::CacheRows rows =
-          math::find_cache_rows(params.cache, work.batch_head / attention.heads_q);
+          params.cache.seqlens_gmem == nullptr
+              ? rows_without_cache(attention, work)
+              : math::find_cache_rows(params.cache, work.batch_head / attention.heads_q);
       work.nk = rows.count;
       cta = make_cache_context<C>(params, work, rows);
     }

@@ -19,7 +19,7 @@ KvCache kv_cache(const Problem& problem) {
   KvCache cache;
   std::memset(&cache, 0, sizeof cache);
   cache.page_table_row = problem.page_table_row;
-  cache.blocks = static_cast<int32_t>(problem.cache_batch);
+  cache.blocks = static_cast<int32_t>(problem.kv_cache ? problem.cache_batch : problem.batch);
   cache.block_rows = static_cast<int32_t>(problem.page_size > 0 ? problem.page_size : problem.nk);
   cache.capacity = static_cast<int32_t>(problem.nk);
   cache.n_new = static_cast<int32_t>(problem.n_new);
@@ -28,6 +28,7 @@ KvCache kv_cache(const Problem& problem) {
 
 std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset) {
   std::vector<PointerSlot> slots;
+  if (!problem.kv_cache) return slots;
   const auto add = [&](Operand operand, size_t field) {
     slots.push_back({operand, static_cast<int32_t>(offset + field), 0});
   };
@@ -38,7 +39,13 @@ std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset) {
   return slots;
 }
 
-Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& kernel) {
+int32_t chunk_of(const Problem& problem) {
+  constexpr int64_t LARGEST_CHUNK = int64_t{1} << 30;  // more than there are positions
+  return static_cast<int32_t>(std::min(problem.attention_chunk, LARGEST_CHUNK));
+}
+
+Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& image,
+                   const std::string& kernel) {
   if (problem.n_new == 0 && problem.rotary_dim == 0) return {};
   AppendParams params;
   init_params(problem, params);
@@ -67,7 +74,7 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
   Launch& attention = plan.launches[0];
   Launch append;
   append.kernel = kernel;
-  append.image = attention.image;
+  append.image = image;
   append.grid = {ctas, 1, 1};
   append.block = {32 * APPEND_WARPS, 1, 1};
   append.pointers = pointers(problem);
@@ -109,7 +116,6 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
 }  // namespace archflash::core
 
 namespace archflash::mma_sync {
-
 PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
                            const Problem& problem, const Device& device) {
   const auto choice = core::choose_with_splits(folder, tiles, problem, device);
@@ -117,14 +123,14 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   const auto& chosen = std::get<core::SplitChoice<core::Tile>>(choice);
   const auto& [tile, splits, share_keys] = chosen;
   const std::string word = core::dtype_word(problem.dtype);
+  const bool decodes = tile.rows_per_warp == 0;  // a kernel of decode_fwd.cuh
   CacheParams params;
   core::init_params(problem, params);
   params.attention.order = core::choose_order(problem, device, tile);
   params.partials.splits = 1;
   params.packed_heads = core::packed_heads(tile);
   params.cache = core::kv_cache(problem);
-  constexpr int64_t LARGEST_CHUNK = int64_t{1} << 30;  // more than there are positions
-  params.attention_chunk = static_cast<int32_t>(std::min(problem.attention_chunk, LARGEST_CHUNK));
+  params.attention_chunk = core::chunk_of(problem);
   const bool fp8 = is_fp8(problem.kv_dtype);
   if (fp8) {
     const Descales descales = core::descales(problem);
@@ -139,8 +145,15 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
     core::split_keys(plan, problem, splits, share_keys, offsetof(CacheParams, partials),
                      folder + "_combine_" + word);
   }
+  const std::string cache_image = folder + (fp8 ? "/cache_fp8_" : "/cache_") + word;
+  const std::string decode_image = folder + "/decode_" + word;
   Launch& attention = plan.launches[0];
-  attention.image = folder + (fp8 ? "/cache_fp8_" : "/cache_") + word;
+  attention.image = fp8 || !decodes ? cache_image : decode_image;
+  if (decodes && chosen.combines()) {
+    plan.launches[1].kernel += "_decode";
+    core::combine_shares(plan.launches[1], splits, share_keys);
+    plan.launches[1].image = decode_image;
+  }
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     attention.pointers.push_back(slot);
   const auto add_descale = [&](int bit, Operand operand, size_t field) {
@@ -151,8 +164,8 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   };
   add_descale(1, Operand::KDescale, offsetof(CacheParams, k_descale));
   add_descale(2, Operand::VDescale, offsetof(CacheParams, v_descale));
-  const Reasons reasons =
-      core::add_append(plan, problem, folder + "_append_" + word + (fp8 ? "_fp8" : ""));
+  const Reasons reasons = core::add_append(plan, problem, cache_image,
+                                           folder + "_append_" + word + (fp8 ? "_fp8" : ""));
   if (!reasons.empty()) return reasons;
   return plan;
 }

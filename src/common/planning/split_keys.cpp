@@ -139,4 +139,17 @@ void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_
   plan.launches.push_back(std::move(second));
 }
 
+void combine_shares(Launch& combine, int64_t splits, int64_t share_keys) {
+  CombineSharesParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params), combine.params.data(), sizeof(CombineParams));
+  // How many warps make a row changes its bits. Fixed shares are made so that nothing does.
+  constexpr int64_t FEW_SHARES = 4;
+  const bool by_one = splits <= FEW_SHARES || share_keys > 0;
+  params.warps_of_row = by_one ? 1 : COMBINE_WARPS;
+  combine.params = bytes(params);
+  combine.grid[0] = ceil_div(params.partials.rows, COMBINE_WARPS / params.warps_of_row);
+  combine.starts_early = true;
+}
+
 }  // namespace archflash::core

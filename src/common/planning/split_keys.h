@@ -117,4 +117,7 @@ void refuse_batch_invariant(const Problem& problem, const std::string& folder,
 void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_t share_keys,
                 size_t offset, const std::string& combine_kernel);
 
+// Makes the second launch of such a plan one of math/combine_shares.cuh, which starts early.
+void combine_shares(Launch& combine, int64_t splits, int64_t share_keys);
+
 }  // namespace archflash::core
