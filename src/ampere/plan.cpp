@@ -188,13 +188,22 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (!reasons.empty()) return reasons;
   if (problem.qv_align > 0) return plan_with_qv(problem, device);
   if (problem.kv_cache) {
-    return mma_sync::plan_with_cache("ampere", cache_tiles(problem), problem, device);
+    const bool few_rows_apart = !decodes(problem) && !is_fp8(problem.kv_dtype);
+    const std::span<const core::Tile> none, few(DECODE_TILES);
+    return mma_sync::plan_with_cache("ampere", cache_tiles(problem), problem, device,
+                                     few_rows_apart ? few : none);
   }
   if (is_masked(problem)) return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
   return mma_sync::plan_16_bits("ampere", TILES, problem, device);
 }
 
-Notes notes(const LaunchPlan&) { return {}; }
+Notes notes(const LaunchPlan& plan) {
+  for (const Launch& launch : plan.launches) {
+    if (launch.kernel.ends_with("_decode") && !plan.tile.name.ends_with("_decode"))
+      return {{"few rows", "sequences of few rows have a launch of their own, " + launch.kernel}};
+  }
+  return {};
+}
 
 }  // namespace archflash::ampere

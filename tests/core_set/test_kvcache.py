@@ -21,6 +21,7 @@ from archflash import reference
 
 from .. import kvcache_cases
 from ..kvcache_cases import CacheCall, make
+from ..replanned import replanned
 from .executors import executor
 
 here = executor()
@@ -163,6 +164,45 @@ def test_every_exact_kernel_combines_many_shares(kernel: str) -> None:
         kvcache_cases.check(call, serve)
     tiles = {f"{kernel}_attention_fwd_f32_d{d}_cache" for d in (64, 128, 256)}
     assert ran == {*tiles, f"{kernel}_combine_f32", f"{kernel}_append_f32"}
+
+
+# Packed sequences of few rows and of many, and rows of no sequence behind them.
+MIXED: dict[str, dict[str, Any]] = {
+    "page-16": {"page_size": 16},
+    "contiguous-append-rotary-f16": {"n_new": 2, "rotary": 32, "dtype": F16, "leftpad": [0] * 6},
+    "chunks-sinks-d96": {"attention_chunk": 40, "d": 96, "sinks": True, "page_size": 5},
+    "window-softcap-d192": {"window": (50, 3), "softcap": 4.0, "d": 192, "dv": 128},
+}
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_sequences_of_few_rows_have_a_launch_of_their_own(
+    kernel: str, name: str, splits: bool
+) -> None:
+    values = {"dtype": BF16, "d": 64, "causal": True, **MIXED[name]}
+    if values.pop("sinks", False):
+        values["sinks"] = torch.tensor([0.5, -1, 2, 0], device=here.device)
+    if splits:  # of enough keys that a split pays
+        longer = {"attention_chunk": 1800, "window": (1800, 3)}
+        values |= {option: x for option, x in longer.items() if option in values}
+    call = make(
+        [1900 if splits else 60, 5, 0, 500 if splits else 81, 88, 90],
+        q_lengths=[1, 5, 0, 380 if splits else 40, 8, 9], capacity=2048 if splits else 100,
+        heads=(4, 2), device=here.device, **values,
+    )  # fmt: skip
+    made = archflash.explain(
+        call.q, call.k_cache, call.v_cache, **call.options, implementation=kernel, return_lse=True
+    ).plan
+    assert made is not None
+    # The tiles of many rows fill the GPU, so that their keys are not split. Those of few rows do
+    # not fill the larger one.
+    plan = replanned(made, sm_count=12 if splits else 1)
+    assert sum(name.endswith("_cache") for name in plan.kernels) == 1
+    assert sum(name.endswith("_decode") for name in plan.kernels) == (2 if splits else 1)
+    assert "few rows" in dict(plan.notes)
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine, plan=plan)[:2])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -316,8 +356,8 @@ def test_a_plan_serves_other_lengths_and_pages(
 
     def call(lengths: list[int], seed: int) -> CacheCall:
         return make(
-            lengths, page_size=16, capacity=160, n_new=1, nq=1, rotary=16, num_splits=2, dtype=dtype,
-            seed=seed, device=here.device, **of_values,
+            lengths, page_size=16, capacity=160, n_new=1, nq=1, rotary=16, num_splits=2,
+            dtype=dtype, seed=seed, device=here.device, **of_values,
         )  # fmt: skip
 
     first = call([0, 9], seed=0)

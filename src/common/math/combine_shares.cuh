@@ -102,21 +102,26 @@ __device__ __forceinline__ CombinedShares<STEPS> combine_every(const Partials& p
   return all;
 }
 
+// Where a row goes.
+struct CombinedRow {
+  int64_t batch;  // 0 for packed sequences
+  int head;
+  int64_t row;  // of the tensor
+  int64_t lse_index;
+};
+
 // Writes a row.
 template <DType OUT, int STEPS>
 __device__ __forceinline__ void store_combined(const AttentionParams& attention,
-                                               const CombinedShares<STEPS>& all, int64_t row) {
-  const int row_of_head = static_cast<int>(row % attention.nq);
-  const int64_t batch_head = row / attention.nq;
-  const int64_t batch = batch_head / attention.heads_q;  // 0 for packed sequences
-  const int head = static_cast<int>(batch_head % attention.heads_q);
+                                               const CombinedShares<STEPS>& all,
+                                               const CombinedRow& row) {
   const int lane = threadIdx.x % 32;
   const float keys_max =
       all.sum == 0.0f ? MINUS_INFINITY : all.base * base_scale<OUT>(attention) * LN_2;
-  const RowEnd end = finish_row(keys_max, all.sum, load_sink(attention, head));
+  const RowEnd end = finish_row(keys_max, all.sum, load_sink(attention, row.head));
   using Element = std::conditional_t<OUT == DType::F32, float, uint16_t>;
-  Element* out_gmem = static_cast<Element*>(attention.out_gmem) + batch * attention.out_batch +
-                      head * attention.out_head + row_of_head * attention.out_row;
+  Element* out_gmem = static_cast<Element*>(attention.out_gmem) + row.batch * attention.out_batch +
+                      row.head * attention.out_head + row.row * attention.out_row;
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     const int column = 4 * (lane + 32 * step);
@@ -131,12 +136,13 @@ __device__ __forceinline__ void store_combined(const AttentionParams& attention,
                             ptx::cvt_rn_x2_f32<OUT>(o.z, o.w));
     }
   }
-  if (attention.lse_gmem != nullptr && lane == 0) attention.lse_gmem[row] = end.lse;
+  if (attention.lse_gmem != nullptr && lane == 0) attention.lse_gmem[row.lse_index] = end.lse;
 }
 
 template <DType OUT, int STEPS>
 __device__ __forceinline__ void combine_row(const CombineSharesParams& params,
-                                            unsigned char* shared, int64_t row, int splits) {
+                                            unsigned char* shared, int64_t row, int splits,
+                                            const CombinedRow& to) {
   const AttentionParams& attention = params.attention;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float scale = base_scale<OUT>(attention);
@@ -145,7 +151,7 @@ __device__ __forceinline__ void combine_row(const CombineSharesParams& params,
       combine_every<STEPS>(params.partials, row, alone ? 0 : warp, alone ? 1 : COMBINE_WARPS,
                            splits, attention.dv, scale);
   if (alone) {
-    store_combined<OUT>(attention, own, row);
+    store_combined<OUT>(attention, own, to);
     return;
   }
   // All warps' results are merged by the first one.
@@ -170,7 +176,7 @@ __device__ __forceinline__ void combine_row(const CombineSharesParams& params,
     for (int step = 0; step < STEPS; ++step)
       all.add(outputs[(i * STEPS + step) * 32 + lane], weight, step);
   }
-  store_combined<OUT>(attention, all, row);
+  store_combined<OUT>(attention, all, to);
 }
 
 // OUT is the output's type. dv may be at most 256.
@@ -183,19 +189,38 @@ __device__ __forceinline__ void combine_shares(const CombineSharesParams& params
   const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_of_cta +
                       static_cast<int>(threadIdx.x) / 32 / params.warps_of_row;
   if (row >= partials.rows) return;
-  const int row_of_head = static_cast<int>(row % attention.nq);
   const int* cu_q = attention.cu_seqlens_q_gmem;
-  // A row of a packed tensor that belongs to no sequence counts as one that sees no key. No share
-  // has written to its part of the workspace.
-  const bool owned =
-      cu_q == nullptr || (row_of_head >= sequence_start(cu_q, 0, attention.nq) &&
-                          row_of_head < sequence_start(cu_q, attention.batch, attention.nq));
-  const int splits = owned ? partials.splits : 0;
+  CombinedRow to;
+  int splits = partials.splits;
+  if (params.few_rows == 0) {
+    const int64_t batch_head = row / attention.nq;
+    to.batch = batch_head / attention.heads_q;
+    to.head = static_cast<int>(batch_head % attention.heads_q);
+    to.row = row % attention.nq;
+    to.lse_index = row;
+    // A row of a packed tensor that belongs to no sequence counts as one that sees no key. No share
+    // has written to its part of the workspace.
+    const bool owned =
+        cu_q == nullptr || (to.row >= sequence_start(cu_q, 0, attention.nq) &&
+                            to.row < sequence_start(cu_q, attention.batch, attention.nq));
+    if (!owned) splits = 0;
+  } else {
+    const int row_of_sequence = static_cast<int>(row % params.few_rows);
+    const int64_t batch_head = row / params.few_rows;
+    const int sequence = static_cast<int>(batch_head / attention.heads_q);
+    const int first = sequence_start(cu_q, sequence, attention.nq);
+    const int rows = sequence_start(cu_q, sequence + 1, attention.nq) - first;
+    if (row_of_sequence >= rows || rows > params.few_rows) return;
+    to.batch = 0;
+    to.head = static_cast<int>(batch_head % attention.heads_q);
+    to.row = first + row_of_sequence;
+    to.lse_index = to.head * attention.lse_head + to.row;
+  }
   ptx::griddepcontrol_wait();
   if (attention.dv <= 128) {
-    combine_row<OUT, 1>(params, shared, row, splits);
+    combine_row<OUT, 1>(params, shared, row, splits, to);
   } else {
-    combine_row<OUT, 2>(params, shared, row, splits);
+    combine_row<OUT, 2>(params, shared, row, splits, to);
   }
 }
 

@@ -423,7 +423,12 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   uint16_t* row_gmem = nullptr;
   float factor = v_factor;
   if (partials.wanted()) {
-    const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
+    const int64_t row_of_all =
+        params.few_rows == 0
+            ? row.lse_index(attention)
+            : (static_cast<int64_t>(row.batch) * attention.heads_q + row.head) * params.few_rows +
+                  row.row;
+    const int64_t index = partials.index(blockIdx.x % partials.splits, row_of_all);
     if (thread_of_row == 0) partials.ends_gmem[index] = {base, sum};
     if (sum == 0.0f) return;  // the combining kernel does not read the outputs
     partial_gmem = partials.rows_gmem + index * attention.dv;
@@ -467,6 +472,22 @@ __device__ __forceinline__ math::CacheRows rows_without_cache(const AttentionPar
   return {math::sequence_start(params.cu_seqlens_k_gmem, sequence, params.nk), work.nk};
 }
 
+// The tile of a CTA of a launch for the packed sequences of at most few_rows rows, which are one
+// tile each.
+__device__ __forceinline__ math::Work work_of_short_sequence(const AttentionParams& params,
+                                                             int index, int few_rows,
+                                                             int packed_heads) {
+  const int tiles = params.heads_q / packed_heads;  // of a sequence
+  const int sequence = index / tiles;
+  const int* cu_q = params.cu_seqlens_q_gmem;
+  math::Work work{};
+  work.batch_head = sequence * params.heads_q + index % tiles * packed_heads;
+  work.nq = math::sequence_start(cu_q, sequence + 1, params.nq) -
+            math::sequence_start(cu_q, sequence, params.nq);
+  work.first_row = work.nq > 0 && work.nq <= few_rows ? 0 : -1;
+  return work;
+}
+
 template <class C>
 __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
@@ -478,12 +499,15 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   CacheContext& cta = *reinterpret_cast<CacheContext*>(shared + C::CONTEXT_SMEM);
   ptx::griddepcontrol_launch_dependents();  // the combining kernel waits for the last share
   {
-    for (int head = 0; !partials.wanted() && head < packed.count; ++head) {
+    const bool all_rows = params.few_rows == 0;  // of all sequences
+    for (int head = 0; all_rows && !partials.wanted() && head < packed.count; ++head) {
       math::write_rows_of_no_sequence(attention, blockIdx.x, threadIdx.x, C::THREADS, packed.rows(),
                                       packed.count, head);
     }
-    math::Work work =
-        math::find_work(attention, blockIdx.x / partials.splits, packed.rows(), packed.count);
+    const int index = static_cast<int>(blockIdx.x) / partials.splits;
+    math::Work work = all_rows
+                          ? math::find_work(attention, index, packed.rows(), packed.count)
+                          : work_of_short_sequence(attention, index, params.few_rows, packed.count);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
       const math::CacheRows rows =

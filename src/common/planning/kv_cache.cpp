@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <variant>
 
@@ -71,7 +72,6 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
   const int64_t ctas = ceil_div(2 * params.new_rows + params.q_rows, APPEND_WARPS);
   if (ctas > GRID_LIMIT) return grid_too_large(ctas);
 
-  Launch& attention = plan.launches[0];
   Launch append;
   append.kernel = kernel;
   append.image = image;
@@ -97,16 +97,18 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
     const int64_t start = workspace.add(params.q_rows * problem.d * dtype_bytes(problem.dtype));
     plan.workspace_bytes = workspace.bytes();
     add(Operand::Workspace, offsetof(AppendParams, rotated_q_gmem), start);
-    // The attention kernel reads the copy.
-    for (PointerSlot& slot : attention.pointers) {
-      if (slot.operand == Operand::Q) slot = {Operand::Workspace, slot.offset, start};
+    // The other kernels, whose parameters all begin with AttentionParams, read the copy.
+    for (Launch& launch : plan.launches) {
+      for (PointerSlot& slot : launch.pointers) {
+        if (slot.operand == Operand::Q) slot = {Operand::Workspace, slot.offset, start};
+      }
+      AttentionParams changed;
+      std::memcpy(&changed, launch.params.data(), sizeof changed);
+      changed.q_head = problem.d;
+      changed.q_row = problem.heads_q * problem.d;
+      changed.q_batch = problem.varlen ? 0 : problem.nq * changed.q_row;
+      std::memcpy(launch.params.data(), &changed, sizeof changed);
     }
-    AttentionParams changed;
-    std::memcpy(&changed, attention.params.data(), sizeof changed);
-    changed.q_head = problem.d;
-    changed.q_row = problem.heads_q * problem.d;
-    changed.q_batch = problem.varlen ? 0 : problem.nq * changed.q_row;
-    std::memcpy(attention.params.data(), &changed, sizeof changed);
   }
   append.params = bytes(params);
   plan.launches.insert(plan.launches.begin(), std::move(append));
@@ -116,14 +118,23 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
 }  // namespace archflash::core
 
 namespace archflash::mma_sync {
-PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
-                           const Problem& problem, const Device& device) {
-  const auto choice = core::choose_with_splits(folder, tiles, problem, device);
-  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
-  const auto& chosen = std::get<core::SplitChoice<core::Tile>>(choice);
+
+namespace {
+
+std::string cache_image(const std::string& folder, const Problem& problem) {
+  const char* kind = is_fp8(problem.kv_dtype) ? "/cache_fp8_" : "/cache_";
+  return folder + kind + core::dtype_word(problem.dtype);
+}
+
+using Choice = core::SplitChoice<core::Tile>;
+
+// The launches of a call with a cache, but for the append. few_rows: CacheParams::few_rows.
+LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
+                               const Problem& problem, const Device& device, int64_t few_rows) {
   const auto& [tile, splits, share_keys] = chosen;
   const std::string word = core::dtype_word(problem.dtype);
   const bool decodes = tile.rows_per_warp == 0;  // a kernel of decode_fwd.cuh
+  const bool for_few_rows = decodes && few_rows > 0;
   CacheParams params;
   core::init_params(problem, params);
   params.attention.order = core::choose_order(problem, device, tile);
@@ -131,6 +142,7 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   params.packed_heads = core::packed_heads(tile);
   params.cache = core::kv_cache(problem);
   params.attention_chunk = core::chunk_of(problem);
+  params.few_rows = static_cast<int32_t>(few_rows);
   const bool fp8 = is_fp8(problem.kv_dtype);
   if (fp8) {
     const Descales descales = core::descales(problem);
@@ -139,20 +151,23 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
     params.cache_dtype = problem.kv_dtype;
     core::always_transform_scores(problem, params.attention);
   }
-  const int64_t ctas = core::tiles_of(problem, tile) * splits;
-  LaunchPlan plan = core::one_launch(folder, problem, device, tile, ctas, params);
+  const int64_t tiles = for_few_rows ? problem.batch * (problem.heads_q / tile.packed_heads)
+                                     : core::tiles_of(problem, tile);
+  LaunchPlan plan = core::one_launch(folder, problem, device, tile, tiles * splits, params);
   if (chosen.combines()) {
+    const int64_t rows = for_few_rows ? problem.batch * problem.heads_q * few_rows : 0;
     core::split_keys(plan, problem, splits, share_keys, offsetof(CacheParams, partials),
-                     folder + "_combine_" + word);
+                     folder + "_combine_" + word, rows);
   }
-  const std::string cache_image = folder + (fp8 ? "/cache_fp8_" : "/cache_") + word;
   const std::string decode_image = folder + "/decode_" + word;
   Launch& attention = plan.launches[0];
-  attention.image = fp8 || !decodes ? cache_image : decode_image;
+  attention.image = cache_image(folder, problem);
+  if (decodes && !fp8) attention.image = decode_image;
   if (decodes && chosen.combines()) {
-    plan.launches[1].kernel += "_decode";
-    core::combine_shares(plan.launches[1], splits, share_keys);
-    plan.launches[1].image = decode_image;
+    Launch& combine = plan.launches[1];
+    combine.kernel += "_decode";
+    combine.image = decode_image;
+    core::combine_shares(combine, splits, share_keys, for_few_rows ? few_rows : 0);
   }
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     attention.pointers.push_back(slot);
@@ -164,8 +179,58 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   };
   add_descale(1, Operand::KDescale, offsetof(CacheParams, k_descale));
   add_descale(2, Operand::VDescale, offsetof(CacheParams, v_descale));
-  const Reasons reasons = core::add_append(plan, problem, cache_image,
-                                           folder + "_append_" + word + (fp8 ? "_fp8" : ""));
+  return plan;
+}
+
+// The kernel for the sequences of a packed call that have few rows, and how many those are; none if
+// the call may not be served by a launch for them and another one for the others, or if there can
+// be no such sequence.
+std::optional<std::pair<Choice, int64_t>> choose_for_few_rows(const std::string& folder,
+                                                              std::span<const core::Tile> tiles,
+                                                              const Problem& problem,
+                                                              const Device& device) {
+  if (tiles.empty() || !problem.varlen || problem.batch_invariant || problem.num_splits != 0)
+    return {};
+  const core::Tile* found = core::choose(folder, tiles, problem, device).tile;
+  if (found == nullptr) return {};
+  Choice few{*found};
+  const math::PackedHeads packed =
+      math::pack_heads(few.tile.block_q, static_cast<int>(problem.heads_q / problem.heads_kv));
+  few.tile.block_q = packed.rows();
+  few.tile.packed_heads = packed.count;
+  if (packed.count * problem.heads_kv != problem.heads_q) return {};  // they need several tiles
+  const int64_t longest = problem.max_seqlen_q;
+  if (longest != UNKNOWN && problem.nq - (problem.batch - 1) * longest > packed.rows()) return {};
+  Problem shorter = problem;  // as if all sequences had few rows
+  shorter.varlen = false;
+  shorter.nq = packed.rows();
+  shorter.q_offset = shorter.nk - shorter.nq;
+  const int64_t rounds =
+      core::ceil_div(core::tiles_of(shorter, few.tile), core::workers_of(few.tile, device));
+  few.splits = core::choose_splits(shorter, device, few.tile,
+                                   rounds * core::visited_keys(shorter, few.tile));
+  return std::pair{few, int64_t{packed.rows()}};
+}
+
+}  // namespace
+
+PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
+                           const Problem& problem, const Device& device,
+                           std::span<const core::Tile> for_few_rows) {
+  const auto choice = core::choose_with_splits(folder, tiles, problem, device);
+  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
+  const auto& chosen = std::get<Choice>(choice);
+  const auto few =
+      chosen.combines() ? std::nullopt : choose_for_few_rows(folder, for_few_rows, problem, device);
+  LaunchPlan plan = launches_with_cache(folder, chosen, problem, device, few ? few->second : 0);
+  if (few) {
+    LaunchPlan more = launches_with_cache(folder, few->first, problem, device, few->second);
+    plan.workspace_bytes = more.workspace_bytes;  // the first launch has none
+    for (Launch& launch : more.launches) plan.launches.push_back(std::move(launch));
+  }
+  const std::string append = folder + "_append_" + core::dtype_word(problem.dtype);
+  const Reasons reasons = core::add_append(plan, problem, cache_image(folder, problem),
+                                           append + (is_fp8(problem.kv_dtype) ? "_fp8" : ""));
   if (!reasons.empty()) return reasons;
   return plan;
 }

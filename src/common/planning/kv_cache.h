@@ -23,7 +23,7 @@ std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset);
 int32_t chunk_of(const Problem& problem);
 
 // Puts the launch that appends k_new and v_new before those of a plan whose first launch reads the
-// cache. With a rotary embedding that launch then reads the rotated copy of q, which is left in the
+// cache. With a rotary embedding those then read the rotated copy of q, which is left in the
 // workspace. `kernel` is an entry of `image`. Returns the reasons why it cannot be launched; empty
 // if it was added, or if the call appends nothing.
 Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& image,
@@ -40,7 +40,12 @@ namespace archflash::mma_sync {
 // in "<folder>/cache_fp8_<dtype>". Where keys are split, "<folder>_combine_<dtype>_decode" of
 // "<folder>/decode_<dtype>" follows the former, "<folder>_combine_<dtype>" of
 // "<folder>/fwd_<dtype>" the others.
+//
+// for_few_rows: the tiles of decode_fwd.cuh for the sequences of few rows in a packed call that has
+// others too, which are then served by a launch of their own: their lengths are on the device, so
+// that each launch passes over the sequences of the other one.
 PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
-                           const Problem& problem, const Device& device);
+                           const Problem& problem, const Device& device,
+                           std::span<const core::Tile> for_few_rows = {});
 
 }  // namespace archflash::mma_sync
