@@ -140,7 +140,8 @@ bool decodes(const Problem& problem) {
 // The table for a call with a cache.
 std::span<const core::Tile> cache_tiles(const Problem& problem) {
   if (is_fp8(problem.kv_dtype)) return FP8_CACHE_TILES;
-  if (decodes(problem)) return DECODE_TILES;
+  // The others know no slopes.
+  if (decodes(problem) || problem.alibi_slopes) return DECODE_TILES;
   return CACHE_TILES;
 }
 
@@ -151,6 +152,8 @@ constexpr core::Tile MLA_TILES[] = {
 // The plan of a call with qv: that of a call with a cache, whose attention kernel is told of qv too
 // and whose combining kernel takes 512 columns. Both are in the image "ampere/mla_<dtype>".
 PlanResult plan_with_qv(const Problem& problem, const Device& device) {
+  if (problem.alibi_slopes)
+    return Reasons{std::string("qv with alibi_slopes: ampere takes one of them") + core::USE_TORCH};
   PlanResult result = mma_sync::plan_with_cache("ampere", MLA_TILES, problem, device);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return result;
@@ -188,10 +191,9 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (!reasons.empty()) return reasons;
   if (problem.qv_align > 0) return plan_with_qv(problem, device);
   if (problem.kv_cache) {
-    const bool few_rows_apart = !decodes(problem) && !is_fp8(problem.kv_dtype);
-    const std::span<const core::Tile> none, few(DECODE_TILES);
-    return mma_sync::plan_with_cache("ampere", cache_tiles(problem), problem, device,
-                                     few_rows_apart ? few : none);
+    const std::span<const core::Tile> tiles = cache_tiles(problem), none, few(DECODE_TILES);
+    const bool few_rows_apart = tiles.data() == CACHE_TILES;
+    return mma_sync::plan_with_cache("ampere", tiles, problem, device, few_rows_apart ? few : none);
   }
   if (is_masked(problem)) return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);

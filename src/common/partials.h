@@ -47,6 +47,9 @@ struct CombineSharesParams : CombineParams {
   // 0, or the launch was for packed sequences of at most so many rows. Of the rows that Partials
   // counts each head of each sequence then has so many.
   int32_t few_rows;
+  // What the bases of shares are multiplied by to become logarithms to base 2. Those of fp32
+  // kernels are scores: a product would be rounded for each share. All others have 1.
+  float base_scale;
 };
 static_assert(std::is_trivially_copyable_v<CombineSharesParams>);
 

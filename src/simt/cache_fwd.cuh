@@ -61,6 +61,27 @@ struct KeysOfCache {
   }
 };
 
+// Subtracts what ALiBi does from the scores.
+template <class C>
+__device__ __forceinline__ void add_alibi(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+                                          const CacheParams& params, const math::Work& work,
+                                          int key_first) {
+  const Lane<C> lane;
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    const math::FewRow row(params.attention, params.packed_heads, work,
+                           lane.warp_row + i * C::LANE_ROWS + lane.row);
+    const float slope =
+        params.slopes.gmem[row.batch * params.slopes.batch + row.head * params.slopes.head];
+    const float distance = static_cast<float>(row.row + work.nk - work.nq - key_first - lane.col);
+#pragma unroll
+    for (int j = 0; j < C::THREAD_KEYS; ++j) {
+      const float of_key = distance - static_cast<float>(j * C::LANE_COLS);
+      s_rmem[i][j] = fmaf(-slope, fabsf(of_key), s_rmem[i][j]);
+    }
+  }
+}
+
 // Sets the scores of keys that a row does not see to -inf.
 template <class C>
 __device__ __forceinline__ void mask_packed_scores(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
@@ -208,6 +229,7 @@ __device__ __forceinline__ void cache_fwd(const CacheParams& params) {
       multiply_qk<C>(s_rmem, q_smem + (lane.warp_row + lane.row) * C::QK_PITCH,
                      k_smem + lane.col * C::QK_PITCH, attention.d);
       if (attention.transform_scores) transform_scores<C>(s_rmem, Params{attention, 0});
+      if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, work, key_first);
       if (visible.masks(warp_first, warp_last, key_first, key_last))
         mask_packed_scores<C>(s_rmem, visible, packed, work.first_row, key_first);
       online_softmax<C>(s_rmem, state, correction, attention.exp2_scale);

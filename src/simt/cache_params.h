@@ -16,6 +16,7 @@ struct CacheParams {
   Partials partials;
   math::PackedHeads packed_heads;
   KvCache cache;
+  AlibiSlopes slopes;
   int32_t attention_chunk;  // positions of a chunk of math::ChunkedKeys; 0: no chunks
 };
 static_assert(std::is_trivially_copyable_v<CacheParams>);

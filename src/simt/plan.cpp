@@ -139,17 +139,23 @@ PlanResult plan_with_cache(const Problem& problem, const Device& device) {
   params.packed_heads = core::packed_heads(chosen.tile);
   params.cache = core::kv_cache(problem);
   params.attention_chunk = core::chunk_of(problem);
+  params.slopes = core::alibi_slopes(problem);
+  if (problem.alibi_slopes) core::always_transform_scores(problem, params.attention);
   const int64_t ctas = core::tiles_of(problem, chosen.tile) * chosen.splits;
   LaunchPlan plan = core::one_launch("simt", problem, device, chosen.tile, ctas, params);
   if (chosen.combines()) {
     core::split_keys(plan, problem, chosen.splits, 0, offsetof(CacheParams, partials),
                      "simt_combine_f32");
-    core::combine_shares(plan.launches[1], chosen.splits, 0);
+    core::combine_shares(plan.launches[1], chosen.splits, 0, 0, params.attention.exp2_scale);
   }
   const std::string image = "simt/cache_f32";
   for (Launch& launch : plan.launches) launch.image = image;
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     plan.launches[0].pointers.push_back(slot);
+  if (problem.alibi_slopes) {
+    constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
+    plan.launches[0].pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+  }
   const Reasons reasons = core::add_append(plan, problem, image, "simt_append_f32");
   if (!reasons.empty()) return reasons;
   return plan;

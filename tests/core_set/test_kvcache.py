@@ -108,6 +108,19 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         [60, 70], nq=3, d=64, attention_chunk=33, dtype=BF16, cache_dtype=torch.float8_e5m2,
         device=here.device,
     ),
+    "alibi-page-16-many-rows-splits": lambda: make(
+        [15, 300, 97], page_size=16, capacity=304, nq=20, heads=(4, 2), causal=True, num_splits=2,
+        alibi_slopes=here.tensor([0.5, 0.0, 2.0, -0.01]), dtype=BF16, device=here.device,
+    ),
+    "alibi-leftpad-packed-queries-softcap-d96": lambda: make(
+        [200, 0, 90], leftpad=[3, 0, 5], q_lengths=[3, 0, 20], capacity=256, d=96, softcap=4.0,
+        window=(60, 2), alibi_slopes=here.rand(3, 4, seed=7), dtype=F16, device=here.device,
+    ),
+    "alibi-e4m3-append-d128": lambda: make(
+        [15, 70], nq=2, n_new=2, page_size=8, d=128, causal=True, cache_dtype=torch.float8_e4m3fn,
+        k_descale=here.tensor(0.5), alibi_slopes=here.rand(4, seed=8), dtype=BF16,
+        device=here.device,
+    ),
     "qv-page-64-causal-splits-sinks": lambda: make(
         [100, 0, 130], nq=2, page_size=64, capacity=192, heads=(11, 1), d=64, dv=512, qv=True,
         causal=True, num_splits=2, sinks=torch.linspace(-1, 2, 11, device=here.device),

@@ -18,13 +18,6 @@
 
 namespace archflash::math {
 
-// What the bases of shares are multiplied by to become logarithms to base 2. Shares of fp32 kernels
-// have scores as bases: a product would be rounded for each share.
-template <DType OUT>
-__device__ __forceinline__ float base_scale(const AttentionParams& attention) {
-  return OUT == DType::F32 ? attention.exp2_scale : 1.0f;
-}
-
 // What one or several warps have found of a row: the largest base of the shares, and relative to
 // it the sum and the outputs of a lane, which has 4 columns of each 128.
 template <int STEPS>
@@ -114,10 +107,9 @@ struct CombinedRow {
 template <DType OUT, int STEPS>
 __device__ __forceinline__ void store_combined(const AttentionParams& attention,
                                                const CombinedShares<STEPS>& all,
-                                               const CombinedRow& row) {
+                                               const CombinedRow& row, float scale) {
   const int lane = threadIdx.x % 32;
-  const float keys_max =
-      all.sum == 0.0f ? MINUS_INFINITY : all.base * base_scale<OUT>(attention) * LN_2;
+  const float keys_max = all.sum == 0.0f ? MINUS_INFINITY : all.base * scale * LN_2;
   const RowEnd end = finish_row(keys_max, all.sum, load_sink(attention, row.head));
   using Element = std::conditional_t<OUT == DType::F32, float, uint16_t>;
   Element* out_gmem = static_cast<Element*>(attention.out_gmem) + row.batch * attention.out_batch +
@@ -145,13 +137,13 @@ __device__ __forceinline__ void combine_row(const CombineSharesParams& params,
                                             const CombinedRow& to) {
   const AttentionParams& attention = params.attention;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const float scale = base_scale<OUT>(attention);
+  const float scale = OUT == DType::F32 ? params.base_scale : 1.0f;
   const bool alone = params.warps_of_row == 1;
   const CombinedShares<STEPS> own =
       combine_every<STEPS>(params.partials, row, alone ? 0 : warp, alone ? 1 : COMBINE_WARPS,
                            splits, attention.dv, scale);
   if (alone) {
-    store_combined<OUT>(attention, own, to);
+    store_combined<OUT>(attention, own, to, scale);
     return;
   }
   // All warps' results are merged by the first one.
@@ -176,7 +168,7 @@ __device__ __forceinline__ void combine_row(const CombineSharesParams& params,
     for (int step = 0; step < STEPS; ++step)
       all.add(outputs[(i * STEPS + step) * 32 + lane], weight, step);
   }
-  store_combined<OUT>(attention, all, to);
+  store_combined<OUT>(attention, all, to, scale);
 }
 
 // OUT is the output's type. dv may be at most 256.

@@ -488,6 +488,31 @@ __device__ __forceinline__ math::Work work_of_short_sequence(const AttentionPara
   return work;
 }
 
+// Subtracts what ALiBi does from the scores of a warp's keys, from `key` on. What it needs is found
+// anew for each group, so that other calls keep no register for it.
+template <class C>
+__device__ __forceinline__ void add_alibi(math::Scores<typename C::Warp>& s_rmem,
+                                          const CacheParams& params, const CacheContext& cta,
+                                          int key) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const math::FewRow row(params.attention, cta.packed_heads, cta.work, lane / 4 + 8 * r);
+    const AlibiSlopes& slopes = params.slopes;
+    const float slope = slopes.gmem[row.batch * slopes.batch + row.head * slopes.head];
+    const float distance =
+        static_cast<float>(row.row + cta.work.nk - cta.work.nq - key - lane % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < C::WARP_KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& s = s_rmem[0][n][2 * r + i];
+        s = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + i)), s);
+      }
+    }
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
@@ -602,6 +627,7 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
     } else if (attention.transform_scores) {
       math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
     }
+    if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, cta, key);
     if (key < all_first || key + C::WARP_KEYS - 1 > all_last) {
       for (int r = 0; r < 2; ++r) {
         const int row = first_row + packed.row(lane / 4 + 8 * r);

@@ -45,6 +45,10 @@ int32_t chunk_of(const Problem& problem) {
   return static_cast<int32_t>(std::min(problem.attention_chunk, LARGEST_CHUNK));
 }
 
+AlibiSlopes alibi_slopes(const Problem& problem) {
+  return {nullptr, problem.slope_strides.batch, problem.slope_strides.head};
+}
+
 Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& image,
                    const std::string& kernel) {
   if (problem.n_new == 0 && problem.rotary_dim == 0) return {};
@@ -143,6 +147,8 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   params.cache = core::kv_cache(problem);
   params.attention_chunk = core::chunk_of(problem);
   params.few_rows = static_cast<int32_t>(few_rows);
+  params.slopes = core::alibi_slopes(problem);
+  if (problem.alibi_slopes) core::always_transform_scores(problem, params.attention);
   const bool fp8 = is_fp8(problem.kv_dtype);
   if (fp8) {
     const Descales descales = core::descales(problem);
@@ -171,6 +177,10 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   }
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     attention.pointers.push_back(slot);
+  if (problem.alibi_slopes) {
+    constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
+    attention.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+  }
   const auto add_descale = [&](int bit, Operand operand, size_t field) {
     if (problem.descale >> bit & 1) {
       attention.pointers.push_back(

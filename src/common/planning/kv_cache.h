@@ -19,6 +19,9 @@ namespace archflash::core {
 KvCache kv_cache(const Problem& problem);
 std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset);
 
+// alibi_slopes as kernels are told of them, with a null address.
+AlibiSlopes alibi_slopes(const Problem& problem);
+
 // attention_chunk as kernels are told of it.
 int32_t chunk_of(const Problem& problem);
 
