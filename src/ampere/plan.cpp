@@ -111,7 +111,10 @@ constexpr core::Tile CACHE_TILES[] = {
 template <class C>
 constexpr core::Tile decode_tile(const char* name, const char* reason) {
   core::Tile decodes = tile<C>(name, {}, reason);
-  decodes.split_costs = {.start = 256, .combine = 256, .combine_share = 16, .fewest_keys = 256};
+  // Two CTAs on an SM read as fast as memory is. A third one reads while another starts or ends,
+  // but keys shared out over all three were slower than over two.
+  decodes.ctas_per_sm = 2;
+  decodes.split_costs = {.start = 256, .combine = 128, .combine_share = 6, .fewest_keys = 64};
   return decodes;
 }
 constexpr const char* DECODES = "few rows: each warp copies and multiplies keys of its own";
