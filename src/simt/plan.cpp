@@ -84,8 +84,7 @@ constexpr core::Tile MASKED_TILES[] = {
     tile<F32D256Masked>("d256_masked", {}, WITH_MASKS),
 };
 
-constexpr const char* WITH_CACHE =
-    "lengths and page tables are read on the device; its speed is unmeasured";
+constexpr const char* WITH_CACHE = "lengths and page tables are read on the device";
 
 constexpr core::Tile CACHE_TILES[] = {
     tile<F32D64Cache>("d64_cache", {}, WITH_CACHE),
