@@ -220,9 +220,9 @@ def power_w(row: Mapping[str, str]) -> int | None:
 
 def asked_for(row: Mapping[str, str]) -> tuple[str, ...]:
     """The words of `features` about the call itself, without those about its planning, about what
-    it approximates and about who chose its kernel.
+    it approximates, about who chose its kernel and about where its keys lie.
     """
-    how = ("shared=", "approximate=", "chosen=")
+    how = ("shared=", "approximate=", "chosen=", "cache=")
     return tuple(word for word in call_features(row) if not word.startswith(how))
 
 

@@ -41,6 +41,7 @@ def attention_with_kvcache(
     attention_chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     qv: Tensor | None = None,
     scale: float | None = None,
     q_descale: Tensor | None = None,
@@ -107,6 +108,8 @@ def attention_with_kvcache(
             that causal and window allow. Default: no chunks.
         softcap: c > 0 replaces each score s by c * tanh(s / c). None or 0: no cap.
         sinks: ``(heads_q,)``, one more logit per head in the denominator of the softmax.
+        alibi_slopes: float32 ``(heads_q,)`` or ``(batch, heads_q)``, of ALiBi: from the score of
+            query i and key j slope * |length - nq + i - j| is subtracted, after softcap.
         qv: as q with dv for d: a second query, whose product with the rows of V is added to q k^T,
             as multi-head latent attention needs it. Not with float8. Kernels take d = 64 and
             dv = 512.
@@ -177,7 +180,7 @@ def attention_with_kvcache(
     # archflash.attention has.
     values = (
         causal, window, softcap, sinks, scale, None, cu_seqlens_q, None, max_seqlen_q, None, None,
-        None, None, None, q_descale, k_descale, v_descale, out_dtype, None, num_splits,
+        alibi_slopes, None, None, q_descale, k_descale, v_descale, out_dtype, None, num_splits,
         batch_invariant, layout, out, return_lse, cache_seqlens, page_table, k_new, v_new,
         cache_batch_idx, leftpad_k, rotary_cos, rotary_sin, rotary_interleaved,
         qv, attention_chunk,

@@ -60,6 +60,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     scale: float | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -138,6 +139,14 @@ def attention(
             _scaled(x, descale, "bnhd", None)
             for x, descale in zip(dense, (k_descale, v_descale), strict=True)
         )
+    bias = None  # (B, heads, Nq, capacity), or for packed queries (1, heads, Tq, B * capacity)
+    if alibi_slopes is not None:
+        away = distance.abs().float()
+        if packed:
+            of_row = alibi_slopes.expand(batch, -1)[rows.sequence.clamp(max=max(batch - 1, 0))]
+            bias = -of_row.T[None, :, :, None] * away.repeat(1, batch)[None, None]
+        else:
+            bias = -alibi_slopes.expand(batch, -1)[:, :, None, None] * away[:, None]
     if packed:
         # All keys are those of one sequence, of which a row sees those of its own.
         own = torch.arange(batch, device=q.device) == rows.sequence[:, None]  # (Tq, B)
@@ -152,7 +161,7 @@ def attention(
         q.transpose(1, 2) if layout == "bnhd" else q,
         dense[0].transpose(1, 2),
         dense[1].transpose(1, 2),
-        attn_mask=visible,
+        attn_mask=visible if bias is None else bias.masked_fill(~visible, -math.inf),
         softcap=softcap,
         sinks=sinks,
         scale=scale,

@@ -559,6 +559,7 @@ class _CacheCall:
     attention_chunk: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
     scale: float | None = None
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -661,15 +662,15 @@ def _run_with_cache(
             place = torch.arange(nk - nq, nk, device=q.device) // asked.attention_chunk
             of_key = torch.arange(nk, device=q.device) // asked.attention_chunk
             chunks["attn_mask"] = place[:, None] == of_key
-        descales = {
+        of_heads = {
             name: value[number : number + 1] if value is not None and value.ndim == 2 else value
-            for name in ("q_descale", "k_descale", "v_descale")
+            for name in ("q_descale", "k_descale", "v_descale", "alibi_slopes")
             for value in (getattr(asked, name),)
         }
         of_sequence, of_lse = formula(
             x[None], keys, values, causal=asked.causal, window=asked.window,
             softcap=asked.softcap, sinks=asked.sinks, scale=scale, layout="bnhd",
-            out_dtype=out_dtype, **descales, **chunks,
+            out_dtype=out_dtype, **of_heads, **chunks,
         )  # fmt: skip
         here = number if asked.cu_seqlens_q is None else rows[number]
         out[here] = of_sequence[0]

@@ -66,24 +66,25 @@ using D192Cache = mma_sync::CacheConfig<D192Few<T>>;
 template <DType T>
 using D256Cache = mma_sync::CacheConfig<D256Few<T>>;
 
-// For at most 16 rows that share a head of a KV cache in q's dtype. head_dim is that of q, k and v.
+// For at most 16 rows that share a head of K, without a KV cache or with one in q's dtype. head_dim
+// is that of q, k and v.
 //                                            head        keys         Q in   CTAs
 //                                            _dim warps  each  stages regs   per SM
 // clang-format off
 template <DType T>
 using D64Decode    = mma_sync::DecodeConfig<T,  64, 4,   32,    2,     true,  2,  false>;
 template <DType T>
-using D128Decode   = mma_sync::DecodeConfig<T, 128, 4,   16,    2,     true,  2,  false>;
+using D128Decode   = mma_sync::DecodeConfig<T, 128, 4,   16,    2,     false, 3,  false>;
 template <DType T>
 using D256Decode   = mma_sync::DecodeConfig<T, 256, 2,   16,    2,     false, 2,  false>;
 
 // For a KV cache of 8-bit numbers, whatever the number of rows is.
 template <DType T>
-using D64CacheFp8  = mma_sync::DecodeConfig<T,  64, 4,   32,    4,     true,  2,  true>;
+using D64CacheFp8  = mma_sync::DecodeConfig<T,  64, 4,   32,    4,     true,  3,  true>;
 template <DType T>
-using D128CacheFp8 = mma_sync::DecodeConfig<T, 128, 4,   32,    2,     true,  2,  true>;
+using D128CacheFp8 = mma_sync::DecodeConfig<T, 128, 4,   32,    2,     false, 3,  true>;
 template <DType T>
-using D256CacheFp8 = mma_sync::DecodeConfig<T, 256, 2,   32,    2,     false, 2,  true>;
+using D256CacheFp8 = mma_sync::DecodeConfig<T, 256, 2,   32,    2,     false, 3,  true>;
 // clang-format on
 
 }  // namespace archflash::ampere

@@ -106,11 +106,15 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<D192Cache<DType::F16>>("d192_cache", {}, WITH_CACHE),
     tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
 };
-// A row of the tables of decoding kernels. Their costs were measured on an H200 (NOTES.md).
+// A row of the tables of decoding kernels, which serve calls without a cache too. Their costs were
+// measured on an H200 (NOTES.md).
 template <class C>
 constexpr core::Tile decode_tile(const char* name, const char* reason) {
   core::Tile decodes = tile<C>(name, {}, reason);
-  decodes.split_costs = {.start = 256, .combine = 256, .combine_share = 16, .fewest_keys = 256};
+  // Two CTAs on an SM read as fast as memory is. A third one reads while another starts or ends,
+  // but keys shared out over all three were slower than over two.
+  decodes.ctas_per_sm = 2;
+  decodes.split_costs = {.start = 256, .combine = 128, .combine_share = 6, .fewest_keys = 64};
   return decodes;
 }
 constexpr const char* DECODES = "few rows: each warp copies and multiplies keys of its own";
@@ -126,16 +130,22 @@ constexpr core::Tile FP8_CACHE_TILES[] = {
     decode_tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", WITH_FP8_CACHE),
 };
 
-// The table for a call with a cache. With batch_invariant all calls with a cache of one dtype take
-// the same kernel.
-std::span<const core::Tile> cache_tiles(const Problem& problem) {
-  if (is_fp8(problem.kv_dtype)) return FP8_CACHE_TILES;
+// Whether the rows of q that share a head of K and V fit a tile of DECODE_TILES. With
+// batch_invariant the kernel must not depend on how many rows there are.
+bool decodes(const Problem& problem) {
   const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;
-  if (problem.batch_invariant || rows == UNKNOWN) return CACHE_TILES;
+  if (problem.batch_invariant || rows == UNKNOWN) return false;
   const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
   const uint64_t tile_rows = power_of_two(rows) * power_of_two(problem.heads_q / problem.heads_kv);
-  if (tile_rows > DECODE_TILES[0].block_q) return CACHE_TILES;
-  return DECODE_TILES;
+  return tile_rows <= static_cast<uint64_t>(DECODE_TILES[0].block_q);
+}
+
+// The table for a call with a cache.
+std::span<const core::Tile> cache_tiles(const Problem& problem) {
+  if (is_fp8(problem.kv_dtype)) return FP8_CACHE_TILES;
+  // The others know no slopes.
+  if (decodes(problem) || problem.alibi_slopes) return DECODE_TILES;
+  return CACHE_TILES;
 }
 
 constexpr core::Tile MLA_TILES[] = {
@@ -145,6 +155,8 @@ constexpr core::Tile MLA_TILES[] = {
 // The plan of a call with qv: that of a call with a cache, whose attention kernel is told of qv too
 // and whose combining kernel takes 512 columns. Both are in the image "ampere/mla_<dtype>".
 PlanResult plan_with_qv(const Problem& problem, const Device& device) {
+  if (problem.alibi_slopes)
+    return Reasons{std::string("qv with alibi_slopes: ampere takes one of them") + core::USE_TORCH};
   PlanResult result = mma_sync::plan_with_cache("ampere", MLA_TILES, problem, device);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return result;
@@ -182,12 +194,21 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (!reasons.empty()) return reasons;
   if (problem.qv_align > 0) return plan_with_qv(problem, device);
   if (problem.kv_cache) {
-    return mma_sync::plan_with_cache("ampere", cache_tiles(problem), problem, device);
+    const std::span<const core::Tile> tiles = cache_tiles(problem), none, few(DECODE_TILES);
+    const bool few_rows_apart = tiles.data() == CACHE_TILES;
+    return mma_sync::plan_with_cache("ampere", tiles, problem, device, few_rows_apart ? few : none);
   }
   if (is_masked(problem)) return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
+  if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
   return mma_sync::plan_16_bits("ampere", TILES, problem, device);
 }
 
-Notes notes(const LaunchPlan&) { return {}; }
+Notes notes(const LaunchPlan& plan) {
+  for (const Launch& launch : plan.launches) {
+    if (launch.kernel.ends_with("_decode") && !plan.tile.name.ends_with("_decode"))
+      return {{"few rows", "sequences of few rows have a launch of their own, " + launch.kernel}};
+  }
+  return {};
+}
 
 }  // namespace archflash::ampere

@@ -25,6 +25,12 @@ struct KvCache {
   int32_t n_new;     // rows that the call appends to each sequence
 };
 
+// alibi_slopes, where a call has them. The strides are 0 along a dimension that is broadcast.
+struct AlibiSlopes {
+  const float* gmem;  // (batch, heads_q); null: none
+  int64_t batch, head;
+};
+
 // The parameter of the kernel that appends k_new and v_new to a cache, and copies q with its first
 // columns rotated. A warp makes one row: of K, then of V, then of q.
 struct AppendParams {

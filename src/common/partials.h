@@ -41,6 +41,18 @@ struct CombineParams {
 };
 static_assert(std::is_trivially_copyable_v<CombineParams>);
 
-constexpr int COMBINE_WARPS = 4;  // warps of a CTA of that kernel; each computes one row
+// That of the kernel that does it for decoding calls.
+struct CombineSharesParams : CombineParams {
+  int32_t warps_of_row;  // 1 or COMBINE_WARPS: so many of a CTA share out the shares of a row
+  // 0, or the launch was for packed sequences of at most so many rows. Of the rows that Partials
+  // counts each head of each sequence then has so many.
+  int32_t few_rows;
+  // What the bases of shares are multiplied by to become logarithms to base 2. Those of fp32
+  // kernels are scores: a product would be rounded for each share. All others have 1.
+  float base_scale;
+};
+static_assert(std::is_trivially_copyable_v<CombineSharesParams>);
+
+constexpr int COMBINE_WARPS = 4;  // warps of a CTA of those kernels
 
 }  // namespace archflash

@@ -246,7 +246,6 @@ void check_cache(const Checker& check, const Problem& p) {
   check.range(0, 0,
               {{"mask", p.mask},
                {"key_ranges", p.key_ranges},
-               {"alibi_slopes", p.alibi_slopes},
                {"block_mask", p.block_mask},
                {"approximate", p.approximate},
                {"needs_grad", p.needs_grad}});

@@ -133,14 +133,19 @@ void launch_kernel(const Launch& launch, Kernel& kernel,
   config.blockDim = dim3(launch.block[0], launch.block[1], launch.block[2]);
   config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
+  config.attrs = attributes;
   if (launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = launch.cluster[0];
     attribute.val.clusterDim.y = launch.cluster[1];
     attribute.val.clusterDim.z = launch.cluster[2];
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+  }
+  if (launch.starts_early) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   const cudaError_t status =
       cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.handle), parameters);

@@ -108,6 +108,9 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
     planned->implementation = name;
     planned->problem = problem;
     planned->device = device;
+    // The PTX for newer GPUs is that of the lowest target. Its kernels cannot wait for one another.
+    const bool can_wait = !target.is_ptx() && target.first >= 90;
+    for (Launch& launch : planned->launches) launch.starts_early &= can_wait;
     planned->code =
         target.is_ptx() ? target.name + " PTX, compiled by the driver at first use" : target.name;
   }

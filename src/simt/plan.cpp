@@ -6,12 +6,18 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <variant>
 
 #include "common/planning/core_set.h"
+#include "common/planning/kv_cache.h"
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
+#include "common/planning/order.h"
+#include "common/planning/split_keys.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
+#include "simt/cache_config.cuh"
+#include "simt/cache_params.h"
 #include "simt/config.cuh"
 #include "simt/masked_config.cuh"
 #include "simt/masked_params.h"
@@ -28,7 +34,7 @@ const Description& describe() {
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "gradients", "attn_mask", "key_ranges", "alibi_slopes",
-                   "block_mask"},
+                   "block_mask", "kv_cache", "rotary_interleaved", "attention_chunk"},
       .needs_capability = 75,
       .uses_tensor_cores = false,
   };
@@ -78,6 +84,14 @@ constexpr core::Tile MASKED_TILES[] = {
     tile<F32D256Masked>("d256_masked", {}, WITH_MASKS),
 };
 
+constexpr const char* WITH_CACHE = "lengths and page tables are read on the device";
+
+constexpr core::Tile CACHE_TILES[] = {
+    tile<F32D64Cache>("d64_cache", {}, WITH_CACHE),
+    tile<F32D128Cache>("d128_cache", {}, WITH_CACHE),
+    tile<F32D256Cache>("d256_cache", {}, WITH_CACHE),
+};
+
 std::span<const core::Tile> tiles_of_type(DType dtype) {
   if (dtype == DType::F32) return F32_TILES;
   return HALF_TILES;
@@ -111,9 +125,54 @@ PlanResult plan_masked(const Problem& problem, const Device& device) {
   return plan;
 }
 
-// Masks as data are served for fp32 only: `ampere` has them for 16 bits.
+// The plan of a call with a KV cache, for the kernels of cache_fwd.cuh.
+PlanResult plan_with_cache(const Problem& problem, const Device& device) {
+  const auto choice =
+      core::choose_with_splits("simt", std::span<const core::Tile>(CACHE_TILES), problem, device);
+  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
+  const auto& chosen = std::get<core::SplitChoice<core::Tile>>(choice);
+  CacheParams params;
+  core::init_params(problem, params);
+  params.attention.order = core::choose_order(problem, device, chosen.tile);
+  params.partials.splits = 1;
+  params.packed_heads = core::packed_heads(chosen.tile);
+  params.cache = core::kv_cache(problem);
+  params.attention_chunk = core::chunk_of(problem);
+  params.slopes = core::alibi_slopes(problem);
+  if (problem.alibi_slopes) core::always_transform_scores(problem, params.attention);
+  const int64_t ctas = core::tiles_of(problem, chosen.tile) * chosen.splits;
+  LaunchPlan plan = core::one_launch("simt", problem, device, chosen.tile, ctas, params);
+  if (chosen.combines()) {
+    core::split_keys(plan, problem, chosen.splits, 0, offsetof(CacheParams, partials),
+                     "simt_combine_f32");
+    core::combine_shares(plan.launches[1], chosen.splits, 0, 0, params.attention.exp2_scale);
+  }
+  const std::string image = "simt/cache_f32";
+  for (Launch& launch : plan.launches) launch.image = image;
+  for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
+    plan.launches[0].pointers.push_back(slot);
+  if (problem.alibi_slopes) {
+    constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
+    plan.launches[0].pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+  }
+  const Reasons reasons = core::add_append(plan, problem, image, "simt_append_f32");
+  if (!reasons.empty()) return reasons;
+  return plan;
+}
+
+// What is served for fp32 only: `ampere` has masks as data and caches for 16 bits. Keys are split
+// only where there is a cache.
 Reasons why_not(const Problem& problem) {
-  if (problem.dtype == DType::F32) return core::why_not(problem, describe());
+  if (problem.dtype == DType::F32) {
+    Problem asked = problem;
+    if (problem.kv_cache) asked.num_splits = 1;
+    return core::why_not(asked, describe());
+  }
+  if (problem.kv_cache) {
+    return {std::string("a KV cache with q of dtype ") + dtype_name(problem.dtype) +
+            ": simt reads caches of float32 only; convert q and the cache, or leave the "
+            "implementation out"};
+  }
   Problem unmasked = problem;
   unmasked.mask = unmasked.key_ranges = 0;
   unmasked.alibi_slopes = unmasked.block_mask = false;
@@ -133,6 +192,7 @@ Reasons why_not(const Problem& problem) {
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons refused = why_not(problem);
   if (!refused.empty()) return refused;
+  if (problem.kv_cache) return plan_with_cache(problem, device);
   if (is_masked(problem)) return plan_masked(problem, device);
   const auto [tile, reasons] = core::choose("simt", tiles_of_type(problem.dtype), problem, device);
   if (tile == nullptr) return reasons;

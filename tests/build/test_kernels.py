@@ -318,9 +318,11 @@ INSTRUCTIONS = {
     "hopper_combine_": COMBINES,
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
     "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
+    "simt_append_": ("LDG.E", "STG.E"),
     "simt_attention_": ("FFMA", "MUFU.EX2"),
     "simt_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
     "simt_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
+    "simt_combine_": COMBINES,
 }
 # Instructions of two CTAs that multiply together. An arrival at the barrier of the other CTA is a
 # reduction there.
@@ -592,8 +594,9 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 plan = archflash.explain(q, q, v, device=device, **options).plan
                 if plan is not None:
                     planned |= set(plan.kernels)
-    for dtype in (torch.float16, torch.bfloat16):
-        for of_cache in (dtype, torch.float8_e4m3fn):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        exact = dtype == torch.float32
+        for of_cache in (dtype,) if exact else (dtype, torch.float8_e4m3fn):
             dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
             for (d, dv), rows_of_q in itertools.product(dims, (1, 17)):
                 q = torch.empty(2, rows_of_q, 4, d, dtype=dtype, device="meta")
@@ -603,10 +606,12 @@ def test_every_kernel_is_planned_somewhere() -> None:
                     for rows in (64, 1)
                 )
                 lengths = torch.empty(2, dtype=torch.int32, device="meta")
-                new = {"k_new": k_new, "v_new": v_new, "cache_seqlens": lengths}
+                new = {"k_new": k_new, "v_new": v_new, "cache_seqlens": lengths, "num_splits": 2}
                 plan = archflash.explain(q, k_cache, v_cache, device="A100", **new).plan
                 assert plan is not None
                 planned |= set(plan.kernels)
+        if exact:
+            continue
         q, qv, k_cache, v_cache = (
             torch.empty(2, rows, heads, dim, dtype=dtype, device="meta")
             for rows, heads in ((1, 4), (64, 1))

@@ -30,7 +30,9 @@ FOLDER_TARGETS = {
     "merge": ("compute_80",),
     "quantize": ("compute_89",),
 }
-SECOND_TEXTS = dict.fromkeys(("cache_fp8_bf16", "cache_fp8_f16"), ("compute_89.ptx.xz",))
+SECOND_TEXTS = dict.fromkeys(
+    ("cache_fp8_bf16", "cache_fp8_f16", "decode_bf16", "decode_f16"), ("compute_90.ptx.xz",)
+)
 
 
 def names_in(wheel: Path) -> list[str]:

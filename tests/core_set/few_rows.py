@@ -26,12 +26,15 @@ class FewRows:
         only_if_it_pays: those that serve a call only if its keys are split or its heads packed;
             other calls of few rows go to the kernels for many rows.
         by_tensor_map: whether Q comes by a tensor map, which cannot repeat a head.
+        decoding: those of `kernels` that have tiles of DECODING_ROWS rows and serve every call
+            whose rows that share a head of K fit one; the others then serve the calls of more rows.
     """
 
     rows: int
     kernels: dict[str, tuple[tuple[int, int], int]]
     only_if_it_pays: tuple[str, ...] = ()
     by_tensor_map: bool = True
+    decoding: tuple[str, ...] = ()
 
 
 FEW_ROWS = {
@@ -55,9 +58,13 @@ FEW_ROWS = {
             "d128_few": ((128, 128), 64),
             "d192_few": ((192, 128), 32),
             "d256_few": ((256, 256), 32),
+            "d64_decode": ((64, 64), 128),
+            "d128_decode": ((128, 128), 64),
+            "d256_decode": ((256, 256), 32),
         },
         only_if_it_pays=("d96_few", "d192_few", "d256_few"),
         by_tensor_map=False,
+        decoding=("d64_decode", "d128_decode", "d256_decode"),
     ),
     "blackwell_consumer": FewRows(
         64,
@@ -105,8 +112,38 @@ KERNELS = [(name, kernel) for name in NAMES for kernel in FEW_ROWS[name].kernels
 
 
 def of_head_dim(name: str, d: int) -> str:
-    """The kernel of an implementation for this head dimension."""
-    return next(k for k, (dims, _) in FEW_ROWS[name].kernels.items() if dims[0] == d)
+    """The kernel of an implementation for this head dimension, and for the fewest rows."""
+    kernels = FEW_ROWS[name].kernels
+    return next(k for k in reversed(kernels) if kernels[k][0][0] == d)
+
+
+DECODING_ROWS = 16
+
+
+def rows_for(name: str, kernel: str, rows: int, group: int = 1) -> int:
+    """The number of rows nearest to `rows` that goes to a kernel, where `group` heads share one of
+    K.
+    """
+    most = DECODING_ROWS >> (group - 1).bit_length()
+    if kernel in FEW_ROWS[name].decoding:
+        return min(rows, most)
+    return max(rows, most + 1) if FEW_ROWS[name].decoding else rows
+
+
+def kernel_for(name: str, kernel: str, rows: int, group: int) -> str:
+    """The kernel that serves a call of so many rows in the place of `kernel`, which serves calls of
+    more rows.
+    """
+    decoding, ((d, _), _) = FEW_ROWS[name].decoding, FEW_ROWS[name].kernels[kernel]
+    if not decoding or rows << (group - 1).bit_length() > DECODING_ROWS:
+        return kernel
+    return next(k for k in decoding if FEW_ROWS[name].kernels[k][0][0] >= d)
+
+
+def combines(name: str, kernel: str, word: str) -> str:
+    """The kernel that combines the shares of another one."""
+    end = "_decode" if kernel in FEW_ROWS[name].decoding else ""
+    return f"{name}_combine_{word}{end}"
 
 
 def plan_of(name: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:

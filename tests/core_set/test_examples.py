@@ -12,7 +12,7 @@ from .executors import executor
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("kernel", executor().kernels("kv_cache"))
+@pytest.mark.parametrize("kernel", executor().kernels("fp8_cache"))
 def test_a_model_generates_the_same_tokens_from_a_paged_cache(
     kernel: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

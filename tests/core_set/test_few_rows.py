@@ -14,7 +14,18 @@ from torch import Tensor
 
 from .checks import assert_close
 from .executors import executor
-from .few_rows import FEW_ROWS, KERNELS, NAMES, kernels_of, of_head_dim, plan_of, tile_of
+from .few_rows import (
+    FEW_ROWS,
+    KERNELS,
+    NAMES,
+    combines,
+    kernel_for,
+    kernels_of,
+    of_head_dim,
+    plan_of,
+    rows_for,
+    tile_of,
+)
 from .pairs import all_pairs, row_id
 
 on = executor()
@@ -34,10 +45,11 @@ every_name = pytest.mark.parametrize("name", NAMES)
 def test_shares_together_give_what_one_gives(name: str, kernel: str, splits: int) -> None:
     dims, keys = FEW_ROWS[name].kernels[kernel]
     word, dtype = ("f16", "float16") if splits % 2 else ("bf16", "bfloat16")
-    q, k, v = on.qkv(3, (BLOCKS - 1) * keys + 9, *dims, dtype=dtype)
+    nq = rows_for(name, kernel, 3)
+    q, k, v = on.qkv(nq, (BLOCKS - 1) * keys + 9, *dims, dtype=dtype)
     call: dict[str, Any] = {"num_splits": splits, "causal": True}
     plan = plan_of(name, q, k, v, **call)
-    expected = [f"{name}_attention_fwd_{word}_{kernel}", f"{name}_combine_{word}"]
+    expected = [f"{name}_attention_fwd_{word}_{kernel}", combines(name, kernel, word)]
     if splits > 1:
         assert kernels_of(plan) == expected
     elif kernel not in FEW_ROWS[name].only_if_it_pays:
@@ -66,19 +78,29 @@ CALLS: dict[str, dict[str, Any]] = {
 @every_name
 def test_every_share_sees_what_its_rows_see(name: str, case: str) -> None:
     number = list(CALLS).index(case)
-    kernels = list(FEW_ROWS[name].kernels.values())
-    dims, keys = kernels[number % len(kernels)]
+    kernels = list(FEW_ROWS[name].kernels)
+    # Decoding kernels are every second one, where there are some.
+    kernels = [k for pair in itertools.zip_longest(kernels[:5], kernels[5:]) for k in pair if k]
+    kernel = kernels[number % len(kernels)]
+    dims, keys = FEW_ROWS[name].kernels[kernel]
     heads = (4, 2) if number % 2 else (2, 2)
+    nq = rows_for(name, kernel, 40, heads[0] // heads[1])
     call = dict(CALLS[case])
     if call.get("sinks"):
         call["sinks"] = on.tensor([0.7, -30.0, 40.0, -math.inf][: heads[0]])
     if isinstance(call.get("q_offset"), list):
         call["q_offset"] = on.int32(*call["q_offset"])
-    q, k, v = on.qkv(40, 5 * keys - 11, *dims, dtype="bfloat16", heads=heads)
-    assert len(kernels_of(plan_of(name, q, k, v, num_splits=3, **call))) == 2
+    if call.get("q_offset") == -20:  # half of the rows see no key
+        call["q_offset"] = -(nq // 2)
+    q, k, v = on.qkv(nq, 5 * keys - 11, *dims, dtype="bfloat16", heads=heads)
+    launched = kernels_of(plan_of(name, q, k, v, num_splits=3, **call))
+    assert launched == [
+        f"{name}_attention_fwd_bf16_{kernel}",
+        combines(name, kernel, "bf16"),
+    ]
     out, lse = on.attend_and_check(name, q, k, v, num_splits=3, schedules=[number], **call)
     if "no-key" in case or "no-row" in case:
-        blind = slice(0, 20 if "rows" in case else None)
+        blind = slice(0, nq // 2 if "rows" in case else None)
         assert torch.equal(out[:, :, blind], torch.zeros_like(out[:, :, blind]))
         of_no_key = call.get("sinks", on.tensor([-math.inf] * heads[0]))
         assert torch.equal(lse[0, :, 0], of_no_key)
@@ -125,7 +147,7 @@ def test_more_shares_than_a_warp_has_lanes(name: str) -> None:
 
 def factors(name: str) -> dict[str, list[Any]]:
     return {
-        "kernel": list(FEW_ROWS[name].kernels),
+        "kernel": [k for k in FEW_ROWS[name].kernels if k not in FEW_ROWS[name].decoding],
         # Query heads, heads of K.
         "heads": [(4, 2), (4, 1), (16, 2), (6, 2), (5, 1)],
         # The last so many that the heads of one group need several tiles.
@@ -174,7 +196,9 @@ def test_heads_that_share_a_head_of_k_lie_in_one_tile(name: str, row: dict[str, 
         if row["layout"] == "bnhd":
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     tile = tile_of(name, q, k, v, **call)
-    assert (tile.name, tile.packed_heads) == (row["kernel"], heads[0] // heads[1])
+    group = heads[0] // heads[1]
+    most = call.get("max_seqlen_q", row["nq"])
+    assert (tile.name, tile.packed_heads) == (kernel_for(name, row["kernel"], most, group), group)
     number = row["nq"] + heads[0]
     on.attend_and_check(name, q, k, v, schedules=[number], **call)
 
@@ -199,10 +223,14 @@ def test_packed_rows_get_the_bits_that_they_get_in_tiles_of_their_own(
     name: str, kernel: str, splits: int
 ) -> None:
     (d, dv), keys = FEW_ROWS[name].kernels[kernel]
-    q, k, v = on.qkv(9, 2 * keys + 1, d, dv, dtype="bfloat16", heads=(6, 2))
-    call: dict[str, Any] = {"causal": True, "num_splits": splits}
-    assert tile_of(name, q, k, v, **call).packed_heads == 3
-    assert tile_of(name, *per_head(q, k, v), **call).packed_heads == 1
+    nq = rows_for(name, kernel, 17 if FEW_ROWS[name].decoding else 9, 3)
+    q, k, v = on.qkv(nq, 2 * keys + 1, d, dv, dtype="bfloat16", heads=(6, 2))
+    # The shares of a tile are equal parts of the keys that it sees, and packed heads have less rows
+    # in a tile.
+    call: dict[str, Any] = {"causal": nq <= 16, "num_splits": splits}
+    tile, of_one = tile_of(name, q, k, v, **call), tile_of(name, *per_head(q, k, v), **call)
+    assert (tile.name, tile.packed_heads) == (kernel, 3)
+    assert (of_one.name, of_one.packed_heads) == (kernel, 1)
     together = on.attend(name, q, k, v, schedules=[splits], **call)
     apart = on.attend(name, *per_head(q, k, v), schedules=[splits], **call)
     for mine, other in zip(together, apart, strict=True):

@@ -21,11 +21,16 @@ from archflash import reference
 
 from .. import kvcache_cases
 from ..kvcache_cases import CacheCall, make
+from ..replanned import replanned
 from .executors import executor
 
 here = executor()
-KERNELS = here.kernels("kv_cache")
-BF16, F16 = torch.bfloat16, torch.float16
+KERNELS = here.kernels("fp8_cache")  # for 16-bit queries, and caches of 16 and 8 bits
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+EXACT = [kernel for kernel in here.kernels("kv_cache") if kernel not in KERNELS]  # for float32
+kernels_and_dtypes = pytest.mark.parametrize(
+    ("kernel", "dtype"), [*((k, BF16) for k in KERNELS), *((k, F32) for k in EXACT)]
+)
 
 # Each has NaN behind the lengths, pages in no order, and a pair or more of what a call may have.
 CALLS: dict[str, Callable[[], CacheCall]] = {
@@ -103,6 +108,19 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         [60, 70], nq=3, d=64, attention_chunk=33, dtype=BF16, cache_dtype=torch.float8_e5m2,
         device=here.device,
     ),
+    "alibi-page-16-many-rows-splits": lambda: make(
+        [15, 300, 97], page_size=16, capacity=304, nq=20, heads=(4, 2), causal=True, num_splits=2,
+        alibi_slopes=here.tensor([0.5, 0.0, 2.0, -0.01]), dtype=BF16, device=here.device,
+    ),
+    "alibi-leftpad-packed-queries-softcap-d96": lambda: make(
+        [200, 0, 90], leftpad=[3, 0, 5], q_lengths=[3, 0, 20], capacity=256, d=96, softcap=4.0,
+        window=(60, 2), alibi_slopes=here.rand(3, 4, seed=7), dtype=F16, device=here.device,
+    ),
+    "alibi-e4m3-append-d128": lambda: make(
+        [15, 70], nq=2, n_new=2, page_size=8, d=128, causal=True, cache_dtype=torch.float8_e4m3fn,
+        k_descale=here.tensor(0.5), alibi_slopes=here.rand(4, seed=8), dtype=BF16,
+        device=here.device,
+    ),
     "qv-page-64-causal-splits-sinks": lambda: make(
         [100, 0, 130], nq=2, page_size=64, capacity=192, heads=(11, 1), d=64, dv=512, qv=True,
         causal=True, num_splits=2, sinks=torch.linspace(-1, 2, 11, device=here.device),
@@ -127,6 +145,77 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
 def test_a_kernel_serves_a_call_as_the_reference_does(kernel: str, name: str) -> None:
     call = CALLS[name]()
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
+def in_float32(call: CacheCall) -> CacheCall:
+    new = {name: call.options[name].float() for name in ("k_new", "v_new") if name in call.options}
+    caches = (call.k_cache.float(), call.v_cache.float())
+    return CacheCall(call.q.float(), *caches, {**call.options, **new})
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if "qv" not in n and not re.search("e[45]m", n)])
+@pytest.mark.parametrize("kernel", EXACT)
+def test_an_exact_kernel_serves_it_in_float32(kernel: str, name: str) -> None:
+    call = in_float32(CALLS[name]())
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
+@pytest.mark.parametrize("kernel", EXACT)
+def test_every_exact_kernel_combines_many_shares(kernel: str) -> None:
+    ran: set[str] = set()
+    for d in (64, 96, 192):  # the last share of a row that sees few keys has none
+        call = make(
+            [40, 900], d=d, heads=(6, 2), nq=2, page_size=5, capacity=1200, num_splits=36, n_new=1,
+            causal=True, sinks=torch.linspace(-1, 9, 6, device=here.device), device=here.device,
+        )  # fmt: skip
+
+        def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
+            out, lse, plan = here.attend_with_kvcache(kernel, mine)
+            ran.update(plan.kernels)
+            return out, lse
+
+        kvcache_cases.check(call, serve)
+    tiles = {f"{kernel}_attention_fwd_f32_d{d}_cache" for d in (64, 128, 256)}
+    assert ran == {*tiles, f"{kernel}_combine_f32", f"{kernel}_append_f32"}
+
+
+# Packed sequences of few rows and of many, and rows of no sequence behind them.
+MIXED: dict[str, dict[str, Any]] = {
+    "page-16": {"page_size": 16},
+    "contiguous-append-rotary-f16": {"n_new": 2, "rotary": 32, "dtype": F16, "leftpad": [0] * 6},
+    "chunks-sinks-d96": {"attention_chunk": 40, "d": 96, "sinks": True, "page_size": 5},
+    "window-softcap-d192": {"window": (50, 3), "softcap": 4.0, "d": 192, "dv": 128},
+}
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_sequences_of_few_rows_have_a_launch_of_their_own(
+    kernel: str, name: str, splits: bool
+) -> None:
+    values = {"dtype": BF16, "d": 64, "causal": True, **MIXED[name]}
+    if values.pop("sinks", False):
+        values["sinks"] = torch.tensor([0.5, -1, 2, 0], device=here.device)
+    if splits:  # of enough keys that a split pays
+        longer = {"attention_chunk": 1800, "window": (1800, 3)}
+        values |= {option: x for option, x in longer.items() if option in values}
+    call = make(
+        [1900 if splits else 60, 5, 0, 500 if splits else 81, 88, 90],
+        q_lengths=[1, 5, 0, 380 if splits else 40, 8, 9], capacity=2048 if splits else 100,
+        heads=(4, 2), device=here.device, **values,
+    )  # fmt: skip
+    made = archflash.explain(
+        call.q, call.k_cache, call.v_cache, **call.options, implementation=kernel, return_lse=True
+    ).plan
+    assert made is not None
+    # The tiles of many rows fill the GPU, so that their keys are not split. Those of few rows do
+    # not fill the larger one.
+    plan = replanned(made, sm_count=12 if splits else 1)
+    assert sum(name.endswith("_cache") for name in plan.kernels) == 1
+    assert sum(name.endswith("_decode") for name in plan.kernels) == (2 if splits else 1)
+    assert "few rows" in dict(plan.notes)
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine, plan=plan)[:2])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -222,7 +311,7 @@ def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
         call = make(
             [5, 40], nq=nq, d=d, dv=dv, page_size=16, capacity=48, n_new=1, dtype=dtype, seed=d,
             cache_dtype=cache_dtype and cache_dtype[d // 64 % 2], device=here.device, qv=qv,
-            num_splits=2 if qv else None,
+            num_splits=2 if qv or nq == 1 else None,
         )  # fmt: skip
 
         def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
@@ -271,12 +360,17 @@ def test_a_row_gets_the_same_bits_whatever_else_is_in_the_call(
 
 
 @pytest.mark.parametrize("of_values", [{}, {"qv": True, "dv": 512}], ids=["", "qv"])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_plan_serves_other_lengths_and_pages(kernel: str, of_values: dict[str, Any]) -> None:
+@kernels_and_dtypes
+def test_a_plan_serves_other_lengths_and_pages(
+    kernel: str, dtype: torch.dtype, of_values: dict[str, Any]
+) -> None:
+    if of_values and dtype == F32:
+        pytest.skip("qv: 16 bits only")
+
     def call(lengths: list[int], seed: int) -> CacheCall:
         return make(
-            lengths, page_size=16, capacity=160, n_new=1, nq=1, rotary=16, num_splits=2, dtype=BF16,
-            seed=seed, device=here.device, **of_values,
+            lengths, page_size=16, capacity=160, n_new=1, nq=1, rotary=16, num_splits=2,
+            dtype=dtype, seed=seed, device=here.device, **of_values,
         )  # fmt: skip
 
     first = call([0, 9], seed=0)
@@ -288,15 +382,15 @@ def test_a_plan_serves_other_lengths_and_pages(kernel: str, of_values: dict[str,
         )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@kernels_and_dtypes
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_what_points_outside_the_cache_is_neither_read_nor_written(
-    kernel: str, page_size: int | None
+    kernel: str, dtype: torch.dtype, page_size: int | None
 ) -> None:
     rows_of = [1, 0] if page_size is None else None
     call = make(
         [5, 20], n_new=2, nq=2, capacity=32, page_size=page_size, rows_of=rows_of, rotary=8,
-        leftpad=[0, 3], dtype=BF16, device=here.device,
+        leftpad=[0, 3], dtype=dtype, device=here.device,
     )  # fmt: skip
     wrong: list[dict[str, Any]] = [
         {"cache_seqlens": here.int32(-3, 20)},

@@ -20,7 +20,8 @@ def test_pages_of_a_prefix_and_own_pages_are_one_sequence(kernel: str) -> None:
     page, pages = 16, 4  # of the prefix
     call = make(
         [70, 90, 66], page_size=page, capacity=112, shared_pages=pages, nq=2, heads=(8, 2), d=64,
-        n_new=1, causal=True, dtype=torch.bfloat16, device=here.device,
+        n_new=1, causal=True, device=here.device,
+        dtype=getattr(torch, here.dtypes_of(kernel, ("bfloat16", "float32"))[-1]),
     )  # fmt: skip
     options = dict(call.options)
     table = options.pop("page_table")

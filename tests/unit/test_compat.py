@@ -142,6 +142,38 @@ def test_alibi_slopes_are_those_of_the_formula() -> None:
         *packed, cu_q, cu_k, q.shape[1], k.shape[1], causal=True, alibi_slopes=slopes
     )
     torch.testing.assert_close(apart, expected.flatten(0, 1))
+    cached = fa2.flash_attn_with_kvcache(q, k, v, causal=True, alibi_slopes=slopes)
+    torch.testing.assert_close(cached, expected)
+    table = torch.arange(k.shape[0], dtype=torch.int32)[:, None]
+    paged = fa2.flash_attn_varlen_func(
+        q.flatten(0, 1), k, v, cu_q, cu_k, q.shape[1], k.shape[1], causal=True,
+        alibi_slopes=slopes, block_table=table,
+    )  # fmt: skip
+    torch.testing.assert_close(paged, expected.flatten(0, 1))
+
+
+def test_a_second_query_and_chunks_and_used_lengths_without_a_cache() -> None:
+    q, k, v = qkv()
+    second = rand(*q.shape[:-1], v.shape[-1], seed=7)
+    wide = (torch.cat([q, second], -1), torch.cat([k, v], -1), v)
+    scale = 1 / math.sqrt(wide[0].shape[-1])
+    call: dict[str, Any] = {"causal": True, "scale": scale}
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, qv=second, return_attn_probs=True)
+    want, want_lse = expected(*wide, **call)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    # The same sequences packed, the second of which has only 4 keys that count, in chunks of 3.
+    used = ends(7, 4)
+    packed = fa3.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), ends(0, 9, 18), ends(0, 7, 14), 9, 7, causal=True,
+        qv=second.flatten(0, 1), seqused_k=used, attention_chunk=3,
+    )  # fmt: skip
+    for number, count in enumerate(used.tolist()):
+        one = [x[number : number + 1, : count if i else None] for i, x in enumerate(wide)]
+        places = torch.arange(count - 9, count)[:, None] // 3
+        chunk = places == torch.arange(count) // 3
+        (want, _) = expected(*one, **call, attn_mask=chunk)
+        torch.testing.assert_close(packed[9 * number : 9 * number + 9], want[0])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +181,6 @@ def test_alibi_slopes_are_those_of_the_formula() -> None:
     [
         (fa2.flash_attn_func, {"dropout_p": 0.1}),
         (fa2.flash_attn_func, {"deterministic": True}),
-        (fa2.flash_attn_with_kvcache, {"alibi_slopes": torch.zeros(4)}),
         (fa3.flash_attn_func, {"qv": torch.zeros(1)}),
         (fa3.flash_attn_varlen_func, {"attention_chunk": 4}),
         (fa3.flash_attn_func, {"sm_margin": 8}),

@@ -64,6 +64,13 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
     "qv-packed-queries-bhnd": lambda: make(
         [40, 7], d=16, dv=8, qv=True, q_lengths=[3, 5], layout="bhnd", scale=0.1
     ),
+    "alibi-leftpad-append": lambda: make(
+        [30, 9], leftpad=[8, 9], nq=3, n_new=1, alibi_slopes=torch.tensor([0.5, 0.0, 2.0, -0.25])
+    ),
+    "alibi-packed-queries-softcap": lambda: make(
+        [40, 7], q_lengths=[3, 9], page_size=8, causal=True, softcap=3.0,
+        alibi_slopes=torch.rand(2, 4, generator=torch.Generator().manual_seed(1)),
+    ),
     "chunks-leftpad-window": lambda: make(
         [30, 9], leftpad=[8, 9], nq=12, attention_chunk=5, window=(3, 1)
     ),
@@ -305,7 +312,8 @@ def test_explain_describes_the_cache() -> None:
         assert device is not None
         reasons = native.plan(name, problem, device.device)
         assert isinstance(reasons, list)
-        assert any(reason.startswith("a KV cache: ") for reason in reasons), (name, reasons)
+        given = "a KV cache with q of dtype bfloat16: " if name == "simt" else "a KV cache: "
+        assert any(reason.startswith(given) for reason in reasons), (name, reasons)
 
 
 def test_latent_caches_have_a_kernel_on_every_gpu_from_8_0_on() -> None:

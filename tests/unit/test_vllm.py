@@ -179,6 +179,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "window": ({"sliding_window": 3}, {"window": (2, 0)}),
     "softcap": ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
     "sinks": ({"sinks": torch.arange(4.0)}, {"sinks": torch.arange(4.0)}),
+    "alibi": ({"alibi_slopes": [0.5, 1, 0, 2]}, {"alibi_slopes": torch.tensor([0.5, 1, 0, 2])}),
 }
 
 
@@ -232,8 +233,6 @@ def test_what_the_backend_says_of_itself(backend: Any) -> None:
     assert bool((server.impl.forward(*args) == 0).all())
     with pytest.raises(archflash.UnsupportedError, match="output_scale"):
         server.impl.forward(*args, output_scale=torch.ones(()))
-    with pytest.raises(archflash.UnsupportedError, match="alibi_slopes"):
-        Server(backend, "auto", alibi_slopes=[1.0])
     with pytest.raises(archflash.UnsupportedError, match="ENCODER: not built yet"):
         Server(backend, "auto", attn_type=AttentionType.ENCODER)
 

@@ -6,8 +6,8 @@ the scale, and return_attn_probs adds the log-sum-exp alone. FP8 inputs take des
 heads_kv), and their output is bfloat16.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
-seqused_q, seqused_k, cu_seqlens_k_new, sm_margin, qv without a cache, attention_chunk with packed
-sequences, and deterministic=True where gradients are needed and
+seqused_q, cu_seqlens_k_new, sm_margin; where gradients are needed qv, seqused_k and attention_chunk
+with packed sequences; and deterministic=True where gradients are needed and
 torch.use_deterministic_algorithms is off or no kernel of archflash computes them. pack_gqa and
 scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to archflash where 1 is
 the default: they are advice about speed.
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash._errors import UnsupportedError
 from archflash.compat._flash import (
     UNBOUNDED,
     Window,
@@ -65,8 +66,10 @@ def flash_attn_func(
 
     Args:
         q, k, v: (batch, rows, heads, d); q may have a multiple of k's heads.
-        softmax_scale: multiplies q k^T; 1 / sqrt(d) by default.
+        softmax_scale: multiplies q k^T; 1 / sqrt(d) by default, 1 / sqrt(d + dv) with qv.
         causal: query i sees keys up to i + rows of k - rows of q.
+        qv: (batch, rows, heads, dv), a second query that multiplies v. It has no backward. Kernels
+            take d = 64 and dv = 512.
         q_descale, k_descale, v_descale: float32 (batch, heads_kv), for FP8 inputs.
         window_size: (left, right) around that key; -1 for an unbounded side.
         attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
@@ -92,7 +95,29 @@ def flash_attn_func(
         >>> lse.shape
         torch.Size([2, 4, 7])
     """
-    refuse(qv=(qv, None), sm_margin=(sm_margin, 0))
+    refuse(sm_margin=(sm_margin, 0))
+    if qv is not None:  # as with a cache that is full
+        _refuse_gradients("qv", q, k, v, qv)
+        return attend_to_cache(
+            q,
+            k,
+            v,
+            cache_seqlens=None,
+            page_table=None,
+            k_new=None,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            window_size=window_size,
+            attention_chunk=attention_chunk or None,
+            softcap=softcap,
+            sinks=s_aux,
+            num_splits=num_splits if num_splits > 1 else 0,
+            want_lse=return_attn_probs,
+        )
     out, lse = attend(
         q,
         k,
@@ -111,6 +136,15 @@ def flash_attn_func(
         key_ranges=_chunks(q, k, attention_chunk) if attention_chunk else None,
     )
     return (out, lse) if return_attn_probs else out
+
+
+def _refuse_gradients(name: str, *tensors: Tensor) -> None:
+    """Raises UnsupportedError if gradients of a tensor are needed."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise UnsupportedError(
+            f"{name} in a call whose gradients are needed: there are none; call it under "
+            "torch.no_grad()"
+        )
 
 
 def _chunks(q: Tensor, k: Tensor, size: int) -> Tensor:
@@ -207,7 +241,9 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), where each sequence begins.
         max_seqlen_q, max_seqlen_k: the longest sequences.
-        seqused_q, seqused_k: only None.
+        seqused_q: only None.
+        seqused_k: int32 (sequences,), how many keys of each sequence count. It has no backward, nor
+            has attention_chunk here.
         The others are those of `flash_attn_func`.
 
     Returns:
@@ -217,13 +253,34 @@ def flash_attn_varlen_func(
     Raises:
         UnsupportedError: an argument that archflash does not take; it is named.
     """
-    refuse(
-        qv=(qv, None),
-        attention_chunk=(attention_chunk, 0),
-        sm_margin=(sm_margin, 0),
-        seqused_q=(seqused_q, None),
-        seqused_k=(seqused_k, None),
-    )
+    refuse(sm_margin=(sm_margin, 0), seqused_q=(seqused_q, None))
+    asked = {"qv": qv, "seqused_k": seqused_k, "attention_chunk": attention_chunk or None}
+    name = next((name for name, value in asked.items() if value is not None), None)
+    if name is not None:  # as with a cache whose pages have one row, in their order
+        _refuse_gradients(name, q, k, v)
+        rows = torch.arange(max_seqlen_k, dtype=torch.int32, device=k.device)
+        return attend_to_cache(
+            q,
+            k[:, None],
+            v[:, None],
+            cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
+            page_table=cu_seqlens_k[:-1, None] + rows,
+            k_new=None,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            window_size=window_size,
+            attention_chunk=attention_chunk or None,
+            softcap=softcap,
+            sinks=s_aux,
+            num_splits=num_splits if num_splits > 1 else 0,
+            want_lse=return_attn_probs,
+        )
     out, lse = attend(
         q,
         k,

@@ -152,8 +152,7 @@ class ArchflashImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of one layer.
 
     Raises:
-        UnsupportedError: alibi_slopes, or a kind of attention other than that of decoders and
-            encoders.
+        UnsupportedError: a kind of attention other than that of decoders and encoders.
     """
 
     def __init__(
@@ -170,8 +169,6 @@ class ArchflashImpl(AttentionImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        if alibi_slopes is not None:
-            raise UnsupportedError("alibi_slopes: not built yet; choose another attention backend")
         if attn_type not in _TYPES:
             raise UnsupportedError(f"{attn_type}: not built yet; choose another attention backend")
         self.num_heads = num_heads
@@ -184,6 +181,9 @@ class ArchflashImpl(AttentionImpl):  # type: ignore[misc]
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.alibi_slopes = None
+        if alibi_slopes is not None:
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
 
     def forward(
         self,
@@ -216,6 +216,8 @@ class ArchflashImpl(AttentionImpl):  # type: ignore[misc]
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: not built yet; turn the fusion of it off")
+        if self.alibi_slopes is not None:  # before a CUDA graph is captured
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
             return output.fill_(0)
         batch = attn_metadata
@@ -225,6 +227,7 @@ class ArchflashImpl(AttentionImpl):  # type: ignore[misc]
             "causal": batch.causal and self.attn_type == AttentionType.DECODER,
             "softcap": self.softcap,
             "sinks": self.sinks,
+            "alibi_slopes": self.alibi_slopes,
             "scale": self.scale,
             "cu_seqlens_q": batch.query_start_loc,
             "max_seqlen_q": batch.max_query_len,

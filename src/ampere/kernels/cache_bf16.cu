@@ -2,7 +2,6 @@
 #include "ampere/config.cuh"
 #include "common/math/append_kv.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
-#include "common/mma_sync/decode_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
@@ -12,7 +11,4 @@ ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d96_cache, D96Cache<DType::
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d128_cache, D128Cache<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d192_cache, D192Cache<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d256_cache, D256Cache<DType::BF16>)
-ARCHFLASH_DECODE_KERNEL(ampere_attention_fwd_bf16_d64_decode, D64Decode<DType::BF16>)
-ARCHFLASH_DECODE_KERNEL(ampere_attention_fwd_bf16_d128_decode, D128Decode<DType::BF16>)
-ARCHFLASH_DECODE_KERNEL(ampere_attention_fwd_bf16_d256_decode, D256Decode<DType::BF16>)
 ARCHFLASH_APPEND_KERNEL(ampere_append_bf16, DType::BF16, uint16_t)

@@ -2,7 +2,6 @@
 #include "ampere/config.cuh"
 #include "common/math/append_kv.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
-#include "common/mma_sync/decode_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
@@ -12,7 +11,4 @@ ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d96_cache, D96Cache<DType::F
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d128_cache, D128Cache<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d192_cache, D192Cache<DType::F16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_f16_d256_cache, D256Cache<DType::F16>)
-ARCHFLASH_DECODE_KERNEL(ampere_attention_fwd_f16_d64_decode, D64Decode<DType::F16>)
-ARCHFLASH_DECODE_KERNEL(ampere_attention_fwd_f16_d128_decode, D128Decode<DType::F16>)
-ARCHFLASH_DECODE_KERNEL(ampere_attention_fwd_f16_d256_decode, D256Decode<DType::F16>)
 ARCHFLASH_APPEND_KERNEL(ampere_append_f16, DType::F16, uint16_t)

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/dtype.h"
 #include "common/kv_cache.h"
@@ -61,6 +62,10 @@ __device__ __forceinline__ void copy_row(const AppendParams& params, const Numbe
           turn(format.to_float(from_gmem[one]), format.to_float(from_gmem[other]));
       to_gmem[one] = format.from_float(turned.x);
       to_gmem[other] = format.from_float(turned.y);
+    } else if constexpr (DTYPE == DType::F32) {
+      const float2 turned = turn(from_gmem[one], from_gmem[other]);
+      to_gmem[one] = turned.x;
+      to_gmem[other] = turned.y;
     } else {
       const float2 turned =
           turn(load_number(from_gmem, one, DTYPE), load_number(from_gmem, other, DTYPE));
@@ -110,6 +115,7 @@ __device__ __forceinline__ void append_row(const AppendParams& params, int64_t i
 // Copies row `index` of q, counted over rows and heads, with its first columns rotated.
 template <DType DTYPE>
 __device__ __forceinline__ void rotate_query(const AppendParams& params, int64_t index) {
+  using Number = std::conditional_t<DTYPE == DType::F32, float, uint16_t>;
   const AttentionParams& attention = params.attention;
   const int head = static_cast<int>(index % attention.heads_q);
   const int64_t row_of_all = index / attention.heads_q;
@@ -129,8 +135,8 @@ __device__ __forceinline__ void rotate_query(const AppendParams& params, int64_t
       params.cache.leftpad_gmem == nullptr ? 0 : params.cache.leftpad_gmem[sequence];
   const int64_t first = static_cast<int64_t>(params.cache.seqlens_gmem[sequence]) - padding;
   copy_row<DTYPE>(params,
-                  static_cast<const uint16_t*>(attention.q_gmem) + from + head * attention.q_head,
-                  static_cast<uint16_t*>(params.rotated_q_gmem) + index * attention.d, attention.d,
+                  static_cast<const Number*>(attention.q_gmem) + from + head * attention.q_head,
+                  static_cast<Number*>(params.rotated_q_gmem) + index * attention.d, attention.d,
                   max(first, int64_t{0}) + (params.ordered ? row : 0), params.rotary_dim);
 }
 

@@ -53,6 +53,9 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   {
     math::Work work = find_work<C>(all_params);
     if (work.first_row < 0) return;
+    if constexpr (C::CACHE) {
+      if (work.nq <= all_params.few_rows) return;  // another launch serves the sequence
+    }
     if (threadIdx.x == 0) {
       if constexpr (C::CACHE) {
         const math::CacheRows rows =

@@ -1,6 +1,6 @@
-// Attention of few query rows over a KV cache (decoding), on mma.sync and cp.async. Few rows make
-// little work for each byte that is read, so that the copies must never wait: every warp is a
-// pipeline of its own.
+// Attention of few query rows (decoding), over a KV cache or over K and V as they are given, on
+// mma.sync and cp.async. Few rows make little work for each byte that is read, so that the copies
+// must never wait: every warp is a pipeline of its own.
 //
 //   CTA    16 query rows, mostly the heads of one position that share a head of K, packed
 //   warp   all 16 rows, and WARP_KEYS keys of each block, which are a group. It copies them into
@@ -35,6 +35,7 @@
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mma_sync.cuh"
 
@@ -422,7 +423,12 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   uint16_t* row_gmem = nullptr;
   float factor = v_factor;
   if (partials.wanted()) {
-    const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
+    const int64_t row_of_all =
+        params.few_rows == 0
+            ? row.lse_index(attention)
+            : (static_cast<int64_t>(row.batch) * attention.heads_q + row.head) * params.few_rows +
+                  row.row;
+    const int64_t index = partials.index(blockIdx.x % partials.splits, row_of_all);
     if (thread_of_row == 0) partials.ends_gmem[index] = {base, sum};
     if (sum == 0.0f) return;  // the combining kernel does not read the outputs
     partial_gmem = partials.rows_gmem + index * attention.dv;
@@ -458,6 +464,55 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   }
 }
 
+// The rows of a call without a cache, of which CacheParams::cache tells as of one whose blocks are
+// the sequences, or with cu_seqlens all of them together.
+__device__ __forceinline__ math::CacheRows rows_without_cache(const AttentionParams& params,
+                                                              const math::Work& work) {
+  const int sequence = work.batch_head / params.heads_q;
+  return {math::sequence_start(params.cu_seqlens_k_gmem, sequence, params.nk), work.nk};
+}
+
+// The tile of a CTA of a launch for the packed sequences of at most few_rows rows, which are one
+// tile each.
+__device__ __forceinline__ math::Work work_of_short_sequence(const AttentionParams& params,
+                                                             int index, int few_rows,
+                                                             int packed_heads) {
+  const int tiles = params.heads_q / packed_heads;  // of a sequence
+  const int sequence = index / tiles;
+  const int* cu_q = params.cu_seqlens_q_gmem;
+  math::Work work{};
+  work.batch_head = sequence * params.heads_q + index % tiles * packed_heads;
+  work.nq = math::sequence_start(cu_q, sequence + 1, params.nq) -
+            math::sequence_start(cu_q, sequence, params.nq);
+  work.first_row = work.nq > 0 && work.nq <= few_rows ? 0 : -1;
+  return work;
+}
+
+// Subtracts what ALiBi does from the scores of a warp's keys, from `key` on. What it needs is found
+// anew for each group, so that other calls keep no register for it.
+template <class C>
+__device__ __forceinline__ void add_alibi(math::Scores<typename C::Warp>& s_rmem,
+                                          const CacheParams& params, const CacheContext& cta,
+                                          int key) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const math::FewRow row(params.attention, cta.packed_heads, cta.work, lane / 4 + 8 * r);
+    const AlibiSlopes& slopes = params.slopes;
+    const float slope = slopes.gmem[row.batch * slopes.batch + row.head * slopes.head];
+    const float distance =
+        static_cast<float>(row.row + cta.work.nk - cta.work.nq - key - lane % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < C::WARP_KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& s = s_rmem[0][n][2 * r + i];
+        s = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + i)), s);
+      }
+    }
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
@@ -467,17 +522,23 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   const math::PackedHeads& packed = params.packed_heads;
   const Partials& partials = params.partials;
   CacheContext& cta = *reinterpret_cast<CacheContext*>(shared + C::CONTEXT_SMEM);
+  ptx::griddepcontrol_launch_dependents();  // the combining kernel waits for the last share
   {
-    for (int head = 0; !partials.wanted() && head < packed.count; ++head) {
+    const bool all_rows = params.few_rows == 0;  // of all sequences
+    for (int head = 0; all_rows && !partials.wanted() && head < packed.count; ++head) {
       math::write_rows_of_no_sequence(attention, blockIdx.x, threadIdx.x, C::THREADS, packed.rows(),
                                       packed.count, head);
     }
-    math::Work work =
-        math::find_work(attention, blockIdx.x / partials.splits, packed.rows(), packed.count);
+    const int index = static_cast<int>(blockIdx.x) / partials.splits;
+    math::Work work = all_rows
+                          ? math::find_work(attention, index, packed.rows(), packed.count)
+                          : work_of_short_sequence(attention, index, params.few_rows, packed.count);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
       const math::CacheRows rows =
-          math::find_cache_rows(params.cache, work.batch_head / attention.heads_q);
+          params.cache.seqlens_gmem == nullptr
+              ? rows_without_cache(attention, work)
+              : math::find_cache_rows(params.cache, work.batch_head / attention.heads_q);
       work.nk = rows.count;
       cta = make_cache_context<C>(params, work, rows);
     }
@@ -566,6 +627,7 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
     } else if (attention.transform_scores) {
       math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
     }
+    if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, cta, key);
     if (key < all_first || key + C::WARP_KEYS - 1 > all_last) {
       for (int r = 0; r < 2; ++r) {
         const int row = first_row + packed.row(lane / 4 + 8 * r);

@@ -34,6 +34,10 @@ struct CacheParams {
   Descale k_descale, v_descale;
   DType cache_dtype;
   int32_t attention_chunk;  // positions of a chunk of math::ChunkedKeys; 0: no chunks
+  AlibiSlopes slopes;       // read by the kernels of decode_fwd.cuh only
+  // Where packed sequences of few rows and of many are served by a launch each: the former have at
+  // most so many rows; decode_fwd.cuh serves them, attention_fwd.cuh the others. 0: one launch.
+  int32_t few_rows;
 };
 static_assert(std::is_trivially_copyable_v<CacheParams>);
 static_assert(offsetof(CacheParams, attention) == 0,

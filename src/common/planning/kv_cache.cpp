@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <variant>
 
@@ -19,7 +20,7 @@ KvCache kv_cache(const Problem& problem) {
   KvCache cache;
   std::memset(&cache, 0, sizeof cache);
   cache.page_table_row = problem.page_table_row;
-  cache.blocks = static_cast<int32_t>(problem.cache_batch);
+  cache.blocks = static_cast<int32_t>(problem.kv_cache ? problem.cache_batch : problem.batch);
   cache.block_rows = static_cast<int32_t>(problem.page_size > 0 ? problem.page_size : problem.nk);
   cache.capacity = static_cast<int32_t>(problem.nk);
   cache.n_new = static_cast<int32_t>(problem.n_new);
@@ -28,6 +29,7 @@ KvCache kv_cache(const Problem& problem) {
 
 std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset) {
   std::vector<PointerSlot> slots;
+  if (!problem.kv_cache) return slots;
   const auto add = [&](Operand operand, size_t field) {
     slots.push_back({operand, static_cast<int32_t>(offset + field), 0});
   };
@@ -38,7 +40,17 @@ std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset) {
   return slots;
 }
 
-Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& kernel) {
+int32_t chunk_of(const Problem& problem) {
+  constexpr int64_t LARGEST_CHUNK = int64_t{1} << 30;  // more than there are positions
+  return static_cast<int32_t>(std::min(problem.attention_chunk, LARGEST_CHUNK));
+}
+
+AlibiSlopes alibi_slopes(const Problem& problem) {
+  return {nullptr, problem.slope_strides.batch, problem.slope_strides.head};
+}
+
+Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& image,
+                   const std::string& kernel) {
   if (problem.n_new == 0 && problem.rotary_dim == 0) return {};
   AppendParams params;
   init_params(problem, params);
@@ -64,10 +76,9 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
   const int64_t ctas = ceil_div(2 * params.new_rows + params.q_rows, APPEND_WARPS);
   if (ctas > GRID_LIMIT) return grid_too_large(ctas);
 
-  Launch& attention = plan.launches[0];
   Launch append;
   append.kernel = kernel;
-  append.image = attention.image;
+  append.image = image;
   append.grid = {ctas, 1, 1};
   append.block = {32 * APPEND_WARPS, 1, 1};
   append.pointers = pointers(problem);
@@ -90,16 +101,18 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
     const int64_t start = workspace.add(params.q_rows * problem.d * dtype_bytes(problem.dtype));
     plan.workspace_bytes = workspace.bytes();
     add(Operand::Workspace, offsetof(AppendParams, rotated_q_gmem), start);
-    // The attention kernel reads the copy.
-    for (PointerSlot& slot : attention.pointers) {
-      if (slot.operand == Operand::Q) slot = {Operand::Workspace, slot.offset, start};
+    // The other kernels, whose parameters all begin with AttentionParams, read the copy.
+    for (Launch& launch : plan.launches) {
+      for (PointerSlot& slot : launch.pointers) {
+        if (slot.operand == Operand::Q) slot = {Operand::Workspace, slot.offset, start};
+      }
+      AttentionParams changed;
+      std::memcpy(&changed, launch.params.data(), sizeof changed);
+      changed.q_head = problem.d;
+      changed.q_row = problem.heads_q * problem.d;
+      changed.q_batch = problem.varlen ? 0 : problem.nq * changed.q_row;
+      std::memcpy(launch.params.data(), &changed, sizeof changed);
     }
-    AttentionParams changed;
-    std::memcpy(&changed, attention.params.data(), sizeof changed);
-    changed.q_head = problem.d;
-    changed.q_row = problem.heads_q * problem.d;
-    changed.q_batch = problem.varlen ? 0 : problem.nq * changed.q_row;
-    std::memcpy(attention.params.data(), &changed, sizeof changed);
   }
   append.params = bytes(params);
   plan.launches.insert(plan.launches.begin(), std::move(append));
@@ -110,21 +123,32 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
 
 namespace archflash::mma_sync {
 
-PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
-                           const Problem& problem, const Device& device) {
-  const auto choice = core::choose_with_splits(folder, tiles, problem, device);
-  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
-  const auto& chosen = std::get<core::SplitChoice<core::Tile>>(choice);
+namespace {
+
+std::string cache_image(const std::string& folder, const Problem& problem) {
+  const char* kind = is_fp8(problem.kv_dtype) ? "/cache_fp8_" : "/cache_";
+  return folder + kind + core::dtype_word(problem.dtype);
+}
+
+using Choice = core::SplitChoice<core::Tile>;
+
+// The launches of a call with a cache, but for the append. few_rows: CacheParams::few_rows.
+LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
+                               const Problem& problem, const Device& device, int64_t few_rows) {
   const auto& [tile, splits, share_keys] = chosen;
   const std::string word = core::dtype_word(problem.dtype);
+  const bool decodes = tile.rows_per_warp == 0;  // a kernel of decode_fwd.cuh
+  const bool for_few_rows = decodes && few_rows > 0;
   CacheParams params;
   core::init_params(problem, params);
   params.attention.order = core::choose_order(problem, device, tile);
   params.partials.splits = 1;
   params.packed_heads = core::packed_heads(tile);
   params.cache = core::kv_cache(problem);
-  constexpr int64_t LARGEST_CHUNK = int64_t{1} << 30;  // more than there are positions
-  params.attention_chunk = static_cast<int32_t>(std::min(problem.attention_chunk, LARGEST_CHUNK));
+  params.attention_chunk = core::chunk_of(problem);
+  params.few_rows = static_cast<int32_t>(few_rows);
+  params.slopes = core::alibi_slopes(problem);
+  if (problem.alibi_slopes) core::always_transform_scores(problem, params.attention);
   const bool fp8 = is_fp8(problem.kv_dtype);
   if (fp8) {
     const Descales descales = core::descales(problem);
@@ -133,16 +157,30 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
     params.cache_dtype = problem.kv_dtype;
     core::always_transform_scores(problem, params.attention);
   }
-  const int64_t ctas = core::tiles_of(problem, tile) * splits;
-  LaunchPlan plan = core::one_launch(folder, problem, device, tile, ctas, params);
+  const int64_t tiles = for_few_rows ? problem.batch * (problem.heads_q / tile.packed_heads)
+                                     : core::tiles_of(problem, tile);
+  LaunchPlan plan = core::one_launch(folder, problem, device, tile, tiles * splits, params);
   if (chosen.combines()) {
+    const int64_t rows = for_few_rows ? problem.batch * problem.heads_q * few_rows : 0;
     core::split_keys(plan, problem, splits, share_keys, offsetof(CacheParams, partials),
-                     folder + "_combine_" + word);
+                     folder + "_combine_" + word, rows);
   }
+  const std::string decode_image = folder + "/decode_" + word;
   Launch& attention = plan.launches[0];
-  attention.image = folder + (fp8 ? "/cache_fp8_" : "/cache_") + word;
+  attention.image = cache_image(folder, problem);
+  if (decodes && !fp8) attention.image = decode_image;
+  if (decodes && chosen.combines()) {
+    Launch& combine = plan.launches[1];
+    combine.kernel += "_decode";
+    combine.image = decode_image;
+    core::combine_shares(combine, splits, share_keys, for_few_rows ? few_rows : 0);
+  }
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     attention.pointers.push_back(slot);
+  if (problem.alibi_slopes) {
+    constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
+    attention.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+  }
   const auto add_descale = [&](int bit, Operand operand, size_t field) {
     if (problem.descale >> bit & 1) {
       attention.pointers.push_back(
@@ -151,8 +189,58 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   };
   add_descale(1, Operand::KDescale, offsetof(CacheParams, k_descale));
   add_descale(2, Operand::VDescale, offsetof(CacheParams, v_descale));
-  const Reasons reasons =
-      core::add_append(plan, problem, folder + "_append_" + word + (fp8 ? "_fp8" : ""));
+  return plan;
+}
+
+// The kernel for the sequences of a packed call that have few rows, and how many those are; none if
+// the call may not be served by a launch for them and another one for the others, or if there can
+// be no such sequence.
+std::optional<std::pair<Choice, int64_t>> choose_for_few_rows(const std::string& folder,
+                                                              std::span<const core::Tile> tiles,
+                                                              const Problem& problem,
+                                                              const Device& device) {
+  if (tiles.empty() || !problem.varlen || problem.batch_invariant || problem.num_splits != 0)
+    return {};
+  const core::Tile* found = core::choose(folder, tiles, problem, device).tile;
+  if (found == nullptr) return {};
+  Choice few{*found};
+  const math::PackedHeads packed =
+      math::pack_heads(few.tile.block_q, static_cast<int>(problem.heads_q / problem.heads_kv));
+  few.tile.block_q = packed.rows();
+  few.tile.packed_heads = packed.count;
+  if (packed.count * problem.heads_kv != problem.heads_q) return {};  // they need several tiles
+  const int64_t longest = problem.max_seqlen_q;
+  if (longest != UNKNOWN && problem.nq - (problem.batch - 1) * longest > packed.rows()) return {};
+  Problem shorter = problem;  // as if all sequences had few rows
+  shorter.varlen = false;
+  shorter.nq = packed.rows();
+  shorter.q_offset = shorter.nk - shorter.nq;
+  const int64_t rounds =
+      core::ceil_div(core::tiles_of(shorter, few.tile), core::workers_of(few.tile, device));
+  few.splits = core::choose_splits(shorter, device, few.tile,
+                                   rounds * core::visited_keys(shorter, few.tile));
+  return std::pair{few, int64_t{packed.rows()}};
+}
+
+}  // namespace
+
+PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
+                           const Problem& problem, const Device& device,
+                           std::span<const core::Tile> for_few_rows) {
+  const auto choice = core::choose_with_splits(folder, tiles, problem, device);
+  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
+  const auto& chosen = std::get<Choice>(choice);
+  const auto few =
+      chosen.combines() ? std::nullopt : choose_for_few_rows(folder, for_few_rows, problem, device);
+  LaunchPlan plan = launches_with_cache(folder, chosen, problem, device, few ? few->second : 0);
+  if (few) {
+    LaunchPlan more = launches_with_cache(folder, few->first, problem, device, few->second);
+    plan.workspace_bytes = more.workspace_bytes;  // the first launch has none
+    for (Launch& launch : more.launches) plan.launches.push_back(std::move(launch));
+  }
+  const std::string append = folder + "_append_" + core::dtype_word(problem.dtype);
+  const Reasons reasons = core::add_append(plan, problem, cache_image(folder, problem),
+                                           append + (is_fp8(problem.kv_dtype) ? "_fp8" : ""));
   if (!reasons.empty()) return reasons;
   return plan;
 }

@@ -15,26 +15,40 @@
 namespace archflash::core {
 
 // The cache of a call, with null addresses; and the addresses to write where it lies at `offset` of
-// a parameter block.
+// a parameter block. For a call without a cache it has no lengths: see mma_sync/decode_fwd.cuh.
 KvCache kv_cache(const Problem& problem);
 std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset);
 
+// alibi_slopes as kernels are told of them, with a null address.
+AlibiSlopes alibi_slopes(const Problem& problem);
+
+// attention_chunk as kernels are told of it.
+int32_t chunk_of(const Problem& problem);
+
 // Puts the launch that appends k_new and v_new before those of a plan whose first launch reads the
-// cache. With a rotary embedding that launch then reads the rotated copy of q, which is left in the
-// workspace. `kernel` is an entry of the image of the plan's first launch. Returns the reasons why
-// it cannot be launched; empty if it was added, or if the call appends nothing.
-Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& kernel);
+// cache. With a rotary embedding those then read the rotated copy of q, which is left in the
+// workspace. `kernel` is an entry of `image`. Returns the reasons why it cannot be launched; empty
+// if it was added, or if the call appends nothing.
+Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& image,
+                   const std::string& kernel);
 
 }  // namespace archflash::core
 
 namespace archflash::mma_sync {
 
 // The plan of a call with a cache, for the kernels of mma_sync/decode_fwd.cuh, and those of
-// mma_sync/attention_fwd.cuh with CACHE. They and "<folder>_append_<dtype>" are in the image
-// "<folder>/cache_<dtype>"; for a cache of 8-bit numbers they and "<folder>_append_<dtype>_fp8" are
-// in "<folder>/cache_fp8_<dtype>". Where keys are split, "<folder>_combine_<dtype>" of
-// "<folder>/fwd_<dtype>" follows.
+// mma_sync/attention_fwd.cuh with CACHE; or of a call without one, for the former. The former are
+// in the image "<folder>/decode_<dtype>", the others and "<folder>_append_<dtype>" in
+// "<folder>/cache_<dtype>"; for a cache of 8-bit numbers all and "<folder>_append_<dtype>_fp8" are
+// in "<folder>/cache_fp8_<dtype>". Where keys are split, "<folder>_combine_<dtype>_decode" of
+// "<folder>/decode_<dtype>" follows the former, "<folder>_combine_<dtype>" of
+// "<folder>/fwd_<dtype>" the others.
+//
+// for_few_rows: the tiles of decode_fwd.cuh for the sequences of few rows in a packed call that has
+// others too, which are then served by a launch of their own: their lengths are on the device, so
+// that each launch passes over the sequences of the other one.
 PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
-                           const Problem& problem, const Device& device);
+                           const Problem& problem, const Device& device,
+                           std::span<const core::Tile> for_few_rows = {});
 
 }  // namespace archflash::mma_sync

@@ -104,10 +104,10 @@ Reasons refuse_workspace(const Problem& problem, const std::string& folder, int6
 }
 
 void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_t share_keys,
-                size_t offset, const std::string& combine_kernel) {
+                size_t offset, const std::string& combine_kernel, int64_t partial_rows) {
   CombineParams params;
   init_params(problem, params);
-  params.partials.rows = all_rows(problem);
+  params.partials.rows = partial_rows > 0 ? partial_rows : all_rows(problem);
   params.partials.splits = static_cast<int32_t>(splits);
   params.partials.share_keys = static_cast<int32_t>(share_keys);
   const int64_t rows = splits * params.partials.rows;
@@ -137,6 +137,22 @@ void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_
   add_pointers(first, offset);
   add_pointers(second, offsetof(CombineParams, partials));
   plan.launches.push_back(std::move(second));
+}
+
+void combine_shares(Launch& combine, int64_t splits, int64_t share_keys, int64_t few_rows,
+                    float base_scale) {
+  CombineSharesParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params), combine.params.data(), sizeof(CombineParams));
+  // How many warps make a row changes its bits. Fixed shares are made so that nothing does.
+  constexpr int64_t FEW_SHARES = 4, MANY_ROWS = 1 << 14;
+  const bool by_one = splits <= FEW_SHARES || share_keys > 0 || params.partials.rows > MANY_ROWS;
+  params.warps_of_row = by_one ? 1 : COMBINE_WARPS;
+  params.few_rows = static_cast<int32_t>(few_rows);
+  params.base_scale = base_scale;
+  combine.params = bytes(params);
+  combine.grid[0] = ceil_div(params.partials.rows, COMBINE_WARPS / params.warps_of_row);
+  combine.starts_early = true;
 }
 
 }  // namespace archflash::core

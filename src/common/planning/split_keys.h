@@ -114,7 +114,13 @@ void refuse_batch_invariant(const Problem& problem, const std::string& folder,
 
 // Makes a plan for `problem` split: its only launch gets its partials at `offset` of its
 // parameters, the second kernel, of the same image, follows. share_keys: Partials::share_keys.
+// partial_rows: Partials::rows, where they are not all rows of q.
 void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_t share_keys,
-                size_t offset, const std::string& combine_kernel);
+                size_t offset, const std::string& combine_kernel, int64_t partial_rows = 0);
+
+// Makes the second launch of such a plan one of math/combine_shares.cuh, which starts early.
+// few_rows, base_scale: those of CombineSharesParams.
+void combine_shares(Launch& combine, int64_t splits, int64_t share_keys, int64_t few_rows = 0,
+                    float base_scale = 1.0f);
 
 }  // namespace archflash::core

@@ -2,10 +2,9 @@
 
 Names, order and defaults of the arguments, alignment of masks and return values are those of
 FlashAttention-2. Rows come before heads: q is (batch, rows, heads, d). What archflash does not take
-raises `archflash.UnsupportedError` with the name of the argument: dropout_p above 0, alibi_slopes
-with a cache, and deterministic=True where no kernel of archflash computes the gradients that are
-needed. Beyond FlashAttention-2, float32 and FP8 inputs, any head dimension and any device are
-served.
+raises `archflash.UnsupportedError` with the name of the argument: dropout_p above 0, and
+deterministic=True where no kernel of archflash computes the gradients that are needed. Beyond
+FlashAttention-2, float32 and FP8 inputs, any head dimension and any device are served.
 """
 
 from archflash.compat.flash_attn.flash_attn_interface import (

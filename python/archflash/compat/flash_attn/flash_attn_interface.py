@@ -9,7 +9,7 @@ They share their arguments:
 - causal: query i sees keys up to i + rows of k - rows of q.
 - window_size: (left, right) around that key; -1 for an unbounded side.
 - softcap: 0 for none.
-- alibi_slopes: float32 (heads,) or (batch, heads); only None with a cache or pages.
+- alibi_slopes: float32 (heads,) or (batch, heads).
 - deterministic: of the backward, which then is by kernels of archflash: on a GPU, where they
   compute the gradients of the call.
 - return_attn_probs: also return the log-sum-exp, float32 (batch, heads, rows) or (heads, total
@@ -136,7 +136,6 @@ def flash_attn_varlen_func(
     """
     refuse(dropout_p=(dropout_p, 0.0))
     if block_table is not None:
-        refuse(alibi_slopes=(alibi_slopes, None))
         result = attend_to_cache(
             q,
             k,
@@ -151,6 +150,7 @@ def flash_attn_varlen_func(
             window_size=window_size,
             softcap=softcap,
             sinks=s_aux,
+            alibi_slopes=alibi_slopes,
             num_splits=0,
             want_lse=return_attn_probs,
             lse_unseen=math.inf,
@@ -242,7 +242,6 @@ def flash_attn_with_kvcache(
         UnsupportedError: an argument that archflash does not take; it is named.
         ValueError: k without cache_seqlens.
     """
-    refuse(alibi_slopes=(alibi_slopes, None))
     rotary = rotary_cos is not None and rotary_sin is not None
     if rotary and k is not None and cache_seqlens is not None and cache_leftpad is not None:
         assert rotary_cos is not None
@@ -271,6 +270,7 @@ def flash_attn_with_kvcache(
         window_size=window_size,
         softcap=softcap,
         sinks=s_aux,
+        alibi_slopes=alibi_slopes,
         num_splits=num_splits,
         want_lse=return_softmax_lse,
         lse_unseen=math.inf,

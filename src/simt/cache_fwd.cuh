@@ -1,0 +1,255 @@
+// Exact fp32 attention over a KV cache on CUDA cores: lengths and page tables are read on the
+// device, the heads that share a head of K are packed as rows of one tile, and keys may be split
+// over CTAs.
+//
+// The walk, the products and the softmax are those of simt/attention_fwd.cuh. A thread finds the
+// address of each row of K and V that it copies by itself.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/chunked_keys.cuh"
+#include "common/math/few_rows.cuh"
+#include "common/math/kv_cache.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "simt/attention_fwd.cuh"
+#include "simt/cache_config.cuh"
+#include "simt/cache_params.h"
+#include "simt/masked_fwd.cuh"
+#include "simt/tile.cuh"
+
+namespace archflash::simt {
+
+// Starts the copy of rows of a tile, each from where row_of(row) says; a null pointer stands for a
+// row of zeros. some_gmem: an address that may be read. Readers need copies_wait_all() and a
+// barrier.
+template <class C, int ROWS, int PITCH, class RowOf>
+__device__ __forceinline__ void start_rows(float* tile_smem /* (ROWS, PITCH) */, int columns,
+                                           const float* some_gmem, RowOf row_of) {
+  constexpr int CHUNKS_PER_ROW = C::HEAD_DIM / 4;
+  constexpr int ROWS_PER_STEP = C::THREADS / CHUNKS_PER_ROW;
+  constexpr int STEPS = ROWS / ROWS_PER_STEP;
+  static_assert(STEPS * ROWS_PER_STEP == ROWS && ROWS_PER_STEP * CHUNKS_PER_ROW == C::THREADS,
+                "threads must tile the rows");
+  const int thread = ptx::mov_tid_x_volatile();
+  const int column = thread % CHUNKS_PER_ROW * 4;
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int row = thread / CHUNKS_PER_ROW + step * ROWS_PER_STEP;
+    const float* source = column < columns ? row_of(row) : nullptr;
+    const bool valid = source != nullptr;
+    ptx::copy_16_bytes_async(tile_smem + row * PITCH + column, valid ? source + column : some_gmem,
+                             valid);
+  }
+}
+
+// Where the keys of a sequence lie.
+struct KeysOfCache {
+  const KvCache& cache;
+  int sequence;
+  math::CacheRows rows;
+
+  // Null for a key that the sequence does not have. A block outside the cache is clamped into it.
+  __device__ __forceinline__ const float* find(const float* head_gmem, int key,
+                                               int64_t block_stride, int64_t row_stride) const {
+    if (key >= rows.count) return nullptr;
+    const int row = key + rows.first;
+    const int block = min(max(math::find_cache_block(cache, sequence, row), 0), cache.blocks - 1);
+    return head_gmem + block * block_stride + row % cache.block_rows * row_stride;
+  }
+};
+
+// Subtracts what ALiBi does from the scores.
+template <class C>
+__device__ __forceinline__ void add_alibi(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+                                          const CacheParams& params, const math::Work& work,
+                                          int key_first) {
+  const Lane<C> lane;
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    const math::FewRow row(params.attention, params.packed_heads, work,
+                           lane.warp_row + i * C::LANE_ROWS + lane.row);
+    const float slope =
+        params.slopes.gmem[row.batch * params.slopes.batch + row.head * params.slopes.head];
+    const float distance = static_cast<float>(row.row + work.nk - work.nq - key_first - lane.col);
+#pragma unroll
+    for (int j = 0; j < C::THREAD_KEYS; ++j) {
+      const float of_key = distance - static_cast<float>(j * C::LANE_COLS);
+      s_rmem[i][j] = fmaf(-slope, fabsf(of_key), s_rmem[i][j]);
+    }
+  }
+}
+
+// Sets the scores of keys that a row does not see to -inf.
+template <class C>
+__device__ __forceinline__ void mask_packed_scores(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+                                                   const math::ChunkedKeys& visible,
+                                                   const math::PackedHeads& packed_heads,
+                                                   int first_row, int key_first) {
+  const Lane<C> lane;
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    const int row = first_row + packed_heads.row(lane.warp_row + i * C::LANE_ROWS + lane.row);
+    const int first = visible.first(row), last = visible.last(row);
+#pragma unroll
+    for (int j = 0; j < C::THREAD_KEYS; ++j) {
+      const int key = key_first + j * C::LANE_COLS + lane.col;
+      if (key < first || key > last) s_rmem[i][j] = MINUS_INFINITY;
+    }
+  }
+}
+
+// Writes the rows of a tile: to the workspace if the keys are split, else to the output. The base
+// of a share is its largest score, which combine_shares() scales.
+template <class C>
+__device__ __forceinline__ void store_packed_rows(
+    const float (&o_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS], const RowState<C>& state,
+    const CacheParams& params, const math::Work& work) {
+  const AttentionParams& attention = params.attention;
+  const Partials& partials = params.partials;
+  const Lane<C> lane;
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    const float keys_sum =
+        Lane<C>::reduce_cols(state.sum_rmem[i], [](float x, float y) { return x + y; });
+    const math::FewRow row(attention, params.packed_heads, work,
+                           lane.warp_row + i * C::LANE_ROWS + lane.row);
+    if (!row.wanted) continue;
+    const int64_t lse_index = row.lse_index(attention);
+    float factor = 1.0f;
+    float* row_gmem;
+    if (partials.wanted()) {
+      const int64_t index = partials.index(blockIdx.x % partials.splits, lse_index);
+      if (lane.col == 0) partials.ends_gmem[index] = {state.max_rmem[i], keys_sum};
+      if (keys_sum == 0.0f) continue;  // the combining kernel does not read the outputs
+      row_gmem = partials.rows_gmem + index * attention.dv;
+    } else {
+      const math::RowEnd end =
+          math::finish_row(state.max_rmem[i] * attention.exp2_scale * math::LN_2, keys_sum,
+                           math::load_sink(attention, row.head));
+      if (attention.lse_gmem != nullptr && lane.col == 0) attention.lse_gmem[lse_index] = end.lse;
+      factor = end.factor;
+      row_gmem = static_cast<float*>(attention.out_gmem) + row.batch * attention.out_batch +
+                 row.head * attention.out_head + row.packed * attention.out_row;
+    }
+#pragma unroll
+    for (int n = 0; n < C::OUT_GROUPS; ++n) {
+      const int column = 4 * lane.col + 4 * n * C::LANE_COLS;
+      float x[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[c] = o_rmem[i][4 * n + c] * factor;
+      if (column < attention.dv) store_4<DType::F32>(row_gmem + column, x);
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void cache_fwd(const CacheParams& params) {
+  const AttentionParams& attention = params.attention;
+  const Partials& partials = params.partials;
+  const math::PackedHeads& packed = params.packed_heads;
+  extern __shared__ float4 shared_memory[];
+  float* shared = reinterpret_cast<float*>(shared_memory);
+  float* q_smem = shared + C::Q_SMEM;  // (BLOCK_Q, QK_PITCH)
+  float* k_smem = shared + C::K_SMEM;  // (BLOCK_K, QK_PITCH)
+  float* v_smem = shared + C::V_SMEM;  // (BLOCK_K, V_PITCH)
+
+  for (int head = 0; !partials.wanted() && head < packed.count; ++head) {
+    math::write_rows_of_no_sequence<sizeof(float)>(attention, blockIdx.x, threadIdx.x, C::THREADS,
+                                                   packed.rows(), packed.count, head);
+  }
+  math::Work work =
+      math::find_work(attention, blockIdx.x / partials.splits, packed.rows(), packed.count);
+  if (work.first_row < 0) return;
+  const int sequence = work.batch_head / attention.heads_q;
+  const int kv_head = work.batch_head % attention.heads_q / attention.heads_per_kv;
+  const KeysOfCache keys{params.cache, sequence, math::find_cache_rows(params.cache, sequence)};
+  work.nk = keys.rows.count;
+  const math::ChunkedKeys visible{math::find_visible_keys(attention, work), params.attention_chunk,
+                                  work.nk - work.nq};
+  const float* q_gmem = static_cast<const float*>(attention.q_gmem);
+  const float* k_gmem = static_cast<const float*>(attention.k_gmem) + kv_head * attention.k_head;
+  const float* v_gmem = static_cast<const float*>(attention.v_gmem) + kv_head * attention.v_head;
+
+  float o_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
+  RowState<C> state;
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    state.max_rmem[i] = MINUS_INFINITY;
+    state.sum_rmem[i] = 0.0f;
+  }
+
+  const int cta_last = min(work.first_row + packed.rows(), work.nq) - 1;
+  const math::Blocks share = math::blocks_of_share<C::BLOCK_K>(
+      {visible.first(work.first_row) & -C::BLOCK_K, visible.last(cta_last) & -C::BLOCK_K}, partials,
+      blockIdx.x % partials.splits);
+  const auto start_k = [&](int first) {
+    start_rows<C, C::BLOCK_K, C::QK_PITCH>(k_smem, attention.d, q_gmem, [&](int row) {
+      return keys.find(k_gmem, first + row, attention.k_batch, attention.k_row);
+    });
+  };
+  const auto start_v = [&](int first) {
+    start_rows<C, C::BLOCK_K, C::V_PITCH>(v_smem, attention.dv, q_gmem, [&](int row) {
+      return keys.find(v_gmem, first + row, attention.v_batch, attention.v_row);
+    });
+  };
+  if (share.first <= share.last) {
+    start_rows<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, attention.d, q_gmem, [&](int row_of_tile) {
+      const math::FewRow row(attention, packed, work, row_of_tile);
+      const float* row_gmem = q_gmem + row.batch * attention.q_batch + row.head * attention.q_head +
+                              row.packed * attention.q_row;
+      return row.wanted ? row_gmem : nullptr;
+    });
+    start_k(share.last);
+  }
+
+  // The rows of this thread's warp, of one head or of each of its packed heads.
+  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+  const int warp_first = work.first_row + packed.row(warp_row);
+  const int warp_rows = packed.head(warp_row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
+  const int warp_last = min(warp_first + warp_rows, work.nq) - 1;  // < warp_first: no rows
+#pragma unroll 1
+  for (int key_first = share.last; key_first >= share.first; key_first -= C::BLOCK_K) {
+    const int key_last = key_first + C::BLOCK_K - 1;
+    const bool computes =
+        warp_last >= warp_first && !visible.hides(warp_first, warp_last, key_first, key_last);
+    float s_rmem[C::THREAD_ROWS][C::THREAD_KEYS];
+    float correction[C::THREAD_ROWS];
+
+    // Each thread waits for its own copies of K (and of Q in the first round). The barrier then
+    // makes the copies of all threads visible, and no warp still reads the previous V, which
+    // start_v overwrites.
+    ptx::copies_wait_all();
+    __syncthreads();
+    start_v(key_first);
+    if (computes) {
+      const Lane<C> lane;
+      multiply_qk<C>(s_rmem, q_smem + (lane.warp_row + lane.row) * C::QK_PITCH,
+                     k_smem + lane.col * C::QK_PITCH, attention.d);
+      if (attention.transform_scores) transform_scores<C>(s_rmem, Params{attention, 0});
+      if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, work, key_first);
+      if (visible.masks(warp_first, warp_last, key_first, key_last))
+        mask_packed_scores<C>(s_rmem, visible, packed, work.first_row, key_first);
+      online_softmax<C>(s_rmem, state, correction, attention.exp2_scale);
+    }
+
+    // After the barrier V has arrived from all threads, and no warp still reads K, which start_k
+    // overwrites.
+    ptx::copies_wait_all();
+    __syncthreads();
+    if (key_first > share.first) start_k(key_first - C::BLOCK_K);
+    if (computes) add_values<C>(o_rmem, s_rmem, correction, shared, v_smem);
+  }
+  store_packed_rows<C>(o_rmem, state, params, work);
+}
+
+}  // namespace archflash::simt
+
+// Defines an entry point. plan.cpp launches it by NAME.
+#define ARCHFLASH_SIMT_CACHE_KERNEL(NAME, CONFIG)                                    \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
+      NAME(const __grid_constant__ archflash::simt::CacheParams params) {            \
+    archflash::simt::cache_fwd<CONFIG>(params);                                      \
+  }

@@ -1,0 +1,88 @@
+"""What bench/kvcache.py measures is what it says, on the CPU by PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import archflash
+
+# The benchmarks are no part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench import kvcache, results
+from bench.cases import Case, load_cases
+from bench.timing import make_sets
+
+CASE = Case("small", "bf16", b=2, hq=4, hkv=2, nq=1, nk=128, d=32, dv=32, causal=False)
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache, "IMPLEMENTATION", "torch")
+
+
+def test_every_kind_of_cache_holds_the_keys_of_the_case_and_is_made_once() -> None:
+    ((q, k, v),) = sets = make_sets(CASE, "cpu", 1)
+    expected = archflash.attention(q, k, v, implementation="torch").float()
+    candidates = kvcache.cache_candidates(CASE, sets)
+    assert [c.features for c in candidates] == [f"cache={kind}" for kind in kvcache.KINDS]
+    for candidate in candidates:
+        calls = candidate.bind(CASE)
+        assert isinstance(calls, kvcache.CacheCalls)
+        before = dict(calls.caches)
+        out = calls(q, k, v).float()
+        assert calls.caches == before, "the cache was made again"
+        tolerance = 0.1 if calls.fp8 else 0.01
+        torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+        (arguments,) = calls.caches.values()
+        assert arguments["k_cache"].dtype == (torch.float8_e4m3fn if calls.fp8 else torch.bfloat16)
+        if calls.page_size is not None:
+            assert arguments["k_cache"].shape[1] == calls.page_size
+            table = arguments["page_table"].flatten()
+            assert table.sort().values.tolist() == list(range(2 * 128 // calls.page_size))
+            assert table.tolist() != sorted(table.tolist())
+
+
+def test_a_cache_of_8_bits_counts_half_of_the_bytes() -> None:
+    case = next(case for case in load_cases() if case.name == "bf16 32x32/8 1x8192 d128")
+    whole, half = (kvcache.gbps(case, 100.0, fp8) for fp8 in (False, True))
+    assert whole == pytest.approx(case.bytes() / 1e5)
+    assert half == pytest.approx(whole / 2, rel=1e-3)
+
+
+def test_rows_of_caches_have_ratios_to_calls_without_one() -> None:
+    facts = {name: "" for name in results.COLUMNS if name not in results.SHAPE_COLUMNS}
+    shape = results.shape_columns(CASE)
+    plain = {**facts, **shape, "p50_us": "20"}
+    paged = {**facts, **shape, "p50_us": "10", "features": "cache=pages:16"}
+    assert results.speedup(paged, plain) == 2.0
+    assert results.call_features(paged), "rows of plain calls alone decide dispatch"
+
+
+def test_prefills_and_decodes_are_the_same_together_and_apart() -> None:
+    mixed = kvcache.Mixed("cpu", prefills=(40, 70), decodes=3, keys=(64, 200))
+    together, apart = mixed.together(), mixed.apart()
+    assert together.shape == (113, kvcache.HEADS, kvcache.HEAD_DIM)
+    torch.testing.assert_close(together, apart, rtol=0, atol=0.02)
+
+
+def test_host_loops_have_growing_lengths_and_page_tables() -> None:
+    loops = kvcache.host_loops("cpu")
+    assert len(loops) == 4
+    _, steps = loops["64 sequences, lengths growing"]
+    assert [int(lengths[0]) for _, _, lengths in steps] == list(range(90, 106))
+    _, wider = loops["1 sequences, page tables growing"]
+    assert [table.shape[1] for _, table, _ in wider] == list(range(2, 65))
+
+
+def test_without_a_gpu_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kvcache.environment, "why_no_gpu", lambda: "no GPU here")
+    assert kvcache.main([]) == 2
+    assert "no GPU here" in capsys.readouterr().err
+    assert kvcache.main(["--only", "nothing like this"]) == 2
