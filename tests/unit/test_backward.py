@@ -285,6 +285,32 @@ def test_pytorchs_fused_kernels_come_first_where_gradients_are_needed() -> None:
     assert ada[0].startswith("no backward: ada computes the forward only")
 
 
+@pytest.mark.parametrize("folder", _gradients.FOLDERS)
+def test_a_forced_kernel_that_has_gradients_plans_a_call_that_needs_them(folder: str) -> None:
+    dtype = torch.float32 if folder == "simt" else FP16
+    device = "H200" if folder == "hopper" else "A100"
+    decision = archflash.explain(*inputs(dtype), device=device, implementation=folder)
+    assert decision.chosen == folder
+    assert decision.plan is not None
+
+
+def large_inputs(d: int) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.empty(2, 16, 4096, d, dtype=FP16, device="meta", requires_grad=True)
+    return q, q, q
+
+
+def test_gradients_come_from_the_kernel_that_was_measured_to_be_the_fastest() -> None:
+    causal = archflash.explain(*large_inputs(128), device="H200", causal=True)
+    assert causal.chosen == "hopper"
+    assert "was measured to be faster than PyTorch's cuDNN kernel" in causal.reasons["torch"][0]
+    plain = archflash.explain(*large_inputs(128), device="H200")
+    assert plain.chosen == "torch"
+    assert "PyTorch's cuDNN kernel with its gradients" in plain.why
+    assert archflash.explain(*large_inputs(256), device="H200", causal=True).chosen == "torch"
+    # What was measured on an H200 says nothing of an A100.
+    assert archflash.explain(*large_inputs(128), device="A100", causal=True).chosen == "torch"
+
+
 def test_a_kernel_whose_backward_pass_does_not_take_a_call_refuses_it_with_the_reason() -> None:
     decision = archflash.explain(*inputs(FP16), device="T4", softcap=2.0)
     assert decision.chosen == "torch"
