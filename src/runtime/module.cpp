@@ -184,6 +184,7 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call
       {Operand::AlibiSlopes, a.alibi_slopes},
       {Operand::KeyRanges, a.key_ranges},
       {Operand::BlockMask, a.block_mask},
+      {Operand::RngState, a.rng_state},
       {Operand::CacheSeqlens, a.cache_seqlens},
       {Operand::PageTable, a.page_table},
       {Operand::KNew, a.k_new},
@@ -635,6 +636,7 @@ NB_MODULE(_archflash, m) {
                             (!p.causal && p.window_right != UNBOUNDED);
                    })
       .def_ro("softcap", &Problem::softcap)
+      .def_ro("dropout_p", &Problem::dropout_p)
       .def_prop_ro("approximate",
                    [](const Problem& p) -> std::optional<std::string> {
                      if (p.approximate == static_cast<int64_t>(Approximate::Int8Qk))

@@ -167,6 +167,8 @@ Reasons refusals(const Problem& problem, const Description& description,
     if (given && !has(name))
       refuse.add(name, std::string("has causal and window masks only; drop ") + name);
   }
+  if (problem.dropout_p != 0 && !has("dropout_p"))
+    refuse.add("dropout_p", "drops no weights; drop dropout_p");
   if (problem.mask > 1 && has("attn_mask")) {
     const DType dtype = static_cast<DType>(problem.mask - 2);
     if (dtype != DType::F32 && dtype != problem.dtype) {

@@ -53,6 +53,7 @@ PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> ti
   params.call.partials.splits = 1;
   params.call.packed_heads = core::packed_heads(tile);
   params.masks = core::mask_params(problem);
+  params.dropout = core::dropout_params(problem);
   LaunchPlan plan =
       core::one_launch(folder, problem, device, tile, core::tiles_of(problem, tile) * splits,
                        attention.order, core::bytes(params), {});
@@ -64,6 +65,8 @@ PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> ti
   Launch& launch = plan.launches[0];
   launch.image = folder + "/masked_" + word;
   for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
+    launch.pointers.push_back(slot);
+  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(MaskedParams, dropout)))
     launch.pointers.push_back(slot);
   return plan;
 }
