@@ -22,6 +22,19 @@ constexpr core::BackwardTile TILES[] = {
     backward_tile<BackwardD256<Owns::Queries>>("d256_queries"),
 };
 
+template <class C>
+constexpr core::BackwardTile masked_tile(const char* name) {
+  return backward_tile<MaskedBackwardConfig<C>>(name);
+}
+constexpr core::BackwardTile MASKED_TILES[] = {
+    masked_tile<BackwardD64<Owns::Keys>>("d64_keys_masked"),
+    masked_tile<BackwardD64<Owns::Queries>>("d64_queries_masked"),
+    masked_tile<BackwardD128<Owns::Keys>>("d128_keys_masked"),
+    masked_tile<BackwardD128<Owns::Queries>>("d128_queries_masked"),
+    masked_tile<BackwardD256<Owns::Keys>>("d256_keys_masked"),
+    masked_tile<BackwardD256<Owns::Queries>>("d256_queries_masked"),
+};
+
 }  // namespace
 
 PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
@@ -30,7 +43,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
                    ": simt computes gradients of float32 inputs only; convert q, k and v" +
                    core::USE_TORCH};
   }
-  return core::plan_backward(describe(), TILES, problem, device);
+  return core::plan_backward(describe(), TILES, problem, device, {.tiles = MASKED_TILES});
 }
 
 }  // namespace archflash::simt

@@ -261,6 +261,13 @@ void always_transform_scores(const Problem& problem, AttentionParams& params) {
   transform_scores(problem, params);
 }
 
+void transform_scores_to_base_2(const Problem& problem, AttentionParams& params) {
+  transform_scores(problem, params);
+  // With a softcap its result is scaled, else q.k.
+  (problem.softcap == 0 ? params.tanh_scale : params.softcap) *= params.exp2_scale;
+  params.exp2_scale = 1.0f;
+}
+
 std::vector<PointerSlot> pointers(const Problem& problem) {
   using P = AttentionParams;
   const auto slot = [](Operand operand, size_t offset) {
