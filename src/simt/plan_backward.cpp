@@ -4,6 +4,7 @@
 #include "common/planning/backward.h"
 #include "common/planning/core_set.h"
 #include "simt/backward_config.cuh"
+#include "simt/tiled_bwd_config.cuh"
 
 namespace archflash::simt {
 
@@ -13,9 +14,14 @@ namespace {
 
 using core::backward_tile;
 
+// The first sets of head dimensions 64 and 128 need more than the 64 KB of 7.5.
 constexpr core::BackwardTile TILES[] = {
+    backward_tile<TiledD64Keys>("d64_large_keys"),
+    backward_tile<TiledD64Queries>("d64_large_queries"),
     backward_tile<BackwardD64<Owns::Keys>>("d64_keys"),
     backward_tile<BackwardD64<Owns::Queries>>("d64_queries"),
+    backward_tile<TiledD128Keys>("d128_large_keys"),
+    backward_tile<TiledD128Queries>("d128_large_queries"),
     backward_tile<BackwardD128<Owns::Keys>>("d128_keys"),
     backward_tile<BackwardD128<Owns::Queries>>("d128_queries"),
     backward_tile<BackwardD256<Owns::Keys>>("d256_keys"),
