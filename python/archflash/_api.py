@@ -223,6 +223,9 @@ def explain(
         >>> archflash.explain(q, q, q, device="RTX 5090").chosen
         'simt'
     """
+    if options.get("dropout_p") and options.get("rng_state") is None:
+        # Any state will do, and drawing one would change what later calls draw.
+        options["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)
     problem = make_problem(q, k, v, **options)
     name = _forced() if implementation is None else implementation
     decide = _dispatch.select

@@ -350,6 +350,8 @@ def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int
     """
     if problem.batch_invariant:
         return False
+    if problem.dtype != "float32" and (problem.key_ranges or problem.block_mask):
+        return False  # PyTorch would make a mask of all scores, and skip nothing
     if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
         return False
     dtype = "float16" if problem.dtype == "float32" else problem.dtype
