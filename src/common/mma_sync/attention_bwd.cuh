@@ -364,7 +364,7 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
       if constexpr (C::MASKED) {
         weigh_masked<C>(s_rmem, dp_rmem, all_params, cta,
                         OWNS_KEYS ? math::passing_head<C::OWNS>(attention, cta, block) : cta.head,
-                        warp_first + lane / 4, block.row + lane % 4 * 2, terms_of);
+                        warp_first, block.row, lane, terms_of);
       } else {
         weigh_backward<C>(s_rmem, dp_rmem, attention, terms_of);
       }
