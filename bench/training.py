@@ -61,7 +61,9 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, rows, width = x.shape
@@ -149,7 +151,7 @@ def by_pytorch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rows_of(name: str, losses: Tensor, every: int, gpu: str) -> Iterable[dict[str, object]]:
-    """Rows of the CSV: the loss of every so many steps, and the mean of the steps since the last."""
+    """Rows of the CSV: the loss of every so many steps, and the mean since the last one."""
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     for end in range(every, len(losses) + 1, every):
         yield {

@@ -75,8 +75,9 @@ def attention_backward(
 
     Returns:
         (dq, dk, dv); with sinks (dq, dk, dv, dsinks), where dsinks is float32 ``(heads_q,)``; with
-        mask_gradient dmask follows, float32, shaped like attn_mask. Where a query does not see a key, neither reaches the other's gradient. Rows of packed tensors
-        that belong to no sequence have the gradient 0.
+        mask_gradient dmask follows, float32, shaped like attn_mask. Where a query does not see a
+        key, neither reaches the other's gradient. Rows of packed tensors that belong to no sequence
+        have the gradient 0.
 
     Raises:
         ValueError: shapes that disagree, accumulate without dq, dk and dv, or any that
@@ -115,9 +116,7 @@ def attention_backward(
             )
             results = _into_given(found, given, accumulate)
     else:
-        request = _ops.backward_request(
-            dout, q, k, v, out, lse, dlse, options, mask_gradient
-        )
+        request = _ops.backward_request(dout, q, k, v, out, lse, dlse, options, mask_gradient)
         into = _targets(request, given, accumulate)
         name = _dispatch.forced() if implementation is None else implementation
         with torch.no_grad():

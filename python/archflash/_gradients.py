@@ -245,7 +245,8 @@ def operands(request: Request, into: Gradients, plan: _native.LaunchPlan) -> dic
         "dsinks": into.dsinks, "dmask": into.dmask, "mask": options["attn_mask"],
         "alibi_slopes": options["alibi_slopes"], "key_ranges": options["key_ranges"],
         "block_mask": options["block_mask"],
-        "rng_state": options["rng_state"] if options["dropout_p"] else None, "sinks": options["sinks"], "q_offset": options["q_offset"],
+        "rng_state": options["rng_state"] if options["dropout_p"] else None,
+        "sinks": options["sinks"], "q_offset": options["q_offset"],
         "cu_seqlens_q": options["cu_seqlens_q"], "cu_seqlens_k": options["cu_seqlens_k"],
         "workspace": torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=request.q.device),
     }  # fmt: skip

@@ -413,9 +413,7 @@ def backward_request(
     if mask_gradient and (mask is None or not mask.is_floating_point()):
         kind = "None" if mask is None else str(mask.dtype)
         raise TypeError(f"mask_gradient=True, and attn_mask is {kind}: only a floating one has one")
-    return Request(
-        readable(dout), q, k, v, out, lse.contiguous(), dlse, options, mask_gradient
-    )
+    return Request(readable(dout), q, k, v, out, lse.contiguous(), dlse, options, mask_gradient)
 
 
 def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:

@@ -125,7 +125,14 @@ def attention(
     drops = None
     if dropout_p and rng_state is not None:
         drops = _Drops(dropout_p, rng_state)
-    plain = _no_masks(masks) and not drops and sinks is None and not softcap and not return_lse and not packed
+    plain = (
+        _no_masks(masks)
+        and not drops
+        and sinks is None
+        and not softcap
+        and not return_lse
+        and not packed
+    )
     as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
     if plain and as_it_is and not torch.compiler.is_compiling() and not _autocasts(q.device.type):
         # A plain call needs no mask and no conversion. Calling SDPA directly takes a fraction of

@@ -235,27 +235,26 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
           const math::RowTerms terms = terms_gmem[OWNS_KEYS ? column : row];
           if constexpr (C::MASKED) {
             const int owned = cta.first_row + row, passing = block.row + column;
-            const auto masks = math::HeadMasks::of<C::OWNS>(all_params.masks, cta,
-                                                            OWNS_KEYS ? head : cta.head);
-            const Weighed weighed =
-                weigh_masked<C>(all_params, masks, OWNS_KEYS ? passing : owned,
-                                OWNS_KEYS ? owned : passing, s, dp, terms);
+            const auto masks =
+                math::HeadMasks::of<C::OWNS>(all_params.masks, cta, OWNS_KEYS ? head : cta.head);
+            const Weighed weighed = weigh_masked<C>(all_params, masks, OWNS_KEYS ? passing : owned,
+                                                    OWNS_KEYS ? owned : passing, s, dp, terms);
             p = weighed.p, ds = weighed.ds;
           } else {
-          float slope = 1.0f;
-          if (attention.transform_scores) {
-            s *= attention.tanh_scale;
-            if (capped) {
-              const float tanh = tanhf(s);
-              s = attention.softcap * tanh;
-              slope = fmaf(-tanh, tanh, 1.0f);
+            float slope = 1.0f;
+            if (attention.transform_scores) {
+              s *= attention.tanh_scale;
+              if (capped) {
+                const float tanh = tanhf(s);
+                s = attention.softcap * tanh;
+                slope = fmaf(-tanh, tanh, 1.0f);
+              }
             }
-          }
-          const float exponent = fmaf(s, attention.exp2_scale, -terms.lse_log2);
-          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite. Not
-          // fminf: a NaN stays one.
-          p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
-          ds = p * (dp - terms.delta) * slope;
+            const float exponent = fmaf(s, attention.exp2_scale, -terms.lse_log2);
+            // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
+            // Not fminf: a NaN stays one.
+            p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+            ds = p * (dp - terms.delta) * slope;
           }
         }
         shared[C::P_SMEM + row * C::P_PITCH + column] = p;
@@ -292,8 +291,8 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
 }  // namespace archflash::simt
 
 // Defines an entry point. plan_backward.cpp launches it by NAME.
-#define ARCHFLASH_SIMT_BACKWARD_KERNEL(NAME, CONFIG)                   \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)     \
-      NAME(const __grid_constant__ CONFIG::Params params) {            \
-    archflash::simt::attention_bwd<CONFIG>(params);                    \
+#define ARCHFLASH_SIMT_BACKWARD_KERNEL(NAME, CONFIG)               \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1) \
+      NAME(const __grid_constant__ CONFIG::Params params) {        \
+    archflash::simt::attention_bwd<CONFIG>(params);                \
   }

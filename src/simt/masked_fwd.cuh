@@ -1,5 +1,6 @@
 // Exact fp32 attention forward on CUDA cores with masks as data: attn_mask (bool or added),
-// key_ranges, alibi_slopes and block_mask, together with the causal mask and the window; and with dropout.
+// key_ranges, alibi_slopes and block_mask, together with the causal mask and the window; and with
+// dropout.
 //
 // The kernel is that of simt/attention_fwd.cuh with another walk: it goes from each block of keys
 // to the next one of which any row of the tile may see a key, so that blocks that ranges or the

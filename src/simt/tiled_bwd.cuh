@@ -5,8 +5,8 @@
 //   wait block | barrier | S | dP | P through shared memory into dV | dS into dK or dQ | barrier |
 //   start next block
 // A warp has the scores of its own rows and all passing ones, so that P and dS, which go through
-// shared memory, are private to it. Each gradient belongs to one thread: the same inputs always give
-// the same bits. A block has a sum of its own, because short sums round less.
+// shared memory, are private to it. Each gradient belongs to one thread: the same inputs always
+// give the same bits. A block has a sum of its own, because short sums round less.
 #pragma once
 
 #include <cstdint>
@@ -147,8 +147,8 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
     const int valid = cta.passing_rows - block.row;
     start_load<C, C::BLOCK, C::QK_PITCH>(shared + C::FIRST_SMEM, rows.first_gmem, rows.first_row,
                                          valid, attention.d);
-    start_load<C, C::BLOCK, C::QK_PITCH>(shared + C::SECOND_SMEM, rows.second_gmem,
-                                         rows.second_row, valid, attention.dv);
+    start_load<C, C::BLOCK, C::QK_PITCH>(shared + C::SECOND_SMEM, rows.second_gmem, rows.second_row,
+                                         valid, attention.dv);
   };
   if (begin <= last) {
     const auto own =

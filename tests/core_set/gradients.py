@@ -209,11 +209,7 @@ def differentiate_and_check(
 ) -> reference.Gradients:
     """`differentiate`, and the gradients agree with float64 by the error rule."""
     found = differentiate(on, kernel, dout, q, k, v, dlse=dlse, add_to=add_to, **call)
-    semantics = {
-        name: value
-        for name, value in _semantics(call).items()
-        if name not in _HOW
-    }
+    semantics = {name: value for name, value in _semantics(call).items() if name not in _HOW}
     exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **semantics)
     rounded = reference.baseline_backward(dout, q, k, v, dlse=dlse, **semantics)
     for name in (*NAMES, "dsinks", "dmask"):

@@ -49,9 +49,7 @@ def test_kernels_drop_what_dropout_mask_says(kernel: str, dtype: str, name: str)
     if kernel == "simt":
         call.pop("num_splits", None)
     q, k, v = on.qkv(nq, nk, *dims, dtype=dtype, batch=2, heads=heads)
-    on.attend_and_check(
-        kernel, q, k, v, dropout_p=0.3, rng_state=state(), schedules=[1], **call
-    )
+    on.attend_and_check(kernel, q, k, v, dropout_p=0.3, rng_state=state(), schedules=[1], **call)
 
 
 def test_the_reference_drops_what_dropout_mask_says_and_scales_the_rest() -> None:
@@ -83,9 +81,7 @@ def test_a_state_decides_what_is_dropped_and_the_generator_makes_it(
     q, k, v = on.qkv(20, 40, dtype=dtype)
 
     def call(**options: Any) -> Tensor:
-        out: Tensor = archflash.attention(
-            q, k, v, dropout_p=0.5, implementation=kernel, **options
-        )
+        out: Tensor = archflash.attention(q, k, v, dropout_p=0.5, implementation=kernel, **options)
         return out
 
     assert torch.equal(call(rng_state=state()), call(rng_state=state()))
@@ -111,9 +107,7 @@ GRADIENTS = [(k, d) for k, d in KERNELS if k in kernels_with_gradients(on)]
 
 @pytest.mark.parametrize(("kernel", "dtype"), GRADIENTS)
 @on_cpu
-def test_gradients_through_autograd_a_checkpoint_and_the_compiler(
-    kernel: str, dtype: str
-) -> None:
+def test_gradients_through_autograd_a_checkpoint_and_the_compiler(kernel: str, dtype: str) -> None:
     """All draw the state from PyTorch's generator, and the backward pass drops what the forward
     pass dropped.
     """

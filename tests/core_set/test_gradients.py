@@ -71,7 +71,7 @@ def test_kernels_of_large_tiles(dtype: str, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dims", WIDE[:2], ids=str)
 @pytest.mark.skipif("simt" not in KERNELS, reason="simt is not built")
 def test_large_tiles_of_simt(dims: tuple[int, int]) -> None:
-    """Those for more than 64 KB of shared memory; with softcap, and two query heads on one of keys."""
+    """Those for more than 64 KB of shared memory, causal and with softcap."""
     tensors = inputs(*on.pick(simulator=(70, 150), gpu=WIDE_ROWS), *dims, "float32")
     for call in ({"causal": True}, {"softcap": 2.0}):
         differentiate_and_check(

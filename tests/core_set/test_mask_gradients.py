@@ -158,9 +158,7 @@ def test_rows_that_see_nothing_and_rows_of_the_lowest_number(kernel: str, dtype:
     mask[0] = -math.inf
     mask[1] = torch.finfo(torch.float32).min
     tensors = inputs(on, 4, 70, 64, 64, dtype)
-    found = differentiate(
-        on, kernel, *tensors, attn_mask=mask, mask_gradient=True, schedules=[0]
-    )
+    found = differentiate(on, kernel, *tensors, attn_mask=mask, mask_gradient=True, schedules=[0])
     assert not found.dq[:, :, 0].any()
     assert found.dmask is not None
     assert not found.dmask[0].any()

@@ -667,8 +667,8 @@ def test_few_rows_with_masks_are_split_by_ampere(device: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_who_computes_gradients_of_a_call_with_masks(dtype: torch.dtype, name: str) -> None:
-    """Kernels compute all of them. PyTorch's fused kernels come first where they read the mask: in 16
-    bits ranges and blocks would become a mask of all scores.
+    """Kernels compute all of them. PyTorch's fused kernels come first where they read the mask.
+    In 16 bits ranges and blocks would become a mask of all scores.
     """
     given = problem(dtype, grad=True, **{name: MASKS[name]})
     decision = _dispatch.select(given, find_device("A100"))

@@ -1,4 +1,5 @@
-// The backward kernels for fp16 inputs with masks as data or dropout. backward_config.cuh has their tiles.
+// The backward kernels for fp16 inputs with masks as data or dropout. backward_config.cuh has their
+// tiles.
 #include "ampere/backward_config.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 

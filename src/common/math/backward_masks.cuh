@@ -106,8 +106,8 @@ __device__ __forceinline__ MaskedScore masked_score(float score, bool seen, floa
 }
 
 // The blocks of the passing side that a CTA has to do with: `count` of them, numbered in the order
-// in which they pass by. Those in which no score counts are left out. Called by whole warps, and the
-// same in all of them.
+// in which they pass by. Those in which no score counts are left out. Called by whole warps, and
+// the same in all of them.
 template <class C>
 struct SeenBlocks {
   const MaskParams& masks;
@@ -127,9 +127,8 @@ struct SeenBlocks {
 #pragma unroll 1
     for (int head = 0; head < heads; ++head) {
       const HeadMasks of_head = HeadMasks::of<C::OWNS>(masks, cta, first + head);
-      seen |= C::OWNS == Owns::Keys
-                  ? of_head.any_seen(row, C::BLOCK, cta.first_row, C::ROWS)
-                  : of_head.any_seen(cta.first_row, C::ROWS, row, C::BLOCK);
+      seen |= C::OWNS == Owns::Keys ? of_head.any_seen(row, C::BLOCK, cta.first_row, C::ROWS)
+                                    : of_head.any_seen(cta.first_row, C::ROWS, row, C::BLOCK);
     }
     return seen;
   }

@@ -36,8 +36,7 @@ struct Dropout {
     const uint64_t seed = params.state_gmem[0], offset_of_call = params.state_gmem[1];
     offset = static_cast<uint32_t>(offset_of_call);
     key[0] = static_cast<uint32_t>(seed);
-    key[1] =
-        static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset_of_call >> 32);
+    key[1] = static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset_of_call >> 32);
   }
 
   // The bits of the group that an element belongs to.
@@ -50,10 +49,9 @@ struct Dropout {
     for (int round = 0; round < 7; ++round) {
       const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * counter[0];
       const uint64_t b = static_cast<uint64_t>(0xCD9E8D57u) * counter[2];
-      const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ counter[1] ^ round_key[0],
-                                static_cast<uint32_t>(b),
-                                static_cast<uint32_t>(a >> 32) ^ counter[3] ^ round_key[1],
-                                static_cast<uint32_t>(a)};
+      const uint32_t next[4] = {
+          static_cast<uint32_t>(b >> 32) ^ counter[1] ^ round_key[0], static_cast<uint32_t>(b),
+          static_cast<uint32_t>(a >> 32) ^ counter[3] ^ round_key[1], static_cast<uint32_t>(a)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) counter[i] = next[i];
       round_key[0] += 0x9E3779B9u;

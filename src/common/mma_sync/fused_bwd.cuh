@@ -400,8 +400,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       };
       if constexpr (C::MASKED) {
         weigh_masked<Scores>(s_rmem, dp_rmem, all_params, cta,
-                             math::passing_head<C::OWNS>(attention, cta, block),
-                             warp_first, block.row + part * C::PART, lane, terms_of);
+                             math::passing_head<C::OWNS>(attention, cta, block), warp_first,
+                             block.row + part * C::PART, lane, terms_of);
       } else {
         weigh_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
       }

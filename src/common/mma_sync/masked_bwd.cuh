@@ -1,7 +1,7 @@
 // What masks as data and dropout make of a warp's scores in the backward pass on mma.sync.
 //
-// Scores are logarithms to base 2 here, as in mma_sync/masked_fwd.cuh: params.tanh_scale and softcap
-// include log2(e), and exp2_scale is 1.
+// Scores are logarithms to base 2 here, as in mma_sync/masked_fwd.cuh: params.tanh_scale and
+// softcap include log2(e), and exp2_scale is 1.
 #pragma once
 
 #include <cstdint>
@@ -36,11 +36,19 @@ struct LaneElements {
   ARCHFLASH_HOST_DEVICE static constexpr int n_of(int column) {
     return OWNS_KEYS ? column / 4 * 2 + column % 2 : column / 2;
   }
-  ARCHFLASH_HOST_DEVICE static constexpr int i_of(int column) { return OWNS_KEYS ? column / 2 % 2 : column % 2; }
+  ARCHFLASH_HOST_DEVICE static constexpr int i_of(int column) {
+    return OWNS_KEYS ? column / 2 % 2 : column % 2;
+  }
   ARCHFLASH_HOST_DEVICE static constexpr int row_offset(int row) { return 8 * row; }
-  ARCHFLASH_HOST_DEVICE static constexpr int column_offset(int column) { return 8 * n_of(column) + i_of(column); }
-  ARCHFLASH_HOST_DEVICE static constexpr int query_offset(int a) { return OWNS_KEYS ? column_offset(a) : row_offset(a); }
-  ARCHFLASH_HOST_DEVICE static constexpr int key_offset(int b) { return OWNS_KEYS ? row_offset(b) : column_offset(b); }
+  ARCHFLASH_HOST_DEVICE static constexpr int column_offset(int column) {
+    return 8 * n_of(column) + i_of(column);
+  }
+  ARCHFLASH_HOST_DEVICE static constexpr int query_offset(int a) {
+    return OWNS_KEYS ? column_offset(a) : row_offset(a);
+  }
+  ARCHFLASH_HOST_DEVICE static constexpr int key_offset(int b) {
+    return OWNS_KEYS ? row_offset(b) : column_offset(b);
+  }
   ARCHFLASH_HOST_DEVICE static constexpr uint32_t bit(int a, int b) { return 1u << (a * KEYS + b); }
 
   template <class Scores>
@@ -257,8 +265,8 @@ __device__ __forceinline__ void weigh_masked(Scores& s_rmem, Scores& dp_rmem,
 #pragma unroll
       for (int b = 0; b < E::KEYS; ++b) {
         float& s = E::of(s_rmem, a, b);
-        s = fmaf(-slope, fabsf(distance + static_cast<float>(E::query_offset(a) - E::key_offset(b))),
-                 s);
+        s = fmaf(-slope,
+                 fabsf(distance + static_cast<float>(E::query_offset(a) - E::key_offset(b))), s);
         if (s < math::LOWEST_LOG2) s = math::LOWEST_LOG2;
       }
     }

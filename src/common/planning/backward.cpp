@@ -242,8 +242,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     most_ctas = std::max(most_ctas, ctas);
     Launch launch;
     launch.kernel = description.name + "_" + kernel;
-    launch.image =
-        description.name + (is_main && is_masked_call ? "/bwd_masked_" : "/bwd_") + word;
+    launch.image = description.name + (is_main && is_masked_call ? "/bwd_masked_" : "/bwd_") + word;
     launch.grid = {ctas, 1, 1};
     launch.block = {threads, 1, 1};
     launch.shared_bytes = shared_bytes;

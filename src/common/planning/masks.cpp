@@ -63,8 +63,8 @@ DropoutParams dropout_params(const Problem& problem) {
 
 std::vector<PointerSlot> dropout_pointers(const Problem& problem, int offset) {
   if (problem.dropout_p == 0) return {};
-  return {{Operand::RngState,
-           static_cast<int32_t>(offset + offsetof(DropoutParams, state_gmem)), 0}};
+  return {
+      {Operand::RngState, static_cast<int32_t>(offset + offsetof(DropoutParams, state_gmem)), 0}};
 }
 
 }  // namespace archflash::core

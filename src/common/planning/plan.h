@@ -53,7 +53,7 @@ enum class Operand : int32_t {
   DK,
   DV,
   DSinks,
-  DMask,  // the gradient of attn_mask, to which the kernel adds
+  DMask,                            // the gradient of attn_mask, to which the kernel adds
   PartOut,                          // the first of MERGE_PARTS outputs that merge_attention reads,
   PartLse = PartOut + MERGE_PARTS,  // and of their log-sum-exps
 };
