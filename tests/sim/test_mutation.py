@@ -96,7 +96,8 @@ def test_mutants_of_the_backward_pass_are_caught(
 ) -> None:
     """A small sample; ``python -m tests.sim.mutation.backward`` runs a larger one."""
     subject = target.subject()
-    assert subject.coverage() > 0.8
+    # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
+    assert subject.coverage() > (0.6 if target.masked else 0.9)
     score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
