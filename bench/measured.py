@@ -142,7 +142,7 @@ def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
         ValueError: rows of a GPU whose compute capability is unknown here.
     """
     entries = []
-    other = ("day-one", "ladder")  # what these files hold serves no call
+    other = ("day-one", "ladder", "training")  # what these files hold serves no call
     paths = [p for p in sorted(results.glob("*.csv")) if not any(x in p.name for x in other)]
     for path in paths:
         rows = load_rows(path)

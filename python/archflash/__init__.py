@@ -4,7 +4,7 @@
 The modules stand in layers, and each imports only from layers below its own:
 
 - `_archflash`, the runtime in C++; the exceptions; what PyTorch's causal biases mean
-- `masks`, masks as data
+- `masks`, masks as data; dropout
 - the table of options, the implementations, what was measured, the implementation `torch`, the
   float64 reference
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
@@ -28,6 +28,7 @@ from archflash._api import attention, explain
 from archflash._archflash import version as __version__
 from archflash._backward import attention_backward
 from archflash._dispatch import Decision, force
+from archflash._dropout import dropout_mask, dropout_state
 from archflash._errors import (
     ArchflashError,
     ForcedImplementationError,
@@ -61,6 +62,8 @@ __all__ = [
     "attention_with_kvcache",
     "attention_with_shared_prefix",
     "disable",
+    "dropout_mask",
+    "dropout_state",
     "enable",
     "enabled",
     "explain",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
-from archflash import _bias, _dispatch, _gradients, _ops, _options
+from archflash import _bias, _dispatch, _dropout, _gradients, _ops, _options
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
@@ -37,6 +37,8 @@ def attention(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: Tensor | None = None,
+    dropout_p: float | None = None,
+    rng_state: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -91,6 +93,12 @@ def attention(
             (int8 only): a promise that attn_mask keeps all of it and adds nothing. Anything else:
             attn_mask decides, or all is seen if there is none. `archflash.summarize_mask` makes it
             of attn_mask. Not with cu_seqlens.
+        dropout_p: the probability that a weight of the softmax is dropped, at least 0 and less than
+            1; the others are multiplied by 1 / (1 - dropout_p). The log-sum-exp is that of all
+            scores. None or 0: no dropout. Not with batch_invariant.
+        rng_state: seed and offset, int64 ``(2,)`` on q's device, which say which weights are
+            dropped, whatever kernel serves the call: `archflash.dropout_mask` tells them. Default:
+            a new state for each call, from PyTorch's generator (`archflash.dropout_state`).
         q_descale: float32: float8 q stands for q * q_descale. ``()`` or ``(1,)`` for the whole
             tensor; ``(heads_q,)`` or ``(batch, heads_q)``, also with heads_kv for heads_q; or
             ``(batch, heads_q, ceil(nq / 64))``, one for each block of 64 rows (not with
@@ -156,11 +164,14 @@ def attention(
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
         )
+    if dropout_p and rng_state is None:
+        rng_state = _dropout.dropout_state(q.device)
     # In the order of the table of options, src/common/options.inc.
     values = (
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, q_descale, k_descale,
-        v_descale, out_dtype, approximate, num_splits, batch_invariant, layout, out, return_lse,
+        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, dropout_p, rng_state,
+        q_descale, k_descale, v_descale, out_dtype, approximate, num_splits, batch_invariant,
+        layout, out, return_lse,
     )  # fmt: skip
     if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and
@@ -212,6 +223,9 @@ def explain(
         >>> archflash.explain(q, q, q, device="RTX 5090").chosen
         'simt'
     """
+    if options.get("dropout_p") and options.get("rng_state") is None:
+        # Any state will do, and drawing one would change what later calls draw.
+        options["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)
     problem = make_problem(q, k, v, **options)
     name = _forced() if implementation is None else implementation
     decide = _dispatch.select
@@ -270,4 +284,6 @@ def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Any, .
             given["attn_mask"], q, k, given["causal"], given["window"], given["q_offset"],
             given["cu_seqlens_q"], given["layout"],
         )  # fmt: skip
+    if given["dropout_p"] and given["rng_state"] is None:
+        given["rng_state"] = _dropout.dropout_state(q.device)
     return tuple(given.values())

@@ -37,6 +37,9 @@ def attention_backward(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: Tensor | None = None,
+    dropout_p: float | None = None,
+    rng_state: Tensor | None = None,
+    mask_gradient: bool = False,
     layout: str = "bhnd",
     implementation: str | None = None,
 ) -> tuple[Tensor, ...]:
@@ -63,15 +66,18 @@ def attention_backward(
             gradients. Otherwise the CTAs of a kernel may add to dq in any order. Default:
             torch.are_deterministic_algorithms_enabled().
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, layout: as the call got
-            them. For attn_mask and alibi_slopes there is no gradient.
+            max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, dropout_p, rng_state,
+            layout: as the call got them. For alibi_slopes there is no gradient. With dropout_p
+            rng_state must be given to both.
+        mask_gradient: also returns the gradient of attn_mask, which must be floating.
         implementation: forces one by name, "ampere" or "torch"; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
 
     Returns:
-        (dq, dk, dv); with sinks (dq, dk, dv, dsinks), where dsinks is float32 ``(heads_q,)``. Where
-        a query does not see a key, neither reaches the other's gradient. Rows of packed tensors
-        that belong to no sequence have the gradient 0.
+        (dq, dk, dv); with sinks (dq, dk, dv, dsinks), where dsinks is float32 ``(heads_q,)``; with
+        mask_gradient dmask follows, float32, shaped like attn_mask. Where a query does not see a
+        key, neither reaches the other's gradient. Rows of packed tensors that belong to no sequence
+        have the gradient 0.
 
     Raises:
         ValueError: shapes that disagree, accumulate without dq, dk and dv, or any that
@@ -98,22 +104,25 @@ def attention_backward(
             "q_offset": q_offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
             "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "attn_mask": attn_mask,
             "alibi_slopes": alibi_slopes, "key_ranges": key_ranges, "block_mask": block_mask,
-            "layout": layout,
+            "dropout_p": dropout_p, "rng_state": rng_state, "layout": layout,
         }
     )  # fmt: skip
     given = (dq, dk, dv)
     if torch.compiler.is_compiling():
         _refuse_compiled((q, k, v), given, deterministic)
         with torch.no_grad():
-            found = _ops.attention_backward(dout, q, k, v, out, lse, dlse, options, implementation)
+            found = _ops.attention_backward(
+                dout, q, k, v, out, lse, dlse, options, implementation, mask_gradient
+            )
             results = _into_given(found, given, accumulate)
     else:
-        request = _ops.backward_request(dout, q, k, v, out, lse, dlse, options)
+        request = _ops.backward_request(dout, q, k, v, out, lse, dlse, options, mask_gradient)
         into = _targets(request, given, accumulate)
         name = _dispatch.forced() if implementation is None else implementation
         with torch.no_grad():
             _gradients.compute(request, into, name, deterministic)
-        results = (into.dq, into.dk, into.dv, into.dsinks)
+        dmask = None if into.dmask is None else into.dmask.reshape(options["attn_mask"].shape)
+        results = (into.dq, into.dk, into.dv, into.dsinks, dmask)
     return tuple(x for x in results if x is not None)
 
 
@@ -137,7 +146,7 @@ def _targets(
             raise ValueError(f"{name} requires a gradient: pass its detach()")
         targets.append(x)
     dq, dk, dv = targets
-    return _gradients.Gradients(dq, dk, dv, new.dsinks, accumulate)
+    return _gradients.Gradients(dq, dk, dv, new.dsinks, accumulate, new.dmask)
 
 
 def _refuse_compiled(
@@ -161,7 +170,7 @@ def _into_given(
     found: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], accumulate: bool
 ) -> tuple[Tensor | None, ...]:
     """While compiling: the gradients in the given tensors where there are any."""
-    *gradients, dsinks = found
+    *gradients, dsinks, dmask = found
     results: list[Tensor | None] = []
     for x, target in zip(gradients, given, strict=True):
         assert x is not None
@@ -171,4 +180,4 @@ def _into_given(
             results.append(x)
         else:
             results.append(target.add_(x) if accumulate else target.copy_(x))
-    return (*results, dsinks)
+    return (*results, dsinks, dmask)

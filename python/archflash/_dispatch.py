@@ -130,7 +130,7 @@ def describe_problem(problem: _native.Problem) -> str:
         shape += f" and {problem.dv}" if problem.d != problem.dv else ""
     features = (
         "approximate", "num_splits", "causal", "window", "softcap", "sinks", "attn_mask",
-        "alibi_slopes", "key_ranges", "block_mask",
+        "alibi_slopes", "key_ranges", "block_mask", "dropout_p",
     )  # fmt: skip
     flags = (field for field in _options.FLAG_FIELDS.values() if field not in features)
     words = {"want_lse": "LSE", "needs_grad": "gradients"}
@@ -290,7 +290,7 @@ def _dense_mask_alone(problem: _native.Problem) -> bool:
     H200 PyTorch's fused kernels serve such calls faster than ours, the memory-efficient one too
     (docs/masks.md).
     """
-    return problem.attn_mask and not (problem.key_ranges or problem.block_mask)
+    return problem.attn_mask and not (problem.key_ranges or problem.block_mask or problem.dropout_p)
 
 
 @cache
@@ -315,6 +315,7 @@ def _pytorch_may_serve(problem: _native.Problem) -> bool:
     batch_invariant, which PyTorch's kernels do not support.
     """
     plain = not problem.varlen and not problem.kv_cache and not problem.approximate
+    plain = plain and not problem.dropout_p
     return plain and problem.num_splits is None and not problem.batch_invariant
 
 
@@ -349,6 +350,8 @@ def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int
     """
     if problem.batch_invariant:
         return False
+    if problem.dtype != "float32" and (problem.key_ranges or problem.block_mask):
+        return False  # PyTorch would make a mask of all scores, and skip nothing
     if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
         return False
     dtype = "float16" if problem.dtype == "float32" else problem.dtype
@@ -360,6 +363,8 @@ def _pytorchs_kernel(
 ) -> str | list[str]:
     if problem.kv_cache:
         return ["a KV cache needs a mask over its whole capacity"]
+    if problem.dropout_p:
+        return ["the random bits of rng_state need plain operations"]
     return _torch.fused_kernel(
         device_type="cuda",
         capability=capability,

@@ -8,6 +8,7 @@ differentiate it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ class Request:
         out, lse: what the call gave.
         dlse: the gradient of the log-sum-exp; None: it is 0.
         options: all options of the call by name.
+        mask_gradient: whether the gradient of attn_mask is wanted, too, which is floating then.
     """
 
     dout: Tensor
@@ -46,6 +48,7 @@ class Request:
     lse: Tensor
     dlse: Tensor | None
     options: dict[str, Any]
+    mask_gradient: bool = False
 
     @property
     def sinks(self) -> Tensor | None:
@@ -72,6 +75,8 @@ class Gradients:
     Attributes:
         dq, dk, dv: in the dtype of the inputs, or float32.
         dsinks: float32 ``(heads_q,)``; None if the call has no sinks.
+        dmask: float32, shaped like attn_mask with 4 dimensions, to which its gradient is added;
+            None if that is not wanted.
         accumulate: whether dq, dk and dv are added to what they hold.
     """
 
@@ -80,6 +85,7 @@ class Gradients:
     dv: Tensor
     dsinks: Tensor | None
     accumulate: bool = False
+    dmask: Tensor | None = None
 
     @staticmethod
     def like(request: Request) -> Gradients:
@@ -87,7 +93,18 @@ class Gradients:
         dq, dk, dv = (_new(x, x.shape) for x in (request.q, request.k, request.v))
         sinks = request.sinks
         dsinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
-        return Gradients(dq, dk, dv, dsinks)
+        dmask = None
+        if request.mask_gradient:
+            mask = request.options["attn_mask"]
+            dmask = mask.new_zeros((1,) * (4 - mask.ndim) + mask.shape, dtype=torch.float32)
+        return Gradients(dq, dk, dv, dsinks, dmask=dmask)
+
+    def with_dmask_of_all_scores(self, request: Request) -> Gradients:
+        """The same with a number of dmask for each score, so that no two are added up."""
+        heads = request.by_head(request.q).shape[:3]
+        assert self.dmask is not None
+        full = self.dmask.new_zeros((*heads, request.by_head(request.k).shape[2]))
+        return dataclasses.replace(self, dmask=full)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -215,7 +232,7 @@ def _plan(
     dout, dq, dk, dv = (request.by_head(x) for x in (request.dout, into.dq, into.dk, into.dv))
     return _native.plan_backward(
         name, problem, device, dout, dq, dk, dv, into.accumulate,
-        request.dlse is not None, into.dsinks is not None, deterministic,
+        request.dlse is not None, into.dsinks is not None, deterministic, into.dmask,
     )  # fmt: skip
 
 
@@ -225,7 +242,11 @@ def operands(request: Request, into: Gradients, plan: _native.LaunchPlan) -> dic
     given = {
         "q": request.q, "k": request.k, "v": request.v, "out": request.out, "lse": request.lse,
         "dout": request.dout, "dlse": request.dlse, "dq": into.dq, "dk": into.dk, "dv": into.dv,
-        "dsinks": into.dsinks, "sinks": options["sinks"], "q_offset": options["q_offset"],
+        "dsinks": into.dsinks, "dmask": into.dmask, "mask": options["attn_mask"],
+        "alibi_slopes": options["alibi_slopes"], "key_ranges": options["key_ranges"],
+        "block_mask": options["block_mask"],
+        "rng_state": options["rng_state"] if options["dropout_p"] else None,
+        "sinks": options["sinks"], "q_offset": options["q_offset"],
         "cu_seqlens_q": options["cu_seqlens_q"], "cu_seqlens_k": options["cu_seqlens_k"],
         "workspace": torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=request.q.device),
     }  # fmt: skip
@@ -266,9 +287,14 @@ def compute(
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = request.problem()
     device, obstacle = _dispatch.device_of(problem, request.q.device.index)
-    decision = decide(request, into, device, name, obstacle, deterministic)
+    by_score = into
+    if into.dmask is not None and deterministic:
+        by_score = into.with_dmask_of_all_scores(request)
+    decision = decide(request, by_score, device, name, obstacle, deterministic)
     if decision.plan is not None:
-        _native.launch(decision.plan, operands(request, into, decision.plan))
+        _native.launch(decision.plan, operands(request, by_score, decision.plan))
+        if into.dmask is not None and by_score.dmask is not None and by_score is not into:
+            into.dmask.add_(by_score.dmask.sum_to_size(into.dmask.shape))
         for written in (into.dq, into.dk, into.dv):  # autograd must see that they were written
             if not written.is_inference():
                 torch.autograd.graph.increment_version(written)
@@ -294,9 +320,12 @@ def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
     leaves = [x.detach().requires_grad_() for x in (request.q, request.k, request.v)]
     options = _options.for_torch(request.options) | {"out": None, "return_lse": False}
-    if request.sinks is not None:
-        leaves.append(request.sinks.detach().requires_grad_())
-        options["sinks"] = leaves[3]
+    targets = [into.dq, into.dk, into.dv]
+    for option, target in (("sinks", into.dsinks), ("attn_mask", into.dmask)):
+        if target is not None:
+            options[option] = request.options[option].detach().requires_grad_()
+            leaves.append(options[option])
+            targets.append(target)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_with_autograd())
         stack.enter_context(torch.enable_grad())
@@ -310,11 +339,10 @@ def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
         answer = _torch.attention(*leaves[:3], **options)
         outputs = [answer] if isinstance(answer, Tensor) else list(answer)
         found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
-    targets = [into.dq, into.dk, into.dv, into.dsinks]
-    for target, gradient in zip(targets, found, strict=False):
-        if target is None:
-            continue
-        if target is into.dsinks or not into.accumulate:
+    for target, gradient in zip(targets, found, strict=True):
+        if target is into.dmask:
+            gradient = None if gradient is None else gradient.reshape(target.shape)
+        if target is into.dsinks or target is into.dmask or not into.accumulate:
             target.zero_() if gradient is None else target.copy_(gradient)
         elif gradient is not None:
             target.add_(gradient)

@@ -180,7 +180,8 @@ def attention_with_kvcache(
     # archflash.attention has.
     values = (
         causal, window, softcap, sinks, scale, None, cu_seqlens_q, None, max_seqlen_q, None, None,
-        alibi_slopes, None, None, q_descale, k_descale, v_descale, out_dtype, None, num_splits,
+        alibi_slopes, None, None, None, None, q_descale, k_descale, v_descale, out_dtype, None,
+        num_splits,
         batch_invariant, layout, out, return_lse, cache_seqlens, page_table, k_new, v_new,
         cache_batch_idx, leftpad_k, rotary_cos, rotary_sin, rotary_interleaved,
         qv, attention_chunk,

@@ -35,7 +35,8 @@ _library.define(
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"Tensor? dlse, {_options.SCHEMA}, str? implementation) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor? dlse, {_options.SCHEMA}, str? implementation, bool mask_gradient) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 _library.define(
@@ -143,13 +144,18 @@ def attention_backward(
     dlse: Tensor | None,
     options: dict[str, Any],
     implementation: str | None,
+    mask_gradient: bool,
 ) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dsinks) of a call through the operator; dsinks is None without sinks."""
-    *gradients, dsinks = torch.ops.archflash.attention_backward(
+    """(dq, dk, dv, dsinks, dmask) of a call through the operator; dsinks is None without sinks, and
+    dmask where it is not wanted.
+    """
+    *gradients, dsinks, dmask = torch.ops.archflash.attention_backward(
         dout, q, k, v, out, lse, dlse,
-        implementation=implementation, **_options.to_operator(options),
+        implementation=implementation, mask_gradient=mask_gradient,
+        **_options.to_operator(options),
     )  # fmt: skip
-    return (*gradients, None if options["sinks"] is None else dsinks)
+    dsinks = None if options["sinks"] is None else dsinks
+    return (*gradients, dsinks, dmask if mask_gradient else None)
 
 
 def attention_with_kvcache(
@@ -372,9 +378,11 @@ def _request(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Request, st
     """The arguments of archflash::attention_backward."""
     arguments = _by_name(torch.ops.archflash.attention_backward, *given, **named)
     implementation = arguments.pop("implementation")
+    mask_gradient = arguments.pop("mask_gradient")
     names = ("dout", "q", "k", "v", "out", "lse", "dlse")
     tensors = {name: arguments.pop(name) for name in names}
-    return Request(**tensors, options=_options.from_operator(arguments)), implementation
+    options = _options.from_operator(arguments)
+    return Request(**tensors, options=options, mask_gradient=mask_gradient), implementation
 
 
 def backward_request(
@@ -386,6 +394,7 @@ def backward_request(
     lse: Tensor,
     dlse: Tensor | None,
     options: dict[str, Any],
+    mask_gradient: bool = False,
 ) -> Request:
     """The call whose gradients are asked for, its tensors checked and as a kernel reads them."""
     options = {name: _plain(value) for name, value in options.items()}
@@ -400,29 +409,40 @@ def backward_request(
     if dlse is not None:
         check_tensor("dlse", dlse, q.device, lse_shape, (torch.float32,))
         dlse = dlse.contiguous()
-    return Request(readable(dout), q, k, v, out, lse.contiguous(), dlse, options)
+    mask = options["attn_mask"]
+    if mask_gradient and (mask is None or not mask.is_floating_point()):
+        kind = "None" if mask is None else str(mask.dtype)
+        raise TypeError(f"mask_gradient=True, and attn_mask is {kind}: only a floating one has one")
+    return Request(readable(dout), q, k, v, out, lse.contiguous(), dlse, options, mask_gradient)
 
 
-def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
     """The gradients on real tensors."""
     asked, implementation = _request(given, named)
     request = backward_request(
-        asked.dout, asked.q, asked.k, asked.v, asked.out, asked.lse, asked.dlse, asked.options
-    )
+        asked.dout, asked.q, asked.k, asked.v, asked.out, asked.lse, asked.dlse, asked.options,
+        asked.mask_gradient,
+    )  # fmt: skip
     into = Gradients.like(request)
     name = forced() if implementation is None else implementation
     compute(request, into, name, None)
-    return into.dq, into.dk, into.dv, _or_empty(into.dsinks, request.q)
+    return _results(request, into)
 
 
-def _or_empty(dsinks: Tensor | None, q: Tensor) -> Tensor:
-    return q.new_empty(0, dtype=torch.float32) if dsinks is None else dsinks
+def _results(request: Request, into: Gradients) -> tuple[Tensor, ...]:
+    """What the operator returns: gradients that are not wanted are empty."""
+    dsinks, dmask = into.dsinks, into.dmask
+    dsinks = request.q.new_empty(0, dtype=torch.float32) if dsinks is None else dsinks
+    if dmask is None:
+        dmask = request.q.new_empty(0, dtype=torch.float32)
+    else:
+        dmask = dmask.reshape(request.options["attn_mask"].shape)
+    return into.dq, into.dk, into.dv, dsinks, dmask
 
 
-def _fake_backward(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
     request, _ = _request(given, named)
-    into = Gradients.like(request)
-    return into.dq, into.dk, into.dv, _or_empty(into.dsinks, request.q)
+    return _results(request, Gradients.like(request))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -442,12 +462,18 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     implementation = arguments.pop("implementation")
     q, k, v = (arguments.pop(x) for x in ("q", "k", "v"))
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = torch.ops.archflash.attention_backward(
-        dout, q, k, v, out, lse, dlse, implementation=implementation, **arguments
-    )
+    needed = dict(zip(ctx.order, ctx.needs_input_grad, strict=True))
+    mask = arguments["attn_mask"]
+    mask_gradient = mask is not None and mask.is_floating_point() and needed["attn_mask"]
+    dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
+        dout, q, k, v, out, lse, dlse,
+        implementation=implementation, mask_gradient=mask_gradient, **arguments,
+    )  # fmt: skip
     found = {"q": dq, "k": dk, "v": dv}
     if arguments["sinks"] is not None:
         found["sinks"] = dsinks.to(arguments["sinks"].dtype)
+    if mask_gradient:
+        found["attn_mask"] = dmask.to(mask.dtype)
     return tuple(found.get(name) for name in ctx.order)
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._api import attention
+from archflash._api import attention, explain
 from archflash._bias import is_causal_bias
-from archflash._dispatch import note_fallback
+from archflash._dispatch import forced, note_fallback
+from archflash._registry import TORCH
 from archflash._torch import AUTOCAST_DEVICES, PYTORCHS_SDPA
 
 
@@ -33,8 +34,8 @@ def scaled_dot_product_attention(
         value: ``(..., H, S, Ev)``.
         attn_mask: broadcastable to ``(..., Hq, L, S)``; bool (True is seen) or floating point
             (added); or a causal bias of torch.nn.attention.bias; none by default.
-        dropout_p: probability of dropping a weight, 0.0 by default; more than that runs PyTorch's
-            own function.
+        dropout_p: probability of dropping a weight, 0.0 by default. Kernels of archflash drop other
+            weights than PyTorch's do. Where none serves the call, PyTorch's own function runs.
         is_causal: query i sees keys ``j <= i``; off by default, and not together with attn_mask.
         scale: multiplies query.key, a finite number; ``1 / sqrt(E)`` by default.
         enable_gqa: whether ``H`` may be a divisor of ``Hq``; off by default.
@@ -48,7 +49,8 @@ def scaled_dot_product_attention(
             attn_mask with is_causal, and for a scale that is not finite.
         ValueError: for a causal bias with is_causal or of other lengths than query and key.
         TypeError: for an argument of the wrong type, such as a tensor as dropout_p or a flag.
-        UnsupportedError: for dropout or nested tensors while ARCHFLASH_FALLBACK=error.
+        UnsupportedError: for nested tensors, or dropout that no kernel serves, while
+            ARCHFLASH_FALLBACK=error.
     """
     if isinstance(dropout_p, Tensor):  # its value may be on a GPU, and reading it would wait
         raise TypeError(f"dropout_p is {_native.given(dropout_p)}: it must be a number")
@@ -60,11 +62,10 @@ def scaled_dot_product_attention(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {_native.given(flag)}: it must be a bool")
-    if dropout_p != 0.0 or query.is_nested or key.is_nested or value.is_nested:
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if nested or (dropout_p != 0.0 and not _may_drop(query, dropout_p)):
         note_fallback(
-            "dropout: no kernel of archflash drops weights"
-            if dropout_p != 0.0
-            else "nested tensors: no kernel of archflash takes them",
+            "nested tensors: no kernel of archflash takes them" if nested else _NOT_DROPPED,
             stacklevel=3,
         )
         return PYTORCHS_SDPA(
@@ -101,23 +102,39 @@ def scaled_dot_product_attention(
     shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
     if attn_mask is not None and not is_bias:
         attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
+    options = {
+        "causal": is_causal,
+        # If the lengths are equal, both alignments are the same, and PyTorch needs no mask.
+        "q_offset": 0 if is_causal and q.shape[2] != k.shape[2] else None,
+        "attn_mask": attn_mask,
+        "scale": scale,
+    }
     try:
-        out = attention(
-            q,
-            k,
-            v,
-            causal=is_causal,
-            # If the lengths are equal, both alignments are the same, and PyTorch needs no mask.
-            q_offset=0 if is_causal and q.shape[2] != k.shape[2] else None,
-            attn_mask=attn_mask,
-            scale=scale,
-        )
+        if dropout_p != 0.0:
+            options["dropout_p"] = dropout_p
+            if explain(q, k, v, **options).chosen == TORCH:
+                note_fallback(_NOT_DROPPED, stacklevel=3)
+                return PYTORCHS_SDPA(
+                    query, key, value, attn_mask, dropout_p, is_causal,
+                    scale=scale, enable_gqa=enable_gqa,
+                )  # fmt: skip
+        out = attention(q, k, v, **options)
     except (TypeError, ValueError) as error:
         if is_bias:
             raise
         raise RuntimeError(str(error)) from error  # what callers of PyTorch's function expect
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out.reshape(shape)
+
+
+_NOT_DROPPED = "dropout: no kernel of archflash drops the weights of this call"
+
+
+def _may_drop(query: Tensor, dropout_p: float) -> bool:
+    """Whether a kernel of archflash might serve a call with dropout."""
+    if torch.compiler.is_compiling() or not 0.0 < dropout_p < 1.0:
+        return False
+    return query.device.type == "cuda" or forced() not in (None, TORCH)
 
 
 def _autocast(x: Tensor, device: str) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from archflash._archflash import MASK_BLOCK, SCALE_ROWS
+from archflash._dropout import kept
 from archflash.masks import to_dense
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -57,6 +58,8 @@ def attention(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: Tensor | None = None,
+    dropout_p: float | None = None,
+    rng_state: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -91,6 +94,8 @@ def attention(
             query sees; None for all keys.
         block_mask: bool or int8 ``(B or 1, Hq or 1, ceil(Nq / 64), ceil(Nk / 64))``, 0 for blocks
             that are not seen; None for none such.
+        dropout_p: the probability that a weight is dropped; None or 0 for none.
+        rng_state: int64 ``(2,)``, seed and offset of which weights are; given with dropout_p.
         q_descale: float32; a stored number times its descale is the number that it stands for. One
             number, ``(Hq,)``, ``(B, Hq)`` or, for each 64 rows, ``(B, Hq, blocks)``, also with Hkv
             for Hq; None is 1.
@@ -117,7 +122,17 @@ def attention(
         )
     band = _Band.of(causal, window, q_offset, packed, q, k, layout)
     masks = _Masks(attn_mask, alibi_slopes, key_ranges, block_mask)
-    plain = _no_masks(masks) and sinks is None and not softcap and not return_lse and not packed
+    drops = None
+    if dropout_p and rng_state is not None:
+        drops = _Drops(dropout_p, rng_state)
+    plain = (
+        _no_masks(masks)
+        and not drops
+        and sinks is None
+        and not softcap
+        and not return_lse
+        and not packed
+    )
     as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
     if plain and as_it_is and not torch.compiler.is_compiling() and not _autocasts(q.device.type):
         # A plain call needs no mask and no conversion. Calling SDPA directly takes a fraction of
@@ -144,6 +159,7 @@ def attention(
             softcap=softcap,
             sinks=sinks,
             want_lse=return_lse,
+            drops=drops,
         )
     result = _in_stride_order_of(q, _from_bhnd(result.to(out_dtype), layout, packed))
     if out is not None:
@@ -516,6 +532,27 @@ class _Masks(NamedTuple):
     block_mask: Tensor | None
 
 
+class _Drops(NamedTuple):
+    """Which weights are dropped."""
+
+    p: float
+    state: Tensor
+
+    def factors(self, q: Tensor, k: Tensor, packed: _Packed | None, dtype: torch.dtype) -> Tensor:
+        """What each weight is multiplied by, 0 or 1 / (1 - p): ``(B, Hq, Nq, Nk)``."""
+        head = torch.arange(q.shape[1], device=q.device)[:, None, None]
+        if packed:
+            sequence = packed.q.sequence[:, None]
+            query, key = packed.q.row[:, None], packed.k.row
+        else:
+            sequence = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
+            query = torch.arange(q.shape[2], device=q.device)[:, None]
+            key = torch.arange(k.shape[2], device=q.device)
+        keep = kept(sequence * q.shape[1] + head, query, key, self.p, self.state)
+        factors = keep.to(dtype) / (1 - self.p)
+        return factors if factors.ndim == 4 else factors[None]
+
+
 def _no_masks(masks: _Masks) -> bool:
     return all(mask is None for mask in masks)
 
@@ -598,6 +635,7 @@ def _attention_bhnd(
     softcap: float | None,
     sinks: Tensor | None,
     want_lse: bool,
+    drops: _Drops | None,
 ) -> tuple[Tensor, Tensor | None]:
     empty = 0 in (*q.shape, *k.shape, *v.shape)
     # SDPA takes only a bias of the inputs' dtype, and rounding a float32 bias to 16 bits would lose
@@ -605,7 +643,7 @@ def _attention_bhnd(
     attn_mask = masks.attn_mask
     foreign_bias = attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype)
     plain = bool(softcap) or sinks is not None or want_lse or empty or foreign_bias
-    plain = plain or masks.alibi_slopes is not None
+    plain = plain or masks.alibi_slopes is not None or drops is not None
     if not plain and not packed and _no_masks(masks) and _top_left_causal(band):
         return _sdpa(q, k, v, None, scale, is_causal=True), None
 
@@ -626,7 +664,12 @@ def _attention_bhnd(
     lse = None
     if plain:
         need_lse = want_lse or sinks is not None
-        out, lse = _plain(q, safe_k, safe_v, mask, scale=scale, softcap=softcap, want_lse=need_lse)
+        inside = q.dtype if q.dtype == torch.float64 else torch.float32
+        factors = drops.factors(q, k, packed, inside) if drops else None
+        out, lse = _plain(
+            q, safe_k, safe_v, mask,
+            scale=scale, softcap=softcap, factors=factors, want_lse=need_lse,
+        )  # fmt: skip
     else:
         sdpa_mask = mask.for_sdpa(q.shape[2], k.shape[2]) if mask else None
         out = _sdpa(q, safe_k, safe_v, sdpa_mask, scale, is_causal=False)
@@ -705,6 +748,7 @@ def _plain(
     *,
     scale: float,
     softcap: float | None,
+    factors: Tensor | None,
     want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and LSE (without sinks) by plain operations in float32, or in float64 for float64."""
@@ -724,7 +768,10 @@ def _plain(
         if mask.bias is not None:
             scores = scores + mask.bias.to(scores.dtype)
         scores = torch.where(mask.visible, scores, _MINUS_INF)
-    out = (by_kv_head(torch.softmax(scores, -1)) @ v).view(b, hq, nq, v.shape[-1])
+    weights = torch.softmax(scores, -1)
+    if factors is not None:  # of dropout
+        weights = weights * factors
+    out = (by_kv_head(weights) @ v).view(b, hq, nq, v.shape[-1])
     return out, torch.logsumexp(scores, -1) if want_lse else None
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from archflash import _bias
+from archflash import _bias, _dropout
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK_ELEMENTS = 1 << 24  # scores held at once: 128 MiB in float64
@@ -53,8 +53,8 @@ def attention(
         return_lse: also return the log-sum-exp; on by default.
         **call: the other keywords of archflash.attention that change the result: causal, window,
             softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes,
-            key_ranges, block_mask, q_descale, k_descale, v_descale, layout. out_dtype,
-            max_seqlen_q and max_seqlen_k are taken and change nothing here.
+            key_ranges, block_mask, dropout_p, rng_state, q_descale, k_descale, v_descale, layout.
+            out_dtype, max_seqlen_q and max_seqlen_k are taken and change nothing here.
 
     Returns:
         The output, float64, shaped like q with Dv for D; with return_lse the pair of it and the
@@ -195,12 +195,15 @@ class Gradients:
     Attributes:
         dq, dk, dv: gradients with respect to q, k and v, shaped like them.
         dsinks: the gradient with respect to the sinks, ``(Hq,)``; None where the call has none.
+        dmask: the gradient with respect to a floating attn_mask, shaped like it; None where the
+            call has none.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dsinks: Tensor | None
+    dmask: Tensor | None = None
 
 
 def attention_backward(
@@ -229,18 +232,26 @@ def attention_backward(
         dlse = dlse[None]
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
     dsinks = None if asked.sinks is None else torch.zeros_like(asked.sinks, dtype=torch.float64)
+    mask = asked.attn_mask
+    added = mask is not None and not _bias.is_causal_bias(mask) and mask.is_floating_point()
+    full = (*q.shape[:3], k.shape[2])
+    dmask = q.new_zeros(full, dtype=torch.float64) if added else None
     for place, block in _blocks(asked, q, k, v, torch.float64):
         here = (place.batch, place.head, place.rows)
         keys = (place.batch, place.kv_head, place.keys)
         of_lse = None if dlse is None else dlse[here].double()
-        of_q, of_k, of_v, of_sink = _exact_gradients(block, dout[here].double(), of_lse)
+        of_q, of_k, of_v, of_sink, of_mask = _exact_gradients(block, dout[here].double(), of_lse)
         dq[here] = of_q
         dk[keys] += of_k
         dv[keys] += of_v
         if dsinks is not None:
             dsinks[place.head] += of_sink
+        if dmask is not None:
+            dmask[here] = of_mask
     dq, dk, dv = (_as_given(asked, x) for x in (dq, dk, dv))
-    return Gradients(dq, dk, dv, dsinks)
+    if dmask is not None and mask is not None:
+        dmask = dmask.sum_to_size(mask.shape)
+    return Gradients(dq, dk, dv, dsinks, dmask)
 
 
 def baseline_backward(
@@ -252,9 +263,11 @@ def baseline_backward(
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     leaves = [q, k, v]
-    if call.get("sinks") is not None:
-        leaves.append(call["sinks"].detach().requires_grad_())
-        call["sinks"] = leaves[3]
+    others = [name for name in ("sinks", "attn_mask") if call.get(name) is not None]
+    others = [name for name in others if call[name].is_floating_point()]
+    for name in others:
+        call[name] = call[name].detach().requires_grad_()
+        leaves.append(call[name])
     with _without_tf32(q), torch.enable_grad():
         out, lse = _run(_Call(**call), q, k, v, q.dtype, _rounded_block_with_lse)
         loss = (out * dout.to(q.dtype)).sum()
@@ -263,10 +276,11 @@ def baseline_backward(
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:  # not where the call has no query
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    dq, dk, dv, *dsinks = (
+    dq, dk, dv, *more = (
         torch.zeros_like(leaf) if x is None else x for x, leaf in zip(found, leaves, strict=True)
     )
-    return Gradients(dq, dk, dv, dsinks[0] if dsinks else None)
+    named = dict(zip(others, more, strict=True))
+    return Gradients(dq, dk, dv, named.get("sinks"), named.get("attn_mask"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -531,6 +545,8 @@ class _Call:
     alibi_slopes: Tensor | None = None
     key_ranges: Tensor | None = None
     block_mask: Tensor | None = None
+    dropout_p: float | None = None
+    rng_state: Tensor | None = None
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
@@ -689,6 +705,7 @@ class _Block:
     v: Tensor  # (Nk, Dv)
     visible: Tensor  # bool (rows, Nk)
     bias: Tensor | None  # (rows, Nk)
+    factors: Tensor | None  # of dropout (rows, Nk)
     sink: Tensor | None  # one number
     scale: float
     softcap: float | None
@@ -709,6 +726,7 @@ def _exact_block(block: _Block) -> tuple[Tensor, Tensor]:
     # maximum avoids -inf - -inf.
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
     weights = weights.masked_fill(~block.visible, 0.0)  # also where the sink is NaN
+    weights = weights if block.factors is None else weights * block.factors
     # A value that is not finite affects only the rows that see it, but 0 * NaN would spread it to
     # the others.
     out = weights @ block.v.masked_fill(~block.v.isfinite(), 0.0)
@@ -718,8 +736,10 @@ def _exact_block(block: _Block) -> tuple[Tensor, Tensor]:
 
 def _exact_gradients(
     block: _Block, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-    """dQ (rows, D), dK (Nk, D), dV (Nk, Dv) and the gradient of the sink in float64."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | float, Tensor]:
+    """dQ (rows, D), dK (Nk, D), dV (Nk, Dv), the gradients of the sink and of the mask (rows, Nk)
+    in float64.
+    """
     _, lse = _exact_block(block)
     logits = block.q @ block.k.T * block.scale
     slope: Tensor | float = 1.0
@@ -731,11 +751,13 @@ def _exact_gradients(
     base = lse.masked_fill(lse == -math.inf, 0.0)  # rows that see no key, and have no sink
     weights = torch.exp(logits - base[:, None]).masked_fill(~block.visible, 0.0)
     dweights = dout @ block.v.T
+    kept = weights if block.factors is None else weights * block.factors
+    dweights = dweights if block.factors is None else dweights * block.factors
     delta = (weights * dweights).masked_fill(~block.visible, 0.0).sum(1)
     if dlse is not None:
         delta = delta - dlse
-    dlogits = weights * (dweights - delta[:, None]) * slope
-    dlogits = dlogits.masked_fill(~block.visible, 0.0)
+    dbias = (weights * (dweights - delta[:, None])).masked_fill(~block.visible, 0.0)
+    dlogits = (dbias * slope).masked_fill(~block.visible, 0.0)
     of_sink: Tensor | float = 0.0
     if block.sink is not None:  # an infinite sink takes the whole weight
         whole = block.sink == math.inf
@@ -743,8 +765,9 @@ def _exact_gradients(
     return (
         dlogits @ block.k * block.scale,
         dlogits.T @ block.q * block.scale,
-        weights.T @ dout,
+        kept.T @ dout,
         of_sink,
+        dbias,
     )
 
 
@@ -772,7 +795,10 @@ def _rounded(block: _Block) -> tuple[Tensor, Tensor]:
     weights = torch.softmax(logits, 1)[:, : len(block.k)]
     if block.sink is not None:  # softmax would give NaN instead of the limit
         weights = weights.masked_fill(block.sink == math.inf, 0.0)
-    return weights.masked_fill(~block.visible, 0.0) @ block.v, logits
+    weights = weights.masked_fill(~block.visible, 0.0)
+    if block.factors is not None:
+        weights = weights * block.factors
+    return weights @ block.v, logits
 
 
 def _run(
@@ -877,6 +903,7 @@ def _blocks(
                     v=head_v,
                     visible=visible,
                     bias=bias,
+                    factors=_dropout_factors(call, number * q.shape[1] + head, rows, nk, dtype),
                     sink=None if call.sinks is None else call.sinks[head].to(dtype),
                     scale=scale,
                     softcap=call.softcap,
@@ -946,6 +973,18 @@ def _unhidden(call: _Call, batch: int, head: int, rows: Tensor, nk: int) -> Tens
         blocks = of_head(call.block_mask) != 0
         seen &= blocks[rows // _MASK_BLOCK][:, key // _MASK_BLOCK]
     return seen
+
+
+def _dropout_factors(
+    call: _Call, batch_head: int, rows: Tensor, nk: int, dtype: torch.dtype
+) -> Tensor | None:
+    """What dropout multiplies the weights of these queries by, 0 or 1 / (1 - p): (rows, Nk)."""
+    if not call.dropout_p or call.rng_state is None:
+        return None
+    key = torch.arange(nk, device=rows.device)
+    number = torch.tensor(batch_head, device=rows.device)
+    keep = _dropout.kept(number, rows[:, None], key, call.dropout_p, call.rng_state)
+    return keep.to(dtype) / (1 - call.dropout_p)
 
 
 def _alibi(slopes: Tensor, number: int, head: int, position: Tensor, nk: int) -> Tensor:

@@ -3,11 +3,13 @@
 
 #include "common/mma_sync/backward_config.cuh"
 #include "common/mma_sync/fused_bwd_config.cuh"
+#include "common/mma_sync/masked_backward_config.cuh"
 
 namespace archflash::ampere {
 
 using mma_sync::BackwardConfig;
 using mma_sync::FusedBackwardConfig;
+using mma_sync::MaskedBackwardConfig;
 
 // clang-format off
 // All gradients in one kernel.
@@ -38,6 +40,18 @@ template <DType T>
 using D256Keys     = BackwardConfig<T, Owns::Keys,    DK,      256, 256, 4,   1,   16,   2>;
 template <DType T>
 using D256Queries  = BackwardConfig<T, Owns::Queries, DQ,      256, 256, 4,   1,   16,   2>;
+
+// With masks as data, or dropout, in at most 99 KB of shared memory.
+template <DType T>
+using D64Masked    = MaskedBackwardConfig<FusedBackwardConfig<T, 64, 64, 2, 2, 2, 64, 2, 2>>;
+template <DType T>
+using D128Masked   = MaskedBackwardConfig<D128<T>>;
+template <DType T>
+using D256ValuesMasked = MaskedBackwardConfig<D256Values<T>>;
+template <DType T>
+using D256KeysMasked = MaskedBackwardConfig<D256Keys<T>>;
+template <DType T>
+using D256QueriesMasked = MaskedBackwardConfig<D256Queries<T>>;
 // clang-format on
 
 }  // namespace archflash::ampere

@@ -50,7 +50,8 @@ const Description& describe() {
                    "attn_mask",
                    "key_ranges",
                    "alibi_slopes",
-                   "block_mask"},
+                   "block_mask",
+                   "dropout_p"},
       .needs_capability = 80,  // cp.async, bf16 products
   };
   return description;
@@ -198,7 +199,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
     const bool few_rows_apart = tiles.data() == CACHE_TILES;
     return mma_sync::plan_with_cache("ampere", tiles, problem, device, few_rows_apart ? few : none);
   }
-  if (is_masked(problem)) return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
+  if (takes_masked_kernels(problem))
+    return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
   return mma_sync::plan_16_bits("ampere", TILES, problem, device);
 }

@@ -24,10 +24,19 @@ constexpr core::BackwardTile TILES[] = {
     backward_tile<D256Queries<DType::F16>>("d256_queries"),
 };
 
+constexpr core::BackwardTile MASKED_TILES[] = {
+    backward_tile<D64Masked<DType::F16>>("d64_masked"),
+    backward_tile<D128Masked<DType::F16>>("d128_masked"),
+    backward_tile<D256ValuesMasked<DType::F16>>("d256_values_masked"),
+    backward_tile<D256KeysMasked<DType::F16>>("d256_keys_masked"),
+    backward_tile<D256QueriesMasked<DType::F16>>("d256_queries_masked"),
+};
+
 }  // namespace
 
 PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
-  return core::plan_backward(describe(), TILES, problem, device);
+  const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
+  return core::plan_backward(describe(), TILES, problem, device, masked);
 }
 
 }  // namespace archflash::ampere

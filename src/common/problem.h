@@ -57,6 +57,7 @@ struct Problem {
   int64_t window_right;  // keys j <= i + q_offset + right; causal is right = 0 at most
   double scale;          // multiplies q.k
   double softcap;        // 0: none; otherwise score = softcap * tanh(scale * q.k / softcap)
+  double dropout_p;      // the probability that a weight is dropped; 0: none is
   int64_t approximate;   // an Approximate: asked for, never implied
   int64_t num_splits;    // shares of the keys at most, 1: no split, 0: the plan chooses
 
@@ -105,6 +106,7 @@ struct Problem {
   Flag kv_cache;          // k and v are caches: a call of attention_with_kvcache
   Flag cache_batch_idx, leftpad_k;  // these tensors of it are given
   Flag alibi_slopes, block_mask;    // these tensors are given
+  Flag slopes_need_grad;            // autograd will want the gradient of alibi_slopes
   Flag rotary_interleaved;          // columns 2i and 2i + 1 rotate together, not i and i + dim / 2
   Flag qv_unit;                     // the last dimension of qv is contiguous; 0 without qv
 };
@@ -120,7 +122,7 @@ constexpr void for_each_field(P& p, F&& f) {
   f("q", p.q), f("k", p.k), f("v", p.v), f("out", p.out);
   f("q_descale", p.q_descale), f("k_descale", p.k_descale), f("v_descale", p.v_descale);
   f("q_offset", p.q_offset), f("window_left", p.window_left), f("window_right", p.window_right);
-  f("scale", p.scale), f("softcap", p.softcap);
+  f("scale", p.scale), f("softcap", p.softcap), f("dropout_p", p.dropout_p);
   f("approximate", p.approximate), f("num_splits", p.num_splits);
   f("q_align", p.q_align), f("k_align", p.k_align), f("v_align", p.v_align);
   f("out_align", p.out_align);
@@ -130,6 +132,7 @@ constexpr void for_each_field(P& p, F&& f) {
   f("mask_strides", p.mask_strides), f("mask_key", p.mask_key), f("mask_align", p.mask_align);
   f("key_ranges", p.key_ranges), f("range_strides", p.range_strides);
   f("alibi_slopes", p.alibi_slopes), f("slope_strides", p.slope_strides);
+  f("slopes_need_grad", p.slopes_need_grad);
   f("block_mask", p.block_mask), f("block_strides", p.block_strides);
   f("descale", p.descale), f("want_lse", p.want_lse), f("batch_invariant", p.batch_invariant);
   f("needs_grad", p.needs_grad), f("on_cuda", p.on_cuda), f("kv_cache", p.kv_cache);
@@ -147,6 +150,8 @@ constexpr void for_each_field(P& p, F&& f) {
 constexpr bool is_masked(const Problem& p) {
   return p.mask != 0 || p.key_ranges != 0 || p.alibi_slopes || p.block_mask;
 }
+// Whether a call takes the kernels with masks as data, which have dropout, too.
+constexpr bool takes_masked_kernels(const Problem& p) { return is_masked(p) || p.dropout_p != 0; }
 
 constexpr size_t bytes_of_listed_fields() {
   size_t bytes = 0;

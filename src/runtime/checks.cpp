@@ -165,6 +165,7 @@ void check_masks(const Checker& check, const Problem& p) {
   check.range(0, p.varlen ? 0 : 1 + DTYPE_COUNT, {{"mask", p.mask}});
   check.range(0, p.varlen ? 0 : MOST_RANGES, {{"key_ranges", p.key_ranges}});
   check.range(0, p.varlen ? 0 : 1, {{"block_mask", p.block_mask}});
+  check.range(0, p.alibi_slopes ? 1 : 0, {{"slopes_need_grad", p.slopes_need_grad}});
   const auto blocks = [](int64_t rows) { return rows / MASK_BLOCK + (rows % MASK_BLOCK != 0); };
   const Layout of_mask{"mask_strides", p.mask_strides, p.batch, p.heads_q, p.nq, 1};
   const Layout of_ranges{"range_strides", p.range_strides, p.batch, p.heads_q, p.nq,
@@ -247,6 +248,7 @@ void check_cache(const Checker& check, const Problem& p) {
               {{"mask", p.mask},
                {"key_ranges", p.key_ranges},
                {"block_mask", p.block_mask},
+               {"slopes_need_grad", p.slopes_need_grad},
                {"approximate", p.approximate},
                {"needs_grad", p.needs_grad}});
   check.range(UNKNOWN, UNKNOWN, {{"max_seqlen_k", p.max_seqlen_k}});
@@ -301,6 +303,8 @@ void check_problem(const Problem& p, const std::string& prefix) {
   }
   check.require(!p.causal || p.window_right == 0, "window_right", text_of(p.window_right),
                 "0, as causal is 1");
+  check.require(p.dropout_p >= 0 && p.dropout_p < 1 && (p.dropout_p == 0 || !p.kv_cache),
+                "dropout_p", join(p.dropout_p), "at least 0 and less than 1, and 0 with a cache");
   for (const auto& [field, value] : Named<double>{{"scale", p.scale}, {"softcap", p.softcap}})
     check.require(std::isfinite(value), field, join(value), "finite");
   check.require(p.softcap >= 0, "softcap", join(p.softcap), "at least 0");

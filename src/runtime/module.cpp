@@ -184,6 +184,7 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call
       {Operand::AlibiSlopes, a.alibi_slopes},
       {Operand::KeyRanges, a.key_ranges},
       {Operand::BlockMask, a.block_mask},
+      {Operand::RngState, a.rng_state},
       {Operand::CacheSeqlens, a.cache_seqlens},
       {Operand::PageTable, a.page_table},
       {Operand::KNew, a.k_new},
@@ -635,6 +636,7 @@ NB_MODULE(_archflash, m) {
                             (!p.causal && p.window_right != UNBOUNDED);
                    })
       .def_ro("softcap", &Problem::softcap)
+      .def_ro("dropout_p", &Problem::dropout_p)
       .def_prop_ro("approximate",
                    [](const Problem& p) -> std::optional<std::string> {
                      if (p.approximate == static_cast<int64_t>(Approximate::Int8Qk))
@@ -1051,27 +1053,40 @@ NB_MODULE(_archflash, m) {
       "plan_backward",
       [](const std::string& name, const Problem& call, const Device& device, nb::handle dout,
          nb::handle dq, nb::handle dk, nb::handle dv, bool accumulate, bool dlse, bool dsinks,
-         bool deterministic) {
-        return plan_backward(name,
-                             {.call = call,
-                              .dout = backward_tensor(dout, "dout"),
-                              .dq = backward_tensor(dq, "dq"),
-                              .dk = backward_tensor(dk, "dk"),
-                              .dv = backward_tensor(dv, "dv"),
-                              .accumulate = accumulate,
-                              .dlse = dlse,
-                              .dsinks = dsinks,
-                              .deterministic = deterministic},
-                             device);
+         bool deterministic, nb::handle dmask) {
+        BackwardProblem problem{.call = call,
+                                .dout = backward_tensor(dout, "dout"),
+                                .dq = backward_tensor(dq, "dq"),
+                                .dk = backward_tensor(dk, "dk"),
+                                .dv = backward_tensor(dv, "dv"),
+                                .accumulate = accumulate,
+                                .dlse = dlse,
+                                .dsinks = dsinks,
+                                .deterministic = deterministic};
+        if (!dmask.is_none()) {
+          TensorView view;
+          read_tensor(dmask, "dmask", view);
+          if (view.ndim != 4 || !view.is_float || view.dtype != DType::F32) {
+            throw nb::value_error("dmask must be a float32 tensor of 4 dimensions");
+          }
+          const auto stride = [&](int axis) {
+            return view.shape[axis] > 1 ? view.strides[axis] : 0;
+          };
+          problem.dmask = true;
+          problem.dmask_strides = {stride(0), stride(1), stride(2)};
+          problem.dmask_key = stride(3);
+        }
+        return plan_backward(name, problem, device);
       },
       "name"_a, "call"_a, "device"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a, "accumulate"_a, "dlse"_a,
-      "dsinks"_a, "deterministic"_a,
+      "dsinks"_a, "deterministic"_a, "dmask"_a.none() = nb::none(),
       "The plan of a folder for the gradients of a call, or the list of reasons why not. The "
       "tensors "
       "have heads before rows whatever the call's layout; packed ones have a batch of 1. "
       "'accumulate': gradients are added to what dq, dk and dv hold; 'dlse': the log-sum-exp has a "
       "gradient, too; 'dsinks': that of the sinks is wanted; 'deterministic': the same inputs must "
-      "always give the same bits.");
+      "always give the same bits; 'dmask': what the gradient of attn_mask is added to, float32 "
+      "(batch or 1, heads or 1, nq or 1, nk or 1), None if it is not wanted.");
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
         "Launches a plan on tensors by operand name: each that the plan has an address of. On the "

@@ -328,6 +328,37 @@ void read_block_mask(const Arguments& a, const TensorView& q, Call& call) {
   call.addresses[static_cast<int>(Operand::BlockMask)] = view.data;
 }
 
+// The state says on the device which weights are dropped: only tensors can change in a CUDA graph.
+void read_dropout(const Arguments& a, const TensorView& q, Call& call) {
+  Problem& p = call.problem;
+  if (!a.dropout_p.is_none()) {
+    p.dropout_p = number(a.dropout_p, "dropout_p");
+    if (p.dropout_p < 0 || p.dropout_p >= 1)
+      wrong_value("dropout_p is ", p.dropout_p, ": it must be at least 0 and less than 1");
+  }
+  if (p.dropout_p != 0 && p.batch_invariant) {
+    wrong_value("dropout_p is ", p.dropout_p,
+                " with batch_invariant=True: what is dropped depends on the place in the batch");
+  }
+  if (a.rng_state.is_none()) {
+    if (p.dropout_p != 0) {
+      wrong_value("dropout_p is ", p.dropout_p,
+                  " and rng_state is None: pass the state that archflash.dropout_state gives");
+    }
+    return;
+  }
+  TensorView view;
+  read(a.rng_state, "rng_state", call, view);
+  if (!view.is_int64)
+    wrong_type("rng_state has dtype ", dtype_text(a.rng_state), ": it must be torch.int64");
+  check_same_device(view, "rng_state", q);
+  if (view.ndim != 1 || view.shape[0] != 2 || view.strides[0] != 1) {
+    wrong_value("rng_state has shape ", describe_shape(view),
+                ": it must be (2,), contiguous, seed and offset");
+  }
+  call.addresses[static_cast<int>(Operand::RngState)] = view.data;
+}
+
 // Dense strides for an output of call.out_shape whose dimensions nest in the order of q's own
 // strides, the last innermost; or rows before heads.
 void plan_output(const TensorView& q, bool same_dtype, bool rows_before_heads, Call& call) {
@@ -822,6 +853,7 @@ void build_call(const Arguments& a, Call& call) {
   read_alibi_slopes(a, q, call);
   read_key_ranges(a, q, call);
   read_block_mask(a, q, call);
+  read_dropout(a, q, call);
   read_descale(a.q_descale, "q_descale", Operand::QDescale, 0, p.heads_q, p.heads_kv, p.nq, q, call,
                p.q_descale);
   read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, p.heads_kv, p.nk, q,
@@ -829,6 +861,8 @@ void build_call(const Arguments& a, Call& call) {
   read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, p.heads_kv, p.nk, q,
                call, p.v_descale);
   p.needs_grad = wants_gradient(a);
+  p.slopes_need_grad =
+      a.grad != Grad::Off && !a.alibi_slopes.is_none() && requires_grad(a.alibi_slopes);
   if (p.kv_cache && p.needs_grad) {
     throw Unsupported(
         "attention_with_kvcache has no backward and a tensor of the call requires a gradient: call "

@@ -59,6 +59,7 @@ const void* find_exchange_table(nb::handle tensor_type) {
 void set_dtype(DLDataType type, TensorView& view) {
   view.is_int32 = type.code == DL_INT && type.bits == 32;
   view.is_bool = type.code == DL_BOOL;
+  view.is_int64 = type.code == DL_INT && type.bits == 64;
   view.is_int8 = type.code == DL_INT && type.bits == 8;
   view.is_float = true;
   if (type.code == DL_FLOAT && type.bits == 32) {
@@ -123,6 +124,7 @@ void read_through_attributes(nb::handle object, TensorView& view) {
   const std::string dtype = dtype_text(object);
   view.is_int32 = dtype == "torch.int32";
   view.is_bool = dtype == "torch.bool";
+  view.is_int64 = dtype == "torch.int64";
   view.is_int8 = dtype == "torch.int8";
   view.is_float = false;
   for (int i = 0; i < DTYPE_COUNT; ++i) {

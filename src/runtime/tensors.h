@@ -28,6 +28,7 @@ struct TensorView {
   bool is_float = false;             // one of archflash's dtypes
   bool is_int32 = false;
   bool is_bool = false;
+  bool is_int64 = false;
   bool is_int8 = false;
   bool has_storage = true;  // false inside transforms such as vmap: there is no address
   bool lazy = false;        // it has the negative bit or is a zero tensor: memory lacks its values

@@ -11,9 +11,11 @@
 
 #include <cstdint>
 
+#include "common/math/backward_masks.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/global_order.cuh"
 #include "common/ptx/st_global.cuh"
 #include "simt/backward_config.cuh"
 #include "simt/tile.cuh"
@@ -79,11 +81,74 @@ __device__ __forceinline__ void store_gradient(const float (&gradient_rmem)[C::O
   }
 }
 
+// The part of a kernel's parameter that every backward kernel has.
 template <class C>
-__device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
+__device__ __forceinline__ const BackwardParams& call_of(const typename C::Params& params) {
+  if constexpr (C::MASKED) {
+    return params.call;
+  } else {
+    return params;
+  }
+}
+
+// P and dS of one score, and the gradient of attn_mask. The scores of masked kernels are natural
+// logarithms.
+struct Weighed {
+  float p, ds;
+};
+template <class C>
+__device__ __forceinline__ Weighed weigh_masked(const MaskedBackwardParams& params,
+                                                const math::HeadMasks& masks, int query, int key,
+                                                float s, float dp, const math::RowTerms& terms) {
+  const AttentionParams& attention = params.call.attention;
+  s *= attention.tanh_scale;
+  float slope_of_cap = 1.0f;
+  if (attention.softcap != 0.0f) {
+    const float tanh = tanhf(s);
+    s = attention.softcap * tanh;
+    slope_of_cap = fmaf(-tanh, tanh, 1.0f);
+  }
+  bool seen = true, reads = params.masks.mask_element != MaskElement::None;
+  if (params.masks.blocks_gmem != nullptr) {
+    const uint8_t state = masks.block(query, key);
+    seen = state != BLOCK_UNSEEN;
+    reads &= state != BLOCK_FULL;
+  }
+  if (seen && params.masks.ranges_gmem != nullptr) seen = masks.in_ranges(query, key);
+  const float bias = seen && reads ? masks.added_to<DType::F32>(query, key) : 0.0f;
+  float slope = 0.0f, distance = 0.0f;
+  if (params.masks.slopes_gmem != nullptr) {
+    slope = masks.slope();
+    distance = static_cast<float>(math::find_q_offset(attention, masks) + query - key);
+  }
+  const auto masked = math::masked_score<false>(s, seen, bias, slope, distance);
+  if (!masked.seen) return {0.0f, 0.0f};
+  const float exponent = fmaf(masked.score, attention.exp2_scale, -terms.lse_log2);
+  // P is at most 1, as where there are no masks.
+  float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+  bool kept = true;
+  if (params.dropout.state_gmem != nullptr) {
+    const math::Dropout dropout(params.dropout, masks.batch * attention.heads_q + masks.head);
+    kept = dropout.keeps(dropout.bits(query, key).of(query, key));
+  }
+  const float ds = p * ((kept ? dp * params.dropout.scale : 0.0f) - terms.delta);
+  if constexpr ((C::GRADIENTS & DQ) != 0) {
+    const MaskGradientParams& dmask = params.dmask;
+    if (dmask.gmem != nullptr) {
+      ptx::red_add_f32(dmask.gmem + masks.batch * dmask.batch + masks.head * dmask.head +
+                           query * dmask.row + key * dmask.key,
+                       ds);
+    }
+  }
+  return {kept ? p : 0.0f, ds * slope_of_cap};
+}
+
+template <class C>
+__device__ __forceinline__ void attention_bwd(const typename C::Params& all_params) {
   constexpr bool OWNS_KEYS = C::OWNS == Owns::Keys;
   extern __shared__ float4 shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
+  const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   if constexpr (OWNS_KEYS)
     math::clear_keys_of_no_sequence<C::ROWS, C::GRADIENTS>(params, blockIdx.x, C::THREADS / 32);
@@ -91,8 +156,30 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
   if (cta.first_row < 0) return;
 
   // Passing rows that any owned row has to do with; begin > last if there is none.
-  const int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
+  int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
   const int last = cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK;
+  // The next block of rows from one on, in which some score may count; beyond `last` if there is
+  // none.
+  [[maybe_unused]] const int first_block = begin;
+  const auto row_of = [&](int number) { return first_block + number * C::BLOCK; };
+  [[maybe_unused]] auto seen_blocks = [&] {
+    if constexpr (C::MASKED) {
+      const MaskParams& masks = all_params.masks;
+      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
+                                 begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
+                                 masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
+    } else {
+      return 0;
+    }
+  }();
+  const auto next_seen = [&](int row) {
+    if constexpr (C::MASKED) {
+      return row_of(seen_blocks.next((row - first_block) / C::BLOCK, row_of));
+    } else {
+      return row;
+    }
+  };
+  begin = next_seen(begin);
   const auto rows_of = [&](bool keys, int head, int64_t row) {
     return keys ? math::key_rows<float>(params, cta.batch, head, row)
                 : math::query_rows<float>(params, cta.batch, head, row);
@@ -145,21 +232,30 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
                         shared + C::FIRST_SMEM + column * C::PITCH, attention.d);
           const float dp = dot(shared + C::OWN_SECOND_SMEM + row * C::PITCH,
                                shared + C::SECOND_SMEM + column * C::PITCH, attention.dv);
-          float slope = 1.0f;
-          if (attention.transform_scores) {
-            s *= attention.tanh_scale;
-            if (capped) {
-              const float tanh = tanhf(s);
-              s = attention.softcap * tanh;
-              slope = fmaf(-tanh, tanh, 1.0f);
-            }
-          }
           const math::RowTerms terms = terms_gmem[OWNS_KEYS ? column : row];
-          const float exponent = fmaf(s, attention.exp2_scale, -terms.lse_log2);
-          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite. Not
-          // fminf: a NaN stays one.
-          p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
-          ds = p * (dp - terms.delta) * slope;
+          if constexpr (C::MASKED) {
+            const int owned = cta.first_row + row, passing = block.row + column;
+            const auto masks =
+                math::HeadMasks::of<C::OWNS>(all_params.masks, cta, OWNS_KEYS ? head : cta.head);
+            const Weighed weighed = weigh_masked<C>(all_params, masks, OWNS_KEYS ? passing : owned,
+                                                    OWNS_KEYS ? owned : passing, s, dp, terms);
+            p = weighed.p, ds = weighed.ds;
+          } else {
+            float slope = 1.0f;
+            if (attention.transform_scores) {
+              s *= attention.tanh_scale;
+              if (capped) {
+                const float tanh = tanhf(s);
+                s = attention.softcap * tanh;
+                slope = fmaf(-tanh, tanh, 1.0f);
+              }
+            }
+            const float exponent = fmaf(s, attention.exp2_scale, -terms.lse_log2);
+            // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
+            // Not fminf: a NaN stays one.
+            p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+            ds = p * (dp - terms.delta) * slope;
+          }
         }
         shared[C::P_SMEM + row * C::P_PITCH + column] = p;
         shared[C::DS_SMEM + row * C::P_PITCH + column] = ds;
@@ -173,8 +269,11 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
                       shared + C::SECOND_SMEM + out_column);
     }
     __syncthreads();  // no thread still reads the block, P or dS, which are overwritten next
-    block.row += C::BLOCK;
-    if (block.row > last) block = {block.head + 1, begin};
+    block.row = next_seen(block.row + C::BLOCK);
+    if (block.row > last) {
+      block = {block.head + 1, begin};
+      if constexpr (C::MASKED) seen_blocks.base = -1;
+    }
   }
 
   if (out_column < attention.d) {
@@ -182,16 +281,18 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
                       params.scale);
   }
   if constexpr (OWNS_KEYS) {
+    float dv_factor = 1.0f;
+    if constexpr (C::MASKED) dv_factor = all_params.dropout.scale;
     if (out_column < attention.dv)
-      store_gradient<C>(second_rmem, params.dv, cta, out_row, out_column, 1.0f);
+      store_gradient<C>(second_rmem, params.dv, cta, out_row, out_column, dv_factor);
   }
 }
 
 }  // namespace archflash::simt
 
 // Defines an entry point. plan_backward.cpp launches it by NAME.
-#define ARCHFLASH_SIMT_BACKWARD_KERNEL(NAME, CONFIG)                   \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)     \
-      NAME(const __grid_constant__ archflash::BackwardParams params) { \
-    archflash::simt::attention_bwd<CONFIG>(params);                    \
+#define ARCHFLASH_SIMT_BACKWARD_KERNEL(NAME, CONFIG)               \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1) \
+      NAME(const __grid_constant__ CONFIG::Params params) {        \
+    archflash::simt::attention_bwd<CONFIG>(params);                \
   }

@@ -4,6 +4,8 @@
 
 #include "common/backward_params.h"
 #include "common/dtype.h"
+#include "common/mask_params.h"
+#include "common/masked_backward_params.h"
 
 namespace archflash::simt {
 
@@ -12,6 +14,8 @@ namespace archflash::simt {
 // for 4 columns. d and dv may be at most HEAD_DIM.
 template <Owns OWNS_, int HEAD_DIM_, int THREADS_, int ROWS_, int BLOCK_, int GRID_COLS_>
 struct BackwardConfig {
+  using Params = BackwardParams;
+  static constexpr bool MASKED = false;
   static constexpr DType DTYPE = DType::F32;
   static constexpr Owns OWNS = OWNS_;
   static constexpr int GRADIENTS = OWNS == Owns::Keys ? DK | DV : DQ;
@@ -46,6 +50,15 @@ struct BackwardConfig {
   static_assert(ROW_GROUPS * COLUMN_GROUPS == THREADS && OUT_ROWS * ROW_GROUPS == ROWS,
                 "threads must tile the gradients");
   static_assert(SHARED_BYTES <= 64 * 1024, "7.5 gives a CTA 64 KB");
+};
+
+// A BackwardConfig whose kernel takes masks as data and drops weights.
+template <class Backward>
+struct MaskedBackwardConfig : Backward {
+  using Params = MaskedBackwardParams;
+  static constexpr bool MASKED = true;
+  static_assert(MASK_BLOCK % Backward::ROWS == 0 && MASK_BLOCK % Backward::BLOCK == 0,
+                "a tile lies in one block of block_mask");
 };
 
 // clang-format off

@@ -1,5 +1,6 @@
 // Exact fp32 attention forward on CUDA cores with masks as data: attn_mask (bool or added),
-// key_ranges, alibi_slopes and block_mask, together with the causal mask and the window.
+// key_ranges, alibi_slopes and block_mask, together with the causal mask and the window; and with
+// dropout.
 //
 // The kernel is that of simt/attention_fwd.cuh with another walk: it goes from each block of keys
 // to the next one of which any row of the tile may see a key, so that blocks that ranges or the
@@ -10,6 +11,7 @@
 #include <cstdint>
 
 #include "common/math/attention_work.cuh"
+#include "common/math/dropout.cuh"
 #include "common/math/masks.cuh"
 #include "common/math/packed_heads.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -66,6 +68,25 @@ __device__ __forceinline__ void apply_masks(float (&s_rmem)[C::THREAD_ROWS][C::T
       if (s < math::LOWEST_SCORE) s = math::LOWEST_SCORE;  // not fmaxf: a NaN stays one
       if (!seen || bias == MINUS_INFINITY) s = MINUS_INFINITY;
       s_rmem[i][j] = s;
+    }
+  }
+}
+
+// Sets the dropped weights of a thread to 0. An element has bits of its own, of which its group has
+// those of 8: here they are computed for each element, next to products that cost much more.
+template <class C>
+__device__ __forceinline__ void drop_weights(float (&p_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+                                             const DropoutParams& params, const math::Work& work,
+                                             int key_first) {
+  const Lane<C> lane;
+  const math::Dropout dropout(params, work.batch_head);
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    const int row = work.first_row + lane.warp_row + i * C::LANE_ROWS + lane.row;
+#pragma unroll
+    for (int j = 0; j < C::THREAD_KEYS; ++j) {
+      const int key = key_first + j * C::LANE_COLS + lane.col;
+      if (!dropout.keeps(dropout.bits(row, key).of(row, key))) p_rmem[i][j] = 0.0f;
     }
   }
 }
@@ -181,6 +202,8 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
       transform_scores<C>(s_rmem, params);
       apply_masks<C>(s_rmem, masks, visible, q_offset, block);
       online_softmax<C>(s_rmem, state, correction, attention.exp2_scale);
+      if (all_params.dropout.state_gmem != nullptr)
+        drop_weights<C>(s_rmem, all_params.dropout, work, block);
     }
 
     // After the barrier V has arrived from all threads, and no warp still reads K, which start_k
@@ -190,6 +213,14 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
     if (next >= 0) start_k(next);
     if (computes) add_values<C>(o_rmem, s_rmem, correction, shared, v_smem);
     block = next;
+  }
+  // The weights that are left of a row whose others were dropped weigh more.
+  if (all_params.dropout.state_gmem != nullptr) {
+#pragma unroll
+    for (int i = 0; i < C::THREAD_ROWS; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4 * C::OUT_GROUPS; ++c) o_rmem[i][c] *= all_params.dropout.scale;
+    }
   }
   store_out<C>(o_rmem, state, params, work);
 }

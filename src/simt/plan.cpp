@@ -34,7 +34,7 @@ const Description& describe() {
       .head_dims = core::HEAD_DIMS,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "gradients", "attn_mask", "key_ranges", "alibi_slopes",
-                   "block_mask", "kv_cache", "rotary_interleaved", "attention_chunk"},
+                   "block_mask", "dropout_p", "kv_cache", "rotary_interleaved", "attention_chunk"},
       .needs_capability = 75,
       .uses_tensor_cores = false,
   };
@@ -115,12 +115,15 @@ PlanResult plan_masked(const Problem& problem, const Device& device) {
   core::init_params(problem, params);
   core::always_transform_scores(problem, params.attention);
   params.masks = core::mask_params(problem);
+  params.dropout = core::dropout_params(problem);
   LaunchPlan plan =
       core::one_launch("simt", problem, device, *tile, core::tiles_of(problem, *tile), params);
   plan.tile.heads_per_group = 0;
   Launch& launch = plan.launches[0];
   launch.image = "simt/masked_f32";
   for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
+    launch.pointers.push_back(slot);
+  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(MaskedParams, dropout)))
     launch.pointers.push_back(slot);
   return plan;
 }
@@ -176,12 +179,18 @@ Reasons why_not(const Problem& problem) {
   Problem unmasked = problem;
   unmasked.mask = unmasked.key_ranges = 0;
   unmasked.alibi_slopes = unmasked.block_mask = false;
+  unmasked.dropout_p = 0;
   Reasons reasons = core::why_not(unmasked, describe());
   for (const auto& [name, given] : core::masks_of(problem)) {
     if (!given) continue;
     reasons.push_back(std::string(name) + " with " + dtype_name(problem.dtype) +
                       " inputs: simt takes masks as data with float32 inputs only; convert q, k "
                       "and v" +
+                      core::USE_TORCH);
+  }
+  if (problem.dropout_p != 0) {
+    reasons.push_back(std::string("dropout_p with ") + dtype_name(problem.dtype) +
+                      " inputs: simt drops weights of float32 inputs only; convert q, k and v" +
                       core::USE_TORCH);
   }
   return reasons;
@@ -193,7 +202,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   Reasons refused = why_not(problem);
   if (!refused.empty()) return refused;
   if (problem.kv_cache) return plan_with_cache(problem, device);
-  if (is_masked(problem)) return plan_masked(problem, device);
+  if (takes_masked_kernels(problem)) return plan_masked(problem, device);
   const auto [tile, reasons] = core::choose("simt", tiles_of_type(problem.dtype), problem, device);
   if (tile == nullptr) return reasons;
 

@@ -4,6 +4,7 @@
 #include "common/planning/backward.h"
 #include "common/planning/core_set.h"
 #include "simt/backward_config.cuh"
+#include "simt/tiled_bwd_config.cuh"
 
 namespace archflash::simt {
 
@@ -13,13 +14,31 @@ namespace {
 
 using core::backward_tile;
 
+// The first sets of head dimensions 64 and 128 need more than the 64 KB of 7.5.
 constexpr core::BackwardTile TILES[] = {
+    backward_tile<TiledD64Keys>("d64_large_keys"),
+    backward_tile<TiledD64Queries>("d64_large_queries"),
     backward_tile<BackwardD64<Owns::Keys>>("d64_keys"),
     backward_tile<BackwardD64<Owns::Queries>>("d64_queries"),
+    backward_tile<TiledD128Keys>("d128_large_keys"),
+    backward_tile<TiledD128Queries>("d128_large_queries"),
     backward_tile<BackwardD128<Owns::Keys>>("d128_keys"),
     backward_tile<BackwardD128<Owns::Queries>>("d128_queries"),
     backward_tile<BackwardD256<Owns::Keys>>("d256_keys"),
     backward_tile<BackwardD256<Owns::Queries>>("d256_queries"),
+};
+
+template <class C>
+constexpr core::BackwardTile masked_tile(const char* name) {
+  return backward_tile<MaskedBackwardConfig<C>>(name);
+}
+constexpr core::BackwardTile MASKED_TILES[] = {
+    masked_tile<BackwardD64<Owns::Keys>>("d64_keys_masked"),
+    masked_tile<BackwardD64<Owns::Queries>>("d64_queries_masked"),
+    masked_tile<BackwardD128<Owns::Keys>>("d128_keys_masked"),
+    masked_tile<BackwardD128<Owns::Queries>>("d128_queries_masked"),
+    masked_tile<BackwardD256<Owns::Keys>>("d256_keys_masked"),
+    masked_tile<BackwardD256<Owns::Queries>>("d256_queries_masked"),
 };
 
 }  // namespace
@@ -30,7 +49,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
                    ": simt computes gradients of float32 inputs only; convert q, k and v" +
                    core::USE_TORCH};
   }
-  return core::plan_backward(describe(), TILES, problem, device);
+  return core::plan_backward(describe(), TILES, problem, device, {.tiles = MASKED_TILES});
 }
 
 }  // namespace archflash::simt

@@ -22,6 +22,8 @@ from .checks import Guarded, dense_strides, same_bits
 from .executors import Executor
 
 NAMES = ("dq", "dk", "dv")
+# Options of `differentiate` that are none of the call.
+_HOW = ("gradient_dtype", "pad", "schedules", "deterministic", "planned_for", "mask_gradient")
 
 
 def kernels_with_gradients(on: Executor) -> list[str]:
@@ -112,6 +114,7 @@ def differentiate(
     schedules: Sequence[int] = (0, 1),
     deterministic: bool = True,
     planned_for: str | None = None,
+    mask_gradient: bool = False,
     **call: Any,
 ) -> reference.Gradients:
     """The gradients of a call, computed more than once with the same bits each time if they are
@@ -127,10 +130,11 @@ def differentiate(
         schedules: numbers of the simulator's schedules.
         deterministic: as for `archflash.attention_backward`.
         planned_for: a known GPU whose plan is run; None: that of the executor.
+        mask_gradient: whether the gradient of attn_mask is wanted, too.
     """
     out, lse = forward(q, k, v, call)
     options = _options.complete(call)
-    request = _gradients.Request(dout, q, k, v, out, lse, dlse, options)
+    request = _gradients.Request(dout, q, k, v, out, lse, dlse, options, mask_gradient)
     first: list[Tensor] = []
     for number in schedules:
         guarded = [
@@ -142,18 +146,25 @@ def differentiate(
                 one.view.fill_(add_to)
         sinks = call.get("sinks")
         dsinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
-        into = _gradients.Gradients(*(x.view for x in guarded), dsinks, add_to is not None)
+        dmask = _gradients.Gradients.like(request).dmask
+        into = _gradients.Gradients(*(x.view for x in guarded), dsinks, add_to is not None, dmask)
+        if deterministic and dmask is not None:
+            into = into.with_dmask_of_all_scores(request)
         if on.name == "gpu" and planned_for is None:
             _gradients.compute(request, into, kernel, deterministic)
         else:
             plan = _plan(request, into, kernel, deterministic, planned_for)
             _run(on, plan, _gradients.operands(request, into, plan), kernel, number)
-        found = [x.view for x in guarded] + ([] if dsinks is None else [dsinks])
+        found = [x.view for x in guarded]
+        found += [x for x in (dsinks, into.dmask) if x is not None]
         first = first or found
         for x, other, one in zip(found, first, guarded, strict=False):
             assert not deterministic or same_bits(x, other), f"other bits in schedule {number}"
             one.assert_untouched_outside()
-    return reference.Gradients(*first[:3], first[3] if len(first) > 3 else None)
+    dmask = None
+    if mask_gradient:
+        dmask = first.pop().sum_to_size(call["attn_mask"].shape)
+    return reference.Gradients(*first[:3], first[3] if len(first) > 3 else None, dmask)
 
 
 def _plan(
@@ -198,17 +209,13 @@ def differentiate_and_check(
 ) -> reference.Gradients:
     """`differentiate`, and the gradients agree with float64 by the error rule."""
     found = differentiate(on, kernel, dout, q, k, v, dlse=dlse, add_to=add_to, **call)
-    semantics = {
-        name: value
-        for name, value in _semantics(call).items()
-        if name not in ("gradient_dtype", "pad", "schedules", "deterministic", "planned_for")
-    }
+    semantics = {name: value for name, value in _semantics(call).items() if name not in _HOW}
     exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **semantics)
     rounded = reference.baseline_backward(dout, q, k, v, dlse=dlse, **semantics)
-    for name in (*NAMES, "dsinks"):
+    for name in (*NAMES, "dsinks", "dmask"):
         x, expected, base = (getattr(of, name) for of in (found, exact, rounded))
         if x is None:
-            assert expected is None
+            assert expected is None or name == "dmask"
             continue
         more = add_to or 0.0 if name in NAMES else 0.0
         report = reference.check(x, expected + more, base.double() + more)

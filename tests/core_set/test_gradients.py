@@ -40,11 +40,11 @@ DTYPED = [(kernel, dtype) for kernel in KERNELS for dtype in dtypes_with_gradien
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_every_kernel_of_the_backward_pass(kernel: str, dtype: str, dims: tuple[int, int]) -> None:
     """Causal, with two query heads on one of keys; several blocks of either side. Plans for a GPU
-    with 99 KB of shared memory run everywhere.
+    with little shared memory run everywhere: 99 KB, or for simt 64 KB.
     """
     tensors = inputs(NQ, NK, *dims, dtype)
     schedules = (HEAD_DIMS.index(dims), HEAD_DIMS.index(dims) + 1)
-    planned_for = "RTX 4090" if kernel == "ampere" else None
+    planned_for = {"ampere": "RTX 4090", "simt": "T4"}.get(kernel)
     differentiate_and_check(
         on, kernel, *tensors, schedules=schedules, causal=True, planned_for=planned_for
     )
@@ -65,6 +65,17 @@ def test_kernels_of_large_tiles(dtype: str, dims: tuple[int, int]) -> None:
     for causal in (True, False):
         differentiate_and_check(
             on, "ampere", *tensors, schedules=(2, 3), causal=causal, planned_for=PLANNED_FOR
+        )
+
+
+@pytest.mark.parametrize("dims", WIDE[:2], ids=str)
+@pytest.mark.skipif("simt" not in KERNELS, reason="simt is not built")
+def test_large_tiles_of_simt(dims: tuple[int, int]) -> None:
+    """Those for more than 64 KB of shared memory, causal and with softcap."""
+    tensors = inputs(*on.pick(simulator=(70, 150), gpu=WIDE_ROWS), *dims, "float32")
+    for call in ({"causal": True}, {"softcap": 2.0}):
+        differentiate_and_check(
+            on, "simt", *tensors, schedules=(1,), planned_for=PLANNED_FOR, **call
         )
 
 
@@ -89,7 +100,7 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients(kern
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> None:
     devices = []
-    for name in ("RTX 4090", "H200"):
+    for name in ("T4", "RTX 4090", "H200") if kernel == "simt" else ("RTX 4090", "H200"):
         known = native.find_known_device(name)
         assert known is not None
         devices.append(known.device)

@@ -21,7 +21,7 @@ from archflash import sim
 
 from . import tags
 from .explained import EXPLAINED, explanation
-from .mutation import protocols
+from .mutation import backward, protocols
 from .mutation.excuses import EXCUSES
 from .mutation.mutants import Mutant, is_sync, mutants
 from .mutation.runner import (
@@ -84,6 +84,27 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
     assert score.value >= FLOOR, survivors
     assert score.excused <= MOST_EXCUSED * score.run
     assert not any(outcome.kind == "sync" for outcome in score.survivors), survivors
+
+
+BACKWARD_SAMPLE = 12
+BACKWARD_FLOOR = 0.9
+
+
+@pytest.mark.parametrize("target", backward.TARGETS, ids=lambda target: target.kernel)
+def test_mutants_of_the_backward_pass_are_caught(
+    target: backward.BackwardTarget, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small sample; ``python -m tests.sim.mutation.backward`` runs a larger one."""
+    subject = target.subject()
+    # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
+    assert subject.coverage() > (0.6 if target.masked else 0.9)
+    score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
+    survivors = "".join(
+        f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
+    )
+    with capsys.disabled():
+        print(f"\n{target.kernel}: mutation score {score}{survivors}")
+    assert score.value >= BACKWARD_FLOOR, survivors
 
 
 def test_mutants_of_protocols_are_caught(capsys: pytest.CaptureFixture[str]) -> None:

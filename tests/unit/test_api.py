@@ -56,8 +56,9 @@ SIGNATURES = {  # that of attention: test_options.py; with a cache: test_kvcache
         "cu_seqlens_k: 'Tensor | None' = None, max_seqlen_q: 'int | None' = None, "
         "max_seqlen_k: 'int | None' = None, attn_mask: 'Tensor | None' = None, "
         "alibi_slopes: 'Tensor | None' = None, key_ranges: 'Tensor | None' = None, "
-        "block_mask: 'Tensor | None' = None, layout: 'str' = 'bhnd', "
-        "implementation: 'str | None' = None) -> 'tuple[Tensor, ...]'"
+        "block_mask: 'Tensor | None' = None, dropout_p: 'float | None' = None, "
+        "rng_state: 'Tensor | None' = None, mask_gradient: 'bool' = False, "
+        "layout: 'str' = 'bhnd', implementation: 'str | None' = None) -> 'tuple[Tensor, ...]'"
     ),
     "disable": "() -> 'None'",
     "enable": "() -> 'None'",
@@ -106,6 +107,8 @@ def test_the_public_names() -> None:
         "attention_with_kvcache",
         "attention_with_shared_prefix",
         "disable",
+        "dropout_mask",
+        "dropout_state",
         "enable",
         "enabled",
         "explain",

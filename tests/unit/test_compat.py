@@ -179,7 +179,7 @@ def test_a_second_query_and_chunks_and_used_lengths_without_a_cache() -> None:
 @pytest.mark.parametrize(
     ("function", "argument"),
     [
-        (fa2.flash_attn_func, {"dropout_p": 0.1}),
+        (fa2.flash_attn_varlen_func, {"dropout_p": 0.1, "block_table": torch.zeros(1)}),
         (fa2.flash_attn_func, {"deterministic": True}),
         (fa3.flash_attn_func, {"qv": torch.zeros(1)}),
         (fa3.flash_attn_varlen_func, {"attention_chunk": 4}),

@@ -215,7 +215,7 @@ def place_operands(
     names = [name for name, tensor in tensors.items() if tensor.numel() > 0]
     # The backward pass reads what attention writes.
     written = (*_GRADIENTS, "dsinks", "workspace") if "dout" in tensors else _WRITTEN
-    kept: tuple[str, ...] = _GRADIENTS if plan.accumulates else ()
+    kept: tuple[str, ...] = (*_GRADIENTS, "dmask") if plan.accumulates else ("dmask",)
     kept += _APPENDED_TO if "k_new" in tensors else ()
     buffers = [
         Buffer(

@@ -26,6 +26,8 @@
 #include "common/math/online_softmax.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/mma_sync/backward_config.cuh"
+#include "common/mma_sync/masked_backward_config.cuh"
+#include "common/mma_sync/masked_bwd.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
@@ -232,7 +234,7 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
 }
 
 template <class C>
-__device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
+__device__ __forceinline__ void attention_bwd(const typename C::Params& all_params) {
   using FirstTile = typename C::FirstTile;
   using SecondTile = typename C::SecondTile;
   using FirstProduct = BackwardProduct<C, FirstTile>;
@@ -242,6 +244,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(sizeof(BackwardWork) <= C::CONTEXT_BYTES);
   BackwardWork& cta = *reinterpret_cast<BackwardWork*>(shared + C::CONTEXT_SMEM);
+  const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   if constexpr (OWNS_KEYS)
     math::clear_keys_of_no_sequence<C::ROWS, C::GRADIENTS>(params, blockIdx.x, C::WARPS);
@@ -253,8 +256,31 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
   // Passing rows that any owned row has to do with; begin > last if there is none.
-  const int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
+  int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
   const int last = cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK;
+
+  // The next block of rows from one on, in which some score may count; beyond `last` if there is
+  // none.
+  [[maybe_unused]] const int first_block = begin;
+  const auto row_of = [&](int number) { return first_block + number * C::BLOCK; };
+  auto seen_blocks = [&] {
+    if constexpr (C::MASKED) {
+      const MaskParams& masks = all_params.masks;
+      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
+                                 begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
+                                 masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
+    } else {
+      return 0;
+    }
+  }();
+  const auto next_seen = [&](int row) {
+    if constexpr (C::MASKED) {
+      return row_of(seen_blocks.next((row - first_block) / C::BLOCK, row_of));
+    } else {
+      return row;
+    }
+  };
+  begin = next_seen(begin);
 
   float first_rmem[C::M_TILES][FirstTile::COLUMNS / 8][4] = {};    // dQ or dK
   float second_rmem[C::M_TILES][SecondTile::COLUMNS / 8][4] = {};  // dV
@@ -286,8 +312,11 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
   Passing block{0, begin};
 #pragma unroll 1
   while (block.head < cta.heads && begin <= last) {
-    Passing next{block.head, block.row + C::BLOCK};
-    if (next.row > last) next = {block.head + 1, begin};
+    Passing next{block.head, next_seen(block.row + C::BLOCK)};
+    if (next.row > last) {
+      next = {block.head + 1, begin};
+      if constexpr (C::MASKED) seen_blocks.base = -1;
+    }
     // Each thread waits for its own copies. The barrier makes those of all threads visible. After
     // it no warp still reads the other stage, which is overwritten next.
     ptx::copies_wait_all();
@@ -328,11 +357,18 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
       const math::RowTerms* terms =
           reinterpret_cast<const math::RowTerms*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
           lane % 4 * 2;
-      weigh_backward<C>(s_rmem, dp_rmem, attention, [&](int m, int n, int r, int i) {
+      const auto terms_of = [&](int m, int n, int r, int i) {
         if constexpr (OWNS_KEYS) return terms[8 * n + i];
         return own_terms[m][r];
-      });
-      if (cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
+      };
+      if constexpr (C::MASKED) {
+        weigh_masked<C>(s_rmem, dp_rmem, all_params, cta,
+                        OWNS_KEYS ? math::passing_head<C::OWNS>(attention, cta, block) : cta.head,
+                        warp_first, block.row, lane, terms_of);
+      } else {
+        weigh_backward<C>(s_rmem, dp_rmem, attention, terms_of);
+      }
+      if (!C::MASKED && cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
         const int row = warp_first + lane / 4, column = block.row + lane % 4 * 2;
         clear_unseen<C>(s_rmem, cta.visible, row, column);
         if constexpr (C::NEEDS_DP) clear_unseen<C>(dp_rmem, cta.visible, row, column);
@@ -360,7 +396,11 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
   };
   if constexpr ((C::GRADIENTS & DQ) != 0) store(first_rmem, params.dq, attention.d, params.scale);
   if constexpr ((C::GRADIENTS & DK) != 0) store(first_rmem, params.dk, attention.d, params.scale);
-  if constexpr ((C::GRADIENTS & DV) != 0) store(second_rmem, params.dv, attention.dv, 1.0f);
+  if constexpr ((C::GRADIENTS & DV) != 0) {
+    float factor = 1.0f;
+    if constexpr (C::MASKED) factor = all_params.dropout.scale;
+    store(second_rmem, params.dv, attention.dv, factor);
+  }
 }
 
 }  // namespace archflash::mma_sync
@@ -368,6 +408,6 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
 // Defines an entry point. plan_backward.cpp launches it by NAME.
 #define ARCHFLASH_BACKWARD_KERNEL(NAME, CONFIG)                                      \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {               \
+      NAME(const __grid_constant__ CONFIG::Params params) {                          \
     archflash::mma_sync::attention_bwd<CONFIG>(params);                              \
   }

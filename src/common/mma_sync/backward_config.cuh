@@ -13,6 +13,8 @@ namespace archflash::mma_sync {
 template <DType DTYPE_, Owns OWNS_, int GRADIENTS_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_,
           int M_TILES_, int BLOCK_, int CTAS_PER_SM_>
 struct BackwardConfig {
+  using Params = BackwardParams;
+  static constexpr bool MASKED = false;
   static constexpr DType DTYPE = DTYPE_;
   static constexpr Owns OWNS = OWNS_;
   static constexpr int GRADIENTS = GRADIENTS_;

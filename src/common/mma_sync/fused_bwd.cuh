@@ -43,6 +43,8 @@ namespace archflash::mma_sync {
 template <class C>
 struct ScoresOfWarp {
   static constexpr DType DTYPE = C::DTYPE;
+  static constexpr Owns OWNS = C::OWNS;
+  static constexpr int GRADIENTS = C::GRADIENTS;
   static constexpr int M_TILES = C::M_TILES;
   static constexpr int BLOCK = C::PART;
   static constexpr bool NEEDS_DP = true;
@@ -243,7 +245,7 @@ __device__ __forceinline__ void pass_turn(const BackwardParams& params, const Ba
 }
 
 template <class C>
-__device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
+__device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) {
   using FirstTile = typename C::FirstTile;
   using SecondTile = typename C::SecondTile;
   using ScoreTile = typename C::ScoreTile;
@@ -256,6 +258,7 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(sizeof(FusedWork) <= C::CONTEXT_BYTES);
   FusedWork& cta = *reinterpret_cast<FusedWork*>(shared + C::CONTEXT_SMEM);
+  const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
   {
@@ -285,20 +288,43 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
   if (params.dq_sums.turns_gmem == nullptr && blocks_left > 0)
     start -= cta.first_row / C::ROWS % blocks_left * C::BLOCK;
 
+  // With masks as data: the blocks in the same order, but for those in which no score counts. CTAs
+  // that take turns leave none out, because the next one waits for each of them.
+  [[maybe_unused]] int number = 0;
+  const auto row_of = [&](int of_block) {
+    if constexpr (!C::MASKED) return start;
+    const int row = start - of_block * C::BLOCK;
+    return row < cta.begin ? row + cta.last - cta.begin + C::BLOCK : row;
+  };
+  [[maybe_unused]] auto seen_blocks = [&] {
+    if constexpr (C::MASKED) {
+      const MaskParams& masks = all_params.masks;
+      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv, blocks_left,
+                                 (masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr) ||
+                                     params.dq_sums.turns_gmem != nullptr};
+    } else {
+      return 0;
+    }
+  }();
+  if constexpr (C::MASKED) {
+    number = seen_blocks.next(0, row_of);
+    blocks_left -= number;
+  }
+
   float dk_rmem[C::M_TILES][FIRST_COLUMNS / 8][4] = {};
   float dv_rmem[C::M_TILES][SECOND_COLUMNS / 8][4] = {};
   if (blocks_left > 0) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = math::key_rows<uint16_t>(params, cta.batch, cta.head, row);
     start_own<C, true>(attention, own, cta.own_rows - cta.first_row, shared, shared_smem);
-    start_queries<C>(params, cta, {0, start}, shared_smem + C::STAGES_SMEM,
+    start_queries<C>(params, cta, {0, row_of(number)}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }
 
   int stage = 0;
   // The block whose dQ comes next, and the one whose dQ was added last; a negative head: none.
   Passing multiplied{-1, 0}, added{-1, 0};
-  Passing block{0, start};
+  Passing block{0, row_of(number)};
   const auto add_multiplied = [&] {
     add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
               shared_smem + C::OWN_FIRST_SMEM,
@@ -308,8 +334,15 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
   while (blocks_left > 0) {
     Passing next{block.head + 1, block.row};
     if (next.head == cta.heads) {
-      next = {0, block.row == cta.begin ? cta.last : block.row - C::BLOCK};
-      --blocks_left;
+      if constexpr (C::MASKED) {
+        const int before = number;
+        number = seen_blocks.next(number + 1, row_of);
+        blocks_left -= number - before;
+        next = {0, row_of(number)};
+      } else {
+        next = {0, block.row == cta.begin ? cta.last : block.row - C::BLOCK};
+        --blocks_left;
+      }
     }
     // Each thread waits for its own copies. The barrier makes those of all threads visible, and dS
     // of the block before. After it no warp still reads the other stage, or the other buffer of dS,
@@ -361,11 +394,18 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
       const float4* terms =
           reinterpret_cast<const float4*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
           part * (C::PART / 2) + lane % 4;
-      weigh_backward<Scores>(s_rmem, dp_rmem, attention, [&](int, int n, int, int i) {
+      const auto terms_of = [&](int, int n, int, int i) {
         const float4 two = terms[4 * n];  // of the lane's two neighbouring queries
         return i == 0 ? math::RowTerms{two.x, two.y} : math::RowTerms{two.z, two.w};
-      });
-      if (cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
+      };
+      if constexpr (C::MASKED) {
+        weigh_masked<Scores>(s_rmem, dp_rmem, all_params, cta,
+                             math::passing_head<C::OWNS>(attention, cta, block), warp_first,
+                             block.row + part * C::PART, lane, terms_of);
+      } else {
+        weigh_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
+      }
+      if (!C::MASKED && cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
         const int row = warp_first + lane / 4;
         const int column = block.row + part * C::PART + lane % 4 * 2;
         clear_unseen<Scores>(s_rmem, cta.visible, row, column);
@@ -410,8 +450,10 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
   const int warp_row = warp / C::SPLIT * C::WARP_ROWS;
   store_gradient<C>(dk_rmem, params.dk, cta, warp_row, warp % C::SPLIT * FIRST_COLUMNS, attention.d,
                     params.scale);
+  float dv_factor = 1.0f;
+  if constexpr (C::MASKED) dv_factor = all_params.dropout.scale;
   store_gradient<C>(dv_rmem, params.dv, cta, warp_row, warp % C::SPLIT * SECOND_COLUMNS,
-                    attention.dv, 1.0f);
+                    attention.dv, dv_factor);
 }
 
 }  // namespace archflash::mma_sync
@@ -419,6 +461,6 @@ __device__ __forceinline__ void fused_bwd(const BackwardParams& params) {
 // Defines an entry point. plan_backward.cpp launches it by NAME.
 #define ARCHFLASH_FUSED_BACKWARD_KERNEL(NAME, CONFIG)                                \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {               \
+      NAME(const __grid_constant__ CONFIG::Params params) {                          \
     archflash::mma_sync::fused_bwd<CONFIG>(params);                                  \
   }

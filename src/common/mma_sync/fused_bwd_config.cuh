@@ -15,6 +15,8 @@ namespace archflash::mma_sync {
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int KEY_WARPS_, int SPLIT_, int M_TILES_,
           int BLOCK_, int DQ_ROW_WARPS_, int CTAS_PER_SM_>
 struct FusedBackwardConfig {
+  using Params = BackwardParams;
+  static constexpr bool MASKED = false;
   static constexpr DType DTYPE = DTYPE_;
   static constexpr Owns OWNS = Owns::Keys;
   static constexpr int GRADIENTS = DQ | DK | DV;

@@ -1,5 +1,5 @@
 // Attention forward on mma.sync with masks as data: attn_mask (bool or added), key_ranges,
-// alibi_slopes and block_mask, together with the causal mask and the window.
+// alibi_slopes and block_mask, together with the causal mask and the window; and with dropout.
 //
 // The kernel is that of mma_sync/attention_fwd.cuh for few query rows, with another main loop: it
 // goes from each block of keys to the next one of which any row of the tile may see a key, so that
@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "common/math/attention_work.cuh"
+#include "common/math/dropout.cuh"
 #include "common/math/few_rows.cuh"
 #include "common/math/masks.cuh"
 #include "common/math/online_softmax.cuh"
@@ -205,6 +206,22 @@ __device__ __forceinline__ void apply_lane_masks(math::Scores<C>& s_rmem, const 
   }
 }
 
+// Sets the dropped weights of a warp to 0, of the keys from key_first on.
+template <class C>
+__device__ __forceinline__ void drop_of_warp(Probabilities<C>& p_rmem, const DropoutParams& dropout,
+                                             const MaskedContext& cta, int key_first) {
+  const int thread = ptx::mov_tid_x_volatile();
+  int queries[2], batch_heads[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row_of_tile = thread / 32 * C::WARP_ROWS + thread % 32 / 4 + 8 * r;
+    queries[r] = cta.work.first_row + cta.packed_heads.row(row_of_tile);
+    batch_heads[r] = cta.work.batch_head + cta.packed_heads.head(row_of_tile);
+  }
+  math::drop_weights<C::STEP_KEYS>(p_rmem[0], dropout, queries, batch_heads,
+                                   key_first + thread % 4 * 2);
+}
+
 template <class C>
 __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
   using QKTile = typename C::QKTile;
@@ -290,12 +307,22 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
           math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
       Probabilities<C> p_rmem;
       math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+      if (all_params.dropout.state_gmem != nullptr)
+        drop_of_warp<C>(p_rmem, all_params.dropout, cta, block);
       multiply_pv<C>(o_rmem, p_rmem, v_smem);
     }
     stage_smem = other_stage;
     block = next;
   }
 
+  // The weights that are left of a row whose others were dropped weigh more.
+  if (all_params.dropout.state_gmem != nullptr) {
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= all_params.dropout.scale;
+    }
+  }
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   const math::PackedHeads& packed = call.packed_heads;
   if (partials.wanted()) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/backward_params.h"
+#include "common/masked_backward_params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
@@ -21,10 +22,19 @@ constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
 // turns are faster: between 4, where they were slower on an H200, and 16 (ampere/NOTES.md).
 constexpr int64_t TURNS_BLOCKS_OF_CTA = 8;
 
-Reasons why_not_backward(const BackwardProblem& problem, const Description& description) {
+Reasons why_not_backward(const BackwardProblem& problem, const Description& description,
+                         bool takes_masks) {
   Reasons reasons = why_not(problem.call, description);
+  if (problem.call.slopes_need_grad) {
+    reasons.push_back("the gradient of alibi_slopes: " + description.name +
+                      " computes none; detach alibi_slopes" + USE_TORCH);
+  }
+  if (problem.call.dropout_p != 0 && !takes_masks) {
+    reasons.push_back("dropout_p in a call whose gradients are needed: " + description.name +
+                      " computes gradients without dropout only; drop dropout_p" + USE_TORCH);
+  }
   for (const auto& [name, given] : masks_of(problem.call)) {
-    if (!given) continue;
+    if (!given || takes_masks) continue;
     reasons.push_back(std::string(name) +
                       " in a call whose gradients are needed: " + description.name +
                       " computes gradients without masks as data only; drop " + name + USE_TORCH);
@@ -92,6 +102,37 @@ std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const
   return slots;
 }
 
+MaskedBackwardParams masked_params(const BackwardProblem& problem, const BackwardParams& call,
+                                   bool base_2) {
+  MaskedBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  params.call = call;
+  if (base_2)
+    transform_scores_to_base_2(problem.call, params.call.attention);
+  else
+    always_transform_scores(problem.call, params.call.attention);
+  params.masks = mask_params(problem.call);
+  params.dropout = dropout_params(problem.call);
+  const Strides& dmask = problem.dmask_strides;
+  params.dmask.batch = dmask.batch, params.dmask.head = dmask.head, params.dmask.row = dmask.row;
+  params.dmask.key = problem.dmask_key;
+  return params;
+}
+
+std::vector<PointerSlot> masked_pointers(const BackwardProblem& problem,
+                                         std::vector<PointerSlot> slots) {
+  using P = MaskedBackwardParams;
+  for (const PointerSlot& slot : mask_pointers(problem.call, offsetof(P, masks)))
+    slots.push_back(slot);
+  for (const PointerSlot& slot : dropout_pointers(problem.call, offsetof(P, dropout)))
+    slots.push_back(slot);
+  if (problem.dmask) {
+    constexpr size_t DMASK = offsetof(P, dmask) + offsetof(MaskGradientParams, gmem);
+    slots.push_back({Operand::DMask, static_cast<int32_t>(DMASK), 0});
+  }
+  return slots;
+}
+
 using Tiles = std::span<const BackwardTile>;
 
 // The set at the start of a table.
@@ -147,10 +188,13 @@ bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const
 }  // namespace
 
 PlanResult plan_backward(const Description& description, std::span<const BackwardTile> tiles,
-                         const BackwardProblem& problem, const Device& device) {
+                         const BackwardProblem& problem, const Device& device,
+                         const MaskedBackwardTiles& masked) {
   const Problem& call = problem.call;
-  Reasons reasons = why_not_backward(problem, description);
+  Reasons reasons = why_not_backward(problem, description, !masked.tiles.empty());
   if (!reasons.empty()) return reasons;
+  const bool is_masked_call = takes_masked_kernels(call);
+  if (is_masked_call) tiles = masked.tiles;
 
   const Tiles set = choose_set(tiles, call, device);
   if (set.empty()) {
@@ -182,20 +226,28 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   }
   parts.terms = workspace.add(rows * TERMS_BYTES);
   plan.workspace_bytes = workspace.bytes();
-  const auto params = bytes(backward_params(problem, sums));
+  const BackwardParams of_call = backward_params(problem, sums);
+  const auto params = bytes(of_call);
   const auto slots = backward_pointers(problem, sums, parts);
+  std::vector<uint8_t> main_params = params;
+  std::vector<PointerSlot> main_slots = slots;
+  if (is_masked_call) {
+    main_params = bytes(masked_params(problem, of_call, masked.base_2));
+    main_slots = masked_pointers(problem, slots);
+  }
   int64_t most_ctas = 0;
-  const auto add = [&](const std::string& kernel, int64_t ctas, int threads, int shared_bytes) {
+  const auto add = [&](const std::string& kernel, int64_t ctas, int threads, int shared_bytes,
+                       bool is_main = false) {
     if (ctas == 0) return;
     most_ctas = std::max(most_ctas, ctas);
     Launch launch;
     launch.kernel = description.name + "_" + kernel;
-    launch.image = description.name + "/bwd_" + word;
+    launch.image = description.name + (is_main && is_masked_call ? "/bwd_masked_" : "/bwd_") + word;
     launch.grid = {ctas, 1, 1};
     launch.block = {threads, 1, 1};
     launch.shared_bytes = shared_bytes;
-    launch.params = params;
-    launch.pointers = slots;
+    launch.params = is_main ? main_params : params;
+    launch.pointers = is_main ? main_slots : slots;
     plan.launches.push_back(std::move(launch));
   };
 
@@ -203,7 +255,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
       BACKWARD_ROWS_THREADS, 0);
   for (const BackwardTile& tile : set) {
     add("attention_bwd_" + word + "_" + tile.name, ctas_of(tile, call), tile.threads,
-        tile.shared_bytes);
+        tile.shared_bytes, true);
   }
   add("backward_dq_" + word, heads * sums.blocks, BACKWARD_DQ_THREADS, 0);
   if (problem.dsinks) add("backward_sinks_" + word, call.heads_q, BACKWARD_SINKS_THREADS, 0);

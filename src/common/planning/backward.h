@@ -36,12 +36,20 @@ constexpr BackwardTile backward_tile(const char* name, bool faster_in_turns = fa
 // The end of a reason why a folder does not compute gradients.
 constexpr const char* OTHERS_COMPUTE_THEM = "; kernels of another folder compute them";
 
+// The main kernels for calls with masks as data or dropout, whose parameter is a
+// MaskedBackwardParams and whose image is "<folder>/bwd_masked_<dtype>".
+struct MaskedBackwardTiles {
+  std::span<const BackwardTile> tiles;  // none: the folder has no such kernels
+  bool base_2 = false;                  // scores are logarithms to base 2, not natural ones
+};
+
 // The plan, or the reasons why not: first the terms of each query row ("<folder>_backward_rows_
 // <dtype>", into the workspace), then the main kernels ("<folder>_attention_bwd_<dtype>_<tile>"),
 // dQ from its sums if they made such ("<folder>_backward_dq_<dtype>"), and the gradient of the
 // sinks ("<folder>_backward_sinks_<dtype>"), all of the image
 // "<folder>/bwd_<dtype>".
 PlanResult plan_backward(const Description& description, std::span<const BackwardTile> tiles,
-                         const BackwardProblem& problem, const Device& device);
+                         const BackwardProblem& problem, const Device& device,
+                         const MaskedBackwardTiles& masked = {});
 
 }  // namespace archflash::core

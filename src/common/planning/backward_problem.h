@@ -23,6 +23,11 @@ struct BackwardProblem {
   bool dlse;                   // the LSE has a gradient, too
   bool dsinks;                 // the gradient of the sinks is wanted
   bool deterministic = false;  // the same inputs must always give the same bits
+  // The gradient of an added attn_mask is wanted: in fp32, its strides in elements, 0 along a
+  // dimension that is broadcast.
+  bool dmask = false;
+  Strides dmask_strides = {};
+  int64_t dmask_key = 0;
 };
 
 }  // namespace archflash

@@ -167,6 +167,8 @@ Reasons refusals(const Problem& problem, const Description& description,
     if (given && !has(name))
       refuse.add(name, std::string("has causal and window masks only; drop ") + name);
   }
+  if (problem.dropout_p != 0 && !has("dropout_p"))
+    refuse.add("dropout_p", "drops no weights; drop dropout_p");
   if (problem.mask > 1 && has("attn_mask")) {
     const DType dtype = static_cast<DType>(problem.mask - 2);
     if (dtype != DType::F32 && dtype != problem.dtype) {
@@ -257,6 +259,13 @@ AttentionParams attention_params(const Problem& problem) {
 
 void always_transform_scores(const Problem& problem, AttentionParams& params) {
   transform_scores(problem, params);
+}
+
+void transform_scores_to_base_2(const Problem& problem, AttentionParams& params) {
+  transform_scores(problem, params);
+  // With a softcap its result is scaled, else q.k.
+  (problem.softcap == 0 ? params.tanh_scale : params.softcap) *= params.exp2_scale;
+  params.exp2_scale = 1.0f;
 }
 
 std::vector<PointerSlot> pointers(const Problem& problem) {

@@ -140,7 +140,7 @@ Notes notes(const LaunchPlan& plan, const Notes& own) {
   // The model cuts equal shares, and batch_invariant cuts them by position. It knows no masks that
   // lie on the device.
   const bool modelled =
-      !plan.problem.varlen && !plan.problem.batch_invariant && !is_masked(plan.problem);
+      !plan.problem.varlen && !plan.problem.batch_invariant && !takes_masked_kernels(plan.problem);
   if (modelled && tile.tiles * tile.splits * tile.v_slices <= MOST_TILES_TO_MODEL)
     lines.emplace_back("balance", balance_text(plan));
   Notes added;

@@ -1,5 +1,7 @@
 #include "common/planning/masks.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 
@@ -50,6 +52,19 @@ std::vector<PointerSlot> mask_pointers(const Problem& problem, int offset) {
   add(problem.alibi_slopes, Operand::AlibiSlopes, offsetof(MaskParams, slopes_gmem));
   add(problem.block_mask, Operand::BlockMask, offsetof(MaskParams, blocks_gmem));
   return slots;
+}
+
+DropoutParams dropout_params(const Problem& problem) {
+  constexpr double VALUES = 65536;  // that the random bits of an element can have
+  const double threshold = std::min(std::round(problem.dropout_p * VALUES), VALUES - 1);
+  return {nullptr, static_cast<uint32_t>(threshold),
+          static_cast<float>(1 / (1 - problem.dropout_p))};
+}
+
+std::vector<PointerSlot> dropout_pointers(const Problem& problem, int offset) {
+  if (problem.dropout_p == 0) return {};
+  return {
+      {Operand::RngState, static_cast<int32_t>(offset + offsetof(DropoutParams, state_gmem)), 0}};
 }
 
 }  // namespace archflash::core

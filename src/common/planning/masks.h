@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/dropout_params.h"
 #include "common/mask_params.h"
 #include "common/planning/plan.h"
 #include "common/problem.h"
@@ -20,5 +21,9 @@ MaskParams mask_params(const Problem& problem);
 
 // Where a parameter block with MaskParams at `offset` has their addresses.
 std::vector<PointerSlot> mask_pointers(const Problem& problem, int offset);
+
+// The same of dropout.
+DropoutParams dropout_params(const Problem& problem);
+std::vector<PointerSlot> dropout_pointers(const Problem& problem, int offset);
 
 }  // namespace archflash::core

@@ -44,15 +44,12 @@ PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> ti
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   core::init_params(problem, params.call);
   AttentionParams& attention = params.call.attention;
-  core::always_transform_scores(problem, attention);
+  core::transform_scores_to_base_2(problem, attention);
   attention.order = core::choose_order(problem, device, tile);
-  // Scores are logarithms to base 2 from the start. With a softcap its result is scaled, else q.k.
-  const float log2_e = attention.exp2_scale;
-  (problem.softcap == 0 ? attention.tanh_scale : attention.softcap) *= log2_e;
-  attention.exp2_scale = 1.0f;
   params.call.partials.splits = 1;
   params.call.packed_heads = core::packed_heads(tile);
   params.masks = core::mask_params(problem);
+  params.dropout = core::dropout_params(problem);
   LaunchPlan plan =
       core::one_launch(folder, problem, device, tile, core::tiles_of(problem, tile) * splits,
                        attention.order, core::bytes(params), {});
@@ -64,6 +61,8 @@ PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> ti
   Launch& launch = plan.launches[0];
   launch.image = folder + "/masked_" + word;
   for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
+    launch.pointers.push_back(slot);
+  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(MaskedParams, dropout)))
     launch.pointers.push_back(slot);
   return plan;
 }

@@ -45,6 +45,7 @@ enum class Operand : int32_t {
   AlibiSlopes,
   KeyRanges,
   BlockMask,
+  RngState,
   // attention_backward reads DOut and DLse, beside the operands of the call, and writes the rest.
   DOut,
   DLse,
@@ -52,6 +53,7 @@ enum class Operand : int32_t {
   DK,
   DV,
   DSinks,
+  DMask,                            // the gradient of attn_mask, to which the kernel adds
   PartOut,                          // the first of MERGE_PARTS outputs that merge_attention reads,
   PartLse = PartOut + MERGE_PARTS,  // and of their log-sum-exps
 };
@@ -92,12 +94,14 @@ constexpr const char* operand_name(Operand operand) {
                                                 "alibi_slopes",
                                                 "key_ranges",
                                                 "block_mask",
+                                                "rng_state",
                                                 "dout",
                                                 "dlse",
                                                 "dq",
                                                 "dk",
                                                 "dv",
                                                 "dsinks",
+                                                "dmask",
                                                 "part_0",
                                                 "part_1",
                                                 "part_2",

@@ -1,6 +1,8 @@
-// The backward kernels for fp32 inputs. backward_config.cuh has their tiles.
+// The backward kernels for fp32 inputs. backward_config.cuh and tiled_bwd_config.cuh have
+// their tiles.
 #include "common/math/backward_rows.cuh"
 #include "simt/attention_bwd.cuh"
+#include "simt/tiled_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::simt;
@@ -13,3 +15,7 @@ ARCHFLASH_SIMT_BACKWARD_KERNEL(simt_attention_bwd_f32_d128_keys, BackwardD128<Ow
 ARCHFLASH_SIMT_BACKWARD_KERNEL(simt_attention_bwd_f32_d128_queries, BackwardD128<Owns::Queries>)
 ARCHFLASH_SIMT_BACKWARD_KERNEL(simt_attention_bwd_f32_d256_keys, BackwardD256<Owns::Keys>)
 ARCHFLASH_SIMT_BACKWARD_KERNEL(simt_attention_bwd_f32_d256_queries, BackwardD256<Owns::Queries>)
+ARCHFLASH_SIMT_TILED_BACKWARD_KERNEL(simt_attention_bwd_f32_d64_large_keys, TiledD64Keys)
+ARCHFLASH_SIMT_TILED_BACKWARD_KERNEL(simt_attention_bwd_f32_d64_large_queries, TiledD64Queries)
+ARCHFLASH_SIMT_TILED_BACKWARD_KERNEL(simt_attention_bwd_f32_d128_large_keys, TiledD128Keys)
+ARCHFLASH_SIMT_TILED_BACKWARD_KERNEL(simt_attention_bwd_f32_d128_large_queries, TiledD128Queries)

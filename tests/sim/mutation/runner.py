@@ -33,7 +33,7 @@ from ..tags import SOURCES, tags_at
 from .excuses import EXCUSES
 from .mutants import KINDS, Mutant, mutants
 from .statements import Statement, kernel_module, split
-from .targets import TARGETS, Call, Target
+from .targets import TARGETS, Target
 
 # A run that takes so many times the instructions of the kernel's own is an endless loop.
 PATIENCE = 8
@@ -271,10 +271,25 @@ def _unchanged(image: str, capability: tuple[int, int]) -> sim.Program:
     return find_program(image, capability)
 
 
-class _AttentionTrial:
-    """One attention call. Launches of other kernels, which are never mutated, run too."""
+class PlannedCall(Protocol):
+    """See `Call`. judged: the operands that a run writes and `verdict` judges."""
 
-    def __init__(self, call: Call) -> None:
+    name: str
+    plan: Any
+    launches: list[dict[str, Any]]
+    number: int
+    tensors: dict[str, Tensor]
+    judged: tuple[str, ...]
+
+    def verdict(self, tensors: dict[str, Tensor]) -> str: ...
+
+
+class CallTrial:
+    """One call of attention or of its backward pass. Launches of other kernels, which are never
+    mutated, run too.
+    """
+
+    def __init__(self, call: PlannedCall) -> None:
         self.name = call.name
         self._call = call
 
@@ -284,7 +299,7 @@ class _AttentionTrial:
         call = self._call
         written = {  # new ones, full of NaN, or of bytes 255
             name: torch.full_like(call.tensors[name], math.nan if name != "workspace" else 255)
-            for name in ("out", "lse", "workspace")
+            for name in (*call.judged, "workspace")
             if name in call.tensors
         }
         tensors = call.tensors | written
@@ -322,10 +337,10 @@ class _AttentionTrial:
             f for r in reports if r is not report for f in r.findings if f.severity == "error"
         ]
         report = dataclasses.replace(report, findings=(*report.findings, *errors))
-        return report, [written[name] for name in ("out", "lse") if name in written]
+        return report, [written[name] for name in call.judged if name in written]
 
     def verdict(self, outputs: list[Tensor]) -> str:
-        names = [name for name in ("out", "lse") if name in self._call.tensors]
+        names = [name for name in self._call.judged if name in self._call.tensors]
         return self._call.verdict(dict(zip(names, outputs, strict=True)))
 
 
@@ -335,7 +350,7 @@ def subject_of(target: Target) -> Subject:
     first = calls[0]
     launch = first.launches[first.number]
     text = ptx_text(launch["image"], first.plan.device.capability)
-    trials = [_AttentionTrial(call) for call in calls]
+    trials = [CallTrial(call) for call in calls]
     threads = math.prod(launch["block"])
     return Subject(target.kernel, target.kernel, text, threads, trials)
 

@@ -215,8 +215,10 @@ class Call:
         plan: its plan, one launch of which is of the target's kernel.
         launches: of the plan.
         number: of the launch of the target's kernel.
-        tensors: by operand name; `out` and `lse` are written by a run.
+        tensors: by operand name; those of `judged` are written by a run.
     """
+
+    judged = ("out", "lse")
 
     def __init__(
         self, target: Target, name: str, inputs: list[Tensor], options: dict[str, Any]

@@ -2,7 +2,7 @@
 
 Names, order and defaults of the arguments, alignment of masks and return values are those of
 FlashAttention-2. Rows come before heads: q is (batch, rows, heads, d). What archflash does not take
-raises `archflash.UnsupportedError` with the name of the argument: dropout_p above 0, and
+raises `archflash.UnsupportedError` with the name of the argument: dropout_p above 0 with pages, and
 deterministic=True where no kernel of archflash computes the gradients that are needed. Beyond
 FlashAttention-2, float32 and FP8 inputs, any head dimension and any device are served.
 """

@@ -4,7 +4,8 @@ They share their arguments:
 
 - q, k, v: (batch, rows, heads, d), or (total rows, heads, d) with cu_seqlens, int32 (sequences +
   1,), the row at which each packed sequence begins. q may have a multiple of k's heads.
-- dropout_p: only 0.
+- dropout_p: the probability that a weight is dropped; only 0 with pages. PyTorch's
+  generator decides which, but they are others than FlashAttention-2 drops.
 - softmax_scale: multiplies q k^T; 1 / sqrt(d) by default.
 - causal: query i sees keys up to i + rows of k - rows of q.
 - window_size: (left, right) around that key; -1 for an unbounded side.
@@ -14,7 +15,7 @@ They share their arguments:
   compute the gradients of the call.
 - return_attn_probs: also return the log-sum-exp, float32 (batch, heads, rows) or (heads, total
   rows), +inf for a row that sees no key, and an empty tensor in place of the weights, which
-  FlashAttention-2 gives with dropout only.
+  FlashAttention-2 gives with dropout only. The log-sum-exp is that of all weights.
 """
 
 from __future__ import annotations
@@ -69,7 +70,6 @@ def flash_attn_func(
         >>> flash_attn_func(q, q, q, causal=True).shape
         torch.Size([2, 7, 4, 16])
     """
-    refuse(dropout_p=(dropout_p, 0.0))
     out, lse = attend(
         q,
         k,
@@ -83,6 +83,7 @@ def flash_attn_func(
         lse_unseen=math.inf,
         sinks=s_aux,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
     )
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -134,8 +135,8 @@ def flash_attn_varlen_func(
     Raises:
         UnsupportedError: an argument that archflash does not take; it is named.
     """
-    refuse(dropout_p=(dropout_p, 0.0))
     if block_table is not None:
+        refuse(dropout_p=(dropout_p, 0.0))
         result = attend_to_cache(
             q,
             k,
@@ -169,6 +170,7 @@ def flash_attn_varlen_func(
         lse_unseen=math.inf,
         sinks=s_aux,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,

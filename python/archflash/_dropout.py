@@ -1,0 +1,94 @@
+"""Dropout: the state of its random bits, and which weights they drop.
+
+The random bits of a weight depend on its batch, head, query and key, and on seed and offset only,
+so that every kernel, and the backward pass, drop the same ones. src/common/math/dropout.cuh
+computes them in kernels, and `dropout_mask` in PyTorch's operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_ROUNDS = 7
+_VALUES = 1 << 16  # that the random bits of a weight can have
+
+
+def dropout_state(device: torch.device | str) -> Tensor:
+    """A new state for `rng_state`: seed and offset, int64 ``(2,)``, from PyTorch's generator of a
+    device. In a CUDA graph each replay draws a new one, and a checkpointed call draws the same.
+
+    Args:
+        device: where q is.
+
+    Returns:
+        The state. Calls that are given the same one drop the same weights.
+
+    Example:
+        >>> import archflash
+        >>> archflash.dropout_state("cpu").shape
+        torch.Size([2])
+    """
+    return torch.randint(0, (1 << 63) - 1, (2,), dtype=torch.int64, device=device)
+
+
+def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> Tensor:
+    """Which weights a call keeps.
+
+    Args:
+        shape: (batch, heads_q, nq, nk). With packed sequences batch is their number, and queries
+            and keys are counted within a sequence.
+        dropout_p: the probability that a weight is dropped, at least 0 and less than 1. It is
+            rounded to a multiple of 1 / 65536, of which at least one remains.
+        rng_state: seed and offset, as the call got them.
+
+    Returns:
+        Bool of that shape on the device of rng_state: True keeps. The call multiplies what it keeps
+        by 1 / (1 - dropout_p).
+
+    Example:
+        >>> import archflash
+        >>> state = archflash.dropout_state("cpu")
+        >>> archflash.dropout_mask((1, 2, 3, 4), 0.1, state).dtype
+        torch.bool
+    """
+    batch, heads, nq, nk = shape
+    device = rng_state.device
+    batch_head = torch.arange(batch * heads, device=device).reshape(batch, heads, 1, 1)
+    query = torch.arange(nq, device=device)[:, None]
+    return kept(batch_head, query, torch.arange(nk, device=device), dropout_p, rng_state)
+
+
+def kept(
+    batch_head: Tensor, query: Tensor, key: Tensor, dropout_p: float, rng_state: Tensor
+) -> Tensor:
+    """Whether the weights of these queries and keys are kept; int64 numbers that broadcast with one
+    another. batch_head: batch * heads_q + head.
+    """
+    threshold = min(round(dropout_p * _VALUES), _VALUES - 1)
+    seed, offset = rng_state[0], rng_state[1]
+    counter = [
+        (query >> 4 << 3) | (query & 7),
+        (key >> 5 << 3) | (key & 7),
+        batch_head,
+        offset & _WORD,
+    ]
+    round_key = [seed & _WORD, ((seed >> 32) ^ (offset >> 32)) & _WORD]
+    for _ in range(_ROUNDS):
+        # Products of 64 bits wrap, and so does the shift's sign: the mask leaves the right word.
+        a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            ((b >> 32) & _WORD) ^ counter[1] ^ round_key[0],
+            b & _WORD,
+            ((a >> 32) & _WORD) ^ counter[3] ^ round_key[1],
+            a & _WORD,
+        ]
+        round_key = [(round_key[0] + 0x9E3779B9) & _WORD, (round_key[1] + 0xBB67AE85) & _WORD]
+    low = torch.where((key & 16) != 0, counter[1], counter[0])
+    high = torch.where((key & 16) != 0, counter[3], counter[2])
+    word = torch.where((query & 8) != 0, high, low)
+    bits = (word >> (2 * (key & 8))) & 0xFFFF
+    return bits >= threshold

@@ -1,0 +1,66 @@
+// The tile sizes of the backward kernels of simt for GPUs with more than 64 KB of shared memory for
+// a CTA. Compile-time numbers only, in plain C++: the kernel and plan_backward.cpp both include
+// them.
+#pragma once
+
+#include "common/backward_params.h"
+#include "common/dtype.h"
+
+namespace archflash::simt {
+
+// A CTA owns ROWS rows of one side; BLOCK rows of the other side pass by at a time. A warp owns
+// WARP_ROWS of the rows, and its lanes stand as in Config (config.cuh): each has THREAD_ROWS x
+// THREAD_KEYS scores, where "keys" are passing rows, and THREAD_ROWS x 4*OUT_GROUPS elements of a
+// gradient. The names are those that the functions of tile.cuh take.
+template <Owns OWNS_, int HEAD_DIM_, int WARPS_, int THREAD_ROWS_, int BLOCK_, int CTAS_PER_SM_>
+struct TiledBackwardConfig {
+  using Params = BackwardParams;
+  static constexpr DType DTYPE = DType::F32;
+  static constexpr Owns OWNS = OWNS_;
+  static constexpr int GRADIENTS = OWNS == Owns::Keys ? DK | DV : DQ;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int WARPS = WARPS_;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int LANE_ROWS = 2;
+  static constexpr int LANE_COLS = 16;
+  static constexpr int THREAD_ROWS = THREAD_ROWS_;
+  static constexpr int WARP_ROWS = LANE_ROWS * THREAD_ROWS;
+  static constexpr int ROWS = WARPS * WARP_ROWS;
+  static constexpr int BLOCK = BLOCK_;
+  static constexpr int THREAD_KEYS = BLOCK / LANE_COLS;
+  static constexpr int OUT_GROUPS = HEAD_DIM / (4 * LANE_COLS);
+  static constexpr int D_STEP = 8;    // columns per iteration of a product of rows
+  static constexpr int KEY_STEP = 8;  // passing rows per iteration of a product into a gradient
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
+  static constexpr bool SHORT_SUMS = false;
+
+  // Shared memory, offsets and pitches in floats, with the padding of Config: owned first and
+  // second | passing first and second | P or dS of each warp. "first" is Q or K, "second" dO or V.
+  static constexpr int QK_PITCH = HEAD_DIM + 4;
+  static constexpr int V_PITCH = QK_PITCH;
+  static constexpr int P_KEYS = BLOCK;
+  static constexpr int P_PITCH = P_KEYS + 16;
+  static constexpr int OWN_FIRST_SMEM = 0;
+  static constexpr int OWN_SECOND_SMEM = OWN_FIRST_SMEM + ROWS * QK_PITCH;
+  static constexpr int FIRST_SMEM = OWN_SECOND_SMEM + ROWS * QK_PITCH;
+  static constexpr int SECOND_SMEM = FIRST_SMEM + BLOCK * QK_PITCH;
+  static constexpr int P_SMEM = SECOND_SMEM + BLOCK * QK_PITCH;
+  static constexpr int SHARED_BYTES = 4 * (P_SMEM + ROWS * P_PITCH);
+
+  static_assert(OUT_GROUPS >= 1 && OUT_GROUPS * 4 * LANE_COLS == HEAD_DIM,
+                "lanes must tile the columns of a gradient");
+  static_assert(THREAD_KEYS * LANE_COLS == BLOCK && P_KEYS % 32 == 0, "lanes must tile the scores");
+  static_assert(P_PITCH % 32 == LANE_COLS, "stores of P must not conflict");
+};
+
+// clang-format off
+//                                                           head       thread     CTAs
+//                                                           _dim warps _rows block per SM
+using TiledD64Keys     = TiledBackwardConfig<Owns::Keys,      64, 4,    8,    64,   2>;
+using TiledD64Queries  = TiledBackwardConfig<Owns::Queries,   64, 4,    8,    64,   2>;
+using TiledD128Keys    = TiledBackwardConfig<Owns::Keys,     128, 8,    4,    32,   1>;
+using TiledD128Queries = TiledBackwardConfig<Owns::Queries,  128, 4,    8,    32,   2>;
+// clang-format on
+
+}  // namespace archflash::simt

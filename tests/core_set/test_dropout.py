@@ -1,0 +1,182 @@
+"""Dropout: which weights are dropped, and that every kernel drops the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import archflash
+from archflash import reference
+
+from .executors import executor
+from .gradients import kernels_with_gradients
+
+on = executor()
+# The kernels that drop weights, each with the dtypes for which it does.
+KERNELS = [
+    (kernel, dtype)
+    for kernel in on.kernels("dropout_p")
+    for dtype in on.dtypes_of(kernel)
+    if (dtype == "float32") == (kernel == "simt")
+]
+each_kernel = pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
+on_cpu = pytest.mark.filterwarnings("ignore:archflash. tensors are on the CPU")
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"dims": (64, 64), "heads": (2, 1), "causal": True},
+    "few-rows-of-packed-heads-in-shares": {
+        "dims": (128, 72), "heads": (6, 2), "nq": 5, "nk": 300, "num_splits": 2,
+    },
+    "window-softcap": {"dims": (192, 256), "heads": (2, 2), "window": (40, 9), "softcap": 2.0},
+}  # fmt: skip
+
+
+def state(seed: int = -12345678901234567, offset: int = (5 << 32) + 77) -> Tensor:
+    return on.tensor([seed, offset], torch.int64)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@each_kernel
+def test_kernels_drop_what_dropout_mask_says(kernel: str, dtype: str, name: str) -> None:
+    call = dict(CALLS[name])
+    dims, heads = call.pop("dims"), call.pop("heads")
+    nq, nk = call.pop("nq", 70), call.pop("nk", 101)
+    if kernel == "simt":
+        call.pop("num_splits", None)
+    q, k, v = on.qkv(nq, nk, *dims, dtype=dtype, batch=2, heads=heads)
+    on.attend_and_check(kernel, q, k, v, dropout_p=0.3, rng_state=state(), schedules=[1], **call)
+
+
+def test_the_reference_drops_what_dropout_mask_says_and_scales_the_rest() -> None:
+    q, k, v = on.qkv(9, 40, dtype="float64" if on.name == "simulator" else "float32", batch=2)
+    out, lse = reference.attention(q, k, v, dropout_p=0.25, rng_state=state())
+    keep = archflash.dropout_mask((2, q.shape[1], 9, 40), 0.25, state())
+    weights = torch.softmax(q.double() @ k.double().transpose(-1, -2) / 8, -1)
+    torch.testing.assert_close(out, weights * keep / 0.75 @ v.double())
+    without, lse_without = reference.attention(q, k, v)
+    assert torch.equal(lse, lse_without)
+    assert not torch.equal(out, without)
+
+
+def test_pytorchs_operations_drop_the_same_weights() -> None:
+    lengths = {"cu_seqlens_q": on.cu_seqlens((5, 9)), "cu_seqlens_k": on.cu_seqlens((20, 33))}
+    q, k, v = (on.rand(n, 4, 16, seed=n) for n in (14, 53, 53))
+    call: dict[str, Any] = {"dropout_p": 0.4, "rng_state": state(), "causal": True, **lengths}
+    found = archflash.attention(q, k, v, implementation="torch", **call)
+    exact = reference.attention(q, k, v, return_lse=False, **call)
+    report = reference.check(found, exact, reference.baseline(q, k, v, **call))
+    assert report.ok, report
+
+
+@each_kernel
+@on_cpu
+def test_a_state_decides_what_is_dropped_and_the_generator_makes_it(
+    kernel: str, dtype: str
+) -> None:
+    q, k, v = on.qkv(20, 40, dtype=dtype)
+
+    def call(**options: Any) -> Tensor:
+        out: Tensor = archflash.attention(q, k, v, dropout_p=0.5, implementation=kernel, **options)
+        return out
+
+    assert torch.equal(call(rng_state=state()), call(rng_state=state()))
+    assert not torch.equal(call(rng_state=state()), call(rng_state=state(seed=1)))
+    assert not torch.equal(call(rng_state=state()), call(rng_state=state(offset=1)))
+    torch.manual_seed(3)
+    first, second = call(), call()
+    torch.manual_seed(3)
+    assert torch.equal(call(), first)
+    assert not torch.equal(second, first)
+
+
+def leaves(dtype: str) -> list[Tensor]:
+    return [x.requires_grad_() for x in on.qkv(9, 40, 32, dtype=dtype, heads=(2, 1))]
+
+
+def gradients_of(loss: Callable[..., Tensor], given: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss(*given), given)
+
+
+GRADIENTS = [(k, d) for k, d in KERNELS if k in kernels_with_gradients(on)]
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), GRADIENTS)
+@on_cpu
+def test_gradients_through_autograd_a_checkpoint_and_the_compiler(kernel: str, dtype: str) -> None:
+    """All draw the state from PyTorch's generator, and the backward pass drops what the forward
+    pass dropped.
+    """
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = archflash.attention(q, k, v, dropout_p=0.3, implementation=kernel)
+        return out.float().square().sum()
+
+    given = leaves(dtype)
+    torch.manual_seed(7)
+    rng_state = archflash.dropout_state(on.device)
+    torch.manual_seed(7)
+    found = gradients_of(loss, given)
+    plain = [x.detach() for x in given]
+    exact_out = reference.attention(*plain, return_lse=False, dropout_p=0.3, rng_state=rng_state)
+    dout = 2 * exact_out.to(plain[0].dtype)
+    call: dict[str, Any] = {"dropout_p": 0.3, "rng_state": rng_state}
+    exact = reference.attention_backward(dout, *plain, **call)
+    rounded = reference.baseline_backward(dout, *plain, **call)
+    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+        report = reference.check(x, getattr(exact, name), getattr(rounded, name).double())
+        assert report.nrmse < (1e-5 if dtype == "float32" else 2e-2), f"{name}: {report}"
+
+    def recomputed(*tensors: Tensor) -> Tensor:
+        result: Tensor = checkpoint(loss, *tensors, use_reentrant=False)
+        return result
+
+    torch.manual_seed(7)
+    for x, expected in zip(gradients_of(recomputed, given), found, strict=True):
+        assert torch.equal(x, expected)
+    torch._dynamo.reset()
+    traced = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(7)
+    for x, expected in zip(gradients_of(traced, given), found, strict=True):
+        torch.testing.assert_close(x, expected)
+
+
+@each_kernel
+@on_cpu
+def test_other_interfaces_pass_dropout_on(kernel: str, dtype: str) -> None:
+    from archflash.compat.flash_attn import flash_attn_func
+
+    q, k, v = on.qkv(9, 40, dtype=dtype)
+    with archflash.force(kernel):
+        torch.manual_seed(5)
+        out = archflash.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        torch.manual_seed(5)
+        as_flash = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), dropout_p=0.5)
+        torch.manual_seed(5)
+        rng_state = archflash.dropout_state(on.device)
+        expected = archflash.attention(q, k, v, dropout_p=0.5, rng_state=rng_state)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(as_flash.transpose(1, 2), expected)
+
+
+@pytest.mark.skipif(on.name == "simulator", reason="CUDA graphs need a GPU")
+@each_kernel
+def test_each_replay_of_a_cuda_graph_drops_other_weights(kernel: str, dtype: str) -> None:
+    q, k, v = on.qkv(64, 128, dtype=dtype)
+
+    def call() -> Tensor:
+        out: Tensor = archflash.attention(q, k, v, dropout_p=0.5, implementation=kernel)
+        return out
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(out, first)
