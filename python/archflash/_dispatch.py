@@ -480,6 +480,8 @@ def _only_forced(name: str, problem: _native.Problem, capability: tuple[int, int
     """
     if not _registry.only_forced(name, capability):
         return False
+    if problem.kv_cache:
+        return False  # such a kernel refuses all caches but those that it was measured for
     measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order
 

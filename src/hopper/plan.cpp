@@ -22,6 +22,7 @@
 #include "common/problem.h"
 #include "hopper/config.cuh"
 #include "hopper/params.h"
+#include "hopper/plan_mla.h"
 
 namespace archflash::hopper {
 
@@ -35,7 +36,8 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "descales", "gradients"},
+                   "strides", "lse", "num_splits", "descales", "gradients", "qv", "attention_chunk",
+                   "rotary_interleaved"},
       .needs_capability = 90,  // wgmma
       .only_forced_on_majors = {9},
   };
@@ -207,6 +209,10 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
 
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons why_not = core::why_not(problem, describe());
+  if (has_latent_cache(problem)) {
+    if (!why_not.empty()) return why_not;
+    return plan_latent_cache(problem, device);
+  }
   core::add_tma_reasons(problem, "hopper", false, why_not);
   if (is_fp8(problem.dtype))
     core::refuse_splits(problem, "hopper", dtype_name(problem.dtype), why_not);
@@ -259,7 +265,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
 
 Notes notes(const LaunchPlan& plan) {
   const Tile* tile = core::taken(tiles_for(plan.problem), plan);
-  if (tile == nullptr) return {};
+  if (tile == nullptr) return {};  // none, or that of plan_mla.cpp
   const auto str = [](int x) { return std::to_string(x); };
   return {
       {"warps", str(tile->warps) + " of " + str(tile->rows_per_warp) + " rows, 1 producer" +

@@ -618,9 +618,16 @@ def test_every_kernel_is_planned_somewhere() -> None:
             for dim in (64, 512)
         )
         of_cache = {"cache_seqlens": lengths, "qv": qv, "num_splits": 2}
-        plan = archflash.explain(q, k_cache, v_cache, device="A100", **of_cache).plan
-        assert plan is not None
-        planned |= set(plan.kernels)
+        new = {
+            f"{name}_new": torch.empty(2, 1, 1, dim, dtype=dtype, device="meta")
+            for name, dim in (("k", 64), ("v", 512))
+        }
+        for device, name in (("A100", "ampere"), ("H200", "hopper")):
+            plan = archflash.explain(
+                q, k_cache, v_cache, device=device, implementation=name, **of_cache, **new
+            ).plan
+            assert plan is not None
+            planned |= set(plan.kernels)
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
     assert built - planned == set()
 

@@ -55,7 +55,8 @@ struct WgmmaDescriptor {
 //   ss: A and B are K-major tiles of shared memory; with B_MN_MAJOR B is an MN-major one
 //       (16 bits only).
 //   rs: A is in registers, with the lane's fragment of mma_m16n8k16; B is an MN-major tile, of
-//       which a row holds the N columns of one k; in 8 bits a K-major tile.
+//       which a row holds the N columns of one k, and without B_MN_MAJOR a K-major one; in 8 bits
+//       always a K-major tile.
 template <DType DTYPE, int N>
 struct Wgmma;
 
@@ -77,7 +78,7 @@ struct Wgmma;
 #define ARCHFLASH_SUMS_32(I) ARCHFLASH_SUMS_8(I), ARCHFLASH_SUMS_8(I + 8), ARCHFLASH_SUMS_8(I + 16), ARCHFLASH_SUMS_8(I + 24)
 // clang-format on
 
-// Wgmma<DTYPE, N>. WORD is the type's name in PTX, K the shape's last part; the three ENDs say
+// Wgmma<DTYPE, N>. WORD is the type's name in PTX, K the shape's last part; the four ENDs say
 // for 16 bits whether A and B are MN-major (8-bit tiles are always K-major). I0 to I6 are the
 // numbers behind those of the sums, which NAMES lists and the remaining arguments bind.
 #define ARCHFLASH_WGMMA_SS(WORD, K, END, N, NAMES, I0, I1, I2, I3, I4, ...)     \
@@ -91,8 +92,17 @@ struct Wgmma;
       "}, a, b, add, 1, 1" END ";\n}\n"                                         \
       : __VA_ARGS__                                                             \
       : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(add))
-#define ARCHFLASH_WGMMA(DTYPE, WORD, K, SS_END, SS_MN_END, RS_END, N, NAMES, I0, I1, I2, I3, I4,   \
-                        I5, I6, ...)                                                               \
+#define ARCHFLASH_WGMMA_RS(WORD, K, END, N, NAMES, I0, I1, I2, I3, I4, I5, I6, ...)         \
+  asm volatile(                                                                             \
+      "{\n.reg .b64 b;\n.reg .pred add;\n"                                                  \
+      "mov.b64 b, {%" #I4 ", %" #I5 "};\nsetp.ne.b32 add, %" #I6                            \
+      ", 0;\n"                                                                              \
+      "wgmma.mma_async.sync.aligned.m64n" #N K ".f32." WORD "." WORD " {" NAMES "}, {%" #I0 \
+      ", %" #I1 ", %" #I2 ", %" #I3 "}, b, add, 1, 1" END ";\n}\n"                          \
+      : __VA_ARGS__                                                                         \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), "r"(add))
+#define ARCHFLASH_WGMMA(DTYPE, WORD, K, SS_END, SS_MN_END, RS_END, RS_MN_END, N, NAMES, I0, I1,    \
+                        I2, I3, I4, I5, I6, ...)                                                   \
   template <>                                                                                      \
   struct Wgmma<DType::DTYPE, N> {                                                                  \
     template <bool B_MN_MAJOR = false>                                                             \
@@ -104,24 +114,22 @@ struct Wgmma;
         ARCHFLASH_WGMMA_SS(WORD, K, SS_END, N, NAMES, I0, I1, I2, I3, I4, __VA_ARGS__);            \
       }                                                                                            \
     }                                                                                              \
+    template <bool B_MN_MAJOR = true>                                                              \
     static __device__ __forceinline__ void rs(float* d, const uint32_t (&a)[4], WgmmaDescriptor b, \
                                               int add) {                                           \
-      asm volatile(                                                                                \
-          "{\n.reg .b64 b;\n.reg .pred add;\n"                                                     \
-          "mov.b64 b, {%" #I4 ", %" #I5 "};\nsetp.ne.b32 add, %" #I6                               \
-          ", 0;\n"                                                                                 \
-          "wgmma.mma_async.sync.aligned.m64n" #N K ".f32." WORD "." WORD " {" NAMES "}, {%" #I0    \
-          ", %" #I1 ", %" #I2 ", %" #I3 "}, b, add, 1, 1" RS_END ";\n}\n"                          \
-          : __VA_ARGS__                                                                            \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), "r"(add));        \
+      if constexpr (B_MN_MAJOR) {                                                                  \
+        ARCHFLASH_WGMMA_RS(WORD, K, RS_MN_END, N, NAMES, I0, I1, I2, I3, I4, I5, I6, __VA_ARGS__); \
+      } else {                                                                                     \
+        ARCHFLASH_WGMMA_RS(WORD, K, RS_END, N, NAMES, I0, I1, I2, I3, I4, I5, I6, __VA_ARGS__);    \
+      }                                                                                            \
     }                                                                                              \
   };
-#define ARCHFLASH_WGMMA_16_BITS(...)                                         \
-  ARCHFLASH_WGMMA(F16, "f16", "k16", ", 0, 0", ", 0, 1", ", 1", __VA_ARGS__) \
-  ARCHFLASH_WGMMA(BF16, "bf16", "k16", ", 0, 0", ", 0, 1", ", 1", __VA_ARGS__)
+#define ARCHFLASH_WGMMA_16_BITS(...)                                                \
+  ARCHFLASH_WGMMA(F16, "f16", "k16", ", 0, 0", ", 0, 1", ", 0", ", 1", __VA_ARGS__) \
+  ARCHFLASH_WGMMA(BF16, "bf16", "k16", ", 0, 0", ", 0, 1", ", 0", ", 1", __VA_ARGS__)
 #define ARCHFLASH_WGMMA_ALL(...)       \
   ARCHFLASH_WGMMA_16_BITS(__VA_ARGS__) \
-  ARCHFLASH_WGMMA(E4M3, "e4m3", "k32", "", "", "", __VA_ARGS__)
+  ARCHFLASH_WGMMA(E4M3, "e4m3", "k32", "", "", "", "", __VA_ARGS__)
 
 ARCHFLASH_WGMMA_ALL(64, ARCHFLASH_NAMES_32, 32, 33, 34, 35, 36, 37, 38, ARCHFLASH_SUMS_32(0))
 ARCHFLASH_WGMMA_16_BITS(80, ARCHFLASH_NAMES_40, 40, 41, 42, 43, 44, 45, 46, ARCHFLASH_SUMS_32(0),
@@ -143,6 +151,7 @@ ARCHFLASH_WGMMA_16_BITS(256, ARCHFLASH_NAMES_128, 128, 129, 130, 131, 132, 133, 
 #undef ARCHFLASH_SUMS_8
 #undef ARCHFLASH_SUMS_32
 #undef ARCHFLASH_WGMMA_SS
+#undef ARCHFLASH_WGMMA_RS
 #undef ARCHFLASH_WGMMA
 #undef ARCHFLASH_WGMMA_16_BITS
 #undef ARCHFLASH_WGMMA_ALL

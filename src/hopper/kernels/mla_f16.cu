@@ -1,0 +1,12 @@
+// The kernels for latent caches in f16. mla_config.cuh has their tile.
+#include "common/math/append_kv.cuh"
+#include "common/math/combine_splits.cuh"
+#include "hopper/mla_config.cuh"
+#include "hopper/mla_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_HOPPER_MLA_KERNEL(hopper_attention_fwd_f16_mla, MlaConfig<DType::F16>)
+ARCHFLASH_COMBINE_KERNEL(hopper_combine_f16_mla, DType::F16, MlaConfig<DType::F16>::HEAD_DIM_V)
+ARCHFLASH_APPEND_KERNEL(hopper_append_f16, DType::F16, uint16_t)

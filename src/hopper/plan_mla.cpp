@@ -1,0 +1,109 @@
+#include "hopper/plan_mla.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "common/planning/core_set.h"
+#include "common/planning/kv_cache.h"
+#include "common/planning/launch.h"
+#include "common/planning/tensor_maps.h"
+#include "common/planning/tiles.h"
+#include "hopper/mla_config.cuh"
+
+namespace archflash::hopper {
+namespace {
+
+using Config = MlaConfig<DType::F16>;
+constexpr core::Tile MLA_TILES[] = {
+    core::tile<Config>("mla", {}, "two warpgroups share 64 rows, each has half of V's columns"),
+};
+
+// The map of K or V of a cache: (columns, rows of a block, heads, blocks).
+TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset, int box_rows) {
+  const bool of_v = operand == Operand::V;
+  const Strides& strides = of_v ? problem.v : problem.k;
+  TensorMapSpec map{};
+  map.operand = operand;
+  map.offset = static_cast<int32_t>(offset);
+  map.dtype = problem.dtype;
+  map.swizzle = Config::RowTile::SWIZZLE;
+  map.box = {Config::RowTile::SLAB, box_rows, 1, 1};
+  map.dims = {of_v ? problem.dv : problem.d, problem.page_size > 0 ? problem.page_size : problem.nk,
+              problem.heads_kv, problem.cache_batch};
+  for (const int64_t stride : {strides.row, strides.head, strides.batch})
+    map.strides.push_back(stride * dtype_bytes(problem.dtype));
+  return map;
+}
+
+Reasons refusals(const Problem& problem) {
+  Reasons reasons;
+  core::add_tma_reasons(problem, "hopper", false, reasons);
+  const int64_t page = problem.page_size;
+  if (page > 0 && page % Config::BLOCK_K != 0 &&
+      (Config::BLOCK_K % page != 0 || page < MLA_FEWEST_BOX_ROWS)) {
+    reasons.push_back("latent rows in pages of " + std::to_string(page) +
+                      ": hopper copies pages of 16, 32 and multiples of 64 rows; choose another "
+                      "page size" +
+                      core::USE_TORCH);
+  }
+  if (page > 0 && problem.leftpad_k) {
+    reasons.push_back(
+        std::string("leftpad_k with a page table: hopper copies latent rows from whole pages; "
+                    "leave leftpad_k out") +
+        core::USE_TORCH);
+  }
+  if (problem.heads_kv > 1 || problem.cache_batch > 1) {
+    // A tensor map cannot repeat a head or a block.
+    for (const auto& [name, strides] : {std::pair{"k_cache", problem.k}, {"v_cache", problem.v}}) {
+      if ((problem.heads_kv > 1 && strides.head == 0) ||
+          (problem.cache_batch > 1 && strides.batch == 0)) {
+        reasons.push_back(std::string(name) +
+                          " repeats a head or a block (a stride of 0): hopper copies by tensor "
+                          "maps, which have no such stride; make it contiguous" +
+                          core::USE_TORCH);
+      }
+    }
+  }
+  return reasons;
+}
+
+}  // namespace
+
+bool has_latent_cache(const Problem& problem) { return problem.kv_cache && problem.qv_align > 0; }
+
+PlanResult plan_latent_cache(const Problem& problem, const Device& device) {
+  const Reasons reasons = refusals(problem);
+  if (!reasons.empty()) return reasons;
+  PlanResult result = mma_sync::plan_with_cache("hopper", MLA_TILES, problem, device);
+  auto* plan = std::get_if<LaunchPlan>(&result);
+  if (plan == nullptr) return result;
+  const std::string word = core::dtype_word(problem.dtype), image = "hopper/mla_" + word;
+  for (Launch& launch : plan->launches) {
+    launch.image = image;
+    if (launch.kernel == "hopper_combine_" + word) launch.kernel += "_mla";
+    if (launch.kernel != "hopper_attention_fwd_" + word + "_mla") continue;
+    MlaParams params;
+    std::memset(static_cast<void*>(&params), 0, sizeof params);
+    std::memcpy(&params.call, launch.params.data(), sizeof params.call);
+    params.qv_batch = problem.qv.batch, params.qv_head = problem.qv.head;
+    params.qv_row = problem.qv.row;
+    const int64_t page = problem.page_size;
+    params.box_rows =
+        static_cast<int32_t>(page > 0 ? std::min<int64_t>(page, Config::BLOCK_K) : Config::BLOCK_K);
+    launch.params = core::bytes(params);
+    launch.pointers.push_back({Operand::Qv, static_cast<int32_t>(offsetof(MlaParams, qv_gmem)), 0});
+    if (problem.nk > 0) {  // an empty cache is never read
+      launch.tensor_maps = {
+          cache_map(problem, Operand::K, offsetof(MlaParams, k_map), params.box_rows),
+          cache_map(problem, Operand::V, offsetof(MlaParams, v_map), params.box_rows)};
+    }
+  }
+  return result;
+}
+
+}  // namespace archflash::hopper
