@@ -68,11 +68,10 @@ constexpr core::Tile TILES[] = {
     tile<D64Short<DType::F16>>("d64_short", {.max_keys = D64Short<DType::F16>::BLOCK_K},
                                "few keys: all of them at a time, and more CTAs per SM"),
     tile<D64Large<DType::F16>>(
-        "d64_large",
-        {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2, .min_keys = 65},
+        "d64_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
         "two CTAs per SM with 128 keys and two buffers from 163 KB on"),
     tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
-                                "99 KB, or few keys: 64 keys at a time"),
+                                "99 KB: two CTAs per SM with 64 keys at a time"),
     tile<D64Groups<DType::F16>>("d64_groups", {},
                                 "few CTAs or short sequences: 64 rows make twice as many, and two "
                                 "warps share out the keys of 16 rows"),

@@ -48,9 +48,9 @@ struct Config {
   static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
   // math/online_softmax.cuh. Measured on an H200: elsewhere it costs more than it saves.
   static constexpr bool KEEPS_LIMITS = HEAD_DIM == 256 && !CAN_SPLIT && !FP8;
-  // Whether a block of K is handed back behind the maxima of its scores: the fence then finds the
-  // reads done. With more blocks in the ring nothing waits for this one.
-  static constexpr bool RELEASES_K_LATE = !FP8;
+  // Whether a block of K is handed back behind the maxima of its scores, where the fence finds the
+  // reads done, and not before.
+  static constexpr bool RELEASES_K_LATE = STAGES == 1 && !FP8;
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = 32 * WARPS;

@@ -109,25 +109,32 @@ struct KeyBlocks {
   }
 
   __device__ __forceinline__ void start_k(int key, uint32_t stage_smem,
-                                          const ContextOf<C>& cta) const {
+                                          const ContextOf<C>& known) const {
     if constexpr (C::CACHE) {
-      start_cached_keys<C, QKTile>(stage_smem + C::K_SMEM, cta.k_gmem, params.k_batch, params.k_row,
-                                   params.d, key, cta);
+      start_cached_keys<C, QKTile>(stage_smem + C::K_SMEM, known.k_gmem, params.k_batch,
+                                   params.k_row, params.d, key, known);
     } else {
-      start_keys<C, QKTile>(stage_smem + C::K_SMEM, cta.k_gmem, params.k_row, params.d / C::QK_PACK,
-                            key, cta.visible.nk);
+      start_keys<C, QKTile>(stage_smem + C::K_SMEM, known.k_gmem, params.k_row,
+                            params.d / C::QK_PACK, key, known.visible.nk);
     }
     start_with_k(key);
   }
   __device__ __forceinline__ void start_v(int key, uint32_t stage_smem,
-                                          const ContextOf<C>& cta) const {
+                                          const ContextOf<C>& known) const {
     if constexpr (C::CACHE) {
-      start_cached_keys<C, VTile>(stage_smem + C::V_SMEM, cta.v_gmem, params.v_batch, params.v_row,
-                                  params.dv, key, cta);
+      start_cached_keys<C, VTile>(stage_smem + C::V_SMEM, known.v_gmem, params.v_batch,
+                                  params.v_row, params.dv, key, known);
     } else {
-      start_keys<C, VTile>(stage_smem + C::V_SMEM, cta.v_gmem, params.v_row, params.dv / C::V_PACK,
-                           key, cta.visible.nk);
+      start_keys<C, VTile>(stage_smem + C::V_SMEM, known.v_gmem, params.v_row,
+                           params.dv / C::V_PACK, key, known.visible.nk);
     }
+  }
+
+  __device__ __forceinline__ void start_k(int key, uint32_t stage_smem) const {
+    start_k(key, stage_smem, cta);
+  }
+  __device__ __forceinline__ void start_v(int key, uint32_t stage_smem) const {
+    start_v(key, stage_smem, cta);
   }
 
   // Starts the copies of Q and of the block visited first (with key groups, of two blocks), and
@@ -187,11 +194,11 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
     if constexpr (C::STAGES == 2) {
       const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
       if (block > begin && !has_started_next) {
-        start_k(block - C::BLOCK_K, other_stage, cta);
-        start_v(block - C::BLOCK_K, other_stage, cta);
+        start_k(block - C::BLOCK_K, other_stage);
+        start_v(block - C::BLOCK_K, other_stage);
       }
     } else if (!C::V_WITH_K || block != last) {
-      start_v(block, stage_smem, cta);
+      start_v(block, stage_smem);
     }
     const unsigned thread = ptx::mov_tid_x_volatile();
     const int warp_row = math::warp_first_row<C>(thread);
@@ -222,7 +229,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
         // next block's K overwrites.
         ptx::copies_wait_all();
         __syncthreads();
-        if (block > begin) start_k(block - C::BLOCK_K, stage_smem, cta);
+        if (block > begin) start_k(block - C::BLOCK_K, stage_smem);
       }
       if (computes) multiply(p_rmem, v_smem + step * VTile::ROW_BYTES);
     }
