@@ -190,7 +190,8 @@ def test_a_call_of_few_keys_has_one_block_of_them(device: str) -> None:
     def chosen(keys: int) -> str:
         return variant(ampere(call("float16", b=16, hq=32, nq=1024, nk=keys), device))
 
-    assert chosen(1) == chosen(77) == chosen(80) == "d64_short"
+    assert chosen(1) == chosen(64) == "d64_medium"
+    assert chosen(65) == chosen(77) == chosen(80) == "d64_short"
     assert chosen(81) == CHOICES[DEVICES[device]][64, 64][0]
 
 
