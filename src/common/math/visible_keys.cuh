@@ -30,11 +30,11 @@ struct VisibleKeys {
   // True unless every one of rows [row_first, row_last] sees every one of keys [key_first,
   // key_last].
   ARCHFLASH_HOST_DEVICE bool masks(int row_first, int row_last, int key_first, int key_last) const {
-    return (key_last > last(row_first)) | (key_first < first(row_last));
+    return key_last > last(row_first) || key_first < first(row_last);
   }
   // True if no row of [row_first, row_last] sees any key of [key_first, key_last].
   ARCHFLASH_HOST_DEVICE bool hides(int row_first, int row_last, int key_first, int key_last) const {
-    return (key_first > last(row_last)) | (key_last < first(row_first));
+    return key_first > last(row_last) || key_last < first(row_first);
   }
 };
 
