@@ -9,15 +9,26 @@ namespace archflash::ampere {
 
 using mma_sync::Config;
 using mma_sync::FewRowsConfig;
+using mma_sync::KeyGroupsConfig;
+using mma_sync::LateConfig;
+using mma_sync::ShortConfig;
 
 // Large, Medium and Small serve calls of many query rows on GPUs with more or less shared memory.
+// Short is for few keys. D64Groups is for few CTAs.
 // clang-format off
 //                             head_dim       m_    block step        Q in   CTAs
 //                           q,k   v   warps tiles _k   _keys stages regs   per SM
 template <DType T>
-using D64Large     = Config<T,  64,  64, 4,   2,  128,  128,  2,     false, 2>;
+using D64Large     = LateConfig<
+                     Config<T,  64,  64, 4,   2,  128,  128,  2,     false, 2>>;
 template <DType T>
 using D64Medium    = Config<T,  64,  64, 4,   2,   64,   64,  2,     true,  2>;
+template <DType T>
+using D64Short     = ShortConfig<
+                     Config<T,  64,  64, 4,   1,   80,   80,  1,     true,  4>>;
+template <DType T>
+using D64Groups    = KeyGroupsConfig<
+                     Config<T,  64,  64, 4,   1,  128,   64,  2,     true,  2>>;
 template <DType T>
 using D96Large     = Config<T,  96,  96, 4,   2,   64,   64,  2,     false, 2>;
 template <DType T>
@@ -33,11 +44,14 @@ using D192Large    = Config<T, 192, 128, 4,   2,   64,   64,  1,     false, 2>;
 template <DType T>
 using D192Medium   = Config<T, 192, 128, 4,   2,   32,   32,  1,     false, 2>;
 template <DType T>
-using D256Large    = Config<T, 256, 256, 4,   1,   64,   64,  1,     false, 2>;
+using D256Large    = LateConfig<
+                     Config<T, 256, 256, 4,   1,   64,   64,  1,     false, 2>>;
 template <DType T>
-using D256Medium   = Config<T, 256, 256, 8,   1,   64,   64,  1,     false, 1>;
+using D256Medium   = LateConfig<
+                     Config<T, 256, 256, 8,   1,   64,   64,  1,     false, 1>>;
 template <DType T>
-using D256Small    = Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>;
+using D256Small    = LateConfig<
+                     Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>>;
 
 // For few rows: 4 warps of 16 rows.
 //                                     head_dim  block       Q in   CTAs

@@ -66,14 +66,19 @@ constexpr const char* FEW_ROWS = "few query rows: keys split over CTAs, or heads
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
 // GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
+    tile<D64Short<DType::F16>>("d64_short",
+                               {.min_keys = 65, .max_keys = D64Short<DType::F16>::BLOCK_K},
+                               "few keys: all of them at a time, and more CTAs per SM"),
     tile<D64Large<DType::F16>>(
         "d64_large",
         {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2, .min_keys = 65},
         "two CTAs per SM with 128 keys and two buffers from 163 KB on"),
     tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
-                                "99 KB, or few keys: 64 keys at a time"),
-    tile<D64Few<DType::F16>>("d64_few", {},
-                             "few CTAs or short sequences: 64 rows make twice as many"),
+                                "99 KB, or up to 64 keys: two CTAs per SM with 64 at a time"),
+    tile<D64Groups<DType::F16>>("d64_groups", {},
+                                "few CTAs or short sequences: 64 rows make twice as many, and two "
+                                "warps share out the keys of 16 rows"),
+    tile<D64Few<DType::F16>>("d64_few", {}, FEW_ROWS),
     tile<D96Large<DType::F16>>("d96_large", {.min_ctas_per_sm = 2},
                                "two CTAs per SM with two buffers from 163 KB on"),
     tile<D96Medium<DType::F16>>("d96_medium", {}, "99 KB: two CTAs per SM with one buffer"),

@@ -190,7 +190,8 @@ __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
   const int last_row = min(first_row + rows, work.nq) - 1;
   WarpContext context;
   context.blocks = find_blocks<C>(params, index, work, visible);
-  context.seen_first = max(visible.first(first_row) & -C::BLOCK_K, context.blocks.first);
+  context.seen_first =
+      max(math::block_start<C::BLOCK_K>(visible.first(first_row)), context.blocks.first);
   context.seen_last = last_row < first_row ? -1 : visible.last(last_row);
   if (context.seen_last < context.seen_first) context.seen_first = INT32_MAX;
   context.clear_first = visible.first(last_row);
@@ -275,6 +276,25 @@ __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosi
   ++ring.count;
 }
 
+// Masks a warp's scores of a block.
+template <class C>
+__device__ __forceinline__ void mask_block(math::Scores<C>& s_rmem, const Params& params,
+                                           const WarpContextOf<C>& context, int block) {
+  const unsigned thread = thread_index<C>();
+  const int first_key = block + thread % 4 * 2;
+  if constexpr (C::CAN_SPLIT) {
+    const int row_of_tile = thread / 32 * C::WARP_ROWS + thread % 32 / 4;
+    const math::PackedHeads& packed = params.packed_heads;
+    const int first_row = context.work.first_row;
+    const int lane_rows[2] = {first_row + packed.row(row_of_tile),
+                              first_row + packed.row(row_of_tile + 8)};
+    math::mask_rows<C>(s_rmem, context.visible, lane_rows, first_key);
+  } else {
+    const int first_row = context.work.first_row + thread / 32 * C::WARP_ROWS;
+    math::mask_scores<C>(s_rmem, context.visible, first_row + thread % 32 / 4, first_key);
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const Params& params, unsigned char* shared,
                                         uint32_t shared_smem) {
@@ -345,7 +365,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
       mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
                                lane_k_smem<C>(shared_smem, ring.stage()));
-      release_after_reads(barriers.k_empty(ring.stage()));
+      if constexpr (!C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
       float exp2_scale = attention.exp2_scale;
       if constexpr (C::FP8) {
         exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
@@ -353,21 +373,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       } else if (attention.transform_scores) {
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
-      if (block < context.clear_first || block > context.clear_last) {
-        const unsigned thread = thread_index<C>();
-        const int first_key = block + thread % 4 * 2;
-        if constexpr (C::CAN_SPLIT) {
-          const int row_of_tile = thread / 32 * C::WARP_ROWS + thread % 32 / 4;
-          const math::PackedHeads& packed = params.packed_heads;
-          const int first_row = context.work.first_row;
-          const int lane_rows[2] = {first_row + packed.row(row_of_tile),
-                                    first_row + packed.row(row_of_tile + 8)};
-          math::mask_rows<C>(s_rmem, context.visible, lane_rows, first_key);
-        } else {
-          const int first_row = context.work.first_row + thread / 32 * C::WARP_ROWS;
-          math::mask_scores<C>(s_rmem, context.visible, first_row + thread % 32 / 4, first_key);
-        }
-      }
+      if (block < context.clear_first || block > context.clear_last)
+        mask_block<C>(s_rmem, params, context, block);
       bool v_is_zero = false;
       if constexpr (C::FP8) {
         if (context.key_descales.v_gmem != nullptr) {
@@ -377,6 +384,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         }
       }
       exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, nullptr);
+      if constexpr (C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
       ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
       const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
       if (block > context.ragged_after || v_is_zero) {

@@ -46,6 +46,11 @@ struct Config {
   // head of K may be packed into a tile.
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
   static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
+  // math/online_softmax.cuh. Measured on an H200: elsewhere it costs more than it saves.
+  static constexpr bool KEEPS_LIMITS = HEAD_DIM == 256 && !CAN_SPLIT && !FP8;
+  // Whether a block of K is handed back behind the maxima of its scores, where the fence finds the
+  // reads done, and not before.
+  static constexpr bool RELEASES_K_LATE = STAGES == 1 && !FP8;
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = 32 * WARPS;
@@ -77,8 +82,7 @@ struct Config {
   static constexpr int CONTEXT_BYTES = CONTEXT_IN_REGISTERS ? 0 : CONTEXT_BYTES_;  // for each warp
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + WARPS * CONTEXT_BYTES;
 
-  static_assert(BLOCK_K % (16 * V_PACK) == 0 && (BLOCK_K & (BLOCK_K - 1)) == 0,
-                "mma.sync sums P V over 16 or 32 keys; find_blocks() wants a power of two");
+  static_assert(BLOCK_K % (16 * V_PACK) == 0, "mma.sync sums P V over 16 or 32 keys");
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
                 "output rows pass through Q's part of shared memory, in Q's layout");
   static_assert(!FP8 || (SCALE_ROWS % BLOCK_K == 0 && SCALE_ROWS % WARP_ROWS == 0),
@@ -100,8 +104,9 @@ template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, bo
 using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, STAGES, Q_IN_REGISTERS,
                              REGISTERS, CTAS_PER_SM, CONTEXT_IN_REGISTERS, 96, true>;
 
-// Large, Medium and Few serve calls of many, fewer and few row tiles. A Pair shares an SM with
-// another CTA of the same kernel. Few can split keys and pack heads.
+// Large, Medium and Small serve calls of many, fewer and few row tiles, Short those of few keys. A
+// Pair shares an SM with another CTA of the same kernel. Few is for few rows: it can split keys and
+// pack heads.
 // clang-format off
 //                                head_dim         m_    block         Q in                    CTAs    context in
 //                              q,k   v    warps tiles  _k    stages  regs   registers         per SM  registers
@@ -111,6 +116,10 @@ template <DType T>
 using D64Large   = Config<T,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
 template <DType T>
 using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3, true>;
+template <DType T>
+using D64Short   = Config<T,  64,  64,  4,     2,     80,  2,     false, Registers::Roles,  2>;
+template <DType T>
+using D64Small   = Config<T,  64,  64,  4,     1,    128,  2,     true,  Registers::Roles,  2, true>;
 template <DType T>
 using D96Large   = Config<T,  96,  96,  8,     2,     64,  2,     false, Registers::Roles,  1>;
 template <DType T>

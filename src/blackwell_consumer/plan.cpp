@@ -56,6 +56,8 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
 
 // Measured on an H200 (NOTES.md).
 constexpr Tile TILES[] = {
+    tile<D64Short<DType::F16>>("d64_short", {.max_keys = D64Short<DType::F16>::BLOCK_K},
+                               "few keys: all of them at a time"),
     tile<D64Pair<DType::F16>>(
         "d64_pair", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1.5, .min_uneven_tiles_per_sm = 4},
         "two CTAs per SM of 128 rows with 128 keys at a time"),
@@ -64,7 +66,9 @@ constexpr Tile TILES[] = {
                                "one CTA per SM: 8 warps of 32 rows share K and V"),
     tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 4},
                                 "fewer tiles: 64 rows balance better"),
-    tile<D64Few<DType::F16>>("d64_few", {}, "few tiles: 64 rows with 128 keys at a time"),
+    tile<D64Small<DType::F16>>("d64_small", {}, "few tiles: 64 rows with 128 keys at a time"),
+    tile<D64Few<DType::F16>>("d64_few", {},
+                             "few query rows: keys split over CTAs, or heads packed"),
     tile<D96Large<DType::F16>>("d96_large", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
                                "8 warps of 32 rows share K and V"),
     tile<D96Few<DType::F16>>("d96_few", {}, "few tiles: 64 rows make four times as many"),

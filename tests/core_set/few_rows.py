@@ -62,7 +62,7 @@ FEW_ROWS = {
             "d128_decode": ((128, 128), 64),
             "d256_decode": ((256, 256), 32),
         },
-        only_if_it_pays=("d96_few", "d192_few", "d256_few"),
+        only_if_it_pays=("d64_few", "d96_few", "d192_few", "d256_few"),
         by_tensor_map=False,
         decoding=("d64_decode", "d128_decode", "d256_decode"),
     ),
@@ -75,6 +75,7 @@ FEW_ROWS = {
             "d192_few": ((192, 128), 32),
             "d256_few": ((256, 256), 32),
         },
+        only_if_it_pays=("d64_few",),
     ),
     "blackwell_dc": FewRows(
         128,
@@ -104,7 +105,7 @@ if on.name == "gpu" and torch.cuda.is_available() and torch.cuda.get_device_capa
     del roomy["d64_few"]
     FEW_ROWS["ada"] = replace(FEW_ROWS["ada"], kernels=roomy)
     FEW_ROWS["blackwell_consumer"] = replace(
-        FEW_ROWS["blackwell_consumer"], only_if_it_pays=("d256_few",)
+        FEW_ROWS["blackwell_consumer"], only_if_it_pays=("d64_few", "d256_few")
     )
 # Those with code for this executor, and each with its kernels.
 NAMES = [name for name in FEW_ROWS if name in on.kernels("num_splits")]

@@ -24,12 +24,13 @@ DEVICES = {
 }  # fmt: skip
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 # Batch, query heads, key heads, queries, keys, causal. The simulator gets few rows, and plans for
-# them as for a GPU with one SM, but for "few" and "grouped" (many heads share one of K). A GPU gets
-# few rows, some, and enough to fill each of the others; few rows of many keys, and rows long enough
-# for pairs of CTAs.
+# them as for a GPU with one SM, but for "short" (few keys), "few" and "grouped" (many heads share
+# one of K). A GPU gets few keys, few rows, some, and enough to fill each of the others; few rows of
+# many keys, and rows long enough for pairs of CTAs.
 SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
     simulator={
-        "few": (1, 2, 2, 33, 65, True),
+        "short": (1, 2, 2, 33, 65, True),
+        "few": (1, 2, 2, 33, 85, True),
         "grouped": (1, 10, 2, 5, 65, True),
         "some": (2, 2, 2, 100, 150, True),
         "many": (1, 2, 2, 137, 150, True),
@@ -38,6 +39,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "rounds": (2, 2, 2, 300, 290, True),
     },
     gpu={
+        "short": (1, 4, 2, 65, 77, True),
         "few": (1, 4, 2, 65, 129, True),
         "some": (2, 24, 12, 193, 321, True),
         "many": (4, 40, 20, 193, 321, True),
@@ -54,7 +56,8 @@ def shapes_of(kernel: str) -> list[str]:
         return [shape for shape in SHAPES if shape != "long" or kernel == "blackwell_dc"]
     return {
         "ada": ["few", "many", "unmasked"],  # one tile is for unmasked calls only
-        "blackwell_consumer": ["few", "some", "most"],  # larger tiles, and some in between
+        "ampere": ["short", "few", "many"],  # one tile is for few keys
+        "blackwell_consumer": ["short", "few", "some", "most"],  # and some are in between
         "blackwell_dc": ["few", "rounds"],  # one CTA goes from tile to tile
         "hopper": ["few", "many", "rounds", "unmasked"],  # one tile is for unmasked calls only
     }.get(kernel, ["few", "many"])
@@ -92,7 +95,7 @@ def plan_for(
             q, k, v, device=device, implementation=kernel, causal=causal, return_lse=True
         ).plan
     assert plan is not None
-    if on.name == "gpu" or shape in ("few", "grouped"):
+    if on.name == "gpu" or shape in ("short", "few", "grouped"):
         return plan
     return replanned(plan, sm_count=1)
 
@@ -116,7 +119,11 @@ if on.name == "simulator":  # one tile of ada is for calls of many rows only
         (kernel, device, dtype, dims, "grouped")
         for kernel, device in (("ada", "RTX 4090"), ("ampere", "A100"))
         for dtype in on.dtypes_of(kernel)
-        for dims in ((96, 96), (192, 128), (256, 256))
+        for dims in ((64, 64), (96, 96), (192, 128), (256, 256))
+    ]
+    EVERY += [
+        ("blackwell_consumer", "RTX 5090", dtype, (64, 64), "grouped")
+        for dtype in on.dtypes_of("blackwell_consumer")
     ]
     # The head dimensions that have kernels of their own on 10.3.
     EVERY += [

@@ -366,7 +366,7 @@ def test_sim_run_prints_the_report_and_checks_the_output(command: Run) -> None:
     lines = result.out.splitlines()
     assert lines[0].startswith("ampere: bfloat16, batch 1, heads 1, 64 queries")
     assert lines[1] == "as on A100 (compute capability 8.0, 108 SMs), simulated"
-    assert lines[2].startswith("ampere_attention_fwd_bf16_d64_few: 1 CTAs, no errors, no lints")
+    assert lines[2].startswith("ampere_attention_fwd_bf16_d64_groups: 1 CTAs, no errors, no lints")
     assert lines[-2].startswith("ok: max error")
     assert lines[-1].startswith("log-sum-exp: ok")
 

@@ -54,7 +54,7 @@ CHOICES = {
     },
 }
 # For calls of few CTAs or short sequences.
-FEW = {(64, 64): "d64_few", (128, 128): "d128_few"}
+FEW = {(64, 64): "d64_groups", (128, 128): "d128_few"}
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -112,8 +112,7 @@ def test_as_many_ctas_fit_an_sm_as_the_variants_reason_claims(
     assert 1 <= tile_of(plan).ctas_per_sm <= by_shared
     assert tile_of(plan).ctas_per_sm * launch["block"][0] <= limits.threads_per_sm
     reason = tile_of(plan).reason
-    if variant(plan) != "d64_medium":  # its reason speaks of keys
-        assert claimed_per_sm(reason, DEVICES[device]) == tile_of(plan).ctas_per_sm
+    assert claimed_per_sm(reason, DEVICES[device]) == tile_of(plan).ctas_per_sm
     for named in re.findall(r"(\d+) KB", reason):
         assert int(named) in GPUS
 
@@ -160,7 +159,7 @@ def test_unequal_tiles_of_128_rows_begin_at_two_for_each_sm(device: str) -> None
         problem = call("float16", b=1, hq=heads, nq=128, nk=512, causal=True)
         return variant(ampere(problem, device))
 
-    assert chosen(heads) == "d64_few"
+    assert chosen(heads) == "d64_groups"
     assert chosen(heads + 1) == CHOICES[DEVICES[device]][64, 64][0]
 
 
@@ -180,17 +179,26 @@ def test_packed_sequences_count_with_their_average_length(device: str) -> None:
         problem = packed_call("float16", rows=64 * 1024, sequences=sequences)
         return variant(ampere(problem, device))
 
-    assert chosen(1024) == "d64_few"
+    assert chosen(1024) == "d64_groups"
     assert chosen(512) == CHOICES[DEVICES[device]][64, 64][0]
 
 
-@pytest.mark.parametrize("device", GPUS[163] + GPUS[227])
-def test_128_keys_at_a_time_are_for_more_than_64_keys(device: str) -> None:
+@every_device
+def test_a_call_of_few_keys_has_one_block_of_them(device: str) -> None:
+    """77 keys are those of the text that many image models look at."""
+
     def chosen(keys: int) -> str:
         return variant(ampere(call("float16", b=16, hq=32, nq=1024, nk=keys), device))
 
-    assert chosen(64) == "d64_medium"
-    assert chosen(65) == "d64_large"
+    assert chosen(1) == chosen(64) == "d64_medium"
+    assert chosen(65) == chosen(77) == chosen(80) == "d64_short"
+    assert chosen(81) == CHOICES[DEVICES[device]][64, 64][0]
+
+
+def test_only_the_kernels_for_few_rows_keep_the_bits_of_a_row() -> None:
+    for keys in (80, 512):
+        problem = call("float16", b=1, hq=2, nq=256, nk=keys, batch_invariant=True)
+        assert variant(ampere(problem, "A100")) == "d64_few"
 
 
 @every_dtype
@@ -205,12 +213,13 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
             large_call(dtype, dims),
             call(dtype, nq=17, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, nk=8192, d=dims[0], dv=dims[1]),
+            call(dtype, nq=17, nk=77, d=dims[0], dv=dims[1]),
             call(dtype, nq=1, nk=8192, d=dims[0], dv=dims[1]),
         )
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 22
+    assert len(built) == 24
 
 
 # --- few query rows ---

@@ -52,7 +52,7 @@ def largest(device: str, dims: tuple[int, int]) -> str:
 def smallest(device: str, dims: tuple[int, int]) -> str:
     if device == "H200" and dims == (256, 256):
         return "d256_pair"
-    return f"d{dims[0]}_few"
+    return "d64_small" if dims[0] == 64 else f"d{dims[0]}_few"
 
 
 # --- which kernel ---
@@ -77,8 +77,17 @@ def test_a_call_that_fills_the_gpu_gets_the_largest_tiles(
 def test_a_call_of_few_tiles_gets_small_ones(
     device: str, dtype: str, dims: tuple[int, int]
 ) -> None:
-    problem = call(dtype, b=1, hq=1, nq=64, d=dims[0], dv=dims[1])
+    problem = call(dtype, b=1, hq=1, nq=64, nk=128, d=dims[0], dv=dims[1])
     assert variant(consumer(problem, device)) == smallest(device, dims)
+
+
+@every_device
+def test_a_call_of_few_keys_has_one_block_of_them(device: str) -> None:
+    def chosen(keys: int) -> str:
+        return variant(consumer(call("float16", b=16, hq=32, nq=1024, nk=keys), device))
+
+    assert chosen(1) == chosen(77) == chosen(80) == "d64_short"
+    assert chosen(81) == largest(device, (64, 64))
 
 
 @every_kind_of_head_dims

@@ -8,6 +8,8 @@ using namespace archflash::ampere;
 
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d64_large, D64Large<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d64_medium, D64Medium<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d64_short, D64Short<DType::BF16>)
+ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d64_groups, D64Groups<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d64_few, D64Few<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d96_large, D96Large<DType::BF16>)
 ARCHFLASH_ATTENTION_KERNEL(ampere_attention_fwd_bf16_d96_medium, D96Medium<DType::BF16>)

@@ -11,6 +11,10 @@ ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_la
                                     D64Large<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_medium,
                                     D64Medium<DType::BF16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_short,
+                                    D64Short<DType::BF16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_small,
+                                    D64Small<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d64_few,
                                     D64Few<DType::BF16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_bf16_d96_large,

@@ -11,6 +11,10 @@ ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_lar
                                     D64Large<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_medium,
                                     D64Medium<DType::F16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_short,
+                                    D64Short<DType::F16>)
+ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_small,
+                                    D64Small<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d64_few,
                                     D64Few<DType::F16>)
 ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(blackwell_consumer_attention_fwd_f16_d96_large,

@@ -56,7 +56,10 @@ template <class C, class Flag = bool>
 struct RowState {
   float base[C::M_TILES][2];  // scaled for 2^x; equal in the four lanes that share a row
   float sum[C::M_TILES][2];   // sum of P over the keys of this lane
-  Flag large;                 // whether any row's base is beyond LARGE_BASE; equal in all lanes
+  // With KEEPS_LIMITS: a scaled score up to which the base is not raised. It may be lower than
+  // need be, because it is only found anew where a score exceeds it.
+  float limit[C::M_TILES][2];
+  Flag large;  // whether any row's base is beyond LARGE_BASE; equal in all lanes
 };
 
 template <class C>
@@ -75,6 +78,7 @@ __device__ __forceinline__ void clear(RowState<C, Flag>& state) {
     for (int r = 0; r < 2; ++r) {
       state.base[m][r] = LOWEST;  // finite, because -inf - (-inf) would be NaN
       state.sum[m][r] = 0.0f;
+      state.limit[m][r] = LOWEST;
     }
   }
 }
@@ -233,10 +237,33 @@ __device__ __forceinline__ bool any_exceeds(const float (&lane_max)[C::M_TILES][
   return __any_sync(FULL_WARP, exceeds);
 }
 
+// Whether a Config's kernel keeps RowState::limit. It then looks at no sum in most blocks.
+template <class C>
+consteval bool keeps_limits() {
+  if constexpr (requires { C::KEEPS_LIMITS; }) return C::KEEPS_LIMITS;
+  return false;
+}
+
+// Finds RowState::limit anew. Sums only grow, so the limit of a later block is not lower;
+// APPROXIMATE makes up for a logarithm that is not quite monotonic.
+template <class C, class Flag>
+__device__ __forceinline__ void find_limits(RowState<C, Flag>& state) {
+  constexpr float APPROXIMATE = 1.0f / 64;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float rise = allowed_rise<Weights16>(state.sum[m][r]);
+      state.limit[m][r] = state.base[m][r] + fmaxf(rise - APPROXIMATE, 0.0f);
+    }
+  }
+}
+
 // Raises the bases of a warp's rows if these scores require it. Returns the scale for
 // weigh_all_scores: exp2_scale, or 1 if this has scaled the scores already.
 // limits: RaiseLimits of `state`, computed before Q K^T, behind whose products they cost no time.
-// If null, they are computed here, but only if some maximum exceeds its base.
+// If null, they are computed here, but only if some maximum exceeds its base. With KEEPS_LIMITS
+// they are computed only if some maximum exceeds RowState::limit, and the argument is not used.
 template <class C, class Weights = Weights16, class Flag>
 __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Flag>& state,
                                                Outputs<C>& o_rmem, float exp2_scale,
@@ -248,6 +275,12 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
     constexpr float LAG = Weights::P_LOG2 + Weights::BASE_LAG;
     const float lag = state.large ? Weights::LARGE_BASE_LAG : LAG;
     raises = any_exceeds<C>(lane_max, exp2_scale, lag, state.base);
+  } else if constexpr (keeps_limits<C>()) {
+    raises = any_exceeds<C>(lane_max, exp2_scale, 0.0f, state.limit);
+    if (raises) {
+      raises = any_exceeds<C>(lane_max, exp2_scale, 0.0f, RaiseLimits<C>(state).rmem);
+      if (!raises) find_limits<C>(state);
+    }
   } else if (limits != nullptr) {
     raises = any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits->rmem);
   } else {
@@ -267,6 +300,7 @@ __device__ __forceinline__ float follow_maxima(Scores<C>& s_rmem, RowState<C, Fl
     }
   } else if (raises) {
     raise_bases<C, Weights>(lane_max, state, o_rmem, exp2_scale, [](int, int) { return true; });
+    if constexpr (keeps_limits<C>()) find_limits<C>(state);
   }
 
   // base is a rounded product of a score and the scale. If it is large, scores are rounded the same

@@ -48,6 +48,13 @@ __device__ __forceinline__ Work find_tile(const AttentionParams& params, int til
   return find_tile(params, tiles, index, 1, BLOCK_Q, 1);
 }
 
+// First key of the block of a key. -1 stands for no key and gives a block before the first one.
+template <int BLOCK_K>
+__device__ __forceinline__ int block_start(int key) {
+  if constexpr ((BLOCK_K & (BLOCK_K - 1)) == 0) return key & -BLOCK_K;
+  return key < 0 ? -BLOCK_K : key / BLOCK_K * BLOCK_K;
+}
+
 // First key of the first and of the last block that any row of a tile sees; first > last if there
 // is none. block_q: rows of a head in the tile.
 struct Blocks {
@@ -57,10 +64,8 @@ template <int BLOCK_K>
 __device__ __forceinline__ Blocks find_blocks(const Work& work, const VisibleKeys& visible,
                                               int block_q) {
   const int last_row = min(work.first_row + block_q, work.nq) - 1;
-  const int first = visible.first(work.first_row), last = visible.last(last_row);
-  if constexpr ((BLOCK_K & (BLOCK_K - 1)) == 0) return {first & -BLOCK_K, last & -BLOCK_K};
-  // Division rounds a negative key, which stands for no key, up to block 0.
-  return {first / BLOCK_K * BLOCK_K, last < 0 ? -BLOCK_K : last / BLOCK_K * BLOCK_K};
+  return {block_start<BLOCK_K>(visible.first(work.first_row)),
+          block_start<BLOCK_K>(visible.last(last_row))};
 }
 template <int BLOCK_Q, int BLOCK_K>
 __device__ __forceinline__ Blocks find_blocks(const Work& work, const VisibleKeys& visible) {

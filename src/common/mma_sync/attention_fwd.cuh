@@ -16,6 +16,7 @@
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/few_rows.cuh"
+#include "common/math/key_groups.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
@@ -42,6 +43,28 @@ __device__ __forceinline__ math::Work find_work(const ParamsOf<C>& params) {
   }
 }
 
+// P = 2^(S * exp2_scale - base) and O += P V for STEP_KEYS keys, 16 at a time and without a branch,
+// so that the assembler can place exponentials between products.
+template <class C>
+__device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
+                                                      const math::Scores<C>& s_rmem,
+                                                      math::RowState<C>& state, float exp2_scale,
+                                                      uint32_t v_smem /* this lane's row */) {
+#pragma unroll
+  for (int key = 0; key < C::STEP_KEYS; key += 16) {
+    uint32_t p_rmem[C::M_TILES][4];
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+      for (int n = key / 8; n < key / 8 + 2; ++n)
+        math::weigh_key_tile<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
+    }
+    multiply_pv_group<C>(
+        o_rmem, [&](int m) -> const uint32_t (&)[4] { return p_rmem[m]; }, v_smem, key,
+        [](uint32_t (&)[4]) {});
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
@@ -50,51 +73,78 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   using Context = ContextOf<C>;
   static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
   Context& cta = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
-  {
-    math::Work work = find_work<C>(all_params);
-    if (work.first_row < 0) return;
-    if constexpr (C::CACHE) {
-      if (work.nq <= all_params.few_rows) return;  // another launch serves the sequence
-    }
+  math::Work work = find_work<C>(all_params);
+  if (work.first_row < 0) return;
+  Context own;
+  if constexpr (C::CACHE) {
+    if (work.nq <= all_params.few_rows) return;  // another launch serves the sequence
     if (threadIdx.x == 0) {
-      if constexpr (C::CACHE) {
-        const math::CacheRows rows =
-            math::find_cache_rows(all_params.cache, work.batch_head / params.heads_q);
-        work.nk = rows.count;
-        cta = make_cache_context<C>(all_params, work, rows);
-      } else {
-        static_cast<CtaContext&>(cta) = make_cta_context(params, work);
-        if constexpr (C::CAN_SPLIT) cta.packed_heads = all_params.packed_heads;
-      }
+      const math::CacheRows rows =
+          math::find_cache_rows(all_params.cache, work.batch_head / params.heads_q);
+      work.nk = rows.count;
+      cta = make_cache_context<C>(all_params, work, rows);
     }
+    __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+  } else {
+    // Every thread finds the context, so that copies start at once. The threads read `cta` behind
+    // the first barrier of visit().
+    static_cast<CtaContext&>(own) = make_cta_context(params, work);
+    if constexpr (C::CAN_SPLIT) own.packed_heads = all_params.packed_heads;
+    if (threadIdx.x == 0) cta = own;
   }
-  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+  const Context& known = C::CACHE ? cta : own;
 
-  KeyBlocks<C> blocks(params, cta, shared_smem);
+  KeyBlocks<C> blocks(params, cta, known, shared_smem);
   if constexpr (C::CAN_SPLIT)
     blocks.take_share(all_params.partials, blockIdx.x % all_params.partials.splits);
-  blocks.start(shared);
+  blocks.start(shared, known);
+  if (!C::CACHE && blocks.begin > blocks.last) __syncthreads();  // visit() has no barrier then
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
   state.large = false;
   math::clear(state);
-  blocks.visit(
-      [&](Probabilities<C>& p_rmem, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
-          int key_first) {
-        const math::RaiseLimits<C> limits(state);
-        math::Scores<C> s_rmem;
-        multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        if (params.transform_scores) {
-          math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
-        }
-        mask_edges<C>(s_rmem, cta, key_first);
-        const float exp2_scale =
-            math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
-        math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
-      },
-      [&](const Probabilities<C>& p_rmem, uint32_t v_smem) {
-        multiply_pv<C>(o_rmem, p_rmem, v_smem);
-      });
+  // S of STEP_KEYS keys, masked, with the bases raised as they require.
+  const auto score = [&](math::Scores<C>& s_rmem, const QFragments<C>& q_rmem, uint32_t q_smem,
+                         uint32_t k_smem, int key_first) {
+    const math::RaiseLimits<C> limits(state);
+    multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
+    if (params.transform_scores) {
+      math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+    }
+    mask_edges<C>(s_rmem, cta, key_first);
+    return math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
+  };
+  if constexpr (C::WEIGHS_LATE) {
+    struct Scored {
+      math::Scores<C> s_rmem;
+      float exp2_scale;
+    };
+    blocks.template visit<Scored>(
+        [&](Scored& scored, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
+            int key_first) {
+          scored.exp2_scale = score(scored.s_rmem, q_rmem, q_smem, k_smem, key_first);
+        },
+        [&](const Scored& scored, uint32_t v_smem) {
+          weigh_and_multiply_pv<C>(o_rmem, scored.s_rmem, state, scored.exp2_scale, v_smem);
+        });
+  } else {
+    blocks.visit(
+        [&](Probabilities<C>& p_rmem, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
+            int key_first) {
+          math::Scores<C> s_rmem;
+          const float exp2_scale = score(s_rmem, q_rmem, q_smem, k_smem, key_first);
+          math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+        },
+        [&](const Probabilities<C>& p_rmem, uint32_t v_smem) {
+          multiply_pv<C>(o_rmem, p_rmem, v_smem);
+        });
+  }
+  if constexpr (C::KEY_GROUPS > 1) {
+    static_assert(math::MERGE_BYTES<C> <= C::STAGES * C::STAGE_BYTES);
+    __syncthreads();  // every warp has read K and V, before outputs overwrite them
+    math::merge_key_groups<C>(o_rmem, state, shared + C::K_SMEM, [] { __syncthreads(); });
+    if (math::key_group<C>(threadIdx.x) > 0) return;
+  }
 
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   if constexpr (C::CAN_SPLIT) {

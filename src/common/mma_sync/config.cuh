@@ -46,8 +46,13 @@ struct Config {
   // head of K may be packed into a tile.
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
   static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
+  // math/online_softmax.cuh. For (192, 128) the registers would not suffice.
+  static constexpr bool KEEPS_LIMITS = !CAN_SPLIT && QK_PACK == 1 && HEAD_DIM == HEAD_DIM_V;
   static constexpr bool CACHE = false;           // see CacheConfig
   static constexpr bool FP8_CACHE = false;       // only a DecodeConfig reads one
+  static constexpr int KEY_GROUPS = 1;           // see KeyGroupsConfig
+  static constexpr bool WEIGHS_LATE = false;     // see LateConfig
+  static constexpr bool V_WITH_K = STAGES == 2;  // see ShortConfig
 
   // Layouts in shared memory. Their columns are units of 16 bits.
   using QKTile = math::SwizzledTile<HEAD_DIM / QK_PACK>;
@@ -76,6 +81,34 @@ struct Config {
   static_assert(THREADS <= 1024, "CUDA: at most 1024 threads in a CTA");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0, 10.0)");
+};
+
+// A Config of twice as many warps: each row belongs to two, of which each takes half of the keys of
+// a block, STEP_KEYS (math/key_groups.cuh).
+template <class Base>
+struct KeyGroupsConfig : Base {
+  static constexpr int KEY_GROUPS = 2;
+  static constexpr int WARPS = Base::WARPS * KEY_GROUPS;
+  static constexpr int THREADS = Base::THREADS * KEY_GROUPS;
+  static_assert(Base::BLOCK_K == Base::STEP_KEYS * KEY_GROUPS && Base::STAGES == 2 &&
+                    !Base::CAN_SPLIT,
+                "the main loop knows no other key groups");
+};
+
+// A Config for calls that have one block of keys: one buffer, and V is copied together with K and
+// Q.
+template <class Base>
+struct ShortConfig : Base {
+  static constexpr bool V_WITH_K = true;
+  static constexpr bool KEEPS_LIMITS = false;  // only a second block would need them
+  static_assert(Base::STAGES == 1, "with two, V is copied with K anyway");
+};
+
+// A Config whose exponentials of 16 keys come directly before the P V of those keys: the assembler
+// then places them between products.
+template <class Base>
+struct LateConfig : Base {
+  static constexpr bool WEIGHS_LATE = true;
 };
 
 // A Config for few query rows.

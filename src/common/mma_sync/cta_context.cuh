@@ -8,6 +8,7 @@
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/chunked_keys.cuh"
+#include "common/math/key_groups.cuh"
 #include "common/math/kv_cache.cuh"
 #include "common/math/packed_heads.cuh"
 #include "common/math/visible_keys.cuh"
@@ -131,14 +132,14 @@ struct WarpRows {
       const int rows = packed.head(warp_row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
       last = min(first + rows, cta.work.nq) - 1;
     } else {
-      first = cta.work.first_row + ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
+      first = cta.work.first_row + math::warp_first_row<C>(ptx::mov_tid_x_volatile());
       last = min(first + C::WARP_ROWS, cta.work.nq) - 1;
     }
   }
   // Whether the warp has rows and one of them sees one of the STEP_KEYS keys from key_first on.
   template <class Visible>
   __device__ __forceinline__ bool any_sees(const Visible& visible, int key_first) const {
-    return last >= first && !visible.hides(first, last, key_first, key_first + C::STEP_KEYS - 1);
+    return (last >= first) & !visible.hides(first, last, key_first, key_first + C::STEP_KEYS - 1);
   }
   // Whether every row of the warp sees all of these keys, so that no score needs a mask.
   template <class Visible>

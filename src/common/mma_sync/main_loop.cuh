@@ -3,6 +3,8 @@
 // `multiply` adds P V to the outputs.
 //   two stages:  wait K, V | barrier | start next K, V | weigh | multiply
 //   one stage:   wait K | barrier | start V | weigh | wait V | barrier | start next K | multiply
+// With key groups (math/key_groups.cuh) the first two blocks are started together, because the
+// products of a warp then take less time than a copy.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +27,7 @@ __device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const Contex
                                            int key_first) {
   const WarpRows<C> rows(cta);
   if (rows.all_see(visible_keys<C>(cta), key_first)) return;
-  const int lane = ptx::mov_tid_x_volatile() % 32;
+  const unsigned lane = ptx::mov_tid_x_volatile() % 32;
   if constexpr (C::CAN_SPLIT) {
     const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
     int lane_rows[2];
@@ -88,10 +90,15 @@ struct KeyBlocks {
   __device__ __forceinline__ KeyBlocks(const AttentionParams& params, const ContextOf<C>& cta,
                                        uint32_t shared_smem,
                                        const StartWithK& start_with_k = StartWithK())
+      : KeyBlocks(params, cta, cta, shared_smem, start_with_k) {}
+  // own: what `cta` will be behind the first barrier of visit(), known to this thread already.
+  __device__ __forceinline__ KeyBlocks(const AttentionParams& params, const ContextOf<C>& cta,
+                                       const ContextOf<C>& own, uint32_t shared_smem,
+                                       const StartWithK& start_with_k = StartWithK())
       : params(params), cta(cta), shared_smem(shared_smem), start_with_k(start_with_k) {
-    const int last_row = min(cta.work.first_row + rows_of_tile<C>(cta), cta.work.nq) - 1;
-    begin = visible_keys<C>(cta).first(cta.work.first_row) & -C::BLOCK_K;
-    last = visible_keys<C>(cta).last(last_row) & -C::BLOCK_K;
+    const int last_row = min(own.work.first_row + rows_of_tile<C>(own), own.work.nq) - 1;
+    begin = math::block_start<C::BLOCK_K>(visible_keys<C>(own).first(own.work.first_row));
+    last = math::block_start<C::BLOCK_K>(visible_keys<C>(own).last(last_row));
   }
 
   // Visits only the blocks of one share of the keys.
@@ -101,31 +108,42 @@ struct KeyBlocks {
     last = share.last;
   }
 
-  __device__ __forceinline__ void start_k(int key, uint32_t stage_smem) const {
+  __device__ __forceinline__ void start_k(int key, uint32_t stage_smem,
+                                          const ContextOf<C>& known) const {
     if constexpr (C::CACHE) {
-      start_cached_keys<C, QKTile>(stage_smem + C::K_SMEM, cta.k_gmem, params.k_batch, params.k_row,
-                                   params.d, key, cta);
+      start_cached_keys<C, QKTile>(stage_smem + C::K_SMEM, known.k_gmem, params.k_batch,
+                                   params.k_row, params.d, key, known);
     } else {
-      start_keys<C, QKTile>(stage_smem + C::K_SMEM, cta.k_gmem, params.k_row, params.d / C::QK_PACK,
-                            key, cta.visible.nk);
+      start_keys<C, QKTile>(stage_smem + C::K_SMEM, known.k_gmem, params.k_row,
+                            params.d / C::QK_PACK, key, known.visible.nk);
     }
     start_with_k(key);
   }
-  __device__ __forceinline__ void start_v(int key, uint32_t stage_smem) const {
+  __device__ __forceinline__ void start_v(int key, uint32_t stage_smem,
+                                          const ContextOf<C>& known) const {
     if constexpr (C::CACHE) {
-      start_cached_keys<C, VTile>(stage_smem + C::V_SMEM, cta.v_gmem, params.v_batch, params.v_row,
-                                  params.dv, key, cta);
+      start_cached_keys<C, VTile>(stage_smem + C::V_SMEM, known.v_gmem, params.v_batch,
+                                  params.v_row, params.dv, key, known);
     } else {
-      start_keys<C, VTile>(stage_smem + C::V_SMEM, cta.v_gmem, params.v_row, params.dv / C::V_PACK,
-                           key, cta.visible.nk);
+      start_keys<C, VTile>(stage_smem + C::V_SMEM, known.v_gmem, params.v_row,
+                           params.dv / C::V_PACK, key, known.visible.nk);
     }
   }
 
-  // Starts the copies of Q and of the block visited first, and clears the columns that no copy
-  // writes. `shared` is the CTA's shared memory, whose address is shared_smem.
-  __device__ __forceinline__ void start(unsigned char* shared) const {
+  __device__ __forceinline__ void start_k(int key, uint32_t stage_smem) const {
+    start_k(key, stage_smem, cta);
+  }
+  __device__ __forceinline__ void start_v(int key, uint32_t stage_smem) const {
+    start_v(key, stage_smem, cta);
+  }
+
+  // Starts the copies of Q and of the block visited first (with key groups, of two blocks), and
+  // clears the columns that no copy writes. `shared` is the CTA's shared memory, whose address is
+  // shared_smem; `own` as above.
+  __device__ __forceinline__ void start(unsigned char* shared) const { start(shared, cta); }
+  __device__ __forceinline__ void start(unsigned char* shared, const ContextOf<C>& own) const {
     if (begin > last) return;
-    start_q<C>(shared_smem + C::Q_SMEM, params, cta);
+    start_q<C>(shared_smem + C::Q_SMEM, params, own);
     clear_columns<C, QKTile>(shared + C::Q_SMEM, C::BLOCK_Q, params.d / C::QK_PACK);
 #pragma unroll
     for (int stage = 0; stage < C::STAGES; ++stage) {
@@ -133,8 +151,15 @@ struct KeyBlocks {
       clear_columns<C, QKTile>(stage_start + C::K_SMEM, C::BLOCK_K, params.d / C::QK_PACK);
       clear_columns<C, VTile>(stage_start + C::V_SMEM, C::BLOCK_K, params.dv / C::V_PACK);
     }
-    start_k(last, shared_smem);
-    if constexpr (C::STAGES == 2) start_v(last, shared_smem);
+    start_k(last, shared_smem, own);
+    if constexpr (C::V_WITH_K) start_v(last, shared_smem, own);
+    if constexpr (C::KEY_GROUPS > 1) {
+      ptx::cp_async_commit_group();  // visit() first waits for this much
+      if (last > begin) {
+        start_k(last - C::BLOCK_K, shared_smem + C::STAGE_BYTES, own);
+        start_v(last - C::BLOCK_K, shared_smem + C::STAGE_BYTES, own);
+      }
+    }
   }
 
   // Visits all blocks. For each step of STEP_KEYS keys of which a warp's rows see any, the warp
@@ -142,13 +167,13 @@ struct KeyBlocks {
   //   weigh(p_rmem, q_rmem, q_smem, k_smem, key_first)  makes P of Q and K
   //   multiply(p_rmem, v_smem)                          adds P V to the outputs
   // where q_smem, k_smem and v_smem are the rows that this lane names to ldmatrix, and key_first is
-  // the first key of the step.
-  template <class Weigh, class Multiply>
+  // the first key of the step. Between is what one leaves to the other, P or what it is made of.
+  template <class Between = Probabilities<C>, class Weigh, class Multiply>
   __device__ __forceinline__ void visit(const Weigh& weigh, const Multiply& multiply) const;
 };
 
 template <class C, class StartWithK>
-template <class Weigh, class Multiply>
+template <class Between, class Weigh, class Multiply>
 __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& weigh,
                                                                 const Multiply& multiply) const {
   // The current stage's K is at stage_smem + K_SMEM, its V at stage_smem + V_SMEM.
@@ -159,19 +184,24 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
     // Each thread waits for its own copies: K, with two stages also V, and Q in the first round.
     // The barrier makes the copies of all threads visible. After it no warp still reads the
     // previous block, whose buffers are overwritten next.
-    ptx::copies_wait_all();
+    const bool has_started_next = C::KEY_GROUPS > 1 && block == last;
+    if (has_started_next) {  // the next block's copies may still be under way
+      ptx::cp_async_wait_group<0>();
+    } else {
+      ptx::copies_wait_all();
+    }
     __syncthreads();
     if constexpr (C::STAGES == 2) {
       const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
-      if (block > begin) {
+      if (block > begin && !has_started_next) {
         start_k(block - C::BLOCK_K, other_stage);
         start_v(block - C::BLOCK_K, other_stage);
       }
-    } else {
+    } else if (!C::V_WITH_K || block != last) {
       start_v(block, stage_smem);
     }
-    const int thread = ptx::mov_tid_x_volatile();
-    const int warp_row = thread / 32 * C::WARP_ROWS;
+    const unsigned thread = ptx::mov_tid_x_volatile();
+    const int warp_row = math::warp_first_row<C>(thread);
     const uint32_t q_smem = shared_smem + C::Q_SMEM + warp_row * QKTile::ROW_BYTES +
                             rows_first_offset<QKTile>(thread % 32);
     const uint32_t k_smem = stage_smem + C::K_SMEM + columns_first_offset<QKTile>(thread % 32);
@@ -184,12 +214,15 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
       }
     }
 
+    // A warp takes all steps, or the one of its group.
+    const int group_step = C::KEY_GROUPS > 1 ? math::key_group<C>(thread) * C::STEP_KEYS : 0;
+    const int first_step = C::KEY_GROUPS > 1 ? group_step : C::BLOCK_K - C::STEP_KEYS;
 #pragma unroll 1
-    for (int step = C::BLOCK_K - C::STEP_KEYS; step >= 0; step -= C::STEP_KEYS) {
+    for (int step = first_step; step >= group_step; step -= C::STEP_KEYS) {
       const int key_first = block + step;
       // A warp that sees none of these keys skips the work, but not the barriers.
       const bool computes = WarpRows<C>(cta).any_sees(visible_keys<C>(cta), key_first);
-      Probabilities<C> p_rmem;
+      Between p_rmem;
       if (computes) weigh(p_rmem, q_rmem, q_smem, k_smem + step * QKTile::ROW_BYTES, key_first);
       if constexpr (C::STAGES == 1) {
         // After the barrier V has arrived from all threads, and no warp still reads K, which the

@@ -27,7 +27,7 @@ struct CopyLane {
   uint32_t offset;  // of that chunk in the tile, in bytes
 
   __device__ __forceinline__ CopyLane() {
-    const int thread = ptx::mov_tid_x_volatile();
+    const unsigned thread = ptx::mov_tid_x_volatile();
     const int chunk = thread % Tile::GROUP;
     row = thread / Tile::GROUP;
     // mutants: own-copy-follows
@@ -138,18 +138,18 @@ __device__ __forceinline__ void clear_columns(unsigned char* tile_smem, int rows
 //   columns first: rows 0-7 of columns 0-7 and of columns 8-15, then rows 8-15 of both. Loaded from
 //                  K, whose rows are keys, it is fragment b of two neighbouring key tiles.
 template <class Tile>
-__device__ __forceinline__ uint32_t rows_first_offset(int lane) {
-  return Tile::offset(lane % 16, lane / 16);
+__device__ __forceinline__ uint32_t rows_first_offset(unsigned lane) {
+  return Tile::offset(lane % 8, lane / 16) + lane / 8 % 2 * 8 * Tile::ROW_BYTES;
 }
 template <class Tile>
-__device__ __forceinline__ uint32_t columns_first_offset(int lane) {
-  return Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+__device__ __forceinline__ uint32_t columns_first_offset(unsigned lane) {
+  return Tile::offset(lane % 8, lane / 8 % 2) + lane / 16 * 8 * Tile::ROW_BYTES;
 }
 
 // Byte offset of the row that a lane names to ldmatrix.x4.trans when it reads V. For 8-bit V the
 // four matrices are 32 keys of eight units, that is 16 columns.
 template <class C>
-__device__ __forceinline__ uint32_t v_first_offset(int lane) {
+__device__ __forceinline__ uint32_t v_first_offset(unsigned lane) {
   if constexpr (C::V_PACK == 2) {
     return C::VTile::offset(lane, 0);
   } else {

@@ -29,8 +29,8 @@ struct ServesFrom {
   // The limit in place of min_tiles_per_sm where row tiles take unequal time, because of a mask or
   // of packed sequences.
   double min_uneven_tiles_per_sm = min_tiles_per_sm;
-  // The call has this many keys.
-  int64_t min_keys = 0;
+  // The call has so many keys.
+  int64_t min_keys = 0, max_keys = INT64_MAX;
 };
 
 // What keys shared out over several CTAs cost, in keys that a CTA could pass in that time
