@@ -379,8 +379,8 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 (batch,), positions in place of cache_seqlens.
         cache_seqlens: an int or int32 (batch,), the lengths before k; by default the caches are
             full.
-        cache_batch_idx: int32 (batch,), which sequence of the caches, or row of page_table, each one
-            of q has.
+        cache_batch_idx: int32 (batch,), which sequence of the caches, or row of page_table, each
+            one of q has.
         cache_leftpad: int32 (batch,), where the sequences of the caches begin.
         page_table: int32 (batch, pages of a sequence), or more rows with cache_batch_idx.
         cu_seqlens_q: int32 (batch + 1,), where each sequence of q begins.
