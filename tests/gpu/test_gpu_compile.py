@@ -164,7 +164,7 @@ print("same bits")
 
 @pytest.mark.xfail(
     reason="the process that loads the package ends with a segmentation fault (H200, torch 2.11); "
-    "the cause is not known"
+    "the cause is not known; compiling the package takes about a minute"
 )
 def test_a_package_of_aotinductor_runs_in_another_process(tmp_path: Path) -> None:
     class Model(torch.nn.Module):

@@ -410,6 +410,12 @@ def test_pages_of_a_cache() -> None:
         causal=True,
     )  # fmt: skip
     torch.testing.assert_close(out, expected_out)
+    longer, rows = torch.cat([ends(1, 1, 3, 3).view(2, 2), table.flip(0)]), ends(3, 2)
+    out = fa3.flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=cu_k.diff(), page_table=longer, cache_batch_idx=rows,
+        cu_seqlens_q=cu_q, max_seqlen_q=4, causal=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected_out)
 
 
 def test_padding_and_back() -> None:

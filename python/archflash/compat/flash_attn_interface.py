@@ -379,9 +379,10 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 (batch,), positions in place of cache_seqlens.
         cache_seqlens: an int or int32 (batch,), the lengths before k; by default the caches are
             full.
-        cache_batch_idx: int32 (batch,), which sequence of the caches each one of q has.
+        cache_batch_idx: int32 (batch,), which sequence of the caches, or row of page_table, each
+            one of q has.
         cache_leftpad: int32 (batch,), where the sequences of the caches begin.
-        page_table: int32 (batch, pages of a sequence).
+        page_table: int32 (batch, pages of a sequence), or more rows with cache_batch_idx.
         cu_seqlens_q: int32 (batch + 1,), where each sequence of q begins.
         max_seqlen_q: the longest sequence of q.
         rotary_interleaved: pairs of channels are 0 and 1, 2 and 3, ...; otherwise halves.
@@ -401,6 +402,9 @@ def flash_attn_with_kvcache(
         sm_margin=(sm_margin, 0),
         cu_seqlens_k_new=(cu_seqlens_k_new, None),
     )
+    if page_table is not None and cache_batch_idx is not None:
+        # Which row of the table each sequence of q has; archflash takes tables in q's order.
+        page_table, cache_batch_idx = page_table.index_select(0, cache_batch_idx), None
     starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
     elsewhere = rotary_seqlens is not None or cache_leftpad is not None
     rotary = rotary_cos is not None and rotary_sin is not None
