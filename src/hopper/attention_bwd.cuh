@@ -3,8 +3,14 @@
 //
 // A CTA owns 128 keys of a head and goes over the blocks of 64 query rows that see any of them, of
 // all query heads that share its head of K. It sums up dK and dV of its keys in registers. All CTAs
-// of a head add their parts of dQ to sums in the workspace, in an order that is not known; a kernel
-// of its own (write_dq) then scales and rounds them.
+// of a head add their parts of dQ to sums in the workspace, in an order that is not known, or in
+// turns: in the order of their keys, so that the same inputs always give the same bits. A kernel of
+// its own (write_dq) then scales and rounds the sums.
+//
+// In turns, a CTA waits only for CTAs with smaller indices, which have started before it. All CTAs
+// go from the last round of queries to the first one, and over the heads that share a head of K
+// inside of a round: so none of them comes late to a round whose turn others wait for. Without
+// turns each CTA begins with another round.
 //
 // clang-format off
 //                      once         each block of queries
@@ -42,9 +48,12 @@
 #include "common/math/backward_work.cuh"
 #include "common/math/slab_load.cuh"
 #include "common/math/uniform.cuh"
+#include "common/ptx/bulk_order.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/global_order.cuh"
 #include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/lg2.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/min.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -109,18 +118,20 @@ struct BackwardBarriers {
   }
 };
 
-// The query rows that a CTA goes over in each of its heads: whole rounds, which see its keys.
-struct Queries {
-  int begin, last;  // the first rows of the first and the last block; begin > last: none
+// What a CTA works on, in shared memory.
+struct CtaWork : BackwardWork {
+  // The query rows that it goes over: of whole rounds, which see its keys, the first rows of the
+  // first and of the last one; begin > last: none. It goes over the heads that share a head of K
+  // inside of a round, and over the rounds from `start` to the first one and then from the last one
+  // on.
+  int begin, last, start;
+  int blocks;  // of all rounds and heads
+  // The same of the CTA of the keys before; before_begin > before_last: none.
+  int before_begin, before_last;
+  // The number of the first head's first round among all rounds, and what comes to it for the next
+  // head and for the next round.
+  int dq_first, dq_next_head, dq_next_round;
 };
-
-template <class C>
-__device__ __forceinline__ Queries find_queries(const BackwardWork& work) {
-  const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
-  const int begin = uniform(work.visible.first(work.first_row) & -C::ROUND);
-  const int last = uniform(work.visible.last(last_row) & -C::ROUND);
-  return {begin, begin > last ? last : last + C::ROUND - C::BLOCK};
-}
 
 // The number of the round of query row `row` among those of all heads.
 template <class C>
@@ -133,13 +144,52 @@ __device__ __forceinline__ int dq_round(const BackwardKernelParams& params, int 
   return tile * attention.heads_q + head;
 }
 
-// --- what comes before: the terms of all query rows, and zeros for the sums of dQ ---
+// Adds the query rows to what a CTA works on.
+template <class C>
+__device__ __forceinline__ CtaWork find_queries(const BackwardKernelParams& params,
+                                                const BackwardWork& work) {
+  const AttentionParams& attention = params.backward.attention;
+  CtaWork cta{work, 0, 0, 0, 0, 0, -1};
+  const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
+  cta.begin = work.visible.first(work.first_row) & -C::ROUND;
+  cta.last = work.visible.last(last_row) & -C::ROUND;
+  const int rounds = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::ROUND + 1;
+  cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
+  cta.start = cta.last;
+  if (params.turns_gmem == nullptr) {
+    if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
+  } else if (work.first_row > 0) {
+    cta.before_begin = work.visible.first(work.first_row - C::ROWS) & -C::ROUND;
+    cta.before_last = work.visible.last(work.first_row - 1) & -C::ROUND;
+  }
+  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
+  cta.dq_first = dq_round<C>(params, work.batch, work.head * attention.heads_per_kv, 0);
+  cta.dq_next_head = packed ? 1 : params.rounds;
+  cta.dq_next_round = packed ? attention.heads_q : 1;
+  return cta;
+}
+
+// The block of queries that a CTA is at: its rounds, and in these its heads.
+template <class C>
+struct BlockPosition {
+  int head = 0, row;  // of the heads that share a head of K; the block's first row
+
+  __device__ __forceinline__ void next_round(const CtaWork& cta) {
+    if (++head < uniform(cta.heads)) return;
+    head = 0;
+    row -= C::ROUND;
+    if (row < uniform(cta.begin)) row = uniform(cta.last);
+  }
+};
+
+// --- what comes before: the terms of all query rows, and zeros for the sums of dQ and the turns
+// ---
 
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   unsigned char* sums_gmem = reinterpret_cast<unsigned char*>(params.dq_sums_gmem);
-  for (int64_t byte = thread * 16; byte < params.dq_sums_bytes;
+  for (int64_t byte = thread * 16; byte < params.cleared_bytes;
        byte += static_cast<int64_t>(gridDim.x) * blockDim.x * 16)
     ptx::st_global_v4_b32(sums_gmem + byte, 0, 0, 0, 0);
   math::backward_rows<DTYPE>(params.backward);
@@ -148,9 +198,8 @@ __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
 // --- loader, one warp: K, V, Q and dO -> shared memory ---
 
 template <class C>
-__device__ __forceinline__ void load(const BackwardKernelParams& params, const BackwardWork& work,
-                                     const Queries& queries, unsigned char* shared,
-                                     uint32_t shared_smem) {
+__device__ __forceinline__ void load(const BackwardKernelParams& params, const CtaWork& work,
+                                     unsigned char* shared, uint32_t shared_smem) {
   const AttentionParams& attention = params.backward.attention;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
@@ -189,11 +238,12 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const B
 
   load_keys(C::K_SMEM, params.k_map, attention.k_head, attention.k_batch, barriers.k_full());
   bool v_due = true;
+  BlockPosition<C> block{0, work.start};
 #pragma unroll 1
-  for (int i = 0; i < work.heads; ++i) {
-    const int head = work.head * attention.heads_per_kv + i;
+  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+    const int head = work.head * attention.heads_per_kv + block.head;
 #pragma unroll 1
-    for (int row = queries.begin; row <= queries.last; row += C::BLOCK) {
+    for (int row = block.row; row < block.row + C::ROUND; row += C::BLOCK) {
       ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
       load_queries(C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
                    attention.q_batch, head, row, barriers.q_full(q_ring.stage));
@@ -208,25 +258,26 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const B
                    barriers.dout_full(dout_ring.stage));
       dout_ring.advance();
     }
+    block.next_round(work);
   }
 }
 
 // --- one more warp: the terms of a block's rows -> shared memory ---
 
 template <class C>
-__device__ __forceinline__ void load_terms(const BackwardKernelParams& params,
-                                           const BackwardWork& work, const Queries& queries,
+__device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
                                            unsigned char* shared, uint32_t shared_smem) {
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int lane = threadIdx.x % 32;
   RingPosition<C::Q_STAGES> q_ring;
+  BlockPosition<C> block{0, work.start};
 #pragma unroll 1
-  for (int i = 0; i < work.heads; ++i) {
-    const int head = work.head * params.backward.attention.heads_per_kv + i;
+  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+    const int head = work.head * params.backward.attention.heads_per_kv + block.head;
     const math::RowTerms* terms_gmem =
         math::terms_of(params.backward, work.batch, head, work.passing_start);
 #pragma unroll 1
-    for (int first = queries.begin; first <= queries.last; first += C::BLOCK) {
+    for (int first = block.row; first < block.row + C::ROUND; first += C::BLOCK) {
       math::RowTerms terms[C::BLOCK / 32];
 #pragma unroll
       for (int j = 0; j < C::BLOCK / 32; ++j) {
@@ -246,6 +297,7 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params,
       release(barriers.q_full(q_ring.stage));
       q_ring.advance();
     }
+    block.next_round(work);
   }
 }
 
@@ -279,6 +331,57 @@ __device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const Bac
       for (int i = 0; i < 2; ++i) {
         const int query = 8 * n + i;
         if (query < first || query > last) x_rmem[n][2 * r + i] = 0.0f;
+      }
+    }
+  }
+}
+
+// Scores become softcap * tanh(score / softcap). The error of tanh is relative to its result, as
+// that of 1 - 2 / (1 + e^2x) is not near 0; the series ends with an error of 2^-24 at its limit.
+template <class C>
+__device__ __forceinline__ void cap_scores(KeysByQueries<C>& s_rmem,
+                                           const AttentionParams& params) {
+  constexpr float SERIES_LIMIT = 0.1f;
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = s_rmem[n][i] * params.tanh_scale;
+      const float square = x * x;
+      const float series = fmaf(x * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), x);
+      const float power = ptx::ex2_approx_ftz(x * (2.0f * math::LOG2_E));
+      const float far = 1.0f - __fdividef(2.0f, 1.0f + power);
+      s_rmem[n][i] = params.softcap * (square < SERIES_LIMIT * SERIES_LIMIT ? series : far);
+    }
+  }
+}
+
+// dS = P * (dP - delta), the gradient of the scores before their scale. terms: as consume() has
+// them. With CAPPED it is that of the scores before softcap: the derivative of c * tanh(x / c) is
+// 1 - tanh(x / c)^2, whose tanh comes from P, because the scores are no longer there. Where P is 0,
+// tanh is anything.
+template <class C, bool CAPPED>
+__device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
+                                              const KeysByQueries<C>& p_rmem,
+                                              const KeysByQueries<C>& dp_rmem, const float2* terms,
+                                              float uncap) {
+  constexpr float LEAST_EXPONENT = -126.0f;
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+    const float2 lse = CAPPED ? terms[4 * n] : float2{};
+    const float2 delta = terms[C::BLOCK / 2 + 4 * n];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float p = p_rmem[n][2 * r + i];
+        float ds = p * (dp_rmem[n][2 * r + i] - (i == 0 ? delta.x : delta.y));
+        if constexpr (CAPPED) {
+          const float exponent = fmaxf(ptx::lg2_approx_ftz(p), LEAST_EXPONENT);
+          const float tanh = (exponent + (i == 0 ? lse.x : lse.y)) * uncap;
+          ds *= fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
+        }
+        ds_rmem[n][2 * r + i] = ds;
       }
     }
   }
@@ -389,8 +492,7 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
 
 // Goes over the blocks of queries, of which there is at least one, and sums up dK and dV.
 template <class C>
-__device__ __forceinline__ void consume(const BackwardKernelParams& params,
-                                        const BackwardWork& work, const Queries& queries,
+__device__ __forceinline__ void consume(const BackwardKernelParams& params, const CtaWork& work,
                                         unsigned char* shared, uint32_t shared_smem,
                                         KeyGradient<C>& dk_rmem, KeyGradient<C>& dv_rmem) {
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4,
@@ -422,20 +524,22 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
       describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + own_rows, 16);
   const ptx::WgmmaDescriptor v =
       describe_tile<typename C::KTile>(shared_smem + C::V_SMEM + own_rows, 16);
-  int head = 0, row = queries.begin;  // of the block
-  uint32_t number = 0;                // of the block, which says what stages it is in
+  BlockPosition<C> block{0, work.start};
+  uint32_t number = 0;  // of the block, which says what stages it is in
   const auto q_at = [&](uint32_t block) {
     return shared_smem + C::Q_SMEM + block % C::Q_STAGES * C::QTile::BYTES;
   };
 
-  // The warp's sums of dQ: in shared memory, and in the workspace those of the round.
+  // The warp's sums of dQ: in shared memory, and in the workspace those of a round, whose number is
+  // negative (~number) where the CTA of the keys before adds to them first.
   const int dq_shared = C::DQ_SMEM + 4 * warp * C::WARP_SUMS;
-  int dq_number;  // of the warp's sums among those of all rounds
-  const auto find_dq = [&] {
-    dq_number =
-        dq_round<C>(params, work.batch, work.head * attention.heads_per_kv + head, queries.begin) *
-            C::WARPS +
-        warp;
+  int dq_number = 0;
+  const auto find_dq = [&](int row) {
+    const int round = uniform(work.dq_first) + block.head * uniform(work.dq_next_head) +
+                      row / C::ROUND * uniform(work.dq_next_round);
+    dq_number = round * C::WARPS + warp;
+    if (row >= uniform(work.before_begin) && row <= uniform(work.before_last))
+      dq_number = ~dq_number;
   };
   // Adds the warp's part of a round's dQ to the sums. TMA adds 4 KB at once, which is faster than
   // additions of 16 bytes.
@@ -450,12 +554,24 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
     ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
     __syncwarp();
     if (leader) {
+      if (dq_number < 0) {
+        dq_number = ~dq_number;
+        const int turn = work.first_row / C::ROWS;
+        while (ptx::ld_acquire_s32(params.turns_gmem + dq_number) < turn) {
+        }
+        ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+      }
       ptx::cp_reduce_async_bulk_add_f32(
           params.dq_sums_gmem + static_cast<int64_t>(dq_number) * C::WARP_SUMS,
           shared_smem + dq_shared, 4 * C::WARP_SUMS);
       ptx::cp_async_bulk_commit_group();
     }
-    dq_number += C::WARPS * (attention.cu_seqlens_q_gmem == nullptr ? 1 : attention.heads_q);
+  };
+  // Hands the turn of a round on when the warp's part has been added.
+  const auto pass_turn = [&] {
+    if (params.turns_gmem == nullptr || !leader) return;
+    ptx::cp_async_bulk_wait_group_0();
+    ptx::st_release_s32(params.turns_gmem + dq_number, work.first_row / C::ROWS + 1);
   };
 
   const auto begin_s = [&](uint32_t q_smem) {
@@ -473,6 +589,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
     const int warp_key = work.first_row + warp * C::WARP_ROWS;
     masks = work.visible.masks(warp_key, min(warp_key + C::WARP_ROWS, work.own_rows) - 1, block_row,
                                block_row + C::BLOCK - 1);
+    if (attention.softcap != 0.0f) cap_scores<C>(s_rmem, attention);
 #pragma unroll
     for (int n = 0; n < C::BLOCK / 8; ++n) {
       const float2 lse = terms[4 * n];
@@ -496,19 +613,17 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
   begin_s(q_at(0));
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SCORES>(s);
-  if constexpr (C::S_AHEAD) weigh(0, row);
-  find_dq();
+  if constexpr (C::S_AHEAD) weigh(0, block.row);
   ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
 
   // A block, whose S is there: with S_AHEAD its P. dK and dQ of the block before may be unfinished,
   // and those of this one are left so. Returns whether there is a next one. Its products are not in
   // branches more than they have to be: ptxas would wait for each of them (NOTES.md).
   const auto step = [&]<bool LAST_OF_ROUND>() {
-    const int block_row = row;
+    const int block_row = block.row;
     const auto finish_dq = [&] {
       ptx::registers_change<PART>(dq);
       add_dq();
-      if (row == queries.begin) find_dq();
     };
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
@@ -517,18 +632,22 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
     };
     bool more = true;
     const auto go_on = [&] {
-      row += C::BLOCK;
-      if (LAST_OF_ROUND && row > queries.last) {
-        row = queries.begin;
-        more = ++head < uniform(work.heads);
+      if constexpr (LAST_OF_ROUND) {
+        block.row -= C::ROUND - C::BLOCK;
+        block.next_round(work);
+        more = number + 1 < static_cast<uint32_t>(uniform(work.blocks));
+      } else {
+        block.row += C::BLOCK;
       }
       const uint32_t next = more ? number + 1 : number;
       ptx::mbarrier_wait_parity(barriers.q_full(next % C::Q_STAGES), next / C::Q_STAGES % 2);
       return next;
     };
 
+    const int round_row = block_row & -C::ROUND;
+    if constexpr (LAST_OF_ROUND && C::S_AHEAD) find_dq(round_row);
     if constexpr (!C::S_AHEAD) {
-      weigh(number, row);
+      weigh(number, block_row);
       ptx::wgmma_wait_group<0>();
       finish_dk();
       if (number > 0) finish_dq();
@@ -553,24 +672,21 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
 
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
-#pragma unroll
-    for (int n = 0; n < C::BLOCK / 8; ++n) {
-      const float2 delta = terms[C::BLOCK / 2 + 4 * n];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          ds_rmem[n][2 * r + i] =
-              p_rmem[n][2 * r + i] * (dp_rmem[n][2 * r + i] - (i == 0 ? delta.x : delta.y));
-        }
-      }
+    if (attention.softcap != 0.0f) {
+      differentiate<C, true>(ds_rmem, p_rmem, dp_rmem, terms, params.uncap);
+    } else {
+      differentiate<C, false>(ds_rmem, p_rmem, dp_rmem, terms, 0.0f);
     }
     if (masks) clear_unseen<C>(ds_rmem, work, block_row);
     ptx::registers_change<SCORES>(ds);
+    if constexpr (!LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1) {
+      if (number > 0) pass_turn();
+    }
     if constexpr (C::S_AHEAD) {
       ptx::wgmma_wait_group<0>();  // S of the next block and dV
       ptx::registers_change<SCORES>(s);
     } else {
+      find_dq(round_row);
       const uint32_t next = go_on();
       if (more) {
         begin_s(q_at(next));
@@ -602,7 +718,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
     start_gradient<C>(dk_rmem, a_rmem, q_at(number));
     ++number;
     if constexpr (C::S_AHEAD) {
-      weigh(more ? number : number - 1, row);
+      weigh(more ? number : number - 1, block.row);
       if constexpr (LAST_OF_ROUND) {
         ptx::wgmma_wait_group<1>();
         finish_dq();
@@ -624,6 +740,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
     ptx::registers_change<PART>(dq);
     add_dq();
   }
+  pass_turn();
   if (leader) ptx::cp_async_bulk_wait_group_read_0();
 }
 
@@ -632,14 +749,14 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  static_assert(sizeof(BackwardWork) <= C::WORK_BYTES);
-  BackwardWork& work = *reinterpret_cast<BackwardWork*>(shared + C::WORK_SMEM);
+  static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
+  CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   {
     const BackwardWork found =
         math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
     if (found.first_row < 0) return;
-    if (threadIdx.x == 0) work = found;
+    if (threadIdx.x == 0) work = find_queries<C>(params, found);
   }
   if (threadIdx.x == 0) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -660,12 +777,11 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   }
   __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
 
-  const Queries queries = find_queries<C>(work);
-  const bool any_block = queries.begin <= queries.last;
+  const bool any_block = work.blocks > 0;
   if (threadIdx.x < C::CONSUMER_THREADS) {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
     KeyGradient<C> dk_rmem = {}, dv_rmem = {};
-    if (any_block) consume<C>(params, work, queries, shared, shared_smem, dk_rmem, dv_rmem);
+    if (any_block) consume<C>(params, work, shared, shared_smem, dk_rmem, dv_rmem);
     store_gradient<C>(dk_rmem, params.backward.dk, work, params.backward.attention.d,
                       params.backward.scale);
     store_gradient<C>(dv_rmem, params.backward.dv, work, params.backward.attention.dv, 1.0f);
@@ -673,9 +789,9 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
     if (!any_block) return;
     if (threadIdx.x < C::CONSUMER_THREADS + 32) {
-      load<C>(params, work, queries, shared, shared_smem);
+      load<C>(params, work, shared, shared_smem);
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
-      load_terms<C>(params, work, queries, shared, shared_smem);
+      load_terms<C>(params, work, shared, shared_smem);
     }
   }
 }

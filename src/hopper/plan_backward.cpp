@@ -25,7 +25,8 @@ using P = BackwardKernelParams;
 
 // What is planned of a tile here, beyond core::BackwardTile.
 struct BackwardTile : core::BackwardTile {
-  int64_t round_rows, round_bytes;  // of a round of queries: its rows, and its sums of dQ
+  // Of a round of queries: its rows, and the bytes of its sums of dQ and of its turns.
+  int64_t round_rows, round_bytes, turns_bytes;
   core::Box keys_box, queries_box;
 };
 
@@ -40,7 +41,11 @@ constexpr BackwardTile backward_tile(const char* name) {
                                   .shared_bytes = C::SHARED_BYTES,
                                   .dq_block = 0,  // its sums are not those of DqSums
                                   .faster_in_turns = false};
-  return {common, C::ROUND, int64_t{4} * C::ROUND_SUMS, core::box<typename C::KTile>(1),
+  return {common,
+          C::ROUND,
+          int64_t{sizeof(float)} * C::ROUND_SUMS,
+          int64_t{sizeof(int32_t)} * C::WARPS,
+          core::box<typename C::KTile>(1),
           core::box<typename C::QTile>(1)};
 }
 
@@ -63,15 +68,6 @@ Reasons why_not(const BackwardProblem& problem) {
     reasons.push_back(std::string("gradients of ") + dtype_name(call.dtype) +
                       " inputs: hopper computes those of float16 and bfloat16" + core::USE_TORCH);
   }
-  if (call.softcap != 0) {
-    reasons.push_back(std::string("gradients of a call with softcap: hopper has none") +
-                      core::OTHERS_COMPUTE_THEM);
-  }
-  if (problem.deterministic) {
-    reasons.push_back(std::string("deterministic gradients: hopper adds to dQ in an order that is "
-                                  "not known") +
-                      core::OTHERS_COMPUTE_THEM);
-  }
   return reasons;
 }
 
@@ -92,11 +88,10 @@ int64_t rounds_of(const Problem& call, int64_t rows) {
   return rounds == 0 ? 0 : (rounds + call.batch) * call.heads_q;
 }
 
-// The factor by which q.k becomes a logarithm to base 2, whatever its sign: without a softcap there
-// is nothing else to do.
+// Without a softcap a score becomes a logarithm to base 2 by one factor, whatever its sign.
 float exponent_scale(const AttentionParams& attention) {
-  return attention.transform_scores ? attention.exp2_scale * attention.tanh_scale
-                                    : attention.exp2_scale;
+  const bool folds = attention.transform_scores && attention.softcap == 0;
+  return folds ? attention.exp2_scale * attention.tanh_scale : attention.exp2_scale;
 }
 
 }  // namespace
@@ -113,12 +108,14 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   if (!reasons.empty()) return reasons;
   auto& plan = std::get<LaunchPlan>(result);
 
-  // The sums of dQ come behind the terms. The first launch clears them, a last one writes dQ.
+  // The sums of dQ come behind the terms, and the turns behind them. The first launch clears both,
+  // a last one writes dQ.
   const int64_t rounds = rounds_of(call, tile.round_rows);
   if (rounds > core::GRID_LIMIT) return core::grid_too_large(rounds);
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
   const int64_t sums_start = workspace.add(rounds * tile.round_bytes);
+  const int64_t turns_start = workspace.add(problem.deterministic ? rounds * tile.turns_bytes : 0);
   plan.workspace_bytes = workspace.bytes();
   const std::string word = core::dtype_word(call.dtype);
   const auto complete = [&](Launch& launch) {
@@ -127,11 +124,15 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     std::memcpy(static_cast<void*>(&params), launch.params.data(), sizeof params.backward);
     AttentionParams& attention = params.backward.attention;
     attention.exp2_scale = exponent_scale(attention);
-    params.dq_sums_bytes = rounds * tile.round_bytes;
+    params.cleared_bytes = workspace.bytes() - sums_start;
+    if (attention.softcap != 0) params.uncap = 1 / (attention.exp2_scale * attention.softcap);
     params.rounds = static_cast<int32_t>(core::ceil_div(call.nq, tile.round_rows));
     launch.params = core::bytes(params);
     launch.pointers.push_back(
         {Operand::Workspace, static_cast<int32_t>(offsetof(P, dq_sums_gmem)), sums_start});
+    if (!problem.deterministic) return;
+    launch.pointers.push_back(
+        {Operand::Workspace, static_cast<int32_t>(offsetof(P, turns_gmem)), turns_start});
   };
   for (Launch& launch : plan.launches) {
     if (launch.kernel == "hopper_backward_sinks_" + word) continue;

@@ -1,4 +1,4 @@
-"""Gradients by hopper's kernels, whose CTAs add to dq in any order: the bits may differ."""
+"""Gradients by hopper's kernels, whose CTAs add to dq in any order, or in turns."""
 
 from __future__ import annotations
 
@@ -76,6 +76,10 @@ FEATURES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (33, 17, 96, 128, 1, (3, 1)),
         {"dlse": True, "gradient_dtype": "float32", "add_to": -2.0, "pad": 4},
     ),
+    "softcap": ((70, 140, 64, 64, 1, (2, 2)), {"softcap": 0.7, "scale": -0.3}),
+    "causal-softcap-sinks": (
+        (140, 150, 128, 96, 1, (2, 1)), {"causal": True, "softcap": 3.0, "sinks": True},
+    ),
     "no-query": ((0, 9, 64, 64, 1, (2, 2)), {"sinks": True}),
     "no-key": ((9, 0, 64, 64, 1, (2, 2)), {"sinks": True, "dlse": True}),
 }  # fmt: skip
@@ -98,6 +102,26 @@ def test_features(name: str) -> None:
     if "gradient_dtype" in options:
         options["gradient_dtype"] = getattr(torch, options["gradient_dtype"])
     check(*tensors, schedules=(number, number + 1), **options)
+
+
+# Several tiles of keys, which add to a round of queries one after another. With a window some of
+# them have rounds that the tile before does not see. Each with the same bits in every schedule.
+IN_TURNS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "full": ((150, 400, 64, 64, 1, (2, 2)), {}),
+    "shared-heads": ((130, 300, 128, 128, 1, (2, 1)), {"softcap": 2.0}),
+    "causal": ((390, 390, 64, 64, 1, (2, 1)), {"causal": True}),
+    "window": ((300, 500, 128, 128, 1, (1, 1)), {"window": (100, 60)}),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_deterministic_gradients_have_the_same_bits(name: str) -> None:
+    (nq, nk, d, dv, batch, heads), options = IN_TURNS[name]
+    number = list(IN_TURNS).index(name)
+    tensors = inputs(nq, nk, d, dv, DTYPES[number % 2], batch=batch, heads=heads, seed=number)
+    differentiate_and_check(
+        on, "hopper", *tensors, deterministic=True, schedules=range(number, number + 4), **options
+    )
 
 
 Q_LENGTHS, K_LENGTHS = (5, 0, 40, 150), (9, 12, 0, on.pick(simulator=200, gpu=600))
@@ -149,18 +173,14 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients() ->
     ("d", "options", "words"),
     [
         (192, {}, "up to 128"),
-        (64, {"softcap": 5.0}, "softcap"),
-        (64, {"deterministic": True}, "deterministic"),
     ],
-    ids=["head-dim", "softcap", "deterministic"],
+    ids=["head-dim"],
 )
 def test_what_is_left_to_ampere(d: int, options: dict[str, Any], words: str) -> None:
     dout, q, k, v = inputs(4, 4, d, d, "bfloat16")
-    options = dict(options)
-    deterministic = options.pop("deterministic", False)
     out, lse = forward(q, k, v, options)
     call = _options.complete(options)
     request = _gradients.Request(dout, q, k, v, out, lse, None, call)
     into = _gradients.Gradients.like(request)
     with pytest.raises(archflash.ForcedImplementationError, match=words):
-        _gradients.decide(request, into, None, "hopper", deterministic=deterministic)
+        _gradients.decide(request, into, None, "hopper")

@@ -1,0 +1,20 @@
+// Order of bulk copies to global memory and of what other CTAs do there. PTX ISA, "Data Movement
+// and Conversion Instructions: cp.async.bulk.wait_group" and "Parallel Synchronization and
+// Communication Instructions: fence.proxy".
+#pragma once
+
+namespace archflash::ptx {
+
+// Waits until all bulk groups of this thread are complete: what they wrote is there for this
+// thread, and for those that it tells.
+__device__ __forceinline__ void cp_async_bulk_wait_group_0() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Orders this thread's earlier accesses of global memory before those of copies that it starts
+// later.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+}  // namespace archflash::ptx
