@@ -156,7 +156,7 @@ __device__ __forceinline__ CtaWork find_queries(const BackwardKernelParams& para
   const int rounds = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::ROUND + 1;
   cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
   cta.start = cta.last;
-  if (params.turns_gmem == nullptr) {
+  if (!C::OPTIONS || params.turns_gmem == nullptr) {
     if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
   } else if (work.first_row > 0) {
     cta.before_begin = work.visible.first(work.first_row - C::ROWS) & -C::ROUND;
@@ -538,7 +538,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     const int round = uniform(work.dq_first) + block.head * uniform(work.dq_next_head) +
                       row / C::ROUND * uniform(work.dq_next_round);
     dq_number = round * C::WARPS + warp;
-    if (row >= uniform(work.before_begin) && row <= uniform(work.before_last))
+    if (C::OPTIONS && row >= uniform(work.before_begin) && row <= uniform(work.before_last))
       dq_number = ~dq_number;
   };
   // Adds the warp's part of a round's dQ to the sums. TMA adds 4 KB at once, which is faster than
@@ -554,7 +554,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
     __syncwarp();
     if (leader) {
-      if (dq_number < 0) {
+      if (C::OPTIONS && dq_number < 0) {
         dq_number = ~dq_number;
         const int turn = work.first_row / C::ROWS;
         while (ptx::ld_acquire_s32(params.turns_gmem + dq_number) < turn) {
@@ -569,7 +569,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   };
   // Hands the turn of a round on when the warp's part has been added.
   const auto pass_turn = [&] {
-    if (params.turns_gmem == nullptr || !leader) return;
+    if (!C::OPTIONS || params.turns_gmem == nullptr || !leader) return;
     ptx::cp_async_bulk_wait_group_0();
     ptx::st_release_s32(params.turns_gmem + dq_number, work.first_row / C::ROWS + 1);
   };
@@ -589,7 +589,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     const int warp_key = work.first_row + warp * C::WARP_ROWS;
     masks = work.visible.masks(warp_key, min(warp_key + C::WARP_ROWS, work.own_rows) - 1, block_row,
                                block_row + C::BLOCK - 1);
-    if (attention.softcap != 0.0f) cap_scores<C>(s_rmem, attention);
+    if (C::OPTIONS && attention.softcap != 0.0f) cap_scores<C>(s_rmem, attention);
 #pragma unroll
     for (int n = 0; n < C::BLOCK / 8; ++n) {
       const float2 lse = terms[4 * n];
@@ -672,7 +672,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
 
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
-    if (attention.softcap != 0.0f) {
+    if (C::OPTIONS && attention.softcap != 0.0f) {
       differentiate<C, true>(ds_rmem, p_rmem, dp_rmem, terms, params.uncap);
     } else {
       differentiate<C, false>(ds_rmem, p_rmem, dp_rmem, terms, 0.0f);

@@ -28,10 +28,11 @@ struct BackwardTile : core::BackwardTile {
   // Of a round of queries: its rows, and the bytes of its sums of dQ and of its turns.
   int64_t round_rows, round_bytes, turns_bytes;
   core::Box keys_box, queries_box;
+  const char* with_options;  // the name of the kernel that takes a softcap and turns
 };
 
 template <class C>
-constexpr BackwardTile backward_tile(const char* name) {
+constexpr BackwardTile backward_tile(const char* name, const char* with_options) {
   const core::BackwardTile common{.name = name,
                                   .head_dim = C::HEAD_DIM,
                                   .head_dim_v = C::HEAD_DIM_V,
@@ -46,12 +47,13 @@ constexpr BackwardTile backward_tile(const char* name) {
           int64_t{sizeof(float)} * C::ROUND_SUMS,
           int64_t{sizeof(int32_t)} * C::WARPS,
           core::box<typename C::KTile>(1),
-          core::box<typename C::QTile>(1)};
+          core::box<typename C::QTile>(1),
+          with_options};
 }
 
 constexpr BackwardTile TILES[] = {
-    backward_tile<BackwardD64<DType::F16>>("d64"),
-    backward_tile<BackwardD128<DType::F16>>("d128"),
+    backward_tile<BackwardD64<DType::F16>>("d64", "d64_options"),
+    backward_tile<BackwardD128<DType::F16>>("d128", "d128_options"),
 };
 
 Reasons why_not(const BackwardProblem& problem) {
@@ -101,7 +103,8 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   const BackwardTile& tile =
       call.d <= TILES[0].head_dim && call.dv <= TILES[0].head_dim_v ? TILES[0] : TILES[1];
   Reasons reasons = why_not(problem);
-  const core::BackwardTile main_tile = tile;
+  core::BackwardTile main_tile = tile;
+  if (call.softcap != 0 || problem.deterministic) main_tile.name = tile.with_options;
   PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());

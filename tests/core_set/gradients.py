@@ -69,17 +69,20 @@ def assert_every_kernel_is_planned(
     dtype: str,
     head_dims: Sequence[tuple[int, int]],
     devices: Sequence[native.Device | None],
+    deterministic: Sequence[bool] = (False,),
 ) -> None:
     """Calls with these head dimensions, planned for these GPUs (None: the one that is simulated),
-    take every kernel that was compiled for gradients of a dtype, and no other.
+    take every kernel that was compiled for gradients of a dtype, and no other. deterministic:
+    whether the calls ask for deterministic gradients, each of these.
     """
     planned: set[str] = set()
-    for dims, device in itertools.product(head_dims, devices):
+    for dims, device, same_bits_asked in itertools.product(head_dims, devices, deterministic):
         dout, q, k, v = inputs(on, 4, 4, *dims, dtype)
         call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
         request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
         into = _gradients.Gradients.like(request)
-        plan = _gradients.decide(request, into, device, kernel).plan
+        asked = _gradients.decide(request, into, device, kernel, deterministic=same_bits_asked)
+        plan = asked.plan
         assert plan is not None
         (image,) = {launch["image"] for launch in plan.to_dict()["launches"]}
         planned |= set(plan.kernels)
