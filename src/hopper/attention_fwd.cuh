@@ -366,7 +366,6 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 #pragma unroll
       for (int pass = 0; pass < C::HEAD_DIM_V / C::PASS_COLUMNS; ++pass) {
         ptx::registers_change<OUTPUTS>(o);
-        // mutants: fence-before-both-products
         ptx::wgmma_fence();  // the last uses of P and the part come before the product
         start_pv<C>(products_rmem, p_rmem,
                     shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES +
