@@ -275,7 +275,7 @@ template <class C>
 __device__ __forceinline__ void consume(const Params& params, unsigned char* shared,
                                         uint32_t shared_smem) {
   using QTile = typename C::QTile;
-  constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2,
+  constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::PASS_COLUMNS / 2,
                 WORDS = C::BLOCK_K / (4 * C::PACK);
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -321,9 +321,9 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
     math::Outputs<C> o_rmem = {};
-    math::Outputs<C> part_rmem;  // O += P V of the last blocks, if SUMS_IN_PARTS
-    int part_keys = 0;           // the keys of these blocks
-    math::Outputs<C>& products_rmem = C::SUMS_IN_PARTS ? part_rmem : o_rmem;
+    PassOutputs<C> part_rmem;  // O += P V of the last blocks, if SUMS_IN_PARTS
+    int part_keys = 0;         // the keys of these blocks
+    PassOutputs<C>& products_rmem = products_of<C>(o_rmem, part_rmem);
     float* const s = &s_rmem[0][0][0];
     float* const o = &products_rmem[0][0][0];
     uint32_t* const p = &p_rmem[0][0][0];
@@ -348,15 +348,35 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
     };
-    const auto add_part = [&] {
+    // `pass`: which PASS_COLUMNS columns of V the part is of.
+    const auto add_part = [&](int pass) {
       if constexpr (C::SUMS_IN_PARTS) {
+        constexpr int TILES = C::PASS_COLUMNS / 8;
 #pragma unroll
-        for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+        for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) o_rmem[0][n][i] += part_rmem[0][n][i];
+          for (int i = 0; i < 4; ++i) o_rmem[0][pass * TILES + n][i] += part_rmem[0][n][i];
         }
         part_keys = 0;
       }
+    };
+    // Without OVERLAPS: O += P V from beginning to end, PASS_COLUMNS columns at a time.
+    const auto multiply_pv = [&] {
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+#pragma unroll
+      for (int pass = 0; pass < C::HEAD_DIM_V / C::PASS_COLUMNS; ++pass) {
+        ptx::registers_change<OUTPUTS>(o);
+        ptx::wgmma_fence();  // the last uses of P and the part come before the product
+        start_pv<C>(products_rmem, p_rmem,
+                    shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES +
+                        pass * C::PASS_COLUMNS * C::VTile::ROW_BYTES,
+                    0);
+        wait_for_outputs();
+        add_part(pass);
+      }
+      ptx::registers_change<WORDS>(p);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
     };
     // What a block needs whose keys are not all visible, or whose scores are capped or have a
     // descale of their own. Returns the scale for weigh().
@@ -383,13 +403,13 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       v_ring.advance();
     };
     const auto rescale_outputs = [&](const float (&corrections)[2]) {
-      rescale<C>(o_rmem, corrections);
-      if constexpr (C::SUMS_IN_PARTS) rescale<C>(part_rmem, corrections);
+      rescale(o_rmem, corrections);
+      if constexpr (C::SUMS_IN_PARTS && C::OVERLAPS) rescale(part_rmem, corrections);
     };
     // FP8: adds the sums of the last blocks to the outputs if they are of enough keys. From then on
     // the outputs are in the unit of `block`, where each block of V has a descale of its own.
     const auto add_full_part = [&](int block) {
-      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
+      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part(0);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
     };
@@ -427,7 +447,22 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
       pack<C>(s_rmem, p_rmem);
     };
-    const auto step = [&]<bool MASKED>(int block) {
+    const auto step_alone = [&]<bool MASKED>(int block) {
+      turns.wait();
+      multiply_pv();
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      begin_qk();
+      turns.hand_over();
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<SCORES>(s);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      float scale = exp2_scale;
+      if constexpr (MASKED) scale = finish_scores(block);
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, rescale_outputs);
+      weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
+    };
+    const auto step_overlapped = [&]<bool MASKED>(int block) {
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
       turns.wait();
       begin_qk();
@@ -464,6 +499,14 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       }
     };
 
+    const auto step = [&]<bool MASKED>(int block) {
+      if constexpr (C::OVERLAPS) {
+        step_overlapped.template operator()<MASKED>(block);
+      } else {
+        step_alone.template operator()<MASKED>(block);
+      }
+    };
+
     // The blocks, from the last to the first: those after the last one that the warpgroup sees,
     // those that it sees, and those before. Of those that it sees, some need masks at either end.
     int block = blocks.last;
@@ -480,13 +523,17 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         step.template operator()<false>(block);
 #pragma unroll 1
       for (; block >= blocks.seen_first; block -= C::BLOCK_K) step.template operator()<true>(block);
-      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
-      begin_pv();
-      wait_for_outputs();
-      add_part();
-      // mutants: needless-with-one-tile
-      release(barriers.v_empty(v_ring.stage));
-      v_ring.advance();
+      if constexpr (C::OVERLAPS) {
+        ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+        begin_pv();
+        wait_for_outputs();
+        add_part(0);
+        // mutants: needless-with-one-tile
+        release(barriers.v_empty(v_ring.stage));
+        v_ring.advance();
+      } else {
+        multiply_pv();
+      }
     }
 #pragma unroll 1
     for (; block >= blocks.first; block -= C::BLOCK_K) skip_block();

@@ -19,7 +19,7 @@ constexpr int TILE_MESSAGE_BYTES = 32;
 // SLICES_V half of it.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPGROUPS_, int BLOCK_K_, int STAGES_,
           int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false,
-          bool SLICES_V_ = false, bool RESCALES_FIRST_ = false>
+          bool SLICES_V_ = false, bool RESCALES_FIRST_ = false, bool OVERLAPS_ = true>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
@@ -60,6 +60,12 @@ struct Config {
   // behind P, which was faster; then the corrections are kept in registers, which not every tile
   // has left.
   static constexpr bool RESCALES_FIRST = RESCALES_FIRST_;
+  // Whether a warpgroup multiplies P V of a block while it computes the weights of the next one.
+  // Elsewhere O += P V is finished before the next scores begin: then the scores and the part
+  // never need registers at the same time, so that a block can have more keys and O more columns.
+  static constexpr bool OVERLAPS = OVERLAPS_;
+  // The columns of V that a product takes; without OVERLAPS they are multiplied one after another.
+  static constexpr int PASS_COLUMNS = OVERLAPS || HEAD_DIM_V <= 128 ? HEAD_DIM_V : 64;
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
@@ -96,6 +102,9 @@ struct Config {
   static_assert(BLOCK_K % (16 * PACK) == 0, "wgmma sums P V over 16 or 32 keys");
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
                 "output rows pass through Q's part of shared memory, in Q's layout");
+  static_assert(HEAD_DIM_V % PASS_COLUMNS == 0);
+  static_assert(OVERLAPS || (FP8 && BLOCK_K <= PART_KEYS && !TAKES_DESCALES_BY_BLOCK),
+                "a part is one block");
   static_assert(STAGES >= 2, "the K of the next block comes before the V of this one is read");
   static_assert(!SLICES_V || (FP8 && !CAN_SPLIT), "a tile is shared out in one way");
   static_assert(!CAN_PACK || WARPGROUPS == 1, "the packed heads of a tile share its 64 rows");
@@ -137,15 +146,15 @@ using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     fals
 // --- 8-bit inputs ---
 
 // Those with SCALE_ROWS keys at a time serve calls in which each block of so many keys has a
-// descale of its own. The registers suffice for sums in parts of 128 columns of V: more are
-// computed by two CTAs.
+// descale of its own. With OVERLAPS the registers suffice for sums in parts of 128 columns of V:
+// more are computed by two CTAs.
 constexpr int V_COLUMN_KEYS = 128;       // keys of V that a CTA of transpose_v() turns
 constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
 constexpr int TRANSPOSE_THREADS = 256;
 
 // clang-format off
-//                                  head_dim    warp-  block         Q       CTAs     in             slices  rescales
-//                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V       first
+//                                  head_dim    warp-  block         Q       CTAs     in             slices  rescales  over-
+//                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V       first     laps
 template <DType T>
 using Fp8D64        = Config<T,  64,  64,  3,     128,  4,      2,      1,       false,  false,  false,  true>;
 template <DType T>
@@ -159,7 +168,7 @@ using Fp8D192       = Config<T, 192, 128,  2,     128,  3,      2>;
 template <DType T>
 using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
 template <DType T>
-using Fp8D256       = Config<T, 256, 128,  2,     128,  3,      2,      1,       false,  false,  true>;
+using Fp8D256       = Config<T, 256, 256,  2,     128,  3,      1,      1,       true,   false,  false,  false,    false>;
 template <DType T>
 using Fp8D256Blocks = Config<T, 256, 128,  2,      64,  3,      2,      1,       true,   false,  true>;
 // clang-format on

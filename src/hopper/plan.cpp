@@ -52,6 +52,7 @@ struct Tile : core::Tile {
   int producer_registers, consumer_registers;  // of a thread; 0: the same for all
   bool in_turns;
   int row_step;
+  int v_columns_of_cta;
 };
 
 template <class C>
@@ -67,7 +68,8 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
           C::MOVES_REGISTERS ? C::PRODUCER_REGISTERS : 0,
           C::MOVES_REGISTERS ? C::CONSUMER_REGISTERS : 0,
           C::IN_TURNS,
-          C::TILE_STEP};
+          C::TILE_STEP,
+          C::HEAD_DIM_V};
 }
 
 // Measured on an H200 (NOTES.md), but for d96_few and those of head dimension 192.
@@ -102,7 +104,7 @@ constexpr Tile FP8_TILES[] = {
     tile<Fp8D64<DType::E4M3>>("d64", {}, "3 warpgroups of 64 rows, 128 keys at a time"),
     tile<Fp8D128<DType::E4M3>>("d128", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
     tile<Fp8D192<DType::E4M3>>("d192", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
-    tile<Fp8D256<DType::E4M3>>("d256", {}, "two CTAs share the columns of V"),
+    tile<Fp8D256<DType::E4M3>>("d256", {}, "2 warpgroups of 64 rows in turns, 128 keys at a time"),
 };
 // For descales of k or v by blocks of 64 keys.
 constexpr Tile FP8_BLOCK_TILES[] = {
@@ -114,8 +116,6 @@ constexpr Tile FP8_BLOCK_TILES[] = {
         "64 keys at a time share their descales, two CTAs the columns of V; its speed is "
         "unmeasured"),
 };
-
-constexpr int64_t FP8_V_COLUMNS = Fp8D256<DType::E4M3>::HEAD_DIM_V;  // of a CTA, at most
 
 std::span<const Tile> tiles_for(const Problem& problem) {
   if (!is_fp8(problem.dtype)) return TILES;
@@ -227,7 +227,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   const auto choice = core::choose_with_splits("hopper", tiles_for(problem), problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
   const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<Tile>>(choice);
-  const int64_t v_slices = is_fp8(problem.dtype) ? core::ceil_div(problem.dv, FP8_V_COLUMNS) : 1;
+  const int64_t v_slices = std::max<int64_t>(core::ceil_div(problem.dv, tile.v_columns_of_cta), 1);
   const int64_t tiles = core::tiles_of(problem, tile) * splits * v_slices;
   const int64_t largest = std::max(tiles, is_fp8(problem.dtype) ? transpose_ctas(problem) : 0);
   if (largest > core::GRID_LIMIT) return core::grid_too_large(largest);

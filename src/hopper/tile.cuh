@@ -167,12 +167,27 @@ __device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, ptx::WgmmaDesc
 template <class C>
 using Probabilities = std::conditional_t<C::FP8, math::Fp8Probabilities<C>, math::Probabilities<C>>;
 
+// The outputs of a product: of PASS_COLUMNS columns of V.
+template <class C>
+using PassOutputs = float[1][C::PASS_COLUMNS / 8][4];
+
+// Where products add up: the part, or the outputs themselves.
+template <class C>
+__device__ __forceinline__ PassOutputs<C>& products_of(math::Outputs<C>& o_rmem,
+                                                       PassOutputs<C>& part_rmem) {
+  if constexpr (C::SUMS_IN_PARTS) {
+    return part_rmem;
+  } else {
+    return o_rmem;
+  }
+}
+
 // Starts O += P V, or O = P V if not `add`.
 template <class C>
-__device__ __forceinline__ void start_pv(math::Outputs<C>& o_rmem, const Probabilities<C>& p_rmem,
+__device__ __forceinline__ void start_pv(PassOutputs<C>& o_rmem, const Probabilities<C>& p_rmem,
                                          uint32_t v_smem, int add) {
   using VTile = typename C::VTile;
-  using Product = ptx::Wgmma<C::DTYPE, C::HEAD_DIM_V>;
+  using Product = ptx::Wgmma<C::DTYPE, C::PASS_COLUMNS>;
   const int leading_bytes = C::FP8 ? 16 : VTile::SLABS > 1 ? VTile::SLAB_BYTES : 0;
   const ptx::WgmmaDescriptor v = describe_tile<VTile>(v_smem, leading_bytes);
 #pragma unroll
@@ -262,10 +277,11 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
   return 1.0f;
 }
 
-template <class C>
-__device__ __forceinline__ void rescale(math::Outputs<C>& o_rmem, const float (&corrections)[2]) {
+template <int N_TILES>
+__device__ __forceinline__ void rescale(float (&o_rmem)[1][N_TILES][4],
+                                        const float (&corrections)[2]) {
 #pragma unroll
-  for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+  for (int n = 0; n < N_TILES; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= corrections[i / 2];
   }
@@ -308,6 +324,36 @@ __device__ __forceinline__ void pack(const math::Scores<C>& s_rmem, Probabilitie
       }
     }
   }
+}
+
+// weigh_row() and pack() for 16 keys of 8 bits at a time, so that scores and P need few registers
+// together.
+template <class C>
+__device__ __forceinline__ void weigh_and_pack(const math::Scores<C>& s_rmem,
+                                               Probabilities<C>& p_rmem, math::RowState<C>& state,
+                                               float scale) {
+  float sums[2][2] = {};
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint16_t pairs[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float p[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          p[i] =
+              ptx::ex2_approx_ftz(fmaf(s_rmem[0][n + half][2 * r + i], scale, -state.base[0][r]));
+          sums[r][i] += p[i];
+        }
+        pairs[half] = ptx::cvt_rn_satfinite_x2_f32<C::DTYPE>(p[0], p[1]);
+      }
+      p_rmem[0][n / 4][n % 4 + r] = ptx::mov_b32_b16x2(pairs[0], pairs[1]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) state.sum[0][r] += sums[r][0] + sums[r][1];
 }
 
 }  // namespace archflash::hopper

@@ -320,19 +320,34 @@ def test_sums_of_many_weighted_values_lose_nothing() -> None:
 @pytest.mark.skipif("hopper" not in KERNELS, reason="hopper's kernels are not in this build")
 def test_slices_of_v_have_the_bits_that_they_have_alone() -> None:
     q, k, v = on.qkv(70, 300, 224, 208, dtype="float8_e4m3fn", heads=(2, 1))
-    call: dict[str, Any] = {"causal": True, "schedules": RANDOM}
+    by_block = 1 + torch.arange(5, device=on.device).view(1, 1, 5) / 8
+    call: dict[str, Any] = {"causal": True, "v_descale": by_block, "schedules": RANDOM}
     out, lse = on.attend_and_check("hopper", q, k, v, **call)
     for columns in (slice(0, 128), slice(128, 208)):
         alone, alone_lse = on.attend("hopper", q, k, v[..., columns].contiguous(), **call)
         assert same_bits(alone, out[..., columns].contiguous())
         assert same_bits(alone_lse, lse)
     # Two CTAs compute a tile: the plan says so, and the model of its walk counts both.
+    plan = archflash.explain(
+        q, k, v, v_descale=by_block, causal=True, device="H200", implementation="hopper"
+    ).plan
+    assert plan is not None
+    assert plan.tile is not None
+    chosen = (plan.tile.name, plan.tile.v_slices, plan.tile.ctas)
+    assert chosen == ("d256_blocks", 2, 2 * plan.tile.tiles)
+    assert "for 2 tiles x 2 slices of V" in dict(plan.notes)["CTAs"]
+    assert len(native.tile_times(plan)) == 2 * plan.tile.tiles
+
+
+@pytest.mark.skipif("hopper" not in KERNELS, reason="hopper's kernels are not in this build")
+@pytest.mark.parametrize("dims", [(224, 208), (256, 256)], ids=str)
+def test_one_cta_multiplies_up_to_256_columns_of_v(dims: tuple[int, int]) -> None:
+    q, k, v = on.qkv(70, 300, *dims, dtype="float8_e4m3fn", heads=(2, 1))
     plan = archflash.explain(q, k, v, device="H200", implementation="hopper").plan
     assert plan is not None
     assert plan.tile is not None
-    assert (plan.tile.name, plan.tile.v_slices, plan.tile.ctas) == ("d256", 2, 2 * plan.tile.tiles)
-    assert "for 2 tiles x 2 slices of V" in dict(plan.notes)["CTAs"]
-    assert len(native.tile_times(plan)) == 2 * plan.tile.tiles
+    assert (plan.tile.name, plan.tile.v_slices) == ("d256", 1)
+    on.attend_and_check("hopper", q, k, v, causal=True, schedules=RANDOM)
 
 
 @every_kernel

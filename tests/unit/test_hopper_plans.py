@@ -75,7 +75,7 @@ def test_decoding_packs_heads_and_fills_the_gpu(shape: tuple[int, int], splits: 
     assert plan.to_dict()["launches"][0]["grid"] == [8 * batch * splits, 1, 1]
 
 
-def test_large_head_dims_in_8_bits_share_the_columns_of_v_out() -> None:
+def test_only_descales_by_block_share_the_columns_of_v_out() -> None:
     def tile(d: int, dv: int, **options: Any) -> native.TileChoice:
         problem = call("float8_e4m3fn", b=1, hq=16, nq=4096, d=d, dv=dv, **options)
         return tile_of(plan_of(problem, "H200", NAME))
@@ -83,12 +83,16 @@ def test_large_head_dims_in_8_bits_share_the_columns_of_v_out() -> None:
     for (d, dv), name, slices in (
         ((192, 128), "d192", 1),
         ((208, 128), "d256", 1),
-        ((64, 144), "d256", 2),
-        ((256, 256), "d256", 2),
+        ((64, 144), "d256", 1),
+        ((256, 256), "d256", 1),
     ):
         chosen = tile(d, dv)
         assert (chosen.name, chosen.v_slices) == (name, slices)
-    even = native.makespan(plan_of(call("float8_e4m3fn", b=1, hq=16, nq=4096, d=256), "H200", NAME))
+    q = torch.empty(1, 16, 4096, 256, dtype=torch.float8_e4m3fn, device="meta")
+    by_block = torch.empty(1, 16, 64, device="meta")
+    shared = plan_of(make_problem(q, q, q, v_descale=by_block), "H200", NAME)
+    assert (tile_of(shared).name, tile_of(shared).v_slices) == ("d256_blocks", 2)
+    even = native.makespan(shared)
     assert even.workers == 132
     assert even.ideal * 132 == 2 * 16 * 32 * (4096 + native.TILE_KEYS)
 
