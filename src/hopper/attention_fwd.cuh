@@ -403,8 +403,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       v_ring.advance();
     };
     const auto rescale_outputs = [&](const float (&corrections)[2]) {
-      rescale(o_rmem, corrections);
-      if constexpr (C::SUMS_IN_PARTS && C::OVERLAPS) rescale(part_rmem, corrections);
+      rescale<C>(o_rmem, corrections);
+      if constexpr (C::SUMS_IN_PARTS && C::OVERLAPS) rescale<C>(part_rmem, corrections);
     };
     // FP8: adds the sums of the last blocks to the outputs if they are of enough keys. From then on
     // the outputs are in the unit of `block`, where each block of V has a descale of its own.

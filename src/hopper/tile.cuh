@@ -277,11 +277,10 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
   return 1.0f;
 }
 
-template <int N_TILES>
-__device__ __forceinline__ void rescale(float (&o_rmem)[1][N_TILES][4],
-                                        const float (&corrections)[2]) {
+template <class C>
+__device__ __forceinline__ void rescale(math::Outputs<C>& o_rmem, const float (&corrections)[2]) {
 #pragma unroll
-  for (int n = 0; n < N_TILES; ++n) {
+  for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= corrections[i / 2];
   }
