@@ -353,7 +353,7 @@ def gpu_table() -> str:
     measured = {
         row["gpu"]
         for path in RESULTS_FOLDER.glob("*.csv")
-        if "day-one" not in path.name
+        if "day-one" not in path.name and "training" not in path.name
         for row in load_rows(path)
     }
     groups: dict[tuple[str, ...], list[native.KnownDevice]] = {}

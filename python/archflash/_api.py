@@ -93,12 +93,13 @@ def attention(
             (int8 only): a promise that attn_mask keeps all of it and adds nothing. Anything else:
             attn_mask decides, or all is seen if there is none. `archflash.summarize_mask` makes it
             of attn_mask. Not with cu_seqlens.
-        dropout_p: the probability that a weight of the softmax is dropped, at least 0 and less than
-            1; the others are multiplied by 1 / (1 - dropout_p). The log-sum-exp is that of all
-            scores. None or 0: no dropout. Not with batch_invariant.
-        rng_state: seed and offset, int64 ``(2,)`` on q's device, which say which weights are
-            dropped, whatever kernel serves the call: `archflash.dropout_mask` tells them. Default:
-            a new state for each call, from PyTorch's generator (`archflash.dropout_state`).
+        dropout_p: the probability that a weight is dropped, at least 0 and less than 1; the other
+            weights of the softmax are multiplied by 1 / (1 - dropout_p). The log-sum-exp is that of
+            all scores. None or 0: no dropout. Not with batch_invariant.
+        rng_state: int64 ``(2,)``, seed and offset of the random bits of dropout_p, on q's device.
+            They say which weights are dropped, whatever kernel serves the call:
+            `archflash.dropout_mask` tells them. Default: a new state for each call, from PyTorch's
+            generator (`archflash.dropout_state`).
         q_descale: float32: float8 q stands for q * q_descale. ``()`` or ``(1,)`` for the whole
             tensor; ``(heads_q,)`` or ``(batch, heads_q)``, also with heads_kv for heads_q; or
             ``(batch, heads_q, ceil(nq / 64))``, one for each block of 64 rows (not with
