@@ -165,7 +165,7 @@ def attention(
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
         )
-    if dropout_p and rng_state is None:
+    if _dropout.wants_state(dropout_p, rng_state):
         rng_state = _dropout.dropout_state(q.device)
     # In the order of the table of options, src/common/options.inc.
     values = (
@@ -224,7 +224,7 @@ def explain(
         >>> archflash.explain(q, q, q, device="RTX 5090").chosen
         'simt'
     """
-    if options.get("dropout_p") and options.get("rng_state") is None:
+    if _dropout.wants_state(options.get("dropout_p"), options.get("rng_state")):
         # Any state will do, and drawing one would change what later calls draw.
         options["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)
     problem = make_problem(q, k, v, **options)
@@ -285,6 +285,6 @@ def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Any, .
             given["attn_mask"], q, k, given["causal"], given["window"], given["q_offset"],
             given["cu_seqlens_q"], given["layout"],
         )  # fmt: skip
-    if given["dropout_p"] and given["rng_state"] is None:
+    if _dropout.wants_state(given["dropout_p"], given["rng_state"]):
         given["rng_state"] = _dropout.dropout_state(q.device)
     return tuple(given.values())

@@ -35,6 +35,13 @@ def dropout_state(device: torch.device | str) -> Tensor:
     return torch.randint(0, (1 << 63) - 1, (2,), dtype=torch.int64, device=device)
 
 
+def wants_state(dropout_p: object, rng_state: object) -> bool:
+    """Whether a call drops weights and has to draw the state of their random bits. A dropout_p of a
+    wrong type, which might be a tensor on a GPU, is left to the check of arguments unread.
+    """
+    return isinstance(dropout_p, (int, float)) and dropout_p != 0 and rng_state is None
+
+
 def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> Tensor:
     """Which weights a call keeps.
 

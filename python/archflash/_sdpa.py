@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -102,7 +104,7 @@ def scaled_dot_product_attention(
     shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
     if attn_mask is not None and not is_bias:
         attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
-    options = {
+    options: dict[str, Any] = {
         "causal": is_causal,
         # If the lengths are equal, both alignments are the same, and PyTorch needs no mask.
         "q_offset": 0 if is_causal and q.shape[2] != k.shape[2] else None,

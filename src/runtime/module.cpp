@@ -49,7 +49,7 @@ decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or
 // the log-sum-exp, which PyTorch's kernels give at no cost, and a refusal has its reason.
 struct OperatorDecision {
   std::shared_ptr<PreparedPlan> plan;
-  std::string reason;   // why PyTorch's own kernel serves the problem; empty: the plan does
+  std::string reason;  // why PyTorch's own kernel serves the problem; empty: the plan does
   // What torch.empty_like makes the results of; they hold no memory. lse_column has one more
   // dimension, of size 1.
   nb::object out, lse, lse_column;

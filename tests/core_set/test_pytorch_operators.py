@@ -321,11 +321,12 @@ def test_a_replaced_kernel_is_reached_through_another_operator_where_need_be(
     reason="another GPU decides otherwise, and older versions of PyTorch prefer other kernels",
 )
 def test_dispatch_decides_for_the_call_without_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an H200 PyTorch's own kernel is the fastest for one query row in 16 bits, and it gives the
+    """On an H200 PyTorch's own kernel is the fastest for few keys in 16 bits, and it gives the
     log-sum-exp at no cost. On an A100 ampere is asked first, but not for head dimension 12.
     """
-    q, k, v = on.qkv(1, 40, 128, dtype="bfloat16")
-    for device, served in (("H200", {}), ("A100", {"ampere": 1})):
+    many = on.qkv(2048, 77, 64, dtype="bfloat16", batch=2, heads=(8, 8))
+    one = on.qkv(1, 40, 128, dtype="bfloat16")
+    for device, (q, k, v), served in (("H200", many, {}), ("A100", one, {"ampere": 1})):
         known = archflash._api.find_device(device)
         monkeypatch.setattr(
             _overrides, "_device_of", lambda problem, index, known=known: (known, None)

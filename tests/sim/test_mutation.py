@@ -97,7 +97,8 @@ def test_mutants_of_the_backward_pass_are_caught(
     """A small sample; ``python -m tests.sim.mutation.backward`` runs a larger one."""
     subject = target.subject()
     # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
-    assert subject.coverage() > (0.6 if target.masked else 0.9)
+    # Those of ampere add gradients in turns, so that the code for any order does not run.
+    assert subject.coverage() > (0.6 if target.masked else 0.8)
     score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors

@@ -20,7 +20,7 @@ from archflash.__main__ import main
 from archflash.sim import _picture, _trace
 from tests.sim.ptx import HEADER, program
 
-KEYS, DIM, BLOCK_Q = 256, 64, 64  # a CTA of ampere's small variant has 64 query rows
+KEYS, DIM, BLOCK_Q = 256, 128, 64  # a CTA of the variant d128_few has 64 query rows
 
 
 def attention(**options: Any) -> sim.Run:
@@ -347,7 +347,7 @@ class Result:
 
 
 Run = Callable[..., Result]
-SMALL = ("--implementation", "ampere", "--dtype", "bfloat16", "--shape", "1,1,64,64")
+SMALL = ("--implementation", "ampere", "--dtype", "bfloat16", "--shape", "1,1,64,128")
 
 
 @pytest.fixture
@@ -366,7 +366,7 @@ def test_sim_run_prints_the_report_and_checks_the_output(command: Run) -> None:
     lines = result.out.splitlines()
     assert lines[0].startswith("ampere: bfloat16, batch 1, heads 1, 64 queries")
     assert lines[1] == "as on A100 (compute capability 8.0, 108 SMs), simulated"
-    assert lines[2].startswith("ampere_attention_fwd_bf16_d64_groups: 1 CTAs, no errors, no lints")
+    assert lines[2].startswith("ampere_attention_fwd_bf16_d128_few: 1 CTAs, no errors, no lints")
     assert lines[-2].startswith("ok: max error")
     assert lines[-1].startswith("log-sum-exp: ok")
 
