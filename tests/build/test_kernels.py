@@ -596,7 +596,7 @@ def test_every_kernel_is_planned_somewhere() -> None:
             options = {"sinks": torch.empty(2, device="meta"), "backward": True}
             # An H200 has hopper's kernels first.
             forced = [] if dtype == torch.float32 else [("H200", "ampere")]
-            asked = [("A100", None), ("RTX 4090", None), ("H200", None), *forced]
+            asked = [("T4", None), ("A100", None), ("RTX 4090", None), ("H200", None), *forced]
             for device, name in asked:
                 options["implementation"] = name
                 plan = archflash.explain(q, q, v, device=device, **options).plan
@@ -631,7 +631,7 @@ def test_every_kernel_is_planned_somewhere() -> None:
             continue
         q, qv, k_cache, v_cache = (
             torch.empty(2, rows, heads, dim, dtype=dtype, device="meta")
-            for rows, heads in ((1, 4), (64, 1))
+            for rows, heads in ((1, 4), (1024, 1))
             for dim in (64, 512)
         )
         of_cache = {"cache_seqlens": lengths, "qv": qv, "num_splits": 2}
