@@ -876,7 +876,7 @@ def test_explain_names_the_run_behind_a_measured_order() -> None:
     assert re.search(
         r"chosen  torch: PyTorch's cuDNN kernel; the fastest measured of those that serve this "
         r"call \(run \S+-h200-\S+, NVIDIA H200, bf16 2x16 4096x77 d64: torch-cudnn \d+, "
-        r"hopper \d+, torch-flash \d+, ampere \d+ TFLOP/s\)",
+        r"hopper \d+, ampere \d+, torch-flash \d+ TFLOP/s\)",
         str(h200_call(64, nq=4096, nk=77)),
     )
     summary = native.describe(HOPPER).summary
