@@ -126,7 +126,7 @@ struct CtaWork : BackwardWork {
   // on.
   int begin, last, start;
   int blocks;  // of all rounds and heads
-  // The same of the CTA of the keys before; before_begin > before_last: none.
+  // The first and last round of the CTA of the keys before; before_begin > before_last: none.
   int before_begin, before_last;
   // The number of the first head's first round among all rounds, and what comes to it for the next
   // head and for the next round.

@@ -25,7 +25,7 @@ using P = BackwardKernelParams;
 
 // What is planned of a tile here, beyond core::BackwardTile.
 struct BackwardTile : core::BackwardTile {
-  // Of a round of queries: its rows, and the bytes of its sums of dQ and of its turns.
+  // The rows of a round of queries, and the bytes of its sums of dQ and of its turns.
   int64_t round_rows, round_bytes, turns_bytes;
   core::Box keys_box, queries_box;
   const char* with_options;  // the name of the kernel that takes a softcap and turns

@@ -97,7 +97,7 @@ def test_mutants_of_the_backward_pass_are_caught(
     """A small sample; ``python -m tests.sim.mutation.backward`` runs a larger one."""
     subject = target.subject()
     # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
-    # Those of ampere add gradients in turns, so that the code for any order does not run.
+    # The calls of ampere add gradients in turns: the code for any order does not run.
     assert subject.coverage() > (0.6 if target.masked else 0.8)
     score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
     survivors = "".join(

@@ -162,7 +162,7 @@ def test_a_second_query_and_chunks_and_used_lengths_without_a_cache() -> None:
     want, want_lse = expected(*wide, **call)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-    # The same sequences packed, the second of which has only 4 keys that count, in chunks of 3.
+    # Both sequences are packed now. Of the second only 4 keys count, in chunks of 3.
     used = ends(7, 4)
     packed = fa3.flash_attn_varlen_func(
         *(x.flatten(0, 1) for x in (q, k, v)), ends(0, 9, 18), ends(0, 7, 14), 9, 7, causal=True,

@@ -17,7 +17,7 @@ namespace archflash::math {
 struct DropoutBits {
   uint32_t words[4];
 
-  // Those of a query and key of the group.
+  // The random bits of one query and key of the group.
   __device__ __forceinline__ uint32_t of(int query, int key) const {
     const uint32_t low = key & 16 ? words[1] : words[0], high = key & 16 ? words[3] : words[2];
     return (query & 8 ? high : low) >> (key & 8 ? 16 : 0) & 0xFFFF;

@@ -45,7 +45,7 @@ bool nothing_to_write(const Problem& problem);
 // transform_scores needs.
 void always_transform_scores(const Problem& problem, AttentionParams& params);
 
-// The same for kernels whose scores are logarithms to base 2: exp2_scale is 1 then.
+// Sets the factors for kernels whose scores are logarithms to base 2: exp2_scale is 1 then.
 void transform_scores_to_base_2(const Problem& problem, AttentionParams& params);
 
 // All fields, with null addresses. The tiles of all heads make one group.

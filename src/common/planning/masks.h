@@ -22,7 +22,7 @@ MaskParams mask_params(const Problem& problem);
 // Where a parameter block with MaskParams at `offset` has their addresses.
 std::vector<PointerSlot> mask_pointers(const Problem& problem, int offset);
 
-// The same of dropout.
+// The parameters of dropout, and where a parameter block with them at `offset` has their addresses.
 DropoutParams dropout_params(const Problem& problem);
 std::vector<PointerSlot> dropout_pointers(const Problem& problem, int offset);
 
