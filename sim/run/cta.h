@@ -110,7 +110,8 @@ struct TileLine {
   uint32_t start = 0;  // the offset of the box in shared memory
   uint32_t pitch = 0;  // the distance of its rows; 0: there is no box
   uint32_t rows = 0;
-  uint32_t span = 0;  // the span of its swizzle; 0: no swizzle
+  uint32_t slab_rows = 0;  // along the box's second dimension: a third one may be slabs, or rows
+  uint32_t span = 0;       // the span of its swizzle; 0: no swizzle
 };
 
 class Cta {

@@ -69,12 +69,14 @@ void check_boxes(Warp& warp, Cta& owner, const char* operand, const MatrixTile& 
     const uint32_t here = tile_place(descriptor, tile.k_major, 0, unit);
     const TileLine *from = tile_at(before), *to = tile_at(here);
     if (from == nullptr || to == nullptr) continue;
-    if (from->start != to->start && row_of(*from, before) == row_of(*to, here)) continue;
+    const uint32_t row_before = row_of(*from, before), row = row_of(*to, here);
+    const bool next_of_box = from->start == to->start && from->slab_rows < from->rows &&
+                             row == row_before + from->slab_rows;
+    if (next_of_box || (from->start != to->start && row_before == row)) continue;
     complain("has a leading offset of " + std::to_string(descriptor.leading) + " bytes: slab " +
-                 std::to_string(unit / per_slab) + " begins at row " +
-                 std::to_string(row_of(*to, here)) + " of " +
-                 (from->start == to->start ? "the box of the slab before" : "its box") +
-                 ", that one at row " + std::to_string(row_of(*from, before)),
+                 std::to_string(unit / per_slab) + " begins at row " + std::to_string(row) +
+                 " of " + (from->start == to->start ? "the box of the slab before" : "its box") +
+                 ", that one at row " + std::to_string(row_before),
              here);
     return;
   }

@@ -21,7 +21,7 @@ from archflash import sim
 
 from . import tags
 from .explained import EXPLAINED, explanation
-from .mutation import backward, protocols
+from .mutation import backward, latent, protocols
 from .mutation.excuses import EXCUSES
 from .mutation.mutants import Mutant, is_sync, mutants
 from .mutation.runner import (
@@ -99,6 +99,22 @@ def test_mutants_of_the_backward_pass_are_caught(
     # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
     # The calls of ampere add gradients in turns: the code for any order does not run.
     assert subject.coverage() > (0.6 if target.masked else 0.8)
+    score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
+    survivors = "".join(
+        f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
+    )
+    with capsys.disabled():
+        print(f"\n{target.kernel}: mutation score {score}{survivors}")
+    assert score.value >= BACKWARD_FLOOR, survivors
+
+
+@pytest.mark.parametrize("target", latent.TARGETS, ids=lambda target: target.kernel)
+def test_mutants_of_kernels_for_latent_caches_are_caught(
+    target: latent.LatentTarget, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small sample; ``python -m tests.sim.mutation.latent`` runs a larger one."""
+    subject = target.subject()
+    assert subject.coverage() > 0.95
     score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors

@@ -345,10 +345,7 @@ setp.ne.u32 %p0, %r0, 0;
 mbarrier.init.shared::cta.b64 [%r30], 1;
 fence.mbarrier_init.release.cluster;
 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r30], 16384;
-cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
-    [%r1+{base}], [%rd0, {{0, 0}}], [%r30];
-cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
-    [%r1+{base}+8192], [%rd0, {{{step}, 0}}], [%r30];
+{copies}
 READY:
 bar.sync 0;
 WAIT:
@@ -368,20 +365,32 @@ ret;
 """
 
 
+COPY = "cp.async.bulk.tensor.{dims}d.shared::cta.global.mbarrier::complete_tx::bytes\n"
+TWO_BOXES = (
+    COPY.format(dims=2) + "    [%r1+{base}], [%rd0, {{0, 0}}], [%r30];\n"
+    + COPY.format(dims=2) + "    [%r1+{base}+8192], [%rd0, {{{step}, 0}}], [%r30];"
+)  # fmt: skip
+ONE_BOX = COPY.format(dims=3) + "    [%r1+{base}], [%rd0, {{0, 0, 0}}], [%r30];"
+
+
 def tile_run(
-    *, mn_major: bool, lead: int, stride: int, mode: int, base: int = 0, width: int = 0
+    *, mn_major: bool, lead: int, stride: int, mode: int, base: int = 0, one_box: bool = False
 ) -> tuple[sim.Report, Tensor, Tensor]:
-    # A K-major B is two boxes of (64 n, 64 k). An MN-major one is slabs of 32 n and 128 k.
+    # A K-major B is two slabs of (64 n, 64 k). An MN-major one is slabs of 32 n and 128 k. Each is
+    # a box, or both are one.
     swizzle = 64 if mn_major else 128
     tensor = random(128, 128, torch.bfloat16)
     rows = 8192 // swizzle
-    map_ = sim.TensorMap(tensor[:rows], [swizzle // 2, rows], swizzle)
+    step = swizzle // 2
+    map_ = sim.TensorMap(tensor[:rows], [step, rows], swizzle)
+    if one_box:
+        slabs = tensor[:rows].as_strided((2, rows, step), (step, 128, 1))
+        map_ = sim.TensorMap(slabs, [step, rows, 2], swizzle)
     text = HEADER + TILE.format(
+        copies=(ONE_BOX if one_box else TWO_BOXES).format(base=base, step=step),
         d=", ".join(f"%d{i}" for i in range(32)),
         store="\n".join(f"st.global.u32 [%rd8+{4 * i}], %d{i};" for i in range(32)),
         trans=int(mn_major),
-        step=swizzle // 2,
-        base=base,
     )
     desc = base >> 4 | lead >> 4 << 16 | stride >> 4 << 32 | mode << 62
     out = torch.zeros(128, 32)
@@ -403,9 +412,10 @@ K_MAJOR = {"mn_major": False, "lead": 16, "stride": 1024, "mode": 1}
 MN_MAJOR = {"mn_major": True, "lead": 8192, "stride": 512, "mode": 2}
 
 
+@pytest.mark.parametrize("one_box", [False, True], ids=["two-boxes", "one-box"])
 @pytest.mark.parametrize("good", [K_MAJOR, MN_MAJOR], ids=["k", "mn"])
-def test_tiles_that_tma_wrote(good: dict[str, int]) -> None:
-    report, d, expected = tile_run(**good)
+def test_tiles_that_tma_wrote(good: dict[str, int], one_box: bool) -> None:
+    report, d, expected = tile_run(**good, one_box=one_box)
     assert not report.findings
     assert torch.equal(d.double(), expected)
 
@@ -418,6 +428,7 @@ def test_a_tile_inside_its_pattern_follows_its_addresses() -> None:
     assert torch.equal(d.double(), expected)
 
 
+@pytest.mark.parametrize("one_box", [False, True], ids=["two-boxes", "one-box"])
 @pytest.mark.parametrize(
     ("good", "change", "words"),
     [
@@ -431,9 +442,9 @@ def test_a_tile_inside_its_pattern_follows_its_addresses() -> None:
     ],
 )
 def test_a_descriptor_that_does_not_follow_the_tile_is_named(
-    good: dict[str, int], change: dict[str, int], words: str
+    good: dict[str, int], change: dict[str, int], words: str, one_box: bool
 ) -> None:
-    report, _, _ = tile_run(**(good | change))
+    report, _, _ = tile_run(**(good | change), one_box=one_box)
     named = [f.message for f in report.findings if f.kind == "descriptor"]
     assert named, report.findings
     assert words in named[0]
