@@ -35,8 +35,29 @@ namespace {
 
 // Never destroyed: they hold Python objects and CUDA handles, which must outlive static
 // destruction.
-PlanCache<std::shared_ptr<PreparedPlan>>& cache() {  // null: `torch` serves the problem
-  static auto& instance = *new PlanCache<std::shared_ptr<PreparedPlan>>;
+// What torch.empty_like makes the results of a call of, which takes half of the time of saying
+// their shapes; they hold no memory. Null where nothing was prepared.
+struct Templates {
+  nb::object out, lse;
+};
+struct Decision {
+  std::shared_ptr<PreparedPlan> plan;  // null: `torch` serves the problem
+  Templates like;
+  // Of like.out. A problem does not say in which order the dimensions come.
+  int out_ndim = 0;
+  int64_t out_shape[4]{}, out_strides[4]{};
+
+  // What a call may be made of.
+  Templates like_of(const Call& call) const {
+    const size_t bytes = out_ndim * sizeof(int64_t);
+    const bool same = call.out_ndim == out_ndim && !call.out_like_q &&
+                      std::memcmp(call.out_shape, out_shape, bytes) == 0 &&
+                      std::memcmp(call.out_strides, out_strides, bytes) == 0;
+    return {same ? like.out : nb::object(), like.lse};
+  }
+};
+PlanCache<Decision>& cache() {
+  static auto& instance = *new PlanCache<Decision>;
   return instance;
 }
 nb::object&
@@ -50,9 +71,8 @@ decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or
 struct OperatorDecision {
   std::shared_ptr<PreparedPlan> plan;
   std::string reason;  // why PyTorch's own kernel serves the problem; empty: the plan does
-  // What torch.empty_like makes the results of; they hold no memory. lse_column has one more
-  // dimension, of size 1.
-  nb::object out, lse, lse_column;
+  Templates like;
+  nb::object lse_column;  // as like.lse, with one more dimension, of size 1
 };
 PlanCache<OperatorDecision>& operator_cache() {
   static auto& instance = *new PlanCache<OperatorDecision>;
@@ -132,17 +152,17 @@ void write_rows_of_no_sequence(nb::handle out, nb::handle lse, nb::handle sinks)
 // What a call writes. Null where nothing is asked for.
 struct Outputs {
   nb::object out, lse, workspace;
+  DeviceBytes workspace_bytes;  // instead of `workspace`, where no tensor is needed
 };
 
-// Allocates what is missing and completes the addresses of the call. `like`: what torch.empty_like
-// makes the output and the log-sum-exp of, where given.
-Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call,
-                 const OperatorDecision* like = nullptr) {
-  Outputs made;
+// Allocates what is missing and completes the addresses of the call. all_tensors: the workspace is
+// wanted as a tensor.
+void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& made,
+              bool all_tensors, const Templates& like = {}) {
   if (!a.out.is_none()) {
     made.out = nb::borrow(a.out);
   } else {
-    made.out = like ? torch().empty_like(like->out) : allocate_out(a.q, call);
+    made.out = like.out.is_valid() ? torch().empty_like(like.out) : allocate_out(a.q, call);
   }
   if (a.out.is_none()) {
     set_address(call, Operand::Out, made.out);
@@ -155,14 +175,16 @@ Outputs allocate(const LaunchPlan& plan, const Arguments& a, Call& call,
     }
   }
   if (call.problem.want_lse) {
-    made.lse = like ? torch().empty_like(like->lse) : allocate_lse(a.q, call.problem);
+    made.lse = like.lse.is_valid() ? torch().empty_like(like.lse) : allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, made.lse);
   }
-  if (plan.workspace_bytes > 0) {
+  if (plan.workspace_bytes == 0) return;
+  if (!all_tensors && made.workspace_bytes.allocate(call.device_index, plan.workspace_bytes)) {
+    call.addresses[static_cast<int>(Operand::Workspace)] = made.workspace_bytes.data();
+  } else {
     made.workspace = a.q.attr("new_empty")(plan.workspace_bytes, nb::arg("dtype") = torch().uint8);
     set_address(call, Operand::Workspace, made.workspace);
   }
-  return made;
 }
 
 // The tensors of a call by operand name, as the simulator takes them.
@@ -204,8 +226,9 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call
 
 // Allocates what is missing, binds and launches. Returns out, or (out, lse).
 nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,
-               const OperatorDecision* like = nullptr) {
-  const Outputs outputs = allocate(*prepared.plan, a, call, like);
+               const Templates& like = {}) {
+  Outputs outputs;
+  allocate(*prepared.plan, a, call, outputs, call.device_index < 0, like);
   if (call.problem.varlen && prepared.plan->launches.empty()) {
     write_rows_of_no_sequence(outputs.out, outputs.lse, a.sinks);
   } else if (call.device_index < 0) {
@@ -274,19 +297,28 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
     return nb::borrow(Py_NotImplemented);
   if (call.device_index < 0) forget_other_simulated_devices();
   const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
-  std::shared_ptr<PreparedPlan> prepared;
-  if (const auto* cached = cache().find(key)) {
-    prepared = *cached;
-  } else {
+  const Decision* found = cache().find(key);
+  if (found == nullptr) {
+    Decision decision;
     nb::object chosen = decide()(call.problem, call.device_index, implementation);
-    if (!chosen.is_none()) prepared = prepare_for(call, chosen);
-    cache().insert(key, prepared);
+    if (!chosen.is_none()) {
+      decision.plan = prepare_for(call, chosen);
+      decision.out_ndim = call.out_ndim;
+      std::memcpy(decision.out_shape, call.out_shape, sizeof call.out_shape);
+      std::memcpy(decision.out_strides, call.out_strides, sizeof call.out_strides);
+      if (!call.out_like_q) decision.like.out = without_memory(allocate_out(q, call));
+      if (call.problem.want_lse) decision.like.lse = without_memory(allocate_lse(q, call.problem));
+    }
+    found = cache().insert(key, std::move(decision));
   }
-  if (!prepared) return nb::none();
+  if (!found->plan) return nb::none();
   // A kernel serves a call with gradients through torch's dispatcher, which records it for
   // autograd.
   if (call.problem.needs_grad) return nb::borrow(Py_NotImplemented);
-  return run(*prepared, arguments, call);
+  // Copies: allocating may let other threads insert.
+  const std::shared_ptr<PreparedPlan> plan = found->plan;
+  const Templates like = found->like_of(call);
+  return run(*plan, arguments, call, like);
 }
 
 // Whether a row of q is repeated. The output of PyTorch's operators then has the memory layout that
@@ -318,19 +350,19 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
       decision.reason = nb::cast<std::string>(answer);
     } else {
       decision.plan = prepare_for(call, answer);
-      decision.out = without_memory(allocate_out(q, call));
+      decision.like.out = without_memory(allocate_out(q, call));
       if (call.problem.want_lse) {
         nb::object lse = allocate_lse(q, call.problem);
         decision.lse_column = lse.attr("unsqueeze")(-1);
-        decision.lse = without_memory(std::move(lse));  // of both, which share it
+        decision.like.lse = without_memory(std::move(lse));  // of both, which share it
       }
     }
     found = operator_cache().insert(key, std::move(decision));
   }
   if (!found->plan) return nb::str(found->reason.c_str(), found->reason.size());
   OperatorDecision decision = *found;  // a copy: allocating may let other threads insert
-  if (lse_column) decision.lse = decision.lse_column;
-  nb::object result = run(*decision.plan, arguments, call, &decision);
+  if (lse_column) decision.like.lse = decision.lse_column;
+  nb::object result = run(*decision.plan, arguments, call, decision.like);
   ++served()[decision.plan->plan->implementation];
   return result;
 }
@@ -372,7 +404,8 @@ nb::dict operands_of(const LaunchPlan& plan, nb::handle q, nb::handle k, nb::han
   const Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
   Call call;
   build_call_of(plan, arguments, call);
-  const Outputs outputs = allocate(plan, arguments, call);
+  Outputs outputs;
+  allocate(plan, arguments, call, outputs, true);
   if (call.problem.varlen && plan.launches.empty())
     write_rows_of_no_sequence(outputs.out, outputs.lse, arguments.sinks);
   return by_operand(arguments, outputs, call);

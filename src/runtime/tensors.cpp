@@ -24,15 +24,26 @@ struct DLTensor {
   int64_t* strides;
   uint64_t byte_offset;
 };
+struct DLManagedTensor {
+  uint32_t version_major, version_minor;
+  void* context;
+  void (*free)(DLManagedTensor* self);
+  uint64_t flags;
+  DLTensor tensor;
+};
 struct ExchangeTable {
   uint32_t version_major, version_minor;
   ExchangeTable* previous;
-  void *allocate, *from_python, *to_python;
+  // Of `prototype` dtype, shape and device count. A failure calls set_error and returns another
+  // number than 0.
+  int (*allocate)(DLTensor* prototype, DLManagedTensor** out, void* error_context,
+                  void (*set_error)(void* error_context, const char* kind, const char* message));
+  void *from_python, *to_python;
   int (*view)(void* object, DLTensor* out);
   int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 constexpr int32_t DL_CPU = 1, DL_CUDA = 2;
-constexpr uint8_t DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6, DL_E4M3FN = 10,
+constexpr uint8_t DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6, DL_E4M3FN = 10,
                   DL_E5M2 = 12;
 
 bool exchange_enabled = true;
@@ -338,6 +349,34 @@ std::string given(nb::handle value) {
   if (nb::len(value) > LONGEST_SEQUENCE)
     return join("a ", kind_of(value), " of ", nb::len(value), " elements");
   return is_list ? given_sequence(value, "[", "]") : given_sequence(value, "(", ")");
+}
+
+DeviceBytes::~DeviceBytes() {
+  auto* owner = static_cast<DLManagedTensor*>(owner_);
+  if (owner && owner->free) owner->free(owner);
+}
+
+bool DeviceBytes::allocate(int device_index, int64_t bytes) {
+  const ExchangeTable* table = exchange_table();
+  if (!table || !table->allocate) return false;
+  DLTensor prototype{};
+  prototype.device = {DL_CUDA, device_index};
+  prototype.ndim = 1;
+  prototype.dtype = {DL_UINT, 8, 1};
+  prototype.shape = &bytes;
+  DLManagedTensor* made = nullptr;
+  const auto ignore = [](void*, const char*, const char*) {};
+  if (table->allocate(&prototype, &made, nullptr, ignore) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  owner_ = made;
+  return true;
+}
+
+void* DeviceBytes::data() const {
+  const DLTensor& tensor = static_cast<const DLManagedTensor*>(owner_)->tensor;
+  return static_cast<char*>(tensor.data) + tensor.byte_offset;
 }
 
 void* current_stream(int device_index) {

@@ -84,6 +84,24 @@ void* address_of(nb::handle tensor);
 // is not used, because it may read a tensor, which waits for the GPU and breaks a graph capture.
 std::string given(nb::handle value);
 
+// Bytes of a CUDA device, allocated by torch in the order of its current stream and given back at
+// the end of a scope, without a tensor object (0.6 us where a tensor takes 2 to 3).
+class DeviceBytes {
+ public:
+  DeviceBytes() = default;
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+  ~DeviceBytes();
+
+  // False where torch has no exchange table or refuses, for example for want of memory: a tensor
+  // must be made then, or its error told.
+  bool allocate(int device_index, int64_t bytes);
+  void* data() const;
+
+ private:
+  void* owner_ = nullptr;  // DLManagedTensorVersioned
+};
+
 void* current_stream(int device_index);  // torch's current stream on that device, as cudaStream_t
 
 }  // namespace archflash
