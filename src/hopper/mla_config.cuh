@@ -17,10 +17,11 @@ struct MlaParams {
   mma_sync::CacheParams call;
   const void* qv_gmem;  // as attention.q_gmem, with dv columns; strides in elements
   int64_t qv_batch, qv_head, qv_row;
-  // The caches as (columns, rows of a block, heads, blocks), where a block is a page, or without a
-  // page table a sequence.
+  // The caches as (columns of a slab, rows of a block, slabs, heads, blocks), where a block is a
+  // page, or without a page table a sequence. A box has one slab of K, and of V box_slabs.
   TensorMap k_map, v_map;
   int32_t box_rows;  // rows of a box of these maps: 64, or those of a page that has fewer
+  int32_t box_slabs;
 };
 static_assert(std::is_trivially_copyable_v<MlaParams>);
 static_assert(offsetof(MlaParams, call) == 0, "core::pointers() counts from the block's start");
@@ -43,11 +44,12 @@ struct MlaConfig {
   static constexpr int STAGES = 2;
   static constexpr int CTAS_PER_SM = 1;
   static constexpr bool CAN_SPLIT = true;
+  static constexpr int SCORES_BARRIER = 2;  // a named barrier; 1 is that of both warpgroups
 
   // Every thread starts with 168 registers, as __launch_bounds__ demands; then the producer's
   // warpgroup gives some back to the consumers (setmaxnreg).
-  static constexpr int PRODUCER_REGISTERS = 24;
-  static constexpr int CONSUMER_REGISTERS = 240;
+  static constexpr int PRODUCER_REGISTERS = 40;
+  static constexpr int CONSUMER_REGISTERS = 232;
   static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 168 * (WARPGROUPS + 1));
 
   // What a warpgroup multiplies and weighs: the scores of a block for 64 rows, half of the columns
@@ -69,7 +71,8 @@ struct MlaConfig {
   using RowTile = math::SlabTile<HEAD_DIM_V + HEAD_DIM, BLOCK_K>;
   using PTile = math::SlabTile<BLOCK_K, BLOCK_Q>;
   static constexpr int PARTS = 3;
-  static constexpr int HALF_SLABS = HEAD_DIM_V / 2 / RowTile::SLAB;
+  static constexpr int V_SLABS = HEAD_DIM_V / RowTile::SLAB;
+  static constexpr int HALF_SLABS = V_SLABS / 2;
   static constexpr int HALF_BYTES = HALF_SLABS * RowTile::SLAB_BYTES;
 
   // Shared memory, in bytes: qv | ring of latent rows | P of each warpgroup | bases of each | row
@@ -80,8 +83,8 @@ struct MlaConfig {
   static constexpr int BASE_SMEM = P_SMEM + WARPGROUPS * PTile::BYTES;
   static constexpr int SUM_SMEM = BASE_SMEM + WARPGROUPS * BLOCK_Q * 4;
   static constexpr int BARRIER_SMEM = SUM_SMEM + WARPGROUPS * BLOCK_Q * 4;
-  // Full and empty of each part of each stage, P of each warpgroup, a ragged block.
-  static constexpr int BARRIERS = 2 * STAGES * PARTS + WARPGROUPS + 1;
+  // Full and empty of each part of each stage, P of each warpgroup, each part of a ragged block.
+  static constexpr int BARRIERS = 2 * STAGES * PARTS + WARPGROUPS + PARTS;
   static constexpr int TILE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
   static constexpr int TILE_BYTES = 64;
   static constexpr int SHARED_BYTES = TILE_SMEM + TILE_BYTES;

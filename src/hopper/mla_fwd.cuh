@@ -13,20 +13,23 @@
 // clang-format off
 //                  each block                    of a pair
 //
-//   producer,      wait empty | load the part    K, left half of V, right half
-//   1 warp             | full of each part
+//   producers,     wait empty | load the part    a warp each for K, the left half of V, the right half
+//   3 warps            | full of each part
 //                      v
 //   warpgroup 0    S of block 0 | softmax | hand P over | O += P V of block 0 | O += P V of block 1
 //                                              | p_full                             ^ p_full
 //                                              v                                    |
-//   warpgroup 1    S of block 1 . . . . . . . O += P V of block 0 | softmax | hand P over | O += P V of block 1
+//   warpgroup 1    . . . S of block 1 . . . . O += P V of block 0 | softmax | hand P over | O += P V of block 1
 //                                              (at the same time)
 //   tensor cores   S of 0 | S of 1 | P V of 0, both halves | P V of 1, both halves
 // clang-format on
 //
-// While one warpgroup computes its softmax the products of the other one run. The two blocks that
-// fit shared memory leave no third stage: so a half of V is handed back as soon as its warpgroup
-// has multiplied it, and the next block's part comes while the other parts are still read.
+// While one warpgroup computes its softmax the products of the other one run: so warpgroup 1 begins
+// S when warpgroup 0 has issued its own, not beside it. The two blocks that fit shared memory leave
+// no third stage: so a half of V is handed back as soon as its warpgroup has multiplied it, and the
+// next block's part comes while the other parts are still read. What follows a part that comes back
+// is the longest chain of the loop, and wgmma leaves other accesses of shared memory little room (a
+// wait took 200 to 300 cycles), so each part has a warp of its own that waits for nothing else.
 //
 // Both warpgroups take the blocks in the same order, and the base of a block, from which its P was
 // computed, comes with P. A base never falls. A warpgroup whose outputs have an older base rescales
@@ -64,18 +67,20 @@ enum MlaPart { MLA_KEYS = 0, MLA_LEFT = 1, MLA_RIGHT = 2 };
 //
 // clang-format off
 //   barrier                  arrives                  waits         so that
-//   full of each part        producer, bytes          consumers     the part has landed before wgmma reads it
-//   empty of the keys' part  the 4 warps that         producer      their product has read it before TMA
+//   full of each part        its producer, bytes      consumers     the part has landed before wgmma reads it
+//   empty of the keys' part  the 4 warps that         its producer  their product has read it before TMA
 //                            compute the scores                     overwrites it
-//   empty of a half of V     the 4 warps that         producer      the same. They multiply P V of a block only when
+//   empty of a half of V     the 4 warps that         its producer  the same. They multiply P V of a block only when
 //                            multiply it                            they have its P, so its scores are there too
 //   p_full of a warpgroup    its 4 warps              the other     P and its bases are there before they are read.
 //                                                     warpgroup     There is no empty barrier: a warpgroup writes its
 //                                                                   next P when it has scores of rows that came after
 //                                                                   the other one has handed back the half of V that
 //                                                                   it multiplied with the last P
-//   ragged                   producer, bytes          producer      a block has landed before rows behind the
+//   ragged of each part      its producer, bytes      its producer  a part has landed before its rows behind the
 //                                                                   sequence are cleared
+//   named barrier 2          warpgroup 0: arrives     warpgroup 1   the products of S do not run side by side, which
+//                                                                   would end both late. It closes no hazard
 // clang-format on
 template <class C>
 struct MlaBarriers {
@@ -90,7 +95,9 @@ struct MlaBarriers {
   __device__ __forceinline__ uint32_t p_full(int group) const {
     return first_smem + 8 * (2 * C::STAGES * C::PARTS + group);
   }
-  __device__ __forceinline__ uint32_t ragged() const { return p_full(C::WARPGROUPS); }
+  __device__ __forceinline__ uint32_t ragged(int part) const {
+    return p_full(C::WARPGROUPS) + 8 * part;
+  }
 };
 
 // What a CTA computes; thread 0 writes it to shared memory for all.
@@ -122,86 +129,82 @@ __device__ __forceinline__ MlaTile find_mla_tile(const mma_sync::CacheParams& pa
   return tile;
 }
 
-// --- producer, one warp: latent rows -> shared memory ---
+// --- producers, a warp for each part: latent rows -> shared memory ---
 
-template <class C>
-__device__ __forceinline__ void produce_latent_rows(const MlaParams& params, const MlaTile& tile,
+// Where a box lies: the block of the cache, maybe outside of it, and the row in it.
+struct MlaPlace {
+  int block, row;
+};
+
+// The box with key `key` of a sequence. A box behind the sequence is that of the last key, which is
+// in the cache; its rows are cleared.
+__device__ __forceinline__ MlaPlace find_place(const MlaParams& params, const MlaTile& tile,
+                                               int sequence, int key) {
+  const KvCache& cache = params.call.cache;
+  const int row = min(key, tile.work.nk - 1);
+  MlaPlace place{math::find_cache_block(cache, sequence, row), row + tile.first};
+  if (cache.page_table_gmem != nullptr) place.row = row % cache.block_rows & -params.box_rows;
+  return place;
+}
+
+template <class C, MlaPart PART>
+__device__ __forceinline__ void produce_latent_part(const MlaParams& params, const MlaTile& tile,
                                                     unsigned char* shared, uint32_t shared_smem) {
   using RowTile = typename C::RowTile;
+  constexpr int SLABS = PART == MLA_KEYS ? 1 : C::HALF_SLABS;
+  constexpr int SLAB = PART == MLA_KEYS ? C::V_SLABS : (PART - 1) * C::HALF_SLABS;  // of a stage
   const AttentionParams& attention = params.call.attention;
   const KvCache& cache = params.call.cache;
   const MlaBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const int lane = threadIdx.x % 32;
+  const TensorMap& map = PART == MLA_KEYS ? params.k_map : params.v_map;
+  const int first_slab = PART == MLA_RIGHT ? C::HALF_SLABS : 0;  // of the map
+  const int box_slabs = PART == MLA_KEYS ? 1 : params.box_slabs;
   const bool leader = ptx::elect_sync();
   const int sequence = tile.work.batch_head / attention.heads_q;
-  const int kv_head = tile.work.batch_head % attention.heads_q / attention.heads_per_kv;
-  const int boxes = C::BLOCK_K / params.box_rows;  // one below another; a lane copies each
-  const int nk = tile.work.nk;
-
-  // Where this lane's box of a block lies: the block of the cache, and the row in it. A box behind
-  // the sequence is that of the last key, which is in the cache; its rows are cleared.
-  struct Place {
-    int block, row;
-  };
-  const auto find_place = [&](int key) {
-    const int row = min(key + lane % boxes * params.box_rows, nk - 1);
-    Place place{math::find_cache_block(cache, sequence, row), row + tile.first};
-    if (cache.page_table_gmem != nullptr) place.row = row % cache.block_rows & -params.box_rows;
-    place.block = min(max(place.block, 0), cache.blocks - 1);
-    return place;
-  };
-
-  const int first = tile.blocks.first;
-  int key = tile.blocks.last;
+  const int kv_head = uniform(tile.work.batch_head % attention.heads_q / attention.heads_per_kv);
+  const int boxes = C::BLOCK_K / params.box_rows;  // one below another
+  const int box_of_lane = static_cast<int>(threadIdx.x) % 32 % boxes;
+  const int nk = uniform(tile.work.nk);
+  const int first = uniform(tile.blocks.first);
+  int key = uniform(tile.blocks.last);
   if (key < first) return;
-  Place place = find_place(key);
+  MlaPlace place =
+      find_place(params, tile, sequence, key + box_of_lane * params.box_rows);  // this lane's box
 #pragma unroll 1
   for (int number = 0; key >= first; ++number, key -= C::BLOCK_K) {
     const int stage = number % C::STAGES;
     const uint32_t parity = number / C::STAGES % 2;
+    const int offset = C::ROWS_SMEM + stage * RowTile::BYTES + SLAB * RowTile::SLAB_BYTES;
     // Rows behind the sequence may hold NaN, which 0 does not silence in P V.
     const bool ragged = key + C::BLOCK_K > nk;
-    const int offset = C::ROWS_SMEM + stage * RowTile::BYTES;
-    const auto load = [&](int part) {
-      // Every product of the part that the stage held is done.
-      ptx::mbarrier_wait_parity(barriers.empty(stage, part), parity ^ 1);
-      const int slabs = part == MLA_KEYS ? 1 : C::HALF_SLABS;
-      const int slab = part == MLA_KEYS ? 2 * C::HALF_SLABS : (part - 1) * C::HALF_SLABS;
-      const uint32_t barrier = ragged ? barriers.ragged() : barriers.full(stage, part);
-      if (ragged) {
-        if (leader && part == MLA_KEYS) ptx::mbarrier_arrive_expect_tx(barrier, RowTile::BYTES);
-      } else if (leader) {
-        ptx::mbarrier_arrive_expect_tx(barrier, slabs * RowTile::SLAB_BYTES);
-      }
-      __syncwarp();  // the barrier expects the bytes before any lane has them copied
-      if (lane < boxes) {
-        uint32_t box_smem = shared_smem + offset + slab * RowTile::SLAB_BYTES +
-                            lane * params.box_rows * RowTile::ROW_BYTES;
-        const TensorMap& map = part == MLA_KEYS ? params.k_map : params.v_map;
-        int column = part == MLA_RIGHT ? C::HEAD_DIM_V / 2 : 0;
+    const uint32_t barrier = ragged ? barriers.ragged(PART) : barriers.full(stage, PART);
+    const int block_of_lane = min(max(place.block, 0), cache.blocks - 1);
+    // Every product of the part that the stage held is done.
+    ptx::mbarrier_wait_parity(barriers.empty(stage, PART), parity ^ 1);
 #pragma unroll 1
-        for (int i = 0; i < slabs; ++i) {
-          ptx::cp_async_bulk_tensor_4d_load(box_smem, map, column, place.row, kv_head, place.block,
-                                            barrier);
-          box_smem += RowTile::SLAB_BYTES;
-          column += RowTile::SLAB;
-        }
-      }
-    };
-    Place next = place;
-    if (key - C::BLOCK_K >= first) next = find_place(key - C::BLOCK_K);
-    load(MLA_KEYS);
-    load(MLA_LEFT);
-    load(MLA_RIGHT);
-    if (ragged) {  // the first block only
-      ptx::mbarrier_wait_parity(barriers.ragged(), 0);
-      clear_rows<RowTile>(shared + offset, nk - key);
-      if (leader) {
-        for (int part = 0; part < C::PARTS; ++part)
-          ptx::mbarrier_arrive(barriers.full(stage, part));
+    for (int box = 0; box < boxes; ++box) {
+      const int row = __shfl_sync(math::FULL_WARP, place.row, box);
+      const int block = __shfl_sync(math::FULL_WARP, block_of_lane, box);
+      if (!leader) continue;
+      uint32_t box_smem = shared_smem + offset + box * params.box_rows * RowTile::ROW_BYTES;
+#pragma unroll 1
+      for (int slab = 0; slab < SLABS; slab += box_slabs) {
+        ptx::cp_async_bulk_tensor_5d_load(box_smem, map, 0, row, first_slab + slab, kv_head, block,
+                                          barrier);
+        box_smem += box_slabs * RowTile::SLAB_BYTES;
       }
     }
-    place = next;
+    // Behind the copies, which wait for one access of shared memory less. The phase cannot end
+    // before this arrival, even if bytes land first.
+    if (leader) ptx::mbarrier_arrive_expect_tx(barrier, SLABS * RowTile::SLAB_BYTES);
+    if (key - C::BLOCK_K >= first) {  // looked up ahead: it is not needed before the next waits end
+      place = find_place(params, tile, sequence, key - C::BLOCK_K + box_of_lane * params.box_rows);
+    }
+    if (ragged) {  // the first block only
+      ptx::mbarrier_wait_parity(barrier, 0);
+      clear_rows<RowTile, SLABS>(shared + offset, nk - key);
+      if (leader) ptx::mbarrier_arrive(barriers.full(stage, PART));
+    }
   }
 }
 
@@ -268,6 +271,7 @@ struct MlaConsumer {
   uint32_t shared_smem;
   MlaBarriers<C> barriers;
   int warp_row;
+  int open_first, open_last;  // every row of the tile sees the keys from the one to the other
   MlaQuery q_rmem;
   math::Scores<G> s_rmem;
   math::Probabilities<G> p_rmem;
@@ -356,7 +360,7 @@ struct MlaConsumer {
     release(barriers.empty(GROUP, MLA_KEYS));
     if (attention.transform_scores)
       math::transform_scores<G>(s_rmem, attention.tanh_scale, attention.softcap);
-    if (tile.visible.masks(tile.work.first_row, tile.last_row, key, key + C::BLOCK_K - 1)) {
+    if (key < open_first || key + C::BLOCK_K - 1 > open_last) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile.work.first_row +
@@ -415,6 +419,7 @@ struct MlaConsumer {
   __device__ __forceinline__ void visit_pair(int key, uint32_t parity) {
     if constexpr (GROUP == 0) {
       begin_scores(parity);
+      if constexpr (WHOLE) ptx::bar_arrive(C::SCORES_BARRIER, C::CONSUMER_THREADS);
       ptx::wgmma_wait_group<0>();
       weigh(key);
       follow_own_bases();
@@ -426,6 +431,7 @@ struct MlaConsumer {
         finish_pv(1);
       }
     } else if constexpr (WHOLE) {
+      ptx::bar_sync(C::SCORES_BARRIER, C::CONSUMER_THREADS);
       begin_scores(parity);
       follow_other_bases(parity);
       begin_other_pv();
@@ -537,7 +543,9 @@ __device__ __forceinline__ void consume_latent_rows(const MlaParams& params, con
                                  shared,
                                  shared_smem,
                                  {shared_smem + C::BARRIER_SMEM},
-                                 static_cast<int>(threadIdx.x) % C::WARPGROUP / 32 * C::WARP_ROWS};
+                                 static_cast<int>(threadIdx.x) % C::WARPGROUP / 32 * C::WARP_ROWS,
+                                 uniform(tile.visible.first(tile.last_row)),
+                                 uniform(tile.visible.last(tile.work.first_row))};
   load_qv<C>(params, tile, shared);
   load_q<C>(consumer.q_rmem, params, tile, consumer.warp_row);
   ptx::fence_proxy_async_shared();        // the stores come before the reads of wgmma
@@ -572,15 +580,17 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
     }
     for (int group = 0; group < C::WARPGROUPS; ++group)
       ptx::mbarrier_init(barriers.p_full(group), C::WARPGROUP / 32);
-    ptx::mbarrier_init(barriers.ragged(), 1);
+    for (int part = 0; part < C::PARTS; ++part) ptx::mbarrier_init(barriers.ragged(part), 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // thread 0 has written `tile` and the barriers before others use them
 
   if (threadIdx.x >= C::CONSUMER_THREADS) {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32)
-      produce_latent_rows<C>(params, tile, shared, shared_smem);
+    const int warp = uniform(static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32);
+    if (warp == MLA_KEYS) produce_latent_part<C, MLA_KEYS>(params, tile, shared, shared_smem);
+    if (warp == MLA_LEFT) produce_latent_part<C, MLA_LEFT>(params, tile, shared, shared_smem);
+    if (warp == MLA_RIGHT) produce_latent_part<C, MLA_RIGHT>(params, tile, shared, shared_smem);
   } else {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
     if (threadIdx.x < C::WARPGROUP) {

@@ -23,19 +23,22 @@ constexpr core::Tile MLA_TILES[] = {
     core::tile<Config>("mla", {}, "two warpgroups share 64 rows, each has half of V's columns"),
 };
 
-// The map of K or V of a cache: (columns, rows of a block, heads, blocks).
-TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset, int box_rows) {
+// The map of K or V of a cache: (columns of a slab, rows of a block, slabs, heads, blocks).
+TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset, int box_rows,
+                        int box_slabs) {
+  using RowTile = Config::RowTile;
   const bool of_v = operand == Operand::V;
   const Strides& strides = of_v ? problem.v : problem.k;
   TensorMapSpec map{};
   map.operand = operand;
   map.offset = static_cast<int32_t>(offset);
   map.dtype = problem.dtype;
-  map.swizzle = Config::RowTile::SWIZZLE;
-  map.box = {Config::RowTile::SLAB, box_rows, 1, 1};
-  map.dims = {of_v ? problem.dv : problem.d, problem.page_size > 0 ? problem.page_size : problem.nk,
-              problem.heads_kv, problem.cache_batch};
-  for (const int64_t stride : {strides.row, strides.head, strides.batch})
+  map.swizzle = RowTile::SWIZZLE;
+  map.box = {RowTile::SLAB, box_rows, box_slabs, 1, 1};
+  map.dims = {RowTile::SLAB, problem.page_size > 0 ? problem.page_size : problem.nk,
+              (of_v ? problem.dv : problem.d) / RowTile::SLAB, problem.heads_kv,
+              problem.cache_batch};
+  for (const int64_t stride : {strides.row, int64_t{RowTile::SLAB}, strides.head, strides.batch})
     map.strides.push_back(stride * dtype_bytes(problem.dtype));
   return map;
 }
@@ -95,12 +98,15 @@ PlanResult plan_latent_cache(const Problem& problem, const Device& device) {
     const int64_t page = problem.page_size;
     params.box_rows =
         static_cast<int32_t>(page > 0 ? std::min<int64_t>(page, Config::BLOCK_K) : Config::BLOCK_K);
+    // The slabs of a box follow one another in shared memory, where each has BLOCK_K rows.
+    params.box_slabs = params.box_rows == Config::BLOCK_K ? Config::HALF_SLABS : 1;
     launch.params = core::bytes(params);
     launch.pointers.push_back({Operand::Qv, static_cast<int32_t>(offsetof(MlaParams, qv_gmem)), 0});
     if (problem.nk > 0) {  // an empty cache is never read
       launch.tensor_maps = {
-          cache_map(problem, Operand::K, offsetof(MlaParams, k_map), params.box_rows),
-          cache_map(problem, Operand::V, offsetof(MlaParams, v_map), params.box_rows)};
+          cache_map(problem, Operand::K, offsetof(MlaParams, k_map), params.box_rows, 1),
+          cache_map(problem, Operand::V, offsetof(MlaParams, v_map), params.box_rows,
+                    params.box_slabs)};
     }
   }
   return result;

@@ -91,10 +91,10 @@ __device__ __forceinline__ void release(uint32_t barrier_smem) {
 
 // Clears the rows of a tile that belong to another sequence: what they are multiplied with is 0,
 // but 0 * NaN would be NaN. Called by the whole warp when the tile has landed.
-template <class Tile>
+template <class Tile, int SLABS = Tile::SLABS>
 __device__ __forceinline__ void clear_rows(unsigned char* tile, int first_row) {
 #pragma unroll 1
-  for (int slab = 0; slab < Tile::SLABS; ++slab) {
+  for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll 1
     for (int byte = first_row * Tile::ROW_BYTES + threadIdx.x % 32 * 16; byte < Tile::SLAB_BYTES;
          byte += 32 * 16)

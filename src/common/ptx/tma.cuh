@@ -23,6 +23,18 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t dst_smem,
       : "memory");
 }
 
+// The same for a map of five dimensions, c0 innermost.
+__device__ __forceinline__ void cp_async_bulk_tensor_5d_load(uint32_t dst_smem,
+                                                             const TensorMap& map, int c0, int c1,
+                                                             int c2, int c3, int c4,
+                                                             uint32_t barrier_smem) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(dst_smem),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier_smem)
+      : "memory");
+}
+
 // createpolicy: PTX ISA, "Data Movement and Conversion Instructions: createpolicy" (sm_80 and up).
 // A policy is a hint for a copy: which lines L2 gives up first, and which last.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
