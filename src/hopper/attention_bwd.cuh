@@ -116,6 +116,12 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t dout_empty(int stage) const {
     return dout_full(stage) + 8 * C::DOUT_STAGES;
   }
+  __device__ __forceinline__ uint32_t dq_full(int group) const {
+    return dout_full(group) + 16 * C::DOUT_STAGES;
+  }
+  __device__ __forceinline__ uint32_t dq_empty(int group) const {
+    return dq_full(group) + 8 * C::WARPGROUPS;
+  }
 };
 
 // What a CTA works on, in shared memory.
@@ -297,6 +303,48 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
       release(barriers.q_full(q_ring.stage));
       q_ring.advance();
     }
+    block.next_round(work);
+  }
+}
+
+// --- a warp for each consumer warpgroup: its parts of dQ -> the sums in the workspace ---
+
+// TMA adds a part at once, which is faster than additions of 16 bytes.
+template <class C>
+__device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const CtaWork& work,
+                                       uint32_t shared_smem, int group) {
+  constexpr int PART_BYTES = 4 * C::PART_ROWS * C::PART_COLUMNS;
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();
+  const bool in_turns = C::OPTIONS && params.turns_gmem != nullptr;
+  BlockPosition<C> block{0, work.start};
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+    const int round = work.dq_first + block.head * work.dq_next_head +
+                      block.row / C::ROUND * work.dq_next_round;
+    const int part = round * C::WARPGROUPS + group;
+    ptx::mbarrier_wait_parity(barriers.dq_full(group), parity);
+    parity ^= 1;
+    if (leader) {
+      if (in_turns && block.row >= work.before_begin && block.row <= work.before_last) {
+        const int turn = work.first_row / C::ROWS;
+        while (ptx::ld_acquire_s32(params.turns_gmem + part) < turn) {
+        }
+        ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+      }
+      ptx::cp_reduce_async_bulk_add_f32(
+          params.dq_sums_gmem + static_cast<int64_t>(part) * (PART_BYTES / 4),
+          shared_smem + C::DQ_SMEM + group * PART_BYTES, PART_BYTES);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read_0();
+      ptx::mbarrier_arrive(barriers.dq_empty(group));
+      if (in_turns) {  // the next tile of keys may add when this one has
+        ptx::cp_async_bulk_wait_group_0();
+        ptx::st_release_s32(params.turns_gmem + part, work.first_row / C::ROWS + 1);
+      }
+    }
+    __syncwarp();
     block.next_round(work);
   }
 }
@@ -502,7 +550,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   const int lane = threadIdx.x % 32;
-  const bool leader = ptx::elect_sync();
 
   KeysByQueries<C> s_rmem, dp_rmem;
   KeysByQueries<C> own_p_rmem;  // P, and later dS, if S_AHEAD
@@ -530,48 +577,17 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     return shared_smem + C::Q_SMEM + block % C::Q_STAGES * C::QTile::BYTES;
   };
 
-  // The warp's sums of dQ: in shared memory, and in the workspace those of a round, whose number is
-  // negative (~number) where the CTA of the keys before adds to them first.
-  const int dq_shared = C::DQ_SMEM + 4 * warp * C::WARP_SUMS;
-  int dq_number = 0;
-  const auto find_dq = [&](int row) {
-    const int round = uniform(work.dq_first) + block.head * uniform(work.dq_next_head) +
-                      row / C::ROUND * uniform(work.dq_next_round);
-    dq_number = round * C::WARPS + warp;
-    if (C::OPTIONS && row >= uniform(work.before_begin) && row <= uniform(work.before_last))
-      dq_number = ~dq_number;
-  };
-  // Adds the warp's part of a round's dQ to the sums. TMA adds 4 KB at once, which is faster than
-  // additions of 16 bytes.
-  const auto add_dq = [&] {
-    if (leader) ptx::cp_async_bulk_wait_group_read_0();  // the last round's was read
-    __syncwarp();
+  // Hands the warp's part of the dQ of round `round` to the warp that adds it in the workspace.
+  const auto hand_on_dq = [&](uint32_t round) {
+    ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2 ^ 1);
+    unsigned char* const first = shared + C::DQ_SMEM + 4 * warp * C::WARP_SUMS + lane * 16;
 #pragma unroll
     for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
-      *reinterpret_cast<float4*>(shared + dq_shared + (n * 32 + lane) * 16) =
+      *reinterpret_cast<float4*>(first + n * 32 * 16) =
           float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
     }
     ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
-    __syncwarp();
-    if (leader) {
-      if (C::OPTIONS && dq_number < 0) {
-        dq_number = ~dq_number;
-        const int turn = work.first_row / C::ROWS;
-        while (ptx::ld_acquire_s32(params.turns_gmem + dq_number) < turn) {
-        }
-        ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      }
-      ptx::cp_reduce_async_bulk_add_f32(
-          params.dq_sums_gmem + static_cast<int64_t>(dq_number) * C::WARP_SUMS,
-          shared_smem + dq_shared, 4 * C::WARP_SUMS);
-      ptx::cp_async_bulk_commit_group();
-    }
-  };
-  // Hands the turn of a round on when the warp's part has been added.
-  const auto pass_turn = [&] {
-    if (!C::OPTIONS || params.turns_gmem == nullptr || !leader) return;
-    ptx::cp_async_bulk_wait_group_0();
-    ptx::st_release_s32(params.turns_gmem + dq_number, work.first_row / C::ROWS + 1);
+    release(barriers.dq_full(group));
   };
 
   const auto begin_s = [&](uint32_t q_smem) {
@@ -608,6 +624,19 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
   };
 
+  RingPosition<C::DS_STAGES> ds_ring, ds_due;  // of the dS to be written, and to be multiplied
+  const auto ds_at = [&](int stage) {
+    return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES;
+  };
+  if constexpr (!C::S_AHEAD) {
+    // The block before the first one: its dS is 0.
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) a[i] = 0;
+    store_ds<C>(ds_at(0), a_rmem);
+    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+    release(barriers.ds_full(0));
+    ds_ring.advance();
+  }
   ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
   ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
   begin_s(q_at(0));
@@ -621,10 +650,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   // branches more than they have to be: ptxas would wait for each of them (NOTES.md).
   const auto step = [&]<bool LAST_OF_ROUND>() {
     const int block_row = block.row;
-    const auto finish_dq = [&] {
-      ptx::registers_change<PART>(dq);
-      add_dq();
-    };
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
       ptx::registers_change<WORDS>(a);
@@ -644,13 +669,12 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       return next;
     };
 
-    const int round_row = block_row & -C::ROUND;
-    if constexpr (LAST_OF_ROUND && C::S_AHEAD) find_dq(round_row);
     if constexpr (!C::S_AHEAD) {
       weigh(number, block_row);
       ptx::wgmma_wait_group<0>();
       finish_dk();
-      if (number > 0) finish_dq();
+      ptx::registers_change<PART>(dq);
+      if (number > 1) hand_on_dq(number - 2);
     }
     const uint32_t dout_stage = number % C::DOUT_STAGES;
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), number / C::DOUT_STAGES % 2);
@@ -679,14 +703,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     }
     if (masks) clear_unseen<C>(ds_rmem, work, block_row);
     ptx::registers_change<SCORES>(ds);
-    if constexpr (!LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1) {
-      if (number > 0) pass_turn();
-    }
     if constexpr (C::S_AHEAD) {
       ptx::wgmma_wait_group<0>();  // S of the next block and dV
       ptx::registers_change<SCORES>(s);
     } else {
-      find_dq(round_row);
       const uint32_t next = go_on();
       if (more) {
         begin_s(q_at(next));
@@ -701,17 +721,22 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
 
     round_to_16_bits<C>(a_rmem, ds_rmem);
     ptx::registers_change<WORDS>(a);
-    const uint32_t round = number / C::BLOCKS_OF_ROUND, ds_stage = round % C::DS_STAGES;
-    const uint32_t ds_smem = shared_smem + C::DS_SMEM + ds_stage * C::DsTile::BYTES;
-    constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
-    store_ds<C>(ds_smem + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
-    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
-    if constexpr (LAST_OF_ROUND) {
-      release(barriers.ds_full(ds_stage));
-      ptx::mbarrier_wait_parity(barriers.ds_full(ds_stage), round / C::DS_STAGES % 2);
+    const auto begin_dq = [&] {
+      const uint32_t stage = ds_due.stage;
+      ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_due.parity);
+      ds_due.advance();
       ptx::registers_change<PART>(dq);
       ptx::wgmma_fence();  // the last uses of dQ come before the product
-      start_dq<C>(dq, ds_smem, shared_smem + C::K_SMEM, group);
+      start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
+    };
+    if constexpr (!C::S_AHEAD) begin_dq();  // of the block before
+    constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
+    store_ds<C>(ds_at(ds_ring.stage) + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
+    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+    if constexpr (LAST_OF_ROUND) {
+      release(barriers.ds_full(ds_ring.stage));
+      ds_ring.advance();
+      if constexpr (C::S_AHEAD) begin_dq();
     }
     ptx::registers_change<SUMS>(dk);
     ptx::wgmma_fence();  // dS is rounded before the product
@@ -721,7 +746,8 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       weigh(more ? number : number - 1, block.row);
       if constexpr (LAST_OF_ROUND) {
         ptx::wgmma_wait_group<1>();
-        finish_dq();
+        ptx::registers_change<PART>(dq);
+        hand_on_dq((number - 1) / C::BLOCKS_OF_ROUND);
       }
     } else {
       ptx::wgmma_wait_group<2>();  // S of the next block
@@ -738,10 +764,15 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   ptx::registers_change<SUMS>(dk);
   if constexpr (!C::S_AHEAD) {
     ptx::registers_change<PART>(dq);
-    add_dq();
+    if (number > 1) hand_on_dq(number - 2);
+    ptx::mbarrier_wait_parity(barriers.ds_full(ds_due.stage), ds_due.parity);
+    ptx::registers_change<PART>(dq);
+    ptx::wgmma_fence();  // the last uses of dQ come before the product
+    start_dq<C>(dq, ds_at(ds_due.stage), shared_smem + C::K_SMEM, group);
+    ptx::wgmma_wait_group<0>();
+    ptx::registers_change<PART>(dq);
+    hand_on_dq(number - 1);
   }
-  pass_turn();
-  if (leader) ptx::cp_async_bulk_wait_group_read_0();
 }
 
 template <class C>
@@ -773,6 +804,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
     }
     for (int stage = 0; stage < C::DS_STAGES; ++stage)
       ptx::mbarrier_init(barriers.ds_full(stage), C::WARPS);
+    for (int group = 0; group < C::WARPGROUPS; ++group) {
+      ptx::mbarrier_init(barriers.dq_full(group), C::WARPS / C::WARPGROUPS);
+      ptx::mbarrier_init(barriers.dq_empty(group), 1);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
@@ -792,6 +827,8 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
       load<C>(params, work, shared, shared_smem);
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
       load_terms<C>(params, work, shared, shared_smem);
+    } else {
+      add_dq<C>(params, work, shared_smem, static_cast<int>(threadIdx.x) / 32 % 2);
     }
   }
 }

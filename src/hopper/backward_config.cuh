@@ -27,7 +27,7 @@ struct BackwardConfig {
   static constexpr int ROUND = BLOCK * BLOCKS_OF_ROUND;
   static constexpr int Q_STAGES = Q_STAGES_;
   static constexpr int DOUT_STAGES = DOUT_STAGES_;
-  static constexpr int DS_STAGES = 2;  // rounds
+  static constexpr int DS_STAGES = S_AHEAD_ ? 2 : 3;  // rounds
   static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DOUT_STAGES & (DOUT_STAGES - 1)) == 0,
                 "a stage is the last bits of a block's number");
   // Whether the registers suffice for S of the next block beside P and dP of this one. If not, P
@@ -74,7 +74,7 @@ struct BackwardConfig {
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
   // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO; one
   // more: the bytes of a ragged block.
-  static constexpr int BARRIERS = 2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 1;
+  static constexpr int BARRIERS = 2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 1 + 2 * WARPGROUPS;
   static constexpr int WORK_BYTES = 128;  // math::BackwardWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
@@ -88,7 +88,7 @@ struct BackwardConfig {
 template <DType T, bool OPTIONS = false>
 using BackwardD64  = BackwardConfig<T,                    64,       2,       4,   4,  true,  OPTIONS>;
 template <DType T, bool OPTIONS = false>
-using BackwardD128 = BackwardConfig<T,                   128,       1,       4,   2,  false, OPTIONS>;
+using BackwardD128 = BackwardConfig<T,                   128,       1,       2,   2,  false, OPTIONS>;
 // clang-format on
 
 }  // namespace archflash::hopper
