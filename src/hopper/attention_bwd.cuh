@@ -56,6 +56,7 @@
 #include "common/ptx/lg2.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/min.cuh"
+#include "common/ptx/named_barrier.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_global.cuh"
 #include "common/ptx/tma.cuh"
@@ -628,15 +629,34 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   const auto ds_at = [&](int stage) {
     return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES;
   };
-  if constexpr (!C::S_AHEAD) {
-    // The block before the first one: its dS is 0.
+  // The round before the first one: its dS is 0.
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) a[i] = 0;
-    store_ds<C>(ds_at(0), a_rmem);
-    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
-    release(barriers.ds_full(0));
-    ds_ring.advance();
+  for (int i = 0; i < WORDS; ++i) a[i] = 0;
+#pragma unroll
+  for (int row = 0; row < C::ROUND; row += C::BLOCK)
+    store_ds<C>(ds_at(0) + row * C::DsTile::ROW_BYTES, a_rmem);
+  ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+  release(barriers.ds_full(0));
+  ds_ring.advance();
+  const auto take_turn = [&] {
+    if constexpr (C::IN_TURNS) ptx::bar_sync(1 + group, C::CONSUMER_THREADS);
+  };
+  const auto pass_turn = [&] {
+    if constexpr (C::IN_TURNS) ptx::bar_arrive(2 - group, C::CONSUMER_THREADS);
+  };
+  if (group == 1) {
+    pass_turn();
+    take_turn();
+    pass_turn();
   }
+  const auto begin_dq = [&] {
+    const int stage = ds_due.stage;
+    ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_due.parity);
+    ds_due.advance();
+    ptx::registers_change<PART>(dq);
+    ptx::wgmma_fence();  // the last uses of dQ come before the product
+    start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
+  };
   ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
   ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
   begin_s(q_at(0));
@@ -649,6 +669,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   // and those of this one are left so. Returns whether there is a next one. Its products are not in
   // branches more than they have to be: ptxas would wait for each of them (NOTES.md).
   const auto step = [&]<bool LAST_OF_ROUND>() {
+    constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1;
     const int block_row = block.row;
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
@@ -679,6 +700,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     const uint32_t dout_stage = number % C::DOUT_STAGES;
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), number / C::DOUT_STAGES % 2);
     const uint32_t dout_smem = shared_smem + C::DOUT_SMEM + dout_stage * C::QTile::BYTES;
+    take_turn();
     ptx::registers_change<SCORES>(dp);
     ptx::wgmma_fence();  // the last uses of dP come before the product
     start_keys_by_queries<C>(dp_rmem, v, dout_smem);
@@ -694,6 +716,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::wgmma_fence();  // P is rounded before the product
     start_gradient<C>(dv_rmem, a_rmem, dout_smem);
 
+    pass_turn();
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
     if (C::OPTIONS && attention.softcap != 0.0f) {
@@ -704,10 +727,12 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     if (masks) clear_unseen<C>(ds_rmem, work, block_row);
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
+      take_turn();
       ptx::wgmma_wait_group<0>();  // S of the next block and dV
       ptx::registers_change<SCORES>(s);
     } else {
       const uint32_t next = go_on();
+      take_turn();
       if (more) {
         begin_s(q_at(next));
         ptx::wgmma_wait_group<1>();  // dV
@@ -721,33 +746,25 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
 
     round_to_16_bits<C>(a_rmem, ds_rmem);
     ptx::registers_change<WORDS>(a);
-    const auto begin_dq = [&] {
-      const uint32_t stage = ds_due.stage;
-      ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_due.parity);
-      ds_due.advance();
-      ptx::registers_change<PART>(dq);
-      ptx::wgmma_fence();  // the last uses of dQ come before the product
-      start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
-    };
-    if constexpr (!C::S_AHEAD) begin_dq();  // of the block before
+    if constexpr (FIRST_OF_ROUND) begin_dq();  // of the round before
     constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
     store_ds<C>(ds_at(ds_ring.stage) + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
     ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
     if constexpr (LAST_OF_ROUND) {
       release(barriers.ds_full(ds_ring.stage));
       ds_ring.advance();
-      if constexpr (C::S_AHEAD) begin_dq();
     }
     ptx::registers_change<SUMS>(dk);
     ptx::wgmma_fence();  // dS is rounded before the product
     start_gradient<C>(dk_rmem, a_rmem, q_at(number));
+    pass_turn();
     ++number;
     if constexpr (C::S_AHEAD) {
       weigh(more ? number : number - 1, block.row);
-      if constexpr (LAST_OF_ROUND) {
+      if constexpr (FIRST_OF_ROUND) {
         ptx::wgmma_wait_group<1>();
         ptx::registers_change<PART>(dq);
-        hand_on_dq((number - 1) / C::BLOCKS_OF_ROUND);
+        if (number > C::BLOCKS_OF_ROUND) hand_on_dq((number - 1) / C::BLOCKS_OF_ROUND - 1);
       }
     } else {
       ptx::wgmma_wait_group<2>();  // S of the next block
@@ -765,14 +782,16 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   if constexpr (!C::S_AHEAD) {
     ptx::registers_change<PART>(dq);
     if (number > 1) hand_on_dq(number - 2);
-    ptx::mbarrier_wait_parity(barriers.ds_full(ds_due.stage), ds_due.parity);
-    ptx::registers_change<PART>(dq);
-    ptx::wgmma_fence();  // the last uses of dQ come before the product
-    start_dq<C>(dq, ds_at(ds_due.stage), shared_smem + C::K_SMEM, group);
-    ptx::wgmma_wait_group<0>();
-    ptx::registers_change<PART>(dq);
-    hand_on_dq(number - 1);
   }
+  if (group == 0) {
+    take_turn();
+    pass_turn();
+  }
+  begin_dq();  // of the last round
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<PART>(dq);
+  hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
+  if (group == 0) take_turn();  // a barrier must not end with an arrival
 }
 
 template <class C>

@@ -28,8 +28,11 @@ struct BackwardConfig {
   static constexpr int Q_STAGES = Q_STAGES_;
   static constexpr int DOUT_STAGES = DOUT_STAGES_;
   static constexpr int DS_STAGES = S_AHEAD_ ? 2 : 3;  // rounds
-  static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DOUT_STAGES & (DOUT_STAGES - 1)) == 0,
-                "a stage is the last bits of a block's number");
+#ifdef TURNS_OFF
+  static constexpr bool IN_TURNS = false;
+#else
+  static constexpr bool IN_TURNS = true;
+#endif
   // Whether the registers suffice for S of the next block beside P and dP of this one. If not, P
   // takes the place of S, and dS and dQ that of dP.
   static constexpr bool S_AHEAD = S_AHEAD_;
@@ -88,7 +91,7 @@ struct BackwardConfig {
 template <DType T, bool OPTIONS = false>
 using BackwardD64  = BackwardConfig<T,                    64,       2,       4,   4,  true,  OPTIONS>;
 template <DType T, bool OPTIONS = false>
-using BackwardD128 = BackwardConfig<T,                   128,       1,       2,   2,  false, OPTIONS>;
+using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, OPTIONS>;
 // clang-format on
 
 }  // namespace archflash::hopper
