@@ -269,7 +269,12 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
   }
 }
 
-// --- one more warp: the terms of a block's rows -> shared memory ---
+// --- one more warp: the terms of a block's rows, and a note about it -> shared memory ---
+
+struct BlockNote {
+  int row;                // the block's first row
+  unsigned masked_warps;  // a bit for each consumer warp: not all of its keys are seen by all rows
+};
 
 template <class C>
 __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
@@ -300,6 +305,13 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
       for (int j = 0; j < C::BLOCK / 32; ++j) {
         of_stage[32 * j + lane] = terms[j].lse_log2;
         of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
+      }
+      const int first_key = work.first_row + lane % C::WARPS * C::WARP_ROWS;
+      const bool masks = work.visible.masks(
+          first_key, min(first_key + C::WARP_ROWS, work.own_rows) - 1, first, first + C::BLOCK - 1);
+      const unsigned masked_warps = __ballot_sync(math::FULL_WARP, masks);
+      if (lane == 0) {
+        *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {first, masked_warps};
       }
       release(barriers.q_full(q_ring.stage));
       q_ring.advance();
@@ -572,14 +584,17 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + own_rows, 16);
   const ptx::WgmmaDescriptor v =
       describe_tile<typename C::KTile>(shared_smem + C::V_SMEM + own_rows, 16);
-  BlockPosition<C> block{0, work.start};
-  uint32_t number = 0;  // of the block, which says what stages it is in
-  const auto q_at = [&](uint32_t block) {
-    return shared_smem + C::Q_SMEM + block % C::Q_STAGES * C::QTile::BYTES;
+  const auto blocks = static_cast<uint32_t>(uniform(work.blocks));
+  uint32_t number = 0;  // of the block
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  int last_q_stage = 0;  // that of the block before
+  const auto q_at = [&](int stage) {
+    return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES;
   };
 
   // Hands the warp's part of the dQ of round `round` to the warp that adds it in the workspace.
-  const auto hand_on_dq = [&](uint32_t round) {
+  const auto store_dq = [&](uint32_t round) {
     ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2 ^ 1);
     unsigned char* const first = shared + C::DQ_SMEM + 4 * warp * C::WARP_SUMS + lane * 16;
 #pragma unroll
@@ -587,6 +602,8 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       *reinterpret_cast<float4*>(first + n * 32 * 16) =
           float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
     }
+  };
+  const auto hand_on_dq = [&] {
     ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
     release(barriers.dq_full(group));
   };
@@ -599,13 +616,14 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   // S becomes P.
   const float2* terms;  // of two queries each: LSEs, and from BLOCK / 2 on deltas
   bool masks;
-  const auto weigh = [&](uint32_t block, int block_row) {
-    terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM +
-                                            block % C::Q_STAGES * C::TERMS_BYTES) +
+  const auto note_of = [&](int q_stage) {
+    return reinterpret_cast<const BlockNote*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES +
+                                              8 * C::BLOCK);
+  };
+  const auto weigh = [&](int q_stage) {
+    terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
-    const int warp_key = work.first_row + warp * C::WARP_ROWS;
-    masks = work.visible.masks(warp_key, min(warp_key + C::WARP_ROWS, work.own_rows) - 1, block_row,
-                               block_row + C::BLOCK - 1);
+    masks = note_of(q_stage)->masked_warps >> warp & 1;
     if (C::OPTIONS && attention.softcap != 0.0f) cap_scores<C>(s_rmem, attention);
 #pragma unroll
     for (int n = 0; n < C::BLOCK / 8; ++n) {
@@ -621,7 +639,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
         }
       }
     }
-    if (masks) clear_unseen<C>(p_rmem, work, block_row);
+    if (masks) clear_unseen<C>(p_rmem, work, note_of(q_stage)->row);
     ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
   };
 
@@ -644,6 +662,9 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   const auto pass_turn = [&] {
     if constexpr (C::IN_TURNS) ptx::bar_arrive(2 - group, C::CONSUMER_THREADS);
   };
+#if AF_TURNS == 1
+  if (group == 1) ptx::bar_sync(1, C::CONSUMER_THREADS);
+#endif
   if (group == 1) {
     pass_turn();
     take_turn();
@@ -662,7 +683,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   begin_s(q_at(0));
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SCORES>(s);
-  if constexpr (C::S_AHEAD) weigh(0, block.row);
+  if constexpr (C::S_AHEAD) weigh(0);
   ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
 
   // A block, whose S is there: with S_AHEAD its P. dK and dQ of the block before may be unfinished,
@@ -670,35 +691,27 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   // branches more than they have to be: ptxas would wait for each of them (NOTES.md).
   const auto step = [&]<bool LAST_OF_ROUND>() {
     constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1;
-    const int block_row = block.row;
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
       ptx::registers_change<WORDS>(a);
-      if (number > 0) release(barriers.q_empty((number - 1) % C::Q_STAGES));
+      if (number > 0) release(barriers.q_empty(last_q_stage));
     };
-    bool more = true;
-    const auto go_on = [&] {
-      if constexpr (LAST_OF_ROUND) {
-        block.row -= C::ROUND - C::BLOCK;
-        block.next_round(work);
-        more = number + 1 < static_cast<uint32_t>(uniform(work.blocks));
-      } else {
-        block.row += C::BLOCK;
-      }
-      const uint32_t next = more ? number + 1 : number;
-      ptx::mbarrier_wait_parity(barriers.q_full(next % C::Q_STAGES), next / C::Q_STAGES % 2);
-      return next;
-    };
-
+    const bool more = !LAST_OF_ROUND || number + 1 < blocks;
+    RingPosition<C::Q_STAGES> next = q_ring;  // of the next block; of this one if it is the last
+    if (more) next.advance();
     if constexpr (!C::S_AHEAD) {
-      weigh(number, block_row);
+      weigh(q_ring.stage);
       ptx::wgmma_wait_group<0>();
       finish_dk();
       ptx::registers_change<PART>(dq);
-      if (number > 1) hand_on_dq(number - 2);
+      if (number > 1) store_dq(number - 2);
+#ifdef LATE_OFF
+      if (number > 1) hand_on_dq();
+#endif
     }
-    const uint32_t dout_stage = number % C::DOUT_STAGES;
-    ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), number / C::DOUT_STAGES % 2);
+    const int dout_stage = dout_ring.stage;
+    ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), dout_ring.parity);
+    dout_ring.advance();
     const uint32_t dout_smem = shared_smem + C::DOUT_SMEM + dout_stage * C::QTile::BYTES;
     take_turn();
     ptx::registers_change<SCORES>(dp);
@@ -706,7 +719,8 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     start_keys_by_queries<C>(dp_rmem, v, dout_smem);
     if constexpr (C::S_AHEAD) {
       // Behind the last block S is that of the same queries once more, which nobody uses.
-      begin_s(q_at(go_on()));
+      ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
+      begin_s(q_at(next.stage));
       ptx::wgmma_wait_group<2>();
       finish_dk();
     }
@@ -715,8 +729,15 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::registers_change<SUMS>(dv);
     ptx::wgmma_fence();  // P is rounded before the product
     start_gradient<C>(dv_rmem, a_rmem, dout_smem);
-
+#if AF_TURNS == 1
+    if (group == 0 && number == 0) ptx::bar_arrive(1, C::CONSUMER_THREADS);
+#endif
     pass_turn();
+#ifndef LATE_OFF
+    if constexpr (!C::S_AHEAD) {
+      if (number > 1) hand_on_dq();
+    }
+#endif
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
     if (C::OPTIONS && attention.softcap != 0.0f) {
@@ -724,17 +745,17 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     } else {
       differentiate<C, false>(ds_rmem, p_rmem, dp_rmem, terms, 0.0f);
     }
-    if (masks) clear_unseen<C>(ds_rmem, work, block_row);
+    if (masks) clear_unseen<C>(ds_rmem, work, note_of(q_ring.stage)->row);
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
       take_turn();
       ptx::wgmma_wait_group<0>();  // S of the next block and dV
       ptx::registers_change<SCORES>(s);
     } else {
-      const uint32_t next = go_on();
+      ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
       take_turn();
       if (more) {
-        begin_s(q_at(next));
+        begin_s(q_at(next.stage));
         ptx::wgmma_wait_group<1>();  // dV
       } else {
         ptx::wgmma_wait_group<0>();
@@ -749,22 +770,36 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     if constexpr (FIRST_OF_ROUND) begin_dq();  // of the round before
     constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
     store_ds<C>(ds_at(ds_ring.stage) + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
+#ifdef LATE_OFF
     ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
     if constexpr (LAST_OF_ROUND) {
       release(barriers.ds_full(ds_ring.stage));
       ds_ring.advance();
     }
+#endif
     ptx::registers_change<SUMS>(dk);
     ptx::wgmma_fence();  // dS is rounded before the product
-    start_gradient<C>(dk_rmem, a_rmem, q_at(number));
+    start_gradient<C>(dk_rmem, a_rmem, q_at(q_ring.stage));
     pass_turn();
+#ifndef LATE_OFF
+    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+    if constexpr (LAST_OF_ROUND) {
+      release(barriers.ds_full(ds_ring.stage));
+      ds_ring.advance();
+    }
+#endif
     ++number;
+    last_q_stage = q_ring.stage;
+    q_ring = next;
     if constexpr (C::S_AHEAD) {
-      weigh(more ? number : number - 1, block.row);
+      weigh(q_ring.stage);
       if constexpr (FIRST_OF_ROUND) {
         ptx::wgmma_wait_group<1>();
         ptx::registers_change<PART>(dq);
-        if (number > C::BLOCKS_OF_ROUND) hand_on_dq((number - 1) / C::BLOCKS_OF_ROUND - 1);
+        if (number > C::BLOCKS_OF_ROUND) {
+          store_dq((number - 1) / C::BLOCKS_OF_ROUND - 1);
+          hand_on_dq();
+        }
       }
     } else {
       ptx::wgmma_wait_group<2>();  // S of the next block
@@ -781,7 +816,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   ptx::registers_change<SUMS>(dk);
   if constexpr (!C::S_AHEAD) {
     ptx::registers_change<PART>(dq);
-    if (number > 1) hand_on_dq(number - 2);
+    if (number > 1) {
+      store_dq(number - 2);
+      hand_on_dq();
+    }
   }
   if (group == 0) {
     take_turn();
@@ -790,7 +828,8 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   begin_dq();  // of the last round
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<PART>(dq);
-  hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
+  store_dq(number / C::BLOCKS_OF_ROUND - 1);
+  hand_on_dq();
   if (group == 0) take_turn();  // a barrier must not end with an arrival
 }
 

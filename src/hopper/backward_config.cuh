@@ -28,11 +28,10 @@ struct BackwardConfig {
   static constexpr int Q_STAGES = Q_STAGES_;
   static constexpr int DOUT_STAGES = DOUT_STAGES_;
   static constexpr int DS_STAGES = S_AHEAD_ ? 2 : 3;  // rounds
-#ifdef TURNS_OFF
-  static constexpr bool IN_TURNS = false;
-#else
-  static constexpr bool IN_TURNS = true;
+#ifndef AF_TURNS
+#define AF_TURNS 1
 #endif
+  static constexpr bool IN_TURNS = AF_TURNS == 2;
   // Whether the registers suffice for S of the next block beside P and dP of this one. If not, P
   // takes the place of S, and dS and dQ that of dP.
   static constexpr bool S_AHEAD = S_AHEAD_;
@@ -73,7 +72,7 @@ struct BackwardConfig {
   static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * QTile::BYTES;
   static constexpr int DQ_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
   static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
-  static constexpr int TERMS_BYTES = 2 * 4 * BLOCK;
+  static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
   // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO; one
   // more: the bytes of a ragged block.
