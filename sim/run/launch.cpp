@@ -175,7 +175,9 @@ struct Running {
 
   Running(const LaunchContext& launch, bool traced, int64_t index, Counts& counts,
           std::deque<int64_t> takes)
-      : context(launch), index(index), cluster(with_trace(traced), index, counts, std::move(takes)) {}
+      : context(launch),
+        index(index),
+        cluster(with_trace(traced), index, counts, std::move(takes)) {}
 
  private:
   const LaunchContext& with_trace(bool traced) {

@@ -16,26 +16,32 @@
 //                      once         each block of queries
 //
 //   loader, 1 warp     load K, V    wait q_empty    load Q                    wait dout_empty  load dO
-//   terms, 1 warp                   wait q_empty    LSEs and deltas             |
+//   terms, 1 warp                   wait q_empty    LSEs, deltas, a note        |
 //                        |            | q_full                                  | dout_full
 //                        v            v                                         v
 //   consumers,         wait k_full  wait q_full                               wait dout_full
 //   2 warpgroups of    v_full       start S^T = K Q^T                         start dP^T = V dO^T
 //   128 threads                     P^T = 2^(S^T - LSE)                       start dV += P^T dO   | dout_empty
 //                                                                             dS^T = P^T (dP^T - delta)
-//                                   start dQ = dS K, dK += dS^T Q  | q_empty  dS -> shared memory  | ds_full
-//                                   dQ -> shared memory -> added in the workspace by TMA
+//                                   start dK += dS^T Q  | q_empty             dS -> shared memory  | ds_full
+//                                   start dQ = dS K of the round before
+//                                   wait dq_empty   dQ -> shared memory       | dq_full
+//                                                                             v
+//   dQ, 2 warps                     wait dq_full    add dQ in the workspace by TMA              | dq_empty
 //
 //   one step of a consumer warpgroup:
 //
-//   tensor cores   dQ, dK of block b - 1 |        | dP of b | dV of b | S of b + 1         | dQ, dK of b
-//   warps          P of b                | add dQ | round P | dS of b | round dS, store it | P of b + 1
-//   (with S_AHEAD S of b + 1 comes behind dP of b, and dQ is added while dK is computed)
+//   tensor cores   dQ of b - 2, dK of b - 1 |          | dP of b | dV of b | S of b + 1       | dQ of b - 1, dK of b
+//   warps          P of b                   | store dQ | round P | dS of b | round, store dS  | P of b + 1
+//   (with S_AHEAD S of b + 1 comes behind dP of b, and dQ is stored while dK is computed)
 // clang-format on
 //
 // A consumer warpgroup owns 64 keys. S, P and dP lie in its registers with a key in a row, so that
 // P and dS in 16 bits are the operand A of the products for dV and dK. For dQ, which sums over the
-// keys, dS passes through shared memory, and each warpgroup computes a part of it.
+// keys, dS passes through shared memory, and each warpgroup computes a part of it. It does so a
+// round later, when the other warpgroup has long stored its dS: so the two need not keep step, and
+// the second one begins half a step after the first one. Then one of them multiplies while the
+// other one computes exponentials; in step both would do either at the same time.
 //
 // The tiles and the memory plan are in backward_config.cuh, the plan in plan_backward.cpp, budgets
 // and measurements in NOTES.md.
@@ -87,14 +93,19 @@ using math::BackwardWork;
 //     of each stage
 //   ds_full of each stage    each consumer warp    consumers       dS of all keys is there before a
 //                                                                  warpgroup multiplies it by K
+//   dq_full of each          each of its warps     its dQ warp     dQ of a round is in shared memory
+//     warpgroup                                                    before TMA adds it
+//   dq_empty of each         its dQ warp           its warps       TMA has read dQ before that of the
+//     warpgroup                                                    next round comes
 //   ragged                   loader, bytes         loader          a tile that ends behind its
 //                                                                  sequence has landed before the
 //                                                                  loader clears what it has of the
 //                                                                  next one
 // clang-format on
 //
-// A stage of dS needs no empty barrier: a warp that writes dS of a round has waited for ds_full of
-// the round before, at which each warp arrives only when its dQ of the one before that is there.
+// A stage of dS needs no empty barrier. A warp that writes dS of round r has waited for ds_full of
+// round r - 1. There a warp arrives when its dQ of round r - 3 is complete, so three stages
+// suffice; with two blocks in a round, where dQ of round r - 2 is complete by then, two.
 template <class C>
 struct BackwardBarriers {
   uint32_t first_smem;
@@ -334,8 +345,8 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   uint32_t parity = 0;
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
-    const int round = work.dq_first + block.head * work.dq_next_head +
-                      block.row / C::ROUND * work.dq_next_round;
+    const int round =
+        work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
     const int part = round * C::WARPGROUPS + group;
     ptx::mbarrier_wait_parity(barriers.dq_full(group), parity);
     parity ^= 1;
@@ -551,6 +562,9 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
   }
 }
 
+// The named barrier at which the second consumer warpgroup waits before its first step.
+constexpr int START_BARRIER = 1;
+
 // Goes over the blocks of queries, of which there is at least one, and sums up dK and dV.
 template <class C>
 __device__ __forceinline__ void consume(const BackwardKernelParams& params, const CtaWork& work,
@@ -589,11 +603,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   RingPosition<C::Q_STAGES> q_ring;
   RingPosition<C::DOUT_STAGES> dout_ring;
   int last_q_stage = 0;  // that of the block before
-  const auto q_at = [&](int stage) {
-    return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES;
-  };
+  const auto q_at = [&](int stage) { return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES; };
 
-  // Hands the warp's part of the dQ of round `round` to the warp that adds it in the workspace.
+  // Stores the warp's part of the dQ of round `round`, and hands it to the warp that adds it in the
+  // workspace. In between the next products may start.
   const auto store_dq = [&](uint32_t round) {
     ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2 ^ 1);
     unsigned char* const first = shared + C::DQ_SMEM + 4 * warp * C::WARP_SUMS + lane * 16;
@@ -644,10 +657,8 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   };
 
   RingPosition<C::DS_STAGES> ds_ring, ds_due;  // of the dS to be written, and to be multiplied
-  const auto ds_at = [&](int stage) {
-    return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES;
-  };
-  // The round before the first one: its dS is 0.
+  const auto ds_at = [&](int stage) { return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES; };
+  // The round before the first one: its dS is 0, and nobody takes its dQ.
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) a[i] = 0;
 #pragma unroll
@@ -656,20 +667,11 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
   release(barriers.ds_full(0));
   ds_ring.advance();
-  const auto take_turn = [&] {
-    if constexpr (C::IN_TURNS) ptx::bar_sync(1 + group, C::CONSUMER_THREADS);
+  // The second warpgroup begins half a step after the first one, which tells it when.
+  const auto hand_over_start = [&] {
+    if (group == 0 && number == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
   };
-  const auto pass_turn = [&] {
-    if constexpr (C::IN_TURNS) ptx::bar_arrive(2 - group, C::CONSUMER_THREADS);
-  };
-#if AF_TURNS == 1
-  if (group == 1) ptx::bar_sync(1, C::CONSUMER_THREADS);
-#endif
-  if (group == 1) {
-    pass_turn();
-    take_turn();
-    pass_turn();
-  }
+  if (group != 0) ptx::bar_sync(START_BARRIER, C::CONSUMER_THREADS);
   const auto begin_dq = [&] {
     const int stage = ds_due.stage;
     ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_due.parity);
@@ -686,9 +688,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   if constexpr (C::S_AHEAD) weigh(0);
   ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
 
-  // A block, whose S is there: with S_AHEAD its P. dK and dQ of the block before may be unfinished,
-  // and those of this one are left so. Returns whether there is a next one. Its products are not in
-  // branches more than they have to be: ptxas would wait for each of them (NOTES.md).
+  // A block, whose S is there: with S_AHEAD its P. dK of the block before and dQ of the round
+  // before that may be unfinished, and the next ones are left so. Returns whether there is a next
+  // one. Its products are not in branches more than they have to be: ptxas would wait for each of
+  // them (NOTES.md).
   const auto step = [&]<bool LAST_OF_ROUND>() {
     constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1;
     const auto finish_dk = [&] {
@@ -705,15 +708,11 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       finish_dk();
       ptx::registers_change<PART>(dq);
       if (number > 1) store_dq(number - 2);
-#ifdef LATE_OFF
-      if (number > 1) hand_on_dq();
-#endif
     }
     const int dout_stage = dout_ring.stage;
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), dout_ring.parity);
     dout_ring.advance();
     const uint32_t dout_smem = shared_smem + C::DOUT_SMEM + dout_stage * C::QTile::BYTES;
-    take_turn();
     ptx::registers_change<SCORES>(dp);
     ptx::wgmma_fence();  // the last uses of dP come before the product
     start_keys_by_queries<C>(dp_rmem, v, dout_smem);
@@ -729,15 +728,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::registers_change<SUMS>(dv);
     ptx::wgmma_fence();  // P is rounded before the product
     start_gradient<C>(dv_rmem, a_rmem, dout_smem);
-#if AF_TURNS == 1
-    if (group == 0 && number == 0) ptx::bar_arrive(1, C::CONSUMER_THREADS);
-#endif
-    pass_turn();
-#ifndef LATE_OFF
+    hand_over_start();
     if constexpr (!C::S_AHEAD) {
       if (number > 1) hand_on_dq();
     }
-#endif
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
     if (C::OPTIONS && attention.softcap != 0.0f) {
@@ -748,12 +742,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     if (masks) clear_unseen<C>(ds_rmem, work, note_of(q_ring.stage)->row);
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
-      take_turn();
       ptx::wgmma_wait_group<0>();  // S of the next block and dV
       ptx::registers_change<SCORES>(s);
     } else {
       ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
-      take_turn();
       if (more) {
         begin_s(q_at(next.stage));
         ptx::wgmma_wait_group<1>();  // dV
@@ -770,24 +762,14 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     if constexpr (FIRST_OF_ROUND) begin_dq();  // of the round before
     constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
     store_ds<C>(ds_at(ds_ring.stage) + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
-#ifdef LATE_OFF
-    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
-    if constexpr (LAST_OF_ROUND) {
-      release(barriers.ds_full(ds_ring.stage));
-      ds_ring.advance();
-    }
-#endif
     ptx::registers_change<SUMS>(dk);
     ptx::wgmma_fence();  // dS is rounded before the product
     start_gradient<C>(dk_rmem, a_rmem, q_at(q_ring.stage));
-    pass_turn();
-#ifndef LATE_OFF
     ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
     if constexpr (LAST_OF_ROUND) {
       release(barriers.ds_full(ds_ring.stage));
       ds_ring.advance();
     }
-#endif
     ++number;
     last_q_stage = q_ring.stage;
     q_ring = next;
@@ -821,16 +803,11 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       hand_on_dq();
     }
   }
-  if (group == 0) {
-    take_turn();
-    pass_turn();
-  }
   begin_dq();  // of the last round
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<PART>(dq);
   store_dq(number / C::BLOCKS_OF_ROUND - 1);
   hand_on_dq();
-  if (group == 0) take_turn();  // a barrier must not end with an arrival
 }
 
 template <class C>

@@ -45,7 +45,7 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_options)
   return {common,
           C::ROUND,
           int64_t{sizeof(float)} * C::ROUND_SUMS,
-          int64_t{sizeof(int32_t)} * C::WARPS,
+          int64_t{sizeof(int32_t)} * C::WARPGROUPS,
           core::box<typename C::KTile>(1),
           core::box<typename C::QTile>(1),
           with_options};
