@@ -134,9 +134,9 @@ def test_without_turns_the_bits_of_dq_depend_on_the_schedule(in_turns: bool) -> 
     """The kernel that takes turns, and the same one told that there are none: the schedules are
     such that tiles of keys come to a round of queries in more than one order.
     """
-    tensors = inputs(150, 400, 64, 64, "float16", heads=(1, 1))
-    out, lse = forward(*tensors[1:], {})
-    request = _gradients.Request(*tensors, out, lse, None, _options.complete({}))
+    dout, q, k, v = inputs(150, 400, 64, 64, "float16", heads=(1, 1))
+    out, lse = forward(q, k, v, {})
+    request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({}))
     found = []
     for number, mode in enumerate(MODES):
         into = _gradients.Gradients.like(request)
