@@ -98,11 +98,13 @@ Warp* Cluster::pick(uint64_t& budget) {
   return best < count ? warps_[best] : nullptr;
 }
 
-void Cluster::run() {
+bool Cluster::run(uint64_t instructions) {
+  const uint64_t end = time_ + instructions;
   Warp* warp = nullptr;
   try {
     for (;;) {
       launch_.check_given_up();
+      if (time_ >= end) return false;
       uint64_t budget = 0;
       warp = pick(budget);
       if (warp == nullptr) {
@@ -135,6 +137,7 @@ void Cluster::run() {
       fault(failure, warp->cta(), *warp, warp->pc());
     }
   }
+  return true;
 }
 
 // Runs a warp instruction by instruction, so that every event has its exact time.

@@ -44,8 +44,9 @@ class Cluster {
           std::deque<int64_t> unstarted = {});
   ~Cluster();
 
-  // Runs all warps to their end, or until a fault.
-  void run();
+  // Runs all warps for about so many instructions; returns whether it has run them to their end, or
+  // to a fault.
+  bool run(uint64_t instructions);
 
   const LaunchContext& launch() const { return launch_; }
   int size() const { return static_cast<int>(ctas_.size()); }

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -166,6 +167,40 @@ Unstarted unstarted_of(const Kernel& kernel, const LaunchRequest& request, int64
   return result;
 }
 
+// A cluster in execution.
+struct Running {
+  LaunchContext context;
+  int64_t index;
+  Cluster cluster;
+
+  Running(const LaunchContext& launch, bool traced, int64_t index, Counts& counts,
+          std::deque<int64_t> takes)
+      : context(launch),
+        index(index),
+        cluster(with_trace(traced), index, counts, std::move(takes)) {}
+
+ private:
+  const LaunchContext& with_trace(bool traced) {
+    context.options.trace = traced;
+    return context;
+  }
+};
+
+// How many clusters run at a time on one thread. One after another, unless they tell each other
+// things: then some run by turns, so that what one waits for may be far away. They start in the
+// order of their indices, as on a card.
+size_t clusters_at_a_time(const Kernel& kernel, const LaunchRequest& request) {
+  constexpr size_t INTERLEAVED = 4;
+  const Options& options = request.options;
+  if (!kernel.orders_globally || kernel.takes_unstarted || options.mode == Mode::Lazy) return 1;
+  const int64_t fitting = std::max<int64_t>(options.resident_ctas / request.cluster.count(), 1);
+  return options.resident_ctas == 0 ? INTERLEAVED : std::min<size_t>(INTERLEAVED, fitting);
+}
+
+// The longest turn of a cluster, in instructions, and what tells the choice of the next one from
+// other random choices of the same seed.
+constexpr uint64_t INTERLEAVED_STRETCH = 20000, INTERLEAVING = 0x9E3779B97F4A7C15u;
+
 }  // namespace
 
 LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMemory& memory,
@@ -216,30 +251,48 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
 
   Unstarted unstarted = unstarted_of(kernel, request, clusters);
 
+  const size_t at_a_time = clusters_at_a_time(kernel, request);
   const auto work = [&] {
     const FloatEnvironment environment;
     Counts counts(kernel.code.size());
     std::deque<int64_t> left;  // by a cluster that did not ask for them: they start now
-    try {
+    std::vector<std::unique_ptr<Running>> running;
+    Random random(request.options.seed ^ INTERLEAVING);
+    // Starts the next cluster; returns whether there is one.
+    const auto start = [&] {
       for (;;) {
         int64_t index = left.empty() ? next++ : left.front();
         if (!left.empty()) {
           left.pop_front();
         } else if (index >= clusters || index > first_fatal) {
-          break;
+          return false;
         } else if (!unstarted.waits.empty() && unstarted.waits[static_cast<size_t>(index)]) {
           continue;
         }
-        LaunchContext mine = context;
-        mine.options.trace = false;
-        for (const int64_t traced : request.traced_ctas) {
-          mine.options.trace = mine.options.trace || cluster_of(request, traced) == index;
-        }
+        bool traced = false;
+        for (const int64_t cta : request.traced_ctas)
+          traced = traced || cluster_of(request, cta) == index;
         std::deque<int64_t> takes;  // the clusters whose work this one may ask for
         if (!unstarted.lists.empty())
           takes = std::move(unstarted.lists[static_cast<size_t>(index)]);
-        Cluster cluster(mine, index, counts, std::move(takes));
-        cluster.run();
+        running.push_back(
+            std::make_unique<Running>(context, traced, index, counts, std::move(takes)));
+        return true;
+      }
+    };
+    try {
+      for (;;) {
+        while (running.size() < at_a_time && start()) {
+        }
+        if (running.empty()) break;
+        const size_t chosen = running.size() > 1 ? random.below(running.size()) : 0;
+        const uint64_t stretch =
+            at_a_time > 1 ? 1 + random.below(INTERLEAVED_STRETCH) : UINT64_MAX / 2;
+        if (!running[chosen]->cluster.run(stretch)) continue;
+        const std::unique_ptr<Running> done = std::move(running[chosen]);
+        running.erase(running.begin() + static_cast<std::ptrdiff_t>(chosen));
+        Cluster& cluster = done->cluster;
+        const int64_t index = done->index;
         left.insert(left.end(), cluster.unstarted().begin(), cluster.unstarted().end());
         Findings findings;
         bool writes = false;
@@ -253,14 +306,16 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
           for (int64_t known = first_fatal; index < known;) {
             if (first_fatal.compare_exchange_weak(known, index)) break;
           }
+          if (at_a_time > 1) running.clear();  // they may wait for it
         }
         const bool logs_writes = ctas > 1 && writes && !kernel.orders_globally;
-        if (findings.list().empty() && !logs_writes && !mine.options.trace) continue;
+        const bool traced = done->context.options.trace;
+        if (findings.list().empty() && !logs_writes && !traced) continue;
         const std::lock_guard lock(mutex);
         if (!findings.list().empty()) found_by_cluster.emplace(index, std::move(findings));
         for (int rank = 0; rank < cluster.size(); ++rank) {
           Cta& cta = cluster.cta(rank);
-          if (mine.options.trace) report.traces.emplace(cta.index(), std::move(cta.trace()));
+          if (traced) report.traces.emplace(cta.index(), std::move(cta.trace()));
           if (!logs_writes) continue;
           logged += cta.global_writes().size();
           if (logged < MAX_LOGGED_WRITES)

@@ -16,26 +16,32 @@
 //                      once         each block of queries
 //
 //   loader, 1 warp     load K, V    wait q_empty    load Q                    wait dout_empty  load dO
-//   terms, 1 warp                   wait q_empty    LSEs and deltas             |
+//   terms, 1 warp                   wait q_empty    LSEs, deltas, a note        |
 //                        |            | q_full                                  | dout_full
 //                        v            v                                         v
 //   consumers,         wait k_full  wait q_full                               wait dout_full
 //   2 warpgroups of    v_full       start S^T = K Q^T                         start dP^T = V dO^T
 //   128 threads                     P^T = 2^(S^T - LSE)                       start dV += P^T dO   | dout_empty
 //                                                                             dS^T = P^T (dP^T - delta)
-//                                   start dQ = dS K, dK += dS^T Q  | q_empty  dS -> shared memory  | ds_full
-//                                   dQ -> shared memory -> added in the workspace by TMA
+//                                   start dK += dS^T Q  | q_empty             dS -> shared memory  | ds_full
+//                                   start dQ = dS K of the round before
+//                                   wait dq_empty   dQ -> shared memory       | dq_full
+//                                                                             v
+//   dQ, 2 warps                     wait dq_full    add dQ in the workspace by TMA              | dq_empty
 //
 //   one step of a consumer warpgroup:
 //
-//   tensor cores   dQ, dK of block b - 1 |        | dP of b | dV of b | S of b + 1         | dQ, dK of b
-//   warps          P of b                | add dQ | round P | dS of b | round dS, store it | P of b + 1
-//   (with S_AHEAD S of b + 1 comes behind dP of b, and dQ is added while dK is computed)
+//   tensor cores   dQ of b - 2, dK of b - 1 |          | dP of b | dV of b | S of b + 1       | dQ of b - 1, dK of b
+//   warps          P of b                   | store dQ | round P | dS of b | round, store dS  | P of b + 1
+//   (with S_AHEAD S of b + 1 comes behind dP of b, and dQ is stored while dK is computed)
 // clang-format on
 //
 // A consumer warpgroup owns 64 keys. S, P and dP lie in its registers with a key in a row, so that
 // P and dS in 16 bits are the operand A of the products for dV and dK. For dQ, which sums over the
-// keys, dS passes through shared memory, and each warpgroup computes a part of it.
+// keys, dS passes through shared memory, and each warpgroup computes a part of it. It does so a
+// round later, when the other warpgroup has long stored its dS: so the two need not keep step, and
+// the second one begins half a step after the first one. Then one of them multiplies while the
+// other one computes exponentials; in step both would do either at the same time.
 //
 // The tiles and the memory plan are in backward_config.cuh, the plan in plan_backward.cpp, budgets
 // and measurements in NOTES.md.
@@ -56,6 +62,7 @@
 #include "common/ptx/lg2.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/min.cuh"
+#include "common/ptx/named_barrier.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_global.cuh"
 #include "common/ptx/tma.cuh"
@@ -86,14 +93,19 @@ using math::BackwardWork;
 //     of each stage
 //   ds_full of each stage    each consumer warp    consumers       dS of all keys is there before a
 //                                                                  warpgroup multiplies it by K
+//   dq_full of each          each of its warps     its dQ warp     dQ of a round is in shared memory
+//     warpgroup                                                    before TMA adds it
+//   dq_empty of each         its dQ warp           its warps       TMA has read dQ before that of the
+//     warpgroup                                                    next round comes
 //   ragged                   loader, bytes         loader          a tile that ends behind its
 //                                                                  sequence has landed before the
 //                                                                  loader clears what it has of the
 //                                                                  next one
 // clang-format on
 //
-// A stage of dS needs no empty barrier: a warp that writes dS of a round has waited for ds_full of
-// the round before, at which each warp arrives only when its dQ of the one before that is there.
+// A stage of dS needs no empty barrier. A warp that writes dS of round r has waited for ds_full of
+// round r - 1. There a warp arrives when its dQ of round r - 3 is complete, so three stages
+// suffice; with two blocks in a round, where dQ of round r - 2 is complete by then, two.
 template <class C>
 struct BackwardBarriers {
   uint32_t first_smem;
@@ -115,6 +127,12 @@ struct BackwardBarriers {
   }
   __device__ __forceinline__ uint32_t dout_empty(int stage) const {
     return dout_full(stage) + 8 * C::DOUT_STAGES;
+  }
+  __device__ __forceinline__ uint32_t dq_full(int group) const {
+    return dout_full(group) + 16 * C::DOUT_STAGES;
+  }
+  __device__ __forceinline__ uint32_t dq_empty(int group) const {
+    return dq_full(group) + 8 * C::WARPGROUPS;
   }
 };
 
@@ -262,7 +280,12 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
   }
 }
 
-// --- one more warp: the terms of a block's rows -> shared memory ---
+// --- one more warp: the terms of a block's rows, and a note about it -> shared memory ---
+
+struct BlockNote {
+  int row;                // the block's first row
+  unsigned masked_warps;  // a bit for each consumer warp: not all of its keys are seen by all rows
+};
 
 template <class C>
 __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
@@ -294,9 +317,58 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
         of_stage[32 * j + lane] = terms[j].lse_log2;
         of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
       }
+      const int first_key = work.first_row + lane % C::WARPS * C::WARP_ROWS;
+      const bool masks = work.visible.masks(
+          first_key, min(first_key + C::WARP_ROWS, work.own_rows) - 1, first, first + C::BLOCK - 1);
+      const unsigned masked_warps = __ballot_sync(math::FULL_WARP, masks);
+      if (lane == 0) {
+        *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {first, masked_warps};
+      }
       release(barriers.q_full(q_ring.stage));
       q_ring.advance();
     }
+    block.next_round(work);
+  }
+}
+
+// --- a warp for each consumer warpgroup: its parts of dQ -> the sums in the workspace ---
+
+// TMA adds a part at once, which is faster than additions of 16 bytes.
+template <class C>
+__device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const CtaWork& work,
+                                       uint32_t shared_smem, int group) {
+  constexpr int PART_BYTES = 4 * C::PART_ROWS * C::PART_COLUMNS;
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();
+  const bool in_turns = C::OPTIONS && params.turns_gmem != nullptr;
+  BlockPosition<C> block{0, work.start};
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+    const int round =
+        work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
+    const int part = round * C::WARPGROUPS + group;
+    ptx::mbarrier_wait_parity(barriers.dq_full(group), parity);
+    parity ^= 1;
+    if (leader) {
+      if (in_turns && block.row >= work.before_begin && block.row <= work.before_last) {
+        const int turn = work.first_row / C::ROWS;
+        while (ptx::ld_acquire_s32(params.turns_gmem + part) < turn) {
+        }
+        ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+      }
+      ptx::cp_reduce_async_bulk_add_f32(
+          params.dq_sums_gmem + static_cast<int64_t>(part) * (PART_BYTES / 4),
+          shared_smem + C::DQ_SMEM + group * PART_BYTES, PART_BYTES);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read_0();
+      ptx::mbarrier_arrive(barriers.dq_empty(group));
+      if (in_turns) {  // the next tile of keys may add when this one has
+        ptx::cp_async_bulk_wait_group_0();
+        ptx::st_release_s32(params.turns_gmem + part, work.first_row / C::ROWS + 1);
+      }
+    }
+    __syncwarp();
     block.next_round(work);
   }
 }
@@ -490,6 +562,9 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
   }
 }
 
+// The named barrier at which the second consumer warpgroup waits before its first step.
+constexpr int START_BARRIER = 1;
+
 // Goes over the blocks of queries, of which there is at least one, and sums up dK and dV.
 template <class C>
 __device__ __forceinline__ void consume(const BackwardKernelParams& params, const CtaWork& work,
@@ -502,7 +577,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   const int lane = threadIdx.x % 32;
-  const bool leader = ptx::elect_sync();
 
   KeysByQueries<C> s_rmem, dp_rmem;
   KeysByQueries<C> own_p_rmem;  // P, and later dS, if S_AHEAD
@@ -524,54 +598,27 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + own_rows, 16);
   const ptx::WgmmaDescriptor v =
       describe_tile<typename C::KTile>(shared_smem + C::V_SMEM + own_rows, 16);
-  BlockPosition<C> block{0, work.start};
-  uint32_t number = 0;  // of the block, which says what stages it is in
-  const auto q_at = [&](uint32_t block) {
-    return shared_smem + C::Q_SMEM + block % C::Q_STAGES * C::QTile::BYTES;
-  };
+  const auto blocks = static_cast<uint32_t>(uniform(work.blocks));
+  uint32_t number = 0;  // of the block
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  int last_q_stage = 0;  // that of the block before
+  const auto q_at = [&](int stage) { return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES; };
 
-  // The warp's sums of dQ: in shared memory, and in the workspace those of a round, whose number is
-  // negative (~number) where the CTA of the keys before adds to them first.
-  const int dq_shared = C::DQ_SMEM + 4 * warp * C::WARP_SUMS;
-  int dq_number = 0;
-  const auto find_dq = [&](int row) {
-    const int round = uniform(work.dq_first) + block.head * uniform(work.dq_next_head) +
-                      row / C::ROUND * uniform(work.dq_next_round);
-    dq_number = round * C::WARPS + warp;
-    if (C::OPTIONS && row >= uniform(work.before_begin) && row <= uniform(work.before_last))
-      dq_number = ~dq_number;
-  };
-  // Adds the warp's part of a round's dQ to the sums. TMA adds 4 KB at once, which is faster than
-  // additions of 16 bytes.
-  const auto add_dq = [&] {
-    if (leader) ptx::cp_async_bulk_wait_group_read_0();  // the last round's was read
-    __syncwarp();
+  // Stores the warp's part of the dQ of round `round`, and hands it to the warp that adds it in the
+  // workspace. In between the next products may start.
+  const auto store_dq = [&](uint32_t round) {
+    ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2 ^ 1);
+    unsigned char* const first = shared + C::DQ_SMEM + 4 * warp * C::WARP_SUMS + lane * 16;
 #pragma unroll
     for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
-      *reinterpret_cast<float4*>(shared + dq_shared + (n * 32 + lane) * 16) =
+      *reinterpret_cast<float4*>(first + n * 32 * 16) =
           float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
     }
-    ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
-    __syncwarp();
-    if (leader) {
-      if (C::OPTIONS && dq_number < 0) {
-        dq_number = ~dq_number;
-        const int turn = work.first_row / C::ROWS;
-        while (ptx::ld_acquire_s32(params.turns_gmem + dq_number) < turn) {
-        }
-        ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      }
-      ptx::cp_reduce_async_bulk_add_f32(
-          params.dq_sums_gmem + static_cast<int64_t>(dq_number) * C::WARP_SUMS,
-          shared_smem + dq_shared, 4 * C::WARP_SUMS);
-      ptx::cp_async_bulk_commit_group();
-    }
   };
-  // Hands the turn of a round on when the warp's part has been added.
-  const auto pass_turn = [&] {
-    if (!C::OPTIONS || params.turns_gmem == nullptr || !leader) return;
-    ptx::cp_async_bulk_wait_group_0();
-    ptx::st_release_s32(params.turns_gmem + dq_number, work.first_row / C::ROWS + 1);
+  const auto hand_on_dq = [&] {
+    ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
+    release(barriers.dq_full(group));
   };
 
   const auto begin_s = [&](uint32_t q_smem) {
@@ -582,13 +629,14 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   // S becomes P.
   const float2* terms;  // of two queries each: LSEs, and from BLOCK / 2 on deltas
   bool masks;
-  const auto weigh = [&](uint32_t block, int block_row) {
-    terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM +
-                                            block % C::Q_STAGES * C::TERMS_BYTES) +
+  const auto note_of = [&](int q_stage) {
+    return reinterpret_cast<const BlockNote*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES +
+                                              8 * C::BLOCK);
+  };
+  const auto weigh = [&](int q_stage) {
+    terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
-    const int warp_key = work.first_row + warp * C::WARP_ROWS;
-    masks = work.visible.masks(warp_key, min(warp_key + C::WARP_ROWS, work.own_rows) - 1, block_row,
-                               block_row + C::BLOCK - 1);
+    masks = note_of(q_stage)->masked_warps >> warp & 1;
     if (C::OPTIONS && attention.softcap != 0.0f) cap_scores<C>(s_rmem, attention);
 #pragma unroll
     for (int n = 0; n < C::BLOCK / 8; ++n) {
@@ -604,63 +652,74 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
         }
       }
     }
-    if (masks) clear_unseen<C>(p_rmem, work, block_row);
+    if (masks) clear_unseen<C>(p_rmem, work, note_of(q_stage)->row);
     ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
   };
 
+  RingPosition<C::DS_STAGES> ds_ring, ds_due;  // of the dS to be written, and to be multiplied
+  const auto ds_at = [&](int stage) { return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES; };
+  // The round before the first one: its dS is 0, and nobody takes its dQ.
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) a[i] = 0;
+#pragma unroll
+  for (int row = 0; row < C::ROUND; row += C::BLOCK)
+    store_ds<C>(ds_at(0) + row * C::DsTile::ROW_BYTES, a_rmem);
+  ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+  release(barriers.ds_full(0));
+  ds_ring.advance();
+  // The second warpgroup begins half a step after the first one, which tells it when.
+  const auto hand_over_start = [&] {
+    if (group == 0 && number == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
+  };
+  if (group != 0) ptx::bar_sync(START_BARRIER, C::CONSUMER_THREADS);
+  const auto begin_dq = [&] {
+    const int stage = ds_due.stage;
+    ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_due.parity);
+    ds_due.advance();
+    ptx::registers_change<PART>(dq);
+    ptx::wgmma_fence();  // the last uses of dQ come before the product
+    start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
+  };
   ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
   ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
   begin_s(q_at(0));
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SCORES>(s);
-  if constexpr (C::S_AHEAD) weigh(0, block.row);
+  if constexpr (C::S_AHEAD) weigh(0);
   ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
 
-  // A block, whose S is there: with S_AHEAD its P. dK and dQ of the block before may be unfinished,
-  // and those of this one are left so. Returns whether there is a next one. Its products are not in
-  // branches more than they have to be: ptxas would wait for each of them (NOTES.md).
+  // A block, whose S is there: with S_AHEAD its P. dK of the block before and dQ of the round
+  // before that may be unfinished, and the next ones are left so. Returns whether there is a next
+  // one. Its products are not in branches more than they have to be: ptxas would wait for each of
+  // them (NOTES.md).
   const auto step = [&]<bool LAST_OF_ROUND>() {
-    const int block_row = block.row;
-    const auto finish_dq = [&] {
-      ptx::registers_change<PART>(dq);
-      add_dq();
-    };
+    constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1;
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
       ptx::registers_change<WORDS>(a);
-      if (number > 0) release(barriers.q_empty((number - 1) % C::Q_STAGES));
+      if (number > 0) release(barriers.q_empty(last_q_stage));
     };
-    bool more = true;
-    const auto go_on = [&] {
-      if constexpr (LAST_OF_ROUND) {
-        block.row -= C::ROUND - C::BLOCK;
-        block.next_round(work);
-        more = number + 1 < static_cast<uint32_t>(uniform(work.blocks));
-      } else {
-        block.row += C::BLOCK;
-      }
-      const uint32_t next = more ? number + 1 : number;
-      ptx::mbarrier_wait_parity(barriers.q_full(next % C::Q_STAGES), next / C::Q_STAGES % 2);
-      return next;
-    };
-
-    const int round_row = block_row & -C::ROUND;
-    if constexpr (LAST_OF_ROUND && C::S_AHEAD) find_dq(round_row);
+    const bool more = !LAST_OF_ROUND || number + 1 < blocks;
+    RingPosition<C::Q_STAGES> next = q_ring;  // of the next block; of this one if it is the last
+    if (more) next.advance();
     if constexpr (!C::S_AHEAD) {
-      weigh(number, block_row);
+      weigh(q_ring.stage);
       ptx::wgmma_wait_group<0>();
       finish_dk();
-      if (number > 0) finish_dq();
+      ptx::registers_change<PART>(dq);
+      if (number > 1) store_dq(number - 2);
     }
-    const uint32_t dout_stage = number % C::DOUT_STAGES;
-    ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), number / C::DOUT_STAGES % 2);
+    const int dout_stage = dout_ring.stage;
+    ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), dout_ring.parity);
+    dout_ring.advance();
     const uint32_t dout_smem = shared_smem + C::DOUT_SMEM + dout_stage * C::QTile::BYTES;
     ptx::registers_change<SCORES>(dp);
     ptx::wgmma_fence();  // the last uses of dP come before the product
     start_keys_by_queries<C>(dp_rmem, v, dout_smem);
     if constexpr (C::S_AHEAD) {
       // Behind the last block S is that of the same queries once more, which nobody uses.
-      begin_s(q_at(go_on()));
+      ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
+      begin_s(q_at(next.stage));
       ptx::wgmma_wait_group<2>();
       finish_dk();
     }
@@ -669,7 +728,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::registers_change<SUMS>(dv);
     ptx::wgmma_fence();  // P is rounded before the product
     start_gradient<C>(dv_rmem, a_rmem, dout_smem);
-
+    hand_over_start();
+    if constexpr (!C::S_AHEAD) {
+      if (number > 1) hand_on_dq();
+    }
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
     if (C::OPTIONS && attention.softcap != 0.0f) {
@@ -677,19 +739,15 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     } else {
       differentiate<C, false>(ds_rmem, p_rmem, dp_rmem, terms, 0.0f);
     }
-    if (masks) clear_unseen<C>(ds_rmem, work, block_row);
+    if (masks) clear_unseen<C>(ds_rmem, work, note_of(q_ring.stage)->row);
     ptx::registers_change<SCORES>(ds);
-    if constexpr (!LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1) {
-      if (number > 0) pass_turn();
-    }
     if constexpr (C::S_AHEAD) {
       ptx::wgmma_wait_group<0>();  // S of the next block and dV
       ptx::registers_change<SCORES>(s);
     } else {
-      find_dq(round_row);
-      const uint32_t next = go_on();
+      ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
       if (more) {
-        begin_s(q_at(next));
+        begin_s(q_at(next.stage));
         ptx::wgmma_wait_group<1>();  // dV
       } else {
         ptx::wgmma_wait_group<0>();
@@ -701,27 +759,29 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
 
     round_to_16_bits<C>(a_rmem, ds_rmem);
     ptx::registers_change<WORDS>(a);
-    const uint32_t round = number / C::BLOCKS_OF_ROUND, ds_stage = round % C::DS_STAGES;
-    const uint32_t ds_smem = shared_smem + C::DS_SMEM + ds_stage * C::DsTile::BYTES;
+    if constexpr (FIRST_OF_ROUND) begin_dq();  // of the round before
     constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
-    store_ds<C>(ds_smem + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
-    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
-    if constexpr (LAST_OF_ROUND) {
-      release(barriers.ds_full(ds_stage));
-      ptx::mbarrier_wait_parity(barriers.ds_full(ds_stage), round / C::DS_STAGES % 2);
-      ptx::registers_change<PART>(dq);
-      ptx::wgmma_fence();  // the last uses of dQ come before the product
-      start_dq<C>(dq, ds_smem, shared_smem + C::K_SMEM, group);
-    }
+    store_ds<C>(ds_at(ds_ring.stage) + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
     ptx::registers_change<SUMS>(dk);
     ptx::wgmma_fence();  // dS is rounded before the product
-    start_gradient<C>(dk_rmem, a_rmem, q_at(number));
+    start_gradient<C>(dk_rmem, a_rmem, q_at(q_ring.stage));
+    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+    if constexpr (LAST_OF_ROUND) {
+      release(barriers.ds_full(ds_ring.stage));
+      ds_ring.advance();
+    }
     ++number;
+    last_q_stage = q_ring.stage;
+    q_ring = next;
     if constexpr (C::S_AHEAD) {
-      weigh(more ? number : number - 1, block.row);
-      if constexpr (LAST_OF_ROUND) {
+      weigh(q_ring.stage);
+      if constexpr (FIRST_OF_ROUND) {
         ptx::wgmma_wait_group<1>();
-        finish_dq();
+        ptx::registers_change<PART>(dq);
+        if (number > C::BLOCKS_OF_ROUND) {
+          store_dq((number - 1) / C::BLOCKS_OF_ROUND - 1);
+          hand_on_dq();
+        }
       }
     } else {
       ptx::wgmma_wait_group<2>();  // S of the next block
@@ -738,10 +798,16 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   ptx::registers_change<SUMS>(dk);
   if constexpr (!C::S_AHEAD) {
     ptx::registers_change<PART>(dq);
-    add_dq();
+    if (number > 1) {
+      store_dq(number - 2);
+      hand_on_dq();
+    }
   }
-  pass_turn();
-  if (leader) ptx::cp_async_bulk_wait_group_read_0();
+  begin_dq();  // of the last round
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<PART>(dq);
+  store_dq(number / C::BLOCKS_OF_ROUND - 1);
+  hand_on_dq();
 }
 
 template <class C>
@@ -773,6 +839,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
     }
     for (int stage = 0; stage < C::DS_STAGES; ++stage)
       ptx::mbarrier_init(barriers.ds_full(stage), C::WARPS);
+    for (int group = 0; group < C::WARPGROUPS; ++group) {
+      ptx::mbarrier_init(barriers.dq_full(group), C::WARPS / C::WARPGROUPS);
+      ptx::mbarrier_init(barriers.dq_empty(group), 1);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
@@ -792,6 +862,8 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
       load<C>(params, work, shared, shared_smem);
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
       load_terms<C>(params, work, shared, shared_smem);
+    } else {
+      add_dq<C>(params, work, shared_smem, static_cast<int>(threadIdx.x) / 32 % 2);
     }
   }
 }

@@ -27,9 +27,7 @@ struct BackwardConfig {
   static constexpr int ROUND = BLOCK * BLOCKS_OF_ROUND;
   static constexpr int Q_STAGES = Q_STAGES_;
   static constexpr int DOUT_STAGES = DOUT_STAGES_;
-  static constexpr int DS_STAGES = 2;  // rounds
-  static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DOUT_STAGES & (DOUT_STAGES - 1)) == 0,
-                "a stage is the last bits of a block's number");
+  static constexpr int DS_STAGES = BLOCKS_OF_ROUND == 1 ? 3 : 2;  // rounds
   // Whether the registers suffice for S of the next block beside P and dP of this one. If not, P
   // takes the place of S, and dS and dQ that of dP.
   static constexpr bool S_AHEAD = S_AHEAD_;
@@ -61,8 +59,8 @@ struct BackwardConfig {
   using DsTile = math::SlabTile<ROWS, ROUND>;
 
   // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | dQ of a round | terms |
-  // barriers | work. The terms of a block, which share the ring of Q, are the LSEs of its rows and
-  // then their deltas.
+  // barriers | work. The terms of a block, which share the ring of Q, are the LSEs of its rows,
+  // then their deltas, then a note.
   static constexpr int K_SMEM = 0;
   static constexpr int V_SMEM = K_SMEM + KTile::BYTES;
   static constexpr int Q_SMEM = V_SMEM + KTile::BYTES;
@@ -70,11 +68,12 @@ struct BackwardConfig {
   static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * QTile::BYTES;
   static constexpr int DQ_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
   static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
-  static constexpr int TERMS_BYTES = 2 * 4 * BLOCK;
+  static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
-  // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO; one
-  // more: the bytes of a ragged block.
-  static constexpr int BARRIERS = 2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 1;
+  // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO, and of
+  // each warpgroup's dQ; one more: the bytes of a ragged block.
+  static constexpr int BARRIERS =
+      2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 2 * WARPGROUPS + 1;
   static constexpr int WORK_BYTES = 128;  // math::BackwardWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
@@ -88,7 +87,7 @@ struct BackwardConfig {
 template <DType T, bool OPTIONS = false>
 using BackwardD64  = BackwardConfig<T,                    64,       2,       4,   4,  true,  OPTIONS>;
 template <DType T, bool OPTIONS = false>
-using BackwardD128 = BackwardConfig<T,                   128,       1,       4,   2,  false, OPTIONS>;
+using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, OPTIONS>;
 // clang-format on
 
 }  // namespace archflash::hopper

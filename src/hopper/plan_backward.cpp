@@ -45,7 +45,7 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_options)
   return {common,
           C::ROUND,
           int64_t{sizeof(float)} * C::ROUND_SUMS,
-          int64_t{sizeof(int32_t)} * C::WARPS,
+          int64_t{sizeof(int32_t)} * C::WARPGROUPS,
           core::box<typename C::KTile>(1),
           core::box<typename C::QTile>(1),
           with_options};
@@ -118,7 +118,9 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
   const int64_t sums_start = workspace.add(rounds * tile.round_bytes);
-  const int64_t turns_start = workspace.add(problem.deterministic ? rounds * tile.turns_bytes : 0);
+  // The first launch clears 16 bytes at a time.
+  const int64_t turns_bytes = core::ceil_div(rounds * tile.turns_bytes, 16) * 16;
+  const int64_t turns_start = workspace.add(problem.deterministic ? turns_bytes : 0);
   plan.workspace_bytes = workspace.bytes();
   const std::string word = core::dtype_word(call.dtype);
   const auto complete = [&](Launch& launch) {

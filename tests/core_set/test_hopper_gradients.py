@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 import archflash
+from archflash import _archflash as native
 from archflash import _dispatch, _gradients, _options
+from archflash.sim import _attention as simulator
 
+from ..sim.schedules import MODES
 from . import gradients
 from .executors import executor
 from .gradients import (
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels fo
 DTYPES = ("float16", "bfloat16")
 # The kernels of head dimensions up to 64 and up to 128, and dimensions that TMA fills up.
 HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (72, 120))
+TURNS_OFFSET = 504  # of BackwardKernelParams::turns_gmem
 
 
 inputs = functools.partial(gradients.inputs, on)
@@ -122,6 +126,32 @@ def test_deterministic_gradients_have_the_same_bits(name: str) -> None:
     differentiate_and_check(
         on, "hopper", *tensors, deterministic=True, schedules=range(number, number + 4), **options
     )
+
+
+@pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
+@pytest.mark.parametrize("in_turns", [True, False], ids=["in-turns", "in-any-order"])
+def test_without_turns_the_bits_of_dq_depend_on_the_schedule(in_turns: bool) -> None:
+    """The kernel that takes turns, and the same one told that there are none: the schedules are
+    such that tiles of keys come to a round of queries in more than one order.
+    """
+    dout, q, k, v = inputs(150, 400, 64, 64, "float16", heads=(1, 1))
+    out, lse = forward(q, k, v, {})
+    request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({}))
+    found = []
+    for number, mode in enumerate(MODES):
+        into = _gradients.Gradients.like(request)
+        plan = _gradients.decide(request, into, None, "hopper", deterministic=True).plan
+        assert plan is not None
+        if not in_turns:
+            fields = plan.to_dict()
+            for launch in fields["launches"]:
+                turns = launch["pointers"].pop()  # the kernel gets null
+                assert (turns["operand"], turns["offset"]) == ("workspace", TURNS_OFFSET)
+            plan = native.LaunchPlan.unchecked_from_dict(fields)
+        settings = simulator.Settings(mode=mode, seed=number)
+        simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
+        found.append(into.dq)
+    assert all(torch.equal(x, found[0]) for x in found) == in_turns
 
 
 Q_LENGTHS, K_LENGTHS = (5, 0, 40, 150), (9, 12, 0, on.pick(simulator=200, gpu=600))

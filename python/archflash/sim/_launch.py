@@ -290,8 +290,8 @@ def launch(
         stretch: the most instructions that a warp runs before another warp gets its turn; 0: as the
             mode says.
         resident_ctas: how many CTAs the GPU has room for at a time; 0: any number. It counts for
-            kernels with clusterlaunchcontrol only, whose clusters take the work of those that have
-            not started.
+            kernels with clusterlaunchcontrol, whose clusters take the work of those that have not
+            started, and for those whose CTAs run interleaved (docs/simulator.md).
         strict: whether missing waits and fences around tensor memory, ldmatrix and stmatrix, and
             before bulk loads, are errors, as they are in this library's kernels, although compilers
             leave them out, mostly without harm on a card (kinds "tcgen05-fence", "tcgen05-wait",
