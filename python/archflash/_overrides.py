@@ -91,6 +91,14 @@ class _Declined:
 _declined = _Declined()
 
 
+def count_declined(reason: str) -> None:
+    """Counts a call that is handed to PyTorch's own function on the way, unless archflash stands in
+    front of its operators: they count it themselves.
+    """
+    if _active() is None:
+        _declined.add(reason)
+
+
 def stats(*, reset: bool = False) -> Stats:
     """Counts the calls of PyTorch's attention operators since archflash was first enabled.
 
@@ -302,11 +310,15 @@ def _scalar_state(q: Tensor, lse: bool) -> tuple[Tensor, Tensor]:
     return _two_scalars(q) if lse else _NO_STATE
 
 
+# Its backward, too, knows its own random bits only.
+DROPPED_FASTER = "dropout: PyTorch's fused kernels drop weights faster"
+
+
 def _why_not(dropout_p: float, debug_mask: bool) -> str:
     """Why no kernel of archflash serves a call with dropout or with return_debug_mask."""
     assert dropout_p != 0.0 or debug_mask
     if dropout_p != 0.0:
-        return "dropout: no kernel of archflash drops weights"
+        return DROPPED_FASTER
     return "return_debug_mask: no kernel of archflash returns weights"
 
 
