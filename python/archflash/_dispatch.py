@@ -368,7 +368,7 @@ def pytorch_drops_faster(problem: _native.Problem, device: _native.Device | None
         problem: the call without its dropout.
         device: where its tensors are; None for the CPU.
     """
-    capability = None if device is None else (device.major, device.minor)
+    capability = None if device is None else device.capability
     return device is not None and _pytorch_differentiates(problem, capability)
 
 
