@@ -103,7 +103,8 @@ def stats(*, reset: bool = False) -> Stats:
     """Counts the calls of PyTorch's attention operators since archflash was first enabled.
 
     Calls of `archflash.attention` are among them only where that hands them on to PyTorch. Calls
-    for which PyTorch uses none of its fused kernels are not.
+    for which PyTorch uses none of its fused kernels are not. Calls with dropout that
+    `archflash.scaled_dot_product_attention` hands to PyTorch's function are, enabled or not.
 
     Args:
         reset: start to count anew; off by default.
@@ -114,6 +115,7 @@ def stats(*, reset: bool = False) -> Stats:
 
     Example:
         >>> import archflash
+        >>> before = archflash.stats(reset=True)
         >>> print(archflash.stats())
         0 calls served by archflash, 0 by PyTorch's own kernels
     """
