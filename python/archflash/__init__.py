@@ -12,8 +12,9 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_ops`, a call and its gradients as torch operators
 - `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;
   `merge_attention`
-- `scaled_dot_product_attention`, `attention_with_shared_prefix` and `warm_up`, made of those;
-  `_overrides`, through which PyTorch's own attention is served
+- `attention_with_shared_prefix` and `warm_up`, made of those; `_overrides`, through which PyTorch's
+  own attention is served
+- `scaled_dot_product_attention`
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
   only by who wants them
 - `sim`, which makes a problem, selects, allocates and simulates

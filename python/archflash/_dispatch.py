@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from archflash import _archflash as _native
@@ -356,6 +356,20 @@ def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int
         return False
     dtype = "float16" if problem.dtype == "float32" else problem.dtype
     return not isinstance(_pytorchs_kernel(problem, capability, dtype), list)
+
+
+@lru_cache(maxsize=256)
+def pytorch_drops_faster(problem: _native.Problem, device: _native.Device | None) -> bool:
+    """Whether PyTorch's SDPA serves a call with dropout faster than our kernels. On an H200 they
+    reach half of the speed of its fused kernels there (docs/masks.md), so that is whether it has a
+    fused one.
+
+    Args:
+        problem: the call without its dropout.
+        device: where its tensors are; None for the CPU.
+    """
+    capability = None if device is None else device.capability
+    return device is not None and _pytorch_differentiates(problem, capability)
 
 
 def _pytorchs_kernel(

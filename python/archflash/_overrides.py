@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -91,11 +91,20 @@ class _Declined:
 _declined = _Declined()
 
 
+def count_declined(reason: str) -> None:
+    """Counts a call that is handed to PyTorch's own function on the way, unless archflash stands in
+    front of its operators: they count it themselves.
+    """
+    if _active() is None:
+        _declined.add(reason)
+
+
 def stats(*, reset: bool = False) -> Stats:
     """Counts the calls of PyTorch's attention operators since archflash was first enabled.
 
     Calls of `archflash.attention` are among them only where that hands them on to PyTorch. Calls
-    for which PyTorch uses none of its fused kernels are not.
+    for which PyTorch uses none of its fused kernels are not. Calls with dropout that
+    `archflash.scaled_dot_product_attention` hands to PyTorch's function are, enabled or not.
 
     Args:
         reset: start to count anew; off by default.
@@ -106,6 +115,7 @@ def stats(*, reset: bool = False) -> Stats:
 
     Example:
         >>> import archflash
+        >>> before = archflash.stats(reset=True)
         >>> print(archflash.stats())
         0 calls served by archflash, 0 by PyTorch's own kernels
     """
@@ -209,32 +219,76 @@ _serve = _native.serve_operator
 
 
 # Results of PyTorch's operators that nothing reads where no weights are dropped are as cheap as can
-# be. What a backward keeps has to be new in each call, because a CUDA graph has to own its results.
-
-
-def _without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor for empty_like alone, which is faster than new_empty. It holds no memory: what is
-    allocated during the capture of a CUDA graph must not outlive it.
-    """
-    x = torch.empty(shape, dtype=dtype, device=device)
-    x.untyped_storage().resize_(0)
-    return x
+# be. A compiled graph may give the memory of such a result to another one, and a CUDA graph of
+# torch.compile has to own its results: so they are new in each call that may belong to a compiled
+# graph, and the same in all others: PyTorch runs compiled graphs without gradients, those too that
+# keep results for a backward, and in inference mode nothing is kept.
+_is_grad_enabled = torch.is_grad_enabled
+_is_inference = torch.is_inference_mode_enabled
 
 
 @lru_cache
-def _flash_state(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The state of a random generator in the flash operator, which differs between versions of
-    PyTorch.
+def _flash_shapes() -> tuple[Tensor, Tensor]:
+    """Meta tensors like the state of a random generator in the flash operator, which differs
+    between versions of PyTorch.
     """
     q = torch.empty(1, 1, 1, 8, device="meta")
     results = torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
-    one, other = (_without_memory(x.shape, x.dtype, device) for x in results[6:8])
-    return one, other
+    return results[6], results[7]
 
 
 @lru_cache
-def _scalar(device: torch.device) -> Tensor:
-    return _without_memory((), torch.int64, device)
+def _scalar_shapes() -> tuple[Tensor, Tensor]:
+    """As `_flash_shapes` for the other operators."""
+    scalar = torch.empty((), dtype=torch.int64, device="meta")
+    return scalar, scalar
+
+
+class _State:
+    """Makes the state of a random generator, two tensors whose values nothing reads.
+
+    Args:
+        shapes: makes meta tensors like them.
+    """
+
+    def __init__(self, shapes: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        self._shapes = shapes
+        self._like: dict[int, tuple[Tensor, Tensor]] = {}  # by the index of the device
+        self._shared: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        index = query.get_device()
+        if _is_grad_enabled() or _is_inference():
+            shared = self._shared.get(index)
+            if shared is not None or (shared := self._share(query, index)) is not None:
+                return shared
+        one, other = self._like.get(index) or self._for_empty_like(query, index)
+        return _empty_like(one), _empty_like(other)
+
+    def _share(self, query: Tensor, index: int) -> tuple[Tensor, Tensor] | None:
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # memory that is allocated now belongs to the graph
+        self._shared[index] = shared = self._new(query)
+        return shared
+
+    def _for_empty_like(self, query: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Tensors without memory: what is allocated during the capture of a CUDA graph must not
+        outlive it. empty_like is faster than new_empty.
+        """
+        pair = self._new(query)
+        for x in pair:
+            x.untyped_storage().resize_(0)
+        self._like[index] = pair
+        return pair
+
+    def _new(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):  # autograd keeps no tensors of inference mode
+            one, other = (torch.empty_like(x, device=query.device) for x in self._shapes())
+        return one, other
+
+
+_flash_state, _two_scalars = _State(_flash_shapes), _State(_scalar_shapes)
+_NO_STATE = (torch.zeros((), dtype=torch.int64),) * 2
 
 
 @lru_cache
@@ -243,31 +297,30 @@ def _no_elements(device: torch.device, dtype: torch.dtype, *sizes: int) -> Tenso
 
 
 _empty_like = torch.empty_like
-_NO_STATE = (torch.zeros((), dtype=torch.int64),) * 2
 
 
 def _flash_tail(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The last three results of the flash operator."""
-    device = q.device
-    one, other = _flash_state(device)
-    return _empty_like(one), _empty_like(other), _no_elements(device, q.dtype)
+    one, other = _flash_state(q)
+    return one, other, _no_elements(q.device, q.dtype)
 
 
-def _state(q: Tensor, lse: bool) -> tuple[Tensor, Tensor]:
+def _scalar_state(q: Tensor, lse: bool) -> tuple[Tensor, Tensor]:
     """The state of a random generator in the other operators. Without a log-sum-exp there is no
     backward that keeps it.
     """
-    if not lse:
-        return _NO_STATE
-    scalar = _scalar(q.device)
-    return _empty_like(scalar), _empty_like(scalar)
+    return _two_scalars(q) if lse else _NO_STATE
+
+
+# Its backward, too, knows its own random bits only.
+DROPPED_FASTER = "dropout: PyTorch's fused kernels drop weights faster"
 
 
 def _why_not(dropout_p: float, debug_mask: bool) -> str:
     """Why no kernel of archflash serves a call with dropout or with return_debug_mask."""
     assert dropout_p != 0.0 or debug_mask
     if dropout_p != 0.0:
-        return "dropout: no kernel of archflash drops weights"
+        return DROPPED_FASTER
     return "return_debug_mask: no kernel of archflash returns weights"
 
 
@@ -344,7 +397,7 @@ def _cudnn(
         out, lse = served
     else:
         out, lse = served, None  # as PyTorch's kernel
-    return out, lse, None, None, nq, nk, *_state(query, compute_log_sumexp), None
+    return out, lse, None, None, nq, nk, *_scalar_state(query, compute_log_sumexp), None
 
 
 def _efficient(
@@ -376,7 +429,7 @@ def _efficient(
             lse = F.pad(lse, (0, _LSE_BLOCK - beyond), value=math.inf)
     else:
         out, lse = served, _no_elements(query.device, torch.float32, query.size(0), query.size(1))
-    return out, lse, *_state(query, compute_log_sumexp)
+    return out, lse, *_scalar_state(query, compute_log_sumexp)
 
 
 # Rows that see no key have another log-sum-exp in each of PyTorch's kernels, and its backward reads
@@ -574,7 +627,7 @@ class _Replaced:
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        _flash_state(torch.device("cpu"))  # asks PyTorch for the shapes, outside of any call
+        _flash_shapes()  # asks PyTorch, outside of any call
         originals = {operator: _original(operator) for operator in _OPERATORS}
         with warnings.catch_warnings():
             # PyTorch warns that a kernel of its own is replaced, which is what was asked for.

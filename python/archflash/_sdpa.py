@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._api import attention, explain
+from archflash._api import attention, explain, make_problem
 from archflash._bias import is_causal_bias
-from archflash._dispatch import forced, note_fallback
+from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster
+from archflash._overrides import DROPPED_FASTER, count_declined
 from archflash._registry import TORCH
 from archflash._torch import AUTOCAST_DEVICES, PYTORCHS_SDPA
 
@@ -36,8 +37,10 @@ def scaled_dot_product_attention(
         value: ``(..., H, S, Ev)``.
         attn_mask: broadcastable to ``(..., Hq, L, S)``; bool (True is seen) or floating point
             (added); or a causal bias of torch.nn.attention.bias; none by default.
-        dropout_p: probability of dropping a weight, 0.0 by default. Kernels of archflash drop other
-            weights than PyTorch's do. Where none serves the call, PyTorch's own function runs.
+        dropout_p: probability of dropping a weight, 0.0 by default. PyTorch's own function runs
+            where it has a fused kernel for the call, which is faster, or where no kernel of
+            archflash serves it; `archflash.stats()` counts both. Kernels of archflash drop other
+            weights than PyTorch's do.
         is_causal: query i sees keys ``j <= i``; off by default, and not together with attn_mask.
         scale: multiplies query.key, a finite number; ``1 / sqrt(E)`` by default.
         enable_gqa: whether ``H`` may be a divisor of ``Hq``; off by default.
@@ -70,6 +73,8 @@ def scaled_dot_product_attention(
             "nested tensors: no kernel of archflash takes them" if nested else _NOT_DROPPED,
             stacklevel=3,
         )
+        if dropout_p != 0.0 and not nested and not torch.compiler.is_compiling():
+            count_declined(_NOT_DROPPED)
         return PYTORCHS_SDPA(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -113,13 +118,12 @@ def scaled_dot_product_attention(
     }
     try:
         if dropout_p != 0.0:
-            options["dropout_p"] = dropout_p
-            if explain(q, k, v, **options).chosen == TORCH:
-                note_fallback(_NOT_DROPPED, stacklevel=3)
+            if _dropped_by_pytorch(q, k, v, options, dropout_p):
                 return PYTORCHS_SDPA(
                     query, key, value, attn_mask, dropout_p, is_causal,
                     scale=scale, enable_gqa=enable_gqa,
                 )  # fmt: skip
+            options["dropout_p"] = dropout_p
         out = attention(q, k, v, **options)
     except (TypeError, ValueError) as error:
         if is_bias:
@@ -137,6 +141,22 @@ def _may_drop(query: Tensor, dropout_p: float) -> bool:
     if torch.compiler.is_compiling() or not 0.0 < dropout_p < 1.0:
         return False
     return query.device.type == "cuda" or forced() not in (None, TORCH)
+
+
+def _dropped_by_pytorch(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], dropout_p: float
+) -> bool:
+    """Whether PyTorch's own function serves a call with dropout. It is counted then."""
+    problem = make_problem(q, k, v, **options)
+    device, _ = device_of(problem, q.device.index)
+    if forced() is None and pytorch_drops_faster(problem, device):
+        count_declined(DROPPED_FASTER)
+        return True
+    if explain(q, k, v, **options, dropout_p=dropout_p).chosen != TORCH:
+        return False
+    note_fallback(_NOT_DROPPED, stacklevel=4)
+    count_declined(_NOT_DROPPED)
+    return True
 
 
 def _autocast(x: Tensor, device: str) -> Tensor:

@@ -408,3 +408,37 @@ def test_torch_is_pytorchs_own_where_it_is_forced() -> None:
     with archflash.enabled(), archflash.force("ampere"):
         archflash.attention(q, k, v, implementation="torch")
     assert archflash.stats().served == {}
+
+
+STATES = {"flash": ((), 6), "efficient": ((None, True), 2), "cudnn": ((None, True), 6)}
+
+
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize(
+    "name", ["flash", "efficient", pytest.param("cudnn", marks=needs_get_kernel)]
+)
+def test_states_are_new_in_calls_that_a_compiled_graph_may_make(name: str) -> None:
+    """A graph of torch.compile, which runs without gradients, may give their memory to other
+    results. Autograd keeps them, which it could not if they came from inference mode.
+    """
+    args, place = STATES[name]
+    q, k, v = on.qkv(40, 40, 32, dtype="float16")
+
+    def states() -> tuple[Tensor, ...]:
+        result = getattr(aten, f"_scaled_dot_product_{name}_attention")(q, k, v, *args)
+        assert_promised(f"_scaled_dot_product_{name}_attention", result, q, k, v, *args)
+        kept: tuple[Tensor, ...] = result[place : place + 2]
+        return kept
+
+    def addresses(*pairs: tuple[Tensor, ...]) -> list[int]:
+        return [x.data_ptr() for pair in pairs for x in pair]
+
+    with torch.no_grad():
+        one, other = states(), states()
+    assert len(set(addresses(one, other))) == 4
+    with torch.inference_mode():
+        states()
+    q.requires_grad_()
+    one, other = states(), states()
+    assert addresses(one) == addresses(other)
+    assert not any(x.is_inference() for x in one)

@@ -1,4 +1,4 @@
-"""Streams, CUDA graphs, threads, several GPUs, the plan cache: when and where a kernel runs."""
+"""Streams, CUDA graphs, threads, the plan cache: when and where a kernel runs."""
 
 from __future__ import annotations
 
@@ -216,93 +216,6 @@ def test_after_warm_up_the_first_call_does_not_wait_for_the_device(kernel: str) 
     command = [sys.executable, "-c", FIRST_CALLS_BEHIND_WORK, kernel, dtype_of(kernel)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("returned "), done.stderr
-
-
-# --- several GPUs ---
-
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@two_gpus
-@each_kernel
-def test_it_runs_where_its_tensors_are(kernel: str) -> None:
-    q, k, v = inputs(kernel)
-    expected = archflash.attention(q, k, v, implementation=kernel)
-    there = [x.to("cuda:1") for x in (q, k, v)]
-    with torch.cuda.device(0):
-        out = archflash.attention(*there, implementation=kernel)
-        assert torch.cuda.current_device() == 0
-    assert out.device.index == 1
-    assert_close(out, None, *there)
-    if torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1):
-        assert same_bits(out.cpu(), expected.cpu())
-    with pytest.raises(TypeError, match="cuda:1"):
-        archflash.attention(q, there[1], v)
-
-
-@two_gpus
-def test_sdpa_gradients_caches_and_quantisation_run_where_their_tensors_are() -> None:
-    """Each on the second GPU while the first one is current, and again on the first: what is kept
-    of the one GPU must not serve the other.
-    """
-    here = qkv(129, 129, dtype="bfloat16", batch=2, heads=(4, 4))
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    caches = [x.transpose(1, 2).contiguous() for x in here[1:]]
-    lengths = int32(129, 70)
-
-    def results(index: int) -> list[Tensor]:
-        device = f"cuda:{index}"
-        q, k, v = (x.to(device) for x in here)
-        found = []
-        with archflash.enabled(), archflash.force("ampere"):
-            found.append(sdpa(q, k, v, is_causal=True))
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = archflash.attention(*leaves, causal=True, implementation="ampere")
-        found += [out, *torch.autograd.grad(out.square().sum(), leaves)]
-        one = q[:, :, :1].transpose(1, 2).contiguous()
-        cache = [x.to(device) for x in caches]
-        found.append(
-            archflash.attention_with_kvcache(one, *cache, cache_seqlens=lengths.to(device))
-        )
-        found += archflash.quantize_fp8(q, implementation="ada")
-        outs, lses = zip(
-            *(archflash.attention(q, x, y, return_lse=True, implementation="ampere")
-              for x, y in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)), strict=True,
-        )  # fmt: skip
-        found += archflash.merge_attention(outs, lses)
-        assert torch.cuda.current_device() == 0
-        assert all(x.device.index == index for x in found)
-        return [x.cpu() for x in found]
-
-    archflash.stats(reset=True)
-    there = results(1)
-    for one, other in zip(results(0), there, strict=True):
-        assert torch.equal(one.float(), other.float())
-    assert archflash.stats().served == {"ampere": 2}
-
-
-@two_gpus
-def test_a_thread_for_each_gpu() -> None:
-    cases = [[x.to(f"cuda:{index}") for x in inputs("ampere")] for index in (0, 1)]
-    expected = [archflash.attention(*case, implementation="ampere", causal=True) for case in cases]
-    _native.clear_cache()
-    together = threading.Barrier(2)
-
-    def work(index: int) -> bool:
-        with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream()):
-            together.wait(timeout=60)
-            outs = [
-                archflash.attention(*cases[(index + step) % 2], implementation="ampere",
-                                    causal=True)
-                for step in range(50)
-            ]  # fmt: skip
-            for device in (0, 1):
-                torch.cuda.synchronize(device)
-            return all(same_bits(out, expected[(index + i) % 2]) for i, out in enumerate(outs))
-
-    with ThreadPoolExecutor(2) as threads:
-        assert all(threads.map(work, range(2)))
 
 
 # --- fork ---

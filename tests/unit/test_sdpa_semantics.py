@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from archflash import _sdpa
+import archflash
+from archflash import _dispatch, _sdpa
 from archflash._sdpa import scaled_dot_product_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # a CPU call names its fallback once
@@ -238,6 +239,49 @@ def test_dropout_runs_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert "dropout" in reasons[0]
     scaled_dot_product_attention(q, k, v)
     assert len(reasons) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "gpu", "faster"),
+    [
+        (torch.bfloat16, (4, 4), "H200", True),
+        (torch.bfloat16, (4, 2), "H200", True),
+        (torch.float32, (4, 4), "H200", True),
+        (torch.float32, (4, 2), "H200", False),  # PyTorch's fp32 kernel shares no keys
+        (torch.float16, (4, 4), "T4", True),
+        (torch.bfloat16, (4, 4), None, False),
+    ],
+)
+def test_dropout_goes_to_pytorchs_fused_kernels_where_there_are_any(
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    gpu: str | None,
+    faster: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = (torch.empty(1, n, 64, 64, dtype=dtype, device="meta") for n in (*heads, heads[1]))
+    decision = archflash.explain(q, k, v, device=gpu or "cpu")
+    assert _dispatch.pytorch_drops_faster(decision.problem, decision.device) == faster
+    monkeypatch.setattr(_sdpa, "_may_drop", lambda query, dropout_p: True)
+    monkeypatch.setattr(_sdpa, "device_of", lambda problem, index: (decision.device, None))
+    noted: list[str] = []
+    monkeypatch.setattr(_sdpa, "note_fallback", lambda reason, stacklevel: noted.append(reason))
+    q, k, v = (torch.randn(x.shape).to(dtype) for x in (q, k, v))
+    archflash.stats(reset=True)
+    out = scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=heads[0] != heads[1])
+    assert out.shape == q.shape
+    (reason,) = archflash.stats(reset=True).declined
+    assert ("faster" in reason) == faster
+    assert bool(noted) != faster  # what PyTorch does better is nothing to warn of
+
+
+def test_dropout_reaches_the_kernel_that_is_forced() -> None:
+    q, k, v = (x.half() for x in inputs((1, 2), 20, 20, 16))
+    archflash.stats(reset=True)
+    with archflash.force("ampere"):
+        out = scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert out.shape == v.shape
+    assert archflash.stats().declined == {}
 
 
 def test_it_may_take_the_place_of_pytorchs_function(monkeypatch: pytest.MonkeyPatch) -> None:

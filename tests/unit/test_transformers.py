@@ -4,6 +4,7 @@ transformers' own `eager` attention.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ def with_both(make: Callable[[], Any]) -> tuple[Any, Any]:
     theirs.load_state_dict(ours.state_dict())
     ours.set_attn_implementation(integration.NAME)
     theirs.set_attn_implementation("eager")
+    assert ours.config._attn_implementation == integration.NAME  # models may share a configuration
     return ours, theirs
 
 
@@ -162,7 +164,7 @@ def test_bert(side: str) -> None:
         vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=48, max_position_embeddings=64,
     )  # fmt: skip
-    ours, theirs = with_both(lambda: transformers.BertModel(config))
+    ours, theirs = with_both(lambda: transformers.BertModel(copy.deepcopy(config)))
     mask = None if side == "none" else padding(side)
     with torch.no_grad():
         found = ours(tokens(), attention_mask=mask).last_hidden_state
@@ -170,19 +172,41 @@ def test_bert(side: str) -> None:
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_dropout_runs_in_pytorch() -> None:
+def test_dropout_runs_in_pytorch_and_is_counted() -> None:
     config = transformers.BertConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
         intermediate_size=48, attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0,
     )  # fmt: skip
-    ours, _ = with_both(lambda: transformers.BertModel(config))
+    ours, _ = with_both(lambda: transformers.BertModel(copy.deepcopy(config)))
     call = {"attention_mask": padding("right")}
+    archflash.stats(reset=True)
     runs = [ours.train(training)(tokens(), **call)[0] for training in (True, True, False, False)]
     assert not torch.equal(runs[0], runs[1])
     assert torch.equal(runs[2], runs[3])
-    gemma, _ = with_both(decoder("Gemma2Config", sliding_window=5, attention_dropout=0.1))
-    with pytest.raises(integration.UnsupportedError, match=r"dropout=0\.1"):
-        gemma.train()(tokens())
+    ((reason, count),) = archflash.stats(reset=True).declined.items()
+    assert reason.startswith("dropout: ")
+    assert count == 2
+
+
+@pytest.mark.parametrize("name", ["gemma2-softcap-window", "gpt-oss-sinks"])
+def test_dropout_with_softcap_or_sinks_runs_in_archflash(name: str) -> None:
+    """PyTorch's own function has neither."""
+    ours, _ = with_both(DECODERS[name])
+    for module in ours.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+    archflash.stats(reset=True)
+    with torch.no_grad():
+        exact = ours(tokens(), attention_mask=padding("left")).logits
+        runs = [ours.train()(tokens(), attention_mask=padding("left")).logits for _ in range(2)]
+    assert not torch.equal(runs[0], runs[1])
+    assert all(bool(x.isfinite().all()) for x in (exact, *runs))
+    assert archflash.stats().declined == {}
+    loss = ours.train()(tokens()).logits.square().mean()
+    loss.backward()
+    gradients = [x.grad for x in ours.parameters() if x.grad is not None]
+    assert gradients
+    assert all(bool(x.isfinite().all()) for x in gradients)
 
 
 @pytest.mark.usefixtures("packs")
@@ -191,7 +215,7 @@ def test_t5_has_a_bias_of_positions() -> None:
         vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
         decoder_start_token_id=0, dropout_rate=0.0,
     )  # fmt: skip
-    ours, theirs = with_both(lambda: transformers.T5ForConditionalGeneration(config))
+    ours, theirs = with_both(lambda: transformers.T5ForConditionalGeneration(copy.deepcopy(config)))
     call = {"attention_mask": padding("right"), "labels": tokens(3, 7)}
     found, expected = (model(tokens(), **call) for model in (ours, theirs))
     torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=1e-4)
@@ -211,7 +235,7 @@ def test_vit() -> None:
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         image_size=16, patch_size=4,
     )  # fmt: skip
-    ours, theirs = with_both(lambda: transformers.ViTModel(config))
+    ours, theirs = with_both(lambda: transformers.ViTModel(copy.deepcopy(config)))
     image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found, expected = (model(image).last_hidden_state for model in (ours, theirs))

@@ -32,7 +32,6 @@ from transformers.masking_utils import (
 )
 
 from archflash._api import attention
-from archflash._errors import UnsupportedError
 from archflash._sdpa import scaled_dot_product_attention
 
 if "q_length" not in inspect.signature(sdpa_mask).parameters:
@@ -211,7 +210,8 @@ def forward(
         query: (batch, heads, queries, d); key and value (batch, heads_kv, keys, d).
         attention_mask: of `make_mask`; or a tensor that broadcasts to (batch, heads, queries,
             keys), bool or added to the scores.
-        dropout: probability of dropping a weight; above 0 PyTorch serves the layer.
+        dropout: probability of dropping a weight; above 0 PyTorch serves the layer, unless it has
+            softcap or sinks, which PyTorch's own function lacks.
         scaling: multiplies query.key.
         is_causal: overrides that of the layer.
         softcap: as for `archflash.attention`.
@@ -222,9 +222,6 @@ def forward(
 
     Returns:
         (batch, queries, heads, d), and None in place of the weights.
-
-    Raises:
-        UnsupportedError: dropout together with softcap or sinks.
     """
     if cache is not None and hasattr(cache, "update"):
         key, value = cache.update(
@@ -246,12 +243,12 @@ def forward(
             # still empty.
             options = {"causal": True} if nq == nk else {"causal": True, "q_offset": 0}
 
-    if dropout > 0.0:
-        out = _with_dropout(
-            query, key, value, options, dropout, scaling, softcap, s_aux, position_bias
-        )
+    if dropout > 0.0 and not softcap and s_aux is None:
+        out = _dropped_by_sdpa(query, key, value, options, dropout, scaling, position_bias)
         return out.transpose(1, 2).contiguous(), None
     options.update(scale=scaling, softcap=softcap, sinks=s_aux)
+    if dropout > 0.0:
+        options["dropout_p"] = dropout
     padding = options.pop("padding", None)
     if padding is not None:
         if position_bias is None and _packs(query, key, value, padding, options):
@@ -283,23 +280,19 @@ def _with_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
     return bias + mask
 
 
-def _with_dropout(
+def _dropped_by_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     options: dict[str, Any],
     dropout: float,
     scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """The layer by PyTorch's own function, the only one that drops weights."""
-    if softcap or sinks is not None:
-        raise UnsupportedError(
-            f"dropout={dropout} together with softcap or sinks: set the model's attention_dropout "
-            'to 0, or use attn_implementation="eager"'
-        )
+    """The layer by the function that chooses between PyTorch's fused kernels, which drop weights
+    faster, and archflash's. The latter take no mask tensor for windows and padding, but PyTorch's
+    do, so they all become one.
+    """
     nq, nk = query.shape[2], key.shape[2]
     rule = _Rule(options.get("causal", False), options.get("window", (None, None))[0])
     offset = options.get("q_offset", nk - nq)
