@@ -62,8 +62,8 @@ def attention(
         v: values, ``(batch, heads_kv, nk, dv)`` or as q's layout says.
         causal: query i sees keys j <= i + q_offset, which aligns the mask to the bottom right
             unless q_offset is given.
-        window: ``(left, right)``: i + q_offset - left <= j <= i + q_offset + right; None for an
-            unbounded side.
+        window: ``(left, right)``: i + q_offset - left <= j <= i + q_offset + right; None, or a
+            negative number as in flash-attn, for an unbounded side.
         softcap: c > 0 replaces each score s by c * tanh(s / c). None or 0: no cap.
         sinks: ``(heads_q,)``, one more logit per head in the denominator of the softmax.
         scale: multiplies q k^T; default 1 / sqrt(d).
@@ -146,8 +146,8 @@ def attention(
         sink, if there is one).
 
     Raises:
-        ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a negative window, a
-            NaN scale, num_splits below 1, or num_splits with batch_invariant.
+        ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a NaN scale,
+            num_splits below 1, or num_splits with batch_invariant.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
         UnsupportedError: an argument is not built yet, or no kernel serves the call and
             ARCHFLASH_FALLBACK=error or batch_invariant=True.
