@@ -259,10 +259,8 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
         most = torch.maximum(most, (number[..., -1].amax() if nk else most.new_zeros(())) + 1)
         place = torch.where(edges, number.clamp(max=2 * MOST_RANGES), 2 * MOST_RANGES + 1)
         key = torch.arange(nk + 1, dtype=torch.int32, device=device).expand_as(place)
-        here = made[:, :, first : first + rows_at_once].flatten(3)
-        made[:, :, first : first + rows_at_once] = here.scatter(-1, place, key).unflatten(
-            3, (MOST_RANGES + 1, 2)
-        )
+        here = made[:, :, first : first + rows_at_once]
+        here.copy_(here.flatten(3).scatter(-1, place, key).reshape(here.shape))
     pieces = -(-int(most) // 2)
     if pieces > MOST_RANGES:
         raise ValueError(

@@ -1,6 +1,6 @@
 // Copies of tensors whose rows kernels of attention cannot read or write: gather() copies them into
-// dense rows of whole chunks, with zeros behind their columns, and scatter() copies dense rows back.
-// A CTA copies up to ROWS rows of one head, a thread one chunk of 16 bytes at a time.
+// dense rows of whole chunks, with zeros behind their columns, and scatter() copies dense rows
+// back. A CTA copies up to ROWS rows of one head, a thread one chunk of 16 bytes at a time.
 #pragma once
 
 #include <cstdint>

@@ -100,9 +100,8 @@ void add_launch(LaunchPlan& plan, const Copies& copies, const std::vector<int64_
     blocks += of_tensor;
     launch.pointers.push_back(
         {tensor.operand, static_cast<int32_t>(place + offsetof(Copy, given_gmem)), 0});
-    launch.pointers.push_back({Operand::Workspace,
-                               static_cast<int32_t>(place + offsetof(Copy, dense_gmem)),
-                               places[i]});
+    launch.pointers.push_back(
+        {Operand::Workspace, static_cast<int32_t>(place + offsetof(Copy, dense_gmem)), places[i]});
   }
   if (blocks == 0) return;
   launch.kernel = gathers ? "copy_gather" : "copy_scatter";

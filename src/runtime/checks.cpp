@@ -117,9 +117,10 @@ void check_layouts(const Checker& check, const Problem& p) {
   const int64_t batch = p.varlen ? 1 : p.batch;
   const Layout out{"out", p.out, batch, p.heads_q, p.nq, p.dv, p.out_column};
   const Rows keys = rows_of_keys(p);
-  for (const Layout& layout : {Layout{"q", p.q, batch, p.heads_q, p.nq, p.d, p.q_column},
-                               Layout{"k", p.k, keys.batch, p.heads_kv, keys.rows, p.d, p.k_column},
-                               Layout{"v", p.v, keys.batch, p.heads_kv, keys.rows, p.dv, p.v_column}, out}) {
+  for (const Layout& layout :
+       {Layout{"q", p.q, batch, p.heads_q, p.nq, p.d, p.q_column},
+        Layout{"k", p.k, keys.batch, p.heads_kv, keys.rows, p.d, p.k_column},
+        Layout{"v", p.v, keys.batch, p.heads_kv, keys.rows, p.dv, p.v_column}, out}) {
     check_strides(check, layout);
   }
   const int64_t shape[] = {out.batch, out.heads, out.rows, out.inner};

@@ -1,7 +1,8 @@
 // Copies of a call's tensors that let kernels serve it whose rows have to be contiguous, start at
-// multiples of 16 bytes and have a whole number of chunks of 16 bytes. What is not so is copied into
-// the workspace before the kernels run, and back behind them what they write; further columns are
-// zeros, which change no score and give columns of the output that nobody reads. Pure host code.
+// multiples of 16 bytes and have a whole number of chunks of 16 bytes. What is not so is copied
+// into the workspace before the kernels run, and back behind them what they write; further columns
+// are zeros, which change no score and give columns of the output that nobody reads. Pure host
+// code.
 #pragma once
 
 #include <cstdint>

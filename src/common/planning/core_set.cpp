@@ -129,8 +129,8 @@ Reasons refusals(const Problem& problem, const Description& description,
       refuse.add("qv with head_dim " + str(problem.d) + " and value head_dim " + str(problem.dv),
                  "takes qv where they are 64 and 512");
     }
-    refuse.layout("qv", problem.qv, problem.qv_unit,
-                  static_cast<int32_t>(problem.qv_align), problem.dtype);
+    refuse.layout("qv", problem.qv, problem.qv_unit, static_cast<int32_t>(problem.qv_align),
+                  problem.dtype);
   } else {
     if (with_qv) refuse.add("qv", "has no second query; concatenate q and qv, and k and v,");
     refuse.head_dim("head_dim", problem.d, "q and k");
