@@ -163,8 +163,8 @@ def test_the_automatic_choice_is_what_runs() -> None:
 
 
 def runs_a_kernel(**call: Any) -> bool:
-    """Whether a kernel is forced: one refuses a head dim of 44, and `torch` takes it."""
-    q, k, v = qkv(5, 5, 44)
+    """Whether a kernel is forced: one refuses a head dim of 999, and `torch` takes it."""
+    q, k, v = qkv(5, 5, 999)
     try:
         archflash.attention(q, k, v, **call)
     except archflash.ForcedImplementationError:
@@ -194,7 +194,7 @@ def test_force_holds_inside_its_block_and_thread(fresh_dispatch: None) -> None:
 FORCED_BY_ENVIRONMENT = """
 import sys, torch, archflash
 kernel = sys.argv[1]
-q = torch.randn(1, 2, 5, 44, device="cuda")
+q = torch.randn(1, 2, 5, 999, device="cuda")
 def runs_a_kernel(**call):
     try:
         archflash.attention(q, q, q, **call)
@@ -283,7 +283,7 @@ def test_fallback_error_turns_the_warning_into_an_error(
     fresh_dispatch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
-    tensors, call = unserved("d44", "float32")
+    tensors, call = unserved("d999", "float32")
     for _ in range(2):
         with pytest.raises(archflash.UnsupportedError, match="ARCHFLASH_FALLBACK"):
             archflash.attention(*tensors, **call)
