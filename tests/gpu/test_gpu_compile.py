@@ -107,7 +107,7 @@ def test_compiled_calls_take_new_lengths(kernel: str) -> None:
 
 @each_kernel
 def test_force_holds_in_compiled_calls(kernel: str) -> None:
-    q, k, v = (x[..., :1].repeat(1, 1, 1, 999) for x in case_of(kernel))  # kernels refuse it
+    q, k, v = (x[..., :1].expand(-1, -1, -1, 999) for x in case_of(kernel))  # kernels refuse it
     torch._dynamo.reset()
     compiled = torch.compile(archflash.attention, backend="aot_eager", fullgraph=True)
     with archflash.force("torch"):
