@@ -12,6 +12,9 @@
 namespace archflash::copy {
 namespace {
 
+constexpr const char* IMAGE = "copy/copy";
+constexpr const char* GATHER = "copy_gather";
+constexpr const char* SCATTER = "copy_scatter";
 constexpr int64_t ROW_BYTES = 16;  // rows of kernels start at multiples of it, and are as long
 
 // The columns that kernels take for so many: they are whole chunks in every dtype of the call.
@@ -104,8 +107,8 @@ void add_launch(LaunchPlan& plan, const Copies& copies, const std::vector<int64_
         {Operand::Workspace, static_cast<int32_t>(place + offsetof(Copy, dense_gmem)), places[i]});
   }
   if (blocks == 0) return;
-  launch.kernel = gathers ? "copy_gather" : "copy_scatter";
-  launch.image = "copy/copy";
+  launch.kernel = gathers ? GATHER : SCATTER;
+  launch.image = IMAGE;
   launch.grid = {blocks, 1, 1};
   launch.block = {THREADS, 1, 1};
   launch.params = core::bytes(params);
@@ -224,24 +227,30 @@ void add_to(LaunchPlan& plan, const Copies& copies) {
   add_launch(plan, copies, places, false);
 }
 
-std::string text_of(const Problem& problem) {
-  Problem asked = problem;
-  const Copies copies = prepare(asked);
+std::string text_of(const LaunchPlan& plan) {
   std::vector<std::string> into, back;
   int64_t bytes = 0;
-  for (const Tensor& tensor : copies.tensors) {
-    std::string text = operand_name(tensor.operand);
-    if (tensor.columns != tensor.dense_columns) {
-      text += " (" + std::to_string(tensor.columns) + " columns as " +
-              std::to_string(tensor.dense_columns) + ")";
-    } else {
-      text += tensor.given_column != 1 ? " (a strided last dimension)"
-                                       : " (rows at no multiples of 16 bytes)";
+  for (const Launch& launch : plan.launches) {
+    if (launch.image != IMAGE) continue;
+    Params params;
+    std::memcpy(&params, launch.params.data(), sizeof params);
+    for (int i = 0; i < params.copies; ++i) {
+      const Copy& copy = params.copy[i];
+      const int64_t given = int64_t{copy.units} * copy.unit_bytes;
+      const int64_t dense = int64_t{copy.chunks} * CHUNK_BYTES;
+      const int64_t end = i + 1 < params.copies ? params.copy[i + 1].first_block : launch.grid[0];
+      bytes += (end - copy.first_block) / copy.row_blocks * copy.rows * (given + dense);
+      const std::string why =
+          given != dense ? "rows of " + std::to_string(given) + " bytes as " + std::to_string(dense)
+          : copy.given_unit != copy.unit_bytes ? "a strided last dimension"
+                                               : "rows at no multiples of 16 bytes";
+      // The addresses of a copy are the given one and its place in the workspace.
+      const Operand operand = launch.pointers[2 * i].operand;
+      (launch.kernel == GATHER ? into : back)
+          .push_back(std::string(operand_name(operand)) + " (" + why + ")");
     }
-    (tensor.gathered ? into : back).push_back(text);
-    bytes += (elements_of(tensor, tensor.columns) + elements_of(tensor, tensor.dense_columns)) *
-             dtype_bytes(tensor.dtype);
   }
+  if (into.empty() && back.empty()) return "";
   std::string text = into.empty() ? "" : listed(into) + " into the workspace";
   if (!back.empty()) text += (text.empty() ? "" : ", ") + listed(back) + " from there";
   return text + ": " + std::to_string((bytes + 500'000) / 1'000'000) +

@@ -208,11 +208,14 @@ PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
 
 Notes notes(const LaunchPlan& plan) {
   if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
-  if (plan.tile.name.empty()) return {};
-  LaunchPlan asked = plan;  // for the problem that the folder was asked for
-  const bool copies = copy::prepare(asked.problem).any();
-  Notes lines = core::notes(asked, find_folder(plan.implementation).notes(asked));
-  if (copies) lines.emplace_back("copies", copy::text_of(plan.problem));
+  Notes lines;
+  if (!plan.tile.name.empty()) {
+    LaunchPlan asked = plan;
+    copy::prepare(asked.problem);  // the problem that the folder was asked for
+    lines = core::notes(asked, find_folder(plan.implementation).notes(asked));
+  }
+  if (const std::string copies = copy::text_of(plan); !copies.empty())
+    lines.emplace_back("copies", copies);
   return lines;
 }
 

@@ -118,6 +118,21 @@ def test_masks_as_data_do_not_care_for_columns(kernel: str) -> None:
     attend_and_check(kernel, q, k, v, attn_mask=mask, alibi_slopes=on.tensor([0.1, 0.2]))
 
 
+@pytest.mark.parametrize("kernel", on.kernels("kv_cache"))
+def test_queries_beside_a_cache_may_have_odd_rows(kernel: str) -> None:
+    """Nothing of the cache is copied, and the bits are those of queries that need no copy."""
+    dtype = on.dtypes_of(kernel)[0]
+    odd = on.rand(2, 3, 4, 65, seed=1, dtype=dtype)[..., 1:]
+    k_cache, v_cache = (on.rand(2, NK, 2, 64, seed=seed, dtype=dtype) for seed in (2, 3))
+    call = {"cache_seqlens": on.int32(NK, 33), "causal": True, "implementation": kernel}
+    plan = archflash.explain(odd, k_cache, v_cache, **call, device="A100").plan
+    assert plan is not None
+    assert dict(plan.notes)["copies"].startswith("q (rows at no multiples of 16 bytes) into the ")
+    out = archflash.attention_with_kvcache(odd, k_cache, v_cache, **call)
+    expected = archflash.attention_with_kvcache(odd.contiguous(), k_cache, v_cache, **call)
+    assert torch.equal(out, expected)
+
+
 GRADIENTS = kernels_with_gradients(on)
 
 

@@ -690,15 +690,15 @@ def test_beyond_a_kernels_limits_torch_gives_the_right_answer(name: str) -> None
 COPIED: dict[str, tuple[dict[str, Any], str]] = {
     "D-44": (
         {"q": plain(44), "k": plain(44), "v": plain()},
-        "q (44 columns as 48) and k (44 columns as 48) into the workspace: ",
+        "q (rows of 176 bytes as 192) and k (rows of 176 bytes as 192) into the workspace: ",
     ),
     "Dv-44": (
         {"q": plain(), "k": plain(), "v": plain(44)},
-        "v (44 columns as 48) into the workspace, out (44 columns as 48) from there: ",
+        "v (rows of 176 bytes as 192) into the workspace, out (rows of 176 bytes as 192) from there: ",
     ),
     "D-4": (
         {"q": plain(4), "k": plain(4), "v": plain()},
-        "q (4 columns as 8) and k (4 columns as 8) into the workspace: ",
+        "q (rows of 16 bytes as 32) and k (rows of 16 bytes as 32) into the workspace: ",
     ),
     "q-strided": (
         {"q": strided_columns(), "k": plain(), "v": plain()},

@@ -41,8 +41,8 @@ Copies prepare(BackwardProblem& problem);
 // that is read, and one behind them for all that is written.
 void add_to(LaunchPlan& plan, const Copies& copies);
 
-// What is copied, for people: "q, k and v into rows of 104 columns, and out back: 12 MB are read
-// and written". `problem` is the one that the caller gave.
-std::string text_of(const Problem& problem);
+// What a plan copies, for people: "q (a strided last dimension) into the workspace: 12 MB are read
+// and written beside the call's own". Empty if it copies nothing.
+std::string text_of(const LaunchPlan& plan);
 
 }  // namespace archflash::copy
