@@ -694,7 +694,7 @@ COPIED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Dv-44": (
         {"q": plain(), "k": plain(), "v": plain(44)},
-        "v (rows of 176 bytes as 192) into the workspace, out (rows of 176 bytes as 192) from there: ",
+        "v (rows of 176 bytes as 192) into the workspace, out (rows of 176 bytes as 192) from ",
     ),
     "D-4": (
         {"q": plain(4), "k": plain(4), "v": plain()},
