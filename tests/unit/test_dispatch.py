@@ -1001,14 +1001,14 @@ def test_torch_can_be_forced_where_a_kernel_would_serve(dtype: torch.dtype) -> N
 
 
 def test_a_forced_kernel_that_cannot_serve_raises_with_every_reason() -> None:
-    given = problem(d=300, attn_mask=mask(), out_dtype=torch.float16)
+    given = problem(d=999, attn_mask=mask(), out_dtype=torch.float16)
     with pytest.raises(archflash.ForcedImplementationError) as caught:
         _dispatch.select(given, find_device("H200"), "simt")
     message = str(caught.value)
     assert message.startswith("simt is forced, but cannot serve float32, batch 2, heads 4")
     for reason in (
-        "head_dim 304 (300 and columns of zeros): ",
-        "value head_dim 304 (300 and columns of zeros): ",
+        "head_dim 1000 (999 and columns of zeros): ",
+        "value head_dim 1000 (999 and columns of zeros): ",
         "attn_mask of ",
         "out_dtype ",
     ):
