@@ -271,6 +271,45 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
     return made[:, :, :, : max(pieces, 1)].contiguous()
 
 
+def from_flashmask(startend_row_indices: Tensor, nq: int, *, causal: bool) -> Tensor:
+    """The key_ranges with the meaning of FlashMask's startend_row_indices, which say for each key
+    which queries do not see it. Give the call the same `causal`.
+
+    Args:
+        startend_row_indices: int32 ``(batch or 1, heads or 1, nk, bounds)``. With causal, hidden
+            are the queries from bound 0 on, or with two bounds those from bound 0 to bound 1.
+            Without, of two bounds the queries from bound 0 on and those before bound 1; of four
+            those from bound 0 to bound 1, and those from bound 2 to bound 3.
+        nq: number of queries.
+        causal: whether the mask is causal, too.
+
+    Returns:
+        key_ranges, int32 ``(batch or 1, heads or 1, nq, pieces, 2)``. As `from_query_ranges` it
+        reads one number on the host.
+
+    Raises:
+        ValueError: a tensor of another shape, or a query whose keys are in more than four pieces.
+        TypeError: a tensor of another dtype.
+    """
+    allowed = (1, 2) if causal else (2, 4)
+    if startend_row_indices.ndim != 4 or startend_row_indices.shape[-1] not in allowed:
+        raise ValueError(
+            f"startend_row_indices has shape {tuple(startend_row_indices.shape)}: with causal="
+            f"{causal} it must be (batch or 1, heads or 1, nk, {allowed[0]} or {allowed[1]})"
+        )
+    bounds = startend_row_indices.unbind(-1)
+    first, last = torch.zeros_like(bounds[0]), torch.full_like(bounds[0], nq)
+    if len(bounds) == 1:
+        seen = [(first, bounds[0])]
+    elif causal:
+        seen = [(first, bounds[0]), (bounds[1], last)]
+    elif len(bounds) == 2:
+        seen = [(bounds[1], bounds[0])]
+    else:
+        seen = [(first, bounds[2]), (bounds[3], bounds[0]), (bounds[1], last)]
+    return from_query_ranges(torch.stack([torch.stack(pair, -1) for pair in seen], -2), nq)
+
+
 def query_ranges_to_dense(query_ranges: Tensor, nq: int) -> Tensor:
     """The bool mask with the meaning of query_ranges, for attn_mask.
 

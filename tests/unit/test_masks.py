@@ -160,6 +160,26 @@ def test_ranges_of_queries_become_ranges_of_keys(
         assert torch.equal(masks.to_dense(masks.from_query_ranges(columns, nq), nk), expected)
 
 
+@pytest.mark.parametrize(("causal", "bounds"), [(True, 1), (True, 2), (False, 2), (False, 4)])
+def test_flashmask_hides_the_rows_that_it_names(causal: bool, bounds: int) -> None:
+    """Documents of 3, 5 and 4 tokens; the second one is hidden from all that come after it."""
+    ids = torch.tensor([0] * 3 + [1] * 5 + [2] * 4)
+    begin, end = (torch.tensor(x)[ids].int() for x in ([0, 3, 8], [3, 8, 12]))
+    twelve = torch.full_like(end, 12)
+    row = torch.arange(12)[:, None]
+    columns = {
+        (True, 1): ([end], row < end),
+        (True, 2): ([begin + 5, end + 2], (row < begin + 5) | (row >= end + 2)),
+        (False, 2): ([end, begin], (row >= begin) & (row < end)),
+        (False, 4): ([end, twelve, 0 * end, begin], (row >= begin) & (row < end)),
+    }
+    given, expected = columns[causal, bounds]
+    ranges = masks.from_flashmask(torch.stack(given, -1)[None, None], 12, causal=causal)
+    assert torch.equal(masks.to_dense(ranges, 12)[0, 0], expected)
+    with pytest.raises(ValueError, match=r"must be \(batch or 1, heads or 1, nk, "):
+        masks.from_flashmask(torch.zeros(1, 1, 12, 3, dtype=torch.int32), 12, causal=causal)
+
+
 def test_no_key_and_no_query_need_no_ranges() -> None:
     none = masks.from_query_ranges(torch.zeros(1, 1, 0, 1, 2, dtype=torch.int32), 3)
     assert none.shape == (1, 1, 3, 1, 2)
