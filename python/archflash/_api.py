@@ -56,14 +56,17 @@ def attention(
     Args:
         q: queries, ``(batch, heads_q, nq, d)``; with layout="bnhd" ``(batch, nq, heads_q, d)``;
             with cu_seqlens ``(total_q, heads_q, d)``. float32, float16, bfloat16, float64,
-            float8_e4m3fn or float8_e5m2. Any strides.
+            float8_e4m3fn or float8_e5m2. Any strides, and any d: what a kernel cannot read as it is
+            (rows that are not contiguous, do not start at multiples of 16 bytes, or have a number
+            of columns that is no multiple of 8, with float8 of 16) is copied into its workspace
+            first. `explain` says so.
         k: keys, ``(batch, heads_kv, nk, d)`` or as q's layout says; heads_q must be a multiple of
             heads_kv.
         v: values, ``(batch, heads_kv, nk, dv)`` or as q's layout says.
         causal: query i sees keys j <= i + q_offset, which aligns the mask to the bottom right
             unless q_offset is given.
-        window: ``(left, right)``: i + q_offset - left <= j <= i + q_offset + right; None for an
-            unbounded side.
+        window: ``(left, right)``: i + q_offset - left <= j <= i + q_offset + right; None, or a
+            negative number as in flash-attn, for an unbounded side.
         softcap: c > 0 replaces each score s by c * tanh(s / c). None or 0: no cap.
         sinks: ``(heads_q,)``, one more logit per head in the denominator of the softmax.
         scale: multiplies q k^T; default 1 / sqrt(d).
@@ -73,6 +76,8 @@ def attention(
             cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Needs cu_seqlens_k. It is read on the
             device only. Rows that belong to no sequence are written as rows that see no key.
         cu_seqlens_k: int32 ``(sequences + 1,)`` on q's device: the same for the rows of k and v.
+            Sequences may share keys where no gradients are needed: between two that do stands one
+            without queries, as in ``[0, 12, 12, 30]`` and ``[0, 70, 40, 100]``.
         max_seqlen_q: the longest of the packed query sequences, a hint; default unknown.
         max_seqlen_k: the longest of the packed key sequences, a hint; default unknown.
         attn_mask: bool (True keeps) or floating (added to the scores), broadcastable to ``(batch,
@@ -127,8 +132,8 @@ def attention(
             implementation, the GPU model and the version of archflash. Keys are split at every
             1,024th key of a sequence, not by load, so calls of many query rows are slower and take
             a workspace of 4 * (dv + 2) bytes for each row, head and 1,024 keys. Not promised: the
-            same bits where the layout of tensors lets another implementation serve (repeated or
-            misaligned rows), or where max_seqlen_k is below the longest sequence; and non-finite
+            same bits where the layout of tensors lets another implementation serve (repeated
+            rows), or where max_seqlen_k is below the longest sequence; and non-finite
             numbers in v may reach a row that does not see them, as without this option. Not with
             num_splits. A call that no kernel serves so is an error, as PyTorch's kernels do not
             promise it.
@@ -146,8 +151,8 @@ def attention(
         sink, if there is one).
 
     Raises:
-        ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a negative window, a
-            NaN scale, num_splits below 1, or num_splits with batch_invariant.
+        ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a NaN scale,
+            num_splits below 1, or num_splits with batch_invariant.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
         UnsupportedError: an argument is not built yet, or no kernel serves the call and
             ARCHFLASH_FALLBACK=error or batch_invariant=True.

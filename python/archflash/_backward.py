@@ -51,8 +51,9 @@ def attention_backward(
     parts together. The gradient of the sinks is that of all parts in each call: take it from one.
 
     Args:
-        dout: the gradient of the output, shaped like it, in its dtype. It is copied if its rows are
-            not contiguous and 16-byte aligned.
+        dout: the gradient of the output, shaped like it, in its dtype. As every tensor of the call
+            and every gradient, it may have any strides: kernels copy those whose rows are not
+            contiguous and 16-byte aligned, and explain says so.
         q, k, v: as the call got them: float32, float16, bfloat16 or float64.
         out: the output of the call, in q's dtype.
         lse: the log-sum-exp that the call returned with return_lse=True, float32 ``(batch, heads_q,

@@ -59,6 +59,16 @@ def resolve(
     return False, q_offset, as_mask(bias, q.device)
 
 
+def sides_of(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """The sides of a window; None for an unbounded one, for which a negative number may stand."""
+    left, right = window or (None, None)
+    if left is not None and left < 0:
+        left = None
+    if right is not None and right < 0:
+        right = None
+    return left, right
+
+
 def check_lengths(bias: Any, nq: int, nk: int) -> None:
     if (bias.seq_len_q, bias.seq_len_kv) != (nq, nk):
         raise ValueError(

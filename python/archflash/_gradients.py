@@ -107,15 +107,6 @@ class Gradients:
         return dataclasses.replace(self, dmask=full)
 
 
-def readable(x: Tensor) -> Tensor:
-    """x as it is, or a dense copy where its rows are not contiguous and 16-byte aligned."""
-    *strides, innermost = x.stride()
-    aligned = innermost == 1 and all(step * x.element_size() % 16 == 0 for step in strides)
-    if aligned and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _new(x: Tensor, shape: Sequence[int]) -> Tensor:
     """A dense tensor of a shape, whose dimensions nest as those of x do, the last innermost."""
     order = _torch.nesting(x.stride())

@@ -102,7 +102,7 @@ def attention_with_kvcache(
         causal: query i of nq sees the keys up to row length - nq + i, where length is that after
             the append: the last query sees every key.
         window: ``(left, right)``: query i sees the keys from row length - nq + i - left to row
-            length - nq + i + right; None for an unbounded side.
+            length - nq + i + right; None or a negative number for an unbounded side.
         attention_chunk: positions are cut into chunks of so many keys from the first on (behind
             leftpad_k), and a query at row length - nq + i sees keys of its own chunk only, of those
             that causal and window allow. Default: no chunks.

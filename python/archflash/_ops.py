@@ -25,7 +25,7 @@ from archflash._dispatch import (
     select,
 )
 from archflash._errors import ForcedImplementationError, UnsupportedError
-from archflash._gradients import FOLDERS, Gradients, Request, check_tensor, compute, readable
+from archflash._gradients import FOLDERS, Gradients, Request, check_tensor, compute
 
 _library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
 # Arguments may be given by position: autograd's registration takes no tensors by keyword only.
@@ -396,7 +396,7 @@ def backward_request(
     options: dict[str, Any],
     mask_gradient: bool = False,
 ) -> Request:
-    """The call whose gradients are asked for, its tensors checked and as a kernel reads them."""
+    """The call whose gradients are asked for, its tensors checked."""
     options = {name: _plain(value) for name, value in options.items()}
     dout, q, k, v, out, lse, dlse = (_plain(x) for x in (dout, q, k, v, out, lse, dlse))
     problem = Request(dout, q, k, v, out, lse, dlse, options).problem()  # checks q, k, v, out
@@ -413,7 +413,7 @@ def backward_request(
     if mask_gradient and (mask is None or not mask.is_floating_point()):
         kind = "None" if mask is None else str(mask.dtype)
         raise TypeError(f"mask_gradient=True, and attn_mask is {kind}: only a floating one has one")
-    return Request(readable(dout), q, k, v, out, lse.contiguous(), dlse, options, mask_gradient)
+    return Request(dout, q, k, v, out, lse.contiguous(), dlse, options, mask_gradient)
 
 
 def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:

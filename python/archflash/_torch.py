@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from archflash._archflash import MASK_BLOCK, SCALE_ROWS
+from archflash._bias import sides_of
 from archflash._dropout import kept
 from archflash.masks import to_dense
 
@@ -336,6 +337,16 @@ class PackedRows(NamedTuple):
     sequence: Tensor  # (T,) its sequence, B for rows past the last one
     row: Tensor  # (T,) its number within the sequence
 
+    def of(self, queries: PackedRows) -> tuple[Tensor, Tensor]:
+        """For each query row and row of this tensor: whether it is one of the keys of the query's
+        sequence, and its number among them. Sequences may share keys: then cu_seqlens decreases.
+        """
+        first, end = (
+            of_rows(x, queries)[:, None] for x in (self.cu_seqlens[:-1], self.cu_seqlens[1:])
+        )
+        position = torch.arange(len(self.row), device=self.row.device)
+        return (position >= first) & (position < end), position - first
+
 
 class _Packed(NamedTuple):
     q: PackedRows
@@ -456,7 +467,7 @@ class _Band(NamedTuple):
         k: Tensor,
         layout: str,
     ) -> _Band:
-        left, right = window or (None, None)
+        left, right = sides_of(window)
         if isinstance(q_offset, int):
             q_offset = max(-_FAR, min(q_offset, _FAR))
         if causal:
@@ -507,12 +518,13 @@ def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> 
         rows, keys = packed
         sequences = rows.cu_seqlens.shape[0] - 1
         owned = (rows.sequence < sequences) & (rows.row >= 0)
-        visible = (rows.sequence[:, None] == keys.sequence) & owned[:, None] & (keys.row >= 0)
+        own, row_of_key = keys.of(rows)
+        visible = own & owned[:, None]
         if not _unbounded(band):
             first = rows.row + (
                 of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
             )
-            visible = visible & band.contains(keys.row - first[:, None])
+            visible = visible & band.contains(row_of_key - first[:, None])
         return visible[None, None]
     if _unbounded(band) and k.shape[2] > 0:
         return None
@@ -543,7 +555,7 @@ class _Drops(NamedTuple):
         head = torch.arange(q.shape[1], device=q.device)[:, None, None]
         if packed:
             sequence = packed.q.sequence[:, None]
-            query, key = packed.q.row[:, None], packed.k.row
+            query, key = packed.q.row[:, None], packed.k.of(packed.q)[1]
         else:
             sequence = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
             query = torch.arange(q.shape[2], device=q.device)[:, None]
@@ -574,7 +586,7 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, band: _Band, packed: _Packed | 
     if packed:
         rows, keys = packed
         offset = of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
-        distance = (rows.row + offset)[:, None] - keys.row
+        distance = (rows.row + offset)[:, None] - keys.of(rows)[1]
         of_row = slopes if slopes.ndim == 1 else of_rows(slopes, rows)  # (Hq,) or (Tq, Hq)
         by_head = of_row.expand(len(rows.row), -1).t()[:, :, None]
         return -(by_head * distance.abs())[None]

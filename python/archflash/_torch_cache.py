@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from archflash import _torch
+from archflash._bias import sides_of
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -35,7 +36,7 @@ def orders_queries(
     """Whether the queries of a sequence have positions of their own, as a bounded mask needs them.
     Otherwise a rotary embedding rotates all of them by the first one.
     """
-    bounded = any(side is not None for side in window or ())
+    bounded = any(side is not None for side in sides_of(window))
     return causal or bounded or attention_chunk is not None
 
 
@@ -113,7 +114,7 @@ def attention(
     offset = torch.cat([total - rows.lengths, total.new_zeros(1)])[rows.sequence] + rows.row
     key = torch.arange(capacity, device=q.device)
     kept = (key < total[:, None]) & (key >= first[:, None])  # (B, capacity)
-    left, right = window or (None, None)
+    left, right = sides_of(window)
     if causal:
         right = 0
     distance = key - offset[..., None]  # (B, Nq, capacity) or (Tq, capacity)

@@ -486,9 +486,9 @@ def _seen_keys(q: Tensor, k: Tensor, layout: str, call: dict[str, Any]) -> list[
     """For each batch, the number of keys up to the last one that some query sees."""
     nq, nk = (x.shape[2 if layout == "bhnd" else 1] for x in (q, k))
     rights = [0] if call.get("causal") else []
-    window = call.get("window")
-    if window is not None and window[1] is not None:
-        rights.append(window[1])
+    _, right = _bias.sides_of(call.get("window"))
+    if right is not None:
+        rights.append(right)
     if not rights:
         return [nk] * len(q)
     offset = call.get("q_offset")
@@ -663,7 +663,7 @@ def _run_with_cache(
         x, *others = (y if dtype != torch.float64 else y.double() for y in queries[number])
         if asked.rotary_cos is not None:
             ordered = asked.attention_chunk is not None or asked.causal
-            ordered = ordered or any(side is not None for side in asked.window or ())
+            ordered = ordered or any(side is not None for side in _bias.sides_of(asked.window))
             turned = [
                 asked.rotated(row, length - first + (i if ordered else 0))
                 for i, row in enumerate(x)
@@ -948,7 +948,7 @@ def _visible(call: _Call, position: Tensor, nk: int) -> Tensor:
     visible = torch.ones_like(distance, dtype=torch.bool)
     if call.causal:
         visible &= distance <= 0
-    left, right = call.window or (None, None)
+    left, right = _bias.sides_of(call.window)
     if left is not None:
         visible &= distance >= -left
     if right is not None:

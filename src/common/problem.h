@@ -84,6 +84,10 @@ struct Problem {
   int64_t qv_align;         // as q_align below; 0: there is no second query
   int64_t attention_chunk;  // a query sees keys of its own chunk of so many positions; 0: of all
 
+  // Elements from one column to the next; 1 where there is one column. Kernels read and write
+  // columns that are neighbours: 1. What has others is copied (planning/copies.h).
+  int64_t q_column, k_column, v_column, out_column;
+
   DType dtype;           // of q, and of k and v but for caches
   DType kv_dtype;        // of k and v
   DType out_dtype;       // of the output
@@ -94,8 +98,7 @@ struct Problem {
   int32_t descale;  // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale;
                     // bit 3: that of q has one number for each head of k
 
-  Flag q_unit, k_unit, v_unit, out_unit;  // the last dimension is contiguous
-  Flag causal;                            // as asked; already folded into window_right
+  Flag causal;  // as asked; already folded into window_right
   Flag varlen;  // cu_seqlens_q is given: q is packed, and so are k and v unless they are caches
   Flag q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
   Flag q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
@@ -126,7 +129,8 @@ constexpr void for_each_field(P& p, F&& f) {
   f("approximate", p.approximate), f("num_splits", p.num_splits);
   f("q_align", p.q_align), f("k_align", p.k_align), f("v_align", p.v_align);
   f("out_align", p.out_align);
-  f("q_unit", p.q_unit), f("k_unit", p.k_unit), f("v_unit", p.v_unit), f("out_unit", p.out_unit);
+  f("q_column", p.q_column), f("k_column", p.k_column), f("v_column", p.v_column);
+  f("out_column", p.out_column);
   f("causal", p.causal), f("varlen", p.varlen), f("q_offset_tensor", p.q_offset_tensor);
   f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask);
   f("mask_strides", p.mask_strides), f("mask_key", p.mask_key), f("mask_align", p.mask_align);

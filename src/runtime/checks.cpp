@@ -51,6 +51,7 @@ struct Layout {
   const char* name;
   const Strides& strides;
   int64_t batch, heads, rows, inner;
+  int64_t column = 1;  // stride of the last dimension
 };
 
 // The product of sizes, each counted as 1 at least; more than ELEMENTS where it is too large.
@@ -68,7 +69,9 @@ void check_strides(const Checker& check, const Layout& x) {
       {".batch", x.strides.batch, x.batch},
       {".head", x.strides.head, x.heads},
       {".row", x.strides.row, x.rows}};
-  __int128 last = x.inner - 1;  // the offset of the last element
+  check.range(0, ELEMENTS, {{(std::string(x.name) + "_column").c_str(), x.column}});
+  // The offset of the last element.
+  __int128 last = static_cast<__int128>(std::max<int64_t>(x.inner - 1, 0)) * x.column;
   for (const auto& [dimension, stride, size] : dimensions) {
     const std::string field = std::string(x.name) + dimension;
     check.range(0, ELEMENTS, {{field.c_str(), stride}});
@@ -112,16 +115,17 @@ void check_shapes(const Checker& check, const Problem& p) {
 
 void check_layouts(const Checker& check, const Problem& p) {
   const int64_t batch = p.varlen ? 1 : p.batch;
-  const Layout out{"out", p.out, batch, p.heads_q, p.nq, p.dv};
+  const Layout out{"out", p.out, batch, p.heads_q, p.nq, p.dv, p.out_column};
   const Rows keys = rows_of_keys(p);
-  for (const Layout& layout : {Layout{"q", p.q, batch, p.heads_q, p.nq, p.d},
-                               Layout{"k", p.k, keys.batch, p.heads_kv, keys.rows, p.d},
-                               Layout{"v", p.v, keys.batch, p.heads_kv, keys.rows, p.dv}, out}) {
+  for (const Layout& layout :
+       {Layout{"q", p.q, batch, p.heads_q, p.nq, p.d, p.q_column},
+        Layout{"k", p.k, keys.batch, p.heads_kv, keys.rows, p.d, p.k_column},
+        Layout{"v", p.v, keys.batch, p.heads_kv, keys.rows, p.dv, p.v_column}, out}) {
     check_strides(check, layout);
   }
   const int64_t shape[] = {out.batch, out.heads, out.rows, out.inner};
   const int64_t strides[] = {p.out.batch, p.out.head, p.out.row, 1};
-  if (p.out_unit && overlaps_itself(shape, strides, 4)) {
+  if (p.out_column == 1 && overlaps_itself(shape, strides, 4)) {
     refuse("field '", check.prefix, "out' has strides (", p.out.batch, ", ", p.out.head, ", ",
            p.out.row, "): its elements must not overlap");
   }

@@ -250,7 +250,7 @@ BackwardTensor backward_tensor(nb::handle tensor, const char* name) {
   const auto stride = [&](int axis) { return view.shape[axis] > 1 ? view.strides[axis] : 0; };
   return {.strides = {stride(0), stride(1), stride(2)},
           .dtype = view.dtype,
-          .unit = view.shape[3] <= 1 || view.strides[3] == 1,
+          .column = view.shape[3] <= 1 ? 1 : view.strides[3],
           .align = alignment(view.data)};
 }
 

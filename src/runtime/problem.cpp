@@ -99,15 +99,14 @@ void read_window(nb::handle window, Problem& p) {
   if (!(nb::isinstance<nb::tuple>(window) || nb::isinstance<nb::list>(window)) ||
       nb::len(window) != 2) {
     wrong_type("window is ", given(window),
-               ": it must be a pair (left, right) of ints >= 0, None for an unbounded side");
+               ": it must be a pair (left, right) of ints, None or -1 for an unbounded side");
   }
   for (int side = 0; side < 2; ++side) {
     nb::object value = window[side];
     if (value.is_none()) continue;
     const char* name = side == 0 ? "window left" : "window right";
     const int64_t limit = integer(value, name);
-    if (limit < 0)
-      wrong_value(name, " is ", limit, ": it must be >= 0, or None for an unbounded side");
+    if (limit < 0) continue;  // unbounded, as in flash-attn
     (side == 0 ? p.window_left : p.window_right) = limit;
   }
 }
@@ -127,9 +126,11 @@ Strides strides_of(const TensorView& t, const Axes& x) {
   return {stride_of(t, x.batch), stride_of(t, x.head), stride_of(t, x.row)};
 }
 
-bool has_unit_inner(const TensorView& t, const Axes& x) {
-  return t.shape[x.inner] <= 1 || t.strides[x.inner] == 1;
+int64_t column_of(const TensorView& t, const Axes& x) {
+  return t.shape[x.inner] <= 1 ? 1 : t.strides[x.inner];
 }
+
+bool has_unit_inner(const TensorView& t, const Axes& x) { return column_of(t, x) == 1; }
 
 void check_same_device(const TensorView& t, const char* name, const TensorView& q) {
   if (t.device_kind != q.device_kind || t.device_index != q.device_index) {
@@ -411,7 +412,7 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
     wrong_value("out requires a gradient: pass a tensor that does not, or call under no_grad()");
   }
   p.out = strides_of(view, x);
-  p.out_unit = has_unit_inner(view, x);
+  p.out_column = column_of(view, x);
   p.out_align = alignment(view.data);
   call.addresses[static_cast<int>(Operand::Out)] = view.data;
 }
@@ -792,9 +793,9 @@ void build_call(const Arguments& a, Call& call) {
   p.q = strides_of(q, x);
   p.k = strides_of(k, of_keys);
   p.v = strides_of(v, of_keys);
-  p.q_unit = has_unit_inner(q, x);
-  p.k_unit = has_unit_inner(k, of_keys);
-  p.v_unit = has_unit_inner(v, of_keys);
+  p.q_column = column_of(q, x);
+  p.k_column = column_of(k, of_keys);
+  p.v_column = column_of(v, of_keys);
   p.q_align = alignment(q.data);
   p.k_align = alignment(k.data);
   p.v_align = alignment(v.data);
@@ -880,7 +881,7 @@ void build_call(const Arguments& a, Call& call) {
     planned.shape = call.out_shape;
     planned.strides = call.out_strides;
     p.out = strides_of(planned, x);
-    p.out_unit = true;
+    p.out_column = 1;
     p.out_align = 16;  // torch allocates to at least 64 bytes
   } else {
     read_out(a, q, x, call);

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "common/options.h"
+#include "common/planning/copies.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "folders.inc"
@@ -121,13 +122,41 @@ Reasons why_no_gradients(const Backward& backward, const Problem& call, const De
   const int64_t row = std::max(call.d, call.dv), head = call.nq * row;
   const BackwardTensor dense{.strides = {.batch = call.heads_q * head, .head = head, .row = row},
                              .dtype = call.dtype,
-                             .unit = true,
+                             .column = 1,
                              .align = 16};
   BackwardProblem problem{.call = call, .dout = dense, .dq = dense, .dk = dense, .dv = dense};
   problem.call.want_lse = true;
   const PlanResult result = backward.plan(problem, device);
   const auto* reasons = std::get_if<Reasons>(&result);
   return reasons == nullptr ? Reasons{} : *reasons;
+}
+
+// A reason that names a head dimension which the caller did not give says where it comes from.
+void explain_columns(Reasons& reasons, const char* name, int64_t given, int64_t asked) {
+  if (given == asked) return;
+  const std::string start = join(name, ' ', asked);
+  for (std::string& reason : reasons) {
+    if (reason.starts_with(start + ":"))
+      reason.insert(start.size(), join(" (", given, " and columns of zeros)"));
+  }
+}
+
+// Adds the copies to a plan for the prepared problem, or to reasons what the call itself gave.
+void complete_copies(PlanResult& result, const copy::Copies& copies, const Problem& given,
+                     const Problem& asked, const Device& device) {
+  if (!copies.any()) return;
+  if (auto* reasons = std::get_if<Reasons>(&result)) {
+    explain_columns(*reasons, "head_dim", given.d, asked.d);
+    explain_columns(*reasons, "value head_dim", given.dv, asked.dv);
+    return;
+  }
+  const auto code = code_for("copy", device);
+  if (const auto* reasons = std::get_if<Reasons>(&code)) {
+    result = Reasons{"tensors have to be copied for this call, and the kernel that does it is " +
+                     reasons->front()};
+    return;
+  }
+  copy::add_to(std::get<LaunchPlan>(result), copies);
 }
 
 const Backward* find_backward(std::string_view name) {
@@ -144,6 +173,7 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
   const auto code = code_for(name, device);
   if (const auto* reasons = std::get_if<Reasons>(&code)) return *reasons;
   Problem asked = problem;
+  const copy::Copies copies = copy::prepare(asked);
   // The forward pass is the same. Calls with a cache have no backward pass.
   const Backward* backward =
       problem.needs_grad && !problem.kv_cache ? find_backward(name) : nullptr;
@@ -154,6 +184,7 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
     const Reasons reasons = why_no_gradients(*backward, asked, device);
     if (!reasons.empty()) result = reasons;
   }
+  complete_copies(result, copies, problem, asked, device);
   complete(result, name, problem, device, std::get<Target>(code));
   return result;
 }
@@ -167,15 +198,25 @@ PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
     return Reasons{join("no backward: ", name, " computes the forward only")};
   const auto code = code_for(name, device);
   if (const auto* reasons = std::get_if<Reasons>(&code)) return *reasons;
-  PlanResult result = backward->plan(problem, device);
+  BackwardProblem asked = problem;
+  const copy::Copies copies = copy::prepare(asked);
+  PlanResult result = backward->plan(asked, device);
+  complete_copies(result, copies, problem.call, asked.call, device);
   complete(result, name, problem.call, device, std::get<Target>(code));
   return result;
 }
 
 Notes notes(const LaunchPlan& plan) {
   if (plan.launches.empty()) return {{"launches", "none: there is nothing to write"}};
-  if (plan.tile.name.empty()) return {};
-  return core::notes(plan, find_folder(plan.implementation).notes(plan));
+  Notes lines;
+  if (!plan.tile.name.empty()) {
+    LaunchPlan asked = plan;
+    copy::prepare(asked.problem);  // the problem that the folder was asked for
+    lines = core::notes(asked, find_folder(plan.implementation).notes(asked));
+  }
+  if (const std::string copies = copy::text_of(plan); !copies.empty())
+    lines.emplace_back("copies", copies);
+  return lines;
 }
 
 namespace {

@@ -31,7 +31,7 @@ bool has_backward(std::string_view name);
 PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
                          const Device& device);
 
-// What a plan does, for people; none for plans that do not compute attention.
+// What a plan does, for people; of plans that do not compute attention only what they copy.
 Notes notes(const LaunchPlan& plan);
 
 // The names that quantize_fp8 has for its kernels, and whether any run on a capability.

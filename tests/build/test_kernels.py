@@ -39,7 +39,7 @@ KERNELS = Path(archflash.__file__).parent / "_kernels"
 IMAGES = native.image_names()
 SOURCES = Path(__file__).parents[2] / "src"
 FOLDERS = [name for name in native.folder_names() if native.targets(name)]  # of attention
-# What quantize_fp8 and merge_attention launch lies in folders of their own.
+# What quantize_fp8, merge_attention and copies of odd tensors launch lies in folders of their own.
 FOLDERS_OF_KERNELS = [
     kernels.parent.name
     for kernels in sorted(SOURCES.glob("*/kernels"))
@@ -308,6 +308,8 @@ INSTRUCTIONS = {
     "blackwell_dc_attention_fwd_f16_": ("UTCHMMA", *TENSOR_MEMORY),
     "blackwell_consumer_combine_": COMBINES,
     "blackwell_dc_combine_": COMBINES,
+    "copy_gather": ("LDG.E.64", "LDG.E.U8", "STG.E.128"),
+    "copy_scatter": ("LDG.E.128", "STG.E.64", "STG.E.U8"),
     "hopper_append_": ("LDG.E", "STG.E"),
     "hopper_attention_bwd_": ("HGMMA.64x", *WARPGROUPS, "STSM.16.MT88.4", "UBLKRED"),
     "hopper_attention_fwd_bf16_": ("HGMMA.64x", *WARPGROUPS),
@@ -334,7 +336,7 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") |
     "sm_110f": "UTCQMMA",
 }
 WITHOUT_TENSOR_CORES = (
-    *("simt_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
+    *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
     *("blackwell_dc_combine_", "hopper_combine_"),
@@ -584,6 +586,8 @@ def test_every_kernel_is_planned_somewhere() -> None:
             planned |= {launch["kernel"] for launch in launches(plan)}
     out, lse = torch.empty(1, 1, 1, 8, device="meta"), torch.empty(1, 1, 1, device="meta")
     planned |= set(native.plan_merge([out], [lse], out, find_device("A100")).kernels)
+    odd = torch.empty(1, 1, 9, 44, dtype=torch.float16, device="meta")
+    planned |= set(getattr(archflash.explain(odd, odd, odd, device="A100").plan, "kernels", ()))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256)):
             q = torch.empty(1, 2, 100, d, dtype=dtype, device="meta")

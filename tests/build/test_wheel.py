@@ -26,6 +26,7 @@ FOLDER_TARGETS = {
     "ada": ("compute_89",),
     "blackwell_consumer": ("compute_120f", "compute_90a"),
     "blackwell_dc": ("compute_100f", "compute_110f"),
+    "copy": ("compute_75", "compute_80"),
     "hopper": ("compute_90a",),
     "merge": ("compute_80",),
     "quantize": ("compute_89",),
@@ -107,7 +108,7 @@ def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: 
 
 def test_the_wheel_carries_kernels_of_the_folders_of_this_build_only(wheel: Path) -> None:
     carried = {name.split("/")[2] for name in names_in(wheel) if "/_kernels/" in name}
-    assert carried == set(FOLDER_TARGETS) == {*native.folder_names(), "quantize", "merge"}
+    assert carried == set(FOLDER_TARGETS) == {*native.folder_names(), "copy", "quantize", "merge"}
 
 
 def test_the_wheel_carries_no_sources_tests_or_left_overs(wheel: Path) -> None:

@@ -106,6 +106,16 @@ def test_gradients_are_written_or_added_to_given_tensors() -> None:
     torch.testing.assert_close(again, dq)
 
 
+def test_what_gradients_copy_is_explained() -> None:
+    q = torch.empty(2, 4, 100, 44, dtype=torch.float16, device="meta")
+    plan = archflash.explain(q, q, q, device="A100", backward=True, implementation="ampere").plan
+    assert plan is not None
+    assert (plan.kernels[0], plan.kernels[-1]) == ("copy_gather", "copy_scatter")
+    odd = "(rows of 88 bytes as 96)"
+    copied = f"q {odd}, k {odd}, v {odd}, out {odd} and dout {odd} into the workspace, dq {odd}, "
+    assert dict(plan.notes)["copies"].startswith(copied + f"dk {odd} and dv {odd} from there: ")
+
+
 FP16 = torch.float16
 FORCED = archflash.ForcedImplementationError
 WRONG: dict[str, tuple[type[Exception], str, Callable[..., dict[str, Any]]]] = {

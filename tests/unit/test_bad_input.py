@@ -136,16 +136,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ("head dim is 0 for q and k", "at least 1"),
     ),
     # options
-    "window-left-negative": (
-        padded(window=(-1, 0)),
-        ValueError,
-        ("window left is -1", ">= 0", "None for an unbounded side"),
-    ),
-    "window-right-negative": (
-        padded(window=(None, -3)),
-        ValueError,
-        ("window right is -3", ">= 0"),
-    ),
     "window-int": (padded(window=5), TypeError, ("window is 5", "pair (left, right)")),
     "window-of-3": (padded(window=(1, 2, 3)), TypeError, ("window is (1, 2, 3)", "pair")),
     "window-float": (padded(window=(1.5, None)), TypeError, ("window left is 1.5", "an int")),
@@ -638,45 +628,13 @@ def plain(d: int = 64) -> Tensor:
 
 # id: (the call, the start of every reason that simt gives)
 LIMITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "D-44": (
-        {"q": plain(44), "k": plain(44), "v": plain(64)},
-        ("head_dim 44: simt takes multiples of 8 up to 256",),
-    ),
-    "Dv-44": (
-        {"q": plain(), "k": plain(), "v": plain(44)},
-        ("value head_dim 44: simt takes multiples of 8 up to 256",),
-    ),
     "D-264": (
         {"q": plain(264), "k": plain(264), "v": plain(264)},
         ("head_dim 264: simt takes", "value head_dim 264: simt takes"),
     ),
-    "D-4": (
-        {"q": plain(4), "k": plain(4), "v": plain()},
-        ("head_dim 4: simt takes multiples of 8 up to 256",),
-    ),
-    "q-strided": (
-        {"q": strided_columns(), "k": plain(), "v": plain()},
-        ("q has a strided last dimension: simt reads and writes contiguous rows",),
-    ),
-    "k-strided": (
-        {"q": plain(), "k": strided_columns(), "v": plain()},
-        ("k has a strided last dimension",),
-    ),
-    "v-transposed": (
-        {"q": plain(), "k": plain(), "v": torch.empty(2, 2, 64, 5).mT},
-        ("v has a strided last dimension",),
-    ),
-    "out-strided": (
-        {"q": plain(), "k": plain(), "v": plain(), "out": strided_columns()},
-        ("out has a strided last dimension",),
-    ),
-    "q-misaligned": (
-        {"q": half_aligned(), "k": plain(), "v": plain()},
-        ("q starts at an address that is a multiple of 4 bytes: simt needs 16",),
-    ),
-    "k-row-stride": (
-        {"q": plain(), "k": narrow_rows(), "v": plain()},
-        ("k has a head stride of 1320 bytes", "k has a row stride of 264 bytes"),
+    "D-999": (
+        {"q": plain(999), "k": plain(999), "v": strided_columns()},
+        ("head_dim 1000 (999 and columns of zeros): simt takes multiples of 8 up to ",),
     ),
     "attn_mask": (
         {"q": plain(), "k": plain(), "v": plain(), "attn_mask": torch.ones(5, 5).double()},
@@ -728,17 +686,108 @@ def test_beyond_a_kernels_limits_torch_gives_the_right_answer(name: str) -> None
     assert reference.check(out.detach(), expected, reference.baseline(**options)).ok
 
 
+# id: (the call, what explain says of its copies)
+COPIED: dict[str, tuple[dict[str, Any], str]] = {
+    "D-44": (
+        {"q": plain(44), "k": plain(44), "v": plain()},
+        "q (rows of 176 bytes as 192) and k (rows of 176 bytes as 192) into the workspace: ",
+    ),
+    "Dv-44": (
+        {"q": plain(), "k": plain(), "v": plain(44)},
+        "v (rows of 176 bytes as 192) into the workspace, out (rows of 176 bytes as 192) from ",
+    ),
+    "D-4": (
+        {"q": plain(4), "k": plain(4), "v": plain()},
+        "q (rows of 16 bytes as 32) and k (rows of 16 bytes as 32) into the workspace: ",
+    ),
+    "q-strided": (
+        {"q": strided_columns(), "k": plain(), "v": plain()},
+        "q (a strided last dimension) into the workspace: ",
+    ),
+    "v-transposed": (
+        {"q": plain(), "k": plain(), "v": torch.empty(2, 2, 64, 5).mT},
+        "v (a strided last dimension) into the workspace: ",
+    ),
+    "out-strided": (
+        {"q": plain(), "k": plain(), "v": plain(), "out": strided_columns()},
+        "out (a strided last dimension) from there: ",
+    ),
+    "q-misaligned": (
+        {"q": half_aligned(), "k": plain(), "v": plain()},
+        "q (rows at no multiples of 16 bytes) into the workspace: ",
+    ),
+    "k-row-stride": (
+        {"q": plain(), "k": narrow_rows(), "v": plain()},
+        "k (rows at no multiples of 16 bytes) into the workspace: ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_what_a_kernel_cannot_read_is_copied_and_explain_says_so(name: str) -> None:
+    call, said = COPIED[name]
+    decision = archflash.explain(**call, device="H200")
+    assert decision.chosen == "simt"
+    plan = decision.plan
+    assert plan is not None
+    facts = dict(plan.notes)
+    assert facts["copies"].startswith(said)
+    assert facts["copies"].endswith("0 MB are read and written beside the call's own")
+    assert f"copies: {said}" in str(decision)
+    assert ("copy_gather" in plan.kernels) == ("into the workspace" in said)
+    assert ("copy_scatter" in plan.kernels) == ("out (" in said)
+    assert plan.workspace_bytes > 0
+    whole = archflash.explain(plain(), plain(), plain(), device="H200").plan
+    assert whole is not None
+    assert "copies" not in dict(whole.notes)
+
+
+def test_a_copy_repeats_no_head_and_no_batch() -> None:
+    """K and V of one head and one sequence, which others see by strides of 0."""
+    q = torch.empty(4, 8, 100, 44)
+    k = torch.empty(1, 1, 100, 44).expand(4, 8, -1, -1)
+    plans = [
+        archflash.explain(q, x, x, device="H200", implementation="simt").plan
+        for x in (k, torch.empty(4, 8, 100, 44))
+    ]
+    shared, apart = (plan.workspace_bytes for plan in plans if plan is not None)
+    assert apart - shared == 2 * (4 * 8 - 1) * 100 * 48 * 4
+
+
+def test_caches_are_never_copied() -> None:
+    q, cache = torch.empty(2, 1, 2, 44), torch.empty(2, 64, 2, 44)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    decision = archflash.explain(q, cache, cache, cache_seqlens=lengths, device="H200")
+    assert decision.chosen == "torch"
+    assert any(reason.startswith("head_dim 44: ") for reason in decision.reasons["simt"])
+
+
+def test_negative_sides_of_a_window_are_unbounded() -> None:
+    problems = [
+        archflash.explain(**padded(window=window), device="H200").problem
+        for window in ((-1, 0), (None, 0), (-7, 0))
+    ]
+    assert problems[0] == problems[1] == problems[2]
+    q, k, v = (padded()[name] for name in "qkv")
+    for window, same in (((-1, -1), None), ((2, -1), (2, None)), ((-3, 1), (None, 1))):
+        one, other = (archflash.attention(q, k, v, window=w) for w in (window, same))
+        assert torch.equal(one, other)
+        exact, _ = reference.attention(q, k, v, window=window)
+        assert reference.check(one, exact, reference.baseline(q, k, v, window=same)).ok
+
+
 def test_the_layout_of_keys_matters_only_where_there_are_keys() -> None:
     def misaligned(rows: int) -> Tensor:
         return torch.empty(2, 2, rows, 66)[..., :64]
 
     none, some = (
-        archflash.explain(plain(), misaligned(rows), misaligned(rows), device="H200")
+        archflash.explain(plain(), misaligned(rows), misaligned(rows), device="H200").plan
         for rows in (0, 5)
     )
-    assert none.chosen == "simt"
-    assert some.chosen == "torch"
-    assert {reason.partition(" ")[0] for reason in some.reasons["simt"]} == {"k", "v"}
+    assert none is not None
+    assert some is not None
+    assert "copy_gather" not in none.kernels
+    assert "copy_gather" in some.kernels
 
 
 def test_without_grad_mode_a_kernel_serves_tensors_that_require_grad() -> None:

@@ -116,6 +116,88 @@ def test_a_block_mask_of_flex_attention_keeps_its_blocks() -> None:
         masks.from_flex(odd)
 
 
+# --- masks by columns ---
+
+
+def columns_of(*ranges: tuple[int, int]) -> Tensor:
+    return torch.tensor(ranges, dtype=torch.int32)[None, None, :, None]
+
+
+def test_causal_documents_by_columns_are_those_by_rows() -> None:
+    ids = torch.tensor([[0] * 5 + [1] * 3 + [2] * 9])
+    ends = torch.tensor([5] * 5 + [8] * 3 + [17] * 9, dtype=torch.int32)
+    columns = torch.stack([torch.zeros_like(ends), ends], -1)[None, None, :, None]
+    ranges = masks.from_query_ranges(columns, 17)
+    assert ranges.shape == (1, 1, 17, 1, 2)
+    causal = torch.ones(17, 17, dtype=torch.bool).tril()
+    expected = masks.to_dense(masks.documents(ids), 17) & causal
+    assert torch.equal(masks.to_dense(ranges, 17) & causal, expected)
+    q, k, v = (torch.randn(1, 2, 17, 16) for _ in range(3))
+    torch.testing.assert_close(
+        archflash.attention(q, k, v, causal=True, key_ranges=ranges),
+        archflash.attention(q, k, v, attn_mask=expected),
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 40, 1 << 24])
+def test_ranges_of_queries_become_ranges_of_keys(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows at a time too; ranges that are empty, overlap, or reach beyond the queries."""
+    monkeypatch.setattr(masks, "_DENSE_AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(0)
+    for batch, heads, nk, n, nq in ((1, 2, 8, 1, 5), (2, 1, 7, 3, 11), (1, 1, 1, 1, 1)):
+        columns = torch.randint(
+            -2, nq + 3, (batch, heads, nk, n, 2), generator=generator, dtype=torch.int32
+        )
+        row = torch.arange(nq)[:, None]
+        seen = [
+            (row >= begin[:, :, None]) & (row < end[:, :, None])
+            for begin, end in (x.unbind(-1) for x in columns.unbind(3))
+        ]
+        expected = torch.stack(seen).any(0)
+        assert torch.equal(masks.query_ranges_to_dense(columns, nq), expected)
+        assert torch.equal(masks.to_dense(masks.from_query_ranges(columns, nq), nk), expected)
+
+
+@pytest.mark.parametrize(("causal", "bounds"), [(True, 1), (True, 2), (False, 2), (False, 4)])
+def test_flashmask_hides_the_rows_that_it_names(causal: bool, bounds: int) -> None:
+    """Documents of 3, 5 and 4 tokens; the second one is hidden from all that come after it."""
+    ids = torch.tensor([0] * 3 + [1] * 5 + [2] * 4)
+    begin, end = (torch.tensor(x)[ids].int() for x in ([0, 3, 8], [3, 8, 12]))
+    twelve = torch.full_like(end, 12)
+    row = torch.arange(12)[:, None]
+    columns = {
+        (True, 1): ([end], row < end),
+        (True, 2): ([begin + 5, end + 2], (row < begin + 5) | (row >= end + 2)),
+        (False, 2): ([end, begin], (row >= begin) & (row < end)),
+        (False, 4): ([end, twelve, 0 * end, begin], (row >= begin) & (row < end)),
+    }
+    given, expected = columns[causal, bounds]
+    ranges = masks.from_flashmask(torch.stack(given, -1)[None, None], 12, causal=causal)
+    assert torch.equal(masks.to_dense(ranges, 12)[0, 0], expected)
+    with pytest.raises(ValueError, match=r"must be \(batch or 1, heads or 1, nk, "):
+        masks.from_flashmask(torch.zeros(1, 1, 12, 3, dtype=torch.int32), 12, causal=causal)
+
+
+def test_no_key_and_no_query_need_no_ranges() -> None:
+    none = masks.from_query_ranges(torch.zeros(1, 1, 0, 1, 2, dtype=torch.int32), 3)
+    assert none.shape == (1, 1, 3, 1, 2)
+    assert not none.any()
+    assert masks.from_query_ranges(columns_of((0, 1)), 0).shape == (1, 1, 0, 1, 2)
+
+
+def test_keys_in_more_than_four_pieces_are_refused_with_what_to_do() -> None:
+    every_other = columns_of(*((0, 3) if key % 2 else (0, 0) for key in range(10)))
+    with pytest.raises(ValueError, match=r"in 5 pieces: key_ranges have up to 4.*to_dense"):
+        masks.from_query_ranges(every_other, 3)
+    assert masks.from_query_ranges(every_other[:, :, :8], 3).shape == (1, 1, 3, 4, 2)
+    with pytest.raises(ValueError, match=r"query_ranges has shape \(1, 1, 4, 2\)"):
+        masks.from_query_ranges(torch.zeros(1, 1, 4, 2, dtype=torch.int32), 4)
+    with pytest.raises(TypeError, match=r"dtype torch\.int64: it must be torch\.int32"):
+        masks.query_ranges_to_dense(every_other.long(), 3)
+
+
 def test_attention_with_ranges_is_that_with_the_dense_mask_compiled_too() -> None:
     q, k = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 12, 16)
     ranges = masks.prefix_lm(torch.tensor([3, 7]), 9, 12)

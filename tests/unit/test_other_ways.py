@@ -30,7 +30,6 @@ def qkv(requires_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "negative-window": ({"window": (-3, None)}, ValueError, "window left"),
     "window-of-three": ({"window": (1, 2, 3)}, TypeError, "window"),
     "layout": ({"layout": "xyz"}, ValueError, "layout"),
     "nan-scale": ({"scale": float("nan")}, ValueError, "scale"),

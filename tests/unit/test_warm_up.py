@@ -71,9 +71,14 @@ def test_fp8_brings_every_kernel_of_the_quantiser_along() -> None:
 
 def test_nothing_is_loaded_where_pytorch_serves_every_call() -> None:
     assert loaded("H200", [torch.float64], [(64, 64)]) == set()
-    assert loaded("H200", [HALF], [(100, 100), (512, 512)]) == set()
+    assert loaded("H200", [HALF], [(999, 999)]) == set()
     assert loaded("T4", [E4M3], [(64, 64)]) == set()
     assert loaded("H200", [HALF], [(64, 64)], ["torch"]) == set()
+
+
+def test_head_dimensions_that_need_copies_bring_their_kernels_along() -> None:
+    names = loaded("H200", [HALF], [(100, 100)])
+    assert {"copy_gather", "copy_scatter", "hopper_attention_fwd_f16_d128_large"} <= names
 
 
 def test_named_implementations_are_loaded_as_if_they_were_forced() -> None:

@@ -40,7 +40,7 @@ Reasons why_not_backward(const BackwardProblem& problem, const Description& desc
                       " computes gradients without masks as data only; drop " + name + USE_TORCH);
   }
   const auto check = [&](const char* name, const BackwardTensor& tensor, bool gradient) {
-    add_layout_reasons(description.name, name, tensor.strides, tensor.unit, tensor.align,
+    add_layout_reasons(description.name, name, tensor.strides, tensor.column == 1, tensor.align,
                        tensor.dtype, reasons);
     if (gradient && tensor.dtype != problem.call.dtype && tensor.dtype != DType::F32) {
       reasons.push_back(std::string(name) + " has dtype " + dtype_name(tensor.dtype) + ": " +

@@ -12,8 +12,8 @@ namespace archflash {
 struct BackwardTensor {
   Strides strides;
   DType dtype;
-  bool unit;      // the last dimension is contiguous
-  int32_t align;  // the largest power of two, at most 16, that divides the address in bytes
+  int64_t column;  // elements from one column to the next; 1 where there is one column
+  int32_t align;   // the largest power of two, at most 16, that divides the address in bytes
 };
 
 struct BackwardProblem {

@@ -50,9 +50,9 @@ struct Refusals {
                                         (whole ? "split the heads" : "pad " + tensors + ","));
   }
 
-  void layout(const std::string& name, const Strides& strides, int32_t unit, int32_t align,
+  void layout(const std::string& name, const Strides& strides, bool unit, int32_t align,
               DType dtype) {
-    if (unit != 1) {
+    if (!unit) {
       add(name + " has a strided last dimension",
           "reads and writes contiguous rows; make " + name + " contiguous");
       return;
@@ -129,8 +129,8 @@ Reasons refusals(const Problem& problem, const Description& description,
       refuse.add("qv with head_dim " + str(problem.d) + " and value head_dim " + str(problem.dv),
                  "takes qv where they are 64 and 512");
     }
-    refuse.layout("qv", problem.qv, static_cast<int32_t>(problem.qv_unit.value),
-                  static_cast<int32_t>(problem.qv_align), problem.dtype);
+    refuse.layout("qv", problem.qv, problem.qv_unit, static_cast<int32_t>(problem.qv_align),
+                  problem.dtype);
   } else {
     if (with_qv) refuse.add("qv", "has no second query; concatenate q and qv, and k and v,");
     refuse.head_dim("head_dim", problem.d, "q and k");
@@ -138,12 +138,12 @@ Reasons refusals(const Problem& problem, const Description& description,
   }
   if (problem.attention_chunk != 0 && !has("attention_chunk"))
     refuse.add("attention_chunk", "has no chunks; leave attention_chunk out");
-  refuse.layout("q", problem.q, problem.q_unit, problem.q_align, problem.dtype);
+  refuse.layout("q", problem.q, problem.q_column == 1, problem.q_align, problem.dtype);
   if (problem.nk > 0) {  // an empty k or v is never read
-    refuse.layout("k", problem.k, problem.k_unit, problem.k_align, problem.kv_dtype);
-    refuse.layout("v", problem.v, problem.v_unit, problem.v_align, problem.kv_dtype);
+    refuse.layout("k", problem.k, problem.k_column == 1, problem.k_align, problem.kv_dtype);
+    refuse.layout("v", problem.v, problem.v_column == 1, problem.v_align, problem.kv_dtype);
   }
-  refuse.layout("out", problem.out, problem.out_unit, problem.out_align, problem.out_dtype);
+  refuse.layout("out", problem.out, problem.out_column == 1, problem.out_align, problem.out_dtype);
   if (problem.approximate != 0 && problem.approximate != static_cast<int64_t>(offered))
     refuse.add("approximate='int8_qk'", "computes exactly; leave approximate out");
   if (problem.num_splits > 1 && !splits_keys) {
