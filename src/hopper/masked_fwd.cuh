@@ -397,7 +397,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       weigh(scale);
       if constexpr (!MASKED) finish_pv();
       pack<C>(s_rmem, p_rmem);
-      if (raised) rescale(o_rmem, corrections);
+      if (raised) rescale<C>(o_rmem, corrections);
     };
 
     if (tile.any_block) {
