@@ -342,9 +342,8 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
                           uniform(message.last)};
     };
     // Returns the scale of scores that are finished: they are logarithms to base 2.
+    math::LaneMasks<C> of_lane;
     const auto finish_scores = [&](int block) {
-      math::LaneMasks<C> of_lane;
-      math::find_lane_masks<C>(of_lane, masks, attention, cta, warp_row, block);
       if (attention.transform_scores)
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       math::apply_lane_masks<C>(s_rmem, of_lane, masks, attention.exp2_scale);
@@ -370,7 +369,10 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       ptx::wgmma_wait_group<0>();
       scores_are_there();
       float scale = attention.exp2_scale;
-      if (block.masked) scale = finish_scores(block.key);
+      if (block.masked) {
+        math::find_lane_masks<C>(of_lane, masks, attention, cta, warp_row, block.key);
+        scale = finish_scores(block.key);
+      }
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
       scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
       weigh(scale);
@@ -380,6 +382,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       begin_qk();
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
       begin_pv();
+      if constexpr (MASKED) math::find_lane_masks<C>(of_lane, masks, attention, cta, warp_row, block.key);
       ptx::wgmma_wait_group<1>();  // the scores are there
       scores_are_there();
       float scale = attention.exp2_scale;
