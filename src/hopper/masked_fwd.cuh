@@ -7,9 +7,10 @@
 // copies only those of which some row sees a key. With each block's K comes a message for the
 // consumers: where the block lies, whether any of its scores changes, and whether it is the last.
 // A block of which every row sees every key, and to which nothing is added, runs the same step as
-// in a call without masks. In the others each lane waits for both products, whose registers it
-// needs, and then finds and applies the masks of its scores (math/lane_masks.cuh); the other CTA of
-// the SM multiplies meanwhile.
+// in a call without masks. In the others each lane finds the masks of its scores while both
+// products run, so that they hide the loads of a bool mask, and applies them when both are done,
+// because their registers are needed (math/lane_masks.cuh); the other CTA of the SM multiplies
+// meanwhile.
 //
 // Barriers and hazards are those of tile.cuh. The message of a block is written before the
 // producer arrives at its k_full, and read before a consumer warp arrives at its k_empty.
@@ -341,9 +342,12 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
                           uniform(message.masked | attention.transform_scores),
                           uniform(message.last)};
     };
-    // Returns the scale of scores that are finished: they are logarithms to base 2.
     math::LaneMasks<C> of_lane;
-    const auto finish_scores = [&](int block) {
+    const auto find_masks = [&](int block) {
+      math::find_lane_masks<C>(of_lane, masks, attention, cta, warp_row, block);
+    };
+    // Returns the scale of scores that are finished: they are logarithms to base 2.
+    const auto finish_scores = [&] {
       if (attention.transform_scores)
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       math::apply_lane_masks<C>(s_rmem, of_lane, masks, attention.exp2_scale);
@@ -370,8 +374,8 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       scores_are_there();
       float scale = attention.exp2_scale;
       if (block.masked) {
-        math::find_lane_masks<C>(of_lane, masks, attention, cta, warp_row, block.key);
-        scale = finish_scores(block.key);
+        find_masks(block.key);
+        scale = finish_scores();
       }
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
       scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
@@ -382,13 +386,13 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       begin_qk();
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
       begin_pv();
-      if constexpr (MASKED) math::find_lane_masks<C>(of_lane, masks, attention, cta, warp_row, block.key);
+      if constexpr (MASKED) find_masks(block.key);
       ptx::wgmma_wait_group<1>();  // the scores are there
       scores_are_there();
       float scale = attention.exp2_scale;
       if constexpr (MASKED) {
         finish_pv();  // masks need the registers of P
-        scale = finish_scores(block.key);
+        scale = finish_scores();
       }
       bool raised = false;
       float corrections[2];

@@ -48,14 +48,17 @@ struct LaneMasks {
   static constexpr bool KEEPS_16_BITS = !C::LOADS_ADDED_LATE;
   static constexpr int MOST_WORDS = KEEPS_16_BITS ? GROUPS : BOOL_WORDS;
 
-  uint32_t seen[2];   // lane_bits of row lane / 4 + 8r
-  float slope[2];     // of ALiBi, times log2(e); 0 without
-  float distance[2];  // of the row's position from the lane's first key
-  uint32_t words[2][MOST_WORDS];
-  int64_t elements[2];  // the numbers of those that are loaded when they are added
-  MaskElement loaded;   // what the lane has of attn_mask; None: nothing, or bits of `seen`
+  uint32_t seen[2];               // lane_bits of row lane / 4 + 8r
+  float slope[2];                 // of ALiBi, times log2(e); 0 without
+  float distance[2];              // of the row's position from the lane's first key
+  uint32_t words[2][MOST_WORDS];  // of what is loaded late: the number of the row's first element
+  MaskElement loaded;  // what the lane has of attn_mask; None: nothing, or bits of `seen`
   // Whether any row of the warp sees any key, and whether some score changes: one answer a warp.
   bool any, changes;
+
+  __device__ __forceinline__ int64_t element(int r) const {
+    return static_cast<int64_t>(words[r][1]) << 32 | words[r][0];
+  }
 };
 
 // Calls use(r, n, i, x) with each element of attn_mask that is seen.
@@ -172,6 +175,12 @@ __device__ __forceinline__ void load_words(LaneMasks<C>& found, const MaskParams
         found.words[r][n % MOST] |= static_cast<uint32_t>(x) << (16 * i);
       });
     }
+  } else {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      found.words[r][0] = static_cast<uint32_t>(elements[r]);
+      found.words[r][1] = static_cast<uint32_t>(elements[r] >> 32);
+    }
   }
 }
 
@@ -227,9 +236,9 @@ __device__ __forceinline__ void find_lane_masks(LaneMasks<C>& found, const MaskP
   found.changes = loads || params.slopes_gmem != nullptr || __any_sync(FULL_WARP, hidden);
   found.loaded = MaskElement::None;
   if (!loads) return;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) found.elements[r] = masks.element(heads[r], rows[r], lane_key);
-  load_words<C>(found, params, found.elements, cta.work.nk - key_first);
+  const int64_t elements[2] = {masks.element(heads[0], rows[0], lane_key),
+                               masks.element(heads[1], rows[1], lane_key)};
+  load_words<C>(found, params, elements, cta.work.nk - key_first);
 }
 
 // Adds what the masks add, and sets the scores of keys that a row does not see to -inf. Selecting
@@ -266,7 +275,7 @@ __device__ __forceinline__ void apply_lane_masks(Scores<C>& s_rmem, LaneMasks<C>
   };
   if (masks.loaded == MaskElement::F32) {
     change([&](int r, int n, int i, float& s, bool& seen) {
-      const auto* row_gmem = static_cast<const float*>(params.mask_gmem) + masks.elements[r];
+      const auto* row_gmem = static_cast<const float*>(params.mask_gmem) + masks.element(r);
       float bias = 0.0f;
       if (seen) bias = row_gmem[(8 * n + i) * params.mask_key];
       add(bias, s, seen);
@@ -277,7 +286,7 @@ __device__ __forceinline__ void apply_lane_masks(Scores<C>& s_rmem, LaneMasks<C>
       if constexpr (LaneMasks<C>::KEEPS_16_BITS) {
         word = masks.words[r][n];
       } else if (seen) {
-        const auto* row_gmem = static_cast<const uint16_t*>(params.mask_gmem) + masks.elements[r];
+        const auto* row_gmem = static_cast<const uint16_t*>(params.mask_gmem) + masks.element(r);
         // A word is loaded once for its two elements, which are neighbours in the loop.
         if (params.mask_step == 2) {
           word = *reinterpret_cast<const uint32_t*>(row_gmem + 8 * n);
