@@ -30,8 +30,9 @@ struct MaskParams {
   int64_t blocks_batch, blocks_head, blocks_row;
   int32_t ranges;            // of each query, at most MOST_RANGES
   MaskElement mask_element;  // 16 bits: the dtype of the inputs
-  // Whether two neighbouring elements of attn_mask, the first at an even key, can be read at once.
-  int32_t mask_pairs;
+  // Neighbouring elements of attn_mask that can be read at once, the first at a multiple of as many
+  // keys: 16 or 4 of bool, 2 of others; 0: each on its own.
+  int32_t mask_step;
   int32_t unused;
 };
 static_assert(std::is_trivially_copyable_v<MaskParams>);

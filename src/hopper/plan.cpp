@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <span>
 #include <string>
@@ -14,6 +15,7 @@
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/makespan.h"
+#include "common/planning/masks.h"
 #include "common/planning/order.h"
 #include "common/planning/split_keys.h"
 #include "common/planning/tensor_maps.h"
@@ -21,6 +23,8 @@
 #include "common/planning/workspace.h"
 #include "common/problem.h"
 #include "hopper/config.cuh"
+#include "hopper/masked_config.cuh"
+#include "hopper/masked_params.h"
 #include "hopper/params.h"
 #include "hopper/plan_mla.h"
 
@@ -37,7 +41,7 @@ const Description& describe() {
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "num_splits", "descales", "gradients", "qv", "attention_chunk",
-                   "rotary_interleaved"},
+                   "rotary_interleaved", "attn_mask", "key_ranges", "alibi_slopes", "block_mask"},
       .needs_capability = 90,  // wgmma
       .only_forced_on_majors = {9},
   };
@@ -100,6 +104,13 @@ constexpr Tile TILES[] = {
     tile<D256Few<DType::F16>>("d256_few", {}, "few tiles: 64 rows make twice as many"),
 };
 
+constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
+constexpr Tile MASKED_TILES[] = {
+    tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
+    tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),
+    tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
+};
+
 constexpr Tile FP8_TILES[] = {
     tile<Fp8D64<DType::E4M3>>("d64", {}, "3 warpgroups of 64 rows, 128 keys at a time"),
     tile<Fp8D128<DType::E4M3>>("d128", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
@@ -118,6 +129,7 @@ constexpr Tile FP8_BLOCK_TILES[] = {
 };
 
 std::span<const Tile> tiles_for(const Problem& problem) {
+  if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
   const Descales descales = core::descales(problem);
   if (descales.k.block != 0 || descales.v.block != 0) return FP8_BLOCK_TILES;
@@ -205,11 +217,30 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 
+// Turns the launch of `plan` into that of a kernel that takes masks as data.
+void add_masks(LaunchPlan& plan, const Problem& problem) {
+  Launch& launch = plan.launches[0];
+  MaskedParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(&params.call, launch.params.data(), sizeof params.call);
+  params.masks = core::mask_params(problem);
+  launch.params = core::bytes(params);
+  launch.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
+  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
+    launch.pointers.push_back(slot);
+}
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons why_not = core::why_not(problem, describe());
   if (has_latent_cache(problem)) {
+    if (is_masked(problem)) {
+      why_not.push_back(
+          std::string("masks as data with a latent cache: hopper takes them without a "
+                      "cache only; drop them") +
+          core::USE_TORCH);
+    }
     if (!why_not.empty()) return why_not;
     return plan_latent_cache(problem, device);
   }
@@ -222,6 +253,11 @@ PlanResult plan(const Problem& problem, const Device& device) {
         " sequences with " + dtype_name(problem.dtype) + ": hopper turns V into columns of up to " +
         std::to_string(INT32_MAX) + " keys, in which each sequence is filled up to a multiple of " +
         std::to_string(V_COLUMN_KEYS) + "; split the batch" + core::USE_TORCH);
+  }
+  if (is_fp8(problem.dtype) && is_masked(problem)) {
+    why_not.push_back(std::string("masks as data with ") + dtype_name(problem.dtype) +
+                      " inputs: hopper takes them with float16 and bfloat16; convert q, k and v" +
+                      core::USE_TORCH);
   }
   if (!why_not.empty()) return why_not;
   const auto choice = core::choose_with_splits("hopper", tiles_for(problem), problem, device);
@@ -251,6 +287,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
     core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));
   }
+  // The combining kernel is in the image of the kernels without masks, which the plan names first.
+  if (is_masked(problem)) add_masks(plan, problem);
   core::Workspace workspace;
   if (splits == 1 && stays && counts_tiles(plan, problem, device)) {
     plan.zeroed_bytes = sizeof(*params.taken_gmem);

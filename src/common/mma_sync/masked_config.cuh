@@ -10,6 +10,7 @@ namespace archflash::mma_sync {
 template <class FewRows>
 struct MaskedConfig : FewRows {
   static constexpr bool MASKED = true;
+  static constexpr bool LOADS_ADDED_LATE = false;  // math/lane_masks.cuh
   static_assert(FewRows::CAN_SPLIT && FewRows::STAGES == 2 && FewRows::M_TILES == 1 &&
                     FewRows::STEP_KEYS == FewRows::BLOCK_K,
                 "mma_sync/masked_fwd.cuh: two buffers, and all keys of a block at once");

@@ -35,10 +35,15 @@ MaskParams mask_params(const Problem& problem) {
                         : dtype == DType::F32 ? MaskElement::F32
                                               : MaskElement::SixteenBits;
   const int bytes = problem.mask == 1 ? 1 : dtype_bytes(dtype);
-  const bool even = mask.batch % 2 == 0 && mask.head % 2 == 0 && mask.row % 2 == 0;
-  // An odd number of keys would leave the last one of a row without a neighbour.
-  params.mask_pairs =
-      problem.mask_key == 1 && even && problem.nk % 2 == 0 && problem.mask_align >= 2 * bytes;
+  // The last elements of a row come with their neighbours too, so that they must be of the row.
+  const auto can_read = [&](int64_t step) {
+    return problem.mask_key == 1 && problem.mask_align >= step * bytes && problem.nk % step == 0 &&
+           mask.batch % step == 0 && mask.head % step == 0 && mask.row % step == 0;
+  };
+  for (const int step : {16, 4, 2}) {
+    const bool exists = (problem.mask == 1) == (step != 2);
+    if (exists && params.mask_step == 0 && can_read(step)) params.mask_step = step;
+  }
   return params;
 }
 

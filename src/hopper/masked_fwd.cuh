@@ -1,0 +1,491 @@
+// Attention forward on TMA, mbarriers and wgmma with masks as data: attn_mask (bool or added),
+// key_ranges, alibi_slopes and block_mask, together with the causal mask and the window.
+//
+// The kernel is that of attention_fwd.cuh for few query rows, one warpgroup of 64 rows, two of
+// whose CTAs share an SM, with another walk. Which blocks of keys the tile sees is the producer's
+// affair: it looks at 32 blocks at a time, one in each lane, while the consumers multiply, and
+// copies only those of which some row sees a key. With each block's K comes a message for the
+// consumers: where the block lies, whether any of its scores changes, and whether it is the last.
+// A block of which every row sees every key, and to which nothing is added, runs the same step as
+// in a call without masks. In the others each lane finds the masks of its scores while both
+// products run, so that they hide the loads of a bool mask, and applies them when both are done,
+// because their registers are needed (math/lane_masks.cuh); the other CTA of the SM multiplies
+// meanwhile.
+//
+// Barriers and hazards are those of tile.cuh. The message of a block is written before the
+// producer arrives at its k_full, and read before a consumer warp arrives at its k_empty.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/few_rows.cuh"
+#include "common/math/lane_masks.cuh"
+#include "common/math/masks.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/math/slab_load.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "hopper/attention_fwd.cuh"
+#include "hopper/masked_config.cuh"
+#include "hopper/masked_params.h"
+#include "hopper/tile.cuh"
+
+namespace archflash::hopper {
+
+// The tile that the producer hands to the consumers.
+struct MaskedTile : Tile {
+  int any_block;  // whether its rows see any block
+};
+static_assert(sizeof(MaskedTile) <= TILE_MESSAGE_BYTES);
+
+template <class C>
+__device__ __forceinline__ MaskedTile& masked_tile_message(unsigned char* shared, int stage) {
+  return *reinterpret_cast<MaskedTile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
+}
+template <class C>
+__device__ __forceinline__ BlockMessage& block_message(unsigned char* shared, int stage) {
+  return *reinterpret_cast<BlockMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
+                                          stage * C::BLOCK_MESSAGE_BYTES);
+}
+
+// What find_lane_masks() is told of a tile.
+struct MaskedContext {
+  math::Work work;
+  math::PackedHeads packed_heads;
+  math::VisibleKeys visible;
+  int64_t q_offset;
+};
+
+static_assert(sizeof(MaskedContext) <= MASKED_CONTEXT_BYTES);
+
+template <class C>
+__device__ __forceinline__ MaskedContext& masked_context(unsigned char* shared, int stage) {
+  return *reinterpret_cast<MaskedContext*>(shared + C::CONTEXT_SMEM + stage * MASKED_CONTEXT_BYTES);
+}
+
+// --- producer ---
+
+// The blocks of keys that a tile sees, from the last one to the first. For a whole warp.
+template <class C>
+struct SeenBlocks {
+  const MaskParams& params;
+  math::TileMasks masks;
+  math::VisibleKeys visible;
+  int rows;      // of each head in the tile
+  int first;     // the first key of the first block that may be seen
+  int top = -1;  // the first key of the block of lane 0; the block of lane i is i blocks before
+  uint32_t seen = 0, masked = 0;  // a bit for each lane: some row sees a key; some score changes
+
+  struct Block {
+    int key;  // the first one; -1: there is no more
+    int masked;
+  };
+
+  // The last block up to the one at `key` that is seen.
+  __device__ __forceinline__ Block up_to(int key) {
+    while (key >= first) {
+      if (top < 0 || key <= top - 32 * C::BLOCK_K) {
+        key = look_at(key);
+        if (key < first) break;
+      }
+      const int lanes = (top - key) / C::BLOCK_K;
+      const uint32_t bits = seen >> lanes;
+      if (bits != 0) {
+        const int lane = lanes + __ffs(static_cast<int>(bits)) - 1;
+        return {top - lane * C::BLOCK_K, static_cast<int>(masked >> lane & 1)};
+      }
+      key = top - 32 * C::BLOCK_K;
+    }
+    return {-1, 0};
+  }
+
+ private:
+  // Looks at 32 blocks, from the one at `key` or the last one before it that is in a range.
+  // Returns the first key of the first one looked at; it is below `first` if there is none.
+  __device__ __forceinline__ int look_at(int key) {
+    if (params.ranges_gmem != nullptr) {
+      const int last = masks.template last_in_ranges<C::BLOCK_Q>(key + C::BLOCK_K - 1);
+      if (last < first) return -1;
+      key = last & -C::BLOCK_K;
+    }
+    top = key;
+    const int of_lane = key - static_cast<int>(threadIdx.x % 32) * C::BLOCK_K;
+    bool any = false, all = true;
+    if (of_lane >= first) {
+      look_at_rows(of_lane, any, all);
+      if (any && params.blocks_gmem != nullptr) {
+        bool any_head = false;
+#pragma unroll 1
+        for (int head = 0; head < masks.packed_heads.count; ++head) {
+          const uint8_t state = masks.block(head, masks.first_row, of_lane);
+          any_head |= state != BLOCK_UNSEEN;
+          const bool whole = state == BLOCK_FULL ||
+                             (state != BLOCK_UNSEEN && params.mask_element == MaskElement::None);
+          all &= whole;
+        }
+        any = any_head;
+      } else if (params.mask_element != MaskElement::None) {
+        all = false;
+      }
+      if (params.slopes_gmem != nullptr) all = false;
+    }
+    seen = __ballot_sync(math::FULL_WARP, any);
+    masked = __ballot_sync(math::FULL_WARP, !all);
+    return key;
+  }
+
+  // Whether any row sees any of the keys from `key` on by position and ranges, and whether all see
+  // them all. A row whose ranges only together have all of them counts as not seeing them all.
+  __device__ __forceinline__ void look_at_rows(int key, bool& any, bool& all) const {
+    const int end = key + C::BLOCK_K;
+    const int first_row = masks.first_row, last_row = min(first_row + rows, masks.nq) - 1;
+    any = !visible.hides(first_row, last_row, key, end - 1);
+    all = !visible.masks(first_row, last_row, key, end - 1);
+    if (params.ranges_gmem == nullptr || !any) return;
+    any = false;
+    const int heads = params.ranges_head == 0 ? 1 : masks.packed_heads.count;
+#pragma unroll 1
+    for (int head = 0; head < heads; ++head) {
+#pragma unroll 1
+      for (int row = first_row; row <= last_row; ++row) {
+        const int row_first = visible.first(row), row_end = visible.last(row) + 1;
+        bool whole = false;
+#pragma unroll 1
+        for (int number = 0; number < params.ranges; ++number) {
+          const math::KeyRange keys = masks.range(head, row, number);
+          const int from = max(keys.begin, row_first), to = min(keys.end, row_end);
+          any |= max(from, key) < min(to, end);
+          whole |= from <= key && to >= end;
+        }
+        all &= whole;
+      }
+    }
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
+                                               unsigned char* shared, uint32_t shared_smem) {
+  const Params& params = all_params.call;
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
+  const int shares = shares_of_tile<C>(params);
+  RingPosition<C::STAGES> k_ring, v_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+  uint32_t ragged_parity = 0;
+
+  for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
+       index = next_tile(params, index)) {
+    MaskedTile tile{};
+    static_cast<math::Work&>(tile) =
+        math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
+                        params.packed_heads.count);
+    if (tile.first_row < 0) continue;
+    tile.split = static_cast<int>(index) % shares;
+    tile.end_row = tile.nq;
+    const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
+    const math::Blocks blocks = find_blocks<C>(params, tile, visible);
+    const int batch = tile.batch_head / attention.heads_q;
+    const int head = tile.batch_head % attention.heads_q;
+    const int kv_head = head / attention.heads_per_kv;
+    const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
+
+    const auto load_k = [&](const typename SeenBlocks<C>::Block& block, bool last) {
+      // The products of every consumer warp have read the K that the stage held.
+      // mutants: needless-with-one-tile
+      ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
+      if (leader) {
+        block_message<C>(shared, k_ring.stage) = {block.key, block.masked, last};
+        math::start_load<typename C::KTile>(
+            shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
+            keys_start + block.key, attention.k_head == 0 ? 0 : kv_head,
+            attention.k_batch == 0 ? 0 : batch, barriers.k_full(k_ring.stage));
+      }
+      k_ring.advance();
+    };
+    const auto load_v = [&](int block) {
+      // Without cu_seqlens a block reaches beyond the tensor, where TMA reads zeros.
+      const bool ragged = attention.cu_seqlens_k_gmem != nullptr && block + C::BLOCK_K > tile.nk;
+      const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
+      // The products of every consumer warp have read the V that the stage held.
+      ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+      if (leader) {
+        math::start_load<typename C::VTile>(
+            shared_smem + offset, params.v_map, keys_start + block,
+            attention.v_head == 0 ? 0 : kv_head, attention.v_batch == 0 ? 0 : batch,
+            ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
+      }
+      if (ragged) {
+        ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
+        ragged_parity ^= 1;
+        clear_rows<typename C::VTile>(shared + offset, tile.nk - block);
+        if (leader) ptx::mbarrier_arrive(barriers.v_full(v_ring.stage));
+      }
+      v_ring.advance();
+    };
+
+    SeenBlocks<C> seen{all_params.masks,
+                       math::TileMasks(all_params.masks, attention, tile, params.packed_heads),
+                       visible, rows_of_tile<C>(params), blocks.first};
+    auto block = seen.up_to(blocks.last);
+    auto next = seen.up_to(block.key - C::BLOCK_K);
+    tile.any_block = block.key >= 0;
+    // The first block comes before Q: the rings are free while the previous tile's output still
+    // passes through Q's part.
+    if (tile.any_block) load_k(block, next.key < 0);
+    // The consumers have read the message, and their output rows have left Q's part.
+    // mutants: needless-with-one-tile
+    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    if (leader) {
+      masked_tile_message<C>(shared, q_ring.stage) = tile;
+      masked_context<C>(shared, q_ring.stage) = {tile, params.packed_heads, visible,
+                                                 math::find_q_offset(attention, tile)};
+      if (tile.any_block) {
+        const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+        math::start_load<typename C::QTile>(
+            shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map,
+            q_start + tile.first_row, attention.q_head == 0 ? 0 : head,
+            attention.q_batch == 0 ? 0 : batch, barriers.q_full(q_ring.stage));
+      } else {
+        ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
+      }
+    }
+    q_ring.advance();
+#pragma unroll 1
+    while (block.key >= 0) {
+      const int key = block.key;
+      block = next;
+      if (block.key >= 0) {
+        next = seen.up_to(block.key - C::BLOCK_K);
+        load_k(block, next.key < 0);
+      }
+      load_v(key);
+    }
+  }
+  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+  if (leader) {
+    MaskedTile none{};
+    none.first_row = -1;
+    masked_tile_message<C>(shared, q_ring.stage) = none;
+    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
+  }
+}
+
+// --- consumers ---
+
+template <class C>
+__device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
+                                               unsigned char* shared, uint32_t shared_smem) {
+  using QTile = typename C::QTile;
+  constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK_K / 4;
+  const Params& params = all_params.call;
+  const MaskParams& masks = all_params.masks;
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+  RingPosition<C::STAGES> k_ring, v_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
+    // Both stay in shared memory: they are read where masks are found, which have few registers.
+    const MaskedTile& tile = masked_tile_message<C>(shared, q_ring.stage);
+    if (uniform(tile.first_row) < 0) break;
+    const MaskedContext& cta = masked_context<C>(shared, q_ring.stage);
+    k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
+    v_ring = k_ring;
+    unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
+    const ptx::WgmmaDescriptor q_descriptor =
+        describe_tile<QTile>(shared_smem + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES, 16);
+
+    math::Scores<C> s_rmem;
+    Probabilities<C> p_rmem;
+    math::Outputs<C> o_rmem = {};
+    float* const s = &s_rmem[0][0][0];
+    float* const o = &o_rmem[0][0][0];
+    uint32_t* const p = &p_rmem[0][0][0];
+    math::RowState<C> state;
+    math::clear(state);
+    state.large = false;
+
+    const auto begin_qk = [&] {
+      ptx::registers_change<SCORES>(s);
+      ptx::wgmma_fence();  // the last uses of the scores come before the product
+      start_qk<C>(s_rmem, q_descriptor, shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES);
+    };
+    const auto begin_pv = [&] {
+      ptx::registers_change<OUTPUTS>(o);
+      // mutants: fence-before-both-products
+      ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
+      start_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, true);
+    };
+    const auto wait_for_outputs = [&] {
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<OUTPUTS>(o);
+    };
+    const auto scores_are_there = [&] {
+      ptx::registers_change<SCORES>(s);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+    };
+    // Waits for the next block's K and reads what the producer says of it.
+    const auto wait_for_block = [&] {
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      const BlockMessage message = block_message<C>(shared, k_ring.stage);
+      return BlockMessage{uniform(message.key),
+                          uniform(message.masked | attention.transform_scores),
+                          uniform(message.last)};
+    };
+    math::LaneMasks<C> of_lane;
+    const auto find_masks = [&](int block) {
+      math::find_lane_masks<C>(of_lane, masks, attention, cta, warp_row, block);
+    };
+    // Returns the scale of scores that are finished: they are logarithms to base 2.
+    const auto finish_scores = [&] {
+      if (attention.transform_scores)
+        math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+      math::apply_lane_masks<C>(s_rmem, of_lane, masks, attention.exp2_scale);
+      return 1.0f;
+    };
+    // S becomes P.
+    const auto weigh = [&](float scale) {
+      weigh_row<C>(s_rmem, state, 0, scale);
+      weigh_row<C>(s_rmem, state, 1, scale);
+    };
+
+    // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
+    const auto finish_pv = [&] {
+      wait_for_outputs();
+      ptx::registers_change<WORDS>(p);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    };
+
+    // The first block, whose P V the next step starts.
+    const auto first_step = [&](const BlockMessage& block) {
+      begin_qk();
+      ptx::wgmma_wait_group<0>();
+      scores_are_there();
+      float scale = attention.exp2_scale;
+      if (block.masked) {
+        find_masks(block.key);
+        scale = finish_scores();
+      }
+      const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
+      weigh(scale);
+      pack<C>(s_rmem, p_rmem);
+    };
+    const auto step = [&]<bool MASKED>(const BlockMessage& block) {
+      begin_qk();
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      begin_pv();
+      if constexpr (MASKED) find_masks(block.key);
+      ptx::wgmma_wait_group<1>();  // the scores are there
+      scores_are_there();
+      float scale = attention.exp2_scale;
+      if constexpr (MASKED) {
+        finish_pv();  // masks need the registers of P
+        scale = finish_scores();
+      }
+      bool raised = false;
+      float corrections[2];
+      const auto note = [&](const float (&wanted)[2]) {
+        raised = true;
+        corrections[0] = wanted[0], corrections[1] = wanted[1];
+      };
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
+      weigh(scale);
+      if constexpr (!MASKED) finish_pv();
+      pack<C>(s_rmem, p_rmem);
+      if (raised) rescale<C>(o_rmem, corrections);
+    };
+
+    if (tile.any_block) {
+      BlockMessage block = wait_for_block();
+      first_step(block);
+#pragma unroll 1
+      while (!block.last) {
+        block = wait_for_block();
+        if (block.masked) {
+          step.template operator()<true>(block);
+        } else {
+          step.template operator()<false>(block);
+        }
+      }
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      begin_pv();
+      wait_for_outputs();
+      // mutants: needless-with-one-tile
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    }
+
+    if (params.partials.splits > 1) {
+      math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
+                              tile.split, warp_row);
+    } else if (params.packed_heads.count > 1) {
+      math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+    } else {
+      math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
+                                q + warp_row * QTile::ROW_BYTES);
+    }
+    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
+    // mutants: needless-with-one-tile
+    ptx::fence_proxy_async_shared();
+    release(barriers.q_empty(q_ring.stage));
+    q_ring.advance();
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void masked_fwd(const MaskedParams& params) {
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if (threadIdx.x == 0) {
+    const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+    // The producer arrives once at a full barrier and says how many bytes will come. Each consumer
+    // warp arrives once at an empty barrier.
+    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.q_full(stage), 1);
+      ptx::mbarrier_init(barriers.q_empty(stage), C::WARPS);
+    }
+    for (int stage = 0; stage < C::STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.k_full(stage), 1);
+      ptx::mbarrier_init(barriers.k_empty(stage), C::WARPS);
+      ptx::mbarrier_init(barriers.v_full(stage), 1);
+      ptx::mbarrier_init(barriers.v_empty(stage), C::WARPS);
+    }
+    ptx::mbarrier_init(barriers.v_ragged(), 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are initialised before any warp uses them
+
+  if (threadIdx.x < C::CONSUMER_THREADS) {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
+    consume_masked<C>(params, shared, shared_smem);
+  } else {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
+      produce_masked<C>(params, shared, shared_smem);
+    } else if (params.call.attention.cu_seqlens_q_gmem != nullptr) {
+      write_rows_of_no_sequence<C>(params.call);
+    }
+  }
+}
+
+}  // namespace archflash::hopper
+
+// An entry point, under the name that plan.cpp asks for.
+#define ARCHFLASH_HOPPER_MASKED_KERNEL(NAME, CONFIG)                                 \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
+      NAME(const __grid_constant__ archflash::hopper::MaskedParams params) {         \
+    archflash::hopper::masked_fwd<CONFIG>(params);                                   \
+  }
