@@ -640,19 +640,19 @@ def plain(d: int = 64) -> Tensor:
 LIMITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "D-44": (
         {"q": plain(44), "k": plain(44), "v": plain(64)},
-        ("head_dim 44: simt takes multiples of 8 up to 256",),
+        ("head_dim 44: simt takes multiples of 8 up to 512",),
     ),
     "Dv-44": (
         {"q": plain(), "k": plain(), "v": plain(44)},
-        ("value head_dim 44: simt takes multiples of 8 up to 256",),
+        ("value head_dim 44: simt takes multiples of 8 up to 512",),
     ),
-    "D-264": (
-        {"q": plain(264), "k": plain(264), "v": plain(264)},
-        ("head_dim 264: simt takes", "value head_dim 264: simt takes"),
+    "D-520": (
+        {"q": plain(520), "k": plain(520), "v": plain(520)},
+        ("head_dim 520: simt takes", "value head_dim 520: simt takes"),
     ),
     "D-4": (
         {"q": plain(4), "k": plain(4), "v": plain()},
-        ("head_dim 4: simt takes multiples of 8 up to 256",),
+        ("head_dim 4: simt takes multiples of 8 up to 512",),
     ),
     "q-strided": (
         {"q": strided_columns(), "k": plain(), "v": plain()},
