@@ -187,7 +187,7 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
                                       mma_sync::rows_first_offset<Tile>(thread % 32));
     }
   }
-  store_half_rows<C>(o_rmem, state, call, cta, C::HEAD_DIM_V);
+  store_half_rows<C>(o_rmem, state, attention, call.partials, cta, C::HEAD_DIM_V);
 }
 
 }  // namespace archflash::ampere

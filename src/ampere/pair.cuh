@@ -8,7 +8,7 @@
 // are never exchanged.
 //
 // C is a kernel's Config, of which this uses ROW_COLUMNS (columns of a row of Tile, the layout of
-// what the scores are multiplied with), BLOCK_K, WARP_ROWS, SCORES_BYTES and Warp, the Config of
+// what the scores are multiplied with), BLOCK_K, WARP_ROWS, SCORES_BYTES (of the scores of a warp) and Warp, the Config of
 // what one warp multiplies and weighs: all scores of its rows, half of the columns of V.
 #pragma once
 
@@ -42,7 +42,7 @@ struct PairWarp {
   int first_row, last_row;  // the pair's rows, of one head or of each of its packed heads; none if
                             // last_row < first_row
 
-  __device__ __forceinline__ explicit PairWarp(const mma_sync::CacheContext& cta) {
+  __device__ __forceinline__ explicit PairWarp(const mma_sync::FewRowsContext& cta) {
     const unsigned thread = ptx::mov_tid_x_volatile();
     const math::PackedHeads& packed = cta.packed_heads;
     lane = thread % 32;
@@ -58,26 +58,27 @@ struct PairWarp {
 template <class C>
 using PairQuery = uint32_t[C::ROW_COLUMNS / (2 * PAIR_STEP)][4];
 
-// A warp's part of the scores: the sum over its steps of 16 columns.
+// A warp's part of the scores of the STEP_KEYS keys whose rows start at keys_smem: the sum over its
+// steps of 16 columns.
 template <class C>
 __device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Warp>& s_rmem,
                                                        const PairQuery<C>& q_rmem,
-                                                       uint32_t stage_smem) {
+                                                       uint32_t keys_smem) {
   using Tile = typename C::Tile;
   const unsigned thread = ptx::mov_tid_x_volatile(), lane = thread % 32, share = thread / 32 % 2;
   // The row that this lane names to ldmatrix: chunks 2 share and 2 share + 1 are the warp's first
   // 16 columns, and its next ones are 32 further on.
   const uint32_t rows_smem =
-      stage_smem + Tile::offset(lane % 8 + lane / 16 * 8, 2 * share + lane / 8 % 2);
+      keys_smem + Tile::offset(lane % 8 + lane / 16 * 8, 2 * share + lane / 8 % 2);
 #pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+  for (int n = 0; n < C::Warp::STEP_KEYS / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = 0.0f;
   }
 #pragma unroll
   for (int step = 0; step < C::ROW_COLUMNS / (2 * PAIR_STEP); ++step) {
 #pragma unroll
-    for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
+    for (int n = 0; n < C::Warp::STEP_KEYS / 8; n += 2) {
       uint32_t k_rmem[4];
       ptx::ldmatrix_x4(k_rmem,
                        Tile::advance(rows_smem, 2 * step * PAIR_STEP / 8) + n * 8 * Tile::ROW_BYTES);
@@ -88,11 +89,12 @@ __device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Wa
 }
 
 // Adds the scores of the other warp of a pair, in place. Both warps call it, and get the same bits.
+// `scores` is the CTA's part of shared memory for the scores of so many keys.
 template <class C>
 __device__ __forceinline__ void add_scores_of_pair(math::Scores<typename C::Warp>& s_rmem,
                                                    unsigned char* scores) {
   const unsigned thread = ptx::mov_tid_x_volatile(), warp = thread / 32, lane = thread % 32;
-  constexpr int TILES = C::BLOCK_K / 8;
+  constexpr int TILES = C::Warp::STEP_KEYS / 8;
   float4* own = reinterpret_cast<float4*>(scores + warp * C::SCORES_BYTES);
   const float4* other = reinterpret_cast<float4*>(scores + (warp ^ 1) * C::SCORES_BYTES);
 #pragma unroll
@@ -117,13 +119,13 @@ __device__ __forceinline__ bool pair_sees(const mma_sync::CacheContext& cta, int
                                             at.first_row, at.last_row, key, key + C::BLOCK_K - 1);
 }
 
-// Masks a warp's scores for the keys from `key` on, if some row does not see them all.
+// Masks a warp's scores for the STEP_KEYS keys from `key` on, if some row does not see them all.
 template <class C>
 __device__ __forceinline__ void mask_pair_scores(math::Scores<typename C::Warp>& s_rmem,
                                                    const mma_sync::CacheContext& cta, int key) {
   const PairWarp<C> at(cta);
   const math::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
-  if (!visible.masks(at.first_row, at.last_row, key, key + C::BLOCK_K - 1)) return;
+  if (!visible.masks(at.first_row, at.last_row, key, key + C::Warp::STEP_KEYS - 1)) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = cta.work.first_row + cta.packed_heads.row(at.warp_row + at.lane / 4 + 8 * r);
@@ -136,11 +138,10 @@ __device__ __forceinline__ void mask_pair_scores(math::Scores<typename C::Warp>&
 template <class C>
 __device__ __forceinline__ void store_half_rows(const math::Outputs<typename C::Warp>& o_rmem,
                                                 const math::RowState<typename C::Warp>& state,
-                                                const mma_sync::CacheParams& params,
-                                                const mma_sync::CacheContext& cta, int dv) {
+                                                const AttentionParams& attention,
+                                                const Partials& partials,
+                                                const mma_sync::FewRowsContext& cta, int dv) {
   using Warp = typename C::Warp;
-  const AttentionParams& attention = params.attention;
-  const Partials& partials = params.partials;
   const auto [lane, share, warp_row, first_row, last_row] = PairWarp<C>(cta);
   const int first_column = share * Warp::HEAD_DIM_V + lane % 4 * 2;
   const bool once = share == 0 && lane % 4 == 0;

@@ -17,7 +17,6 @@
 #include "common/planning/core_set.h"
 #include "common/planning/kv_cache.h"
 #include "common/planning/launch.h"
-#include "common/planning/masks.h"
 #include "common/planning/mma_sync.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -190,6 +189,13 @@ PlanResult plan_with_qv(const Problem& problem, const Device& device) {
   return result;
 }
 
+constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
+constexpr core::Tile MASKED_TILES[] = {
+    tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
+    tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),
+    tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
+};
+
 // A row of the table for head dimensions above 256.
 template <class C>
 constexpr core::Tile wide_tile(const char* name, const char* reason) {
@@ -198,34 +204,32 @@ constexpr core::Tile wide_tile(const char* name, const char* reason) {
   return wide;
 }
 constexpr const char* WIDE = "two warps share 16 rows, whose outputs one has no registers for";
-constexpr const char* WIDE_LARGE = "the same, with two buffers from 163 KB on";
+constexpr const char* WIDE_LARGE = "the same with 64 keys at a time, from 163 KB on";
 constexpr core::Tile WIDE_TILES[] = {
     wide_tile<D384Large<DType::F16>>("d384_large", WIDE_LARGE),
     wide_tile<D384<DType::F16>>("d384", WIDE),
     wide_tile<D512Large<DType::F16>>("d512_large", WIDE_LARGE),
     wide_tile<D512<DType::F16>>("d512", WIDE),
 };
-
-// What takes head dimensions up to 256 only.
-Reasons why_not_wide(const Problem& problem) {
-  Reasons reasons;
-  const auto refuse = [&](const char* name, bool given) {
-    if (!given) return;
-    reasons.push_back(std::string(name) + " with head dimensions " + std::to_string(problem.d) +
-                      " and " + std::to_string(problem.dv) + ": ampere takes " + name +
-                      " with head dimensions up to 256; drop " + name + core::USE_TORCH);
-  };
-  for (const auto& [name, given] : core::masks_of(problem)) refuse(name, given);
-  refuse("dropout_p", problem.dropout_p != 0);
-  return reasons;
-}
+constexpr core::Tile WIDE_MASKED_TILES[] = {
+    wide_tile<D512Masked<DType::F16>>("d512_masked", WITH_MASKS),
+};
 
 // The plan of a call with a head dimension above 256, with a cache or without one. Its kernels are
-// in the image "ampere/wide_<dtype>", but for the combining kernel, which is that of latent caches.
+// in the images "ampere/wide_<dtype>" and "ampere/wide_masked_<dtype>", but for the combining
+// kernel, which is that of latent caches.
 PlanResult plan_wide(const Problem& problem, const Device& device) {
-  const Reasons reasons = why_not_wide(problem);
-  if (!reasons.empty()) return reasons;
-  PlanResult result = mma_sync::plan_with_cache("ampere", WIDE_TILES, problem, device);
+  if (problem.kv_cache && problem.alibi_slopes) {
+    return Reasons{"alibi_slopes with a KV cache and head dimensions " + std::to_string(problem.d) +
+                   " and " + std::to_string(problem.dv) +
+                   ": ampere takes them with head dimensions up to 256; drop alibi_slopes" +
+                   core::USE_TORCH};
+  }
+  const bool masked = takes_masked_kernels(problem);
+  PlanResult result =
+      masked && !problem.kv_cache
+          ? mma_sync::plan_masked("ampere", WIDE_MASKED_TILES, problem, device)
+          : mma_sync::plan_with_cache("ampere", WIDE_TILES, problem, device);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return result;
   const std::string word = core::dtype_word(problem.dtype);
@@ -234,18 +238,11 @@ PlanResult plan_wide(const Problem& problem, const Device& device) {
       launch.kernel += "_mla";
       launch.image = "ampere/mla_" + word;
     } else if (launch.kernel.starts_with("ampere_attention_fwd_")) {
-      launch.image = "ampere/wide_" + word;
+      launch.image = (masked ? "ampere/wide_masked_" : "ampere/wide_") + word;
     }
   }
   return result;
 }
-
-constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
-constexpr core::Tile MASKED_TILES[] = {
-    tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
-    tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),
-    tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
-};
 
 }  // namespace
 

@@ -40,7 +40,7 @@ struct WideContext : mma_sync::CacheContext {
 // exist.
 template <class C>
 __device__ __forceinline__ void load_wide_query(PairQuery<C>& q_rmem, const AttentionParams& params,
-                                                const mma_sync::CacheContext& cta) {
+                                                const mma_sync::FewRowsContext& cta) {
   const PairWarp<C> at(cta);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -62,10 +62,76 @@ __device__ __forceinline__ void load_wide_query(PairQuery<C>& q_rmem, const Atte
   }
 }
 
+// Writes zeros to the columns of K and V that no copy writes.
+template <class C>
+__device__ __forceinline__ void clear_wide_columns(unsigned char* shared,
+                                                   const AttentionParams& params) {
+#pragma unroll
+  for (int stage = 0; stage < C::STAGES; ++stage) {
+    unsigned char* stage_start = shared + stage * C::STAGE_BYTES;
+    mma_sync::clear_columns<C, typename C::Tile>(stage_start, C::BLOCK_K, params.d);
+    mma_sync::clear_columns<C, typename C::Tile>(stage_start + C::V_SMEM, C::BLOCK_K, params.dv);
+  }
+}
+
+// The RowState of a warp, from shared memory and back (WideConfig::STATE_IN_SHARED).
+template <class C>
+__device__ __forceinline__ void load_state(math::RowState<typename C::Warp>& state,
+                                           const unsigned char* shared) {
+  const unsigned thread = ptx::mov_tid_x_volatile();
+  const float2 sums = reinterpret_cast<const float2*>(shared + C::SUM_SMEM)[thread];
+  const float* bases = reinterpret_cast<const float*>(shared + C::BASE_SMEM) +
+                       thread / 32 * C::WARP_ROWS + thread % 32 / 4;
+  state.sum[0][0] = sums.x, state.sum[0][1] = sums.y;
+  state.base[0][0] = bases[0], state.base[0][1] = bases[8];
+}
+template <class C>
+__device__ __forceinline__ void store_state(const math::RowState<typename C::Warp>& state,
+                                            unsigned char* shared) {
+  const unsigned thread = ptx::mov_tid_x_volatile();
+  float* bases = reinterpret_cast<float*>(shared + C::BASE_SMEM) + thread / 32 * C::WARP_ROWS +
+                 thread % 32 / 4;
+  reinterpret_cast<float2*>(shared + C::SUM_SMEM)[thread] = {state.sum[0][0], state.sum[0][1]};
+  __syncwarp();  // every lane has read the old bases before they are overwritten
+  if (thread % 4 == 0) bases[0] = state.base[0][0], bases[8] = state.base[0][1];
+  __syncwarp();  // the new bases are there before other lanes read them
+}
+
+// P of a warp's scores, with its outputs rescaled as they require.
+template <class C>
+__device__ __forceinline__ void weigh_wide_scores(math::Probabilities<typename C::Warp>& p_rmem,
+                                                  math::Scores<typename C::Warp>& s_rmem,
+                                                  math::RowState<typename C::Warp>& state,
+                                                  math::Outputs<typename C::Warp>& o_rmem,
+                                                  float exp2_scale, unsigned char* shared) {
+  using Warp = typename C::Warp;
+  if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
+  // Found anew each time, so that it takes no register in between.
+  state.large = __any_sync(math::FULL_WARP, math::is_large<math::Weights16>(state.base[0][0]) ||
+                                                math::is_large<math::Weights16>(state.base[0][1]));
+  exp2_scale = math::follow_maxima<Warp>(s_rmem, state, o_rmem, exp2_scale,
+                                         static_cast<const math::RaiseLimits<Warp>*>(nullptr));
+  math::weigh_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+  if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
+}
+
+// Adds P V of STEP_KEYS keys to the outputs of a warp, which are half of the columns.
+template <class C>
+__device__ __forceinline__ void multiply_half_pv(
+    math::Outputs<typename C::Warp>& o_rmem, const math::Probabilities<typename C::Warp>& p_rmem,
+    uint32_t v_smem /* V of the first key */) {
+  using Warp = typename C::Warp;
+  const unsigned thread = ptx::mov_tid_x_volatile();
+  mma_sync::multiply_pv<Warp>(o_rmem, p_rmem,
+                              v_smem + thread / 32 % 2 * Warp::HEAD_DIM_V * 2 +
+                                  mma_sync::rows_first_offset<typename C::Tile>(thread % 32));
+}
+
 template <class C>
 __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
   using Warp = typename C::Warp;
   using Tile = typename C::Tile;
+  constexpr int STEPS = C::BLOCK_K / Warp::STEP_KEYS;
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const AttentionParams& attention = params.attention;
@@ -99,12 +165,7 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
                                          attention.v_batch, attention.v_row, attention.dv, key,
                                          cta);
   };
-#pragma unroll
-  for (int stage = 0; stage < C::STAGES; ++stage) {
-    unsigned char* stage_start = shared + stage * C::STAGE_BYTES;
-    mma_sync::clear_columns<C, Tile>(stage_start, C::BLOCK_K, attention.d);
-    mma_sync::clear_columns<C, Tile>(stage_start + C::V_SMEM, C::BLOCK_K, attention.dv);
-  }
+  clear_wide_columns<C>(shared, attention);
   if (cta.blocks.first <= cta.blocks.last) {
     start_k(cta.blocks.last);
     if (C::STAGES == 2) start_v(cta.blocks.last);
@@ -114,6 +175,7 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
   math::Outputs<Warp> o_rmem = {};
   math::RowState<Warp> state;
   math::clear(state);
+  if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
 #pragma unroll 1
   for (int key = cta.blocks.last; key >= cta.blocks.first; key -= C::BLOCK_K) {
     // Each thread waits for its own copies; the barrier makes those of all threads visible. After
@@ -127,22 +189,20 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
       start_v(key - C::BLOCK_K);
     }
     const bool computes = pair_sees<C>(cta, key);  // both warps of a pair, or neither
-    math::Probabilities<Warp> p_rmem;
+    math::Probabilities<Warp> p_rmem[STEPS];
     if (computes) {
-      math::Scores<Warp> s_rmem;
-      multiply_half_scores<C>(s_rmem, q_rmem, shared_smem + stage_of(key));
-      add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
-      if (attention.transform_scores)
-        math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
-      mask_pair_scores<C>(s_rmem, cta, key);
-      // Found anew in each round, so that it takes no register between them.
-      state.large =
-          __any_sync(math::FULL_WARP, math::is_large<math::Weights16>(state.base[0][0]) ||
-                                          math::is_large<math::Weights16>(state.base[0][1]));
-      const float exp2_scale =
-          math::follow_maxima<Warp>(s_rmem, state, o_rmem, attention.exp2_scale,
-                                    static_cast<const math::RaiseLimits<Warp>*>(nullptr));
-      math::weigh_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        const int first = step * Warp::STEP_KEYS;
+        math::Scores<Warp> s_rmem;
+        multiply_half_scores<C>(s_rmem, q_rmem,
+                                shared_smem + stage_of(key) + first * Tile::ROW_BYTES);
+        add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM + step * C::WARPS * C::SCORES_BYTES);
+        if (attention.transform_scores)
+          math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+        mask_pair_scores<C>(s_rmem, cta, key + first);
+        weigh_wide_scores<C>(p_rmem[step], s_rmem, state, o_rmem, attention.exp2_scale, shared);
+      }
     }
     if constexpr (C::STAGES == 1) {
       // After the barrier V has arrived from all threads, and no warp still reads K, which the next
@@ -152,14 +212,16 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
       if (key > cta.blocks.first) start_k(key - C::BLOCK_K);
     }
     if (computes) {
-      const unsigned thread = ptx::mov_tid_x_volatile();
-      mma_sync::multiply_pv<Warp>(o_rmem, p_rmem,
-                                  shared_smem + stage_of(key) + C::V_SMEM +
-                                      thread / 32 % 2 * Warp::HEAD_DIM_V * 2 +
-                                      mma_sync::rows_first_offset<Tile>(thread % 32));
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        multiply_half_pv<C>(o_rmem, p_rmem[step],
+                            shared_smem + stage_of(key) + C::V_SMEM +
+                                step * Warp::STEP_KEYS * Tile::ROW_BYTES);
+      }
     }
   }
-  store_half_rows<C>(o_rmem, state, params, cta, attention.dv);
+  if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
+  store_half_rows<C>(o_rmem, state, attention, params.partials, cta, attention.dv);
 }
 
 }  // namespace archflash::ampere

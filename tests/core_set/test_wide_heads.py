@@ -153,13 +153,38 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_what_such_heads_do_not_have_is_refused_before_a_launch(kernel: str, name: str) -> None:
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in OF_16_BITS])
+def test_masks_as_data_in_fp32_are_refused_before_a_launch(kernel: str, name: str) -> None:
     option, options = REFUSED[name]
     options = {k: x.to(on.device) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
-    q, k, v = on.qkv(5, 7, 512, dtype=dtypes_of(kernel)[-1], heads=(2, 2))
+    q, k, v = on.qkv(5, 7, 512, dtype="float32", heads=(2, 2))
     with pytest.raises(archflash.ForcedImplementationError, match=f"{option} with head dimensions"):
         archflash.attention(q, k, v, implementation=kernel, **options)
+
+
+@pytest.mark.parametrize("kernel", OF_16_BITS)
+def test_slopes_with_a_cache_are_refused_before_a_launch(kernel: str) -> None:
+    call = make(
+        [5], d=512, dv=512, dtype=BF16, device=on.device, alibi_slopes=on.tensor([1.0] * 2),
+        heads=(2, 1),
+    )  # fmt: skip
+    with pytest.raises(archflash.ForcedImplementationError, match="alibi_slopes with a KV cache"):
+        on.attend_with_kvcache(kernel, call)
+
+
+@pytest.mark.parametrize("kernel", OF_16_BITS)
+def test_rows_of_minus_infinity_are_zero_and_rows_of_the_lowest_number_are_the_mean(
+    kernel: str,
+) -> None:
+    mask = torch.zeros(3, 70, device=on.device)
+    mask[0], mask[1] = -math.inf, torch.finfo(torch.float32).min
+    q, k, v = on.qkv(3, 70, 512, dtype="bfloat16")
+    out, lse = on.attend(kernel, q, k, v, attn_mask=mask, schedules=[3])
+    assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
+    assert bool((lse[:, :, 0] == -math.inf).all())
+    torch.testing.assert_close(out[:, :, 1].float(), v.float().mean(2), atol=1e-2, rtol=1e-2)
+    plain, _ = on.attend(kernel, q[:, :, 2:], k, v, schedules=[3])
+    torch.testing.assert_close(out[:, :, 2:], plain, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

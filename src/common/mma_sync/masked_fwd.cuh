@@ -37,6 +37,19 @@ struct MaskedContext : FewRowsContext {
   int64_t q_offset;
 };
 
+// Warps that share the rows of each of them; see ampere/pair.cuh.
+template <class C>
+consteval int warps_of_row() {
+  if constexpr (requires { C::WARPS_OF_ROW; }) return C::WARPS_OF_ROW;
+  return 1;
+}
+
+// The row of the tile that is the first of a thread's warp.
+template <class C>
+__device__ __forceinline__ int first_row_of_warp(int thread) {
+  return thread / (32 * warps_of_row<C>()) * C::WARP_ROWS;
+}
+
 // Counts the keys of a lane that are among the first `keys` of a block, counted from the lane's
 // first key. The lane has the keys 8n and 8n + 1 from there on.
 __device__ __forceinline__ int lane_keys_below(int keys) {
@@ -108,7 +121,7 @@ __device__ __forceinline__ void find_lane_masks(LaneMasks<C>& found, const MaskP
   bool reads = false, hidden = false;  // some element of attn_mask, or some key
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row_of_tile = thread / 32 * C::WARP_ROWS + lane / 4 + 8 * r;
+    const int row_of_tile = first_row_of_warp<C>(thread) + lane / 4 + 8 * r;
     const int head = cta.packed_heads.head(row_of_tile);
     const int row = cta.work.first_row + cta.packed_heads.row(row_of_tile);
     const bool wanted = head < cta.packed_heads.count && row < cta.work.nq;
@@ -214,7 +227,7 @@ __device__ __forceinline__ void drop_of_warp(Probabilities<C>& p_rmem, const Dro
   int queries[2], batch_heads[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row_of_tile = thread / 32 * C::WARP_ROWS + thread % 32 / 4 + 8 * r;
+    const int row_of_tile = first_row_of_warp<C>(thread) + thread % 32 / 4 + 8 * r;
     queries[r] = cta.work.first_row + cta.packed_heads.row(row_of_tile);
     batch_heads[r] = cta.work.batch_head + cta.packed_heads.head(row_of_tile);
   }
