@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Wa
 }
 
 // Adds the scores of the other warp of a pair, in place. Both warps call it, and get the same bits.
-// `scores` is the CTA's part of shared memory for the scores of so many keys.
+// `scores` is the CTA's part of shared memory for them.
 template <class C>
 __device__ __forceinline__ void add_scores_of_pair(math::Scores<typename C::Warp>& s_rmem,
                                                    unsigned char* scores) {

@@ -9,8 +9,7 @@
 namespace archflash::ampere {
 
 // d and dv may be at most HEAD_DIM.
-template <DType DTYPE_, int HEAD_DIM_, int BLOCK_K_, int STEP_KEYS_, int STAGES_,
-          bool STATE_IN_SHARED_>
+template <DType DTYPE_, int HEAD_DIM_, int BLOCK_K_, bool STATE_IN_SHARED_>
 struct WideConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -20,12 +19,8 @@ struct WideConfig {
   static constexpr int THREADS = 32 * WARPS;
   static constexpr int WARP_ROWS = 16;  // of a pair of warps
   static constexpr int BLOCK_Q = WARPS / 2 * WARP_ROWS;
-  // Keys whose copies are awaited together. A warp takes STEP_KEYS of them at a time from scores to
-  // P, because it has no registers for more scores.
   static constexpr int BLOCK_K = BLOCK_K_;
-  // Buffers for K and V. With 2, the next K and V are copied during the whole of the current block.
-  // With 1, V is copied during Q K^T, and the next K during P V.
-  static constexpr int STAGES = STAGES_;
+  static constexpr int STAGES = 1;  // V is copied during Q K^T, and the next K during P V
   static constexpr int CTAS_PER_SM = 1;  // 8 warps with up to 255 registers fill an SM
   // What the parts of mma_sync and math/few_rows.cuh ask.
   static constexpr bool CAN_SPLIT = true;
@@ -40,21 +35,20 @@ struct WideConfig {
     static constexpr int M_TILES = 1;
     static constexpr int WARP_ROWS = 16;
     static constexpr int WARPS_OF_ROW = 2;
-    static constexpr int STEP_KEYS = STEP_KEYS_;
+    static constexpr int STEP_KEYS = BLOCK_K;
     static constexpr int HEAD_DIM_V = WideConfig::HEAD_DIM_V / 2;
     static constexpr int V_PACK = 1;
     static constexpr bool ROWS_ALONE = true;
     using VTile = Tile;
   };
 
-  // Shared memory: K, V of each stage | scores of each step and warp | CacheContext |
+  // Shared memory: K | V | scores of each warp | CacheContext |
   // sums | bases. Offsets and sizes in
   // bytes.
   static constexpr int V_SMEM = BLOCK_K * Tile::ROW_BYTES;
-  static constexpr int STAGE_BYTES = 2 * V_SMEM;
-  static constexpr int SCORES_SMEM = STAGES * STAGE_BYTES;
-  static constexpr int SCORES_BYTES = WARP_ROWS * STEP_KEYS_ * 4;  // of a warp and a step
-  static constexpr int CONTEXT_SMEM = SCORES_SMEM + BLOCK_K / STEP_KEYS_ * WARPS * SCORES_BYTES;
+  static constexpr int SCORES_SMEM = 2 * V_SMEM;
+  static constexpr int SCORES_BYTES = WARP_ROWS * BLOCK_K * 4;  // of a warp
+  static constexpr int CONTEXT_SMEM = SCORES_SMEM + WARPS * SCORES_BYTES;
   static constexpr int CONTEXT_BYTES = 96;
   // Where registers are few, a warp keeps its RowState in shared memory between one softmax and the
   // next: the sums of each lane, and the bases of its rows.
@@ -64,9 +58,7 @@ struct WideConfig {
   static constexpr int SHARED_BYTES = BASE_SMEM + (STATE_IN_SHARED ? 4 * WARPS * WARP_ROWS : 0);
 
   static_assert(HEAD_DIM % 128 == 0, "each warp of a pair has whole swizzle groups of V");
-  static_assert(BLOCK_K % STEP_KEYS_ == 0, "a block is whole steps");
-  static_assert(STAGES == 1 || STAGES == 2, "the main loop knows one or two buffers");
-  static_assert(SHARED_BYTES <= 227 * 1024,
+  static_assert(SHARED_BYTES <= (BLOCK_K == 32 ? 99 : 163) * 1024,
                 "CUDA: shared memory of a CTA (8.6, 8.9, 12.x; 8.0)");
 };
 
@@ -82,25 +74,24 @@ struct WideMaskedConfig : Base {
   // Of each pair: a number for each score, four bytes, and as much alignment.
   static constexpr int SHARED_BYTES =
       MASK_SMEM + Base::WARPS / 2 * (Base::WARP_ROWS * Base::BLOCK_K * 4 + 16);
-  static_assert(Base::STAGES == 1, "the main loop knows one buffer");
   static_assert(MASK_BLOCK % Base::BLOCK_Q == 0 && MASK_BLOCK % Base::BLOCK_K == 0,
                 "a tile lies in one block of block_mask");
 };
 
 // clang-format off
-//                           head block step           state in
-//                           _dim _k    _keys stages   shared
+//                           head block  state in
+//                           _dim _k     shared
 template <DType T>
-using D384Large = WideConfig<T, 384, 64, 64,  1,       false>;
+using D384Large = WideConfig<T, 384, 64,     false>;
 template <DType T>
-using D384      = WideConfig<T, 384, 32, 32,  1,       false>;
+using D384      = WideConfig<T, 384, 32,     false>;
 template <DType T>
-using D512Large = WideConfig<T, 512, 64, 32,  1,       true>;
+using D512Large = WideConfig<T, 512, 64,     true>;
 template <DType T>
-using D512      = WideConfig<T, 512, 32, 32,  1,       false>;
+using D512      = WideConfig<T, 512, 32,     false>;
 template <DType T>
 using D512Masked = WideMaskedConfig<
-                  WideConfig<T, 512, 32, 32,  1,       true>>;
+                  WideConfig<T, 512, 32,     true>>;
 // clang-format on
 
 }  // namespace archflash::ampere

@@ -5,9 +5,8 @@
 // a head of K, packed. Two warps have registers for the outputs of 16 rows with 512 columns, and for
 // the query.
 //
-//   two stages:  wait K, V | barrier | start next K, V | scores | exchange | softmax | P V
-//   one stage:   wait K | barrier | start V | scores | exchange | softmax | wait V | barrier |
-//                start next K | P V
+//   wait K | barrier | start V | scores | exchange | softmax | wait V | barrier | start next K | P V
+//
 // The barrier at the top of a block also keeps the next scores from being written before the other
 // warp of the pair has read the last ones.
 #pragma once
@@ -66,12 +65,8 @@ __device__ __forceinline__ void load_wide_query(PairQuery<C>& q_rmem, const Atte
 template <class C>
 __device__ __forceinline__ void clear_wide_columns(unsigned char* shared,
                                                    const AttentionParams& params) {
-#pragma unroll
-  for (int stage = 0; stage < C::STAGES; ++stage) {
-    unsigned char* stage_start = shared + stage * C::STAGE_BYTES;
-    mma_sync::clear_columns<C, typename C::Tile>(stage_start, C::BLOCK_K, params.d);
-    mma_sync::clear_columns<C, typename C::Tile>(stage_start + C::V_SMEM, C::BLOCK_K, params.dv);
-  }
+  mma_sync::clear_columns<C, typename C::Tile>(shared, C::BLOCK_K, params.d);
+  mma_sync::clear_columns<C, typename C::Tile>(shared + C::V_SMEM, C::BLOCK_K, params.dv);
 }
 
 // The RowState of a warp, from shared memory and back (WideConfig::STATE_IN_SHARED).
@@ -131,7 +126,6 @@ template <class C>
 __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
   using Warp = typename C::Warp;
   using Tile = typename C::Tile;
-  constexpr int STEPS = C::BLOCK_K / Warp::STEP_KEYS;
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const AttentionParams& attention = params.attention;
@@ -154,22 +148,17 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  // Blocks lie in the stages in turn.
-  const auto stage_of = [](int key) { return key / C::BLOCK_K % C::STAGES * C::STAGE_BYTES; };
   const auto start_k = [&](int key) {
-    mma_sync::start_cached_keys<C, Tile>(shared_smem + stage_of(key), cta.k_gmem, attention.k_batch,
+    mma_sync::start_cached_keys<C, Tile>(shared_smem, cta.k_gmem, attention.k_batch,
                                          attention.k_row, attention.d, key, cta);
   };
   const auto start_v = [&](int key) {
-    mma_sync::start_cached_keys<C, Tile>(shared_smem + stage_of(key) + C::V_SMEM, cta.v_gmem,
+    mma_sync::start_cached_keys<C, Tile>(shared_smem + C::V_SMEM, cta.v_gmem,
                                          attention.v_batch, attention.v_row, attention.dv, key,
                                          cta);
   };
   clear_wide_columns<C>(shared, attention);
-  if (cta.blocks.first <= cta.blocks.last) {
-    start_k(cta.blocks.last);
-    if (C::STAGES == 2) start_v(cta.blocks.last);
-  }
+  if (cta.blocks.first <= cta.blocks.last) start_k(cta.blocks.last);
   PairQuery<C> q_rmem;
   load_wide_query<C>(q_rmem, attention, cta);
   math::Outputs<Warp> o_rmem = {};
@@ -178,47 +167,30 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
   if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
 #pragma unroll 1
   for (int key = cta.blocks.last; key >= cta.blocks.first; key -= C::BLOCK_K) {
-    // Each thread waits for its own copies; the barrier makes those of all threads visible. After
-    // it no warp still reads the previous block or its scores, which are overwritten next.
+    // Each thread waits for its own copies of K; the barrier makes those of all threads visible.
+    // After it no warp still reads V of the previous block or its scores, which are overwritten
+    // next.
     ptx::copies_wait_all();
     __syncthreads();
-    if constexpr (C::STAGES == 1) {
-      start_v(key);
-    } else if (key > cta.blocks.first) {
-      start_k(key - C::BLOCK_K);
-      start_v(key - C::BLOCK_K);
+    start_v(key);
+    math::Probabilities<Warp> p_rmem;
+    if (pair_sees<C>(cta, key)) {  // both warps of a pair, or neither
+      math::Scores<Warp> s_rmem;
+      multiply_half_scores<C>(s_rmem, q_rmem, shared_smem);
+      add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
+      if (attention.transform_scores)
+        math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+      mask_pair_scores<C>(s_rmem, cta, key);
+      weigh_wide_scores<C>(p_rmem, s_rmem, state, o_rmem, attention.exp2_scale, shared);
     }
-    const bool computes = pair_sees<C>(cta, key);  // both warps of a pair, or neither
-    math::Probabilities<Warp> p_rmem[STEPS];
-    if (computes) {
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const int first = step * Warp::STEP_KEYS;
-        math::Scores<Warp> s_rmem;
-        multiply_half_scores<C>(s_rmem, q_rmem,
-                                shared_smem + stage_of(key) + first * Tile::ROW_BYTES);
-        add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM + step * C::WARPS * C::SCORES_BYTES);
-        if (attention.transform_scores)
-          math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
-        mask_pair_scores<C>(s_rmem, cta, key + first);
-        weigh_wide_scores<C>(p_rmem[step], s_rmem, state, o_rmem, attention.exp2_scale, shared);
-      }
-    }
-    if constexpr (C::STAGES == 1) {
-      // After the barrier V has arrived from all threads, and no warp still reads K, which the next
-      // block's K overwrites.
-      ptx::copies_wait_all();
-      __syncthreads();
-      if (key > cta.blocks.first) start_k(key - C::BLOCK_K);
-    }
-    if (computes) {
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        multiply_half_pv<C>(o_rmem, p_rmem[step],
-                            shared_smem + stage_of(key) + C::V_SMEM +
-                                step * Warp::STEP_KEYS * Tile::ROW_BYTES);
-      }
-    }
+    // After the barrier V has arrived from all threads, and no warp still reads K, which the next
+    // block's K overwrites.
+    ptx::copies_wait_all();
+    __syncthreads();
+    if (key > cta.blocks.first) start_k(key - C::BLOCK_K);
+    // Asked anew, so that the answer takes no register in between.
+    if (pair_sees<C>(cta, key))
+      multiply_half_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM);
   }
   if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
   store_half_rows<C>(o_rmem, state, attention, params.partials, cta, attention.dv);
