@@ -1,5 +1,5 @@
-// Two warps that share 16 query rows, because the outputs of a row are up to 512 numbers in fp32 and
-// one warp has registers for half of that (mla_fwd.cuh, wide_fwd.cuh).
+// Two warps that share 16 query rows, because the outputs of a row are up to 512 numbers in fp32
+// and one warp has registers for half of that (mla_fwd.cuh, wide_fwd.cuh).
 //
 // Each warp multiplies every second step of 16 columns of Q K^T, and only these columns of the
 // query, which it keeps in registers. The two then add their sums through shared memory. Both have
@@ -8,8 +8,9 @@
 // are never exchanged.
 //
 // C is a kernel's Config, of which this uses ROW_COLUMNS (columns of a row of Tile, the layout of
-// what the scores are multiplied with), BLOCK_K, WARP_ROWS, SCORES_BYTES (of the scores of a warp) and Warp, the Config of
-// what one warp multiplies and weighs: all scores of its rows, half of the columns of V.
+// what the scores are multiplied with), BLOCK_K, WARP_ROWS, SCORES_BYTES (of the scores of a warp)
+// and Warp, the Config of what one warp multiplies and weighs: all scores of its rows, half of the
+// columns of V.
 #pragma once
 
 #include <cstdint>
@@ -62,8 +63,8 @@ using PairQuery = uint32_t[C::ROW_COLUMNS / (2 * PAIR_STEP)][4];
 // steps of 16 columns.
 template <class C>
 __device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Warp>& s_rmem,
-                                                       const PairQuery<C>& q_rmem,
-                                                       uint32_t keys_smem) {
+                                                     const PairQuery<C>& q_rmem,
+                                                     uint32_t keys_smem) {
   using Tile = typename C::Tile;
   const unsigned thread = ptx::mov_tid_x_volatile(), lane = thread % 32, share = thread / 32 % 2;
   // The row that this lane names to ldmatrix: chunks 2 share and 2 share + 1 are the warp's first
@@ -80,8 +81,8 @@ __device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Wa
 #pragma unroll
     for (int n = 0; n < C::Warp::STEP_KEYS / 8; n += 2) {
       uint32_t k_rmem[4];
-      ptx::ldmatrix_x4(k_rmem,
-                       Tile::advance(rows_smem, 2 * step * PAIR_STEP / 8) + n * 8 * Tile::ROW_BYTES);
+      ptx::ldmatrix_x4(
+          k_rmem, Tile::advance(rows_smem, 2 * step * PAIR_STEP / 8) + n * 8 * Tile::ROW_BYTES);
       ptx::mma_m16n8k16<C::DTYPE>(s_rmem[0][n], q_rmem[step], k_rmem[0], k_rmem[1]);
       ptx::mma_m16n8k16<C::DTYPE>(s_rmem[0][n + 1], q_rmem[step], k_rmem[2], k_rmem[3]);
     }
@@ -122,7 +123,7 @@ __device__ __forceinline__ bool pair_sees(const mma_sync::CacheContext& cta, int
 // Masks a warp's scores for the STEP_KEYS keys from `key` on, if some row does not see them all.
 template <class C>
 __device__ __forceinline__ void mask_pair_scores(math::Scores<typename C::Warp>& s_rmem,
-                                                   const mma_sync::CacheContext& cta, int key) {
+                                                 const mma_sync::CacheContext& cta, int key) {
   const PairWarp<C> at(cta);
   const math::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
   if (!visible.masks(at.first_row, at.last_row, key, key + C::Warp::STEP_KEYS - 1)) return;
@@ -133,8 +134,8 @@ __device__ __forceinline__ void mask_pair_scores(math::Scores<typename C::Warp>&
   }
 }
 
-// Writes a warp's half of the first dv columns of its rows: to the workspace if the keys are split, else to
-// the output. The first warp of a pair writes what there is one of for each row.
+// Writes a warp's half of the first dv columns of its rows: to the workspace if the keys are split,
+// else to the output. The first warp of a pair writes what there is one of for each row.
 template <class C>
 __device__ __forceinline__ void store_half_rows(const math::Outputs<typename C::Warp>& o_rmem,
                                                 const math::RowState<typename C::Warp>& state,

@@ -226,10 +226,9 @@ PlanResult plan_wide(const Problem& problem, const Device& device) {
                    core::USE_TORCH};
   }
   const bool masked = takes_masked_kernels(problem);
-  PlanResult result =
-      masked && !problem.kv_cache
-          ? mma_sync::plan_masked("ampere", WIDE_MASKED_TILES, problem, device)
-          : mma_sync::plan_with_cache("ampere", WIDE_TILES, problem, device);
+  PlanResult result = masked && !problem.kv_cache
+                          ? mma_sync::plan_masked("ampere", WIDE_MASKED_TILES, problem, device)
+                          : mma_sync::plan_with_cache("ampere", WIDE_TILES, problem, device);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return result;
   const std::string word = core::dtype_word(problem.dtype);

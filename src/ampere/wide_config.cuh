@@ -20,7 +20,7 @@ struct WideConfig {
   static constexpr int WARP_ROWS = 16;  // of a pair of warps
   static constexpr int BLOCK_Q = WARPS / 2 * WARP_ROWS;
   static constexpr int BLOCK_K = BLOCK_K_;
-  static constexpr int STAGES = 1;  // V is copied during Q K^T, and the next K during P V
+  static constexpr int STAGES = 1;       // V is copied during Q K^T, and the next K during P V
   static constexpr int CTAS_PER_SM = 1;  // 8 warps with up to 255 registers fill an SM
   // What the parts of mma_sync and math/few_rows.cuh ask.
   static constexpr bool CAN_SPLIT = true;

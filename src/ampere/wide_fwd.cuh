@@ -1,11 +1,12 @@
 // Attention forward with head dimensions above 256, on mma.sync, for every GPU from compute
 // capability 8.0 on: with a KV cache or without one, for many query rows and for few.
 //
-// One CTA computes 64 rows, 16 in each pair of warps (pair.cuh): of one head, or of heads that share
-// a head of K, packed. Two warps have registers for the outputs of 16 rows with 512 columns, and for
-// the query.
+// One CTA computes 64 rows, 16 in each pair of warps (pair.cuh): of one head, or of heads that
+// share a head of K, packed. Two warps have registers for the outputs of 16 rows with 512 columns,
+// and for the query.
 //
-//   wait K | barrier | start V | scores | exchange | softmax | wait V | barrier | start next K | P V
+//   wait K | barrier | start V | scores | exchange | softmax | wait V | barrier | start next K | P
+//   V
 //
 // The barrier at the top of a block also keeps the next scores from being written before the other
 // warp of the pair has read the last ones.
@@ -153,9 +154,8 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
                                          attention.k_row, attention.d, key, cta);
   };
   const auto start_v = [&](int key) {
-    mma_sync::start_cached_keys<C, Tile>(shared_smem + C::V_SMEM, cta.v_gmem,
-                                         attention.v_batch, attention.v_row, attention.dv, key,
-                                         cta);
+    mma_sync::start_cached_keys<C, Tile>(shared_smem + C::V_SMEM, cta.v_gmem, attention.v_batch,
+                                         attention.v_row, attention.dv, key, cta);
   };
   clear_wide_columns<C>(shared, attention);
   if (cta.blocks.first <= cta.blocks.last) start_k(cta.blocks.last);
@@ -189,8 +189,7 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
     __syncthreads();
     if (key > cta.blocks.first) start_k(key - C::BLOCK_K);
     // Asked anew, so that the answer takes no register in between.
-    if (pair_sees<C>(cta, key))
-      multiply_half_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM);
+    if (pair_sees<C>(cta, key)) multiply_half_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM);
   }
   if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
   store_half_rows<C>(o_rmem, state, attention, params.partials, cta, attention.dv);

@@ -83,7 +83,11 @@ def test_packed_sequences_read_no_neighbour(kernel: str) -> None:
         x[:1], x[-3:] = math.nan, math.nan
     options = {"causal": True, "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     out, lse = on.attend_and_check(kernel, q, k, v, schedules=[1], **options)
-    for blind in (slice(0, 2), slice(3, 75), slice(80, 84)):  # of no sequence, or of one without keys
+    for blind in (
+        slice(0, 2),
+        slice(3, 75),
+        slice(80, 84),
+    ):  # of no sequence, or of one without keys
         assert torch.equal(out[blind], torch.zeros_like(out[blind]))
         assert lse[:, blind].isneginf().all()
 

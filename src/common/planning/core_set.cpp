@@ -50,7 +50,8 @@ struct Refusals {
     const bool whole = head_dim % step == 0 && head_dim >= step;
     if (whole && head_dim <= largest) return;
     add(name + " " + str(head_dim), "takes multiples of " + str(step) + " up to " + str(largest) +
-                                        "; " + (whole ? "split the heads" : "pad " + tensors + ","));
+                                        "; " +
+                                        (whole ? "split the heads" : "pad " + tensors + ","));
   }
 
   void layout(const std::string& name, const Strides& strides, int32_t unit, int32_t align,
