@@ -64,9 +64,15 @@ def shapes_of(kernel: str) -> list[str]:
     }.get(kernel, ["few", "many"])
 
 
-def dims_of(kernel: str) -> tuple[tuple[int, int], ...]:
+def takes_wide_heads(kernel: str, dtype: str) -> bool:
+    """simt takes them in float32 only, and ampere has no float32."""
+    wide = native.describe(kernel).largest_head_dim > 256
+    return wide and (dtype == "float32") == (kernel == "simt")
+
+
+def dims_of(kernel: str, dtype: str) -> tuple[tuple[int, int], ...]:
     """On the simulator larger heads get one shape, below."""
-    wide = on.name == "gpu" and native.describe(kernel).largest_head_dim > 256
+    wide = on.name == "gpu" and takes_wide_heads(kernel, dtype)
     return HEAD_DIMS + (WIDE_HEAD_DIMS if wide else ())
 
 
@@ -116,7 +122,7 @@ EVERY = [
     for kernel in on.kernels()
     for device in devices_of(kernel)
     for dtype in dtypes_of(kernel)
-    for dims in dims_of(kernel)
+    for dims in dims_of(kernel, dtype)
     for shape in shapes_of(kernel)
 ]
 if on.name == "simulator":  # one tile of ada is for calls of many rows only
@@ -134,11 +140,11 @@ if on.name == "simulator":  # one tile of ada is for calls of many rows only
     ]
     # The tiles for larger heads.
     EVERY += [
-        (kernel, device, dtype, dims, "few")
+        (kernel, device, dtype, dims, shape)
         for kernel in on.kernels()
-        if native.describe(kernel).largest_head_dim > 256
-        for device in ("A100", "RTX 4090")
         for dtype in on.dtypes_of(kernel)
+        if takes_wide_heads(kernel, dtype)
+        for device, shape in (("A100", "few"), ("RTX 4090", "few"), ("H200", "many"))
         for dims in WIDE_HEAD_DIMS
     ]
     # The head dimensions that have kernels of their own on 10.3.
