@@ -30,6 +30,7 @@
 #include <cstdint>
 
 #include "ampere/mla_config.cuh"
+#include "ampere/pair.cuh"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/chunked_keys.cuh"
@@ -48,50 +49,22 @@
 
 namespace archflash::ampere {
 
-constexpr int MLA_STEP = 16;  // columns of a product of mma.sync
-
 // What a CTA knows; it is in shared memory.
 struct MlaContext : mma_sync::CacheContext {
   math::Blocks blocks;  // of keys, which it visits from the last to the first
 };
 
-// Where a warp stands. It is found anew in each round, because outputs and the query leave few
-// registers.
-template <class C>
-struct MlaWarp {
-  int lane;
-  int share;                // which columns the warp has
-  int warp_row;             // first row of the pair in the tile
-  int first_row, last_row;  // the pair's rows, of one head or of each of its packed heads; none if
-                            // last_row < first_row
-
-  __device__ __forceinline__ explicit MlaWarp(const mma_sync::CacheContext& cta) {
-    const unsigned thread = ptx::mov_tid_x_volatile();
-    const math::PackedHeads& packed = cta.packed_heads;
-    lane = thread % 32;
-    share = thread / 32 % 2;
-    warp_row = thread / 64 * C::WARP_ROWS;
-    first_row = cta.work.first_row + packed.row(warp_row);
-    const int rows = packed.head(warp_row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
-    last_row = min(first_row + rows, cta.work.nq) - 1;
-  }
-};
-
-// The fragments a of the columns that a warp multiplies: those of step 2 i + share in q_rmem[i].
-template <class C>
-using MlaQuery = uint32_t[C::ROW_COLUMNS / (2 * MLA_STEP)][4];
-
 // Reads a warp's part of the query from global memory; zeros for rows that do not exist.
 template <class C>
-__device__ __forceinline__ void load_query(MlaQuery<C>& q_rmem, const MlaParams& params,
+__device__ __forceinline__ void load_query(PairQuery<C>& q_rmem, const MlaParams& params,
                                            const mma_sync::CacheContext& cta) {
   const AttentionParams& attention = params.call.attention;
-  const MlaWarp<C> at(cta);
+  const PairWarp<C> at(cta);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const math::FewRow row(attention, cta.packed_heads, cta.work,
                            at.warp_row + at.lane / 4 + 8 * r);
-    const int column = MLA_STEP * at.share + at.lane % 4 * 2;
+    const int column = PAIR_STEP * at.share + at.lane % 4 * 2;
     const uint16_t* q_gmem = static_cast<const uint16_t*>(attention.q_gmem) +
                              row.batch * attention.q_batch + row.head * attention.q_head +
                              row.packed * attention.q_row + column;
@@ -99,8 +72,8 @@ __device__ __forceinline__ void load_query(MlaQuery<C>& q_rmem, const MlaParams&
                               row.batch * params.qv_batch + row.head * params.qv_head +
                               row.packed * params.qv_row + column;
 #pragma unroll
-    for (int step = 0; step < C::ROW_COLUMNS / (2 * MLA_STEP); ++step) {
-      const int of_step = 2 * MLA_STEP * step;
+    for (int step = 0; step < C::ROW_COLUMNS / (2 * PAIR_STEP); ++step) {
+      const int of_step = 2 * PAIR_STEP * step;
       const uint16_t* step_gmem =
           of_step < C::HEAD_DIM_V ? qv_gmem + of_step : q_gmem + of_step - C::HEAD_DIM_V;
 #pragma unroll
@@ -143,128 +116,6 @@ __device__ __forceinline__ void start_latent_rows(uint32_t stage_smem,
   ptx::cp_async_cg_16(target + V_GROUPS * Tile::GROUP * 16, cta.k_gmem + k_offset + column, bytes);
 }
 
-// A warp's part of the scores: the sum over its steps of 16 columns.
-template <class C>
-__device__ __forceinline__ void multiply_latent_scores(math::Scores<typename C::Warp>& s_rmem,
-                                                       const MlaQuery<C>& q_rmem,
-                                                       uint32_t stage_smem) {
-  using Tile = typename C::Tile;
-  const unsigned thread = ptx::mov_tid_x_volatile(), lane = thread % 32, share = thread / 32 % 2;
-  // The row that this lane names to ldmatrix: chunks 2 share and 2 share + 1 are the warp's first
-  // 16 columns, and its next ones are 32 further on.
-  const uint32_t rows_smem =
-      stage_smem + Tile::offset(lane % 8 + lane / 16 * 8, 2 * share + lane / 8 % 2);
-#pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = 0.0f;
-  }
-#pragma unroll
-  for (int step = 0; step < C::ROW_COLUMNS / (2 * MLA_STEP); ++step) {
-#pragma unroll
-    for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
-      uint32_t k_rmem[4];
-      ptx::ldmatrix_x4(k_rmem,
-                       Tile::advance(rows_smem, 2 * step * MLA_STEP / 8) + n * 8 * Tile::ROW_BYTES);
-      ptx::mma_m16n8k16<C::DTYPE>(s_rmem[0][n], q_rmem[step], k_rmem[0], k_rmem[1]);
-      ptx::mma_m16n8k16<C::DTYPE>(s_rmem[0][n + 1], q_rmem[step], k_rmem[2], k_rmem[3]);
-    }
-  }
-}
-
-// Adds the scores of the other warp of a pair, in place. Both warps call it, and get the same bits.
-template <class C>
-__device__ __forceinline__ void add_scores_of_pair(math::Scores<typename C::Warp>& s_rmem,
-                                                   unsigned char* scores) {
-  const unsigned thread = ptx::mov_tid_x_volatile(), warp = thread / 32, lane = thread % 32;
-  constexpr int TILES = C::BLOCK_K / 8;
-  float4* own = reinterpret_cast<float4*>(scores + warp * C::SCORES_BYTES);
-  const float4* other = reinterpret_cast<float4*>(scores + (warp ^ 1) * C::SCORES_BYTES);
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-    const float (&s)[4] = s_rmem[0][n];
-    own[n * 32 + lane] = {s[0], s[1], s[2], s[3]};
-  }
-  // Both warps have written before either reads. Barrier 0 is that of the CTA.
-  ptx::bar_sync(1 + warp / 2, 64);
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-    const float4 s = other[n * 32 + lane];
-    s_rmem[0][n][0] += s.x, s_rmem[0][n][1] += s.y, s_rmem[0][n][2] += s.z, s_rmem[0][n][3] += s.w;
-  }
-}
-
-// Whether a row of the pair sees one of the BLOCK_K keys from `key` on.
-template <class C>
-__device__ __forceinline__ bool mla_sees(const mma_sync::CacheContext& cta, int key) {
-  const MlaWarp<C> at(cta);
-  return at.last_row >= at.first_row && !mma_sync::visible_keys<C>(cta).hides(
-                                            at.first_row, at.last_row, key, key + C::BLOCK_K - 1);
-}
-
-// Masks a warp's scores for the keys from `key` on, if some row does not see them all.
-template <class C>
-__device__ __forceinline__ void mask_latent_scores(math::Scores<typename C::Warp>& s_rmem,
-                                                   const mma_sync::CacheContext& cta, int key) {
-  const MlaWarp<C> at(cta);
-  const math::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
-  if (!visible.masks(at.first_row, at.last_row, key, key + C::BLOCK_K - 1)) return;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = cta.work.first_row + cta.packed_heads.row(at.warp_row + at.lane / 4 + 8 * r);
-    math::mask_row<typename C::Warp>(s_rmem, visible.of_row(row), 0, r, 0, key + at.lane % 4 * 2);
-  }
-}
-
-// Writes a warp's half of the columns of its rows: to the workspace if the keys are split, else to
-// the output. The first warp of a pair writes what there is one of for each row.
-template <class C>
-__device__ __forceinline__ void store_half_rows(const math::Outputs<typename C::Warp>& o_rmem,
-                                                const math::RowState<typename C::Warp>& state,
-                                                const mma_sync::CacheParams& params,
-                                                const mma_sync::CacheContext& cta) {
-  using Warp = typename C::Warp;
-  const AttentionParams& attention = params.attention;
-  const Partials& partials = params.partials;
-  const auto [lane, share, warp_row, first_row, last_row] = MlaWarp<C>(cta);
-  const int first_column = share * Warp::HEAD_DIM_V + lane % 4 * 2;
-  const bool once = share == 0 && lane % 4 == 0;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const math::FewRow row(attention, cta.packed_heads, cta.work, warp_row + lane / 4 + 8 * r);
-    if (partials.wanted()) {
-      float sum = state.sum[0][r];
-      sum += __shfl_xor_sync(math::FULL_WARP, sum, 1);
-      sum += __shfl_xor_sync(math::FULL_WARP, sum, 2);
-      if (!row.wanted) continue;
-      const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
-      if (once) partials.ends_gmem[index] = {state.base[0][r], sum};
-      if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
-      float* row_gmem = partials.rows_gmem + index * C::HEAD_DIM_V + first_column;
-#pragma unroll
-      for (int n = 0; n < Warp::HEAD_DIM_V / 8; ++n) {
-        *reinterpret_cast<float2*>(row_gmem + 8 * n) = {o_rmem[0][n][2 * r],
-                                                        o_rmem[0][n][2 * r + 1]};
-      }
-    } else {
-      const math::RowEnd end =
-          math::finish_lane_row<Warp>(state, 0, r, math::load_sink(attention, row.head));
-      if (!row.wanted) continue;
-      if (attention.lse_gmem != nullptr && once)
-        attention.lse_gmem[row.lse_index(attention)] = end.lse;
-      uint16_t* row_gmem = static_cast<uint16_t*>(attention.out_gmem) +
-                           row.batch * attention.out_batch + row.head * attention.out_head +
-                           row.packed * attention.out_row + first_column;
-#pragma unroll
-      for (int n = 0; n < Warp::HEAD_DIM_V / 8; ++n) {
-        const float* o = &o_rmem[0][n][2 * r];
-        *reinterpret_cast<uint32_t*>(row_gmem + 8 * n) =
-            ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
-      }
-    }
-  }
-}
-
 template <class C>
 __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   using Warp = typename C::Warp;
@@ -298,7 +149,7 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   };
   if (cta.blocks.first <= cta.blocks.last)
     start_latent_rows<C>(stage_of(cta.blocks.last), attention, cta, cta.blocks.last);
-  MlaQuery<C> q_rmem;
+  PairQuery<C> q_rmem;
   load_query<C>(q_rmem, params, cta);
   math::Outputs<Warp> o_rmem = {};
   math::RowState<Warp> state;
@@ -314,13 +165,13 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
       const int next = key - C::BLOCK_K;
       start_latent_rows<C>(stage_of(next), attention, cta, next);
     }
-    if (mla_sees<C>(cta, key)) {  // both warps of a pair, or neither
+    if (pair_sees<C>(cta, key)) {  // both warps of a pair, or neither
       math::Scores<Warp> s_rmem;
-      multiply_latent_scores<C>(s_rmem, q_rmem, stage_of(key));
+      multiply_half_scores<C>(s_rmem, q_rmem, stage_of(key));
       add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
       if (attention.transform_scores)
         math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
-      mask_latent_scores<C>(s_rmem, cta, key);
+      mask_pair_scores<C>(s_rmem, cta, key);
       // Found anew in each round, so that it takes no register between them.
       state.large =
           __any_sync(math::FULL_WARP, math::is_large<math::Weights16>(state.base[0][0]) ||
@@ -336,7 +187,7 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
                                       mma_sync::rows_first_offset<Tile>(thread % 32));
     }
   }
-  store_half_rows<C>(o_rmem, state, call, cta);
+  store_half_rows<C>(o_rmem, state, attention, call.partials, cta, C::HEAD_DIM_V);
 }
 
 }  // namespace archflash::ampere

@@ -1,6 +1,7 @@
 // ampere: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
 #include "common/planning/plan.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include "ampere/config.cuh"
 #include "ampere/masked_config.cuh"
 #include "ampere/mla_config.cuh"
+#include "ampere/wide_config.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/kv_cache.h"
 #include "common/planning/launch.h"
@@ -29,7 +31,8 @@ const Description& describe() {
           "8.0 on",
       .home_device = "A100",
       .dtypes = {DType::F16, DType::BF16},
-      .head_dims = core::HEAD_DIMS,
+      .head_dims = core::WIDE_HEAD_DIMS,
+      .largest_head_dim = D512<DType::F16>::HEAD_DIM,
       .features = {"causal",
                    "q_offset",
                    "window",
@@ -193,12 +196,60 @@ constexpr core::Tile MASKED_TILES[] = {
     tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
 };
 
+// A row of the table for head dimensions above 256.
+template <class C>
+constexpr core::Tile wide_tile(const char* name, const char* reason) {
+  core::Tile wide = tile<C>(name, {}, reason);
+  wide.split_costs = {.start = 256, .combine = 256, .combine_share = 6, .fewest_keys = 128};
+  return wide;
+}
+constexpr const char* WIDE = "two warps share 16 rows, whose outputs one has no registers for";
+constexpr const char* WIDE_LARGE = "the same with 64 keys at a time, from 163 KB on";
+constexpr core::Tile WIDE_TILES[] = {
+    wide_tile<D384Large<DType::F16>>("d384_large", WIDE_LARGE),
+    wide_tile<D384<DType::F16>>("d384", WIDE),
+    wide_tile<D512Large<DType::F16>>("d512_large", WIDE_LARGE),
+    wide_tile<D512<DType::F16>>("d512", WIDE),
+};
+constexpr core::Tile WIDE_MASKED_TILES[] = {
+    wide_tile<D512Masked<DType::F16>>("d512_masked", WITH_MASKS),
+};
+
+// The plan of a call with a head dimension above 256, with a cache or without one. Its kernels are
+// in the images "ampere/wide_<dtype>" and "ampere/wide_masked_<dtype>", but for the combining
+// kernel, which is that of latent caches.
+PlanResult plan_wide(const Problem& problem, const Device& device) {
+  if (problem.kv_cache && problem.alibi_slopes) {
+    return Reasons{"alibi_slopes with a KV cache and head dimensions " + std::to_string(problem.d) +
+                   " and " + std::to_string(problem.dv) +
+                   ": ampere takes them with head dimensions up to 256; drop alibi_slopes" +
+                   core::USE_TORCH};
+  }
+  const bool masked = takes_masked_kernels(problem);
+  PlanResult result = masked && !problem.kv_cache
+                          ? mma_sync::plan_masked("ampere", WIDE_MASKED_TILES, problem, device)
+                          : mma_sync::plan_with_cache("ampere", WIDE_TILES, problem, device);
+  auto* plan = std::get_if<LaunchPlan>(&result);
+  if (plan == nullptr) return result;
+  const std::string word = core::dtype_word(problem.dtype);
+  for (Launch& launch : plan->launches) {
+    if (launch.kernel == "ampere_combine_" + word) {
+      launch.kernel += "_mla";
+      launch.image = "ampere/mla_" + word;
+    } else if (launch.kernel.starts_with("ampere_attention_fwd_")) {
+      launch.image = (masked ? "ampere/wide_masked_" : "ampere/wide_") + word;
+    }
+  }
+  return result;
+}
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons reasons = core::why_not(problem, describe());
   if (!reasons.empty()) return reasons;
   if (problem.qv_align > 0) return plan_with_qv(problem, device);
+  if (std::max(problem.d, problem.dv) > 256) return plan_wide(problem, device);
   if (problem.kv_cache) {
     const std::span<const core::Tile> tiles = cache_tiles(problem), none, few(DECODE_TILES);
     const bool few_rows_apart = tiles.data() == CACHE_TILES;

@@ -859,6 +859,7 @@ NB_MODULE(_archflash, m) {
                      return names;
                    })
       .def_ro("head_dims", &Description::head_dims)
+      .def_ro("largest_head_dim", &Description::largest_head_dim)
       .def_ro("features", &Description::features)
       .def_prop_ro("needs_capability",
                    [](const Description& d) { return capability_pair(d.needs_capability); })

@@ -78,6 +78,8 @@ using F32D128Medium  = Config<DType::F32,  128,    4,    2,    8,   32,  32,   8
 using F32D128Small   = Config<DType::F32,  128,    4,    2,    4,   32,  32,   8,   8,   2, true>;
 using F32D256Large   = Config<DType::F32,  256,    8,    2,    4,   64,  32,   8,   8,   1, false>;
 using F32D256Small   = Config<DType::F32,  256,    4,    2,    2,   16,  16,   4,   4,   3, true>;
+using F32D512Large   = Config<DType::F32,  512,    8,    2,    2,   32,  32,   4,   4,   1, true>;
+using F32D512Small   = Config<DType::F32,  512,    4,    2,    2,   16,  16,   4,   4,   2, true>;
 template <DType DTYPE>
 using HalfD32        = Config<DTYPE,        32,    4,    4,    4,   64,  32,   8,   8,   3, false>;
 template <DType DTYPE>
@@ -93,6 +95,8 @@ static_assert(F32D32::SHARED_BYTES <= SMALLEST_SHARED_LIMIT &&
                   F32D64Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT &&
                   F32D128Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT &&
                   F32D256Small::SHARED_BYTES <= SMALLEST_SHARED_LIMIT,
-              "every head dimension needs one kernel that runs on 7.5");
+              "every head dimension up to 256 needs one kernel that runs on 7.5");
+static_assert(F32D512Small::SHARED_BYTES <= 99 * 1024,
+              "CUDA: at most 99 KiB of shared memory in a CTA (8.6, 8.9, 12.x)");
 
 }  // namespace archflash::simt

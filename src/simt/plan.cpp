@@ -1,6 +1,7 @@
 // simt: Problem + Device -> LaunchPlan, or the reasons why not. Pure host code.
 #include "common/planning/plan.h"
 
+#include <algorithm>
 #include <climits>
 #include <cstddef>
 #include <cstdint>
@@ -31,7 +32,8 @@ const Description& describe() {
       .summary = "exact fp32 attention on CUDA cores, any GPU from compute capability 7.5 on",
       .home_device = "A100",
       .dtypes = {DType::F32, DType::F16, DType::BF16},
-      .head_dims = core::HEAD_DIMS,
+      .head_dims = "multiples of 8 up to 256 (float32: 512), d and dv independent",
+      .largest_head_dim = F32D512Small::HEAD_DIM,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "gradients", "attn_mask", "key_ranges", "alibi_slopes",
                    "block_mask", "dropout_p", "kv_cache", "rotary_interleaved", "attention_chunk"},
@@ -64,6 +66,8 @@ constexpr core::Tile F32_TILES[] = {
                        "64 KB, few CTAs or short sequences: 32 rows make twice as many"),
     tile<F32D256Large>("d256_large", {.min_tiles_per_sm = 0.5}, "64 rows where 227 KB allow it"),
     tile<F32D256Small>("d256_small", {}, "64 KB, few CTAs or short sequences: 16 rows"),
+    tile<F32D512Large>("d512_large", {.min_tiles_per_sm = 0.5}, "32 rows where 227 KB allow it"),
+    tile<F32D512Small>("d512_small", {}, "99 KB, few CTAs or short sequences: 16 rows"),
 };
 
 constexpr const char* ONE_PER_HEAD_DIM = "16-bit inputs: one kernel per head_dim, for every GPU";
@@ -196,10 +200,36 @@ Reasons why_not(const Problem& problem) {
   return reasons;
 }
 
+// What is served for head dimensions up to 256 only.
+Reasons why_not_wide(const Problem& problem) {
+  Reasons reasons;
+  if (std::max(problem.d, problem.dv) <= 256) return reasons;
+  const std::string dims = " with head dimensions " + std::to_string(problem.d) + " and " +
+                           std::to_string(problem.dv) + ": simt takes ";
+  if (problem.dtype != DType::F32) {
+    reasons.push_back(std::string(dtype_name(problem.dtype)) + " inputs" + dims +
+                      "head dimensions above 256 with float32 inputs only; convert q, k and v" +
+                      core::USE_TORCH);
+  }
+  const auto refuse = [&](const std::string& name, bool given) {
+    if (!given) return;
+    reasons.push_back(name + dims + name + " with head dimensions up to 256; drop " + name +
+                      core::USE_TORCH);
+  };
+  for (const auto& [name, given] : core::masks_of(problem)) refuse(name, given);
+  refuse("dropout_p", problem.dropout_p != 0);
+  if (problem.kv_cache) {
+    reasons.push_back("a KV cache" + dims +
+                      "one of head dimensions up to 256; leave the implementation out");
+  }
+  return reasons;
+}
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons refused = why_not(problem);
+  if (refused.empty()) refused = why_not_wide(problem);
   if (!refused.empty()) return refused;
   if (problem.kv_cache) return plan_with_cache(problem, device);
   if (takes_masked_kernels(problem)) return plan_masked(problem, device);

@@ -512,7 +512,8 @@ def problems() -> tuple[native.Problem, ...]:
     found = []
     floats = (torch.float32, torch.float16, torch.bfloat16)
     for dtype in (*floats, torch.float8_e4m3fn, torch.float8_e5m2):
-        for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        wide = ((384, 384), (512, 512))
+        for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), *wide):
             for b, h, n in (
                 (1, 1, 1),
                 (1, 8, 100),

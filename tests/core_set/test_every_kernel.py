@@ -23,6 +23,7 @@ DEVICES = {
     "T4": 64, "A100": 163, "RTX 4090": 99, "RTX 5090": 99, "H200": 227, "B200": 227, "B300": 227,
 }  # fmt: skip
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+WIDE_HEAD_DIMS = ((384, 384), (512, 512))
 # Batch, query heads, key heads, queries, keys, causal. The simulator gets few rows, and plans for
 # them as for a GPU with one SM, but for "short" (few keys), "few" and "grouped" (many heads share
 # one of K). A GPU gets few keys, few rows, some, and enough to fill each of the others; few rows of
@@ -61,6 +62,18 @@ def shapes_of(kernel: str) -> list[str]:
         "blackwell_dc": ["few", "rounds"],  # one CTA goes from tile to tile
         "hopper": ["few", "many", "rounds", "unmasked"],  # one tile is for unmasked calls only
     }.get(kernel, ["few", "many"])
+
+
+def takes_wide_heads(kernel: str, dtype: str) -> bool:
+    """simt takes them in float32 only, and ampere has no float32."""
+    wide = native.describe(kernel).largest_head_dim > 256
+    return wide and (dtype == "float32") == (kernel == "simt")
+
+
+def dims_of(kernel: str, dtype: str) -> tuple[tuple[int, int], ...]:
+    """On the simulator larger heads get one shape, below."""
+    wide = on.name == "gpu" and takes_wide_heads(kernel, dtype)
+    return HEAD_DIMS + (WIDE_HEAD_DIMS if wide else ())
 
 
 def devices_of(kernel: str) -> list[str]:
@@ -109,7 +122,7 @@ EVERY = [
     for kernel in on.kernels()
     for device in devices_of(kernel)
     for dtype in dtypes_of(kernel)
-    for dims in HEAD_DIMS
+    for dims in dims_of(kernel, dtype)
     for shape in shapes_of(kernel)
 ]
 if on.name == "simulator":  # one tile of ada is for calls of many rows only
@@ -124,6 +137,15 @@ if on.name == "simulator":  # one tile of ada is for calls of many rows only
     EVERY += [
         ("blackwell_consumer", "RTX 5090", dtype, (64, 64), "grouped")
         for dtype in on.dtypes_of("blackwell_consumer")
+    ]
+    # The tiles for larger heads.
+    EVERY += [
+        (kernel, device, dtype, dims, shape)
+        for kernel in on.kernels()
+        for dtype in on.dtypes_of(kernel)
+        if takes_wide_heads(kernel, dtype)
+        for device, shape in (("A100", "few"), ("RTX 4090", "few"), ("H200", "many"))
+        for dims in WIDE_HEAD_DIMS
     ]
     # The head dimensions that have kernels of their own on 10.3.
     EVERY += [
@@ -163,7 +185,7 @@ def test_a_plan_for_another_gpu_is_right_here(
         assert launch["shared_bytes"] <= DEVICES[device] * 1024
     batch, heads, heads_kv, nq, nk, causal = SHAPES[shape]
     tensors = on.qkv(nq, nk, *dims, dtype=dtype, batch=batch, heads=(heads, heads_kv), seed=1)
-    number = (HEAD_DIMS.index(dims) + len(shape)) % 4
+    number = ((*HEAD_DIMS, *WIDE_HEAD_DIMS).index(dims) + len(shape)) % 4
     on.attend_and_check(kernel, *tensors, plan=plan, schedules=[number], causal=causal)
 
 

@@ -31,7 +31,7 @@ FACTORS: dict[str, list[Any]] = {
     "ranges": [None, "one", "per-head"],
     "alibi": [None, "heads", "batches"],
     "blocks": [None, "summary", "table"],
-    "dims": [(64, 64), (40, 72), (128, 128), (192, 128)],
+    "dims": [(64, 64), (40, 72), (128, 128), (192, 128), (512, 320)],
     "lengths": on.pick(
         simulator=[(9, 140), (70, 101), (33, 66)], gpu=[(9, 799), (113, 203), (300, 290)]
     ),
@@ -108,6 +108,14 @@ def options_of_row(row: dict[str, Any], batch: int) -> dict[str, Any]:
 
 
 ROWS = all_pairs(FACTORS)
+
+
+def dims_of(row: dict[str, Any], kernel: str) -> tuple[int, int]:
+    """simt has masks for head dimensions up to 256 only."""
+    d, dv = row["dims"]
+    return (d, dv) if kernel == "ampere" else (min(d, 256), min(dv, 256))
+
+
 # The simulator runs each row with one of the kernels.
 CASES = [
     (kernel, dtype, row)
@@ -130,7 +138,8 @@ def test_masks_with_one_another_agree_with_float64(
         pytest.skip("no mask in this row")
     if row["splits"] and kernel != "simt":
         call["num_splits"] = row["splits"]
-    q, k, v = on.qkv(*row["lengths"], *row["dims"], dtype=dtype, batch=batch, heads=row["heads"])
+    dims = dims_of(row, kernel)
+    q, k, v = on.qkv(*row["lengths"], *dims, dtype=dtype, batch=batch, heads=row["heads"])
     on.attend_and_check(kernel, q, k, v, schedules=[len(row_id(row)) % 4], **call)
 
 
@@ -138,9 +147,10 @@ def test_masks_with_one_another_agree_with_float64(
 def test_the_rows_above_run_every_kernel_with_masks(kernel: str, dtype: str) -> None:
     ran = set()
     for _, _, row in [case for case in CASES if case[:2] == (kernel, dtype)]:
+        d, dv = dims_of(row, kernel)
         q, k, v = (
             torch.empty(1, 1, 8, dim, dtype=getattr(torch, dtype), device="meta")
-            for dim in (row["dims"][0], *row["dims"])
+            for dim in (d, d, dv)
         )
         ranges = torch.empty(1, 1, 8, 1, 2, dtype=torch.int32, device="meta")
         device = "H200" if kernel == "hopper" else "A100"
@@ -150,7 +160,8 @@ def test_the_rows_above_run_every_kernel_with_masks(kernel: str, dtype: str) -> 
         assert plan is not None
         assert plan.tile is not None
         ran.add(plan.tile.name)
-    assert ran == {"d64_masked", "d128_masked", "d256_masked"}
+    wide = {"d512_masked"} if kernel == "ampere" else set()
+    assert ran == {"d64_masked", "d128_masked", "d256_masked", *wide}
 
 
 @each_kernel

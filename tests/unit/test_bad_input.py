@@ -628,9 +628,9 @@ def plain(d: int = 64) -> Tensor:
 
 # id: (the call, the start of every reason that simt gives)
 LIMITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "D-264": (
-        {"q": plain(264), "k": plain(264), "v": plain(264)},
-        ("head_dim 264: simt takes", "value head_dim 264: simt takes"),
+    "D-520": (
+        {"q": plain(520), "k": plain(520), "v": plain(520)},
+        ("head_dim 520: simt takes", "value head_dim 520: simt takes"),
     ),
     "D-999": (
         {"q": plain(999), "k": plain(999), "v": strided_columns()},

@@ -585,7 +585,7 @@ def test_fp8_goes_to_the_kernel_for_the_gpu_from_8_9_on_and_to_torch_before(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        pytest.param({"d": 264}, "head_dim 264: ampere takes multiples of 8", id="large d"),
+        pytest.param({"d": 520}, "head_dim 520: ampere takes multiples of 8", id="large d"),
         pytest.param({"out_dtype": torch.float32}, "out_dtype float32 with ", id="out_dtype"),
     ],
 )
@@ -601,10 +601,14 @@ def test_16_bits_that_no_kernel_serves_fall_back_to_torch_with_the_reasons(
         assert decision.reasons["ampere"] == [BEFORE_AMPERE]
         return
     assert decision.reasons["ampere"][0].startswith(reason)
-    # The core set has the same limits everywhere.
+    # The core set has the same limits everywhere, but for the largest heads.
     others = ("simt", *{10: (DC,), 12: (CONSUMER,)}.get(capability[0], ()))
     for other in others:
-        own_words = [said.replace("ampere", other) for said in decision.reasons["ampere"]]
+        largest = native.describe(other).largest_head_dim
+        own_words = [
+            said.replace("ampere", other).replace("up to 512", f"up to {largest}")
+            for said in decision.reasons["ampere"]
+        ]
         assert decision.reasons[other] == own_words
 
 
@@ -1190,9 +1194,9 @@ def test_a_fallback_warns_once_per_reason(dtype: torch.dtype, kernel: str) -> No
     second = warned(lambda: _dispatch.decide(problem(torch.float64), 0, None))
     assert len(second) == 1
     assert re.match(rf"{start}\w+: dtype float64: \w+ takes", second[0])
-    both = warned(lambda: _dispatch.decide(problem(dtype, d=264, attn_mask=mask()), 0, None))
+    both = warned(lambda: _dispatch.decide(problem(dtype, d=520, attn_mask=mask()), 0, None))
     # The head dims of q and v are new reasons; the mask was named before.
-    assert [text.partition(" 264: ")[0] for text in both] == [
+    assert [text.partition(" 520: ")[0] for text in both] == [
         f"{start}{kernel}: head_dim",
         f"{start}{kernel}: value head_dim",
     ]

@@ -236,7 +236,7 @@ def test_a_row_prints_every_fact() -> None:
     assert "8.0 to 8.9 (sm_80)" in text
     assert "7.5 and newer (compute_75)" in text
     assert "float32, float16, bfloat16" in text
-    assert "multiples of 8 up to 256" in text
+    assert "multiples of 8 up to 256 (float32: 512)" in text
     assert "compiled  sm_75, sm_80, sm_90, sm_100, sm_120, compute_75" in text
 
 

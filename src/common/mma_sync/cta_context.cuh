@@ -78,6 +78,22 @@ __device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& pa
           math::find_visible_keys(params, work)};
 }
 
+// The rows of a call without a cache, of which CacheParams::cache tells as of one whose blocks are
+// the sequences, or with cu_seqlens all of them together.
+__device__ __forceinline__ math::CacheRows rows_without_cache(const AttentionParams& params,
+                                                              const math::Work& work) {
+  const int sequence = work.batch_head / params.heads_q;
+  return {math::sequence_start(params.cu_seqlens_k_gmem, sequence, params.nk), work.nk};
+}
+
+// The rows of the CTA's sequence, with a cache or without one.
+__device__ __forceinline__ math::CacheRows find_rows(const CacheParams& params,
+                                                     const math::Work& work) {
+  return params.cache.seqlens_gmem == nullptr
+             ? rows_without_cache(params.attention, work)
+             : math::find_cache_rows(params.cache, work.batch_head / params.attention.heads_q);
+}
+
 // make_cta_context() for a KV cache, of which attention sees `rows` of the CTA's sequence.
 template <class C>
 __device__ __forceinline__ CacheContext make_cache_context(const CacheParams& params,

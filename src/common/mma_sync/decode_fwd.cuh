@@ -464,14 +464,6 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   }
 }
 
-// The rows of a call without a cache, of which CacheParams::cache tells as of one whose blocks are
-// the sequences, or with cu_seqlens all of them together.
-__device__ __forceinline__ math::CacheRows rows_without_cache(const AttentionParams& params,
-                                                              const math::Work& work) {
-  const int sequence = work.batch_head / params.heads_q;
-  return {math::sequence_start(params.cu_seqlens_k_gmem, sequence, params.nk), work.nk};
-}
-
 // The tile of a CTA of a launch for the packed sequences of at most few_rows rows, which are one
 // tile each.
 __device__ __forceinline__ math::Work work_of_short_sequence(const AttentionParams& params,
@@ -535,10 +527,7 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
                           : work_of_short_sequence(attention, index, params.few_rows, packed.count);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
-      const math::CacheRows rows =
-          params.cache.seqlens_gmem == nullptr
-              ? rows_without_cache(attention, work)
-              : math::find_cache_rows(params.cache, work.batch_head / attention.heads_q);
+      const math::CacheRows rows = find_rows(params, work);
       work.nk = rows.count;
       cta = make_cache_context<C>(params, work, rows);
     }

@@ -38,6 +38,19 @@ struct MaskedContext : FewRowsContext {
   int64_t q_offset;
 };
 
+// Warps that share the rows of each of them; see ampere/pair.cuh.
+template <class C>
+consteval int warps_of_row() {
+  if constexpr (requires { C::WARPS_OF_ROW; }) return C::WARPS_OF_ROW;
+  return 1;
+}
+
+// The row of the tile that is the first of a thread's warp.
+template <class C>
+__device__ __forceinline__ int first_row_of_warp(int thread) {
+  return thread / (32 * warps_of_row<C>()) * C::WARP_ROWS;
+}
+
 // Sets the dropped weights of a warp to 0, of the keys from key_first on.
 template <class C>
 __device__ __forceinline__ void drop_of_warp(Probabilities<C>& p_rmem, const DropoutParams& dropout,
@@ -46,7 +59,7 @@ __device__ __forceinline__ void drop_of_warp(Probabilities<C>& p_rmem, const Dro
   int queries[2], batch_heads[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row_of_tile = thread / 32 * C::WARP_ROWS + thread % 32 / 4 + 8 * r;
+    const int row_of_tile = first_row_of_warp<C>(thread) + thread % 32 / 4 + 8 * r;
     queries[r] = cta.work.first_row + cta.packed_heads.row(row_of_tile);
     batch_heads[r] = cta.work.batch_head + cta.packed_heads.head(row_of_tile);
   }

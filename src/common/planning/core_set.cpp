@@ -12,7 +12,7 @@
 namespace archflash::core {
 namespace {
 
-constexpr int64_t HEAD_DIM_LIMIT = 256;
+constexpr int64_t FP8_HEAD_DIM_LIMIT = 256;
 constexpr int64_t QV_HEAD_DIM = 64, QV_HEAD_DIM_V = 512;  // those of the kernels for qv
 constexpr int64_t ROW_BYTES = 16;                   // rows are read and written 16 bytes at a time
 constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit inside the kernel
@@ -42,11 +42,15 @@ struct Refusals {
     reasons.push_back(given + ": " + implementation + " " + allowed_and_what_to_do + USE_TORCH);
   }
 
-  void head_dim(const std::string& name, int64_t head_dim, const std::string& tensors) {
-    const int64_t step = is_fp8(problem.dtype) || is_fp8(problem.kv_dtype) ? 16 : 8;
+  void head_dim(const std::string& name, int64_t head_dim, int64_t largest,
+                const std::string& tensors) {
+    const bool fp8 = is_fp8(problem.dtype) || is_fp8(problem.kv_dtype);
+    const int64_t step = fp8 ? 16 : 8;
+    if (fp8) largest = std::min(largest, FP8_HEAD_DIM_LIMIT);
     const bool whole = head_dim % step == 0 && head_dim >= step;
-    if (whole && head_dim <= HEAD_DIM_LIMIT) return;
-    add(name + " " + str(head_dim), "takes multiples of " + str(step) + " up to 256; " +
+    if (whole && head_dim <= largest) return;
+    add(name + " " + str(head_dim), "takes multiples of " + str(step) + " up to " + str(largest) +
+                                        "; " +
                                         (whole ? "split the heads" : "pad " + tensors + ","));
   }
 
@@ -133,8 +137,8 @@ Reasons refusals(const Problem& problem, const Description& description,
                   problem.dtype);
   } else {
     if (with_qv) refuse.add("qv", "has no second query; concatenate q and qv, and k and v,");
-    refuse.head_dim("head_dim", problem.d, "q and k");
-    refuse.head_dim("value head_dim", problem.dv, "v");
+    refuse.head_dim("head_dim", problem.d, description.largest_head_dim, "q and k");
+    refuse.head_dim("value head_dim", problem.dv, description.largest_head_dim, "v");
   }
   if (problem.attention_chunk != 0 && !has("attention_chunk"))
     refuse.add("attention_chunk", "has no chunks; leave attention_chunk out");

@@ -214,7 +214,8 @@ struct Description {
   std::string summary;
   std::string home_device;  // the known device that it plans for on the simulator
   std::vector<DType> dtypes;
-  std::string head_dims;  // in words: "multiples of 8 up to 256"
+  std::string head_dims;           // in words: "multiples of 8 up to 256"
+  int64_t largest_head_dim = 256;  // of 16-bit and fp32 inputs; 256 for 8-bit ones and 8-bit caches
   std::vector<std::string> features;
 
   // What dispatch goes by where nothing was measured. Kernels whose instructions are newer are

@@ -72,10 +72,14 @@ std::variant<SplitChoice<T>, Reasons> choose_with_splits(const std::string& fold
   const auto [unsplit, reasons] = choose(folder, tiles, problem, device);
   if (unsplit == nullptr) return reasons;
   SplitChoice<T> choice{*unsplit};
-  const auto found = std::find_if(tiles.begin(), tiles.end(), [&](const T& tile) {
-    return tile.can_split && tile.head_dim == unsplit->head_dim && serves(tile, problem, device);
-  });
-  if (found == tiles.end()) return choice;
+  const T* found = unsplit;
+  if (!unsplit->can_split) {
+    const auto other = std::find_if(tiles.begin(), tiles.end(), [&](const T& tile) {
+      return tile.can_split && tile.head_dim == unsplit->head_dim && serves(tile, problem, device);
+    });
+    if (other == tiles.end()) return choice;
+    found = &*other;
+  }
   T few = *found;
   if (few.shared_bytes > device.shared_per_block) {
     if (problem.num_splits > 1 || problem.batch_invariant)

@@ -1,0 +1,98 @@
+// The tile sizes of the kernels for head dimensions above 256 (wide_fwd.cuh). Compile-time numbers
+// only, in plain C++: the kernels and plan.cpp both include them.
+#pragma once
+
+#include "common/dtype.h"
+#include "common/mask_params.h"
+#include "common/math/swizzled_tile.cuh"
+
+namespace archflash::ampere {
+
+// d and dv may be at most HEAD_DIM.
+template <DType DTYPE_, int HEAD_DIM_, int BLOCK_K_, bool STATE_IN_SHARED_>
+struct WideConfig {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM;
+  static constexpr int ROW_COLUMNS = HEAD_DIM;
+  static constexpr int WARPS = 8;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int WARP_ROWS = 16;  // of a pair of warps
+  static constexpr int BLOCK_Q = WARPS / 2 * WARP_ROWS;
+  static constexpr int BLOCK_K = BLOCK_K_;
+  static constexpr int STAGES = 1;       // V is copied during Q K^T, and the next K during P V
+  static constexpr int CTAS_PER_SM = 1;  // 8 warps with up to 255 registers fill an SM
+  // What the parts of mma_sync and math/few_rows.cuh ask.
+  static constexpr bool CAN_SPLIT = true;
+  static constexpr bool CACHE = true;
+  static constexpr bool FP8_CACHE = false;
+
+  using Tile = math::SwizzledTile<HEAD_DIM>;  // of K and of V
+
+  // What one warp multiplies and weighs (pair.cuh).
+  struct Warp {
+    static constexpr DType DTYPE = DTYPE_;
+    static constexpr int M_TILES = 1;
+    static constexpr int WARP_ROWS = 16;
+    static constexpr int WARPS_OF_ROW = 2;
+    static constexpr int STEP_KEYS = BLOCK_K;
+    static constexpr int HEAD_DIM_V = WideConfig::HEAD_DIM_V / 2;
+    static constexpr int V_PACK = 1;
+    static constexpr bool ROWS_ALONE = true;
+    using VTile = Tile;
+  };
+
+  // Shared memory: K | V | scores of each warp | CacheContext |
+  // sums | bases. Offsets and sizes in
+  // bytes.
+  static constexpr int V_SMEM = BLOCK_K * Tile::ROW_BYTES;
+  static constexpr int SCORES_SMEM = 2 * V_SMEM;
+  static constexpr int SCORES_BYTES = WARP_ROWS * BLOCK_K * 4;  // of a warp
+  static constexpr int CONTEXT_SMEM = SCORES_SMEM + WARPS * SCORES_BYTES;
+  static constexpr int CONTEXT_BYTES = 96;
+  // Where registers are few, a warp keeps its RowState in shared memory between one softmax and the
+  // next: the sums of each lane, and the bases of its rows.
+  static constexpr bool STATE_IN_SHARED = STATE_IN_SHARED_;
+  static constexpr int SUM_SMEM = CONTEXT_SMEM + CONTEXT_BYTES;
+  static constexpr int BASE_SMEM = SUM_SMEM + (STATE_IN_SHARED ? 8 * THREADS : 0);
+  static constexpr int SHARED_BYTES = BASE_SMEM + (STATE_IN_SHARED ? 4 * WARPS * WARP_ROWS : 0);
+
+  static_assert(HEAD_DIM % 128 == 0, "each warp of a pair has whole swizzle groups of V");
+  static_assert(SHARED_BYTES <= (BLOCK_K == 32 ? 99 : 163) * 1024,
+                "CUDA: shared memory of a CTA (8.6, 8.9, 12.x; 8.0)");
+};
+
+// A WideConfig whose kernel reads masks as data (wide_masked_fwd.cuh), and no cache.
+template <class Base>
+struct WideMaskedConfig : Base {
+  static constexpr bool CACHE = false;
+  // The scores whose masks a warp finds.
+  struct MaskedHalf : Base::Warp {
+    static constexpr int STEP_KEYS = Base::BLOCK_K / 2;
+    static constexpr bool LOADS_ADDED_LATE = false;  // math/lane_masks.cuh
+  };
+  static constexpr int MASK_SMEM = (Base::SHARED_BYTES + 15) / 16 * 16;
+  // Of each pair: a number for each score, four bytes, and as much alignment.
+  static constexpr int SHARED_BYTES =
+      MASK_SMEM + Base::WARPS / 2 * (Base::WARP_ROWS * Base::BLOCK_K * 4 + 16);
+  static_assert(MASK_BLOCK % Base::BLOCK_Q == 0 && MASK_BLOCK % Base::BLOCK_K == 0,
+                "a tile lies in one block of block_mask");
+};
+
+// clang-format off
+//                           head block  state in
+//                           _dim _k     shared
+template <DType T>
+using D384Large = WideConfig<T, 384, 64,     false>;
+template <DType T>
+using D384      = WideConfig<T, 384, 32,     false>;
+template <DType T>
+using D512Large = WideConfig<T, 512, 64,     true>;
+template <DType T>
+using D512      = WideConfig<T, 512, 32,     false>;
+template <DType T>
+using D512Masked = WideMaskedConfig<
+                  WideConfig<T, 512, 32,     true>>;
+// clang-format on
+
+}  // namespace archflash::ampere
