@@ -348,31 +348,48 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
     };
-    // `pass`: which PASS_COLUMNS columns of V the part is of.
-    const auto add_part = [&](int pass) {
+    // Adds a part of the sums to the outputs. `pass`: which PASS_COLUMNS columns of V it is of.
+    const auto add = [&](const PassOutputs<C>& part, int pass) {
+      constexpr int TILES = C::PASS_COLUMNS / 8;
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o_rmem[0][pass * TILES + n][i] += part[0][n][i];
+      }
+    };
+    const auto add_part = [&] {
       if constexpr (C::SUMS_IN_PARTS) {
-        constexpr int TILES = C::PASS_COLUMNS / 8;
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) o_rmem[0][pass * TILES + n][i] += part_rmem[0][n][i];
-        }
+        add(part_rmem, 0);
         part_keys = 0;
       }
     };
-    // Without OVERLAPS: O += P V from beginning to end, PASS_COLUMNS columns at a time.
+    // Without OVERLAPS: O += P V from beginning to end, PASS_COLUMNS columns at a time, of which
+    // PARTS are multiplied at the same time.
     const auto multiply_pv = [&] {
-      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
-#pragma unroll
-      for (int pass = 0; pass < C::HEAD_DIM_V / C::PASS_COLUMNS; ++pass) {
-        ptx::registers_change<OUTPUTS>(o);
+      constexpr int PASSES = C::HEAD_DIM_V / C::PASS_COLUMNS;
+      PassOutputs<C> parts_rmem[C::PARTS];
+      const auto part = [&](int pass) { return &parts_rmem[pass % C::PARTS][0][0][0]; };
+      const auto begin = [&](int pass) {
+        ptx::registers_change<OUTPUTS>(part(pass));
         ptx::wgmma_fence();  // the last uses of P and the part come before the product
-        start_pv<C>(products_rmem, p_rmem,
+        start_pv<C>(parts_rmem[pass % C::PARTS], p_rmem,
                     shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES +
                         pass * C::PASS_COLUMNS * C::VTile::ROW_BYTES,
                     0);
-        wait_for_outputs();
-        add_part(pass);
+      };
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      if constexpr (C::PARTS == 2) begin(0);
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) {
+        const int next = pass + C::PARTS - 1;
+        if (next < PASSES) begin(next);
+        if (C::PARTS == 2 && next < PASSES) {
+          ptx::wgmma_wait_group<1>();
+        } else {
+          ptx::wgmma_wait_group<0>();
+        }
+        ptx::registers_change<OUTPUTS>(part(pass));
+        add(parts_rmem[pass % C::PARTS], pass);
       }
       ptx::registers_change<WORDS>(p);
       release(barriers.v_empty(v_ring.stage));
@@ -409,7 +426,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     // FP8: adds the sums of the last blocks to the outputs if they are of enough keys. From then on
     // the outputs are in the unit of `block`, where each block of V has a descale of its own.
     const auto add_full_part = [&](int block) {
-      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part(0);
+      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
     };
@@ -527,7 +544,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
         begin_pv();
         wait_for_outputs();
-        add_part(0);
+        add_part();
         // mutants: needless-with-one-tile
         release(barriers.v_empty(v_ring.stage));
         v_ring.advance();

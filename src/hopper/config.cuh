@@ -64,8 +64,12 @@ struct Config {
   // Elsewhere O += P V is finished before the next scores begin: then the scores and the part
   // never need registers at the same time, so that a block can have more keys and O more columns.
   static constexpr bool OVERLAPS = OVERLAPS_;
-  // The columns of V that a product takes; without OVERLAPS they are multiplied one after another.
-  static constexpr int PASS_COLUMNS = OVERLAPS || HEAD_DIM_V <= 128 ? HEAD_DIM_V : 64;
+  // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
+  // time, so that a part of the sums needs few registers.
+  static constexpr int PASS_COLUMNS = OVERLAPS ? HEAD_DIM_V : 64;
+  // So many of these parts at the same time: with two, one is added to the outputs while the next
+  // one is multiplied. Three warpgroups have no registers for that.
+  static constexpr int PARTS = !OVERLAPS && WARPGROUPS <= 2 ? 2 : 1;
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
@@ -160,11 +164,11 @@ using Fp8D64        = Config<T,  64,  64,  3,     128,  4,      2,      1,      
 template <DType T>
 using Fp8D64Blocks  = Config<T,  64,  64,  3,      64,  4,      2>;
 template <DType T>
-using Fp8D128       = Config<T, 128, 128,  2,     128,  4,      2>;
+using Fp8D128       = Config<T, 128, 128,  3,     128,  3,      2,      1,       true,   false,  false,  false,    false>;
 template <DType T>
 using Fp8D128Blocks = Config<T, 128, 128,  2,      64,  4,      2,      1,       true>;
 template <DType T>
-using Fp8D192       = Config<T, 192, 128,  2,     128,  3,      2>;
+using Fp8D192       = Config<T, 192, 128,  3,     128,  3,      2,      1,       true,   false,  false,  false,    false>;
 template <DType T>
 using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
 template <DType T>
