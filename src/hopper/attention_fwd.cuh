@@ -301,6 +301,10 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       warp_descale =
           math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
       exp2_scale *= warp_descale.qk;
+      if constexpr (C::SPARES_REGISTERS) {  // uniform registers are left
+        warp_descale.qk = uniform(warp_descale.qk);
+        exp2_scale = uniform(exp2_scale);
+      }
       all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= math::SMALLEST_NORMAL);
     }
     const GroupBlocks blocks = find_group_blocks<C>(params, tile, visible, group, all_need_more);
@@ -404,7 +408,17 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       } else if (attention.transform_scores) {
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
-      math::mask_rows<C>(s_rmem, visible, lane_rows, block + static_cast<int>(threadIdx.x) % 4 * 2);
+      if constexpr (C::SPARES_REGISTERS) {
+        // The thread's number is read anew, so that its rows need no registers between the blocks.
+        const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+        const int row =
+            tile.first_row + static_cast<int>(thread / 32 * C::WARP_ROWS + thread % 32 / 4);
+        const int rows[2] = {row, row + 8};
+        math::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
+      } else {
+        math::mask_rows<C>(s_rmem, visible, lane_rows,
+                           block + static_cast<int>(threadIdx.x) % 4 * 2);
+      }
       return scale;
     };
     // S becomes P.
@@ -458,7 +472,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       float scale = exp2_scale;
       if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
+      scale = follow_maxima<C>(s_rmem, state, scale, nothing_to_rescale);
       weigh(scale);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
@@ -476,7 +490,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, rescale_outputs);
+      scale = follow_maxima<C>(s_rmem, state, scale, rescale_outputs);
       weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
     };
     const auto step_overlapped = [&]<bool MASKED>(int block) {
@@ -492,28 +506,18 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
-      if constexpr (C::RESCALES_FIRST) {
-        const auto finish_block = [&] {
-          finish_pv();
-          add_full_part(block);
-        };
-        scale = follow_maxima<C>(s_rmem, state, scale, finish_block, rescale_outputs);
-        weigh(scale);
-        pack<C>(s_rmem, p_rmem);
-      } else {
-        bool raised = false;
-        float corrections[2];
-        const auto note = [&](const float (&wanted)[2]) {
-          raised = true;
-          corrections[0] = wanted[0], corrections[1] = wanted[1];
-        };
-        scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
-        weigh(scale);
-        finish_pv();
-        pack<C>(s_rmem, p_rmem);
-        if (raised) rescale_outputs(corrections);
-        add_full_part(block);
-      }
+      bool raised = false;
+      float corrections[2];
+      const auto note = [&](const float (&wanted)[2]) {
+        raised = true;
+        corrections[0] = wanted[0], corrections[1] = wanted[1];
+      };
+      scale = follow_maxima<C>(s_rmem, state, scale, note);
+      weigh(scale);
+      finish_pv();
+      pack<C>(s_rmem, p_rmem);
+      if (raised) rescale_outputs(corrections);
+      add_full_part(block);
     };
 
     const auto step = [&]<bool MASKED>(int block) {
