@@ -472,7 +472,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       float scale = exp2_scale;
       if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C>(s_rmem, state, scale, nothing_to_rescale);
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
       weigh(scale);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
@@ -490,7 +490,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
-      scale = follow_maxima<C>(s_rmem, state, scale, rescale_outputs);
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, rescale_outputs);
       weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
     };
     const auto step_overlapped = [&]<bool MASKED>(int block) {
@@ -512,7 +512,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         raised = true;
         corrections[0] = wanted[0], corrections[1] = wanted[1];
       };
-      scale = follow_maxima<C>(s_rmem, state, scale, note);
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
       weigh(scale);
       finish_pv();
       pack<C>(s_rmem, p_rmem);

@@ -208,10 +208,10 @@ using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 // Returns the scale for weigh_row: exp2_scale, or 1 if this has scaled the scores already. What is
 // rare is behind one branch, as each branch would drain the pipelines. In there a warp is on its
 // own: it must not wait for a product, because all four warps of a warpgroup have to execute each
-// wgmma.wait_group (PTX ISA, .aligned).
-template <class C, class Raised>
+// wgmma.wait_group (PTX ISA, .aligned). `before` is called before that branch, by all warps.
+template <class C, class Before, class Raised>
 __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::RowState<C>& state,
-                                               float exp2_scale, Raised raised) {
+                                               float exp2_scale, Before before, Raised raised) {
   using W = Weights<C>;
   constexpr int HALF = C::BLOCK_K / 16;  // two maxima of a row are found side by side
   float max[2];
@@ -240,6 +240,7 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
     lag = state.large ? W::LARGE_BASE_LAG : W::P_LOG2 + W::BASE_LAG;
   const bool rare = __any_sync(
       math::FULL_WARP, exceed(base[0] + lag, base[1] + lag) | static_cast<int>(state.large));
+  before();
   if (!rare) return exp2_scale;
   const bool raises = __any_sync(
       math::FULL_WARP, W::RAISE_FRACTION == 0.0f ? exceed(base[0] + lag, base[1] + lag)
