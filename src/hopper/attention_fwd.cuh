@@ -301,6 +301,10 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       warp_descale =
           math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
       exp2_scale *= warp_descale.qk;
+      if constexpr (C::SPARES_REGISTERS) {  // uniform registers are left
+        warp_descale.qk = uniform(warp_descale.qk);
+        exp2_scale = uniform(exp2_scale);
+      }
       all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= math::SMALLEST_NORMAL);
     }
     const GroupBlocks blocks = find_group_blocks<C>(params, tile, visible, group, all_need_more);
@@ -348,31 +352,48 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
     };
-    // `pass`: which PASS_COLUMNS columns of V the part is of.
-    const auto add_part = [&](int pass) {
+    // Adds a part of the sums to the outputs. `pass`: which PASS_COLUMNS columns of V it is of.
+    const auto add = [&](const PassOutputs<C>& part, int pass) {
+      constexpr int TILES = C::PASS_COLUMNS / 8;
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o_rmem[0][pass * TILES + n][i] += part[0][n][i];
+      }
+    };
+    const auto add_part = [&] {
       if constexpr (C::SUMS_IN_PARTS) {
-        constexpr int TILES = C::PASS_COLUMNS / 8;
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) o_rmem[0][pass * TILES + n][i] += part_rmem[0][n][i];
-        }
+        add(part_rmem, 0);
         part_keys = 0;
       }
     };
-    // Without OVERLAPS: O += P V from beginning to end, PASS_COLUMNS columns at a time.
+    // Without OVERLAPS: O += P V from beginning to end, PASS_COLUMNS columns at a time, of which
+    // PARTS are multiplied at the same time.
     const auto multiply_pv = [&] {
-      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
-#pragma unroll
-      for (int pass = 0; pass < C::HEAD_DIM_V / C::PASS_COLUMNS; ++pass) {
-        ptx::registers_change<OUTPUTS>(o);
+      constexpr int PASSES = C::HEAD_DIM_V / C::PASS_COLUMNS;
+      PassOutputs<C> parts_rmem[C::PARTS];
+      const auto part = [&](int pass) { return &parts_rmem[pass % C::PARTS][0][0][0]; };
+      const auto begin = [&](int pass) {
+        ptx::registers_change<OUTPUTS>(part(pass));
         ptx::wgmma_fence();  // the last uses of P and the part come before the product
-        start_pv<C>(products_rmem, p_rmem,
+        start_pv<C>(parts_rmem[pass % C::PARTS], p_rmem,
                     shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES +
                         pass * C::PASS_COLUMNS * C::VTile::ROW_BYTES,
                     0);
-        wait_for_outputs();
-        add_part(pass);
+      };
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      if constexpr (C::PARTS == 2) begin(0);
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) {
+        const int next = pass + C::PARTS - 1;
+        if (next < PASSES) begin(next);
+        if (C::PARTS == 2 && next < PASSES) {
+          ptx::wgmma_wait_group<1>();
+        } else {
+          ptx::wgmma_wait_group<0>();
+        }
+        ptx::registers_change<OUTPUTS>(part(pass));
+        add(parts_rmem[pass % C::PARTS], pass);
       }
       ptx::registers_change<WORDS>(p);
       release(barriers.v_empty(v_ring.stage));
@@ -387,7 +408,17 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       } else if (attention.transform_scores) {
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
-      math::mask_rows<C>(s_rmem, visible, lane_rows, block + static_cast<int>(threadIdx.x) % 4 * 2);
+      if constexpr (C::SPARES_REGISTERS) {
+        // The thread's number is read anew, so that its rows need no registers between the blocks.
+        const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+        const int row =
+            tile.first_row + static_cast<int>(thread / 32 * C::WARP_ROWS + thread % 32 / 4);
+        const int rows[2] = {row, row + 8};
+        math::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
+      } else {
+        math::mask_rows<C>(s_rmem, visible, lane_rows,
+                           block + static_cast<int>(threadIdx.x) % 4 * 2);
+      }
       return scale;
     };
     // S becomes P.
@@ -409,7 +440,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     // FP8: adds the sums of the last blocks to the outputs if they are of enough keys. From then on
     // the outputs are in the unit of `block`, where each block of V has a descale of its own.
     const auto add_full_part = [&](int block) {
-      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part(0);
+      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
     };
@@ -475,28 +506,18 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
-      if constexpr (C::RESCALES_FIRST) {
-        const auto finish_block = [&] {
-          finish_pv();
-          add_full_part(block);
-        };
-        scale = follow_maxima<C>(s_rmem, state, scale, finish_block, rescale_outputs);
-        weigh(scale);
-        pack<C>(s_rmem, p_rmem);
-      } else {
-        bool raised = false;
-        float corrections[2];
-        const auto note = [&](const float (&wanted)[2]) {
-          raised = true;
-          corrections[0] = wanted[0], corrections[1] = wanted[1];
-        };
-        scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
-        weigh(scale);
-        finish_pv();
-        pack<C>(s_rmem, p_rmem);
-        if (raised) rescale_outputs(corrections);
-        add_full_part(block);
-      }
+      bool raised = false;
+      float corrections[2];
+      const auto note = [&](const float (&wanted)[2]) {
+        raised = true;
+        corrections[0] = wanted[0], corrections[1] = wanted[1];
+      };
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
+      weigh(scale);
+      finish_pv();
+      pack<C>(s_rmem, p_rmem);
+      if (raised) rescale_outputs(corrections);
+      add_full_part(block);
     };
 
     const auto step = [&]<bool MASKED>(int block) {
@@ -527,7 +548,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
         begin_pv();
         wait_for_outputs();
-        add_part(0);
+        add_part();
         // mutants: needless-with-one-tile
         release(barriers.v_empty(v_ring.stage));
         v_ring.advance();

@@ -19,7 +19,7 @@ constexpr int TILE_MESSAGE_BYTES = 32;
 // SLICES_V half of it.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPGROUPS_, int BLOCK_K_, int STAGES_,
           int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false,
-          bool SLICES_V_ = false, bool RESCALES_FIRST_ = false, bool OVERLAPS_ = true>
+          bool SLICES_V_ = false, bool OVERLAPS_ = true>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
@@ -56,16 +56,20 @@ struct Config {
   // (math::row_tile_from_end); 0: they begin with it. A warpgroup then has 64 rows of one tile or
   // none, and blocks of SCALE_ROWS rows of Q that share a descale stay whole.
   static constexpr int TILE_STEP = CAN_PACK ? 0 : GROUP_ROWS;
-  // Whether O is waited for, added up and rescaled before the exponentials. Elsewhere that comes
-  // behind P, which was faster; then the corrections are kept in registers, which not every tile
-  // has left.
-  static constexpr bool RESCALES_FIRST = RESCALES_FIRST_;
   // Whether a warpgroup multiplies P V of a block while it computes the weights of the next one.
   // Elsewhere O += P V is finished before the next scores begin: then the scores and the part
   // never need registers at the same time, so that a block can have more keys and O more columns.
   static constexpr bool OVERLAPS = OVERLAPS_;
-  // The columns of V that a product takes; without OVERLAPS they are multiplied one after another.
-  static constexpr int PASS_COLUMNS = OVERLAPS || HEAD_DIM_V <= 128 ? HEAD_DIM_V : 64;
+  // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
+  // time, so that a part of the sums needs few registers.
+  static constexpr int PASS_COLUMNS = OVERLAPS ? HEAD_DIM_V : 64;
+  // So many of these parts at the same time: with two, one is added to the outputs while the next
+  // one is multiplied. Three warpgroups have no registers for that.
+  static constexpr int PARTS = !OVERLAPS && WARPGROUPS <= 2 ? 2 : 1;
+
+  // Whether masks and descales spend instructions to keep few registers. Kernels of fewer
+  // warpgroups are slower with that, or spill.
+  static constexpr bool SPARES_REGISTERS = FP8 && WARPGROUPS == 4;
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
@@ -153,22 +157,22 @@ constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
 constexpr int TRANSPOSE_THREADS = 256;
 
 // clang-format off
-//                                  head_dim    warp-  block         Q       CTAs     in             slices  rescales  over-
-//                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V       first     laps
+//                                  head_dim    warp-  block         Q       CTAs     in             slices  over-
+//                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V       laps
 template <DType T>
-using Fp8D64        = Config<T,  64,  64,  3,     128,  4,      2,      1,       false,  false,  false,  true>;
+using Fp8D64        = Config<T,  64,  64,  4,     128,  3,      2,      1,       true,   false,  false,  false>;
 template <DType T>
 using Fp8D64Blocks  = Config<T,  64,  64,  3,      64,  4,      2>;
 template <DType T>
-using Fp8D128       = Config<T, 128, 128,  2,     128,  4,      2>;
+using Fp8D128       = Config<T, 128, 128,  3,     128,  3,      2,      1,       true,   false,  false,  false>;
 template <DType T>
 using Fp8D128Blocks = Config<T, 128, 128,  2,      64,  4,      2,      1,       true>;
 template <DType T>
-using Fp8D192       = Config<T, 192, 128,  2,     128,  3,      2>;
+using Fp8D192       = Config<T, 192, 128,  3,     128,  3,      2,      1,       true,   false,  false,  false>;
 template <DType T>
 using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
 template <DType T>
-using Fp8D256       = Config<T, 256, 256,  2,     128,  3,      1,      1,       true,   false,  false,  false,    false>;
+using Fp8D256       = Config<T, 256, 256,  2,     128,  3,      1,      1,       true,   false,  false,  false>;
 template <DType T>
 using Fp8D256Blocks = Config<T, 256, 128,  2,      64,  3,      2,      1,       true,   false,  true>;
 // clang-format on

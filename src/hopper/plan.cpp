@@ -112,9 +112,9 @@ constexpr Tile MASKED_TILES[] = {
 };
 
 constexpr Tile FP8_TILES[] = {
-    tile<Fp8D64<DType::E4M3>>("d64", {}, "3 warpgroups of 64 rows, 128 keys at a time"),
-    tile<Fp8D128<DType::E4M3>>("d128", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
-    tile<Fp8D192<DType::E4M3>>("d192", {}, "2 warpgroups of 64 rows, 128 keys at a time"),
+    tile<Fp8D64<DType::E4M3>>("d64", {}, "4 warpgroups of 64 rows in turns, 128 keys at a time"),
+    tile<Fp8D128<DType::E4M3>>("d128", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
+    tile<Fp8D192<DType::E4M3>>("d192", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
     tile<Fp8D256<DType::E4M3>>("d256", {}, "2 warpgroups of 64 rows in turns, 128 keys at a time"),
 };
 // For descales of k or v by blocks of 64 keys.
