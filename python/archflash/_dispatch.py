@@ -247,6 +247,9 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         faster = _faster_with_gradients(problem, capability, kernels)
         return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
     if problem.dtype == "float32":
+        # simt has 0.5 to 0.8 of the speed of PyTorch's memory-efficient kernel there (H200).
+        if max(problem.d, problem.dv) > 256:
+            return (_registry.TORCH, *kernels)
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
     cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
@@ -495,6 +498,16 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
     return f"{short}: PyTorch is expected to be faster"
 
 
+def _masks_measured_on_hopper(problem: _native.Problem) -> bool:
+    """Whether a call has masks as data with which hopper was measured to be faster than ampere: 2 to
+    3 times with ranges, blocks and slopes at head dimension 128 on an H200 (docs/masks.md).
+    """
+    given = problem.key_ranges or problem.block_mask or problem.alibi_slopes
+    measured_dims = all(64 < dim <= 128 for dim in (problem.d, problem.dv))
+    many_rows = problem.nq > _measured.FEW_QUERIES
+    return bool(given) and not problem.attn_mask and measured_dims and many_rows
+
+
 def _only_forced(name: str, problem: _native.Problem, capability: tuple[int, int]) -> bool:
     """Whether a kernel serves a problem only if it is forced, because the GPU is of another
     generation than its own and it was not measured there.
@@ -503,6 +516,8 @@ def _only_forced(name: str, problem: _native.Problem, capability: tuple[int, int
         return False
     if problem.kv_cache:
         return False  # such a kernel refuses all caches but those that it was measured for
+    if name == "hopper" and _masks_measured_on_hopper(problem):
+        return False
     measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order
 

@@ -661,6 +661,19 @@ def test_masks_as_data_go_to_ampere_for_16_bits_and_to_simt_for_fp32(
             assert own[0].startswith(says)
 
 
+@pytest.mark.parametrize("name", ["key_ranges", "block_mask", "alibi_slopes"])
+def test_masks_as_data_go_to_hopper_where_it_was_measured(name: str) -> None:
+    def chosen(**options: Any) -> str:
+        return _dispatch.select(
+            problem(torch.bfloat16, **{name: MASKS[name], **options}), find_device("H200")
+        ).chosen
+
+    assert chosen(d=128) == HOPPER
+    assert chosen(d=64) == chosen(d=256) == "ampere"
+    if name != "alibi_slopes":  # with slopes alone a dense mask goes to PyTorch
+        assert chosen(d=128, attn_mask=MASKS["attn_mask"]) == "ampere"
+
+
 @pytest.mark.parametrize("device", ["RTX 3090", "H200", "B200"])
 def test_few_rows_with_masks_are_split_by_ampere(device: str) -> None:
     ranges = torch.empty(1, 1, 1, 2, 2, dtype=torch.int32, device="meta")
