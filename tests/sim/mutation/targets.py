@@ -101,6 +101,11 @@ class Target:
         """Whether the products keep about 13 bits of a sum."""
         return self.is_fp8 and self.implementation == "hopper"
 
+    @property
+    def keys_by_block(self) -> bool:
+        """Whether the kernel serves calls in which blocks of keys have descales of their own."""
+        return self.implementation != "hopper" or not self.name.startswith("e4m3_")
+
     def calls(self) -> list[Call]:
         """The calls, each a bound one."""
         calls = [] if self.heads is None else _few_calls(self, self.heads)
@@ -108,7 +113,7 @@ class Target:
             calls += _calls(self)
         if self.is_fp8:
             for number, (_, inputs, options) in enumerate(calls):
-                _add_descales(number, inputs, options, some_are_zero=self.sums_13_bits)
+                _add_descales(number, inputs, options, self.sums_13_bits, self.keys_by_block)
         return [Call(self, *made) for made in calls]
 
 
@@ -484,7 +489,11 @@ def _few_calls(
 
 
 def _add_descales(
-    number: int, inputs: list[Tensor], options: dict[str, Any], some_are_zero: bool
+    number: int,
+    inputs: list[Tensor],
+    options: dict[str, Any],
+    some_are_zero: bool,
+    keys_by_block: bool,
 ) -> None:
     """Descales of another kind for each FP8 call, and an output of either type."""
     for letter, x in zip("qkv", inputs, strict=True):
@@ -495,6 +504,8 @@ def _add_descales(
             batch, heads, rows, _ = heads_first.shape
             blocks = (batch, heads, -(-rows // 64))
             shape = (blocks, (heads,), (1,), blocks, (batch, heads), (1,))[number % 6]
+            if letter != "q" and shape == blocks and not keys_by_block:
+                shape = (batch, heads)
         sizes = hashed(shape, 7 + ord(letter))
         # Half of the descales of v are negative in some calls.
         signs = sizes.sign() if letter == "v" and number % 6 == 3 else 1
