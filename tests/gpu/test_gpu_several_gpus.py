@@ -37,7 +37,7 @@ pytestmark = [
 HERE, THERE = "cuda:0", "cuda:1"  # the first one is current in all tests
 LONG_SLEEP = 400_000_000  # GPU clock cycles: about 0.2 s
 each_kernel = pytest.mark.parametrize("kernel", kernels())
-NAMES = [i.name for i in archflash.implementations()]
+NAMES = kernels()
 # Kernels that compute gradients, that of caches, and that of the quantiser, where they are built.
 WITH_GRADIENTS = [name for name in ("simt", "ampere", "hopper") if name in NAMES]
 needs_ampere = pytest.mark.skipif("ampere" not in NAMES, reason="ampere is not built")
