@@ -43,7 +43,7 @@ struct MaskedConfig : Base {
   static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
   static_assert(Base::CAN_PACK && Base::BLOCK_Q == MASK_BLOCK && Base::BLOCK_K == MASK_BLOCK,
                 "hopper/masked_fwd.cuh: a tile and a block of keys are a block of block_mask");
-  static_assert(!Base::FP8 && !Base::IN_TURNS && !Base::RESCALES_FIRST);
+  static_assert(!Base::FP8 && !Base::IN_TURNS);
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
