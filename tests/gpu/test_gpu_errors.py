@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Wrong, type[Exception], str]] = {
     "rows": (lambda q, k, v: ((q, k, v[:, :, 1:]), {}), ValueError, "rows"),
     "head-dim": (lambda q, k, v: ((q[..., :32], k, v), {}), ValueError, "head dim"),
     "batch": (lambda q, k, v: ((q.repeat(2, 1, 1, 1), k, v), {}), ValueError, "batch"),
-    "window": (lambda q, k, v: ((q, k, v), {"window": (-1, 0)}), ValueError, "window left"),
+    "softcap": (lambda q, k, v: ((q, k, v), {"softcap": -1.0}), ValueError, "softcap"),
     "scale": (lambda q, k, v: ((q, k, v), {"scale": NAN}), ValueError, "scale"),
     "softcap": (lambda q, k, v: ((q, k, v), {"softcap": -1.0}), ValueError, "softcap"),
     "layout": (lambda q, k, v: ((q, k, v), {"layout": "hbnd"}), ValueError, "layout"),
@@ -144,8 +144,8 @@ def test_sinks_of_a_dtype_that_no_kernel_reads_are_refused(kernel: str) -> None:
 def test_a_refused_call_leaves_its_output_alone(kernel: str) -> None:
     q, k, v = case_of(kernel)
     guarded = Guarded(q.shape, q.stride(), q.dtype, DEVICE)
-    with pytest.raises(ValueError, match="window"):
-        archflash.attention(q, k, v, implementation=kernel, out=guarded.view, window=(-1, 0))
+    with pytest.raises(ValueError, match="softcap"):
+        archflash.attention(q, k, v, implementation=kernel, out=guarded.view, softcap=-1.0)
     mask = torch.ones(65, 129, dtype=torch.float64, device=q.device)  # no kernel takes it
     with pytest.raises(archflash.ForcedImplementationError):
         archflash.attention(q, k, v, implementation=kernel, out=guarded.view, attn_mask=mask)
@@ -215,8 +215,8 @@ def test_an_error_inside_a_capture_leaves_cuda_usable(kernel: str) -> None:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        with pytest.raises(ValueError, match="window"):
-            archflash.attention(q, k, v, implementation=kernel, window=(-1, 0))
+        with pytest.raises(ValueError, match="softcap"):
+            archflash.attention(q, k, v, implementation=kernel, softcap=-1.0)
         out = archflash.attention(q, k, v, implementation=kernel)
     graph.replay()
     assert torch.equal(out, archflash.attention(q, k, v, implementation=kernel))

@@ -165,8 +165,8 @@ def test_there_is_no_plan_to_write_when_torch_serves(run: Run, tmp_path: Path) -
         (("--softcap", "-1"), "softcap is -1"),
         (("--implementation", "volta"), "no implementation is called 'volta'"),
         (
-            ("--shape", "1,4,8,264", "--implementation", "simt"),
-            "head_dim 264: simt takes multiples",
+            ("--shape", "1,4,8,520", "--implementation", "simt"),
+            "head_dim 520: simt takes multiples",
         ),
         (("--plan", "/no/such/folder/plan.json"), "/no/such/folder/plan.json"),
     ],

@@ -24,6 +24,7 @@ PLACES = {
     "python/archflash/_measured.py": "a comment on what is not measured",
     "python/archflash/_api.py": "examples for people",
     "python/archflash/_backward.py": "an example for people",
+    "python/archflash/_dispatch.py": "the kernel that was measured with masks as data",
     "python/archflash/_merge.py": "the name that a caller writes",
     "python/archflash/_quantize.py": "the name that a caller writes",
     "python/archflash/_warm_up.py": "an example for people",
@@ -38,6 +39,7 @@ PLACES = {
 TABLES = {
     "tests/build/test_kernels.py": "the instructions that kernels are made for",
     "tests/build/test_wheel.py": "the PTX texts in the wheel",
+    "tests/core_set/test_every_kernel.py": "the shapes and GPUs with which each kernel is planned",
     "tests/sim/mutation/targets.py": "the kernels that are mutated",
     "tests/sim/test_order.py": "a GPU and a dtype for each folder whose order of tiles is run",
     "tests/unit/test_ada_plans.py": "who serves FP8 on which GPU",
