@@ -97,8 +97,9 @@ def test_mutants_of_the_backward_pass_are_caught(
     """A small sample; ``python -m tests.sim.mutation.backward`` runs a larger one."""
     subject = target.subject()
     # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
-    # The calls of ampere add gradients in turns: the code for any order does not run.
-    assert subject.coverage() > (0.6 if target.masked else 0.8)
+    # The calls of ampere add gradients in turns: the code for any order does not run. None of them
+    # writes gradients in fp32 or adds them, of which a kernel of hopper has a store for each pair.
+    assert subject.coverage() > (0.6 if target.masked else 0.75)
     score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
