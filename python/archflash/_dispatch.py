@@ -499,8 +499,8 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
 
 
 def _masks_measured_on_hopper(problem: _native.Problem) -> bool:
-    """Whether a call has masks as data with which hopper was measured to be faster than ampere: 2 to
-    3 times with ranges, blocks and slopes at head dimension 128 on an H200 (docs/masks.md).
+    """Whether a call has masks as data with which hopper was measured to be faster than ampere: 2
+    to 3 times with ranges, blocks and slopes at head dimension 128 on an H200 (docs/masks.md).
     """
     given = problem.key_ranges or problem.block_mask or problem.alibi_slopes
     measured_dims = all(64 < dim <= 128 for dim in (problem.d, problem.dv))

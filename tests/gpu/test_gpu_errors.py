@@ -60,7 +60,6 @@ WRONG: dict[str, tuple[Wrong, type[Exception], str]] = {
     "rows": (lambda q, k, v: ((q, k, v[:, :, 1:]), {}), ValueError, "rows"),
     "head-dim": (lambda q, k, v: ((q[..., :32], k, v), {}), ValueError, "head dim"),
     "batch": (lambda q, k, v: ((q.repeat(2, 1, 1, 1), k, v), {}), ValueError, "batch"),
-    "softcap": (lambda q, k, v: ((q, k, v), {"softcap": -1.0}), ValueError, "softcap"),
     "scale": (lambda q, k, v: ((q, k, v), {"scale": NAN}), ValueError, "scale"),
     "softcap": (lambda q, k, v: ((q, k, v), {"softcap": -1.0}), ValueError, "softcap"),
     "layout": (lambda q, k, v: ((q, k, v), {"layout": "hbnd"}), ValueError, "layout"),
