@@ -72,7 +72,8 @@ struct WideMaskedConfig : Base {
     static constexpr bool LOADS_ADDED_LATE = false;  // math/lane_masks.cuh
   };
   static constexpr int MASK_SMEM = (Base::SHARED_BYTES + 15) / 16 * 16;
-  // Of each pair: a number for each score, four bytes, and as much alignment.
+  // Behind the rest, each pair of warps has a number for each of its scores, four bytes of flags
+  // and room to align them (PairMasks in wide_masked_fwd.cuh).
   static constexpr int SHARED_BYTES =
       MASK_SMEM + Base::WARPS / 2 * (Base::WARP_ROWS * Base::BLOCK_K * 4 + 16);
   static_assert(MASK_BLOCK % Base::BLOCK_Q == 0 && MASK_BLOCK % Base::BLOCK_K == 0,

@@ -60,7 +60,7 @@ __device__ __forceinline__ void find_half_masks(const mma_sync::MaskedParams& pa
   math::apply_lane_masks<Half>(added, found, params.masks, 1.0f);
 #pragma unroll
   for (int n = 0; n < Half::STEP_KEYS / 8; ++n) {
-    const float(&x)[4] = added[0][n];
+    const float (&x)[4] = added[0][n];
     pair.added[share * (Half::STEP_KEYS / 8) + n][lane] = {x[0], x[1], x[2], x[3]};
   }
 }

@@ -449,23 +449,7 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& params) {
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if (threadIdx.x == 0) {
-    const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-    // The producer arrives once at a full barrier and says how many bytes will come. Each consumer
-    // warp arrives once at an empty barrier.
-    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.q_full(stage), 1);
-      ptx::mbarrier_init(barriers.q_empty(stage), C::WARPS);
-    }
-    for (int stage = 0; stage < C::STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.k_full(stage), 1);
-      ptx::mbarrier_init(barriers.k_empty(stage), C::WARPS);
-      ptx::mbarrier_init(barriers.v_full(stage), 1);
-      ptx::mbarrier_init(barriers.v_empty(stage), C::WARPS);
-    }
-    ptx::mbarrier_init(barriers.v_ragged(), 1);
-    ptx::fence_mbarrier_init();
-  }
+  if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
   __syncthreads();  // the barriers are initialised before any warp uses them
 
   if (threadIdx.x < C::CONSUMER_THREADS) {

@@ -66,6 +66,23 @@ struct Barriers {
   __device__ __forceinline__ uint32_t v_ragged() const {
     return first_smem + 16 * C::Q_STAGES + 32 * C::STAGES;
   }
+
+  // Called by one thread. The producer arrives once at a full barrier and says how many bytes will
+  // come. Each consumer warp arrives once at an empty barrier.
+  __device__ __forceinline__ void initialise() const {
+    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
+      ptx::mbarrier_init(q_full(stage), 1);
+      ptx::mbarrier_init(q_empty(stage), C::WARPS);
+    }
+    for (int stage = 0; stage < C::STAGES; ++stage) {
+      ptx::mbarrier_init(k_full(stage), 1);
+      ptx::mbarrier_init(k_empty(stage), C::WARPS);
+      ptx::mbarrier_init(v_full(stage), 1);
+      ptx::mbarrier_init(v_empty(stage), C::WARPS);
+    }
+    ptx::mbarrier_init(v_ragged(), 1);
+    ptx::fence_mbarrier_init();
+  }
 };
 
 // A position in a ring of STAGES stages.

@@ -43,7 +43,7 @@ struct Templates {
 struct Decision {
   std::shared_ptr<PreparedPlan> plan;  // null: `torch` serves the problem
   Templates like;
-  // Of like.out. A problem does not say in which order the dimensions come.
+  // The shape and strides of like.out: a problem does not say in which order the dimensions come.
   int out_ndim = 0;
   int64_t out_shape[4]{}, out_strides[4]{};
 

@@ -34,8 +34,8 @@ struct DLManagedTensor {
 struct ExchangeTable {
   uint32_t version_major, version_minor;
   ExchangeTable* previous;
-  // Of `prototype` dtype, shape and device count. A failure calls set_error and returns another
-  // number than 0.
+  // Makes a tensor of the dtype, shape and device of `prototype`. A failure calls set_error and
+  // returns another number than 0.
   int (*allocate)(DLTensor* prototype, DLManagedTensor** out, void* error_context,
                   void (*set_error)(void* error_context, const char* kind, const char* message));
   void *from_python, *to_python;

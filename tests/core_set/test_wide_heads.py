@@ -20,7 +20,7 @@ from .executors import executor
 
 on = executor()
 KERNELS = [name for name in on.kernels() if native.describe(name).largest_head_dim > 256]
-# Those for 16 bits also have caches and split keys.
+# The kernels for 16-bit inputs have caches and split keys, too.
 OF_16_BITS = [name for name in KERNELS if native.describe(name).uses_tensor_cores]
 DEVICES = ("A100", "RTX 4090")  # with two buffers for K and V, and with one
 BF16, F16 = torch.bfloat16, torch.float16

@@ -126,7 +126,7 @@ __device__ __forceinline__ void load_words(LaneMasks<C>& found, const MaskParams
     constexpr int WORDS = LaneMasks<C>::BOOL_WORDS;
     const auto* start = static_cast<const uint8_t*>(params.mask_gmem);
     if (whole) {
-      // Of all rows that have elements: a lane loads for its neighbours, who see other keys.
+      // Also a lane that sees none of these keys loads them: its neighbours may see them.
       const int lane_keys = keys - 4 * WORDS * lane;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,11 +155,13 @@ def run_sample(subject: Subject, count: int, seed: int) -> Score:
     return Score(run_mutants(subject, random.Random(seed).sample(found, min(count, len(found)))))
 
 
-def main() -> None:
-    """Runs a sample of every kernel: as many mutants as the first argument says, by default 100."""
+def main(targets: Sequence[Any]) -> None:
+    """Runs a sample of every target's kernel: as many mutants as the first argument of the command
+    line says, by default 100.
+    """
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     outcomes = []
-    for target in TARGETS:
+    for target in targets:
         score = run_sample(target.subject(), count, seed=1)
         outcomes += score.outcomes
         print(f"{target.kernel}: {score}", flush=True)
@@ -169,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(TARGETS)

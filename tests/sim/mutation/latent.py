@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ from archflash import _archflash as _runtime
 from archflash.sim._attention import ptx_text
 
 from ...kvcache_cases import CacheCall, make
-from .backward import run_sample
-from .runner import CallTrial, Score, Subject
+from .backward import main
+from .runner import CallTrial, Subject
 
 
 @dataclass(frozen=True)
@@ -124,18 +123,5 @@ TARGETS = (
 )
 
 
-def main() -> None:
-    """Runs a sample of every kernel: as many mutants as the first argument says, by default 100."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    outcomes = []
-    for target in TARGETS:
-        score = run_sample(target.subject(), count, seed=1)
-        outcomes += score.outcomes
-        print(f"{target.kernel}: {score}", flush=True)
-        for survivor in score.survivors:
-            print(f"  survived: {survivor.change} | {survivor.statement} | {survivor.source}")
-    print(f"all: {Score(outcomes)}")
-
-
 if __name__ == "__main__":
-    main()
+    main(TARGETS)
