@@ -33,6 +33,8 @@ _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "archflash_forced", default=os.environ.get(_FORCE_VARIABLE) or None
 )
 forced = _forced.get
+if forced() is not None:
+    _native.note_forced()
 
 
 @contextlib.contextmanager
@@ -54,6 +56,7 @@ def force(name: str) -> Iterator[None]:
         torch.Size([1, 2, 5, 8])
     """
     check_name(name)
+    _native.note_forced()
     token = _forced.set(name)
     try:
         yield

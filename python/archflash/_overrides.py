@@ -27,6 +27,7 @@ import torch
 import torch.nn.attention as _torch_attention
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from archflash import _archflash as _native
 from archflash import _dispatch, _options, _registry
@@ -69,19 +70,25 @@ _kind_of = lru_cache(_dispatch.kind_of)  # the reasons are few, and each is coun
 
 
 class _Declined:
-    """Counts of declined calls that several threads may add to. The runtime counts the others."""
+    """Counts of declined calls that several threads may add to. The runtime counts the others:
+    those that were served, and those that it handed over without asking here.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, list[Any]] = {}  # by kind of reason: the first one, the number
 
     def add(self, reason: str) -> None:
-        kind = _kind_of(reason)
         with self._lock:
-            self._counts.setdefault(kind, [reason, 0])[1] += 1
+            self._add(reason, 1)
+
+    def _add(self, reason: str, count: int) -> None:
+        self._counts.setdefault(_kind_of(reason), [reason, 0])[1] += count
 
     def read(self, reset: bool) -> dict[str, int]:
         with self._lock:
+            for reason, count in _native.operators_declined(True).items():
+                self._add(reason, count)
             counts = dict(self._counts.values())
             if reset:
                 self._counts.clear()
@@ -613,6 +620,7 @@ def _replacement(serve: Kernel, original: Kernel) -> Kernel:
         if type(result) is not str:
             return result
         _declined.add(result)
+        _native.note_declined(result)
         _inside.pytorch = True
         try:
             return original(keys, *args, **kwargs)
@@ -622,24 +630,68 @@ def _replacement(serve: Kernel, original: Kernel) -> Kernel:
     return kernel
 
 
+# Operators whose calls the runtime serves, or hands to PyTorch's own kernel, without Python where it
+# knows one like it.
+_IN_RUNTIME = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+)
+_OLDEST_FOR_RUNTIME = (2, 11)  # the oldest version of PyTorch with which this was tried
+_LETTERS = {
+    "Tensor": "T", "float": "f", "bool": "b", "int": "i", "SymInt": "i", "Optional[Tensor]": "t",
+    "Optional[float]": "g", "Optional[int]": "j", "Optional[SymInt]": "j",
+}  # fmt: skip
+
+
+def _runtime_serves() -> bool:
+    """Whether the runtime can stand in front of PyTorch's operators itself."""
+    new = TorchVersion(torch.__version__) >= _OLDEST_FOR_RUNTIME  # type: ignore[no-untyped-call]
+    return bool(new) and _native.has_torch_functions()
+
+
+def _install_in_runtime(operator: str, kernel: Kernel) -> None:
+    """Lets the runtime serve an operator, and `kernel` what the runtime does not know. Nothing
+    happens where the operator takes arguments of a kind that the runtime does not read.
+    """
+    arguments = getattr(torch.ops.aten, operator).default._schema.arguments
+    letters = [_LETTERS.get(str(argument.real_type)) for argument in arguments]
+    if None in letters:
+        return
+    positional = sum(not argument.kwarg_only for argument in arguments)
+    names = [argument.name for argument in arguments[positional:]]
+
+    def by_python(*given: Any) -> Any:
+        return kernel(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
+
+    types = "".join(str(letter) for letter in letters)
+    _native.install_operator(operator, types, _KEY, by_python, _forced, torch._C._aoti)
+
+
 class _Replaced:
     """PyTorch's operators while archflash stands in front of them, until remove()."""
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         _flash_shapes()  # asks PyTorch, outside of any call
-        originals = {operator: _original(operator) for operator in _OPERATORS}
+        kernels = {
+            operator: _replacement(serve, original)
+            for operator, serve in _OPERATORS.items()
+            if (original := _original(operator)) is not None
+        }
         with warnings.catch_warnings():
-            # PyTorch warns that a kernel of its own is replaced, which is what was asked for.
+            # PyTorch warns that a kernel of its own is replaced, which is what was asked for. It
+            # does so once: the runtime's kernels come afterwards, in front of these.
             warnings.simplefilter("ignore", UserWarning)
-            for operator, original in originals.items():
-                if original is not None:
-                    kernel = _replacement(_OPERATORS[operator], original)
-                    self._library.impl(  # type: ignore[no-untyped-call]
-                        operator, kernel, _KEY
-                    )
+            for operator, kernel in kernels.items():
+                self._library.impl(operator, kernel, _KEY)  # type: ignore[no-untyped-call]
+        if _runtime_serves():
+            for operator in _IN_RUNTIME:
+                if operator in kernels:
+                    _install_in_runtime(operator, kernels[operator])
 
     def remove(self) -> None:
+        _native.remove_operators()
         self._library._destroy()
 
 

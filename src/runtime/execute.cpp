@@ -43,7 +43,7 @@ class OutsideCapture {
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device_index) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    previous_ = current_device();
     changed_ = previous_ != device_index;
     if (changed_) check(cudaSetDevice(device_index), join("cudaSetDevice(", device_index, ")"));
   }
@@ -193,6 +193,19 @@ void load_kernels(const PreparedPlan& prepared, int device_index) {
     make_ready(*prepared.kernels[i], device_index, prepared.plan->launches[i].shared_bytes);
     finish_loading(*prepared.kernels[i]);
   }
+}
+
+int current_device() {
+  int index = -1;
+  check(cudaGetDevice(&index), "cudaGetDevice");
+  return index;
+}
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  if (error != cudaSuccess) cudaGetLastError();  // of the capture of another stream
+  return error != cudaSuccess || status != cudaStreamCaptureStatusNone;
 }
 
 DriverStatus driver_status() {

@@ -28,6 +28,11 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
 // then waits for the device. This call may wait for the device, too. Throws LaunchFailure.
 void load_kernels(const PreparedPlan& prepared, int device_index);
 
+int current_device();  // the index of the CUDA device that is current in this thread
+
+// Whether a CUDA graph is being captured on a stream.
+bool is_capturing(void* stream);
+
 struct DriverStatus {
   bool usable = false;
   int device_count = 0;

@@ -25,6 +25,7 @@
 #include "runtime/call.h"
 #include "runtime/execute.h"
 #include "runtime/known_devices.h"
+#include "runtime/operators.h"
 #include "runtime/plan_cache.h"
 #include "runtime/registry.h"
 #include "runtime/serialize.h"
@@ -35,8 +36,7 @@ namespace {
 
 // Never destroyed: they hold Python objects and CUDA handles, which must outlive static
 // destruction.
-// What torch.empty_like makes the results of a call of, which takes half of the time of saying
-// their shapes; they hold no memory. Null where nothing was prepared.
+// What the results of a call are made of (make_result). Null where nothing was prepared.
 struct Templates {
   nb::object out, lse;
 };
@@ -50,7 +50,7 @@ struct Decision {
   // What a call may be made of.
   Templates like_of(const Call& call) const {
     const size_t bytes = out_ndim * sizeof(int64_t);
-    const bool same = call.out_ndim == out_ndim && !call.out_like_q &&
+    const bool same = call.out_ndim == out_ndim &&
                       std::memcmp(call.out_shape, out_shape, bytes) == 0 &&
                       std::memcmp(call.out_strides, out_strides, bytes) == 0;
     return {same ? like.out : nb::object(), like.lse};
@@ -80,10 +80,6 @@ PlanCache<OperatorDecision>& operator_cache() {
 }
 nb::object& decide_operator() {  // _overrides.decide(problem, device_index, forced) -> LaunchPlan,
   static auto& instance = *new nb::object;  // or the reason why there is none
-  return instance;
-}
-std::map<std::string, int64_t>& served() {  // calls of PyTorch's operators, by implementation
-  static auto& instance = *new std::map<std::string, int64_t>;
   return instance;
 }
 
@@ -133,6 +129,45 @@ nb::object without_memory(nb::object tensor) {
   return tensor;
 }
 
+// What make_result makes an output of: on a GPU the arguments of PyTorch's function for compiled
+// graphs, which takes half of the time of torch.empty_like, elsewhere a tensor for that.
+nb::object template_of_out(nb::handle q, const Call& call) {
+  if (call.device_index < 0 || !torch().empty_strided_cuda.is_valid())
+    return without_memory(allocate_out(q, call));
+  nb::list shape, strides;
+  for (int i = 0; i < call.out_ndim; ++i) {
+    shape.append(call.out_shape[i]);
+    strides.append(call.out_strides[i]);
+  }
+  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides),
+                        torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+}
+
+// The same of a log-sum-exp. column: it has a last dimension of size 1.
+nb::object template_of_lse(nb::handle q, const Call& call, bool column) {
+  const Problem& p = call.problem;
+  if (call.device_index < 0 || !torch().empty_strided_cuda.is_valid()) {
+    nb::object lse = allocate_lse(q, p);
+    return without_memory(column ? lse.attr("unsqueeze")(-1) : lse);
+  }
+  nb::list shape, strides;
+  if (!p.varlen) shape.append(p.batch), strides.append(p.heads_q * p.nq);
+  shape.append(p.heads_q), strides.append(p.nq);
+  shape.append(p.nq), strides.append(1);
+  if (column) shape.append(1), strides.append(1);
+  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides), torch().float32);
+}
+
+nb::object make_result(nb::handle from, nb::handle q, int device_index) {
+  if (!PyTuple_Check(from.ptr())) return torch().empty_like(from);
+  if (current_device() != device_index)
+    return q.attr("new_empty_strided")(from[0], from[1], nb::arg("dtype") = from[2]);
+  nb::object made =
+      nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
+  if (!made.is_valid()) throw nb::python_error();
+  return made;
+}
+
 void set_address(Call& call, Operand operand, nb::handle tensor) {
   call.addresses[static_cast<int>(operand)] = address_of(tensor);
 }
@@ -162,7 +197,8 @@ void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& m
   if (!a.out.is_none()) {
     made.out = nb::borrow(a.out);
   } else {
-    made.out = like.out.is_valid() ? torch().empty_like(like.out) : allocate_out(a.q, call);
+    made.out = like.out.is_valid() ? make_result(like.out, a.q, call.device_index)
+                                   : allocate_out(a.q, call);
   }
   if (a.out.is_none()) {
     set_address(call, Operand::Out, made.out);
@@ -175,7 +211,8 @@ void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& m
     }
   }
   if (call.problem.want_lse) {
-    made.lse = like.lse.is_valid() ? torch().empty_like(like.lse) : allocate_lse(a.q, call.problem);
+    made.lse = like.lse.is_valid() ? make_result(like.lse, a.q, call.device_index)
+                                   : allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, made.lse);
   }
   if (plan.workspace_bytes == 0) return;
@@ -306,8 +343,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
       decision.out_ndim = call.out_ndim;
       std::memcpy(decision.out_shape, call.out_shape, sizeof call.out_shape);
       std::memcpy(decision.out_strides, call.out_strides, sizeof call.out_strides);
-      if (!call.out_like_q) decision.like.out = without_memory(allocate_out(q, call));
-      if (call.problem.want_lse) decision.like.lse = without_memory(allocate_lse(q, call.problem));
+      decision.like.out = template_of_out(q, call);
+      if (call.problem.want_lse) decision.like.lse = template_of_lse(q, call, false);
     }
     found = cache().insert(key, std::move(decision));
   }
@@ -334,6 +371,8 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
                           nb::handle implementation, bool rows_before_heads, bool lse_column) {
   Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
   arguments.rows_before_heads = rows_before_heads;
+  OperatorAnswer& answer = operator_answer();
+  answer.keep = false;  // until it is known that the problem decides
   if (needs_dispatcher(arguments)) return nb::str("a subclass of torch.Tensor");
   Call call;
   build_call(arguments, call);
@@ -350,20 +389,21 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
       decision.reason = nb::cast<std::string>(answer);
     } else {
       decision.plan = prepare_for(call, answer);
-      decision.like.out = without_memory(allocate_out(q, call));
+      decision.like.out = template_of_out(q, call);
       if (call.problem.want_lse) {
-        nb::object lse = allocate_lse(q, call.problem);
-        decision.lse_column = lse.attr("unsqueeze")(-1);
-        decision.like.lse = without_memory(std::move(lse));  // of both, which share it
+        decision.like.lse = template_of_lse(q, call, false);
+        decision.lse_column = template_of_lse(q, call, true);
       }
     }
     found = operator_cache().insert(key, std::move(decision));
   }
+  answer.keep = true;
+  answer.plan = found->plan;
   if (!found->plan) return nb::str(found->reason.c_str(), found->reason.size());
   OperatorDecision decision = *found;  // a copy: allocating may let other threads insert
   if (lse_column) decision.like.lse = decision.lse_column;
   nb::object result = run(*decision.plan, arguments, call, decision.like);
-  ++served()[decision.plan->plan->implementation];
+  ++served().of(decision.plan->plan->implementation);
   return result;
 }
 
@@ -987,14 +1027,7 @@ NB_MODULE(_archflash, m) {
         "Or the reason why PyTorch's own kernel is to serve it, a str; or None where `out` has to "
         "be given, because q repeats rows. With lse_column the log-sum-exp has a last dimension of "
         "size 1.");
-  m.def(
-      "operators_served",
-      [](bool reset) {
-        std::map<std::string, int64_t> counts = served();
-        if (reset) served().clear();
-        return counts;
-      },
-      "reset"_a, "The number of calls of PyTorch's operators that each implementation served.");
+  bind_operators(m);
   m.def("make_problem", &make_problem, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
         "grad"_a, "What a call asks for.");
   m.def("options_for_torch", &options_for_torch, "options"_a,
@@ -1150,6 +1183,7 @@ NB_MODULE(_archflash, m) {
   m.def("clear_cache", [] {
     cache().clear();
     operator_cache().clear();
+    forget_operator_calls();
   });
   m.def("use_exchange_table", &use_exchange_table, "enabled"_a,
         "Reads tensors through torch's DLPack exchange table (default), or through their Python "

@@ -54,6 +54,7 @@ class Getter {
 struct Torch {
   nb::object tensor_type, parameter_type, dtype_type, empty_like, float32, uint8, strided;
   nb::object increment_version;
+  nb::object empty_strided_cuda;  // torch's function of (sizes, strides, dtype); null without
   Getter is_neg, data_ptr;
   nb::object dtypes[DTYPE_COUNT];  // by DType
   nb::object raw_stream;  // torch._C._cuda_getCurrentRawStream, where the exchange table is missing

@@ -1,0 +1,650 @@
+#include "runtime/operators.h"
+
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "runtime/text.h"
+#include "runtime/torch_functions.h"
+
+namespace torch {
+
+// What PyTorch turns into a Python exception of any type where it returns to Python: a class of
+// this name and layout is in its torch/csrc/Exceptions.h, and C++ tells such classes apart by name.
+struct PyTorchError : public std::exception {
+  explicit PyTorchError(std::string text) : msg(std::move(text)) {}
+  virtual PyObject* python_type() = 0;
+  const char* what() const noexcept override { return msg.c_str(); }
+  std::string msg;
+};
+
+}  // namespace torch
+
+namespace archflash {
+
+Counts::Counter& Counts::of(const std::string& name) {
+  const std::lock_guard guard(lock_);
+  return counts_[name];
+}
+
+std::map<std::string, int64_t> Counts::read(bool reset) {
+  const std::lock_guard guard(lock_);
+  std::map<std::string, int64_t> found;
+  for (auto& [name, counter] : counts_) {
+    const int64_t count = reset ? counter.exchange(0) : counter.load();
+    if (count > 0) found.emplace(name, count);
+  }
+  return found;
+}
+
+Counts& served() {
+  static auto& instance = *new Counts;
+  return instance;
+}
+Counts& declined() {
+  static auto& instance = *new Counts;
+  return instance;
+}
+
+OperatorAnswer& operator_answer() {
+  static thread_local OperatorAnswer instance;
+  return instance;
+}
+
+namespace {
+
+// --- the arguments of a call ---
+
+using Word = uint64_t;  // an argument or result of an operator on its stack
+
+// One of PyTorch's functions failed: the function in Python does it again, and says why.
+struct TryInPython {};
+
+void check(int status) {
+  if (status != 0) throw TryInPython{};
+}
+
+// One argument: a tensor, a number, or one of the two that may be None.
+struct Argument {
+  HeldTensor tensor;
+  Word bits = 0;  // of a number
+  bool given = true;
+};
+
+double as_double(Word bits) { return std::bit_cast<double>(bits); }
+
+constexpr size_t MAX_ARGUMENTS = 9;
+using Arguments = std::array<Argument, MAX_ARGUMENTS>;
+
+// Takes the arguments off the stack. An optional one is a pointer to its word, allocated by
+// PyTorch, and null for None.
+//
+// Args:
+//   types: a letter for each: T tensor, f float, b bool, i int, and t, g, j for those of T, f, i
+//   that may be None.
+void take(std::string_view types, const Word* stack, Arguments& arguments) {
+  for (size_t i = 0; i < types.size(); ++i) {
+    Word word = stack[i];
+    Argument& a = arguments[i];
+    char type = types[i];
+    if (type == 't' || type == 'g' || type == 'j') {
+      a.given = word != 0;
+      if (!a.given) continue;
+      const auto* boxed = reinterpret_cast<const Word*>(word);
+      word = *boxed;
+      delete boxed;
+      type = type == 't' ? 'T' : type;
+    }
+    if (type == 'T') {
+      a.tensor = HeldTensor(reinterpret_cast<TensorHandle>(word));
+    } else {
+      a.bits = type == 'b' ? (word & 0xff) != 0 : word;
+    }
+  }
+}
+
+// What a call has to have in common with an earlier one to be treated like it. Addresses count by
+// their alignment only.
+constexpr size_t MAX_TENSORS = 4;  // q, k, v and a mask
+constexpr size_t TENSOR_WORDS = 9, MAX_NUMBERS = 6;
+struct CallKey {
+  std::array<Word, MAX_TENSORS * TENSOR_WORDS + MAX_NUMBERS + 1> words{};
+  bool operator==(const CallKey& other) const { return words == other.words; }
+};
+struct CallKeyHash {
+  size_t operator()(const CallKey& key) const {
+    return std::hash<std::string_view>()(
+        {reinterpret_cast<const char*>(key.words.data()), sizeof(key.words)});
+  }
+};
+
+struct Call {
+  CallKey key;
+  std::array<void*, MAX_TENSORS> addresses{};
+  int32_t device_index = -1;
+};
+
+// A tensor whose storage was freed has a low address, as few others have.
+constexpr uintptr_t SUSPICIOUS_ADDRESS = uintptr_t{1} << 40;
+
+// Reads one tensor. False where no call with it is served here: one that is not on a CUDA device,
+// has other than four dimensions or no memory.
+bool read(TensorHandle tensor, size_t i, Call& call) {
+  const TorchFunctions& f = *torch_functions();
+  int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = 0, device = TORCH_CPU, index = -1;
+  check(f.get_device_type(tensor, &device));
+  check(f.get_dim(tensor, &dims));
+  if (device != TORCH_CUDA || dims != 4) return false;
+  check(f.get_sizes(tensor, &sizes));
+  check(f.get_strides(tensor, &strides));
+  check(f.get_dtype(tensor, &dtype));
+  check(f.get_device_index(tensor, &index));
+  check(f.get_data_ptr(tensor, &call.addresses[i]));
+  const auto address = reinterpret_cast<uintptr_t>(call.addresses[i]);
+  if (address == 0) return false;
+  if (address < SUSPICIOUS_ADDRESS) {
+    int64_t bytes = 0;
+    check(f.get_storage_size(tensor, &bytes));
+    if (bytes == 0) return false;
+  }
+  Word* words = &call.key.words[i * TENSOR_WORDS];
+  for (int d = 0; d < 4; ++d) words[d] = static_cast<Word>(sizes[d]);
+  for (int d = 0; d < 4; ++d) words[4 + d] = static_cast<Word>(strides[d]);
+  words[8] = static_cast<Word>(dtype) << 32 | static_cast<Word>(index & 0xffff) << 8 |
+             static_cast<Word>(address % 16);
+  if (i > 0 && index != call.device_index) return false;
+  call.device_index = index;
+  return true;
+}
+
+bool read(std::string_view types, const Arguments& arguments, Call& call) {
+  size_t tensors = 0, at = MAX_TENSORS * TENSOR_WORDS;
+  Word given = torch_functions()->grad_mode_is_enabled();  // and a bit for each argument
+  for (size_t i = 0; i < types.size(); ++i) {
+    const Argument& a = arguments[i];
+    if (a.given) given |= Word{2} << i;
+    if (types[i] == 'T' || types[i] == 't') {
+      if (!a.given) continue;
+      if (tensors == MAX_TENSORS || !read(a.tensor.get(), tensors, call)) return false;
+      ++tensors;
+    } else {
+      if (at + 1 >= call.key.words.size()) return false;
+      call.key.words[at++] = a.bits;
+    }
+  }
+  call.key.words.back() = given;
+  return true;
+}
+
+// --- what was decided for calls of a kind ---
+
+// How one result is made: a number, no tensor, a new tensor, or one tensor for all calls, which
+// holds no numbers that anyone reads.
+struct Result {
+  enum class Kind { Number, None, New, Shared } kind = Kind::None;
+  Word number = 0;
+  int64_t dims = 0;
+  std::array<int64_t, 5> sizes{}, strides{};
+  int64_t padding = 0;  // rows of infinity, added to a new tensor behind its last dimension
+  int32_t dtype = 0;
+  TensorHandle shared = nullptr;  // never deleted
+};
+
+constexpr size_t MAX_RESULTS = 9;
+
+struct Decision {
+  std::shared_ptr<PreparedPlan> plan;  // null: PyTorch's own kernel serves the call
+  Counts::Counter* count = nullptr;
+  std::vector<Result> results;  // of the plan: the output first, then the log-sum-exp
+};
+
+constexpr size_t MOST_DECISIONS = 1024;
+
+// The operators that this module knows: how PyTorch's own kernel is called.
+enum class Known { None, Flash, Cudnn, Efficient };
+
+struct Operator {
+  std::string types;
+  Known known = Known::None;
+  nb::object by_python;
+  std::mutex lock;  // of the decisions
+  std::unordered_map<CallKey, std::shared_ptr<const Decision>, CallKeyHash> decisions;
+
+  std::shared_ptr<const Decision> find(const CallKey& key) {
+    const std::lock_guard guard(lock);
+    const auto found = decisions.find(key);
+    return found == decisions.end() ? nullptr : found->second;
+  }
+  void keep(const CallKey& key, Decision decision) {
+    const std::lock_guard guard(lock);
+    if (decisions.size() >= MOST_DECISIONS) decisions.clear();
+    decisions.insert_or_assign(key, std::make_shared<const Decision>(std::move(decision)));
+  }
+  void forget() {
+    const std::lock_guard guard(lock);
+    decisions.clear();
+  }
+};
+
+constexpr size_t MOST_OPERATORS = 3;
+std::array<Operator, MOST_OPERATORS>& operators() {
+  static auto& instance = *new std::array<Operator, MOST_OPERATORS>;
+  return instance;
+}
+size_t installed = 0;
+void* library = nullptr;
+
+// Which implementation is forced, or None: _dispatch.forced. It is asked once something was forced
+// in this process.
+std::atomic<bool> anything_forced{false};
+nb::object& forced() {
+  static auto& instance = *new nb::object;
+  return instance;
+}
+bool is_forced() {
+  if (!anything_forced.load(std::memory_order_relaxed)) return false;
+  const nb::gil_scoped_acquire lock;
+  return !forced()().is_none();
+}
+
+// Of torch._C._aoti: a Python tensor from a handle, and handles from Python tensors.
+nb::object& tensor_of() {
+  static auto& instance = *new nb::object;
+  return instance;
+}
+nb::object& handles_of() {
+  static auto& instance = *new nb::object;
+  return instance;
+}
+
+// The tensor (B, N, H, D) of one that is (B, H, N, D), or the other way round, in the same memory.
+HeldTensor with_heads_swapped(TensorHandle tensor) {
+  const TorchFunctions& f = *torch_functions();
+  int64_t *sizes = nullptr, *strides = nullptr;
+  check(f.get_sizes(tensor, &sizes));
+  check(f.get_strides(tensor, &strides));
+  const int64_t shape[] = {sizes[0], sizes[2], sizes[1], sizes[3]};
+  const int64_t steps[] = {strides[0], strides[2], strides[1], strides[3]};
+  HeldTensor swapped;
+  check(f.reinterpret_tensor(tensor, 4, shape, steps, 0, swapped.out()));
+  return swapped;
+}
+
+// Calls PyTorch's own kernel.
+void call_original(const Operator& op, const Arguments& a, Word* stack) {
+  const TorchFunctions& f = *torch_functions();
+  const TensorHandle q = a[0].tensor.get(), k = a[1].tensor.get(), v = a[2].tensor.get();
+  std::array<HeldTensor, MAX_RESULTS> r;
+  int64_t nq = 0, nk = 0;
+  const Argument& last = a[op.types.size() - 1];
+  double scale = as_double(last.bits);
+  double* const scale_if_given = last.given ? &scale : nullptr;
+  const auto number = [&](size_t i) { return as_double(a[i].bits); };
+  const auto flag = [&](size_t i) { return static_cast<int32_t>(a[i].bits); };
+  const auto give = [&](int i) { stack[i] = reinterpret_cast<Word>(r[i].release()); };
+  TensorHandle mask = a[3].tensor.get();
+  TensorHandle* const mask_if_given = mask == nullptr ? nullptr : &mask;
+  if (op.known == Known::Efficient) {
+    check(f.efficient(q, k, v, mask_if_given, flag(4), number(5), flag(6), scale_if_given,
+                      r[0].out(), r[1].out(), r[2].out(), r[3].out()));
+    for (int i = 0; i < 4; ++i) give(i);
+    return;
+  }
+  if (op.known == Known::Flash) {
+    // PyTorch's kernel of this operator swaps heads and rows and calls _flash_attention_forward,
+    // which archflash replaces too: here its kernel is called directly.
+    int64_t *of_q = nullptr, *of_k = nullptr;
+    check(f.get_sizes(q, &of_q));
+    check(f.get_sizes(k, &of_k));
+    nq = of_q[2], nk = of_k[2];
+    const HeldTensor rows_q = with_heads_swapped(q), rows_k = with_heads_swapped(k),
+                     rows_v = with_heads_swapped(v);
+    HeldTensor out;
+    check(f.flash_forward(rows_q.get(), rows_k.get(), rows_v.get(), nullptr, nullptr, nq, nk,
+                          number(3), flag(4), flag(5), scale_if_given, nullptr, nullptr, nullptr,
+                          nullptr, out.out(), r[1].out(), r[6].out(), r[7].out(), r[8].out()));
+    r[0] = with_heads_swapped(out.get());
+    for (const int i : {2, 3}) check(f.new_uninitialized_tensor(r[i].out()));
+  } else {
+    check(f.cudnn(q, k, v, mask_if_given, flag(4), number(5), flag(6), flag(7), scale_if_given,
+                  r[0].out(), r[1].out(), r[2].out(), r[3].out(), &nq, &nk, r[6].out(), r[7].out(),
+                  r[8].out()));
+  }
+  for (const int i : {0, 1, 2, 3, 6, 7, 8}) give(i);
+  stack[4] = static_cast<Word>(nq), stack[5] = static_cast<Word>(nk);
+}
+
+// Makes the results of a call and launches its plan.
+void serve(const Decision& decision, const Call& call, Word* stack) {
+  const TorchFunctions& f = *torch_functions();
+  std::array<void*, OPERAND_COUNT> addresses{};
+  addresses[static_cast<int>(Operand::Q)] = call.addresses[0];
+  addresses[static_cast<int>(Operand::K)] = call.addresses[1];
+  addresses[static_cast<int>(Operand::V)] = call.addresses[2];
+  addresses[static_cast<int>(Operand::Mask)] = call.addresses[3];
+  std::array<HeldTensor, MAX_RESULTS> made;
+  for (size_t i = 0; i < decision.results.size(); ++i) {
+    const Result& r = decision.results[i];
+    if (r.kind == Result::Kind::New) {
+      check(f.empty_strided(r.dims, r.sizes.data(), r.strides.data(), r.dtype, TORCH_CUDA,
+                            call.device_index, made[i].out()));
+    } else if (r.kind == Result::Kind::Shared) {
+      check(f.new_tensor_handle(r.shared, made[i].out()));
+    } else if (r.kind == Result::Kind::None) {
+      check(f.new_uninitialized_tensor(made[i].out()));
+    }
+  }
+  const LaunchPlan& plan = *decision.plan->plan;
+  check(f.get_data_ptr(made[0].get(), &addresses[static_cast<int>(Operand::Out)]));
+  if (plan.problem.want_lse)
+    check(f.get_data_ptr(made[1].get(), &addresses[static_cast<int>(Operand::Lse)]));
+  HeldTensor workspace;
+  if (const int64_t bytes = plan.workspace_bytes; bytes > 0) {
+    const int64_t one = 1;
+    check(f.empty_strided(1, &bytes, &one, TORCH_UINT8, TORCH_CUDA, call.device_index,
+                          workspace.out()));
+    check(f.get_data_ptr(workspace.get(), &addresses[static_cast<int>(Operand::Workspace)]));
+  }
+  void* stream = nullptr;
+  check(f.get_current_cuda_stream(call.device_index, &stream));
+  try {
+    execute(*decision.plan, addresses, call.device_index, stream);
+  } catch (const LaunchFailure&) {
+    throw TryInPython{};
+  }
+  for (size_t i = 0; i < decision.results.size(); ++i) {
+    const Result& r = decision.results[i];
+    if (r.padding > 0) {
+      const int64_t ends[] = {0, r.padding};
+      double infinity = INFINITY;
+      HeldTensor padded;
+      check(f.pad(made[i].get(), ends, 2, "constant", &infinity, padded.out()));
+      made[i] = std::move(padded);
+    }
+  }
+  for (size_t i = 0; i < decision.results.size(); ++i) {
+    const Result& r = decision.results[i];
+    stack[i] = r.kind == Result::Kind::Number ? r.number : reinterpret_cast<Word>(made[i].release());
+  }
+}
+
+// --- the function in Python ---
+
+// A Python exception on its way through PyTorch, which knows no exception of this module.
+class PythonException final : public torch::PyTorchError {
+ public:
+  explicit PythonException(const nb::python_error& error)
+      : torch::PyTorchError(nb::str(error.value()).c_str()), type_(nb::borrow(error.type()).release()) {}
+  PyObject* python_type() override { return type_.ptr(); }
+
+ private:
+  // Not released: where the exception is destroyed, the thread may not hold Python's lock.
+  nb::handle type_;
+};
+
+void* pointer_of(nb::handle capsule) {
+  return PyCapsule_GetPointer(capsule.ptr(), PyCapsule_GetName(capsule.ptr()));
+}
+
+nb::object python_argument(char type, const Argument& a) {
+  if (!a.given) return nb::none();
+  if (type == 'T' || type == 't') {
+    HeldTensor copy;  // which the Python tensor takes
+    check(torch_functions()->new_tensor_handle(a.tensor.get(), copy.out()));
+    nb::object capsule = nb::steal(PyCapsule_New(copy.get(), nullptr, nullptr));
+    nb::object tensor = tensor_of()(capsule);
+    copy.release();
+    return tensor;
+  }
+  if (type == 'b') return nb::bool_(a.bits != 0);
+  if (type == 'f' || type == 'g') return nb::float_(as_double(a.bits));
+  return nb::int_(static_cast<int64_t>(a.bits));
+}
+
+// Describes a result for calls to come. may_share: it is the state of a random generator, which is
+// the same tensor for all calls like this one.
+Result describe(TensorHandle tensor, bool may_share) {
+  const TorchFunctions& f = *torch_functions();
+  Result r;
+  int64_t *sizes = nullptr, *strides = nullptr, count = 1;
+  int32_t device = TORCH_CPU;
+  check(f.get_dim(tensor, &r.dims));
+  if (r.dims > static_cast<int64_t>(r.sizes.size())) throw TryInPython{};
+  check(f.get_sizes(tensor, &sizes));
+  check(f.get_strides(tensor, &strides));
+  check(f.get_dtype(tensor, &r.dtype));
+  check(f.get_device_type(tensor, &device));
+  for (int64_t d = 0; d < r.dims; ++d) {
+    r.sizes[d] = sizes[d], r.strides[d] = strides[d];
+    count *= sizes[d];
+  }
+  const bool is_new = device == TORCH_CUDA && count > 0 && !may_share;
+  r.kind = is_new ? Result::Kind::New : Result::Kind::Shared;
+  if (!is_new) check(f.new_tensor_handle(tensor, &r.shared));
+  return r;
+}
+
+// Calls the function in Python and puts its results on the stack.
+std::vector<Result> call_python(const Operator& op, const Arguments& arguments, bool share_state,
+                                Word* stack) {
+  nb::list given;
+  for (size_t i = 0; i < op.types.size(); ++i)
+    given.append(python_argument(op.types[i], arguments[i]));
+  nb::object answer = op.by_python(*given);
+  nb::list tensors;
+  for (const nb::handle x : answer) {
+    if (!x.is_none() && !PyLong_Check(x.ptr())) tensors.append(x);
+  }
+  nb::object handles = handles_of()(tensors);
+  std::vector<HeldTensor> held;
+  for (const nb::handle capsule : handles) held.emplace_back(pointer_of(capsule));
+  std::vector<Result> results;
+  std::vector<Word> words;
+  const size_t first_state = op.known == Known::Efficient ? 2 : 6;
+  size_t next = 0;
+  for (const nb::handle x : answer) {
+    Result r;
+    HeldTensor none;
+    if (PyLong_Check(x.ptr())) {
+      r.kind = Result::Kind::Number;
+      r.number = static_cast<Word>(nb::cast<int64_t>(x));
+    } else if (!x.is_none()) {
+      const size_t at = results.size();
+      r = describe(held[next].get(), share_state && (at == first_state || at == first_state + 1));
+      ++next;
+    }
+    results.push_back(r);
+  }
+  next = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (results[i].kind == Result::Kind::Number) {
+      stack[i] = results[i].number;
+    } else if (results[i].kind == Result::Kind::None) {
+      HeldTensor none;
+      check(torch_functions()->new_uninitialized_tensor(none.out()));
+      stack[i] = reinterpret_cast<Word>(none.release());
+    } else {
+      stack[i] = reinterpret_cast<Word>(held[next++].release());
+    }
+  }
+  return results;
+}
+
+// PyTorch's memory-efficient kernel pads the rows of its log-sum-exp, and so does the function in
+// Python. Calls to come have the kernel's own rows padded.
+void part_padding(const CallKey& key, Result& lse) {
+  const auto nq = static_cast<int64_t>(key.words[2]);
+  if (lse.kind != Result::Kind::New || lse.dims != 3 || lse.sizes[2] <= nq) return;
+  lse.padding = lse.sizes[2] - nq;
+  lse.sizes[2] = nq;
+  lse.strides[1] = nq, lse.strides[0] = nq * lse.sizes[1];
+}
+
+// What calls to come are to do like this one, as far as that is known.
+void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
+                 const OperatorAnswer& answer, std::vector<Result> results) {
+  if (!answer.keep) return;
+  Decision decision;
+  if (!answer.declined.empty()) {
+    decision.count = &declined().of(answer.declined);
+  } else if (answer.plan) {
+    // The rows that see no key get another log-sum-exp in Python.
+    const bool causal = op.known == Known::Flash && arguments[4].bits != 0;
+    if (causal && key.words[2] > key.words[TENSOR_WORDS + 2]) return;
+    decision.plan = answer.plan;
+    decision.count = &served().of(answer.plan->plan->implementation);
+    decision.results = std::move(results);
+    if (op.known == Known::Efficient && decision.results.size() > 1)
+      part_padding(key, decision.results[1]);
+  } else {
+    return;
+  }
+  op.keep(key, std::move(decision));
+}
+
+void by_python(Operator& op, const Arguments& arguments, const Call* call, Word* stack) {
+  const nb::gil_scoped_acquire lock;
+  // States are shared by calls whose graph records gradients (_overrides.py), but for memory that
+  // belongs to the capture of a CUDA graph.
+  bool share_state = false;
+  if (call != nullptr && (call->key.words.back() & 1) != 0) {
+    void* stream = nullptr;
+    share_state = torch_functions()->get_current_cuda_stream(call->device_index, &stream) == 0 &&
+                  !is_capturing(stream);
+  }
+  // One of PyTorch's kernels may call another operator: each call has an answer of its own.
+  OperatorAnswer outer = std::exchange(operator_answer(), {});
+  std::vector<Result> results;
+  try {
+    results = call_python(op, arguments, share_state, stack);
+  } catch (const nb::python_error& error) {
+    operator_answer() = std::move(outer);
+    throw PythonException(error);
+  } catch (const TryInPython&) {
+    operator_answer() = std::move(outer);
+    throw std::runtime_error("PyTorch gave no handle of a tensor of an attention operator");
+  }
+  const OperatorAnswer answer = std::exchange(operator_answer(), std::move(outer));
+  if (call != nullptr) keep_answer(op, arguments, call->key, answer, std::move(results));
+}
+
+// --- a call ---
+
+void run(Operator& op, Word* stack, uint64_t count) {
+  if (op.types.size() != count)
+    throw std::runtime_error("an attention operator of this PyTorch has other arguments");
+  Arguments arguments;
+  take(op.types, stack, arguments);
+  Call call;
+  bool readable = false;
+  try {
+    readable = op.known != Known::None && !is_forced() && read(op.types, arguments, call);
+    if (const auto decision = readable ? op.find(call.key) : nullptr) {
+      if (decision->plan) {
+        serve(*decision, call, stack);
+      } else {
+        call_original(op, arguments, stack);
+      }
+      decision->count->fetch_add(1, std::memory_order_relaxed);
+      return;
+    }
+  } catch (const TryInPython&) {
+    readable = false;
+  }
+  by_python(op, arguments, readable ? &call : nullptr, stack);
+}
+
+template <size_t I>
+void kernel(Word* stack, uint64_t arguments, uint64_t) {
+  run(operators()[I], stack, arguments);
+}
+constexpr void (*KERNELS[MOST_OPERATORS])(Word*, uint64_t, uint64_t) = {kernel<0>, kernel<1>,
+                                                                        kernel<2>};
+
+// Which operator this is, if PyTorch's own kernel can be called and the operator has the arguments
+// that this module knows.
+Known known(const std::string& name, const std::string& types) {
+  const TorchFunctions& f = *torch_functions();
+  if (f.get_current_cuda_stream == nullptr) return Known::None;
+  if (name == "_scaled_dot_product_flash_attention" && types == "TTTfbbg" && f.flash_forward)
+    return Known::Flash;
+  if (name == "_scaled_dot_product_cudnn_attention" && types == "TTTtbfbbg" && f.cudnn)
+    return Known::Cudnn;
+  if (name == "_scaled_dot_product_efficient_attention" && types == "TTTtbfbg" && f.efficient)
+    return Known::Efficient;
+  return Known::None;
+}
+
+// Puts a kernel in the place of PyTorch's for one of its operators.
+void install(const std::string& name, const std::string& types, const std::string& key,
+             nb::object by_python, nb::object forced_now, nb::object core) {
+  const TorchFunctions* f = torch_functions();
+  if (f == nullptr || installed == MOST_OPERATORS || types.size() > MAX_ARGUMENTS)
+    throw std::runtime_error("this PyTorch has no C functions for operators");
+  forced() = std::move(forced_now);
+  tensor_of() = core.attr("alloc_tensor_by_stealing_from_void_ptr");
+  handles_of() = core.attr("unsafe_alloc_void_ptrs_from_tensors");
+  if (library == nullptr &&
+      f->library_init_impl("aten", key.c_str(), __FILE__, __LINE__, &library) != 0)
+    throw std::runtime_error("PyTorch opened no library of operators");
+  Operator& op = operators()[installed];
+  op.types = types;
+  op.by_python = std::move(by_python);
+  op.known = key == "CUDA" ? known(name, types) : Known::None;
+  op.forget();
+  if (f->library_impl(library, name.c_str(), KERNELS[installed]) != 0)
+    throw std::runtime_error(join("PyTorch took no kernel of ", name));
+  ++installed;
+}
+
+void remove_all() {
+  if (library != nullptr) torch_functions()->delete_library_object(library);
+  library = nullptr;
+  forget_operator_calls();
+  installed = 0;
+}
+
+}  // namespace
+
+void forget_operator_calls() {
+  for (Operator& op : operators()) op.forget();
+}
+
+void bind_operators(nb::module_& m) {
+  using namespace nb::literals;
+  m.def(
+      "has_torch_functions", [] { return torch_functions() != nullptr; },
+      "Whether this PyTorch has the C functions that the kernels of its operators need.");
+  m.def("install_operator", &install, "name"_a, "types"_a, "key"_a, "by_python"_a, "forced"_a,
+        "core"_a,
+        nb::sig("def install_operator(name: str, types: str, key: str, by_python: "
+                "typing.Callable[..., typing.Any], forced: typing.Callable[[], str | None], core: "
+                "typing.Any) -> None"),
+        "Serves one of PyTorch's operators: as an earlier call like it was served, else by the "
+        "function in Python.");
+  m.def("remove_operators", &remove_all, "Gives PyTorch its operators back.");
+  m.def(
+      "note_declined", [](std::string reason) { operator_answer().declined = std::move(reason); },
+      "reason"_a, "The call that is being served goes to PyTorch's own kernel.");
+  m.def(
+      "note_forced", [] { anything_forced = true; },
+      "From now on each call asks whether an implementation is forced.");
+  m.def(
+      "operators_served", [](bool reset) { return served().read(reset); }, "reset"_a,
+      "The number of calls of PyTorch's operators that each implementation served.");
+  m.def(
+      "operators_declined", [](bool reset) { return declined().read(reset); }, "reset"_a,
+      "The number of calls that were handed to PyTorch's own kernels without Python, by reason.");
+}
+
+}  // namespace archflash
