@@ -630,8 +630,8 @@ def _replacement(serve: Kernel, original: Kernel) -> Kernel:
     return kernel
 
 
-# Operators whose calls the runtime serves, or hands to PyTorch's own kernel, without Python where it
-# knows one like it.
+# Operators whose calls the runtime serves, or hands to PyTorch's own kernel, without Python where
+# it knows one like it.
 _IN_RUNTIME = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_cudnn_attention",
@@ -646,8 +646,8 @@ _LETTERS = {
 
 def _runtime_serves() -> bool:
     """Whether the runtime can stand in front of PyTorch's operators itself."""
-    new = TorchVersion(torch.__version__) >= _OLDEST_FOR_RUNTIME  # type: ignore[no-untyped-call]
-    return bool(new) and _native.has_torch_functions()
+    new = bool(TorchVersion(torch.__version__) >= _OLDEST_FOR_RUNTIME)  # type: ignore[operator]
+    return new and _native.has_torch_functions()
 
 
 def _install_in_runtime(operator: str, kernel: Kernel) -> None:

@@ -162,8 +162,7 @@ nb::object make_result(nb::handle from, nb::handle q, int device_index) {
   if (!PyTuple_Check(from.ptr())) return torch().empty_like(from);
   if (current_device() != device_index)
     return q.attr("new_empty_strided")(from[0], from[1], nb::arg("dtype") = from[2]);
-  nb::object made =
-      nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
+  nb::object made = nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
   if (!made.is_valid()) throw nb::python_error();
   return made;
 }

@@ -374,7 +374,8 @@ void serve(const Decision& decision, const Call& call, Word* stack) {
   }
   for (size_t i = 0; i < decision.results.size(); ++i) {
     const Result& r = decision.results[i];
-    stack[i] = r.kind == Result::Kind::Number ? r.number : reinterpret_cast<Word>(made[i].release());
+    stack[i] =
+        r.kind == Result::Kind::Number ? r.number : reinterpret_cast<Word>(made[i].release());
   }
 }
 
@@ -384,7 +385,8 @@ void serve(const Decision& decision, const Call& call, Word* stack) {
 class PythonException final : public torch::PyTorchError {
  public:
   explicit PythonException(const nb::python_error& error)
-      : torch::PyTorchError(nb::str(error.value()).c_str()), type_(nb::borrow(error.type()).release()) {}
+      : torch::PyTorchError(nb::str(error.value()).c_str()),
+        type_(nb::borrow(error.type()).release()) {}
   PyObject* python_type() override { return type_.ptr(); }
 
  private:

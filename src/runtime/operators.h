@@ -2,7 +2,8 @@
 // like one before is served, or handed to PyTorch's own kernel, here. Every other call goes to the
 // function in Python that stands behind (python/archflash/_overrides.py), whose decision is kept.
 //
-// Versions of PyTorch without the functions of torch_functions.h have the functions in Python alone.
+// Versions of PyTorch without the functions of torch_functions.h have the functions in Python
+// alone.
 #pragma once
 
 #include <nanobind/nanobind.h>

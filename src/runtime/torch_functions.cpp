@@ -19,22 +19,21 @@ const TorchFunctions* find_functions() {
   static auto& f = *new TorchFunctions{};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   void* cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-  const bool all = find(cpu, "delete_tensor_object", f.delete_tensor_object) &&
-                   find(cpu, "new_tensor_handle", f.new_tensor_handle) &&
-                   find(cpu, "new_uninitialized_tensor", f.new_uninitialized_tensor) &&
-                   find(cpu, "get_data_ptr", f.get_data_ptr) &&
-                   find(cpu, "get_storage_size", f.get_storage_size) &&
-                   find(cpu, "get_dim", f.get_dim) && find(cpu, "get_sizes", f.get_sizes) &&
-                   find(cpu, "get_strides", f.get_strides) && find(cpu, "get_dtype", f.get_dtype) &&
-                   find(cpu, "get_device_type", f.get_device_type) &&
-                   find(cpu, "get_device_index", f.get_device_index) &&
-                   find(cpu, "empty_strided", f.empty_strided) &&
-                   find(cpu, "_reinterpret_tensor", f.reinterpret_tensor) &&
-                   find(cpu, "aten_pad", f.pad) &&
-                   find(cpu, "grad_mode_is_enabled", f.grad_mode_is_enabled) &&
-                   find(cpu, "library_init_impl", f.library_init_impl) &&
-                   find(cpu, "library_impl", f.library_impl) &&
-                   find(cpu, "delete_library_object", f.delete_library_object);
+  const bool all =
+      find(cpu, "delete_tensor_object", f.delete_tensor_object) &&
+      find(cpu, "new_tensor_handle", f.new_tensor_handle) &&
+      find(cpu, "new_uninitialized_tensor", f.new_uninitialized_tensor) &&
+      find(cpu, "get_data_ptr", f.get_data_ptr) &&
+      find(cpu, "get_storage_size", f.get_storage_size) && find(cpu, "get_dim", f.get_dim) &&
+      find(cpu, "get_sizes", f.get_sizes) && find(cpu, "get_strides", f.get_strides) &&
+      find(cpu, "get_dtype", f.get_dtype) && find(cpu, "get_device_type", f.get_device_type) &&
+      find(cpu, "get_device_index", f.get_device_index) &&
+      find(cpu, "empty_strided", f.empty_strided) &&
+      find(cpu, "_reinterpret_tensor", f.reinterpret_tensor) && find(cpu, "aten_pad", f.pad) &&
+      find(cpu, "grad_mode_is_enabled", f.grad_mode_is_enabled) &&
+      find(cpu, "library_init_impl", f.library_init_impl) &&
+      find(cpu, "library_impl", f.library_impl) &&
+      find(cpu, "delete_library_object", f.delete_library_object);
   find(cuda, "get_current_cuda_stream", f.get_current_cuda_stream);
   find(cuda, "cuda__scaled_dot_product_cudnn_attention", f.cudnn);
   find(cuda, "cuda__scaled_dot_product_efficient_attention", f.efficient);
