@@ -7,6 +7,7 @@ registered for tensors on the CPU, and archflash takes its place there.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
@@ -408,6 +409,68 @@ def test_torch_is_pytorchs_own_where_it_is_forced() -> None:
     with archflash.enabled(), archflash.force("ampere"):
         archflash.attention(q, k, v, implementation="torch")
     assert archflash.stats().served == {}
+
+
+@needs_get_kernel
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("want_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("operator", ["flash", "cudnn", "efficient"])
+def test_a_call_like_an_earlier_one_gives_the_same(
+    operator: str, want_lse: bool, mode: Any
+) -> None:
+    """On a GPU the runtime serves it without asking Python again."""
+    q, k, v = (strided(x) for x in on.qkv(40, 72, 32, dtype="bfloat16", heads=(4, 4)))
+    name = f"_scaled_dot_product_{operator}_attention"
+    args = (q, k, v) if operator == "flash" else (q, k, v, None, want_lse)
+    forced = contextlib.nullcontext() if on.name == "gpu" else archflash.force("ampere")
+    with archflash.enabled(), forced, mode():
+        first, second, third = (getattr(aten, name)(*args) for _ in range(3))
+    for result in (first, second, third):
+        assert_promised(name, result, *args)
+    own_results = 2 if operator == "flash" or want_lse else 1
+    for one, other in ((first, second), (first, third)):
+        for x, y in zip(one[:own_results], other[:own_results], strict=True):
+            assert torch.equal(x, y)
+            assert x.data_ptr() != y.data_ptr()
+    assert_close(first[0], None, q, k, v)
+    counted = archflash.stats()
+    assert sum(counted.served.values()) + sum(counted.declined.values()) == 3
+
+
+@pytest.mark.skipif(on.name != "gpu", reason="it takes PyTorch's own kernels")
+@pytest.mark.parametrize("operator", ["flash", "cudnn", "efficient"])
+def test_calls_that_are_handed_back_have_pytorchs_own_bits(operator: str) -> None:
+    q, k, v = (strided(x) for x in on.qkv(72, 72, 64, dtype="bfloat16", heads=(4, 4)))
+    args = (0.3,) if operator == "flash" else (None, True, 0.3)
+
+    def call() -> Any:
+        torch.manual_seed(3)
+        return getattr(aten, f"_scaled_dot_product_{operator}_attention")(q, k, v, *args)
+
+    own = call()
+    with archflash.enabled():
+        for found in (call(), call(), call()):
+            for x, y in zip(found, own, strict=True):
+                if not isinstance(x, Tensor):
+                    assert x == y
+                    continue
+                assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+            assert torch.equal(found[0], own[0])
+    assert list(archflash.stats().declined.values()) == [3]
+
+
+def test_exceptions_keep_their_type_on_the_way_through_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
+
+    def fail(*_: object) -> None:
+        raise KeyError("a reason")
+
+    monkeypatch.setattr(_overrides, "_device_of", fail)
+    _native.clear_cache()
+    with archflash.enabled(), pytest.raises(KeyError, match="a reason"):
+        aten._scaled_dot_product_flash_attention(q, k, v)
 
 
 STATES = {"flash": ((), 6), "efficient": ((None, True), 2), "cudnn": ((None, True), 6)}

@@ -19,10 +19,11 @@ from torch import Tensor
 
 import archflash
 import archflash.compat
-from archflash import UnsupportedError, reference
+from archflash import UnsupportedError, _gradients, reference
+from archflash import _archflash as _native
+from archflash.compat import _flash, flash_mla
 from archflash.compat import flash_attn as fa2
 from archflash.compat import flash_attn_interface as fa3
-from archflash.compat import flash_mla
 from archflash.compat.flash_attn import bert_padding
 from archflash.compat.flash_attn.layers.rotary import apply_rotary_emb
 
@@ -236,6 +237,21 @@ def test_deterministic_gradients_are_those_of_a_kernel() -> None:
         pytest.raises(UnsupportedError, match="deterministic"),
     ):
         gradients(True)
+
+
+def test_deterministic_gradients_pass_over_kernels_that_the_build_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    targets = _native.targets
+    monkeypatch.setattr(_native, "targets", lambda name: targets(name) if name != "hopper" else [])
+    monkeypatch.setattr(
+        _flash, "attention", lambda q, k, v, implementation, **_: asked.append(implementation) or q
+    )
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    with deterministic_algorithms():
+        assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
+    assert asked == [name for name in _gradients.FOLDERS if name != "hopper"][:1]
 
 
 @pytest.mark.parametrize("rows", [(9, 7), (5, 11), (6, 6)], ids=str)

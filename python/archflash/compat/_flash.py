@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash import _dispatch, _gradients
 from archflash._api import attention
 from archflash._errors import ForcedImplementationError, UnsupportedError
@@ -78,9 +79,10 @@ def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
             "first, or leave deterministic at False"
         )
     forced = _dispatch.forced()
-    asked = _gradients.FOLDERS if q.device.type == "cuda" else ()
+    on_gpu = q.device.type == "cuda"
+    built = [name for name in _gradients.FOLDERS if on_gpu and _native.targets(name)]
     why = "PyTorch would compute the gradients"
-    for name in asked if forced is None else (forced,):
+    for name in built if forced is None else (forced,):
         if name not in _gradients.FOLDERS:
             continue
         try:
