@@ -587,12 +587,16 @@ Known known(const std::string& name, const std::string& types) {
   return Known::None;
 }
 
-// Puts a kernel in the place of PyTorch's for one of its operators.
+// Puts a kernel in the place of PyTorch's for one of its operators. Not where this module could
+// only ask Python in each call, which PyTorch does faster itself. Tests install kernels for the
+// CPU, too.
 void install(const std::string& name, const std::string& types, const std::string& key,
              nb::object by_python, nb::object forced_now, nb::object core) {
   const TorchFunctions* f = torch_functions();
   if (f == nullptr || installed == MOST_OPERATORS || types.size() > MAX_ARGUMENTS)
     throw std::runtime_error("this PyTorch has no C functions for operators");
+  const Known found = key == "CUDA" ? known(name, types) : Known::None;
+  if (key == "CUDA" && found == Known::None) return;
   forced() = std::move(forced_now);
   tensor_of() = core.attr("alloc_tensor_by_stealing_from_void_ptr");
   handles_of() = core.attr("unsafe_alloc_void_ptrs_from_tensors");
@@ -602,7 +606,7 @@ void install(const std::string& name, const std::string& types, const std::strin
   Operator& op = operators()[installed];
   op.types = types;
   op.by_python = std::move(by_python);
-  op.known = key == "CUDA" ? known(name, types) : Known::None;
+  op.known = found;
   op.forget();
   if (f->library_impl(library, name.c_str(), KERNELS[installed]) != 0)
     throw std::runtime_error(join("PyTorch took no kernel of ", name));

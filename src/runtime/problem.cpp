@@ -161,14 +161,15 @@ void check_size(int64_t given, int64_t expected, const TensorView& t, const char
 }
 
 // A 1-D int32 tensor beside q.
-void read_int32(nb::handle object, const char* name, int64_t length, const char* length_text,
-                const TensorView& q, Call& call, TensorView& view) {
+void read_int32(nb::handle object, const char* name, int64_t length, const char* before,
+                const char* behind, const TensorView& q, Call& call, TensorView& view) {
   read(object, name, call, view);
   if (!view.is_int32)
     wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.int32");
   check_same_device(view, name, q);
   if (view.ndim != 1 || (length >= 0 ? view.shape[0] != length : view.shape[0] < 1)) {
-    wrong_value(name, " has shape ", describe_shape(view), ": it must be ", length_text);
+    const std::string shape = length >= 0 ? join("(", length, ",)") : "";
+    wrong_value(name, " has shape ", describe_shape(view), ": it must be ", before, shape, behind);
   }
   if (view.shape[0] > 1 && view.strides[0] != 1)
     wrong_value(name, " is not contiguous: call .contiguous() on it");
@@ -593,10 +594,9 @@ void read_attention_chunk(const Arguments& a, Problem& p) {
 void read_cache(const Arguments& a, const Axes& x, const TensorView& q, const TensorView& k,
                 Call& call) {
   Problem& p = call.problem;
-  const std::string per_sequence = join("(", p.batch, ",), one number for each sequence");
   const auto read_numbers = [&](nb::handle object, const char* name, Operand operand) {
     TensorView view;
-    read_int32(object, name, p.batch, per_sequence.c_str(), q, call, view);
+    read_int32(object, name, p.batch, "", ", one number for each sequence", q, call, view);
     call.addresses[static_cast<int>(operand)] = view.data;
   };
   read_numbers(a.cache_seqlens, "cache_seqlens", Operand::CacheSeqlens);
@@ -755,7 +755,7 @@ void build_call(const Arguments& a, Call& call) {
     p.batch = p.varlen ? 0 : q.shape[x.batch];
     if (p.varlen) {
       TensorView cu_q;
-      read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", q, call, cu_q);
+      read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", "", q, call, cu_q);
       p.batch = cu_q.shape[0] - 1;
       call.addresses[static_cast<int>(Operand::CuSeqlensQ)] = cu_q.data;
       p.max_seqlen_q = longest(a.max_seqlen_q, "max_seqlen_q");
@@ -768,8 +768,8 @@ void build_call(const Arguments& a, Call& call) {
     read_attention_chunk(a, p);
   } else if (p.varlen) {
     TensorView cu_q, cu_k;
-    read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", q, call, cu_q);
-    read_int32(a.cu_seqlens_k, "cu_seqlens_k", -1, "(sequences + 1,)", q, call, cu_k);
+    read_int32(a.cu_seqlens_q, "cu_seqlens_q", -1, "(sequences + 1,)", "", q, call, cu_q);
+    read_int32(a.cu_seqlens_k, "cu_seqlens_k", -1, "(sequences + 1,)", "", q, call, cu_k);
     if (cu_q.shape[0] != cu_k.shape[0]) {
       wrong_value("cu_seqlens_q has ", cu_q.shape[0], " entries and cu_seqlens_k ", cu_k.shape[0],
                   ": both must have one more entry than there are sequences");
@@ -823,8 +823,7 @@ void build_call(const Arguments& a, Call& call) {
       p.q_offset = integer(a.q_offset, "q_offset", "an int, an int32 tensor (batch,) or None");
     } else {
       TensorView offset;
-      read_int32(a.q_offset, "q_offset", p.batch, join("an int or (", p.batch, ",)").c_str(), q,
-                 call, offset);
+      read_int32(a.q_offset, "q_offset", p.batch, "an int or ", "", q, call, offset);
       p.q_offset = 0;
       p.q_offset_tensor = true;
       call.addresses[static_cast<int>(Operand::QOffset)] = offset.data;
