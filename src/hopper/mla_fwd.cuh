@@ -213,23 +213,29 @@ __device__ __forceinline__ void produce_latent_part(const MlaParams& params, con
 // Copies the 512 columns of qv to shared memory, zeros for rows that do not exist. All consumer
 // threads call it.
 template <class C>
-__device__ __forceinline__ void load_qv(const MlaParams& params, const MlaTile& tile,
+__device__ __forceinline__ void load_qv(const MlaParams& params, const math::Work& work,
                                         unsigned char* shared) {
   using QTile = typename C::QTile;
   constexpr int CHUNKS = C::HEAD_DIM_V / 8;
   constexpr int STEP = C::CONSUMER_THREADS / CHUNKS;  // rows
   const AttentionParams& attention = params.call.attention;
   const int chunk = threadIdx.x % CHUNKS;
-#pragma unroll 4
-  for (int row = threadIdx.x / CHUNKS; row < C::BLOCK_Q; row += STEP) {
-    const math::FewRow from(attention, params.call.packed_heads, tile.work, row);
-    uint4 x{};
+  uint4 x[C::BLOCK_Q / STEP];  // all loads are under way before the first one is stored
+#pragma unroll
+  for (int i = 0; i < C::BLOCK_Q / STEP; ++i) {
+    const math::FewRow from(attention, params.call.packed_heads, work,
+                            threadIdx.x / CHUNKS + STEP * i);
+    x[i] = uint4{};
     if (from.wanted) {
-      x = *reinterpret_cast<const uint4*>(
+      x[i] = *reinterpret_cast<const uint4*>(
           static_cast<const uint16_t*>(params.qv_gmem) + from.batch * params.qv_batch +
           from.head * params.qv_head + from.packed * params.qv_row + 8 * chunk);
     }
-    *reinterpret_cast<uint4*>(shared + C::Q_SMEM + QTile::offset(row, chunk)) = x;
+  }
+#pragma unroll
+  for (int i = 0; i < C::BLOCK_Q / STEP; ++i) {
+    const int row = threadIdx.x / CHUNKS + STEP * i;
+    *reinterpret_cast<uint4*>(shared + C::Q_SMEM + QTile::offset(row, chunk)) = x[i];
   }
 }
 
@@ -238,13 +244,12 @@ using MlaQuery = uint32_t[4][4];
 
 template <class C>
 __device__ __forceinline__ void load_q(MlaQuery& q_rmem, const MlaParams& params,
-                                       const MlaTile& tile, int warp_row) {
+                                       const math::Work& work, int warp_row) {
   const AttentionParams& attention = params.call.attention;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const math::FewRow row(attention, params.call.packed_heads, tile.work,
-                           warp_row + lane / 4 + 8 * r);
+    const math::FewRow row(attention, params.call.packed_heads, work, warp_row + lane / 4 + 8 * r);
     const uint16_t* q_gmem = static_cast<const uint16_t*>(attention.q_gmem) +
                              row.batch * attention.q_batch + row.head * attention.q_head +
                              row.packed * attention.q_row + lane % 4 * 2;
@@ -546,8 +551,8 @@ __device__ __forceinline__ void consume_latent_rows(const MlaParams& params, con
                                  static_cast<int>(threadIdx.x) % C::WARPGROUP / 32 * C::WARP_ROWS,
                                  uniform(tile.visible.first(tile.last_row)),
                                  uniform(tile.visible.last(tile.work.first_row))};
-  load_qv<C>(params, tile, shared);
-  load_q<C>(consumer.q_rmem, params, tile, consumer.warp_row);
+  load_qv<C>(params, tile.work, shared);
+  load_q<C>(consumer.q_rmem, params, tile.work, consumer.warp_row);
   ptx::fence_proxy_async_shared();        // the stores come before the reads of wgmma
   ptx::bar_sync(1, C::CONSUMER_THREADS);  // all consumers have stored their part of qv
   consumer.run();
