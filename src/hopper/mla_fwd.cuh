@@ -210,41 +210,63 @@ __device__ __forceinline__ void produce_latent_part(const MlaParams& params, con
 
 // --- consumers, two warpgroups ---
 
-// Copies the 512 columns of qv to shared memory, zeros for rows that do not exist. All consumer
-// threads call it.
+// A consumer warp's rows of qv on their way to shared memory: 16 bytes of a row in a lane, twice.
+// Each lane finds one of the rows, since code that finds every row in every lane takes longer to
+// fetch than the rows themselves.
 template <class C>
-__device__ __forceinline__ void load_qv(const MlaParams& params, const MlaTile& tile,
-                                        unsigned char* shared) {
+struct MlaQueryRows {
   using QTile = typename C::QTile;
-  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
-  constexpr int STEP = C::CONSUMER_THREADS / CHUNKS;  // rows
-  const AttentionParams& attention = params.call.attention;
-  const int chunk = threadIdx.x % CHUNKS;
-#pragma unroll 4
-  for (int row = threadIdx.x / CHUNKS; row < C::BLOCK_Q; row += STEP) {
-    const math::FewRow from(attention, params.call.packed_heads, tile.work, row);
-    uint4 x{};
-    if (from.wanted) {
-      x = *reinterpret_cast<const uint4*>(
-          static_cast<const uint16_t*>(params.qv_gmem) + from.batch * params.qv_batch +
-          from.head * params.qv_head + from.packed * params.qv_row + 8 * chunk);
+  static constexpr int CHUNKS = C::HEAD_DIM_V / 8 / 32;  // of a row, for one lane
+  static constexpr int ROWS = C::BLOCK_Q / C::WARPS;     // of a warp
+
+  uint4 x[ROWS][CHUNKS];
+
+  // Zeros for rows that do not exist.
+  __device__ __forceinline__ void load(const MlaParams& params, const math::Work& work) {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * ROWS;
+    const math::FewRow own(params.call.attention, params.call.packed_heads, work,
+                           warp_row + lane % ROWS);
+    const int64_t offset_of_lane =
+        own.batch * params.qv_batch + own.head * params.qv_head + own.packed * params.qv_row;
+    const uint32_t wanted = __ballot_sync(math::FULL_WARP, own.wanted);
+    const uint16_t* const qv_gmem = static_cast<const uint16_t*>(params.qv_gmem) + 8 * lane;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      // mutants: from-a-low-lane
+      const int64_t offset = __shfl_sync(math::FULL_WARP, offset_of_lane, i);
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j) {
+        x[i][j] = uint4{};
+        if (wanted >> i & 1) x[i][j] = *reinterpret_cast<const uint4*>(qv_gmem + offset + 256 * j);
+      }
     }
-    *reinterpret_cast<uint4*>(shared + C::Q_SMEM + QTile::offset(row, chunk)) = x;
   }
-}
+  __device__ __forceinline__ void store(unsigned char* shared) const {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * ROWS;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j) {
+        *reinterpret_cast<uint4*>(shared + C::Q_SMEM + QTile::offset(warp_row + i, lane + 32 * j)) =
+            x[i][j];
+      }
+    }
+  }
+};
 
 // The fragments of A of the query's 64 other columns.
 using MlaQuery = uint32_t[4][4];
 
 template <class C>
 __device__ __forceinline__ void load_q(MlaQuery& q_rmem, const MlaParams& params,
-                                       const MlaTile& tile, int warp_row) {
+                                       const math::Work& work, int warp_row) {
   const AttentionParams& attention = params.call.attention;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const math::FewRow row(attention, params.call.packed_heads, tile.work,
-                           warp_row + lane / 4 + 8 * r);
+    const math::FewRow row(attention, params.call.packed_heads, work, warp_row + lane / 4 + 8 * r);
     const uint16_t* q_gmem = static_cast<const uint16_t*>(attention.q_gmem) +
                              row.batch * attention.q_batch + row.head * attention.q_head +
                              row.packed * attention.q_row + lane % 4 * 2;
@@ -493,50 +515,91 @@ struct MlaConsumer {
   // Writes this warpgroup's half of the columns: to the workspace if the keys are split, else to
   // the output. Warpgroup 0 writes what there is one of for each row.
   __device__ __forceinline__ void store() {
+    if (params.call.partials.wanted()) {
+      store_partial_rows();
+    } else {
+      store_rows();
+    }
+  }
+
+  __device__ __forceinline__ void store_partial_rows() {
     const AttentionParams& attention = params.call.attention;
     const Partials& partials = params.call.partials;
     const int lane = threadIdx.x % 32;
-    const int first_column = GROUP * G::HEAD_DIM_V + lane % 4 * 2;
-    const bool once = GROUP == 0 && lane % 4 == 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const math::FewRow row(attention, params.call.packed_heads, tile.work,
                              warp_row + lane / 4 + 8 * r);
-      if (partials.wanted()) {
-        const float sum = __shfl_sync(math::FULL_WARP, state.sum[0][r], lane & ~3);
-        if (!row.wanted) continue;
-        const int64_t index =
-            partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
-        if (once) partials.ends_gmem[index] = {state.base[0][r], sum};
-        if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
-        float* row_gmem = partials.rows_gmem + index * C::HEAD_DIM_V + first_column;
+      const float sum = __shfl_sync(math::FULL_WARP, state.sum[0][r], lane & ~3);
+      if (!row.wanted) continue;
+      const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
+      if (GROUP == 0 && lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
+      if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
+      float* row_gmem =
+          partials.rows_gmem + index * C::HEAD_DIM_V + GROUP * G::HEAD_DIM_V + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < G::HEAD_DIM_V / 8; ++n) {
-          *reinterpret_cast<float2*>(row_gmem + 8 * n) = {o_rmem[0][n][2 * r],
-                                                          o_rmem[0][n][2 * r + 1]};
-        }
-      } else {
-        const math::RowEnd end =
-            math::finish_lane_row<G>(state, 0, r, math::load_sink(attention, row.head));
-        if (!row.wanted) continue;
-        if (attention.lse_gmem != nullptr && once)
-          attention.lse_gmem[row.lse_index(attention)] = end.lse;
-        uint16_t* row_gmem = static_cast<uint16_t*>(attention.out_gmem) +
-                             row.batch * attention.out_batch + row.head * attention.out_head +
-                             row.packed * attention.out_row + first_column;
-#pragma unroll
-        for (int n = 0; n < G::HEAD_DIM_V / 8; ++n) {
-          const float* x = &o_rmem[0][n][2 * r];
-          *reinterpret_cast<uint32_t*>(row_gmem + 8 * n) =
-              ptx::cvt_rn_x2_f32<C::DTYPE>(x[0] * end.factor, x[1] * end.factor);
-        }
+      for (int n = 0; n < G::HEAD_DIM_V / 8; ++n) {
+        *reinterpret_cast<float2*>(row_gmem + 8 * n) = {o_rmem[0][n][2 * r],
+                                                        o_rmem[0][n][2 * r + 1]};
       }
+    }
+  }
+
+  // The rows take the place of qv in shared memory, so that a warp writes whole rows of its half of
+  // the columns. Nobody reads qv any more: add_sums() has waited for both warpgroups, whose
+  // products are done. A warp reads back only what it has written.
+  __device__ __forceinline__ void store_rows() {
+    using QTile = typename C::QTile;
+    constexpr int CHUNKS = G::HEAD_DIM_V / 8;  // of a row's half, 16 bytes each: one for a lane
+    static_assert(CHUNKS == 32);
+    const AttentionParams& attention = params.call.attention;
+    const int lane = threadIdx.x % 32;
+    const int first_chunk = GROUP * CHUNKS;
+    float factors[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const math::FewRow row(attention, params.call.packed_heads, tile.work,
+                             warp_row + lane / 4 + 8 * r);
+      const math::RowEnd end =
+          math::finish_lane_row<G>(state, 0, r, math::load_sink(attention, row.head));
+      factors[r] = end.factor;
+      if (row.wanted && attention.lse_gmem != nullptr && GROUP == 0 && lane % 4 == 0)
+        attention.lse_gmem[row.lse_index(attention)] = end.lse;
+    }
+    const uint32_t row_smem =
+        shared_smem + C::Q_SMEM + QTile::offset(warp_row + lane % 16, first_chunk + lane / 16);
+#pragma unroll
+    for (int i = 0; i < CHUNKS / 2; ++i) {  // 16 columns each
+      const float (&left)[4] = o_rmem[0][2 * i];
+      const float (&right)[4] = o_rmem[0][2 * i + 1];
+      const uint32_t x[4] = {
+          ptx::cvt_rn_x2_f32<C::DTYPE>(left[0] * factors[0], left[1] * factors[0]),
+          ptx::cvt_rn_x2_f32<C::DTYPE>(left[2] * factors[1], left[3] * factors[1]),
+          ptx::cvt_rn_x2_f32<C::DTYPE>(right[0] * factors[0], right[1] * factors[0]),
+          ptx::cvt_rn_x2_f32<C::DTYPE>(right[2] * factors[1], right[3] * factors[1])};
+      ptx::stmatrix_x4(QTile::advance(row_smem, 2 * i), x);
+    }
+    __syncwarp();  // the other lanes have stored before a lane reads
+    const math::FewRow own(attention, params.call.packed_heads, tile.work, warp_row + lane % 16);
+    const int64_t offset_of_lane = own.batch * attention.out_batch + own.head * attention.out_head +
+                                   own.packed * attention.out_row;
+    const uint32_t wanted = __ballot_sync(math::FULL_WARP, own.wanted);
+    uint16_t* const out_gmem =
+        static_cast<uint16_t*>(attention.out_gmem) + 8 * (first_chunk + lane);
+#pragma unroll 4
+    for (int i = 0; i < C::WARP_ROWS; ++i) {
+      // mutants: from-a-low-lane
+      const int64_t offset = __shfl_sync(math::FULL_WARP, offset_of_lane, i);
+      if ((wanted >> i & 1) == 0) continue;
+      *reinterpret_cast<uint4*>(out_gmem + offset) = *reinterpret_cast<const uint4*>(
+          shared + C::Q_SMEM + QTile::offset(warp_row + i, first_chunk + lane));
     }
   }
 };
 
 template <class C, int GROUP>
 __device__ __forceinline__ void consume_latent_rows(const MlaParams& params, const MlaTile& tile,
+                                                    const MlaQueryRows<C>& qv,
                                                     unsigned char* shared, uint32_t shared_smem) {
   MlaConsumer<C, GROUP> consumer{params,
                                  tile,
@@ -546,8 +609,8 @@ __device__ __forceinline__ void consume_latent_rows(const MlaParams& params, con
                                  static_cast<int>(threadIdx.x) % C::WARPGROUP / 32 * C::WARP_ROWS,
                                  uniform(tile.visible.first(tile.last_row)),
                                  uniform(tile.visible.last(tile.work.first_row))};
-  load_qv<C>(params, tile, shared);
-  load_q<C>(consumer.q_rmem, params, tile, consumer.warp_row);
+  qv.store(shared);
+  load_q<C>(consumer.q_rmem, params, tile.work, consumer.warp_row);
   ptx::fence_proxy_async_shared();        // the stores come before the reads of wgmma
   ptx::bar_sync(1, C::CONSUMER_THREADS);  // all consumers have stored their part of qv
   consumer.run();
@@ -561,14 +624,24 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   const math::PackedHeads& packed = call.packed_heads;
   static_assert(sizeof(MlaTile) <= C::TILE_BYTES);
   MlaTile& tile = *reinterpret_cast<MlaTile*>(shared + C::TILE_SMEM);
-  for (int head = 0; !call.partials.wanted() && head < packed.count; ++head) {
-    math::write_rows_of_no_sequence(call.attention, blockIdx.x, threadIdx.x, C::THREADS,
-                                    packed.rows(), packed.count, head);
+  if (call.attention.cu_seqlens_q_gmem != nullptr && !call.partials.wanted()) {
+    for (int head = 0; head < packed.count; ++head) {
+      math::write_rows_of_no_sequence(call.attention, blockIdx.x, threadIdx.x, C::THREADS,
+                                      packed.rows(), packed.count, head);
+    }
   }
   const math::Work work =
       math::find_work(call.attention, static_cast<int>(blockIdx.x) / call.partials.splits,
                       packed.rows(), packed.count);
   if (work.first_row < 0) return;
+  if (threadIdx.x == C::CONSUMER_THREADS) {
+    ptx::prefetch_tensormap(params.k_map);
+    ptx::prefetch_tensormap(params.v_map);
+  }
+  // Under way before thread 0 waits for the sequence's length. A load takes microseconds here: the
+  // cache leaves nothing of other tensors in L2.
+  MlaQueryRows<C> qv;
+  if (threadIdx.x < C::CONSUMER_THREADS) qv.load(params, work);
   if (threadIdx.x == 0) {
     tile = find_mla_tile<C>(call, work);
     const MlaBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -594,9 +667,9 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   } else {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
     if (threadIdx.x < C::WARPGROUP) {
-      consume_latent_rows<C, 0>(params, tile, shared, shared_smem);
+      consume_latent_rows<C, 0>(params, tile, qv, shared, shared_smem);
     } else {
-      consume_latent_rows<C, 1>(params, tile, shared, shared_smem);
+      consume_latent_rows<C, 1>(params, tile, qv, shared, shared_smem);
     }
   }
 }

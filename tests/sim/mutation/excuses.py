@@ -233,6 +233,12 @@ EXCUSES = (
         "x is the same in all lanes, whichever of them it is taken from",
     ),
     Excuse(
+        "constant",
+        r"mov\.u32: 31 -> (1[6-9]|2\d|3\d|6\d)",
+        "from-a-low-lane",
+        "the lanes whose value is taken are below 16, inside any of these bounds",
+    ),
+    Excuse(
         "predicate",
         "swap the values of selp",
         "tiles-in-other-order",

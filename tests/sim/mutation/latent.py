@@ -77,7 +77,7 @@ class LatentTarget:
             ),
             # Each row sees four keys: one too many or too few is a large error.
             "few visible": make(
-                [150, 131], nq=60, capacity=160, heads=(3, 1), window=(2, 1), **latent
+                [190, 131, 62], nq=60, capacity=192, heads=(3, 1), window=(2, 1), **latent
             ),
             "chunks": make(
                 [140], nq=60, capacity=160, heads=(4, 1), attention_chunk=21, causal=True, **latent
