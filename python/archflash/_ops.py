@@ -117,7 +117,9 @@ def attention(
             with torch.no_grad():
                 operator(q.detach(), k.detach(), v.detach())
         return _torch.attention(q, k, v, **_options.for_torch(options))
-    return _answer(operator(q, k, v), options | {"return_lse": wants_lse})
+    results = operator(q, k, v)
+    options["return_lse"] = wants_lse  # torch.compile of torch 2.6 cannot trace a union of dicts
+    return _answer(results, options)
 
 
 def _answer(results: tuple[Tensor, Tensor], options: dict[str, Any]) -> Any:
