@@ -27,8 +27,9 @@
 // A consumer warpgroup owns 64 rows: their scores, P and outputs never leave its registers. Without
 // IN_TURNS no warpgroup waits for another one.
 //
-// 8-bit V comes from the workspace, where transpose_v.cuh has turned it: with the keys of a column
-// side by side, and zeros behind the end of a sequence.
+// 8-bit V comes from the workspace, where transpose_v.cuh turns it: with the keys of a column side
+// by side, and zeros behind the end of a sequence. This kernel starts early (Launch::starts_early):
+// the producer waits for the other one's end before it loads V.
 //
 // The tiles, stages and the memory plan are in config.cuh, the barriers and the hazards that they
 // close in tile.cuh, the choice among the kernels in plan.cpp, budgets and measurements in
@@ -46,6 +47,7 @@
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -130,7 +132,10 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
     const int head = tile.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
+    // 8-bit V: where the keys of the sequence start in a column, and one behind its last key, which
+    // is filled up with zeros.
     const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
+    const int v_columns_end = (tile.nk + V_COLUMN_KEYS - 1) / V_COLUMN_KEYS * V_COLUMN_KEYS;
 
     const auto load_k = [&](int block) {
       // The products of every consumer warp have read the K that the stage held.
@@ -153,10 +158,19 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
       ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
       if constexpr (C::FP8) {
         if (leader) {
-          math::start_load<typename C::VTile, C::PACK>(
-              shared_smem + offset, params.v_map, first_v_column<C>(tile), kv_head,
-              attention.cu_seqlens_k_gmem == nullptr ? batch : 0, barriers.v_full(v_ring.stage),
-              v_columns_start + block);
+          using VTile = typename C::VTile;
+          ptx::mbarrier_arrive_expect_tx(barriers.v_full(v_ring.stage), VTile::BYTES);
+#pragma unroll
+          for (int slab = 0; slab < VTile::SLABS; ++slab) {
+            // Behind the zeros of this sequence come the keys of the next one: zeros are read from
+            // behind the tensor instead.
+            const int key = block + slab * VTile::SLAB * C::PACK;
+            ptx::cp_async_bulk_tensor_4d_load(
+                shared_smem + offset + slab * VTile::SLAB_BYTES, params.v_map,
+                key < v_columns_end ? v_columns_start + key : params.v_columns,
+                first_v_column<C>(tile), kv_head,
+                attention.cu_seqlens_k_gmem == nullptr ? batch : 0, barriers.v_full(v_ring.stage));
+          }
         }
       } else if (leader) {
         math::start_load<typename C::VTile>(
@@ -193,12 +207,15 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
       }
     }
     q_ring.advance();
+    if constexpr (C::FP8) ptx::griddepcontrol_wait();  // V has been turned
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
       if (block > blocks.first) load_k(block - C::BLOCK_K);
       load_v(block);
     }
   }
+  // A CTA without tiles, too, ends after the kernel before this one.
+  if constexpr (C::FP8) ptx::griddepcontrol_wait();
   ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
   if (leader) {
     Tile none{};

@@ -67,9 +67,9 @@ struct Config {
   // one is multiplied. Three warpgroups have no registers for that.
   static constexpr int PARTS = !OVERLAPS && WARPGROUPS <= 2 ? 2 : 1;
 
-  // Whether masks and descales spend instructions to keep few registers. Kernels of fewer
-  // warpgroups are slower with that, or spill.
-  static constexpr bool SPARES_REGISTERS = FP8 && WARPGROUPS == 4;
+  // Whether masks and descales spend instructions to keep few registers: those of the tiles that
+  // spill without it. Others are slower with it, or spill.
+  static constexpr bool SPARES_REGISTERS = FP8 && (WARPGROUPS == 4 || BLOCK_K > 128);
 
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
@@ -150,8 +150,8 @@ using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     fals
 // --- 8-bit inputs ---
 
 // Those with SCALE_ROWS keys at a time serve calls in which each block of so many keys has a
-// descale of its own. With OVERLAPS the registers suffice for sums in parts of 128 columns of V:
-// more are computed by two CTAs.
+// descale of its own, the small ones calls whose row tiles fill the GPU badly. With OVERLAPS the
+// registers suffice for sums in parts of 128 columns of V: more are computed by two CTAs.
 constexpr int V_COLUMN_KEYS = 128;       // keys of V that a CTA of transpose_v() turns
 constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
 constexpr int TRANSPOSE_THREADS = 256;
@@ -162,9 +162,13 @@ constexpr int TRANSPOSE_THREADS = 256;
 template <DType T>
 using Fp8D64        = Config<T,  64,  64,  4,     128,  3,      2,      1,       true,   false,  false,  false>;
 template <DType T>
+using Fp8D64Small   = Config<T,  64,  64,  2,     128,  3,      2,      1,       true,   false,  false,  false>;
+template <DType T>
 using Fp8D64Blocks  = Config<T,  64,  64,  3,      64,  4,      2>;
 template <DType T>
 using Fp8D128       = Config<T, 128, 128,  3,     128,  3,      2,      1,       true,   false,  false,  false>;
+template <DType T>
+using Fp8D128Small  = Config<T, 128, 128,  2,     128,  3,      2,      1,       true,   false,  false,  false>;
 template <DType T>
 using Fp8D128Blocks = Config<T, 128, 128,  2,      64,  4,      2,      1,       true>;
 template <DType T>
@@ -172,7 +176,7 @@ using Fp8D192       = Config<T, 192, 128,  3,     128,  3,      2,      1,      
 template <DType T>
 using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
 template <DType T>
-using Fp8D256       = Config<T, 256, 256,  2,     128,  3,      1,      1,       true,   false,  false,  false>;
+using Fp8D256       = Config<T, 256, 256,  2,     192,  2,      1,      1,       true,   false,  false,  false>;
 template <DType T>
 using Fp8D256Blocks = Config<T, 256, 128,  2,      64,  3,      2,      1,       true,   false,  true>;
 // clang-format on

@@ -115,7 +115,13 @@ constexpr Tile FP8_TILES[] = {
     tile<Fp8D64<DType::E4M3>>("d64", {}, "4 warpgroups of 64 rows in turns, 128 keys at a time"),
     tile<Fp8D128<DType::E4M3>>("d128", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
     tile<Fp8D192<DType::E4M3>>("d192", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
-    tile<Fp8D256<DType::E4M3>>("d256", {}, "2 warpgroups of 64 rows in turns, 128 keys at a time"),
+    tile<Fp8D256<DType::E4M3>>("d256", {}, "2 warpgroups of 64 rows in turns, 192 keys at a time"),
+};
+// For calls whose rows these tiles share out more evenly (small_tiles_are_faster).
+constexpr const char* SMALL = "2 warpgroups of 64 rows in turns, which make more tiles than 3 or 4";
+constexpr Tile FP8_SMALL_TILES[] = {
+    tile<Fp8D64Small<DType::E4M3>>("d64_small", {}, SMALL),
+    tile<Fp8D128Small<DType::E4M3>>("d128_small", {}, SMALL),
 };
 // For descales of k or v by blocks of 64 keys.
 constexpr Tile FP8_BLOCK_TILES[] = {
@@ -128,11 +134,32 @@ constexpr Tile FP8_BLOCK_TILES[] = {
         "unmeasured"),
 };
 
-std::span<const Tile> tiles_for(const Problem& problem) {
+const Tile* first_that_takes(std::span<const Tile> tiles, const Problem& problem) {
+  const auto tile = std::find_if(tiles.begin(), tiles.end(), [&](const Tile& candidate) {
+    return core::takes_head_dims(candidate, problem);
+  });
+  return tile == tiles.end() ? nullptr : &*tile;
+}
+
+// Whether a small tile finishes an 8-bit call first, by the model of makespans. Its CTAs compute
+// fewer rows in a time: measured on an H200 (NOTES.md).
+bool small_tiles_are_faster(const Problem& problem, const Device& device) {
+  const Tile* small = first_that_takes(FP8_SMALL_TILES, problem);
+  const Tile* large = first_that_takes(FP8_TILES, problem);
+  if (small == nullptr || large == nullptr) return false;
+  const double speed = small->head_dim == 64 ? 0.65 : 0.77;  // of the large tile's, for each row
+  const auto time = [&](const Tile& tile) {
+    return core::walk_time(problem, device, tile) * tile.block_q;
+  };
+  return time(*small) / speed < time(*large);
+}
+
+std::span<const Tile> tiles_for(const Problem& problem, const Device& device) {
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
   const Descales descales = core::descales(problem);
   if (descales.k.block != 0 || descales.v.block != 0) return FP8_BLOCK_TILES;
+  if (small_tiles_are_faster(problem, device)) return FP8_SMALL_TILES;
   return FP8_TILES;
 }
 
@@ -189,7 +216,8 @@ int64_t transpose_ctas(const Problem& problem) {
   return v_columns(problem) / V_COLUMN_KEYS * batch * problem.heads_kv;
 }
 
-// Puts the launch that turns V before that of `plan`, which then reads V from the workspace.
+// Puts the launch that turns V before that of `plan`, which starts early and then reads V from the
+// workspace.
 void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
                  core::Workspace& workspace) {
   const int64_t batch = problem.varlen ? 1 : problem.batch;
@@ -211,6 +239,7 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
   first.grid = {transpose_ctas(problem), 1, 1};
   first.block = {TRANSPOSE_THREADS, 1, 1};
   first.params = last.params;
+  last.starts_early = true;
   first.pointers = last.pointers;
   first.pointers.push_back(
       {Operand::Workspace, static_cast<int32_t>(offsetof(Params, v_columns_gmem)), start});
@@ -260,7 +289,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
                       core::USE_TORCH);
   }
   if (!why_not.empty()) return why_not;
-  const auto choice = core::choose_with_splits("hopper", tiles_for(problem), problem, device);
+  const auto choice =
+      core::choose_with_splits("hopper", tiles_for(problem, device), problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
   const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<Tile>>(choice);
   const int64_t v_slices = std::max<int64_t>(core::ceil_div(problem.dv, tile.v_columns_of_cta), 1);
@@ -302,7 +332,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
 }
 
 Notes notes(const LaunchPlan& plan) {
-  const Tile* tile = core::taken(tiles_for(plan.problem), plan);
+  const Tile* tile = core::taken(tiles_for(plan.problem, plan.device), plan);
   if (tile == nullptr) return {};  // none, or that of plan_mla.cpp
   const auto str = [](int x) { return std::to_string(x); };
   return {

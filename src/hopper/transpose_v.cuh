@@ -12,6 +12,7 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/descales.cuh"
 #include "common/math/varlen_tiles.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/st_global.cuh"
 #include "hopper/config.cuh"
 #include "hopper/params.h"
@@ -40,6 +41,7 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
   constexpr int CHUNK = 16;                          // bytes that a thread reads at once
   constexpr int PITCH = TRANSPOSED_COLUMNS / 4 + 1;  // words: odd, against bank conflicts
   __shared__ uint32_t tile[V_COLUMN_KEYS * PITCH];   // (keys, columns)
+  ptx::griddepcontrol_launch_dependents();           // its first scores need no V
   const AttentionParams& attention = params.attention;
   const int blocks = params.v_columns / V_COLUMN_KEYS;
   const int heads = attention.heads_q / attention.heads_per_kv;

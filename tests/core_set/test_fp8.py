@@ -253,8 +253,10 @@ TILES: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int], int]] = {
     ("blackwell_dc", "d192_mufu"): ((300, 270), (192, 128), 1),
     ("blackwell_dc", "d256_mufu"): ((140, 270), (256, 208), 1),
     ("hopper", "d64"): ((300, 270), (64, 48), 1),
+    ("hopper", "d64_small"): ((100, 270), (64, 48), 1),
     ("hopper", "d64_blocks"): ((300, 270), (64, 48), 1),
-    ("hopper", "d128"): ((200, 270), (128, 96), 1),
+    ("hopper", "d128"): ((260, 270), (128, 96), 1),
+    ("hopper", "d128_small"): ((200, 270), (128, 96), 1),
     ("hopper", "d128_blocks"): ((200, 270), (112, 128), 1),
     ("hopper", "d192"): ((200, 270), (192, 128), 1),
     ("hopper", "d192_blocks"): ((200, 270), (176, 112), 1),
@@ -267,7 +269,8 @@ HOME = {"blackwell_consumer": "RTX 5090", "blackwell_dc": "B200", "hopper": "H20
 @pytest.mark.parametrize(("kernel", "tile"), [case for case in TILES if case[0] in KERNELS])
 def test_every_kernel_with_several_tiles_for_a_cta(kernel: str, tile: str) -> None:
     rows, dims, sms = TILES[kernel, tile]
-    per = "head" if tile in ("d64", "d128", "d192", "d256") and kernel == "hopper" else "block"
+    by_head = kernel == "hopper" and not tile.endswith("_blocks")
+    per = "head" if by_head else "block"
     tensors, call = quantised_call("float8_e4m3fn", rows, dims, (4, 2), per)
     of_10_3 = tile.endswith("_mufu")
     home = archflash.explain(

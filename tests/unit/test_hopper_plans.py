@@ -97,6 +97,26 @@ def test_only_descales_by_block_share_the_columns_of_v_out() -> None:
     assert even.ideal * 132 == 2 * 16 * 32 * (4096 + native.TILE_KEYS)
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ((1, 16, 1024, 64, False), "d64_small"),
+        ((1, 16, 2048, 64, True), "d64_small"),
+        ((2, 12, 2048, 64, True), "d64"),
+        ((64, 64, 1024, 64, False), "d64"),
+        ((1, 16, 1024, 128, False), "d128_small"),
+        ((1, 8, 4096, 128, True), "d128_small"),
+        ((4, 16, 1024, 128, False), "d128"),
+        ((16, 16, 8192, 128, False), "d128"),
+    ],
+    ids=str,
+)
+def test_8_bit_calls_that_fill_few_sms_have_small_tiles(shape: Any, tile: str) -> None:
+    b, hq, n, d, causal = shape
+    problem = call("float8_e4m3fn", b=b, hq=hq, nq=n, d=d, causal=causal)
+    assert tile_of(plan_of(problem, "H200", NAME)).name == tile
+
+
 def test_columns_of_v_in_8_bits_have_a_limit() -> None:
     """Each of the packed sequences is filled up to 128 keys."""
     sequences = (1 << 24) + 1
