@@ -107,7 +107,7 @@ def attention(
             at = at[:, None] if packed else at[:, None, :] if swap else at[:, :, None]
             q = torch.empty_like(q).copy_(_rotated(q, at, *tables, rotary_interleaved))
         for cache, x in zip((keys, values), new, strict=True):
-            _append(cache, x, position, capacity, page_table, sequence_rows)
+            append(cache, x, position, capacity, page_table, sequence_rows)
 
     total = (lengths + added).clamp(0, capacity)
     # The band is relative to the last query and the last key.
@@ -223,7 +223,7 @@ def _rotated(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved:
     return torch.cat([turned, rest], -1)
 
 
-def _append(
+def append(
     cache: Tensor,  # (sequences or pages, rows, heads, dim)
     new: Tensor,  # (B, n_new, heads, dim)
     position: Tensor,  # (B, n_new)

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <variant>
@@ -259,6 +260,11 @@ PlanResult plan(const Problem& problem, const Device& device) {
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
   return mma_sync::plan_16_bits("ampere", TILES, problem, device);
+}
+
+// Lends the decoding kernels to the calls of other folders.
+std::optional<mma_sync::FewRowsPlan> plan_few_rows(const Problem& problem, const Device& device) {
+  return mma_sync::plan_few_rows("ampere", DECODE_TILES, problem, device);
 }
 
 Notes notes(const LaunchPlan& plan) {

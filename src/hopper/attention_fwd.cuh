@@ -54,12 +54,27 @@
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
+#include "hopper/cache_params.h"
+#include "hopper/cache_rows.cuh"
 #include "hopper/config.cuh"
 #include "hopper/params.h"
 #include "hopper/tile.cuh"
 #include "hopper/transpose_v.cuh"
 
 namespace archflash::hopper {
+
+// What a kernel is given: with CACHE it is told of the cache, too.
+template <class C>
+using ParamsOf = std::conditional_t<C::CACHE, CacheParams, Params>;
+
+template <class C>
+__device__ __forceinline__ const Params& call_of(const ParamsOf<C>& params) {
+  if constexpr (C::CACHE) {
+    return params.call;
+  } else {
+    return params;
+  }
+}
 
 // Query rows of each head that a tile has.
 template <class C>
@@ -103,8 +118,9 @@ __device__ __forceinline__ unsigned next_tile(const Params& params, unsigned ind
 }
 
 template <class C>
-__device__ __forceinline__ void produce(const Params& params, unsigned char* shared,
+__device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned char* shared,
                                         uint32_t shared_smem) {
+  const Params& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
@@ -119,6 +135,13 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
                               C::CAN_PACK ? params.packed_heads.count : 1),
               static_cast<int>(index) % shares};
     if (tile.first_row < 0) continue;
+    const int batch = tile.batch_head / attention.heads_q;
+    math::CacheRows cache_rows{};
+    if constexpr (C::CACHE) {
+      if (tile.nq <= all_params.few_rows) continue;  // another launch serves the sequence
+      cache_rows = math::find_cache_rows(all_params.cache, batch);
+      tile.nk = cache_rows.count;
+    }
     tile.end_row = tile.nq;
     if constexpr (C::TILE_STEP > 0) {
       const math::RowTile rows =
@@ -128,7 +151,6 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
     }
     const math::Blocks blocks =
         find_blocks<C>(params, tile, math::find_visible_keys(attention, tile));
-    const int batch = tile.batch_head / attention.heads_q;
     const int head = tile.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
@@ -137,26 +159,48 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
     const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
     const int v_columns_end = (tile.nk + V_COLUMN_KEYS - 1) / V_COLUMN_KEYS * V_COLUMN_KEYS;
 
+    const auto find_place = [&](int block) -> CachePlace {
+      if constexpr (!C::CACHE) {
+        return {};
+      } else {
+        return SequenceOfCache{all_params.cache, all_params.box_rows, batch, cache_rows}.find(
+            block);
+      }
+    };
+    CachePlace next_place{};  // of the block whose K comes next: it is found a block ahead
     const auto load_k = [&](int block) {
       // The products of every consumer warp have read the K that the stage held.
       // mutants: needless-with-one-tile
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
-      if (leader) {
+      if constexpr (C::CACHE) {
+        start_cache_load<typename C::KTile>(
+            leader, shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
+            next_place, all_params.cache.blocks, all_params.box_rows, kv_head,
+            barriers.k_full(k_ring.stage));
+      } else if (leader) {
         math::start_load<typename C::KTile, C::PACK>(
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
             keys_start + block, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(k_ring.stage));
       }
       k_ring.advance();
+      next_place = find_place(block - C::BLOCK_K);
     };
-    const auto load_v = [&](int block) {
-      // Without cu_seqlens a block reaches beyond the tensor, where TMA reads zeros.
-      const bool ragged =
-          !C::FP8 && attention.cu_seqlens_k_gmem != nullptr && block + C::BLOCK_K > tile.nk;
+    // `place` is that of the block in a cache.
+    const auto load_v = [&](int block, const CachePlace& place) {
+      // Without cu_seqlens and without a cache a block reaches beyond the tensor, where TMA reads
+      // zeros.
+      const bool ragged = !C::FP8 && (C::CACHE || attention.cu_seqlens_k_gmem != nullptr) &&
+                          block + C::BLOCK_K > tile.nk;
       const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
       // The products of every consumer warp have read the V that the stage held.
       ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
-      if constexpr (C::FP8) {
+      if constexpr (C::CACHE) {
+        start_cache_load<typename C::VTile>(
+            leader, shared_smem + offset, params.v_map, place, all_params.cache.blocks,
+            all_params.box_rows, kv_head,
+            ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
+      } else if constexpr (C::FP8) {
         if (leader) {
           using VTile = typename C::VTile;
           ptx::mbarrier_arrive_expect_tx(barriers.v_full(v_ring.stage), VTile::BYTES);
@@ -190,6 +234,8 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
     const bool any_block = blocks.first <= blocks.last;
     // The first block comes before Q: the rings are free while the previous tile's output still
     // passes through Q's part.
+    if (any_block) next_place = find_place(blocks.last);
+    CachePlace place = next_place;
     if (any_block) load_k(blocks.last);
     // The consumers have read the message, and their output rows have left Q's part.
     // mutants: needless-with-one-tile
@@ -210,8 +256,10 @@ __device__ __forceinline__ void produce(const Params& params, unsigned char* sha
     if constexpr (C::FP8) ptx::griddepcontrol_wait();  // V has been turned
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
+      const CachePlace place_before = next_place;
       if (block > blocks.first) load_k(block - C::BLOCK_K);
-      load_v(block);
+      load_v(block, place);
+      place = place_before;
     }
   }
   // A CTA without tiles, too, ends after the kernel before this one.
@@ -601,7 +649,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 }
 
 template <class C>
-__device__ __forceinline__ void attention_fwd(const Params& params) {
+__device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
+  const Params& params = call_of<C>(all_params);
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -615,7 +664,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   } else {
     if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
     if (threadIdx.x < C::CONSUMER_THREADS + 32) {
-      produce<C>(params, shared, shared_smem);
+      produce<C>(all_params, shared, shared_smem);
     } else if (params.attention.cu_seqlens_q_gmem != nullptr) {
       write_rows_of_no_sequence<C>(params);
     }
@@ -628,6 +677,6 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 // constant memory, where TMA reads the tensor maps.
 #define ARCHFLASH_HOPPER_KERNEL(NAME, CONFIG)                                        \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::hopper::Params params) {               \
+      NAME(const __grid_constant__ archflash::hopper::ParamsOf<CONFIG> params) {     \
     archflash::hopper::attention_fwd<CONFIG>(params);                                \
   }

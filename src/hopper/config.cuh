@@ -19,7 +19,7 @@ constexpr int TILE_MESSAGE_BYTES = 32;
 // SLICES_V half of it.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPGROUPS_, int BLOCK_K_, int STAGES_,
           int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false,
-          bool SLICES_V_ = false, bool OVERLAPS_ = true>
+          bool SLICES_V_ = false, bool OVERLAPS_ = true, bool CACHE_ = false>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
@@ -60,6 +60,8 @@ struct Config {
   // Elsewhere O += P V is finished before the next scores begin: then the scores and the part
   // never need registers at the same time, so that a block can have more keys and O more columns.
   static constexpr bool OVERLAPS = OVERLAPS_;
+  // Whether K and V are rows of a KV cache, whose lengths and page table are on the device.
+  static constexpr bool CACHE = CACHE_;
   // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
   // time, so that a part of the sums needs few registers.
   static constexpr int PASS_COLUMNS = OVERLAPS ? HEAD_DIM_V : 64;
@@ -79,7 +81,7 @@ struct Config {
   // share out the rest (setmaxnreg).
   static constexpr int SM_REGISTERS = 65536;
   static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = WARPGROUPS >= 3 ? 32 : 24;
+  static constexpr int PRODUCER_REGISTERS = WARPGROUPS >= 3 || CACHE ? 32 : 24;
   static constexpr int CONSUMER_SHARE =
       (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * WARPGROUP) / CONSUMER_THREADS / 8 * 8;
   static constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE < 240 ? CONSUMER_SHARE : 240;
@@ -113,6 +115,7 @@ struct Config {
   static_assert(!SLICES_V || (FP8 && !CAN_SPLIT), "a tile is shared out in one way");
   static_assert(!CAN_PACK || WARPGROUPS == 1, "the packed heads of a tile share its 64 rows");
   static_assert(!IN_TURNS || WARPGROUPS >= 2, "a warpgroup hands the turn to another one");
+  static_assert(!CACHE || !FP8, "not built: 8-bit caches");
   static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
@@ -145,6 +148,27 @@ template <DType T>
 using D256Large  = Config<T, 256, 256,  2,      80,  2,      1,      1,     true>;
 template <DType T>
 using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,  true>;
+// clang-format on
+
+// --- with a KV cache ---
+
+// clang-format off
+//                                    head_dim    warp-  block         Q       CTAs     in             slices  over-
+//                                  q,k   v       groups  _k   stages  stages  per SM   turns    split   V       laps   cache
+template <DType T>
+using D64Cache       = Config<T,  64,  64,  3,     128,  3,      2,      1,     true,    false,  false,  true,  true>;
+template <DType T>
+using D64FewCache    = Config<T,  64,  64,  1,     128,  3,      1,      2,     false,   true,   false,  true,  true>;
+template <DType T>
+using D128Cache      = Config<T, 128, 128,  3,      80,  3,      2,      1,     true,    false,  false,  true,  true>;
+template <DType T>
+using D128PagesCache = Config<T, 128, 128,  2,     128,  2,      2,      1,     true,    false,  false,  true,  true>;
+template <DType T>
+using D128FewCache   = Config<T, 128, 128,  1,      64,  3,      1,      2,     false,   true,   false,  true,  true>;
+template <DType T>
+using D256Cache      = Config<T, 256, 256,  2,      80,  2,      1,      1,     true,    false,  false,  true,  true>;
+template <DType T>
+using D256FewCache   = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,   true,   false,  true,  true>;
 // clang-format on
 
 // --- 8-bit inputs ---

@@ -2,10 +2,12 @@
 #include "common/planning/plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "common/planning/core_set.h"
+#include "common/planning/kv_cache.h"
 #include "common/planning/launch.h"
 #include "common/planning/makespan.h"
 #include "common/planning/masks.h"
@@ -22,6 +25,8 @@
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
 #include "common/problem.h"
+#include "hopper/cache_maps.h"
+#include "hopper/cache_params.h"
 #include "hopper/config.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
@@ -39,9 +44,13 @@ const Description& describe() {
       .home_device = "H200",
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
-      .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "descales", "gradients", "qv", "attention_chunk",
-                   "rotary_interleaved", "attn_mask", "key_ranges", "alibi_slopes", "block_mask"},
+      .features = {"causal",     "q_offset",        "window",
+                   "softcap",    "sinks",           "gqa",
+                   "cu_seqlens", "strides",         "lse",
+                   "num_splits", "descales",        "gradients",
+                   "qv",         "attention_chunk", "rotary_interleaved",
+                   "attn_mask",  "key_ranges",      "alibi_slopes",
+                   "block_mask", "kv_cache_prefill"},
       .needs_capability = 90,  // wgmma
       .only_forced_on_majors = {9},
   };
@@ -111,6 +120,29 @@ constexpr Tile MASKED_TILES[] = {
     tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
 };
 
+constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
+constexpr const char* WITH_CACHE_FEW = "a KV cache and few tiles: 64 rows make more of them";
+constexpr const char* WITH_PAGES = "pages of a multiple of 64 rows: fewer copies for a block";
+constexpr core::ServesFrom MANY = {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25};
+constexpr core::ServesFrom MANY_256 = {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
+constexpr Tile CACHE_TILES[] = {
+    hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
+    tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D128Cache<DType::F16>>("d128_cache", MANY, WITH_CACHE),
+    tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
+    tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+};
+constexpr int64_t PAGE_ROWS = 64;
+constexpr Tile PAGES_TILES[] = {
+    hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
+    tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D128PagesCache<DType::F16>>("d128_pages_cache", MANY, WITH_PAGES),
+    tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
+    tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+};
+
 constexpr Tile FP8_TILES[] = {
     tile<Fp8D64<DType::E4M3>>("d64", {}, "4 warpgroups of 64 rows in turns, 128 keys at a time"),
     tile<Fp8D128<DType::E4M3>>("d128", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
@@ -155,6 +187,9 @@ bool small_tiles_are_faster(const Problem& problem, const Device& device) {
 }
 
 std::span<const Tile> tiles_for(const Problem& problem, const Device& device) {
+  if (problem.kv_cache && problem.page_size > 0 && problem.page_size % PAGE_ROWS == 0)
+    return PAGES_TILES;
+  if (problem.kv_cache) return CACHE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
   const Descales descales = core::descales(problem);
@@ -194,6 +229,7 @@ bool counts_tiles(LaunchPlan plan, const Problem& problem, const Device& device)
   constexpr double COUNTER_KEYS = 128;
   constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;  // with more of them the counter costs nothing
   const int64_t tiles = plan.tile.tiles * plan.tile.v_slices, ctas = plan.tile.ctas;
+  if (tiles > ctas && problem.kv_cache && problem.batch > 1) return true;  // of unknown lengths
   if (tiles <= ctas || core::equal_tiles(problem)) return false;
   if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
   plan.problem = problem;
@@ -259,6 +295,64 @@ void add_masks(LaunchPlan& plan, const Problem& problem) {
     launch.pointers.push_back(slot);
 }
 
+// Why the kernels of CACHE_TILES cannot or should not serve a call with a cache.
+void refuse_cached_call(const Problem& problem, Reasons& reasons) {
+  // Rows of q that share a head of K, as many as tiles of powers of two would have. So few are
+  // faster on the decoding kernels of ampere, measured on an H200 (NOTES.md).
+  const uint64_t most_decoded = problem.page_size > 0 ? 16 : 32;
+  const auto add = [&](const std::string& text) { reasons.push_back(text + core::USE_TORCH); };
+  const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;
+  const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
+  const int64_t heads = problem.heads_q / std::max<int64_t>(problem.heads_kv, 1);
+  if (rows != UNKNOWN && power_of_two(rows) * power_of_two(heads) <= most_decoded) {
+    add(std::to_string(rows) + " query row" + (rows == 1 ? "" : "s") + " of " +
+        std::to_string(heads) + " heads for a head of a KV cache: hopper takes more than " +
+        std::to_string(most_decoded) + " such rows; leave the implementation out");
+  }
+  if (problem.attention_chunk > 0)
+    add("attention_chunk without qv: hopper takes it with qv only; leave the implementation out");
+  if (is_fp8(problem.dtype))
+    add(std::string("a KV cache with q of dtype ") + dtype_name(problem.dtype) +
+        ": hopper reads caches of float16 and bfloat16; convert q, k and v");
+  if (is_masked(problem))
+    add("masks as data with a KV cache: hopper takes them without one; leave the implementation "
+        "out");
+  if (problem.page_size % FEWEST_BOX_ROWS != 0) {
+    add("rows of a cache in pages of " + std::to_string(problem.page_size) +
+        ": hopper copies pages of a multiple of " + std::to_string(FEWEST_BOX_ROWS) +
+        " rows; choose another page size");
+  }
+  refuse_cache(problem, "rows of a cache", reasons);
+}
+
+// Makes the plan of a call without a cache one that reads a cache.
+void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, const Tile& tile) {
+  CacheParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  Launch& launch = plan.launches[0];
+  std::memcpy(&params.call, launch.params.data(), sizeof params.call);
+  params.cache = core::kv_cache(problem);
+  params.box_rows = cache_box_rows(problem, tile.block_k);
+  // A combining kernel writes all rows.
+  std::optional<mma_sync::FewRowsPlan> few;
+  if (plan.launches.size() == 1) few = mma_sync::plan_few_rows_apart(problem, device);
+  if (few) params.few_rows = static_cast<int32_t>(few->rows);
+  launch.image = std::string("hopper/cache_") + core::dtype_word(problem.dtype);
+  launch.params = core::bytes(params);
+  for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
+    launch.pointers.push_back(slot);
+  if (problem.nk == 0) {  // an empty cache is never read
+    std::erase_if(launch.tensor_maps,
+                  [](const TensorMapSpec& map) { return map.operand != Operand::Q; });
+  }
+  for (TensorMapSpec& map : launch.tensor_maps) {
+    if (map.operand == Operand::Q) continue;
+    map = cache_map(problem, map.operand, map.offset,
+                    map.operand == Operand::K ? tile.k_box : tile.v_box, params.box_rows);
+  }
+  if (few) mma_sync::add_few_rows(plan, std::move(*few));
+}
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
@@ -274,6 +368,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
     return plan_latent_cache(problem, device);
   }
   core::add_tma_reasons(problem, "hopper", false, why_not);
+  if (problem.kv_cache) refuse_cached_call(problem, why_not);
   if (is_fp8(problem.dtype))
     core::refuse_splits(problem, "hopper", dtype_name(problem.dtype), why_not);
   if (is_fp8(problem.dtype) && v_columns(problem) > INT32_MAX) {
@@ -328,6 +423,13 @@ PlanResult plan(const Problem& problem, const Device& device) {
   }
   if (is_fp8(problem.dtype) && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
   if (splits == 1) plan.workspace_bytes = workspace.bytes();
+  if (problem.kv_cache) {
+    read_cache(plan, problem, device, tile);
+    const std::string word = core::dtype_word(problem.dtype);
+    const Reasons reasons =
+        core::add_append(plan, problem, "hopper/mla_" + word, "hopper_append_" + word);
+    if (!reasons.empty()) return reasons;
+  }
   return plan;
 }
 
@@ -335,7 +437,7 @@ Notes notes(const LaunchPlan& plan) {
   const Tile* tile = core::taken(tiles_for(plan.problem, plan.device), plan);
   if (tile == nullptr) return {};  // none, or that of plan_mla.cpp
   const auto str = [](int x) { return std::to_string(x); };
-  return {
+  Notes lines = {
       {"warps", str(tile->warps) + " of " + str(tile->rows_per_warp) + " rows, 1 producer" +
                     (tile->in_turns ? "; warpgroups multiply in turns" : "")},
       {"registers", tile->consumer_registers == 0
@@ -346,6 +448,13 @@ Notes notes(const LaunchPlan& plan) {
       {"stages", str(tile->q_stages) + " of Q, " + str(tile->k_stages) + " of K and of V, " +
                      str(tile->barriers) + " barriers"},
   };
+  const auto few = std::ranges::find_if(
+      plan.launches, [](const Launch& launch) { return launch.kernel.ends_with("_decode"); });
+  if (few != plan.launches.end()) {
+    lines.emplace_back("few rows",
+                       "sequences of few rows have a launch of their own, " + few->kernel);
+  }
+  return lines;
 }
 
 }  // namespace archflash::hopper

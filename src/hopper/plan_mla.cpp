@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <utility>
 #include <variant>
 
 #include "common/planning/core_set.h"
@@ -13,6 +12,7 @@
 #include "common/planning/launch.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
+#include "hopper/cache_maps.h"
 #include "hopper/mla_config.cuh"
 
 namespace archflash::hopper {
@@ -54,24 +54,7 @@ Reasons refusals(const Problem& problem) {
                       "page size" +
                       core::USE_TORCH);
   }
-  if (page > 0 && problem.leftpad_k) {
-    reasons.push_back(
-        std::string("leftpad_k with a page table: hopper copies latent rows from whole pages; "
-                    "leave leftpad_k out") +
-        core::USE_TORCH);
-  }
-  if (problem.heads_kv > 1 || problem.cache_batch > 1) {
-    // A tensor map cannot repeat a head or a block.
-    for (const auto& [name, strides] : {std::pair{"k_cache", problem.k}, {"v_cache", problem.v}}) {
-      if ((problem.heads_kv > 1 && strides.head == 0) ||
-          (problem.cache_batch > 1 && strides.batch == 0)) {
-        reasons.push_back(std::string(name) +
-                          " repeats a head or a block (a stride of 0): hopper copies by tensor "
-                          "maps, which have no such stride; make it contiguous" +
-                          core::USE_TORCH);
-      }
-    }
-  }
+  refuse_cache(problem, "latent rows", reasons);
   return reasons;
 }
 

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 
 #include "common/options.h"
 #include "common/planning/copies.h"
 #include "common/planning/core_set.h"
+#include "common/planning/kv_cache.h"
 #include "common/planning/launch.h"
 #include "folders.inc"
 #include "runtime/text.h"
@@ -187,6 +189,14 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
   complete_copies(result, copies, problem, asked, device);
   complete(result, name, problem, device, std::get<Target>(code));
   return result;
+}
+
+std::optional<mma_sync::FewRowsPlan> mma_sync::plan_few_rows_apart(const Problem& problem,
+                                                                   const Device& device) {
+  for (const FewRows& folder : FEW_ROWS) {
+    if (has_code(folder.folder, device.capability())) return folder.plan(problem, device);
+  }
+  return {};
 }
 
 bool has_backward(std::string_view name) { return find_backward(name) != nullptr; }

@@ -20,11 +20,21 @@ pytestmark = pytest.mark.gpu
 WITH_CACHE = [
     i.name for i in archflash.implementations() if "kv_cache" in i.features and i.name in kernels()
 ]
+MANY_ROWS = [
+    i.name
+    for i in archflash.implementations()
+    if "kv_cache_prefill" in i.features and i.name in kernels()
+]
 EXACT = [i.name for i in archflash.implementations() if "float32" in i.dtypes]
 
 
 PLAIN: dict[str, Any] = {"heads": (8, 2), "d": 128}
 OF_VALUES: dict[str, Any] = {"heads": (128, 1), "d": 64, "dv": 512, "qv": True}
+PREFILL: dict[str, Any] = {**PLAIN, "nq": 200}
+IN_GRAPHS = [
+    *((kernel, of) for kernel in [*WITH_CACHE, "torch"] for of in ("plain", "qv")),
+    *((kernel, "prefill") for kernel in MANY_ROWS),
+]
 
 
 def call_of(
@@ -39,11 +49,9 @@ def call_of(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("of", [PLAIN, OF_VALUES], ids=["plain", "qv"])
-@pytest.mark.parametrize("kernel", [*WITH_CACHE, "torch"])
-def test_a_graph_replays_with_other_lengths_pages_and_caches(
-    kernel: str, of: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("kernel", "of_call"), IN_GRAPHS)
+def test_a_graph_replays_with_other_lengths_pages_and_caches(kernel: str, of_call: str) -> None:
+    of = {"plain": PLAIN, "qv": OF_VALUES, "prefill": PREFILL}[of_call]
     exact = kernel in EXACT and kernel != "torch"
     if exact and of is OF_VALUES:
         pytest.skip("qv: 16 bits only")

@@ -177,6 +177,85 @@ def test_a_second_query_and_chunks_and_used_lengths_without_a_cache() -> None:
         torch.testing.assert_close(packed[9 * number : 9 * number + 9], want[0])
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["", "qv"])
+def test_rows_of_a_packed_query_that_do_not_count(second: bool) -> None:
+    """Each sequence is as if it had the rows alone that count, and the others see nothing."""
+    q, k, v = (rand(n, heads, 8, seed=n) for n, heads in ((20, 4), (16, 2), (16, 2)))
+    qv = rand(20, 4, 8, seed=9) if second else None
+    cu_q, cu_k, used = ends(0, 6, 6, 17), ends(0, 5, 9, 16), ends(4, 3, 9)  # used of 0 rows: 0
+    out, lse = fa3.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 11, 7, seqused_q=used, causal=True, qv=qv, return_attn_probs=True
+    )
+    only_out = fa3.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 11, 7, seqused_q=used, causal=True, qv=qv
+    )
+    torch.testing.assert_close(only_out, out)
+    seen = torch.zeros(20, dtype=torch.bool)
+    for first, count, keys in ((0, 4, slice(0, 5)), (6, 9, slice(9, 16))):
+        rows = slice(first, first + count)
+        seen[rows] = True
+        one = (q if qv is None else torch.cat([q, qv], -1))[None, rows]
+        key = (k if qv is None else torch.cat([k, v], -1))[None, keys]
+        want, want_lse = expected(one, key, v[None, keys], causal=True)
+        torch.testing.assert_close(out[rows], want[0])
+        torch.testing.assert_close(lse[:, rows], want_lse[0])
+    assert not out[~seen].any()
+    assert bool((lse[:, ~seen] == -math.inf).all())
+
+
+def test_gradients_of_the_rows_that_count() -> None:
+    q, k, v = (rand(n, 2, 8, seed=n).requires_grad_() for n in (9, 7, 8))
+    v = v[:7]
+    used = fa3.flash_attn_varlen_func(q, k, v, ends(0, 9), ends(0, 7), 9, 7, ends(5), causal=True)
+    want = fa3.flash_attn_varlen_func(q[:5], k, v, ends(0, 5), ends(0, 7), 5, 7, causal=True)
+    weights = rand(9, 2, 8, seed=4)
+    mine = torch.autograd.grad((used * weights).sum(), (q, k))
+    theirs = torch.autograd.grad((want * weights[:5]).sum(), (q, k))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
+@pytest.mark.parametrize("pages", [False, True], ids=["", "pages"])
+def test_packed_new_rows_are_appended(pages: bool, rotary: bool) -> None:
+    """As in one call for each sequence, whose new rows are not packed."""
+    lengths, new_rows, rows = [3, 0, 6], [2, 0, 3], [4, 1, 3]
+    cu_q, cu_new = ends(0, 4, 5, 8), ends(0, 2, 2, 5)
+    q, k, v = (
+        rand(8, 4, 8),
+        rand(6, 2, 8, seed=2),
+        rand(6, 2, 8, seed=3),
+    )
+    k_cache, v_cache = rand(3, 12, 2, 8, seed=4), rand(3, 12, 2, 8, seed=5)
+    table = torch.tensor([[4, 0, 8], [1, 5, 2], [3, 7, 6]], dtype=torch.int32)
+
+    def paged(cache: Tensor) -> Tensor:
+        if not pages:
+            return cache.clone()
+        by_page = cache.view(9, 4, 2, 8)
+        return torch.empty_like(by_page).index_copy_(0, table.long().flatten(), by_page)
+
+    turns = {"rotary_cos": rand(20, 2, seed=6), "rotary_sin": rand(20, 2, seed=7)}
+    call: dict[str, Any] = {"causal": True, **(turns if rotary else {})}
+    mine = (paged(k_cache), paged(v_cache))
+    out = fa3.flash_attn_with_kvcache(
+        q, *mine, k, v, cache_seqlens=ends(*lengths), cu_seqlens_q=cu_q, max_seqlen_q=4,
+        cu_seqlens_k_new=cu_new, page_table=table if pages else None, **call,
+    )  # fmt: skip
+    for number, (length, count, nq) in enumerate(zip(lengths, new_rows, rows, strict=True)):
+        new = slice(int(cu_new[number]), int(cu_new[number]) + count)
+        caches = [x[number : number + 1] for x in (k_cache, v_cache)]
+        of_q = slice(int(cu_q[number]), int(cu_q[number]) + nq)
+        want = fa3.flash_attn_with_kvcache(
+            q[None, of_q], *caches, k[None, new], v[None, new], cache_seqlens=length, **call
+        )
+        torch.testing.assert_close(out[of_q], want[0])
+    for after, want in zip(mine, (k_cache, v_cache), strict=True):  # written by the calls above
+        torch.testing.assert_close(after, paged(want))
+    with pytest.raises(ValueError, match="k is given without cache_seqlens"):
+        fa3.flash_attn_with_kvcache(q, *mine, k, v, cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new)
+
+
 @pytest.mark.parametrize(
     ("function", "argument"),
     [
@@ -186,9 +265,7 @@ def test_a_second_query_and_chunks_and_used_lengths_without_a_cache() -> None:
         (fa3.flash_attn_varlen_func, {"attention_chunk": 4}),
         (fa3.flash_attn_func, {"sm_margin": 8}),
         (fa3.flash_attn_varlen_func, {"seqused_k": ends(1)}),
-        (fa3.flash_attn_varlen_func, {"seqused_q": ends(1)}),
         (fa3.flash_attn_with_kvcache, {"sm_margin": 8}),
-        (fa3.flash_attn_with_kvcache, {"cu_seqlens_k_new": ends(0, 1)}),
     ],
 )
 def test_what_is_not_taken_is_named(function: Any, argument: dict[str, Any]) -> None:

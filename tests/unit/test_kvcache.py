@@ -312,7 +312,10 @@ def test_explain_describes_the_cache() -> None:
         assert device is not None
         reasons = native.plan(name, problem, device.device)
         assert isinstance(reasons, list)
-        given = "a KV cache with q of dtype bfloat16: " if name == "simt" else "a KV cache: "
+        given = {
+            "simt": "a KV cache with q of dtype bfloat16: ",
+            "hopper": "1 query row of 2 heads for a head of a KV cache: ",
+        }.get(name, "a KV cache: ")
         assert any(reason.startswith(given) for reason in reasons), (name, reasons)
 
 

@@ -6,11 +6,10 @@ the scale, and return_attn_probs adds the log-sum-exp alone. FP8 inputs take des
 heads_kv), and their output is bfloat16.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
-seqused_q, cu_seqlens_k_new, sm_margin; where gradients are needed qv, seqused_k and attention_chunk
-with packed sequences; and deterministic=True where gradients are needed and
-torch.use_deterministic_algorithms is off or no kernel of archflash computes them. pack_gqa and
-scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to archflash where 1 is
-the default: they are advice about speed.
+sm_margin; where gradients are needed qv, seqused_k and attention_chunk with packed sequences; and
+deterministic=True where gradients are needed and torch.use_deterministic_algorithms is off or no
+kernel of archflash computes them. pack_gqa and scheduler_metadata are not read, and num_splits of 0
+or 1 leaves the choice to archflash where 1 is the default: they are advice about speed.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _torch_cache
 from archflash._errors import UnsupportedError
 from archflash.compat._flash import (
     UNBOUNDED,
@@ -241,7 +241,9 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), where each sequence begins.
         max_seqlen_q, max_seqlen_k: the longest sequences.
-        seqused_q: only None.
+        seqused_q: int32 (sequences,), how many of the first rows of each sequence of q count, as if
+            there were no others, whose output is 0 and log-sum-exp -inf. The rows that count are
+            copied.
         seqused_k: int32 (sequences,), how many keys of each sequence count. It has no backward, nor
             has attention_chunk here.
         The others are those of `flash_attn_func`.
@@ -253,7 +255,19 @@ def flash_attn_varlen_func(
     Raises:
         UnsupportedError: an argument that archflash does not take; it is named.
     """
-    refuse(sm_margin=(sm_margin, 0), seqused_q=(seqused_q, None))
+    refuse(sm_margin=(sm_margin, 0))
+    if seqused_q is not None:
+        order, cu_seqlens_q = _used_rows_first(cu_seqlens_q, seqused_q, len(q))
+        result = flash_attn_varlen_func(
+            q[order], k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, seqused_k,
+            softmax_scale, causal, None if qv is None else qv[order], q_descale, k_descale,
+            v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic,
+            sm_margin, return_attn_probs, s_aux=s_aux,
+        )  # fmt: skip
+        place = order.argsort()
+        if not return_attn_probs:
+            return result[place]
+        return result[0][place], result[1][:, place]
     asked = {"qv": qv, "seqused_k": seqused_k, "attention_chunk": attention_chunk or None}
     name = next((name for name, value in asked.items() if value is not None), None)
     if name is not None:  # as with a cache whose pages have one row, in their order
@@ -302,6 +316,23 @@ def flash_attn_varlen_func(
         max_seqlen_k=max_seqlen_k,
     )
     return (out, lse) if return_attn_probs else out
+
+
+def _used_rows_first(cu_seqlens_q: Tensor, used: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """The order of the rows of packed sequences in which those that count come first, and where
+    each sequence begins in it. Nothing comes back to the host.
+    """
+    ends = cu_seqlens_q.long()
+    lengths = torch.minimum(used.long().clamp(min=0), ends.diff())
+    rows = torch.arange(total, device=ends.device)
+    sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+    row = rows - ends[sequence]
+    # Rows behind the last sequence have none.
+    last = torch.cat([lengths, lengths.new_zeros(1)])[sequence]
+    counts = (row >= 0) & (row < last)
+    order = (~counts).to(torch.uint8).argsort(stable=True)
+    begins = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return order, begins.to(torch.int32)
 
 
 def flash_attn_combine(
@@ -370,7 +401,8 @@ def flash_attn_with_kvcache(
         q: (batch, rows, heads, d), or (total rows, heads, d) with cu_seqlens_q.
         k_cache, v_cache: (batch, capacity, heads, d), or with page_table pages (pages, page size,
             heads, d) of any size.
-        k, v: (batch, new rows, heads, d), written in place behind cache_seqlens.
+        k, v: (batch, new rows, heads, d), or (total new rows, heads, d) with cu_seqlens_k_new;
+            written in place behind cache_seqlens.
         qv: as q with dv for d, a second query that multiplies v_cache. Kernels take d = 64 and
             dv = 512.
         attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
@@ -384,6 +416,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 (batch,), where the sequences of the caches begin.
         page_table: int32 (batch, pages of a sequence), or more rows with cache_batch_idx.
         cu_seqlens_q: int32 (batch + 1,), where each sequence of q begins.
+        cu_seqlens_k_new: int32 (batch + 1,), where the new rows of each sequence begin. They are
+            turned and written by operations of PyTorch.
         max_seqlen_q: the longest sequence of q.
         rotary_interleaved: pairs of channels are 0 and 1, 2 and 3, ...; otherwise halves.
         num_splits: shares of the keys; 0 for the fastest.
@@ -398,15 +432,13 @@ def flash_attn_with_kvcache(
         UnsupportedError: an argument that archflash does not take; it is named.
         ValueError: k without cache_seqlens.
     """
-    refuse(
-        sm_margin=(sm_margin, 0),
-        cu_seqlens_k_new=(cu_seqlens_k_new, None),
-    )
+    refuse(sm_margin=(sm_margin, 0))
     if page_table is not None and cache_batch_idx is not None:
         # Which row of the table each sequence of q has; archflash takes tables in q's order.
         page_table, cache_batch_idx = page_table.index_select(0, cache_batch_idx), None
     starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-    elsewhere = rotary_seqlens is not None or cache_leftpad is not None
+    packed_new = k is not None and cu_seqlens_k_new is not None
+    elsewhere = rotary_seqlens is not None or cache_leftpad is not None or packed_new
     rotary = rotary_cos is not None and rotary_sin is not None
     if elsewhere and rotary and k is not None and starts is not None:
         assert rotary_cos is not None
@@ -415,9 +447,18 @@ def flash_attn_with_kvcache(
         q, k = turned_at(
             q, k, rotary_cos, rotary_sin, starts, interleaved=rotary_interleaved,
             apart=causal or is_window(window_size) or attention_chunk != 0,
-            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k_new,
         )  # fmt: skip
         rotary_cos = rotary_sin = None
+    if packed_new:
+        assert k is not None
+        assert v is not None
+        assert cu_seqlens_k_new is not None
+        cache_seqlens = _append_packed(
+            (k_cache, v_cache), (k, v), cu_seqlens_k_new, cache_seqlens, page_table,
+            cache_batch_idx,
+        )  # fmt: skip
+        k = v = None
     return attend_to_cache(
         q,
         k_cache,
@@ -446,6 +487,40 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         want_lse=return_softmax_lse,
     )
+
+
+def _append_packed(
+    caches: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    cu_seqlens: Tensor,
+    cache_seqlens: int | Tensor | None,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> Tensor:
+    """Writes packed new rows (total rows, heads, columns) behind the lengths of the caches. Returns
+    the lengths after that, int32 (batch,).
+
+    Raises:
+        ValueError: there are no cache_seqlens.
+    """
+    if cache_seqlens is None:
+        raise ValueError("k is given without cache_seqlens: say how long the caches are before it")
+    ends = cu_seqlens.long()
+    batch = len(ends) - 1
+    lengths = torch.as_tensor(cache_seqlens, device=ends.device).long().expand(batch)
+    rows = torch.arange(len(new[0]), device=ends.device)
+    sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+    row = rows - ends[sequence]
+    owned = (sequence < batch) & (row >= 0)
+    sequence = sequence.clamp(max=max(batch - 1, 0))
+    place = torch.where(owned, lengths[sequence] + row, -1)[:, None]
+    pages = None if page_table is None else page_table[sequence]
+    of_row = sequence if cache_batch_idx is None else cache_batch_idx.long()[sequence]
+    capacity = caches[0].shape[1] * (1 if page_table is None else page_table.shape[1])
+    with torch.no_grad():
+        for cache, x in zip(caches, new, strict=True):
+            _torch_cache.append(cache, x[:, None], place, capacity, pages, of_row)
+    return (lengths + ends.diff()).to(torch.int32)
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:

@@ -155,8 +155,9 @@ Reasons refusals(const Problem& problem, const Description& description,
                "does not split the keys; leave num_splits out or pass 1");
   }
   const bool fp8_cache = problem.kv_dtype != problem.dtype;
-  // A folder that has qv but not "kv_cache" reads caches of latent rows alone.
-  if (problem.kv_cache && !has("kv_cache") && !(with_qv && has("qv"))) {
+  // A folder may read caches for queries of many rows only, or of latent rows only.
+  const char* feature = with_qv ? "qv" : "kv_cache_prefill";
+  if (problem.kv_cache && !has("kv_cache") && !has(feature)) {
     refuse.add("a KV cache",
                "reads no cache, whose lengths are on the device; leave the "
                "implementation out");

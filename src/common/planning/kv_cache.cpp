@@ -106,6 +106,14 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
       for (PointerSlot& slot : launch.pointers) {
         if (slot.operand == Operand::Q) slot = {Operand::Workspace, slot.offset, start};
       }
+      for (TensorMapSpec& map : launch.tensor_maps) {
+        if (map.operand != Operand::Q) continue;
+        map.operand = Operand::Workspace;
+        map.addend = start;
+        const int64_t row = problem.d * dtype_bytes(problem.dtype);
+        map.dims = {problem.d, problem.nq, problem.heads_q, problem.varlen ? 1 : problem.batch};
+        map.strides = {problem.heads_q * row, row, problem.nq * problem.heads_q * row};
+      }
       AttentionParams changed;
       std::memcpy(&changed, launch.params.data(), sizeof changed);
       changed.q_head = problem.d;
@@ -192,13 +200,11 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   return plan;
 }
 
-// The kernel for the sequences of a packed call that have few rows, and how many those are; none if
-// the call may not be served by a launch for them and another one for the others, or if there can
-// be no such sequence.
-std::optional<std::pair<Choice, int64_t>> choose_for_few_rows(const std::string& folder,
-                                                              std::span<const core::Tile> tiles,
-                                                              const Problem& problem,
-                                                              const Device& device) {
+}  // namespace
+
+std::optional<FewRowsPlan> plan_few_rows(const std::string& folder,
+                                         std::span<const core::Tile> tiles, const Problem& problem,
+                                         const Device& device) {
   if (tiles.empty() || !problem.varlen || problem.batch_invariant || problem.num_splits != 0)
     return {};
   const core::Tile* found = core::choose(folder, tiles, problem, device).tile;
@@ -219,10 +225,21 @@ std::optional<std::pair<Choice, int64_t>> choose_for_few_rows(const std::string&
       core::ceil_div(core::tiles_of(shorter, few.tile), core::workers_of(few.tile, device));
   few.splits = core::choose_splits(shorter, device, few.tile,
                                    rounds * core::visited_keys(shorter, few.tile));
-  return std::pair{few, int64_t{packed.rows()}};
+  const int64_t rows = packed.rows();
+  return FewRowsPlan{rows, launches_with_cache(folder, few, problem, device, rows)};
 }
 
-}  // namespace
+void add_few_rows(LaunchPlan& plan, FewRowsPlan few) {
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t start = workspace.add(few.plan.workspace_bytes);
+  plan.workspace_bytes = workspace.bytes();
+  for (Launch& launch : few.plan.launches) {
+    for (PointerSlot& slot : launch.pointers)
+      if (slot.operand == Operand::Workspace) slot.addend += start;
+    plan.launches.push_back(std::move(launch));
+  }
+}
 
 PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
                            const Problem& problem, const Device& device,
@@ -230,14 +247,10 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   const auto choice = core::choose_with_splits(folder, tiles, problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
   const auto& chosen = std::get<Choice>(choice);
-  const auto few =
-      chosen.combines() ? std::nullopt : choose_for_few_rows(folder, for_few_rows, problem, device);
-  LaunchPlan plan = launches_with_cache(folder, chosen, problem, device, few ? few->second : 0);
-  if (few) {
-    LaunchPlan more = launches_with_cache(folder, few->first, problem, device, few->second);
-    plan.workspace_bytes = more.workspace_bytes;  // the first launch has none
-    for (Launch& launch : more.launches) plan.launches.push_back(std::move(launch));
-  }
+  auto few =
+      chosen.combines() ? std::nullopt : plan_few_rows(folder, for_few_rows, problem, device);
+  LaunchPlan plan = launches_with_cache(folder, chosen, problem, device, few ? few->rows : 0);
+  if (few) add_few_rows(plan, std::move(*few));
   const std::string append = folder + "_append_" + core::dtype_word(problem.dtype);
   const Reasons reasons = core::add_append(plan, problem, cache_image(folder, problem),
                                            append + (is_fp8(problem.kv_dtype) ? "_fp8" : ""));

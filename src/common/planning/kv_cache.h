@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -36,6 +37,26 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
 
 namespace archflash::mma_sync {
 
+// What serves the sequences of few rows of a packed call whose others have a launch of their own:
+// lengths are on the device, so that each launch passes over the sequences of the other one.
+struct FewRowsPlan {
+  int64_t rows;  // it serves sequences of at most so many rows
+  LaunchPlan plan;
+};
+
+// Such a plan with the tiles of decode_fwd.cuh; none if the call may not be served so, or if it can
+// have no such sequence.
+std::optional<FewRowsPlan> plan_few_rows(const std::string& folder,
+                                         std::span<const core::Tile> tiles, const Problem& problem,
+                                         const Device& device);
+
+// Such a plan for a folder that has no kernels for few rows, by the folder of the build that lends
+// its own; none if this build has no code of it for the device. The registry implements it.
+std::optional<FewRowsPlan> plan_few_rows_apart(const Problem& problem, const Device& device);
+
+// Puts its launches behind those of `plan`.
+void add_few_rows(LaunchPlan& plan, FewRowsPlan few);
+
 // The plan of a call with a cache, for the kernels of mma_sync/decode_fwd.cuh, and those of
 // mma_sync/attention_fwd.cuh with CACHE; or of a call without one, for the former. The former are
 // in the image "<folder>/decode_<dtype>", the others and "<folder>_append_<dtype>" in
@@ -44,9 +65,7 @@ namespace archflash::mma_sync {
 // "<folder>/decode_<dtype>" follows the former, "<folder>_combine_<dtype>" of
 // "<folder>/fwd_<dtype>" the others.
 //
-// for_few_rows: the tiles of decode_fwd.cuh for the sequences of few rows in a packed call that has
-// others too, which are then served by a launch of their own: their lengths are on the device, so
-// that each launch passes over the sequences of the other one.
+// for_few_rows: the tiles of plan_few_rows(), whose launches are then added.
 PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
                            const Problem& problem, const Device& device,
                            std::span<const core::Tile> for_few_rows = {});

@@ -82,31 +82,36 @@ def turned_at(
     interleaved: bool,
     apart: bool,
     cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q and the new keys of a call on a cache, turned from positions that the caller gives.
 
     Args:
         q: (batch, rows, heads, d), or (total rows, heads, d) with cu_seqlens_q.
-        k: (batch, new rows, heads, d).
+        k: (batch, new rows, heads, d), or (total new rows, heads, d) with cu_seqlens_k.
         cos, sin, interleaved: as for `apply_rotary_emb`.
         starts: the position of row 0 of each sequence, an int or int32 (batch,).
         apart: row i of q has position starts + i; otherwise all rows have that of row 0, as in
             calls without a mask that depends on positions.
-        cu_seqlens_q: int32 (batch + 1,), where each packed sequence of q begins.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), where each packed sequence begins.
     """
-    k = apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=starts)
-    if cu_seqlens_q is None:
-        if apart:
-            return apply_rotary_emb(q, cos, sin, interleaved, seqlen_offsets=starts), k
-        one_row = q.flatten(1, 2)[:, None]  # all heads of all rows
-        turned = apply_rotary_emb(one_row, cos, sin, interleaved, seqlen_offsets=starts)
-        return turned.view(q.shape), k
-    rows = torch.arange(len(q), device=q.device)
-    ends = cu_seqlens_q.long()
+
+    def turned(x: Tensor, cu_seqlens: Tensor | None, apart: bool) -> Tensor:
+        if cu_seqlens is not None:
+            position = _packed_positions(len(x), cu_seqlens, starts, apart)
+            rows = x[:, None]
+            return apply_rotary_emb(rows, cos, sin, interleaved, seqlen_offsets=position)[:, 0]
+        rows = x if apart else x.flatten(1, 2)[:, None]  # all heads of all rows are one row
+        return apply_rotary_emb(rows, cos, sin, interleaved, seqlen_offsets=starts).view(x.shape)
+
+    return turned(q, cu_seqlens_q, apart), turned(k, cu_seqlens_k, True)
+
+
+def _packed_positions(total: int, cu_seqlens: Tensor, starts: int | Tensor, apart: bool) -> Tensor:
+    """The position of each row of packed sequences; those of no sequence have any."""
+    rows = torch.arange(total, device=cu_seqlens.device)
+    ends = cu_seqlens.long()
     sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
-    sequence = sequence.clamp(max=max(len(ends) - 2, 0))  # rows of no sequence count for nothing
-    position = torch.as_tensor(starts, device=q.device).expand(len(ends) - 1)[sequence]
-    if apart:
-        position = position + rows - ends[sequence]
-    turned = apply_rotary_emb(q[:, None], cos, sin, interleaved, seqlen_offsets=position)
-    return turned[:, 0], k
+    sequence = sequence.clamp(max=max(len(ends) - 2, 0))
+    position = torch.as_tensor(starts, device=rows.device).expand(len(ends) - 1)[sequence]
+    return position + rows - ends[sequence] if apart else position

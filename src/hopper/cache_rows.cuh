@@ -1,0 +1,61 @@
+// Copies blocks of keys out of a KV cache, whose lengths and page table are on the device.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/kv_cache.cuh"
+#include "common/math/slab_tile.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/tensor_map.h"
+#include "hopper/cache_params.h"
+
+namespace archflash::hopper {
+
+// Where a lane's part of a block of keys lies in the cache: `block` is a page, or without a page
+// table a sequence, as the caller gave it, and `row` the first row in there.
+struct CachePlace {
+  int block, row;
+};
+
+// The cache as the producer's warp sees it for a sequence.
+struct SequenceOfCache {
+  const KvCache& cache;
+  int box_rows;
+  int sequence;
+  math::CacheRows rows;
+
+  // The place of box number `lane` of the block of keys that begins with key `first_key`. Behind
+  // the sequence's last key the page of that key stands in, and before its first key that one's:
+  // such rows are never used. Nothing waits here for the entry of the page table.
+  __device__ __forceinline__ CachePlace find(int first_key) const {
+    const int key = min(first_key + static_cast<int>(threadIdx.x) % 32 * box_rows, rows.count - 1);
+    const int inside = max(key, 0);
+    const int block = math::find_cache_block(cache, sequence, inside);
+    if (cache.page_table_gmem == nullptr) return {block, rows.first + first_key};
+    return {block, inside % cache.block_rows / box_rows * box_rows};
+  }
+};
+
+// Starts the copies of one head's block of keys, each lane that of its box of `box_rows` rows, and
+// makes the barrier expect all its bytes. What a page table names outside the cache is clamped.
+// Called by all lanes, of which `leader` is one.
+template <class Tile>
+__device__ __forceinline__ void start_cache_load(bool leader, uint32_t tile_smem,
+                                                 const TensorMap& map, const CachePlace& place,
+                                                 int blocks, int box_rows, int head,
+                                                 uint32_t barrier_smem) {
+  if (leader) ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::BYTES);
+  __syncwarp();  // the bytes are expected before they come
+  const int first = static_cast<int>(threadIdx.x) % 32 * box_rows;
+  if (first >= Tile::ROWS) return;
+  const int block = min(max(place.block, 0), blocks - 1);
+#pragma unroll
+  for (int slab = 0; slab < Tile::SLABS; ++slab) {
+    ptx::cp_async_bulk_tensor_4d_load(
+        tile_smem + slab * Tile::SLAB_BYTES + first * Tile::ROW_BYTES, map, slab * Tile::SLAB,
+        place.row, head, block, barrier_smem);
+  }
+}
+
+}  // namespace archflash::hopper
