@@ -174,8 +174,9 @@ using D256FewCache   = Config<T, 256, 256,  1,      64,  2,      1,      1,     
 // --- 8-bit inputs ---
 
 // Those with SCALE_ROWS keys at a time serve calls in which each block of so many keys has a
-// descale of its own, the small ones calls whose row tiles fill the GPU badly. With OVERLAPS the
-// registers suffice for sums in parts of 128 columns of V: more are computed by two CTAs.
+// descale of its own, the small ones calls that larger tiles or blocks share out badly. With
+// OVERLAPS the registers suffice for sums in parts of 128 columns of V: more are computed by two
+// CTAs.
 constexpr int V_COLUMN_KEYS = 128;       // keys of V that a CTA of transpose_v() turns
 constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
 constexpr int TRANSPOSE_THREADS = 256;
@@ -201,6 +202,8 @@ template <DType T>
 using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
 template <DType T>
 using Fp8D256       = Config<T, 256, 256,  2,     192,  2,      1,      1,       true,   false,  false,  false>;
+template <DType T>
+using Fp8D256Small  = Config<T, 256, 256,  2,     128,  3,      1,      1,       true,   false,  false,  false>;
 template <DType T>
 using Fp8D256Blocks = Config<T, 256, 128,  2,      64,  3,      2,      1,       true,   false,  true>;
 // clang-format on

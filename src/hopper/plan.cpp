@@ -149,11 +149,14 @@ constexpr Tile FP8_TILES[] = {
     tile<Fp8D192<DType::E4M3>>("d192", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
     tile<Fp8D256<DType::E4M3>>("d256", {}, "2 warpgroups of 64 rows in turns, 192 keys at a time"),
 };
-// For calls whose rows these tiles share out more evenly (small_tiles_are_faster).
-constexpr const char* SMALL = "2 warpgroups of 64 rows in turns, which make more tiles than 3 or 4";
+// For calls that these tiles share out more evenly (small_tiles_are_faster).
+constexpr const char* SMALL =
+    "2 warpgroups of 64 rows in turns, 128 keys at a time: more tiles or fewer masked keys than in "
+    "larger ones";
 constexpr Tile FP8_SMALL_TILES[] = {
     tile<Fp8D64Small<DType::E4M3>>("d64_small", {}, SMALL),
     tile<Fp8D128Small<DType::E4M3>>("d128_small", {}, SMALL),
+    tile<Fp8D256Small<DType::E4M3>>("d256_small", {}, SMALL),
 };
 // For descales of k or v by blocks of 64 keys.
 constexpr Tile FP8_BLOCK_TILES[] = {
@@ -178,8 +181,11 @@ const Tile* first_that_takes(std::span<const Tile> tiles, const Problem& problem
 bool small_tiles_are_faster(const Problem& problem, const Device& device) {
   const Tile* small = first_that_takes(FP8_SMALL_TILES, problem);
   const Tile* large = first_that_takes(FP8_TILES, problem);
-  if (small == nullptr || large == nullptr) return false;
-  const double speed = small->head_dim == 64 ? 0.65 : 0.77;  // of the large tile's, for each row
+  if (small == nullptr || large == nullptr || small->head_dim != large->head_dim) return false;
+  const double speed =  // of the large tile's, for each row
+      small->head_dim == 64    ? 0.65
+      : small->head_dim == 128 ? 0.77
+                               : 0.94;
   const auto time = [&](const Tile& tile) {
     return core::walk_time(problem, device, tile) * tile.block_q;
   };

@@ -261,6 +261,7 @@ TILES: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int], int]] = {
     ("hopper", "d192"): ((200, 270), (192, 128), 1),
     ("hopper", "d192_blocks"): ((200, 270), (176, 112), 1),
     ("hopper", "d256"): ((200, 270), (256, 208), 1),
+    ("hopper", "d256_small"): ((130, 250), (256, 208), 1),
     ("hopper", "d256_blocks"): ((200, 270), (64, 144), 1),
 }
 HOME = {"blackwell_consumer": "RTX 5090", "blackwell_dc": "B200", "hopper": "H200"}
@@ -373,14 +374,31 @@ def test_rows_beyond_a_sequence_and_masked_ones_never_matter(kernel: str) -> Non
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 @every_kernel
 def test_the_next_sequence_never_matters(kernel: str, dims: tuple[int, int]) -> None:
-    """V of another sequence in the same block is NaN, and so is K."""
-    queries, keys = (33, 0, 20), (37, 20, 70)
+    check_next_sequence(kernel, dims, (37, 20, 70))
+
+
+@pytest.mark.skipif("hopper" not in KERNELS, reason="hopper's kernels are not in this build")
+def test_the_next_sequence_never_matters_to_192_keys_at_a_time() -> None:
+    """Columns of V hold multiples of 128 keys of each sequence: a block may go beyond them."""
+    tensors, call = check_next_sequence("hopper", (256, 256), (150, 20, 300))
+    plan = archflash.explain(*tensors, device="H200", implementation="hopper", **call).plan
+    assert plan is not None
+    assert plan.tile is not None
+    assert plan.tile.name == "d256"
+
+
+def check_next_sequence(
+    kernel: str, dims: tuple[int, int], keys: tuple[int, int, int]
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """V of another sequence in the same block is NaN, and so is K. Returns the call."""
+    queries = (33, 0, 20)
     total_q, total_k = sum(queries), sum(keys)
     q = on.rand(total_q, 2, dims[0], seed=0, dtype=E4M3)
     k = on.rand(total_k + 9, 1, dims[0], seed=1, dtype=E4M3)
     v = on.rand(total_k + 9, 1, dims[1], seed=2, dtype=E4M3)
     for x in (k, v):
-        x.view(torch.uint8)[37:57] = 0x7F  # the keys of the sequence without queries
+        first = keys[0]  # of the sequence without queries
+        x.view(torch.uint8)[first : first + keys[1]] = 0x7F
         x.view(torch.uint8)[total_k:] = 0x7F
     call = {
         "cu_seqlens_q": on.cu_seqlens(queries),
@@ -388,6 +406,7 @@ def test_the_next_sequence_never_matters(kernel: str, dims: tuple[int, int]) -> 
         "v_descale": on.tensor([[0.7], [1.4], [0.9]]),
     }
     on.attend_and_check(kernel, q, k, v, schedules=RANDOM, **call)
+    return (q, k, v), call
 
 
 # --- weights and descales of any size ---

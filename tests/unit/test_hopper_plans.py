@@ -108,6 +108,9 @@ def test_only_descales_by_block_share_the_columns_of_v_out() -> None:
         ((1, 8, 4096, 128, True), "d128_small"),
         ((4, 16, 1024, 128, False), "d128"),
         ((16, 16, 8192, 128, False), "d128"),
+        ((1, 16, 1024, 256, False), "d256_small"),
+        ((1, 16, 2048, 256, True), "d256"),
+        ((2, 16, 8192, 256, False), "d256"),
     ],
     ids=str,
 )

@@ -14,4 +14,5 @@ ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d128_blocks, Fp8D128Blocks<DTy
 ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d192, Fp8D192<DType::E4M3>)
 ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d192_blocks, Fp8D192Blocks<DType::E4M3>)
 ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d256, Fp8D256<DType::E4M3>)
+ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d256_small, Fp8D256Small<DType::E4M3>)
 ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_e4m3_d256_blocks, Fp8D256Blocks<DType::E4M3>)
