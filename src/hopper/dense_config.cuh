@@ -34,11 +34,12 @@ struct DenseMessage {
   int32_t last;
 };
 
-// A Config whose kernel reads an attn_mask that was summarized.
+// A Config whose kernel reads an attn_mask that was summarized. Its block of keys is one or more of
+// the summary's.
 template <class Base>
 struct DenseConfig : Base {
   // The producer also looks at the states of blocks, for which it needs more registers.
-  static constexpr int PRODUCER_REGISTERS = 56;
+  static constexpr int PRODUCER_REGISTERS = 64;
   static constexpr int CONSUMER_REGISTERS = []() {
     const int share =
         (Base::LAUNCH_REGISTERS * Base::THREADS - PRODUCER_REGISTERS * Base::WARPGROUP) /
@@ -46,23 +47,24 @@ struct DenseConfig : Base {
     return share < 240 ? share : 240;
   }();
   static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
+  static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
 
-  // Behind what the Config has: ring of what is added | ring of bits | a message for each stage. A
-  // stage of these belongs to a stage of K.
-  using MaskTile = math::SlabTile<MASK_BLOCK, Base::BLOCK_Q>;
-  static constexpr int BITS_BYTES = 4 * SUMMARY_WORDS * Base::WARPGROUPS;
+  // Behind what the Config has: ring of what is added | a message for each stage of K | a barrier
+  // for each stage of what is added.
+  using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
+  static constexpr int MASK_STAGES = 2;
   static constexpr int MASK_SMEM =
       (Base::SHARED_BYTES + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
-  static constexpr int BITS_SMEM = MASK_SMEM + Base::STAGES * MaskTile::BYTES;
   static constexpr int BLOCK_MESSAGE_BYTES = 16;
-  static constexpr int BLOCK_MESSAGE_SMEM = BITS_SMEM + Base::STAGES * BITS_BYTES;
-  static constexpr int SHARED_BYTES =
+  static constexpr int BLOCK_MESSAGE_SMEM = MASK_SMEM + MASK_STAGES * MaskTile::BYTES;
+  static constexpr int MASK_BARRIER_SMEM =
       BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
+  static constexpr int SHARED_BYTES = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
 
   static_assert(sizeof(DenseMessage) <= BLOCK_MESSAGE_BYTES);
-  static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K == MASK_BLOCK,
-                "hopper/dense_fwd.cuh: a warpgroup's rows and a block of keys are a block of the "
-                "summary");
+  static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK &&
+                    Base::BLOCK_K % MASK_BLOCK == 0,
+                "hopper/dense_fwd.cuh: a warpgroup's rows are a row of blocks of the summary");
   static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
@@ -74,7 +76,7 @@ struct DenseConfig : Base {
 template <DType T>
 using D64Dense  = DenseConfig<Config<T,  64,  64,  3,      64,  4,      2,      1,     true>>;
 template <DType T>
-using D128Dense = DenseConfig<Config<T, 128, 128,  3,      64,  3,      1,      1,     true>>;
+using D128Dense = DenseConfig<Config<T, 128, 128,  2,     128,  2,      1,      1,     true>>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -5,7 +5,8 @@
 // of MASK_BLOCK rows and keys whether it changes anything, and which scores count, as bits in the
 // order in which wgmma leaves scores. So the kernel is that of attention_fwd.cuh for many rows with
 // another walk: the producer skips blocks that no row of the tile sees, and tells each warpgroup
-// with each block's K what the block needs. The bits and what is added come by TMA, with K.
+// with each block's K what the block needs. What is added comes by TMA, the bits are loaded while
+// the products run.
 //
 //   state of the block for a warpgroup   what the warpgroup does
 //   0                                    waits, and hands the block back
@@ -14,9 +15,11 @@
 //   ADDED                                adds elements to scores that are not scaled yet: one FMA
 //   HUGE                                 adds them to scaled scores, and keeps the sums finite
 //
-// Barriers and hazards are those of tile.cuh. K, V, bits and elements of a block have the same
-// stage of their rings. The message of a block is written before the producer arrives at its
-// k_full; it, the bits and the elements are read before a consumer warp arrives at its k_empty.
+// Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their rings.
+// The message of a block is written before the producer arrives at its k_full, and read before a
+// consumer warp arrives at its k_empty. Elements that are added are counted at k_full, too; each
+// consumer warp hands them back at mask_empty of their stage when it has read them, because that is
+// later than its products have read K. Their ring moves on only with blocks that have some.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +40,7 @@
 #include "hopper/attention_fwd.cuh"
 #include "hopper/dense_config.cuh"
 #include "hopper/dense_params.h"
+#include "hopper/summarize_mask.cuh"
 #include "hopper/tile.cuh"
 
 namespace archflash::hopper {
@@ -51,6 +55,12 @@ template <class C>
 __device__ __forceinline__ DenseTile& dense_tile_message(unsigned char* shared, int stage) {
   return *reinterpret_cast<DenseTile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
 }
+template <class C>
+__device__ __forceinline__ uint32_t mask_empty(uint32_t shared_smem, int stage) {
+  return shared_smem + C::MASK_BARRIER_SMEM + 8 * stage;
+}
+constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;  // of the states in a message
+
 template <class C>
 __device__ __forceinline__ DenseMessage& dense_message(unsigned char* shared, int stage) {
   return *reinterpret_cast<DenseMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
@@ -103,11 +113,20 @@ struct StatedBlocks {
       const int last_row = min(row + C::GROUP_ROWS, end_row) - 1, end = of_lane + C::BLOCK_K;
       if (of_lane < first || last_row < row || visible.hides(row, last_row, of_lane, end - 1))
         continue;
-      uint32_t state = states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
-                                   of_lane / MASK_BLOCK];
-      if (state == 0) continue;
-      if (visible.masks(row, last_row, of_lane, end - 1)) state |= STATE_BEYOND;
-      states |= state << (8 * group);
+      uint32_t state = 0;
+#pragma unroll
+      for (int part = of_lane; part < end; part += MASK_BLOCK) {
+        if (visible.hides(row, last_row, part, part + MASK_BLOCK - 1)) {
+          state |= STATE_BEYOND;
+          continue;
+        }
+        const uint32_t of_mask =
+            states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
+                        part / MASK_BLOCK];
+        state |= of_mask == 0 ? STATE_HIDDEN : of_mask;
+        if (visible.masks(row, last_row, part, part + MASK_BLOCK - 1)) state |= STATE_BEYOND;
+      }
+      if ((state & STATE_SEEN) != 0) states |= state << (8 * group);
     }
     seen = __ballot_sync(math::FULL_WARP, states != 0);
   }
@@ -116,12 +135,12 @@ struct StatedBlocks {
 template <class C>
 __device__ __forceinline__ void produce_dense(const DenseParams& all_params, unsigned char* shared,
                                               uint32_t shared_smem) {
-  constexpr uint32_t EVERY_GROUP = 0x01010101;
   const Params& params = all_params.call;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
   RingPosition<C::STAGES> k_ring, v_ring;
+  RingPosition<C::MASK_STAGES> mask_ring;
   RingPosition<C::Q_STAGES> q_ring;
 
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
@@ -143,30 +162,30 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     const int slice = mask_batch * all_params.mask_heads + mask_head;
 
     const auto load_k = [&](const typename StatedBlocks<C>::Block& block, bool last) {
-      // Every consumer warp has read what the stage held: its products K, the warp bits and elements.
+      const bool added = (block.states & ADDED_FOR_ANY) != 0;
+      // The products of every consumer warp have read the K that the stage held.
       // mutants: needless-with-one-tile
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
+      // Every consumer warp has read the elements that the stage held.
+      if (added) {
+        ptx::mbarrier_wait_parity(mask_empty<C>(shared_smem, mask_ring.stage),
+                                  mask_ring.parity ^ 1);
+      }
       if (leader) {
         dense_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
         const uint32_t full = barriers.k_full(k_ring.stage);
-        const bool hidden = (block.states & EVERY_GROUP * STATE_HIDDEN) != 0;
-        const bool added = (block.states & EVERY_GROUP * STATE_ADDED) != 0;
-        ptx::mbarrier_arrive_expect_tx(full, C::KTile::BYTES + (hidden ? C::BITS_BYTES : 0) +
-                                                 (added ? C::MaskTile::BYTES : 0));
+        ptx::mbarrier_arrive_expect_tx(full,
+                                       C::KTile::BYTES + (added ? C::MaskTile::BYTES : 0));
         math::start_copy<typename C::KTile>(
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map, block.key,
             attention.k_head == 0 ? 0 : kv_head, attention.k_batch == 0 ? 0 : batch, full);
-        if (hidden) {
-          ptx::cp_async_bulk_tensor_4d_load(
-              shared_smem + C::BITS_SMEM + k_ring.stage * C::BITS_BYTES, all_params.bits_map, 0,
-              block.key / MASK_BLOCK, tile.first_row / MASK_BLOCK, slice, full);
-        }
         if (added) {
           math::start_copy<typename C::MaskTile>(
-              shared_smem + C::MASK_SMEM + k_ring.stage * C::MaskTile::BYTES, all_params.mask_map,
-              tile.first_row, mask_head, mask_batch, full, block.key);
+              shared_smem + C::MASK_SMEM + mask_ring.stage * C::MaskTile::BYTES,
+              all_params.mask_map, tile.first_row, mask_head, mask_batch, full, block.key);
         }
       }
+      if (added) mask_ring.advance();
       k_ring.advance();
     };
     const auto load_v = [&](int block) {
@@ -230,16 +249,22 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
 // --- consumers ---
 
 // Selects the scores of a lane whose bits are set; the others become -inf, even if they were NaN.
+// seen: a word for each block of the summary.
 template <class C>
-__device__ __forceinline__ void select_scores(math::Scores<C>& s_rmem, uint32_t seen) {
+__device__ __forceinline__ void select_scores(math::Scores<C>& s_rmem,
+                                              const uint32_t (&seen)[C::SUMMARY_BLOCKS]) {
+  constexpr int GROUPS = MASK_BLOCK / 8;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
 #pragma unroll
-    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if ((seen & 1u << (16 * r + 2 * n + i)) == 0)
-          s_rmem[0][n][2 * r + i] = math::MINUS_INFINITY;
+      for (int n = 0; n < GROUPS; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if ((seen[part] & 1u << (16 * r + 2 * n + i)) == 0)
+            s_rmem[0][part * GROUPS + n][2 * r + i] = math::MINUS_INFINITY;
+        }
       }
     }
   }
@@ -276,6 +301,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
   const Turns<C> turns{group};
   if (group == C::WARPGROUPS - 1) turns.hand_over();  // warpgroup 0 begins
   RingPosition<C::STAGES> ring;  // of K and V
+  RingPosition<C::MASK_STAGES> mask_ring;
   RingPosition<C::Q_STAGES> q_ring;
   // What is added to scores before they are scaled has this factor.
   const float factor = math::LOG2_E / attention.exp2_scale;
@@ -302,6 +328,17 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     math::RowState<C> state;
     math::clear(state);
     state.large = false;
+    const int batch = tile.batch_head / attention.heads_q;
+    const int head = tile.batch_head % attention.heads_q;
+    const int slice = (all_params.mask_batches == 1 ? 0 : batch) * all_params.mask_heads +
+                      (all_params.mask_heads == 1 ? 0 : head);
+    const int row_block = tile.first_row / MASK_BLOCK + group;
+    // This lane's words for the warpgroup's rows. Behind the last row block no block is seen.
+    const uint32_t* bits_gmem =
+        all_params.bits_gmem +
+        (static_cast<int64_t>(slice) * all_params.row_blocks + row_block) * all_params.key_blocks *
+            SUMMARY_WORDS +
+        threadIdx.x % C::WARPGROUP;
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
@@ -326,8 +363,20 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       release(barriers.v_empty(pending.stage));
     };
     const auto hand_back_k = [&] { release(barriers.k_empty(ring.stage)); };
+    // Which scores of this lane count by attn_mask. Called while the products run.
+    const auto load_bits = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state, int key) {
+#pragma unroll
+      for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+        seen[part] = 0xFFFFFFFFu;
+        if ((block_state & STATE_HIDDEN) == 0) continue;
+        // Keys behind the last block of the summary are hidden by their position.
+        const int number = min(key / MASK_BLOCK + part, all_params.key_blocks - 1);
+        seen[part] = __ldg(bits_gmem + static_cast<int64_t>(number) * SUMMARY_WORDS);
+      }
+    };
     // What a block needs that is not clear. Returns the scale of scores that are finished.
-    const auto finish_scores = [&](uint32_t block_state, int key, bool may_add) {
+    const auto finish_scores = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state,
+                                   int key, bool may_add) {
       float scale = attention.exp2_scale;
       const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
       const unsigned lane = thread % 32;
@@ -335,7 +384,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       if (may_add && (block_state & STATE_ADDED) != 0) {
         const auto row = static_cast<int>(thread / 32 * 16 + lane % 16);
-        const uint32_t row_smem = shared_smem + C::MASK_SMEM + ring.stage * C::MaskTile::BYTES +
+        const uint32_t row_smem = shared_smem + C::MASK_SMEM +
+                                  mask_ring.stage * C::MaskTile::BYTES +
                                   C::MaskTile::offset(row, static_cast<int>(lane / 16));
         if ((block_state & STATE_HUGE) != 0 || adds_late) {
           add_elements<C>(s_rmem, row_smem, [&](float& x, float element) {
@@ -347,29 +397,33 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
           add_elements<C>(s_rmem, row_smem,
                           [&](float& x, float element) { x = fmaf(element, factor, x); });
         }
+        ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
       }
       if ((block_state & (STATE_HIDDEN | STATE_BEYOND)) != 0) {
-        uint32_t seen = 0xFFFFFFFFu;
-        if ((block_state & STATE_HIDDEN) != 0) {
-          seen = *reinterpret_cast<const uint32_t*>(shared + C::BITS_SMEM +
-                                                    ring.stage * C::BITS_BYTES + 4 * thread);
-        }
         if ((block_state & STATE_BEYOND) != 0) {
           const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
-          const int lane_key = key + static_cast<int>(lane % 4 * 2);
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int row = tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4) + 8 * r;
-            const uint32_t row_seen = math::lane_bits<C>(visible.first(row) - lane_key,
-                                                         visible.last(row) + 1 - lane_key);
-            seen &= row_seen << (16 * r) | 0xFFFFu << (16 * (1 - r));
+          for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+            const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int row =
+                  tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4) + 8 * r;
+              const uint32_t row_seen = math::lane_bits<SummaryConfig<C::DTYPE>>(
+                  visible.first(row) - lane_key, visible.last(row) + 1 - lane_key);
+              seen[part] &= row_seen << (16 * r) | 0xFFFFu << (16 * (1 - r));
+            }
           }
         }
         select_scores<C>(s_rmem, seen);
       }
-      // This thread's reads of bits and elements come before TMA's next write there.
-      ptx::fence_proxy_async_shared();
       return scale;
+    };
+    // Hands back the elements of a block, if it has some for any warpgroup.
+    const auto hand_back_elements = [&](uint32_t states) {
+      if ((states & ADDED_FOR_ANY) == 0) return;
+      release(mask_empty<C>(shared_smem, mask_ring.stage));
+      mask_ring.advance();
     };
     // S becomes P.
     const auto weigh = [&](float scale) {
@@ -382,7 +436,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       ring.advance();
     };
 
-    const auto skip_block = [&] {
+    const auto skip_block = [&](uint32_t states) {
       if (is_pending) {  // its V cannot wait for a block that comes later
         begin_pv();
         finish_pv();
@@ -391,6 +445,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       // The warps still wait for the block: otherwise they could lap the ring and hand back a stage
       // a phase too early.
       hand_back_k();
+      hand_back_elements(states);
       turns.wait();  // each warpgroup takes one turn for a block
       turns.hand_over();
       // mutants: few-skipped-blocks
@@ -399,31 +454,38 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       ring.advance();
     };
     // A block before which no product is pending.
-    const auto step_alone = [&](uint32_t block_state, int key) {
+    const auto step_alone = [&](uint32_t block_state, int key, uint32_t states) {
       turns.wait();
       begin_qk();
       turns.hand_over();
+      uint32_t seen[C::SUMMARY_BLOCKS];
+      load_bits(seen, block_state, key);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<SCORES>(s);
-      float scale = attention.exp2_scale;
-      if (block_state != clear) scale = finish_scores(block_state, key, true);
       hand_back_k();
+      float scale = attention.exp2_scale;
+      if (block_state != clear) scale = finish_scores(seen, block_state, key, true);
+      hand_back_elements(states);
       const auto now = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
       scale = follow_maxima<C>(s_rmem, state, scale, [] {}, now);
       weigh(scale);
       pack<C>(s_rmem, p_rmem);
       advance();
     };
-    const auto step = [&]<bool MASKED, bool MAY_ADD>(uint32_t block_state, int key) {
+    const auto step = [&]<bool MASKED, bool MAY_ADD>(uint32_t block_state, int key,
+                                                     uint32_t states) {
       turns.wait();
       begin_qk();
       begin_pv();
       turns.hand_over();
+      uint32_t seen[C::SUMMARY_BLOCKS];
+      if constexpr (MASKED) load_bits(seen, block_state, key);
       ptx::wgmma_wait_group<1>();  // the scores are there
       ptx::registers_change<SCORES>(s);
-      float scale = attention.exp2_scale;
-      if constexpr (MASKED) scale = finish_scores(block_state, key, MAY_ADD);
       hand_back_k();
+      float scale = attention.exp2_scale;
+      if constexpr (MASKED) scale = finish_scores(seen, block_state, key, MAY_ADD);
+      hand_back_elements(states);
       bool raised = false;
       float corrections[2];
       const auto note = [&](const float (&wanted)[2]) {
@@ -444,19 +506,20 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       while (!last) {
         ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
         const DenseMessage message = dense_message<C>(shared, ring.stage);
-        const uint32_t block_state = uniform(message.states >> (8 * group)) & 0xFF;
+        const uint32_t states = uniform(message.states);
+        const uint32_t block_state = states >> (8 * group) & 0xFF;
         const int key = uniform(message.key);
         last = uniform(message.last) != 0;
         if (block_state == 0) {
-          skip_block();
+          skip_block(states);
         } else if (!is_pending) {
-          step_alone(block_state, key);
+          step_alone(block_state, key, states);
         } else if (block_state == clear) {
-          step.template operator()<false, false>(block_state, key);
+          step.template operator()<false, false>(block_state, key, states);
         } else if ((block_state & STATE_ADDED) == 0 && clear != 0) {
-          step.template operator()<true, false>(block_state, key);
+          step.template operator()<true, false>(block_state, key, states);
         } else {
-          step.template operator()<true, true>(block_state, key);
+          step.template operator()<true, true>(block_state, key, states);
         }
       }
       if (is_pending) {
@@ -483,7 +546,11 @@ __device__ __forceinline__ void dense_fwd(const DenseParams& params) {
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < C::MASK_STAGES; ++stage)
+      ptx::mbarrier_init(mask_empty<C>(shared_smem, stage), C::WARPS);
+    Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();  // with the fence for all of them
+  }
   __syncthreads();  // the barriers are initialised before any warp uses them
 
   if (threadIdx.x < C::CONSUMER_THREADS) {

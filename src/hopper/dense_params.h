@@ -19,7 +19,6 @@ struct DenseParams {
   uint8_t* states_gmem;  // a byte for each block, in the workspace
   uint32_t* bits_gmem;   // SUMMARY_WORDS for each block, in the workspace
   int32_t mask_batches, mask_heads, row_blocks, key_blocks;
-  TensorMap bits_map;  // (words, key blocks, row blocks, batch * heads)
   TensorMap mask_map;  // attn_mask, where its elements are added
 };
 static_assert(std::is_trivially_copyable_v<DenseParams>);

@@ -116,7 +116,7 @@ constexpr Tile MASKED_TILES[] = {
 };
 
 // For a dense attn_mask (reads_summary). Few row tiles are left to the tiles above.
-constexpr const char* DENSE = "a dense attn_mask: 3 warpgroups of 64 rows in turns, 64 keys at a time";
+constexpr const char* DENSE = "a dense attn_mask, of which a summary is made first";
 constexpr Tile DENSE_TILES[] = {
     tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[0],
@@ -297,13 +297,12 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
     last.pointers.push_back(slot);
   core::Workspace workspace;
   const auto add = [&](size_t offset, int64_t bytes) {
-    const int64_t start = workspace.add(bytes);
-    last.pointers.push_back({Operand::Workspace, static_cast<int32_t>(offset), start});
-    return start;
+    const auto slot = static_cast<int32_t>(offset);
+    last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
   };
   add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
   add(offsetof(DenseParams, states_gmem), blocks.count());
-  const int64_t bits = add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+  add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
   plan.workspace_bytes = workspace.bytes();
 
   Launch first;
@@ -314,17 +313,6 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   first.params = last.params;
   first.pointers = last.pointers;
 
-  constexpr int64_t BLOCK_BYTES = SUMMARY_WORDS * 4;
-  TensorMapSpec map{};
-  map.operand = Operand::Workspace;
-  map.offset = offsetof(DenseParams, bits_map);
-  map.addend = bits;
-  map.dtype = DType::F32;  // copied as they are
-  map.dims = {SUMMARY_WORDS, blocks.key_blocks, blocks.row_blocks, blocks.batches * blocks.heads};
-  map.strides = {BLOCK_BYTES, blocks.key_blocks * BLOCK_BYTES,
-                 blocks.row_blocks * blocks.key_blocks * BLOCK_BYTES};
-  map.box = {SUMMARY_WORDS, 1, plan.tile.block_q / MASK_BLOCK, 1};
-  last.tensor_maps.push_back(map);
   if (problem.mask != 1) {
     const Strides& strides = problem.mask_strides;
     const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
