@@ -474,7 +474,9 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
     if problem.needs_grad and chosen == _registry.TORCH:
         return "PyTorch's fused kernels compute the gradients faster, where that was measured"
     if chosen == "hopper" and other == _registry.TORCH and _dense_mask_alone(problem):
-        return f"{chosen} was measured to be faster than {_PYTORCHS['torch-cudnn']} with such a mask"
+        return (
+            f"{chosen} was measured to be faster than {_PYTORCHS['torch-cudnn']} with such a mask"
+        )
     measured = _measured.find(problem, device.capability)
     pytorchs = _measured_pytorch(problem, device.capability)
     if measured is not None and chosen != _registry.TORCH and chosen in measured.order:
@@ -518,12 +520,14 @@ def _dense_mask_measured_on_hopper(
 ) -> bool:
     """Whether a call has a dense attn_mask alone with which hopper was measured to be faster than
     PyTorch's cuDNN kernel: one that is summarized first, and not so large that to read it twice
-    costs more than is gained (H200, docs/masks.md).
+    costs more than is gained. With head dimension 64 and a mask that is added they are about equal
+    (H200, docs/masks.md).
     """
     if plan is None or problem.needs_grad or not _dense_mask_alone(problem):
         return False
     read_once = problem.bool_mask or problem.heads_share_mask
-    measured_dims = all(64 < dim <= 128 for dim in (problem.d, problem.dv))
+    smallest = 64 if problem.bool_mask else 72
+    measured_dims = all(smallest <= dim <= 128 for dim in (problem.d, problem.dv))
     return measured_dims and read_once and plan.tile.name.endswith("_dense")
 
 

@@ -53,17 +53,16 @@ struct DenseConfig : Base {
   // for each stage of what is added.
   using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
   static constexpr int MASK_STAGES = 2;
+  static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
   static constexpr int MASK_SMEM =
       (Base::SHARED_BYTES + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
   static constexpr int BLOCK_MESSAGE_BYTES = 16;
   static constexpr int BLOCK_MESSAGE_SMEM = MASK_SMEM + MASK_STAGES * MaskTile::BYTES;
-  static constexpr int MASK_BARRIER_SMEM =
-      BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
+  static constexpr int MASK_BARRIER_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
   static constexpr int SHARED_BYTES = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
 
   static_assert(sizeof(DenseMessage) <= BLOCK_MESSAGE_BYTES);
-  static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK &&
-                    Base::BLOCK_K % MASK_BLOCK == 0,
+  static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
                 "hopper/dense_fwd.cuh: a warpgroup's rows are a row of blocks of the summary");
   static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
   static_assert(SHARED_BYTES <= 227 * 1024,

@@ -15,11 +15,12 @@
 //   ADDED                                adds elements to scores that are not scaled yet: one FMA
 //   HUGE                                 adds them to scaled scores, and keeps the sums finite
 //
-// Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their rings.
-// The message of a block is written before the producer arrives at its k_full, and read before a
-// consumer warp arrives at its k_empty. Elements that are added are counted at k_full, too; each
-// consumer warp hands them back at mask_empty of their stage when it has read them, because that is
-// later than its products have read K. Their ring moves on only with blocks that have some.
+// Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
+// rings. The message of a block is written before the producer arrives at its k_full, and read
+// before a consumer warp arrives at its k_empty. Elements that are added are counted at k_full,
+// too; each consumer warp hands them back at mask_empty of their stage when it has read them,
+// because that is later than its products have read K. Their ring moves on only with blocks that
+// have some.
 #pragma once
 
 #include <cstdint>
@@ -174,8 +175,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       if (leader) {
         dense_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
         const uint32_t full = barriers.k_full(k_ring.stage);
-        ptx::mbarrier_arrive_expect_tx(full,
-                                       C::KTile::BYTES + (added ? C::MaskTile::BYTES : 0));
+        ptx::mbarrier_arrive_expect_tx(full, C::KTile::BYTES + (added ? C::MaskTile::BYTES : 0));
         math::start_copy<typename C::KTile>(
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map, block.key,
             attention.k_head == 0 ? 0 : kv_head, attention.k_batch == 0 ? 0 : batch, full);
@@ -202,9 +202,11 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
 
     StatedBlocks<C> seen{all_params,
                          all_params.states_gmem + static_cast<int64_t>(slice) *
-                                                      all_params.row_blocks *
-                                                      all_params.key_blocks,
-                         visible, tile.first_row, tile.end_row, blocks.first};
+                                                      all_params.row_blocks * all_params.key_blocks,
+                         visible,
+                         tile.first_row,
+                         tile.end_row,
+                         blocks.first};
     auto block = seen.up_to(blocks.last);
     auto next = seen.up_to(block.key - C::BLOCK_K);
     tile.any_block = block.key >= 0;
@@ -300,7 +302,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   const Turns<C> turns{group};
   if (group == C::WARPGROUPS - 1) turns.hand_over();  // warpgroup 0 begins
-  RingPosition<C::STAGES> ring;  // of K and V
+  RingPosition<C::STAGES> ring;                       // of K and V
   RingPosition<C::MASK_STAGES> mask_ring;
   RingPosition<C::Q_STAGES> q_ring;
   // What is added to scores before they are scaled has this factor.
@@ -334,11 +336,10 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
                       (all_params.mask_heads == 1 ? 0 : head);
     const int row_block = tile.first_row / MASK_BLOCK + group;
     // This lane's words for the warpgroup's rows. Behind the last row block no block is seen.
-    const uint32_t* bits_gmem =
-        all_params.bits_gmem +
-        (static_cast<int64_t>(slice) * all_params.row_blocks + row_block) * all_params.key_blocks *
-            SUMMARY_WORDS +
-        threadIdx.x % C::WARPGROUP;
+    const uint32_t* bits_gmem = all_params.bits_gmem +
+                                (static_cast<int64_t>(slice) * all_params.row_blocks + row_block) *
+                                    all_params.key_blocks * SUMMARY_WORDS +
+                                threadIdx.x % C::WARPGROUP;
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
     bool is_pending = false;

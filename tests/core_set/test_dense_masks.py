@@ -1,5 +1,5 @@
-"""hopper's kernels for a dense attn_mask, which read a summary of it that a launch before them makes.
-Calls of few row tiles go to others (test_mask_data.py), so plans are made for a GPU with one SM.
+"""hopper's kernels for a dense attn_mask, which read a summary of it that a launch before them
+makes. Calls of few row tiles go to others (test_mask_data.py), so plans are made for one SM.
 """
 
 from __future__ import annotations

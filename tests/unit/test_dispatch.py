@@ -689,6 +689,8 @@ def test_a_dense_mask_goes_to_hopper_where_it_was_measured() -> None:
         assert decision.chosen == HOPPER
         faster = "hopper was measured to be faster than PyTorch's cuDNN kernel with such a mask"
         assert decision.reasons["torch"] == [faster]
+    assert select(keep, d=64).chosen == HOPPER
+    assert select(empty(4096, 4096), d=64).chosen == "torch"
     # Read twice from device memory, few tiles, elements that TMA cannot copy, other sizes.
     assert select(empty(heads, 4096, 4096)).chosen == "torch"
     assert select(keep[:100], nq=100).chosen == "torch"
