@@ -528,7 +528,8 @@ def _dense_mask_measured_on_hopper(
     read_once = problem.bool_mask or problem.heads_share_mask
     smallest = 64 if problem.bool_mask else 72
     measured_dims = all(smallest <= dim <= 128 for dim in (problem.d, problem.dv))
-    return measured_dims and read_once and plan.tile.name.endswith("_dense")
+    summarized = plan.tile is not None and plan.tile.name.endswith("_dense")
+    return measured_dims and read_once and summarized
 
 
 def _only_forced(
