@@ -260,7 +260,10 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     if isinstance(pytorchs, list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
     if _dense_mask_alone(problem):
-        return (_registry.TORCH, *tensor_cores, *cuda_cores)
+        # hopper says no where it was not measured to be faster (_only_forced).
+        faster = [name for name in kernels if name == "hopper" and capability == (9, 0)]
+        others = [name for name in kernels if name not in faster]
+        return (*faster, _registry.TORCH, *others)
     if measured is not None and _serves_as_measured(pytorchs, problem, measured):
         place = measured.place(pytorchs)
         before = [name for name in kernels if measured.place(name) < place]
@@ -293,8 +296,8 @@ def _faster_with_gradients(
 
 def _dense_mask_alone(problem: _native.Problem) -> bool:
     """Whether a call has an attn_mask and nothing that says which of its blocks are hidden. On an
-    H200 PyTorch's fused kernels serve such calls faster than ours, the memory-efficient one too
-    (docs/masks.md).
+    H200 PyTorch's fused kernels serve such calls faster than ampere, the memory-efficient one too,
+    and hopper faster than they (docs/masks.md).
     """
     return problem.attn_mask and not (problem.key_ranges or problem.block_mask or problem.dropout_p)
 
@@ -473,6 +476,10 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
         return _MASK_READ_FASTER
     if problem.needs_grad and chosen == _registry.TORCH:
         return "PyTorch's fused kernels compute the gradients faster, where that was measured"
+    if chosen == "hopper" and other == _registry.TORCH and _dense_mask_alone(problem):
+        return (
+            f"{chosen} was measured to be faster than {_PYTORCHS['torch-cudnn']} with such a mask"
+        )
     measured = _measured.find(problem, device.capability)
     pytorchs = _measured_pytorch(problem, device.capability)
     if measured is not None and chosen != _registry.TORCH and chosen in measured.order:
@@ -511,7 +518,29 @@ def _masks_measured_on_hopper(problem: _native.Problem) -> bool:
     return bool(given) and not problem.attn_mask and measured_dims and many_rows
 
 
-def _only_forced(name: str, problem: _native.Problem, capability: tuple[int, int]) -> bool:
+def _dense_mask_measured_on_hopper(
+    problem: _native.Problem, plan: _native.LaunchPlan | None
+) -> bool:
+    """Whether a call has a dense attn_mask alone with which hopper was measured to be faster than
+    PyTorch's cuDNN kernel: one that is summarized first, and not so large that to read it twice
+    costs more than is gained. With head dimension 64 and a mask that is added they are about equal
+    (H200, docs/masks.md).
+    """
+    if plan is None or problem.needs_grad or not _dense_mask_alone(problem):
+        return False
+    read_once = problem.bool_mask or problem.heads_share_mask
+    smallest = 64 if problem.bool_mask else 72
+    measured_dims = all(smallest <= dim <= 128 for dim in (problem.d, problem.dv))
+    summarized = plan.tile is not None and plan.tile.name.endswith("_dense")
+    return measured_dims and read_once and summarized
+
+
+def _only_forced(
+    name: str,
+    problem: _native.Problem,
+    capability: tuple[int, int],
+    plan: _native.LaunchPlan | None = None,
+) -> bool:
     """Whether a kernel serves a problem only if it is forced, because the GPU is of another
     generation than its own and it was not measured there.
     """
@@ -519,7 +548,9 @@ def _only_forced(name: str, problem: _native.Problem, capability: tuple[int, int
         return False
     if problem.kv_cache:
         return False  # such a kernel refuses all caches but those that it was measured for
-    if name == "hopper" and _masks_measured_on_hopper(problem):
+    if name == "hopper" and (
+        _masks_measured_on_hopper(problem) or _dense_mask_measured_on_hopper(problem, plan)
+    ):
         return False
     measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order
@@ -544,7 +575,9 @@ class _Answers:
         answer = self._of.get(name)
         if answer is None:
             answer = _native.plan(name, self._problem, self._device)
-            if not isinstance(answer, list) and _only_forced(name, self._problem, self._capability):
+            if not isinstance(answer, list) and _only_forced(
+                name, self._problem, self._capability, answer
+            ):
                 major, minor = self._capability
                 answer = [
                     f"compute capability {major}.{minor}: {name} serves it only when it is forced"

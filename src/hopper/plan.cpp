@@ -28,6 +28,8 @@
 #include "hopper/cache_maps.h"
 #include "hopper/cache_params.h"
 #include "hopper/config.cuh"
+#include "hopper/dense_config.cuh"
+#include "hopper/dense_params.h"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
 #include "hopper/params.h"
@@ -66,6 +68,7 @@ struct Tile : core::Tile {
   bool in_turns;
   int row_step;
   int v_columns_of_cta;
+  bool dense;  // its kernel reads a summary of attn_mask
 };
 
 template <class C>
@@ -82,7 +85,8 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
           C::MOVES_REGISTERS ? C::CONSUMER_REGISTERS : 0,
           C::IN_TURNS,
           C::TILE_STEP,
-          C::HEAD_DIM_V};
+          C::HEAD_DIM_V,
+          requires { typename C::MaskTile; }};
 }
 
 // Measured on an H200 (NOTES.md), but for d96_few and those of head dimension 192.
@@ -143,6 +147,16 @@ constexpr Tile PAGES_TILES[] = {
     tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
 };
 
+// For a dense attn_mask (reads_summary). Few row tiles are left to the tiles above.
+constexpr const char* DENSE = "a dense attn_mask, of which a summary is made first";
+constexpr Tile DENSE_TILES[] = {
+    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    MASKED_TILES[0],
+    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    MASKED_TILES[1],
+    MASKED_TILES[2],
+};
+
 constexpr Tile FP8_TILES[] = {
     tile<Fp8D64<DType::E4M3>>("d64", {}, "4 warpgroups of 64 rows in turns, 128 keys at a time"),
     tile<Fp8D128<DType::E4M3>>("d128", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
@@ -192,10 +206,44 @@ bool small_tiles_are_faster(const Problem& problem, const Device& device) {
   return time(*small) / speed < time(*large);
 }
 
+// The blocks of the summary of attn_mask, which has size 1 along dimensions of stride 0.
+struct SummaryBlocks {
+  int64_t batches, heads, row_blocks, key_blocks;
+
+  explicit SummaryBlocks(const Problem& problem)
+      : batches(problem.mask_strides.batch == 0 ? 1 : problem.batch),
+        heads(problem.mask_strides.head == 0 ? 1 : problem.heads_q),
+        row_blocks(core::ceil_div(problem.nq, MASK_BLOCK)),
+        key_blocks(core::ceil_div(problem.nk, MASK_BLOCK)) {}
+
+  int64_t count() const { return batches * heads * row_blocks * key_blocks; }
+  int64_t bits_bytes() const { return count() * SUMMARY_WORDS * 4; }
+};
+
+// Whether the kernels that read a summary of attn_mask can serve a call: attn_mask is the only mask
+// as data, and a tensor map describes its elements if they are added.
+bool reads_summary(const Problem& problem) {
+  constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
+  constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
+  constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
+  if (problem.mask == 0 || problem.key_ranges != 0 || problem.alibi_slopes || problem.block_mask)
+    return false;
+  const SummaryBlocks blocks(problem);
+  if (blocks.count() == 0 || blocks.bits_bytes() > MOST_SUMMARY_BYTES) return false;
+  if (problem.mask == 1) return true;
+  if (dtype_bytes(static_cast<DType>(problem.mask - 2)) != 2) return false;
+  const Strides& strides = problem.mask_strides;
+  const bool in_units = strides.batch % UNIT == 0 && strides.head % UNIT == 0 &&
+                        strides.row % UNIT == 0 && problem.mask_align % (2 * UNIT) == 0;
+  const int64_t largest = std::max({strides.batch, strides.head, strides.row});
+  return in_units && strides.row != 0 && problem.mask_key == 1 && largest < LARGEST_STRIDE;
+}
+
 std::span<const Tile> tiles_for(const Problem& problem, const Device& device) {
   if (problem.kv_cache && problem.page_size > 0 && problem.page_size % PAGE_ROWS == 0)
     return PAGES_TILES;
   if (problem.kv_cache) return CACHE_TILES;
+  if (!is_fp8(problem.dtype) && reads_summary(problem)) return DENSE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
   const Descales descales = core::descales(problem);
@@ -359,6 +407,62 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
   if (few) mma_sync::add_few_rows(plan, std::move(*few));
 }
 
+// Turns the launch of `plan` into that of a kernel that reads a summary of attn_mask, and puts the
+// launch that makes the summary before it. That one zeroes the counter of tiles, too.
+void add_summary(LaunchPlan& plan, const Problem& problem) {
+  const SummaryBlocks blocks(problem);
+  Launch& last = plan.launches[0];
+  DenseParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(&params.call, last.params.data(), sizeof params.call);
+  params.masks = core::mask_params(problem);
+  params.mask_batches = static_cast<int32_t>(blocks.batches);
+  params.mask_heads = static_cast<int32_t>(blocks.heads);
+  params.row_blocks = static_cast<int32_t>(blocks.row_blocks);
+  params.key_blocks = static_cast<int32_t>(blocks.key_blocks);
+  last.params = core::bytes(params);
+  last.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
+  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(DenseParams, masks)))
+    last.pointers.push_back(slot);
+  core::Workspace workspace;
+  const auto add = [&](size_t offset, int64_t bytes) {
+    const auto slot = static_cast<int32_t>(offset);
+    last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
+  };
+  add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
+  add(offsetof(DenseParams, states_gmem), blocks.count());
+  add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+  plan.workspace_bytes = workspace.bytes();
+
+  Launch first;
+  first.kernel = std::string("hopper_summarize_mask_") + core::dtype_word(problem.dtype);
+  first.image = last.image;
+  first.grid = {blocks.count(), 1, 1};
+  first.block = {SUMMARY_THREADS, 1, 1};
+  first.params = last.params;
+  first.pointers = last.pointers;
+
+  if (problem.mask != 1) {
+    const Strides& strides = problem.mask_strides;
+    const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
+    const int64_t steps[] = {strides.row, strides.head, strides.batch};
+    constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
+    TensorMapSpec elements{};
+    elements.operand = Operand::Mask;
+    elements.offset = offsetof(DenseParams, mask_map);
+    elements.dtype = problem.dtype;
+    elements.swizzle = Swizzle::B128;
+    elements.dims = {problem.nk};
+    for (int i = 0; i < 3; ++i) {
+      elements.dims.push_back(sizes[i]);
+      elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
+    }
+    elements.box = {MASK_BLOCK, plan.tile.block_q, 1, 1};
+    last.tensor_maps.push_back(elements);
+  }
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
@@ -419,6 +523,10 @@ PlanResult plan(const Problem& problem, const Device& device) {
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));
   }
   // The combining kernel is in the image of the kernels without masks, which the plan names first.
+  if (tile.dense) {
+    add_summary(plan, problem);
+    return plan;
+  }
   if (is_masked(problem)) add_masks(plan, problem);
   core::Workspace workspace;
   if (splits == 1 && stays && counts_tiles(plan, problem, device)) {

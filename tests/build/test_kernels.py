@@ -319,6 +319,7 @@ INSTRUCTIONS = {
     "hopper_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
     "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "hopper_combine_": COMBINES,
+    "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
     "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
     "simt_append_": ("LDG.E", "STG.E"),
@@ -337,6 +338,7 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") |
 }
 WITHOUT_TENSOR_CORES = (
     *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
+    "hopper_summarize_",
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
     *("blackwell_dc_combine_", "hopper_combine_"),
@@ -629,6 +631,14 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 planned |= set(plan.kernels)
         if exact:
             continue
+        keep = torch.empty(1024, 200, dtype=torch.bool, device="meta")
+        for d in (64, 128):  # a dense mask of many rows
+            q, k = (torch.empty(2, 64, n, d, dtype=dtype, device="meta") for n in (1024, 200))
+            plan = archflash.explain(
+                q, k, k, attn_mask=keep, device="H200", implementation="hopper"
+            ).plan
+            assert plan is not None
+            planned |= set(plan.kernels)
         q, qv, k_cache, v_cache = (
             torch.empty(2, rows, heads, dim, dtype=dtype, device="meta")
             for rows, heads in ((1, 4), (1024, 1))

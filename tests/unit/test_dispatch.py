@@ -674,6 +674,31 @@ def test_masks_as_data_go_to_hopper_where_it_was_measured(name: str) -> None:
         assert chosen(d=128, attn_mask=MASKS["attn_mask"]) == "ampere"
 
 
+def test_a_dense_mask_goes_to_hopper_where_it_was_measured() -> None:
+    def select(mask: torch.Tensor, nq: int = 4096, **options: Any) -> _dispatch.Decision:
+        given = {"nq": nq, "nk": 4096, "d": 128, "attn_mask": mask, **options}
+        return _dispatch.select(problem(torch.bfloat16, **given), find_device("H200"))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    heads = 4
+    keep = empty(4096, 4096, dtype=torch.bool)
+    for mask in (keep, empty(4096, 4096), empty(heads, 4096, 4096, dtype=torch.bool)):
+        decision = select(mask)
+        assert decision.chosen == HOPPER
+        faster = "hopper was measured to be faster than PyTorch's cuDNN kernel with such a mask"
+        assert decision.reasons["torch"] == [faster]
+    assert select(keep, d=64).chosen == HOPPER
+    assert select(empty(4096, 4096), d=64).chosen == "torch"
+    # Read twice from device memory, few tiles, elements that TMA cannot copy, other sizes.
+    assert select(empty(heads, 4096, 4096)).chosen == "torch"
+    assert select(keep[:100], nq=100).chosen == "torch"
+    assert select(empty(4096, 4097)[:, 1:]).chosen == "torch"
+    assert select(keep, d=256).chosen == "torch"
+    assert select(keep, grad=True).chosen == "torch"
+
+
 @pytest.mark.parametrize("device", ["RTX 3090", "H200", "B200"])
 def test_few_rows_with_masks_are_split_by_ampere(device: str) -> None:
     ranges = torch.empty(1, 1, 1, 2, 2, dtype=torch.int32, device="meta")

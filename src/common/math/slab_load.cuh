@@ -10,15 +10,15 @@
 
 namespace archflash::math {
 
-// Starts the copy of one head's rows from `row` on and columns from `column` on, and makes the
-// barrier expect all bytes of the tile. Called by one thread. A broadcast dimension (stride 0) has
-// size 1 in the map, and its coordinate must be 0. `column` and the map count elements, of which
-// PACK make one 16-bit column of the tile. With HINT, `policy` says what L2 does with the tile.
+// Starts the copy of one head's rows from `row` on and columns from `column` on. Called by one
+// thread, after the barrier was made to expect the bytes of the tile. A broadcast dimension (stride
+// 0) has size 1 in the map, and its coordinate must be 0. `column` and the map count elements, of
+// which PACK make one 16-bit column of the tile. With HINT, `policy` says what L2 does with the
+// tile.
 template <class Tile, int PACK = 1, bool HINT = false>
-__device__ __forceinline__ void start_load(uint32_t tile_smem, const TensorMap& map, int row,
+__device__ __forceinline__ void start_copy(uint32_t tile_smem, const TensorMap& map, int row,
                                            int head, int batch, uint32_t barrier_smem,
                                            int column = 0, uint64_t policy = 0) {
-  ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::BYTES);
 #pragma unroll
   for (int slab = 0; slab < Tile::SLABS; ++slab) {
 #pragma unroll
@@ -34,6 +34,15 @@ __device__ __forceinline__ void start_load(uint32_t tile_smem, const TensorMap& 
       }
     }
   }
+}
+
+// start_copy() of a tile that is all that its barrier waits for.
+template <class Tile, int PACK = 1, bool HINT = false>
+__device__ __forceinline__ void start_load(uint32_t tile_smem, const TensorMap& map, int row,
+                                           int head, int batch, uint32_t barrier_smem,
+                                           int column = 0, uint64_t policy = 0) {
+  ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::BYTES);
+  start_copy<Tile, PACK, HINT>(tile_smem, map, row, head, batch, barrier_smem, column, policy);
 }
 
 }  // namespace archflash::math

@@ -1,0 +1,81 @@
+// The tiles of the hopper kernels for a dense attn_mask, and what is known of its blocks.
+// Compile-time numbers only, in plain C++.
+#pragma once
+
+#include <cstdint>
+
+#include "common/mask_params.h"
+#include "hopper/config.cuh"
+
+namespace archflash::hopper {
+
+// What the summary says of MASK_BLOCK rows and keys of attn_mask: a byte of flags. 0: no row sees
+// any key. SEEN alone: attn_mask changes nothing.
+constexpr uint32_t STATE_SEEN = 1;     // some row sees some key
+constexpr uint32_t STATE_HIDDEN = 2;   // some key is hidden; the summary's bits say which
+constexpr uint32_t STATE_ADDED = 4;    // something else than 0 is added
+constexpr uint32_t STATE_HUGE = 8;     // some of it is not below LARGEST_ADDED
+constexpr uint32_t STATE_BEYOND = 16;  // a row sees not all keys by its position; not of attn_mask
+
+// Elements below it can be added before the scores are scaled, if the scale is not below
+// 1 / LARGEST_FACTOR: their product is finite.
+constexpr float LARGEST_ADDED = 0x1p100f;
+constexpr float LARGEST_FACTOR = 0x1p20f;
+
+// The summary of a block: a word of bits for each thread of a consumer warpgroup. Bit 16r + 2n + i
+// is the key 8n + 2 (lane % 4) + i of the row lane / 4 + 8r of the warp.
+constexpr int SUMMARY_WORDS = 128;
+constexpr int SUMMARY_THREADS = 128;  // of the CTA that makes it
+
+// What the producer says of a block of keys when it starts its copy.
+struct DenseMessage {
+  int32_t key;      // the first one
+  uint32_t states;  // a byte for each warpgroup; 0: its rows see no key
+  int32_t last;
+};
+
+// A Config whose kernel reads an attn_mask that was summarized. Its block of keys is one or more of
+// the summary's.
+template <class Base>
+struct DenseConfig : Base {
+  // The producer also looks at the states of blocks, for which it needs more registers.
+  static constexpr int PRODUCER_REGISTERS = 64;
+  static constexpr int CONSUMER_REGISTERS = []() {
+    const int share =
+        (Base::LAUNCH_REGISTERS * Base::THREADS - PRODUCER_REGISTERS * Base::WARPGROUP) /
+        Base::CONSUMER_THREADS / 8 * 8;
+    return share < 240 ? share : 240;
+  }();
+  static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
+  static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
+
+  // Behind what the Config has: ring of what is added | a message for each stage of K | a barrier
+  // for each stage of what is added.
+  using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
+  static constexpr int MASK_STAGES = 2;
+  static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
+  static constexpr int MASK_SMEM =
+      (Base::SHARED_BYTES + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
+  static constexpr int BLOCK_MESSAGE_BYTES = 16;
+  static constexpr int BLOCK_MESSAGE_SMEM = MASK_SMEM + MASK_STAGES * MaskTile::BYTES;
+  static constexpr int MASK_BARRIER_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
+  static constexpr int SHARED_BYTES = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
+
+  static_assert(sizeof(DenseMessage) <= BLOCK_MESSAGE_BYTES);
+  static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
+                "hopper/dense_fwd.cuh: a warpgroup's rows are a row of blocks of the summary");
+  static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
+// clang-format off
+//                                         head_dim    warp-  block         Q       CTAs     in
+//                                       q,k   v       groups  _k   stages  stages  per SM   turns
+template <DType T>
+using D64Dense  = DenseConfig<Config<T,  64,  64,  3,      64,  4,      2,      1,     true>>;
+template <DType T>
+using D128Dense = DenseConfig<Config<T, 128, 128,  2,     128,  2,      1,      1,     true>>;
+// clang-format on
+
+}  // namespace archflash::hopper

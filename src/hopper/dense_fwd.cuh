@@ -1,0 +1,573 @@
+// Attention forward on TMA, mbarriers and wgmma with a dense attn_mask, bool or added in 16 bits,
+// together with the causal mask and the window.
+//
+// A kernel before this one has read attn_mask (summarize_mask.cuh). Its summary says of each block
+// of MASK_BLOCK rows and keys whether it changes anything, and which scores count, as bits in the
+// order in which wgmma leaves scores. So the kernel is that of attention_fwd.cuh for many rows with
+// another walk: the producer skips blocks that no row of the tile sees, and tells each warpgroup
+// with each block's K what the block needs. What is added comes by TMA, the bits are loaded while
+// the products run.
+//
+//   state of the block for a warpgroup   what the warpgroup does
+//   0                                    waits, and hands the block back
+//   SEEN alone                           the same step as in a call without masks
+//   HIDDEN, BEYOND                       selects scores by bits, or by position
+//   ADDED                                adds elements to scores that are not scaled yet: one FMA
+//   HUGE                                 adds them to scaled scores, and keeps the sums finite
+//
+// Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
+// rings. The message of a block is written before the producer arrives at its k_full, and read
+// before a consumer warp arrives at its k_empty. Elements that are added are counted at k_full,
+// too; each consumer warp hands them back at mask_empty of their stage when it has read them,
+// because that is later than its products have read K. Their ring moves on only with blocks that
+// have some.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/lane_masks.cuh"
+#include "common/math/masks.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/math/row_tiles.h"
+#include "common/math/slab_load.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "hopper/attention_fwd.cuh"
+#include "hopper/dense_config.cuh"
+#include "hopper/dense_params.h"
+#include "hopper/summarize_mask.cuh"
+#include "hopper/tile.cuh"
+
+namespace archflash::hopper {
+
+// The tile that the producer hands to the consumers.
+struct DenseTile : Tile {
+  int any_block;  // whether its rows see any block
+};
+static_assert(sizeof(DenseTile) <= TILE_MESSAGE_BYTES);
+
+template <class C>
+__device__ __forceinline__ DenseTile& dense_tile_message(unsigned char* shared, int stage) {
+  return *reinterpret_cast<DenseTile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
+}
+template <class C>
+__device__ __forceinline__ uint32_t mask_empty(uint32_t shared_smem, int stage) {
+  return shared_smem + C::MASK_BARRIER_SMEM + 8 * stage;
+}
+constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;  // of the states in a message
+
+template <class C>
+__device__ __forceinline__ DenseMessage& dense_message(unsigned char* shared, int stage) {
+  return *reinterpret_cast<DenseMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
+                                          stage * C::BLOCK_MESSAGE_BYTES);
+}
+
+// --- producer ---
+
+// The blocks of keys that a tile sees, from the last one to the first. For a whole warp.
+template <class C>
+struct StatedBlocks {
+  const DenseParams& params;
+  const uint8_t* states_gmem;  // of the head's first row block
+  math::VisibleKeys visible;
+  int first_row, end_row;  // of the tile
+  int first;               // the first key of the first block that may be seen
+  int top = -1;            // the first key of the block of lane 0; that of lane i is i before it
+  uint32_t states = 0;     // of the lane's block
+  uint32_t seen = 0;       // a bit for each lane
+
+  struct Block {
+    int key;  // the first one; -1: there is no more
+    uint32_t states;
+  };
+
+  // The last block up to the one at `key` that is seen.
+  __device__ __forceinline__ Block up_to(int key) {
+    while (key >= first) {
+      if (top < 0 || key <= top - 32 * C::BLOCK_K) look_at(key);
+      const int lanes = (top - key) / C::BLOCK_K;
+      const uint32_t bits = seen >> lanes;
+      if (bits != 0) {
+        const int lane = lanes + __ffs(static_cast<int>(bits)) - 1;
+        return {top - lane * C::BLOCK_K, __shfl_sync(math::FULL_WARP, states, lane)};
+      }
+      key = top - 32 * C::BLOCK_K;
+    }
+    return {-1, 0};
+  }
+
+ private:
+  // Looks at 32 blocks, from the one at `key` backwards.
+  __device__ __forceinline__ void look_at(int key) {
+    top = key;
+    const int of_lane = key - static_cast<int>(threadIdx.x % 32) * C::BLOCK_K;
+    states = 0;
+#pragma unroll
+    for (int group = 0; group < C::WARPGROUPS; ++group) {
+      const int row = first_row + group * C::GROUP_ROWS;
+      const int last_row = min(row + C::GROUP_ROWS, end_row) - 1, end = of_lane + C::BLOCK_K;
+      if (of_lane < first || last_row < row || visible.hides(row, last_row, of_lane, end - 1))
+        continue;
+      uint32_t state = 0;
+#pragma unroll
+      for (int part = of_lane; part < end; part += MASK_BLOCK) {
+        if (visible.hides(row, last_row, part, part + MASK_BLOCK - 1)) {
+          state |= STATE_BEYOND;
+          continue;
+        }
+        const uint32_t of_mask =
+            states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
+                        part / MASK_BLOCK];
+        state |= of_mask == 0 ? STATE_HIDDEN : of_mask;
+        if (visible.masks(row, last_row, part, part + MASK_BLOCK - 1)) state |= STATE_BEYOND;
+      }
+      if ((state & STATE_SEEN) != 0) states |= state << (8 * group);
+    }
+    seen = __ballot_sync(math::FULL_WARP, states != 0);
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void produce_dense(const DenseParams& all_params, unsigned char* shared,
+                                              uint32_t shared_smem) {
+  const Params& params = all_params.call;
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
+  RingPosition<C::STAGES> k_ring, v_ring;
+  RingPosition<C::MASK_STAGES> mask_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+
+  for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
+       index = next_tile(params, index)) {
+    DenseTile tile{};
+    static_cast<math::Work&>(tile) =
+        math::find_work(attention, static_cast<int>(index), C::BLOCK_Q, 1);
+    const math::RowTile rows =
+        math::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
+    tile.first_row = rows.first_row;
+    tile.end_row = rows.end_row;
+    const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
+    const math::Blocks blocks = find_blocks<C>(params, tile, visible);
+    const int batch = tile.batch_head / attention.heads_q;
+    const int head = tile.batch_head % attention.heads_q;
+    const int kv_head = head / attention.heads_per_kv;
+    const int mask_batch = all_params.mask_batches == 1 ? 0 : batch;
+    const int mask_head = all_params.mask_heads == 1 ? 0 : head;
+    const int slice = mask_batch * all_params.mask_heads + mask_head;
+
+    const auto load_k = [&](const typename StatedBlocks<C>::Block& block, bool last) {
+      const bool added = (block.states & ADDED_FOR_ANY) != 0;
+      // The products of every consumer warp have read the K that the stage held.
+      // mutants: needless-with-one-tile
+      ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
+      // Every consumer warp has read the elements that the stage held.
+      if (added) {
+        ptx::mbarrier_wait_parity(mask_empty<C>(shared_smem, mask_ring.stage),
+                                  mask_ring.parity ^ 1);
+      }
+      if (leader) {
+        dense_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
+        const uint32_t full = barriers.k_full(k_ring.stage);
+        ptx::mbarrier_arrive_expect_tx(full, C::KTile::BYTES + (added ? C::MaskTile::BYTES : 0));
+        math::start_copy<typename C::KTile>(
+            shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map, block.key,
+            attention.k_head == 0 ? 0 : kv_head, attention.k_batch == 0 ? 0 : batch, full);
+        if (added) {
+          math::start_copy<typename C::MaskTile>(
+              shared_smem + C::MASK_SMEM + mask_ring.stage * C::MaskTile::BYTES,
+              all_params.mask_map, tile.first_row, mask_head, mask_batch, full, block.key);
+        }
+      }
+      if (added) mask_ring.advance();
+      k_ring.advance();
+    };
+    const auto load_v = [&](int block) {
+      // The products of every consumer warp have read the V that the stage held.
+      ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+      if (leader) {
+        math::start_load<typename C::VTile>(
+            shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, params.v_map, block,
+            attention.v_head == 0 ? 0 : kv_head, attention.v_batch == 0 ? 0 : batch,
+            barriers.v_full(v_ring.stage));
+      }
+      v_ring.advance();
+    };
+
+    StatedBlocks<C> seen{all_params,
+                         all_params.states_gmem + static_cast<int64_t>(slice) *
+                                                      all_params.row_blocks * all_params.key_blocks,
+                         visible,
+                         tile.first_row,
+                         tile.end_row,
+                         blocks.first};
+    auto block = seen.up_to(blocks.last);
+    auto next = seen.up_to(block.key - C::BLOCK_K);
+    tile.any_block = block.key >= 0;
+    // The first block comes before Q: the rings are free while the previous tile's output still
+    // passes through Q's part.
+    if (tile.any_block) load_k(block, next.key < 0);
+    // The consumers have read the message, and their output rows have left Q's part.
+    // mutants: needless-with-one-tile
+    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    if (leader) {
+      dense_tile_message<C>(shared, q_ring.stage) = tile;
+      if (tile.any_block) {
+        math::start_load<typename C::QTile>(
+            shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, tile.first_row,
+            attention.q_head == 0 ? 0 : head, attention.q_batch == 0 ? 0 : batch,
+            barriers.q_full(q_ring.stage));
+      } else {
+        ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
+      }
+    }
+    q_ring.advance();
+#pragma unroll 1
+    while (block.key >= 0) {
+      const int key = block.key;
+      block = next;
+      if (block.key >= 0) {
+        next = seen.up_to(block.key - C::BLOCK_K);
+        load_k(block, next.key < 0);
+      }
+      load_v(key);
+    }
+  }
+  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+  if (leader) {
+    DenseTile none{};
+    none.first_row = -1;
+    dense_tile_message<C>(shared, q_ring.stage) = none;
+    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
+  }
+}
+
+// --- consumers ---
+
+// Selects the scores of a lane whose bits are set; the others become -inf, even if they were NaN.
+// seen: a word for each block of the summary.
+template <class C>
+__device__ __forceinline__ void select_scores(math::Scores<C>& s_rmem,
+                                              const uint32_t (&seen)[C::SUMMARY_BLOCKS]) {
+  constexpr int GROUPS = MASK_BLOCK / 8;
+#pragma unroll
+  for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if ((seen[part] & 1u << (16 * r + 2 * n + i)) == 0)
+            s_rmem[0][part * GROUPS + n][2 * r + i] = math::MINUS_INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// Calls add(s, x) with each score of a lane and the element that is added to it. row_smem: where
+// the tile of elements has the row and chunk that this lane addresses for ldmatrix.
+template <class C, class Add>
+__device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, uint32_t row_smem,
+                                             const Add& add) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
+    uint32_t words[4];
+    ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, n));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float* s = &s_rmem[0][n + i / 2][2 * (i % 2)];
+      add(s[0], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
+      add(s[1], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void consume_dense(const DenseParams& all_params, unsigned char* shared,
+                                              uint32_t shared_smem) {
+  using QTile = typename C::QTile;
+  constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK_K / 4;
+  const Params& params = all_params.call;
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
+  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+  const Turns<C> turns{group};
+  if (group == C::WARPGROUPS - 1) turns.hand_over();  // warpgroup 0 begins
+  RingPosition<C::STAGES> ring;                       // of K and V
+  RingPosition<C::MASK_STAGES> mask_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+  // What is added to scores before they are scaled has this factor.
+  const float factor = math::LOG2_E / attention.exp2_scale;
+  const bool adds_late = !(factor <= LARGEST_FACTOR);
+  const uint32_t clear = attention.transform_scores ? 0 : STATE_SEEN;  // 0: no block is
+
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
+    const DenseTile& tile = dense_tile_message<C>(shared, q_ring.stage);
+    if (uniform(tile.first_row) < 0) break;
+    ring = {uniform(ring.stage), uniform(ring.parity)};
+    unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
+    const ptx::WgmmaDescriptor q_descriptor =
+        describe_tile<QTile>(shared_smem + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES +
+                                 group * C::GROUP_ROWS * QTile::ROW_BYTES,
+                             16);
+
+    math::Scores<C> s_rmem;
+    Probabilities<C> p_rmem;
+    math::Outputs<C> o_rmem = {};
+    float* const s = &s_rmem[0][0][0];
+    float* const o = &o_rmem[0][0][0];
+    uint32_t* const p = &p_rmem[0][0][0];
+    math::RowState<C> state;
+    math::clear(state);
+    state.large = false;
+    const int batch = tile.batch_head / attention.heads_q;
+    const int head = tile.batch_head % attention.heads_q;
+    const int slice = (all_params.mask_batches == 1 ? 0 : batch) * all_params.mask_heads +
+                      (all_params.mask_heads == 1 ? 0 : head);
+    const int row_block = tile.first_row / MASK_BLOCK + group;
+    // This lane's words for the warpgroup's rows. Behind the last row block no block is seen.
+    const uint32_t* bits_gmem = all_params.bits_gmem +
+                                (static_cast<int64_t>(slice) * all_params.row_blocks + row_block) *
+                                    all_params.key_blocks * SUMMARY_WORDS +
+                                threadIdx.x % C::WARPGROUP;
+    // The block whose O += P V is still to be started.
+    RingPosition<C::STAGES> pending;
+    bool is_pending = false;
+
+    const auto begin_qk = [&] {
+      ptx::registers_change<SCORES>(s);
+      ptx::wgmma_fence();  // the last uses of the scores come before the product
+      start_qk<C>(s_rmem, q_descriptor, shared_smem + C::K_SMEM + ring.stage * C::KTile::BYTES);
+    };
+    const auto begin_pv = [&] {
+      ptx::mbarrier_wait_parity(barriers.v_full(pending.stage), pending.parity);  // V has landed
+      ptx::registers_change<OUTPUTS>(o);
+      // mutants: fence-before-both-products
+      ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
+      start_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM + pending.stage * C::VTile::BYTES, true);
+    };
+    // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
+    const auto finish_pv = [&] {
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<OUTPUTS>(o);
+      ptx::registers_change<WORDS>(p);
+      release(barriers.v_empty(pending.stage));
+    };
+    const auto hand_back_k = [&] { release(barriers.k_empty(ring.stage)); };
+    // Which scores of this lane count by attn_mask. Called while the products run.
+    const auto load_bits = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state, int key) {
+#pragma unroll
+      for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+        seen[part] = 0xFFFFFFFFu;
+        if ((block_state & STATE_HIDDEN) == 0) continue;
+        // Keys behind the last block of the summary are hidden by their position.
+        const int number = min(key / MASK_BLOCK + part, all_params.key_blocks - 1);
+        seen[part] = __ldg(bits_gmem + static_cast<int64_t>(number) * SUMMARY_WORDS);
+      }
+    };
+    // What a block needs that is not clear. Returns the scale of scores that are finished.
+    const auto finish_scores = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state,
+                                   int key, bool may_add) {
+      float scale = attention.exp2_scale;
+      const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+      const unsigned lane = thread % 32;
+      if (may_add && attention.transform_scores)
+        math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+      if (may_add && (block_state & STATE_ADDED) != 0) {
+        const auto row = static_cast<int>(thread / 32 * 16 + lane % 16);
+        const uint32_t row_smem = shared_smem + C::MASK_SMEM +
+                                  mask_ring.stage * C::MaskTile::BYTES +
+                                  C::MaskTile::offset(row, static_cast<int>(lane / 16));
+        if ((block_state & STATE_HUGE) != 0 || adds_late) {
+          add_elements<C>(s_rmem, row_smem, [&](float& x, float element) {
+            x = fmaf(element, math::LOG2_E, __fmul_rn(x, scale));
+            if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+          });
+          scale = 1.0f;
+        } else {
+          add_elements<C>(s_rmem, row_smem,
+                          [&](float& x, float element) { x = fmaf(element, factor, x); });
+        }
+        ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
+      }
+      if ((block_state & (STATE_HIDDEN | STATE_BEYOND)) != 0) {
+        if ((block_state & STATE_BEYOND) != 0) {
+          const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
+#pragma unroll
+          for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+            const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int row =
+                  tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4) + 8 * r;
+              const uint32_t row_seen = math::lane_bits<SummaryConfig<C::DTYPE>>(
+                  visible.first(row) - lane_key, visible.last(row) + 1 - lane_key);
+              seen[part] &= row_seen << (16 * r) | 0xFFFFu << (16 * (1 - r));
+            }
+          }
+        }
+        select_scores<C>(s_rmem, seen);
+      }
+      return scale;
+    };
+    // Hands back the elements of a block, if it has some for any warpgroup.
+    const auto hand_back_elements = [&](uint32_t states) {
+      if ((states & ADDED_FOR_ANY) == 0) return;
+      release(mask_empty<C>(shared_smem, mask_ring.stage));
+      mask_ring.advance();
+    };
+    // S becomes P.
+    const auto weigh = [&](float scale) {
+      weigh_row<C>(s_rmem, state, 0, scale);
+      weigh_row<C>(s_rmem, state, 1, scale);
+    };
+    const auto advance = [&] {
+      pending = ring;
+      is_pending = true;
+      ring.advance();
+    };
+
+    const auto skip_block = [&](uint32_t states) {
+      if (is_pending) {  // its V cannot wait for a block that comes later
+        begin_pv();
+        finish_pv();
+        is_pending = false;
+      }
+      // The warps still wait for the block: otherwise they could lap the ring and hand back a stage
+      // a phase too early.
+      hand_back_k();
+      hand_back_elements(states);
+      turns.wait();  // each warpgroup takes one turn for a block
+      turns.hand_over();
+      // mutants: few-skipped-blocks
+      ptx::mbarrier_wait_parity(barriers.v_full(ring.stage), ring.parity);
+      release(barriers.v_empty(ring.stage));
+      ring.advance();
+    };
+    // A block before which no product is pending.
+    const auto step_alone = [&](uint32_t block_state, int key, uint32_t states) {
+      turns.wait();
+      begin_qk();
+      turns.hand_over();
+      uint32_t seen[C::SUMMARY_BLOCKS];
+      load_bits(seen, block_state, key);
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<SCORES>(s);
+      hand_back_k();
+      float scale = attention.exp2_scale;
+      if (block_state != clear) scale = finish_scores(seen, block_state, key, true);
+      hand_back_elements(states);
+      const auto now = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, now);
+      weigh(scale);
+      pack<C>(s_rmem, p_rmem);
+      advance();
+    };
+    const auto step = [&]<bool MASKED, bool MAY_ADD>(uint32_t block_state, int key,
+                                                     uint32_t states) {
+      turns.wait();
+      begin_qk();
+      begin_pv();
+      turns.hand_over();
+      uint32_t seen[C::SUMMARY_BLOCKS];
+      if constexpr (MASKED) load_bits(seen, block_state, key);
+      ptx::wgmma_wait_group<1>();  // the scores are there
+      ptx::registers_change<SCORES>(s);
+      hand_back_k();
+      float scale = attention.exp2_scale;
+      if constexpr (MASKED) scale = finish_scores(seen, block_state, key, MAY_ADD);
+      hand_back_elements(states);
+      bool raised = false;
+      float corrections[2];
+      const auto note = [&](const float (&wanted)[2]) {
+        raised = true;
+        corrections[0] = wanted[0], corrections[1] = wanted[1];
+      };
+      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
+      weigh(scale);
+      finish_pv();
+      pack<C>(s_rmem, p_rmem);
+      if (raised) rescale<C>(o_rmem, corrections);
+      advance();
+    };
+
+    if (tile.any_block) {
+      bool last = false;
+#pragma unroll 1
+      while (!last) {
+        ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
+        const DenseMessage message = dense_message<C>(shared, ring.stage);
+        const uint32_t states = uniform(message.states);
+        const uint32_t block_state = states >> (8 * group) & 0xFF;
+        const int key = uniform(message.key);
+        last = uniform(message.last) != 0;
+        if (block_state == 0) {
+          skip_block(states);
+        } else if (!is_pending) {
+          step_alone(block_state, key, states);
+        } else if (block_state == clear) {
+          step.template operator()<false, false>(block_state, key, states);
+        } else if ((block_state & STATE_ADDED) == 0 && clear != 0) {
+          step.template operator()<true, false>(block_state, key, states);
+        } else {
+          step.template operator()<true, true>(block_state, key, states);
+        }
+      }
+      if (is_pending) {
+        begin_pv();
+        finish_pv();
+      }
+    }
+
+    math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
+                              q + warp_row * QTile::ROW_BYTES);
+    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
+    // mutants: needless-with-one-tile
+    ptx::fence_proxy_async_shared();
+    release(barriers.q_empty(q_ring.stage));
+    q_ring.advance();
+  }
+  // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
+  // arrivals.
+  if (group == 0) turns.wait();
+}
+
+template <class C>
+__device__ __forceinline__ void dense_fwd(const DenseParams& params) {
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < C::MASK_STAGES; ++stage)
+      ptx::mbarrier_init(mask_empty<C>(shared_smem, stage), C::WARPS);
+    Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();  // with the fence for all of them
+  }
+  __syncthreads();  // the barriers are initialised before any warp uses them
+
+  if (threadIdx.x < C::CONSUMER_THREADS) {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
+    consume_dense<C>(params, shared, shared_smem);
+  } else {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    if (threadIdx.x < C::CONSUMER_THREADS + 32) produce_dense<C>(params, shared, shared_smem);
+  }
+}
+
+}  // namespace archflash::hopper
+
+// An entry point, under the name that plan.cpp asks for.
+#define ARCHFLASH_HOPPER_DENSE_KERNEL(NAME, CONFIG)                                  \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
+      NAME(const __grid_constant__ archflash::hopper::DenseParams params) {          \
+    archflash::hopper::dense_fwd<CONFIG>(params);                                    \
+  }

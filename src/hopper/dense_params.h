@@ -1,0 +1,27 @@
+// The one parameter of the hopper kernels for a dense attn_mask.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/mask_params.h"
+#include "common/tensor_map.h"
+#include "hopper/params.h"
+
+namespace archflash::hopper {
+
+// The summary of attn_mask has (batch, heads, row blocks, key blocks) of blocks, where a dimension
+// along which attn_mask is broadcast has size 1.
+struct DenseParams {
+  Params call;
+  MaskParams masks;
+  uint8_t* states_gmem;  // a byte for each block, in the workspace
+  uint32_t* bits_gmem;   // SUMMARY_WORDS for each block, in the workspace
+  int32_t mask_batches, mask_heads, row_blocks, key_blocks;
+  TensorMap mask_map;  // attn_mask, where its elements are added
+};
+static_assert(std::is_trivially_copyable_v<DenseParams>);
+static_assert(offsetof(DenseParams, call) == 0, "the plan of a call without masks is extended");
+
+}  // namespace archflash::hopper

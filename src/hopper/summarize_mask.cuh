@@ -1,0 +1,97 @@
+// Reads attn_mask once, before the attention kernel, however many heads share it: a CTA for each
+// block of MASK_BLOCK rows and keys. It writes whether any row sees any key, whether any is hidden
+// and whether anything is added (dense_config.cuh), and for each thread of a consumer warpgroup
+// which of its scores count, as bits.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/lane_masks.cuh"
+#include "common/math/masks.cuh"
+#include "hopper/dense_config.cuh"
+#include "hopper/dense_params.h"
+
+namespace archflash::hopper {
+
+// What math::load_words() is told.
+template <DType DTYPE_>
+struct SummaryConfig {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr int STEP_KEYS = MASK_BLOCK;
+  static constexpr bool LOADS_ADDED_LATE = false;
+};
+
+template <DType DTYPE>
+__device__ __forceinline__ void summarize_mask(const DenseParams& params) {
+  using C = SummaryConfig<DTYPE>;
+  __shared__ uint32_t state_of_warp[SUMMARY_THREADS / 32];
+  const MaskParams& masks = params.masks;
+  const AttentionParams& attention = params.call.attention;
+  const unsigned block = blockIdx.x;
+  const int key_block = static_cast<int>(block % params.key_blocks);
+  const int row_block = static_cast<int>(block / params.key_blocks % params.row_blocks);
+  const int slice = static_cast<int>(block / params.key_blocks / params.row_blocks);
+  const int batch = slice / params.mask_heads, head = slice % params.mask_heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int key_first = key_block * MASK_BLOCK, lane_key = key_first + lane % 4 * 2;
+
+  math::LaneMasks<C> found;
+  uint32_t valid[2];  // the lane's elements that exist
+  int64_t elements[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = row_block * MASK_BLOCK + warp * 16 + lane / 4 + 8 * r;
+    valid[r] = row < attention.nq ? math::lane_bits<C>(0, attention.nk - lane_key) : 0;
+    found.seen[r] = valid[r];
+    elements[r] = batch * masks.mask_batch + head * masks.mask_head +
+                  min(row, attention.nq - 1) * masks.mask_row + lane_key * masks.mask_key;
+  }
+  math::load_words<C>(found, masks, elements, attention.nk - key_first);
+  bool added = false, huge = false;
+  if (found.loaded == MaskElement::Bool) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) found.seen[r] &= math::kept_bits<C>(found.words[r]);
+  } else if (found.loaded == MaskElement::SixteenBits) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int bit = 0; bit < 16; ++bit) {
+        const auto bits = static_cast<uint16_t>(found.words[r][bit / 2] >> (bit % 2 * 16));
+        const float x = math::added_of_16_bits<DTYPE>(bits);
+        if ((valid[r] >> bit & 1) == 0) continue;
+        if (x == math::MINUS_INFINITY) {
+          found.seen[r] &= ~(1u << bit);
+        } else {
+          added |= x != 0.0f;
+          huge |= !(fabsf(x) < LARGEST_ADDED);
+        }
+      }
+    }
+  }
+  const uint32_t seen = found.seen[0] | found.seen[1] << 16;
+  const uint32_t exists = valid[0] | valid[1] << 16;
+  params.bits_gmem[static_cast<int64_t>(block) * SUMMARY_WORDS + threadIdx.x] = seen;
+
+  const uint32_t state = (__any_sync(math::FULL_WARP, seen != 0) ? STATE_SEEN : 0) |
+                         (__any_sync(math::FULL_WARP, seen != exists) ? STATE_HIDDEN : 0) |
+                         (__any_sync(math::FULL_WARP, added) ? STATE_ADDED : 0) |
+                         (__any_sync(math::FULL_WARP, huge) ? STATE_HUGE : 0);
+  if (lane == 0) state_of_warp[warp] = state;
+  __syncthreads();  // each warp's state is there before they are put together
+  if (threadIdx.x == 0) {
+    uint32_t whole = 0;
+#pragma unroll
+    for (const uint32_t part : state_of_warp) whole |= part;
+    params.states_gmem[block] = static_cast<uint8_t>((whole & STATE_SEEN) != 0 ? whole : 0);
+    if (block == 0) *params.call.taken_gmem = 0;  // the attention kernel counts its tiles there
+  }
+}
+
+}  // namespace archflash::hopper
+
+#define ARCHFLASH_HOPPER_SUMMARY_KERNEL(NAME, DTYPE)                               \
+  extern "C" __global__ void __launch_bounds__(archflash::hopper::SUMMARY_THREADS) \
+      NAME(const __grid_constant__ archflash::hopper::DenseParams params) {        \
+    archflash::hopper::summarize_mask<DTYPE>(params);                              \
+  }

@@ -1,0 +1,166 @@
+"""hopper's kernels for a dense attn_mask, which read a summary of it that a launch before them
+makes. Calls of few row tiles go to others (test_mask_data.py), so plans are made for one SM.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+
+from ..replanned import replanned
+from .executors import executor
+
+on = executor()
+
+NAME = "hopper"
+pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
+DIMS = {"d64_dense": (64, 64), "d128_dense": (128, 128)}
+every_tile = pytest.mark.parametrize("tile", DIMS)
+
+
+def plan_on(sms: int, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
+    planned = archflash.explain(
+        q, k, v, device="H200", implementation=NAME, return_lse=True, **call
+    ).plan
+    assert planned is not None
+    return replanned(planned, sm_count=sms)
+
+
+def check(
+    tile: str, q: Tensor, k: Tensor, v: Tensor, schedules: range, **call: Any
+) -> tuple[Tensor, Tensor]:
+    plan = plan_on(1, q, k, v, **call)
+    first, last = plan.to_dict()["launches"]
+    assert "summarize_mask" in first["kernel"]
+    assert last["kernel"].endswith(tile)
+    return on.attend_and_check(NAME, q, k, v, plan=plan, schedules=schedules, **call)
+
+
+def keep_of(nq: int, nk: int, heads: int = 1) -> Tensor:
+    """Noise, blocks that are hidden or seen as a whole, and a row that sees nothing."""
+    keep = on.rand(1, heads, nq, nk, seed=5) > -0.5
+    keep[:, :, 64:128, 64:128] = True
+    keep[:, :, 64:192, :64] = False
+    keep[:, :, 192:, 128:] = False
+    keep[:, :, 2] = False
+    return keep
+
+
+MASKS = ("bool", "odd", "heads", "added", "hidden", "lowest", "nothing", "everything")
+
+
+def mask_of(kind: str, dtype: str, nq: int, nk: int) -> Tensor:
+    keep = keep_of(nq, nk)
+    if kind == "bool":
+        return keep
+    if kind == "odd":  # keys that lie two bytes apart
+        view = torch.zeros(nq, 2 * nk, device=on.device, dtype=torch.bool)[:, ::2]
+        view.copy_(keep[0, 0])
+        return view
+    if kind == "heads":
+        return keep_of(nq, nk, heads=2)
+    if kind in ("nothing", "everything"):
+        return torch.full_like(keep, kind == "everything")
+    # Rows of which TMA can take boxes: they are padded to 16 bytes.
+    kind_of = getattr(torch, dtype)
+    padded = torch.zeros(1, 2, nq, -(-nk // 8) * 8, device=on.device, dtype=kind_of)[..., :nk]
+    padded.copy_(2 * on.rand(1, 2, nq, nk, seed=6))
+    if kind == "hidden":
+        padded.masked_fill_(~keep, -math.inf)
+    if kind == "lowest":
+        padded.masked_fill_(~keep, max(torch.finfo(kind_of).min, -2e38))
+    return padded
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_each_kind_of_mask(kind: str, dtype: str) -> None:
+    number = MASKS.index(kind)
+    nq, nk = 260, 203
+    q, k, v = on.qkv(nq, nk, 128, dtype=dtype, heads=(2, 1))
+    mask = mask_of(kind, dtype, nq, nk)
+    check("d128_dense", q, k, v, range(number % 4, number % 4 + 1), attn_mask=mask)
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (70, 20)},
+    "offsets": {"causal": True, "q_offset": on.int32(-70, 10)},
+    "softcap": {"softcap": 3.0},
+    "negative-scale": {"scale": -0.2},
+    "tiny-scale": {"scale": 1e-9},
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "hidden", "lowest"])
+@pytest.mark.parametrize("more", MORE)
+def test_masks_together_with_other_options(more: str, kind: str) -> None:
+    nq, nk = 200, 140
+    dtype = ("float16", "bfloat16")[len(more) % 2]
+    q, k, v = on.qkv(nq, nk, 64, dtype=dtype, batch=2, heads=(2, 2))
+    mask = mask_of(kind, dtype, nq, nk)
+    number = len(more) % 4
+    check("d64_dense", q, k, v, range(number, number + 1), attn_mask=mask, **MORE[more])
+
+
+@every_tile
+def test_a_cta_goes_from_tile_to_tile_in_every_schedule(tile: str) -> None:
+    q, k, v = on.qkv(300, 330, *DIMS[tile], dtype="bfloat16", heads=(2, 1))
+    mask = mask_of("hidden", "bfloat16", 300, 330)
+    check(tile, q, k, v, range(4), attn_mask=mask, causal=True)
+
+
+@every_tile
+def test_keys_that_are_not_finite_reach_only_the_rows_that_see_them(tile: str) -> None:
+    nq, nk = 200, 150
+    q, k, v = on.qkv(nq, nk, *DIMS[tile], dtype="bfloat16")
+    k[:, :, 5] = math.nan
+    mask = torch.ones(nq, nk, dtype=torch.bool, device=on.device)
+    mask[:, 5] = False
+    mask[7, 5] = True
+    added = torch.zeros(nq, 152, dtype=torch.bfloat16, device=on.device)[:, :nk]
+    for each in (mask, added.masked_fill_(~mask, -math.inf)):
+        plan = plan_on(1, q, k, v, attn_mask=each)
+        assert plan.tile is not None
+        assert plan.tile.name == tile
+        out, _ = on.attend(NAME, q, k, v, plan=plan, attn_mask=each)
+        touched = out.isnan().any(-1)[0, 0]
+        assert touched.nonzero().flatten().tolist() == [7]
+
+
+def tile_of(mask: Tensor, heads: int = 64, nq: int = 1024, **call: Any) -> str:
+    q, k, v = (
+        torch.empty(2, heads, n, 128, dtype=torch.bfloat16, device="meta") for n in (nq, 96, 96)
+    )
+    plan = archflash.explain(
+        q, k, v, device="H200", implementation=NAME, attn_mask=mask, **call
+    ).plan
+    assert plan is not None
+    assert plan.tile is not None
+    return plan.tile.name
+
+
+def test_which_calls_read_a_summary() -> None:
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    keep = empty(1024, 96, dtype=torch.bool)
+    assert tile_of(keep) == "d128_dense"
+    assert tile_of(keep[:100], nq=100, heads=2) == "d128_masked"  # few row tiles
+    assert tile_of(empty(1024, 97, dtype=torch.bool)[:, 1:]) == "d128_dense"
+    assert tile_of(empty(2, 1, 1, 96, dtype=torch.bool)) == "d128_dense"
+    assert tile_of(keep, alibi_slopes=empty(64, dtype=torch.float32)) == "d128_masked"
+    assert tile_of(keep, block_mask=empty(1, 1, 16, 2, dtype=torch.int8)) == "d128_masked"
+    assert tile_of(empty(1024, 96)) == "d128_dense"
+    assert tile_of(empty(1024, 96, dtype=torch.float32)) == "d128_masked"
+    # What TMA cannot copy: rows that are the same, or not aligned, and keys that lie apart.
+    assert tile_of(empty(2, 1, 1, 96)) == "d128_masked"
+    assert tile_of(empty(1024, 97)[:, :96]) == "d128_masked"
+    assert tile_of(empty(1024, 192)[:, ::2]) == "d128_masked"
