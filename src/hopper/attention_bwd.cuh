@@ -58,6 +58,7 @@
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/global_order.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/lg2.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -205,6 +206,7 @@ struct BlockPosition {
 
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
+  ptx::griddepcontrol_launch_dependents();  // the main kernel waits for what this one writes
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   unsigned char* sums_gmem = reinterpret_cast<unsigned char*>(params.dq_sums_gmem);
   for (int64_t byte = thread * 16; byte < params.cleared_bytes;
@@ -817,6 +819,9 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
   CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
+  // What comes before has ended, and what comes behind may start, which waits for this kernel.
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   {
     const BackwardWork found =
@@ -873,6 +878,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
 // Writes dQ of a round of queries: the sums, times the scale.
 template <class C>
 __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
+  ptx::griddepcontrol_wait();  // all CTAs have added to the sums
   const AttentionParams& attention = params.backward.attention;
   const GradientParams& gradient = params.backward.dq;
   const int* cu_q = attention.cu_seqlens_q_gmem;

@@ -144,6 +144,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     complete(launch);
     // Without queries the main kernel copies nothing.
     if (rounds == 0 || launch.kernel == "hopper_backward_rows_" + word) continue;
+    launch.starts_early = true;  // the kernels of these launches wait for the one before
     launch.tensor_maps = {
         core::tensor_map(call, Operand::Q, offsetof(P, q_map), tile.queries_box),
         core::tensor_map(call, Operand::K, offsetof(P, k_map), tile.keys_box),
@@ -156,6 +157,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     last.kernel = "hopper_backward_dq_" + word + "_" + tile.name;
     last.grid = {rounds, 1, 1};
     last.block = {BACKWARD_DQ_THREADS, 1, 1};
+    last.starts_early = true;
     plan.launches.insert(plan.launches.end() - (problem.dsinks ? 1 : 0), std::move(last));
   }
   return plan;
