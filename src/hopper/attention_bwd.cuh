@@ -175,7 +175,7 @@ __device__ __forceinline__ CtaWork find_queries(const BackwardKernelParams& para
   const int rounds = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::ROUND + 1;
   cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
   cta.start = cta.last;
-  if (!C::OPTIONS || params.turns_gmem == nullptr) {
+  if (params.turns_gmem == nullptr) {
     if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
   } else if (work.first_row > 0) {
     cta.before_begin = work.visible.first(work.first_row - C::ROWS) & -C::ROUND;
@@ -296,6 +296,7 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
   const int lane = threadIdx.x % 32;
   RingPosition<C::Q_STAGES> q_ring;
   BlockPosition<C> block{0, work.start};
+  ptx::griddepcontrol_wait();  // the terms are written
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
     const int head = work.head * params.backward.attention.heads_per_kv + block.head;
@@ -342,23 +343,27 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   constexpr int PART_BYTES = 4 * C::PART_ROWS * C::PART_COLUMNS;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();
-  const bool in_turns = C::OPTIONS && params.turns_gmem != nullptr;
+  const bool in_turns = params.turns_gmem != nullptr;
   BlockPosition<C> block{0, work.start};
   uint32_t parity = 0;
+  ptx::griddepcontrol_wait();  // the sums and the turns are zero
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
     const int round =
         work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
     const int part = round * C::WARPGROUPS + group;
+    // It looks for its turn while dQ is computed, because that takes a while even if it has come.
+    const bool waits = in_turns && block.row >= work.before_begin && block.row <= work.before_last;
+    if (leader && waits) {
+      const int turn = work.first_row / C::ROWS;
+      while (ptx::ld_acquire_s32(params.turns_gmem + part) < turn) {
+      }
+    }
+    __syncwarp();
     ptx::mbarrier_wait_parity(barriers.dq_full(group), parity);
     parity ^= 1;
     if (leader) {
-      if (in_turns && block.row >= work.before_begin && block.row <= work.before_last) {
-        const int turn = work.first_row / C::ROWS;
-        while (ptx::ld_acquire_s32(params.turns_gmem + part) < turn) {
-        }
-        ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      }
+      if (waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
       ptx::cp_reduce_async_bulk_add_f32(
           params.dq_sums_gmem + static_cast<int64_t>(part) * (PART_BYTES / 4),
           shared_smem + C::DQ_SMEM + group * PART_BYTES, PART_BYTES);
@@ -431,10 +436,10 @@ __device__ __forceinline__ void cap_scores(KeysByQueries<C>& s_rmem,
 }
 
 // dS = P * (dP - delta), the gradient of the scores before their scale. terms: as consume() has
-// them. With CAPPED it is that of the scores before softcap: the derivative of c * tanh(x / c) is
-// 1 - tanh(x / c)^2, whose tanh comes from P, because the scores are no longer there. Where P is 0,
-// tanh is anything.
-template <class C, bool CAPPED>
+// them. With a softcap it is that of the scores before softcap: the derivative of c * tanh(x / c)
+// is 1 - tanh(x / c)^2, whose tanh comes from P, because the scores are no longer there. Where P is
+// 0, tanh is anything.
+template <class C>
 __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
                                               const KeysByQueries<C>& p_rmem,
                                               const KeysByQueries<C>& dp_rmem, const float2* terms,
@@ -442,7 +447,7 @@ __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
   constexpr float LEAST_EXPONENT = -126.0f;
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; ++n) {
-    const float2 lse = CAPPED ? terms[4 * n] : float2{};
+    const float2 lse = C::SOFTCAP ? terms[4 * n] : float2{};
     const float2 delta = terms[C::BLOCK / 2 + 4 * n];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -450,7 +455,7 @@ __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
       for (int i = 0; i < 2; ++i) {
         const float p = p_rmem[n][2 * r + i];
         float ds = p * (dp_rmem[n][2 * r + i] - (i == 0 ? delta.x : delta.y));
-        if constexpr (CAPPED) {
+        if constexpr (C::SOFTCAP) {
           const float exponent = fmaxf(ptx::lg2_approx_ftz(p), LEAST_EXPONENT);
           const float tanh = (exponent + (i == 0 ? lse.x : lse.y)) * uncap;
           ds *= fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
@@ -539,8 +544,23 @@ __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries
     ptx::stmatrix_x4_trans(first_smem + 16 * i * DsTile::ROW_BYTES, ds_rmem[i]);
 }
 
-// Writes, or adds, a warp's rows of a gradient times `factor`. Two neighbouring columns of a lane
-// make one store.
+// Transposes 4 x 4 words among the lanes of a quad: lane t of it gets word t of each of its lanes.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t given = upper ? words[i] : words[i + step];
+      const uint32_t taken = __shfl_xor_sync(math::FULL_WARP, given, step);
+      words[i] = upper ? taken : words[i];
+      words[i + step] = upper ? words[i + step] : taken;
+    }
+  }
+}
+
+// Writes, or adds, a warp's rows of a gradient times `factor`.
 template <class C>
 __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
                                                const GradientParams& gradient,
@@ -550,6 +570,29 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
   const int first = work.first_row + static_cast<int>(threadIdx.x) / 32 * C::WARP_ROWS + lane / 4;
   const int64_t start = work.batch * gradient.batch + work.head * gradient.head +
                         (static_cast<int64_t>(work.own_start) + first) * gradient.row;
+  if (gradient.dtype != DType::F32 && !gradient.accumulate) {
+    // A lane has two neighbouring columns of eight. The lanes of a quad exchange them, so that each
+    // writes all eight: the next CTA cannot begin before the stores are issued.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint16_t* const row_gmem =
+          static_cast<uint16_t*>(gradient.gmem) + start + 8 * r * gradient.row;
+#pragma unroll
+      for (int n = 0; n < C::HEAD_DIM / 8; n += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[n + i][2 * r] * factor,
+                                                  x_rmem[n + i][2 * r + 1] * factor);
+        }
+        transpose_in_quad(words);
+        const int column = 8 * (n + lane % 4);
+        if (first + 8 * r < work.own_rows && column < columns)
+          ptx::st_global_v4_b32(row_gmem + column, words[0], words[1], words[2], words[3]);
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (first + 8 * r >= work.own_rows) continue;
@@ -639,7 +682,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
     masks = note_of(q_stage)->masked_warps >> warp & 1;
-    if (C::OPTIONS && attention.softcap != 0.0f) cap_scores<C>(s_rmem, attention);
+    if constexpr (C::SOFTCAP) cap_scores<C>(s_rmem, attention);
 #pragma unroll
     for (int n = 0; n < C::BLOCK / 8; ++n) {
       const float2 lse = terms[4 * n];
@@ -736,11 +779,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     }
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
-    if (C::OPTIONS && attention.softcap != 0.0f) {
-      differentiate<C, true>(ds_rmem, p_rmem, dp_rmem, terms, params.uncap);
-    } else {
-      differentiate<C, false>(ds_rmem, p_rmem, dp_rmem, terms, 0.0f);
-    }
+    differentiate<C>(ds_rmem, p_rmem, dp_rmem, terms, C::SOFTCAP ? params.uncap : 0.0f);
     if (masks) clear_unseen<C>(ds_rmem, work, note_of(q_ring.stage)->row);
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
@@ -819,14 +858,18 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
   CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
-  // What comes before has ended, and what comes behind may start, which waits for this kernel.
-  ptx::griddepcontrol_wait();
+  // What comes behind may start, which waits for this kernel. This one has started early itself:
+  // its warps wait where they use what the one before has written, and in each CTA one does, so
+  // that this kernel ends behind that one. The inputs were there before that one began.
   ptx::griddepcontrol_launch_dependents();
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   {
     const BackwardWork found =
         math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
-    if (found.first_row < 0) return;
+    if (found.first_row < 0) {
+      ptx::griddepcontrol_wait();
+      return;
+    }
     if (threadIdx.x == 0) work = find_queries<C>(params, found);
   }
   if (threadIdx.x == 0) {
@@ -862,7 +905,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
     store_gradient<C>(dv_rmem, params.backward.dv, work, params.backward.attention.dv, 1.0f);
   } else {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (!any_block) return;
+    if (!any_block) {
+      ptx::griddepcontrol_wait();
+      return;
+    }
     if (threadIdx.x < C::CONSUMER_THREADS + 32) {
       load<C>(params, work, shared, shared_smem);
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {

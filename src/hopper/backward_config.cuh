@@ -10,7 +10,7 @@ namespace archflash::hopper {
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
 // goes over blocks of BLOCK query rows. HEAD_DIM is the largest d and dv.
 template <DType DTYPE_, int HEAD_DIM_, int BLOCKS_OF_ROUND_, int Q_STAGES_, int DOUT_STAGES_,
-          bool S_AHEAD_, bool OPTIONS_>
+          bool S_AHEAD_, bool SOFTCAP_>
 struct BackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -31,9 +31,9 @@ struct BackwardConfig {
   // Whether the registers suffice for S of the next block beside P and dP of this one. If not, P
   // takes the place of S, and dS and dQ that of dP.
   static constexpr bool S_AHEAD = S_AHEAD_;
-  // Whether the kernel takes a softcap, and its CTAs turns at dQ. In a kernel for all calls these
-  // branches cost 3 to 8% of the speed of those that need neither.
-  static constexpr bool OPTIONS = OPTIONS_;
+  // Whether scores have a softcap. In kernels for all calls the branches for it cost 2 to 9% of the
+  // speed of calls without one.
+  static constexpr bool SOFTCAP = SOFTCAP_;
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
@@ -84,10 +84,10 @@ struct BackwardConfig {
 // clang-format off
 //                                                     head_dim  blocks of   stages     S
 //                                                               a round     Q   dO   ahead
-template <DType T, bool OPTIONS = false>
-using BackwardD64  = BackwardConfig<T,                    64,       2,       4,   4,  true,  OPTIONS>;
-template <DType T, bool OPTIONS = false>
-using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, OPTIONS>;
+template <DType T, bool SOFTCAP = false>
+using BackwardD64  = BackwardConfig<T,                    64,       2,       4,   4,  true,  SOFTCAP>;
+template <DType T, bool SOFTCAP = false>
+using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, SOFTCAP>;
 // clang-format on
 
 }  // namespace archflash::hopper

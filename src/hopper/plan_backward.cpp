@@ -28,11 +28,11 @@ struct BackwardTile : core::BackwardTile {
   // The rows of a round of queries, and the bytes of its sums of dQ and of its turns.
   int64_t round_rows, round_bytes, turns_bytes;
   core::Box keys_box, queries_box;
-  const char* with_options;  // the name of the kernel that takes a softcap and turns
+  const char* with_softcap;  // the name of the kernel for calls with one
 };
 
 template <class C>
-constexpr BackwardTile backward_tile(const char* name, const char* with_options) {
+constexpr BackwardTile backward_tile(const char* name, const char* with_softcap) {
   const core::BackwardTile common{.name = name,
                                   .head_dim = C::HEAD_DIM,
                                   .head_dim_v = C::HEAD_DIM_V,
@@ -48,12 +48,12 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_options)
           int64_t{sizeof(int32_t)} * C::WARPGROUPS,
           core::box<typename C::KTile>(1),
           core::box<typename C::QTile>(1),
-          with_options};
+          with_softcap};
 }
 
 constexpr BackwardTile TILES[] = {
-    backward_tile<BackwardD64<DType::F16>>("d64", "d64_options"),
-    backward_tile<BackwardD128<DType::F16>>("d128", "d128_options"),
+    backward_tile<BackwardD64<DType::F16>>("d64", "d64_softcap"),
+    backward_tile<BackwardD128<DType::F16>>("d128", "d128_softcap"),
 };
 
 Reasons why_not(const BackwardProblem& problem) {
@@ -104,7 +104,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
       call.d <= TILES[0].head_dim && call.dv <= TILES[0].head_dim_v ? TILES[0] : TILES[1];
   Reasons reasons = why_not(problem);
   core::BackwardTile main_tile = tile;
-  if (call.softcap != 0 || problem.deterministic) main_tile.name = tile.with_options;
+  if (call.softcap != 0) main_tile.name = tile.with_softcap;
   PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());

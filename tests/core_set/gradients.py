@@ -70,15 +70,17 @@ def assert_every_kernel_is_planned(
     head_dims: Sequence[tuple[int, int]],
     devices: Sequence[native.Device | None],
     deterministic: Sequence[bool] = (False,),
+    softcaps: Sequence[float] = (0.0,),
 ) -> None:
     """Calls with these head dimensions, planned for these GPUs (None: the one that is simulated),
     take every kernel that was compiled for gradients of a dtype, and no other. deterministic:
-    whether the calls ask for deterministic gradients, each of these.
+    whether the calls ask for deterministic gradients, each of these; softcaps: theirs.
     """
     planned: set[str] = set()
-    for dims, device, same_bits_asked in itertools.product(head_dims, devices, deterministic):
+    cases = itertools.product(head_dims, devices, deterministic, softcaps)
+    for dims, device, same_bits_asked, softcap in cases:
         dout, q, k, v = inputs(on, 4, 4, *dims, dtype)
-        call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
+        call = _options.complete({"sinks": on.tensor([0.0, 0.0]), "softcap": softcap})
         request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
         into = _gradients.Gradients.like(request)
         asked = _gradients.decide(request, into, device, kernel, deterministic=same_bits_asked)

@@ -253,7 +253,7 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     capped = explain(softcap=2.0)
     assert capped.chosen == "hopper"
     assert capped.plan is not None
-    assert "hopper_attention_bwd_bf16_d64_options" in capped.plan.kernels
+    assert "hopper_attention_bwd_bf16_d64_softcap" in capped.plan.kernels
     decision = explain(192)
     assert decision.chosen == "ampere"
     assert "up to 128" in decision.reasons["hopper"][0]
