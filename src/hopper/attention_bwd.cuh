@@ -135,6 +135,21 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t dq_empty(int group) const {
     return dq_full(group) + 8 * C::WARPGROUPS;
   }
+
+  // Called by one thread: those of K, V, Q and dO.
+  __device__ __forceinline__ void initialise_inputs() const {
+    ptx::mbarrier_init(k_full(), 1);
+    ptx::mbarrier_init(v_full(), 1);
+    ptx::mbarrier_init(ragged(), 1);
+    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
+      ptx::mbarrier_init(q_full(stage), 2);  // the loader and the warp of the terms
+      ptx::mbarrier_init(q_empty(stage), C::WARPS);
+    }
+    for (int stage = 0; stage < C::DOUT_STAGES; ++stage) {
+      ptx::mbarrier_init(dout_full(stage), 1);
+      ptx::mbarrier_init(dout_empty(stage), C::WARPS);
+    }
+  }
 };
 
 // What a CTA works on, in shared memory.
@@ -286,7 +301,7 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
 
 struct BlockNote {
   int row;                // the block's first row
-  unsigned masked_warps;  // a bit for each consumer warp: not all of its keys are seen by all rows
+  unsigned masked_warps;  // a bit for each warp's keys: not all of them are seen by all rows
 };
 
 template <class C>
@@ -320,7 +335,7 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
         of_stage[32 * j + lane] = terms[j].lse_log2;
         of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
       }
-      const int first_key = work.first_row + lane % C::WARPS * C::WARP_ROWS;
+      const int first_key = work.first_row + lane % C::KEY_WARPS * C::WARP_ROWS;
       const bool masks = work.visible.masks(
           first_key, min(first_key + C::WARP_ROWS, work.own_rows) - 1, first, first + C::BLOCK - 1);
       const unsigned masked_warps = __ballot_sync(math::FULL_WARP, masks);
@@ -351,7 +366,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
     const int round =
         work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
-    const int part = round * C::WARPGROUPS + group;
+    const int part = round * C::TURNS + group;
     // It looks for its turn while dQ is computed, because that takes a while even if it has come.
     const bool waits = in_turns && block.row >= work.before_begin && block.row <= work.before_last;
     if (leader && waits) {
@@ -398,7 +413,8 @@ __device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const Bac
                                              int block_row) {
   const math::VisibleKeys& visible = work.visible;
   const int thread = ptx::mov_tid_x_volatile();
-  const int first_key = work.first_row + thread / 32 * C::WARP_ROWS + thread % 32 / 4;
+  const int first_key =
+      work.first_row + thread / 32 % C::KEY_WARPS * C::WARP_ROWS + thread % 32 / 4;
   const int first_query = block_row + thread % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -435,16 +451,48 @@ __device__ __forceinline__ void cap_scores(KeysByQueries<C>& s_rmem,
   }
 }
 
-// dS = P * (dP - delta), the gradient of the scores before their scale. terms: as consume() has
-// them. With a softcap it is that of the scores before softcap: the derivative of c * tanh(x / c)
-// is 1 - tanh(x / c)^2, whose tanh comes from P, because the scores are no longer there. Where P is
-// 0, tanh is anything.
+// P = 2^(S - LSE), which may lie in the registers of S. terms: as consume() has them.
+template <class C>
+__device__ __forceinline__ void weigh_scores(KeysByQueries<C>& p_rmem, KeysByQueries<C>& s_rmem,
+                                             const float2* terms,
+                                             const AttentionParams& attention) {
+  if constexpr (C::SOFTCAP) cap_scores<C>(s_rmem, attention);
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+    const float2 lse = terms[4 * n];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float exponent =
+            fmaf(s_rmem[n][2 * r + i], attention.exp2_scale, -(i == 0 ? lse.x : lse.y));
+        // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
+        p_rmem[n][2 * r + i] = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
+      }
+    }
+  }
+}
+
+// dS = P * (dP - delta), the gradient of a score before its scale. With a softcap it is that of the
+// score before softcap: the derivative of c * tanh(x / c) is 1 - tanh(x / c)^2, whose tanh comes
+// from P and the LSE, because the score is no longer there. Where P is 0, tanh is anything.
+template <class C>
+__device__ __forceinline__ float differentiate_score(float p, float dp, float delta, float lse,
+                                                     float uncap) {
+  constexpr float LEAST_EXPONENT = -126.0f;
+  const float ds = p * (dp - delta);
+  if constexpr (!C::SOFTCAP) return ds;
+  const float exponent = fmaxf(ptx::lg2_approx_ftz(p), LEAST_EXPONENT);
+  const float tanh = (exponent + lse) * uncap;
+  return ds * fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
+}
+
+// dS of a block. terms: as consume() has them.
 template <class C>
 __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
                                               const KeysByQueries<C>& p_rmem,
                                               const KeysByQueries<C>& dp_rmem, const float2* terms,
                                               float uncap) {
-  constexpr float LEAST_EXPONENT = -126.0f;
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; ++n) {
     const float2 lse = C::SOFTCAP ? terms[4 * n] : float2{};
@@ -453,14 +501,9 @@ __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float p = p_rmem[n][2 * r + i];
-        float ds = p * (dp_rmem[n][2 * r + i] - (i == 0 ? delta.x : delta.y));
-        if constexpr (C::SOFTCAP) {
-          const float exponent = fmaxf(ptx::lg2_approx_ftz(p), LEAST_EXPONENT);
-          const float tanh = (exponent + (i == 0 ? lse.x : lse.y)) * uncap;
-          ds *= fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
-        }
-        ds_rmem[n][2 * r + i] = ds;
+        ds_rmem[n][2 * r + i] = differentiate_score<C>(
+            p_rmem[n][2 * r + i], dp_rmem[n][2 * r + i], i == 0 ? delta.x : delta.y,
+            i == 0 ? lse.x : lse.y, uncap);
       }
     }
   }
@@ -493,17 +536,25 @@ __device__ __forceinline__ void start_keys_by_queries(KeysByQueries<C>& x_rmem,
   ptx::wgmma_commit_group();
 }
 
-// Starts the addition of P^T dO to dV, or of dS^T Q to dK.
+// Starts the addition of P^T dO to dV, or of dS^T Q to dK, at most 128 columns at a time: ptxas
+// refuses a product that takes more registers than a thread has when the kernel starts.
 template <class C>
 __device__ __forceinline__ void start_gradient(KeyGradient<C>& sum_rmem,
                                                const KeysByQueries16<C>& a_rmem, uint32_t b_smem) {
   using Tile = typename C::QTile;
-  using Product = ptx::Wgmma<C::DTYPE, C::HEAD_DIM>;
+  constexpr int COLUMNS = C::HEAD_DIM < 128 ? C::HEAD_DIM : 128;
+  using Product = ptx::Wgmma<C::DTYPE, COLUMNS>;
   const ptx::WgmmaDescriptor b =
       describe_tile<Tile>(b_smem, Tile::SLABS > 1 ? Tile::SLAB_BYTES : 0);
 #pragma unroll
-  for (int i = 0; i < C::BLOCK / 16; ++i)
-    Product::rs(&sum_rmem[0][0], a_rmem[i], advance(b, 16 * i * Tile::ROW_BYTES), 1);
+  for (int i = 0; i < C::BLOCK / 16; ++i) {
+#pragma unroll
+    for (int column = 0; column < C::HEAD_DIM; column += COLUMNS) {
+      Product::rs(
+          &sum_rmem[column / 8][0], a_rmem[i],
+          advance(b, column / Tile::SLAB * Tile::SLAB_BYTES + 16 * i * Tile::ROW_BYTES), 1);
+    }
+  }
   ptx::wgmma_commit_group();
 }
 
@@ -537,7 +588,7 @@ __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries
   // Lanes 8j to 8j + 7 name the rows of matrix j of a fragment: queries 8 * (j / 2) to + 7 of 16,
   // keys 8 * (j % 2) to + 7 of the warp's 16.
   const int row = lane / 16 * 8 + lane % 8;
-  const int chunk = static_cast<int>(threadIdx.x) / 32 * 2 + lane / 8 % 2;
+  const int chunk = static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS * 2 + lane / 8 % 2;
   const uint32_t first_smem = rows_smem + DsTile::offset(row, chunk);
 #pragma unroll
   for (int i = 0; i < C::BLOCK / 16; ++i)
@@ -567,7 +618,8 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
                                                const BackwardWork& work, int columns,
                                                float factor) {
   const int lane = threadIdx.x % 32;
-  const int first = work.first_row + static_cast<int>(threadIdx.x) / 32 * C::WARP_ROWS + lane / 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS;
+  const int first = work.first_row + warp * C::WARP_ROWS + lane / 4;
   const int64_t start = work.batch * gradient.batch + work.head * gradient.head +
                         (static_cast<int64_t>(work.own_start) + first) * gradient.row;
   if (gradient.dtype != DType::F32 && !gradient.accumulate) {
@@ -682,21 +734,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
     masks = note_of(q_stage)->masked_warps >> warp & 1;
-    if constexpr (C::SOFTCAP) cap_scores<C>(s_rmem, attention);
-#pragma unroll
-    for (int n = 0; n < C::BLOCK / 8; ++n) {
-      const float2 lse = terms[4 * n];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float exponent =
-              fmaf(s_rmem[n][2 * r + i], attention.exp2_scale, -(i == 0 ? lse.x : lse.y));
-          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
-          p_rmem[n][2 * r + i] = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
-        }
-      }
-    }
+    weigh_scores<C>(p_rmem, s_rmem, terms, attention);
     if (masks) clear_unseen<C>(p_rmem, work, note_of(q_stage)->row);
     ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
   };
@@ -851,40 +889,39 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   hand_on_dq();
 }
 
+// What each CTA of a main kernel begins with: finds what it works on, and writes that to shared
+// memory, which __syncthreads() then makes known. Null: nothing.
 template <class C>
-__device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params) {
-  // Swizzle patterns start at multiples of 1024 bytes.
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+__device__ __forceinline__ const CtaWork* begin_backward(const BackwardKernelParams& params,
+                                                         unsigned char* shared) {
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
-  CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
+  CtaWork* const work = reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
   // What comes behind may start, which waits for this kernel. This one has started early itself:
   // its warps wait where they use what the one before has written, and in each CTA one does, so
   // that this kernel ends behind that one. The inputs were there before that one began.
   ptx::griddepcontrol_launch_dependents();
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
-  {
-    const BackwardWork found =
-        math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
-    if (found.first_row < 0) {
-      ptx::griddepcontrol_wait();
-      return;
-    }
-    if (threadIdx.x == 0) work = find_queries<C>(params, found);
+  const BackwardWork found =
+      math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
+  if (found.first_row < 0) {
+    ptx::griddepcontrol_wait();
+    return nullptr;
   }
+  if (threadIdx.x == 0) *work = find_queries<C>(params, found);
+  return work;
+}
+
+template <class C>
+__device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params) {
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const CtaWork* const found = begin_backward<C>(params, shared);
+  if (found == nullptr) return;
+  const CtaWork& work = *found;
   if (threadIdx.x == 0) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-    ptx::mbarrier_init(barriers.k_full(), 1);
-    ptx::mbarrier_init(barriers.v_full(), 1);
-    ptx::mbarrier_init(barriers.ragged(), 1);
-    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.q_full(stage), 2);  // the loader and the warp of the terms
-      ptx::mbarrier_init(barriers.q_empty(stage), C::WARPS);
-    }
-    for (int stage = 0; stage < C::DOUT_STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.dout_full(stage), 1);
-      ptx::mbarrier_init(barriers.dout_empty(stage), C::WARPS);
-    }
+    barriers.initialise_inputs();
     for (int stage = 0; stage < C::DS_STAGES; ++stage)
       ptx::mbarrier_init(barriers.ds_full(stage), C::WARPS);
     for (int group = 0; group < C::WARPGROUPS; ++group) {

@@ -21,6 +21,7 @@ struct BackwardConfig {
   static constexpr int GROUP_ROWS = 64;
   static constexpr int WARP_ROWS = 16;
   static constexpr int ROWS = GROUP_ROWS * WARPGROUPS;
+  static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 64;
   // dQ is computed once for a round of blocks.
   static constexpr int BLOCKS_OF_ROUND = BLOCKS_OF_ROUND_;
@@ -47,6 +48,7 @@ struct BackwardConfig {
   static constexpr int PART_COLUMNS = 64;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = WARPS * WARP_SUMS;
+  static constexpr int TURNS = WARPGROUPS;  // of a round: each part has its own
   static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
   static_assert(SHARES_ROWS ? HEAD_DIM == PART_COLUMNS
                             : ROUND == PART_ROWS && HEAD_DIM == 2 * PART_COLUMNS,
@@ -81,6 +83,71 @@ struct BackwardConfig {
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
+// The numbers of a kernel for larger head dimensions (wide_bwd.cuh). A CTA owns 64 keys of a head,
+// and each of its consumer warpgroups another product, so that one of them keeps dV and another one
+// dK of all columns.
+template <DType DTYPE_, int HEAD_DIM_, bool SOFTCAP_>
+struct WideBackwardConfig {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int WARPGROUP = 128;  // threads
+  static constexpr int WARPS = 8;        // that read Q, and that read dO: of two warpgroups
+  static constexpr int WARP_ROWS = 16;
+  static constexpr int ROWS = 64;
+  static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
+  static constexpr int BLOCK = 64;
+  static constexpr int BLOCKS_OF_ROUND = 1;
+  static constexpr int ROUND = BLOCK;
+  static constexpr int Q_STAGES = 2;
+  static constexpr int DOUT_STAGES = 2;
+  static constexpr int P_STAGES = 2;
+  static constexpr int DS_STAGES = 2;
+  static constexpr bool SOFTCAP = SOFTCAP_;
+
+  static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
+  static constexpr int WEIGHT_REGISTERS = 208;   // of the warpgroups that keep dV and dK
+  static constexpr int QUERY_REGISTERS = 72;
+  static constexpr int PRODUCER_REGISTERS = 24;
+  static_assert(2 * WEIGHT_REGISTERS + QUERY_REGISTERS + PRODUCER_REGISTERS <= 512,
+                "an SM has 512 registers for each thread of a warpgroup");
+
+  // dQ of a round is computed in parts of 64 columns.
+  static constexpr int PART_ROWS = 64;
+  static constexpr int PART_COLUMNS = 64;
+  static constexpr int PARTS = HEAD_DIM / PART_COLUMNS;
+  static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
+  static constexpr int ROUND_SUMS = ROUND * HEAD_DIM;
+  static constexpr int TURNS = 1;
+  static constexpr bool SHARES_ROWS = false;
+
+  // Tiles in shared memory, as in BackwardConfig. P lies as its fragments: 16 bytes of each lane
+  // side by side.
+  using KTile = math::SlabTile<HEAD_DIM, ROWS>;
+  using QTile = math::SlabTile<HEAD_DIM, BLOCK>;
+  using DsTile = math::SlabTile<ROWS, ROUND>;
+  static constexpr int P_BYTES = 2 * ROWS * BLOCK;
+
+  // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | ring of P | terms |
+  // barriers | work.
+  static constexpr int K_SMEM = 0;
+  static constexpr int V_SMEM = K_SMEM + KTile::BYTES;
+  static constexpr int Q_SMEM = V_SMEM + KTile::BYTES;
+  static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
+  static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * QTile::BYTES;
+  static constexpr int P_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
+  static constexpr int TERMS_SMEM = P_SMEM + P_STAGES * P_BYTES;
+  static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
+  static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
+  // Of K, of V, and of the bytes of a ragged block; full and empty of each stage.
+  static constexpr int BARRIERS = 3 + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES);
+  static constexpr int WORK_BYTES = 128;
+  static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
+  static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
 // clang-format off
 //                                                     head_dim  blocks of   stages     S
 //                                                               a round     Q   dO   ahead
@@ -89,5 +156,7 @@ using BackwardD64  = BackwardConfig<T,                    64,       2,       4, 
 template <DType T, bool SOFTCAP = false>
 using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, SOFTCAP>;
 // clang-format on
+template <DType T, bool SOFTCAP = false>
+using BackwardD256 = WideBackwardConfig<T, 256, SOFTCAP>;
 
 }  // namespace archflash::hopper

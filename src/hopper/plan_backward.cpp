@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <variant>
@@ -45,7 +46,7 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_softcap)
   return {common,
           C::ROUND,
           int64_t{sizeof(float)} * C::ROUND_SUMS,
-          int64_t{sizeof(int32_t)} * C::WARPGROUPS,
+          int64_t{sizeof(int32_t)} * C::TURNS,
           core::box<typename C::KTile>(1),
           core::box<typename C::QTile>(1),
           with_softcap};
@@ -54,6 +55,7 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_softcap)
 constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD64<DType::F16>>("d64", "d64_softcap"),
     backward_tile<BackwardD128<DType::F16>>("d128", "d128_softcap"),
+    backward_tile<BackwardD256<DType::F16>>("d256", "d256_softcap"),
 };
 
 Reasons why_not(const BackwardProblem& problem) {
@@ -96,12 +98,18 @@ float exponent_scale(const AttentionParams& attention) {
   return folds ? attention.exp2_scale * attention.tanh_scale : attention.exp2_scale;
 }
 
+// The smallest tile for the head dimensions, or the largest of all, which refuses them.
+const BackwardTile& tile_for(const Problem& call) {
+  for (const BackwardTile& tile : TILES)
+    if (call.d <= tile.head_dim && call.dv <= tile.head_dim_v) return tile;
+  return TILES[std::size(TILES) - 1];
+}
+
 }  // namespace
 
 PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   const Problem& call = problem.call;
-  const BackwardTile& tile =
-      call.d <= TILES[0].head_dim && call.dv <= TILES[0].head_dim_v ? TILES[0] : TILES[1];
+  const BackwardTile& tile = tile_for(call);
   Reasons reasons = why_not(problem);
   core::BackwardTile main_tile = tile;
   if (call.softcap != 0) main_tile.name = tile.with_softcap;

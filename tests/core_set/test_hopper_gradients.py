@@ -29,8 +29,8 @@ from .gradients import (
 on = executor()
 pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
 DTYPES = ("float16", "bfloat16")
-# The kernels of head dimensions up to 64 and up to 128, and dimensions that TMA fills up.
-HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (72, 120))
+# The kernels of head dimensions up to 64, 128 and 256, and dimensions that TMA fills up.
+HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (72, 120), (256, 256), (192, 128))
 TURNS_OFFSET = 504  # of BackwardKernelParams::turns_gmem
 
 
@@ -86,6 +86,17 @@ FEATURES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "causal-softcap-sinks": (
         (140, 150, 128, 96, 1, (2, 1)), {"causal": True, "softcap": 3.0, "sinks": True},
     ),
+    "wide-window-softcap-lse-fp32": (
+        (100, 200, 256, 200, 1, (2, 1)),
+        {
+            "window": (40, 5), "softcap": 2.0, "sinks": True, "dlse": True,
+            "gradient_dtype": "float32",
+        },
+    ),
+    "wide-bnhd-offsets-added": (
+        (20, 61, 136, 256, 2, (2, 1)),
+        {"layout": "bnhd", "q_offset": (3, 50), "causal": True, "add_to": 0.5, "pad": 8},
+    ),
     "no-query": ((0, 9, 64, 64, 1, (2, 2)), {"sinks": True}),
     "no-key": ((9, 0, 64, 64, 1, (2, 2)), {"sinks": True, "dlse": True}),
 }  # fmt: skip
@@ -117,6 +128,7 @@ IN_TURNS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "shared-heads": ((130, 300, 128, 128, 1, (2, 1)), {"softcap": 2.0}),
     "causal": ((390, 390, 64, 64, 1, (2, 1)), {"causal": True}),
     "window": ((300, 500, 128, 128, 1, (1, 1)), {"window": (100, 60)}),
+    "wide": ((150, 300, 256, 256, 1, (2, 1)), {"causal": True}),
 }
 
 
@@ -160,7 +172,7 @@ Q_LENGTHS, K_LENGTHS = (5, 0, 40, 150), (9, 12, 0, on.pick(simulator=200, gpu=60
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_packed_sequences_with_rows_of_none_behind_them(d: int, causal: bool) -> None:
     """Sequences without queries and without keys; rows behind the last one hold NaN, and so do
     those of the next sequence in a block that ends behind its own.
@@ -204,7 +216,7 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients() ->
 @pytest.mark.parametrize(
     ("d", "options", "words"),
     [
-        (192, {}, "up to 128"),
+        (264, {}, "up to 256"),
     ],
     ids=["head-dim"],
 )

@@ -239,7 +239,11 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
         q = torch.empty(2, 8, 100, d, dtype=torch.bfloat16, device="meta")
         return archflash.explain(q, q[:, :2], q[:, :2], device="H200", backward=True, **options)
 
-    for d, tile, sums in ((64, "d64", 128 * 64), (128, "d128", 128 * 128)):
+    for d, tile, sums in (
+        (64, "d64", 128 * 64),
+        (128, "d128", 128 * 128),
+        (192, "d256", 128 * 256),
+    ):
         decision = explain(d)
         assert decision.chosen == "hopper"
         assert decision.plan is not None
@@ -254,9 +258,9 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     assert capped.chosen == "hopper"
     assert capped.plan is not None
     assert "hopper_attention_bwd_bf16_d64_softcap" in capped.plan.kernels
-    decision = explain(192)
-    assert decision.chosen == "ampere"
-    assert "up to 128" in decision.reasons["hopper"][0]
+    decision = explain(264)
+    assert decision.chosen != "hopper"
+    assert "up to 256" in decision.reasons["hopper"][0]
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:
