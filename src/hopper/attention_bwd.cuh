@@ -94,9 +94,10 @@ using math::BackwardWork;
 //     of each stage
 //   ds_full of each stage    each consumer warp    consumers       dS of all keys is there before a
 //                                                                  warpgroup multiplies it by K
-//   dq_full of each          each of its warps     its dQ warp     dQ of a round is in shared memory
-//     warpgroup                                                    before TMA adds it
-//   dq_empty of each         its dQ warp           its warps       TMA has read dQ before that of the
+//   dq_full of each          each of its warps     a dQ warp       dQ of a round is in shared memory
+//     warpgroup, for even                                          before TMA adds it
+//     and for odd rounds
+//   dq_empty of each         a dQ warp             its warps       TMA has read dQ before that of the
 //     warpgroup                                                    next round comes
 //   ragged                   loader, bytes         loader          a tile that ends behind its
 //                                                                  sequence has landed before the
@@ -129,11 +130,12 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t dout_empty(int stage) const {
     return dout_full(stage) + 8 * C::DOUT_STAGES;
   }
-  __device__ __forceinline__ uint32_t dq_full(int group) const {
-    return dout_full(group) + 16 * C::DOUT_STAGES;
+  // Of the even and of the odd rounds, because in turns a warp waits for either only.
+  __device__ __forceinline__ uint32_t dq_full(int group, uint32_t round) const {
+    return dout_full(2 * group) + 16 * C::DOUT_STAGES + round % 2 * 8;
   }
   __device__ __forceinline__ uint32_t dq_empty(int group) const {
-    return dq_full(group) + 8 * C::WARPGROUPS;
+    return dq_full(C::WARPGROUPS, 0) + 8 * group;
   }
 
   // Called by one thread: those of K, V, Q and dO.
@@ -349,49 +351,55 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
   }
 }
 
-// --- a warp for each consumer warpgroup: its parts of dQ -> the sums in the workspace ---
+// --- two warps: dQ of each round -> the sums in the workspace ---
 
-// TMA adds a part at once, which is faster than additions of 16 bytes.
+// TMA adds a part at once, which is faster than additions of 16 bytes. Warp `number` adds the parts
+// of a consumer warpgroup. In turns it adds both parts of every second round, because to wait for a
+// turn, to add and to hand it on takes longer than a round.
 template <class C>
 __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const CtaWork& work,
-                                       uint32_t shared_smem, int group) {
+                                       uint32_t shared_smem, uint32_t number) {
   constexpr int PART_BYTES = 4 * C::PART_ROWS * C::PART_COLUMNS;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();
   const bool in_turns = params.turns_gmem != nullptr;
+  const int first_group = in_turns ? 0 : static_cast<int>(number);
+  const int end_group = in_turns ? C::WARPGROUPS : first_group + 1;
   BlockPosition<C> block{0, work.start};
-  uint32_t parity = 0;
+  const uint32_t rounds = work.blocks / C::BLOCKS_OF_ROUND;
   ptx::griddepcontrol_wait();  // the sums and the turns are zero
 #pragma unroll 1
-  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+  for (uint32_t count = 0; count < rounds; ++count, block.next_round(work)) {
+    if (in_turns && count % 2 != number) continue;
     const int round =
         work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
-    const int part = round * C::TURNS + group;
     // It looks for its turn while dQ is computed, because that takes a while even if it has come.
     const bool waits = in_turns && block.row >= work.before_begin && block.row <= work.before_last;
     if (leader && waits) {
       const int turn = work.first_row / C::ROWS;
-      while (ptx::ld_acquire_s32(params.turns_gmem + part) < turn) {
+      while (ptx::ld_acquire_s32(params.turns_gmem + round) < turn) {
       }
     }
     __syncwarp();
-    ptx::mbarrier_wait_parity(barriers.dq_full(group), parity);
-    parity ^= 1;
+    for (int group = first_group; group < end_group; ++group)
+      ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
     if (leader) {
       if (waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
       ptx::cp_reduce_async_bulk_add_f32(
-          params.dq_sums_gmem + static_cast<int64_t>(part) * (PART_BYTES / 4),
-          shared_smem + C::DQ_SMEM + group * PART_BYTES, PART_BYTES);
+          params.dq_sums_gmem + static_cast<int64_t>(round) * C::ROUND_SUMS +
+              first_group * (PART_BYTES / 4),
+          shared_smem + C::DQ_SMEM + first_group * PART_BYTES,
+          (end_group - first_group) * PART_BYTES);
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read_0();
-      ptx::mbarrier_arrive(barriers.dq_empty(group));
+      for (int group = first_group; group < end_group; ++group)
+        ptx::mbarrier_arrive(barriers.dq_empty(group));
       if (in_turns) {  // the next tile of keys may add when this one has
         ptx::cp_async_bulk_wait_group_0();
-        ptx::st_release_s32(params.turns_gmem + part, work.first_row / C::ROWS + 1);
+        ptx::st_release_s32(params.turns_gmem + round, work.first_row / C::ROWS + 1);
       }
     }
     __syncwarp();
-    block.next_round(work);
   }
 }
 
@@ -584,11 +592,13 @@ __device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k
 template <class C>
 __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries16<C>& ds_rmem) {
   using DsTile = typename C::DsTile;
-  const int lane = threadIdx.x % 32;
+  // With a softcap no register is left for the address, which is then computed anew.
+  const int thread = C::SOFTCAP ? ptx::mov_tid_x_volatile() : static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
   // Lanes 8j to 8j + 7 name the rows of matrix j of a fragment: queries 8 * (j / 2) to + 7 of 16,
   // keys 8 * (j % 2) to + 7 of the warp's 16.
   const int row = lane / 16 * 8 + lane % 8;
-  const int chunk = static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS * 2 + lane / 8 % 2;
+  const int chunk = thread / 32 % C::KEY_WARPS * 2 + lane / 8 % 2;
   const uint32_t first_smem = rows_smem + DsTile::offset(row, chunk);
 #pragma unroll
   for (int i = 0; i < C::BLOCK / 16; ++i)
@@ -659,14 +669,30 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
   }
 }
 
+// What keys that no query sees get: 0. Called by the first `warps` warps of a CTA.
+template <class C>
+__device__ __forceinline__ void clear_gradients(const BackwardKernelParams& params,
+                                                const CtaWork& work, int warps) {
+  const int lane = threadIdx.x % 32;
+  const int end = min(work.first_row + C::ROWS, work.own_rows);
+  for (int row = work.first_row + static_cast<int>(threadIdx.x) / 32; row < end; row += warps) {
+    const AttentionParams& attention = params.backward.attention;
+    const int64_t row_of_tensor = static_cast<int64_t>(work.own_start) + row;
+    math::clear_gradient_row(params.backward.dk, work.batch, work.head, row_of_tensor, attention.d,
+                             lane, 32);
+    math::clear_gradient_row(params.backward.dv, work.batch, work.head, row_of_tensor,
+                             attention.dv, lane, 32);
+  }
+}
+
 // The named barrier at which the second consumer warpgroup waits before its first step.
 constexpr int START_BARRIER = 1;
 
-// Goes over the blocks of queries, of which there is at least one, and sums up dK and dV.
+// Goes over the blocks of queries, of which there is at least one, sums up dK and dV, and writes
+// them while the last dQ is computed.
 template <class C>
 __device__ __forceinline__ void consume(const BackwardKernelParams& params, const CtaWork& work,
-                                        unsigned char* shared, uint32_t shared_smem,
-                                        KeyGradient<C>& dk_rmem, KeyGradient<C>& dv_rmem) {
+                                        unsigned char* shared, uint32_t shared_smem) {
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4,
                 PART = C::PART_COLUMNS / 2;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -675,6 +701,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   const int lane = threadIdx.x % 32;
 
+  KeyGradient<C> dk_rmem = {}, dv_rmem = {};
   KeysByQueries<C> s_rmem, dp_rmem;
   KeysByQueries<C> own_p_rmem;  // P, and later dS, if S_AHEAD
   float own_dq_rmem[C::PART_COLUMNS / 8][4];
@@ -699,7 +726,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   uint32_t number = 0;  // of the block
   RingPosition<C::Q_STAGES> q_ring;
   RingPosition<C::DOUT_STAGES> dout_ring;
-  int last_q_stage = 0;  // that of the block before
   const auto q_at = [&](int stage) { return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES; };
 
   // Stores the warp's part of the dQ of round `round`, and hands it to the warp that adds it in the
@@ -713,9 +739,9 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
           float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
     }
   };
-  const auto hand_on_dq = [&] {
+  const auto hand_on_dq = [&](uint32_t round) {
     ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
-    release(barriers.dq_full(group));
+    release(barriers.dq_full(group, round));
   };
 
   const auto begin_s = [&](uint32_t q_smem) {
@@ -739,7 +765,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
   };
 
-  RingPosition<C::DS_STAGES> ds_ring, ds_due;  // of the dS to be written, and to be multiplied
+  RingPosition<C::DS_STAGES> ds_ring;  // of the dS to be written
   const auto ds_at = [&](int stage) { return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES; };
   // The round before the first one: its dS is 0, and nobody takes its dQ.
 #pragma unroll
@@ -755,10 +781,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     if (group == 0 && number == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
   };
   if (group != 0) ptx::bar_sync(START_BARRIER, C::CONSUMER_THREADS);
-  const auto begin_dq = [&] {
-    const int stage = ds_due.stage;
-    ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_due.parity);
-    ds_due.advance();
+  const auto begin_dq = [&] {  // of the round before that
+    const bool wraps = ds_ring.stage == 0;
+    const int stage = (wraps ? C::DS_STAGES : ds_ring.stage) - 1;
+    ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_ring.parity ^ (wraps ? 1 : 0));
     ptx::registers_change<PART>(dq);
     ptx::wgmma_fence();  // the last uses of dQ come before the product
     start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
@@ -780,7 +806,8 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
       ptx::registers_change<WORDS>(a);
-      if (number > 0) release(barriers.q_empty(last_q_stage));
+      const int before = (q_ring.stage == 0 ? C::Q_STAGES : q_ring.stage) - 1;
+      if (number > 0) release(barriers.q_empty(before));
     };
     const bool more = !LAST_OF_ROUND || number + 1 < blocks;
     RingPosition<C::Q_STAGES> next = q_ring;  // of the next block; of this one if it is the last
@@ -813,7 +840,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     start_gradient<C>(dv_rmem, a_rmem, dout_smem);
     hand_over_start();
     if constexpr (!C::S_AHEAD) {
-      if (number > 1) hand_on_dq();
+      if (number > 1) hand_on_dq(number);
     }
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
@@ -850,7 +877,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       ds_ring.advance();
     }
     ++number;
-    last_q_stage = q_ring.stage;
     q_ring = next;
     if constexpr (C::S_AHEAD) {
       weigh(q_ring.stage);
@@ -858,8 +884,9 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
         ptx::wgmma_wait_group<1>();
         ptx::registers_change<PART>(dq);
         if (number > C::BLOCKS_OF_ROUND) {
-          store_dq((number - 1) / C::BLOCKS_OF_ROUND - 1);
-          hand_on_dq();
+          const uint32_t round = (number - 1) / C::BLOCKS_OF_ROUND - 1;
+          store_dq(round);
+          hand_on_dq(round);
         }
       }
     } else {
@@ -879,14 +906,16 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::registers_change<PART>(dq);
     if (number > 1) {
       store_dq(number - 2);
-      hand_on_dq();
+      hand_on_dq(number);
     }
   }
   begin_dq();  // of the last round
+  store_gradient<C>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
+  store_gradient<C>(dv_rmem, params.backward.dv, work, attention.dv, 1.0f);
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<PART>(dq);
   store_dq(number / C::BLOCKS_OF_ROUND - 1);
-  hand_on_dq();
+  hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
 }
 
 // What each CTA of a main kernel begins with: finds what it works on, and writes that to shared
@@ -900,6 +929,12 @@ __device__ __forceinline__ const CtaWork* begin_backward(const BackwardKernelPar
   // its warps wait where they use what the one before has written, and in each CTA one does, so
   // that this kernel ends behind that one. The inputs were there before that one began.
   ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == C::THREADS - 1 && params.rounds > 0) {  // without queries there are no maps
+    ptx::prefetch_tensormap(params.k_map);
+    ptx::prefetch_tensormap(params.q_map);
+    ptx::prefetch_tensormap(params.v_map);
+    ptx::prefetch_tensormap(params.dout_map);
+  }
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   const BackwardWork found =
       math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
@@ -919,13 +954,14 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   const CtaWork* const found = begin_backward<C>(params, shared);
   if (found == nullptr) return;
   const CtaWork& work = *found;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == C::CONSUMER_THREADS) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
     barriers.initialise_inputs();
     for (int stage = 0; stage < C::DS_STAGES; ++stage)
       ptx::mbarrier_init(barriers.ds_full(stage), C::WARPS);
     for (int group = 0; group < C::WARPGROUPS; ++group) {
-      ptx::mbarrier_init(barriers.dq_full(group), C::WARPS / C::WARPGROUPS);
+      ptx::mbarrier_init(barriers.dq_full(group, 0), C::WARPS / C::WARPGROUPS);
+      ptx::mbarrier_init(barriers.dq_full(group, 1), C::WARPS / C::WARPGROUPS);
       ptx::mbarrier_init(barriers.dq_empty(group), 1);
     }
     ptx::fence_mbarrier_init();
@@ -935,11 +971,11 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   const bool any_block = work.blocks > 0;
   if (threadIdx.x < C::CONSUMER_THREADS) {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    KeyGradient<C> dk_rmem = {}, dv_rmem = {};
-    if (any_block) consume<C>(params, work, shared, shared_smem, dk_rmem, dv_rmem);
-    store_gradient<C>(dk_rmem, params.backward.dk, work, params.backward.attention.d,
-                      params.backward.scale);
-    store_gradient<C>(dv_rmem, params.backward.dv, work, params.backward.attention.dv, 1.0f);
+    if (any_block) {
+      consume<C>(params, work, shared, shared_smem);
+    } else {
+      clear_gradients<C>(params, work, C::WARPS);
+    }
   } else {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
     if (!any_block) {
@@ -951,7 +987,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
       load_terms<C>(params, work, shared, shared_smem);
     } else {
-      add_dq<C>(params, work, shared_smem, static_cast<int>(threadIdx.x) / 32 % 2);
+      add_dq<C>(params, work, shared_smem, threadIdx.x / 32 % 2);
     }
   }
 }

@@ -48,7 +48,6 @@ struct BackwardConfig {
   static constexpr int PART_COLUMNS = 64;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = WARPS * WARP_SUMS;
-  static constexpr int TURNS = WARPGROUPS;  // of a round: each part has its own
   static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
   static_assert(SHARES_ROWS ? HEAD_DIM == PART_COLUMNS
                             : ROUND == PART_ROWS && HEAD_DIM == 2 * PART_COLUMNS,
@@ -72,10 +71,10 @@ struct BackwardConfig {
   static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
-  // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO, and of
-  // each warpgroup's dQ; one more: the bytes of a ragged block.
+  // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO; full of
+  // each warpgroup's dQ of even and of odd rounds, and empty; one more: the bytes of a ragged block.
   static constexpr int BARRIERS =
-      2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 2 * WARPGROUPS + 1;
+      2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS + 1;
   static constexpr int WORK_BYTES = 128;  // math::BackwardWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
@@ -118,7 +117,6 @@ struct WideBackwardConfig {
   static constexpr int PARTS = HEAD_DIM / PART_COLUMNS;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = ROUND * HEAD_DIM;
-  static constexpr int TURNS = 1;
   static constexpr bool SHARES_ROWS = false;
 
   // Tiles in shared memory, as in BackwardConfig. P lies as its fragments: 16 bytes of each lane

@@ -17,8 +17,7 @@ struct BackwardKernelParams {
   // of these, 16 bytes of each lane side by side, as the accumulators of wgmma have them.
   float* dq_sums_gmem;
   int64_t cleared_bytes;  // from there on, which the first launch fills with zeros
-  // How many tiles of keys have added to each warpgroup's part of a round, where they take turns;
-  // null: they do not.
+  // How many tiles of keys have added to each round, where they take turns; null: they do not.
   int32_t* turns_gmem;
   float uncap;     // from a score, as a logarithm to base 2, to its tanh
   int32_t rounds;  // of a head, without cu_seqlens

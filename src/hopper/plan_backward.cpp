@@ -26,8 +26,8 @@ using P = BackwardKernelParams;
 
 // What is planned of a tile here, beyond core::BackwardTile.
 struct BackwardTile : core::BackwardTile {
-  // The rows of a round of queries, and the bytes of its sums of dQ and of its turns.
-  int64_t round_rows, round_bytes, turns_bytes;
+  // The rows of a round of queries, and the bytes of its sums of dQ.
+  int64_t round_rows, round_bytes;
   core::Box keys_box, queries_box;
   const char* with_softcap;  // the name of the kernel for calls with one
 };
@@ -46,7 +46,6 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_softcap)
   return {common,
           C::ROUND,
           int64_t{sizeof(float)} * C::ROUND_SUMS,
-          int64_t{sizeof(int32_t)} * C::TURNS,
           core::box<typename C::KTile>(1),
           core::box<typename C::QTile>(1),
           with_softcap};
@@ -127,7 +126,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   workspace.add(plan.workspace_bytes);
   const int64_t sums_start = workspace.add(rounds * tile.round_bytes);
   // The first launch clears 16 bytes at a time.
-  const int64_t turns_bytes = core::ceil_div(rounds * tile.turns_bytes, 16) * 16;
+  const int64_t turns_bytes = core::ceil_div(rounds * int64_t{sizeof(int32_t)}, 16) * 16;
   const int64_t turns_start = workspace.add(problem.deterministic ? turns_bytes : 0);
   plan.workspace_bytes = workspace.bytes();
   const std::string word = core::dtype_word(call.dtype);

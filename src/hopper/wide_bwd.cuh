@@ -81,11 +81,12 @@ __device__ __forceinline__ const float2* terms_of_stage(const unsigned char* sha
 template <class C>
 __device__ __forceinline__ void consume_weights(const BackwardKernelParams& params,
                                                 const CtaWork& work, unsigned char* shared,
-                                                uint32_t shared_smem, KeyGradient<C>& dv_rmem) {
+                                                uint32_t shared_smem) {
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS);
   const int lane = threadIdx.x % 32;
+  KeyGradient<C> dv_rmem = {};
   KeysByQueries<C> p_rmem;    // S, then P
   KeysByQueries16<C> a_rmem;  // P, as operand A
   float* const p = &p_rmem[0][0];
@@ -152,6 +153,7 @@ __device__ __forceinline__ void consume_weights(const BackwardKernelParams& para
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SUMS>(dv);
   release(barriers.dout_empty(dout_ring.stage));  // nobody waits, but its phase ends
+  store_gradient<C>(dv_rmem, params.backward.dv, work, params.backward.attention.dv, 1.0f);
 }
 
 // --- keys, one warpgroup: dP, dS, dK ---
@@ -159,11 +161,12 @@ __device__ __forceinline__ void consume_weights(const BackwardKernelParams& para
 template <class C>
 __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
                                              const CtaWork& work, unsigned char* shared,
-                                             uint32_t shared_smem, KeyGradient<C>& dk_rmem) {
+                                             uint32_t shared_smem) {
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS);
   const int lane = threadIdx.x % 32;
+  KeyGradient<C> dk_rmem = {};
   KeysByQueries<C> ds_rmem;   // dP, then dS
   KeysByQueries16<C> a_rmem;  // dS, as operand A
   float* const ds = &ds_rmem[0][0];
@@ -248,6 +251,8 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SUMS>(dk);
   release(barriers.q_empty(q_ring.stage));  // nobody waits, but its phase ends
+  store_gradient<C>(dk_rmem, params.backward.dk, work, params.backward.attention.d,
+                    params.backward.scale);
 }
 
 // --- queries, one warpgroup: dQ, added to the sums in the workspace ---
@@ -316,7 +321,7 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
   if (found == nullptr) return;
   const CtaWork& work = *found;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == C::WARPGROUP) {
     barriers.initialise_inputs();
     for (int stage = 0; stage < C::P_STAGES; ++stage) {
       ptx::mbarrier_init(barriers.p_full(stage), C::KEY_WARPS);
@@ -331,18 +336,17 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
   __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
 
   const bool any_block = work.blocks > 0;
-  const AttentionParams& attention = params.backward.attention;
   const int role = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
   if (role == 0) {
     ptx::setmaxnreg_inc<C::WEIGHT_REGISTERS>();
-    KeyGradient<C> dv_rmem = {};
-    if (any_block) consume_weights<C>(params, work, shared, shared_smem, dv_rmem);
-    store_gradient<C>(dv_rmem, params.backward.dv, work, attention.dv, 1.0f);
+    if (any_block) {
+      consume_weights<C>(params, work, shared, shared_smem);
+    } else {
+      clear_gradients<C>(params, work, C::KEY_WARPS);
+    }
   } else if (role == 1) {
     ptx::setmaxnreg_inc<C::WEIGHT_REGISTERS>();
-    KeyGradient<C> dk_rmem = {};
-    if (any_block) consume_keys<C>(params, work, shared, shared_smem, dk_rmem);
-    store_gradient<C>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
+    if (any_block) consume_keys<C>(params, work, shared, shared_smem);
   } else if (role == 2) {
     ptx::setmaxnreg_dec<C::QUERY_REGISTERS>();
     if (any_block) consume_queries<C>(params, work, shared_smem);
