@@ -918,6 +918,21 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
 }
 
+// The index of a CTA's tile of keys as find_backward_work() counts them: the first tiles of all
+// heads, then the second ones. CTAs go over the heads in groups, whose queries and sums of dQ stay
+// in L2.
+template <class C>
+__device__ __forceinline__ int tile_index(const BackwardKernelParams& params, int index) {
+  const AttentionParams& attention = params.backward.attention;
+  const int heads = attention.batch * (attention.heads_q / attention.heads_per_kv);
+  if (params.group_heads >= heads || attention.cu_seqlens_k_gmem != nullptr) return index;
+  const int tiles = (attention.nk + C::ROWS - 1) / C::ROWS;
+  const int first_head = index / (tiles * params.group_heads) * params.group_heads;
+  const int of_group = min(params.group_heads, heads - first_head);
+  const int in_group = index - first_head * tiles;
+  return in_group / of_group * heads + first_head + in_group % of_group;
+}
+
 // What each CTA of a main kernel begins with: finds what it works on, and writes that to shared
 // memory, which __syncthreads() then makes known. Null: nothing.
 template <class C>
@@ -925,10 +940,9 @@ __device__ __forceinline__ const CtaWork* begin_backward(const BackwardKernelPar
                                                          unsigned char* shared) {
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
   CtaWork* const work = reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
-  // What comes behind may start, which waits for this kernel. This one has started early itself:
-  // its warps wait where they use what the one before has written, and in each CTA one does, so
-  // that this kernel ends behind that one. The inputs were there before that one began.
-  ptx::griddepcontrol_launch_dependents();
+  // This kernel has started early: its warps wait where they use what the one before has written,
+  // and in each CTA one does, so that this kernel ends behind that one. The inputs were there
+  // before that one began.
   if (threadIdx.x == C::THREADS - 1 && params.rounds > 0) {  // without queries there are no maps
     ptx::prefetch_tensormap(params.k_map);
     ptx::prefetch_tensormap(params.q_map);
@@ -937,7 +951,8 @@ __device__ __forceinline__ const CtaWork* begin_backward(const BackwardKernelPar
   }
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   const BackwardWork found =
-      math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
+      math::find_backward_work<Owns::Keys, C::ROWS>(
+          params.backward.attention, tile_index<C>(params, static_cast<int>(blockIdx.x)));
   if (found.first_row < 0) {
     ptx::griddepcontrol_wait();
     return nullptr;
@@ -997,7 +1012,6 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
 // Writes dQ of a round of queries: the sums, times the scale.
 template <class C>
 __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
-  ptx::griddepcontrol_wait();  // all CTAs have added to the sums
   const AttentionParams& attention = params.backward.attention;
   const GradientParams& gradient = params.backward.dq;
   const int* cu_q = attention.cu_seqlens_q_gmem;

@@ -21,6 +21,9 @@ struct BackwardKernelParams {
   int32_t* turns_gmem;
   float uncap;     // from a score, as a logarithm to base 2, to its tanh
   int32_t rounds;  // of a head, without cu_seqlens
+  // The heads of k, of all sequences, that are gone over together: the first tiles of all of them,
+  // then the second ones, and so on. All of them with cu_seqlens.
+  int32_t group_heads;
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);

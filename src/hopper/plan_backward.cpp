@@ -1,4 +1,5 @@
 // hopper: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -97,6 +98,12 @@ float exponent_scale(const AttentionParams& attention) {
   return folds ? attention.exp2_scale * attention.tanh_scale : attention.exp2_scale;
 }
 
+// How many heads of k are gone over together.
+int64_t group_heads(const Problem& call, const BackwardTile& tile, const Device& device) {
+  (void)tile, (void)device;
+  return std::max<int64_t>(call.batch * call.heads_kv, 1);
+}
+
 // The smallest tile for the head dimensions, or the largest of all, which refuses them.
 const BackwardTile& tile_for(const Problem& call) {
   for (const BackwardTile& tile : TILES)
@@ -139,6 +146,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     params.cleared_bytes = workspace.bytes() - sums_start;
     if (attention.softcap != 0) params.uncap = 1 / (attention.exp2_scale * attention.softcap);
     params.rounds = static_cast<int32_t>(core::ceil_div(call.nq, tile.round_rows));
+    params.group_heads = static_cast<int32_t>(group_heads(call, tile, device));
     launch.params = core::bytes(params);
     launch.pointers.push_back(
         {Operand::Workspace, static_cast<int32_t>(offsetof(P, dq_sums_gmem)), sums_start});
@@ -151,7 +159,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     complete(launch);
     // Without queries the main kernel copies nothing.
     if (rounds == 0 || launch.kernel == "hopper_backward_rows_" + word) continue;
-    launch.starts_early = true;  // the kernels of these launches wait for the one before
+    launch.starts_early = true;  // it waits for the launch before where it has to
     launch.tensor_maps = {
         core::tensor_map(call, Operand::Q, offsetof(P, q_map), tile.queries_box),
         core::tensor_map(call, Operand::K, offsetof(P, k_map), tile.keys_box),
@@ -164,7 +172,6 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     last.kernel = "hopper_backward_dq_" + word + "_" + tile.name;
     last.grid = {rounds, 1, 1};
     last.block = {BACKWARD_DQ_THREADS, 1, 1};
-    last.starts_early = true;
     plan.launches.insert(plan.launches.end() - (problem.dsinks ? 1 : 0), std::move(last));
   }
   return plan;

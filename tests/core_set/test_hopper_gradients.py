@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ DTYPES = ("float16", "bfloat16")
 # The kernels of head dimensions up to 64, 128 and 256, and dimensions that TMA fills up.
 HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (72, 120), (256, 256), (192, 128))
 TURNS_OFFSET = 504  # of BackwardKernelParams::turns_gmem
+GROUP_HEADS_OFFSET = 520  # of BackwardKernelParams::group_heads
 
 
 inputs = functools.partial(gradients.inputs, on)
@@ -166,6 +168,34 @@ def test_without_turns_the_bits_of_dq_depend_on_the_schedule(in_turns: bool) -> 
         simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
         found.append(into.dq)
     assert all(torch.equal(x, found[0]) for x in found) == in_turns
+
+
+@pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
+@pytest.mark.parametrize("d", [64, 256])
+def test_tiles_of_keys_in_any_groups_of_heads(d: int) -> None:
+    """Five heads of k in groups of two, the last one smaller, and all of them together: a CTA works
+    on another tile, and the sum of dq in turns is the same.
+    """
+    dout, q, k, v = inputs(70, 150, d, d, "bfloat16", heads=(5, 5))
+    out, lse = forward(q, k, v, {})
+    request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({}))
+    found = []
+    for heads in (5, 2, 1):
+        into = _gradients.Gradients.like(request)
+        plan = _gradients.decide(request, into, None, "hopper", deterministic=True).plan
+        assert plan is not None
+        fields = plan.to_dict()
+        for launch in fields["launches"]:
+            params = bytearray.fromhex(launch["params"])
+            assert struct.unpack_from("<i", params, GROUP_HEADS_OFFSET) == (5,)
+            struct.pack_into("<i", params, GROUP_HEADS_OFFSET, heads)
+            launch["params"] = params.hex()
+        plan = native.LaunchPlan.unchecked_from_dict(fields)
+        simulator.simulate(plan, _gradients.operands(request, into, plan), simulator.Settings())
+        found.append(into)
+    for into in found[1:]:
+        for name in NAMES:
+            assert torch.equal(getattr(into, name), getattr(found[0], name))
 
 
 Q_LENGTHS, K_LENGTHS = (5, 0, 40, 150), (9, 12, 0, on.pick(simulator=200, gpu=600))
