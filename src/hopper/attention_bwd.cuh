@@ -934,12 +934,11 @@ __device__ __forceinline__ int tile_index(const BackwardKernelParams& params, in
 }
 
 // What each CTA of a main kernel begins with: finds what it works on, and writes that to shared
-// memory, which __syncthreads() then makes known. Null: nothing.
+// memory, which __syncthreads() then makes known. Returns whether there is anything.
 template <class C>
-__device__ __forceinline__ const CtaWork* begin_backward(const BackwardKernelParams& params,
+__device__ __forceinline__ bool begin_backward(const BackwardKernelParams& params,
                                                          unsigned char* shared) {
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
-  CtaWork* const work = reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
   // This kernel has started early: its warps wait where they use what the one before has written,
   // and in each CTA one does, so that this kernel ends behind that one. The inputs were there
   // before that one began.
@@ -955,10 +954,11 @@ __device__ __forceinline__ const CtaWork* begin_backward(const BackwardKernelPar
           params.backward.attention, tile_index<C>(params, static_cast<int>(blockIdx.x)));
   if (found.first_row < 0) {
     ptx::griddepcontrol_wait();
-    return nullptr;
+    return false;
   }
-  if (threadIdx.x == 0) *work = find_queries<C>(params, found);
-  return work;
+  if (threadIdx.x == 0)
+    *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM) = find_queries<C>(params, found);
+  return true;
 }
 
 template <class C>
@@ -966,9 +966,8 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const CtaWork* const found = begin_backward<C>(params, shared);
-  if (found == nullptr) return;
-  const CtaWork& work = *found;
+  const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
+  if (!begin_backward<C>(params, shared)) return;
   if (threadIdx.x == C::CONSUMER_THREADS) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
     barriers.initialise_inputs();

@@ -85,7 +85,7 @@ struct BackwardConfig {
 // The numbers of a kernel for larger head dimensions (wide_bwd.cuh). A CTA owns 64 keys of a head,
 // and each of its consumer warpgroups another product, so that one of them keeps dV and another one
 // dK of all columns.
-template <DType DTYPE_, int HEAD_DIM_, bool SOFTCAP_>
+template <DType DTYPE_, int HEAD_DIM_>
 struct WideBackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -102,7 +102,7 @@ struct WideBackwardConfig {
   static constexpr int DOUT_STAGES = 2;
   static constexpr int P_STAGES = 2;
   static constexpr int DS_STAGES = 2;
-  static constexpr bool SOFTCAP = SOFTCAP_;
+  static constexpr bool SOFTCAP = false;  // it would spill registers
 
   static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
   static constexpr int WEIGHT_REGISTERS = 208;   // of the warpgroups that keep dV and dK
@@ -154,7 +154,7 @@ using BackwardD64  = BackwardConfig<T,                    64,       2,       4, 
 template <DType T, bool SOFTCAP = false>
 using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, SOFTCAP>;
 // clang-format on
-template <DType T, bool SOFTCAP = false>
-using BackwardD256 = WideBackwardConfig<T, 256, SOFTCAP>;
+template <DType T>
+using BackwardD256 = WideBackwardConfig<T, 256>;
 
 }  // namespace archflash::hopper

@@ -215,16 +215,14 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int n = 2 * j + half;
-        const float2 lse = C::SOFTCAP ? terms[4 * n] : float2{};
         const float2 delta = terms[C::BLOCK / 2 + 4 * n];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& x = ds_rmem[n][2 * r + i];
-            x = differentiate_score<C>(
-                math::element_of_chunk<C::DTYPE>(p, 2 * (2 * half + r) + i), x,
-                i == 0 ? delta.x : delta.y, i == 0 ? lse.x : lse.y, params.uncap);
+            x = math::element_of_chunk<C::DTYPE>(p, 2 * (2 * half + r) + i) *
+                (x - (i == 0 ? delta.x : delta.y));
           }
         }
       }
@@ -317,9 +315,8 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const CtaWork* found = begin_backward<C>(params, shared);
-  if (found == nullptr) return;
-  const CtaWork& work = *found;
+  const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
+  if (!begin_backward<C>(params, shared)) return;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   if (threadIdx.x == C::WARPGROUP) {
     barriers.initialise_inputs();

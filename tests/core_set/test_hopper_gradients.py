@@ -59,7 +59,7 @@ def test_the_calls_above_run_every_compiled_kernel() -> None:
     device = None if on.name == "simulator" else _dispatch.query_device(0)
     for dtype in DTYPES:
         assert_every_kernel_is_planned(
-            on, "hopper", dtype, HEAD_DIMS, [device], softcaps=(0.0, 1.0)
+            on, "hopper", dtype, HEAD_DIMS, [device], with_softcap=((64, 64), (128, 128))
         )
 
 
@@ -88,10 +88,10 @@ FEATURES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "causal-softcap-sinks": (
         (140, 150, 128, 96, 1, (2, 1)), {"causal": True, "softcap": 3.0, "sinks": True},
     ),
-    "wide-window-softcap-lse-fp32": (
+    "wide-window-sinks-lse-fp32": (
         (100, 200, 256, 200, 1, (2, 1)),
         {
-            "window": (40, 5), "softcap": 2.0, "sinks": True, "dlse": True,
+            "window": (40, 5), "sinks": True, "dlse": True,
             "gradient_dtype": "float32",
         },
     ),
@@ -247,8 +247,9 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients() ->
     ("d", "options", "words"),
     [
         (264, {}, "up to 256"),
+        (192, {"softcap": 2.0}, "softcap"),
     ],
-    ids=["head-dim"],
+    ids=["head-dim", "wide-softcap"],
 )
 def test_what_is_left_to_ampere(d: int, options: dict[str, Any], words: str) -> None:
     dout, q, k, v = inputs(4, 4, d, d, "bfloat16")
