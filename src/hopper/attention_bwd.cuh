@@ -385,11 +385,11 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
     if (leader) {
       if (waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      ptx::cp_reduce_async_bulk_add_f32(
-          params.dq_sums_gmem + static_cast<int64_t>(round) * C::ROUND_SUMS +
-              first_group * (PART_BYTES / 4),
-          shared_smem + C::DQ_SMEM + first_group * PART_BYTES,
-          (end_group - first_group) * PART_BYTES);
+      ptx::cp_reduce_async_bulk_add_f32(params.dq_sums_gmem +
+                                            static_cast<int64_t>(round) * C::ROUND_SUMS +
+                                            first_group * (PART_BYTES / 4),
+                                        shared_smem + C::DQ_SMEM + first_group * PART_BYTES,
+                                        (end_group - first_group) * PART_BYTES);
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read_0();
       for (int group = first_group; group < end_group; ++group)
@@ -509,9 +509,9 @@ __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        ds_rmem[n][2 * r + i] = differentiate_score<C>(
-            p_rmem[n][2 * r + i], dp_rmem[n][2 * r + i], i == 0 ? delta.x : delta.y,
-            i == 0 ? lse.x : lse.y, uncap);
+        ds_rmem[n][2 * r + i] =
+            differentiate_score<C>(p_rmem[n][2 * r + i], dp_rmem[n][2 * r + i],
+                                   i == 0 ? delta.x : delta.y, i == 0 ? lse.x : lse.y, uncap);
       }
     }
   }
@@ -558,9 +558,8 @@ __device__ __forceinline__ void start_gradient(KeyGradient<C>& sum_rmem,
   for (int i = 0; i < C::BLOCK / 16; ++i) {
 #pragma unroll
     for (int column = 0; column < C::HEAD_DIM; column += COLUMNS) {
-      Product::rs(
-          &sum_rmem[column / 8][0], a_rmem[i],
-          advance(b, column / Tile::SLAB * Tile::SLAB_BYTES + 16 * i * Tile::ROW_BYTES), 1);
+      Product::rs(&sum_rmem[column / 8][0], a_rmem[i],
+                  advance(b, column / Tile::SLAB * Tile::SLAB_BYTES + 16 * i * Tile::ROW_BYTES), 1);
     }
   }
   ptx::wgmma_commit_group();
@@ -680,8 +679,8 @@ __device__ __forceinline__ void clear_gradients(const BackwardKernelParams& para
     const int64_t row_of_tensor = static_cast<int64_t>(work.own_start) + row;
     math::clear_gradient_row(params.backward.dk, work.batch, work.head, row_of_tensor, attention.d,
                              lane, 32);
-    math::clear_gradient_row(params.backward.dv, work.batch, work.head, row_of_tensor,
-                             attention.dv, lane, 32);
+    math::clear_gradient_row(params.backward.dv, work.batch, work.head, row_of_tensor, attention.dv,
+                             lane, 32);
   }
 }
 
@@ -937,7 +936,7 @@ __device__ __forceinline__ int tile_index(const BackwardKernelParams& params, in
 // memory, which __syncthreads() then makes known. Returns whether there is anything.
 template <class C>
 __device__ __forceinline__ bool begin_backward(const BackwardKernelParams& params,
-                                                         unsigned char* shared) {
+                                               unsigned char* shared) {
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
   // This kernel has started early: its warps wait where they use what the one before has written,
   // and in each CTA one does, so that this kernel ends behind that one. The inputs were there
@@ -949,9 +948,8 @@ __device__ __forceinline__ bool begin_backward(const BackwardKernelParams& param
     ptx::prefetch_tensormap(params.dout_map);
   }
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
-  const BackwardWork found =
-      math::find_backward_work<Owns::Keys, C::ROWS>(
-          params.backward.attention, tile_index<C>(params, static_cast<int>(blockIdx.x)));
+  const BackwardWork found = math::find_backward_work<Owns::Keys, C::ROWS>(
+      params.backward.attention, tile_index<C>(params, static_cast<int>(blockIdx.x)));
   if (found.first_row < 0) {
     ptx::griddepcontrol_wait();
     return false;

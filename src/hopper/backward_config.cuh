@@ -72,7 +72,8 @@ struct BackwardConfig {
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
   // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO; full of
-  // each warpgroup's dQ of even and of odd rounds, and empty; one more: the bytes of a ragged block.
+  // each warpgroup's dQ of even and of odd rounds, and empty; one more: the bytes of a ragged
+  // block.
   static constexpr int BARRIERS =
       2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS + 1;
   static constexpr int WORK_BYTES = 128;  // math::BackwardWork

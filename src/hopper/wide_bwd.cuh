@@ -267,7 +267,7 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
   const bool in_turns = params.turns_gmem != nullptr;
   BlockPosition<C> block{0, work.start};
   RingPosition<C::DS_STAGES> ds_ring;
-  ptx::griddepcontrol_wait();  // the sums and the turns are zero
+  ptx::griddepcontrol_wait();                       // the sums and the turns are zero
   ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
 #pragma unroll 1
   for (int left = uniform(work.blocks); left > 0; --left) {
@@ -303,8 +303,7 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
     ds_ring.advance();
     if (in_turns) {  // the next tile of keys may add when this one has
       ptx::bar_sync(QUERIES_BARRIER, C::WARPGROUP);
-      if (number == 0)
-        ptx::st_release_s32(params.turns_gmem + round, work.first_row / C::ROWS + 1);
+      if (number == 0) ptx::st_release_s32(params.turns_gmem + round, work.first_row / C::ROWS + 1);
     }
     block.next_round(work);
   }
