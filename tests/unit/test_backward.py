@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
-from archflash import _gradients, reference
+from archflash import _api, _gradients, _options, reference
 
 
 def rand(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -261,6 +262,34 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     decision = explain(264)
     assert decision.chosen != "hopper"
     assert "up to 256" in decision.reasons["hopper"][0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads_kv", "deterministic", "expected"),
+    [
+        ((2, 16, 4096, 256), 16, False, 4),
+        ((2, 16, 4096, 256), 16, True, 8),
+        ((2, 16, 4096, 128), 16, False, 8),
+        ((2, 16, 4096, 128), 16, True, 32),  # all of them
+        ((4, 16, 4096, 64), 16, False, 16),
+        ((1, 32, 8192, 128), 8, False, 4),  # at least 4
+        ((1, 2, 100, 64), 2, False, 2),
+    ],
+)
+def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
+    shape: tuple[int, int, int, int], heads_kv: int, deterministic: bool, expected: int
+) -> None:
+    group_heads_offset = 520  # of BackwardKernelParams::group_heads
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    k = q[:, :heads_kv]
+    lse = torch.empty(shape[:3], device="meta")
+    request = _gradients.Request(q, q, k, k, q, lse, None, _options.complete({}))
+    into = _gradients.Gradients.like(request)
+    device = _api.find_device("H200")
+    plan = _gradients.decide(request, into, device, "hopper", deterministic=deterministic).plan
+    assert plan is not None
+    params = bytes.fromhex(plan.to_dict()["launches"][1]["params"])
+    assert struct.unpack_from("<i", params, group_heads_offset) == (expected,)
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:
