@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import archflash
-from archflash import _archflash as native
 from archflash import _api, _gradients, _options, reference
+from archflash import _archflash as native
 
 
 def rand(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
