@@ -58,6 +58,7 @@
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/global_order.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/lg2.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -93,9 +94,10 @@ using math::BackwardWork;
 //     of each stage
 //   ds_full of each stage    each consumer warp    consumers       dS of all keys is there before a
 //                                                                  warpgroup multiplies it by K
-//   dq_full of each          each of its warps     its dQ warp     dQ of a round is in shared memory
-//     warpgroup                                                    before TMA adds it
-//   dq_empty of each         its dQ warp           its warps       TMA has read dQ before that of the
+//   dq_full of each          each of its warps     a dQ warp       dQ of a round is in shared memory
+//     warpgroup, for even                                          before TMA adds it
+//     and for odd rounds
+//   dq_empty of each         a dQ warp             its warps       TMA has read dQ before that of the
 //     warpgroup                                                    next round comes
 //   ragged                   loader, bytes         loader          a tile that ends behind its
 //                                                                  sequence has landed before the
@@ -128,11 +130,27 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t dout_empty(int stage) const {
     return dout_full(stage) + 8 * C::DOUT_STAGES;
   }
-  __device__ __forceinline__ uint32_t dq_full(int group) const {
-    return dout_full(group) + 16 * C::DOUT_STAGES;
+  // Of the even and of the odd rounds, because in turns a warp waits for either only.
+  __device__ __forceinline__ uint32_t dq_full(int group, uint32_t round) const {
+    return dout_full(2 * group) + 16 * C::DOUT_STAGES + round % 2 * 8;
   }
   __device__ __forceinline__ uint32_t dq_empty(int group) const {
-    return dq_full(group) + 8 * C::WARPGROUPS;
+    return dq_full(C::WARPGROUPS, 0) + 8 * group;
+  }
+
+  // Called by one thread: those of K, V, Q and dO.
+  __device__ __forceinline__ void initialise_inputs() const {
+    ptx::mbarrier_init(k_full(), 1);
+    ptx::mbarrier_init(v_full(), 1);
+    ptx::mbarrier_init(ragged(), 1);
+    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
+      ptx::mbarrier_init(q_full(stage), 2);  // the loader and the warp of the terms
+      ptx::mbarrier_init(q_empty(stage), C::WARPS);
+    }
+    for (int stage = 0; stage < C::DOUT_STAGES; ++stage) {
+      ptx::mbarrier_init(dout_full(stage), 1);
+      ptx::mbarrier_init(dout_empty(stage), C::WARPS);
+    }
   }
 };
 
@@ -174,7 +192,7 @@ __device__ __forceinline__ CtaWork find_queries(const BackwardKernelParams& para
   const int rounds = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::ROUND + 1;
   cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
   cta.start = cta.last;
-  if (!C::OPTIONS || params.turns_gmem == nullptr) {
+  if (params.turns_gmem == nullptr) {
     if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
   } else if (work.first_row > 0) {
     cta.before_begin = work.visible.first(work.first_row - C::ROWS) & -C::ROUND;
@@ -205,6 +223,7 @@ struct BlockPosition {
 
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
+  ptx::griddepcontrol_launch_dependents();  // the main kernel waits for what this one writes
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   unsigned char* sums_gmem = reinterpret_cast<unsigned char*>(params.dq_sums_gmem);
   for (int64_t byte = thread * 16; byte < params.cleared_bytes;
@@ -284,7 +303,7 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
 
 struct BlockNote {
   int row;                // the block's first row
-  unsigned masked_warps;  // a bit for each consumer warp: not all of its keys are seen by all rows
+  unsigned masked_warps;  // a bit for each warp's keys: not all of them are seen by all rows
 };
 
 template <class C>
@@ -294,6 +313,7 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
   const int lane = threadIdx.x % 32;
   RingPosition<C::Q_STAGES> q_ring;
   BlockPosition<C> block{0, work.start};
+  ptx::griddepcontrol_wait();  // the terms are written
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
     const int head = work.head * params.backward.attention.heads_per_kv + block.head;
@@ -317,7 +337,7 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
         of_stage[32 * j + lane] = terms[j].lse_log2;
         of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
       }
-      const int first_key = work.first_row + lane % C::WARPS * C::WARP_ROWS;
+      const int first_key = work.first_row + lane % C::KEY_WARPS * C::WARP_ROWS;
       const bool masks = work.visible.masks(
           first_key, min(first_key + C::WARP_ROWS, work.own_rows) - 1, first, first + C::BLOCK - 1);
       const unsigned masked_warps = __ballot_sync(math::FULL_WARP, masks);
@@ -331,45 +351,55 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
   }
 }
 
-// --- a warp for each consumer warpgroup: its parts of dQ -> the sums in the workspace ---
+// --- two warps: dQ of each round -> the sums in the workspace ---
 
-// TMA adds a part at once, which is faster than additions of 16 bytes.
+// TMA adds a part at once, which is faster than additions of 16 bytes. Warp `number` adds the parts
+// of a consumer warpgroup. In turns it adds both parts of every second round, because to wait for a
+// turn, to add and to hand it on takes longer than a round.
 template <class C>
 __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const CtaWork& work,
-                                       uint32_t shared_smem, int group) {
+                                       uint32_t shared_smem, uint32_t number) {
   constexpr int PART_BYTES = 4 * C::PART_ROWS * C::PART_COLUMNS;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();
-  const bool in_turns = C::OPTIONS && params.turns_gmem != nullptr;
+  const bool in_turns = params.turns_gmem != nullptr;
+  const int first_group = in_turns ? 0 : static_cast<int>(number);
+  const int end_group = in_turns ? C::WARPGROUPS : first_group + 1;
   BlockPosition<C> block{0, work.start};
-  uint32_t parity = 0;
+  const uint32_t rounds = work.blocks / C::BLOCKS_OF_ROUND;
+  ptx::griddepcontrol_wait();  // the sums and the turns are zero
 #pragma unroll 1
-  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+  for (uint32_t count = 0; count < rounds; ++count, block.next_round(work)) {
+    if (in_turns && count % 2 != number) continue;
     const int round =
         work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
-    const int part = round * C::WARPGROUPS + group;
-    ptx::mbarrier_wait_parity(barriers.dq_full(group), parity);
-    parity ^= 1;
-    if (leader) {
-      if (in_turns && block.row >= work.before_begin && block.row <= work.before_last) {
-        const int turn = work.first_row / C::ROWS;
-        while (ptx::ld_acquire_s32(params.turns_gmem + part) < turn) {
-        }
-        ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      }
-      ptx::cp_reduce_async_bulk_add_f32(
-          params.dq_sums_gmem + static_cast<int64_t>(part) * (PART_BYTES / 4),
-          shared_smem + C::DQ_SMEM + group * PART_BYTES, PART_BYTES);
-      ptx::cp_async_bulk_commit_group();
-      ptx::cp_async_bulk_wait_group_read_0();
-      ptx::mbarrier_arrive(barriers.dq_empty(group));
-      if (in_turns) {  // the next tile of keys may add when this one has
-        ptx::cp_async_bulk_wait_group_0();
-        ptx::st_release_s32(params.turns_gmem + part, work.first_row / C::ROWS + 1);
+    // It looks for its turn while dQ is computed, because that takes a while even if it has come.
+    const bool waits = in_turns && block.row >= work.before_begin && block.row <= work.before_last;
+    if (leader && waits) {
+      const int turn = work.first_row / C::ROWS;
+      while (ptx::ld_acquire_s32(params.turns_gmem + round) < turn) {
       }
     }
     __syncwarp();
-    block.next_round(work);
+    for (int group = first_group; group < end_group; ++group)
+      ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
+    if (leader) {
+      if (waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+      ptx::cp_reduce_async_bulk_add_f32(params.dq_sums_gmem +
+                                            static_cast<int64_t>(round) * C::ROUND_SUMS +
+                                            first_group * (PART_BYTES / 4),
+                                        shared_smem + C::DQ_SMEM + first_group * PART_BYTES,
+                                        (end_group - first_group) * PART_BYTES);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read_0();
+      for (int group = first_group; group < end_group; ++group)
+        ptx::mbarrier_arrive(barriers.dq_empty(group));
+      if (in_turns) {  // the next tile of keys may add when this one has
+        ptx::cp_async_bulk_wait_group_0();
+        ptx::st_release_s32(params.turns_gmem + round, work.first_row / C::ROWS + 1);
+      }
+    }
+    __syncwarp();
   }
 }
 
@@ -391,7 +421,8 @@ __device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const Bac
                                              int block_row) {
   const math::VisibleKeys& visible = work.visible;
   const int thread = ptx::mov_tid_x_volatile();
-  const int first_key = work.first_row + thread / 32 * C::WARP_ROWS + thread % 32 / 4;
+  const int first_key =
+      work.first_row + thread / 32 % C::KEY_WARPS * C::WARP_ROWS + thread % 32 / 4;
   const int first_query = block_row + thread % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -428,32 +459,59 @@ __device__ __forceinline__ void cap_scores(KeysByQueries<C>& s_rmem,
   }
 }
 
-// dS = P * (dP - delta), the gradient of the scores before their scale. terms: as consume() has
-// them. With CAPPED it is that of the scores before softcap: the derivative of c * tanh(x / c) is
-// 1 - tanh(x / c)^2, whose tanh comes from P, because the scores are no longer there. Where P is 0,
-// tanh is anything.
-template <class C, bool CAPPED>
+// P = 2^(S - LSE), which may lie in the registers of S. terms: as consume() has them.
+template <class C>
+__device__ __forceinline__ void weigh_scores(KeysByQueries<C>& p_rmem, KeysByQueries<C>& s_rmem,
+                                             const float2* terms,
+                                             const AttentionParams& attention) {
+  if constexpr (C::SOFTCAP) cap_scores<C>(s_rmem, attention);
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+    const float2 lse = terms[4 * n];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float exponent =
+            fmaf(s_rmem[n][2 * r + i], attention.exp2_scale, -(i == 0 ? lse.x : lse.y));
+        // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
+        p_rmem[n][2 * r + i] = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
+      }
+    }
+  }
+}
+
+// dS = P * (dP - delta), the gradient of a score before its scale. With a softcap it is that of the
+// score before softcap: the derivative of c * tanh(x / c) is 1 - tanh(x / c)^2, whose tanh comes
+// from P and the LSE, because the score is no longer there. Where P is 0, tanh is anything.
+template <class C>
+__device__ __forceinline__ float differentiate_score(float p, float dp, float delta, float lse,
+                                                     float uncap) {
+  constexpr float LEAST_EXPONENT = -126.0f;
+  const float ds = p * (dp - delta);
+  if constexpr (!C::SOFTCAP) return ds;
+  const float exponent = fmaxf(ptx::lg2_approx_ftz(p), LEAST_EXPONENT);
+  const float tanh = (exponent + lse) * uncap;
+  return ds * fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
+}
+
+// dS of a block. terms: as consume() has them.
+template <class C>
 __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
                                               const KeysByQueries<C>& p_rmem,
                                               const KeysByQueries<C>& dp_rmem, const float2* terms,
                                               float uncap) {
-  constexpr float LEAST_EXPONENT = -126.0f;
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; ++n) {
-    const float2 lse = CAPPED ? terms[4 * n] : float2{};
+    const float2 lse = C::SOFTCAP ? terms[4 * n] : float2{};
     const float2 delta = terms[C::BLOCK / 2 + 4 * n];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float p = p_rmem[n][2 * r + i];
-        float ds = p * (dp_rmem[n][2 * r + i] - (i == 0 ? delta.x : delta.y));
-        if constexpr (CAPPED) {
-          const float exponent = fmaxf(ptx::lg2_approx_ftz(p), LEAST_EXPONENT);
-          const float tanh = (exponent + (i == 0 ? lse.x : lse.y)) * uncap;
-          ds *= fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
-        }
-        ds_rmem[n][2 * r + i] = ds;
+        ds_rmem[n][2 * r + i] =
+            differentiate_score<C>(p_rmem[n][2 * r + i], dp_rmem[n][2 * r + i],
+                                   i == 0 ? delta.x : delta.y, i == 0 ? lse.x : lse.y, uncap);
       }
     }
   }
@@ -486,17 +544,24 @@ __device__ __forceinline__ void start_keys_by_queries(KeysByQueries<C>& x_rmem,
   ptx::wgmma_commit_group();
 }
 
-// Starts the addition of P^T dO to dV, or of dS^T Q to dK.
+// Starts the addition of P^T dO to dV, or of dS^T Q to dK, at most 128 columns at a time: ptxas
+// refuses a product that takes more registers than a thread has when the kernel starts.
 template <class C>
 __device__ __forceinline__ void start_gradient(KeyGradient<C>& sum_rmem,
                                                const KeysByQueries16<C>& a_rmem, uint32_t b_smem) {
   using Tile = typename C::QTile;
-  using Product = ptx::Wgmma<C::DTYPE, C::HEAD_DIM>;
+  constexpr int COLUMNS = C::HEAD_DIM < 128 ? C::HEAD_DIM : 128;
+  using Product = ptx::Wgmma<C::DTYPE, COLUMNS>;
   const ptx::WgmmaDescriptor b =
       describe_tile<Tile>(b_smem, Tile::SLABS > 1 ? Tile::SLAB_BYTES : 0);
 #pragma unroll
-  for (int i = 0; i < C::BLOCK / 16; ++i)
-    Product::rs(&sum_rmem[0][0], a_rmem[i], advance(b, 16 * i * Tile::ROW_BYTES), 1);
+  for (int i = 0; i < C::BLOCK / 16; ++i) {
+#pragma unroll
+    for (int column = 0; column < C::HEAD_DIM; column += COLUMNS) {
+      Product::rs(&sum_rmem[column / 8][0], a_rmem[i],
+                  advance(b, column / Tile::SLAB * Tile::SLAB_BYTES + 16 * i * Tile::ROW_BYTES), 1);
+    }
+  }
   ptx::wgmma_commit_group();
 }
 
@@ -526,28 +591,69 @@ __device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k
 template <class C>
 __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries16<C>& ds_rmem) {
   using DsTile = typename C::DsTile;
-  const int lane = threadIdx.x % 32;
+  // With a softcap no register is left for the address, which is then computed anew.
+  const int thread = C::SOFTCAP ? ptx::mov_tid_x_volatile() : static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
   // Lanes 8j to 8j + 7 name the rows of matrix j of a fragment: queries 8 * (j / 2) to + 7 of 16,
   // keys 8 * (j % 2) to + 7 of the warp's 16.
   const int row = lane / 16 * 8 + lane % 8;
-  const int chunk = static_cast<int>(threadIdx.x) / 32 * 2 + lane / 8 % 2;
+  const int chunk = thread / 32 % C::KEY_WARPS * 2 + lane / 8 % 2;
   const uint32_t first_smem = rows_smem + DsTile::offset(row, chunk);
 #pragma unroll
   for (int i = 0; i < C::BLOCK / 16; ++i)
     ptx::stmatrix_x4_trans(first_smem + 16 * i * DsTile::ROW_BYTES, ds_rmem[i]);
 }
 
-// Writes, or adds, a warp's rows of a gradient times `factor`. Two neighbouring columns of a lane
-// make one store.
+// Transposes 4 x 4 words among the lanes of a quad: lane t of it gets word t of each of its lanes.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t given = upper ? words[i] : words[i + step];
+      const uint32_t taken = __shfl_xor_sync(math::FULL_WARP, given, step);
+      words[i] = upper ? taken : words[i];
+      words[i + step] = upper ? words[i + step] : taken;
+    }
+  }
+}
+
+// Writes, or adds, a warp's rows of a gradient times `factor`.
 template <class C>
 __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
                                                const GradientParams& gradient,
                                                const BackwardWork& work, int columns,
                                                float factor) {
   const int lane = threadIdx.x % 32;
-  const int first = work.first_row + static_cast<int>(threadIdx.x) / 32 * C::WARP_ROWS + lane / 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS;
+  const int first = work.first_row + warp * C::WARP_ROWS + lane / 4;
   const int64_t start = work.batch * gradient.batch + work.head * gradient.head +
                         (static_cast<int64_t>(work.own_start) + first) * gradient.row;
+  if (gradient.dtype != DType::F32 && !gradient.accumulate) {
+    // A lane has two neighbouring columns of eight. The lanes of a quad exchange them, so that each
+    // writes all eight: the next CTA cannot begin before the stores are issued.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint16_t* const row_gmem =
+          static_cast<uint16_t*>(gradient.gmem) + start + 8 * r * gradient.row;
+#pragma unroll
+      for (int n = 0; n < C::HEAD_DIM / 8; n += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[n + i][2 * r] * factor,
+                                                  x_rmem[n + i][2 * r + 1] * factor);
+        }
+        transpose_in_quad(words);
+        const int column = 8 * (n + lane % 4);
+        if (first + 8 * r < work.own_rows && column < columns)
+          ptx::st_global_v4_b32(row_gmem + column, words[0], words[1], words[2], words[3]);
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (first + 8 * r >= work.own_rows) continue;
@@ -562,14 +668,30 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
   }
 }
 
+// What keys that no query sees get: 0. Called by the first `warps` warps of a CTA.
+template <class C>
+__device__ __forceinline__ void clear_gradients(const BackwardKernelParams& params,
+                                                const CtaWork& work, int warps) {
+  const int lane = threadIdx.x % 32;
+  const int end = min(work.first_row + C::ROWS, work.own_rows);
+  for (int row = work.first_row + static_cast<int>(threadIdx.x) / 32; row < end; row += warps) {
+    const AttentionParams& attention = params.backward.attention;
+    const int64_t row_of_tensor = static_cast<int64_t>(work.own_start) + row;
+    math::clear_gradient_row(params.backward.dk, work.batch, work.head, row_of_tensor, attention.d,
+                             lane, 32);
+    math::clear_gradient_row(params.backward.dv, work.batch, work.head, row_of_tensor, attention.dv,
+                             lane, 32);
+  }
+}
+
 // The named barrier at which the second consumer warpgroup waits before its first step.
 constexpr int START_BARRIER = 1;
 
-// Goes over the blocks of queries, of which there is at least one, and sums up dK and dV.
+// Goes over the blocks of queries, of which there is at least one, sums up dK and dV, and writes
+// them while the last dQ is computed.
 template <class C>
 __device__ __forceinline__ void consume(const BackwardKernelParams& params, const CtaWork& work,
-                                        unsigned char* shared, uint32_t shared_smem,
-                                        KeyGradient<C>& dk_rmem, KeyGradient<C>& dv_rmem) {
+                                        unsigned char* shared, uint32_t shared_smem) {
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4,
                 PART = C::PART_COLUMNS / 2;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -578,6 +700,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   const int lane = threadIdx.x % 32;
 
+  KeyGradient<C> dk_rmem = {}, dv_rmem = {};
   KeysByQueries<C> s_rmem, dp_rmem;
   KeysByQueries<C> own_p_rmem;  // P, and later dS, if S_AHEAD
   float own_dq_rmem[C::PART_COLUMNS / 8][4];
@@ -602,7 +725,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   uint32_t number = 0;  // of the block
   RingPosition<C::Q_STAGES> q_ring;
   RingPosition<C::DOUT_STAGES> dout_ring;
-  int last_q_stage = 0;  // that of the block before
   const auto q_at = [&](int stage) { return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES; };
 
   // Stores the warp's part of the dQ of round `round`, and hands it to the warp that adds it in the
@@ -616,9 +738,9 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
           float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
     }
   };
-  const auto hand_on_dq = [&] {
+  const auto hand_on_dq = [&](uint32_t round) {
     ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
-    release(barriers.dq_full(group));
+    release(barriers.dq_full(group, round));
   };
 
   const auto begin_s = [&](uint32_t q_smem) {
@@ -637,26 +759,12 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
     masks = note_of(q_stage)->masked_warps >> warp & 1;
-    if (C::OPTIONS && attention.softcap != 0.0f) cap_scores<C>(s_rmem, attention);
-#pragma unroll
-    for (int n = 0; n < C::BLOCK / 8; ++n) {
-      const float2 lse = terms[4 * n];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float exponent =
-              fmaf(s_rmem[n][2 * r + i], attention.exp2_scale, -(i == 0 ? lse.x : lse.y));
-          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
-          p_rmem[n][2 * r + i] = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
-        }
-      }
-    }
+    weigh_scores<C>(p_rmem, s_rmem, terms, attention);
     if (masks) clear_unseen<C>(p_rmem, work, note_of(q_stage)->row);
     ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
   };
 
-  RingPosition<C::DS_STAGES> ds_ring, ds_due;  // of the dS to be written, and to be multiplied
+  RingPosition<C::DS_STAGES> ds_ring;  // of the dS to be written
   const auto ds_at = [&](int stage) { return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES; };
   // The round before the first one: its dS is 0, and nobody takes its dQ.
 #pragma unroll
@@ -672,10 +780,10 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     if (group == 0 && number == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
   };
   if (group != 0) ptx::bar_sync(START_BARRIER, C::CONSUMER_THREADS);
-  const auto begin_dq = [&] {
-    const int stage = ds_due.stage;
-    ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_due.parity);
-    ds_due.advance();
+  const auto begin_dq = [&] {  // of the round before that
+    const bool wraps = ds_ring.stage == 0;
+    const int stage = (wraps ? C::DS_STAGES : ds_ring.stage) - 1;
+    ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_ring.parity ^ (wraps ? 1 : 0));
     ptx::registers_change<PART>(dq);
     ptx::wgmma_fence();  // the last uses of dQ come before the product
     start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
@@ -697,7 +805,8 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
       ptx::registers_change<WORDS>(a);
-      if (number > 0) release(barriers.q_empty(last_q_stage));
+      const int before = (q_ring.stage == 0 ? C::Q_STAGES : q_ring.stage) - 1;
+      if (number > 0) release(barriers.q_empty(before));
     };
     const bool more = !LAST_OF_ROUND || number + 1 < blocks;
     RingPosition<C::Q_STAGES> next = q_ring;  // of the next block; of this one if it is the last
@@ -730,15 +839,11 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     start_gradient<C>(dv_rmem, a_rmem, dout_smem);
     hand_over_start();
     if constexpr (!C::S_AHEAD) {
-      if (number > 1) hand_on_dq();
+      if (number > 1) hand_on_dq(number);
     }
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
-    if (C::OPTIONS && attention.softcap != 0.0f) {
-      differentiate<C, true>(ds_rmem, p_rmem, dp_rmem, terms, params.uncap);
-    } else {
-      differentiate<C, false>(ds_rmem, p_rmem, dp_rmem, terms, 0.0f);
-    }
+    differentiate<C>(ds_rmem, p_rmem, dp_rmem, terms, C::SOFTCAP ? params.uncap : 0.0f);
     if (masks) clear_unseen<C>(ds_rmem, work, note_of(q_ring.stage)->row);
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
@@ -771,7 +876,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       ds_ring.advance();
     }
     ++number;
-    last_q_stage = q_ring.stage;
     q_ring = next;
     if constexpr (C::S_AHEAD) {
       weigh(q_ring.stage);
@@ -779,8 +883,9 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
         ptx::wgmma_wait_group<1>();
         ptx::registers_change<PART>(dq);
         if (number > C::BLOCKS_OF_ROUND) {
-          store_dq((number - 1) / C::BLOCKS_OF_ROUND - 1);
-          hand_on_dq();
+          const uint32_t round = (number - 1) / C::BLOCKS_OF_ROUND - 1;
+          store_dq(round);
+          hand_on_dq(round);
         }
       }
     } else {
@@ -800,14 +905,58 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     ptx::registers_change<PART>(dq);
     if (number > 1) {
       store_dq(number - 2);
-      hand_on_dq();
+      hand_on_dq(number);
     }
   }
   begin_dq();  // of the last round
+  store_gradient<C>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
+  store_gradient<C>(dv_rmem, params.backward.dv, work, attention.dv, 1.0f);
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<PART>(dq);
   store_dq(number / C::BLOCKS_OF_ROUND - 1);
-  hand_on_dq();
+  hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
+}
+
+// The index of a CTA's tile of keys as find_backward_work() counts them: the first tiles of all
+// heads, then the second ones. CTAs go over the heads in groups, whose queries and sums of dQ stay
+// in L2.
+template <class C>
+__device__ __forceinline__ int tile_index(const BackwardKernelParams& params, int index) {
+  const AttentionParams& attention = params.backward.attention;
+  const int heads = attention.batch * (attention.heads_q / attention.heads_per_kv);
+  if (params.group_heads >= heads || attention.cu_seqlens_k_gmem != nullptr) return index;
+  const int tiles = (attention.nk + C::ROWS - 1) / C::ROWS;
+  const int first_head = index / (tiles * params.group_heads) * params.group_heads;
+  const int of_group = min(params.group_heads, heads - first_head);
+  const int in_group = index - first_head * tiles;
+  return in_group / of_group * heads + first_head + in_group % of_group;
+}
+
+// What each CTA of a main kernel begins with: finds what it works on, and writes that to shared
+// memory, which __syncthreads() then makes known. Returns whether there is anything.
+template <class C>
+__device__ __forceinline__ bool begin_backward(const BackwardKernelParams& params,
+                                               unsigned char* shared) {
+  static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
+  // This kernel has started early: its warps wait where they use what the one before has written,
+  // and in each CTA one does, so that this kernel ends behind that one. The inputs were there
+  // before that one began.
+  if (threadIdx.x == C::THREADS - 1 && params.rounds > 0) {  // without queries there are no maps
+    ptx::prefetch_tensormap(params.k_map);
+    ptx::prefetch_tensormap(params.q_map);
+    ptx::prefetch_tensormap(params.v_map);
+    ptx::prefetch_tensormap(params.dout_map);
+  }
+  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
+  const BackwardWork found = math::find_backward_work<Owns::Keys, C::ROWS>(
+      params.backward.attention, tile_index<C>(params, static_cast<int>(blockIdx.x)));
+  if (found.first_row < 0) {
+    ptx::griddepcontrol_wait();
+    return false;
+  }
+  if (threadIdx.x == 0)
+    *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM) = find_queries<C>(params, found);
+  return true;
 }
 
 template <class C>
@@ -815,32 +964,16 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
-  CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
-  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
-  {
-    const BackwardWork found =
-        math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
-    if (found.first_row < 0) return;
-    if (threadIdx.x == 0) work = find_queries<C>(params, found);
-  }
-  if (threadIdx.x == 0) {
+  const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
+  if (!begin_backward<C>(params, shared)) return;
+  if (threadIdx.x == C::CONSUMER_THREADS) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-    ptx::mbarrier_init(barriers.k_full(), 1);
-    ptx::mbarrier_init(barriers.v_full(), 1);
-    ptx::mbarrier_init(barriers.ragged(), 1);
-    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.q_full(stage), 2);  // the loader and the warp of the terms
-      ptx::mbarrier_init(barriers.q_empty(stage), C::WARPS);
-    }
-    for (int stage = 0; stage < C::DOUT_STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.dout_full(stage), 1);
-      ptx::mbarrier_init(barriers.dout_empty(stage), C::WARPS);
-    }
+    barriers.initialise_inputs();
     for (int stage = 0; stage < C::DS_STAGES; ++stage)
       ptx::mbarrier_init(barriers.ds_full(stage), C::WARPS);
     for (int group = 0; group < C::WARPGROUPS; ++group) {
-      ptx::mbarrier_init(barriers.dq_full(group), C::WARPS / C::WARPGROUPS);
+      ptx::mbarrier_init(barriers.dq_full(group, 0), C::WARPS / C::WARPGROUPS);
+      ptx::mbarrier_init(barriers.dq_full(group, 1), C::WARPS / C::WARPGROUPS);
       ptx::mbarrier_init(barriers.dq_empty(group), 1);
     }
     ptx::fence_mbarrier_init();
@@ -850,20 +983,23 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   const bool any_block = work.blocks > 0;
   if (threadIdx.x < C::CONSUMER_THREADS) {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    KeyGradient<C> dk_rmem = {}, dv_rmem = {};
-    if (any_block) consume<C>(params, work, shared, shared_smem, dk_rmem, dv_rmem);
-    store_gradient<C>(dk_rmem, params.backward.dk, work, params.backward.attention.d,
-                      params.backward.scale);
-    store_gradient<C>(dv_rmem, params.backward.dv, work, params.backward.attention.dv, 1.0f);
+    if (any_block) {
+      consume<C>(params, work, shared, shared_smem);
+    } else {
+      clear_gradients<C>(params, work, C::WARPS);
+    }
   } else {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (!any_block) return;
+    if (!any_block) {
+      ptx::griddepcontrol_wait();
+      return;
+    }
     if (threadIdx.x < C::CONSUMER_THREADS + 32) {
       load<C>(params, work, shared, shared_smem);
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
       load_terms<C>(params, work, shared, shared_smem);
     } else {
-      add_dq<C>(params, work, shared_smem, static_cast<int>(threadIdx.x) / 32 % 2);
+      add_dq<C>(params, work, shared_smem, threadIdx.x / 32 % 2);
     }
   }
 }

@@ -10,7 +10,7 @@ namespace archflash::hopper {
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
 // goes over blocks of BLOCK query rows. HEAD_DIM is the largest d and dv.
 template <DType DTYPE_, int HEAD_DIM_, int BLOCKS_OF_ROUND_, int Q_STAGES_, int DOUT_STAGES_,
-          bool S_AHEAD_, bool OPTIONS_>
+          bool S_AHEAD_, bool SOFTCAP_>
 struct BackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -21,6 +21,7 @@ struct BackwardConfig {
   static constexpr int GROUP_ROWS = 64;
   static constexpr int WARP_ROWS = 16;
   static constexpr int ROWS = GROUP_ROWS * WARPGROUPS;
+  static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 64;
   // dQ is computed once for a round of blocks.
   static constexpr int BLOCKS_OF_ROUND = BLOCKS_OF_ROUND_;
@@ -31,9 +32,9 @@ struct BackwardConfig {
   // Whether the registers suffice for S of the next block beside P and dP of this one. If not, P
   // takes the place of S, and dS and dQ that of dP.
   static constexpr bool S_AHEAD = S_AHEAD_;
-  // Whether the kernel takes a softcap, and its CTAs turns at dQ. In a kernel for all calls these
-  // branches cost 3 to 8% of the speed of those that need neither.
-  static constexpr bool OPTIONS = OPTIONS_;
+  // Whether scores have a softcap. In kernels for all calls the branches for it cost 2 to 9% of the
+  // speed of calls without one.
+  static constexpr bool SOFTCAP = SOFTCAP_;
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
@@ -70,11 +71,76 @@ struct BackwardConfig {
   static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
-  // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO, and of
-  // each warpgroup's dQ; one more: the bytes of a ragged block.
+  // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO; full of
+  // each warpgroup's dQ of even and of odd rounds, and empty; one more: the bytes of a ragged
+  // block.
   static constexpr int BARRIERS =
-      2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 2 * WARPGROUPS + 1;
+      2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS + 1;
   static constexpr int WORK_BYTES = 128;  // math::BackwardWork
+  static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
+  static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
+// The numbers of a kernel for larger head dimensions (wide_bwd.cuh). A CTA owns 64 keys of a head,
+// and each of its consumer warpgroups another product, so that one of them keeps dV and another one
+// dK of all columns.
+template <DType DTYPE_, int HEAD_DIM_>
+struct WideBackwardConfig {
+  static constexpr DType DTYPE = DTYPE_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int WARPGROUP = 128;  // threads
+  static constexpr int WARPS = 8;        // that read Q, and that read dO: of two warpgroups
+  static constexpr int WARP_ROWS = 16;
+  static constexpr int ROWS = 64;
+  static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
+  static constexpr int BLOCK = 64;
+  static constexpr int BLOCKS_OF_ROUND = 1;
+  static constexpr int ROUND = BLOCK;
+  static constexpr int Q_STAGES = 2;
+  static constexpr int DOUT_STAGES = 2;
+  static constexpr int P_STAGES = 2;
+  static constexpr int DS_STAGES = 2;
+  static constexpr bool SOFTCAP = false;  // it would spill registers
+
+  static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
+  static constexpr int WEIGHT_REGISTERS = 208;   // of the warpgroups that keep dV and dK
+  static constexpr int QUERY_REGISTERS = 72;
+  static constexpr int PRODUCER_REGISTERS = 24;
+  static_assert(2 * WEIGHT_REGISTERS + QUERY_REGISTERS + PRODUCER_REGISTERS <= 512,
+                "an SM has 512 registers for each thread of a warpgroup");
+
+  // dQ of a round is computed in parts of 64 columns.
+  static constexpr int PART_ROWS = 64;
+  static constexpr int PART_COLUMNS = 64;
+  static constexpr int PARTS = HEAD_DIM / PART_COLUMNS;
+  static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
+  static constexpr int ROUND_SUMS = ROUND * HEAD_DIM;
+  static constexpr bool SHARES_ROWS = false;
+
+  // Tiles in shared memory, as in BackwardConfig. P lies as its fragments: 16 bytes of each lane
+  // side by side.
+  using KTile = math::SlabTile<HEAD_DIM, ROWS>;
+  using QTile = math::SlabTile<HEAD_DIM, BLOCK>;
+  using DsTile = math::SlabTile<ROWS, ROUND>;
+  static constexpr int P_BYTES = 2 * ROWS * BLOCK;
+
+  // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | ring of P | terms |
+  // barriers | work.
+  static constexpr int K_SMEM = 0;
+  static constexpr int V_SMEM = K_SMEM + KTile::BYTES;
+  static constexpr int Q_SMEM = V_SMEM + KTile::BYTES;
+  static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
+  static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * QTile::BYTES;
+  static constexpr int P_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
+  static constexpr int TERMS_SMEM = P_SMEM + P_STAGES * P_BYTES;
+  static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
+  static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
+  // Of K, of V, and of the bytes of a ragged block; full and empty of each stage.
+  static constexpr int BARRIERS = 3 + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES);
+  static constexpr int WORK_BYTES = 128;
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
   static_assert(SHARED_BYTES <= 227 * 1024,
@@ -84,10 +150,12 @@ struct BackwardConfig {
 // clang-format off
 //                                                     head_dim  blocks of   stages     S
 //                                                               a round     Q   dO   ahead
-template <DType T, bool OPTIONS = false>
-using BackwardD64  = BackwardConfig<T,                    64,       2,       4,   4,  true,  OPTIONS>;
-template <DType T, bool OPTIONS = false>
-using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, OPTIONS>;
+template <DType T, bool SOFTCAP = false>
+using BackwardD64  = BackwardConfig<T,                    64,       2,       4,   4,  true,  SOFTCAP>;
+template <DType T, bool SOFTCAP = false>
+using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, SOFTCAP>;
 // clang-format on
+template <DType T>
+using BackwardD256 = WideBackwardConfig<T, 256>;
 
 }  // namespace archflash::hopper

@@ -17,11 +17,13 @@ struct BackwardKernelParams {
   // of these, 16 bytes of each lane side by side, as the accumulators of wgmma have them.
   float* dq_sums_gmem;
   int64_t cleared_bytes;  // from there on, which the first launch fills with zeros
-  // How many tiles of keys have added to each warpgroup's part of a round, where they take turns;
-  // null: they do not.
+  // How many tiles of keys have added to each round, where they take turns; null: they do not.
   int32_t* turns_gmem;
   float uncap;     // from a score, as a logarithm to base 2, to its tanh
   int32_t rounds;  // of a head, without cu_seqlens
+  // The heads of k, of all sequences, that are gone over together: the first tiles of all of them,
+  // then the second ones, and so on. All of them with cu_seqlens.
+  int32_t group_heads;
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);

@@ -1,7 +1,9 @@
 // hopper: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <variant>
@@ -25,14 +27,14 @@ using P = BackwardKernelParams;
 
 // What is planned of a tile here, beyond core::BackwardTile.
 struct BackwardTile : core::BackwardTile {
-  // The rows of a round of queries, and the bytes of its sums of dQ and of its turns.
-  int64_t round_rows, round_bytes, turns_bytes;
+  // The rows of a round of queries, and the bytes of its sums of dQ.
+  int64_t round_rows, round_bytes;
   core::Box keys_box, queries_box;
-  const char* with_options;  // the name of the kernel that takes a softcap and turns
+  const char* with_softcap;  // the name of the kernel for calls with one; null: there is none
 };
 
 template <class C>
-constexpr BackwardTile backward_tile(const char* name, const char* with_options) {
+constexpr BackwardTile backward_tile(const char* name, const char* with_softcap) {
   const core::BackwardTile common{.name = name,
                                   .head_dim = C::HEAD_DIM,
                                   .head_dim_v = C::HEAD_DIM_V,
@@ -45,15 +47,15 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_options)
   return {common,
           C::ROUND,
           int64_t{sizeof(float)} * C::ROUND_SUMS,
-          int64_t{sizeof(int32_t)} * C::WARPGROUPS,
           core::box<typename C::KTile>(1),
           core::box<typename C::QTile>(1),
-          with_options};
+          with_softcap};
 }
 
 constexpr BackwardTile TILES[] = {
-    backward_tile<BackwardD64<DType::F16>>("d64", "d64_options"),
-    backward_tile<BackwardD128<DType::F16>>("d128", "d128_options"),
+    backward_tile<BackwardD64<DType::F16>>("d64", "d64_softcap"),
+    backward_tile<BackwardD128<DType::F16>>("d128", "d128_softcap"),
+    backward_tile<BackwardD256<DType::F16>>("d256", nullptr),
 };
 
 Reasons why_not(const BackwardProblem& problem) {
@@ -96,15 +98,43 @@ float exponent_scale(const AttentionParams& attention) {
   return folds ? attention.exp2_scale * attention.tanh_scale : attention.exp2_scale;
 }
 
+// How many heads of k are gone over together: those whose Q, dO and sums of dQ stay in L2, measured
+// on an H200 (NOTES.md). In turns more of them, because the tiles of a head that are computed at
+// the same time wait for one another; up to 128 columns all, which was faster there.
+int64_t group_heads(const BackwardProblem& problem, const BackwardTile& tile) {
+  constexpr int64_t BYTES = int64_t{32} << 20, LEAST = 4;
+  const Problem& call = problem.call;
+  const int64_t all = std::max<int64_t>(call.batch * call.heads_kv, 1);
+  if (problem.deterministic && tile.head_dim <= 128) return all;
+  const int64_t row_bytes =
+      (call.d + call.dv) * dtype_bytes(call.dtype) + int64_t{sizeof(float)} * tile.head_dim;
+  const int64_t head_bytes =
+      std::max<int64_t>(call.heads_q / call.heads_kv * call.nq * row_bytes, 1);
+  const int64_t heads = std::max(BYTES / head_bytes, LEAST);
+  return std::min(problem.deterministic ? 2 * heads : heads, all);
+}
+
+// The smallest tile for the head dimensions, or the largest of all, which refuses them.
+const BackwardTile& tile_for(const Problem& call) {
+  for (const BackwardTile& tile : TILES)
+    if (call.d <= tile.head_dim && call.dv <= tile.head_dim_v) return tile;
+  return TILES[std::size(TILES) - 1];
+}
+
 }  // namespace
 
 PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   const Problem& call = problem.call;
-  const BackwardTile& tile =
-      call.d <= TILES[0].head_dim && call.dv <= TILES[0].head_dim_v ? TILES[0] : TILES[1];
+  const BackwardTile& tile = tile_for(call);
   Reasons reasons = why_not(problem);
+  if (call.softcap != 0 && tile.with_softcap == nullptr) {
+    reasons.push_back(
+        std::string("softcap with gradients of head dimensions above 128: hopper computes those "
+                    "without; drop softcap") +
+        core::USE_TORCH);
+  }
   core::BackwardTile main_tile = tile;
-  if (call.softcap != 0 || problem.deterministic) main_tile.name = tile.with_options;
+  if (call.softcap != 0 && tile.with_softcap != nullptr) main_tile.name = tile.with_softcap;
   PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());
@@ -119,7 +149,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   workspace.add(plan.workspace_bytes);
   const int64_t sums_start = workspace.add(rounds * tile.round_bytes);
   // The first launch clears 16 bytes at a time.
-  const int64_t turns_bytes = core::ceil_div(rounds * tile.turns_bytes, 16) * 16;
+  const int64_t turns_bytes = core::ceil_div(rounds * int64_t{sizeof(int32_t)}, 16) * 16;
   const int64_t turns_start = workspace.add(problem.deterministic ? turns_bytes : 0);
   plan.workspace_bytes = workspace.bytes();
   const std::string word = core::dtype_word(call.dtype);
@@ -132,6 +162,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     params.cleared_bytes = workspace.bytes() - sums_start;
     if (attention.softcap != 0) params.uncap = 1 / (attention.exp2_scale * attention.softcap);
     params.rounds = static_cast<int32_t>(core::ceil_div(call.nq, tile.round_rows));
+    params.group_heads = static_cast<int32_t>(group_heads(problem, tile));
     launch.params = core::bytes(params);
     launch.pointers.push_back(
         {Operand::Workspace, static_cast<int32_t>(offsetof(P, dq_sums_gmem)), sums_start});
@@ -144,6 +175,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     complete(launch);
     // Without queries the main kernel copies nothing.
     if (rounds == 0 || launch.kernel == "hopper_backward_rows_" + word) continue;
+    launch.starts_early = true;  // it waits for the launch before where it has to
     launch.tensor_maps = {
         core::tensor_map(call, Operand::Q, offsetof(P, q_map), tile.queries_box),
         core::tensor_map(call, Operand::K, offsetof(P, k_map), tile.keys_box),

@@ -100,7 +100,7 @@ def kept_from(kernel: str) -> int:
     name, _, tile = kernel.rpartition("_d")
     if not name.startswith("hopper_attention_bwd"):
         return sys.maxsize
-    tile = tile.removesuffix("_options")  # with the same memory
+    tile = tile.removesuffix("_softcap")  # with the same memory
     q = torch.empty(1, 1, 200, int(tile), dtype=torch.bfloat16, device="meta")
     plan = archflash.explain(q, q, q, device="H200", implementation="hopper", backward=True).plan
     assert plan is not None

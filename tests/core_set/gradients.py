@@ -70,15 +70,19 @@ def assert_every_kernel_is_planned(
     head_dims: Sequence[tuple[int, int]],
     devices: Sequence[native.Device | None],
     deterministic: Sequence[bool] = (False,),
+    with_softcap: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Calls with these head dimensions, planned for these GPUs (None: the one that is simulated),
     take every kernel that was compiled for gradients of a dtype, and no other. deterministic:
-    whether the calls ask for deterministic gradients, each of these.
+    whether the calls ask for deterministic gradients, each of these. with_softcap: head dimensions
+    of further calls, which have a softcap.
     """
     planned: set[str] = set()
-    for dims, device, same_bits_asked in itertools.product(head_dims, devices, deterministic):
+    all_dims = [(dims, 0.0) for dims in head_dims] + [(dims, 1.0) for dims in with_softcap]
+    cases = itertools.product(all_dims, devices, deterministic)
+    for (dims, softcap), device, same_bits_asked in cases:
         dout, q, k, v = inputs(on, 4, 4, *dims, dtype)
-        call = _options.complete({"sinks": on.tensor([0.0, 0.0])})
+        call = _options.complete({"sinks": on.tensor([0.0, 0.0]), "softcap": softcap})
         request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
         into = _gradients.Gradients.like(request)
         asked = _gradients.decide(request, into, device, kernel, deterministic=same_bits_asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from typing import Any
 
 import pytest
@@ -29,9 +30,10 @@ from .gradients import (
 on = executor()
 pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
 DTYPES = ("float16", "bfloat16")
-# The kernels of head dimensions up to 64 and up to 128, and dimensions that TMA fills up.
-HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (72, 120))
+# The kernels of head dimensions up to 64, 128 and 256, and dimensions that TMA fills up.
+HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (72, 120), (256, 256), (192, 128))
 TURNS_OFFSET = 504  # of BackwardKernelParams::turns_gmem
+GROUP_HEADS_OFFSET = 520  # of BackwardKernelParams::group_heads
 
 
 inputs = functools.partial(gradients.inputs, on)
@@ -56,7 +58,9 @@ def test_every_kernel(dtype: str, dims: tuple[int, int], causal: bool) -> None:
 def test_the_calls_above_run_every_compiled_kernel() -> None:
     device = None if on.name == "simulator" else _dispatch.query_device(0)
     for dtype in DTYPES:
-        assert_every_kernel_is_planned(on, "hopper", dtype, HEAD_DIMS, [device], (False, True))
+        assert_every_kernel_is_planned(
+            on, "hopper", dtype, HEAD_DIMS, [device], with_softcap=((64, 64), (128, 128))
+        )
 
 
 # Each row is one launch that meets several features at once: name -> (nq, nk, d, dv, batch, heads,
@@ -83,6 +87,17 @@ FEATURES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "softcap": ((70, 140, 64, 64, 1, (2, 2)), {"softcap": 0.7, "scale": -0.3}),
     "causal-softcap-sinks": (
         (140, 150, 128, 96, 1, (2, 1)), {"causal": True, "softcap": 3.0, "sinks": True},
+    ),
+    "wide-window-sinks-lse-fp32": (
+        (100, 200, 256, 200, 1, (2, 1)),
+        {
+            "window": (40, 5), "sinks": True, "dlse": True,
+            "gradient_dtype": "float32",
+        },
+    ),
+    "wide-bnhd-offsets-added": (
+        (20, 61, 136, 256, 2, (2, 1)),
+        {"layout": "bnhd", "q_offset": (3, 50), "causal": True, "add_to": 0.5, "pad": 8},
     ),
     "no-query": ((0, 9, 64, 64, 1, (2, 2)), {"sinks": True}),
     "no-key": ((9, 0, 64, 64, 1, (2, 2)), {"sinks": True, "dlse": True}),
@@ -115,6 +130,7 @@ IN_TURNS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "shared-heads": ((130, 300, 128, 128, 1, (2, 1)), {"softcap": 2.0}),
     "causal": ((390, 390, 64, 64, 1, (2, 1)), {"causal": True}),
     "window": ((300, 500, 128, 128, 1, (1, 1)), {"window": (100, 60)}),
+    "wide": ((150, 300, 256, 256, 1, (2, 1)), {"causal": True}),
 }
 
 
@@ -154,11 +170,39 @@ def test_without_turns_the_bits_of_dq_depend_on_the_schedule(in_turns: bool) -> 
     assert all(torch.equal(x, found[0]) for x in found) == in_turns
 
 
+@pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
+@pytest.mark.parametrize("d", [64, 256])
+def test_tiles_of_keys_in_any_groups_of_heads(d: int) -> None:
+    """Five heads of k in groups of two, the last one smaller, and all of them together: a CTA works
+    on another tile, and the sum of dq in turns is the same.
+    """
+    dout, q, k, v = inputs(70, 150, d, d, "bfloat16", heads=(5, 5))
+    out, lse = forward(q, k, v, {})
+    request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({}))
+    found = []
+    for heads in (5, 2, 1):
+        into = _gradients.Gradients.like(request)
+        plan = _gradients.decide(request, into, None, "hopper", deterministic=True).plan
+        assert plan is not None
+        fields = plan.to_dict()
+        for launch in fields["launches"]:
+            params = bytearray.fromhex(launch["params"])
+            assert struct.unpack_from("<i", params, GROUP_HEADS_OFFSET) == (5,)
+            struct.pack_into("<i", params, GROUP_HEADS_OFFSET, heads)
+            launch["params"] = params.hex()
+        plan = native.LaunchPlan.unchecked_from_dict(fields)
+        simulator.simulate(plan, _gradients.operands(request, into, plan), simulator.Settings())
+        found.append(into)
+    for into in found[1:]:
+        for name in NAMES:
+            assert torch.equal(getattr(into, name), getattr(found[0], name))
+
+
 Q_LENGTHS, K_LENGTHS = (5, 0, 40, 150), (9, 12, 0, on.pick(simulator=200, gpu=600))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_packed_sequences_with_rows_of_none_behind_them(d: int, causal: bool) -> None:
     """Sequences without queries and without keys; rows behind the last one hold NaN, and so do
     those of the next sequence in a block that ends behind its own.
@@ -202,9 +246,10 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients() ->
 @pytest.mark.parametrize(
     ("d", "options", "words"),
     [
-        (192, {}, "up to 128"),
+        (264, {}, "up to 256"),
+        (192, {"softcap": 2.0}, "softcap"),
     ],
-    ids=["head-dim"],
+    ids=["head-dim", "wide-softcap"],
 )
 def test_what_is_left_to_ampere(d: int, options: dict[str, Any], words: str) -> None:
     dout, q, k, v = inputs(4, 4, d, d, "bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 import archflash
+from archflash import _api, _gradients, _options, reference
 from archflash import _archflash as native
-from archflash import _gradients, reference
 
 
 def rand(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -239,7 +240,11 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
         q = torch.empty(2, 8, 100, d, dtype=torch.bfloat16, device="meta")
         return archflash.explain(q, q[:, :2], q[:, :2], device="H200", backward=True, **options)
 
-    for d, tile, sums in ((64, "d64", 128 * 64), (128, "d128", 128 * 128)):
+    for d, tile, sums in (
+        (64, "d64", 128 * 64),
+        (128, "d128", 128 * 128),
+        (192, "d256", 128 * 256),
+    ):
         decision = explain(d)
         assert decision.chosen == "hopper"
         assert decision.plan is not None
@@ -253,10 +258,38 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     capped = explain(softcap=2.0)
     assert capped.chosen == "hopper"
     assert capped.plan is not None
-    assert "hopper_attention_bwd_bf16_d64_options" in capped.plan.kernels
-    decision = explain(192)
-    assert decision.chosen == "ampere"
-    assert "up to 128" in decision.reasons["hopper"][0]
+    assert "hopper_attention_bwd_bf16_d64_softcap" in capped.plan.kernels
+    decision = explain(264)
+    assert decision.chosen != "hopper"
+    assert "up to 256" in decision.reasons["hopper"][0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads_kv", "deterministic", "expected"),
+    [
+        ((2, 16, 4096, 256), 16, False, 4),
+        ((2, 16, 4096, 256), 16, True, 8),
+        ((2, 16, 4096, 128), 16, False, 8),
+        ((2, 16, 4096, 128), 16, True, 32),  # all of them
+        ((4, 16, 4096, 64), 16, False, 16),
+        ((1, 32, 8192, 128), 8, False, 4),  # at least 4
+        ((1, 2, 100, 64), 2, False, 2),
+    ],
+)
+def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
+    shape: tuple[int, int, int, int], heads_kv: int, deterministic: bool, expected: int
+) -> None:
+    group_heads_offset = 520  # of BackwardKernelParams::group_heads
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    k = q[:, :heads_kv]
+    lse = torch.empty(shape[:3], device="meta")
+    request = _gradients.Request(q, q, k, k, q, lse, None, _options.complete({}))
+    into = _gradients.Gradients.like(request)
+    device = _api.find_device("H200")
+    plan = _gradients.decide(request, into, device, "hopper", deterministic=deterministic).plan
+    assert plan is not None
+    params = bytes.fromhex(plan.to_dict()["launches"][1]["params"])
+    assert struct.unpack_from("<i", params, group_heads_offset) == (expected,)
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:

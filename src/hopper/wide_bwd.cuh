@@ -1,0 +1,368 @@
+// Attention backward on TMA, mbarriers and wgmma for head dimensions above 128, for compute
+// capability 9.0: fp16 or bf16 inputs, products summed in fp32.
+//
+// dK and dV of 64 keys and 256 columns fill most of the registers of two warpgroups. So the
+// warpgroups of a CTA share out the products, where those of attention_bwd.cuh share out the keys,
+// and hand P and dS on through shared memory. What a CTA goes over, and what comes before and
+// behind, is as in attention_bwd.cuh.
+//
+// clang-format off
+//                      once         each block of queries
+//
+//   loader, 1 warp     load K, V    wait q_empty    load Q            wait dout_empty  load dO
+//   terms, 1 warp                   wait q_empty    LSEs, deltas, a note   |
+//                        |            | q_full                             | dout_full
+//                        v            v                                    v
+//   weights,           wait k_full  S^T = K Q^T, P^T = 2^(S^T - LSE)       dV += P^T dO
+//   1 warpgroup                                     | p_full
+//                                                   v
+//   keys,              wait v_full  dP^T = V dO^T   dS^T = P^T (dP^T - delta)   dK += dS^T Q
+//   1 warpgroup                                                       | ds_full
+//                                                                     v
+//   queries,           wait k_full                                    dQ = dS K, added in the workspace
+//   1 warpgroup
+//
+//   One step of each; what is started is waited for in the next step.
+//   weights   P of b -> shared memory | start S of b + 1, dV of b  | exponentials of b + 1
+//   keys      dS of b -> shared memory | start dK of b, dP of b + 1 | dS of b + 1
+// clang-format on
+//
+// P passes on rounded to 16 bits, as the product for dV takes it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx/global_order.cuh"
+#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/red_global.cuh"
+#include "hopper/attention_bwd.cuh"
+
+namespace archflash::hopper {
+
+// The barriers, beside those of BackwardBarriers that K, V, Q and dO have there, too.
+//
+// clang-format off
+//   barrier               arrives                waits    so that
+//   p_full of each stage  each warp of weights   keys     P is there before it is read
+//   p_empty               each warp of keys      weights  P was read before the next one comes
+//   ds_full               each warp of keys      queries  dS of all keys is there before the product
+//   ds_empty              each warp of queries   keys     the product has read dS before the next one
+//                                                         comes
+// clang-format on
+template <class C>
+struct WideBarriers : BackwardBarriers<C> {
+  // A stage of P or dS, of STAGES that lie behind the barriers of dO.
+  __device__ __forceinline__ uint32_t p_full(int stage) const {
+    return this->dout_full(0) + 16 * C::DOUT_STAGES + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t p_empty(int stage) const {
+    return p_full(stage) + 8 * C::P_STAGES;
+  }
+  __device__ __forceinline__ uint32_t ds_empty(int stage) const {
+    return p_full(stage) + 16 * C::P_STAGES;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ const BlockNote* note_of_stage(const unsigned char* shared, int stage) {
+  return reinterpret_cast<const BlockNote*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES +
+                                            8 * C::BLOCK);
+}
+// The terms of a block as a lane reads them: of two queries each, LSEs, and from BLOCK / 2 on
+// deltas.
+template <class C>
+__device__ __forceinline__ const float2* terms_of_stage(const unsigned char* shared, int stage) {
+  return reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
+         threadIdx.x % 4;
+}
+
+// --- weights, one warpgroup: S, P, dV ---
+
+template <class C>
+__device__ __forceinline__ void consume_weights(const BackwardKernelParams& params,
+                                                const CtaWork& work, unsigned char* shared,
+                                                uint32_t shared_smem) {
+  constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4;
+  const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS);
+  const int lane = threadIdx.x % 32;
+  KeyGradient<C> dv_rmem = {};
+  KeysByQueries<C> p_rmem;    // S, then P
+  KeysByQueries16<C> a_rmem;  // P, as operand A
+  float* const p = &p_rmem[0][0];
+  float* const dv = &dv_rmem[0][0];
+  uint32_t* const a = &a_rmem[0][0];
+  const ptx::WgmmaDescriptor k = describe_tile<typename C::KTile>(shared_smem + C::K_SMEM, 16);
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  RingPosition<C::P_STAGES> p_ring;
+  const auto begin_s = [&](int stage) {
+    ptx::registers_change<SCORES>(p);
+    ptx::wgmma_fence();  // the last uses of P come before the product
+    start_keys_by_queries<C>(p_rmem, k, shared_smem + C::Q_SMEM + stage * C::QTile::BYTES);
+  };
+
+  ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
+  ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
+  ptx::registers_change<SUMS>(dv);  // it is 0 before any product starts
+  begin_s(0);
+  ptx::wgmma_wait_group<0>();
+  const int blocks = uniform(work.blocks);
+#pragma unroll 1
+  for (int left = blocks; left > 0; --left) {
+    // S of this block is there, and dV of the one before may be unfinished.
+    ptx::registers_change<SCORES>(p);
+    weigh_scores<C>(p_rmem, p_rmem, terms_of_stage<C>(shared, q_ring.stage),
+                    params.backward.attention);
+    const BlockNote* note = note_of_stage<C>(shared, q_ring.stage);
+    if (note->masked_warps >> warp & 1) clear_unseen<C>(p_rmem, work, note->row);
+    ptx::registers_change<SCORES>(p);
+    release(barriers.q_empty(q_ring.stage));
+    ptx::wgmma_wait_group<0>();  // dV
+    ptx::registers_change<SUMS>(dv);
+    ptx::registers_change<WORDS>(a);
+    if (left < blocks) {
+      release(barriers.dout_empty(dout_ring.stage));
+      dout_ring.advance();
+    }
+
+    round_to_16_bits<C>(a_rmem, p_rmem);
+    ptx::mbarrier_wait_parity(barriers.p_empty(p_ring.stage), p_ring.parity ^ 1);
+    unsigned char* const p_of_lane =
+        shared + C::P_SMEM + p_ring.stage * C::P_BYTES + (warp * 32 + lane) * 16;
+#pragma unroll
+    for (int i = 0; i < C::BLOCK / 16; ++i) {
+      *reinterpret_cast<uint4*>(p_of_lane + i * C::WARPGROUP * 16) =
+          uint4{a_rmem[i][0], a_rmem[i][1], a_rmem[i][2], a_rmem[i][3]};
+    }
+    release(barriers.p_full(p_ring.stage));
+    p_ring.advance();
+
+    // Behind the last block S is that of the same queries once more, which nobody uses.
+    if (left > 1) q_ring.advance();
+    ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);
+    ptx::registers_change<WORDS>(a);
+    begin_s(q_ring.stage);
+    ptx::mbarrier_wait_parity(barriers.dout_full(dout_ring.stage), dout_ring.parity);
+    ptx::registers_change<SUMS>(dv);
+    ptx::wgmma_fence();  // P is rounded before the product
+    start_gradient<C>(dv_rmem, a_rmem,
+                      shared_smem + C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES);
+    ptx::wgmma_wait_group<1>();  // S of the next block
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<SUMS>(dv);
+  release(barriers.dout_empty(dout_ring.stage));  // nobody waits, but its phase ends
+  store_gradient<C>(dv_rmem, params.backward.dv, work, params.backward.attention.dv, 1.0f);
+}
+
+// --- keys, one warpgroup: dP, dS, dK ---
+
+template <class C>
+__device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
+                                             const CtaWork& work, unsigned char* shared,
+                                             uint32_t shared_smem) {
+  constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4;
+  const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS);
+  const int lane = threadIdx.x % 32;
+  KeyGradient<C> dk_rmem = {};
+  KeysByQueries<C> ds_rmem;   // dP, then dS
+  KeysByQueries16<C> a_rmem;  // dS, as operand A
+  float* const ds = &ds_rmem[0][0];
+  float* const dk = &dk_rmem[0][0];
+  uint32_t* const a = &a_rmem[0][0];
+  const ptx::WgmmaDescriptor v = describe_tile<typename C::KTile>(shared_smem + C::V_SMEM, 16);
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  RingPosition<C::P_STAGES> p_ring;
+  RingPosition<C::DS_STAGES> ds_ring;
+  const auto begin_dp = [&] {
+    ptx::mbarrier_wait_parity(barriers.dout_full(dout_ring.stage), dout_ring.parity);
+    ptx::registers_change<SCORES>(ds);
+    ptx::wgmma_fence();  // the last uses of dS come before the product
+    start_keys_by_queries<C>(ds_rmem, v,
+                             shared_smem + C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES);
+  };
+
+  ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
+  ptx::registers_change<SUMS>(dk);                  // it is 0 before any product starts
+  begin_dp();
+  const int blocks = uniform(work.blocks);
+#pragma unroll 1
+  for (int left = blocks; left > 0; --left) {
+    ptx::wgmma_wait_group<1>();  // dK of the block before
+    ptx::registers_change<SUMS>(dk);
+    ptx::registers_change<WORDS>(a);
+    if (left < blocks) {
+      release(barriers.q_empty(q_ring.stage));
+      q_ring.advance();
+    }
+    ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);
+    ptx::mbarrier_wait_parity(barriers.p_full(p_ring.stage), p_ring.parity);
+    ptx::wgmma_wait_group<0>();  // dP of this block
+    ptx::registers_change<SCORES>(ds);
+    release(barriers.dout_empty(dout_ring.stage));
+    if (left > 1) dout_ring.advance();
+
+    const float2* terms = terms_of_stage<C>(shared, q_ring.stage);
+    const unsigned char* const p_of_lane =
+        shared + C::P_SMEM + p_ring.stage * C::P_BYTES + (warp * 32 + lane) * 16;
+#pragma unroll
+    for (int j = 0; j < C::BLOCK / 16; ++j) {
+      const uint4 words = *reinterpret_cast<const uint4*>(p_of_lane + j * C::WARPGROUP * 16);
+      const uint32_t p[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int n = 2 * j + half;
+        const float2 delta = terms[C::BLOCK / 2 + 4 * n];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& x = ds_rmem[n][2 * r + i];
+            x = math::element_of_chunk<C::DTYPE>(p, 2 * (2 * half + r) + i) *
+                (x - (i == 0 ? delta.x : delta.y));
+          }
+        }
+      }
+    }
+    const BlockNote* note = note_of_stage<C>(shared, q_ring.stage);
+    if (note->masked_warps >> warp & 1) clear_unseen<C>(ds_rmem, work, note->row);
+    release(barriers.p_empty(p_ring.stage));
+    p_ring.advance();
+
+    ptx::registers_change<SCORES>(ds);
+    round_to_16_bits<C>(a_rmem, ds_rmem);
+    ptx::registers_change<WORDS>(a);
+    ptx::registers_change<SUMS>(dk);
+    ptx::wgmma_fence();  // dS is rounded before the product
+    start_gradient<C>(dk_rmem, a_rmem, shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES);
+    ptx::mbarrier_wait_parity(barriers.ds_empty(ds_ring.stage), ds_ring.parity ^ 1);
+    store_ds<C>(shared_smem + C::DS_SMEM + ds_ring.stage * C::DsTile::BYTES, a_rmem);
+    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+    release(barriers.ds_full(ds_ring.stage));
+    ds_ring.advance();
+    // Behind the last block dP is that of the same queries once more, which nobody uses.
+    begin_dp();
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<SUMS>(dk);
+  release(barriers.q_empty(q_ring.stage));  // nobody waits, but its phase ends
+  store_gradient<C>(dk_rmem, params.backward.dk, work, params.backward.attention.d,
+                    params.backward.scale);
+}
+
+// --- queries, one warpgroup: dQ, added to the sums in the workspace ---
+
+// The named barrier of the warpgroup.
+constexpr int QUERIES_BARRIER = 1;
+
+template <class C>
+__device__ __forceinline__ void consume_queries(const BackwardKernelParams& params,
+                                                const CtaWork& work, uint32_t shared_smem) {
+  constexpr int PART = C::PART_COLUMNS / 2;
+  const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
+  const int number = threadIdx.x % C::WARPGROUP;
+  const bool in_turns = params.turns_gmem != nullptr;
+  BlockPosition<C> block{0, work.start};
+  RingPosition<C::DS_STAGES> ds_ring;
+  ptx::griddepcontrol_wait();                       // the sums and the turns are zero
+  ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
+#pragma unroll 1
+  for (int left = uniform(work.blocks); left > 0; --left) {
+    const int round =
+        work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
+    if (in_turns) {
+      if (number == 0 && block.row >= work.before_begin && block.row <= work.before_last) {
+        const int turn = work.first_row / C::ROWS;
+        while (ptx::ld_acquire_s32(params.turns_gmem + round) < turn) {
+        }
+      }
+      ptx::bar_sync(QUERIES_BARRIER, C::WARPGROUP);  // the turn has come before any thread adds
+    }
+    ptx::mbarrier_wait_parity(barriers.ds_full(ds_ring.stage), ds_ring.parity);
+    float* const sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(round) * C::ROUND_SUMS +
+                             number / 32 * C::WARP_SUMS + number % 32 * 4;
+#pragma unroll 1
+    for (int part = 0; part < C::PARTS; ++part) {
+      float dq[PART];
+      ptx::registers_change<PART>(dq);
+      ptx::wgmma_fence();  // the last uses of dQ come before the product
+      start_dq<C>(dq, shared_smem + C::DS_SMEM + ds_ring.stage * C::DsTile::BYTES,
+                  shared_smem + C::K_SMEM, part);
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<PART>(dq);
+      if (part == C::PARTS - 1) release(barriers.ds_empty(ds_ring.stage));
+#pragma unroll
+      for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
+        ptx::red_add_v4_f32(sums_gmem + part * C::PART_ROWS * C::PART_COLUMNS + n * 32 * 4,
+                            dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+      }
+    }
+    ds_ring.advance();
+    if (in_turns) {  // the next tile of keys may add when this one has
+      ptx::bar_sync(QUERIES_BARRIER, C::WARPGROUP);
+      if (number == 0) ptx::st_release_s32(params.turns_gmem + round, work.first_row / C::ROWS + 1);
+    }
+    block.next_round(work);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
+  if (!begin_backward<C>(params, shared)) return;
+  const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
+  if (threadIdx.x == C::WARPGROUP) {
+    barriers.initialise_inputs();
+    for (int stage = 0; stage < C::P_STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.p_full(stage), C::KEY_WARPS);
+      ptx::mbarrier_init(barriers.p_empty(stage), C::KEY_WARPS);
+    }
+    for (int stage = 0; stage < C::DS_STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.ds_full(stage), C::KEY_WARPS);
+      ptx::mbarrier_init(barriers.ds_empty(stage), C::KEY_WARPS);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
+
+  const bool any_block = work.blocks > 0;
+  const int role = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
+  if (role == 0) {
+    ptx::setmaxnreg_inc<C::WEIGHT_REGISTERS>();
+    if (any_block) {
+      consume_weights<C>(params, work, shared, shared_smem);
+    } else {
+      clear_gradients<C>(params, work, C::KEY_WARPS);
+    }
+  } else if (role == 1) {
+    ptx::setmaxnreg_inc<C::WEIGHT_REGISTERS>();
+    if (any_block) consume_keys<C>(params, work, shared, shared_smem);
+  } else if (role == 2) {
+    ptx::setmaxnreg_dec<C::QUERY_REGISTERS>();
+    if (any_block) consume_queries<C>(params, work, shared_smem);
+  } else {
+    ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    if (!any_block) {
+      ptx::griddepcontrol_wait();
+      return;
+    }
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % 4);
+    if (warp == 0) load<C>(params, work, shared, shared_smem);
+    if (warp == 1) load_terms<C>(params, work, shared, shared_smem);
+  }
+}
+
+}  // namespace archflash::hopper
+
+// Entry points, as in attention_bwd.cuh.
+#define ARCHFLASH_HOPPER_WIDE_BACKWARD_KERNEL(NAME, CONFIG)                          \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)                   \
+      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
+    archflash::hopper::wide_bwd<CONFIG>(params);                                     \
+  }
