@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _dispatch, _gradients
+from archflash import _dispatch, _gradients, _registry
 from archflash._api import attention
 from archflash._errors import ForcedImplementationError, UnsupportedError
 from archflash._kvcache import attention_with_kvcache
@@ -79,6 +79,7 @@ def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         )
     forced = _dispatch.forced()
     asked = _gradients.FOLDERS if q.device.type == "cuda" else ()
+    asked = tuple(name for name in asked if name not in _registry.BACKWARD_NEVER_RAN)
     why = "PyTorch would compute the gradients"
     for name in asked if forced is None else (forced,):
         if name not in _gradients.FOLDERS:
