@@ -246,6 +246,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     """
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
+    if problem.needs_grad:  # behind all others
+        kernels = tuple(sorted(kernels, key=_registry.BACKWARD_NEVER_RAN.__contains__))
     if problem.needs_grad and _pytorch_differentiates(problem, capability):
         faster = _faster_with_gradients(problem, capability, kernels)
         return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))

@@ -179,6 +179,8 @@ def decide(
             answer = _plan(kernel, request, on_cuda, into, device, deterministic)
             if isinstance(answer, list):
                 reasons[kernel] = answer
+            elif kernel in _registry.BACKWARD_NEVER_RAN:
+                reasons[kernel] = ["its backward pass has never run on a GPU: it has to be forced"]
             elif plan is None:
                 chosen, plan = kernel, answer
             else:

@@ -13,6 +13,8 @@ from functools import cache
 from archflash import _archflash as _native
 
 TORCH = "torch"
+# Implementations whose backward pass is there and has never run on a GPU: it has to be forced.
+BACKWARD_NEVER_RAN = ("blackwell_dc",)
 
 
 @dataclass(frozen=True)

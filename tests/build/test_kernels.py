@@ -303,10 +303,16 @@ INSTRUCTIONS = {
     "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),
     "blackwell_consumer_attention_fwd_e": (*ROLES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
     "blackwell_consumer_attention_fwd_f16_": ("HMMA.16816.F32", *ROLES),
+    "blackwell_dc_attention_bwd_": (
+        *("UTCHMMA", "UTCBAR", "UTMALDG.4D", "LDTM.x", "STTM.x", "FFMA2", "MUFU.EX2", "UBLKRED"),
+    ),
     "blackwell_dc_attention_fwd_bf16_": ("UTCHMMA", *TENSOR_MEMORY),
     "blackwell_dc_attention_fwd_e": (*TENSOR_MEMORY, "F2FP.SATFINITE.E4M3.F32"),
     "blackwell_dc_attention_fwd_f16_": ("UTCHMMA", *TENSOR_MEMORY),
     "blackwell_consumer_combine_": COMBINES,
+    "blackwell_dc_backward_dq_": ("LDG.E.128", "STG.E.128"),
+    "blackwell_dc_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
+    "blackwell_dc_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "blackwell_dc_combine_": COMBINES,
     "copy_gather": ("LDG.E.64", "LDG.E.U8", "STG.E.128"),
     "copy_scatter": ("LDG.E.128", "STG.E.64", "STG.E.U8"),
@@ -340,6 +346,7 @@ WITHOUT_TENSOR_CORES = (
     *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
     "hopper_summarize_",
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
+    "blackwell_dc_backward_",
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
     *("blackwell_dc_combine_", "hopper_combine_"),
 )
@@ -600,6 +607,8 @@ def test_every_kernel_is_planned_somewhere() -> None:
             options = {"sinks": torch.empty(2, device="meta"), "backward": True}
             # An H200 has hopper's kernels first.
             forced = [] if dtype == torch.float32 else [("H200", "ampere")]
+            if forced and d <= 128:
+                forced.append(("B200", "blackwell_dc"))
             asked = [("T4", None), ("A100", None), ("RTX 4090", None), ("H200", None), *forced]
             for device, name in asked:
                 options["implementation"] = name

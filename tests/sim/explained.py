@@ -38,6 +38,13 @@ EXPLAINED = (
         "(src/blackwell_dc/NOTES.md)",
     ),
     Explained(
+        "blackwell_dc",
+        "tcgen05-order",
+        "overwrites-what-was-multiplied",
+        "S, dP and dQ of the backward pass overwrite P or dS that the product before them reads, "
+        "as above (src/blackwell_dc/BACKWARD.md)",
+    ),
+    Explained(
         "protocol_pipeline",
         "proxy-read",
         "",

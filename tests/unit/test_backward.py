@@ -335,10 +335,23 @@ def test_pytorchs_fused_kernels_come_first_where_gradients_are_needed() -> None:
 @pytest.mark.parametrize("folder", _gradients.FOLDERS)
 def test_a_forced_kernel_that_has_gradients_plans_a_call_that_needs_them(folder: str) -> None:
     dtype = torch.float32 if folder == "simt" else FP16
-    device = "H200" if folder == "hopper" else "A100"
+    device = {"hopper": "H200", "blackwell_dc": "B200"}.get(folder, "A100")
     decision = archflash.explain(*inputs(dtype), device=device, implementation=folder)
     assert decision.chosen == folder
     assert decision.plan is not None
+
+
+def test_a_backward_pass_that_has_never_run_on_a_gpu_has_to_be_forced() -> None:
+    q = torch.empty(2, 8, 256, 64, dtype=FP16, device="meta")
+    decision = archflash.explain(q, q, q, device="B200", backward=True)
+    assert decision.chosen == "ampere"
+    assert "never run on a GPU" in decision.reasons["blackwell_dc"][0]
+    # A call that PyTorch has no fused kernel for.
+    assert archflash.explain(*inputs(FP16), device="B200", softcap=2.0).chosen == "ampere"
+    named = {"implementation": "blackwell_dc"}
+    forced = archflash.explain(q, q, q, device="B200", backward=True, **named)
+    assert forced.plan is not None
+    assert "blackwell_dc_attention_bwd_f16_d64" in forced.plan.kernels
 
 
 def large_inputs(d: int) -> tuple[Tensor, Tensor, Tensor]:

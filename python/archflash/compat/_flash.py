@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients
+from archflash import _dispatch, _gradients, _registry
 from archflash._api import attention
 from archflash._errors import ForcedImplementationError, UnsupportedError
 from archflash._kvcache import attention_with_kvcache
@@ -80,7 +80,12 @@ def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         )
     forced = _dispatch.forced()
     on_gpu = q.device.type == "cuda"
-    built = [name for name in _gradients.FOLDERS if on_gpu and _native.targets(name)]
+    never_ran = _registry.BACKWARD_NEVER_RAN
+    built = [
+        name
+        for name in _gradients.FOLDERS
+        if on_gpu and _native.targets(name) and name not in never_ran
+    ]
     why = "PyTorch would compute the gradients"
     for name in built if forced is None else (forced,):
         if name not in _gradients.FOLDERS:

@@ -53,12 +53,14 @@ ARCHFLASH_HOST_DEVICE constexpr uint64_t mn_major_step(int k) {
 }
 
 // The instruction descriptor (PTX ISA, "Instruction descriptor") of kind::f16 and kind::f8f6f4 with
-// fp32 sums, A and B of the same type, and A K-major. The kind decides what a type's code means.
+// fp32 sums, A and B of the same type. The kind decides what a type's code means. A in tensor
+// memory is K-major.
 ARCHFLASH_HOST_DEVICE constexpr uint32_t instruction_descriptor(DType dtype, int m, int n,
-                                                                bool b_mn_major) {
+                                                                bool b_mn_major,
+                                                                bool a_mn_major = false) {
   const uint32_t type = dtype == DType::BF16 || dtype == DType::E5M2 ? 1 : 0;
-  return 1u << 4 | type << 7 | type << 10 | uint32_t{b_mn_major} << 16 | uint32_t(n >> 3) << 17 |
-         uint32_t(m >> 4) << 24;
+  return 1u << 4 | type << 7 | type << 10 | uint32_t{a_mn_major} << 15 |
+         uint32_t{b_mn_major} << 16 | uint32_t(n >> 3) << 17 | uint32_t(m >> 4) << 24;
 }
 
 }  // namespace archflash::math

@@ -1,0 +1,18 @@
+// A backward kernel of blackwell_dc that does not rely on the order in which products are issued.
+// The compiler's command line defines two macros:
+//   KERNEL        name of the kernel in src/blackwell_dc/kernels
+//   WHEEL_CONFIG  its Config there
+#include "blackwell_dc/attention_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::blackwell_dc;
+
+namespace {
+
+struct Variant : WHEEL_CONFIG {
+  static constexpr bool TRUST_ISSUE_ORDER = false;
+};
+
+}  // namespace
+
+ARCHFLASH_BLACKWELL_DC_BACKWARD_KERNEL(KERNEL, Variant)

@@ -1,0 +1,909 @@
+// Attention backward on tcgen05 and tensor memory, for compute capability 10.x and 11.0: fp16 or
+// bf16 inputs, products summed in fp32.
+//
+// A CTA owns 128 keys of a head and goes over the blocks of 128 query rows that see any of them, of
+// all query heads that share its head of K. It sums up dK and dV of its keys in tensor memory. All
+// CTAs of a head add their parts of dQ to sums in the workspace, in an order that is not known, or
+// in turns: in the order of their keys, so that the same inputs always give the same bits. A kernel
+// of its own (write_dq) then scales and rounds the sums.
+//
+// In turns, a CTA waits only for CTAs with smaller indices, which have started before it. All CTAs
+// go from the last block of queries to the first one, and over the heads that share a head of K
+// inside of a block's rows: so none of them comes late to a block whose turn others wait for.
+// Without turns each CTA begins with another block.
+//
+// clang-format off
+//   role     warps       work
+//   score    0-3, 4-7    S -> P, dP -> dS, a thread for each key; at the end dK, dV -> gradients
+//   dq       8-11        dQ -> shared memory -> sums in the workspace, by TMA
+//   mma      12          the five products
+//   load     13          K, V, Q, dO -> shared memory, by TMA
+//   terms    14          the LSEs and deltas of a block's rows -> shared memory
+//
+//   mma      S0 dP0 | dV0 | S1 dK0 dQ0 dP1 | dV1 | S2 dK1 dQ1 dP2 | dV2 | ... dK dQ
+//   score       P0     dS0      P1            dS1      P2           dS2
+//   dq                             dQ0                    dQ1
+//   (if dQ has columns of its own: S1 dK0 dP1 dQ0)
+// clang-format on
+//
+// The tiles and the memory plan are in backward_config.cuh, the plan in plan_backward.cpp, the
+// budget in BACKWARD.md.
+#pragma once
+
+#include <cstdint>
+
+#include "blackwell_dc/backward_config.cuh"
+#include "blackwell_dc/backward_params.h"
+#include "common/backward_params.h"
+#include "common/math/backward_rows.cuh"
+#include "common/math/backward_work.cuh"
+#include "common/math/matrix_descriptor.h"
+#include "common/math/slab_load.cuh"
+#include "common/math/uniform.cuh"
+#include "common/ptx/bulk_order.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ex2.cuh"
+#include "common/ptx/f32x2.cuh"
+#include "common/ptx/global_order.cuh"
+#include "common/ptx/lg2.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/min.cuh"
+#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/st_global.cuh"
+#include "common/ptx/tcgen05.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+
+namespace archflash::blackwell_dc::backward {
+
+using math::BackwardWork;
+using math::uniform;
+
+// The barriers, as addresses in shared memory. "Bytes": the loader arrives once and says how many
+// bytes TMA will bring; the phase ends when they have landed. "Commit": tcgen05.commit arrives once
+// all products that were started before are done.
+//
+// clang-format off
+//   barrier                  arrives                waits        so that
+//   k_full, v_full           load, bytes            mma          the CTA's keys have landed
+//   q_full of each stage     load, bytes; terms     mma, score   Q has landed, its terms are there
+//   q_empty of each stage    mma, commit;           load, terms  S and dK have read Q, and all score
+//                            score, each warp                    warps the terms, before the next
+//   dout_full of each stage  load, bytes            mma          dO has landed
+//   dout_empty               mma, commit            load         dP and dV have read dO
+//   s_ready                  mma, commit            score        S is complete
+//   p_ready                  score, each warp       mma          S is read, and P written
+//   dp_ready                 mma, commit            score        dP is complete
+//   ds_ready                 score, each warp       mma          dP is read, and dS written to both
+//                                                                memories
+//   ds_empty                 mma, commit            score        dQ has read dS in shared memory
+//                                                                before the next one; with
+//                                                                DQ_OVER_DS dp_ready says so
+//   dq_ready                 mma, commit            dq           dQ is complete
+//   dq_empty                 dq, each warp          mma          dQ is read before its columns are
+//                                                                overwritten
+//   sums_ready               mma, commit            score        dK and dV are complete
+//   drained                  mma, commit            mma          without TRUST_ISSUE_ORDER: all
+//                                                                products so far are done
+//   ragged                   load, bytes            load         a tile that ends behind its
+//                                                                sequence has landed before the
+//                                                                loader clears what it has of the
+//                                                                next one
+// clang-format on
+template <class C>
+struct BackwardBarriers {
+  uint32_t smem;  // address of the first barrier
+
+  __device__ __forceinline__ uint32_t k_full() const { return at(0); }
+  __device__ __forceinline__ uint32_t v_full() const { return at(1); }
+  __device__ __forceinline__ uint32_t ragged() const { return at(2); }
+  __device__ __forceinline__ uint32_t s_ready() const { return at(3); }
+  __device__ __forceinline__ uint32_t p_ready() const { return at(4); }
+  __device__ __forceinline__ uint32_t dp_ready() const { return at(5); }
+  __device__ __forceinline__ uint32_t ds_ready() const { return at(6); }
+  __device__ __forceinline__ uint32_t ds_empty() const { return at(7); }
+  __device__ __forceinline__ uint32_t dq_ready() const { return at(8); }
+  __device__ __forceinline__ uint32_t dq_empty() const { return at(9); }
+  __device__ __forceinline__ uint32_t sums_ready() const { return at(10); }
+  __device__ __forceinline__ uint32_t drained() const { return at(11); }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return at(RINGS + stage); }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const {
+    return at(RINGS + C::Q_STAGES + stage);
+  }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const {
+    return at(RINGS + 2 * C::Q_STAGES + stage);
+  }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const {
+    return at(RINGS + 2 * C::Q_STAGES + C::DOUT_STAGES + stage);
+  }
+
+  // Called by one thread, before any warp uses the barriers.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < RINGS; ++i) {
+      const uint32_t barrier = at(i);
+      const bool of_scores = barrier == p_ready() || barrier == ds_ready();
+      ptx::mbarrier_init(barrier, of_scores               ? C::SCORE_WARPS
+                                  : barrier == dq_empty() ? C::DQ_WARPS
+                                                          : 1);
+    }
+    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
+      ptx::mbarrier_init(q_full(stage), 2);
+      ptx::mbarrier_init(q_empty(stage), 1 + C::SCORE_WARPS);
+    }
+    for (int stage = 0; stage < C::DOUT_STAGES; ++stage) {
+      ptx::mbarrier_init(dout_full(stage), 1);
+      ptx::mbarrier_init(dout_empty(stage), 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  static constexpr int RINGS = 12;
+  static_assert(RINGS + 2 * C::Q_STAGES + 2 * C::DOUT_STAGES == C::BARRIERS);
+
+  __device__ __forceinline__ uint32_t at(int index) const { return smem + 8 * index; }
+};
+
+// A role's position in a ring of stages. A reader waits for the phase `parity` of a stage's full
+// barrier, a writer for the other one of its empty barrier.
+template <int STAGES>
+struct RingStage {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    const bool last = stage == STAGES - 1;
+    stage = last ? 0 : stage + 1;
+    parity ^= last;
+  }
+};
+
+// One arrival for a warp, once all its lanes are here.
+__device__ __forceinline__ void release(uint32_t barrier_smem) {
+  __syncwarp();
+  if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
+}
+
+// What a CTA works on, in shared memory.
+struct CtaWork : BackwardWork {
+  // The query rows that it goes over: of whole blocks, which see its keys, the first rows of the
+  // first and of the last one; begin > last: none. It goes over the heads that share a head of K
+  // inside of a block's rows, and over these from `start` to the first ones and then from the last
+  // ones on.
+  int begin, last, start;
+  int blocks;  // of all rows and heads
+  // The first and last block of the CTA of the keys before; before_begin > before_last: none.
+  int before_begin, before_last;
+  // The number of the first head's first block among all blocks, and what comes to it for the next
+  // head and for the next rows.
+  int dq_first, dq_next_head, dq_next_rows;
+};
+
+// The number of the block of query row `row` among those of all heads.
+template <class C>
+__device__ __forceinline__ int dq_block(const BackwardKernelParams& params, int batch, int head,
+                                        int row) {
+  const AttentionParams& attention = params.backward.attention;
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  if (cu_q == nullptr) return (batch * attention.heads_q + head) * params.blocks + row / C::BLOCK;
+  const int tile = math::varlen_tile_start(cu_q, batch, C::BLOCK) + row / C::BLOCK;
+  return tile * attention.heads_q + head;
+}
+
+// Adds the query rows to what a CTA works on.
+template <class C>
+__device__ __forceinline__ CtaWork find_queries(const BackwardKernelParams& params,
+                                                const BackwardWork& work) {
+  const AttentionParams& attention = params.backward.attention;
+  CtaWork cta{work, 0, 0, 0, 0, 0, -1};
+  const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
+  cta.begin = work.visible.first(work.first_row) & -C::BLOCK;
+  cta.last = work.visible.last(last_row) & -C::BLOCK;
+  const int blocks = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::BLOCK + 1;
+  cta.blocks = blocks * work.heads;
+  cta.start = cta.last;
+  if (params.turns_gmem == nullptr) {
+    if (blocks > 0) cta.start -= work.first_row / C::ROWS % blocks * C::BLOCK;
+  } else if (work.first_row > 0) {
+    cta.before_begin = work.visible.first(work.first_row - C::ROWS) & -C::BLOCK;
+    cta.before_last = work.visible.last(work.first_row - 1) & -C::BLOCK;
+  }
+  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
+  cta.dq_first = dq_block<C>(params, work.batch, work.head * attention.heads_per_kv, 0);
+  cta.dq_next_head = packed ? 1 : params.blocks;
+  cta.dq_next_rows = packed ? attention.heads_q : 1;
+  return cta;
+}
+
+// The block of queries that a CTA is at: its rows, and for these its heads.
+template <class C>
+struct BlockPosition {
+  int head = 0, row;  // of the heads that share a head of K; the block's first row
+
+  __device__ __forceinline__ void next(const CtaWork& cta) {
+    if (++head < uniform(cta.heads)) return;
+    head = 0;
+    row -= C::BLOCK;
+    if (row < uniform(cta.begin)) row = uniform(cta.last);
+  }
+};
+
+// --- what comes before: the terms of all query rows, zeros for the sums of dQ and the turns ---
+
+template <DType DTYPE>
+__device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  unsigned char* sums_gmem = reinterpret_cast<unsigned char*>(params.dq_sums_gmem);
+  for (int64_t byte = thread * 16; byte < params.cleared_bytes;
+       byte += static_cast<int64_t>(gridDim.x) * blockDim.x * 16)
+    ptx::st_global_v4_b32(sums_gmem + byte, 0, 0, 0, 0);
+  math::backward_rows<DTYPE>(params.backward);
+}
+
+// --- load, one warp: K, V, Q and dO -> shared memory ---
+
+// Clears the rows of a tile that belong to another sequence: what they are multiplied with is 0,
+// but 0 * NaN would be NaN. Called by the whole warp when the tile has landed.
+template <class Tile>
+__device__ __forceinline__ void clear_rows(unsigned char* tile, int first_row) {
+#pragma unroll 1
+  for (int slab = 0; slab < Tile::SLABS; ++slab) {
+#pragma unroll 1
+    for (int byte = first_row * Tile::ROW_BYTES + threadIdx.x % 32 * 16; byte < Tile::SLAB_BYTES;
+         byte += 32 * 16)
+      *reinterpret_cast<uint4*>(tile + slab * Tile::SLAB_BYTES + byte) = uint4{};
+  }
+  ptx::fence_proxy_async_shared();  // the stores come before the tensor cores' reads
+  __syncwarp();                     // all lanes' stores come before the arrival of one
+}
+
+template <class C>
+__device__ __forceinline__ void load(const BackwardKernelParams& params, const CtaWork& work,
+                                     unsigned char* shared, uint32_t shared_smem) {
+  const AttentionParams& attention = params.backward.attention;
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
+  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
+  RingStage<C::Q_STAGES> q_ring;
+  RingStage<C::DOUT_STAGES> dout_ring;
+  uint32_t ragged_parity = 0;
+
+  // Loads rows of a sequence that starts at row `start` of the tensor and has `rows` of them.
+  // Without cu_seqlens TMA reads zeros behind its end.
+  const auto load_rows = [&]<class Tile>(int offset, const TensorMap& map, int start, int row,
+                                         int rows, int head, int batch, uint32_t full) {
+    const bool ragged = packed && row + Tile::ROWS > rows;
+    if (leader) {
+      math::start_load<Tile>(shared_smem + offset, map, start + row, head, batch,
+                             ragged ? barriers.ragged() : full);
+    }
+    if (!ragged) return;
+    ptx::mbarrier_wait_parity(barriers.ragged(), ragged_parity);  // the tile has landed
+    ragged_parity ^= 1;
+    clear_rows<Tile>(shared + offset, max(rows - row, 0));
+    if (leader) ptx::mbarrier_arrive(full);
+  };
+  const auto load_keys = [&](int offset, const TensorMap& map, int64_t head_stride,
+                             int64_t batch_stride, uint32_t full) {
+    load_rows.template operator()<typename C::KTile>(
+        offset, map, work.own_start, work.first_row, work.own_rows,
+        head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
+  };
+  const auto load_queries = [&](int offset, const TensorMap& map, int64_t head_stride,
+                                int64_t batch_stride, int head, int row, uint32_t full) {
+    load_rows.template operator()<typename C::QTile>(offset, map, work.passing_start, row,
+                                                     work.passing_rows, head_stride == 0 ? 0 : head,
+                                                     batch_stride == 0 ? 0 : work.batch, full);
+  };
+
+  load_keys(C::K_SMEM, params.k_map, attention.k_head, attention.k_batch, barriers.k_full());
+  BlockPosition<C> block{0, work.start};
+#pragma unroll 1
+  for (int number = 0; number < work.blocks; ++number) {
+    const int head = work.head * attention.heads_per_kv + block.head;
+    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    load_queries(C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
+                 attention.q_batch, head, block.row, barriers.q_full(q_ring.stage));
+    q_ring.advance();
+    if (number == 0)  // behind the first Q, because S comes before dP
+      load_keys(C::V_SMEM, params.v_map, attention.v_head, attention.v_batch, barriers.v_full());
+    ptx::mbarrier_wait_parity(barriers.dout_empty(dout_ring.stage), dout_ring.parity ^ 1);
+    load_queries(C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES, params.dout_map,
+                 params.backward.dout_head, params.backward.dout_batch, head, block.row,
+                 barriers.dout_full(dout_ring.stage));
+    dout_ring.advance();
+    block.next(work);
+  }
+  // mma's last commits arrive at barriers in shared memory: load stays, and the CTA's shared memory
+  // with it, until all of them have.
+  for (int i = 0; i < C::Q_STAGES; ++i, q_ring.advance())
+    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+  for (int i = 0; i < C::DOUT_STAGES; ++i, dout_ring.advance())
+    ptx::mbarrier_wait_parity(barriers.dout_empty(dout_ring.stage), dout_ring.parity ^ 1);
+}
+
+// --- terms, one warp: the terms of a block's rows, and a note about it -> shared memory ---
+
+struct BlockNote {
+  int row;                // the block's first row
+  unsigned masked_warps;  // bit i: not all of the keys 32 i to 32 i + 31 are seen by all rows
+};
+
+template <class C>
+__device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
+                                           unsigned char* shared, uint32_t shared_smem) {
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int lane = threadIdx.x % 32;
+  RingStage<C::Q_STAGES> q_ring;
+  BlockPosition<C> block{0, work.start};
+#pragma unroll 1
+  for (int left = work.blocks; left > 0; --left) {
+    const int head = work.head * params.backward.attention.heads_per_kv + block.head;
+    const math::RowTerms* terms_gmem =
+        math::terms_of(params.backward, work.batch, head, work.passing_start);
+    math::RowTerms terms[C::BLOCK / 32];
+#pragma unroll
+    for (int j = 0; j < C::BLOCK / 32; ++j) {
+      const int row = block.row + 32 * j + lane;
+      // P of rows behind the end is 0.
+      terms[j] = {-math::MINUS_INFINITY, 0.0f};
+      if (row < work.passing_rows) terms[j] = terms_gmem[row];
+    }
+    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    float* of_stage =
+        reinterpret_cast<float*>(shared + C::TERMS_SMEM + q_ring.stage * C::TERMS_BYTES);
+#pragma unroll
+    for (int j = 0; j < C::BLOCK / 32; ++j) {
+      of_stage[32 * j + lane] = terms[j].lse_log2;
+      of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
+    }
+    const int first_key = work.first_row + lane % (C::ROWS / 32) * 32;
+    const bool masks = work.visible.masks(first_key, min(first_key + 32, work.own_rows) - 1,
+                                          block.row, block.row + C::BLOCK - 1);
+    const unsigned masked_warps = __ballot_sync(math::FULL_WARP, masks);
+    if (lane == 0)
+      *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {block.row, masked_warps};
+    release(barriers.q_full(q_ring.stage));
+    q_ring.advance();
+    block.next(work);
+  }
+}
+
+// --- mma, one warp: the five products ---
+
+// The descriptor of what one product reads of an operand: `fields` and `step` are from
+// matrix_descriptor.h. Only the lower half is computed at run time.
+__device__ __forceinline__ uint64_t operand(uint64_t fields, uint32_t address, uint64_t step) {
+  constexpr uint64_t LOWER = 0xFFFFFFFF;
+  return (fields & ~LOWER) |
+         (static_cast<uint32_t>(fields) + address + static_cast<uint32_t>(step));
+}
+
+// D = A B^T of two tiles, summed over their columns.
+template <class C, class A, class B>
+__device__ __forceinline__ void multiply_rows(uint32_t d_tmem, uint32_t a_address,
+                                              uint32_t b_address) {
+  constexpr uint32_t INSTRUCTION = math::instruction_descriptor(C::DTYPE, A::ROWS, B::ROWS, false);
+#pragma unroll
+  for (int i = 0; i < A::COLUMNS / C::PRODUCT_DEPTH; ++i) {
+    ptx::tcgen05_mma_f16(
+        d_tmem, operand(math::K_MAJOR_FIELDS<A>, a_address, math::k_major_step<A>(i)),
+        operand(math::K_MAJOR_FIELDS<B>, b_address, math::k_major_step<B>(i)), INSTRUCTION, i > 0);
+  }
+}
+
+// D += A B, summed over the block's queries. A, P or dS, is in tensor memory, in the pieces that
+// the two groups of score warps wrote; the rows of B are the queries.
+template <class C>
+__device__ __forceinline__ void add_gradient(uint32_t d_tmem, uint32_t a_tmem, uint32_t b_address,
+                                             bool accumulate) {
+  using Tile = typename C::QTile;
+  constexpr uint32_t INSTRUCTION =
+      math::instruction_descriptor(C::DTYPE, C::ROWS, C::HEAD_DIM, true);
+  constexpr int PIECE = C::GROUP_QUERIES / C::PRODUCT_DEPTH;  // products
+#pragma unroll
+  for (int i = 0; i < C::BLOCK / C::PRODUCT_DEPTH; ++i) {
+    ptx::tcgen05_mma_f16(d_tmem,
+                         a_tmem + i / PIECE * C::GROUP_QUERIES + i % PIECE * (C::PRODUCT_DEPTH / 2),
+                         operand(math::MN_MAJOR_FIELDS<Tile>, b_address,
+                                 math::mn_major_step<Tile, C::PRODUCT_DEPTH>(i)),
+                         INSTRUCTION, i > 0 || accumulate);
+  }
+}
+
+// dQ = dS K, summed over the CTA's keys, which are the rows of both tiles.
+template <class C>
+__device__ __forceinline__ void multiply_dq(uint32_t dq_tmem, uint32_t ds_address,
+                                            uint32_t k_address) {
+  using DsTile = typename C::DsTile;
+  using KTile = typename C::KTile;
+  constexpr uint32_t INSTRUCTION =
+      math::instruction_descriptor(C::DTYPE, C::BLOCK, C::HEAD_DIM, true, true);
+#pragma unroll
+  for (int i = 0; i < C::ROWS / C::PRODUCT_DEPTH; ++i) {
+    ptx::tcgen05_mma_f16(dq_tmem,
+                         operand(math::MN_MAJOR_FIELDS<DsTile>, ds_address,
+                                 math::mn_major_step<DsTile, C::PRODUCT_DEPTH>(i)),
+                         operand(math::MN_MAJOR_FIELDS<KTile>, k_address,
+                                 math::mn_major_step<KTile, C::PRODUCT_DEPTH>(i)),
+                         INSTRUCTION, i > 0);
+  }
+}
+
+// One lane starts the products. All lanes wait and count.
+template <class C>
+__device__ __forceinline__ void mma(const CtaWork& work, uint32_t shared_smem, uint32_t tmem) {
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();
+  const auto address = [&](int offset) {
+    return static_cast<uint32_t>(math::matrix_descriptor_address(shared_smem + offset));
+  };
+  const auto q_at = [&](int stage) { return address(C::Q_SMEM + stage * C::QTile::BYTES); };
+  const uint32_t blocks = uniform(work.blocks);
+  RingStage<C::Q_STAGES> q_ring;
+  RingStage<C::DOUT_STAGES> dout_ring;
+  int last_q_stage = 0;  // that of the block before
+  uint32_t drained_parity = 0;
+
+  // Waits, if issue order is not trusted, until all products so far are done.
+  const auto drain = [&] {
+    if constexpr (!C::TRUST_ISSUE_ORDER) {
+      if (leader) ptx::tcgen05_commit(barriers.drained());
+      ptx::mbarrier_wait_parity(barriers.drained(), drained_parity);
+      ptx::tcgen05_fence_after_thread_sync();
+      drained_parity ^= 1;
+    }
+  };
+  // dK of block `number`, whose dS is awaited here.
+  const auto add_dk = [&](uint32_t number) {
+    ptx::mbarrier_wait_parity(barriers.ds_ready(), number & 1);
+    ptx::tcgen05_fence_after_thread_sync();
+    if (leader) {
+      add_gradient<C>(tmem + C::DK_COLUMN, tmem + C::DP_COLUMN, q_at(last_q_stage), number > 0);
+      ptx::tcgen05_commit(barriers.q_empty(last_q_stage));
+    }
+    drain();  // dK has read dS before dQ, or the next dP, overwrites it
+  };
+  const auto start_dq = [&](uint32_t number) {
+    if (!C::DQ_OVER_DS && number > 0) {  // dQ of the block before is read
+      ptx::mbarrier_wait_parity(barriers.dq_empty(), (number - 1) & 1);
+      ptx::tcgen05_fence_after_thread_sync();
+    }
+    if (leader) {
+      // findings: overwrites-what-was-multiplied
+      multiply_dq<C>(tmem + C::DQ_COLUMN, address(C::DS_SMEM), address(C::K_SMEM));
+      ptx::tcgen05_commit(barriers.dq_ready());
+      // There is no dS behind the last block's.
+      if (!C::DQ_OVER_DS && number + 1 < blocks) ptx::tcgen05_commit(barriers.ds_empty());
+    }
+  };
+
+  ptx::mbarrier_wait_parity(barriers.k_full(), 0);
+#pragma unroll 1
+  for (uint32_t number = 0; number < blocks; ++number) {
+    const int q_stage = q_ring.stage;
+    ptx::mbarrier_wait_parity(barriers.q_full(q_stage), q_ring.parity);
+    q_ring.advance();
+    // No fence is needed: P of the block before was awaited, whose warps had read S.
+    if (leader) {
+      // findings: overwrites-what-was-multiplied
+      multiply_rows<C, typename C::KTile, typename C::QTile>(tmem + C::S_COLUMN, address(C::K_SMEM),
+                                                             q_at(q_stage));
+      ptx::tcgen05_commit(barriers.s_ready());
+    }
+    if (number > 0) {
+      add_dk(number - 1);
+      if constexpr (C::DQ_OVER_DS) {
+        start_dq(number - 1);
+        ptx::mbarrier_wait_parity(barriers.dq_empty(), (number - 1) & 1);  // dQ is read
+        ptx::tcgen05_fence_after_thread_sync();
+      }
+    } else {
+      ptx::mbarrier_wait_parity(barriers.v_full(), 0);
+    }
+    const uint32_t dout_address = address(C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES);
+    ptx::mbarrier_wait_parity(barriers.dout_full(dout_ring.stage), dout_ring.parity);
+    if (leader) {
+      // findings: overwrites-what-was-multiplied
+      multiply_rows<C, typename C::KTile, typename C::QTile>(tmem + C::DP_COLUMN,
+                                                             address(C::V_SMEM), dout_address);
+      ptx::tcgen05_commit(barriers.dp_ready());
+    }
+    if (!C::DQ_OVER_DS && number > 0) start_dq(number - 1);
+    ptx::mbarrier_wait_parity(barriers.p_ready(), number & 1);
+    ptx::tcgen05_fence_after_thread_sync();
+    if (leader) {
+      add_gradient<C>(tmem + C::DV_COLUMN, tmem + C::S_COLUMN, dout_address, number > 0);
+      ptx::tcgen05_commit(barriers.dout_empty(dout_ring.stage));
+    }
+    drain();  // dV has read P before the next S overwrites it
+    dout_ring.advance();
+    last_q_stage = q_stage;
+  }
+  add_dk(blocks - 1);
+  start_dq(blocks - 1);
+  if (leader) ptx::tcgen05_commit(barriers.sums_ready());
+}
+
+// --- dq, four warps: dQ -> the sums in the workspace ---
+
+constexpr int DQ_NAMED_BARRIER = 1;
+
+// TMA adds 32 columns at once. A thread has a query row.
+template <class C>
+__device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const CtaWork& work,
+                                       unsigned char* shared, uint32_t shared_smem) {
+  constexpr int PIECES = C::HEAD_DIM / C::DQ_COLUMNS;
+  static_assert(PIECES % C::DQ_STAGES == 0);
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int row = threadIdx.x % C::BLOCK;
+  const uint32_t dq_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32)) + C::DQ_COLUMN;
+  const bool leader = row < 32 && ptx::elect_sync();  // one thread starts the additions
+  const auto sync = [] { ptx::bar_sync(DQ_NAMED_BARRIER, 32 * C::DQ_WARPS); };
+  BlockPosition<C> block{0, work.start};
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int left = work.blocks; left > 0; --left) {
+    const int number =
+        work.dq_first + block.head * work.dq_next_head + block.row / C::BLOCK * work.dq_next_rows;
+    const bool in_turns = params.turns_gmem != nullptr;
+    float* sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(number) * C::BLOCK_SUMS;
+    ptx::mbarrier_wait_parity(barriers.dq_ready(), parity);
+    ptx::tcgen05_fence_after_thread_sync();
+    parity ^= 1;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+      const int offset = C::DQ_SMEM + piece % C::DQ_STAGES * C::DQ_BYTES;
+      float dq_rmem[C::DQ_COLUMNS];
+      ptx::tcgen05_ld(dq_rmem, dq_tmem + piece * C::DQ_COLUMNS);
+      ptx::tcgen05_wait_ld(dq_rmem);
+      if (piece == PIECES - 1) {
+        ptx::tcgen05_fence_before_thread_sync();
+        release(barriers.dq_empty());
+      }
+      // TMA has read the piece that lay here.
+      if (leader) ptx::cp_async_bulk_wait_group_read_1();
+      sync();
+#pragma unroll
+      for (int i = 0; i < C::DQ_COLUMNS / 4; ++i) {
+        *reinterpret_cast<float4*>(shared + offset + (i * C::BLOCK + row) * 16) =
+            float4{dq_rmem[4 * i], dq_rmem[4 * i + 1], dq_rmem[4 * i + 2], dq_rmem[4 * i + 3]};
+      }
+      ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
+      sync();
+      if (leader) {
+        if (piece == 0 && in_turns && block.row >= work.before_begin &&
+            block.row <= work.before_last) {
+          const int turn = work.first_row / C::ROWS;
+          while (ptx::ld_acquire_s32(params.turns_gmem + number) < turn) {
+          }
+          ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+        }
+        ptx::cp_reduce_async_bulk_add_f32(sums_gmem + piece * (C::DQ_BYTES / 4),
+                                          shared_smem + offset, C::DQ_BYTES);
+        ptx::cp_async_bulk_commit_group();
+      }
+    }
+    if (leader && in_turns) {  // the next tile of keys may add when this one has
+      ptx::cp_async_bulk_wait_group_0();
+      ptx::st_release_s32(params.turns_gmem + number, work.first_row / C::ROWS + 1);
+    }
+    __syncwarp();
+    block.next(work);
+  }
+  if (leader) ptx::cp_async_bulk_wait_group_read_0();  // shared memory stays until TMA has read it
+}
+
+// --- score, eight warps: S -> P, dP -> dS, a thread for each key ---
+
+// The queries of a block that a thread works on.
+template <class C>
+using Queries = float[C::GROUP_QUERIES];
+
+// Scores become softcap * tanh(score / softcap). The error of tanh is relative to its result, as
+// that of 1 - 2 / (1 + e^2x) is not near 0; the series ends with an error of 2^-24 at its limit.
+template <class C>
+__device__ __forceinline__ void cap_scores(Queries<C>& s_rmem, const AttentionParams& params) {
+  constexpr float SERIES_LIMIT = 0.1f;
+#pragma unroll
+  for (int i = 0; i < C::GROUP_QUERIES; ++i) {
+    const float x = s_rmem[i] * params.tanh_scale;
+    const float square = x * x;
+    const float series = fmaf(x * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), x);
+    const float power = ptx::ex2_approx_ftz(x * (2.0f * math::LOG2_E));
+    const float far = 1.0f - __fdividef(2.0f, 1.0f + power);
+    s_rmem[i] = params.softcap * (square < SERIES_LIMIT * SERIES_LIMIT ? series : far);
+  }
+}
+
+// Writes, or adds, a key's row of a gradient times `factor`; without `any` the gradient is 0.
+template <class C>
+__device__ __forceinline__ void store_gradient(const GradientParams& gradient,
+                                               const BackwardWork& work, uint32_t sum_tmem,
+                                               bool any, int columns, float factor) {
+  const int row = work.first_row + static_cast<int>(threadIdx.x) % C::ROWS;
+  const int64_t start = work.batch * gradient.batch + work.head * gradient.head +
+                        (static_cast<int64_t>(work.own_start) + row) * gradient.row;
+#pragma unroll 1
+  for (int column = 0; column < C::HEAD_DIM; column += 16) {
+    float sums[16] = {};
+    if (any) {
+      ptx::tcgen05_ld(sums, sum_tmem + column);
+      ptx::tcgen05_wait_ld(sums);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row >= work.own_rows || column + 8 * half >= columns) continue;
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = sums[8 * half + i] * factor;
+      math::store_gradient_chunk<C::DTYPE>(gradient, start + column + 8 * half, x);
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void score(const BackwardKernelParams& params, const CtaWork& work,
+                                      unsigned char* shared, uint32_t shared_smem) {
+  using DsTile = typename C::DsTile;
+  constexpr int QUERIES = C::GROUP_QUERIES, PART = 32;  // a part is what one tcgen05.ld brings
+  static_assert(QUERIES == 2 * PART);
+  const AttentionParams& attention = params.backward.attention;
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  const int group = warp / 4;
+  const int key_of_tile = threadIdx.x % C::ROWS;
+  const int key = work.first_row + key_of_tile;
+  const uint32_t lanes_tmem = uniform(ptx::tmem_lanes_of_warp(warp));
+  const uint32_t s_tmem = lanes_tmem + C::S_COLUMN + group * QUERIES;
+  const uint32_t dp_tmem = lanes_tmem + C::DP_COLUMN + group * QUERIES;
+  const auto blocks = static_cast<uint32_t>(uniform(work.blocks));
+  const float scale = attention.exp2_scale;
+  RingStage<C::Q_STAGES> q_ring;
+#pragma unroll 1
+  for (uint32_t number = 0; number < blocks; ++number) {
+    ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // the terms are there
+    const float* of_stage =
+        reinterpret_cast<const float*>(shared + C::TERMS_SMEM + q_ring.stage * C::TERMS_BYTES);
+    const float4* lse = reinterpret_cast<const float4*>(of_stage + group * QUERIES);
+    const float4* delta = reinterpret_cast<const float4*>(of_stage + C::BLOCK + group * QUERIES);
+    const BlockNote note = *reinterpret_cast<const BlockNote*>(of_stage + 2 * C::BLOCK);
+    const bool masks = uniform(note.masked_warps) >> warp % 4 & 1;
+    // The queries of this thread that see its key.
+    const int first = work.visible.first(key) - note.row - group * QUERIES;
+    const int last = work.visible.last(key) - note.row - group * QUERIES;
+
+    Queries<C> p_rmem;
+    ptx::mbarrier_wait_parity(barriers.s_ready(), number & 1);  // S is complete
+    ptx::tcgen05_fence_after_thread_sync();
+    {
+      float s_rmem[2][PART];
+      ptx::tcgen05_ld(s_rmem[0], s_tmem);
+      ptx::tcgen05_ld(s_rmem[1], s_tmem + PART);
+      ptx::tcgen05_wait_ld(s_rmem);
+#pragma unroll
+      for (int i = 0; i < QUERIES; ++i) p_rmem[i] = s_rmem[i / PART][i % PART];
+    }
+    const bool capped = attention.softcap != 0.0f;
+    if (capped) cap_scores<C>(p_rmem, attention);
+#pragma unroll
+    for (int i = 0; i < QUERIES; i += 4) {
+      const float4 of_rows = lse[i / 4];
+      const float2 low =
+          ptx::fma_rn_f32x2({p_rmem[i], p_rmem[i + 1]}, {scale, scale}, {-of_rows.x, -of_rows.y});
+      const float2 high = ptx::fma_rn_f32x2({p_rmem[i + 2], p_rmem[i + 3]}, {scale, scale},
+                                            {-of_rows.z, -of_rows.w});
+      // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
+      p_rmem[i] = ptx::ex2_approx_ftz(ptx::min_nan(low.x, 0.0f));
+      p_rmem[i + 1] = ptx::ex2_approx_ftz(ptx::min_nan(low.y, 0.0f));
+      p_rmem[i + 2] = ptx::ex2_approx_ftz(ptx::min_nan(high.x, 0.0f));
+      p_rmem[i + 3] = ptx::ex2_approx_ftz(ptx::min_nan(high.y, 0.0f));
+    }
+    // Selecting (not multiplying) makes the old value irrelevant, even if it was NaN.
+    if (masks) {
+#pragma unroll
+      for (int i = 0; i < QUERIES; ++i) {
+        if (i < first || i > last) p_rmem[i] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      uint32_t words[PART / 2];
+#pragma unroll
+      for (int i = 0; i < PART / 2; ++i) {
+        words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(p_rmem[part * PART + 2 * i],
+                                                p_rmem[part * PART + 2 * i + 1]);
+      }
+      ptx::tcgen05_st(s_tmem + part * (PART / 2), words);
+    }
+    ptx::tcgen05_wait_st();
+    ptx::tcgen05_fence_before_thread_sync();
+    release(barriers.p_ready());
+
+    // dS = P * (dP - delta), the gradient of the scores before their scale. With a softcap it is
+    // that of the scores before softcap: the derivative of c * tanh(x / c) is 1 - tanh(x / c)^2,
+    // whose tanh comes from P, because the scores are no longer there. Where P is 0, tanh is
+    // anything.
+    if (capped) {
+      constexpr float LEAST_EXPONENT = -126.0f;
+#pragma unroll
+      for (int i = 0; i < QUERIES; ++i) {
+        const float exponent = fmaxf(ptx::lg2_approx_ftz(p_rmem[i]), LEAST_EXPONENT);
+        const float tanh = (exponent + reinterpret_cast<const float*>(lse)[i]) * params.uncap;
+        p_rmem[i] *= fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
+      }
+    }
+    ptx::mbarrier_wait_parity(barriers.dp_ready(), number & 1);  // dP is complete
+    ptx::tcgen05_fence_after_thread_sync();
+    if constexpr (!C::DQ_OVER_DS) ptx::mbarrier_wait_parity(barriers.ds_empty(), (number & 1) ^ 1);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      float dp_rmem[PART];
+      ptx::tcgen05_ld(dp_rmem, dp_tmem + part * PART);
+      ptx::tcgen05_wait_ld(dp_rmem);
+#pragma unroll
+      for (int i = 0; i < PART; i += 4) {
+        const float4 of_rows = delta[(part * PART + i) / 4];
+        const float* p = &p_rmem[part * PART + i];
+        const float2 low = ptx::mul_rn_f32x2(
+            {p[0], p[1]}, ptx::sub_rn_f32x2({dp_rmem[i], dp_rmem[i + 1]}, {of_rows.x, of_rows.y}));
+        const float2 high = ptx::mul_rn_f32x2(
+            {p[2], p[3]},
+            ptx::sub_rn_f32x2({dp_rmem[i + 2], dp_rmem[i + 3]}, {of_rows.z, of_rows.w}));
+        dp_rmem[i] = low.x, dp_rmem[i + 1] = low.y;
+        dp_rmem[i + 2] = high.x, dp_rmem[i + 3] = high.y;
+      }
+      if (masks) {
+#pragma unroll
+        for (int i = 0; i < PART; ++i) {
+          if (part * PART + i < first || part * PART + i > last) dp_rmem[i] = 0.0f;
+        }
+      }
+      uint32_t words[PART / 2];
+#pragma unroll
+      for (int i = 0; i < PART / 2; ++i)
+        words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(dp_rmem[2 * i], dp_rmem[2 * i + 1]);
+      ptx::tcgen05_st(dp_tmem + part * (PART / 2), words);
+#pragma unroll
+      for (int i = 0; i < PART / 8; ++i) {
+        const int chunk = (group * QUERIES + part * PART) / 8 + i;
+        *reinterpret_cast<uint4*>(shared + C::DS_SMEM + DsTile::offset(key_of_tile, chunk)) =
+            uint4{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+      }
+    }
+    ptx::fence_proxy_async_shared();  // the stores come before the tensor cores' reads
+    ptx::tcgen05_wait_st();
+    ptx::tcgen05_fence_before_thread_sync();
+    release(barriers.ds_ready());
+    release(barriers.q_empty(q_ring.stage));
+    q_ring.advance();
+  }
+  if (blocks > 0) {
+    ptx::mbarrier_wait_parity(barriers.sums_ready(), 0);
+    ptx::tcgen05_fence_after_thread_sync();
+  }
+  const bool of_k = group == 0;
+  store_gradient<C>(of_k ? params.backward.dk : params.backward.dv, work,
+                    lanes_tmem + (of_k ? C::DK_COLUMN : C::DV_COLUMN), blocks > 0,
+                    of_k ? attention.d : attention.dv, of_k ? params.backward.scale : 1.0f);
+  ptx::tcgen05_fence_before_thread_sync();
+}
+
+template <class C>
+__device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params) {
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
+  CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
+  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
+  {
+    const BackwardWork found =
+        math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
+    if (found.first_row < 0) return;
+    if (threadIdx.x == 0) work = find_queries<C>(params, found);
+  }
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  if (warp == C::MMA_WARP) {
+    ptx::tcgen05_alloc<ptx::TMEM_COLUMNS>(shared_smem + C::TMEM_ADDRESS_SMEM);
+    ptx::tcgen05_relinquish_alloc_permit();
+  }
+  if (threadIdx.x == 0) BackwardBarriers<C>{shared_smem + C::BARRIER_SMEM}.init();
+  // The barriers are initialised, tensor memory is allocated and `work` is written before any warp
+  // uses them. All columns of tensor memory are this CTA's.
+  __syncthreads();
+
+  const bool any_block = work.blocks > 0;
+  if (warp < C::DQ_WARP) {
+    ptx::setmaxnreg_inc<C::SCORE_REGISTERS>();
+    score<C>(params, work, shared, shared_smem);
+  } else if (warp < C::MMA_WARP) {
+    ptx::setmaxnreg_dec<C::DQ_REGISTERS>();
+    if (any_block) add_dq<C>(params, work, shared, shared_smem);
+  } else {
+    ptx::setmaxnreg_dec<C::OTHER_REGISTERS>();
+    if (!any_block) {
+    } else if (warp == C::MMA_WARP) {
+      mma<C>(work, shared_smem, *reinterpret_cast<uint32_t*>(shared + C::TMEM_ADDRESS_SMEM));
+    } else if (warp == C::LOAD_WARP) {
+      load<C>(params, work, shared, shared_smem);
+    } else if (warp == C::TERMS_WARP) {
+      load_terms<C>(params, work, shared, shared_smem);
+    }
+  }
+  // All warps are done with tensor memory before it is freed. Each role has fenced its last use.
+  __syncthreads();
+  if (warp == C::MMA_WARP) {
+    ptx::tcgen05_fence_after_thread_sync();
+    ptx::tcgen05_dealloc<ptx::TMEM_COLUMNS>(0);
+  }
+}
+
+// --- what comes behind: dQ, when all CTAs have added to its sums ---
+
+// Writes dQ of a block of queries: the sums, times the scale.
+template <class C>
+__device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
+  const AttentionParams& attention = params.backward.attention;
+  const GradientParams& gradient = params.backward.dq;
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  const int index = static_cast<int>(blockIdx.x);
+  int head, batch, first_row, rows;
+  if (cu_q == nullptr) {
+    head = index / params.blocks % attention.heads_q;
+    batch = index / params.blocks / attention.heads_q;
+    first_row = index % params.blocks * C::BLOCK;
+    rows = attention.nq;
+  } else {
+    head = index % attention.heads_q;
+    const int tile = index / attention.heads_q;
+    batch = math::find_varlen_sequence(cu_q, attention.batch, C::BLOCK, tile);
+    if (batch < 0) return;
+    first_row = (tile - math::varlen_tile_start(cu_q, batch, C::BLOCK)) * C::BLOCK;
+    rows = math::sequence_start(cu_q, batch + 1, attention.nq) -
+           math::sequence_start(cu_q, batch, attention.nq);
+  }
+  const float4* sums_gmem = reinterpret_cast<const float4*>(
+      params.dq_sums_gmem + static_cast<int64_t>(index) * C::BLOCK_SUMS);
+  const int64_t start =
+      batch * gradient.batch + head * gradient.head +
+      static_cast<int64_t>(math::sequence_start(cu_q, batch, attention.nq)) * gradient.row;
+  const float scale = params.backward.scale;
+  // A thread takes eight columns of a row.
+#pragma unroll
+  for (int i = 0; i < C::BLOCK_SUMS / 8 / BACKWARD_DQ_THREADS; ++i) {
+    const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
+    const int row = number % C::BLOCK, chunk = number / C::BLOCK;
+    if (first_row + row >= rows || 8 * chunk >= attention.d) continue;
+    float x[8];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 sums = sums_gmem[(2 * chunk + half) * C::BLOCK + row];
+      x[4 * half] = sums.x * scale, x[4 * half + 1] = sums.y * scale;
+      x[4 * half + 2] = sums.z * scale, x[4 * half + 3] = sums.w * scale;
+    }
+    math::store_gradient_chunk<C::DTYPE>(gradient,
+                                         start + (first_row + row) * gradient.row + 8 * chunk, x);
+  }
+}
+
+}  // namespace archflash::blackwell_dc::backward
+
+// Entry points, under the names that plan_backward.cpp asks for. __grid_constant__ keeps the
+// parameter in constant memory, where TMA reads the tensor maps.
+#define ARCHFLASH_BLACKWELL_DC_PREPARE_KERNEL(NAME, DTYPE)                                 \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS)           \
+      NAME(const __grid_constant__ archflash::blackwell_dc::BackwardKernelParams params) { \
+    archflash::blackwell_dc::backward::prepare<DTYPE>(params);                             \
+  }
+#define ARCHFLASH_BLACKWELL_DC_BACKWARD_KERNEL(NAME, CONFIG)                               \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)                         \
+      NAME(const __grid_constant__ archflash::blackwell_dc::BackwardKernelParams params) { \
+    archflash::blackwell_dc::backward::attention_bwd<CONFIG>(params);                      \
+  }
+#define ARCHFLASH_BLACKWELL_DC_DQ_KERNEL(NAME, CONFIG)                                     \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS)             \
+      NAME(const __grid_constant__ archflash::blackwell_dc::BackwardKernelParams params) { \
+    archflash::blackwell_dc::backward::write_dq<CONFIG>(params);                           \
+  }

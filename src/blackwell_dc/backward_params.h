@@ -1,0 +1,30 @@
+// The parameter of blackwell_dc's backward kernels, but that of the sinks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/backward_params.h"
+#include "common/tensor_map.h"
+
+namespace archflash::blackwell_dc {
+
+struct BackwardKernelParams {
+  BackwardParams backward;
+  // The sums of dQ before its scale, to which all CTAs add: of each block of queries of each head,
+  // 32 columns after the others; of these, four columns of all rows after the others.
+  float* dq_sums_gmem;
+  int64_t cleared_bytes;  // from there on, which the first launch fills with zeros
+  // How many tiles of keys have added to each block of queries, where they take turns; null: they
+  // do not.
+  int32_t* turns_gmem;
+  float uncap;     // from a score, as a logarithm to base 2, to its tanh
+  int32_t blocks;  // of queries of a head, without cu_seqlens
+  TensorMap q_map, k_map, v_map, dout_map;
+};
+static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);
+static_assert(offsetof(BackwardKernelParams, backward) == 0,
+              "core::plan_backward() fills in the block's start");
+
+}  // namespace archflash::blackwell_dc
