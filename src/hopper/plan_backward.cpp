@@ -101,8 +101,9 @@ float exponent_scale(const AttentionParams& attention) {
 // How many heads of k are gone over together: those whose Q, dO and sums of dQ stay in L2, measured
 // on an H200 (NOTES.md). In turns more of them, because the tiles of a head that are computed at
 // the same time wait for one another; up to 128 columns all, which was faster there.
-int64_t group_heads(const BackwardProblem& problem, const BackwardTile& tile) {
-  constexpr int64_t BYTES = int64_t{32} << 20, LEAST = 4;
+int64_t group_heads(const BackwardProblem& problem, const BackwardTile& tile,
+                    const Device& device) {
+  constexpr int64_t BYTES = int64_t{32} << 20;
   const Problem& call = problem.call;
   const int64_t all = std::max<int64_t>(call.batch * call.heads_kv, 1);
   if (problem.deterministic && tile.head_dim <= 128) return all;
@@ -110,7 +111,9 @@ int64_t group_heads(const BackwardProblem& problem, const BackwardTile& tile) {
       (call.d + call.dv) * dtype_bytes(call.dtype) + int64_t{sizeof(float)} * tile.head_dim;
   const int64_t head_bytes =
       std::max<int64_t>(call.heads_q / call.heads_kv * call.nq * row_bytes, 1);
-  const int64_t heads = std::max(BYTES / head_bytes, LEAST);
+  // Their tiles fill the GPU.
+  const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
+  const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
   return std::min(problem.deterministic ? 2 * heads : heads, all);
 }
 
@@ -162,7 +165,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     params.cleared_bytes = workspace.bytes() - sums_start;
     if (attention.softcap != 0) params.uncap = 1 / (attention.exp2_scale * attention.softcap);
     params.rounds = static_cast<int32_t>(core::ceil_div(call.nq, tile.round_rows));
-    params.group_heads = static_cast<int32_t>(group_heads(problem, tile));
+    params.group_heads = static_cast<int32_t>(group_heads(problem, tile, device));
     launch.params = core::bytes(params);
     launch.pointers.push_back(
         {Operand::Workspace, static_cast<int32_t>(offsetof(P, dq_sums_gmem)), sums_start});

@@ -98,8 +98,9 @@ def test_mutants_of_the_backward_pass_are_caught(
     subject = target.subject()
     # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
     # The calls of ampere add gradients in turns: the code for any order does not run. None of them
-    # writes gradients in fp32 or adds them, of which a kernel of hopper has a store for each pair.
-    assert subject.coverage() > (0.6 if target.masked else 0.75)
+    # adds to what gradients hold, for which a kernel of hopper has a branch at each pair.
+    least = 0.7 if target.implementation == "hopper" else 0.75
+    assert subject.coverage() > (0.6 if target.masked else least)
     score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
