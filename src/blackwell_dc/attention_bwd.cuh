@@ -539,7 +539,14 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int row = threadIdx.x % C::BLOCK;
   const uint32_t dq_tmem = uniform(ptx::tmem_lanes_of_warp(threadIdx.x / 32)) + C::DQ_COLUMN;
-  const bool leader = row < 32 && ptx::elect_sync();  // one thread starts the additions
+  // One thread starts the additions: the elected one of the first warp. The branches are two, so
+  // that ptxas sees that it is one lane.
+  const bool first_warp = uniform(static_cast<int>(threadIdx.x) / 32) == C::DQ_WARP;
+  const auto as_leader = [&](const auto& act) {
+    if (first_warp) {
+      if (ptx::elect_sync()) act();
+    }
+  };
   const auto sync = [] { ptx::bar_sync(DQ_NAMED_BARRIER, 32 * C::DQ_WARPS); };
   BlockPosition<C> block{0, work.start};
   uint32_t parity = 0;
@@ -563,7 +570,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
         release(barriers.dq_empty());
       }
       // TMA has read the piece that lay here.
-      if (leader) ptx::cp_async_bulk_wait_group_read_1();
+      as_leader([] { ptx::cp_async_bulk_wait_group_read_1(); });
       sync();
 #pragma unroll
       for (int i = 0; i < C::DQ_COLUMNS / 4; ++i) {
@@ -572,7 +579,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       }
       ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
       sync();
-      if (leader) {
+      as_leader([&] {
         if (piece == 0 && in_turns && block.row >= work.before_begin &&
             block.row <= work.before_last) {
           const int turn = work.first_row / C::ROWS;
@@ -583,16 +590,18 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
         ptx::cp_reduce_async_bulk_add_f32(sums_gmem + piece * (C::DQ_BYTES / 4),
                                           shared_smem + offset, C::DQ_BYTES);
         ptx::cp_async_bulk_commit_group();
-      }
+      });
     }
-    if (leader && in_turns) {  // the next tile of keys may add when this one has
-      ptx::cp_async_bulk_wait_group_0();
+    as_leader([&] {
+      if (!in_turns) return;
+      ptx::cp_async_bulk_wait_group_0();  // the next tile of keys may add when this one has
       ptx::st_release_s32(params.turns_gmem + number, work.first_row / C::ROWS + 1);
-    }
+    });
     __syncwarp();
     block.next(work);
   }
-  if (leader) ptx::cp_async_bulk_wait_group_read_0();  // shared memory stays until TMA has read it
+  // Shared memory stays until TMA has read it.
+  as_leader([] { ptx::cp_async_bulk_wait_group_read_0(); });
 }
 
 // --- score, eight warps: S -> P, dP -> dS, a thread for each key ---
