@@ -38,16 +38,10 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
 }
 
 __device__ __forceinline__ void transpose_v(const Params& params) {
-  constexpr int CHUNK = 16;                         // bytes that a thread reads at once
-  constexpr int WORDS = TRANSPOSED_COLUMNS / 4;     // of a key
-  __shared__ uint32_t tile[V_COLUMN_KEYS * WORDS];  // (keys, columns)
-  // A key's words are rotated by a number that differs among the 32 keys that a warp reads together
-  // (below), so that they lie in different banks.
-  const auto place = [](int key, int word) {
-    const int rotation = key / 16 * 4 + key / 2 % 4 + key % 2;
-    return key * WORDS + (word + rotation) % WORDS;
-  };
-  ptx::griddepcontrol_launch_dependents();  // its first scores need no V
+  constexpr int CHUNK = 16;                          // bytes that a thread reads at once
+  constexpr int PITCH = TRANSPOSED_COLUMNS / 4 + 1;  // words: odd, against bank conflicts
+  __shared__ uint32_t tile[V_COLUMN_KEYS * PITCH];   // (keys, columns)
+  ptx::griddepcontrol_launch_dependents();           // its first scores need no V
   const AttentionParams& attention = params.attention;
   const int blocks = params.v_columns / V_COLUMN_KEYS;
   const int heads = attention.heads_q / attention.heads_per_kv;
@@ -81,9 +75,8 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
       data = *reinterpret_cast<const uint4*>(v_gmem + (start + first_key + key) * attention.v_row +
                                              chunk * CHUNK);
     }
-    const int word = chunk * (CHUNK / 4);
-    tile[place(key, word)] = data.x, tile[place(key, word + 1)] = data.y;
-    tile[place(key, word + 2)] = data.z, tile[place(key, word + 3)] = data.w;
+    uint32_t* row = tile + key * PITCH + chunk * (CHUNK / 4);
+    row[0] = data.x, row[1] = data.y, row[2] = data.z, row[3] = data.w;
   }
   __syncthreads();  // the keys are there before any thread reads columns
 
@@ -94,9 +87,8 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
                       static_cast<int64_t>(slice) * attention.dv * params.v_columns +
                       block * V_COLUMN_KEYS + lane * 4;
   for (int column = threadIdx.x / 32 * 4; column < attention.dv; column += TRANSPOSE_THREADS / 8) {
-    const int word = column / 4;
-    uint32_t words[4] = {tile[place(key, word)], tile[place(key + 1, word)],
-                         tile[place(key + 8, word)], tile[place(key + 9, word)]};
+    const uint32_t* first = tile + key * PITCH + column / 4;
+    uint32_t words[4] = {first[0], first[PITCH], first[8 * PITCH], first[9 * PITCH]};
     transpose_bytes(words);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
