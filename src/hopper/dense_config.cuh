@@ -1,4 +1,4 @@
-// The tiles of the hopper kernels for a dense attn_mask, and what is known of its blocks.
+// The tiles of the hopper kernels for a dense attn_mask or key_ranges, and what is known of blocks.
 // Compile-time numbers only, in plain C++.
 #pragma once
 
@@ -9,13 +9,14 @@
 
 namespace archflash::hopper {
 
-// What the summary says of MASK_BLOCK rows and keys of attn_mask: a byte of flags. 0: no row sees
-// any key. SEEN alone: attn_mask changes nothing.
+// What the summary says of MASK_BLOCK rows and keys: a byte of flags. 0: no row sees any key. SEEN
+// alone: the mask changes nothing.
 constexpr uint32_t STATE_SEEN = 1;     // some row sees some key
 constexpr uint32_t STATE_HIDDEN = 2;   // some key is hidden; the summary's bits say which
 constexpr uint32_t STATE_ADDED = 4;    // something else than 0 is added
 constexpr uint32_t STATE_HUGE = 8;     // some of it is not below LARGEST_ADDED
-constexpr uint32_t STATE_BEYOND = 16;  // a row sees not all keys by its position; not of attn_mask
+constexpr uint32_t STATE_RANGED = 16;  // key_ranges hide some key of some row
+constexpr uint32_t STATE_BEYOND = 32;  // a row's position hides some; no part of the summary
 
 // Elements below it can be added before the scores are scaled, if the scale is not below
 // 1 / LARGEST_FACTOR: their product is finite.

@@ -1,7 +1,7 @@
 // Attention forward on TMA, mbarriers and wgmma with a dense attn_mask, bool or added in 16 bits,
-// together with the causal mask and the window.
+// or with key_ranges, together with the causal mask and the window.
 //
-// A kernel before this one has read attn_mask (summarize_mask.cuh). Its summary says of each block
+// A kernel before this one has read the mask (summarize_mask.cuh). Its summary says of each block
 // of MASK_BLOCK rows and keys whether it changes anything, and which scores count, as bits in the
 // order in which wgmma leaves scores. So the kernel is that of attention_fwd.cuh for many rows with
 // another walk: the producer skips blocks that no row of the tile sees, and tells each warpgroup
@@ -11,7 +11,7 @@
 //   state of the block for a warpgroup   what the warpgroup does
 //   0                                    waits, and hands the block back
 //   SEEN alone                           the same step as in a call without masks
-//   HIDDEN, BEYOND                       selects scores by bits, or by position
+//   HIDDEN, RANGED, BEYOND               selects scores by bits, ranges or position
 //   ADDED                                adds elements to scores that are not scaled yet: one FMA
 //   HUGE                                 adds them to scaled scores, and keeps the sums finite
 //
@@ -106,6 +106,7 @@ struct StatedBlocks {
   // Looks at 32 blocks, from the one at `key` backwards.
   __device__ __forceinline__ void look_at(int key) {
     top = key;
+    const uint32_t of_unseen = params.bits_gmem != nullptr ? STATE_HIDDEN : STATE_RANGED;
     const int of_lane = key - static_cast<int>(threadIdx.x % 32) * C::BLOCK_K;
     states = 0;
 #pragma unroll
@@ -124,7 +125,7 @@ struct StatedBlocks {
         const uint32_t of_mask =
             states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
                         part / MASK_BLOCK];
-        state |= of_mask == 0 ? STATE_HIDDEN : of_mask;
+        state |= of_mask == 0 ? of_unseen : of_mask;
         if (visible.masks(row, last_row, part, part + MASK_BLOCK - 1)) state |= STATE_BEYOND;
       }
       if ((state & STATE_SEEN) != 0) states |= state << (8 * group);
@@ -296,6 +297,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
   using QTile = typename C::QTile;
   constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK_K / 4;
   const Params& params = all_params.call;
+  const MaskParams& masks = all_params.masks;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
@@ -340,6 +342,9 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
                                 (static_cast<int64_t>(slice) * all_params.row_blocks + row_block) *
                                     all_params.key_blocks * SUMMARY_WORDS +
                                 threadIdx.x % C::WARPGROUP;
+    const int32_t* ranges_gmem = masks.ranges_gmem +
+                                 slice / all_params.mask_heads * masks.ranges_batch +
+                                 slice % all_params.mask_heads * masks.ranges_head;
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
@@ -400,21 +405,43 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         }
         ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
       }
-      if ((block_state & (STATE_HIDDEN | STATE_BEYOND)) != 0) {
+      if ((block_state & (STATE_HIDDEN | STATE_RANGED | STATE_BEYOND)) != 0) {
+        // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
+        const auto bits_of = [&](int part, int r, int begin, int end) {
+          const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
+          return math::lane_bits<SummaryConfig<C::DTYPE>>(begin - lane_key, end - lane_key)
+                 << (16 * r);
+        };
+        const int lane_row = tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4);
         if ((block_state & STATE_BEYOND) != 0) {
           const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
 #pragma unroll
           for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
-            const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
+            uint32_t of_rows = 0;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-              const int row =
-                  tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4) + 8 * r;
-              const uint32_t row_seen = math::lane_bits<SummaryConfig<C::DTYPE>>(
-                  visible.first(row) - lane_key, visible.last(row) + 1 - lane_key);
-              seen[part] &= row_seen << (16 * r) | 0xFFFFu << (16 * (1 - r));
+              const int row = lane_row + 8 * r;
+              of_rows |= bits_of(part, r, visible.first(row), visible.last(row) + 1);
+            }
+            seen[part] &= of_rows;
+          }
+        }
+        if ((block_state & STATE_RANGED) != 0) {
+          uint32_t in_ranges[C::SUMMARY_BLOCKS] = {};
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int row = min(lane_row + 8 * r, attention.nq - 1);
+            const int32_t* range = ranges_gmem + row * masks.ranges_row;
+#pragma unroll 1
+            for (int number = 0; number < masks.ranges; ++number, range += 2) {
+              const int begin = max(range[0], 0), end = range[1];
+#pragma unroll
+              for (int part = 0; part < C::SUMMARY_BLOCKS; ++part)
+                in_ranges[part] |= bits_of(part, r, begin, end);
             }
           }
+#pragma unroll
+          for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) seen[part] &= in_ranges[part];
         }
         select_scores<C>(s_rmem, seen);
       }

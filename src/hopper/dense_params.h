@@ -1,4 +1,4 @@
-// The one parameter of the hopper kernels for a dense attn_mask.
+// The one parameter of the hopper kernels for a dense attn_mask or key_ranges.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace archflash::hopper {
 
-// The summary of attn_mask has (batch, heads, row blocks, key blocks) of blocks, where a dimension
-// along which attn_mask is broadcast has size 1.
+// The summary has (batch, heads, row blocks, key blocks) of blocks, where a dimension along which
+// the mask is broadcast has size 1.
 struct DenseParams {
   Params call;
   MaskParams masks;
   uint8_t* states_gmem;  // a byte for each block, in the workspace
-  uint32_t* bits_gmem;   // SUMMARY_WORDS for each block, in the workspace
+  uint32_t* bits_gmem;   // SUMMARY_WORDS for each block of attn_mask, in the workspace
   int32_t mask_batches, mask_heads, row_blocks, key_blocks;
   TensorMap mask_map;  // attn_mask, where its elements are added
 };

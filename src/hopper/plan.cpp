@@ -124,6 +124,7 @@ constexpr Tile MASKED_TILES[] = {
     tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
 };
 
+<<<<<<< ours
 constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
 constexpr const char* WITH_CACHE_FEW = "a KV cache and few tiles: 64 rows make more of them";
 constexpr const char* WITH_PAGES = "pages of a multiple of 64 rows: fewer copies for a block";
@@ -149,6 +150,10 @@ constexpr Tile PAGES_TILES[] = {
 
 // For a dense attn_mask (reads_summary). Few row tiles are left to the tiles above.
 constexpr const char* DENSE = "a dense attn_mask, of which a summary is made first";
+=======
+// For a dense attn_mask or ranges (reads_summary). Few row tiles are left to the tiles above.
+constexpr const char* DENSE = "a dense attn_mask or ranges, of which a summary is made first";
+>>>>>>> theirs
 constexpr Tile DENSE_TILES[] = {
     tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[0],
@@ -183,6 +188,7 @@ constexpr Tile FP8_BLOCK_TILES[] = {
         "unmeasured"),
 };
 
+<<<<<<< ours
 const Tile* first_that_takes(std::span<const Tile> tiles, const Problem& problem) {
   const auto tile = std::find_if(tiles.begin(), tiles.end(), [&](const Tile& candidate) {
     return core::takes_head_dims(candidate, problem);
@@ -207,30 +213,40 @@ bool small_tiles_are_faster(const Problem& problem, const Device& device) {
 }
 
 // The blocks of the summary of attn_mask, which has size 1 along dimensions of stride 0.
+=======
+// The blocks of the summary of attn_mask, or else of key_ranges, which has size 1 along dimensions
+// of stride 0.
+>>>>>>> theirs
 struct SummaryBlocks {
   int64_t batches, heads, row_blocks, key_blocks;
 
   explicit SummaryBlocks(const Problem& problem)
-      : batches(problem.mask_strides.batch == 0 ? 1 : problem.batch),
-        heads(problem.mask_strides.head == 0 ? 1 : problem.heads_q),
+      : batches(strides(problem).batch == 0 ? 1 : problem.batch),
+        heads(strides(problem).head == 0 ? 1 : problem.heads_q),
         row_blocks(core::ceil_div(problem.nq, MASK_BLOCK)),
         key_blocks(core::ceil_div(problem.nk, MASK_BLOCK)) {}
 
   int64_t count() const { return batches * heads * row_blocks * key_blocks; }
   int64_t bits_bytes() const { return count() * SUMMARY_WORDS * 4; }
+
+  static const Strides& strides(const Problem& problem) {
+    return problem.mask != 0 ? problem.mask_strides : problem.range_strides;
+  }
 };
 
-// Whether the kernels that read a summary of attn_mask can serve a call: attn_mask is the only mask
-// as data, and a tensor map describes its elements if they are added.
+// Whether the kernels that read a summary can serve a call: attn_mask or key_ranges are the only
+// mask as data, and a tensor map describes the elements of attn_mask if they are added.
 bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
   constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
   constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
-  if (problem.mask == 0 || problem.key_ranges != 0 || problem.alibi_slopes || problem.block_mask)
+  if ((problem.mask != 0) == (problem.key_ranges != 0) || problem.alibi_slopes ||
+      problem.block_mask)
     return false;
   const SummaryBlocks blocks(problem);
-  if (blocks.count() == 0 || blocks.bits_bytes() > MOST_SUMMARY_BYTES) return false;
-  if (problem.mask == 1) return true;
+  const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
+  if (blocks.count() == 0 || bytes > MOST_SUMMARY_BYTES) return false;
+  if (problem.mask <= 1) return true;
   if (dtype_bytes(static_cast<DType>(problem.mask - 2)) != 2) return false;
   const Strides& strides = problem.mask_strides;
   const bool in_units = strides.batch % UNIT == 0 && strides.head % UNIT == 0 &&
@@ -349,6 +365,7 @@ void add_masks(LaunchPlan& plan, const Problem& problem) {
     launch.pointers.push_back(slot);
 }
 
+<<<<<<< ours
 // Why the kernels of CACHE_TILES cannot or should not serve a call with a cache.
 void refuse_cached_call(const Problem& problem, Reasons& reasons) {
   // Rows of q that share a head of K, as many as tiles of powers of two would have. So few are
@@ -408,6 +425,9 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
 }
 
 // Turns the launch of `plan` into that of a kernel that reads a summary of attn_mask, and puts the
+=======
+// Turns the launch of `plan` into that of a kernel that reads a summary of a mask, and puts the
+>>>>>>> theirs
 // launch that makes the summary before it. That one zeroes the counter of tiles, too.
 void add_summary(LaunchPlan& plan, const Problem& problem) {
   const SummaryBlocks blocks(problem);
@@ -431,18 +451,20 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   };
   add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
   add(offsetof(DenseParams, states_gmem), blocks.count());
-  add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+  if (problem.mask != 0) add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
   plan.workspace_bytes = workspace.bytes();
 
   Launch first;
-  first.kernel = std::string("hopper_summarize_mask_") + core::dtype_word(problem.dtype);
+  first.kernel =
+      std::string(problem.mask != 0 ? "hopper_summarize_mask_" : "hopper_summarize_ranges_") +
+      core::dtype_word(problem.dtype);
   first.image = last.image;
-  first.grid = {blocks.count(), 1, 1};
+  first.grid = {problem.mask != 0 ? blocks.count() : blocks.count() / blocks.key_blocks, 1, 1};
   first.block = {SUMMARY_THREADS, 1, 1};
   first.params = last.params;
   first.pointers = last.pointers;
 
-  if (problem.mask != 1) {
+  if (problem.mask > 1) {
     const Strides& strides = problem.mask_strides;
     const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
     const int64_t steps[] = {strides.row, strides.head, strides.batch};

@@ -1,7 +1,7 @@
 // Reads attn_mask once, before the attention kernel, however many heads share it: a CTA for each
 // block of MASK_BLOCK rows and keys. It writes whether any row sees any key, whether any is hidden
 // and whether anything is added (dense_config.cuh), and for each thread of a consumer warpgroup
-// which of its scores count, as bits.
+// which of its scores count, as bits. Or it looks at key_ranges, a CTA for MASK_BLOCK rows.
 #pragma once
 
 #include <cstdint>
@@ -88,10 +88,52 @@ __device__ __forceinline__ void summarize_mask(const DenseParams& params) {
   }
 }
 
+// For key_ranges: what the rows of a block row see of each block of keys.
+__device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
+  const MaskParams& masks = params.masks;
+  const AttentionParams& attention = params.call.attention;
+  const int row_block = static_cast<int>(blockIdx.x % params.row_blocks);
+  const int slice = static_cast<int>(blockIdx.x / params.row_blocks);
+  const int batch = slice / params.mask_heads, head = slice % params.mask_heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int32_t* ranges_gmem =
+      masks.ranges_gmem + batch * masks.ranges_batch + head * masks.ranges_head;
+  uint8_t* states_gmem = params.states_gmem + static_cast<int64_t>(blockIdx.x) * params.key_blocks;
+#pragma unroll 1
+  for (int block = warp; block < params.key_blocks; block += SUMMARY_THREADS / 32) {
+    const int first = block * MASK_BLOCK, end = min(first + MASK_BLOCK, attention.nk);
+    bool any = false, all = true;
+#pragma unroll
+    for (int row_of_lane = 0; row_of_lane < MASK_BLOCK; row_of_lane += 32) {
+      const int row = row_block * MASK_BLOCK + row_of_lane + lane;
+      if (row >= attention.nq) continue;
+      bool whole = false;
+#pragma unroll 1
+      for (int number = 0; number < masks.ranges; ++number) {
+        const int32_t* range = ranges_gmem + row * masks.ranges_row + 2 * number;
+        const int from = max(range[0], 0), to = range[1];
+        any |= max(from, first) < min(to, end);
+        whole |= from <= first && to >= end;
+      }
+      all &= whole;
+    }
+    const bool any_row = __any_sync(math::FULL_WARP, any);
+    const bool all_rows = __all_sync(math::FULL_WARP, all);
+    if (lane == 0) states_gmem[block] = any_row ? STATE_SEEN | (all_rows ? 0 : STATE_RANGED) : 0;
+  }
+  // The attention kernel counts its tiles there.
+  if (blockIdx.x == 0 && threadIdx.x == 0) *params.call.taken_gmem = 0;
+}
+
 }  // namespace archflash::hopper
 
 #define ARCHFLASH_HOPPER_SUMMARY_KERNEL(NAME, DTYPE)                               \
   extern "C" __global__ void __launch_bounds__(archflash::hopper::SUMMARY_THREADS) \
       NAME(const __grid_constant__ archflash::hopper::DenseParams params) {        \
     archflash::hopper::summarize_mask<DTYPE>(params);                              \
+  }
+#define ARCHFLASH_HOPPER_RANGES_KERNEL(NAME)                                       \
+  extern "C" __global__ void __launch_bounds__(archflash::hopper::SUMMARY_THREADS) \
+      NAME(const __grid_constant__ archflash::hopper::DenseParams params) {        \
+    archflash::hopper::summarize_ranges(params);                                   \
   }

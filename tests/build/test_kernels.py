@@ -326,6 +326,7 @@ INSTRUCTIONS = {
     "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "hopper_combine_": COMBINES,
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
+    "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
     "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
     "simt_append_": ("LDG.E", "STG.E"),
@@ -643,13 +644,15 @@ def test_every_kernel_is_planned_somewhere() -> None:
         if exact:
             continue
         keep = torch.empty(1024, 200, dtype=torch.bool, device="meta")
-        for d in (64, 128):  # a dense mask of many rows
+        ranges_of_keys = torch.empty(1, 1, 1024, 1, 2, dtype=torch.int32, device="meta")
+        for d in (64, 128):  # a dense mask or ranges of many rows
             q, k = (torch.empty(2, 64, n, d, dtype=dtype, device="meta") for n in (1024, 200))
-            plan = archflash.explain(
-                q, k, k, attn_mask=keep, device="H200", implementation="hopper"
-            ).plan
-            assert plan is not None
-            planned |= set(plan.kernels)
+            for given in ({"attn_mask": keep}, {"key_ranges": ranges_of_keys}):
+                plan = archflash.explain(
+                    q, k, k, device="H200", implementation="hopper", **given
+                ).plan
+                assert plan is not None
+                planned |= set(plan.kernels)
         q, qv, k_cache, v_cache = (
             torch.empty(2, rows, heads, dim, dtype=dtype, device="meta")
             for rows, heads in ((1, 4), (1024, 1))

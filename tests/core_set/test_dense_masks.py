@@ -1,5 +1,6 @@
-"""hopper's kernels for a dense attn_mask, which read a summary of it that a launch before them
-makes. Calls of few row tiles go to others (test_mask_data.py), so plans are made for one SM.
+"""hopper's kernels for a dense attn_mask or key_ranges, which read a summary of it that a launch
+before them makes. Calls of few row tiles go to others (test_mask_data.py), so plans are made for a
+GPU with one SM.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def check(
 ) -> tuple[Tensor, Tensor]:
     plan = plan_on(1, q, k, v, **call)
     first, last = plan.to_dict()["launches"]
-    assert "summarize_mask" in first["kernel"]
+    summary = "ranges" if "key_ranges" in call else "mask"
+    assert f"_summarize_{summary}_" in first["kernel"]
     assert last["kernel"].endswith(tile)
     return on.attend_and_check(NAME, q, k, v, plan=plan, schedules=schedules, **call)
 
@@ -89,6 +91,37 @@ def test_each_kind_of_mask(kind: str, dtype: str) -> None:
     check("d128_dense", q, k, v, range(number % 4, number % 4 + 1), attn_mask=mask)
 
 
+def ranges_of(kind: str, nq: int, nk: int) -> Tensor:
+    """Documents of 70 keys; ranges in any order, empty, overlapping or beyond the keys, of each
+    head; one range for all rows.
+    """
+    if kind == "documents":
+        ids = torch.arange(max(nq, nk), device=on.device) // 70
+        return archflash.masks.documents(ids)[:, :, :nq].clamp(max=nk)
+    if kind == "one":
+        return on.int32(70, nk - 3).reshape(1, 1, 1, 1, 2)
+    generator = torch.Generator().manual_seed(3)
+    made = torch.randint(-10, nk + 10, (1, 2, nq, 3, 2), generator=generator, dtype=torch.int32)
+    made[:, :, 1] = 0  # a row that sees nothing
+    made[:, :, 64:128] = torch.tensor([0, 70])  # blocks that all rows see, or none does
+    return made.to(on.device)
+
+
+RANGES = ("documents", "several", "one")
+
+
+@pytest.mark.parametrize("tile", DIMS)
+@pytest.mark.parametrize("position", ["none", "causal"])
+@pytest.mark.parametrize("kind", RANGES)
+def test_each_kind_of_ranges(kind: str, position: str, tile: str) -> None:
+    number = RANGES.index(kind)
+    nq, nk = 260, 203
+    dtype = ("float16", "bfloat16")[number % 2]
+    q, k, v = on.qkv(nq, nk, *DIMS[tile], dtype=dtype, heads=(2, 1))
+    call = {"key_ranges": ranges_of(kind, nq, nk), "causal": position == "causal"}
+    check(tile, q, k, v, range(number, number + 1), **call)
+
+
 MORE: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window": (70, 20)},
@@ -135,7 +168,7 @@ def test_keys_that_are_not_finite_reach_only_the_rows_that_see_them(tile: str) -
         assert touched.nonzero().flatten().tolist() == [7]
 
 
-def tile_of(mask: Tensor, heads: int = 64, nq: int = 1024, **call: Any) -> str:
+def tile_of(mask: Tensor | None, heads: int = 64, nq: int = 1024, **call: Any) -> str:
     q, k, v = (
         torch.empty(2, heads, n, 128, dtype=torch.bfloat16, device="meta") for n in (nq, 96, 96)
     )
@@ -160,6 +193,9 @@ def test_which_calls_read_a_summary() -> None:
     assert tile_of(keep, block_mask=empty(1, 1, 16, 2, dtype=torch.int8)) == "d128_masked"
     assert tile_of(empty(1024, 96)) == "d128_dense"
     assert tile_of(empty(1024, 96, dtype=torch.float32)) == "d128_masked"
+    ranges = empty(1, 1, 1024, 2, 2, dtype=torch.int32)
+    assert tile_of(None, key_ranges=ranges) == "d128_dense"
+    assert tile_of(keep, key_ranges=ranges) == "d128_masked"
     # What TMA cannot copy: rows that are the same, or not aligned, and keys that lie apart.
     assert tile_of(empty(2, 1, 1, 96)) == "d128_masked"
     assert tile_of(empty(1024, 97)[:, :96]) == "d128_masked"
