@@ -124,7 +124,6 @@ constexpr Tile MASKED_TILES[] = {
     tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
 };
 
-<<<<<<< ours
 constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
 constexpr const char* WITH_CACHE_FEW = "a KV cache and few tiles: 64 rows make more of them";
 constexpr const char* WITH_PAGES = "pages of a multiple of 64 rows: fewer copies for a block";
@@ -148,12 +147,8 @@ constexpr Tile PAGES_TILES[] = {
     tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
 };
 
-// For a dense attn_mask (reads_summary). Few row tiles are left to the tiles above.
-constexpr const char* DENSE = "a dense attn_mask, of which a summary is made first";
-=======
 // For a dense attn_mask or ranges (reads_summary). Few row tiles are left to the tiles above.
 constexpr const char* DENSE = "a dense attn_mask or ranges, of which a summary is made first";
->>>>>>> theirs
 constexpr Tile DENSE_TILES[] = {
     tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[0],
@@ -188,7 +183,6 @@ constexpr Tile FP8_BLOCK_TILES[] = {
         "unmeasured"),
 };
 
-<<<<<<< ours
 const Tile* first_that_takes(std::span<const Tile> tiles, const Problem& problem) {
   const auto tile = std::find_if(tiles.begin(), tiles.end(), [&](const Tile& candidate) {
     return core::takes_head_dims(candidate, problem);
@@ -212,11 +206,8 @@ bool small_tiles_are_faster(const Problem& problem, const Device& device) {
   return time(*small) / speed < time(*large);
 }
 
-// The blocks of the summary of attn_mask, which has size 1 along dimensions of stride 0.
-=======
 // The blocks of the summary of attn_mask, or else of key_ranges, which has size 1 along dimensions
 // of stride 0.
->>>>>>> theirs
 struct SummaryBlocks {
   int64_t batches, heads, row_blocks, key_blocks;
 
@@ -365,7 +356,6 @@ void add_masks(LaunchPlan& plan, const Problem& problem) {
     launch.pointers.push_back(slot);
 }
 
-<<<<<<< ours
 // Why the kernels of CACHE_TILES cannot or should not serve a call with a cache.
 void refuse_cached_call(const Problem& problem, Reasons& reasons) {
   // Rows of q that share a head of K, as many as tiles of powers of two would have. So few are
@@ -424,10 +414,7 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
   if (few) mma_sync::add_few_rows(plan, std::move(*few));
 }
 
-// Turns the launch of `plan` into that of a kernel that reads a summary of attn_mask, and puts the
-=======
 // Turns the launch of `plan` into that of a kernel that reads a summary of a mask, and puts the
->>>>>>> theirs
 // launch that makes the summary before it. That one zeroes the counter of tiles, too.
 void add_summary(LaunchPlan& plan, const Problem& problem) {
   const SummaryBlocks blocks(problem);

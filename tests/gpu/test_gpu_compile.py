@@ -165,8 +165,9 @@ print("same bits")
 def test_a_package_of_aotinductor_runs_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system's compiler links the package, which takes about 20 s. One that $CXX names may link
-    its own C++ library statically, and PyTorch cannot load what it links (docs/dispatch.md).
+    """The system's compiler links the package. One that $CXX names may link its own C++ library
+    statically, and PyTorch cannot load what it links (docs/dispatch.md). It takes about 20 s, and a
+    minute more in the first run on a machine, where PyTorch compiles checks of the CPU.
     """
     from torch._inductor import config
 
