@@ -212,23 +212,34 @@ def _problems(
             for options in kinds:
                 yield _api.make_problem(q, k, v, **options).as_if_on_cuda()
             yield _api.make_problem(q, same_k, v, sinks=sinks).as_if_on_cuda()
-    yield from _problems_with_cache(dtype, d, dv)
-    yield from _problems_with_masks(dtype, d, dv)
+    yield from _problems_with_cache(device, dtype, d, dv)
+    yield from _problems_with_masks(device, dtype, d, dv)
 
 
-def _problems_with_masks(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:
-    """The same for calls with masks as data, whose kernels go by the dtype and head dims alone."""
+def _problems_with_masks(
+    device: _native.Device, dtype: torch.dtype, d: int, dv: int
+) -> Iterator[_native.Problem]:
+    """The same for calls with masks as data, whose kernels go by the dtype, the head dims, the kind
+    of mask, and by whether there are row tiles for all SMs.
+    """
     ranges = torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32)
     for nq, num_splits in itertools.product((1, 8192), (1, 8)):
         q, k, v = (
             torch.empty(1, 1, n, dim, dtype=dtype) for n, dim in ((nq, d), (8192, d), (8192, dv))
         )
-        yield _api.make_problem(q, k, v, key_ranges=ranges, num_splits=num_splits).as_if_on_cuda()
+        keep = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(-1, -1, nq, 8192)
+        for batch in (1, device.sm_count):
+            many = [x.expand(batch, -1, -1, -1) for x in (q, k, v)]
+            for mask in ({"key_ranges": ranges}, {"attn_mask": keep}):
+                problem = _api.make_problem(*many, **mask, num_splits=num_splits)
+                yield problem.as_if_on_cuda()
 
 
-def _problems_with_cache(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:
-    """The same for calls with a KV cache, whose kernels go by the dtypes, the head dims, and by
-    whether 16 rows are enough.
+def _problems_with_cache(
+    device: _native.Device, dtype: torch.dtype, d: int, dv: int
+) -> Iterator[_native.Problem]:
+    """The same for calls with a KV cache, whose kernels go by the dtypes, the head dims, by whether
+    16 rows are enough, and for many rows by whether there are row tiles for all SMs and by pages.
     """
     lengths = torch.zeros(1, dtype=torch.int32)
     cos, sin = (torch.empty(1, max(d // 2, 1)) for _ in range(2))
@@ -244,3 +255,15 @@ def _problems_with_cache(dtype: torch.dtype, d: int, dv: int) -> Iterator[_nativ
         if d > 1 and kind == dtype and dtype.itemsize > 1:
             rotary = {"rotary_cos": cos, "rotary_sin": sin}
             yield _api.make_problem(q, k, v, **options, **new, **rotary).as_if_on_cuda()
+    if dtype not in (torch.float16, torch.bfloat16):
+        return
+    page, pages = 64, 16
+    for batch, num_splits in itertools.product((1, device.sm_count), (1, 8)):
+        q = torch.empty(batch, page * pages, 1, d, dtype=dtype)
+        k, v = (torch.empty(batch * pages, page, 1, dim, dtype=dtype) for dim in (d, dv))
+        lengths = torch.zeros(batch, dtype=torch.int32)
+        options = {"cache_seqlens": lengths, "num_splits": num_splits}
+        table = torch.zeros(batch, pages, dtype=torch.int32)
+        yield _api.make_problem(q, k, v, **options, page_table=table).as_if_on_cuda()
+        contiguous = (x.view(batch, page * pages, 1, -1) for x in (k, v))
+        yield _api.make_problem(q, *contiguous, **options).as_if_on_cuda()

@@ -52,9 +52,8 @@ __device__ __forceinline__ void start_cache_load(bool leader, uint32_t tile_smem
   const int block = min(max(place.block, 0), blocks - 1);
 #pragma unroll
   for (int slab = 0; slab < Tile::SLABS; ++slab) {
-    ptx::cp_async_bulk_tensor_4d_load(
-        tile_smem + slab * Tile::SLAB_BYTES + first * Tile::ROW_BYTES, map, slab * Tile::SLAB,
-        place.row, head, block, barrier_smem);
+    ptx::cp_async_bulk_tensor_4d_load(tile_smem + slab * Tile::SLAB_BYTES + first * Tile::ROW_BYTES,
+                                      map, slab * Tile::SLAB, place.row, head, block, barrier_smem);
   }
 }
 

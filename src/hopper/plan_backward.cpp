@@ -11,6 +11,7 @@
 #include "common/planning/backward.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/order.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
@@ -100,13 +101,15 @@ float exponent_scale(const AttentionParams& attention) {
 
 // How many heads of k are gone over together: those whose Q, dO and sums of dQ stay in L2, measured
 // on an H200 (NOTES.md). In turns more of them, because the tiles of a head that are computed at
-// the same time wait for one another; up to 128 columns all, which was faster there.
+// the same time wait for one another; up to 128 columns all, which was faster there, as it was
+// where every tile of 128 columns has the same work.
 int64_t group_heads(const BackwardProblem& problem, const BackwardTile& tile,
                     const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
   const Problem& call = problem.call;
   const int64_t all = std::max<int64_t>(call.batch * call.heads_kv, 1);
   if (problem.deterministic && tile.head_dim <= 128) return all;
+  if (tile.head_dim == 128 && core::equal_tiles(call)) return all;
   const int64_t row_bytes =
       (call.d + call.dv) * dtype_bytes(call.dtype) + int64_t{sizeof(float)} * tile.head_dim;
   const int64_t head_bytes =
@@ -114,7 +117,8 @@ int64_t group_heads(const BackwardProblem& problem, const BackwardTile& tile,
   // Their tiles fill the GPU.
   const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
   const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
-  return std::min(problem.deterministic ? 2 * heads : heads, all);
+  // A smaller last group would start with its longest tiles when all others are done.
+  return core::even_size(all, std::min(problem.deterministic ? 2 * heads : heads, all));
 }
 
 // The smallest tile for the head dimensions, or the largest of all, which refuses them.

@@ -663,6 +663,19 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 ).plan
                 assert plan is not None
                 planned |= set(plan.kernels)
+        # Caches of many query rows: contiguous or in pages of 64 rows, few row tiles or many.
+        for d, paged, batch in itertools.product((64, 128, 256), (False, True), (1, 64)):
+            q = torch.empty(batch, 1024, 4, d, dtype=dtype, device="meta")
+            rows = torch.empty(batch, 1024, 2, d, dtype=dtype, device="meta")
+            cache = torch.empty(batch * 16, 64, 2, d, dtype=dtype, device="meta") if paged else rows
+            given = {"cache_seqlens": torch.empty(batch, dtype=torch.int32, device="meta")}
+            if paged:
+                given["page_table"] = torch.empty(batch, 16, dtype=torch.int32, device="meta")
+            plan = archflash.explain(
+                q, cache, cache, device="H200", implementation="hopper", **given
+            ).plan
+            assert plan is not None
+            planned |= set(plan.kernels)
         q, qv, k_cache, v_cache = (
             torch.empty(2, rows, heads, dim, dtype=dtype, device="meta")
             for rows, heads in ((1, 4), (1024, 1))

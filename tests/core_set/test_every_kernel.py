@@ -47,14 +47,23 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "most": (12, 48, 24, 193, 321, True),
         "unmasked": (4, 40, 20, 193, 321, False),
         "split": (1, 4, 2, 5, 4100, True),
+        "shares": (1, 4, 2, 9, 4100, True),
+        "few keys": (4, 40, 20, 193, 77, False),
+        "rows": (4, 40, 20, 1000, 321, False),
         "long": (1, 10, 5, 4096, 4096, False),
     },
 )
 
 
 def shapes_of(kernel: str) -> list[str]:
-    if on.name == "gpu":  # "long" would only take time where CTAs do not work in pairs
-        return [shape for shape in SHAPES if shape != "long" or kernel == "blackwell_dc"]
+    if on.name == "gpu":  # some kernels of one folder are only for these
+        only = {
+            "long": "blackwell_dc",  # pairs of CTAs
+            "shares": "ampere",
+            "few keys": "ampere",
+            "rows": "hopper",  # FP8
+        }
+        return [shape for shape in SHAPES if only.get(shape, kernel) == kernel]
     return {
         "ada": ["few", "many", "unmasked"],  # one tile is for unmasked calls only
         "ampere": ["short", "few", "many"],  # one tile is for few keys

@@ -145,9 +145,12 @@ def test_mutants_of_protocols_are_caught(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_kernel_of_blackwell_dc_has_a_target() -> None:
-    """Those for fp16 and bf16 count as one: they differ in a few conversions."""
+    """Those for fp16 and bf16 count as one: they differ in a few conversions. The backward pass has
+    targets of its own (mutation/backward.py).
+    """
     files = (Path(archflash.__file__).parent / "_kernels" / "blackwell_dc").glob("*.json")
-    built = {kernel for file in files for kernel in json.loads(file.read_text())["sm_100f"]}
+    forward = [file for file in files if not file.name.startswith("bwd_")]
+    built = {kernel for file in forward for kernel in json.loads(file.read_text())["sm_100f"]}
     mutated = {target.kernel for target in targets_of("blackwell_dc")}
     assert mutated <= built
     assert {re.sub("_b?f16", "", name) for name in mutated} == {

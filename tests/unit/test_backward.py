@@ -265,25 +265,30 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "heads_kv", "deterministic", "expected"),
+    ("shape", "heads_kv", "deterministic", "causal", "expected"),
     [
-        ((2, 16, 4096, 256), 16, False, 4),
-        ((2, 16, 4096, 256), 16, True, 8),
-        ((2, 16, 4096, 128), 16, False, 8),
-        ((2, 16, 4096, 128), 16, True, 32),  # all of them
-        ((4, 16, 4096, 64), 16, False, 16),
-        ((1, 32, 8192, 128), 8, False, 3),  # 64 tiles each: at least 132
-        ((1, 2, 100, 64), 2, False, 2),
+        ((2, 16, 4096, 256), 16, False, False, 4),
+        ((2, 16, 4096, 256), 16, True, False, 8),
+        ((2, 16, 4096, 128), 16, False, True, 8),
+        ((2, 16, 4096, 128), 16, True, True, 32),  # all of them
+        ((2, 16, 4096, 128), 16, False, False, 32),
+        ((4, 16, 4096, 64), 16, False, False, 16),
+        ((1, 32, 8192, 128), 8, False, True, 2),  # 64 tiles each: about 132, in equal groups
+        ((1, 2, 100, 64), 2, False, False, 2),
     ],
 )
 def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
-    shape: tuple[int, int, int, int], heads_kv: int, deterministic: bool, expected: int
+    shape: tuple[int, int, int, int],
+    heads_kv: int,
+    deterministic: bool,
+    causal: bool,
+    expected: int,
 ) -> None:
     group_heads_offset = 520  # of BackwardKernelParams::group_heads
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     k = q[:, :heads_kv]
     lse = torch.empty(shape[:3], device="meta")
-    request = _gradients.Request(q, q, k, k, q, lse, None, _options.complete({}))
+    request = _gradients.Request(q, q, k, k, q, lse, None, _options.complete({"causal": causal}))
     into = _gradients.Gradients.like(request)
     device = _api.find_device("H200")
     plan = _gradients.decide(request, into, device, "hopper", deterministic=deterministic).plan

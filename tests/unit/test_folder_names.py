@@ -27,6 +27,7 @@ PLACES = {
     "python/archflash/_dispatch.py": "the kernel that was measured with masks as data",
     "python/archflash/_merge.py": "the name that a caller writes",
     "python/archflash/_quantize.py": "the name that a caller writes",
+    "python/archflash/_registry.py": "the folder whose backward pass has never run on a GPU",
     "python/archflash/_warm_up.py": "an example for people",
     "python/archflash/cli/demo.py": "the kernels that the demo simulates",
     "python/archflash/cli/ladder.py": "an example for people",

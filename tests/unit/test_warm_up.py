@@ -53,7 +53,13 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     own = {f"hopper_attention_fwd_f16_d64_{size}" for size in SIZES}
     assert own <= loaded("H200", [HALF], [(64, 64)])
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
-    assert names == own | {"hopper_combine_f16", "hopper_attention_fwd_f16_d64_masked"}
+    others = {f"d64_{tile}" for tile in ("masked", "dense", "cache", "few_cache")}
+    helpers = {"combine", "summarize_mask", "summarize_ranges"}
+    assert names == (
+        own
+        | {f"hopper_attention_fwd_f16_{tile}" for tile in others}
+        | {f"hopper_{helper}_f16" for helper in helpers}
+    )
 
 
 def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares() -> None:
@@ -65,7 +71,8 @@ def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares() -> None:
 
 def test_fp8_brings_every_kernel_of_the_quantiser_along() -> None:
     names = loaded("H200", [E4M3], [(128, 128)])
-    hopper = {"hopper_attention_fwd_e4m3_d128", "hopper_transpose_v"}
+    tiles = {f"hopper_attention_fwd_e4m3_{tile}" for tile in ("d128", "d128_small")}
+    hopper = tiles | {"hopper_transpose_v"}
     assert names == {"ada_attention_fwd_e4m3_d128"} | hopper | kernels_built("quantize/quantize")
 
 
