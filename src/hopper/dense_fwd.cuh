@@ -10,7 +10,8 @@
 //
 //   state of the block for a warpgroup   what the warpgroup does
 //   0                                    waits, and hands the block back
-//   SEEN alone                           the same step as in a call without masks
+//   SEEN alone                           the same step as in a call without masks; scores that are
+//                                        transformed (softcap) take the masked step
 //   HIDDEN, RANGED, BEYOND               selects scores by bits, ranges or position
 //   ADDED                                adds elements to scores that are not scaled yet: one FMA
 //   HUGE                                 adds them to scaled scores, and keeps the sums finite

@@ -634,7 +634,8 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
       math::find_work(call.attention, static_cast<int>(blockIdx.x) / call.partials.splits,
                       packed.rows(), packed.count);
   if (work.first_row < 0) return;
-  if (threadIdx.x == C::CONSUMER_THREADS) {
+  // An empty cache has no maps.
+  if (threadIdx.x == C::CONSUMER_THREADS && call.cache.capacity > 0) {
     ptx::prefetch_tensormap(params.k_map);
     ptx::prefetch_tensormap(params.v_map);
   }

@@ -129,6 +129,7 @@ constexpr const char* WITH_CACHE_FEW = "a KV cache and few tiles: 64 rows make m
 constexpr const char* WITH_PAGES = "pages of a multiple of 64 rows: fewer copies for a block";
 constexpr core::ServesFrom MANY = {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25};
 constexpr core::ServesFrom MANY_256 = {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
+// hopper::tile, because an argument of namespace core would bring in core::tile.
 constexpr Tile CACHE_TILES[] = {
     hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
     tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),

@@ -108,6 +108,7 @@ int64_t group_heads(const BackwardProblem& problem, const BackwardTile& tile,
   constexpr int64_t BYTES = int64_t{32} << 20;
   const Problem& call = problem.call;
   const int64_t all = std::max<int64_t>(call.batch * call.heads_kv, 1);
+  if (call.varlen) return all;  // tile_index() takes packed tiles as they come
   if (problem.deterministic && tile.head_dim <= 128) return all;
   if (tile.head_dim == 128 && core::equal_tiles(call)) return all;
   const int64_t row_bytes =

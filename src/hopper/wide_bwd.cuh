@@ -39,15 +39,18 @@
 
 namespace archflash::hopper {
 
-// The barriers, beside those of BackwardBarriers that K, V, Q and dO have there, too.
+// The barriers, beside those of BackwardBarriers that K, V, Q and dO have there, too. At q_empty
+// and dout_empty the warps of weights and of keys arrive.
 //
 // clang-format off
 //   barrier               arrives                waits    so that
 //   p_full of each stage  each warp of weights   keys     P is there before it is read
-//   p_empty               each warp of keys      weights  P was read before the next one comes
-//   ds_full               each warp of keys      queries  dS of all keys is there before the product
-//   ds_empty              each warp of queries   keys     the product has read dS before the next one
+//   p_empty of each one   each warp of keys      weights  P was read before the next one comes
+//   ds_full of each one   each warp of keys      queries  dS of all keys is there before the product
+//   ds_empty of each one  each warp of queries   keys     the product has read dS before the next one
 //                                                         comes
+//   named barrier 1       queries                queries  in turns: no thread adds before the turn has
+//                                                         come, and all have added before it goes on
 // clang-format on
 template <class C>
 struct WideBarriers : BackwardBarriers<C> {

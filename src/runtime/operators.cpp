@@ -601,7 +601,7 @@ void install(const std::string& name, const std::string& types, const std::strin
   tensor_of() = core.attr("alloc_tensor_by_stealing_from_void_ptr");
   handles_of() = core.attr("unsafe_alloc_void_ptrs_from_tensors");
   if (library == nullptr &&
-      f->library_init_impl("aten", key.c_str(), __FILE__, __LINE__, &library) != 0)
+      f->library_init_impl("aten", key.c_str(), "archflash", 0, &library) != 0)
     throw std::runtime_error("PyTorch opened no library of operators");
   Operator& op = operators()[installed];
   op.types = types;

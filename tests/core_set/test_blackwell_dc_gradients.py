@@ -209,21 +209,22 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients() ->
     assert all(bool(x.isfinite().all()) for x in (found.dq, found.dk, found.dv))
 
 
-@pytest.mark.parametrize(
-    ("d", "options", "words"),
-    [
-        (192, {}, "up to 128"),
-    ],
-    ids=["head-dim"],
-)
-def test_what_is_left_to_ampere(d: int, options: dict[str, Any], words: str) -> None:
-    dout, q, k, v = inputs(4, 4, d, d, "bfloat16")
-    out, lse = forward(q, k, v, options)
-    call = _options.complete(options)
-    request = _gradients.Request(dout, q, k, v, out, lse, None, call)
+def test_head_dimensions_that_it_does_not_take_have_a_reason() -> None:
+    dout, q, k, v = inputs(4, 4, 192, 192, "bfloat16")
+    out, lse = forward(q, k, v, {})
+    request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({}))
     into = _gradients.Gradients.like(request)
-    with pytest.raises(archflash.ForcedImplementationError, match=words):
+    with pytest.raises(archflash.ForcedImplementationError, match="up to 128"):
         _gradients.decide(request, into, None, "blackwell_dc")
+
+
+def test_a_dout_that_repeats_one_row_has_a_reason() -> None:
+    dout, q, k, v = inputs(4, 4, 64, 64, "bfloat16")
+    repeated = dout[:, :, :1].expand_as(dout)
+    out, lse = forward(q, k, v, {})
+    request = _gradients.Request(repeated, q, k, v, out, lse, None, _options.complete({}))
+    with pytest.raises(archflash.ForcedImplementationError, match="repeats one row"):
+        _gradients.decide(request, _gradients.Gradients.like(request), None, "blackwell_dc")
 
 
 @pytest.mark.skipif(on.name != "simulator", reason="a GPU has its own order")

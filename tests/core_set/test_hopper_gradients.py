@@ -173,8 +173,8 @@ def test_without_turns_the_bits_of_dq_depend_on_the_schedule(in_turns: bool) -> 
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
 @pytest.mark.parametrize("d", [64, 256])
 def test_tiles_of_keys_in_any_groups_of_heads(d: int) -> None:
-    """Five heads of k in groups of two, the last one smaller, and all of them together: a CTA works
-    on another tile, and the sum of dq in turns is the same.
+    """Five heads of k all together, in groups of two (the last one smaller), and each alone: a CTA
+    works on another tile, and the sum of dq in turns is the same.
     """
     dout, q, k, v = inputs(70, 150, d, d, "bfloat16", heads=(5, 5))
     out, lse = forward(q, k, v, {})
