@@ -35,7 +35,7 @@
 #include "blackwell_dc/backward_config.cuh"
 #include "blackwell_dc/backward_params.h"
 #include "common/backward_params.h"
-#include "common/math/backward_rows.cuh"
+#include "common/math/backward_rounds.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/matrix_descriptor.h"
 #include "common/math/slab_load.cuh"
@@ -58,6 +58,11 @@
 namespace archflash::blackwell_dc::backward {
 
 using math::BackwardWork;
+using math::BlockNote;
+using math::BlockPosition;
+using math::CtaWork;
+using math::release;
+using math::RingPosition;
 using math::uniform;
 
 // The barriers, as addresses in shared memory. "Bytes": the loader arrives once and says how many
@@ -145,176 +150,22 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t at(int index) const { return smem + 8 * index; }
 };
 
-// A role's position in a ring of stages. A reader waits for the phase `parity` of a stage's full
-// barrier, a writer for the other one of its empty barrier.
-template <int STAGES>
-struct RingStage {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    const bool last = stage == STAGES - 1;
-    stage = last ? 0 : stage + 1;
-    parity ^= last;
-  }
-};
-
-// One arrival for a warp, once all its lanes are here.
-__device__ __forceinline__ void release(uint32_t barrier_smem) {
-  __syncwarp();
-  if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
-}
-
-// What a CTA works on, in shared memory.
-struct CtaWork : BackwardWork {
-  // The query rows that it goes over: of whole blocks, which see its keys, the first rows of the
-  // first and of the last one; begin > last: none. It goes over the heads that share a head of K
-  // inside of a block's rows, and over these from `start` to the first ones and then from the last
-  // ones on.
-  int begin, last, start;
-  int blocks;  // of all rows and heads
-  // The first and last block of the CTA of the keys before; before_begin > before_last: none.
-  int before_begin, before_last;
-  // The number of the first head's first block among all blocks, and what comes to it for the next
-  // head and for the next rows.
-  int dq_first, dq_next_head, dq_next_rows;
-};
-
-// The number of the block of query row `row` among those of all heads.
-template <class C>
-__device__ __forceinline__ int dq_block(const BackwardKernelParams& params, int batch, int head,
-                                        int row) {
-  const AttentionParams& attention = params.backward.attention;
-  const int* cu_q = attention.cu_seqlens_q_gmem;
-  if (cu_q == nullptr) return (batch * attention.heads_q + head) * params.blocks + row / C::BLOCK;
-  const int tile = math::varlen_tile_start(cu_q, batch, C::BLOCK) + row / C::BLOCK;
-  return tile * attention.heads_q + head;
-}
-
-// Adds the query rows to what a CTA works on.
-template <class C>
-__device__ __forceinline__ CtaWork find_queries(const BackwardKernelParams& params,
-                                                const BackwardWork& work) {
-  const AttentionParams& attention = params.backward.attention;
-  CtaWork cta{work, 0, 0, 0, 0, 0, -1};
-  const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
-  cta.begin = work.visible.first(work.first_row) & -C::BLOCK;
-  cta.last = work.visible.last(last_row) & -C::BLOCK;
-  const int blocks = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::BLOCK + 1;
-  cta.blocks = blocks * work.heads;
-  cta.start = cta.last;
-  if (params.turns_gmem == nullptr) {
-    if (blocks > 0) cta.start -= work.first_row / C::ROWS % blocks * C::BLOCK;
-  } else if (work.first_row > 0) {
-    cta.before_begin = work.visible.first(work.first_row - C::ROWS) & -C::BLOCK;
-    cta.before_last = work.visible.last(work.first_row - 1) & -C::BLOCK;
-  }
-  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
-  cta.dq_first = dq_block<C>(params, work.batch, work.head * attention.heads_per_kv, 0);
-  cta.dq_next_head = packed ? 1 : params.blocks;
-  cta.dq_next_rows = packed ? attention.heads_q : 1;
-  return cta;
-}
-
-// The block of queries that a CTA is at: its rows, and for these its heads.
-template <class C>
-struct BlockPosition {
-  int head = 0, row;  // of the heads that share a head of K; the block's first row
-
-  __device__ __forceinline__ void next(const CtaWork& cta) {
-    if (++head < uniform(cta.heads)) return;
-    head = 0;
-    row -= C::BLOCK;
-    if (row < uniform(cta.begin)) row = uniform(cta.last);
-  }
-};
-
 // --- what comes before: the terms of all query rows, zeros for the sums of dQ and the turns ---
 
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  unsigned char* sums_gmem = reinterpret_cast<unsigned char*>(params.dq_sums_gmem);
-  for (int64_t byte = thread * 16; byte < params.cleared_bytes;
-       byte += static_cast<int64_t>(gridDim.x) * blockDim.x * 16)
-    ptx::st_global_v4_b32(sums_gmem + byte, 0, 0, 0, 0);
-  math::backward_rows<DTYPE>(params.backward);
+  math::prepare_rounds<DTYPE>(params);
 }
 
 // --- load, one warp: K, V, Q and dO -> shared memory ---
 
-// Clears the rows of a tile that belong to another sequence: what they are multiplied with is 0,
-// but 0 * NaN would be NaN. Called by the whole warp when the tile has landed.
-template <class Tile>
-__device__ __forceinline__ void clear_rows(unsigned char* tile, int first_row) {
-#pragma unroll 1
-  for (int slab = 0; slab < Tile::SLABS; ++slab) {
-#pragma unroll 1
-    for (int byte = first_row * Tile::ROW_BYTES + threadIdx.x % 32 * 16; byte < Tile::SLAB_BYTES;
-         byte += 32 * 16)
-      *reinterpret_cast<uint4*>(tile + slab * Tile::SLAB_BYTES + byte) = uint4{};
-  }
-  ptx::fence_proxy_async_shared();  // the stores come before the tensor cores' reads
-  __syncwarp();                     // all lanes' stores come before the arrival of one
-}
-
 template <class C>
 __device__ __forceinline__ void load(const BackwardKernelParams& params, const CtaWork& work,
                                      unsigned char* shared, uint32_t shared_smem) {
-  const AttentionParams& attention = params.backward.attention;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
-  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
-  RingStage<C::Q_STAGES> q_ring;
-  RingStage<C::DOUT_STAGES> dout_ring;
-  uint32_t ragged_parity = 0;
-
-  // Loads rows of a sequence that starts at row `start` of the tensor and has `rows` of them.
-  // Without cu_seqlens TMA reads zeros behind its end.
-  const auto load_rows = [&]<class Tile>(int offset, const TensorMap& map, int start, int row,
-                                         int rows, int head, int batch, uint32_t full) {
-    const bool ragged = packed && row + Tile::ROWS > rows;
-    if (leader) {
-      math::start_load<Tile>(shared_smem + offset, map, start + row, head, batch,
-                             ragged ? barriers.ragged() : full);
-    }
-    if (!ragged) return;
-    ptx::mbarrier_wait_parity(barriers.ragged(), ragged_parity);  // the tile has landed
-    ragged_parity ^= 1;
-    clear_rows<Tile>(shared + offset, max(rows - row, 0));
-    if (leader) ptx::mbarrier_arrive(full);
-  };
-  const auto load_keys = [&](int offset, const TensorMap& map, int64_t head_stride,
-                             int64_t batch_stride, uint32_t full) {
-    load_rows.template operator()<typename C::KTile>(
-        offset, map, work.own_start, work.first_row, work.own_rows,
-        head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
-  };
-  const auto load_queries = [&](int offset, const TensorMap& map, int64_t head_stride,
-                                int64_t batch_stride, int head, int row, uint32_t full) {
-    load_rows.template operator()<typename C::QTile>(offset, map, work.passing_start, row,
-                                                     work.passing_rows, head_stride == 0 ? 0 : head,
-                                                     batch_stride == 0 ? 0 : work.batch, full);
-  };
-
-  load_keys(C::K_SMEM, params.k_map, attention.k_head, attention.k_batch, barriers.k_full());
-  BlockPosition<C> block{0, work.start};
-#pragma unroll 1
-  for (int number = 0; number < work.blocks; ++number) {
-    const int head = work.head * attention.heads_per_kv + block.head;
-    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-    load_queries(C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
-                 attention.q_batch, head, block.row, barriers.q_full(q_ring.stage));
-    q_ring.advance();
-    if (number == 0)  // behind the first Q, because S comes before dP
-      load_keys(C::V_SMEM, params.v_map, attention.v_head, attention.v_batch, barriers.v_full());
-    ptx::mbarrier_wait_parity(barriers.dout_empty(dout_ring.stage), dout_ring.parity ^ 1);
-    load_queries(C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES, params.dout_map,
-                 params.backward.dout_head, params.backward.dout_batch, head, block.row,
-                 barriers.dout_full(dout_ring.stage));
-    dout_ring.advance();
-    block.next(work);
-  }
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  math::load_rounds<C>(params, work, shared, shared_smem, barriers, q_ring, dout_ring);
   // mma's last commits arrive at barriers in shared memory: load stays, and the CTA's shared memory
   // with it, until all of them have.
   for (int i = 0; i < C::Q_STAGES; ++i, q_ring.advance())
@@ -325,49 +176,11 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
 
 // --- terms, one warp: the terms of a block's rows, and a note about it -> shared memory ---
 
-struct BlockNote {
-  int row;                // the block's first row
-  unsigned masked_warps;  // bit i: not all of the keys 32 i to 32 i + 31 are seen by all rows
-};
-
 template <class C>
 __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
                                            unsigned char* shared, uint32_t shared_smem) {
-  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const int lane = threadIdx.x % 32;
-  RingStage<C::Q_STAGES> q_ring;
-  BlockPosition<C> block{0, work.start};
-#pragma unroll 1
-  for (int left = work.blocks; left > 0; --left) {
-    const int head = work.head * params.backward.attention.heads_per_kv + block.head;
-    const math::RowTerms* terms_gmem =
-        math::terms_of(params.backward, work.batch, head, work.passing_start);
-    math::RowTerms terms[C::BLOCK / 32];
-#pragma unroll
-    for (int j = 0; j < C::BLOCK / 32; ++j) {
-      const int row = block.row + 32 * j + lane;
-      // P of rows behind the end is 0.
-      terms[j] = {-math::MINUS_INFINITY, 0.0f};
-      if (row < work.passing_rows) terms[j] = terms_gmem[row];
-    }
-    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-    float* of_stage =
-        reinterpret_cast<float*>(shared + C::TERMS_SMEM + q_ring.stage * C::TERMS_BYTES);
-#pragma unroll
-    for (int j = 0; j < C::BLOCK / 32; ++j) {
-      of_stage[32 * j + lane] = terms[j].lse_log2;
-      of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
-    }
-    const int first_key = work.first_row + lane % (C::ROWS / 32) * 32;
-    const bool masks = work.visible.masks(first_key, min(first_key + 32, work.own_rows) - 1,
-                                          block.row, block.row + C::BLOCK - 1);
-    const unsigned masked_warps = __ballot_sync(math::FULL_WARP, masks);
-    if (lane == 0)
-      *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {block.row, masked_warps};
-    release(barriers.q_full(q_ring.stage));
-    q_ring.advance();
-    block.next(work);
-  }
+  math::load_terms_of_rounds<C>(params, work, shared,
+                                BackwardBarriers<C>{shared_smem + C::BARRIER_SMEM});
 }
 
 // --- mma, one warp: the five products ---
@@ -441,8 +254,8 @@ __device__ __forceinline__ void mma(const CtaWork& work, uint32_t shared_smem, u
   };
   const auto q_at = [&](int stage) { return address(C::Q_SMEM + stage * C::QTile::BYTES); };
   const uint32_t blocks = uniform(work.blocks);
-  RingStage<C::Q_STAGES> q_ring;
-  RingStage<C::DOUT_STAGES> dout_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
   int last_q_stage = 0;  // that of the block before
   uint32_t drained_parity = 0;
 
@@ -553,9 +366,9 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
 #pragma unroll 1
   for (int left = work.blocks; left > 0; --left) {
     const int number =
-        work.dq_first + block.head * work.dq_next_head + block.row / C::BLOCK * work.dq_next_rows;
+        work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
     const bool in_turns = params.turns_gmem != nullptr;
-    float* sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(number) * C::BLOCK_SUMS;
+    float* sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(number) * C::ROUND_SUMS;
     ptx::mbarrier_wait_parity(barriers.dq_ready(), parity);
     ptx::tcgen05_fence_after_thread_sync();
     parity ^= 1;
@@ -598,7 +411,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       ptx::st_release_s32(params.turns_gmem + number, work.first_row / C::ROWS + 1);
     });
     __syncwarp();
-    block.next(work);
+    block.next_round(work);
   }
   // Shared memory stays until TMA has read it.
   as_leader([] { ptx::cp_async_bulk_wait_group_read_0(); });
@@ -609,22 +422,6 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
 // The queries of a block that a thread works on.
 template <class C>
 using Queries = float[C::GROUP_QUERIES];
-
-// Scores become softcap * tanh(score / softcap). The error of tanh is relative to its result, as
-// that of 1 - 2 / (1 + e^2x) is not near 0; the series ends with an error of 2^-24 at its limit.
-template <class C>
-__device__ __forceinline__ void cap_scores(Queries<C>& s_rmem, const AttentionParams& params) {
-  constexpr float SERIES_LIMIT = 0.1f;
-#pragma unroll
-  for (int i = 0; i < C::GROUP_QUERIES; ++i) {
-    const float x = s_rmem[i] * params.tanh_scale;
-    const float square = x * x;
-    const float series = fmaf(x * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), x);
-    const float power = ptx::ex2_approx_ftz(x * (2.0f * math::LOG2_E));
-    const float far = 1.0f - __fdividef(2.0f, 1.0f + power);
-    s_rmem[i] = params.softcap * (square < SERIES_LIMIT * SERIES_LIMIT ? series : far);
-  }
-}
 
 // Writes, or adds, a key's row of a gradient times `factor`; without `any` the gradient is 0.
 template <class C>
@@ -669,7 +466,7 @@ __device__ __forceinline__ void score(const BackwardKernelParams& params, const 
   const uint32_t dp_tmem = lanes_tmem + C::DP_COLUMN + group * QUERIES;
   const auto blocks = static_cast<uint32_t>(uniform(work.blocks));
   const float scale = attention.exp2_scale;
-  RingStage<C::Q_STAGES> q_ring;
+  RingPosition<C::Q_STAGES> q_ring;
 #pragma unroll 1
   for (uint32_t number = 0; number < blocks; ++number) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // the terms are there
@@ -695,7 +492,10 @@ __device__ __forceinline__ void score(const BackwardKernelParams& params, const 
       for (int i = 0; i < QUERIES; ++i) p_rmem[i] = s_rmem[i / PART][i % PART];
     }
     const bool capped = attention.softcap != 0.0f;
-    if (capped) cap_scores<C>(p_rmem, attention);
+    if (capped) {
+#pragma unroll
+      for (int i = 0; i < QUERIES; ++i) p_rmem[i] = math::cap_score(p_rmem[i], attention);
+    }
 #pragma unroll
     for (int i = 0; i < QUERIES; i += 4) {
       const float4 of_rows = lse[i / 4];
@@ -731,16 +531,12 @@ __device__ __forceinline__ void score(const BackwardKernelParams& params, const 
     release(barriers.p_ready());
 
     // dS = P * (dP - delta), the gradient of the scores before their scale. With a softcap it is
-    // that of the scores before softcap: the derivative of c * tanh(x / c) is 1 - tanh(x / c)^2,
-    // whose tanh comes from P, because the scores are no longer there. Where P is 0, tanh is
-    // anything.
+    // that of the scores before softcap.
     if (capped) {
-      constexpr float LEAST_EXPONENT = -126.0f;
 #pragma unroll
       for (int i = 0; i < QUERIES; ++i) {
-        const float exponent = fmaxf(ptx::lg2_approx_ftz(p_rmem[i]), LEAST_EXPONENT);
-        const float tanh = (exponent + reinterpret_cast<const float*>(lse)[i]) * params.uncap;
-        p_rmem[i] *= fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
+        p_rmem[i] *= math::softcap_derivative(p_rmem[i], reinterpret_cast<const float*>(lse)[i],
+                                              params.uncap);
       }
     }
     ptx::mbarrier_wait_parity(barriers.dp_ready(), number & 1);  // dP is complete
@@ -811,7 +607,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
     const BackwardWork found =
         math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
     if (found.first_row < 0) return;
-    if (threadIdx.x == 0) work = find_queries<C>(params, found);
+    if (threadIdx.x == 0) work = math::find_queries<C>(params, found);
   }
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (warp == C::MMA_WARP) {
@@ -856,35 +652,19 @@ template <class C>
 __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const AttentionParams& attention = params.backward.attention;
   const GradientParams& gradient = params.backward.dq;
-  const int* cu_q = attention.cu_seqlens_q_gmem;
   const int index = static_cast<int>(blockIdx.x);
-  int head, batch, first_row, rows;
-  if (cu_q == nullptr) {
-    head = index / params.blocks % attention.heads_q;
-    batch = index / params.blocks / attention.heads_q;
-    first_row = index % params.blocks * C::BLOCK;
-    rows = attention.nq;
-  } else {
-    head = index % attention.heads_q;
-    const int tile = index / attention.heads_q;
-    batch = math::find_varlen_sequence(cu_q, attention.batch, C::BLOCK, tile);
-    if (batch < 0) return;
-    first_row = (tile - math::varlen_tile_start(cu_q, batch, C::BLOCK)) * C::BLOCK;
-    rows = math::sequence_start(cu_q, batch + 1, attention.nq) -
-           math::sequence_start(cu_q, batch, attention.nq);
-  }
+  const math::SummedRound round = math::find_summed_round<C>(params, index);
+  if (round.rows < 0) return;
   const float4* sums_gmem = reinterpret_cast<const float4*>(
-      params.dq_sums_gmem + static_cast<int64_t>(index) * C::BLOCK_SUMS);
-  const int64_t start =
-      batch * gradient.batch + head * gradient.head +
-      static_cast<int64_t>(math::sequence_start(cu_q, batch, attention.nq)) * gradient.row;
+      params.dq_sums_gmem + static_cast<int64_t>(index) * C::ROUND_SUMS);
+  const int64_t start = math::gradient_of_sequence(params, round);
   const float scale = params.backward.scale;
   // A thread takes eight columns of a row.
 #pragma unroll
-  for (int i = 0; i < C::BLOCK_SUMS / 8 / BACKWARD_DQ_THREADS; ++i) {
+  for (int i = 0; i < C::ROUND_SUMS / 8 / BACKWARD_DQ_THREADS; ++i) {
     const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
     const int row = number % C::BLOCK, chunk = number / C::BLOCK;
-    if (first_row + row >= rows || 8 * chunk >= attention.d) continue;
+    if (round.first_row + row >= round.rows || 8 * chunk >= attention.d) continue;
     float x[8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -892,8 +672,8 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
       x[4 * half] = sums.x * scale, x[4 * half + 1] = sums.y * scale;
       x[4 * half + 2] = sums.z * scale, x[4 * half + 3] = sums.w * scale;
     }
-    math::store_gradient_chunk<C::DTYPE>(gradient,
-                                         start + (first_row + row) * gradient.row + 8 * chunk, x);
+    math::store_gradient_chunk<C::DTYPE>(
+        gradient, start + (round.first_row + row) * gradient.row + 8 * chunk, x);
   }
 }
 

@@ -17,8 +17,14 @@ struct BackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_;
-  static constexpr int ROWS = 128;   // one for each lane of tensor memory
+  static constexpr int ROWS = 128;  // one for each lane of tensor memory
+  static constexpr int WARP_ROWS = 32;
+  static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 128;  // query rows
+  // dQ is added for each block (math/backward_rounds.cuh).
+  static constexpr int BLOCKS_OF_ROUND = 1;
+  static constexpr int ROUND = BLOCK;
+  static constexpr bool STARTS_EARLY = false;  // before the terms of the rows are written
   static constexpr int Q_STAGES = Q_STAGES_;
   static constexpr int DOUT_STAGES = DOUT_STAGES_;
   static constexpr bool DQ_OVER_DS = DQ_OVER_DS_;
@@ -52,7 +58,7 @@ struct BackwardConfig {
   static constexpr int DQ_COLUMNS = 32;
   static constexpr int DQ_STAGES = 2;
   static constexpr int DQ_BYTES = 4 * BLOCK * DQ_COLUMNS;
-  static constexpr int BLOCK_SUMS = BLOCK * HEAD_DIM;
+  static constexpr int ROUND_SUMS = BLOCK * HEAD_DIM;
 
   // Shared memory, in bytes: K | V | ring of Q | ring of dO | dS | ring of dQ | terms | barriers |
   // work | the address of tensor memory. The terms of a block, which share the ring of Q, are the

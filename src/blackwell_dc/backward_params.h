@@ -12,15 +12,14 @@ namespace archflash::blackwell_dc {
 
 struct BackwardKernelParams {
   BackwardParams backward;
-  // The sums of dQ before its scale, to which all CTAs add: of each block of queries of each head,
-  // 32 columns after the others; of these, four columns of all rows after the others.
+  // The sums of dQ before its scale, to which all CTAs add: of each round of each head of q, 32
+  // columns after the others; of these, four columns of all rows after the others.
   float* dq_sums_gmem;
   int64_t cleared_bytes;  // from there on, which the first launch fills with zeros
-  // How many tiles of keys have added to each block of queries, where they take turns; null: they
-  // do not.
+  // How many tiles of keys have added to each round, where they take turns; null: they do not.
   int32_t* turns_gmem;
   float uncap;     // from a score, as a logarithm to base 2, to its tanh
-  int32_t blocks;  // of queries of a head, without cu_seqlens
+  int32_t rounds;  // of a head, without cu_seqlens
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);

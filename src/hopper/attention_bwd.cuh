@@ -50,7 +50,7 @@
 #include <cstdint>
 
 #include "common/backward_params.h"
-#include "common/math/backward_rows.cuh"
+#include "common/math/backward_rounds.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/slab_load.cuh"
 #include "common/math/uniform.cuh"
@@ -76,6 +76,9 @@
 namespace archflash::hopper {
 
 using math::BackwardWork;
+using math::BlockNote;
+using math::BlockPosition;
+using math::CtaWork;
 
 // The barriers, as addresses in shared memory. "Bytes": the loader arrives once and says how many
 // bytes TMA will bring; the phase ends when they have landed.
@@ -154,82 +157,13 @@ struct BackwardBarriers {
   }
 };
 
-// What a CTA works on, in shared memory.
-struct CtaWork : BackwardWork {
-  // The query rows that it goes over: of whole rounds, which see its keys, the first rows of the
-  // first and of the last one; begin > last: none. It goes over the heads that share a head of K
-  // inside of a round, and over the rounds from `start` to the first one and then from the last one
-  // on.
-  int begin, last, start;
-  int blocks;  // of all rounds and heads
-  // The first and last round of the CTA of the keys before; before_begin > before_last: none.
-  int before_begin, before_last;
-  // The number of the first head's first round among all rounds, and what comes to it for the next
-  // head and for the next round.
-  int dq_first, dq_next_head, dq_next_round;
-};
-
-// The number of the round of query row `row` among those of all heads.
-template <class C>
-__device__ __forceinline__ int dq_round(const BackwardKernelParams& params, int batch, int head,
-                                        int row) {
-  const AttentionParams& attention = params.backward.attention;
-  const int* cu_q = attention.cu_seqlens_q_gmem;
-  if (cu_q == nullptr) return (batch * attention.heads_q + head) * params.rounds + row / C::ROUND;
-  const int tile = math::varlen_tile_start(cu_q, batch, C::ROUND) + row / C::ROUND;
-  return tile * attention.heads_q + head;
-}
-
-// Adds the query rows to what a CTA works on.
-template <class C>
-__device__ __forceinline__ CtaWork find_queries(const BackwardKernelParams& params,
-                                                const BackwardWork& work) {
-  const AttentionParams& attention = params.backward.attention;
-  CtaWork cta{work, 0, 0, 0, 0, 0, -1};
-  const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
-  cta.begin = work.visible.first(work.first_row) & -C::ROUND;
-  cta.last = work.visible.last(last_row) & -C::ROUND;
-  const int rounds = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::ROUND + 1;
-  cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
-  cta.start = cta.last;
-  if (params.turns_gmem == nullptr) {
-    if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
-  } else if (work.first_row > 0) {
-    cta.before_begin = work.visible.first(work.first_row - C::ROWS) & -C::ROUND;
-    cta.before_last = work.visible.last(work.first_row - 1) & -C::ROUND;
-  }
-  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
-  cta.dq_first = dq_round<C>(params, work.batch, work.head * attention.heads_per_kv, 0);
-  cta.dq_next_head = packed ? 1 : params.rounds;
-  cta.dq_next_round = packed ? attention.heads_q : 1;
-  return cta;
-}
-
-// The block of queries that a CTA is at: its rounds, and in these its heads.
-template <class C>
-struct BlockPosition {
-  int head = 0, row;  // of the heads that share a head of K; the block's first row
-
-  __device__ __forceinline__ void next_round(const CtaWork& cta) {
-    if (++head < uniform(cta.heads)) return;
-    head = 0;
-    row -= C::ROUND;
-    if (row < uniform(cta.begin)) row = uniform(cta.last);
-  }
-};
-
 // --- what comes before: the terms of all query rows, and zeros for the sums of dQ and the turns
 // ---
 
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
   ptx::griddepcontrol_launch_dependents();  // the main kernel waits for what this one writes
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  unsigned char* sums_gmem = reinterpret_cast<unsigned char*>(params.dq_sums_gmem);
-  for (int64_t byte = thread * 16; byte < params.cleared_bytes;
-       byte += static_cast<int64_t>(gridDim.x) * blockDim.x * 16)
-    ptx::st_global_v4_b32(sums_gmem + byte, 0, 0, 0, 0);
-  math::backward_rows<DTYPE>(params.backward);
+  math::prepare_rounds<DTYPE>(params);
 }
 
 // --- loader, one warp: K, V, Q and dO -> shared memory ---
@@ -237,118 +171,19 @@ __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
 template <class C>
 __device__ __forceinline__ void load(const BackwardKernelParams& params, const CtaWork& work,
                                      unsigned char* shared, uint32_t shared_smem) {
-  const AttentionParams& attention = params.backward.attention;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
-  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
   RingPosition<C::Q_STAGES> q_ring;
   RingPosition<C::DOUT_STAGES> dout_ring;
-  uint32_t ragged_parity = 0;
-
-  // Loads rows of a sequence that starts at row `start` of the tensor and has `rows` of them.
-  // Without cu_seqlens TMA reads zeros behind its end.
-  const auto load_rows = [&]<class Tile>(int offset, const TensorMap& map, int start, int row,
-                                         int rows, int head, int batch, uint32_t full) {
-    const bool ragged = packed && row + Tile::ROWS > rows;
-    if (leader) {
-      math::start_load<Tile>(shared_smem + offset, map, start + row, head, batch,
-                             ragged ? barriers.ragged() : full);
-    }
-    if (!ragged) return;
-    ptx::mbarrier_wait_parity(barriers.ragged(), ragged_parity);  // the tile has landed
-    ragged_parity ^= 1;
-    clear_rows<Tile>(shared + offset, max(rows - row, 0));
-    if (leader) ptx::mbarrier_arrive(full);
-  };
-  const auto load_keys = [&](int offset, const TensorMap& map, int64_t head_stride,
-                             int64_t batch_stride, uint32_t full) {
-    load_rows.template operator()<typename C::KTile>(
-        offset, map, work.own_start, work.first_row, work.own_rows,
-        head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
-  };
-  const auto load_queries = [&](int offset, const TensorMap& map, int64_t head_stride,
-                                int64_t batch_stride, int head, int row, uint32_t full) {
-    load_rows.template operator()<typename C::QTile>(offset, map, work.passing_start, row,
-                                                     work.passing_rows, head_stride == 0 ? 0 : head,
-                                                     batch_stride == 0 ? 0 : work.batch, full);
-  };
-
-  load_keys(C::K_SMEM, params.k_map, attention.k_head, attention.k_batch, barriers.k_full());
-  bool v_due = true;
-  BlockPosition<C> block{0, work.start};
-#pragma unroll 1
-  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
-    const int head = work.head * attention.heads_per_kv + block.head;
-#pragma unroll 1
-    for (int row = block.row; row < block.row + C::ROUND; row += C::BLOCK) {
-      ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-      load_queries(C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
-                   attention.q_batch, head, row, barriers.q_full(q_ring.stage));
-      q_ring.advance();
-      if (v_due) {  // behind the first Q, because S comes before dP
-        load_keys(C::V_SMEM, params.v_map, attention.v_head, attention.v_batch, barriers.v_full());
-        v_due = false;
-      }
-      ptx::mbarrier_wait_parity(barriers.dout_empty(dout_ring.stage), dout_ring.parity ^ 1);
-      load_queries(C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES, params.dout_map,
-                   params.backward.dout_head, params.backward.dout_batch, head, row,
-                   barriers.dout_full(dout_ring.stage));
-      dout_ring.advance();
-    }
-    block.next_round(work);
-  }
+  math::load_rounds<C>(params, work, shared, shared_smem, barriers, q_ring, dout_ring);
 }
 
 // --- one more warp: the terms of a block's rows, and a note about it -> shared memory ---
-
-struct BlockNote {
-  int row;                // the block's first row
-  unsigned masked_warps;  // a bit for each warp's keys: not all of them are seen by all rows
-};
 
 template <class C>
 __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
                                            unsigned char* shared, uint32_t shared_smem) {
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const int lane = threadIdx.x % 32;
-  RingPosition<C::Q_STAGES> q_ring;
-  BlockPosition<C> block{0, work.start};
-  ptx::griddepcontrol_wait();  // the terms are written
-#pragma unroll 1
-  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
-    const int head = work.head * params.backward.attention.heads_per_kv + block.head;
-    const math::RowTerms* terms_gmem =
-        math::terms_of(params.backward, work.batch, head, work.passing_start);
-#pragma unroll 1
-    for (int first = block.row; first < block.row + C::ROUND; first += C::BLOCK) {
-      math::RowTerms terms[C::BLOCK / 32];
-#pragma unroll
-      for (int j = 0; j < C::BLOCK / 32; ++j) {
-        const int row = first + 32 * j + lane;
-        // P of rows behind the end is 0.
-        terms[j] = {-math::MINUS_INFINITY, 0.0f};
-        if (row < work.passing_rows) terms[j] = terms_gmem[row];
-      }
-      ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-      float* of_stage =
-          reinterpret_cast<float*>(shared + C::TERMS_SMEM + q_ring.stage * C::TERMS_BYTES);
-#pragma unroll
-      for (int j = 0; j < C::BLOCK / 32; ++j) {
-        of_stage[32 * j + lane] = terms[j].lse_log2;
-        of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
-      }
-      const int first_key = work.first_row + lane % C::KEY_WARPS * C::WARP_ROWS;
-      const bool masks = work.visible.masks(
-          first_key, min(first_key + C::WARP_ROWS, work.own_rows) - 1, first, first + C::BLOCK - 1);
-      const unsigned masked_warps = __ballot_sync(math::FULL_WARP, masks);
-      if (lane == 0) {
-        *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {first, masked_warps};
-      }
-      release(barriers.q_full(q_ring.stage));
-      q_ring.advance();
-    }
-    block.next_round(work);
-  }
+  math::load_terms_of_rounds<C>(params, work, shared, barriers);
 }
 
 // --- two warps: dQ of each round -> the sums in the workspace ---
@@ -439,23 +274,13 @@ __device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const Bac
   }
 }
 
-// Scores become softcap * tanh(score / softcap). The error of tanh is relative to its result, as
-// that of 1 - 2 / (1 + e^2x) is not near 0; the series ends with an error of 2^-24 at its limit.
 template <class C>
 __device__ __forceinline__ void cap_scores(KeysByQueries<C>& s_rmem,
                                            const AttentionParams& params) {
-  constexpr float SERIES_LIMIT = 0.1f;
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = s_rmem[n][i] * params.tanh_scale;
-      const float square = x * x;
-      const float series = fmaf(x * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), x);
-      const float power = ptx::ex2_approx_ftz(x * (2.0f * math::LOG2_E));
-      const float far = 1.0f - __fdividef(2.0f, 1.0f + power);
-      s_rmem[n][i] = params.softcap * (square < SERIES_LIMIT * SERIES_LIMIT ? series : far);
-    }
+    for (int i = 0; i < 4; ++i) s_rmem[n][i] = math::cap_score(s_rmem[n][i], params);
   }
 }
 
@@ -482,17 +307,13 @@ __device__ __forceinline__ void weigh_scores(KeysByQueries<C>& p_rmem, KeysByQue
 }
 
 // dS = P * (dP - delta), the gradient of a score before its scale. With a softcap it is that of the
-// score before softcap: the derivative of c * tanh(x / c) is 1 - tanh(x / c)^2, whose tanh comes
-// from P and the LSE, because the score is no longer there. Where P is 0, tanh is anything.
+// score before softcap.
 template <class C>
 __device__ __forceinline__ float differentiate_score(float p, float dp, float delta, float lse,
                                                      float uncap) {
-  constexpr float LEAST_EXPONENT = -126.0f;
   const float ds = p * (dp - delta);
   if constexpr (!C::SOFTCAP) return ds;
-  const float exponent = fmaxf(ptx::lg2_approx_ftz(p), LEAST_EXPONENT);
-  const float tanh = (exponent + lse) * uncap;
-  return ds * fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
+  return ds * math::softcap_derivative(p, lse, uncap);
 }
 
 // dS of a block. terms: as consume() has them.
@@ -955,7 +776,7 @@ __device__ __forceinline__ bool begin_backward(const BackwardKernelParams& param
     return false;
   }
   if (threadIdx.x == 0)
-    *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM) = find_queries<C>(params, found);
+    *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM) = math::find_queries<C>(params, found);
   return true;
 }
 
@@ -1011,28 +832,12 @@ template <class C>
 __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const AttentionParams& attention = params.backward.attention;
   const GradientParams& gradient = params.backward.dq;
-  const int* cu_q = attention.cu_seqlens_q_gmem;
   const int index = static_cast<int>(blockIdx.x);
-  int head, batch, first_row, rows;
-  if (cu_q == nullptr) {
-    head = index / params.rounds % attention.heads_q;
-    batch = index / params.rounds / attention.heads_q;
-    first_row = index % params.rounds * C::ROUND;
-    rows = attention.nq;
-  } else {
-    head = index % attention.heads_q;
-    const int tile = index / attention.heads_q;
-    batch = math::find_varlen_sequence(cu_q, attention.batch, C::ROUND, tile);
-    if (batch < 0) return;
-    first_row = (tile - math::varlen_tile_start(cu_q, batch, C::ROUND)) * C::ROUND;
-    rows = math::sequence_start(cu_q, batch + 1, attention.nq) -
-           math::sequence_start(cu_q, batch, attention.nq);
-  }
+  const math::SummedRound round = math::find_summed_round<C>(params, index);
+  if (round.rows < 0) return;
   const float4* sums_gmem = reinterpret_cast<const float4*>(
       params.dq_sums_gmem + static_cast<int64_t>(index) * C::ROUND_SUMS);
-  const int64_t start =
-      batch * gradient.batch + head * gradient.head +
-      static_cast<int64_t>(math::sequence_start(cu_q, batch, attention.nq)) * gradient.row;
+  const int64_t start = math::gradient_of_sequence(params, round);
   // A thread takes what four lanes have of eight columns: of two rows, 8 apart.
 #pragma unroll
   for (int i = 0; i < C::ROUND_SUMS / 16 / BACKWARD_DQ_THREADS; ++i) {
@@ -1048,12 +853,12 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
     }
     const int part = warp / 4;
     const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
-    const int row =
-        first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) + warp % 4 * C::WARP_ROWS + lane_row;
+    const int row = round.first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) +
+                    warp % 4 * C::WARP_ROWS + lane_row;
     if (column >= attention.d) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (row + 8 * r >= rows) continue;
+      if (row + 8 * r >= round.rows) continue;
       math::store_gradient_chunk<C::DTYPE>(gradient, start + (row + 8 * r) * gradient.row + column,
                                            x[r]);
     }

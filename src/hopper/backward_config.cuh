@@ -23,6 +23,7 @@ struct BackwardConfig {
   static constexpr int ROWS = GROUP_ROWS * WARPGROUPS;
   static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 64;
+  static constexpr bool STARTS_EARLY = true;  // before the terms of the rows are written
   // dQ is computed once for a round of blocks.
   static constexpr int BLOCKS_OF_ROUND = BLOCKS_OF_ROUND_;
   static constexpr int ROUND = BLOCK * BLOCKS_OF_ROUND;
@@ -97,6 +98,7 @@ struct WideBackwardConfig {
   static constexpr int ROWS = 64;
   static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 64;
+  static constexpr bool STARTS_EARLY = true;  // before the terms of the rows are written
   static constexpr int BLOCKS_OF_ROUND = 1;
   static constexpr int ROUND = BLOCK;
   static constexpr int Q_STAGES = 2;

@@ -1,0 +1,49 @@
+// A ring of stages in shared memory, which TMA fills and warps hand back: the position in it, and
+// what a warp does at its barriers.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+
+namespace archflash::math {
+
+// A position in a ring of STAGES stages.
+template <int STAGES>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;  // of the phase of the full barrier in which the stage is filled
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// One arrival at a barrier for the warp, such as one that hands a stage back to the producer.
+__device__ __forceinline__ void release(uint32_t barrier_smem) {
+  // mutants: elect-waits-for-warp
+  __syncwarp();  // all lanes of the warp have read what the barrier guards
+  if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
+}
+
+// Clears the rows of a tile that belong to another sequence: what they are multiplied with is 0,
+// but 0 * NaN would be NaN. Called by the whole warp when the tile has landed.
+template <class Tile, int SLABS = Tile::SLABS>
+__device__ __forceinline__ void clear_rows(unsigned char* tile, int first_row) {
+#pragma unroll 1
+  for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll 1
+    for (int byte = first_row * Tile::ROW_BYTES + threadIdx.x % 32 * 16; byte < Tile::SLAB_BYTES;
+         byte += 32 * 16)
+      *reinterpret_cast<uint4*>(tile + slab * Tile::SLAB_BYTES + byte) = uint4{};
+  }
+  ptx::fence_proxy_async_shared();  // the stores come before the tensor cores read
+  __syncwarp();                     // all lanes' stores come before the arrival of one
+}
+
+}  // namespace archflash::math

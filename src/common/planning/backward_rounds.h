@@ -1,0 +1,112 @@
+// What folders plan alike whose backward pass goes over rounds of query rows and copies by TMA
+// (math/backward_rounds.cuh). Pure host code.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "common/planning/backward.h"
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
+#include "common/planning/tensor_maps.h"
+#include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
+
+namespace archflash::core {
+
+struct RoundsTile : BackwardTile {
+  int64_t round_rows, round_bytes;  // query rows of a round, and the bytes of its sums of dQ
+  Box keys_box, queries_box;
+};
+
+// A row of a folder's table from the kernel's Config.
+template <class C>
+constexpr RoundsTile rounds_tile(const char* name) {
+  const BackwardTile common{.name = name,
+                            .head_dim = C::HEAD_DIM,
+                            .head_dim_v = C::HEAD_DIM_V,
+                            .gradients = DQ | DK | DV,
+                            .rows = C::ROWS,
+                            .threads = C::THREADS,
+                            .shared_bytes = C::SHARED_BYTES,
+                            .dq_block = 0,  // its sums are not those of DqSums
+                            .faster_in_turns = false};
+  return {common, C::ROUND, int64_t{sizeof(float)} * C::ROUND_SUMS, box<typename C::KTile>(1),
+          box<typename C::QTile>(1)};
+}
+
+// Why a call cannot be served, beyond the reasons of plan_backward().
+Reasons refuse_rounds(const BackwardProblem& problem, const std::string& implementation);
+
+// The map of dO at `offset` of a parameter block: (columns, rows, heads, batch).
+TensorMapSpec dout_map(const BackwardProblem& problem, int offset, const Box& box);
+
+// The rounds of all heads; those of packed sequences as math::varlen_tile_start() counts.
+int64_t count_rounds(const Problem& call, int64_t round_rows);
+
+// The exp2_scale of the main kernel: without a softcap a score becomes a logarithm to base 2 by one
+// factor, whatever its sign.
+float exponent_scale(const AttentionParams& attention);
+
+// Completes what plan_backward() has planned for `tile` in a folder whose parameter P begins with
+// `backward` and has dq_sums_gmem, cleared_bytes, turns_gmem, uncap, rounds and the maps of Q, K, V
+// and dO. The sums of dQ come behind the terms in the workspace, and the turns behind them; the
+// first launch clears both, and a last one ("<folder>_backward_dq_<dtype>_<tile>") writes dQ. The
+// main launch is the one that gets tensor maps, if there is any round. finish(params): fills in
+// what the folder has besides.
+template <class P, class Finish>
+PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, const RoundsTile& tile,
+                           const std::string& folder, const Finish& finish) {
+  const Problem& call = problem.call;
+  const int64_t rounds = count_rounds(call, tile.round_rows);
+  if (rounds > GRID_LIMIT) return grid_too_large(rounds);
+  Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t sums_start = workspace.add(rounds * tile.round_bytes);
+  // The first launch clears 16 bytes at a time.
+  const int64_t turns_bytes = ceil_div(rounds * int64_t{sizeof(int32_t)}, 16) * 16;
+  const int64_t turns_start = workspace.add(problem.deterministic ? turns_bytes : 0);
+  plan.workspace_bytes = workspace.bytes();
+  const std::string word = dtype_word(call.dtype);
+  for (Launch& launch : plan.launches) {
+    if (launch.kernel == folder + "_backward_sinks_" + word) continue;
+    P params;
+    std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+    std::memcpy(static_cast<void*>(&params), launch.params.data(), sizeof params.backward);
+    AttentionParams& attention = params.backward.attention;
+    attention.exp2_scale = exponent_scale(attention);
+    params.cleared_bytes = workspace.bytes() - sums_start;
+    if (attention.softcap != 0) params.uncap = 1 / (attention.exp2_scale * attention.softcap);
+    params.rounds = static_cast<int32_t>(ceil_div(call.nq, tile.round_rows));
+    finish(params);
+    launch.params = bytes(params);
+    launch.pointers.push_back(
+        {Operand::Workspace, static_cast<int32_t>(offsetof(P, dq_sums_gmem)), sums_start});
+    if (problem.deterministic) {
+      launch.pointers.push_back(
+          {Operand::Workspace, static_cast<int32_t>(offsetof(P, turns_gmem)), turns_start});
+    }
+    // Without queries the main kernel copies nothing.
+    if (rounds == 0 || launch.kernel == folder + "_backward_rows_" + word) continue;
+    launch.tensor_maps = {
+        tensor_map(call, Operand::Q, offsetof(P, q_map), tile.queries_box),
+        tensor_map(call, Operand::K, offsetof(P, k_map), tile.keys_box),
+        tensor_map(call, Operand::V, offsetof(P, v_map), tile.keys_box),
+        dout_map(problem, offsetof(P, dout_map), tile.queries_box),
+    };
+  }
+  if (rounds > 0) {
+    Launch last = plan.launches.front();
+    last.kernel = folder + "_backward_dq_" + word + "_" + tile.name;
+    last.grid = {rounds, 1, 1};
+    last.block = {BACKWARD_DQ_THREADS, 1, 1};
+    plan.launches.insert(plan.launches.end() - (problem.dsinks ? 1 : 0), std::move(last));
+  }
+  return plan;
+}
+
+}  // namespace archflash::core
