@@ -39,6 +39,7 @@
 #include "common/math/few_rows.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/math/ring.cuh"
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
@@ -49,6 +50,8 @@
 #include "common/ptx/warp_roles.cuh"
 
 namespace archflash::blackwell_consumer {
+
+using math::release;
 
 // The rules by which a row's base follows its maximum.
 template <class C>
@@ -217,13 +220,6 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params, 
     math::write_rows_of_no_sequence<C::BLOCK_Q>(params.attention, index, threadIdx.x,
                                                 C::CONSUMER_THREADS);
   }
-}
-
-// Hands a stage, or Q's part, back to the producer: one arrival at its empty barrier for the warp.
-__device__ __forceinline__ void release(uint32_t barrier_smem) {
-  // mutants: elect-waits-for-warp
-  __syncwarp();  // all lanes of the warp have read what the barrier guards
-  if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
 }
 
 // Hands a stage back that the warp has read by ldmatrix. The fence makes the reads come before
