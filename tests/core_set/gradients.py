@@ -27,9 +27,7 @@ _HOW = ("gradient_dtype", "pad", "schedules", "deterministic", "planned_for", "m
 
 
 def kernels_with_gradients(on: Executor) -> list[str]:
-    """Those that give the same bits each time; test_hopper_gradients.py and
-    test_blackwell_dc_gradients.py have the others.
-    """
+    """Those that give the same bits each time; test_rounds_gradients.py has the others."""
     others = ("hopper", "blackwell_dc")
     return [name for name in on.kernels() if name in _gradients.FOLDERS and name not in others]
 
@@ -64,6 +62,30 @@ def inputs(
     """dout, q, k, v in the layout bhnd."""
     q, k, v = on.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads, seed=seed)
     return [on.rand(batch, heads[0], nq, dv, seed=seed + 90, dtype=dtype), q, k, v]
+
+
+# A launch that meets several features at once: (nq, nk, d, dv, batch, heads), options in words.
+FeatureCase = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def feature_call(
+    on: Executor, case: FeatureCase, dtype: str, seed: int
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors and options of a case. sinks and dlse say whether there are such tensors."""
+    (nq, nk, d, dv, batch, heads), words = case
+    options = dict(words)
+    tensors = inputs(on, nq, nk, d, dv, dtype, batch=batch, heads=heads, seed=seed)
+    if options.get("layout") == "bnhd":
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    if options.pop("sinks", False):
+        options["sinks"] = on.rand(heads[0], seed=5)
+    if options.pop("dlse", False):
+        options["dlse"] = on.rand(batch, heads[0], nq, seed=6)
+    if "q_offset" in options:
+        options["q_offset"] = on.int32(*options["q_offset"])
+    if "gradient_dtype" in options:
+        options["gradient_dtype"] = getattr(torch, options["gradient_dtype"])
+    return tensors, options
 
 
 def assert_every_kernel_is_planned(

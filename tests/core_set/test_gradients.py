@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,12 @@ from . import gradients
 from .executors import executor
 from .gradients import (
     NAMES,
+    FeatureCase,
     assert_every_kernel_is_planned,
     differentiate,
     differentiate_and_check,
     dtypes_with_gradients,
+    feature_call,
     kernels_with_gradients,
 )
 
@@ -109,7 +110,7 @@ def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> N
 
 # Each row is one launch that meets several features at once, so that every pair of them meets
 # somewhere: name -> (nq, nk, d, dv, batch, heads, options).
-FEATURES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+FEATURES: dict[str, FeatureCase] = {
     "window-softcap-sinks-lse": (
         (45, 83, 64, 64, 1, (4, 2)),
         {"window": (20, 3), "softcap": 1.5, "sinks": True, "dlse": True},
@@ -137,22 +138,9 @@ FEATURES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FEATURES)
 @each_kernel
 def test_features(kernel: str, name: str) -> None:
-    (nq, nk, d, dv, batch, heads), options = FEATURES[name]
-    options = dict(options)
     number = list(FEATURES).index(name)
     dtypes = dtypes_with_gradients(on, kernel)
-    dtype = dtypes[number % len(dtypes)]
-    tensors = inputs(nq, nk, d, dv, dtype, batch=batch, heads=heads, seed=number)
-    if options.get("layout") == "bnhd":
-        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
-    if options.pop("sinks", False):
-        options["sinks"] = on.rand(heads[0], seed=5)
-    if options.pop("dlse", False):
-        options["dlse"] = on.rand(batch, heads[0], nq, seed=6)
-    if "q_offset" in options:
-        options["q_offset"] = on.int32(*options["q_offset"])
-    if "gradient_dtype" in options:
-        options["gradient_dtype"] = getattr(torch, options["gradient_dtype"])
+    tensors, options = feature_call(on, FEATURES[name], dtypes[number % len(dtypes)], number)
     differentiate_and_check(on, kernel, *tensors, schedules=(number, number + 1), **options)
 
 
