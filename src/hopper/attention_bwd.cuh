@@ -133,7 +133,8 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t dout_empty(int stage) const {
     return dout_full(stage) + 8 * C::DOUT_STAGES;
   }
-  // Of the even and of the odd rounds, because in turns a warp waits for either only.
+  // Even and odd rounds have barriers of their own, because in turns a warp waits for one of the
+  // two kinds only.
   __device__ __forceinline__ uint32_t dq_full(int group, uint32_t round) const {
     return dout_full(2 * group) + 16 * C::DOUT_STAGES + round % 2 * 8;
   }

@@ -23,7 +23,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t dst_smem,
       : "memory");
 }
 
-// The same load from a tensor map of five dimensions; c0 is the coordinate of the innermost one.
+// Loads a box as cp_async_bulk_tensor_4d_load() does, from a tensor map of five dimensions; c0 is
+// the coordinate of the innermost one.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d_load(uint32_t dst_smem,
                                                              const TensorMap& map, int c0, int c1,
                                                              int c2, int c3, int c4,
