@@ -140,8 +140,8 @@ struct WideBackwardConfig {
   static constexpr int TERMS_SMEM = P_SMEM + P_STAGES * P_BYTES;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
-  // One barrier each for K, for V and for the bytes of a ragged block; two, full and empty, for each
-  // stage of the four rings.
+  // One barrier each for K, for V and for the bytes of a ragged block; two, full and empty, for
+  // each stage of the four rings.
   static constexpr int BARRIERS = 3 + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES);
   static constexpr int WORK_BYTES = 128;  // CtaWork of attention_bwd.cuh
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
