@@ -197,7 +197,7 @@ struct Result {
   std::array<int64_t, 5> sizes{}, strides{};
   int64_t padding = 0;  // rows of infinity, added to a new tensor behind its last dimension
   int32_t dtype = 0;
-  TensorHandle shared = nullptr;  // never deleted
+  std::shared_ptr<HeldTensor> shared;
 };
 
 constexpr size_t MAX_RESULTS = 9;
@@ -339,7 +339,7 @@ void serve(const Decision& decision, const Call& call, Word* stack) {
       check(f.empty_strided(r.dims, r.sizes.data(), r.strides.data(), r.dtype, TORCH_CUDA,
                             call.device_index, made[i].out()));
     } else if (r.kind == Result::Kind::Shared) {
-      check(f.new_tensor_handle(r.shared, made[i].out()));
+      check(f.new_tensor_handle(r.shared->get(), made[i].out()));
     } else if (r.kind == Result::Kind::None) {
       check(f.new_uninitialized_tensor(made[i].out()));
     }
@@ -432,7 +432,10 @@ Result describe(TensorHandle tensor, bool may_share) {
   }
   const bool is_new = device == TORCH_CUDA && count > 0 && !may_share;
   r.kind = is_new ? Result::Kind::New : Result::Kind::Shared;
-  if (!is_new) check(f.new_tensor_handle(tensor, &r.shared));
+  if (!is_new) {
+    r.shared = std::make_shared<HeldTensor>();
+    check(f.new_tensor_handle(tensor, r.shared->out()));
+  }
   return r;
 }
 
