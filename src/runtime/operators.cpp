@@ -217,8 +217,11 @@ struct Operator {
   std::string types;
   Known known = Known::None;
   nb::object by_python;
-  std::mutex lock;  // of the decisions
-  std::unordered_map<CallKey, std::shared_ptr<const Decision>, CallKeyHash> decisions;
+  using Decisions = std::unordered_map<CallKey, std::shared_ptr<const Decision>, CallKeyHash>;
+  // Guards the decisions. None is destroyed under it: that may run Python, for whose lock the
+  // thread would wait, while another one that holds Python's lock waits for this.
+  std::mutex lock;
+  Decisions decisions;
 
   std::shared_ptr<const Decision> find(const CallKey& key) {
     const std::lock_guard guard(lock);
@@ -226,13 +229,16 @@ struct Operator {
     return found == decisions.end() ? nullptr : found->second;
   }
   void keep(const CallKey& key, Decision decision) {
+    auto kept = std::make_shared<const Decision>(std::move(decision));
+    Decisions replaced;
     const std::lock_guard guard(lock);
-    if (decisions.size() >= MOST_DECISIONS) decisions.clear();
-    decisions.insert_or_assign(key, std::make_shared<const Decision>(std::move(decision)));
+    if (decisions.size() >= MOST_DECISIONS) decisions.swap(replaced);
+    decisions[key].swap(kept);  // with an earlier decision for such a call, or null
   }
   void forget() {
+    Decisions replaced;
     const std::lock_guard guard(lock);
-    decisions.clear();
+    decisions.swap(replaced);
   }
 };
 
