@@ -451,7 +451,8 @@ std::vector<Result> call_python(const Operator& op, const Arguments& arguments, 
   nb::list given;
   for (size_t i = 0; i < op.types.size(); ++i)
     given.append(python_argument(op.types[i], arguments[i]));
-  nb::object answer = op.by_python(*given);
+  const nb::object function = op.by_python;  // another thread may install another one meanwhile
+  nb::object answer = function(*given);
   nb::list tensors;
   for (const nb::handle x : answer) {
     if (!x.is_none() && !PyLong_Check(x.ptr())) tensors.append(x);
@@ -613,9 +614,11 @@ void install(const std::string& name, const std::string& types, const std::strin
       f->library_init_impl("aten", key.c_str(), "archflash", 0, &library) != 0)
     throw std::runtime_error("PyTorch opened no library of operators");
   Operator& op = operators()[installed];
-  op.types = types;
+  // A thread without Python's lock may still be in a call that began before the operators were
+  // removed, and read these two: they are written only if they change.
+  if (op.types != types) op.types = types;
+  if (op.known != found) op.known = found;
   op.by_python = std::move(by_python);
-  op.known = found;
   op.forget();
   if (f->library_impl(library, name.c_str(), KERNELS[installed]) != 0)
     throw std::runtime_error(join("PyTorch took no kernel of ", name));
