@@ -524,6 +524,19 @@ void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
   op.keep(key, std::move(decision));
 }
 
+// Empties operator_answer() for a call, and restores it at the end of the call: one of PyTorch's
+// kernels may call another operator, and each of the two calls has an answer of its own.
+class AnswerOfThisCall {
+ public:
+  AnswerOfThisCall() : outer_(std::exchange(operator_answer(), {})) {}
+  AnswerOfThisCall(const AnswerOfThisCall&) = delete;
+  AnswerOfThisCall& operator=(const AnswerOfThisCall&) = delete;
+  ~AnswerOfThisCall() { operator_answer() = std::move(outer_); }
+
+ private:
+  OperatorAnswer outer_;
+};
+
 void by_python(Operator& op, const Arguments& arguments, const Call* call, Word* stack) {
   const nb::gil_scoped_acquire lock;
   // States are shared by calls whose graph records gradients (_overrides.py), but for memory that
@@ -534,20 +547,16 @@ void by_python(Operator& op, const Arguments& arguments, const Call* call, Word*
     share_state = torch_functions()->get_current_cuda_stream(call->device_index, &stream) == 0 &&
                   !is_capturing(stream);
   }
-  // One of PyTorch's kernels may call another operator: each call has an answer of its own.
-  OperatorAnswer outer = std::exchange(operator_answer(), {});
+  const AnswerOfThisCall own;
   std::vector<Result> results;
   try {
     results = call_python(op, arguments, share_state, stack);
   } catch (const nb::python_error& error) {
-    operator_answer() = std::move(outer);
     throw PythonException(error);
   } catch (const TryInPython&) {
-    operator_answer() = std::move(outer);
     throw std::runtime_error("PyTorch gave no handle of a tensor of an attention operator");
   }
-  const OperatorAnswer answer = std::exchange(operator_answer(), std::move(outer));
-  if (call != nullptr) keep_answer(op, arguments, call->key, answer, std::move(results));
+  if (call != nullptr) keep_answer(op, arguments, call->key, operator_answer(), std::move(results));
 }
 
 // --- a call ---
