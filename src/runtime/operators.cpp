@@ -6,7 +6,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <cstring>
+#include <span>
 #include <stdexcept>
 #include <string_view>
 #include <unordered_map>
@@ -330,6 +330,15 @@ void call_original(const Operator& op, const Arguments& a, Word* stack) {
   stack[4] = static_cast<Word>(nq), stack[5] = static_cast<Word>(nk);
 }
 
+// Puts the results of a call on the stack. `made`: a tensor for each result that is not a number.
+void give(const std::vector<Result>& results, std::span<HeldTensor> made, Word* stack) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    const Result& r = results[i];
+    stack[i] =
+        r.kind == Result::Kind::Number ? r.number : reinterpret_cast<Word>(made[i].release());
+  }
+}
+
 // Makes the results of a call and launches its plan.
 void serve(const Decision& decision, const Call& call, Word* stack) {
   const TorchFunctions& f = *torch_functions();
@@ -378,11 +387,7 @@ void serve(const Decision& decision, const Call& call, Word* stack) {
       made[i] = std::move(padded);
     }
   }
-  for (size_t i = 0; i < decision.results.size(); ++i) {
-    const Result& r = decision.results[i];
-    stack[i] =
-        r.kind == Result::Kind::Number ? r.number : reinterpret_cast<Word>(made[i].release());
-  }
+  give(decision.results, made, stack);
 }
 
 // --- the function in Python ---
@@ -460,35 +465,25 @@ std::vector<Result> call_python(const Operator& op, const Arguments& arguments, 
   nb::object handles = handles_of()(tensors);
   std::vector<HeldTensor> held;
   for (const nb::handle capsule : handles) held.emplace_back(pointer_of(capsule));
+  auto next = held.begin();
   std::vector<Result> results;
-  std::vector<Word> words;
+  std::vector<HeldTensor> made;
   const size_t first_state = op.known == Known::Efficient ? 2 : 6;
-  size_t next = 0;
   for (const nb::handle x : answer) {
-    Result r;
-    HeldTensor none;
+    const size_t at = results.size();
+    Result& r = results.emplace_back();
+    HeldTensor& tensor = made.emplace_back();
     if (PyLong_Check(x.ptr())) {
       r.kind = Result::Kind::Number;
       r.number = static_cast<Word>(nb::cast<int64_t>(x));
-    } else if (!x.is_none()) {
-      const size_t at = results.size();
-      r = describe(held[next].get(), share_state && (at == first_state || at == first_state + 1));
-      ++next;
-    }
-    results.push_back(r);
-  }
-  next = 0;
-  for (size_t i = 0; i < results.size(); ++i) {
-    if (results[i].kind == Result::Kind::Number) {
-      stack[i] = results[i].number;
-    } else if (results[i].kind == Result::Kind::None) {
-      HeldTensor none;
-      check(torch_functions()->new_uninitialized_tensor(none.out()));
-      stack[i] = reinterpret_cast<Word>(none.release());
+    } else if (x.is_none()) {
+      check(torch_functions()->new_uninitialized_tensor(tensor.out()));
     } else {
-      stack[i] = reinterpret_cast<Word>(held[next++].release());
+      tensor = std::move(*next++);
+      r = describe(tensor.get(), share_state && (at == first_state || at == first_state + 1));
     }
   }
+  give(results, made, stack);
   return results;
 }
 
