@@ -34,9 +34,10 @@
 namespace archflash {
 namespace {
 
-// Never destroyed: they hold Python objects and CUDA handles, which must outlive static
-// destruction.
-// What the results of a call are made of (make_result). Null where nothing was prepared.
+// The caches and the other objects of this module that functions return by reference are never
+// destroyed: they hold Python objects and CUDA handles, which must outlive static destruction.
+
+// From which make_result makes the results of a call. Null where no template was prepared.
 struct Templates {
   nb::object out, lse;
 };
@@ -47,7 +48,7 @@ struct Decision {
   int out_ndim = 0;
   int64_t out_shape[4]{}, out_strides[4]{};
 
-  // What a call may be made of.
+  // The templates that fit a call: that of the output only if it has the same strides.
   Templates like_of(const Call& call) const {
     const size_t bytes = out_ndim * sizeof(int64_t);
     const bool same = call.out_ndim == out_ndim &&
@@ -78,8 +79,10 @@ PlanCache<OperatorDecision>& operator_cache() {
   static auto& instance = *new PlanCache<OperatorDecision>;
   return instance;
 }
-nb::object& decide_operator() {  // _overrides.decide(problem, device_index, forced) -> LaunchPlan,
-  static auto& instance = *new nb::object;  // or the reason why there is none
+// _overrides._decide(problem, device_index, forced) -> LaunchPlan, or a str: the reason why
+// PyTorch's own kernel serves the problem.
+nb::object& decide_operator() {
+  static auto& instance = *new nb::object;
   return instance;
 }
 
@@ -129,11 +132,16 @@ nb::object without_memory(nb::object tensor) {
   return tensor;
 }
 
-// What make_result makes an output of: on a GPU the arguments of PyTorch's function for compiled
-// graphs, which takes half of the time of torch.empty_like, elsewhere a tensor for that.
+// Whether templates are the arguments (shape, strides, dtype) of the function with which PyTorch's
+// compiled graphs allocate on a GPU. It takes half of the time of torch.empty_like, for which
+// templates are tensors elsewhere.
+bool templates_are_strides(const Call& call) {
+  return call.device_index >= 0 && torch().empty_strided_cuda.is_valid();
+}
+
+// The template of an output.
 nb::object template_of_out(nb::handle q, const Call& call) {
-  if (call.device_index < 0 || !torch().empty_strided_cuda.is_valid())
-    return without_memory(allocate_out(q, call));
+  if (!templates_are_strides(call)) return without_memory(allocate_out(q, call));
   nb::list shape, strides;
   for (int i = 0; i < call.out_ndim; ++i) {
     shape.append(call.out_shape[i]);
@@ -143,10 +151,10 @@ nb::object template_of_out(nb::handle q, const Call& call) {
                         torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
 }
 
-// The same of a log-sum-exp. column: it has a last dimension of size 1.
+// The template of a log-sum-exp. `column`: the log-sum-exp has a last dimension of size 1.
 nb::object template_of_lse(nb::handle q, const Call& call, bool column) {
   const Problem& p = call.problem;
-  if (call.device_index < 0 || !torch().empty_strided_cuda.is_valid()) {
+  if (!templates_are_strides(call)) {
     nb::object lse = allocate_lse(q, p);
     return without_memory(column ? lse.attr("unsqueeze")(-1) : lse);
   }
@@ -383,11 +391,11 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
   const OperatorDecision* found = operator_cache().find(key);
   if (found == nullptr) {
     OperatorDecision decision;
-    nb::object answer = decide_operator()(call.problem, call.device_index, implementation);
-    if (nb::isinstance<nb::str>(answer)) {
-      decision.reason = nb::cast<std::string>(answer);
+    nb::object chosen = decide_operator()(call.problem, call.device_index, implementation);
+    if (nb::isinstance<nb::str>(chosen)) {
+      decision.reason = nb::cast<std::string>(chosen);
     } else {
-      decision.plan = prepare_for(call, answer);
+      decision.plan = prepare_for(call, chosen);
       decision.like.out = template_of_out(q, call);
       if (call.problem.want_lse) {
         decision.like.lse = template_of_lse(q, call, false);

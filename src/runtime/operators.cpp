@@ -18,8 +18,9 @@
 
 namespace torch {
 
-// What PyTorch turns into a Python exception of any type where it returns to Python: a class of
-// this name and layout is in its torch/csrc/Exceptions.h, and C++ tells such classes apart by name.
+// A copy of the class of this name in PyTorch's torch/csrc/Exceptions.h. C++ recognizes a thrown
+// class by its name, so PyTorch takes this one for its own: where it returns to Python, it raises
+// an exception of the Python type that python_type() gives. The members must be in the same order.
 struct PyTorchError : public std::exception {
   explicit PyTorchError(std::string text) : msg(std::move(text)) {}
   virtual PyObject* python_type() = 0;
@@ -66,7 +67,8 @@ namespace {
 
 using Word = uint64_t;  // an argument or result of an operator on its stack
 
-// One of PyTorch's functions failed: the function in Python does it again, and says why.
+// Thrown where one of PyTorch's C functions fails. The function in Python then serves the call, and
+// raises the exception that tells the cause.
 struct TryInPython {};
 
 void check(int status) {
@@ -76,8 +78,8 @@ void check(int status) {
 // One argument: a tensor, a number, or one of the two that may be None.
 struct Argument {
   HeldTensor tensor;
-  Word bits = 0;  // of a number
-  bool given = true;
+  Word bits = 0;      // the value of a number: an int64_t, a double, or 0 or 1
+  bool given = true;  // false where it is None
 };
 
 double as_double(Word bits) { return std::bit_cast<double>(bits); }
@@ -112,8 +114,8 @@ void take(std::string_view types, const Word* stack, Arguments& arguments) {
   }
 }
 
-// What a call has to have in common with an earlier one to be treated like it. Addresses count by
-// their alignment only.
+// What a call has to have in common with an earlier one to be treated like it. Of the addresses of
+// its tensors that is only the alignment.
 constexpr size_t MAX_TENSORS = 4;  // q, k, v and a mask
 constexpr size_t TENSOR_WORDS = 9, MAX_NUMBERS = 6;
 struct CallKey {
@@ -133,7 +135,9 @@ struct Call {
   int32_t device_index = -1;
 };
 
-// A tensor whose storage was freed has a low address, as few others have.
+// Where the storage of a tensor was resized to nothing, as FSDP does, the address that PyTorch
+// gives is null plus the tensor's offset. Addresses below this limit may be of that kind, so the
+// size of the storage is asked for; tensors with memory seldom have such an address.
 constexpr uintptr_t SUSPICIOUS_ADDRESS = uintptr_t{1} << 40;
 
 // Reads one tensor. False where no call with it is served here: one that is not on a CUDA device,
@@ -169,7 +173,7 @@ bool read(TensorHandle tensor, size_t i, Call& call) {
 
 bool read(std::string_view types, const Arguments& arguments, Call& call) {
   size_t tensors = 0, at = MAX_TENSORS * TENSOR_WORDS;
-  Word given = torch_functions()->grad_mode_is_enabled();  // and a bit for each argument
+  Word given = torch_functions()->grad_mode_is_enabled();  // bit 0; then one bit for each argument
   for (size_t i = 0; i < types.size(); ++i) {
     const Argument& a = arguments[i];
     if (a.given) given |= Word{2} << i;
@@ -188,14 +192,14 @@ bool read(std::string_view types, const Arguments& arguments, Call& call) {
 
 // --- what was decided for calls of a kind ---
 
-// How one result is made: a number, no tensor, a new tensor, or one tensor for all calls, which
-// holds no numbers that anyone reads.
+// How one result is made: a number, no tensor, a new tensor, or one tensor for all calls, whose
+// values nothing reads.
 struct Result {
   enum class Kind { Number, None, New, Shared } kind = Kind::None;
   Word number = 0;
   int64_t dims = 0;
   std::array<int64_t, 5> sizes{}, strides{};
-  int64_t padding = 0;  // rows of infinity, added to a new tensor behind its last dimension
+  int64_t padding = 0;  // columns of infinity, appended to the last dimension of a new tensor
   int32_t dtype = 0;
   std::shared_ptr<HeldTensor> shared;
 };
@@ -263,7 +267,8 @@ bool is_forced() {
   return !forced()().is_none();
 }
 
-// Of torch._C._aoti: a Python tensor from a handle, and handles from Python tensors.
+// Two functions of torch._C._aoti. tensor_of() makes a Python tensor of a handle, which it takes
+// over. handles_of() makes handles, which the caller has to delete, of a list of Python tensors.
 nb::object& tensor_of() {
   static auto& instance = *new nb::object;
   return instance;
@@ -273,7 +278,7 @@ nb::object& handles_of() {
   return instance;
 }
 
-// The tensor (B, N, H, D) of one that is (B, H, N, D), or the other way round, in the same memory.
+// A view of a tensor (B, H, N, D) as (B, N, H, D), or the other way round.
 HeldTensor with_heads_swapped(TensorHandle tensor) {
   const TorchFunctions& f = *torch_functions();
   int64_t *sizes = nullptr, *strides = nullptr;
@@ -392,7 +397,8 @@ void serve(const Decision& decision, const Call& call, Word* stack) {
 
 // --- the function in Python ---
 
-// A Python exception on its way through PyTorch, which knows no exception of this module.
+// Carries a Python exception through PyTorch's C++ code, which does not know nanobind's exceptions.
+// The type and the text arrive in Python, the traceback and the cause do not.
 class PythonException final : public torch::PyTorchError {
  public:
   explicit PythonException(const nb::python_error& error)
@@ -401,7 +407,8 @@ class PythonException final : public torch::PyTorchError {
   PyObject* python_type() override { return type_.ptr(); }
 
  private:
-  // Not released: where the exception is destroyed, the thread may not hold Python's lock.
+  // A reference that is never given back: where the exception is destroyed, the thread may not hold
+  // Python's lock. Types of exceptions stay for the life of the process anyway.
   nb::handle type_;
 };
 
@@ -412,7 +419,7 @@ void* pointer_of(nb::handle capsule) {
 nb::object python_argument(char type, const Argument& a) {
   if (!a.given) return nb::none();
   if (type == 'T' || type == 't') {
-    HeldTensor copy;  // which the Python tensor takes
+    HeldTensor copy;  // the Python tensor takes it over
     check(torch_functions()->new_tensor_handle(a.tensor.get(), copy.out()));
     nb::object capsule = nb::steal(PyCapsule_New(copy.get(), nullptr, nullptr));
     nb::object tensor = tensor_of()(capsule);
@@ -424,8 +431,8 @@ nb::object python_argument(char type, const Argument& a) {
   return nb::int_(static_cast<int64_t>(a.bits));
 }
 
-// Describes a result for calls to come. may_share: it is the state of a random generator, which is
-// the same tensor for all calls like this one.
+// Describes a result, so that later calls make the same. `may_share`: it is the state of a random
+// generator, for which all calls like this one may get the same tensor.
 Result describe(TensorHandle tensor, bool may_share) {
   const TorchFunctions& f = *torch_functions();
   Result r;
@@ -487,8 +494,9 @@ std::vector<Result> call_python(const Operator& op, const Arguments& arguments, 
   return results;
 }
 
-// PyTorch's memory-efficient kernel pads the rows of its log-sum-exp, and so does the function in
-// Python. Calls to come have the kernel's own rows padded.
+// PyTorch's memory-efficient kernel pads its log-sum-exp to a multiple of 32 query rows, and so
+// does the function in Python. Later calls let the kernel write a log-sum-exp of the call's own
+// rows, and pad that.
 void part_padding(const CallKey& key, Result& lse) {
   const auto nq = static_cast<int64_t>(key.words[2]);
   if (lse.kind != Result::Kind::New || lse.dims != 3 || lse.sizes[2] <= nq) return;
@@ -497,7 +505,7 @@ void part_padding(const CallKey& key, Result& lse) {
   lse.strides[1] = nq, lse.strides[0] = nq * lse.sizes[1];
 }
 
-// What calls to come are to do like this one, as far as that is known.
+// Keeps what later calls like this one are to do, where that is the same for all of them.
 void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
                  const OperatorAnswer& answer, std::vector<Result> results) {
   if (!answer.keep) return;
@@ -505,7 +513,8 @@ void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
   if (!answer.declined.empty()) {
     decision.count = &declined().of(answer.declined);
   } else if (answer.plan) {
-    // The rows that see no key get another log-sum-exp in Python.
+    // The function in Python changes the log-sum-exp of rows that see no key after the kernel,
+    // which serve() does not do.
     const bool causal = op.known == Known::Flash && arguments[4].bits != 0;
     if (causal && key.words[2] > key.words[TENSOR_WORDS + 2]) return;
     decision.plan = answer.plan;
@@ -534,8 +543,8 @@ class AnswerOfThisCall {
 
 void by_python(Operator& op, const Arguments& arguments, const Call* call, Word* stack) {
   const nb::gil_scoped_acquire lock;
-  // States are shared by calls whose graph records gradients (_overrides.py), but for memory that
-  // belongs to the capture of a CUDA graph.
+  // The state of the random generator is shared by calls in which gradients are enabled
+  // (_overrides.py), unless it was allocated in the capture of a CUDA graph, which owns its memory.
   bool share_state = false;
   if (call != nullptr && (call->key.words.back() & 1) != 0) {
     void* stream = nullptr;
@@ -601,9 +610,9 @@ Known known(const std::string& name, const std::string& types) {
   return Known::None;
 }
 
-// Puts a kernel in the place of PyTorch's for one of its operators. Not where this module could
-// only ask Python in each call, which PyTorch does faster itself. Tests install kernels for the
-// CPU, too.
+// Puts a kernel in the place of PyTorch's for one of its operators. Nothing happens for an operator
+// on CUDA that this module does not know: each call would ask Python, which PyTorch does faster
+// itself. On the CPU, where tests run, all calls ask Python.
 void install(const std::string& name, const std::string& types, const std::string& key,
              nb::object by_python, nb::object forced_now, nb::object core) {
   const TorchFunctions* f = torch_functions();
