@@ -107,16 +107,24 @@ int64_t forced_index(nb::handle name) {
   return static_cast<int64_t>(names.size()) + (text == "torch" ? 0 : 1);
 }
 
-nb::object allocate_out(nb::handle q, const Call& call) {
-  if (call.out_like_q) return torch().empty_like(q);
+// What functions of PyTorch that allocate an output take: (shape, strides, dtype).
+nb::tuple strided_out(const Call& call) {
   nb::list shape, strides;
   for (int i = 0; i < call.out_ndim; ++i) {
     shape.append(call.out_shape[i]);
     strides.append(call.out_strides[i]);
   }
-  return q.attr("new_empty_strided")(
-      nb::tuple(shape), nb::tuple(strides),
-      nb::arg("dtype") = torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides),
+                        torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+}
+
+// A tensor on q's device. strided: (shape, strides, dtype).
+nb::object new_empty_strided(nb::handle q, nb::handle strided) {
+  return q.attr("new_empty_strided")(strided[0], strided[1], nb::arg("dtype") = strided[2]);
+}
+
+nb::object allocate_out(nb::handle q, const Call& call) {
+  return call.out_like_q ? torch().empty_like(q) : new_empty_strided(q, strided_out(call));
 }
 
 nb::object allocate_lse(nb::handle q, const Problem& p) {
@@ -141,14 +149,8 @@ bool templates_are_strides(const Call& call) {
 
 // The template of an output.
 nb::object template_of_out(nb::handle q, const Call& call) {
-  if (!templates_are_strides(call)) return without_memory(allocate_out(q, call));
-  nb::list shape, strides;
-  for (int i = 0; i < call.out_ndim; ++i) {
-    shape.append(call.out_shape[i]);
-    strides.append(call.out_strides[i]);
-  }
-  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides),
-                        torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+  if (templates_are_strides(call)) return strided_out(call);
+  return without_memory(allocate_out(q, call));
 }
 
 // The template of a log-sum-exp. `column`: the log-sum-exp has a last dimension of size 1.
@@ -168,8 +170,7 @@ nb::object template_of_lse(nb::handle q, const Call& call, bool column) {
 
 nb::object make_result(nb::handle from, nb::handle q, int device_index) {
   if (!PyTuple_Check(from.ptr())) return torch().empty_like(from);
-  if (current_device() != device_index)
-    return q.attr("new_empty_strided")(from[0], from[1], nb::arg("dtype") = from[2]);
+  if (current_device() != device_index) return new_empty_strided(q, from);
   nb::object made = nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
   if (!made.is_valid()) throw nb::python_error();
   return made;
