@@ -408,7 +408,7 @@ class PythonException final : public torch::PyTorchError {
 
  private:
   // A reference that is never given back: where the exception is destroyed, the thread may not hold
-  // Python's lock. Types of exceptions stay for the life of the process anyway.
+  // Python's lock.
   nb::handle type_;
 };
 
@@ -614,15 +614,16 @@ Known known(const std::string& name, const std::string& types) {
 // on CUDA that this module does not know: each call would ask Python, which PyTorch does faster
 // itself. On the CPU, where tests run, all calls ask Python.
 void install(const std::string& name, const std::string& types, const std::string& key,
-             nb::object by_python, nb::object forced_now, nb::object core) {
+             nb::object by_python, nb::object forced_now, nb::object make_tensor,
+             nb::object make_handles) {
   const TorchFunctions* f = torch_functions();
   if (f == nullptr || installed == MOST_OPERATORS || types.size() > MAX_ARGUMENTS)
     throw std::runtime_error("this PyTorch has no C functions for operators");
   const Known found = key == "CUDA" ? known(name, types) : Known::None;
   if (key == "CUDA" && found == Known::None) return;
   forced() = std::move(forced_now);
-  tensor_of() = core.attr("alloc_tensor_by_stealing_from_void_ptr");
-  handles_of() = core.attr("unsafe_alloc_void_ptrs_from_tensors");
+  tensor_of() = std::move(make_tensor);
+  handles_of() = std::move(make_handles);
   if (library == nullptr &&
       f->library_init_impl("aten", key.c_str(), "archflash", 0, &library) != 0)
     throw std::runtime_error("PyTorch opened no library of operators");
@@ -657,10 +658,11 @@ void bind_operators(nb::module_& m) {
       "has_torch_functions", [] { return torch_functions() != nullptr; },
       "Whether this PyTorch has the C functions that the kernels of its operators need.");
   m.def("install_operator", &install, "name"_a, "types"_a, "key"_a, "by_python"_a, "forced"_a,
-        "core"_a,
+        "tensor_of"_a, "handles_of"_a,
         nb::sig("def install_operator(name: str, types: str, key: str, by_python: "
-                "typing.Callable[..., typing.Any], forced: typing.Callable[[], str | None], core: "
-                "typing.Any) -> None"),
+                "typing.Callable[..., typing.Any], forced: typing.Callable[[], str | None], "
+                "tensor_of: typing.Callable[..., typing.Any], handles_of: typing.Callable[..., "
+                "typing.Any]) -> None"),
         "Serves one of PyTorch's operators: as an earlier call like it was served, else by the "
         "function in Python.");
   m.def("remove_operators", &remove_all, "Gives PyTorch its operators back.");
