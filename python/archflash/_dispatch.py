@@ -246,7 +246,7 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     """
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
-    if problem.needs_grad:  # behind all others
+    if problem.needs_grad:  # kernels whose backward pass has never run on a GPU come last
         kernels = tuple(sorted(kernels, key=_registry.BACKWARD_NEVER_RAN.__contains__))
     if problem.needs_grad and _pytorch_differentiates(problem, capability):
         faster = _faster_with_gradients(problem, capability, kernels)

@@ -644,10 +644,22 @@ _LETTERS = {
 }  # fmt: skip
 
 
+def _handle_functions() -> tuple[Kernel, Kernel] | None:
+    """The two private functions of PyTorch with which the runtime makes a Python tensor of a handle,
+    and handles of Python tensors; None if this PyTorch lacks one.
+    """
+    core = getattr(torch._C, "_aoti", None)
+    tensor_of = getattr(core, "alloc_tensor_by_stealing_from_void_ptr", None)
+    handles_of = getattr(core, "unsafe_alloc_void_ptrs_from_tensors", None)
+    return None if tensor_of is None or handles_of is None else (tensor_of, handles_of)
+
+
 def _runtime_serves() -> bool:
-    """Whether the runtime can stand in front of PyTorch's operators itself."""
+    """Whether the runtime can stand in front of PyTorch's operators itself. Where it cannot, the
+    functions in Python serve every call.
+    """
     new = bool(TorchVersion(torch.__version__) >= _OLDEST_FOR_RUNTIME)  # type: ignore[operator]
-    return new and _native.has_torch_functions()
+    return new and _native.has_torch_functions() and _handle_functions() is not None
 
 
 def _install_in_runtime(operator: str, kernel: Kernel) -> None:
@@ -656,7 +668,8 @@ def _install_in_runtime(operator: str, kernel: Kernel) -> None:
     """
     arguments = getattr(torch.ops.aten, operator).default._schema.arguments
     letters = [_LETTERS.get(str(argument.real_type)) for argument in arguments]
-    if None in letters:
+    functions = _handle_functions()
+    if None in letters or functions is None:
         return
     positional = sum(not argument.kwarg_only for argument in arguments)
     names = [argument.name for argument in arguments[positional:]]
@@ -665,7 +678,7 @@ def _install_in_runtime(operator: str, kernel: Kernel) -> None:
         return kernel(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
 
     types = "".join(str(letter) for letter in letters)
-    _native.install_operator(operator, types, _KEY, by_python, _forced, torch._C._aoti)
+    _native.install_operator(operator, types, _KEY, by_python, _forced, *functions)
 
 
 class _Replaced:
@@ -673,6 +686,13 @@ class _Replaced:
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        try:
+            self._install()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self) -> None:
         _flash_shapes()  # asks PyTorch, outside of any call
         kernels = {
             operator: _replacement(serve, original)

@@ -204,7 +204,9 @@ int current_device() {
 bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
-  if (error != cudaSuccess) cudaGetLastError();  // of the capture of another stream
+  // The query fails for the legacy default stream while a stream that synchronizes with it is being
+  // captured. That counts as a capture, and no later call is to see the error.
+  if (error != cudaSuccess) cudaGetLastError();
   return error != cudaSuccess || status != cudaStreamCaptureStatusNone;
 }
 

@@ -34,9 +34,10 @@
 namespace archflash {
 namespace {
 
-// Never destroyed: they hold Python objects and CUDA handles, which must outlive static
-// destruction.
-// What the results of a call are made of (make_result). Null where nothing was prepared.
+// The caches and the other objects of this module that functions return by reference are never
+// destroyed: they hold Python objects and CUDA handles, which must outlive static destruction.
+
+// From which make_result makes the results of a call. Null where no template was prepared.
 struct Templates {
   nb::object out, lse;
 };
@@ -47,7 +48,7 @@ struct Decision {
   int out_ndim = 0;
   int64_t out_shape[4]{}, out_strides[4]{};
 
-  // What a call may be made of.
+  // The templates that fit a call: that of the output only if it has the same strides.
   Templates like_of(const Call& call) const {
     const size_t bytes = out_ndim * sizeof(int64_t);
     const bool same = call.out_ndim == out_ndim &&
@@ -78,8 +79,10 @@ PlanCache<OperatorDecision>& operator_cache() {
   static auto& instance = *new PlanCache<OperatorDecision>;
   return instance;
 }
-nb::object& decide_operator() {  // _overrides.decide(problem, device_index, forced) -> LaunchPlan,
-  static auto& instance = *new nb::object;  // or the reason why there is none
+// _overrides._decide(problem, device_index, forced) -> LaunchPlan, or a str: the reason why
+// PyTorch's own kernel serves the problem.
+nb::object& decide_operator() {
+  static auto& instance = *new nb::object;
   return instance;
 }
 
@@ -104,16 +107,24 @@ int64_t forced_index(nb::handle name) {
   return static_cast<int64_t>(names.size()) + (text == "torch" ? 0 : 1);
 }
 
-nb::object allocate_out(nb::handle q, const Call& call) {
-  if (call.out_like_q) return torch().empty_like(q);
+// What functions of PyTorch that allocate an output take: (shape, strides, dtype).
+nb::tuple strided_out(const Call& call) {
   nb::list shape, strides;
   for (int i = 0; i < call.out_ndim; ++i) {
     shape.append(call.out_shape[i]);
     strides.append(call.out_strides[i]);
   }
-  return q.attr("new_empty_strided")(
-      nb::tuple(shape), nb::tuple(strides),
-      nb::arg("dtype") = torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides),
+                        torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+}
+
+// A tensor on q's device. strided: (shape, strides, dtype).
+nb::object new_empty_strided(nb::handle q, nb::handle strided) {
+  return q.attr("new_empty_strided")(strided[0], strided[1], nb::arg("dtype") = strided[2]);
+}
+
+nb::object allocate_out(nb::handle q, const Call& call) {
+  return call.out_like_q ? torch().empty_like(q) : new_empty_strided(q, strided_out(call));
 }
 
 nb::object allocate_lse(nb::handle q, const Problem& p) {
@@ -129,24 +140,23 @@ nb::object without_memory(nb::object tensor) {
   return tensor;
 }
 
-// What make_result makes an output of: on a GPU the arguments of PyTorch's function for compiled
-// graphs, which takes half of the time of torch.empty_like, elsewhere a tensor for that.
-nb::object template_of_out(nb::handle q, const Call& call) {
-  if (call.device_index < 0 || !torch().empty_strided_cuda.is_valid())
-    return without_memory(allocate_out(q, call));
-  nb::list shape, strides;
-  for (int i = 0; i < call.out_ndim; ++i) {
-    shape.append(call.out_shape[i]);
-    strides.append(call.out_strides[i]);
-  }
-  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides),
-                        torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+// Whether templates are the arguments (shape, strides, dtype) of the function with which PyTorch's
+// compiled graphs allocate on a GPU. It takes half of the time of torch.empty_like, for which
+// templates are tensors elsewhere.
+bool templates_are_strides(const Call& call) {
+  return call.device_index >= 0 && torch().empty_strided_cuda.is_valid();
 }
 
-// The same of a log-sum-exp. column: it has a last dimension of size 1.
+// The template of an output.
+nb::object template_of_out(nb::handle q, const Call& call) {
+  if (templates_are_strides(call)) return strided_out(call);
+  return without_memory(allocate_out(q, call));
+}
+
+// The template of a log-sum-exp. `column`: the log-sum-exp has a last dimension of size 1.
 nb::object template_of_lse(nb::handle q, const Call& call, bool column) {
   const Problem& p = call.problem;
-  if (call.device_index < 0 || !torch().empty_strided_cuda.is_valid()) {
+  if (!templates_are_strides(call)) {
     nb::object lse = allocate_lse(q, p);
     return without_memory(column ? lse.attr("unsqueeze")(-1) : lse);
   }
@@ -160,8 +170,7 @@ nb::object template_of_lse(nb::handle q, const Call& call, bool column) {
 
 nb::object make_result(nb::handle from, nb::handle q, int device_index) {
   if (!PyTuple_Check(from.ptr())) return torch().empty_like(from);
-  if (current_device() != device_index)
-    return q.attr("new_empty_strided")(from[0], from[1], nb::arg("dtype") = from[2]);
+  if (current_device() != device_index) return new_empty_strided(q, from);
   nb::object made = nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
   if (!made.is_valid()) throw nb::python_error();
   return made;
@@ -383,11 +392,11 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
   const OperatorDecision* found = operator_cache().find(key);
   if (found == nullptr) {
     OperatorDecision decision;
-    nb::object answer = decide_operator()(call.problem, call.device_index, implementation);
-    if (nb::isinstance<nb::str>(answer)) {
-      decision.reason = nb::cast<std::string>(answer);
+    nb::object chosen = decide_operator()(call.problem, call.device_index, implementation);
+    if (nb::isinstance<nb::str>(chosen)) {
+      decision.reason = nb::cast<std::string>(chosen);
     } else {
-      decision.plan = prepare_for(call, answer);
+      decision.plan = prepare_for(call, chosen);
       decision.like.out = template_of_out(q, call);
       if (call.problem.want_lse) {
         decision.like.lse = template_of_lse(q, call, false);

@@ -6,7 +6,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <cstring>
+#include <span>
 #include <stdexcept>
 #include <string_view>
 #include <unordered_map>
@@ -18,8 +18,9 @@
 
 namespace torch {
 
-// What PyTorch turns into a Python exception of any type where it returns to Python: a class of
-// this name and layout is in its torch/csrc/Exceptions.h, and C++ tells such classes apart by name.
+// A copy of the class of this name in PyTorch's torch/csrc/Exceptions.h. C++ recognizes a thrown
+// class by its name, so PyTorch takes this one for its own: where it returns to Python, it raises
+// an exception of the Python type that python_type() gives. The members must be in the same order.
 struct PyTorchError : public std::exception {
   explicit PyTorchError(std::string text) : msg(std::move(text)) {}
   virtual PyObject* python_type() = 0;
@@ -66,7 +67,8 @@ namespace {
 
 using Word = uint64_t;  // an argument or result of an operator on its stack
 
-// One of PyTorch's functions failed: the function in Python does it again, and says why.
+// Thrown where one of PyTorch's C functions fails. The function in Python then serves the call, and
+// raises the exception that tells the cause.
 struct TryInPython {};
 
 void check(int status) {
@@ -76,8 +78,8 @@ void check(int status) {
 // One argument: a tensor, a number, or one of the two that may be None.
 struct Argument {
   HeldTensor tensor;
-  Word bits = 0;  // of a number
-  bool given = true;
+  Word bits = 0;      // the value of a number: an int64_t, a double, or 0 or 1
+  bool given = true;  // false where it is None
 };
 
 double as_double(Word bits) { return std::bit_cast<double>(bits); }
@@ -112,8 +114,8 @@ void take(std::string_view types, const Word* stack, Arguments& arguments) {
   }
 }
 
-// What a call has to have in common with an earlier one to be treated like it. Addresses count by
-// their alignment only.
+// What a call has to have in common with an earlier one to be treated like it. Of the addresses of
+// its tensors that is only the alignment.
 constexpr size_t MAX_TENSORS = 4;  // q, k, v and a mask
 constexpr size_t TENSOR_WORDS = 9, MAX_NUMBERS = 6;
 struct CallKey {
@@ -133,7 +135,9 @@ struct Call {
   int32_t device_index = -1;
 };
 
-// A tensor whose storage was freed has a low address, as few others have.
+// Where the storage of a tensor was resized to nothing, as FSDP does, the address that PyTorch
+// gives is null plus the tensor's offset. Addresses below this limit may be of that kind, so the
+// size of the storage is asked for; tensors with memory seldom have such an address.
 constexpr uintptr_t SUSPICIOUS_ADDRESS = uintptr_t{1} << 40;
 
 // Reads one tensor. False where no call with it is served here: one that is not on a CUDA device,
@@ -169,7 +173,7 @@ bool read(TensorHandle tensor, size_t i, Call& call) {
 
 bool read(std::string_view types, const Arguments& arguments, Call& call) {
   size_t tensors = 0, at = MAX_TENSORS * TENSOR_WORDS;
-  Word given = torch_functions()->grad_mode_is_enabled();  // and a bit for each argument
+  Word given = torch_functions()->grad_mode_is_enabled();  // bit 0; then one bit for each argument
   for (size_t i = 0; i < types.size(); ++i) {
     const Argument& a = arguments[i];
     if (a.given) given |= Word{2} << i;
@@ -188,16 +192,16 @@ bool read(std::string_view types, const Arguments& arguments, Call& call) {
 
 // --- what was decided for calls of a kind ---
 
-// How one result is made: a number, no tensor, a new tensor, or one tensor for all calls, which
-// holds no numbers that anyone reads.
+// How one result is made: a number, no tensor, a new tensor, or one tensor for all calls, whose
+// values nothing reads.
 struct Result {
   enum class Kind { Number, None, New, Shared } kind = Kind::None;
   Word number = 0;
   int64_t dims = 0;
   std::array<int64_t, 5> sizes{}, strides{};
-  int64_t padding = 0;  // rows of infinity, added to a new tensor behind its last dimension
+  int64_t padding = 0;  // columns of infinity, appended to the last dimension of a new tensor
   int32_t dtype = 0;
-  TensorHandle shared = nullptr;  // never deleted
+  std::shared_ptr<HeldTensor> shared;
 };
 
 constexpr size_t MAX_RESULTS = 9;
@@ -217,8 +221,11 @@ struct Operator {
   std::string types;
   Known known = Known::None;
   nb::object by_python;
-  std::mutex lock;  // of the decisions
-  std::unordered_map<CallKey, std::shared_ptr<const Decision>, CallKeyHash> decisions;
+  using Decisions = std::unordered_map<CallKey, std::shared_ptr<const Decision>, CallKeyHash>;
+  // Guards the decisions. None is destroyed under it: that may run Python, for whose lock the
+  // thread would wait, while another one that holds Python's lock waits for this.
+  std::mutex lock;
+  Decisions decisions;
 
   std::shared_ptr<const Decision> find(const CallKey& key) {
     const std::lock_guard guard(lock);
@@ -226,13 +233,16 @@ struct Operator {
     return found == decisions.end() ? nullptr : found->second;
   }
   void keep(const CallKey& key, Decision decision) {
+    auto kept = std::make_shared<const Decision>(std::move(decision));
+    Decisions replaced;
     const std::lock_guard guard(lock);
-    if (decisions.size() >= MOST_DECISIONS) decisions.clear();
-    decisions.insert_or_assign(key, std::make_shared<const Decision>(std::move(decision)));
+    if (decisions.size() >= MOST_DECISIONS) decisions.swap(replaced);
+    decisions[key].swap(kept);  // with an earlier decision for such a call, or null
   }
   void forget() {
+    Decisions replaced;
     const std::lock_guard guard(lock);
-    decisions.clear();
+    decisions.swap(replaced);
   }
 };
 
@@ -257,7 +267,8 @@ bool is_forced() {
   return !forced()().is_none();
 }
 
-// Of torch._C._aoti: a Python tensor from a handle, and handles from Python tensors.
+// Two functions of torch._C._aoti. tensor_of() makes a Python tensor of a handle, which it takes
+// over. handles_of() makes handles, which the caller has to delete, of a list of Python tensors.
 nb::object& tensor_of() {
   static auto& instance = *new nb::object;
   return instance;
@@ -267,7 +278,7 @@ nb::object& handles_of() {
   return instance;
 }
 
-// The tensor (B, N, H, D) of one that is (B, H, N, D), or the other way round, in the same memory.
+// A view of a tensor (B, H, N, D) as (B, N, H, D), or the other way round.
 HeldTensor with_heads_swapped(TensorHandle tensor) {
   const TorchFunctions& f = *torch_functions();
   int64_t *sizes = nullptr, *strides = nullptr;
@@ -324,6 +335,15 @@ void call_original(const Operator& op, const Arguments& a, Word* stack) {
   stack[4] = static_cast<Word>(nq), stack[5] = static_cast<Word>(nk);
 }
 
+// Puts the results of a call on the stack. `made`: a tensor for each result that is not a number.
+void give(const std::vector<Result>& results, std::span<HeldTensor> made, Word* stack) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    const Result& r = results[i];
+    stack[i] =
+        r.kind == Result::Kind::Number ? r.number : reinterpret_cast<Word>(made[i].release());
+  }
+}
+
 // Makes the results of a call and launches its plan.
 void serve(const Decision& decision, const Call& call, Word* stack) {
   const TorchFunctions& f = *torch_functions();
@@ -339,7 +359,7 @@ void serve(const Decision& decision, const Call& call, Word* stack) {
       check(f.empty_strided(r.dims, r.sizes.data(), r.strides.data(), r.dtype, TORCH_CUDA,
                             call.device_index, made[i].out()));
     } else if (r.kind == Result::Kind::Shared) {
-      check(f.new_tensor_handle(r.shared, made[i].out()));
+      check(f.new_tensor_handle(r.shared->get(), made[i].out()));
     } else if (r.kind == Result::Kind::None) {
       check(f.new_uninitialized_tensor(made[i].out()));
     }
@@ -372,16 +392,13 @@ void serve(const Decision& decision, const Call& call, Word* stack) {
       made[i] = std::move(padded);
     }
   }
-  for (size_t i = 0; i < decision.results.size(); ++i) {
-    const Result& r = decision.results[i];
-    stack[i] =
-        r.kind == Result::Kind::Number ? r.number : reinterpret_cast<Word>(made[i].release());
-  }
+  give(decision.results, made, stack);
 }
 
 // --- the function in Python ---
 
-// A Python exception on its way through PyTorch, which knows no exception of this module.
+// Carries a Python exception through PyTorch's C++ code, which does not know nanobind's exceptions.
+// The type and the text arrive in Python, the traceback and the cause do not.
 class PythonException final : public torch::PyTorchError {
  public:
   explicit PythonException(const nb::python_error& error)
@@ -390,7 +407,8 @@ class PythonException final : public torch::PyTorchError {
   PyObject* python_type() override { return type_.ptr(); }
 
  private:
-  // Not released: where the exception is destroyed, the thread may not hold Python's lock.
+  // A reference that is never given back: where the exception is destroyed, the thread may not hold
+  // Python's lock.
   nb::handle type_;
 };
 
@@ -401,7 +419,7 @@ void* pointer_of(nb::handle capsule) {
 nb::object python_argument(char type, const Argument& a) {
   if (!a.given) return nb::none();
   if (type == 'T' || type == 't') {
-    HeldTensor copy;  // which the Python tensor takes
+    HeldTensor copy;  // the Python tensor takes it over
     check(torch_functions()->new_tensor_handle(a.tensor.get(), copy.out()));
     nb::object capsule = nb::steal(PyCapsule_New(copy.get(), nullptr, nullptr));
     nb::object tensor = tensor_of()(capsule);
@@ -413,8 +431,8 @@ nb::object python_argument(char type, const Argument& a) {
   return nb::int_(static_cast<int64_t>(a.bits));
 }
 
-// Describes a result for calls to come. may_share: it is the state of a random generator, which is
-// the same tensor for all calls like this one.
+// Describes a result, so that later calls make the same. `may_share`: it is the state of a random
+// generator, for which all calls like this one may get the same tensor.
 Result describe(TensorHandle tensor, bool may_share) {
   const TorchFunctions& f = *torch_functions();
   Result r;
@@ -432,7 +450,10 @@ Result describe(TensorHandle tensor, bool may_share) {
   }
   const bool is_new = device == TORCH_CUDA && count > 0 && !may_share;
   r.kind = is_new ? Result::Kind::New : Result::Kind::Shared;
-  if (!is_new) check(f.new_tensor_handle(tensor, &r.shared));
+  if (!is_new) {
+    r.shared = std::make_shared<HeldTensor>();
+    check(f.new_tensor_handle(tensor, r.shared->out()));
+  }
   return r;
 }
 
@@ -442,7 +463,8 @@ std::vector<Result> call_python(const Operator& op, const Arguments& arguments, 
   nb::list given;
   for (size_t i = 0; i < op.types.size(); ++i)
     given.append(python_argument(op.types[i], arguments[i]));
-  nb::object answer = op.by_python(*given);
+  const nb::object function = op.by_python;  // another thread may install another one meanwhile
+  nb::object answer = function(*given);
   nb::list tensors;
   for (const nb::handle x : answer) {
     if (!x.is_none() && !PyLong_Check(x.ptr())) tensors.append(x);
@@ -450,40 +472,31 @@ std::vector<Result> call_python(const Operator& op, const Arguments& arguments, 
   nb::object handles = handles_of()(tensors);
   std::vector<HeldTensor> held;
   for (const nb::handle capsule : handles) held.emplace_back(pointer_of(capsule));
+  auto next = held.begin();
   std::vector<Result> results;
-  std::vector<Word> words;
+  std::vector<HeldTensor> made;
   const size_t first_state = op.known == Known::Efficient ? 2 : 6;
-  size_t next = 0;
   for (const nb::handle x : answer) {
-    Result r;
-    HeldTensor none;
+    const size_t at = results.size();
+    Result& r = results.emplace_back();
+    HeldTensor& tensor = made.emplace_back();
     if (PyLong_Check(x.ptr())) {
       r.kind = Result::Kind::Number;
       r.number = static_cast<Word>(nb::cast<int64_t>(x));
-    } else if (!x.is_none()) {
-      const size_t at = results.size();
-      r = describe(held[next].get(), share_state && (at == first_state || at == first_state + 1));
-      ++next;
-    }
-    results.push_back(r);
-  }
-  next = 0;
-  for (size_t i = 0; i < results.size(); ++i) {
-    if (results[i].kind == Result::Kind::Number) {
-      stack[i] = results[i].number;
-    } else if (results[i].kind == Result::Kind::None) {
-      HeldTensor none;
-      check(torch_functions()->new_uninitialized_tensor(none.out()));
-      stack[i] = reinterpret_cast<Word>(none.release());
+    } else if (x.is_none()) {
+      check(torch_functions()->new_uninitialized_tensor(tensor.out()));
     } else {
-      stack[i] = reinterpret_cast<Word>(held[next++].release());
+      tensor = std::move(*next++);
+      r = describe(tensor.get(), share_state && (at == first_state || at == first_state + 1));
     }
   }
+  give(results, made, stack);
   return results;
 }
 
-// PyTorch's memory-efficient kernel pads the rows of its log-sum-exp, and so does the function in
-// Python. Calls to come have the kernel's own rows padded.
+// PyTorch's memory-efficient kernel pads its log-sum-exp to a multiple of 32 query rows, and so
+// does the function in Python. Later calls let the kernel write a log-sum-exp of the call's own
+// rows, and pad that.
 void part_padding(const CallKey& key, Result& lse) {
   const auto nq = static_cast<int64_t>(key.words[2]);
   if (lse.kind != Result::Kind::New || lse.dims != 3 || lse.sizes[2] <= nq) return;
@@ -492,7 +505,7 @@ void part_padding(const CallKey& key, Result& lse) {
   lse.strides[1] = nq, lse.strides[0] = nq * lse.sizes[1];
 }
 
-// What calls to come are to do like this one, as far as that is known.
+// Keeps what later calls like this one are to do, where that is the same for all of them.
 void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
                  const OperatorAnswer& answer, std::vector<Result> results) {
   if (!answer.keep) return;
@@ -500,7 +513,8 @@ void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
   if (!answer.declined.empty()) {
     decision.count = &declined().of(answer.declined);
   } else if (answer.plan) {
-    // The rows that see no key get another log-sum-exp in Python.
+    // The function in Python changes the log-sum-exp of rows that see no key after the kernel,
+    // which serve() does not do.
     const bool causal = op.known == Known::Flash && arguments[4].bits != 0;
     if (causal && key.words[2] > key.words[TENSOR_WORDS + 2]) return;
     decision.plan = answer.plan;
@@ -514,30 +528,39 @@ void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
   op.keep(key, std::move(decision));
 }
 
+// Empties operator_answer() for a call, and restores it at the end of the call: one of PyTorch's
+// kernels may call another operator, and each of the two calls has an answer of its own.
+class AnswerOfThisCall {
+ public:
+  AnswerOfThisCall() : outer_(std::exchange(operator_answer(), {})) {}
+  AnswerOfThisCall(const AnswerOfThisCall&) = delete;
+  AnswerOfThisCall& operator=(const AnswerOfThisCall&) = delete;
+  ~AnswerOfThisCall() { operator_answer() = std::move(outer_); }
+
+ private:
+  OperatorAnswer outer_;
+};
+
 void by_python(Operator& op, const Arguments& arguments, const Call* call, Word* stack) {
   const nb::gil_scoped_acquire lock;
-  // States are shared by calls whose graph records gradients (_overrides.py), but for memory that
-  // belongs to the capture of a CUDA graph.
+  // The state of the random generator is shared by calls in which gradients are enabled
+  // (_overrides.py), unless it was allocated in the capture of a CUDA graph, which owns its memory.
   bool share_state = false;
   if (call != nullptr && (call->key.words.back() & 1) != 0) {
     void* stream = nullptr;
     share_state = torch_functions()->get_current_cuda_stream(call->device_index, &stream) == 0 &&
                   !is_capturing(stream);
   }
-  // One of PyTorch's kernels may call another operator: each call has an answer of its own.
-  OperatorAnswer outer = std::exchange(operator_answer(), {});
+  const AnswerOfThisCall own;
   std::vector<Result> results;
   try {
     results = call_python(op, arguments, share_state, stack);
   } catch (const nb::python_error& error) {
-    operator_answer() = std::move(outer);
     throw PythonException(error);
   } catch (const TryInPython&) {
-    operator_answer() = std::move(outer);
     throw std::runtime_error("PyTorch gave no handle of a tensor of an attention operator");
   }
-  const OperatorAnswer answer = std::exchange(operator_answer(), std::move(outer));
-  if (call != nullptr) keep_answer(op, arguments, call->key, answer, std::move(results));
+  if (call != nullptr) keep_answer(op, arguments, call->key, operator_answer(), std::move(results));
 }
 
 // --- a call ---
@@ -587,26 +610,29 @@ Known known(const std::string& name, const std::string& types) {
   return Known::None;
 }
 
-// Puts a kernel in the place of PyTorch's for one of its operators. Not where this module could
-// only ask Python in each call, which PyTorch does faster itself. Tests install kernels for the
-// CPU, too.
+// Puts a kernel in the place of PyTorch's for one of its operators. Nothing happens for an operator
+// on CUDA that this module does not know: each call would ask Python, which PyTorch does faster
+// itself. On the CPU, where tests run, all calls ask Python.
 void install(const std::string& name, const std::string& types, const std::string& key,
-             nb::object by_python, nb::object forced_now, nb::object core) {
+             nb::object by_python, nb::object forced_now, nb::object make_tensor,
+             nb::object make_handles) {
   const TorchFunctions* f = torch_functions();
   if (f == nullptr || installed == MOST_OPERATORS || types.size() > MAX_ARGUMENTS)
     throw std::runtime_error("this PyTorch has no C functions for operators");
   const Known found = key == "CUDA" ? known(name, types) : Known::None;
   if (key == "CUDA" && found == Known::None) return;
   forced() = std::move(forced_now);
-  tensor_of() = core.attr("alloc_tensor_by_stealing_from_void_ptr");
-  handles_of() = core.attr("unsafe_alloc_void_ptrs_from_tensors");
+  tensor_of() = std::move(make_tensor);
+  handles_of() = std::move(make_handles);
   if (library == nullptr &&
       f->library_init_impl("aten", key.c_str(), "archflash", 0, &library) != 0)
     throw std::runtime_error("PyTorch opened no library of operators");
   Operator& op = operators()[installed];
-  op.types = types;
+  // A thread without Python's lock may still be in a call that began before the operators were
+  // removed, and read these two: they are written only if they change.
+  if (op.types != types) op.types = types;
+  if (op.known != found) op.known = found;
   op.by_python = std::move(by_python);
-  op.known = found;
   op.forget();
   if (f->library_impl(library, name.c_str(), KERNELS[installed]) != 0)
     throw std::runtime_error(join("PyTorch took no kernel of ", name));
@@ -632,10 +658,11 @@ void bind_operators(nb::module_& m) {
       "has_torch_functions", [] { return torch_functions() != nullptr; },
       "Whether this PyTorch has the C functions that the kernels of its operators need.");
   m.def("install_operator", &install, "name"_a, "types"_a, "key"_a, "by_python"_a, "forced"_a,
-        "core"_a,
+        "tensor_of"_a, "handles_of"_a,
         nb::sig("def install_operator(name: str, types: str, key: str, by_python: "
-                "typing.Callable[..., typing.Any], forced: typing.Callable[[], str | None], core: "
-                "typing.Any) -> None"),
+                "typing.Callable[..., typing.Any], forced: typing.Callable[[], str | None], "
+                "tensor_of: typing.Callable[..., typing.Any], handles_of: typing.Callable[..., "
+                "typing.Any]) -> None"),
         "Serves one of PyTorch's operators: as an earlier call like it was served, else by the "
         "function in Python.");
   m.def("remove_operators", &remove_all, "Gives PyTorch its operators back.");

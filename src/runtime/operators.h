@@ -25,8 +25,8 @@ namespace nb = nanobind;
 class Counts {
  public:
   using Counter = std::atomic<int64_t>;
-  Counter& of(const std::string& name);  // it stays where it is
-  // Those above 0. reset: all are 0 afterwards.
+  Counter& of(const std::string& name);  // the reference stays valid
+  // Returns the counts that are above 0. `reset`: all counts start at 0 again.
   std::map<std::string, int64_t> read(bool reset);
 
  private:
@@ -36,7 +36,7 @@ class Counts {
 Counts& served();    // calls of PyTorch's operators, by implementation
 Counts& declined();  // those handed to PyTorch's own kernels without Python, by reason
 
-// What the function in Python found for the operator's call that this thread is in.
+// What the function in Python decided for the operator's call that this thread is serving.
 struct OperatorAnswer {
   bool keep = true;                    // whether a call like this one is to be treated the same
   std::shared_ptr<PreparedPlan> plan;  // null where PyTorch's own kernel serves
@@ -44,7 +44,7 @@ struct OperatorAnswer {
 };
 OperatorAnswer& operator_answer();
 
-void forget_operator_calls();
+void forget_operator_calls();  // drops all decisions: each call asks the function in Python again
 void bind_operators(nb::module_& m);
 
 }  // namespace archflash

@@ -7,13 +7,13 @@
 
 namespace archflash {
 
-using TensorHandle = void*;  // of a tensor of PyTorch: owned by whoever holds it
+using TensorHandle = void*;  // a reference to a tensor of PyTorch, which its owner has to delete
 
 constexpr int32_t TORCH_CPU = 0, TORCH_CUDA = 1;  // types of devices
 constexpr int32_t TORCH_UINT8 = 0;                // a dtype
 
-// Each of those that return an int gives 0, or else it failed. The names are PyTorch's, without
-// aoti_torch_.
+// A function that returns an int returns 0 if it succeeds. The names are PyTorch's without the
+// prefix aoti_torch_, and those of the attention kernels are shortened.
 struct TorchFunctions {
   int (*delete_tensor_object)(TensorHandle);
   int (*new_tensor_handle)(TensorHandle, TensorHandle*);
@@ -35,7 +35,8 @@ struct TorchFunctions {
   int (*library_init_impl)(const char*, const char*, const char*, uint32_t, void**);
   int (*library_impl)(void*, const char*, void (*)(uint64_t*, uint64_t, uint64_t));
   int (*delete_library_object)(void*);
-  // Of libtorch_cuda; null where it is not loaded.
+  // The functions from here on are in libtorch_cuda. One is null where that library is not loaded
+  // or does not have it.
   int (*get_current_cuda_stream)(int32_t, void**);
   int (*cudnn)(TensorHandle, TensorHandle, TensorHandle, TensorHandle*, int32_t, double, int32_t,
                int32_t, double*, TensorHandle*, TensorHandle*, TensorHandle*, TensorHandle*,
@@ -48,10 +49,10 @@ struct TorchFunctions {
                        TensorHandle*, TensorHandle*);
 };
 
-// Null where this PyTorch lacks one of the functions that are not CUDA's.
+// Null where this PyTorch lacks one of the functions that are in libtorch_cpu.
 const TorchFunctions* torch_functions();
 
-// A tensor of PyTorch that is given back with its holder.
+// Owns a handle of a tensor of PyTorch, or none.
 class HeldTensor {
  public:
   HeldTensor() = default;

@@ -8,9 +8,11 @@ registered for tensors on the CPU, and archflash takes its place there.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -363,6 +365,56 @@ def test_everything_is_put_back() -> None:
     archflash.disable()  # nothing is active, and nothing happens
 
 
+needs_runtime = pytest.mark.skipif(
+    not _overrides._runtime_serves(), reason="with this torch only Python stands before operators"
+)
+
+
+@needs_runtime
+@pytest.mark.parametrize(
+    "function", ["alloc_tensor_by_stealing_from_void_ptr", "unsafe_alloc_void_ptrs_from_tensors"]
+)
+def test_python_alone_serves_where_pytorch_lacks_a_private_function(
+    monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def install(*_: object) -> None:
+        raise AssertionError("the runtime was asked")
+
+    monkeypatch.setattr(_native, "install_operator", install)
+    monkeypatch.delattr(torch._C._aoti, function)
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
+    with archflash.enabled(), archflash.force("ampere"):
+        out = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    assert_close(out, None, q, k, v)
+    assert archflash.stats().served == {"ampere": 1}
+
+
+@needs_runtime
+def test_what_was_installed_is_removed_where_something_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
+    own = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    installed: list[str] = []
+
+    def install(operator: str, *rest: Any) -> None:
+        if installed:
+            raise RuntimeError("there is no room")
+        installed.append(operator)
+        real_install(operator, *rest)
+
+    real_install = _native.install_operator
+    monkeypatch.setattr(_native, "install_operator", install)
+    with pytest.raises(RuntimeError, match="no room"):
+        archflash.enable()
+    assert installed == ["_scaled_dot_product_flash_attention"]
+    assert _overrides._active() is None
+    with archflash.force("ampere"):
+        again = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    assert torch.equal(own, again)
+    assert archflash.stats().served == {}
+
+
 def test_the_environment_variable_enables(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, active in (("", None), ("0", None), ("1", "archflash")):
         monkeypatch.setenv("ARCHFLASH_SDPA", value)
@@ -471,6 +523,16 @@ def test_exceptions_keep_their_type_on_the_way_through_pytorch(
     _native.clear_cache()
     with archflash.enabled(), pytest.raises(KeyError, match="a reason"):
         aten._scaled_dot_product_flash_attention(q, k, v)
+
+
+@pytest.mark.usefixtures("ampere")
+def test_nothing_keeps_the_results_of_a_call() -> None:
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
+    result = aten._scaled_dot_product_flash_attention(q, k, v)
+    results = [weakref.ref(x) for x in result[:2]]
+    del result
+    gc.collect()
+    assert [x() for x in results] == [None, None]
 
 
 STATES = {"flash": ((), 6), "efficient": ((None, True), 2), "cudnn": ((None, True), 6)}

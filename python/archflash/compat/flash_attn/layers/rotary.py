@@ -84,16 +84,20 @@ def turned_at(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q and the new keys of a call on a cache, turned from positions that the caller gives.
+    """Turns the queries and the new keys of a call with a KV cache, whose positions begin anywhere.
 
     Args:
         q: (batch, rows, heads, d), or (total rows, heads, d) with cu_seqlens_q.
         k: (batch, new rows, heads, d), or (total new rows, heads, d) with cu_seqlens_k.
         cos, sin, interleaved: as for `apply_rotary_emb`.
         starts: the position of row 0 of each sequence, an int or int32 (batch,).
-        apart: row i of q has position starts + i; otherwise all rows have that of row 0, as in
-            calls without a mask that depends on positions.
+        apart: whether row i of q has position starts + i. Otherwise all rows of q have position
+            starts, as FlashAttention has it where no mask depends on positions. Row i of k always
+            has position starts + i.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), where each packed sequence begins.
+
+    Returns:
+        q and k, turned.
     """
 
     def turned(x: Tensor, cu_seqlens: Tensor | None, apart: bool) -> Tensor:
@@ -108,7 +112,13 @@ def turned_at(
 
 
 def _packed_positions(total: int, cu_seqlens: Tensor, starts: int | Tensor, apart: bool) -> Tensor:
-    """The position of each row of packed sequences; those of no sequence have any."""
+    """The position of each row of packed sequences. Rows that belong to no sequence have an arbitrary
+    one: nothing reads them.
+
+    Args:
+        total: the number of rows.
+        cu_seqlens, starts, apart: as for `turned_at`.
+    """
     rows = torch.arange(total, device=cu_seqlens.device)
     ends = cu_seqlens.long()
     sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
