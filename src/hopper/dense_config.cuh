@@ -41,12 +41,8 @@ template <class Base>
 struct DenseConfig : Base {
   // The producer also looks at the states of blocks, for which it needs more registers.
   static constexpr int PRODUCER_REGISTERS = 64;
-  static constexpr int CONSUMER_REGISTERS = []() {
-    const int share =
-        (Base::LAUNCH_REGISTERS * Base::THREADS - PRODUCER_REGISTERS * Base::WARPGROUP) /
-        Base::CONSUMER_THREADS / 8 * 8;
-    return share < 240 ? share : 240;
-  }();
+  static constexpr int CONSUMER_REGISTERS =
+      consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
 

@@ -22,12 +22,8 @@ template <class Base>
 struct MaskedConfig : Base {
   // The producer also finds the blocks that the tile sees, for which it needs more registers.
   static constexpr int PRODUCER_REGISTERS = 64;
-  static constexpr int CONSUMER_REGISTERS = []() {
-    const int share =
-        (Base::LAUNCH_REGISTERS * Base::THREADS - PRODUCER_REGISTERS * Base::WARPGROUP) /
-        Base::CONSUMER_THREADS / 8 * 8;
-    return share < 240 ? share : 240;
-  }();
+  static constexpr int CONSUMER_REGISTERS =
+      consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
 
   // The registers do not suffice for words of 16-bit elements beside the scores.
