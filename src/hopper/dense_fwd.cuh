@@ -241,13 +241,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       load_v(key);
     }
   }
-  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-  if (leader) {
-    DenseTile none{};
-    none.first_row = -1;
-    dense_tile_message<C>(shared, q_ring.stage) = none;
-    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
-  }
+  send_no_tile<C, DenseTile>(barriers, shared, q_ring, leader);
 }
 
 // --- consumers ---
@@ -320,9 +314,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     ring = {uniform(ring.stage), uniform(ring.parity)};
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
     const ptx::WgmmaDescriptor q_descriptor =
-        describe_tile<QTile>(shared_smem + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES +
-                                 group * C::GROUP_ROWS * QTile::ROW_BYTES,
-                             16);
+        describe_q<C>(shared_smem, uniform(q_ring.stage), group);
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
@@ -350,17 +342,11 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
 
-    const auto begin_qk = [&] {
-      ptx::registers_change<SCORES>(s);
-      ptx::wgmma_fence();  // the last uses of the scores come before the product
-      start_qk<C>(s_rmem, q_descriptor, shared_smem + C::K_SMEM + ring.stage * C::KTile::BYTES);
-    };
+    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage); };
     const auto begin_pv = [&] {
       ptx::mbarrier_wait_parity(barriers.v_full(pending.stage), pending.parity);  // V has landed
-      ptx::registers_change<OUTPUTS>(o);
       // mutants: fence-before-both-products
-      ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
-      start_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM + pending.stage * C::VTile::BYTES, true);
+      start_pv<C>(o_rmem, p_rmem, shared_smem, pending.stage, true);
     };
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
@@ -454,11 +440,6 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       release(mask_empty<C>(shared_smem, mask_ring.stage));
       mask_ring.advance();
     };
-    // S becomes P.
-    const auto weigh = [&](float scale) {
-      weigh_row<C>(s_rmem, state, 0, scale);
-      weigh_row<C>(s_rmem, state, 1, scale);
-    };
     const auto advance = [&] {
       pending = ring;
       is_pending = true;
@@ -496,8 +477,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       if (block_state != clear) scale = finish_scores(seen, block_state, key, true);
       hand_back_elements(states);
       const auto now = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, now);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, now);
+      weigh_rows<C>(s_rmem, state, scale);
       pack<C>(s_rmem, p_rmem);
       advance();
     };
@@ -521,8 +502,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         raised = true;
         corrections[0] = wanted[0], corrections[1] = wanted[1];
       };
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, note);
+      weigh_rows<C>(s_rmem, state, scale);
       finish_pv();
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale<C>(o_rmem, corrections);
@@ -559,10 +540,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
 
     math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
                               q + warp_row * QTile::ROW_BYTES);
-    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
-    // mutants: needless-with-one-tile
-    ptx::fence_proxy_async_shared();
-    release(barriers.q_empty(q_ring.stage));
+    hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with

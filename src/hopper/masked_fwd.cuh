@@ -268,13 +268,7 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
       load_v(key);
     }
   }
-  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-  if (leader) {
-    MaskedTile none{};
-    none.first_row = -1;
-    masked_tile_message<C>(shared, q_ring.stage) = none;
-    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
-  }
+  send_no_tile<C, MaskedTile>(barriers, shared, q_ring, leader);
 }
 
 // --- consumers ---
@@ -301,8 +295,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
-    const ptx::WgmmaDescriptor q_descriptor =
-        describe_tile<QTile>(shared_smem + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES, 16);
+    const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, uniform(q_ring.stage), 0);
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
@@ -314,16 +307,10 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     math::clear(state);
     state.large = false;
 
-    const auto begin_qk = [&] {
-      ptx::registers_change<SCORES>(s);
-      ptx::wgmma_fence();  // the last uses of the scores come before the product
-      start_qk<C>(s_rmem, q_descriptor, shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES);
-    };
+    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
     const auto begin_pv = [&] {
-      ptx::registers_change<OUTPUTS>(o);
       // mutants: fence-before-both-products
-      ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
-      start_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, true);
+      start_pv<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, true);
     };
     const auto wait_for_outputs = [&] {
       ptx::wgmma_wait_group<0>();
@@ -353,11 +340,6 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       math::apply_lane_masks<C>(s_rmem, of_lane, masks, attention.exp2_scale);
       return 1.0f;
     };
-    // S becomes P.
-    const auto weigh = [&](float scale) {
-      weigh_row<C>(s_rmem, state, 0, scale);
-      weigh_row<C>(s_rmem, state, 1, scale);
-    };
 
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
@@ -378,8 +360,8 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
         scale = finish_scores();
       }
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, nothing_to_rescale);
+      weigh_rows<C>(s_rmem, state, scale);
       pack<C>(s_rmem, p_rmem);
     };
     const auto step = [&]<bool MASKED>(const BlockMessage& block) {
@@ -400,8 +382,8 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
         raised = true;
         corrections[0] = wanted[0], corrections[1] = wanted[1];
       };
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, note);
+      weigh_rows<C>(s_rmem, state, scale);
       if constexpr (!MASKED) finish_pv();
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale<C>(o_rmem, corrections);
@@ -436,10 +418,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
                                 q + warp_row * QTile::ROW_BYTES);
     }
-    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
-    // mutants: needless-with-one-tile
-    ptx::fence_proxy_async_shared();
-    release(barriers.q_empty(q_ring.stage));
+    hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
 }

@@ -392,9 +392,8 @@ struct MlaConsumer {
       raised = true;
       corrections[0] = wanted[0], corrections[1] = wanted[1];
     };
-    const float scale = follow_maxima<G>(s_rmem, state, attention.exp2_scale, [] {}, note);
-    weigh_row<G>(s_rmem, state, 0, scale);
-    weigh_row<G>(s_rmem, state, 1, scale);
+    const float scale = follow_maxima<G>(s_rmem, state, attention.exp2_scale, note);
+    weigh_rows<G>(s_rmem, state, scale);
     pack<G>(s_rmem, p_rmem);
     const int lane = threadIdx.x % 32;
     const int row = warp_row + lane % 16;
