@@ -271,6 +271,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
 
 template <class C>
 __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) {
+  if (params.attention.cu_seqlens_q_gmem == nullptr) return;
   // With split keys the combining kernel writes these rows.
   if (C::CAN_SPLIT && params.partials.splits > 1) return;
   const int thread = threadIdx.x - C::CONSUMER_THREADS - 32;
@@ -328,6 +329,25 @@ __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, c
   found.clear_first = uniform(all_need_more ? INT32_MAX : visible.first(last_row));
   found.clear_last = uniform(visible.last(first_row) - (C::BLOCK_K - 1));
   return found;
+}
+
+// Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
+// the output, where rows of one head pass through Q's part of shared memory, at `q`.
+template <class C>
+__device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
+                                           const math::RowState<C>& state, const Params& params,
+                                           const Tile& tile, int warp_row, unsigned char* q) {
+  using QTile = typename C::QTile;
+  const AttentionParams& attention = params.attention;
+  if (C::CAN_SPLIT && params.partials.splits > 1) {
+    math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
+                            tile.split, warp_row);
+  } else if (C::CAN_PACK && params.packed_heads.count > 1) {
+    math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+  } else {
+    math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
+                              q + warp_row * QTile::ROW_BYTES);
+  }
 }
 
 template <class C>
@@ -605,14 +625,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       // The lane that knows it tells the others the unit of the last block.
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile.rows(), warp_row,
                              uniform(warp_descale.v), first_v_column<C>(tile));
-    } else if (C::CAN_SPLIT && params.partials.splits > 1) {
-      math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
-                              tile.split, warp_row);
-    } else if (C::CAN_PACK && params.packed_heads.count > 1) {
-      math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
     } else {
-      math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
-                                q + warp_row * QTile::ROW_BYTES);
+      store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     }
     hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
@@ -620,6 +634,25 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
   // arrivals.
   if (group == 0) turns.wait();
+}
+
+// The roles of a CTA's warps, behind the initialisation of the barriers: the consumers' warpgroups,
+// the producer's warp, and the others of its warpgroup.
+template <class C, class Consume, class Produce, class Others>
+__device__ __forceinline__ void run_roles(const Consume& consume, const Produce& produce,
+                                          const Others& others) {
+  __syncthreads();  // the barriers are initialised before any warp uses them
+  if (threadIdx.x < C::CONSUMER_THREADS) {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
+    consume();
+  } else {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
+      produce();
+    } else {
+      others();
+    }
+  }
 }
 
 template <class C>
@@ -630,19 +663,9 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(C::QTile::ALIGNMENT <= 1024);
   if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
-  __syncthreads();  // the barriers are initialised before any warp uses them
-
-  if (threadIdx.x < C::CONSUMER_THREADS) {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    consume<C>(params, shared, shared_smem);
-  } else {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
-      produce<C>(all_params, shared, shared_smem);
-    } else if (params.attention.cu_seqlens_q_gmem != nullptr) {
-      write_rows_of_no_sequence<C>(params);
-    }
-  }
+  run_roles<C>([&] { consume<C>(params, shared, shared_smem); },
+               [&] { produce<C>(all_params, shared, shared_smem); },
+               [&] { write_rows_of_no_sequence<C>(params); });
 }
 
 }  // namespace archflash::hopper

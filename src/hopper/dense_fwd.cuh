@@ -538,8 +538,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       }
     }
 
-    math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
-                              q + warp_row * QTile::ROW_BYTES);
+    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
@@ -558,15 +557,8 @@ __device__ __forceinline__ void dense_fwd(const DenseParams& params) {
       ptx::mbarrier_init(mask_empty<C>(shared_smem, stage), C::WARPS);
     Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();  // with the fence for all of them
   }
-  __syncthreads();  // the barriers are initialised before any warp uses them
-
-  if (threadIdx.x < C::CONSUMER_THREADS) {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    consume_dense<C>(params, shared, shared_smem);
-  } else {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32) produce_dense<C>(params, shared, shared_smem);
-  }
+  run_roles<C>([&] { consume_dense<C>(params, shared, shared_smem); },
+               [&] { produce_dense<C>(params, shared, shared_smem); }, [] {});
 }
 
 }  // namespace archflash::hopper

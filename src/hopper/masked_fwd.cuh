@@ -409,15 +409,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       v_ring.advance();
     }
 
-    if (params.partials.splits > 1) {
-      math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
-                              tile.split, warp_row);
-    } else if (params.packed_heads.count > 1) {
-      math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
-    } else {
-      math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
-                                q + warp_row * QTile::ROW_BYTES);
-    }
+    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
@@ -429,19 +421,9 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
-  __syncthreads();  // the barriers are initialised before any warp uses them
-
-  if (threadIdx.x < C::CONSUMER_THREADS) {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    consume_masked<C>(params, shared, shared_smem);
-  } else {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
-      produce_masked<C>(params, shared, shared_smem);
-    } else if (params.call.attention.cu_seqlens_q_gmem != nullptr) {
-      write_rows_of_no_sequence<C>(params.call);
-    }
-  }
+  run_roles<C>([&] { consume_masked<C>(params, shared, shared_smem); },
+               [&] { produce_masked<C>(params, shared, shared_smem); },
+               [&] { write_rows_of_no_sequence<C>(params.call); });
 }
 
 }  // namespace archflash::hopper
