@@ -179,6 +179,27 @@ template <DType T>
 using D256FewCache   = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,   true,   false,  true,  true>;
 // clang-format on
 
+// --- with masks as data ---
+
+// What the producer says of a block of keys when it starts its copy.
+struct BlockMessage {
+  int32_t key;      // the first one
+  uint32_t states;  // what its scores need, as the kernel defines it
+  int32_t last;     // whether it is the tile's last one
+};
+constexpr int BLOCK_MESSAGE_BYTES = 16;
+static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
+
+// A Config whose producer also finds out which blocks a tile sees, for which it needs more
+// registers.
+template <class Base>
+struct SeekingConfig : Base {
+  static constexpr int PRODUCER_REGISTERS = 64;
+  static constexpr int CONSUMER_REGISTERS =
+      consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
+  static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
+};
+
 // --- 8-bit inputs ---
 
 // Those with SCALE_ROWS keys at a time serve calls in which each block of so many keys has a

@@ -47,27 +47,12 @@
 
 namespace archflash::hopper {
 
-// The tile that the producer hands to the consumers.
-struct DenseTile : Tile {
-  int any_block;  // whether its rows see any block
-};
-static_assert(sizeof(DenseTile) <= TILE_MESSAGE_BYTES);
-
-template <class C>
-__device__ __forceinline__ DenseTile& dense_tile_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<DenseTile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
-}
 template <class C>
 __device__ __forceinline__ uint32_t mask_empty(uint32_t shared_smem, int stage) {
   return shared_smem + C::MASK_BARRIER_SMEM + 8 * stage;
 }
-constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;  // of the states in a message
-
-template <class C>
-__device__ __forceinline__ DenseMessage& dense_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<DenseMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
-                                          stage * C::BLOCK_MESSAGE_BYTES);
-}
+// The states in a message are a byte for each warpgroup; 0: its rows see no key.
+constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;
 
 // --- producer ---
 
@@ -148,7 +133,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
 
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
        index = next_tile(params, index)) {
-    DenseTile tile{};
+    SeekingTile tile{};
     static_cast<math::Work&>(tile) =
         math::find_work(attention, static_cast<int>(index), C::BLOCK_Q, 1);
     const math::RowTile rows =
@@ -175,7 +160,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
                                   mask_ring.parity ^ 1);
       }
       if (leader) {
-        dense_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
+        block_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
         const uint32_t full = barriers.k_full(k_ring.stage);
         ptx::mbarrier_arrive_expect_tx(full, C::KTile::BYTES + (added ? C::MaskTile::BYTES : 0));
         math::start_copy<typename C::KTile>(
@@ -219,7 +204,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
-      dense_tile_message<C>(shared, q_ring.stage) = tile;
+      tile_message<C, SeekingTile>(shared, q_ring.stage) = tile;
       if (tile.any_block) {
         math::start_load<typename C::QTile>(
             shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, tile.first_row,
@@ -241,7 +226,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       load_v(key);
     }
   }
-  send_no_tile<C, DenseTile>(barriers, shared, q_ring, leader);
+  send_no_tile<C, SeekingTile>(barriers, shared, q_ring, leader);
 }
 
 // --- consumers ---
@@ -309,7 +294,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
 
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
-    const DenseTile& tile = dense_tile_message<C>(shared, q_ring.stage);
+    const SeekingTile& tile = tile_message<C, SeekingTile>(shared, q_ring.stage);
     if (uniform(tile.first_row) < 0) break;
     ring = {uniform(ring.stage), uniform(ring.parity)};
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
@@ -515,7 +500,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
 #pragma unroll 1
       while (!last) {
         ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
-        const DenseMessage message = dense_message<C>(shared, ring.stage);
+        const BlockMessage message = block_message<C>(shared, ring.stage);
         const uint32_t states = uniform(message.states);
         const uint32_t block_state = states >> (8 * group) & 0xFF;
         const int key = uniform(message.key);

@@ -19,7 +19,6 @@
 #include <cstdint>
 
 #include "common/math/attention_work.cuh"
-#include "common/math/few_rows.cuh"
 #include "common/math/lane_masks.cuh"
 #include "common/math/masks.cuh"
 #include "common/math/online_softmax.cuh"
@@ -36,22 +35,6 @@
 #include "hopper/tile.cuh"
 
 namespace archflash::hopper {
-
-// The tile that the producer hands to the consumers.
-struct MaskedTile : Tile {
-  int any_block;  // whether its rows see any block
-};
-static_assert(sizeof(MaskedTile) <= TILE_MESSAGE_BYTES);
-
-template <class C>
-__device__ __forceinline__ MaskedTile& masked_tile_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<MaskedTile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
-}
-template <class C>
-__device__ __forceinline__ BlockMessage& block_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<BlockMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
-                                          stage * C::BLOCK_MESSAGE_BYTES);
-}
 
 // What find_lane_masks() is told of a tile.
 struct MaskedContext {
@@ -83,7 +66,7 @@ struct SeenBlocks {
 
   struct Block {
     int key;  // the first one; -1: there is no more
-    int masked;
+    uint32_t masked;
   };
 
   // The last block up to the one at `key` that is seen.
@@ -97,7 +80,7 @@ struct SeenBlocks {
       const uint32_t bits = seen >> lanes;
       if (bits != 0) {
         const int lane = lanes + __ffs(static_cast<int>(bits)) - 1;
-        return {top - lane * C::BLOCK_K, static_cast<int>(masked >> lane & 1)};
+        return {top - lane * C::BLOCK_K, masked >> lane & 1};
       }
       key = top - 32 * C::BLOCK_K;
     }
@@ -182,7 +165,7 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
 
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
        index = next_tile(params, index)) {
-    MaskedTile tile{};
+    SeekingTile tile{};
     static_cast<math::Work&>(tile) =
         math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
                         params.packed_heads.count);
@@ -243,7 +226,7 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
-      masked_tile_message<C>(shared, q_ring.stage) = tile;
+      tile_message<C, SeekingTile>(shared, q_ring.stage) = tile;
       masked_context<C>(shared, q_ring.stage) = {tile, params.packed_heads, visible,
                                                  math::find_q_offset(attention, tile)};
       if (tile.any_block) {
@@ -268,7 +251,7 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
       load_v(key);
     }
   }
-  send_no_tile<C, MaskedTile>(barriers, shared, q_ring, leader);
+  send_no_tile<C, SeekingTile>(barriers, shared, q_ring, leader);
 }
 
 // --- consumers ---
@@ -289,7 +272,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     // Both stay in shared memory: they are read where masks are found, which have few registers.
-    const MaskedTile& tile = masked_tile_message<C>(shared, q_ring.stage);
+    const SeekingTile& tile = tile_message<C, SeekingTile>(shared, q_ring.stage);
     if (uniform(tile.first_row) < 0) break;
     const MaskedContext& cta = masked_context<C>(shared, q_ring.stage);
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
@@ -321,12 +304,13 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       release(barriers.k_empty(k_ring.stage));
       k_ring.advance();
     };
-    // Waits for the next block's K and reads what the producer says of it.
+    // Waits for the next block's K and reads what the producer says of it. The states of a block
+    // are not 0 if any of its scores changes.
     const auto wait_for_block = [&] {
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
       const BlockMessage message = block_message<C>(shared, k_ring.stage);
       return BlockMessage{uniform(message.key),
-                          uniform(message.masked | attention.transform_scores),
+                          uniform(message.states | attention.transform_scores),
                           uniform(message.last)};
     };
     math::LaneMasks<C> of_lane;
@@ -355,7 +339,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       ptx::wgmma_wait_group<0>();
       scores_are_there();
       float scale = attention.exp2_scale;
-      if (block.masked) {
+      if (block.states != 0) {
         find_masks(block.key);
         scale = finish_scores();
       }
@@ -395,7 +379,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
 #pragma unroll 1
       while (!block.last) {
         block = wait_for_block();
-        if (block.masked) {
+        if (block.states != 0) {
           step.template operator()<true>(block);
         } else {
           step.template operator()<false>(block);

@@ -140,6 +140,16 @@ __device__ __forceinline__ Message& tile_message(unsigned char* shared, int stag
   return *reinterpret_cast<Message*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
 }
 
+// With masks as data: the tile, and the message about the block in a stage of K.
+struct SeekingTile : Tile {
+  int any_block;  // whether its rows see any block
+};
+template <class C>
+__device__ __forceinline__ BlockMessage& block_message(unsigned char* shared, int stage) {
+  return *reinterpret_cast<BlockMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
+                                          stage * BLOCK_MESSAGE_BYTES);
+}
+
 // Tells the consumers that no tile follows. Called by the producer's warp, one lane of which is the
 // leader, with the stage that the next tile would have.
 template <class C, class Message = Tile>
