@@ -264,19 +264,14 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   }
   // A CTA without tiles, too, ends after the kernel before this one.
   if constexpr (C::FP8) ptx::griddepcontrol_wait();
-  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-  if (leader) {
-    Tile none{};
-    none.first_row = -1;
-    tile_message<C>(shared, q_ring.stage) = none;
-    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
-  }
+  send_no_tile<C>(barriers, shared, q_ring, leader);
 }
 
 // --- the other warps of the producer's warpgroup: output rows of no sequence ---
 
 template <class C>
 __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) {
+  if (params.attention.cu_seqlens_q_gmem == nullptr) return;
   // With split keys the combining kernel writes these rows.
   if (C::CAN_SPLIT && params.partials.splits > 1) return;
   const int thread = threadIdx.x - C::CONSUMER_THREADS - 32;
@@ -336,6 +331,25 @@ __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, c
   return found;
 }
 
+// Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
+// the output, where rows of one head pass through Q's part of shared memory, at `q`.
+template <class C>
+__device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
+                                           const math::RowState<C>& state, const Params& params,
+                                           const Tile& tile, int warp_row, unsigned char* q) {
+  using QTile = typename C::QTile;
+  const AttentionParams& attention = params.attention;
+  if (C::CAN_SPLIT && params.partials.splits > 1) {
+    math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
+                            tile.split, warp_row);
+  } else if (C::CAN_PACK && params.packed_heads.count > 1) {
+    math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+  } else {
+    math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
+                              q + warp_row * QTile::ROW_BYTES);
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const Params& params, unsigned char* shared,
                                         uint32_t shared_smem) {
@@ -377,9 +391,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     v_ring = k_ring;
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
     const ptx::WgmmaDescriptor q_descriptor =
-        describe_tile<QTile>(shared_smem + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES +
-                                 group * C::GROUP_ROWS * QTile::ROW_BYTES,
-                             16);
+        describe_q<C>(shared_smem, uniform(q_ring.stage), group);
 
     int lane_rows[2];  // this lane's query rows
     for (int r = 0; r < 2; ++r) {
@@ -400,16 +412,10 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     math::clear(state);
     state.large = false;
 
-    const auto begin_qk = [&] {
-      ptx::registers_change<SCORES>(s);
-      ptx::wgmma_fence();  // the last uses of the scores come before the product
-      start_qk<C>(s_rmem, q_descriptor, shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES);
-    };
+    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
     const auto begin_pv = [&] {
-      ptx::registers_change<OUTPUTS>(o);
       // mutants: fence-before-both-products
-      ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
-      start_pv<C>(products_rmem, p_rmem, shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES,
+      start_pv<C>(products_rmem, p_rmem, shared_smem, v_ring.stage,
                   !C::SUMS_IN_PARTS || part_keys > 0);
       part_keys += C::BLOCK_K;
     };
@@ -439,12 +445,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       PassOutputs<C> parts_rmem[C::PARTS];
       const auto part = [&](int pass) { return &parts_rmem[pass % C::PARTS][0][0][0]; };
       const auto begin = [&](int pass) {
-        ptx::registers_change<OUTPUTS>(part(pass));
-        ptx::wgmma_fence();  // the last uses of P and the part come before the product
-        start_pv<C>(parts_rmem[pass % C::PARTS], p_rmem,
-                    shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES +
-                        pass * C::PASS_COLUMNS * C::VTile::ROW_BYTES,
-                    0);
+        start_pv<C>(parts_rmem[pass % C::PARTS], p_rmem, shared_smem, v_ring.stage, false,
+                    pass * C::PASS_COLUMNS);
       };
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
       if constexpr (C::PARTS == 2) begin(0);
@@ -485,11 +487,6 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
                            block + static_cast<int>(threadIdx.x) % 4 * 2);
       }
       return scale;
-    };
-    // S becomes P.
-    const auto weigh = [&](float scale) {
-      weigh_row<C>(s_rmem, state, 0, scale);
-      weigh_row<C>(s_rmem, state, 1, scale);
     };
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
@@ -537,8 +534,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       float scale = exp2_scale;
       if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, nothing_to_rescale);
+      weigh_rows<C>(s_rmem, state, scale);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
       pack<C>(s_rmem, p_rmem);
@@ -555,7 +552,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       k_ring.advance();
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, rescale_outputs);
+      scale = follow_maxima<C>(s_rmem, state, scale, rescale_outputs);
       weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
     };
     const auto step_overlapped = [&]<bool MASKED>(int block) {
@@ -577,8 +574,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         raised = true;
         corrections[0] = wanted[0], corrections[1] = wanted[1];
       };
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, note);
+      weigh_rows<C>(s_rmem, state, scale);
       finish_pv();
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale_outputs(corrections);
@@ -628,24 +625,34 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       // The lane that knows it tells the others the unit of the last block.
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile.rows(), warp_row,
                              uniform(warp_descale.v), first_v_column<C>(tile));
-    } else if (C::CAN_SPLIT && params.partials.splits > 1) {
-      math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
-                              tile.split, warp_row);
-    } else if (C::CAN_PACK && params.packed_heads.count > 1) {
-      math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
     } else {
-      math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
-                                q + warp_row * QTile::ROW_BYTES);
+      store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     }
-    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
-    // mutants: needless-with-one-tile
-    ptx::fence_proxy_async_shared();
-    release(barriers.q_empty(q_ring.stage));
+    hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
   // arrivals.
   if (group == 0) turns.wait();
+}
+
+// The roles of a CTA's warps, behind the initialisation of the barriers: the consumers' warpgroups,
+// the producer's warp, and the others of its warpgroup.
+template <class C, class Consume, class Produce, class Others>
+__device__ __forceinline__ void run_roles(const Consume& consume, const Produce& produce,
+                                          const Others& others) {
+  __syncthreads();  // the barriers are initialised before any warp uses them
+  if (threadIdx.x < C::CONSUMER_THREADS) {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
+    consume();
+  } else {
+    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
+      produce();
+    } else {
+      others();
+    }
+  }
 }
 
 template <class C>
@@ -656,19 +663,9 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(C::QTile::ALIGNMENT <= 1024);
   if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
-  __syncthreads();  // the barriers are initialised before any warp uses them
-
-  if (threadIdx.x < C::CONSUMER_THREADS) {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    consume<C>(params, shared, shared_smem);
-  } else {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
-      produce<C>(all_params, shared, shared_smem);
-    } else if (params.attention.cu_seqlens_q_gmem != nullptr) {
-      write_rows_of_no_sequence<C>(params);
-    }
-  }
+  run_roles<C>([&] { consume<C>(params, shared, shared_smem); },
+               [&] { produce<C>(all_params, shared, shared_smem); },
+               [&] { write_rows_of_no_sequence<C>(params); });
 }
 
 }  // namespace archflash::hopper

@@ -13,6 +13,15 @@ namespace archflash::hopper {
 // A row tile, as the producer hands it to the consumers: math::Work and the share of it.
 constexpr int TILE_MESSAGE_BYTES = 32;
 
+// The registers of a consumer thread when the producer's warpgroup keeps `producer_registers` of
+// the `launch_registers` that each thread starts with, and the consumers share out the rest.
+constexpr int consumer_registers(int launch_registers, int consumer_warpgroups,
+                                 int producer_registers) {
+  const int rest = launch_registers * (consumer_warpgroups + 1) - producer_registers;
+  const int share = rest / consumer_warpgroups / 8 * 8;  // setmaxnreg takes multiples of 8
+  return share < 240 ? share : 240;
+}
+
 // The numbers of one kernel. A CTA owns one row tile at a time, BLOCK_Q query rows of a head, and
 // walks over its keys, BLOCK_K at a time. Each consumer warpgroup owns 64 of the rows. HEAD_DIM is
 // the largest d, HEAD_DIM_V the columns of V that a CTA multiplies: the largest dv, or with
@@ -82,9 +91,8 @@ struct Config {
   static constexpr int SM_REGISTERS = 65536;
   static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
   static constexpr int PRODUCER_REGISTERS = WARPGROUPS >= 3 || CACHE ? 32 : 24;
-  static constexpr int CONSUMER_SHARE =
-      (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * WARPGROUP) / CONSUMER_THREADS / 8 * 8;
-  static constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE < 240 ? CONSUMER_SHARE : 240;
+  static constexpr int CONSUMER_REGISTERS =
+      consumer_registers(LAUNCH_REGISTERS, WARPGROUPS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = LAUNCH_REGISTERS < CONSUMER_REGISTERS;
 
   // Tiles in shared memory. wgmma takes 8-bit V only with the keys of a column side by side, so the
@@ -170,6 +178,27 @@ using D256Cache      = Config<T, 256, 256,  2,      80,  2,      1,      1,     
 template <DType T>
 using D256FewCache   = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,   true,   false,  true,  true>;
 // clang-format on
+
+// --- with masks as data ---
+
+// What the producer says of a block of keys when it starts its copy.
+struct BlockMessage {
+  int32_t key;      // the first one
+  uint32_t states;  // what its scores need, as the kernel defines it
+  int32_t last;     // whether it is the tile's last one
+};
+constexpr int BLOCK_MESSAGE_BYTES = 16;
+static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
+
+// A Config whose producer also finds out which blocks a tile sees, for which it needs more
+// registers.
+template <class Base>
+struct SeekingConfig : Base {
+  static constexpr int PRODUCER_REGISTERS = 64;
+  static constexpr int CONSUMER_REGISTERS =
+      consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
+  static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
+};
 
 // --- 8-bit inputs ---
 

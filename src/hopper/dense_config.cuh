@@ -28,26 +28,10 @@ constexpr float LARGEST_FACTOR = 0x1p20f;
 constexpr int SUMMARY_WORDS = 128;
 constexpr int SUMMARY_THREADS = 128;  // of the CTA that makes it
 
-// What the producer says of a block of keys when it starts its copy.
-struct DenseMessage {
-  int32_t key;      // the first one
-  uint32_t states;  // a byte for each warpgroup; 0: its rows see no key
-  int32_t last;
-};
-
 // A Config whose kernel reads an attn_mask that was summarized. Its block of keys is one or more of
 // the summary's.
 template <class Base>
-struct DenseConfig : Base {
-  // The producer also looks at the states of blocks, for which it needs more registers.
-  static constexpr int PRODUCER_REGISTERS = 64;
-  static constexpr int CONSUMER_REGISTERS = []() {
-    const int share =
-        (Base::LAUNCH_REGISTERS * Base::THREADS - PRODUCER_REGISTERS * Base::WARPGROUP) /
-        Base::CONSUMER_THREADS / 8 * 8;
-    return share < 240 ? share : 240;
-  }();
-  static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
+struct DenseConfig : SeekingConfig<Base> {
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
 
   // Behind what the Config has: ring of what is added | a message for each stage of K | a barrier
@@ -57,12 +41,10 @@ struct DenseConfig : Base {
   static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
   static constexpr int MASK_SMEM =
       (Base::SHARED_BYTES + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
-  static constexpr int BLOCK_MESSAGE_BYTES = 16;
   static constexpr int BLOCK_MESSAGE_SMEM = MASK_SMEM + MASK_STAGES * MaskTile::BYTES;
   static constexpr int MASK_BARRIER_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
   static constexpr int SHARED_BYTES = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
 
-  static_assert(sizeof(DenseMessage) <= BLOCK_MESSAGE_BYTES);
   static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
                 "hopper/dense_fwd.cuh: a warpgroup's rows are a row of blocks of the summary");
   static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);

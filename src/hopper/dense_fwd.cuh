@@ -47,27 +47,12 @@
 
 namespace archflash::hopper {
 
-// The tile that the producer hands to the consumers.
-struct DenseTile : Tile {
-  int any_block;  // whether its rows see any block
-};
-static_assert(sizeof(DenseTile) <= TILE_MESSAGE_BYTES);
-
-template <class C>
-__device__ __forceinline__ DenseTile& dense_tile_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<DenseTile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
-}
 template <class C>
 __device__ __forceinline__ uint32_t mask_empty(uint32_t shared_smem, int stage) {
   return shared_smem + C::MASK_BARRIER_SMEM + 8 * stage;
 }
-constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;  // of the states in a message
-
-template <class C>
-__device__ __forceinline__ DenseMessage& dense_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<DenseMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
-                                          stage * C::BLOCK_MESSAGE_BYTES);
-}
+// The states in a message are a byte for each warpgroup; 0: its rows see no key.
+constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;
 
 // --- producer ---
 
@@ -148,7 +133,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
 
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
        index = next_tile(params, index)) {
-    DenseTile tile{};
+    SeekingTile tile{};
     static_cast<math::Work&>(tile) =
         math::find_work(attention, static_cast<int>(index), C::BLOCK_Q, 1);
     const math::RowTile rows =
@@ -175,7 +160,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
                                   mask_ring.parity ^ 1);
       }
       if (leader) {
-        dense_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
+        block_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
         const uint32_t full = barriers.k_full(k_ring.stage);
         ptx::mbarrier_arrive_expect_tx(full, C::KTile::BYTES + (added ? C::MaskTile::BYTES : 0));
         math::start_copy<typename C::KTile>(
@@ -219,7 +204,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
-      dense_tile_message<C>(shared, q_ring.stage) = tile;
+      tile_message<C, SeekingTile>(shared, q_ring.stage) = tile;
       if (tile.any_block) {
         math::start_load<typename C::QTile>(
             shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, tile.first_row,
@@ -241,13 +226,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       load_v(key);
     }
   }
-  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-  if (leader) {
-    DenseTile none{};
-    none.first_row = -1;
-    dense_tile_message<C>(shared, q_ring.stage) = none;
-    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
-  }
+  send_no_tile<C, SeekingTile>(barriers, shared, q_ring, leader);
 }
 
 // --- consumers ---
@@ -315,14 +294,12 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
 
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
-    const DenseTile& tile = dense_tile_message<C>(shared, q_ring.stage);
+    const SeekingTile& tile = tile_message<C, SeekingTile>(shared, q_ring.stage);
     if (uniform(tile.first_row) < 0) break;
     ring = {uniform(ring.stage), uniform(ring.parity)};
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
     const ptx::WgmmaDescriptor q_descriptor =
-        describe_tile<QTile>(shared_smem + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES +
-                                 group * C::GROUP_ROWS * QTile::ROW_BYTES,
-                             16);
+        describe_q<C>(shared_smem, uniform(q_ring.stage), group);
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
@@ -350,17 +327,11 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
 
-    const auto begin_qk = [&] {
-      ptx::registers_change<SCORES>(s);
-      ptx::wgmma_fence();  // the last uses of the scores come before the product
-      start_qk<C>(s_rmem, q_descriptor, shared_smem + C::K_SMEM + ring.stage * C::KTile::BYTES);
-    };
+    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage); };
     const auto begin_pv = [&] {
       ptx::mbarrier_wait_parity(barriers.v_full(pending.stage), pending.parity);  // V has landed
-      ptx::registers_change<OUTPUTS>(o);
       // mutants: fence-before-both-products
-      ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
-      start_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM + pending.stage * C::VTile::BYTES, true);
+      start_pv<C>(o_rmem, p_rmem, shared_smem, pending.stage, true);
     };
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
@@ -454,11 +425,6 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       release(mask_empty<C>(shared_smem, mask_ring.stage));
       mask_ring.advance();
     };
-    // S becomes P.
-    const auto weigh = [&](float scale) {
-      weigh_row<C>(s_rmem, state, 0, scale);
-      weigh_row<C>(s_rmem, state, 1, scale);
-    };
     const auto advance = [&] {
       pending = ring;
       is_pending = true;
@@ -496,8 +462,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       if (block_state != clear) scale = finish_scores(seen, block_state, key, true);
       hand_back_elements(states);
       const auto now = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, now);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, now);
+      weigh_rows<C>(s_rmem, state, scale);
       pack<C>(s_rmem, p_rmem);
       advance();
     };
@@ -521,8 +487,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         raised = true;
         corrections[0] = wanted[0], corrections[1] = wanted[1];
       };
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, note);
+      weigh_rows<C>(s_rmem, state, scale);
       finish_pv();
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale<C>(o_rmem, corrections);
@@ -534,7 +500,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
 #pragma unroll 1
       while (!last) {
         ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
-        const DenseMessage message = dense_message<C>(shared, ring.stage);
+        const BlockMessage message = block_message<C>(shared, ring.stage);
         const uint32_t states = uniform(message.states);
         const uint32_t block_state = states >> (8 * group) & 0xFF;
         const int key = uniform(message.key);
@@ -557,12 +523,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       }
     }
 
-    math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
-                              q + warp_row * QTile::ROW_BYTES);
-    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
-    // mutants: needless-with-one-tile
-    ptx::fence_proxy_async_shared();
-    release(barriers.q_empty(q_ring.stage));
+    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
+    hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
@@ -580,15 +542,8 @@ __device__ __forceinline__ void dense_fwd(const DenseParams& params) {
       ptx::mbarrier_init(mask_empty<C>(shared_smem, stage), C::WARPS);
     Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();  // with the fence for all of them
   }
-  __syncthreads();  // the barriers are initialised before any warp uses them
-
-  if (threadIdx.x < C::CONSUMER_THREADS) {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    consume_dense<C>(params, shared, shared_smem);
-  } else {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32) produce_dense<C>(params, shared, shared_smem);
-  }
+  run_roles<C>([&] { consume_dense<C>(params, shared, shared_smem); },
+               [&] { produce_dense<C>(params, shared, shared_smem); }, [] {});
 }
 
 }  // namespace archflash::hopper

@@ -8,39 +8,21 @@
 
 namespace archflash::hopper {
 
-// What the producer says of a block of keys when it starts its copy.
-struct BlockMessage {
-  int32_t key;  // the first one
-  int32_t masked, last;
-};
-
 constexpr int MASKED_CONTEXT_BYTES = 48;  // what consumers read of a tile besides its message
 
 // A Config whose kernel reads attn_mask, key_ranges, alibi_slopes and block_mask. A tile is one row
 // of blocks of block_mask, or of rows of several heads within one.
 template <class Base>
-struct MaskedConfig : Base {
-  // The producer also finds the blocks that the tile sees, for which it needs more registers.
-  static constexpr int PRODUCER_REGISTERS = 64;
-  static constexpr int CONSUMER_REGISTERS = []() {
-    const int share =
-        (Base::LAUNCH_REGISTERS * Base::THREADS - PRODUCER_REGISTERS * Base::WARPGROUP) /
-        Base::CONSUMER_THREADS / 8 * 8;
-    return share < 240 ? share : 240;
-  }();
-  static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
-
+struct MaskedConfig : SeekingConfig<Base> {
   // The registers do not suffice for words of 16-bit elements beside the scores.
   static constexpr bool LOADS_ADDED_LATE = true;
 
   // Behind what the Config has: a message for each stage of K, and what is
   // known of the tile for each stage of Q.
-  static constexpr int BLOCK_MESSAGE_BYTES = 16;
   static constexpr int BLOCK_MESSAGE_SMEM = Base::SHARED_BYTES;
   static constexpr int CONTEXT_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + Base::Q_STAGES * MASKED_CONTEXT_BYTES;
 
-  static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
   static_assert(Base::CAN_PACK && Base::BLOCK_Q == MASK_BLOCK && Base::BLOCK_K == MASK_BLOCK,
                 "hopper/masked_fwd.cuh: a tile and a block of keys are a block of block_mask");
   static_assert(!Base::FP8 && !Base::IN_TURNS);

@@ -19,7 +19,6 @@
 #include <cstdint>
 
 #include "common/math/attention_work.cuh"
-#include "common/math/few_rows.cuh"
 #include "common/math/lane_masks.cuh"
 #include "common/math/masks.cuh"
 #include "common/math/online_softmax.cuh"
@@ -36,22 +35,6 @@
 #include "hopper/tile.cuh"
 
 namespace archflash::hopper {
-
-// The tile that the producer hands to the consumers.
-struct MaskedTile : Tile {
-  int any_block;  // whether its rows see any block
-};
-static_assert(sizeof(MaskedTile) <= TILE_MESSAGE_BYTES);
-
-template <class C>
-__device__ __forceinline__ MaskedTile& masked_tile_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<MaskedTile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
-}
-template <class C>
-__device__ __forceinline__ BlockMessage& block_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<BlockMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
-                                          stage * C::BLOCK_MESSAGE_BYTES);
-}
 
 // What find_lane_masks() is told of a tile.
 struct MaskedContext {
@@ -83,7 +66,7 @@ struct SeenBlocks {
 
   struct Block {
     int key;  // the first one; -1: there is no more
-    int masked;
+    uint32_t masked;
   };
 
   // The last block up to the one at `key` that is seen.
@@ -97,7 +80,7 @@ struct SeenBlocks {
       const uint32_t bits = seen >> lanes;
       if (bits != 0) {
         const int lane = lanes + __ffs(static_cast<int>(bits)) - 1;
-        return {top - lane * C::BLOCK_K, static_cast<int>(masked >> lane & 1)};
+        return {top - lane * C::BLOCK_K, masked >> lane & 1};
       }
       key = top - 32 * C::BLOCK_K;
     }
@@ -182,7 +165,7 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
 
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
        index = next_tile(params, index)) {
-    MaskedTile tile{};
+    SeekingTile tile{};
     static_cast<math::Work&>(tile) =
         math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
                         params.packed_heads.count);
@@ -243,7 +226,7 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
-      masked_tile_message<C>(shared, q_ring.stage) = tile;
+      tile_message<C, SeekingTile>(shared, q_ring.stage) = tile;
       masked_context<C>(shared, q_ring.stage) = {tile, params.packed_heads, visible,
                                                  math::find_q_offset(attention, tile)};
       if (tile.any_block) {
@@ -268,13 +251,7 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
       load_v(key);
     }
   }
-  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-  if (leader) {
-    MaskedTile none{};
-    none.first_row = -1;
-    masked_tile_message<C>(shared, q_ring.stage) = none;
-    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
-  }
+  send_no_tile<C, SeekingTile>(barriers, shared, q_ring, leader);
 }
 
 // --- consumers ---
@@ -295,14 +272,13 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     // Both stay in shared memory: they are read where masks are found, which have few registers.
-    const MaskedTile& tile = masked_tile_message<C>(shared, q_ring.stage);
+    const SeekingTile& tile = tile_message<C, SeekingTile>(shared, q_ring.stage);
     if (uniform(tile.first_row) < 0) break;
     const MaskedContext& cta = masked_context<C>(shared, q_ring.stage);
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
-    const ptx::WgmmaDescriptor q_descriptor =
-        describe_tile<QTile>(shared_smem + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES, 16);
+    const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, uniform(q_ring.stage), 0);
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
@@ -314,16 +290,10 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     math::clear(state);
     state.large = false;
 
-    const auto begin_qk = [&] {
-      ptx::registers_change<SCORES>(s);
-      ptx::wgmma_fence();  // the last uses of the scores come before the product
-      start_qk<C>(s_rmem, q_descriptor, shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES);
-    };
+    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
     const auto begin_pv = [&] {
-      ptx::registers_change<OUTPUTS>(o);
       // mutants: fence-before-both-products
-      ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
-      start_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, true);
+      start_pv<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, true);
     };
     const auto wait_for_outputs = [&] {
       ptx::wgmma_wait_group<0>();
@@ -334,12 +304,13 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       release(barriers.k_empty(k_ring.stage));
       k_ring.advance();
     };
-    // Waits for the next block's K and reads what the producer says of it.
+    // Waits for the next block's K and reads what the producer says of it. The states of a block
+    // are not 0 if any of its scores changes.
     const auto wait_for_block = [&] {
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
       const BlockMessage message = block_message<C>(shared, k_ring.stage);
       return BlockMessage{uniform(message.key),
-                          uniform(message.masked | attention.transform_scores),
+                          uniform(message.states | attention.transform_scores),
                           uniform(message.last)};
     };
     math::LaneMasks<C> of_lane;
@@ -352,11 +323,6 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       math::apply_lane_masks<C>(s_rmem, of_lane, masks, attention.exp2_scale);
       return 1.0f;
-    };
-    // S becomes P.
-    const auto weigh = [&](float scale) {
-      weigh_row<C>(s_rmem, state, 0, scale);
-      weigh_row<C>(s_rmem, state, 1, scale);
     };
 
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
@@ -373,13 +339,13 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       ptx::wgmma_wait_group<0>();
       scores_are_there();
       float scale = attention.exp2_scale;
-      if (block.masked) {
+      if (block.states != 0) {
         find_masks(block.key);
         scale = finish_scores();
       }
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, nothing_to_rescale);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, nothing_to_rescale);
+      weigh_rows<C>(s_rmem, state, scale);
       pack<C>(s_rmem, p_rmem);
     };
     const auto step = [&]<bool MASKED>(const BlockMessage& block) {
@@ -400,8 +366,8 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
         raised = true;
         corrections[0] = wanted[0], corrections[1] = wanted[1];
       };
-      scale = follow_maxima<C>(s_rmem, state, scale, [] {}, note);
-      weigh(scale);
+      scale = follow_maxima<C>(s_rmem, state, scale, note);
+      weigh_rows<C>(s_rmem, state, scale);
       if constexpr (!MASKED) finish_pv();
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale<C>(o_rmem, corrections);
@@ -413,7 +379,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
 #pragma unroll 1
       while (!block.last) {
         block = wait_for_block();
-        if (block.masked) {
+        if (block.states != 0) {
           step.template operator()<true>(block);
         } else {
           step.template operator()<false>(block);
@@ -427,19 +393,8 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       v_ring.advance();
     }
 
-    if (params.partials.splits > 1) {
-      math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
-                              tile.split, warp_row);
-    } else if (params.packed_heads.count > 1) {
-      math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
-    } else {
-      math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
-                                q + warp_row * QTile::ROW_BYTES);
-    }
-    // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
-    // mutants: needless-with-one-tile
-    ptx::fence_proxy_async_shared();
-    release(barriers.q_empty(q_ring.stage));
+    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
+    hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
 }
@@ -450,19 +405,9 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
-  __syncthreads();  // the barriers are initialised before any warp uses them
-
-  if (threadIdx.x < C::CONSUMER_THREADS) {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    consume_masked<C>(params, shared, shared_smem);
-  } else {
-    if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32) {
-      produce_masked<C>(params, shared, shared_smem);
-    } else if (params.call.attention.cu_seqlens_q_gmem != nullptr) {
-      write_rows_of_no_sequence<C>(params.call);
-    }
-  }
+  run_roles<C>([&] { consume_masked<C>(params, shared, shared_smem); },
+               [&] { produce_masked<C>(params, shared, shared_smem); },
+               [&] { write_rows_of_no_sequence<C>(params.call); });
 }
 
 }  // namespace archflash::hopper

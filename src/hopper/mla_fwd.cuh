@@ -55,6 +55,7 @@
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
+#include "hopper/cache_rows.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/tile.cuh"
 
@@ -131,18 +132,13 @@ __device__ __forceinline__ MlaTile find_mla_tile(const mma_sync::CacheParams& pa
 
 // --- producers, a warp for each part: latent rows -> shared memory ---
 
-// Where a box lies: the block of the cache, maybe outside of it, and the row in it.
-struct MlaPlace {
-  int block, row;
-};
-
 // The box with key `key` of a sequence. A box behind the sequence is that of the last key, which is
 // in the cache; its rows are cleared.
-__device__ __forceinline__ MlaPlace find_place(const MlaParams& params, const MlaTile& tile,
-                                               int sequence, int key) {
+__device__ __forceinline__ CachePlace find_place(const MlaParams& params, const MlaTile& tile,
+                                                 int sequence, int key) {
   const KvCache& cache = params.call.cache;
   const int row = min(key, tile.work.nk - 1);
-  MlaPlace place{math::find_cache_block(cache, sequence, row), row + tile.first};
+  CachePlace place{math::find_cache_block(cache, sequence, row), row + tile.first};
   if (cache.page_table_gmem != nullptr) place.row = row % cache.block_rows & -params.box_rows;
   return place;
 }
@@ -168,7 +164,7 @@ __device__ __forceinline__ void produce_latent_part(const MlaParams& params, con
   const int first = uniform(tile.blocks.first);
   int key = uniform(tile.blocks.last);
   if (key < first) return;
-  MlaPlace place =
+  CachePlace place =
       find_place(params, tile, sequence, key + box_of_lane * params.box_rows);  // this lane's box
 #pragma unroll 1
   for (int number = 0; key >= first; ++number, key -= C::BLOCK_K) {
@@ -396,9 +392,8 @@ struct MlaConsumer {
       raised = true;
       corrections[0] = wanted[0], corrections[1] = wanted[1];
     };
-    const float scale = follow_maxima<G>(s_rmem, state, attention.exp2_scale, [] {}, note);
-    weigh_row<G>(s_rmem, state, 0, scale);
-    weigh_row<G>(s_rmem, state, 1, scale);
+    const float scale = follow_maxima<G>(s_rmem, state, attention.exp2_scale, note);
+    weigh_rows<G>(s_rmem, state, scale);
     pack<G>(s_rmem, p_rmem);
     const int lane = threadIdx.x % 32;
     const int row = warp_row + lane % 16;

@@ -100,11 +100,45 @@ struct Tile : math::Work {
     return {batch_head, first_row, end_row, nk};
   }
 };
-static_assert(sizeof(Tile) <= TILE_MESSAGE_BYTES);
 
+// The message about the tile in a stage of Q: a Tile, or what a kernel makes of it.
+template <class C, class Message = Tile>
+__device__ __forceinline__ Message& tile_message(unsigned char* shared, int stage) {
+  static_assert(sizeof(Message) <= TILE_MESSAGE_BYTES);
+  return *reinterpret_cast<Message*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
+}
+
+// With masks as data: the tile, and the message about the block in a stage of K.
+struct SeekingTile : Tile {
+  int any_block;  // whether its rows see any block
+};
 template <class C>
-__device__ __forceinline__ Tile& tile_message(unsigned char* shared, int stage) {
-  return *reinterpret_cast<Tile*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
+__device__ __forceinline__ BlockMessage& block_message(unsigned char* shared, int stage) {
+  return *reinterpret_cast<BlockMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
+                                          stage * BLOCK_MESSAGE_BYTES);
+}
+
+// Tells the consumers that no tile follows. Called by the producer's warp, one lane of which is the
+// leader, with the stage that the next tile would have.
+template <class C, class Message = Tile>
+__device__ __forceinline__ void send_no_tile(const Barriers<C>& barriers, unsigned char* shared,
+                                             const RingPosition<C::Q_STAGES>& q_ring, bool leader) {
+  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+  if (leader) {
+    Message none{};
+    none.first_row = -1;
+    tile_message<C, Message>(shared, q_ring.stage) = none;
+    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
+  }
+}
+
+// Hands a stage of Q back to the producer, when a consumer warp is done with its tile.
+template <class C>
+__device__ __forceinline__ void hand_back_q(const Barriers<C>& barriers, int stage) {
+  // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
+  // mutants: needless-with-one-tile
+  ptx::fence_proxy_async_shared();
+  release(barriers.q_empty(stage));
 }
 
 // --- products ---
@@ -134,15 +168,29 @@ __device__ __forceinline__ constexpr int column_step(int k) {
   return column / Tile::SLAB * Tile::SLAB_BYTES + column % Tile::SLAB * 2;
 }
 
-// Starts S = Q K^T for the 64 rows of a warpgroup. `q` describes them.
+// The 64 rows of Q of a warpgroup, in a stage of Q.
+template <class C>
+__device__ __forceinline__ ptx::WgmmaDescriptor describe_q(uint32_t shared_smem, int stage,
+                                                           int group) {
+  using QTile = typename C::QTile;
+  return describe_tile<QTile>(
+      shared_smem + C::Q_SMEM + stage * QTile::BYTES + group * C::GROUP_ROWS * QTile::ROW_BYTES,
+      16);
+}
+
+// Starts S = Q K^T for the 64 rows of a warpgroup, which `q` describes, and the K of a stage.
 template <class C>
 __device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, ptx::WgmmaDescriptor q,
-                                         uint32_t k_smem) {
+                                         uint32_t shared_smem, int stage) {
   using Product = ptx::Wgmma<C::DTYPE, C::BLOCK_K>;
-  const ptx::WgmmaDescriptor k = describe_tile<typename C::KTile>(k_smem, 16);
+  float* const s = &s_rmem[0][0][0];
+  ptx::registers_change<C::BLOCK_K / 2>(s);
+  ptx::wgmma_fence();  // the last uses of the scores come before the product
+  const ptx::WgmmaDescriptor k =
+      describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + stage * C::KTile::BYTES, 16);
 #pragma unroll
   for (int i = 0; i < C::QTile::COLUMNS / 16; ++i) {
-    Product::ss(&s_rmem[0][0][0], advance(q, column_step<typename C::QTile>(i)),
+    Product::ss(s, advance(q, column_step<typename C::QTile>(i)),
                 advance(k, column_step<typename C::KTile>(i)), i != 0);
   }
   ptx::wgmma_commit_group();
@@ -167,18 +215,25 @@ __device__ __forceinline__ PassOutputs<C>& products_of(math::Outputs<C>& o_rmem,
   }
 }
 
-// Starts O += P V, or O = P V if not `add`.
+// Starts O += P V, or O = P V if not `add`, with the V of a stage; if it is of 8 bits, with its
+// columns from `first_column` on.
 template <class C>
 __device__ __forceinline__ void start_pv(PassOutputs<C>& o_rmem, const Probabilities<C>& p_rmem,
-                                         uint32_t v_smem, int add) {
+                                         uint32_t shared_smem, int stage, int add,
+                                         int first_column = 0) {
   using VTile = typename C::VTile;
   using Product = ptx::Wgmma<C::DTYPE, C::PASS_COLUMNS>;
+  float* const o = &o_rmem[0][0][0];
+  ptx::registers_change<C::PASS_COLUMNS / 2>(o);
+  ptx::wgmma_fence();  // the last uses of P and the outputs come before the product
   const int leading_bytes = C::FP8 ? 16 : VTile::SLABS > 1 ? VTile::SLAB_BYTES : 0;
-  const ptx::WgmmaDescriptor v = describe_tile<VTile>(v_smem, leading_bytes);
+  const ptx::WgmmaDescriptor v = describe_tile<VTile>(
+      shared_smem + C::V_SMEM + stage * VTile::BYTES + first_column * VTile::ROW_BYTES,
+      leading_bytes);
 #pragma unroll
   for (int i = 0; i < C::BLOCK_K / (16 * C::PACK); ++i) {
     const int step = C::FP8 ? column_step<VTile>(i) : 16 * i * VTile::ROW_BYTES;
-    Product::rs(&o_rmem[0][0][0], p_rmem[0][i], advance(v, step), add || i > 0);
+    Product::rs(o, p_rmem[0][i], advance(v, step), add || i > 0);
   }
   ptx::wgmma_commit_group();
 }
@@ -190,13 +245,13 @@ using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
 // Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
 // rescales their sums; then `raised` is called with the corrections that their outputs need.
-// Returns the scale for weigh_row: exp2_scale, or 1 if this has scaled the scores already. What is
+// Returns the scale for weigh_rows: exp2_scale, or 1 if this has scaled the scores already. What is
 // rare is behind one branch, as each branch would drain the pipelines. In there a warp is on its
 // own: it must not wait for a product, because all four warps of a warpgroup have to execute each
-// wgmma.wait_group (PTX ISA, .aligned). `before` is called before that branch, by all warps.
-template <class C, class Before, class Raised>
+// wgmma.wait_group (PTX ISA, .aligned).
+template <class C, class Raised>
 __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::RowState<C>& state,
-                                               float exp2_scale, Before before, Raised raised) {
+                                               float exp2_scale, Raised raised) {
   using W = Weights<C>;
   constexpr int HALF = C::BLOCK_K / 16;  // two maxima of a row are found side by side
   float max[2];
@@ -225,7 +280,6 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
     lag = state.large ? W::LARGE_BASE_LAG : W::P_LOG2 + W::BASE_LAG;
   const bool rare = __any_sync(
       math::FULL_WARP, exceed(base[0] + lag, base[1] + lag) | static_cast<int>(state.large));
-  before();
   if (!rare) return exp2_scale;
   const bool raises = __any_sync(
       math::FULL_WARP, W::RAISE_FRACTION == 0.0f ? exceed(base[0] + lag, base[1] + lag)
@@ -287,6 +341,13 @@ __device__ __forceinline__ void weigh_row(math::Scores<C>& s_rmem, math::RowStat
   }
   state.sum[0][r] += sums[0] + sums[1];
 }
+// The same for both rows of a lane.
+template <class C>
+__device__ __forceinline__ void weigh_rows(math::Scores<C>& s_rmem, math::RowState<C>& state,
+                                           float scale) {
+  weigh_row<C>(s_rmem, state, 0, scale);
+  weigh_row<C>(s_rmem, state, 1, scale);
+}
 
 // Rounds P to fragments of A. In 8 bits a register has the keys 2t and 2t + 1 (t = lane % 4) of two
 // neighbouring groups of 8 keys: a product takes them for the keys 4t to 4t + 3 of 16, an order
@@ -310,7 +371,7 @@ __device__ __forceinline__ void pack(const math::Scores<C>& s_rmem, Probabilitie
   }
 }
 
-// weigh_row() and pack() for 16 keys of 8 bits at a time, so that scores and P need few registers
+// weigh_rows() and pack() for 16 keys of 8 bits at a time, so that scores and P need few registers
 // together.
 template <class C>
 __device__ __forceinline__ void weigh_and_pack(const math::Scores<C>& s_rmem,
