@@ -645,8 +645,8 @@ _LETTERS = {
 
 
 def _handle_functions() -> tuple[Kernel, Kernel] | None:
-    """The two private functions of PyTorch with which the runtime makes a Python tensor of a handle,
-    and handles of Python tensors; None if this PyTorch lacks one.
+    """The two private functions of PyTorch with which the runtime makes a Python tensor of a
+    handle, and handles of Python tensors; None if this PyTorch lacks one.
     """
     core = getattr(torch._C, "_aoti", None)
     tensor_of = getattr(core, "alloc_tensor_by_stealing_from_void_ptr", None)
