@@ -476,9 +476,10 @@ __device__ __forceinline__ void score(const BackwardKernelParams& params, const 
     const float4* delta = reinterpret_cast<const float4*>(of_stage + C::BLOCK + group * QUERIES);
     const BlockNote note = *reinterpret_cast<const BlockNote*>(of_stage + 2 * C::BLOCK);
     const bool masks = uniform(note.masked_warps) >> warp % 4 & 1;
-    // The queries of this thread that see its key.
-    const int first = work.visible.first(key) - note.row - group * QUERIES;
-    const int last = work.visible.last(key) - note.row - group * QUERIES;
+    // The queries of this thread that see its key: none if it lies behind the end.
+    const int first_query = note.row + group * QUERIES;
+    const int first = work.visible.first(key) - first_query;
+    const int last = (key < work.own_rows ? work.visible.last(key) : -1) - first_query;
 
     Queries<C> p_rmem;
     ptx::mbarrier_wait_parity(barriers.s_ready(), number & 1);  // S is complete

@@ -250,7 +250,8 @@ using KeysByQueries16 = uint32_t[C::BLOCK / 16][4];  // in 16 bits, as fragments
 template <class C>
 using KeyGradient = float[C::HEAD_DIM / 8][4];
 
-// Sets to 0 what belongs to a key and a query that does not see it. Selecting (not multiplying)
+// Sets to 0 what belongs to a key and a query that does not see it, as none sees a key behind the
+// end. Selecting (not multiplying)
 // makes the old value irrelevant, even if it was NaN. Rare, so it keeps no register for itself.
 template <class C>
 __device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const BackwardWork& work,
@@ -262,8 +263,9 @@ __device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const Bac
   const int first_query = block_row + thread % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int first = visible.first(first_key + 8 * r) - first_query;
-    const int last = visible.last(first_key + 8 * r) - first_query;
+    const int key = first_key + 8 * r;
+    const int first = visible.first(key) - first_query;
+    const int last = (key < work.own_rows ? visible.last(key) : -1) - first_query;
 #pragma unroll
     for (int n = 0; n < C::BLOCK / 8; ++n) {
 #pragma unroll

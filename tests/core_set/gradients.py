@@ -131,6 +131,24 @@ def _semantics(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name not in _options.ADVICE}
 
 
+def assert_keys_behind_the_end_do_not_matter(on: Executor, kernel: str, d: int) -> None:
+    """Gradients in fp16 of a few keys, where sum(dout * out) is larger than fp16 can say and the
+    LSE is negative. A key behind the end has a score of 0, so that its weight were 1 and its dS
+    infinite, if it counted. All keys and all queries are the same, so dq and dk are 0.
+    """
+    nq, nk, size = 9, 20, 45.0
+    dout, q, k, v = inputs(on, nq, nk, d, d, "float16", heads=(1, 1))
+    dout, v = dout.fill_(size), v.fill_(size)
+    q, k = q.fill_(0.5), k.fill_(-4.0)
+    _, lse = forward(q, k, v, {})
+    assert d * size * size > torch.finfo(torch.float16).max
+    assert lse.max() < 0
+    found = differentiate(on, kernel, dout, q, k, v, deterministic=False, schedules=(0,))
+    for name, expected in zip(NAMES, (0.0, 0.0, size * nq / nk), strict=True):
+        x = getattr(found, name)
+        torch.testing.assert_close(x, torch.full_like(x, expected), rtol=1e-3, atol=1e-3)
+
+
 def differentiate(
     on: Executor,
     kernel: str,

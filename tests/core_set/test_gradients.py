@@ -98,6 +98,12 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients(kern
     assert all(bool(x.isfinite().all()) for x in (found.dq, found.dk, found.dv))
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_keys_behind_the_end_do_not_matter_where_delta_is_huge(d: int) -> None:
+    gradients.assert_keys_behind_the_end_do_not_matter(on, "ampere", d)
+
+
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> None:
     devices = []

@@ -243,6 +243,11 @@ def test_scores_beyond_what_their_log_sum_exp_can_say_give_finite_gradients(kern
     assert all(bool(x.isfinite().all()) for x in (found.dq, found.dk, found.dv))
 
 
+@of_each_kernel("d", {"hopper": (64, 128, 256), "blackwell_dc": (64, 128)})
+def test_keys_behind_the_end_do_not_matter_where_delta_is_huge(kernel: str, d: int) -> None:
+    gradients.assert_keys_behind_the_end_do_not_matter(on, kernel, d)
+
+
 @each_kernel
 def test_a_dout_that_repeats_one_row_has_a_reason(kernel: str) -> None:
     dout, q, k, v = inputs(4, 4, 64, 64, "bfloat16")

@@ -101,7 +101,7 @@ def test_mutants_of_the_backward_pass_are_caught(
     # adds to what gradients hold, for which a kernel of hopper has a branch at each pair.
     least = 0.7 if target.implementation == "hopper" else 0.75
     assert subject.coverage() > (0.6 if target.masked else least)
-    score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
+    score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=2)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
     )

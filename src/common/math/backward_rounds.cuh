@@ -172,8 +172,10 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
 
 // What the terms of a block end with, in shared memory.
 struct BlockNote {
-  int row;                // the block's first row
-  unsigned masked_warps;  // a bit for each warp's keys: not all of them are seen by all rows
+  int row;  // the block's first row
+  // A bit for each warp's keys: not all of them are there and seen by all rows. P of a key behind
+  // the end must be 0, because its dS may be too large for 16 bits, and infinity * 0 spoils dQ.
+  unsigned masked_warps;
 };
 
 // Writes LSEs, deltas and a note of each block to shared memory, in the ring of Q. A warp's keys
@@ -209,8 +211,9 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
         of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
       }
       const int first_key = work.first_row + lane % C::KEY_WARPS * C::WARP_ROWS;
-      const bool masks = work.visible.masks(
-          first_key, min(first_key + C::WARP_ROWS, work.own_rows) - 1, first, first + C::BLOCK - 1);
+      const int last_key = first_key + C::WARP_ROWS - 1;
+      const bool masks = last_key >= work.own_rows ||
+                         work.visible.masks(first_key, last_key, first, first + C::BLOCK - 1);
       const unsigned masked_warps = __ballot_sync(FULL_WARP, masks);
       if (lane == 0) {
         *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {first, masked_warps};

@@ -159,19 +159,18 @@ __device__ __forceinline__ void weigh_backward(BlockScores<C>& s_rmem, BlockScor
   }
 }
 
-// Sets to 0 what belongs to a query and a key that it does not see. Selecting (not multiplying)
-// makes the old value irrelevant, even if it was NaN.
+// Sets to 0 what belongs to a query and a key that it does not see, and to owned rows behind the
+// end. Selecting (not multiplying) makes the old value irrelevant, even if it was NaN.
 template <class C>
-__device__ __forceinline__ void clear_unseen(BlockScores<C>& x_rmem,
-                                             const math::VisibleKeys& visible, int first_row,
-                                             int first_column) {
+__device__ __forceinline__ void clear_unseen(BlockScores<C>& x_rmem, const math::BackwardWork& cta,
+                                             int first_row, int first_column) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + 16 * m + 8 * r;
-      const int first = visible.first(row) - first_column;
-      const int last = visible.last(row) - first_column;
+      const int first = cta.visible.first(row) - first_column;
+      const int last = (row < cta.own_rows ? cta.visible.last(row) : -1) - first_column;
 #pragma unroll
       for (int n = 0; n < C::BLOCK / 8; ++n) {
 #pragma unroll
@@ -370,8 +369,8 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
       }
       if (!C::MASKED && cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
         const int row = warp_first + lane / 4, column = block.row + lane % 4 * 2;
-        clear_unseen<C>(s_rmem, cta.visible, row, column);
-        if constexpr (C::NEEDS_DP) clear_unseen<C>(dp_rmem, cta.visible, row, column);
+        clear_unseen<C>(s_rmem, cta, row, column);
+        if constexpr (C::NEEDS_DP) clear_unseen<C>(dp_rmem, cta, row, column);
       }
       BlockFragments<C> fragments;
       if constexpr ((C::GRADIENTS & DV) != 0) {

@@ -405,11 +405,14 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       } else {
         weigh_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
       }
-      if (!C::MASKED && cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
+      // P of a key behind the end must be 0, because its dS may be too large for 16 bits, and
+      // infinity * 0 spoils dQ.
+      if (!C::MASKED && (warp_first + C::WARP_ROWS > cta.own_rows ||
+                         cta.visible.masks(warp_first, warp_last, block.row, block_last))) {
         const int row = warp_first + lane / 4;
         const int column = block.row + part * C::PART + lane % 4 * 2;
-        clear_unseen<Scores>(s_rmem, cta.visible, row, column);
-        clear_unseen<Scores>(dp_rmem, cta.visible, row, column);
+        clear_unseen<Scores>(s_rmem, cta, row, column);
+        clear_unseen<Scores>(dp_rmem, cta, row, column);
       }
       BlockFragments<Scores> p_fragments;
       pack_block<Scores>(p_fragments, s_rmem);
