@@ -166,12 +166,17 @@ def test_a_package_of_aotinductor_runs_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system's compiler links the package. One that $CXX names may link its own C++ library
-    statically, and PyTorch cannot load what it links (docs/dispatch.md). It takes about 20 s, and a
-    minute more in the first run on a machine, where PyTorch compiles checks of the CPU.
+    statically, and PyTorch cannot load what it links (docs/dispatch.md).
     """
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "g++"))
+    monkeypatch.setattr(config.cpp, "cxx", (None, "/usr/bin/g++"))
+    # Without these, PyTorch compiles checks of the CPU and headers first, for a minute. The checks
+    # are made in both processes.
+    monkeypatch.setattr(config.cpp, "vec_isa_ok", True)
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    monkeypatch.setattr(config.aot_inductor, "precompile_headers", False)
+    monkeypatch.setattr(config.aot_inductor, "compile_wrapper_opt_level", "O0")
 
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
