@@ -4,12 +4,10 @@ return values.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import math
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -282,18 +280,25 @@ def test_deterministic_is_taken_where_no_gradients_are_needed() -> None:
     assert fa2.flash_attn_func(q, k, v, deterministic=True).shape == q.shape
 
 
-@contextlib.contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_compiled_deterministic_gradients_ask_for_pytorchs_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with pytest.raises(UnsupportedError, match="use_deterministic_algorithms"):
+        fa2.flash_attn_func(q, k, v, deterministic=True)
 
 
 @pytest.mark.slow
-def test_deterministic_gradients_are_those_of_a_kernel() -> None:
+def test_deterministic_gradients_are_those_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU without force(), too; on the CPU it takes the simulator."""
+    asked, decide = [], _gradients.decide
+
+    def noting(*given: Any) -> Any:
+        asked.append(given[-1])
+        return decide(*given)
+
+    monkeypatch.setattr(_gradients, "decide", noting)
     q, k, v = (rand(1, 5, 2, 16, seed=i).half() for i in range(3))
 
     def gradients(deterministic: bool) -> tuple[Tensor, ...]:
@@ -302,15 +307,14 @@ def test_deterministic_gradients_are_those_of_a_kernel() -> None:
         return torch.autograd.grad(out.float().square().sum(), leaves)
 
     expected = gradients(False)
-    with archflash.force("ampere"), pytest.raises(UnsupportedError, match="use_deterministic"):
-        gradients(True)
-    with archflash.force("ampere"), deterministic_algorithms():
+    with archflash.force("ampere"):
         found = gradients(True)
+    assert asked[-1] is True
+    assert not _gradients.wants_deterministic()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
     with (
         archflash.force("ada"),  # it has no backward
-        deterministic_algorithms(),
         pytest.raises(UnsupportedError, match="deterministic"),
     ):
         gradients(True)
@@ -326,8 +330,7 @@ def test_deterministic_gradients_pass_over_kernels_that_the_build_left_out(
         _flash, "attention", lambda q, k, v, implementation, **_: asked.append(implementation) or q
     )
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    with deterministic_algorithms():
-        assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
+    assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
     out = ("hopper", *_registry.BACKWARD_NEVER_RAN)
     assert asked == [name for name in _gradients.FOLDERS if name not in out][:1]
 

@@ -7,9 +7,9 @@ heads_kv), and their output is bfloat16.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
 sm_margin; where gradients are needed qv, seqused_k and attention_chunk with packed sequences; and
-deterministic=True where gradients are needed and torch.use_deterministic_algorithms is off or no
-kernel of archflash computes them. pack_gqa and scheduler_metadata are not read, and num_splits of 0
-or 1 leaves the choice to archflash where 1 is the default: they are advice about speed.
+deterministic=True where gradients are needed and no kernel of archflash computes them. pack_gqa and
+scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to archflash where 1 is
+the default: they are advice about speed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def flash_attn_func(
         attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
         softcap: 0 for none.
         deterministic: of the backward, which then is by kernels of archflash: on a GPU, where they
-            compute the gradients of the call, with torch.use_deterministic_algorithms(True).
+            compute the gradients of the call.
         return_attn_probs: also return the log-sum-exp.
         s_aux: (heads,), one more logit per head in the denominator (sinks). Not an argument of
             FlashAttention-3, but of forks that Hugging Face and vLLM call.
