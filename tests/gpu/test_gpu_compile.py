@@ -171,8 +171,9 @@ def test_a_package_of_aotinductor_runs_in_another_process(
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "cxx", (None, "/usr/bin/g++"))
-    # Without these, PyTorch compiles checks of the CPU and headers first, for a minute. The checks
-    # are made in both processes.
+    # Without these, PyTorch compiles checks of the CPU and headers first, for a minute, and starts
+    # processes that compile. The checks are made in both processes.
+    monkeypatch.setattr(config, "compile_threads", 1)
     monkeypatch.setattr(config.cpp, "vec_isa_ok", True)
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     monkeypatch.setattr(config.aot_inductor, "precompile_headers", False)

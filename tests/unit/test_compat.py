@@ -175,6 +175,48 @@ def test_a_second_query_and_chunks_and_used_lengths_without_a_cache() -> None:
         torch.testing.assert_close(packed[9 * number : 9 * number + 9], want[0])
 
 
+def test_gradients_of_packed_keys_that_do_not_count_are_zero() -> None:
+    q, k, v = (
+        rand(n, heads, 8, seed=n).requires_grad_() for n, heads in ((20, 4), (16, 2), (15, 2))
+    )
+    v = torch.cat([v, torch.full((1, 2, 8), math.nan)])  # the last key does not count
+    cu_q, cu_k = ends(0, 6, 6, 20), ends(0, 5, 9, 16)
+    lengths = (5, 0, 6)
+    out = fa3.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 14, 7, seqused_k=ends(*lengths), causal=True
+    )
+    parts = []
+    for rows, first, count in ((slice(0, 6), 0, 5), (slice(6, 20), 9, 6)):
+        keys = slice(first, first + count)
+        parts.append(fa3.flash_attn_func(q[None, rows], k[None, keys], v[None, keys], causal=True))
+    want = torch.cat(parts, 1)[0]
+    torch.testing.assert_close(out, want)
+    grad = rand(*out.shape, seed=3)
+    found, expected = (torch.autograd.grad(x, (q, k), grad) for x in (out, want))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_calls_without_a_backward_say_so_where_it_is_asked_for() -> None:
+    q, k, v = qkv()
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    ends_q, ends_k = ends(0, 9, 18), ends(0, 7, 14)
+    second = rand(*q.shape[:-1], v.shape[-1], seed=7)
+
+    def with_qv(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return fa3.flash_attn_func(q, k, v, qv=second, return_attn_probs=True)[0]
+
+    def with_chunks(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return fa3.flash_attn_varlen_func(q, k, v, ends_q, ends_k, 9, 7, attention_chunk=3)
+
+    for name, function, given in (("qv", with_qv, (q, k, v)), ("chunk", with_chunks, packed)):
+        want = function(*given)
+        out = function(*(x.clone().requires_grad_() for x in given))
+        torch.testing.assert_close(out, want)
+        with pytest.raises(UnsupportedError, match=name):
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("second", [False, True], ids=["", "qv"])
 def test_rows_of_a_packed_query_that_do_not_count(second: bool) -> None:
     """Each sequence is as if it had the rows alone that count, and the others see nothing."""
@@ -259,10 +301,7 @@ def test_packed_new_rows_are_appended(pages: bool, rotary: bool) -> None:
     [
         (fa2.flash_attn_varlen_func, {"dropout_p": 0.1, "block_table": torch.zeros(1)}),
         (fa2.flash_attn_func, {"deterministic": True}),
-        (fa3.flash_attn_func, {"qv": torch.zeros(1)}),
-        (fa3.flash_attn_varlen_func, {"attention_chunk": 4}),
         (fa3.flash_attn_func, {"sm_margin": 8}),
-        (fa3.flash_attn_varlen_func, {"seqused_k": ends(1)}),
         (fa3.flash_attn_with_kvcache, {"sm_margin": 8}),
     ],
 )
