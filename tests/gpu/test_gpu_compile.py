@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import archflash
@@ -151,6 +152,38 @@ def test_opcheck(kernel: str, name: str) -> None:
         tensors,
         {**arguments, "implementation": kernel, "needs_grad": False},
     )
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+def test_cuda_graphs_of_torch_compile_hold_calls_of_pytorchs_attention(gradients: bool) -> None:
+    """With mode="reduce-overhead" the first call warms up, the second is captured, and the others
+    are replayed. A graph owns all results of the operators in it.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+
+    def results(function: Callable[..., Tensor], seed: int) -> list[Tensor]:
+        leaves = [x.requires_grad_(gradients) for x in qkv(129, 129, dtype="bfloat16", seed=seed)]
+        torch.compiler.cudagraph_mark_step_begin()
+        out = function(*leaves)
+        if not gradients:
+            return [out.clone()]
+        grads = torch.autograd.grad(out.float().square().sum(), leaves)
+        return [x.detach().clone() for x in (out, *grads)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
+    with archflash.enabled():
+        archflash.stats(reset=True)
+        for seed in range(5):
+            found, expected = results(compiled, seed), results(attend, seed)
+            assert same_bits(found[0], expected[0])
+            for one, other in zip(found[1:], expected[1:], strict=True):
+                torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+        counted = archflash.stats()
+    assert sum(counted.served.values()) >= 5 + 2, counted
+    assert sum(counted.served.values()) < 5 + 5, counted  # replays do not count
 
 
 PACKAGED = """
