@@ -188,6 +188,8 @@ def test_cuda_graphs_of_torch_compile_hold_calls_of_pytorchs_attention(gradients
 
 PACKAGED = """
 import sys, torch, archflash
+from torch._inductor import cpu_vec_isa
+cpu_vec_isa.VecISA.check_build = lambda *_: True  # the checks of the CPU take half a minute
 package, tensors = torch._inductor.aoti_load_package(sys.argv[1]), torch.load(sys.argv[2])
 for q, k, v, expected in tensors:
     assert torch.equal(package(q, k, v), expected)
@@ -201,14 +203,13 @@ def test_a_package_of_aotinductor_runs_in_another_process(
     """The system's compiler links the package. One that $CXX names may link its own C++ library
     statically, and PyTorch cannot load what it links (docs/dispatch.md).
     """
-    from torch._inductor import config
+    from torch._inductor import config, cpu_vec_isa
 
     monkeypatch.setattr(config.cpp, "cxx", (None, "/usr/bin/g++"))
     # Without these, PyTorch compiles checks of the CPU and headers first, for a minute, and starts
-    # processes that compile. The checks are made in both processes.
+    # processes that compile.
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *_: True)
     monkeypatch.setattr(config, "compile_threads", 1)
-    monkeypatch.setattr(config.cpp, "vec_isa_ok", True)
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     monkeypatch.setattr(config.aot_inductor, "precompile_headers", False)
     monkeypatch.setattr(config.aot_inductor, "compile_wrapper_opt_level", "O0")
 
