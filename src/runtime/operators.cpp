@@ -134,9 +134,7 @@ struct CallKey {
   }
 };
 struct CallKeyHash {
-  size_t operator()(const CallKey& key) const {
-    return std::hash<std::string_view>()(key.bytes());
-  }
+  size_t operator()(const CallKey& key) const { return std::hash<std::string_view>()(key.bytes()); }
 };
 
 struct Call {
@@ -416,9 +414,10 @@ void give_lse_of_pytorch(TensorHandle lse) {
 // What a tensor of an operator is to a plan, by its place among the operator's tensors. No plan
 // takes the slopes of packed sequences.
 constexpr std::array OPERANDS{Operand::Q, Operand::K, Operand::V, Operand::Mask};
-constexpr std::array PACKED_OPERANDS{
-    Operand::Q,          Operand::K,            Operand::V,           Operand::CuSeqlensQ,
-    Operand::CuSeqlensK, Operand::CacheSeqlens, Operand::AlibiSlopes, Operand::PageTable};
+constexpr std::array PACKED_OPERANDS{Operand::Q,           Operand::K,
+                                     Operand::V,           Operand::CuSeqlensQ,
+                                     Operand::CuSeqlensK,  Operand::CacheSeqlens,
+                                     Operand::AlibiSlopes, Operand::PageTable};
 
 // Makes the results of a call and launches its plan.
 void serve(Known known, const Decision& decision, const Call& call, Word* stack) {
@@ -758,7 +757,8 @@ void bind_operators(nb::module_& m) {
       "reason"_a, "The call that is being served goes to PyTorch's own kernel.");
   m.def(
       "note_inside_pytorch", [](bool inside) { inside_pytorch = inside; }, "inside"_a,
-      "This thread enters a kernel of PyTorch's, whose calls of operators ask Python, or leaves it.");
+      "This thread enters a kernel of PyTorch's, whose calls of operators ask Python, or leaves "
+      "it.");
   m.def(
       "note_forced", [] { anything_forced = true; },
       "From now on each call asks whether an implementation is forced.");
