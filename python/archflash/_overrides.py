@@ -696,7 +696,7 @@ class _Replaced:
             # does so once: the runtime's kernels come afterwards, in front of these.
             warnings.simplefilter("ignore", UserWarning)
             for operator, kernel in kernels.items():
-                self._library.impl(operator, kernel, _KEY)  # type: ignore[no-untyped-call]
+                self._library.impl(operator, kernel, _KEY)
         if _runtime_serves():
             for operator in _IN_RUNTIME:
                 if operator in kernels:
