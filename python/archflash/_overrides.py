@@ -151,6 +151,8 @@ def _decide(problem: _native.Problem, index: int, forced: str | None) -> _native
         if not problem.want_lse:
             return plan
         answer = _native.plan(plan.implementation, _with_lse(plan.problem, True), plan.device)
+        if not isinstance(answer, list):
+            answer = _native.with_lse_for_pytorch(answer)
         return f"{plan.implementation}: {answer[0]}" if isinstance(answer, list) else answer
     if forced is not None:
         return f"{forced} is forced"
@@ -366,10 +368,7 @@ def _flash(
     if type(served) is str:
         return _decline(served)
     out, lse = served
-    nq, nk = query.size(2), key.size(2)
-    if is_causal and nq > nk:
-        _as_pytorchs_lse(lse)
-    return out, lse, None, None, nq, nk, *_flash_tail(query)
+    return out, lse, None, None, query.size(2), key.size(2), *_flash_tail(query)
 
 
 def _cudnn(
@@ -508,18 +507,8 @@ def _flash_into(
     served: Any = _serve(query, key, value, _named_values(options), _forced())
     if isinstance(served, str):
         return _decline(served)
-    every_row_sees_a_key = cum_seq_q is None and left is right is None and not is_causal
-    if not every_row_sees_a_key:
-        _as_pytorchs_lse(served[1])
     result: tuple[Tensor, Tensor] = served
     return result
-
-
-def _as_pytorchs_lse(lse: Tensor) -> None:
-    """Gives +inf to rows that see no key, as PyTorch's flash kernel does: its backward relies on
-    that.
-    """
-    lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 _OPERATORS: dict[str, Kernel] = {

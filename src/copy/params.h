@@ -34,6 +34,13 @@ struct Params {
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 
+// A log-sum-exp whose rows that see no key get +infinity.
+struct LseParams {
+  float* lse_gmem;
+  int64_t count;
+};
+static_assert(std::is_trivially_copyable_v<LseParams>);
+
 constexpr int ROWS = 64;  // of a CTA
 constexpr int THREADS = 256;
 constexpr int CHUNK_BYTES = 16;

@@ -15,6 +15,7 @@ namespace {
 constexpr const char* IMAGE = "copy/copy";
 constexpr const char* GATHER = "copy_gather";
 constexpr const char* SCATTER = "copy_scatter";
+constexpr const char* LSE = "copy_lse_for_pytorch";
 constexpr int64_t ROW_BYTES = 16;  // rows of kernels start at multiples of it, and are as long
 
 // The columns that kernels take for so many: they are whole chunks in every dtype of the call.
@@ -227,11 +228,27 @@ void add_to(LaunchPlan& plan, const Copies& copies) {
   add_launch(plan, copies, places, false);
 }
 
+void add_lse_for_pytorch(LaunchPlan& plan) {
+  const Problem& problem = plan.problem;
+  const int64_t batch = problem.varlen ? 1 : problem.batch;
+  LseParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);
+  params.count = batch * problem.heads_q * problem.nq;
+  Launch launch;
+  launch.kernel = LSE;
+  launch.image = IMAGE;
+  launch.grid = {core::ceil_div(params.count, THREADS), 1, 1};
+  launch.block = {THREADS, 1, 1};
+  launch.params = core::bytes(params);
+  launch.pointers = {{Operand::Lse, static_cast<int32_t>(offsetof(LseParams, lse_gmem)), 0}};
+  plan.launches.push_back(std::move(launch));
+}
+
 std::string text_of(const LaunchPlan& plan) {
   std::vector<std::string> into, back;
   int64_t bytes = 0;
   for (const Launch& launch : plan.launches) {
-    if (launch.image != IMAGE) continue;
+    if (launch.image != IMAGE || launch.kernel == LSE) continue;
     Params params;
     std::memcpy(&params, launch.params.data(), sizeof params);
     for (int i = 0; i < params.copies; ++i) {

@@ -988,6 +988,9 @@ NB_MODULE(_archflash, m) {
         return plan(name, problem, device);
       },
       "name"_a, "problem"_a, "device"_a, "A LaunchPlan, or the list of reasons why not.");
+  m.def("with_lse_for_pytorch", &with_lse_for_pytorch, "plan"_a,
+        "The plan, with a launch behind the others that gives +infinity to rows of the log-sum-exp "
+        "that see no key, where there may be any; or the list of reasons why not.");
   m.def(
       "image",
       [](const std::string& name) {

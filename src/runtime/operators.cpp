@@ -221,7 +221,6 @@ struct Decision {
   std::shared_ptr<PreparedPlan> plan;  // null: PyTorch's own kernel serves the call
   Counts::Counter* count = nullptr;
   std::vector<Result> results;  // of the plan: the output first, then the log-sum-exp
-  bool lse_of_pytorch = false;  // give +infinity, as PyTorch does, to rows that see no key
 };
 
 constexpr size_t MOST_DECISIONS = 1024;
@@ -395,22 +394,6 @@ void give(const std::vector<Result>& results, std::span<HeldTensor> made, Word* 
   }
 }
 
-// Gives +infinity to the rows of a log-sum-exp that see no key, as PyTorch's flash kernel does: its
-// backward relies on that.
-void give_lse_of_pytorch(TensorHandle lse) {
-  const TorchFunctions& f = *torch_functions();
-  HeldTensor copy;
-  check(f.new_tensor_handle(lse, copy.out()));
-  // The operator takes the handle and the numbers over. nan=NaN leaves NaN as it is.
-  const auto boxed = [](double x) {
-    return reinterpret_cast<Word>(new Word(std::bit_cast<Word>(x)));
-  };
-  Word stack[] = {reinterpret_cast<Word>(copy.release()), boxed(NAN), boxed(INFINITY),
-                  boxed(INFINITY)};
-  check(f.call_dispatcher("aten::nan_to_num_", "", stack));
-  const HeldTensor same(reinterpret_cast<TensorHandle>(stack[0]));
-}
-
 // What a tensor of an operator is to a plan, by its place among the operator's tensors. No plan
 // takes the slopes of packed sequences.
 constexpr std::array OPERANDS{Operand::Q, Operand::K, Operand::V, Operand::Mask};
@@ -457,7 +440,6 @@ void serve(Known known, const Decision& decision, const Call& call, Word* stack)
   } catch (const LaunchFailure&) {
     throw TryInPython{};
   }
-  if (decision.lse_of_pytorch) give_lse_of_pytorch(made[1].get());
   for (size_t i = 0; i < decision.results.size(); ++i) {
     const Result& r = decision.results[i];
     if (r.padding > 0) {
@@ -582,23 +564,13 @@ void part_padding(const CallKey& key, Result& lse) {
 }
 
 // Keeps what later calls like this one are to do, where that is the same for all of them.
-void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
-                 const OperatorAnswer& answer, std::vector<Result> results) {
+void keep_answer(Operator& op, const CallKey& key, const OperatorAnswer& answer,
+                 std::vector<Result> results) {
   if (!answer.keep) return;
   Decision decision;
   if (!answer.declined.empty()) {
     decision.count = &declined().of(answer.declined);
   } else if (answer.plan) {
-    if (op.known == Known::Flash) {
-      decision.lse_of_pytorch = arguments[4].bits != 0 && key.size(0, 2) > key.size(1, 2);
-    } else if (op.known == Known::Packed) {
-      const auto bounded = [](const Argument& a) {
-        return a.given && static_cast<int64_t>(a.bits) >= 0;
-      };
-      decision.lse_of_pytorch = arguments[3].given || arguments[8].bits != 0 ||
-                                bounded(arguments[11]) || bounded(arguments[12]);
-    }
-    if (decision.lse_of_pytorch && torch_functions()->call_dispatcher == nullptr) return;
     decision.plan = answer.plan;
     decision.count = &served().of(answer.plan->plan->implementation);
     decision.results = std::move(results);
@@ -642,7 +614,7 @@ void by_python(Operator& op, const Arguments& arguments, const Call* call, Word*
   } catch (const TryInPython&) {
     throw std::runtime_error("PyTorch gave no handle of a tensor of an attention operator");
   }
-  if (call != nullptr) keep_answer(op, arguments, call->key, operator_answer(), std::move(results));
+  if (call != nullptr) keep_answer(op, call->key, operator_answer(), std::move(results));
 }
 
 // --- a call ---

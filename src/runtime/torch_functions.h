@@ -35,9 +35,6 @@ struct TorchFunctions {
   int (*library_init_impl)(const char*, const char*, const char*, uint32_t, void**);
   int (*library_impl)(void*, const char*, void (*)(uint64_t*, uint64_t, uint64_t));
   int (*delete_library_object)(void*);
-  // Null in versions of PyTorch without it, unlike the functions above. Calls an operator by its
-  // name and overload, whose arguments and then results are on a stack.
-  int (*call_dispatcher)(const char*, const char*, uint64_t*);
   // The functions from here on are in libtorch_cuda. One is null where that library is not loaded
   // or does not have it.
   int (*get_current_cuda_stream)(int32_t, void**);

@@ -314,6 +314,7 @@ INSTRUCTIONS = {
     "blackwell_dc_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
     "blackwell_dc_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "blackwell_dc_combine_": COMBINES,
+    "copy_lse_": ("LDG.E", "STG.E"),
     "copy_gather": ("LDG.E.64", "LDG.E.U8", "STG.E.128"),
     "copy_scatter": ("LDG.E.128", "STG.E.64", "STG.E.U8"),
     "hopper_append_": ("LDG.E", "STG.E"),
@@ -611,6 +612,13 @@ def test_every_kernel_is_planned_somewhere() -> None:
     planned |= set(native.plan_merge([out], [lse], out, find_device("A100")).kernels)
     odd = torch.empty(1, 1, 9, 44, dtype=torch.float16, device="meta")
     planned |= set(getattr(archflash.explain(odd, odd, odd, device="A100").plan, "kernels", ()))
+    packed = torch.empty(9, 2, 64, dtype=torch.float16, device="meta")
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "return_lse": True}
+    plan = archflash.explain(packed, packed, packed, **lengths, device="A100").plan
+    plan = native.with_lse_for_pytorch(plan)
+    assert isinstance(plan, native.LaunchPlan)
+    planned |= set(plan.kernels)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256)):
             q = torch.empty(1, 2, 100, d, dtype=dtype, device="meta")

@@ -41,6 +41,10 @@ Copies prepare(BackwardProblem& problem);
 // that is read, and one behind them for all that is written.
 void add_to(LaunchPlan& plan, const Copies& copies);
 
+// Adds a launch behind the others that gives +infinity to each row of the log-sum-exp that sees no
+// key, as PyTorch's flash kernel does: its backward pass relies on that.
+void add_lse_for_pytorch(LaunchPlan& plan);
+
 // What a plan copies, for people: "q (a strided last dimension) into the workspace: 12 MB are read
 // and written beside the call's own". Empty if it copies nothing.
 std::string text_of(const LaunchPlan& plan);
