@@ -28,6 +28,7 @@
 // NOTES.md.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -36,6 +37,7 @@
 #include "blackwell_consumer/tile.cuh"
 #include "common/math/attention_work.cuh"
 #include "common/math/descales.cuh"
+#include "common/math/equal_tiles.cuh"
 #include "common/math/few_rows.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
@@ -65,7 +67,13 @@ __device__ __forceinline__ math::Work find_tile(const Params& params,
     return math::find_tile(params.attention, params.tiles, index, params.partials.splits,
                            params.packed_heads.rows(), params.packed_heads.count);
   } else {
-    return math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+    if (params.attention.cu_seqlens_q_gmem != nullptr)
+      return math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+    math::Work none{};
+    none.first_row = -1;
+    if (index.value() >= static_cast<unsigned>(params.tiles)) return none;  // as in find_tile()
+    return math::find_equal_work(params.attention, params.divisors,
+                                 static_cast<int>(index.value()), C::BLOCK_Q);
   }
 }
 template <class C>
@@ -97,17 +105,19 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
     const math::Blocks blocks =
         find_blocks<C>(params, index, work, math::find_visible_keys(attention, work));
     if (ptx::elect_sync()) {
-      const int batch = work.batch_head / attention.heads_q;
-      const int head = work.batch_head % attention.heads_q;
-      const int kv_head = head / attention.heads_per_kv;
+      const int batch = params.divisors.heads_of_sequence.quotient(work.batch_head);
+      const int head = work.batch_head - batch * attention.heads_q;
+      const int kv_head = params.divisors.heads_of_kv.quotient(head);
       const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
-      const auto load_block = [&](int block) {
+      const auto load_k = [&](int block) {
         // Every consumer warp has read the K that the stage held, before TMA overwrites it.
         ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage()), ring.parity() ^ 1);
         math::start_load<typename C::KTile, C::QK_PACK>(
             shared_smem + C::K_SMEM + ring.stage() * C::KTile::BYTES, params.k_map,
             keys_start + block, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(ring.stage()));
+      };
+      const auto load_v = [&](int block) {
         // Every consumer warp has read the V that the stage held, before TMA overwrites it.
         ptx::mbarrier_wait_parity(barriers.v_empty(ring.stage()), ring.parity() ^ 1);
         math::start_load<typename C::VTile, C::V_PACK>(
@@ -116,9 +126,9 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             attention.v_batch == 0 ? 0 : batch, barriers.v_full(ring.stage()));
         ++ring.count;
       };
-      // The first block comes before Q: the rings are free while the previous tile's output still
-      // passes through Q's part.
-      if (blocks.first <= blocks.last) load_block(blocks.last);
+      // The first K comes before Q: the rings are free while the previous tile's output still
+      // passes through Q's part. The first V, which is needed last, comes after Q.
+      if (blocks.first <= blocks.last) load_k(blocks.last);
       // Every consumer warp's output rows have left Q's part, before TMA overwrites it.
       ptx::mbarrier_wait_parity(barriers.q_empty(), q_parity ^ 1);
       if (blocks.first <= blocks.last) {
@@ -127,12 +137,15 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             shared_smem + C::Q_SMEM, params.q_map, q_start + work.first_row,
             attention.q_head == 0 ? 0 : head, attention.q_batch == 0 ? 0 : batch,
             barriers.q_full());
+        load_v(blocks.last);
       } else {
         // A tile without keys needs no Q. The consumers wait for q_full in every tile.
         ptx::mbarrier_arrive(barriers.q_full());
       }
-      for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K)
-        load_block(block);
+      for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K) {
+        load_k(block);
+        load_v(block);
+      }
     }
     // mutants: search-waits-for-warp
     __syncwarp();  // the elected lane is here before the whole warp searches the next tile
@@ -153,6 +166,7 @@ struct WarpContext {
   int seen_first, seen_last;    // some row of the warp sees some key of these blocks
   int clear_first, clear_last;  // every row of the warp sees every key of these blocks
   int ragged_after;             // blocks after this one have rows of another sequence
+  int plain_first, plain_last;  // visit_block<C, true> serves these
   math::Work work;
   math::VisibleKeys visible;
 };
@@ -164,15 +178,21 @@ struct Fp8WarpContext : WarpContext {
 template <class C>
 using WarpContextOf = std::conditional_t<C::FP8, Fp8WarpContext, WarpContext>;
 
-// A flag in shared memory that all lanes of a warp set and read together.
+// A flag in shared memory that all lanes of a warp set and read together. Its address is found anew
+// at each use, so that no register holds it.
+template <int WARP_STRIDE>
 struct WarpFlag {
-  uint32_t* flag_smem;
+  unsigned char* first_warps_smem;
 
-  __device__ __forceinline__ operator bool() const { return *flag_smem != 0; }
+  __device__ __forceinline__ uint32_t& flag() const {
+    return *reinterpret_cast<uint32_t*>(first_warps_smem +
+                                        ptx::mov_tid_x_volatile() / 32 * WARP_STRIDE);
+  }
+  __device__ __forceinline__ operator bool() const { return flag() != 0; }
   __device__ __forceinline__ void operator=(bool value) {
     // mutants: flag-was-read
     __syncwarp();  // every lane has read the old value before it is overwritten
-    if (threadIdx.x % 32 == 0) *flag_smem = value;
+    if (threadIdx.x % 32 == 0) flag() = value;
     __syncwarp();  // the new value is written before any lane reads it
   }
 };
@@ -202,6 +222,9 @@ __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
   // Without cu_seqlens no block is ragged: TMA fills rows beyond the tensor with zeros.
   context.ragged_after =
       params.attention.cu_seqlens_k_gmem == nullptr ? INT32_MAX : work.nk - C::BLOCK_K;
+  context.plain_first = max(context.clear_first, context.seen_first);
+  context.plain_last = min(min(context.clear_last, context.ragged_after), context.seen_last);
+  if (!C::HAS_PLAIN_LOOP || params.attention.transform_scores) context.plain_last = INT32_MIN;
   context.work = work;
   context.visible = visible;
   return context;
@@ -291,6 +314,103 @@ __device__ __forceinline__ void mask_block(math::Scores<C>& s_rmem, const Params
   }
 }
 
+// Waits until the next block's K has landed.
+template <class C>
+__device__ __forceinline__ void wait_for_k(const Barriers<C>& barriers,
+                                           const RingPosition<C>& ring) {
+  ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
+}
+
+// Raises the bases of a warp's rows if the scores of a plain block require it, and returns the scale
+// for weigh_and_multiply_pv(). `limits` are those of `state`.
+template <class C, class State>
+__device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, State& state,
+                                                     math::Outputs<C>& o_rmem, float exp2_scale,
+                                                     const math::RaiseLimits<C>& limits,
+                                                     WarpContext& context, int& keys_left) {
+  float lane_max[C::M_TILES][2];
+  math::find_lane_maxima<C, Weights<C>>(s_rmem, lane_max);
+  if (!math::any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits.rmem)) return exp2_scale;
+  math::raise_bases<C, Weights<C>>(lane_max, state, o_rmem, exp2_scale,
+                                   [](int, int) { return true; });
+  if (!state.large) return exp2_scale;
+  // As in follow_maxima(). Only a raise makes a base large, so no other plain block need ask: this
+  // one is the last that is plain.
+  if (C::CONTEXT_IN_REGISTERS || threadIdx.x % 32 == 0) context.plain_first += keys_left;
+  if constexpr (!C::CONTEXT_IN_REGISTERS) __syncwarp();  // it is written before any lane reads it
+  keys_left = 0;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = __fmul_rn(s_rmem[m][n][i], exp2_scale);
+    }
+  }
+  return 1.0f;
+}
+
+// One block of keys, of which this warp sees some: S = Q K^T, masks, P and O += P V. PLAIN: every
+// row sees every key, no row of V belongs to another sequence, the scores need no transformation,
+// and no base is large. Such a block has one branch. `position` is the block's first key, or with
+// PLAIN how many keys it lies behind the first plain block.
+template <class C, bool PLAIN, class State>
+__device__ __forceinline__ void visit_block(const Params& params, const Barriers<C>& barriers,
+                                            RingPosition<C>& ring, WarpContextOf<C>& context,
+                                            State& state, math::Outputs<C>& o_rmem,
+                                            const mma_sync::QFragments<C>& q_rmem, int& position,
+                                            uint32_t shared_smem) {
+  const AttentionParams& attention = params.attention;
+  const int block = position;  // not used with PLAIN
+  math::Scores<C> s_rmem;
+  if constexpr (!(PLAIN && C::WAITS_AHEAD)) wait_for_k<C>(barriers, ring);
+  const math::RaiseLimits<C> limits(state);  // behind the products of Q K^T they cost no time
+  mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
+                           lane_k_smem<C>(shared_smem, ring.stage()));
+  if constexpr (!C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
+  float exp2_scale = attention.exp2_scale;
+  if constexpr (C::FP8) {
+    exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
+                                         context.warp_descale, block);
+  } else if (!PLAIN && attention.transform_scores) {
+    math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+  }
+  if (!PLAIN && (block < context.clear_first || block > context.clear_last))
+    mask_block<C>(s_rmem, params, context, block);
+  bool v_is_zero = false;
+  if constexpr (C::FP8) {
+    if (context.key_descales.v_gmem != nullptr) {
+      math::change_unit<C>(o_rmem, context.key_descales, context.warp_descale, block,
+                           context.blocks.last);
+      v_is_zero = context.key_descales.v(block) == 0.0f;
+    }
+  }
+  if constexpr (PLAIN) {
+    exp2_scale = follow_plain_maxima<C>(s_rmem, state, o_rmem, exp2_scale, limits, context,
+                                        position);
+  } else {
+    exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale,
+                                                    C::HAS_PLAIN_LOOP ? &limits : nullptr);
+  }
+  if constexpr (C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
+  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
+  const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
+  if (!PLAIN && (block > context.ragged_after || v_is_zero)) {
+    weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
+                                   ptx::mov_tid_x_volatile() % 4 * 2,
+                                   v_is_zero ? 0 : context.work.nk - block);
+  } else {
+    weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
+  }
+  const uint32_t v_empty = barriers.v_empty(ring.stage());
+  ++ring.count;
+  if constexpr (PLAIN && C::WAITS_AHEAD) {
+    // The producer starts K of a block without waiting for V of the block before.
+    if (position >= C::BLOCK_K) wait_for_k<C>(barriers, ring);
+  }
+  release_after_reads(v_empty);
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const Params& params, unsigned char* shared,
                                         uint32_t shared_smem) {
@@ -300,14 +420,14 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   using Context = WarpContextOf<C>;
   static_assert(C::CONTEXT_IN_REGISTERS || sizeof(Context) <= C::CONTEXT_BYTES);
   Context in_registers;
-  Context& context = C::CONTEXT_IN_REGISTERS
-                         ? in_registers
-                         : *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM +
-                                                       threadIdx.x / 32 * C::CONTEXT_BYTES);
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+    Context& context = C::CONTEXT_IN_REGISTERS
+                           ? in_registers
+                           : *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM +
+                                                         thread_index<C>() / 32 * C::CONTEXT_BYTES);
     {  // The tile's context.
       write_rows_of_no_sequence<C>(params, static_cast<int>(index.value()));
       const math::Work work = find_tile<C>(params, index);
@@ -333,11 +453,13 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     }
     mma_sync::QFragments<C> q_rmem;
     math::Outputs<C> o_rmem = {};
-    math::RowState<C, std::conditional_t<C::CONTEXT_IN_REGISTERS, bool, WarpFlag>> state;
+    math::RowState<C, std::conditional_t<C::CONTEXT_IN_REGISTERS, bool, WarpFlag<C::CONTEXT_BYTES>>>
+        state;
     if constexpr (C::CONTEXT_IN_REGISTERS) {
       state.large = false;
     } else {
-      state.large.flag_smem = &context.large_bases;
+      state.large.first_warps_smem =
+          shared + C::CONTEXT_SMEM + offsetof(WarpContext, large_bases);
     }
     math::clear(state);
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
@@ -356,42 +478,24 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     for (; block >= context.blocks.first && block > context.seen_last; block -= C::BLOCK_K)
       skip_block<C>(barriers, ring);
 #pragma unroll 1
-    for (; block >= context.seen_first; block -= C::BLOCK_K) {
-      math::Scores<C> s_rmem;
-      ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
-      mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
-                               lane_k_smem<C>(shared_smem, ring.stage()));
-      if constexpr (!C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
-      float exp2_scale = attention.exp2_scale;
-      if constexpr (C::FP8) {
-        exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
-                                             context.warp_descale, block);
-      } else if (attention.transform_scores) {
-        math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
-      }
-      if (block < context.clear_first || block > context.clear_last)
-        mask_block<C>(s_rmem, params, context, block);
-      bool v_is_zero = false;
-      if constexpr (C::FP8) {
-        if (context.key_descales.v_gmem != nullptr) {
-          math::change_unit<C>(o_rmem, context.key_descales, context.warp_descale, block,
-                               context.blocks.last);
-          v_is_zero = context.key_descales.v(block) == 0.0f;
+    while (block >= context.seen_first) {
+      if constexpr (C::HAS_PLAIN_LOOP) {
+        if (block <= context.plain_last && block >= context.plain_first && !state.large) {
+          int keys_left = block - context.plain_first;
+          if constexpr (C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
+#pragma unroll 1
+          do {
+            visit_block<C, true>(params, barriers, ring, context, state, o_rmem, q_rmem, keys_left,
+                                 shared_smem);
+            keys_left -= C::BLOCK_K;
+          } while (keys_left >= 0);
+          block = context.plain_first + keys_left;
+          continue;
         }
       }
-      exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, nullptr);
-      if constexpr (C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
-      ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
-      const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-      if (block > context.ragged_after || v_is_zero) {
-        weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
-                                       ptx::mov_tid_x_volatile() % 4 * 2,
-                                       v_is_zero ? 0 : context.work.nk - block);
-      } else {
-        weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
-      }
-      release_after_reads(barriers.v_empty(ring.stage()));
-      ++ring.count;
+      visit_block<C, false>(params, barriers, ring, context, state, o_rmem, q_rmem, block,
+                            shared_smem);
+      block -= C::BLOCK_K;
     }
 #pragma unroll 1
     for (; block >= context.blocks.first; block -= C::BLOCK_K) skip_block<C>(barriers, ring);
