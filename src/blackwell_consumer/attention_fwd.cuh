@@ -28,7 +28,6 @@
 // NOTES.md.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -178,21 +177,15 @@ struct Fp8WarpContext : WarpContext {
 template <class C>
 using WarpContextOf = std::conditional_t<C::FP8, Fp8WarpContext, WarpContext>;
 
-// A flag in shared memory that all lanes of a warp set and read together. Its address is found anew
-// at each use, so that no register holds it.
-template <int WARP_STRIDE>
+// A flag in shared memory that all lanes of a warp set and read together.
 struct WarpFlag {
-  unsigned char* first_warps_smem;
+  uint32_t* flag_smem;
 
-  __device__ __forceinline__ uint32_t& flag() const {
-    return *reinterpret_cast<uint32_t*>(first_warps_smem +
-                                        ptx::mov_tid_x_volatile() / 32 * WARP_STRIDE);
-  }
-  __device__ __forceinline__ operator bool() const { return flag() != 0; }
+  __device__ __forceinline__ operator bool() const { return *flag_smem != 0; }
   __device__ __forceinline__ void operator=(bool value) {
     // mutants: flag-was-read
     __syncwarp();  // every lane has read the old value before it is overwritten
-    if (threadIdx.x % 32 == 0) flag() = value;
+    if (threadIdx.x % 32 == 0) *flag_smem = value;
     __syncwarp();  // the new value is written before any lane reads it
   }
 };
@@ -321,24 +314,51 @@ __device__ __forceinline__ void wait_for_k(const Barriers<C>& barriers,
   ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
 }
 
+template <class C, class State>
+__device__ __forceinline__ math::RowState<C> without_large_bases(const State& state) {
+  math::RowState<C> copy;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      copy.base[m][r] = state.base[m][r];
+      copy.sum[m][r] = state.sum[m][r];
+    }
+  }
+  copy.large = false;
+  return copy;
+}
+template <class C, class State>
+__device__ __forceinline__ void take_state(State& state, const math::RowState<C>& copy) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      state.base[m][r] = copy.base[m][r];
+      state.sum[m][r] = copy.sum[m][r];
+    }
+  }
+}
+
 // Raises the bases of a warp's rows if the scores of a plain block require it, and returns the scale
 // for weigh_and_multiply_pv(). `limits` are those of `state`.
 template <class C, class State>
 __device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, State& state,
                                                      math::Outputs<C>& o_rmem, float exp2_scale,
                                                      const math::RaiseLimits<C>& limits,
-                                                     WarpContext& context, int& keys_left) {
+                                                     int& first) {
   float lane_max[C::M_TILES][2];
   math::find_lane_maxima<C, Weights<C>>(s_rmem, lane_max);
   if (!math::any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits.rmem)) return exp2_scale;
-  math::raise_bases<C, Weights<C>>(lane_max, state, o_rmem, exp2_scale,
+  math::RowState<C> raised = without_large_bases<C>(state);
+  math::raise_bases<C, Weights<C>>(lane_max, raised, o_rmem, exp2_scale,
                                    [](int, int) { return true; });
-  if (!state.large) return exp2_scale;
+  take_state<C>(state, raised);
+  if (!raised.large) return exp2_scale;
   // As in follow_maxima(). Only a raise makes a base large, so no other plain block need ask: this
   // one is the last that is plain.
-  if (C::CONTEXT_IN_REGISTERS || threadIdx.x % 32 == 0) context.plain_first += keys_left;
-  if constexpr (!C::CONTEXT_IN_REGISTERS) __syncwarp();  // it is written before any lane reads it
-  keys_left = 0;
+  first = INT32_MAX;
+  state.large = true;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -352,16 +372,14 @@ __device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, St
 
 // One block of keys, of which this warp sees some: S = Q K^T, masks, P and O += P V. PLAIN: every
 // row sees every key, no row of V belongs to another sequence, the scores need no transformation,
-// and no base is large. Such a block has one branch. `position` is the block's first key, or with
-// PLAIN how many keys it lies behind the first plain block.
+// and no base is large. Such a block has one branch.
 template <class C, bool PLAIN, class State>
 __device__ __forceinline__ void visit_block(const Params& params, const Barriers<C>& barriers,
                                             RingPosition<C>& ring, WarpContextOf<C>& context,
                                             State& state, math::Outputs<C>& o_rmem,
-                                            const mma_sync::QFragments<C>& q_rmem, int& position,
-                                            uint32_t shared_smem) {
+                                            const mma_sync::QFragments<C>& q_rmem, int block,
+                                            uint32_t shared_smem, int& first) {
   const AttentionParams& attention = params.attention;
-  const int block = position;  // not used with PLAIN
   math::Scores<C> s_rmem;
   if constexpr (!(PLAIN && C::WAITS_AHEAD)) wait_for_k<C>(barriers, ring);
   const math::RaiseLimits<C> limits(state);  // behind the products of Q K^T they cost no time
@@ -386,8 +404,7 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
     }
   }
   if constexpr (PLAIN) {
-    exp2_scale = follow_plain_maxima<C>(s_rmem, state, o_rmem, exp2_scale, limits, context,
-                                        position);
+    exp2_scale = follow_plain_maxima<C>(s_rmem, state, o_rmem, exp2_scale, limits, first);
   } else {
     exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale,
                                                     C::HAS_PLAIN_LOOP ? &limits : nullptr);
@@ -402,13 +419,6 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
   } else {
     weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
   }
-  const uint32_t v_empty = barriers.v_empty(ring.stage());
-  ++ring.count;
-  if constexpr (PLAIN && C::WAITS_AHEAD) {
-    // The producer starts K of a block without waiting for V of the block before.
-    if (position >= C::BLOCK_K) wait_for_k<C>(barriers, ring);
-  }
-  release_after_reads(v_empty);
 }
 
 template <class C>
@@ -420,14 +430,14 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   using Context = WarpContextOf<C>;
   static_assert(C::CONTEXT_IN_REGISTERS || sizeof(Context) <= C::CONTEXT_BYTES);
   Context in_registers;
+  Context& context = C::CONTEXT_IN_REGISTERS
+                         ? in_registers
+                         : *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM +
+                                                       threadIdx.x / 32 * C::CONTEXT_BYTES);
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
   for (math::TileIndex index; index.more(params.tiles); ++index.round) {
-    Context& context = C::CONTEXT_IN_REGISTERS
-                           ? in_registers
-                           : *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM +
-                                                         thread_index<C>() / 32 * C::CONTEXT_BYTES);
     {  // The tile's context.
       write_rows_of_no_sequence<C>(params, static_cast<int>(index.value()));
       const math::Work work = find_tile<C>(params, index);
@@ -453,13 +463,11 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     }
     mma_sync::QFragments<C> q_rmem;
     math::Outputs<C> o_rmem = {};
-    math::RowState<C, std::conditional_t<C::CONTEXT_IN_REGISTERS, bool, WarpFlag<C::CONTEXT_BYTES>>>
-        state;
+    math::RowState<C, std::conditional_t<C::CONTEXT_IN_REGISTERS, bool, WarpFlag>> state;
     if constexpr (C::CONTEXT_IN_REGISTERS) {
       state.large = false;
     } else {
-      state.large.first_warps_smem =
-          shared + C::CONTEXT_SMEM + offsetof(WarpContext, large_bases);
+      state.large.flag_smem = &context.large_bases;
     }
     math::clear(state);
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
@@ -480,21 +488,30 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 #pragma unroll 1
     while (block >= context.seen_first) {
       if constexpr (C::HAS_PLAIN_LOOP) {
-        if (block <= context.plain_last && block >= context.plain_first && !state.large) {
-          int keys_left = block - context.plain_first;
+        int first = context.plain_first;
+        if (block <= context.plain_last && block >= first && !state.large) {
           if constexpr (C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
 #pragma unroll 1
           do {
-            visit_block<C, true>(params, barriers, ring, context, state, o_rmem, q_rmem, keys_left,
-                                 shared_smem);
-            keys_left -= C::BLOCK_K;
-          } while (keys_left >= 0);
-          block = context.plain_first + keys_left;
+            visit_block<C, true>(params, barriers, ring, context, state, o_rmem, q_rmem, block,
+                                 shared_smem, first);
+            const uint32_t v_empty = barriers.v_empty(ring.stage());
+            ++ring.count;
+            // The producer starts K of a block without waiting for V of the block before.
+            if constexpr (C::WAITS_AHEAD) {
+              if (block - C::BLOCK_K >= first) wait_for_k<C>(barriers, ring);
+            }
+            release_after_reads(v_empty);
+            block -= C::BLOCK_K;
+          } while (block >= first);
           continue;
         }
       }
+      int unused = 0;
       visit_block<C, false>(params, barriers, ring, context, state, o_rmem, q_rmem, block,
-                            shared_smem);
+                            shared_smem, unused);
+      release_after_reads(barriers.v_empty(ring.stage()));
+      ++ring.count;
       block -= C::BLOCK_K;
     }
 #pragma unroll 1
@@ -521,7 +538,9 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
                              context.warp_descale.v);
     } else if (!stored) {
-      math::store_out<C, QTile>(o_rmem, state, attention, context.work, warp_row,
+      const int batch = params.divisors.heads_of_sequence.quotient(context.work.batch_head);
+      const math::OutRows out(attention, context.work, batch, warp_row);
+      math::store_out<C, QTile>(o_rmem, state, attention, out,
                                 shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
     }
     // This thread's reads and writes of output rows in Q's part come before TMA's next write there.

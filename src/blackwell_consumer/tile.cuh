@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
 // math::weigh_key_tile() for rows that raise their bases together. Two weights are added to one
 // another first, which makes the chain of additions half as long.
 template <class C, class State>
-__device__ __forceinline__ void weigh_key_tile(const math::Scores<C>& s_rmem, uint32_t (&p_rmem)[4],
+__device__ __forceinline__ void weigh_rows_together(const math::Scores<C>& s_rmem, uint32_t (&p_rmem)[4],
                                                State& state, int m, int n, float exp2_scale) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
         } else if constexpr (C::ROWS_ALONE) {
           math::weigh_key_tile<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         } else {
-          weigh_key_tile<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
+          weigh_rows_together<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         }
       }
     }
