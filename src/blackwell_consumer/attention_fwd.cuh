@@ -71,8 +71,8 @@ __device__ __forceinline__ math::Work find_tile(const Params& params,
     math::Work none{};
     none.first_row = -1;
     if (index.value() >= static_cast<unsigned>(params.tiles)) return none;  // as in find_tile()
-    return math::find_equal_work(params.attention, params.divisors,
-                                 static_cast<int>(index.value()), C::BLOCK_Q);
+    return math::find_equal_work(params.attention, params.divisors, static_cast<int>(index.value()),
+                                 C::BLOCK_Q);
   }
 }
 template <class C>
@@ -165,7 +165,7 @@ struct WarpContext {
   int seen_first, seen_last;    // some row of the warp sees some key of these blocks
   int clear_first, clear_last;  // every row of the warp sees every key of these blocks
   int ragged_after;             // blocks after this one have rows of another sequence
-  int plain_first, plain_last;  // visit_block<C, true> serves these
+  int plain_first, plain_last;  // visit_plain_blocks() serves these
   math::Work work;
   math::VisibleKeys visible;
 };
@@ -314,86 +314,46 @@ __device__ __forceinline__ void wait_for_k(const Barriers<C>& barriers,
   ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
 }
 
-template <class C, class State>
-__device__ __forceinline__ math::RowState<C> without_large_bases(const State& state) {
-  math::RowState<C> copy;
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      copy.base[m][r] = state.base[m][r];
-      copy.sum[m][r] = state.sum[m][r];
-    }
-  }
-  copy.large = false;
-  return copy;
-}
-template <class C, class State>
-__device__ __forceinline__ void take_state(State& state, const math::RowState<C>& copy) {
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      state.base[m][r] = copy.base[m][r];
-      state.sum[m][r] = copy.sum[m][r];
-    }
-  }
+// S = Q K^T of a block whose K has landed. K goes back, unless it goes back behind the maxima.
+template <class C>
+__device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem, const Barriers<C>& barriers,
+                                            const RingPosition<C>& ring,
+                                            const mma_sync::QFragments<C>& q_rmem,
+                                            uint32_t shared_smem) {
+  mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
+                           lane_k_smem<C>(shared_smem, ring.stage()));
+  if constexpr (!C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
 }
 
-// Raises the bases of a warp's rows if the scores of a plain block require it, and returns the scale
-// for weigh_and_multiply_pv(). `limits` are those of `state`.
-template <class C, class State>
-__device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, State& state,
-                                                     math::Outputs<C>& o_rmem, float exp2_scale,
-                                                     const math::RaiseLimits<C>& limits,
-                                                     int& first) {
-  float lane_max[C::M_TILES][2];
-  math::find_lane_maxima<C, Weights<C>>(s_rmem, lane_max);
-  if (!math::any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits.rmem)) return exp2_scale;
-  math::RowState<C> raised = without_large_bases<C>(state);
-  math::raise_bases<C, Weights<C>>(lane_max, raised, o_rmem, exp2_scale,
-                                   [](int, int) { return true; });
-  take_state<C>(state, raised);
-  if (!raised.large) return exp2_scale;
-  // As in follow_maxima(). Only a raise makes a base large, so no other plain block need ask: this
-  // one is the last that is plain.
-  first = INT32_MAX;
-  state.large = true;
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = __fmul_rn(s_rmem[m][n][i], exp2_scale);
-    }
-  }
-  return 1.0f;
+// What comes between the maxima of a block and the use of its V: K goes back, unless it has gone
+// back, and V has landed.
+template <class C>
+__device__ __forceinline__ void wait_for_v(const Barriers<C>& barriers,
+                                           const RingPosition<C>& ring) {
+  if constexpr (C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
+  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());
 }
 
-// One block of keys, of which this warp sees some: S = Q K^T, masks, P and O += P V. PLAIN: every
-// row sees every key, no row of V belongs to another sequence, the scores need no transformation,
-// and no base is large. Such a block has one branch.
-template <class C, bool PLAIN, class State>
+// One block of keys, of which this warp sees some: S = Q K^T, masks, P and O += P V.
+template <class C, class State>
 __device__ __forceinline__ void visit_block(const Params& params, const Barriers<C>& barriers,
                                             RingPosition<C>& ring, WarpContextOf<C>& context,
                                             State& state, math::Outputs<C>& o_rmem,
                                             const mma_sync::QFragments<C>& q_rmem, int block,
-                                            uint32_t shared_smem, int& first) {
+                                            uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
   math::Scores<C> s_rmem;
-  if constexpr (!(PLAIN && C::WAITS_AHEAD)) wait_for_k<C>(barriers, ring);
-  const math::RaiseLimits<C> limits(state);  // behind the products of Q K^T they cost no time
-  mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
-                           lane_k_smem<C>(shared_smem, ring.stage()));
-  if constexpr (!C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
+  wait_for_k<C>(barriers, ring);
+  const math::RaiseLimits<C> limits(state);
+  multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
   float exp2_scale = attention.exp2_scale;
   if constexpr (C::FP8) {
     exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
                                          context.warp_descale, block);
-  } else if (!PLAIN && attention.transform_scores) {
+  } else if (attention.transform_scores) {
     math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
   }
-  if (!PLAIN && (block < context.clear_first || block > context.clear_last))
+  if (block < context.clear_first || block > context.clear_last)
     mask_block<C>(s_rmem, params, context, block);
   bool v_is_zero = false;
   if constexpr (C::FP8) {
@@ -403,22 +363,99 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
       v_is_zero = context.key_descales.v(block) == 0.0f;
     }
   }
-  if constexpr (PLAIN) {
-    exp2_scale = follow_plain_maxima<C>(s_rmem, state, o_rmem, exp2_scale, limits, first);
-  } else {
-    exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale,
-                                                    C::HAS_PLAIN_LOOP ? &limits : nullptr);
-  }
-  if constexpr (C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
-  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
+  exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale,
+                                                  C::HAS_PLAIN_LOOP ? &limits : nullptr);
+  wait_for_v<C>(barriers, ring);
   const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-  if (!PLAIN && (block > context.ragged_after || v_is_zero)) {
+  if (block > context.ragged_after || v_is_zero) {
     weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
                                    ptx::mov_tid_x_volatile() % 4 * 2,
                                    v_is_zero ? 0 : context.work.nk - block);
   } else {
     weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
   }
+  release_after_reads(barriers.v_empty(ring.stage()));
+  ++ring.count;
+}
+
+// --- plain blocks: every row of the warp sees every key, no row of V belongs to another sequence,
+// and neither scores nor bases need care. Such a block has one branch. ---
+
+// Copies the bases and sums of a state whose flag is of another kind.
+template <class C, class To, class From>
+__device__ __forceinline__ void copy_rows(To& to, const From& from) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      to.base[m][r] = from.base[m][r];
+      to.sum[m][r] = from.sum[m][r];
+    }
+  }
+}
+
+// Raises the bases of a warp's rows if the scores of a plain block require it. Returns the scale
+// for weigh_and_multiply_pv(). `limits` are those of `state`. If a base becomes large, `first`
+// becomes INT32_MAX: no block behind this one is plain.
+template <class C, class State>
+__device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, State& state,
+                                                     math::Outputs<C>& o_rmem, float exp2_scale,
+                                                     const math::RaiseLimits<C>& limits,
+                                                     int& first) {
+  float lane_max[C::M_TILES][2];
+  math::find_lane_maxima<C, Weights<C>>(s_rmem, lane_max);
+  if (!math::any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits.rmem)) return exp2_scale;
+  math::RowState<C>
+      raised;  // its flag is in a register: the one of `state` may be in shared memory
+  copy_rows<C>(raised, state);
+  math::raise_bases<C, Weights<C>>(lane_max, raised, o_rmem, exp2_scale,
+                                   [](int, int) { return true; });
+  copy_rows<C>(state, raised);
+  if (!raised.large) return exp2_scale;
+  state.large = true;
+  first = INT32_MAX;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)  // the reason is in math::follow_maxima()
+        s_rmem[m][n][i] = __fmul_rn(s_rmem[m][n][i], exp2_scale);
+    }
+  }
+  return 1.0f;
+}
+
+// visit_block() for the blocks from `block` down to `first`, all of them plain. It stops early if a
+// base becomes large. `block` is then the next one to visit.
+template <class C, class State>
+__device__ __forceinline__ void visit_plain_blocks(const Params& params,
+                                                   const Barriers<C>& barriers,
+                                                   RingPosition<C>& ring, State& state,
+                                                   math::Outputs<C>& o_rmem,
+                                                   const mma_sync::QFragments<C>& q_rmem,
+                                                   int& block, int first, uint32_t shared_smem) {
+  if constexpr (C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
+#pragma unroll 1
+  do {
+    math::Scores<C> s_rmem;
+    if constexpr (!C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
+    const math::RaiseLimits<C> limits(state);
+    multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
+    const float scale =
+        follow_plain_maxima<C>(s_rmem, state, o_rmem, params.attention.exp2_scale, limits, first);
+    wait_for_v<C>(barriers, ring);
+    weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, scale,
+                                    lane_v_smem<C>(shared_smem, ring.stage()), 0, 0);
+    const uint32_t stage = ring.stage();
+    ++ring.count;
+    block -= C::BLOCK_K;
+    if constexpr (C::WAITS_AHEAD) {
+      // The producer starts K of a block before it waits for the stage of V that this warp holds.
+      if (block >= first) wait_for_k<C>(barriers, ring);
+    }
+    release_after_reads(barriers.v_empty(stage));
+  } while (block >= first);
 }
 
 template <class C>
@@ -488,30 +525,14 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 #pragma unroll 1
     while (block >= context.seen_first) {
       if constexpr (C::HAS_PLAIN_LOOP) {
-        int first = context.plain_first;
+        const int first = context.plain_first;
         if (block <= context.plain_last && block >= first && !state.large) {
-          if constexpr (C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
-#pragma unroll 1
-          do {
-            visit_block<C, true>(params, barriers, ring, context, state, o_rmem, q_rmem, block,
-                                 shared_smem, first);
-            const uint32_t v_empty = barriers.v_empty(ring.stage());
-            ++ring.count;
-            // The producer starts K of a block without waiting for V of the block before.
-            if constexpr (C::WAITS_AHEAD) {
-              if (block - C::BLOCK_K >= first) wait_for_k<C>(barriers, ring);
-            }
-            release_after_reads(v_empty);
-            block -= C::BLOCK_K;
-          } while (block >= first);
+          visit_plain_blocks<C>(params, barriers, ring, state, o_rmem, q_rmem, block, first,
+                                shared_smem);
           continue;
         }
       }
-      int unused = 0;
-      visit_block<C, false>(params, barriers, ring, context, state, o_rmem, q_rmem, block,
-                            shared_smem, unused);
-      release_after_reads(barriers.v_empty(ring.stage()));
-      ++ring.count;
+      visit_block<C>(params, barriers, ring, context, state, o_rmem, q_rmem, block, shared_smem);
       block -= C::BLOCK_K;
     }
 #pragma unroll 1

@@ -46,8 +46,9 @@ __device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
 // math::weigh_key_tile() for rows that raise their bases together. Two weights are added to one
 // another first, which makes the chain of additions half as long.
 template <class C, class State>
-__device__ __forceinline__ void weigh_rows_together(const math::Scores<C>& s_rmem, uint32_t (&p_rmem)[4],
-                                               State& state, int m, int n, float exp2_scale) {
+__device__ __forceinline__ void weigh_rows_together(const math::Scores<C>& s_rmem,
+                                                    uint32_t (&p_rmem)[4], State& state, int m,
+                                                    int n, float exp2_scale) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float p[2];

@@ -14,20 +14,22 @@
 namespace archflash::math {
 
 struct TileDivisors {
-  Divisor tiles_of_group;             // row tiles of all heads of a group of TileOrder
-  Divisor heads_of_group;             // heads of a group,
-  Divisor heads_of_last;              // and of the last one, which may have fewer
-  Divisor heads_of_sequence;          // query heads
-  Divisor heads_of_kv;                // query heads that share a head of K
+  Divisor tiles_of_group;     // row tiles of all heads of a group of TileOrder
+  Divisor heads_of_group;     // heads of a group,
+  Divisor heads_of_last;      // and of the last one, which may have fewer
+  Divisor heads_of_sequence;  // query heads
+  Divisor heads_of_kv;        // query heads that share a head of K
 };
 
 inline TileDivisors make_tile_divisors(const AttentionParams& params, int block_q) {
   const auto divisor = [](int64_t by) { return make_divisor(std::max<int64_t>(by, 1)); };
   const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
-  const int64_t group = std::clamp<int64_t>(params.order.heads_per_group, 1, std::max<int64_t>(heads, 1));
+  const int64_t group =
+      std::clamp<int64_t>(params.order.heads_per_group, 1, std::max<int64_t>(heads, 1));
   const int64_t tiles = (static_cast<int64_t>(params.nq) + block_q - 1) / block_q;
-  return {divisor(group * tiles), divisor(group), divisor(heads % group == 0 ? group : heads % group),
-          divisor(params.heads_q), divisor(params.heads_per_kv)};
+  return {divisor(group * tiles), divisor(group),
+          divisor(heads % group == 0 ? group : heads % group), divisor(params.heads_q),
+          divisor(params.heads_per_kv)};
 }
 
 #ifdef __CUDACC__
