@@ -559,9 +559,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
                              context.warp_descale.v);
     } else if (!stored) {
-      const int batch = params.divisors.heads_of_sequence.quotient(context.work.batch_head);
-      const math::OutRows out(attention, context.work, batch, warp_row);
-      math::store_out<C, QTile>(o_rmem, state, attention, out,
+      math::store_out<C, QTile>(o_rmem, state, attention, context.work, warp_row,
                                 shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
     }
     // This thread's reads and writes of output rows in Q's part come before TMA's next write there.

@@ -22,7 +22,9 @@ struct TileDivisors {
 };
 
 inline TileDivisors make_tile_divisors(const AttentionParams& params, int block_q) {
-  const auto divisor = [](int64_t by) { return make_divisor(std::max<int64_t>(by, 1)); };
+  const auto divisor = [](int64_t by) {
+    return make_divisor(std::clamp<int64_t>(by, 1, INT32_MAX));
+  };
   const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
   const int64_t group =
       std::clamp<int64_t>(params.order.heads_per_group, 1, std::max<int64_t>(heads, 1));

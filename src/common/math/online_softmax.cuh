@@ -366,12 +366,8 @@ struct OutRows {
   float sink;          // the head's sink, or -inf
 
   __device__ __forceinline__ OutRows(const AttentionParams& params, const Work& work, int warp_row)
-      : OutRows(params, work, work.batch_head / params.heads_q, warp_row) {}
-  // batch: of `work`.
-  __device__ __forceinline__ OutRows(const AttentionParams& params, const Work& work, int batch,
-                                     int warp_row)
-      : batch(batch),
-        head(work.batch_head - batch * params.heads_q),
+      : batch(work.batch_head / params.heads_q),
+        head(work.batch_head % params.heads_q),
         packed_row(sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + work.first_row +
                    warp_row),
         rows(work.nq - work.first_row - warp_row),
@@ -400,11 +396,13 @@ __device__ __forceinline__ RowEnd finish_lane_row(const RowState<C, Flag>& state
 
 // Divides the outputs by the row sums and writes them, and the LSE where it is asked for. The rows
 // go through `rows_smem`, a part of shared memory that belongs to the warp and has the layout of
-// Tile, so that each lane writes 16 bytes to global memory and rows are written whole.
+// Tile, so that each lane writes 16 bytes to global memory and rows are written whole. warp_row is
+// the warp's first row, counted from the CTA's first row.
 template <class C, class Tile, class Flag>
 __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C, Flag>& state,
-                                          const AttentionParams& params, const OutRows& out,
-                                          unsigned char* rows_smem) {
+                                          const AttentionParams& params, const Work& work,
+                                          int warp_row, unsigned char* rows_smem) {
+  const OutRows out(params, work, warp_row);
   const int lane = threadIdx.x % 32;
   // rows_smem may hold Q. ldmatrix does not order lanes, so wait until every lane has read its
   // fragments of Q before any lane overwrites them.
@@ -440,13 +438,6 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
       ptx::st_global_v4_b32(out_gmem + row * params.out_row + chunk * 8, x.x, x.y, x.z, x.w);
     }
   }
-}
-// warp_row is the warp's first row, counted from the CTA's first row.
-template <class C, class Tile, class Flag>
-__device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C, Flag>& state,
-                                          const AttentionParams& params, const Work& work,
-                                          int warp_row, unsigned char* rows_smem) {
-  store_out<C, Tile>(o_rmem, state, params, OutRows(params, work, warp_row), rows_smem);
 }
 
 }  // namespace archflash::math
