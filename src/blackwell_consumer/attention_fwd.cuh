@@ -21,7 +21,8 @@
 // clang-format on
 //
 // A consumer warp owns WARP_ROWS rows: their scores, P and outputs never leave its registers, and
-// no consumer warp waits for another one.
+// no consumer warp waits for another one. Blocks that need no care have a loop of their own
+// (visit_plain_blocks).
 //
 // The tiles, stages and the memory plan are in config.cuh, the barriers and the hazards that they
 // close in tile.cuh, the choice among the kernels in plan.cpp, budgets and measurements in
@@ -405,8 +406,7 @@ __device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, St
   float lane_max[C::M_TILES][2];
   math::find_lane_maxima<C, Weights<C>>(s_rmem, lane_max);
   if (!math::any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits.rmem)) return exp2_scale;
-  math::RowState<C>
-      raised;  // its flag is in a register: the one of `state` may be in shared memory
+  math::RowState<C> raised;  // its flag is in a register; that of `state` may be in shared memory
   copy_rows<C>(raised, state);
   math::raise_bases<C, Weights<C>>(lane_max, raised, o_rmem, exp2_scale,
                                    [](int, int) { return true; });
