@@ -43,10 +43,13 @@ def plan_for(kernel: str, qkv: list[Tensor], sms: int, **options: Any) -> native
     return plan
 
 
-def divisor(by: int) -> tuple[int, int]:
-    """(multiplier, shift) of src/common/math/divisor.h."""
-    shift = 31 + (by - 1).bit_length()
-    return -(-(1 << shift) // by), shift
+def divisors(heads: int, tiles: int, group: int) -> list[int]:
+    """(multiplier, shift) of each divisor (src/common/math/divisor.h) that depends on the order."""
+    numbers = []
+    for by in (tiles // heads * group, group, heads % group or group):
+        shift = 31 + (by - 1).bit_length()
+        numbers += [-(-(1 << shift) // by), shift]
+    return numbers
 
 
 def in_order(plan: native.LaunchPlan, order: tuple[int, int, int]) -> native.LaunchPlan:
@@ -60,12 +63,11 @@ def in_order(plan: native.LaunchPlan, order: tuple[int, int, int]) -> native.Lau
         struct.pack_into("<3i", params, ORDER_OFFSET, *order)
         if plan.implementation == "blackwell_consumer" and not plan.problem.varlen:
             heads = plan.problem.batch * plan.problem.heads_q
-            group, last = order[0], heads % order[0] or order[0]
-            group_tiles = tile["tiles"] // heads * group
-            told_divisors = struct.unpack_from("<4I", params, DIVISORS_OFFSET)
-            assert told_divisors == (*divisor(tile["tiles"]), *divisor(heads))
-            divisors = (*divisor(group_tiles), *divisor(group), *divisor(last))
-            struct.pack_into("<6I", params, DIVISORS_OFFSET, *divisors)
+            told_divisors = struct.unpack_from("<6I", params, DIVISORS_OFFSET)
+            assert list(told_divisors) == divisors(heads, tile["tiles"], told[0])
+            struct.pack_into(
+                "<6I", params, DIVISORS_OFFSET, *divisors(heads, tile["tiles"], order[0])
+            )
         launch["params"] = params.hex()
     fields["tile"] |= dict(
         zip(("heads_per_group", "turned_begin", "turned_end"), order, strict=True)
