@@ -335,6 +335,12 @@ __device__ __forceinline__ void wait_for_v(const Barriers<C>& barriers,
   ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());
 }
 
+// In place of math::RaiseLimits where follow_maxima() finds them itself.
+struct NoLimits {
+  template <class State>
+  __device__ __forceinline__ explicit NoLimits(const State&) {}
+};
+
 // One block of keys, of which this warp sees some: S = Q K^T, masks, P and O += P V.
 template <class C, class State>
 __device__ __forceinline__ void visit_block(const Params& params, const Barriers<C>& barriers,
@@ -345,7 +351,7 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
   const AttentionParams& attention = params.attention;
   math::Scores<C> s_rmem;
   wait_for_k<C>(barriers, ring);
-  const math::RaiseLimits<C> limits(state);
+  const std::conditional_t<C::HAS_PLAIN_LOOP, math::RaiseLimits<C>, NoLimits> limits(state);
   multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
   float exp2_scale = attention.exp2_scale;
   if constexpr (C::FP8) {
@@ -364,8 +370,9 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
       v_is_zero = context.key_descales.v(block) == 0.0f;
     }
   }
-  exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale,
-                                                  C::HAS_PLAIN_LOOP ? &limits : nullptr);
+  const math::RaiseLimits<C>* known_limits = nullptr;
+  if constexpr (C::HAS_PLAIN_LOOP) known_limits = &limits;
+  exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, known_limits);
   wait_for_v<C>(barriers, ring);
   const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
   if (block > context.ragged_after || v_is_zero) {
