@@ -178,6 +178,13 @@ EXCUSES = (
     Excuse(
         "sync",
         "delete bar.warp.sync",
+        "flag-is-read-later",
+        "the flag was read before the vote on the maxima, and is read again behind release(), "
+        "which lets no lane behind",
+    ),
+    Excuse(
+        "sync",
+        "delete bar.warp.sync",
         "whole-warp-on-tensor-memory",
         "what the lanes have done since the last one are instructions of the whole warp on "
         "tensor memory, and elect.sync waits for the warp; that it orders more is promised for "
