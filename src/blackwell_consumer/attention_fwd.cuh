@@ -118,6 +118,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(ring.stage()));
       };
       const auto load_v = [&](int block) {
+        // Every consumer warp has read the V that the stage held, before TMA overwrites it.
+        ptx::mbarrier_wait_parity(barriers.v_empty(ring.stage()), ring.parity() ^ 1);
         math::start_load<typename C::VTile, C::V_PACK>(
             shared_smem + C::V_SMEM + ring.stage() * C::VTile::BYTES, params.v_map,
             keys_start + block, attention.v_head == 0 ? 0 : kv_head,
@@ -135,15 +137,14 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             shared_smem + C::Q_SMEM, params.q_map, q_start + work.first_row,
             attention.q_head == 0 ? 0 : head, attention.q_batch == 0 ? 0 : batch,
             barriers.q_full());
-        load_v(blocks.last);  // v_empty need not be awaited: q_empty came behind it
+        // mutants: v-came-back-before-q
+        load_v(blocks.last);
       } else {
         // A tile without keys needs no Q. The consumers wait for q_full in every tile.
         ptx::mbarrier_arrive(barriers.q_full());
       }
       for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K) {
         load_k(block);
-        // Every consumer warp has read the V that the stage held, before TMA overwrites it.
-        ptx::mbarrier_wait_parity(barriers.v_empty(ring.stage()), ring.parity() ^ 1);
         load_v(block);
       }
     }
