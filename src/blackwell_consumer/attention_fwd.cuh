@@ -21,7 +21,8 @@
 // clang-format on
 //
 // A consumer warp owns WARP_ROWS rows: their scores, P and outputs never leave its registers, and
-// no consumer warp waits for another one.
+// no consumer warp waits for another one. Blocks that need no care have a loop of their own
+// (visit_plain_blocks).
 //
 // The tiles, stages and the memory plan are in config.cuh, the barriers and the hazards that they
 // close in tile.cuh, the choice among the kernels in plan.cpp, budgets and measurements in
@@ -36,6 +37,7 @@
 #include "blackwell_consumer/tile.cuh"
 #include "common/math/attention_work.cuh"
 #include "common/math/descales.cuh"
+#include "common/math/equal_tiles.cuh"
 #include "common/math/few_rows.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
@@ -65,7 +67,13 @@ __device__ __forceinline__ math::Work find_tile(const Params& params,
     return math::find_tile(params.attention, params.tiles, index, params.partials.splits,
                            params.packed_heads.rows(), params.packed_heads.count);
   } else {
-    return math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+    if (params.attention.cu_seqlens_q_gmem != nullptr)
+      return math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+    math::Work none{};
+    none.first_row = -1;
+    if (index.value() >= static_cast<unsigned>(params.tiles)) return none;  // as in find_tile()
+    return math::find_equal_work(params.attention, params.divisors, static_cast<int>(index.value()),
+                                 C::BLOCK_Q);
   }
 }
 template <class C>
@@ -97,17 +105,19 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
     const math::Blocks blocks =
         find_blocks<C>(params, index, work, math::find_visible_keys(attention, work));
     if (ptx::elect_sync()) {
-      const int batch = work.batch_head / attention.heads_q;
-      const int head = work.batch_head % attention.heads_q;
-      const int kv_head = head / attention.heads_per_kv;
+      const int batch = params.divisors.heads_of_sequence.quotient(work.batch_head);
+      const int head = work.batch_head - batch * attention.heads_q;
+      const int kv_head = params.divisors.heads_of_kv.quotient(head);
       const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
-      const auto load_block = [&](int block) {
+      const auto load_k = [&](int block) {
         // Every consumer warp has read the K that the stage held, before TMA overwrites it.
         ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage()), ring.parity() ^ 1);
         math::start_load<typename C::KTile, C::QK_PACK>(
             shared_smem + C::K_SMEM + ring.stage() * C::KTile::BYTES, params.k_map,
             keys_start + block, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(ring.stage()));
+      };
+      const auto load_v = [&](int block) {
         // Every consumer warp has read the V that the stage held, before TMA overwrites it.
         ptx::mbarrier_wait_parity(barriers.v_empty(ring.stage()), ring.parity() ^ 1);
         math::start_load<typename C::VTile, C::V_PACK>(
@@ -116,9 +126,9 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             attention.v_batch == 0 ? 0 : batch, barriers.v_full(ring.stage()));
         ++ring.count;
       };
-      // The first block comes before Q: the rings are free while the previous tile's output still
-      // passes through Q's part.
-      if (blocks.first <= blocks.last) load_block(blocks.last);
+      // The first K comes before Q: the rings are free while the previous tile's output still
+      // passes through Q's part. The first V, which is needed last, comes after Q.
+      if (blocks.first <= blocks.last) load_k(blocks.last);
       // Every consumer warp's output rows have left Q's part, before TMA overwrites it.
       ptx::mbarrier_wait_parity(barriers.q_empty(), q_parity ^ 1);
       if (blocks.first <= blocks.last) {
@@ -127,12 +137,16 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             shared_smem + C::Q_SMEM, params.q_map, q_start + work.first_row,
             attention.q_head == 0 ? 0 : head, attention.q_batch == 0 ? 0 : batch,
             barriers.q_full());
+        // mutants: v-came-back-before-q
+        load_v(blocks.last);
       } else {
         // A tile without keys needs no Q. The consumers wait for q_full in every tile.
         ptx::mbarrier_arrive(barriers.q_full());
       }
-      for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K)
-        load_block(block);
+      for (int block = blocks.last - C::BLOCK_K; block >= blocks.first; block -= C::BLOCK_K) {
+        load_k(block);
+        load_v(block);
+      }
     }
     // mutants: search-waits-for-warp
     __syncwarp();  // the elected lane is here before the whole warp searches the next tile
@@ -153,6 +167,7 @@ struct WarpContext {
   int seen_first, seen_last;    // some row of the warp sees some key of these blocks
   int clear_first, clear_last;  // every row of the warp sees every key of these blocks
   int ragged_after;             // blocks after this one have rows of another sequence
+  int plain_first, plain_last;  // visit_plain_blocks() serves these
   math::Work work;
   math::VisibleKeys visible;
 };
@@ -202,6 +217,9 @@ __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
   // Without cu_seqlens no block is ragged: TMA fills rows beyond the tensor with zeros.
   context.ragged_after =
       params.attention.cu_seqlens_k_gmem == nullptr ? INT32_MAX : work.nk - C::BLOCK_K;
+  context.plain_first = max(context.clear_first, context.seen_first);
+  context.plain_last = min(min(context.clear_last, context.ragged_after), context.seen_last);
+  if (!C::HAS_PLAIN_LOOP || params.attention.transform_scores) context.plain_last = INT32_MIN;
   context.work = work;
   context.visible = visible;
   return context;
@@ -291,6 +309,164 @@ __device__ __forceinline__ void mask_block(math::Scores<C>& s_rmem, const Params
   }
 }
 
+// Waits until the next block's K has landed.
+template <class C>
+__device__ __forceinline__ void wait_for_k(const Barriers<C>& barriers,
+                                           const RingPosition<C>& ring) {
+  ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());
+}
+
+// S = Q K^T of a block whose K has landed. K goes back, unless it goes back behind the maxima.
+template <class C>
+__device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem, const Barriers<C>& barriers,
+                                            const RingPosition<C>& ring,
+                                            const mma_sync::QFragments<C>& q_rmem,
+                                            uint32_t shared_smem) {
+  mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
+                           lane_k_smem<C>(shared_smem, ring.stage()));
+  if constexpr (!C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
+}
+
+// What comes between the maxima of a block and the use of its V: K goes back, unless it has gone
+// back, and V has landed.
+template <class C>
+__device__ __forceinline__ void wait_for_v(const Barriers<C>& barriers,
+                                           const RingPosition<C>& ring) {
+  if constexpr (C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
+  ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());
+}
+
+// In place of math::RaiseLimits where follow_maxima() finds them itself.
+struct NoLimits {
+  template <class State>
+  __device__ __forceinline__ explicit NoLimits(const State&) {}
+};
+
+// One block of keys, of which this warp sees some: S = Q K^T, masks, P and O += P V.
+template <class C, class State>
+__device__ __forceinline__ void visit_block(const Params& params, const Barriers<C>& barriers,
+                                            RingPosition<C>& ring, WarpContextOf<C>& context,
+                                            State& state, math::Outputs<C>& o_rmem,
+                                            const mma_sync::QFragments<C>& q_rmem, int block,
+                                            uint32_t shared_smem) {
+  const AttentionParams& attention = params.attention;
+  math::Scores<C> s_rmem;
+  wait_for_k<C>(barriers, ring);
+  const std::conditional_t<C::HAS_PLAIN_LOOP, math::RaiseLimits<C>, NoLimits> limits(state);
+  multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
+  float exp2_scale = attention.exp2_scale;
+  if constexpr (C::FP8) {
+    exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
+                                         context.warp_descale, block);
+  } else if (attention.transform_scores) {
+    math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+  }
+  if (block < context.clear_first || block > context.clear_last)
+    mask_block<C>(s_rmem, params, context, block);
+  bool v_is_zero = false;
+  if constexpr (C::FP8) {
+    if (context.key_descales.v_gmem != nullptr) {
+      math::change_unit<C>(o_rmem, context.key_descales, context.warp_descale, block,
+                           context.blocks.last);
+      v_is_zero = context.key_descales.v(block) == 0.0f;
+    }
+  }
+  const math::RaiseLimits<C>* known_limits = nullptr;
+  if constexpr (C::HAS_PLAIN_LOOP) known_limits = &limits;
+  exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, known_limits);
+  wait_for_v<C>(barriers, ring);
+  const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
+  if (block > context.ragged_after || v_is_zero) {
+    weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
+                                   ptx::mov_tid_x_volatile() % 4 * 2,
+                                   v_is_zero ? 0 : context.work.nk - block);
+  } else {
+    weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
+  }
+  release_after_reads(barriers.v_empty(ring.stage()));
+  ++ring.count;
+}
+
+// --- plain blocks: every row of the warp sees every key, no row of V belongs to another sequence,
+// and neither scores nor bases need care. Such a block has one branch. ---
+
+// Copies the bases and sums of a state whose flag is of another kind.
+template <class C, class To, class From>
+__device__ __forceinline__ void copy_rows(To& to, const From& from) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      to.base[m][r] = from.base[m][r];
+      to.sum[m][r] = from.sum[m][r];
+    }
+  }
+}
+
+// Raises the bases of a warp's rows if the scores of a plain block require it. Returns the scale
+// for weigh_and_multiply_pv(). `limits` are those of `state`. If a base becomes large, `first`
+// becomes INT32_MAX: no block behind this one is plain.
+template <class C, class State>
+__device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, State& state,
+                                                     math::Outputs<C>& o_rmem, float exp2_scale,
+                                                     const math::RaiseLimits<C>& limits,
+                                                     int& first) {
+  float lane_max[C::M_TILES][2];
+  math::find_lane_maxima<C, Weights<C>>(s_rmem, lane_max);
+  if (!math::any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits.rmem)) return exp2_scale;
+  math::RowState<C> raised;  // its flag is in a register; that of `state` may be in shared memory
+  copy_rows<C>(raised, state);
+  math::raise_bases<C, Weights<C>>(lane_max, raised, o_rmem, exp2_scale,
+                                   [](int, int) { return true; });
+  copy_rows<C>(state, raised);
+  if (!raised.large) return exp2_scale;
+  // mutants: flag-is-read-later
+  state.large = true;
+  first = INT32_MAX;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)  // the reason is in math::follow_maxima()
+        s_rmem[m][n][i] = __fmul_rn(s_rmem[m][n][i], exp2_scale);
+    }
+  }
+  return 1.0f;
+}
+
+// visit_block() for the blocks from `block` down to `first`, all of them plain. It stops early if a
+// base becomes large. `block` is then the next one to visit.
+template <class C, class State>
+__device__ __forceinline__ void visit_plain_blocks(const Params& params,
+                                                   const Barriers<C>& barriers,
+                                                   RingPosition<C>& ring, State& state,
+                                                   math::Outputs<C>& o_rmem,
+                                                   const mma_sync::QFragments<C>& q_rmem,
+                                                   int& block, int first, uint32_t shared_smem) {
+  if constexpr (C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
+#pragma unroll 1
+  do {
+    math::Scores<C> s_rmem;
+    if constexpr (!C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
+    const math::RaiseLimits<C> limits(state);
+    multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
+    const float scale =
+        follow_plain_maxima<C>(s_rmem, state, o_rmem, params.attention.exp2_scale, limits, first);
+    wait_for_v<C>(barriers, ring);
+    weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, scale,
+                                    lane_v_smem<C>(shared_smem, ring.stage()), 0, 0);
+    const uint32_t stage = ring.stage();
+    ++ring.count;
+    block -= C::BLOCK_K;
+    if constexpr (C::WAITS_AHEAD) {
+      // The producer starts K of a block before it waits for the stage of V that this warp holds.
+      if (block >= first) wait_for_k<C>(barriers, ring);
+    }
+    release_after_reads(barriers.v_empty(stage));
+  } while (block >= first);
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const Params& params, unsigned char* shared,
                                         uint32_t shared_smem) {
@@ -356,42 +532,17 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     for (; block >= context.blocks.first && block > context.seen_last; block -= C::BLOCK_K)
       skip_block<C>(barriers, ring);
 #pragma unroll 1
-    for (; block >= context.seen_first; block -= C::BLOCK_K) {
-      math::Scores<C> s_rmem;
-      ptx::mbarrier_wait_parity(barriers.k_full(ring.stage()), ring.parity());  // K has landed
-      mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
-                               lane_k_smem<C>(shared_smem, ring.stage()));
-      if constexpr (!C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
-      float exp2_scale = attention.exp2_scale;
-      if constexpr (C::FP8) {
-        exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
-                                             context.warp_descale, block);
-      } else if (attention.transform_scores) {
-        math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
-      }
-      if (block < context.clear_first || block > context.clear_last)
-        mask_block<C>(s_rmem, params, context, block);
-      bool v_is_zero = false;
-      if constexpr (C::FP8) {
-        if (context.key_descales.v_gmem != nullptr) {
-          math::change_unit<C>(o_rmem, context.key_descales, context.warp_descale, block,
-                               context.blocks.last);
-          v_is_zero = context.key_descales.v(block) == 0.0f;
+    while (block >= context.seen_first) {
+      if constexpr (C::HAS_PLAIN_LOOP) {
+        const int first = context.plain_first;
+        if (block <= context.plain_last && block >= first && !state.large) {
+          visit_plain_blocks<C>(params, barriers, ring, state, o_rmem, q_rmem, block, first,
+                                shared_smem);
+          continue;
         }
       }
-      exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, nullptr);
-      if constexpr (C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
-      ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());  // V has landed
-      const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-      if (block > context.ragged_after || v_is_zero) {
-        weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
-                                       ptx::mov_tid_x_volatile() % 4 * 2,
-                                       v_is_zero ? 0 : context.work.nk - block);
-      } else {
-        weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
-      }
-      release_after_reads(barriers.v_empty(ring.stage()));
-      ++ring.count;
+      visit_block<C>(params, barriers, ring, context, state, o_rmem, q_rmem, block, shared_smem);
+      block -= C::BLOCK_K;
     }
 #pragma unroll 1
     for (; block >= context.blocks.first; block -= C::BLOCK_K) skip_block<C>(barriers, ring);

@@ -46,8 +46,10 @@ struct Config {
   // head of K may be packed into a tile.
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
   static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
-  // math/online_softmax.cuh. Measured on an H200: elsewhere it costs more than it saves.
-  static constexpr bool KEEPS_LIMITS = HEAD_DIM == 256 && !CAN_SPLIT && !FP8;
+  // Whether blocks that need no mask have a loop of their own.
+  static constexpr bool HAS_PLAIN_LOOP = !FP8 && !CAN_SPLIT;
+  // Whether that loop waits for the next K before it hands V back. Measured on an H200 (NOTES.md).
+  static constexpr bool WAITS_AHEAD = HEAD_DIM > 64 || CTAS_PER_SM > 2;
   // Whether a block of K is handed back behind the maxima of its scores, where the fence finds the
   // reads done, and not before.
   static constexpr bool RELEASES_K_LATE = STAGES == 1 && !FP8;
@@ -111,7 +113,7 @@ using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, STAGES,
 //                                head_dim         m_    block         Q in                    CTAs    context in
 //                              q,k   v    warps tiles  _k    stages  regs   registers         per SM  registers
 template <DType T>
-using D64Pair    = Config<T,  64,  64,  4,     2,    128,  2,     false, Registers::Roles,  2>;
+using D64Pair    = Config<T,  64,  64,  4,     2,     64,  4,     true,  Registers::Roles,  2>;
 template <DType T>
 using D64Large   = Config<T,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
 template <DType T>

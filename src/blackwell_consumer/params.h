@@ -8,6 +8,7 @@
 #include "common/attention_params.h"
 #include "common/descales.h"
 #include "common/dtype.h"
+#include "common/math/equal_tiles.cuh"
 #include "common/math/packed_heads.cuh"
 #include "common/partials.h"
 #include "common/tensor_map.h"
@@ -24,6 +25,7 @@ struct Params {
   // For kernels that can split keys and pack heads.
   Partials partials;
   math::PackedHeads packed_heads;
+  math::TileDivisors divisors;  // those of the group are used without cu_seqlens only
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");

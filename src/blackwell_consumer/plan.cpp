@@ -60,7 +60,7 @@ constexpr Tile TILES[] = {
                                "few keys: all of them at a time"),
     tile<D64Pair<DType::F16>>(
         "d64_pair", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1.5, .min_uneven_tiles_per_sm = 4},
-        "two CTAs per SM of 128 rows with 128 keys at a time"),
+        "two CTAs per SM of 128 rows"),
     tile<D64Large<DType::F16>>("d64_large",
                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 2},
                                "one CTA per SM: 8 warps of 32 rows share K and V"),
@@ -129,6 +129,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   core::init_params(problem, params);
   params.attention.order = core::choose_order(problem, device, tile);
   params.tiles = static_cast<int32_t>(tiles);
+  params.divisors = math::make_tile_divisors(params.attention, tile.block_q);
   params.partials.splits = 1;
   if (tile.can_split) params.packed_heads = core::packed_heads(tile);
   // CTAs that go on to the next tile load its keys while the last one is written. Tiles of unequal

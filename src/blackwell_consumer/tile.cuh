@@ -9,6 +9,8 @@
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/mma_sync/tile.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/ex2.cuh"
 
 namespace archflash::blackwell_consumer {
 
@@ -41,6 +43,23 @@ __device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
       });
 }
 
+// math::weigh_key_tile() for rows that raise their bases together. Two weights are added to one
+// another first, which makes the chain of additions half as long.
+template <class C, class State>
+__device__ __forceinline__ void weigh_rows_together(const math::Scores<C>& s_rmem,
+                                                    uint32_t (&p_rmem)[4], State& state, int m,
+                                                    int n, float exp2_scale) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float p[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      p[i] = ptx::ex2_approx_ftz(fmaf(s_rmem[m][n][2 * r + i], exp2_scale, -state.base[m][r]));
+    state.sum[m][r] += p[0] + p[1];
+    p_rmem[n % 2 * 2 + r] = ptx::cvt_rn_x2_f32<C::DTYPE>(p[0], p[1]);
+  }
+}
+
 // P = 2^(S * exp2_scale - base) and O += P V for a block, 16 or 32 keys at a time. The code of a
 // group of keys has no branch, so that the assembler can place its exponentials between the
 // products of another group.
@@ -63,8 +82,10 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
       for (int n = key / 8; n < (key + GROUP) / 8; n += C::V_PACK) {
         if constexpr (C::FP8) {
           math::weigh_key_tiles_e4m3<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
-        } else {
+        } else if constexpr (C::ROWS_ALONE) {
           math::weigh_key_tile<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
+        } else {
+          weigh_rows_together<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         }
       }
     }
