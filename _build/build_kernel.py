@@ -36,8 +36,8 @@ def run(command: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-# How texts are packed: long matches, and contexts for text instead of machine words. 7% smaller than
-# the preset alone, in 15% more time; the preset's depth with such matches would take twice as long.
+# How texts are packed: long matches, and contexts for text instead of machine words. 7% smaller
+# than by the preset alone, in 15% more time; at its depth such matches would take twice as long.
 PACKING = [
     {
         "id": lzma.FILTER_LZMA2,

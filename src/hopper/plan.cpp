@@ -68,9 +68,10 @@ struct Tile : core::Tile {
   int row_step;
   int v_columns_of_cta;
   bool dense;  // its kernel reads a summary of attn_mask
-  // For the model of fastest(): the scores that an SM computes in a time, relative to the first tile
-  // of the table for the same head dimensions, and the time that a tile's start and end take beyond
-  // core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's tiles.
+  // For the model of fastest(): the scores that an SM computes in a time, relative to the first
+  // tile of the table for the same head dimensions, and the time that a tile's start and end take
+  // beyond core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's
+  // tiles.
   double speed = 0;
   int start_keys = 0;
 };
@@ -231,8 +232,8 @@ double time_of(const Problem& problem, const Device& device, const Tile& tile) {
   const int64_t resident = core::resident_ctas(tile, device);
   if (resident > 1) {
     // How many of the SMs have a second CTA. Equal tiles end together: one such SM is the last.
-    const double second = std::clamp(
-        static_cast<double>(rows * heads - device.sm_count) / device.sm_count, 0.0, 1.0);
+    const double second =
+        std::clamp(static_cast<double>(rows * heads - device.sm_count) / device.sm_count, 0.0, 1.0);
     const double beside = second > 0 && core::equal_tiles(problem) ? 1 : second;
     time *= ALONE + (1 - ALONE) * beside;
   }
