@@ -143,13 +143,19 @@ using D64Few     = Config<T,  64,  64,  1,     128,  3,      1,      2,     fals
 template <DType T>
 using D96Large   = Config<T,  96,  96,  3,      96,  2,      2,      1,     true>;
 template <DType T>
+using D96Medium  = Config<T,  96,  96,  2,     128,  3,      2,      1,     true>;
+template <DType T>
 using D96Few     = Config<T,  96,  96,  1,      64,  3,      1,      2,     false,  true>;
 template <DType T>
 using D128Large  = Config<T, 128, 128,  3,      80,  3,      2,      1,     true>;
 template <DType T>
+using D128Medium = Config<T, 128, 128,  2,     128,  2,      2,      1,     true>;
+template <DType T>
 using D128Few    = Config<T, 128, 128,  1,      64,  3,      1,      2,     false,  true>;
 template <DType T>
 using D192Large  = Config<T, 192, 128,  3,      80,  2,      1,      1,     true>;
+template <DType T>
+using D192Medium = Config<T, 192, 128,  2,     128,  2,      1,      1,     true>;
 template <DType T>
 using D192Few    = Config<T, 192, 128,  1,      64,  2,      1,      2,     false,  true>;
 template <DType T>

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -69,6 +68,12 @@ struct Tile : core::Tile {
   int row_step;
   int v_columns_of_cta;
   bool dense;  // its kernel reads a summary of attn_mask
+  // For the model of fastest(): the scores that an SM computes in a time, relative to the first
+  // tile of the table for the same head dimensions, and the time that a tile's start and end take
+  // beyond core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's
+  // tiles.
+  double speed = 0;
+  int start_keys = 0;
 };
 
 template <class C>
@@ -89,32 +94,37 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
           requires { typename C::MaskTile; }};
 }
 
-// Measured on an H200 (NOTES.md), but for d96_few and those of head dimension 192.
-constexpr double NEVER = std::numeric_limits<double>::infinity();
+template <class C>
+constexpr Tile rated(const char* name, double speed, int start_keys, const char* reason) {
+  Tile rated = tile<C>(name, {}, reason);
+  rated.speed = speed, rated.start_keys = start_keys;
+  return rated;
+}
+
+// Measured on an H200 (NOTES.md).
+constexpr const char* FOUR_64 = "4 warpgroups of 64 rows in turns, 64 keys at a time";
+constexpr const char* THREE_128 = "3 warpgroups of 64 rows in turns, 128 keys at a time";
+constexpr const char* THREE_96 = "3 warpgroups of 64 rows in turns, 96 keys at a time";
+constexpr const char* THREE_80 = "3 warpgroups of 64 rows in turns, 80 keys at a time";
+constexpr const char* TWO_80 = "2 warpgroups of 64 rows in turns, 80 keys at a time";
+constexpr const char* TWO_128 =
+    "2 warpgroups of 64 rows in turns, 128 keys at a time: fills the GPU more evenly";
+constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
 constexpr Tile TILES[] = {
-    tile<D64Large<DType::F16>>("d64_large",
-                               {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = NEVER},
-                               "4 warpgroups of 64 rows in turns, 64 keys at a time"),
-    tile<D64Medium<DType::F16>>(
-        "d64_medium", {.min_tiles_per_sm = 1.5},
-        "tiles of unequal length: 3 warpgroups in turns, 128 keys at a time"),
-    tile<D64Few<DType::F16>>("d64_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
-    tile<D96Large<DType::F16>>("d96_large",
-                               {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
-                               "3 warpgroups of 64 rows in turns, 96 keys at a time"),
-    tile<D96Few<DType::F16>>("d96_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
-    tile<D128Large<DType::F16>>("d128_large",
-                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
-                                "3 warpgroups of 64 rows in turns, 80 keys at a time"),
-    tile<D128Few<DType::F16>>("d128_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
-    tile<D192Large<DType::F16>>("d192_large",
-                                {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25},
-                                "3 warpgroups of 64 rows in turns, 80 keys at a time"),
-    tile<D192Few<DType::F16>>("d192_few", {}, "few tiles: two CTAs of 64 rows on an SM"),
-    tile<D256Large<DType::F16>>("d256_large",
-                                {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1},
-                                "2 warpgroups of 64 rows in turns, 80 keys at a time"),
-    tile<D256Few<DType::F16>>("d256_few", {}, "few tiles: 64 rows make twice as many"),
+    rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64),
+    rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128),
+    rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
+    rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96),
+    rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
+    rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
+    rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80),
+    rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128),
+    rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
+    rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80),
+    rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128),
+    rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),
+    rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80),
+    rated<D256Few<DType::F16>>("d256_few", 0.75, 0, "few tiles: 64 rows make twice as many"),
 };
 
 constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
@@ -158,20 +168,19 @@ constexpr Tile DENSE_TILES[] = {
     MASKED_TILES[2],
 };
 
-constexpr Tile FP8_TILES[] = {
-    tile<Fp8D64<DType::E4M3>>("d64", {}, "4 warpgroups of 64 rows in turns, 128 keys at a time"),
-    tile<Fp8D128<DType::E4M3>>("d128", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
-    tile<Fp8D192<DType::E4M3>>("d192", {}, "3 warpgroups of 64 rows in turns, 128 keys at a time"),
-    tile<Fp8D256<DType::E4M3>>("d256", {}, "2 warpgroups of 64 rows in turns, 192 keys at a time"),
-};
-// For calls that these tiles share out more evenly (small_tiles_are_faster).
+constexpr const char* FOUR_128 = "4 warpgroups of 64 rows in turns, 128 keys at a time";
+constexpr const char* TWO_192 = "2 warpgroups of 64 rows in turns, 192 keys at a time";
 constexpr const char* SMALL =
     "2 warpgroups of 64 rows in turns, 128 keys at a time: more tiles or fewer masked keys than in "
     "larger ones";
-constexpr Tile FP8_SMALL_TILES[] = {
-    tile<Fp8D64Small<DType::E4M3>>("d64_small", {}, SMALL),
-    tile<Fp8D128Small<DType::E4M3>>("d128_small", {}, SMALL),
-    tile<Fp8D256Small<DType::E4M3>>("d256_small", {}, SMALL),
+constexpr Tile FP8_TILES[] = {
+    rated<Fp8D64<DType::E4M3>>("d64", 1, 0, FOUR_128),
+    rated<Fp8D64Small<DType::E4M3>>("d64_small", 0.65, 0, SMALL),
+    rated<Fp8D128<DType::E4M3>>("d128", 1, 0, THREE_128),
+    rated<Fp8D128Small<DType::E4M3>>("d128_small", 0.77, 0, SMALL),
+    rated<Fp8D192<DType::E4M3>>("d192", 1, 0, THREE_128),
+    rated<Fp8D256<DType::E4M3>>("d256", 1, 0, TWO_192),
+    rated<Fp8D256Small<DType::E4M3>>("d256_small", 0.94, 0, SMALL),
 };
 // For descales of k or v by blocks of 64 keys.
 constexpr Tile FP8_BLOCK_TILES[] = {
@@ -184,27 +193,66 @@ constexpr Tile FP8_BLOCK_TILES[] = {
         "unmeasured"),
 };
 
-const Tile* first_that_takes(std::span<const Tile> tiles, const Problem& problem) {
-  const auto tile = std::find_if(tiles.begin(), tiles.end(), [&](const Tile& candidate) {
-    return core::takes_head_dims(candidate, problem);
-  });
-  return tile == tiles.end() ? nullptr : &*tile;
+// With more rounds of tiles than these a model says little: they come out even.
+constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;
+
+// How long a call takes with a tile, by the model of makespans: keys, times the rows that an SM
+// passes with the first tile of the table meanwhile. Packed sequences count as having the mean
+// length, and as filling half of their last tile.
+double time_of(const Problem& problem, const Device& device, const Tile& tile) {
+  // A CTA that has an SM for itself, where there is room for two, is faster than beside another
+  // one: in so much of the time (NOTES.md).
+  constexpr double ALONE = 0.65;
+  const int64_t heads = problem.batch * problem.heads_q;
+  LaunchPlan head;  // of one sequence
+  head.problem = problem;
+  head.problem.batch = head.problem.heads_q = head.problem.heads_kv = 1;
+  if (problem.varlen) {
+    head.problem.varlen = false;
+    head.problem.nq /= problem.batch, head.problem.nk /= problem.batch;
+  }
+  head.tile.block_q = tile.block_q, head.tile.block_k = tile.block_k;
+  head.tile.row_step = tile.row_step;
+  head.tile.splits = head.tile.v_slices = 1;
+  std::vector<core::Run> runs;
+  double sum = 0;
+  for (const core::TileTime& one : core::tile_times(head, {})) {
+    runs.push_back({one.time + tile.start_keys, heads});
+    sum += runs.back().time;
+  }
+  const auto rows = static_cast<int64_t>(runs.size());
+  const int64_t workers = core::workers_of(tile, device);
+  double time = rows * heads > MOST_ROUNDS_TO_MODEL * workers
+                    ? sum * static_cast<double>(heads) / static_cast<double>(workers)
+                    : core::queue_time(runs, workers);
+  if (problem.varlen && rows > 0) {
+    const double places = static_cast<double>(head.problem.nq) / tile.block_q + 0.5;
+    time *= places / static_cast<double>(rows);
+  }
+  const int64_t resident = core::resident_ctas(tile, device);
+  if (resident > 1) {
+    // How many of the SMs have a second CTA. Equal tiles end together: one such SM is the last.
+    const double second =
+        std::clamp(static_cast<double>(rows * heads - device.sm_count) / device.sm_count, 0.0, 1.0);
+    const double beside = second > 0 && core::equal_tiles(problem) ? 1 : second;
+    time *= ALONE + (1 - ALONE) * beside;
+  }
+  return time * tile.block_q * static_cast<double>(resident) / tile.speed;
 }
 
-// Whether a small tile finishes an 8-bit call first, by the model of makespans. Its CTAs compute
-// fewer rows in a time: measured on an H200 (NOTES.md).
-bool small_tiles_are_faster(const Problem& problem, const Device& device) {
-  const Tile* small = first_that_takes(FP8_SMALL_TILES, problem);
-  const Tile* large = first_that_takes(FP8_TILES, problem);
-  if (small == nullptr || large == nullptr || small->head_dim != large->head_dim) return false;
-  const double speed =  // of the large tile's, for each row
-      small->head_dim == 64    ? 0.65
-      : small->head_dim == 128 ? 0.77
-                               : 0.94;
-  const auto time = [&](const Tile& tile) {
-    return core::walk_time(problem, device, tile) * tile.block_q;
-  };
-  return time(*small) / speed < time(*large);
+// The tile of a table with which a call is expected to be done first; null: the device has too
+// little shared memory for all of them.
+const Tile* fastest(std::span<const Tile> tiles, const Problem& problem, const Device& device) {
+  const Tile* best = nullptr;
+  double time = 0;
+  for (const Tile& tile : tiles) {
+    if (!core::takes_head_dims(tile, problem)) continue;
+    if (best != nullptr && tile.head_dim != best->head_dim) break;  // for larger heads
+    if (tile.shared_bytes > device.shared_per_block) continue;
+    const double of_tile = time_of(problem, device, tile);
+    if (best == nullptr || of_tile < time) best = &tile, time = of_tile;
+  }
+  return best;
 }
 
 // The blocks of the summary of attn_mask, or else of key_ranges, which has size 1 along dimensions
@@ -247,7 +295,7 @@ bool reads_summary(const Problem& problem) {
   return in_units && strides.row != 0 && problem.mask_key == 1 && largest < LARGEST_STRIDE;
 }
 
-std::span<const Tile> tiles_for(const Problem& problem, const Device& device) {
+std::span<const Tile> tiles_for(const Problem& problem) {
   if (problem.kv_cache && problem.page_size > 0 && problem.page_size % PAGE_ROWS == 0)
     return PAGES_TILES;
   if (problem.kv_cache) return CACHE_TILES;
@@ -256,7 +304,6 @@ std::span<const Tile> tiles_for(const Problem& problem, const Device& device) {
   if (!is_fp8(problem.dtype)) return TILES;
   const Descales descales = core::descales(problem);
   if (descales.k.block != 0 || descales.v.block != 0) return FP8_BLOCK_TILES;
-  if (small_tiles_are_faster(problem, device)) return FP8_SMALL_TILES;
   return FP8_TILES;
 }
 
@@ -289,7 +336,6 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Tile
 // COUNTER_KEYS keys.
 bool counts_tiles(LaunchPlan plan, const Problem& problem, const Device& device) {
   constexpr double COUNTER_KEYS = 128;
-  constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;  // with more of them the counter costs nothing
   const int64_t tiles = plan.tile.tiles * plan.tile.v_slices, ctas = plan.tile.ctas;
   if (tiles > ctas && problem.kv_cache && problem.batch > 1) return true;  // of unknown lengths
   if (tiles <= ctas || core::equal_tiles(problem)) return false;
@@ -504,8 +550,11 @@ PlanResult plan(const Problem& problem, const Device& device) {
                       core::USE_TORCH);
   }
   if (!why_not.empty()) return why_not;
-  const auto choice =
-      core::choose_with_splits("hopper", tiles_for(problem, device), problem, device);
+  const std::span<const Tile> table = tiles_for(problem);
+  const Tile* best = table[0].speed > 0 ? fastest(table, problem, device) : nullptr;
+  const auto choice = best != nullptr
+                          ? core::choose_splits_of("hopper", best, table, problem, device)
+                          : core::choose_with_splits("hopper", table, problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
   const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<Tile>>(choice);
   const int64_t v_slices = std::max<int64_t>(core::ceil_div(problem.dv, tile.v_columns_of_cta), 1);
@@ -558,7 +607,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
 }
 
 Notes notes(const LaunchPlan& plan) {
-  const Tile* tile = core::taken(tiles_for(plan.problem, plan.device), plan);
+  const Tile* tile = core::taken(tiles_for(plan.problem), plan);
   if (tile == nullptr) return {};  // none, or that of plan_mla.cpp
   const auto str = [](int x) { return std::to_string(x); };
   Notes lines = {

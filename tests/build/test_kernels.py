@@ -542,7 +542,7 @@ def problems() -> tuple[native.Problem, ...]:
                 (1, 8, 100),
                 (2, 16, 512),
                 (16, 32, 100),
-                (16, 32, 2048),
+                (16, 32, 1024),
                 (1, 32, 8192),
             ):
                 q = torch.empty(b, h, n, d, dtype=dtype, device="meta")

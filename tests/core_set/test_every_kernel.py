@@ -38,6 +38,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "most": (2, 2, 2, 137, 150, True),
         "unmasked": (1, 2, 2, 137, 150, False),
         "rounds": (2, 2, 2, 300, 290, True),
+        "two tiles": (2, 2, 2, 250, 350, True),
     },
     gpu={
         "short": (1, 4, 2, 65, 77, True),
@@ -49,7 +50,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "split": (1, 4, 2, 5, 4100, True),
         "shares": (1, 4, 2, 9, 4100, True),
         "few keys": (4, 40, 20, 193, 77, False),
-        "rows": (4, 40, 20, 1000, 321, False),
+        "rows": (4, 40, 20, 1150, 321, False),
         "long": (1, 10, 5, 4096, 4096, False),
     },
 )
@@ -61,7 +62,7 @@ def shapes_of(kernel: str) -> list[str]:
             "long": "blackwell_dc",  # pairs of CTAs
             "shares": "ampere",
             "few keys": "ampere",
-            "rows": "hopper",  # FP8
+            "rows": "hopper",  # tiles of 192 rows
         }
         return [shape for shape in SHAPES if only.get(shape, kernel) == kernel]
     return {
@@ -69,7 +70,7 @@ def shapes_of(kernel: str) -> list[str]:
         "ampere": ["short", "few", "many"],  # one tile is for few keys
         "blackwell_consumer": ["short", "few", "some", "most"],  # and some are in between
         "blackwell_dc": ["few", "rounds"],  # one CTA goes from tile to tile
-        "hopper": ["few", "many", "rounds", "unmasked"],  # one tile is for unmasked calls only
+        "hopper": ["few", "many", "two tiles"],  # of 128 or of 256 rows
     }.get(kernel, ["few", "many"])
 
 

@@ -60,17 +60,16 @@ int64_t fixed_shares(const Problem& problem);
 Reasons refuse_workspace(const Problem& problem, const std::string& folder, int64_t splits);
 constexpr int64_t MOST_WORKSPACE_BYTES = int64_t{4} << 30;
 
-// Chooses from a folder's table of tiles, of which those for few query rows can_split. Such a tile
-// is taken where it is the table's choice, where packed heads save a quarter of the CTAs, and where
-// a split is asked for or expected to be faster. A folder whose table has no such tile for the
-// problem's head dimensions does not split.
+// Chooses between `unsplit`, the tile of a folder's table that serves a call best without a split,
+// and the tile of the table for few query rows, which can_split. That one is taken where it is
+// `unsplit`, where packed heads save a quarter of the CTAs, and where a split is asked for or
+// expected to be faster. A folder whose table has no such tile for the problem's head dimensions
+// does not split.
 template <class T>
-std::variant<SplitChoice<T>, Reasons> choose_with_splits(const std::string& folder,
-                                                         std::span<const T> tiles,
-                                                         const Problem& problem,
-                                                         const Device& device) {
-  const auto [unsplit, reasons] = choose(folder, tiles, problem, device);
-  if (unsplit == nullptr) return reasons;
+std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder, const T* unsplit,
+                                                       std::span<const T> tiles,
+                                                       const Problem& problem,
+                                                       const Device& device) {
   SplitChoice<T> choice{*unsplit};
   const T* found = unsplit;
   if (!unsplit->can_split) {
@@ -107,6 +106,17 @@ std::variant<SplitChoice<T>, Reasons> choose_with_splits(const std::string& fold
   const int64_t largest = std::max(ctas, choice.splits > 1 ? combine_ctas(problem) : 0);
   if (largest > GRID_LIMIT) return grid_too_large(largest);
   return choice;
+}
+
+// The same with the tile that the table's rules choose.
+template <class T>
+std::variant<SplitChoice<T>, Reasons> choose_with_splits(const std::string& folder,
+                                                         std::span<const T> tiles,
+                                                         const Problem& problem,
+                                                         const Device& device) {
+  const auto [unsplit, reasons] = choose(folder, tiles, problem, device);
+  if (unsplit == nullptr) return reasons;
+  return choose_splits_of(folder, unsplit, tiles, problem, device);
 }
 
 // Adds a reason if a split is asked for with what a folder does not split, such as
