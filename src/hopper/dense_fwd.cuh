@@ -51,10 +51,41 @@ template <class C>
 __device__ __forceinline__ uint32_t mask_empty(uint32_t shared_smem, int stage) {
   return shared_smem + C::MASK_BARRIER_SMEM + 8 * stage;
 }
+// The tile of elements in a stage of their ring.
+template <class C>
+__device__ __forceinline__ uint32_t mask_smem(uint32_t shared_smem, int stage) {
+  return shared_smem + C::MASK_SMEM + stage * C::MASK_STEP;
+}
+// Goes on to the next stage of Q. Elements that are added may need the second one themselves.
+template <class C>
+__device__ __forceinline__ void advance_q(RingPosition<C::Q_STAGES>& q_ring,
+                                          const MaskParams& masks) {
+  if (C::SHARES_Q && masks.mask_element == MaskElement::SixteenBits) {
+    q_ring.parity ^= 1;
+  } else {
+    q_ring.advance();
+  }
+}
 // The states in a message are a byte for each warpgroup; 0: its rows see no key.
 constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;
 
 // --- producer ---
+
+// The first and the last block of keys in which a range of a row of the tile lies; first > last if
+// there is none. first_block: the number of the slice's first row block.
+template <class C>
+__device__ __forceinline__ math::Blocks blocks_in_ranges(const DenseParams& params, int first_block,
+                                                         int first_row, int end_row) {
+  int first = INT32_MAX, last = -1;
+#pragma unroll
+  for (int group = 0; group < C::WARPGROUPS; ++group) {
+    const int row = first_row + group * C::GROUP_ROWS;
+    if (row >= end_row) continue;
+    const SeenKeys keys = params.seen_keys_gmem[first_block + row / MASK_BLOCK];
+    first = min(first, keys.first), last = max(last, keys.last);
+  }
+  return {math::block_start<C::BLOCK_K>(first), math::block_start<C::BLOCK_K>(last)};
+}
 
 // The blocks of keys that a tile sees, from the last one to the first. For a whole warp.
 template <class C>
@@ -124,6 +155,7 @@ template <class C>
 __device__ __forceinline__ void produce_dense(const DenseParams& all_params, unsigned char* shared,
                                               uint32_t shared_smem) {
   const Params& params = all_params.call;
+  const MaskParams& masks = all_params.masks;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
@@ -141,13 +173,18 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     tile.first_row = rows.first_row;
     tile.end_row = rows.end_row;
     const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
-    const math::Blocks blocks = find_blocks<C>(params, tile, visible);
+    math::Blocks blocks = find_blocks<C>(params, tile, visible);
     const int batch = tile.batch_head / attention.heads_q;
     const int head = tile.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
     const int mask_batch = all_params.mask_batches == 1 ? 0 : batch;
     const int mask_head = all_params.mask_heads == 1 ? 0 : head;
     const int slice = mask_batch * all_params.mask_heads + mask_head;
+    if (masks.ranges_gmem != nullptr) {
+      const math::Blocks ranged = blocks_in_ranges<C>(
+          all_params, slice * all_params.row_blocks, tile.first_row, tile.end_row);
+      blocks = {max(blocks.first, ranged.first), min(blocks.last, ranged.last)};
+    }
 
     const auto load_k = [&](const typename StatedBlocks<C>::Block& block, bool last) {
       const bool added = (block.states & ADDED_FOR_ANY) != 0;
@@ -168,8 +205,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
             attention.k_head == 0 ? 0 : kv_head, attention.k_batch == 0 ? 0 : batch, full);
         if (added) {
           math::start_copy<typename C::MaskTile>(
-              shared_smem + C::MASK_SMEM + mask_ring.stage * C::MaskTile::BYTES,
-              all_params.mask_map, tile.first_row, mask_head, mask_batch, full, block.key);
+              mask_smem<C>(shared_smem, mask_ring.stage), all_params.mask_map, tile.first_row, mask_head, mask_batch, full, block.key);
         }
       }
       if (added) mask_ring.advance();
@@ -214,7 +250,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
         ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
       }
     }
-    q_ring.advance();
+    advance_q<C>(q_ring, masks);
 #pragma unroll 1
     while (block.key >= 0) {
       const int key = block.key;
@@ -362,8 +398,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       if (may_add && (block_state & STATE_ADDED) != 0) {
         const auto row = static_cast<int>(thread / 32 * 16 + lane % 16);
-        const uint32_t row_smem = shared_smem + C::MASK_SMEM +
-                                  mask_ring.stage * C::MaskTile::BYTES +
+        const uint32_t row_smem = mask_smem<C>(shared_smem, mask_ring.stage) +
                                   C::MaskTile::offset(row, static_cast<int>(lane / 16));
         if ((block_state & STATE_HUGE) != 0 || adds_late) {
           add_elements<C>(s_rmem, row_smem, [&](float& x, float element) {
@@ -525,7 +560,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
 
     store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     hand_back_q(barriers, q_ring.stage);
-    q_ring.advance();
+    advance_q<C>(q_ring, masks);
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
   // arrivals.

@@ -439,7 +439,13 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   };
   add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
   add(offsetof(DenseParams, states_gmem), blocks.count());
-  if (problem.mask != 0) add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+  if (problem.mask != 0) {
+    add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+  } else {
+    const int64_t row_blocks = blocks.count() / blocks.key_blocks;
+    add(offsetof(DenseParams, seen_keys_gmem),
+        row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
+  }
   plan.workspace_bytes = workspace.bytes();
 
   Launch first;
