@@ -91,7 +91,8 @@ __device__ __forceinline__ math::Blocks blocks_in_ranges(const DenseParams& para
 template <class C>
 struct StatedBlocks {
   const DenseParams& params;
-  const uint8_t* states_gmem;  // of the head's first row block
+  const uint8_t* states_gmem;  // of the head's first row block: of the summary, or of block_mask
+  int64_t row_step;            // from the states of a row block to those of the next one
   math::VisibleKeys visible;
   int first_row, end_row;  // of the tile
   int first;               // the first key of the first block that may be seen
@@ -123,7 +124,7 @@ struct StatedBlocks {
   // Looks at 32 blocks, from the one at `key` backwards.
   __device__ __forceinline__ void look_at(int key) {
     top = key;
-    const uint32_t of_unseen = params.bits_gmem != nullptr ? STATE_HIDDEN : STATE_RANGED;
+    const bool is_table = params.masks.blocks_gmem != nullptr;
     const int of_lane = key - static_cast<int>(threadIdx.x % 32) * C::BLOCK_K;
     states = 0;
 #pragma unroll
@@ -139,10 +140,12 @@ struct StatedBlocks {
           state |= STATE_BEYOND;
           continue;
         }
-        const uint32_t of_mask =
-            states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
-                        part / MASK_BLOCK];
-        state |= of_mask == 0 ? of_unseen : of_mask;
+        const uint8_t of_mask =
+            states_gmem[row / MASK_BLOCK * row_step + part / MASK_BLOCK];
+        const uint32_t of_unseen = params.bits_gmem != nullptr ? STATE_HIDDEN
+                                   : !is_table                 ? STATE_RANGED
+                                       : STATE_PART_UNSEEN << (part - of_lane) / MASK_BLOCK;
+        state |= of_mask == 0 ? of_unseen : is_table ? STATE_SEEN : of_mask;
         if (visible.masks(row, last_row, part, part + MASK_BLOCK - 1)) state |= STATE_BEYOND;
       }
       if ((state & STATE_SEEN) != 0) states |= state << (8 * group);
@@ -223,9 +226,14 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       v_ring.advance();
     };
 
+    const uint8_t* states_gmem = all_params.states_gmem + static_cast<int64_t>(slice) *
+                                                              all_params.row_blocks *
+                                                              all_params.key_blocks;
+    if (masks.blocks_gmem != nullptr)
+      states_gmem = masks.blocks_gmem + batch * masks.blocks_batch + head * masks.blocks_head;
     StatedBlocks<C> seen{all_params,
-                         all_params.states_gmem + static_cast<int64_t>(slice) *
-                                                      all_params.row_blocks * all_params.key_blocks,
+                         states_gmem,
+                         masks.blocks_gmem != nullptr ? masks.blocks_row : all_params.key_blocks,
                          visible,
                          tile.first_row,
                          tile.end_row,
@@ -412,7 +420,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         }
         ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
       }
-      if ((block_state & (STATE_HIDDEN | STATE_RANGED | STATE_BEYOND)) != 0) {
+      if ((block_state & ~(STATE_SEEN | STATE_ADDED | STATE_HUGE)) != 0) {
         // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
         const auto bits_of = [&](int part, int r, int begin, int end) {
           const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
@@ -449,6 +457,10 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
           }
 #pragma unroll
           for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) seen[part] &= in_ranges[part];
+        }
+#pragma unroll
+        for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+          if ((block_state & STATE_PART_UNSEEN << part) != 0) seen[part] = 0;
         }
         select_scores<C>(s_rmem, seen);
       }

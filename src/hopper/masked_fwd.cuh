@@ -151,6 +151,12 @@ struct SeenBlocks {
   }
 };
 
+// The number of the tile that is taken at position `index`.
+__device__ __forceinline__ int ordered_tile(const MaskedParams& params, int index) {
+  const int place = index - (params.call.tiles - params.ordered);
+  return place < 0 ? index : params.order_gmem[place];
+}
+
 template <class C>
 __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
                                                unsigned char* shared, uint32_t shared_smem) {
@@ -167,8 +173,8 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
        index = next_tile(params, index)) {
     SeekingTile tile{};
     static_cast<math::Work&>(tile) =
-        math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
-                        params.packed_heads.count);
+        math::find_work(attention, ordered_tile(all_params, static_cast<int>(index)) / shares,
+                        rows_of_tile<C>(params), params.packed_heads.count);
     if (tile.first_row < 0) continue;
     tile.split = static_cast<int>(index) % shares;
     tile.end_row = tile.nq;

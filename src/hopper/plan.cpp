@@ -222,6 +222,7 @@ struct SummaryBlocks {
   int64_t bits_bytes() const { return count() * SUMMARY_WORDS * 4; }
 
   static const Strides& strides(const Problem& problem) {
+    if (problem.block_mask) return problem.block_strides;
     return problem.mask != 0 ? problem.mask_strides : problem.range_strides;
   }
 };
@@ -232,9 +233,9 @@ bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
   constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
   constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
-  if ((problem.mask != 0) == (problem.key_ranges != 0) || problem.alibi_slopes ||
-      problem.block_mask)
-    return false;
+  const int given = (problem.mask != 0) + (problem.key_ranges != 0) + (problem.block_mask ? 1 : 0);
+  if (given != 1 || problem.alibi_slopes) return false;
+  if (problem.block_mask) return false;
   const SummaryBlocks blocks(problem);
   const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
   if (blocks.count() == 0 || bytes > MOST_SUMMARY_BYTES) return false;
@@ -291,7 +292,9 @@ bool counts_tiles(LaunchPlan plan, const Problem& problem, const Device& device)
   constexpr double COUNTER_KEYS = 128;
   constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;  // with more of them the counter costs nothing
   const int64_t tiles = plan.tile.tiles * plan.tile.v_slices, ctas = plan.tile.ctas;
-  if (tiles > ctas && problem.kv_cache && problem.batch > 1) return true;  // of unknown lengths
+  const bool unknown_lengths = (problem.kv_cache && problem.batch > 1) || problem.block_mask ||
+                               problem.key_ranges != 0;
+  if (tiles > ctas && unknown_lengths) return true;
   if (tiles <= ctas || core::equal_tiles(problem)) return false;
   if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
   plan.problem = problem;
@@ -341,6 +344,43 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
   first.pointers = last.pointers;
   first.pointers.push_back(
       {Operand::Workspace, static_cast<int32_t>(offsetof(Params, v_columns_gmem)), start});
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
+// How many of the last tiles of a call with block_mask are ordered by their work: those of two rounds.
+// Under a causal mask or a window the tiles' positions say more of it than the table.
+int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const Tile& tile) {
+  constexpr int64_t ROUNDS = 2;
+  const int64_t tiles = plan.tile.tiles, ctas = plan.tile.ctas;
+  if (!problem.block_mask || tiles <= ctas || !core::equal_tiles(problem) || problem.varlen ||
+      core::packed_heads(tile).count > 1)
+    return 0;
+  return std::min({tiles, ROUNDS * ctas, int64_t{MOST_ORDERED}});
+}
+
+// Puts the launch that orders `ordered` tiles before that of `plan`. It zeroes the counter of tiles.
+void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered) {
+  Launch& last = plan.launches[0];
+  MaskedParams params;
+  std::memcpy(static_cast<void*>(&params), last.params.data(), sizeof params);
+  params.ordered = static_cast<int32_t>(ordered);
+  last.params = core::bytes(params);
+  core::Workspace workspace;
+  const auto add = [&](size_t offset, int64_t bytes) {
+    const auto slot = static_cast<int32_t>(offset);
+    last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
+  };
+  add(offsetof(MaskedParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
+  add(offsetof(MaskedParams, order_gmem), ordered * sizeof(*MaskedParams::order_gmem));
+  plan.workspace_bytes = workspace.bytes();
+
+  Launch first;
+  first.kernel = std::string("hopper_order_tiles_") + core::dtype_word(problem.dtype);
+  first.image = last.image;
+  first.grid = {core::ceil_div(ordered, int64_t{ORDER_TILES}), 1, 1};
+  first.block = {ORDER_THREADS, 1, 1};
+  first.params = last.params;
+  first.pointers = last.pointers;
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 
@@ -438,6 +478,11 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
     last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
   };
   add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
+  if (problem.block_mask) {  // the table is the summary
+    plan.workspace_bytes = workspace.bytes();
+    plan.zeroed_bytes = sizeof(*Params::taken_gmem);
+    return;
+  }
   add(offsetof(DenseParams, states_gmem), blocks.count());
   if (problem.mask != 0) {
     add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
@@ -527,10 +572,13 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (tile.can_split) params.packed_heads = core::packed_heads(tile);
   params.v_slices = static_cast<int32_t>(v_slices);
   if (is_fp8(problem.dtype)) params.v_columns = static_cast<int32_t>(v_columns(problem));
-  // One CTA per SM that goes on to the next tile loads its Q and keys while the last one is
-  // computed and written. Where several share an SM they do that for one another.
-  const bool stays = core::resident_ctas(tile, device) == 1;
-  const int64_t ctas = stays ? std::min<int64_t>(tiles, device.sm_count) : tiles;
+  // A CTA that goes on to the next tile loads its keys while the last one is computed and written.
+  // Where several share an SM they do that for one another, but with masks as data the search for
+  // the first block of a tile comes on top of it.
+  const int resident = core::resident_ctas(tile, device);
+  const bool stays = resident == 1 || (is_masked(problem) && splits == 1);
+  const int64_t ctas =
+      stays ? std::min<int64_t>(tiles, static_cast<int64_t>(resident) * device.sm_count) : tiles;
   LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params);
   plan.tile.v_slices = v_slices;
   plan.tile.row_step = tile.row_step;
@@ -543,7 +591,13 @@ PlanResult plan(const Problem& problem, const Device& device) {
     add_summary(plan, problem);
     return plan;
   }
-  if (is_masked(problem)) add_masks(plan, problem);
+  if (is_masked(problem)) {
+    add_masks(plan, problem);
+    if (const int64_t ordered = ordered_tiles(plan, problem, tile); ordered > 0) {
+      order_tiles(plan, problem, ordered);
+      return plan;
+    }
+  }
   core::Workspace workspace;
   if (splits == 1 && stays && counts_tiles(plan, problem, device)) {
     plan.zeroed_bytes = sizeof(*params.taken_gmem);
