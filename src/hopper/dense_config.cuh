@@ -17,9 +17,7 @@ constexpr uint32_t STATE_ADDED = 4;    // something else than 0 is added
 constexpr uint32_t STATE_HUGE = 8;     // some of it is not below LARGEST_ADDED
 constexpr uint32_t STATE_RANGED = 16;  // key_ranges hide some key of some row
 constexpr uint32_t STATE_BEYOND = 32;  // a row's position hides some; no part of the summary
-// block_mask hides the first MASK_BLOCK keys of the block, or with the next bit the next ones; no
-// part of the summary.
-constexpr uint32_t STATE_PART_UNSEEN = 64;
+constexpr uint32_t STATE_SLOPED = 64;  // alibi_slopes change all scores; no part of the summary
 
 // Elements below it can be added before the scores are scaled, if the scale is not below
 // 1 / LARGEST_FACTOR: their product is finite.

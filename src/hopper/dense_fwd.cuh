@@ -1,7 +1,7 @@
 // Attention forward on TMA, mbarriers and wgmma with a dense attn_mask, bool or added in 16 bits,
-// or with key_ranges, together with the causal mask and the window.
+// or with key_ranges, or with alibi_slopes, together with the causal mask and the window.
 //
-// A kernel before this one has read the mask (summarize_mask.cuh). Its summary says of each block
+// A kernel before this one has read the mask (summarize_mask.cuh); slopes need none. Its summary says of each block
 // of MASK_BLOCK rows and keys whether it changes anything, and which scores count, as bits in the
 // order in which wgmma leaves scores. So the kernel is that of attention_fwd.cuh for many rows with
 // another walk: the producer skips blocks that no row of the tile sees, and tells each warpgroup
@@ -15,6 +15,7 @@
 //   HIDDEN, RANGED, BEYOND               selects scores by bits, ranges or position
 //   ADDED                                adds elements to scores that are not scaled yet: one FMA
 //   HUGE                                 adds them to scaled scores, and keeps the sums finite
+//   SLOPED                               subtracts the slope times the distance, likewise
 //
 // Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
 // rings. The message of a block is written before the producer arrives at its k_full, and read
@@ -34,6 +35,7 @@
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
@@ -91,8 +93,7 @@ __device__ __forceinline__ math::Blocks blocks_in_ranges(const DenseParams& para
 template <class C>
 struct StatedBlocks {
   const DenseParams& params;
-  const uint8_t* states_gmem;  // of the head's first row block: of the summary, or of block_mask
-  int64_t row_step;            // from the states of a row block to those of the next one
+  const uint8_t* states_gmem;  // of the head's first row block
   math::VisibleKeys visible;
   int first_row, end_row;  // of the tile
   int first;               // the first key of the first block that may be seen
@@ -124,7 +125,8 @@ struct StatedBlocks {
   // Looks at 32 blocks, from the one at `key` backwards.
   __device__ __forceinline__ void look_at(int key) {
     top = key;
-    const bool is_table = params.masks.blocks_gmem != nullptr;
+    const uint32_t of_unseen = params.bits_gmem != nullptr ? STATE_HIDDEN : STATE_RANGED;
+    const bool sloped = params.masks.slopes_gmem != nullptr;
     const int of_lane = key - static_cast<int>(threadIdx.x % 32) * C::BLOCK_K;
     states = 0;
 #pragma unroll
@@ -140,12 +142,11 @@ struct StatedBlocks {
           state |= STATE_BEYOND;
           continue;
         }
-        const uint8_t of_mask =
-            states_gmem[row / MASK_BLOCK * row_step + part / MASK_BLOCK];
-        const uint32_t of_unseen = params.bits_gmem != nullptr ? STATE_HIDDEN
-                                   : !is_table                 ? STATE_RANGED
-                                       : STATE_PART_UNSEEN << (part - of_lane) / MASK_BLOCK;
-        state |= of_mask == 0 ? of_unseen : is_table ? STATE_SEEN : of_mask;
+        const uint32_t of_mask =
+            sloped ? STATE_SEEN | STATE_SLOPED
+                   : states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
+                                 part / MASK_BLOCK];
+        state |= of_mask == 0 ? of_unseen : of_mask;
         if (visible.masks(row, last_row, part, part + MASK_BLOCK - 1)) state |= STATE_BEYOND;
       }
       if ((state & STATE_SEEN) != 0) states |= state << (8 * group);
@@ -166,8 +167,12 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
   RingPosition<C::MASK_STAGES> mask_ring;
   RingPosition<C::Q_STAGES> q_ring;
 
+  // All that the kernel before this one has written can be read: the summary, and the counter of
+  // tiles.
+  ptx::griddepcontrol_wait();
+  unsigned next_index = 0;
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
-       index = next_tile(params, index)) {
+       index = next_index) {
     SeekingTile tile{};
     static_cast<math::Work&>(tile) =
         math::find_work(attention, static_cast<int>(index), C::BLOCK_Q, 1);
@@ -226,14 +231,9 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       v_ring.advance();
     };
 
-    const uint8_t* states_gmem = all_params.states_gmem + static_cast<int64_t>(slice) *
-                                                              all_params.row_blocks *
-                                                              all_params.key_blocks;
-    if (masks.blocks_gmem != nullptr)
-      states_gmem = masks.blocks_gmem + batch * masks.blocks_batch + head * masks.blocks_head;
     StatedBlocks<C> seen{all_params,
-                         states_gmem,
-                         masks.blocks_gmem != nullptr ? masks.blocks_row : all_params.key_blocks,
+                         all_params.states_gmem + static_cast<int64_t>(slice) *
+                                                      all_params.row_blocks * all_params.key_blocks,
                          visible,
                          tile.first_row,
                          tile.end_row,
@@ -259,16 +259,24 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       }
     }
     advance_q<C>(q_ring, masks);
+    // The next tile is taken before the last block is waited for, which hides the time of it.
+    bool is_taken = false;
+    const auto take_next = [&] {
+      if (!is_taken) next_index = next_tile(params, index);
+      is_taken = true;
+    };
 #pragma unroll 1
     while (block.key >= 0) {
       const int key = block.key;
       block = next;
       if (block.key >= 0) {
         next = seen.up_to(block.key - C::BLOCK_K);
+        if (next.key < 0) take_next();
         load_k(block, next.key < 0);
       }
       load_v(key);
     }
+    take_next();
   }
   send_no_tile<C, SeekingTile>(barriers, shared, q_ring, leader);
 }
@@ -312,6 +320,19 @@ __device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, uint32_t r
       add(s[0], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
       add(s[1], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
     }
+  }
+}
+
+// Calls add(s, d) with each score of a lane and the distance of its key before its row. distance:
+// that of the lane's first key and row.
+template <class C, class Add>
+__device__ __forceinline__ void add_distances(math::Scores<C>& s_rmem, float distance,
+                                              const Add& add) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      add(s_rmem[0][n][i], distance + static_cast<float>(8 * (i / 2) - 8 * n - i % 2));
   }
 }
 
@@ -393,7 +414,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         if ((block_state & STATE_HIDDEN) == 0) continue;
         // Keys behind the last block of the summary are hidden by their position.
         const int number = min(key / MASK_BLOCK + part, all_params.key_blocks - 1);
-        seen[part] = __ldg(bits_gmem + static_cast<int64_t>(number) * SUMMARY_WORDS);
+        seen[part] = bits_gmem[static_cast<int64_t>(number) * SUMMARY_WORDS];
       }
     };
     // What a block needs that is not clear. Returns the scale of scores that are finished.
@@ -420,7 +441,35 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         }
         ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
       }
-      if ((block_state & ~(STATE_SEEN | STATE_ADDED | STATE_HUGE)) != 0) {
+      if (may_add && (block_state & STATE_SLOPED) != 0) {
+        const int64_t q_offset = math::find_q_offset(attention, tile);
+        const float slope = __ldg(masks.slopes_gmem + batch * masks.slopes_batch +
+                                  head * masks.slopes_head);
+        const float longest = fabsf(static_cast<float>(q_offset)) +
+                              static_cast<float>(attention.nq) + static_cast<float>(attention.nk);
+        const bool late = adds_late || !(fabsf(slope) * longest < LARGEST_ADDED);
+        // The positions of the warpgroup's first and last row, from the block's first key on.
+        const int64_t first = q_offset + tile.first_row + group * C::GROUP_ROWS - key;
+        const int64_t last = first + C::GROUP_ROWS - 1;
+        const auto lane_row = static_cast<int>(thread % C::WARPGROUP / 32 * 16 + lane / 4);
+        const auto distance = static_cast<float>(first + lane_row - static_cast<int>(lane % 4 * 2));
+        if (late) {
+          const float step = slope * math::LOG2_E;
+          add_distances<C>(s_rmem, distance, [&](float& x, float d) {
+            x = fmaf(-step, fabsf(d), __fmul_rn(x, scale));
+            if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+          });
+          scale = 1.0f;
+        } else if (first < C::BLOCK_K - 1 && last > 0) {
+          const float step = slope * factor;
+          add_distances<C>(s_rmem, distance,
+                           [&](float& x, float d) { x = fmaf(-step, fabsf(d), x); });
+        } else {  // all keys lie on one side of all rows
+          const float step = last > 0 ? slope * factor : -slope * factor;
+          add_distances<C>(s_rmem, distance, [&](float& x, float d) { x = fmaf(-step, d, x); });
+        }
+      }
+      if ((block_state & (STATE_HIDDEN | STATE_RANGED | STATE_BEYOND)) != 0) {
         // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
         const auto bits_of = [&](int part, int r, int begin, int end) {
           const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
@@ -457,10 +506,6 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
           }
 #pragma unroll
           for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) seen[part] &= in_ranges[part];
-        }
-#pragma unroll
-        for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
-          if ((block_state & STATE_PART_UNSEEN << part) != 0) seen[part] = 0;
         }
         select_scores<C>(s_rmem, seen);
       }
@@ -558,7 +603,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
           step_alone(block_state, key, states);
         } else if (block_state == clear) {
           step.template operator()<false, false>(block_state, key, states);
-        } else if ((block_state & STATE_ADDED) == 0 && clear != 0) {
+        } else if ((block_state & (STATE_ADDED | STATE_SLOPED)) == 0 && clear != 0) {
           step.template operator()<true, false>(block_state, key, states);
         } else {
           step.template operator()<true, true>(block_state, key, states);

@@ -149,7 +149,7 @@ constexpr Tile PAGES_TILES[] = {
 };
 
 // For a dense attn_mask or ranges (reads_summary). Few row tiles are left to the tiles above.
-constexpr const char* DENSE = "a dense attn_mask or ranges, of which a summary is made first";
+constexpr const char* DENSE = "a dense attn_mask or ranges, summarized first, or ALiBi's slopes";
 constexpr Tile DENSE_TILES[] = {
     tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[0],
@@ -222,20 +222,20 @@ struct SummaryBlocks {
   int64_t bits_bytes() const { return count() * SUMMARY_WORDS * 4; }
 
   static const Strides& strides(const Problem& problem) {
-    if (problem.block_mask) return problem.block_strides;
     return problem.mask != 0 ? problem.mask_strides : problem.range_strides;
   }
 };
 
-// Whether the kernels that read a summary can serve a call: attn_mask or key_ranges are the only
-// mask as data, and a tensor map describes the elements of attn_mask if they are added.
+// Whether the kernels that read a summary can serve a call: attn_mask, key_ranges or alibi_slopes,
+// which need none, are the only mask as data, and a tensor map describes the elements of attn_mask
+// if they are added.
 bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
   constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
   constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
-  const int given = (problem.mask != 0) + (problem.key_ranges != 0) + (problem.block_mask ? 1 : 0);
-  if (given != 1 || problem.alibi_slopes) return false;
-  if (problem.block_mask) return false;
+  const int given = (problem.mask != 0) + (problem.key_ranges != 0) + (problem.alibi_slopes ? 1 : 0);
+  if (given != 1 || problem.block_mask) return false;
+  if (problem.alibi_slopes) return !problem.varlen;
   const SummaryBlocks blocks(problem);
   const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
   if (blocks.count() == 0 || bytes > MOST_SUMMARY_BYTES) return false;
@@ -381,6 +381,7 @@ void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered) {
   first.block = {ORDER_THREADS, 1, 1};
   first.params = last.params;
   first.pointers = last.pointers;
+  last.starts_early = true;
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 
@@ -478,7 +479,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
     last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
   };
   add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
-  if (problem.block_mask) {  // the table is the summary
+  if (problem.alibi_slopes) {  // nothing to summarize
     plan.workspace_bytes = workspace.bytes();
     plan.zeroed_bytes = sizeof(*Params::taken_gmem);
     return;
@@ -502,6 +503,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   first.block = {SUMMARY_THREADS, 1, 1};
   first.params = last.params;
   first.pointers = last.pointers;
+  last.starts_early = true;
 
   if (problem.mask > 1) {
     const Strides& strides = problem.mask_strides;

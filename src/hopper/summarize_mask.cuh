@@ -9,6 +9,7 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/lane_masks.cuh"
 #include "common/math/masks.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "hopper/dense_config.cuh"
 #include "hopper/dense_params.h"
 
@@ -26,6 +27,7 @@ template <DType DTYPE>
 __device__ __forceinline__ void summarize_mask(const DenseParams& params) {
   using C = SummaryConfig<DTYPE>;
   __shared__ uint32_t state_of_warp[SUMMARY_THREADS / 32];
+  ptx::griddepcontrol_launch_dependents();
   const MaskParams& masks = params.masks;
   const AttentionParams& attention = params.call.attention;
   const unsigned block = blockIdx.x;
@@ -92,6 +94,7 @@ __device__ __forceinline__ void summarize_mask(const DenseParams& params) {
 // of it lies.
 __device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
   constexpr int LANE_ROWS = MASK_BLOCK / 32;
+  ptx::griddepcontrol_launch_dependents();
   const MaskParams& masks = params.masks;
   const AttentionParams& attention = params.call.attention;
   const int row_block = static_cast<int>(blockIdx.x % params.row_blocks);

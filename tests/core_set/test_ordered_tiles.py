@@ -78,5 +78,5 @@ def test_which_calls_order_their_tiles() -> None:
     assert len(kernels(plan_on(6, q, k, v, block_mask=table))) == 1  # a CTA for each
     # Under a causal mask the last rows come first.
     assert len(kernels(plan_on(1, q, k, v, block_mask=table, causal=True))) == 1
-    slopes = torch.ones(1, device=on.device)
+    slopes = torch.ones(2, device=on.device)
     assert len(kernels(plan_on(1, q, k, v, alibi_slopes=slopes))) == 1
