@@ -122,8 +122,9 @@ def load_cases(path: Path = CASES_FILE) -> list[Case]:
             cases.append(Case(**fields))
         except TypeError as error:
             raise ValueError(f"{path.name}: case {table.get('name')!r}: {error}") from error
-    for what, values in (("name", [c.name for c in cases]), ("shape", [(c.key, c.mask) for c in cases])):
-        if len(set(values)) != len(cases):
+    names, shapes = [c.name for c in cases], [(c.key, c.mask) for c in cases]
+    for what, count in (("name", len(set(names))), ("shape", len(set(shapes)))):
+        if count != len(cases):
             raise ValueError(f"{path.name}: two cases have the same {what}")
     return cases
 

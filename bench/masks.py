@@ -189,7 +189,7 @@ def flex_blocks(
 
     heads = None if heads == 1 else heads
     made = create_block_mask(keep, batch, heads, case.nq, case.nk, BLOCK_SIZE=size, device="cuda")
-    # FlexAttention's tiles must divide its blocks; those that it chooses by itself do not divide 64.
+    # FlexAttention's tiles must divide its blocks; those that it chooses do not divide 64.
     tiles = {"kernel_options": {"BLOCK_M": size, "BLOCK_N": size}} if size < 128 else {}
     return {"block_mask": made, **tiles}
 
@@ -198,7 +198,7 @@ def flex_blocks(
 
 
 def masked_candidates() -> list[Candidate]:
-    """Everyone who serves calls with masks as data, and archflash and PyTorch as they are chosen."""
+    """Everyone who serves masks as data, and archflash and PyTorch as they are chosen."""
     import torch
 
     import archflash
@@ -224,7 +224,9 @@ def masked_candidates() -> list[Candidate]:
     ]
     version = archflash.__version__
     found.append(
-        Candidate("hopper-packed", version, True, packed, refuses=not_packed, features="layout=packed")
+        Candidate(
+            "hopper-packed", version, True, packed, refuses=not_packed, features=LAYOUT + "packed"
+        )
     )
     found += [
         dataclasses.replace(candidate, bind=dense, **replaced)

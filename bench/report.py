@@ -6,11 +6,11 @@ A table stands between `<!-- bench:GPU/TABLE -->` and `<!-- /bench -->`, each on
 GPU is the name of a file in bench/results. TABLE is a group of bench/cases.toml (every kernel and
 every peer), `plain` (what a plain call gets, beside the best peer, for the cases of the group
 `readme`), `sustained` (every candidate timed alone, for the cases of 16 and 8 bits with more than
-one query), `masks` (calls with masks as data, of bench/masks.toml), `published` (ratios to torch-math beside published ones), `host` (cost of one call on
-the host) or `end-to-end` (models with PyTorch's attention and with archflash). In all tables but
-`sustained`, and but for the last column of `plain`, candidates took turns. What a plain call gets
-is what `archflash.explain` chooses for that GPU, so tables of speed need the installed package,
-with PyTorch 2.10 or newer.
+one query), `masks` (calls with masks as data, of bench/masks.toml), `published` (ratios to
+torch-math beside published ones), `host` (cost of one call on the host) or `end-to-end` (models
+with PyTorch's attention and with archflash). In all tables but `sustained`, and but for the last
+column of `plain`, candidates took turns. What a plain call gets is what `archflash.explain` chooses
+for that GPU, so tables of speed need the installed package, with PyTorch 2.10 or newer.
 
 Exit status: 0 when the tables are up to date, 1 when --check finds one that is not, 2 when a marker
 or a result file cannot be read.
@@ -413,7 +413,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return speed_table(rows, many, run_id, sustained=True)
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
-        known = ", ".join(["plain", "sustained", "masks", "published", "host", "end-to-end", *groups])
+        others = ("plain", "sustained", "masks", "published", "host", "end-to-end")
+        known = ", ".join([*others, *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)
 
