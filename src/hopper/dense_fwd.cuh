@@ -1,12 +1,12 @@
 // Attention forward on TMA, mbarriers and wgmma with a dense attn_mask, bool or added in 16 bits,
 // or with key_ranges, or with alibi_slopes, together with the causal mask and the window.
 //
-// A kernel before this one has read the mask (summarize_mask.cuh); slopes need none. Its summary says of each block
-// of MASK_BLOCK rows and keys whether it changes anything, and which scores count, as bits in the
-// order in which wgmma leaves scores. So the kernel is that of attention_fwd.cuh for many rows with
-// another walk: the producer skips blocks that no row of the tile sees, and tells each warpgroup
-// with each block's K what the block needs. What is added comes by TMA, the bits are loaded while
-// the products run.
+// A kernel before this one has read the mask (summarize_mask.cuh); slopes need none. Its summary
+// says of each block of MASK_BLOCK rows and keys whether it changes anything, and which scores
+// count, as bits in the order in which wgmma leaves scores. So the kernel is that of
+// attention_fwd.cuh for many rows with another walk: the producer skips blocks that no row of the
+// tile sees, and tells each warpgroup with each block's K what the block needs. What is added comes
+// by TMA, the bits are loaded while the products run.
 //
 //   state of the block for a warpgroup   what the warpgroup does
 //   0                                    waits, and hands the block back
@@ -189,8 +189,8 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     const int mask_head = all_params.mask_heads == 1 ? 0 : head;
     const int slice = mask_batch * all_params.mask_heads + mask_head;
     if (masks.ranges_gmem != nullptr) {
-      const math::Blocks ranged = blocks_in_ranges<C>(
-          all_params, slice * all_params.row_blocks, tile.first_row, tile.end_row);
+      const math::Blocks ranged = blocks_in_ranges<C>(all_params, slice * all_params.row_blocks,
+                                                      tile.first_row, tile.end_row);
       blocks = {max(blocks.first, ranged.first), min(blocks.last, ranged.last)};
     }
 
@@ -212,8 +212,9 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map, block.key,
             attention.k_head == 0 ? 0 : kv_head, attention.k_batch == 0 ? 0 : batch, full);
         if (added) {
-          math::start_copy<typename C::MaskTile>(
-              mask_smem<C>(shared_smem, mask_ring.stage), all_params.mask_map, tile.first_row, mask_head, mask_batch, full, block.key);
+          math::start_copy<typename C::MaskTile>(mask_smem<C>(shared_smem, mask_ring.stage),
+                                                 all_params.mask_map, tile.first_row, mask_head,
+                                                 mask_batch, full, block.key);
         }
       }
       if (added) mask_ring.advance();
@@ -443,8 +444,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       }
       if (may_add && (block_state & STATE_SLOPED) != 0) {
         const int64_t q_offset = math::find_q_offset(attention, tile);
-        const float slope = __ldg(masks.slopes_gmem + batch * masks.slopes_batch +
-                                  head * masks.slopes_head);
+        const float slope =
+            __ldg(masks.slopes_gmem + batch * masks.slopes_batch + head * masks.slopes_head);
         const float longest = fabsf(static_cast<float>(q_offset)) +
                               static_cast<float>(attention.nq) + static_cast<float>(attention.nk);
         const bool late = adds_late || !(fabsf(slope) * longest < LARGEST_ADDED);

@@ -10,8 +10,8 @@ namespace archflash::hopper {
 
 constexpr int MASKED_CONTEXT_BYTES = 48;  // what consumers read of a tile besides its message
 
-// order_tiles.cuh: the most tiles that are ordered, the threads of a CTA, and the tiles whose places
-// it finds.
+// order_tiles.cuh: the most tiles that are ordered, the threads of a CTA, and the tiles whose
+// places it finds.
 constexpr int MOST_ORDERED = 1024;
 constexpr int ORDER_THREADS = 1024;
 constexpr int ORDER_TILES = ORDER_THREADS / 32;

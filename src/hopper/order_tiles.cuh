@@ -13,8 +13,8 @@
 
 namespace archflash::hopper {
 
-// Every CTA counts the blocks of all ordered tiles, and finds the places of ORDER_TILES of them: one
-// warp for each.
+// Every CTA counts the blocks of all ordered tiles, and finds the places of ORDER_TILES of them:
+// one warp for each.
 __device__ __forceinline__ void order_tiles(const MaskedParams& params) {
   __shared__ int seen[MOST_ORDERED];
   __shared__ int64_t starts[MOST_ORDERED];  // of the tiles' rows of blocks, in elements

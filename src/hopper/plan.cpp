@@ -233,7 +233,8 @@ bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
   constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
   constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
-  const int given = (problem.mask != 0) + (problem.key_ranges != 0) + (problem.alibi_slopes ? 1 : 0);
+  const int given =
+      (problem.mask != 0) + (problem.key_ranges != 0) + (problem.alibi_slopes ? 1 : 0);
   if (given != 1 || problem.block_mask) return false;
   if (problem.alibi_slopes) return !problem.varlen;
   const SummaryBlocks blocks(problem);
@@ -292,8 +293,8 @@ bool counts_tiles(LaunchPlan plan, const Problem& problem, const Device& device)
   constexpr double COUNTER_KEYS = 128;
   constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;  // with more of them the counter costs nothing
   const int64_t tiles = plan.tile.tiles * plan.tile.v_slices, ctas = plan.tile.ctas;
-  const bool unknown_lengths = (problem.kv_cache && problem.batch > 1) || problem.block_mask ||
-                               problem.key_ranges != 0;
+  const bool unknown_lengths =
+      (problem.kv_cache && problem.batch > 1) || problem.block_mask || problem.key_ranges != 0;
   if (tiles > ctas && unknown_lengths) return true;
   if (tiles <= ctas || core::equal_tiles(problem)) return false;
   if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
@@ -347,8 +348,8 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 
-// How many of the last tiles of a call with block_mask are ordered by their work: those of two rounds.
-// Under a causal mask or a window the tiles' positions say more of it than the table.
+// How many of the last tiles of a call with block_mask are ordered by their work: those of two
+// rounds. Under a causal mask or a window the tiles' positions say more of it than the table.
 int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const Tile& tile) {
   constexpr int64_t ROUNDS = 2;
   const int64_t tiles = plan.tile.tiles, ctas = plan.tile.ctas;
@@ -358,7 +359,8 @@ int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const Tile
   return std::min({tiles, ROUNDS * ctas, int64_t{MOST_ORDERED}});
 }
 
-// Puts the launch that orders `ordered` tiles before that of `plan`. It zeroes the counter of tiles.
+// Puts the launch that orders `ordered` tiles before that of `plan`. It zeroes the counter of
+// tiles.
 void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered) {
   Launch& last = plan.launches[0];
   MaskedParams params;
@@ -489,8 +491,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
     add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
   } else {
     const int64_t row_blocks = blocks.count() / blocks.key_blocks;
-    add(offsetof(DenseParams, seen_keys_gmem),
-        row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
+    add(offsetof(DenseParams, seen_keys_gmem), row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
   }
   plan.workspace_bytes = workspace.bytes();
 

@@ -90,8 +90,8 @@ __device__ __forceinline__ void summarize_mask(const DenseParams& params) {
   }
 }
 
-// For key_ranges: what the rows of a row block see of each block of keys, and between which keys all
-// of it lies.
+// For key_ranges: what the rows of a row block see of each block of keys, and between which keys
+// all of it lies.
 __device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
   constexpr int LANE_ROWS = MASK_BLOCK / 32;
   ptx::griddepcontrol_launch_dependents();
@@ -149,7 +149,8 @@ __device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
   }
   if (threadIdx.x == 0) {
     params.seen_keys_gmem[blockIdx.x] = all_keys;
-    if (blockIdx.x == 0) *params.call.taken_gmem = 0;  // the attention kernel counts its tiles there
+    if (blockIdx.x == 0)
+      *params.call.taken_gmem = 0;  // the attention kernel counts its tiles there
   }
 }
 
