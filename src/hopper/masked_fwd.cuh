@@ -258,23 +258,18 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
     }
     q_ring.advance();
     // The next tile is taken before the last block is waited for, which hides the time of it.
-    bool is_taken = false;
-    const auto take_next = [&] {
-      if (!is_taken) next_index = find_next(index);
-      is_taken = true;
-    };
+    if (next.key < 0) next_index = find_next(index);
 #pragma unroll 1
     while (block.key >= 0) {
       const int key = block.key;
       block = next;
       if (block.key >= 0) {
         next = seen.up_to(block.key - C::BLOCK_K);
-        if (next.key < 0) take_next();
+        if (next.key < 0) next_index = find_next(index);
         load_k(block, next.key < 0);
       }
       load_v(key);
     }
-    take_next();
   }
   send_no_tile<C, SeekingTile>(barriers, shared, q_ring, leader);
 }
