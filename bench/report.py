@@ -268,10 +268,14 @@ def masks_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
         "torch-efficient": "torch-efficient",
         "torch-flex": "FlexAttention",
     }
+    measured = {case: masked_rows(rows, case, run_id) for case in cases}
+    names = {
+        name: shown for name, shown in names.items()
+        if any(name in found for found in measured.values())
+    }  # fmt: skip
     lines = []
     used: list[Row] = []
-    for case in cases:
-        found = masked_rows(rows, case, run_id)
+    for case, found in measured.items():
         used += [row for name, row in found.items() if name in names]
         cells = [f"{float(found[n]['p50_us']):.0f}" if n in found else "" for n in names]
         ours = [found[name] for name in ("hopper", "ampere") if name in found]
