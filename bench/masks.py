@@ -204,7 +204,7 @@ def masked_candidates() -> list[Candidate]:
     import archflash
 
     def ours(name: str | None, case: Case) -> Call:
-        forced = {} if name is None else {"implementation": name}
+        forced: dict[str, Any] = {} if name is None else {"implementation": name}
         options = mask_of(case).options
         return functools.partial(archflash.attention, causal=case.causal, **options, **forced)
 
@@ -216,7 +216,10 @@ def masked_candidates() -> list[Candidate]:
             sdpa, attn_mask=mask, is_causal=case.causal and mask is None, **extra
         )
 
-    replaced = {"refuses": lambda case: None, "refuses_on": lambda case, device: None}
+    replaced: dict[str, Any] = {
+        "refuses": lambda case: None,
+        "refuses_on": lambda case, device: None,
+    }
     found = [
         dataclasses.replace(candidate, bind=functools.partial(ours, candidate.name), **replaced)
         for candidate in our_candidates()
