@@ -410,7 +410,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         if ((block_state & STATE_HIDDEN) == 0) continue;
         // Keys behind the last block of the summary are hidden by their position.
         const int number = min(key / MASK_BLOCK + part, all_params.key_blocks - 1);
-        seen[part] = bits_gmem[static_cast<int64_t>(number) * SUMMARY_WORDS];
+        seen[part] = __ldg(bits_gmem + static_cast<int64_t>(number) * SUMMARY_WORDS);
       }
     };
     // What a block needs that is not clear. Returns the scale of scores that are finished.

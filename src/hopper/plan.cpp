@@ -504,7 +504,8 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   first.block = {SUMMARY_THREADS, 1, 1};
   first.params = last.params;
   first.pointers = last.pointers;
-  last.starts_early = true;
+  // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
+  last.starts_early = problem.mask == 0;
 
   if (problem.mask > 1) {
     const Strides& strides = problem.mask_strides;

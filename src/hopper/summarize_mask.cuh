@@ -27,7 +27,6 @@ template <DType DTYPE>
 __device__ __forceinline__ void summarize_mask(const DenseParams& params) {
   using C = SummaryConfig<DTYPE>;
   __shared__ uint32_t state_of_warp[SUMMARY_THREADS / 32];
-  ptx::griddepcontrol_launch_dependents();
   const MaskParams& masks = params.masks;
   const AttentionParams& attention = params.call.attention;
   const unsigned block = blockIdx.x;
