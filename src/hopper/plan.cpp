@@ -2,6 +2,7 @@
 #include "common/planning/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -68,7 +69,8 @@ struct Tile : core::Tile {
   bool in_turns;
   int row_step;
   int v_columns_of_cta;
-  bool dense;  // its kernel reads a summary of attn_mask
+  int grouped_slabs;  // of K and V, if they lie in GroupedTiles, else 0
+  bool dense;         // its kernel reads a summary of attn_mask
 };
 
 template <class C>
@@ -86,6 +88,7 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
           C::IN_TURNS,
           C::TILE_STEP,
           C::HEAD_DIM_V,
+          C::PAGES ? C::KTile::SLABS : 0,
           requires { typename C::MaskTile; }};
 }
 
@@ -126,7 +129,7 @@ constexpr Tile MASKED_TILES[] = {
 
 constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
 constexpr const char* WITH_CACHE_FEW = "a KV cache and few tiles: 64 rows make more of them";
-constexpr const char* WITH_PAGES = "pages of a multiple of 64 rows: fewer copies for a block";
+constexpr const char* WITH_PAGES = "pages of a KV cache: one copy brings all columns of their rows";
 constexpr core::ServesFrom MANY = {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25};
 constexpr core::ServesFrom MANY_256 = {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
 // hopper::tile, because an argument of namespace core would bring in core::tile.
@@ -138,15 +141,24 @@ constexpr Tile CACHE_TILES[] = {
     hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
     tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
 };
+// For pages whose rows a tensor map has in groups (page_groups): `Tile128` serves head dimensions
+// up to 128.
+template <class Tile128>
+constexpr auto pages_tiles(const char* name, const char* reason) {
+  return std::array{
+      hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
+      hopper::tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<Tile128>(name, MANY, reason),
+      hopper::tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<D256PagesCache<DType::F16>>("d256_pages_cache", MANY_256, WITH_PAGES),
+      hopper::tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+  };
+}
 constexpr int64_t PAGE_ROWS = 64;
-constexpr Tile PAGES_TILES[] = {
-    hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
-    tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
-    hopper::tile<D128PagesCache<DType::F16>>("d128_pages_cache", MANY, WITH_PAGES),
-    tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
-    hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
-    tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
-};
+constexpr auto PAGES_TILES = pages_tiles<D128PagesCache<DType::F16>>(
+    "d128_pages_cache", "pages of a multiple of 64 rows: two copies for a block of 128 keys");
+constexpr auto SMALL_PAGES_TILES =
+    pages_tiles<D128SmallPagesCache<DType::F16>>("d128_small_pages_cache", WITH_PAGES);
 
 // For a dense attn_mask or ranges (reads_summary). Few row tiles are left to the tiles above.
 constexpr const char* DENSE = "a dense attn_mask or ranges, of which a summary is made first";
@@ -248,9 +260,12 @@ bool reads_summary(const Problem& problem) {
 }
 
 std::span<const Tile> tiles_for(const Problem& problem, const Device& device) {
-  if (problem.kv_cache && problem.page_size > 0 && problem.page_size % PAGE_ROWS == 0)
-    return PAGES_TILES;
-  if (problem.kv_cache) return CACHE_TILES;
+  if (problem.kv_cache) {
+    const bool grouped = page_groups(problem, Operand::K) && page_groups(problem, Operand::V);
+    if (!grouped) return CACHE_TILES;
+    if (problem.page_size % PAGE_ROWS == 0) return PAGES_TILES;
+    return SMALL_PAGES_TILES;
+  }
   if (!is_fp8(problem.dtype) && reads_summary(problem)) return DENSE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
@@ -371,14 +386,9 @@ void refuse_cached_call(const Problem& problem, Reasons& reasons) {
         std::to_string(heads) + " heads for a head of a KV cache: hopper takes more than " +
         std::to_string(most_decoded) + " such rows; leave the implementation out");
   }
-  if (problem.attention_chunk > 0)
-    add("attention_chunk without qv: hopper takes it with qv only; leave the implementation out");
   if (is_fp8(problem.dtype))
     add(std::string("a KV cache with q of dtype ") + dtype_name(problem.dtype) +
         ": hopper reads caches of float16 and bfloat16; convert q, k and v");
-  if (is_masked(problem))
-    add("masks as data with a KV cache: hopper takes them without one; leave the implementation "
-        "out");
   if (problem.page_size % FEWEST_BOX_ROWS != 0) {
     add("rows of a cache in pages of " + std::to_string(problem.page_size) +
         ": hopper copies pages of a multiple of " + std::to_string(FEWEST_BOX_ROWS) +
@@ -394,7 +404,18 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
   Launch& launch = plan.launches[0];
   std::memcpy(&params.call, launch.params.data(), sizeof params.call);
   params.cache = core::kv_cache(problem);
+  params.attention_chunk = core::chunk_of(problem);
+  params.slopes = core::alibi_slopes(problem);
+  if (problem.alibi_slopes) {
+    core::always_transform_scores(problem, params.call.attention);
+    constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
+    launch.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+  }
   params.box_rows = cache_box_rows(problem, tile.block_k);
+  if (tile.grouped_slabs > 0) {
+    params.k_page_groups = page_groups(problem, Operand::K).value();
+    params.v_page_groups = page_groups(problem, Operand::V).value();
+  }
   // A combining kernel writes all rows.
   std::optional<mma_sync::FewRowsPlan> few;
   if (plan.launches.size() == 1) few = mma_sync::plan_few_rows_apart(problem, device);
@@ -409,6 +430,10 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
   }
   for (TensorMapSpec& map : launch.tensor_maps) {
     if (map.operand == Operand::Q) continue;
+    if (tile.grouped_slabs > 0) {
+      map = grouped_map(problem, map.operand, map.offset, tile.grouped_slabs, params.box_rows);
+      continue;
+    }
     map = cache_map(problem, map.operand, map.offset,
                     map.operand == Operand::K ? tile.k_box : tile.v_box, params.box_rows);
   }
@@ -537,7 +562,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
     add_summary(plan, problem);
     return plan;
   }
-  if (is_masked(problem)) add_masks(plan, problem);
+  if (is_masked(problem) && !problem.kv_cache) add_masks(plan, problem);
   core::Workspace workspace;
   if (splits == 1 && stays && counts_tiles(plan, problem, device)) {
     plan.zeroed_bytes = sizeof(*params.taken_gmem);
