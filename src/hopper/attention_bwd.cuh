@@ -53,6 +53,7 @@
 #include "common/backward_params.h"
 #include "common/math/backward_rounds.cuh"
 #include "common/math/backward_work.cuh"
+#include "common/math/quad.cuh"
 #include "common/math/slab_load.cuh"
 #include "common/math/uniform.cuh"
 #include "common/ptx/bulk_order.cuh"
@@ -433,22 +434,6 @@ __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries
     ptx::stmatrix_x4_trans(first_smem + 16 * i * DsTile::ROW_BYTES, ds_rmem[i]);
 }
 
-// Transposes 4 x 4 words among the lanes of a quad: lane t of it gets word t of each of its lanes.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const uint32_t given = upper ? words[i] : words[i + step];
-      const uint32_t taken = __shfl_xor_sync(math::FULL_WARP, given, step);
-      words[i] = upper ? taken : words[i];
-      words[i + step] = upper ? words[i + step] : taken;
-    }
-  }
-}
-
 // Writes, or adds, a warp's rows of a gradient times `factor`.
 template <class C>
 __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
@@ -475,7 +460,7 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
           words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[n + i][2 * r] * factor,
                                                   x_rmem[n + i][2 * r + 1] * factor);
         }
-        transpose_in_quad(words);
+        math::transpose_in_quad(words);
         const int column = 8 * (n + lane % 4);
         if (first + 8 * r < work.own_rows && column < columns)
           ptx::st_global_v4_b32(row_gmem + column, words[0], words[1], words[2], words[3]);
