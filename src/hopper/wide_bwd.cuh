@@ -280,6 +280,8 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
 #pragma unroll 1
   for (int left = uniform(work.blocks); left > 0; --left) {
     const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    // One value for all threads, without which ptxas computes it anew for each store.
+    const bool first = uniform(in_turns && !turn.waits ? 1 : 0) != 0;
     if (in_turns) ptx::mbarrier_wait_parity(barriers.turn_come(turn_ring.stage), turn_ring.parity);
     ptx::mbarrier_wait_parity(barriers.ds_full(ds_ring.stage), ds_ring.parity);
     float* const sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(turn.sum) * C::ROUND_SUMS +
@@ -294,14 +296,18 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<PART>(dq);
       if (part == C::PARTS - 1) release(barriers.ds_empty(ds_ring.stage));
+      float* const part_gmem = sums_gmem + part * C::PART_ROWS * C::PART_COLUMNS;
+      if (first) {
 #pragma unroll
-      for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
-        float* const to_gmem = sums_gmem + part * C::PART_ROWS * C::PART_COLUMNS + n * 32 * 4;
-        if (in_turns && !turn.waits) {
-          *reinterpret_cast<float4*>(to_gmem) =
+        for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
+          *reinterpret_cast<float4*>(part_gmem + n * 32 * 4) =
               float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
-        } else {
-          ptx::red_add_v4_f32(to_gmem, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
+          ptx::red_add_v4_f32(part_gmem + n * 32 * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2],
+                              dq[4 * n + 3]);
         }
       }
     }
