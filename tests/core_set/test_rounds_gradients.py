@@ -149,6 +149,7 @@ IN_TURNS: dict[str, FeatureCase] = {
     "shared-heads": ((130, 300, 128, 128, 1, (2, 1)), {"softcap": 2.0}),
     "causal": ((390, 390, 64, 64, 1, (2, 1)), {"causal": True}),
     "window": ((300, 500, 128, 128, 1, (1, 1)), {"window": (100, 60)}),
+    "one-sum": ((200, 200, 64, 64, 1, (8, 1)), {"causal": True}),  # core::sums_of_round()
 }
 WIDE_IN_TURNS: dict[str, FeatureCase] = {
     "wide": ((150, 300, 256, 256, 1, (2, 1)), {"causal": True}),
