@@ -24,7 +24,6 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/online_softmax.cuh"
-#include "common/math/quad.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/mma_sync/backward_config.cuh"
 #include "common/mma_sync/masked_backward_config.cuh"
@@ -205,7 +204,8 @@ __device__ __forceinline__ void pack_block(BlockFragments<C>& packed_rmem,
 }
 
 // Writes, or adds, a warp's part of a gradient times `factor`: from row `warp_row` of the CTA's
-// rows and from column `warp_column` on. `columns`: how many the gradient has.
+// rows and from column `warp_column` on. `columns`: how many the gradient has. Two neighbouring
+// columns of a lane make one store.
 template <class C, int COLUMN_TILES>
 __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES][COLUMN_TILES][4],
                                                const GradientParams& gradient,
@@ -215,31 +215,18 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
   const int first = cta.first_row + warp_row + lane / 4;
   const int64_t start = cta.batch * gradient.batch + cta.head * gradient.head +
                         (static_cast<int64_t>(cta.own_start) + first) * gradient.row;
-  // A lane has two neighbouring columns of eight. The lanes of a quad exchange them, so that each
-  // writes all eight at once.
-  static_assert(COLUMN_TILES % 4 == 0);
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int offset = 16 * m + 8 * r;
-      const int64_t row = start + offset * gradient.row;
+      if (first + 16 * m + 8 * r >= cta.own_rows) continue;
+      const int64_t row = start + (16 * m + 8 * r) * gradient.row;
 #pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n += 4) {
-        uint32_t words[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-          for (int t = 0; t < 4; ++t)
-            words[i][t] = __float_as_uint(x_rmem[m][n + t][2 * r + i] * factor);
-          math::transpose_in_quad(words[i]);
-        }
-        const int column = warp_column + 8 * (n + lane % 4);
-        if (first + offset >= cta.own_rows || column >= columns) continue;
-        float x[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(words[i % 2][i / 2]);
-        math::store_gradient_chunk<C::DTYPE>(gradient, row + column, x);
+      for (int n = 0; n < COLUMN_TILES; ++n) {
+        const int column = warp_column + 8 * n + lane % 4 * 2;
+        if (column >= columns) continue;
+        const float2 x = {x_rmem[m][n][2 * r] * factor, x_rmem[m][n][2 * r + 1] * factor};
+        math::store_gradient_pair<C::DTYPE>(gradient, row + column, x);
       }
     }
   }
