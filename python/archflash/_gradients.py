@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,35 @@ _NO_GRADIENTS = 0  # what the runtime is told of autograd: see enum Grad in src/
 FOLDERS = tuple(name for name in _registry.kernel_names() if _native.has_backward(name))
 # Options that change how the forward pass is computed, but not the formula.
 _OF_FORWARD = ("approximate", "num_splits", "out")
+
+
+class _Asked(threading.local):
+    deterministic = False
+
+
+_asked = _Asked()
+
+
+@contextlib.contextmanager
+def asked_for(deterministic: bool) -> Iterator[None]:
+    """Inside, calls of this thread whose gradients are needed ask for deterministic ones, or leave
+    that to PyTorch's setting. Their backward passes, which run later, ask for the same.
+    """
+    before, _asked.deterministic = _asked.deterministic, deterministic
+    try:
+        yield
+    finally:
+        _asked.deterministic = before
+
+
+def asks_for_deterministic() -> bool:
+    """Whether `asked_for` asks for deterministic gradients, whatever PyTorch's setting is."""
+    return _asked.deterministic
+
+
+def wants_deterministic() -> bool:
+    """Whether the gradients of a call have to have the same bits every time."""
+    return _asked.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 @dataclass(frozen=True)
@@ -133,7 +163,7 @@ def decider(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Decide:
     request = Request(out, q, k, v, out, lse, None, options)
     into = Gradients.like(request)
     return lambda problem, device, name, obstacle=None: decide(
-        request, into, device, name, obstacle, torch.are_deterministic_algorithms_enabled()
+        request, into, device, name, obstacle, wants_deterministic()
     )
 
 
@@ -274,10 +304,10 @@ def compute(
         into: what is written.
         name: the forced implementation; None for the best.
         deterministic: whether the same inputs must always give the same bits, whoever computes the
-            gradients; None: as torch.are_deterministic_algorithms_enabled() says.
+            gradients; None: as `wants_deterministic` says.
     """
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = wants_deterministic()
     problem = request.problem()
     device, obstacle = _dispatch.device_of(problem, request.q.device.index)
     by_score = into

@@ -6,6 +6,7 @@ Plain eager calls do not come here: they skip torch's dispatcher.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -25,7 +26,15 @@ from archflash._dispatch import (
     select,
 )
 from archflash._errors import ForcedImplementationError, UnsupportedError
-from archflash._gradients import FOLDERS, Gradients, Request, check_tensor, compute
+from archflash._gradients import (
+    FOLDERS,
+    Gradients,
+    Request,
+    asked_for,
+    asks_for_deterministic,
+    check_tensor,
+    compute,
+)
 
 _library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
 # Arguments may be given by position: autograd's registration takes no tensors by keyword only.
@@ -453,6 +462,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.names = tuple(tensors)
     ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
     ctx.order = tuple(arguments)
+    ctx.deterministic = asks_for_deterministic()
     ctx.save_for_backward(*output, *tensors.values())
     ctx.set_materialize_grads(False)
 
@@ -467,10 +477,11 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     needed = dict(zip(ctx.order, ctx.needs_input_grad, strict=True))
     mask = arguments["attn_mask"]
     mask_gradient = mask is not None and mask.is_floating_point() and needed["attn_mask"]
-    dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
-        dout, q, k, v, out, lse, dlse,
-        implementation=implementation, mask_gradient=mask_gradient, **arguments,
-    )  # fmt: skip
+    with asked_for(ctx.deterministic) if ctx.deterministic else contextlib.nullcontext():
+        dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
+            dout, q, k, v, out, lse, dlse,
+            implementation=implementation, mask_gradient=mask_gradient, **arguments,
+        )  # fmt: skip
     found = {"q": dq, "k": dk, "v": dv}
     if arguments["sinks"] is not None:
         found["sinks"] = dsinks.to(arguments["sinks"].dtype)

@@ -519,7 +519,7 @@ def _as_pytorchs_lse(lse: Tensor) -> None:
     """Gives +inf to rows that see no key, as PyTorch's flash kernel does: its backward relies on
     that.
     """
-    lse.masked_fill_(lse == -math.inf, math.inf)
+    lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 _OPERATORS: dict[str, Kernel] = {
@@ -622,10 +622,12 @@ def _replacement(serve: Kernel, original: Kernel) -> Kernel:
         _declined.add(result)
         _native.note_declined(result)
         _inside.pytorch = True
+        _native.note_inside_pytorch(True)
         try:
             return original(keys, *args, **kwargs)
         finally:
             _inside.pytorch = False
+            _native.note_inside_pytorch(False)
 
     return kernel
 
@@ -636,6 +638,7 @@ _IN_RUNTIME = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_efficient_attention",
+    "_flash_attention_forward",
 )
 _OLDEST_FOR_RUNTIME = (2, 11)  # the oldest version of PyTorch with which this was tried
 _LETTERS = {
@@ -645,8 +648,8 @@ _LETTERS = {
 
 
 def _handle_functions() -> tuple[Kernel, Kernel] | None:
-    """The two private functions of PyTorch with which the runtime makes a Python tensor of a handle,
-    and handles of Python tensors; None if this PyTorch lacks one.
+    """The two private functions of PyTorch with which the runtime makes a Python tensor of a
+    handle, and handles of Python tensors; None if this PyTorch lacks one.
     """
     core = getattr(torch._C, "_aoti", None)
     tensor_of = getattr(core, "alloc_tensor_by_stealing_from_void_ptr", None)
@@ -704,7 +707,7 @@ class _Replaced:
             # does so once: the runtime's kernels come afterwards, in front of these.
             warnings.simplefilter("ignore", UserWarning)
             for operator, kernel in kernels.items():
-                self._library.impl(operator, kernel, _KEY)  # type: ignore[no-untyped-call]
+                self._library.impl(operator, kernel, _KEY)
         if _runtime_serves():
             for operator in _IN_RUNTIME:
                 if operator in kernels:

@@ -84,7 +84,7 @@ struct Argument {
 
 double as_double(Word bits) { return std::bit_cast<double>(bits); }
 
-constexpr size_t MAX_ARGUMENTS = 9;
+constexpr size_t MAX_ARGUMENTS = 17;
 using Arguments = std::array<Argument, MAX_ARGUMENTS>;
 
 // Takes the arguments off the stack. An optional one is a pointer to its word, allocated by
@@ -114,23 +114,32 @@ void take(std::string_view types, const Word* stack, Arguments& arguments) {
   }
 }
 
-// What a call has to have in common with an earlier one to be treated like it. Of the addresses of
-// its tensors that is only the alignment.
-constexpr size_t MAX_TENSORS = 4;  // q, k, v and a mask
-constexpr size_t TENSOR_WORDS = 9, MAX_NUMBERS = 6;
+// What a call has to have in common with an earlier one to be treated like it: `given`, then the
+// tensors that are given, q, k and v first, then the numbers. Of the addresses of its tensors that
+// is only the alignment.
+constexpr size_t MAX_TENSORS = 8;  // q, k, v and a mask, or five tensors of packed sequences
+constexpr size_t TENSOR_WORDS = 9, MAX_NUMBERS = 9;
 struct CallKey {
-  std::array<Word, MAX_TENSORS * TENSOR_WORDS + MAX_NUMBERS + 1> words{};
-  bool operator==(const CallKey& other) const { return words == other.words; }
+  size_t count = 1;
+  std::array<Word, 1 + MAX_TENSORS * TENSOR_WORDS + MAX_NUMBERS> words;
+
+  std::string_view bytes() const {
+    return {reinterpret_cast<const char*>(words.data()), count * sizeof(Word)};
+  }
+  bool operator==(const CallKey& other) const { return bytes() == other.bytes(); }
+  // Bit 0: whether gradients are enabled; then a bit for each argument: whether it is not None.
+  Word given() const { return words[0]; }
+  int64_t size(size_t tensor, size_t dim) const {
+    return static_cast<int64_t>(words[1 + tensor * TENSOR_WORDS + dim]);
+  }
 };
 struct CallKeyHash {
-  size_t operator()(const CallKey& key) const {
-    return std::hash<std::string_view>()(
-        {reinterpret_cast<const char*>(key.words.data()), sizeof(key.words)});
-  }
+  size_t operator()(const CallKey& key) const { return std::hash<std::string_view>()(key.bytes()); }
 };
 
 struct Call {
   CallKey key;
+  // By the place of a tensor among the operator's tensors, those included that are not given.
   std::array<void*, MAX_TENSORS> addresses{};
   int32_t device_index = -1;
 };
@@ -141,14 +150,14 @@ struct Call {
 constexpr uintptr_t SUSPICIOUS_ADDRESS = uintptr_t{1} << 40;
 
 // Reads one tensor. False where no call with it is served here: one that is not on a CUDA device,
-// has other than four dimensions or no memory.
-bool read(TensorHandle tensor, size_t i, Call& call) {
+// has other than four dimensions (fewer are allowed with `packed`) or no memory.
+bool read(TensorHandle tensor, size_t i, bool packed, Call& call) {
   const TorchFunctions& f = *torch_functions();
   int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
   int32_t dtype = 0, device = TORCH_CPU, index = -1;
   check(f.get_device_type(tensor, &device));
   check(f.get_dim(tensor, &dims));
-  if (device != TORCH_CUDA || dims != 4) return false;
+  if (device != TORCH_CUDA || dims > 4 || (dims != 4 && !packed)) return false;
   check(f.get_sizes(tensor, &sizes));
   check(f.get_strides(tensor, &strides));
   check(f.get_dtype(tensor, &dtype));
@@ -161,32 +170,34 @@ bool read(TensorHandle tensor, size_t i, Call& call) {
     check(f.get_storage_size(tensor, &bytes));
     if (bytes == 0) return false;
   }
-  Word* words = &call.key.words[i * TENSOR_WORDS];
-  for (int d = 0; d < 4; ++d) words[d] = static_cast<Word>(sizes[d]);
-  for (int d = 0; d < 4; ++d) words[4 + d] = static_cast<Word>(strides[d]);
+  Word* words = &call.key.words[call.key.count];
+  call.key.count += TENSOR_WORDS;
+  for (int d = 0; d < 4; ++d) words[d] = d < dims ? static_cast<Word>(sizes[d]) : 0;
+  for (int d = 0; d < 4; ++d) words[4 + d] = d < dims ? static_cast<Word>(strides[d]) : 0;
   words[8] = static_cast<Word>(dtype) << 32 | static_cast<Word>(index & 0xffff) << 8 |
-             static_cast<Word>(address % 16);
+             static_cast<Word>(dims) << 4 | static_cast<Word>(address % 16);
   if (i > 0 && index != call.device_index) return false;
   call.device_index = index;
   return true;
 }
 
-bool read(std::string_view types, const Arguments& arguments, Call& call) {
-  size_t tensors = 0, at = MAX_TENSORS * TENSOR_WORDS;
-  Word given = torch_functions()->grad_mode_is_enabled();  // bit 0; then one bit for each argument
+bool read(std::string_view types, bool packed, const Arguments& arguments, Call& call) {
+  Word given = torch_functions()->grad_mode_is_enabled();
+  size_t tensors = 0, numbers = 0;
+  const auto is_tensor = [&](size_t i) { return types[i] == 'T' || types[i] == 't'; };
   for (size_t i = 0; i < types.size(); ++i) {
-    const Argument& a = arguments[i];
-    if (a.given) given |= Word{2} << i;
-    if (types[i] == 'T' || types[i] == 't') {
-      if (!a.given) continue;
-      if (tensors == MAX_TENSORS || !read(a.tensor.get(), tensors, call)) return false;
-      ++tensors;
-    } else {
-      if (at + 1 >= call.key.words.size()) return false;
-      call.key.words[at++] = a.bits;
-    }
+    if (arguments[i].given) given |= Word{2} << i;
+    if (!is_tensor(i)) continue;
+    const size_t place = tensors++;
+    if (!arguments[i].given) continue;
+    if (place >= MAX_TENSORS || !read(arguments[i].tensor.get(), place, packed, call)) return false;
   }
-  call.key.words.back() = given;
+  for (size_t i = 0; i < types.size(); ++i) {
+    if (is_tensor(i)) continue;
+    if (++numbers > MAX_NUMBERS) return false;
+    call.key.words[call.key.count++] = arguments[i].bits;
+  }
+  call.key.words[0] = given;
   return true;
 }
 
@@ -210,12 +221,16 @@ struct Decision {
   std::shared_ptr<PreparedPlan> plan;  // null: PyTorch's own kernel serves the call
   Counts::Counter* count = nullptr;
   std::vector<Result> results;  // of the plan: the output first, then the log-sum-exp
+  bool lse_of_pytorch = false;  // give +infinity, as PyTorch does, to rows that see no key
 };
 
 constexpr size_t MOST_DECISIONS = 1024;
 
+// The arguments of _flash_attention_forward, without and with block_table and num_splits.
+constexpr std::string_view PACKED = "TTTttiifbbgjjtt", PACKED_WITH_PAGES = "TTTttiifbbgjjtttj";
+
 // The operators that this module knows: how PyTorch's own kernel is called.
-enum class Known { None, Flash, Cudnn, Efficient };
+enum class Known { None, Flash, Cudnn, Efficient, Packed };
 
 struct Operator {
   std::string types;
@@ -246,7 +261,7 @@ struct Operator {
   }
 };
 
-constexpr size_t MOST_OPERATORS = 3;
+constexpr size_t MOST_OPERATORS = 4;
 std::array<Operator, MOST_OPERATORS>& operators() {
   static auto& instance = *new std::array<Operator, MOST_OPERATORS>;
   return instance;
@@ -266,6 +281,10 @@ bool is_forced() {
   const nb::gil_scoped_acquire lock;
   return !forced()().is_none();
 }
+
+// Whether this thread is inside a kernel of PyTorch's that the function in Python called. Operators
+// that such a kernel calls are no calls of their own.
+thread_local bool inside_pytorch = false;
 
 // Two functions of torch._C._aoti. tensor_of() makes a Python tensor of a handle, which it takes
 // over. handles_of() makes handles, which the caller has to delete, of a list of Python tensors.
@@ -291,8 +310,40 @@ HeldTensor with_heads_swapped(TensorHandle tensor) {
   return swapped;
 }
 
+// Calls PyTorch's own kernel for packed sequences, _flash_attention_forward.
+void call_original_packed(const Operator& op, const Arguments& a, Word* stack) {
+  const TorchFunctions& f = *torch_functions();
+  std::array<HeldTensor, 5> r;
+  std::array<TensorHandle, MAX_ARGUMENTS> handles{};
+  std::array<Word, MAX_ARGUMENTS> numbers{};
+  for (size_t i = 0; i < op.types.size(); ++i)
+    handles[i] = a[i].tensor.get(), numbers[i] = a[i].bits;
+  const auto tensor = [&](size_t i) { return a[i].given ? &handles[i] : nullptr; };
+  const auto integer = [&](size_t i) {
+    return a[i].given ? reinterpret_cast<int64_t*>(&numbers[i]) : nullptr;
+  };
+  const auto max_q = static_cast<int64_t>(a[5].bits), max_k = static_cast<int64_t>(a[6].bits);
+  const double dropout = as_double(a[7].bits);
+  const auto causal = static_cast<int32_t>(a[8].bits), debug = static_cast<int32_t>(a[9].bits);
+  double scale = as_double(a[10].bits);
+  double* const scale_if_given = a[10].given ? &scale : nullptr;
+  if (op.types.size() == PACKED_WITH_PAGES.size()) {
+    check(f.flash_forward_v2(handles[0], handles[1], handles[2], tensor(3), tensor(4), max_q, max_k,
+                             dropout, causal, debug, scale_if_given, integer(11), integer(12),
+                             tensor(13), tensor(14), tensor(15), integer(16), r[0].out(),
+                             r[1].out(), r[2].out(), r[3].out(), r[4].out()));
+  } else {
+    check(f.flash_forward(handles[0], handles[1], handles[2], tensor(3), tensor(4), max_q, max_k,
+                          dropout, causal, debug, scale_if_given, integer(11), integer(12),
+                          tensor(13), tensor(14), r[0].out(), r[1].out(), r[2].out(), r[3].out(),
+                          r[4].out()));
+  }
+  for (size_t i = 0; i < r.size(); ++i) stack[i] = reinterpret_cast<Word>(r[i].release());
+}
+
 // Calls PyTorch's own kernel.
 void call_original(const Operator& op, const Arguments& a, Word* stack) {
+  if (op.known == Known::Packed) return call_original_packed(op, a, stack);
   const TorchFunctions& f = *torch_functions();
   const TensorHandle q = a[0].tensor.get(), k = a[1].tensor.get(), v = a[2].tensor.get();
   std::array<HeldTensor, MAX_RESULTS> r;
@@ -344,14 +395,38 @@ void give(const std::vector<Result>& results, std::span<HeldTensor> made, Word* 
   }
 }
 
+// Gives +infinity to the rows of a log-sum-exp that see no key, as PyTorch's flash kernel does: its
+// backward relies on that.
+void give_lse_of_pytorch(TensorHandle lse) {
+  const TorchFunctions& f = *torch_functions();
+  HeldTensor copy;
+  check(f.new_tensor_handle(lse, copy.out()));
+  // The operator takes the handle and the numbers over. nan=NaN leaves NaN as it is.
+  const auto boxed = [](double x) {
+    return reinterpret_cast<Word>(new Word(std::bit_cast<Word>(x)));
+  };
+  Word stack[] = {reinterpret_cast<Word>(copy.release()), boxed(NAN), boxed(INFINITY),
+                  boxed(INFINITY)};
+  check(f.call_dispatcher("aten::nan_to_num_", "", stack));
+  const HeldTensor same(reinterpret_cast<TensorHandle>(stack[0]));
+}
+
+// What a tensor of an operator is to a plan, by its place among the operator's tensors. No plan
+// takes the slopes of packed sequences.
+constexpr std::array OPERANDS{Operand::Q, Operand::K, Operand::V, Operand::Mask};
+constexpr std::array PACKED_OPERANDS{Operand::Q,           Operand::K,
+                                     Operand::V,           Operand::CuSeqlensQ,
+                                     Operand::CuSeqlensK,  Operand::CacheSeqlens,
+                                     Operand::AlibiSlopes, Operand::PageTable};
+
 // Makes the results of a call and launches its plan.
-void serve(const Decision& decision, const Call& call, Word* stack) {
+void serve(Known known, const Decision& decision, const Call& call, Word* stack) {
   const TorchFunctions& f = *torch_functions();
   std::array<void*, OPERAND_COUNT> addresses{};
-  addresses[static_cast<int>(Operand::Q)] = call.addresses[0];
-  addresses[static_cast<int>(Operand::K)] = call.addresses[1];
-  addresses[static_cast<int>(Operand::V)] = call.addresses[2];
-  addresses[static_cast<int>(Operand::Mask)] = call.addresses[3];
+  const std::span<const Operand> operands =
+      known == Known::Packed ? std::span<const Operand>(PACKED_OPERANDS) : OPERANDS;
+  for (size_t i = 0; i < operands.size(); ++i)
+    addresses[static_cast<int>(operands[i])] = call.addresses[i];
   std::array<HeldTensor, MAX_RESULTS> made;
   for (size_t i = 0; i < decision.results.size(); ++i) {
     const Result& r = decision.results[i];
@@ -382,6 +457,7 @@ void serve(const Decision& decision, const Call& call, Word* stack) {
   } catch (const LaunchFailure&) {
     throw TryInPython{};
   }
+  if (decision.lse_of_pytorch) give_lse_of_pytorch(made[1].get());
   for (size_t i = 0; i < decision.results.size(); ++i) {
     const Result& r = decision.results[i];
     if (r.padding > 0) {
@@ -475,7 +551,7 @@ std::vector<Result> call_python(const Operator& op, const Arguments& arguments, 
   auto next = held.begin();
   std::vector<Result> results;
   std::vector<HeldTensor> made;
-  const size_t first_state = op.known == Known::Efficient ? 2 : 6;
+  const size_t first_state = op.known == Known::Efficient || op.known == Known::Packed ? 2 : 6;
   for (const nb::handle x : answer) {
     const size_t at = results.size();
     Result& r = results.emplace_back();
@@ -498,7 +574,7 @@ std::vector<Result> call_python(const Operator& op, const Arguments& arguments, 
 // does the function in Python. Later calls let the kernel write a log-sum-exp of the call's own
 // rows, and pad that.
 void part_padding(const CallKey& key, Result& lse) {
-  const auto nq = static_cast<int64_t>(key.words[2]);
+  const int64_t nq = key.size(0, 2);
   if (lse.kind != Result::Kind::New || lse.dims != 3 || lse.sizes[2] <= nq) return;
   lse.padding = lse.sizes[2] - nq;
   lse.sizes[2] = nq;
@@ -513,10 +589,16 @@ void keep_answer(Operator& op, const Arguments& arguments, const CallKey& key,
   if (!answer.declined.empty()) {
     decision.count = &declined().of(answer.declined);
   } else if (answer.plan) {
-    // The function in Python changes the log-sum-exp of rows that see no key after the kernel,
-    // which serve() does not do.
-    const bool causal = op.known == Known::Flash && arguments[4].bits != 0;
-    if (causal && key.words[2] > key.words[TENSOR_WORDS + 2]) return;
+    if (op.known == Known::Flash) {
+      decision.lse_of_pytorch = arguments[4].bits != 0 && key.size(0, 2) > key.size(1, 2);
+    } else if (op.known == Known::Packed) {
+      const auto bounded = [](const Argument& a) {
+        return a.given && static_cast<int64_t>(a.bits) >= 0;
+      };
+      decision.lse_of_pytorch = arguments[3].given || arguments[8].bits != 0 ||
+                                bounded(arguments[11]) || bounded(arguments[12]);
+    }
+    if (decision.lse_of_pytorch && torch_functions()->call_dispatcher == nullptr) return;
     decision.plan = answer.plan;
     decision.count = &served().of(answer.plan->plan->implementation);
     decision.results = std::move(results);
@@ -546,7 +628,7 @@ void by_python(Operator& op, const Arguments& arguments, const Call* call, Word*
   // The state of the random generator is shared by calls in which gradients are enabled
   // (_overrides.py), unless it was allocated in the capture of a CUDA graph, which owns its memory.
   bool share_state = false;
-  if (call != nullptr && (call->key.words.back() & 1) != 0) {
+  if (call != nullptr && (call->key.given() & 1) != 0) {
     void* stream = nullptr;
     share_state = torch_functions()->get_current_cuda_stream(call->device_index, &stream) == 0 &&
                   !is_capturing(stream);
@@ -573,10 +655,11 @@ void run(Operator& op, Word* stack, uint64_t count) {
   Call call;
   bool readable = false;
   try {
-    readable = op.known != Known::None && !is_forced() && read(op.types, arguments, call);
+    readable = op.known != Known::None && !inside_pytorch && !is_forced() &&
+               read(op.types, op.known == Known::Packed, arguments, call);
     if (const auto decision = readable ? op.find(call.key) : nullptr) {
       if (decision->plan) {
-        serve(*decision, call, stack);
+        serve(op.known, *decision, call, stack);
       } else {
         call_original(op, arguments, stack);
       }
@@ -594,7 +677,7 @@ void kernel(Word* stack, uint64_t arguments, uint64_t) {
   run(operators()[I], stack, arguments);
 }
 constexpr void (*KERNELS[MOST_OPERATORS])(Word*, uint64_t, uint64_t) = {kernel<0>, kernel<1>,
-                                                                        kernel<2>};
+                                                                        kernel<2>, kernel<3>};
 
 // Which operator this is, if PyTorch's own kernel can be called and the operator has the arguments
 // that this module knows.
@@ -607,6 +690,9 @@ Known known(const std::string& name, const std::string& types) {
     return Known::Cudnn;
   if (name == "_scaled_dot_product_efficient_attention" && types == "TTTtbfbg" && f.efficient)
     return Known::Efficient;
+  if (name == "_flash_attention_forward" &&
+      ((types == PACKED && f.flash_forward) || (types == PACKED_WITH_PAGES && f.flash_forward_v2)))
+    return Known::Packed;
   return Known::None;
 }
 
@@ -669,6 +755,10 @@ void bind_operators(nb::module_& m) {
   m.def(
       "note_declined", [](std::string reason) { operator_answer().declined = std::move(reason); },
       "reason"_a, "The call that is being served goes to PyTorch's own kernel.");
+  m.def(
+      "note_inside_pytorch", [](bool inside) { inside_pytorch = inside; }, "inside"_a,
+      "This thread enters a kernel of PyTorch's, whose calls of operators ask Python, or leaves "
+      "it.");
   m.def(
       "note_forced", [] { anything_forced = true; },
       "From now on each call asks whether an implementation is forced.");

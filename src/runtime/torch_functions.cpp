@@ -34,10 +34,12 @@ const TorchFunctions* find_functions() {
       find(cpu, "library_init_impl", f.library_init_impl) &&
       find(cpu, "library_impl", f.library_impl) &&
       find(cpu, "delete_library_object", f.delete_library_object);
+  find(cpu, "call_dispatcher", f.call_dispatcher);
   find(cuda, "get_current_cuda_stream", f.get_current_cuda_stream);
   find(cuda, "cuda__scaled_dot_product_cudnn_attention", f.cudnn);
   find(cuda, "cuda__scaled_dot_product_efficient_attention", f.efficient);
   find(cuda, "cuda__flash_attention_forward", f.flash_forward);
+  find(cuda, "cuda__flash_attention_forward_v2", f.flash_forward_v2);
   return all ? &f : nullptr;
 }
 

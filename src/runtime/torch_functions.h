@@ -35,6 +35,9 @@ struct TorchFunctions {
   int (*library_init_impl)(const char*, const char*, const char*, uint32_t, void**);
   int (*library_impl)(void*, const char*, void (*)(uint64_t*, uint64_t, uint64_t));
   int (*delete_library_object)(void*);
+  // Null in versions of PyTorch without it, unlike the functions above. Calls an operator by its
+  // name and overload, whose arguments and then results are on a stack.
+  int (*call_dispatcher)(const char*, const char*, uint64_t*);
   // The functions from here on are in libtorch_cuda. One is null where that library is not loaded
   // or does not have it.
   int (*get_current_cuda_stream)(int32_t, void**);
@@ -47,6 +50,11 @@ struct TorchFunctions {
                        int64_t, int64_t, double, int32_t, int32_t, double*, int64_t*, int64_t*,
                        TensorHandle*, TensorHandle*, TensorHandle*, TensorHandle*, TensorHandle*,
                        TensorHandle*, TensorHandle*);
+  // The same with a block table and a number of splits before the results.
+  int (*flash_forward_v2)(TensorHandle, TensorHandle, TensorHandle, TensorHandle*, TensorHandle*,
+                          int64_t, int64_t, double, int32_t, int32_t, double*, int64_t*, int64_t*,
+                          TensorHandle*, TensorHandle*, TensorHandle*, int64_t*, TensorHandle*,
+                          TensorHandle*, TensorHandle*, TensorHandle*, TensorHandle*);
 };
 
 // Null where this PyTorch lacks one of the functions that are in libtorch_cpu.

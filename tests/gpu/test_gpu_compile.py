@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import archflash
@@ -153,8 +154,42 @@ def test_opcheck(kernel: str, name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+def test_cuda_graphs_of_torch_compile_hold_calls_of_pytorchs_attention(gradients: bool) -> None:
+    """With mode="reduce-overhead" the first call warms up, the second is captured, and the others
+    are replayed. A graph owns all results of the operators in it.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+
+    def results(function: Callable[..., Tensor], seed: int) -> list[Tensor]:
+        leaves = [x.requires_grad_(gradients) for x in qkv(129, 129, dtype="bfloat16", seed=seed)]
+        torch.compiler.cudagraph_mark_step_begin()
+        out = function(*leaves)
+        if not gradients:
+            return [out.clone()]
+        grads = torch.autograd.grad(out.float().square().sum(), leaves)
+        return [x.detach().clone() for x in (out, *grads)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
+    with archflash.enabled():
+        archflash.stats(reset=True)
+        for seed in range(5):
+            found, expected = results(compiled, seed), results(attend, seed)
+            assert same_bits(found[0], expected[0])
+            for one, other in zip(found[1:], expected[1:], strict=True):
+                torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+        counted = archflash.stats()
+    assert sum(counted.served.values()) >= 5 + 2, counted
+    assert sum(counted.served.values()) < 5 + 5, counted  # replays do not count
+
+
 PACKAGED = """
 import sys, torch, archflash
+from torch._inductor import cpu_vec_isa
+cpu_vec_isa.VecISA.check_build = lambda *_: True  # the checks of the CPU take half a minute
 package, tensors = torch._inductor.aoti_load_package(sys.argv[1]), torch.load(sys.argv[2])
 for q, k, v, expected in tensors:
     assert torch.equal(package(q, k, v), expected)
@@ -166,12 +201,17 @@ def test_a_package_of_aotinductor_runs_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system's compiler links the package. One that $CXX names may link its own C++ library
-    statically, and PyTorch cannot load what it links (docs/dispatch.md). It takes about 20 s, and a
-    minute more in the first run on a machine, where PyTorch compiles checks of the CPU.
+    statically, and PyTorch cannot load what it links (docs/dispatch.md).
     """
-    from torch._inductor import config
+    from torch._inductor import config, cpu_vec_isa
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "g++"))
+    monkeypatch.setattr(config.cpp, "cxx", (None, "/usr/bin/g++"))
+    # Without these, PyTorch compiles checks of the CPU and headers first, for a minute, and starts
+    # processes that compile.
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *_: True)
+    monkeypatch.setattr(config, "compile_threads", 1)
+    monkeypatch.setattr(config.aot_inductor, "precompile_headers", False)
+    monkeypatch.setattr(config.aot_inductor, "compile_wrapper_opt_level", "O0")
 
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

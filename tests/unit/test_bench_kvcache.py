@@ -26,6 +26,7 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_kind_of_cache_holds_the_keys_of_the_case_and_is_made_once() -> None:
+    torch.manual_seed(0)  # a random order of four pages is now and then the order that they had
     ((q, k, v),) = sets = make_sets(CASE, "cpu", 1)
     expected = archflash.attention(q, k, v, implementation="torch").float()
     candidates = kvcache.cache_candidates(CASE, sets)

@@ -4,12 +4,10 @@ return values.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import math
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,6 +175,48 @@ def test_a_second_query_and_chunks_and_used_lengths_without_a_cache() -> None:
         torch.testing.assert_close(packed[9 * number : 9 * number + 9], want[0])
 
 
+def test_gradients_of_packed_keys_that_do_not_count_are_zero() -> None:
+    q, k, v = (
+        rand(n, heads, 8, seed=n).requires_grad_() for n, heads in ((20, 4), (16, 2), (15, 2))
+    )
+    v = torch.cat([v, torch.full((1, 2, 8), math.nan)])  # the last key does not count
+    cu_q, cu_k = ends(0, 6, 6, 20), ends(0, 5, 9, 16)
+    lengths = (5, 0, 6)
+    out = fa3.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 14, 7, seqused_k=ends(*lengths), causal=True
+    )
+    parts = []
+    for rows, first, count in ((slice(0, 6), 0, 5), (slice(6, 20), 9, 6)):
+        keys = slice(first, first + count)
+        parts.append(fa3.flash_attn_func(q[None, rows], k[None, keys], v[None, keys], causal=True))
+    want = torch.cat(parts, 1)[0]
+    torch.testing.assert_close(out, want)
+    grad = rand(*out.shape, seed=3)
+    found, expected = (torch.autograd.grad(x, (q, k), grad) for x in (out, want))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_calls_without_a_backward_say_so_where_it_is_asked_for() -> None:
+    q, k, v = qkv()
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    ends_q, ends_k = ends(0, 9, 18), ends(0, 7, 14)
+    second = rand(*q.shape[:-1], v.shape[-1], seed=7)
+
+    def with_qv(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return fa3.flash_attn_func(q, k, v, qv=second, return_attn_probs=True)[0]
+
+    def with_chunks(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return fa3.flash_attn_varlen_func(q, k, v, ends_q, ends_k, 9, 7, attention_chunk=3)
+
+    for name, function, given in (("qv", with_qv, (q, k, v)), ("chunk", with_chunks, packed)):
+        want = function(*given)
+        out = function(*(x.clone().requires_grad_() for x in given))
+        torch.testing.assert_close(out, want)
+        with pytest.raises(UnsupportedError, match=name):
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("second", [False, True], ids=["", "qv"])
 def test_rows_of_a_packed_query_that_do_not_count(second: bool) -> None:
     """Each sequence is as if it had the rows alone that count, and the others see nothing."""
@@ -261,10 +301,7 @@ def test_packed_new_rows_are_appended(pages: bool, rotary: bool) -> None:
     [
         (fa2.flash_attn_varlen_func, {"dropout_p": 0.1, "block_table": torch.zeros(1)}),
         (fa2.flash_attn_func, {"deterministic": True}),
-        (fa3.flash_attn_func, {"qv": torch.zeros(1)}),
-        (fa3.flash_attn_varlen_func, {"attention_chunk": 4}),
         (fa3.flash_attn_func, {"sm_margin": 8}),
-        (fa3.flash_attn_varlen_func, {"seqused_k": ends(1)}),
         (fa3.flash_attn_with_kvcache, {"sm_margin": 8}),
     ],
 )
@@ -282,18 +319,25 @@ def test_deterministic_is_taken_where_no_gradients_are_needed() -> None:
     assert fa2.flash_attn_func(q, k, v, deterministic=True).shape == q.shape
 
 
-@contextlib.contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_compiled_deterministic_gradients_ask_for_pytorchs_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with pytest.raises(UnsupportedError, match="use_deterministic_algorithms"):
+        fa2.flash_attn_func(q, k, v, deterministic=True)
 
 
 @pytest.mark.slow
-def test_deterministic_gradients_are_those_of_a_kernel() -> None:
+def test_deterministic_gradients_are_those_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU without force(), too; on the CPU it takes the simulator."""
+    asked, decide = [], _gradients.decide
+
+    def noting(*given: Any) -> Any:
+        asked.append(given[-1])
+        return decide(*given)
+
+    monkeypatch.setattr(_gradients, "decide", noting)
     q, k, v = (rand(1, 5, 2, 16, seed=i).half() for i in range(3))
 
     def gradients(deterministic: bool) -> tuple[Tensor, ...]:
@@ -302,15 +346,14 @@ def test_deterministic_gradients_are_those_of_a_kernel() -> None:
         return torch.autograd.grad(out.float().square().sum(), leaves)
 
     expected = gradients(False)
-    with archflash.force("ampere"), pytest.raises(UnsupportedError, match="use_deterministic"):
-        gradients(True)
-    with archflash.force("ampere"), deterministic_algorithms():
+    with archflash.force("ampere"):
         found = gradients(True)
+    assert asked[-1] is True
+    assert not _gradients.wants_deterministic()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
     with (
         archflash.force("ada"),  # it has no backward
-        deterministic_algorithms(),
         pytest.raises(UnsupportedError, match="deterministic"),
     ):
         gradients(True)
@@ -326,8 +369,7 @@ def test_deterministic_gradients_pass_over_kernels_that_the_build_left_out(
         _flash, "attention", lambda q, k, v, implementation, **_: asked.append(implementation) or q
     )
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    with deterministic_algorithms():
-        assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
+    assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
     out = ("hopper", *_registry.BACKWARD_NEVER_RAN)
     assert asked == [name for name in _gradients.FOLDERS if name not in out][:1]
 

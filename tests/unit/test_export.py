@@ -120,3 +120,26 @@ def test_an_exported_program_holds_what_was_forced() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that the simulator runs
         torch.testing.assert_close(program.module()(*qkv(1, 5)), archflash.attention(*qkv(1, 5)))
+
+
+class NarrowedByAValue(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, count: Tensor) -> Any:
+        keys: Any = count.item()
+        torch._check(keys >= 2)  # type: ignore[no-untyped-call]
+        torch._check(keys <= k.shape[2])  # type: ignore[no-untyped-call]
+        k, v = (x.narrow(2, 0, keys) for x in (k, v))
+        out = archflash.attention(q, k, v, softcap=5.0)
+        return out + archflash.scaled_dot_product_attention(q, k, v)
+
+
+def test_sizes_that_the_values_of_a_tensor_decide() -> None:
+    """torch.export and torch.compile know no number for such a size."""
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (5, 64, 64))
+    model, count = NarrowedByAValue(), torch.tensor(33)
+    expected = archflash.attention(q, k[:, :, :33], v[:, :, :33], softcap=5.0)
+    expected += F.scaled_dot_product_attention(q, k[:, :, :33], v[:, :, :33])
+    program = torch.export.export(model, (q, k, v, torch.tensor(7)))
+    torch.testing.assert_close(program.module()(q, k, v, count), expected)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v, count), expected)

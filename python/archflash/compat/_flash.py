@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -64,19 +65,19 @@ def attend(
 
 
 def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`archflash.attention` by kernels of archflash, whose gradients always have the same bits
-    where PyTorch's setting asks for that. The backward pass reads the setting when it runs.
+    """`archflash.attention` by kernels of archflash, whose gradients always have the same bits.
 
     Raises:
-        UnsupportedError: torch.use_deterministic_algorithms is off, or no kernel computes the
-            gradients of this call. On the CPU none is asked unless it is forced, because the
-            simulator would run it.
+        UnsupportedError: no kernel computes the gradients of this call. On the CPU none is asked
+            unless it is forced, because the simulator would run it. Or the call is compiled, where
+            only PyTorch's setting can ask for such gradients, and that is off.
     """
-    if not torch.are_deterministic_algorithms_enabled():
+    compiling = torch.compiler.is_compiling()
+    if compiling and not torch.are_deterministic_algorithms_enabled():
         raise UnsupportedError(
-            "deterministic=True in a call whose gradients are needed: archflash takes this from "
-            "PyTorch, for the backward pass too; call torch.use_deterministic_algorithms(True) "
-            "first, or leave deterministic at False"
+            "deterministic=True under torch.compile, in a call whose gradients are needed: call "
+            "torch.use_deterministic_algorithms(True), which a compiled backward pass reads, or "
+            "leave it at False"
         )
     forced = _dispatch.forced()
     on_gpu = q.device.type == "cuda"
@@ -91,7 +92,8 @@ def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         if name not in _gradients.FOLDERS:
             continue
         try:
-            return attention(q, k, v, implementation=name, **options)
+            with contextlib.nullcontext() if compiling else _gradients.asked_for(True):
+                return attention(q, k, v, implementation=name, **options)
         except ForcedImplementationError as error:
             why = str(error)
     raise UnsupportedError(

@@ -6,10 +6,10 @@ the scale, and return_attn_probs adds the log-sum-exp alone. FP8 inputs take des
 heads_kv), and their output is bfloat16.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
-sm_margin; where gradients are needed qv, seqused_k and attention_chunk with packed sequences; and
-deterministic=True where gradients are needed and torch.use_deterministic_algorithms is off or no
-kernel of archflash computes them. pack_gqa and scheduler_metadata are not read, and num_splits of 0
-or 1 leaves the choice to archflash where 1 is the default: they are advice about speed.
+sm_margin; the backward pass of a call with qv, or with attention_chunk and packed sequences; and
+deterministic=True where gradients are needed and no kernel of archflash computes them. pack_gqa and
+scheduler_metadata are not read, and num_splits of 0 or 1 leaves the choice to archflash where 1 is
+the default: they are advice about speed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def flash_attn_func(
         attention_chunk: positions of a chunk, in which rows see keys of their own; 0 for none.
         softcap: 0 for none.
         deterministic: of the backward, which then is by kernels of archflash: on a GPU, where they
-            compute the gradients of the call, with torch.use_deterministic_algorithms(True).
+            compute the gradients of the call.
         return_attn_probs: also return the log-sum-exp.
         s_aux: (heads,), one more logit per head in the denominator (sinks). Not an argument of
             FlashAttention-3, but of forks that Hugging Face and vLLM call.
@@ -97,8 +97,8 @@ def flash_attn_func(
     """
     refuse(sm_margin=(sm_margin, 0))
     if qv is not None:  # as with a cache that is full
-        _refuse_gradients("qv", q, k, v, qv)
-        return attend_to_cache(
+        return _without_backward(
+            "qv",
             q,
             k,
             v,
@@ -138,13 +138,44 @@ def flash_attn_func(
     return (out, lse) if return_attn_probs else out
 
 
-def _refuse_gradients(name: str, *tensors: Tensor) -> None:
-    """Raises UnsupportedError if gradients of a tensor are needed."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+def _needs_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Gives a result on, and raises UnsupportedError where its gradients are asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, out: Tensor, lse: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.name = name
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(f"{ctx.name}: there are no gradients of a call with it")
+
+
+def _without_backward(name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """`attend_to_cache` of tensors that may require gradients.
+
+    Args:
+        name: the argument for which there are none.
+    """
+    qv = options.get("qv")
+    if not _needs_gradients(q, k, v, qv):
+        return attend_to_cache(q, k, v, **options)
+    if torch.compiler.is_compiling():
         raise UnsupportedError(
-            f"{name} in a call whose gradients are needed: there are none; call it under "
+            f"{name} in a compiled call whose gradients are needed: there are none; call it under "
             "torch.no_grad()"
         )
+    with torch.no_grad():
+        result = attend_to_cache(q, k, v, **options)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out, lse = _NoBackward.apply(name, out, lse, q, k, v, qv)  # type: ignore[no-untyped-call]
+    return (out, lse) if isinstance(result, tuple) else out
 
 
 def _chunks(q: Tensor, k: Tensor, size: int) -> Tensor:
@@ -244,8 +275,9 @@ def flash_attn_varlen_func(
         seqused_q: int32 (sequences,), how many of the first rows of each sequence of q count, as if
             there were no others, whose output is 0 and log-sum-exp -inf. The rows that count are
             copied.
-        seqused_k: int32 (sequences,), how many keys of each sequence count. It has no backward, nor
-            has attention_chunk here.
+        seqused_k: int32 (sequences,), how many keys of each sequence count. Where gradients are
+            needed the keys and values that count are copied.
+        attention_chunk: as qv, it has no backward here.
         The others are those of `flash_attn_func`.
 
     Returns:
@@ -268,12 +300,15 @@ def flash_attn_varlen_func(
         if not return_attn_probs:
             return result[place]
         return result[0][place], result[1][:, place]
-    asked = {"qv": qv, "seqused_k": seqused_k, "attention_chunk": attention_chunk or None}
-    name = next((name for name, value in asked.items() if value is not None), None)
-    if name is not None:  # as with a cache whose pages have one row, in their order
-        _refuse_gradients(name, q, k, v)
+    has_backward = qv is None and not attention_chunk
+    if seqused_k is not None and has_backward and _needs_gradients(q, k, v, s_aux):
+        order, cu_seqlens_k = _used_rows_first(cu_seqlens_k, seqused_k, len(k))
+        k, v, seqused_k = k[order], v[order], None
+    if not has_backward or seqused_k is not None:
+        # as with a cache whose pages have one row, in their order
         rows = torch.arange(max_seqlen_k, dtype=torch.int32, device=k.device)
-        return attend_to_cache(
+        return _without_backward(
+            "attention_chunk" if qv is None else "qv",
             q,
             k[:, None],
             v[:, None],
@@ -318,11 +353,11 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
-def _used_rows_first(cu_seqlens_q: Tensor, used: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def _used_rows_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """The order of the rows of packed sequences in which those that count come first, and where
     each sequence begins in it. Nothing comes back to the host.
     """
-    ends = cu_seqlens_q.long()
+    ends = cu_seqlens.long()
     lengths = torch.minimum(used.long().clamp(min=0), ends.diff())
     rows = torch.arange(total, device=ends.device)
     sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)

@@ -112,8 +112,8 @@ def turned_at(
 
 
 def _packed_positions(total: int, cu_seqlens: Tensor, starts: int | Tensor, apart: bool) -> Tensor:
-    """The position of each row of packed sequences. Rows that belong to no sequence have an arbitrary
-    one: nothing reads them.
+    """The position of each row of packed sequences. Rows that belong to no sequence have an
+    arbitrary one: nothing reads them.
 
     Args:
         total: the number of rows.
