@@ -66,9 +66,11 @@ class PlanCache {
     return &order_.front().second;
   }
 
+  // Decisions are destroyed at the end: that may run Python, and with it other threads.
   void clear() {
+    Order dropped;
+    dropped.swap(order_);
     entries_.clear();
-    order_.clear();
     hits = misses = 0;
   }
 
