@@ -15,9 +15,9 @@ else:  # the same parser as a package, which pytest brings
     import tomli as tomllib
 
 CASES_FILE = Path(__file__).with_name("cases.toml")
-GRADIENTS_FILE = Path(__file__).with_name(
-    "gradients.toml"
-)  # shapes of training, for bench.gradients
+# Shapes of training, for bench.gradients, and calls with masks as data, for bench.masks.
+GRADIENTS_FILE = Path(__file__).with_name("gradients.toml")
+MASKS_FILE = Path(__file__).with_name("masks.toml")
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
 TORCH_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 OUTPUT_BYTES = DTYPE_BYTES | {"e4m3": 2}  # FP8 inputs give bf16 outputs
@@ -45,6 +45,7 @@ class Case:
         groups: names for --group.
         published_vs_math: times faster than torch-math that the kernel simt descends from was
             published with; None where nothing was published.
+        mask: kind of mask as data, of bench.masks; "" for a call without one.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case:
     causal: bool
     groups: tuple[str, ...] = ()
     published_vs_math: float | None = None
+    mask: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -120,8 +122,9 @@ def load_cases(path: Path = CASES_FILE) -> list[Case]:
             cases.append(Case(**fields))
         except TypeError as error:
             raise ValueError(f"{path.name}: case {table.get('name')!r}: {error}") from error
-    for what, values in (("name", [c.name for c in cases]), ("shape", [c.key for c in cases])):
-        if len(set(values)) != len(cases):
+    names, shapes = [c.name for c in cases], [(c.key, c.mask) for c in cases]
+    for what, count in (("name", len(set(names))), ("shape", len(set(shapes)))):
+        if count != len(cases):
             raise ValueError(f"{path.name}: two cases have the same {what}")
     return cases
 

@@ -6,11 +6,11 @@ A table stands between `<!-- bench:GPU/TABLE -->` and `<!-- /bench -->`, each on
 GPU is the name of a file in bench/results. TABLE is a group of bench/cases.toml (every kernel and
 every peer), `plain` (what a plain call gets, beside the best peer, for the cases of the group
 `readme`), `sustained` (every candidate timed alone, for the cases of 16 and 8 bits with more than
-one query), `published` (ratios to torch-math beside published ones), `host` (cost of one call on
-the host) or `end-to-end` (models with PyTorch's attention and with archflash). In all tables but
-`sustained`, and but for the last column of `plain`, candidates took turns. What a plain call gets
-is what `archflash.explain` chooses for that GPU, so tables of speed need the installed package,
-with PyTorch 2.10 or newer.
+one query), `masks` (calls with masks as data, of bench/masks.toml), `published` (ratios to
+torch-math beside published ones), `host` (cost of one call on the host) or `end-to-end` (models
+with PyTorch's attention and with archflash). In all tables but `sustained`, and but for the last
+column of `plain`, candidates took turns. What a plain call gets is what `archflash.explain` chooses
+for that GPU, so tables of speed need the installed package, with PyTorch 2.10 or newer.
 
 Exit status: 0 when the tables are up to date, 1 when --check finds one that is not, 2 when a marker
 or a result file cannot be read.
@@ -19,6 +19,7 @@ or a result file cannot be read.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import json
 import re
@@ -27,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from bench.cases import Case, load_cases
+from bench.cases import MASKS_FILE, Case, load_cases
 from bench.results import (
     EAGER,
     RESULTS_FOLDER,
@@ -254,6 +255,57 @@ def published_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | No
     return f"{markdown(head, lines)}\n\nTimes faster than torch-math.{source_note(used)}"
 
 
+def masks_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) -> str:
+    """Microseconds of the calls of bench/masks.toml, how many times faster the fastest kernel of
+    ours is than the fastest peer, and its time relative to that of the same call without a mask,
+    where the run has one.
+    """
+    names = {
+        "hopper": "hopper",
+        "ampere": "ampere",
+        "hopper-packed": "hopper, packed sequences",
+        "torch-cudnn": "torch-cudnn",
+        "torch-efficient": "torch-efficient",
+        "torch-flex": "FlexAttention",
+    }
+    measured = {case: masked_rows(rows, case, run_id) for case in cases}
+    names = {
+        name: shown for name, shown in names.items()
+        if any(name in found for found in measured.values())
+    }  # fmt: skip
+    lines = []
+    used: list[Row] = []
+    for case, found in measured.items():
+        used += [row for name, row in found.items() if name in names]
+        cells = [f"{float(found[n]['p50_us']):.0f}" if n in found else "" for n in names]
+        ours = [found[name] for name in ("hopper", "ampere") if name in found]
+        given = min(ours, key=lambda row: float(row["p50_us"])) if ours else None
+        peers = {n: row for n, row in found.items() if n in names and is_peer(n)}
+        relative = ""
+        if given is not None and case.mask != "none":
+            plain = dataclasses.replace(case, mask="none")
+            without = masked_rows(rows, plain, given["run_id"]).get(given["implementation"])
+            if without is not None:
+                relative = f"{float(given['p50_us']) / float(without['p50_us']):.2f}"
+        lines.append([case.name, *cells, against(given, peers), relative])
+    head = ["us", *names.values(), "ours / best peer", "time / without a mask"]
+    return f"{markdown(head, lines)}\n\nMedians.{source_note(used)}"
+
+
+def masked_rows(rows: Sequence[Row], case: Case, run_id: str | None) -> dict[str, Row]:
+    """The rows of a case of bench/masks.toml by implementation: of a run, or of the latest one that
+    has the case.
+    """
+    matching = [
+        row
+        for row in rows
+        if row_key(row) == case.key and f"mask={case.mask}" in call_features(row)
+    ]
+    if run_id is None and matching:
+        run_id = matching[-1]["run_id"]
+    return {row["implementation"]: row for row in matching if row["run_id"] == run_id}
+
+
 def host_table(path: Path) -> str:
     """Host cost of one eager call from the file that bench/host_overhead.py writes."""
     head = ["call", "p20 us", "p50 us", "p80 us"]
@@ -354,6 +406,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
     if table == "end-to-end":
         return end_to_end_table(results / f"{gpu}-end-to-end.json")
     rows = load_rows(results / f"{gpu}.csv")
+    if table == "masks":
+        return masks_table(rows, load_cases(MASKS_FILE), run_id)
     if table == "published":
         return published_table(rows, cases, run_id)
     if table == "plain":
@@ -363,7 +417,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return speed_table(rows, many, run_id, sustained=True)
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
-        known = ", ".join(["plain", "sustained", "published", "host", "end-to-end", *groups])
+        others = ("plain", "sustained", "masks", "published", "host", "end-to-end")
+        known = ", ".join([*others, *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)
 

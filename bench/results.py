@@ -220,9 +220,9 @@ def power_w(row: Mapping[str, str]) -> int | None:
 
 def asked_for(row: Mapping[str, str]) -> tuple[str, ...]:
     """The words of `features` about the call itself, without those about its planning, about what
-    it approximates, about who chose its kernel and about where its keys lie.
+    it approximates, about who chose its kernel and about how its sequences and keys lie in memory.
     """
-    how = ("shared=", "approximate=", "chosen=", "cache=")
+    how = ("shared=", "approximate=", "chosen=", "cache=", "layout=")
     return tuple(word for word in call_features(row) if not word.startswith(how))
 
 

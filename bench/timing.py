@@ -425,6 +425,7 @@ def tiny(case: Case) -> Case:
     return Case(
         name="tiny", dtype=case.dtype, b=1, hq=case.hq // case.hkv, hkv=1, nq=min(case.nq, 64),
         nk=min(case.nk, 64), d=case.d, dv=case.dv, causal=case.causal,
+        mask=case.mask,
     )  # fmt: skip
 
 

@@ -228,9 +228,10 @@ def _problems_with_masks(
             torch.empty(1, 1, n, dim, dtype=dtype) for n, dim in ((nq, d), (8192, d), (8192, dv))
         )
         keep = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(-1, -1, nq, 8192)
+        table = torch.ones(1, 1, -(-nq // 64), 8192 // 64, dtype=torch.int8)
         for batch in (1, device.sm_count):
             many = [x.expand(batch, -1, -1, -1) for x in (q, k, v)]
-            for mask in ({"key_ranges": ranges}, {"attn_mask": keep}):
+            for mask in ({"key_ranges": ranges}, {"attn_mask": keep}, {"block_mask": table}):
                 problem = _api.make_problem(*many, **mask, num_splits=num_splits)
                 yield problem.as_if_on_cuda()
 

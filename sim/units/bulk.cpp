@@ -77,8 +77,8 @@ void open_destination(Warp& warp, int lane, const BulkShape& shape, const BulkTa
   check_extent(lane, shared_extent(shape), target.data);
   TileLine tile;
   if (shape.is_box) {
-    tile = {target.data.offset, shape.pitch, static_cast<uint32_t>(shape.pieces.size()),
-            shape.slab_pieces, shape.swizzle == 0 ? 0 : shape.pitch};
+    tile = {target.data.offset, shape.pitch,        static_cast<uint32_t>(shape.pieces.size()),
+            shape.slab_pieces,  shape.group_pieces, shape.swizzle == 0 ? 0 : shape.pitch};
   }
   owner.set_tile(target.data.offset, shared_extent(shape), tile);
   for_each_run(shape, target.data.address(), [&](uint32_t offset, uint32_t bytes) {
@@ -262,6 +262,7 @@ BulkShape box_shape(const TensorMap& map, const int32_t* coordinates, bool store
   shape.piece_bytes = map.row_bytes();
   shape.pitch = map.pitch();
   shape.slab_pieces = static_cast<uint32_t>(map.rank > 1 ? map.extent(1) : 1);
+  if (map.rank > 3) shape.group_pieces = shape.slab_pieces * static_cast<uint32_t>(map.extent(2));
   shape.swizzle = swizzle_mask(map.swizzle);
   shape.is_box = true;
   shape.element_bytes = map.element_bytes();

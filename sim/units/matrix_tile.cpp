@@ -51,13 +51,15 @@ void check_boxes(Warp& warp, Cta& owner, const char* operand, const MatrixTile& 
     const uint32_t here = tile_place(descriptor, tile.k_major, line, 0);
     const TileLine *from = tile_at(before), *to = tile_at(here);
     if (from == nullptr || to == nullptr) continue;
-    const uint32_t next = row_of(*from, before) + TILE_GROUP;
-    const bool follows = from->start == to->start ? row_of(*to, here) == next
-                                                  : next == from->rows && row_of(*to, here) == 0;
-    if (follows) continue;
+    // The next 8 rows of a slab follow, or in a box of groups of 8 rows those of its other slabs.
+    const bool in_groups = from->slab_rows == TILE_GROUP && from->group_rows != 0;
+    const uint32_t next = row_of(*from, before) + (in_groups ? from->group_rows : TILE_GROUP);
+    const uint32_t row = row_of(*to, here);
+    const bool ends = in_groups ? next >= from->rows : next == from->rows;
+    if (from->start == to->start ? row == next : ends && row == next - from->rows) continue;
     complain("has a stride offset of " + std::to_string(descriptor.stride) + " bytes: row " +
-                 std::to_string(line) + " is row " + std::to_string(row_of(*to, here)) +
-                 " of a box, after row " + std::to_string(next - TILE_GROUP) + " for row " +
+                 std::to_string(line) + " is row " + std::to_string(row) + " of a box, after row " +
+                 std::to_string(row_of(*from, before)) + " for row " +
                  std::to_string(line - TILE_GROUP),
              here);
     return;

@@ -8,9 +8,10 @@
 // of its own (write_dq) then scales and rounds the sums.
 //
 // In turns, a CTA waits only for CTAs with smaller indices, which have started before it. All CTAs
-// go from the last block of queries to the first one, and over the heads that share a head of K
-// inside of a block's rows: so none of them comes late to a block whose turn others wait for.
-// Without turns each CTA begins with another block.
+// go from later blocks of queries to earlier ones, and over the heads that share a head of K inside
+// of a block's rows. Each begins with a later block than that of the keys before, so that the turn
+// has mostly come. Behind its first block it goes on with the last one; what it adds from there on
+// has a sum of its own, because it may come to these blocks before the CTAs of earlier keys do.
 //
 // clang-format off
 //   role     warps       work
@@ -41,6 +42,7 @@
 #include "common/math/slab_load.cuh"
 #include "common/math/uniform.cuh"
 #include "common/ptx/bulk_order.cuh"
+#include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/f32x2.cuh"
@@ -365,10 +367,9 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   uint32_t parity = 0;
 #pragma unroll 1
   for (int left = work.blocks; left > 0; --left) {
-    const int number =
-        work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
+    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
     const bool in_turns = params.turns_gmem != nullptr;
-    float* sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(number) * C::ROUND_SUMS;
+    float* sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(turn.sum) * C::ROUND_SUMS;
     ptx::mbarrier_wait_parity(barriers.dq_ready(), parity);
     ptx::tcgen05_fence_after_thread_sync();
     parity ^= 1;
@@ -393,22 +394,25 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
       sync();
       as_leader([&] {
-        if (piece == 0 && in_turns && block.row >= work.before_begin &&
-            block.row <= work.before_last) {
-          const int turn = work.first_row / C::ROWS;
-          while (ptx::ld_acquire_s32(params.turns_gmem + number) < turn) {
+        if (piece == 0 && turn.waits) {
+          const int tile = work.first_row / C::ROWS;
+          while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < tile) {
           }
           ptx::fence_proxy_async_global();  // the turn has come before TMA adds
         }
-        ptx::cp_reduce_async_bulk_add_f32(sums_gmem + piece * (C::DQ_BYTES / 4),
-                                          shared_smem + offset, C::DQ_BYTES);
+        float* const piece_gmem = sums_gmem + piece * (C::DQ_BYTES / 4);
+        if (in_turns && !turn.waits) {
+          ptx::cp_async_bulk_store(piece_gmem, shared_smem + offset, C::DQ_BYTES);
+        } else {
+          ptx::cp_reduce_async_bulk_add_f32(piece_gmem, shared_smem + offset, C::DQ_BYTES);
+        }
         ptx::cp_async_bulk_commit_group();
       });
     }
     as_leader([&] {
       if (!in_turns) return;
       ptx::cp_async_bulk_wait_group_0();  // the next tile of keys may add when this one has
-      ptx::st_release_s32(params.turns_gmem + number, work.first_row / C::ROWS + 1);
+      ptx::st_release_s32(params.turns_gmem + turn.sum, work.first_row / C::ROWS + 1);
     });
     __syncwarp();
     block.next_round(work);
@@ -656,8 +660,7 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const int index = static_cast<int>(blockIdx.x);
   const math::SummedRound round = math::find_summed_round<C>(params, index);
   if (round.rows < 0) return;
-  const float4* sums_gmem = reinterpret_cast<const float4*>(
-      params.dq_sums_gmem + static_cast<int64_t>(index) * C::ROUND_SUMS);
+  const math::SumsOfRound<C> sums_of_round(params, index);
   const int64_t start = math::gradient_of_sequence(params, round);
   const float scale = params.backward.scale;
   // A thread takes eight columns of a row.
@@ -669,7 +672,7 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
     float x[8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 sums = sums_gmem[(2 * chunk + half) * C::BLOCK + row];
+      const float4 sums = sums_of_round.at((2 * chunk + half) * C::BLOCK + row);
       x[4 * half] = sums.x * scale, x[4 * half + 1] = sums.y * scale;
       x[4 * half + 2] = sums.z * scale, x[4 * half + 3] = sums.w * scale;
     }

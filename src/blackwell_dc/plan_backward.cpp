@@ -30,7 +30,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
   return core::complete_rounds<BackwardKernelParams>(std::get<LaunchPlan>(std::move(result)),
-                                                     problem, tile, "blackwell_dc",
+                                                     problem, tile, device, "blackwell_dc",
                                                      [](BackwardKernelParams&) {});
 }
 

@@ -8,9 +8,10 @@
 // its own (write_dq) then scales and rounds the sums.
 //
 // In turns, a CTA waits only for CTAs with smaller indices, which have started before it. All CTAs
-// go from the last round of queries to the first one, and over the heads that share a head of K
-// inside of a round: so none of them comes late to a round whose turn others wait for. Without
-// turns each CTA begins with another round.
+// go from later rounds of queries to earlier ones, and over the heads that share a head of K inside
+// of a round. Each begins with a later round than that of the keys before, so that the turn has
+// mostly come. Behind its first round it goes on with the last one; what it adds from there on has
+// a sum of its own, because it may come to these rounds before the CTAs of earlier keys do.
 //
 // clang-format off
 //                      once         each block of queries
@@ -52,9 +53,11 @@
 #include "common/backward_params.h"
 #include "common/math/backward_rounds.cuh"
 #include "common/math/backward_work.cuh"
+#include "common/math/quad.cuh"
 #include "common/math/slab_load.cuh"
 #include "common/math/uniform.cuh"
 #include "common/ptx/bulk_order.cuh"
+#include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/global_order.cuh"
@@ -207,32 +210,35 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
 #pragma unroll 1
   for (uint32_t count = 0; count < rounds; ++count, block.next_round(work)) {
     if (in_turns && count % 2 != number) continue;
-    const int round =
-        work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
+    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
     // It looks for its turn while dQ is computed, because that takes a while even if it has come.
-    const bool waits = in_turns && block.row >= work.before_begin && block.row <= work.before_last;
-    if (leader && waits) {
-      const int turn = work.first_row / C::ROWS;
-      while (ptx::ld_acquire_s32(params.turns_gmem + round) < turn) {
+    if (leader && turn.waits) {
+      const int tile = work.first_row / C::ROWS;
+      while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < tile) {
       }
     }
     __syncwarp();
     for (int group = first_group; group < end_group; ++group)
       ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
     if (leader) {
-      if (waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      ptx::cp_reduce_async_bulk_add_f32(params.dq_sums_gmem +
-                                            static_cast<int64_t>(round) * C::ROUND_SUMS +
-                                            first_group * (PART_BYTES / 4),
-                                        shared_smem + C::DQ_SMEM + first_group * PART_BYTES,
-                                        (end_group - first_group) * PART_BYTES);
+      if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+      float* const sums_gmem = params.dq_sums_gmem +
+                               static_cast<int64_t>(turn.sum) * C::ROUND_SUMS +
+                               first_group * (PART_BYTES / 4);
+      const uint32_t part_smem = shared_smem + C::DQ_SMEM + first_group * PART_BYTES;
+      const uint32_t bytes = (end_group - first_group) * PART_BYTES;
+      if (in_turns && !turn.waits) {
+        ptx::cp_async_bulk_store(sums_gmem, part_smem, bytes);
+      } else {
+        ptx::cp_reduce_async_bulk_add_f32(sums_gmem, part_smem, bytes);
+      }
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read_0();
       for (int group = first_group; group < end_group; ++group)
         ptx::mbarrier_arrive(barriers.dq_empty(group));
       if (in_turns) {  // the next tile of keys may add when this one has
         ptx::cp_async_bulk_wait_group_0();
-        ptx::st_release_s32(params.turns_gmem + round, work.first_row / C::ROWS + 1);
+        ptx::st_release_s32(params.turns_gmem + turn.sum, work.first_row / C::ROWS + 1);
       }
     }
     __syncwarp();
@@ -428,22 +434,6 @@ __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries
     ptx::stmatrix_x4_trans(first_smem + 16 * i * DsTile::ROW_BYTES, ds_rmem[i]);
 }
 
-// Transposes 4 x 4 words among the lanes of a quad: lane t of it gets word t of each of its lanes.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const uint32_t given = upper ? words[i] : words[i + step];
-      const uint32_t taken = __shfl_xor_sync(math::FULL_WARP, given, step);
-      words[i] = upper ? taken : words[i];
-      words[i + step] = upper ? words[i + step] : taken;
-    }
-  }
-}
-
 // Writes, or adds, a warp's rows of a gradient times `factor`.
 template <class C>
 __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
@@ -470,7 +460,7 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
           words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[n + i][2 * r] * factor,
                                                   x_rmem[n + i][2 * r + 1] * factor);
         }
-        transpose_in_quad(words);
+        math::transpose_in_quad(words);
         const int column = 8 * (n + lane % 4);
         if (first + 8 * r < work.own_rows && column < columns)
           ptx::st_global_v4_b32(row_gmem + column, words[0], words[1], words[2], words[3]);
@@ -838,8 +828,7 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const int index = static_cast<int>(blockIdx.x);
   const math::SummedRound round = math::find_summed_round<C>(params, index);
   if (round.rows < 0) return;
-  const float4* sums_gmem = reinterpret_cast<const float4*>(
-      params.dq_sums_gmem + static_cast<int64_t>(index) * C::ROUND_SUMS);
+  const math::SumsOfRound<C> sums_of_round(params, index);
   const int64_t start = math::gradient_of_sequence(params, round);
   // A thread takes what four lanes have of eight columns: of two rows, 8 apart.
 #pragma unroll
@@ -849,7 +838,7 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
     float x[2][8];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const float4 sums = sums_gmem[(warp * 8 + n) * 32 + lane_row * 4 + t];
+      const float4 sums = sums_of_round.at((warp * 8 + n) * 32 + lane_row * 4 + t);
       const float scale = params.backward.scale;
       x[0][2 * t] = sums.x * scale, x[0][2 * t + 1] = sums.y * scale;
       x[1][2 * t] = sums.z * scale, x[1][2 * t + 1] = sums.w * scale;

@@ -39,6 +39,7 @@
 #include <cstdint>
 
 #include "common/math/attention_work.cuh"
+#include "common/math/chunked_keys.cuh"
 #include "common/math/descales.cuh"
 #include "common/math/few_rows.cuh"
 #include "common/math/fp8_softmax.cuh"
@@ -94,12 +95,28 @@ __device__ __forceinline__ int first_v_column(const Tile& tile) {
   return C::SLICES_V ? tile.split * C::HEAD_DIM_V : 0;
 }
 
+// What the rows of a tile see: with CACHE positions may be cut into chunks.
+template <class C>
+using VisibleKeysOf = std::conditional_t<C::CACHE, math::ChunkedKeys, math::VisibleKeys>;
+
+template <class C>
+__device__ __forceinline__ VisibleKeysOf<C> find_visible_keys(const ParamsOf<C>& params,
+                                                              const math::Work& work) {
+  const math::VisibleKeys visible = math::find_visible_keys(call_of<C>(params).attention, work);
+  if constexpr (C::CACHE) {
+    return {visible, params.attention_chunk, work.nk - work.nq};
+  } else {
+    return visible;
+  }
+}
+
 // The blocks of a tile's share of the keys.
 template <class C>
 __device__ __forceinline__ math::Blocks find_blocks(const Params& params, const Tile& tile,
-                                                    const math::VisibleKeys& visible) {
-  const math::Blocks blocks =
-      math::find_blocks<C::BLOCK_K>(tile.rows(), visible, rows_of_tile<C>(params));
+                                                    const VisibleKeysOf<C>& visible) {
+  const int last_row = min(tile.first_row + rows_of_tile<C>(params), tile.end_row) - 1;
+  const math::Blocks blocks = {math::block_start<C::BLOCK_K>(visible.first(tile.first_row)),
+                               math::block_start<C::BLOCK_K>(visible.last(last_row))};
   if constexpr (!C::CAN_SPLIT) return blocks;
   return math::split_blocks<C::BLOCK_K>(blocks, tile.split, params.partials.splits);
 }
@@ -115,6 +132,13 @@ __device__ __forceinline__ unsigned next_tile(const Params& params, unsigned ind
   unsigned taken = 0;
   if (threadIdx.x % 32 == 0) taken = atomicAdd(params.taken_gmem, 1);
   return gridDim.x + uniform(taken);
+}
+
+// Whether the number of the tile that comes next in a stage of Q is odd.
+template <class C>
+__device__ __forceinline__ uint32_t parity_of_tile(const RingPosition<C::Q_STAGES>& q_ring) {
+  static_assert(C::Q_STAGES <= 2);
+  return C::Q_STAGES == 2 ? q_ring.stage : q_ring.parity;
 }
 
 template <class C>
@@ -150,7 +174,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       tile.end_row = rows.end_row;
     }
     const math::Blocks blocks =
-        find_blocks<C>(params, tile, math::find_visible_keys(attention, tile));
+        find_blocks<C>(params, tile, find_visible_keys<C>(all_params, tile));
     const int head = tile.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
@@ -175,8 +199,8 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       if constexpr (C::CACHE) {
         start_cache_load<typename C::KTile>(
             leader, shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
-            next_place, all_params.cache.blocks, all_params.box_rows, kv_head,
-            barriers.k_full(k_ring.stage));
+            next_place, all_params.cache.blocks, all_params.k_page_groups, all_params.box_rows,
+            kv_head, barriers.k_full(k_ring.stage));
       } else if (leader) {
         math::start_load<typename C::KTile, C::PACK>(
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
@@ -198,7 +222,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       if constexpr (C::CACHE) {
         start_cache_load<typename C::VTile>(
             leader, shared_smem + offset, params.v_map, place, all_params.cache.blocks,
-            all_params.box_rows, kv_head,
+            all_params.v_page_groups, all_params.box_rows, kv_head,
             ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
       } else if constexpr (C::FP8) {
         if (leader) {
@@ -237,6 +261,14 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     if (any_block) next_place = find_place(blocks.last);
     CachePlace place = next_place;
     if (any_block) load_k(blocks.last);
+    if constexpr (C::PRODUCERS == 2) {
+      // V's producer has read the message about the tile before.
+      ptx::mbarrier_wait_parity(barriers.v_tile_empty(), parity_of_tile<C>(q_ring) ^ 1);
+      if (leader) {
+        v_tile_message<C>(shared) = {tile, cache_rows.first};
+        ptx::mbarrier_arrive(barriers.v_tile_full());
+      }
+    }
     // The consumers have read the message, and their output rows have left Q's part.
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
@@ -258,13 +290,73 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
       const CachePlace place_before = next_place;
       if (block > blocks.first) load_k(block - C::BLOCK_K);
-      load_v(block, place);
+      if constexpr (C::PRODUCERS == 1) load_v(block, place);
       place = place_before;
     }
   }
   // A CTA without tiles, too, ends after the kernel before this one.
   if constexpr (C::FP8) ptx::griddepcontrol_wait();
   send_no_tile<C>(barriers, shared, q_ring, leader);
+  if constexpr (C::PRODUCERS == 2) {
+    ptx::mbarrier_wait_parity(barriers.v_tile_empty(), parity_of_tile<C>(q_ring) ^ 1);
+    if (leader) {
+      CachedTile none{};
+      none.first_row = -1;
+      v_tile_message<C>(shared) = none;
+      ptx::mbarrier_arrive(barriers.v_tile_full());
+    }
+  }
+}
+
+// --- with PAGES, another warp: V -> shared memory ---
+
+// Finding and copying the pages of a block takes a warp about as long as the block is multiplied,
+// so V has a producer of its own. It has a message of its own about each tile, which comes before
+// the tile's Q.
+template <class C>
+__device__ __forceinline__ void produce_v(const CacheParams& params, unsigned char* shared,
+                                          uint32_t shared_smem) {
+  using VTile = typename C::VTile;
+  const AttentionParams& attention = params.call.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();
+  RingPosition<C::STAGES> v_ring;
+  uint32_t ragged_parity = 0, v_tile_parity = 0;
+
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.v_tile_full(), v_tile_parity);  // the message is there
+    const CachedTile tile = v_tile_message<C>(shared);
+    if (tile.first_row < 0) break;
+    release(barriers.v_tile_empty());
+    v_tile_parity ^= 1;
+    const int batch = tile.batch_head / attention.heads_q;
+    const int kv_head = tile.batch_head % attention.heads_q / attention.heads_per_kv;
+    const SequenceOfCache sequence{
+        params.cache, params.box_rows, batch, {tile.first_of_cache, tile.nk}};
+    const math::Blocks blocks =
+        find_blocks<C>(params.call, tile, find_visible_keys<C>(params, tile));
+    CachePlace place{};
+    if (blocks.first <= blocks.last) place = sequence.find(blocks.last);
+#pragma unroll 1
+    for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
+      const bool ragged = block + C::BLOCK_K > tile.nk;
+      const int offset = C::V_SMEM + v_ring.stage * VTile::BYTES;
+      const uint32_t full = barriers.v_full(v_ring.stage);
+      // The products of every consumer warp have read the V that the stage held.
+      ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+      start_cache_load<VTile>(leader, shared_smem + offset, params.call.v_map, place,
+                              params.cache.blocks, params.v_page_groups, params.box_rows, kv_head,
+                              ragged ? barriers.v_ragged() : full);
+      place = sequence.find(block - C::BLOCK_K);  // a block ahead
+      if (ragged) {
+        ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
+        ragged_parity ^= 1;
+        clear_grouped_rows<VTile>(shared + offset, tile.nk - block);
+        if (leader) ptx::mbarrier_arrive(full);
+      }
+      v_ring.advance();
+    }
+  }
 }
 
 // --- the other warps of the producer's warpgroup: output rows of no sequence ---
@@ -274,13 +366,14 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) 
   if (params.attention.cu_seqlens_q_gmem == nullptr) return;
   // With split keys the combining kernel writes these rows.
   if (C::CAN_SPLIT && params.partials.splits > 1) return;
-  const int thread = threadIdx.x - C::CONSUMER_THREADS - 32;
+  constexpr int THREADS = C::WARPGROUP - 32 * C::PRODUCERS;
+  const int thread = threadIdx.x - C::CONSUMER_THREADS - 32 * C::PRODUCERS;
   const int heads = C::CAN_PACK ? params.packed_heads.count : 1;
   const auto tiles = [&] { return C::SLICES_V ? params.tiles / params.v_slices : params.tiles; };
   for (int64_t index = blockIdx.x; index < tiles(); index += gridDim.x) {
     for (int head = 0; head < heads; ++head) {
-      math::write_rows_of_no_sequence(params.attention, static_cast<int>(index), thread,
-                                      C::WARPGROUP - 32, rows_of_tile<C>(params), heads, head);
+      math::write_rows_of_no_sequence(params.attention, static_cast<int>(index), thread, THREADS,
+                                      rows_of_tile<C>(params), heads, head);
     }
   }
 }
@@ -315,8 +408,8 @@ struct GroupBlocks {
 
 template <class C>
 __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, const Tile& tile,
-                                                         const math::VisibleKeys& visible,
-                                                         int group, bool all_need_more) {
+                                                         const VisibleKeysOf<C>& visible, int group,
+                                                         bool all_need_more) {
   const math::Blocks blocks = find_blocks<C>(params, tile, visible);
   const int first_row = tile.first_row + group * C::GROUP_ROWS;
   const int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
@@ -350,9 +443,40 @@ __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
   }
 }
 
+// Subtracts what ALiBi does from the scores of a block of keys. `row_of_tile`: the first of this
+// lane's two rows.
 template <class C>
-__device__ __forceinline__ void consume(const Params& params, unsigned char* shared,
+__device__ __forceinline__ void add_alibi(math::Scores<C>& s_rmem, const CacheParams& params,
+                                          const Tile& tile, int row_of_tile, int block) {
+  const AttentionParams& attention = params.call.attention;
+  const AlibiSlopes& slopes = params.slopes;
+  const math::PackedHeads& packed = params.call.packed_heads;
+  const int batch = tile.batch_head / attention.heads_q;
+  const int first_key = block + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int row = row_of_tile + 8 * r, head = tile.batch_head % attention.heads_q;
+    if constexpr (C::CAN_PACK) {
+      head += min(packed.head(row), packed.count - 1);
+      row = packed.row(row);
+    }
+    const float slope = slopes.gmem[batch * slopes.batch + head * slopes.head];
+    const float distance = static_cast<float>(tile.first_row + row + tile.nk - tile.nq - first_key);
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& s = s_rmem[0][n][2 * r + i];
+        s = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + i)), s);
+      }
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned char* shared,
                                         uint32_t shared_smem) {
+  const Params& params = call_of<C>(all_params);
   using QTile = typename C::QTile;
   constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::PASS_COLUMNS / 2,
                 WORDS = C::BLOCK_K / (4 * C::PACK);
@@ -369,7 +493,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     const Tile tile = tile_message<C>(shared, q_ring.stage);
     if (tile.first_row < 0) break;
-    const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
+    const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
     bool all_need_more = attention.transform_scores;
     float exp2_scale = attention.exp2_scale;
     math::KeyDescales key_descales{};  // null: one descale serves all keys
@@ -482,6 +606,18 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
             tile.first_row + static_cast<int>(thread / 32 * C::WARP_ROWS + thread % 32 / 4);
         const int rows[2] = {row, row + 8};
         math::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
+      } else if constexpr (C::CACHE) {
+        // The message is read anew, so that it needs no registers between the blocks.
+        const Tile& message = tile_message<C>(shared, q_ring.stage);
+        const int row_of_tile = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
+        if (all_params.slopes.gmem != nullptr)
+          add_alibi<C>(s_rmem, all_params, message, row_of_tile, block);
+        const math::ChunkedKeys keys{visible, all_params.attention_chunk, message.nk - message.nq};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          math::mask_row<C>(s_rmem, keys.of_row(lane_rows[r]), 0, r, 0,
+                            block + static_cast<int>(threadIdx.x) % 4 * 2);
+        }
       } else {
         math::mask_rows<C>(s_rmem, visible, lane_rows,
                            block + static_cast<int>(threadIdx.x) % 4 * 2);
@@ -663,9 +799,15 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(C::QTile::ALIGNMENT <= 1024);
   if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
-  run_roles<C>([&] { consume<C>(params, shared, shared_smem); },
+  run_roles<C>([&] { consume<C>(all_params, shared, shared_smem); },
                [&] { produce<C>(all_params, shared, shared_smem); },
-               [&] { write_rows_of_no_sequence<C>(params); });
+               [&] {
+                 if constexpr (C::PRODUCERS == 2) {
+                   if (threadIdx.x < C::CONSUMER_THREADS + 64)
+                     return produce_v<C>(all_params, shared, shared_smem);
+                 }
+                 write_rows_of_no_sequence<C>(params);
+               });
 }
 
 }  // namespace archflash::hopper

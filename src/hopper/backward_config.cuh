@@ -105,6 +105,7 @@ struct WideBackwardConfig {
   static constexpr int DOUT_STAGES = 2;
   static constexpr int P_STAGES = 2;
   static constexpr int DS_STAGES = 2;
+  static constexpr int TURN_STAGES = 2;   // a warp each
   static constexpr bool SOFTCAP = false;  // it would spill registers
 
   static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
@@ -141,8 +142,9 @@ struct WideBackwardConfig {
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
   // One barrier each for K, for V and for the bytes of a ragged block; two, full and empty, for
-  // each stage of the four rings.
-  static constexpr int BARRIERS = 3 + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES);
+  // each stage of the four rings, and for each stage of turns.
+  static constexpr int BARRIERS =
+      3 + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES + TURN_STAGES);
   static constexpr int WORK_BYTES = 128;  // CtaWork of attention_bwd.cuh
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;

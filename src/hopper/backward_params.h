@@ -16,11 +16,12 @@ struct BackwardKernelParams {
   // part of 64 rows and 64 columns after the other; of a part, the 16 rows of a warp after another;
   // of these, 16 bytes of each lane side by side, as the accumulators of wgmma have them.
   float* dq_sums_gmem;
-  int64_t cleared_bytes;  // from there on, which the first launch fills with zeros
-  // How many tiles of keys have added to each round, where they take turns; null: they do not.
+  int64_t cleared_bytes;  // of the sums, or in turns of these, which the first launch clears
+  // In turns, behind which tile of keys the next one may add to each sum; null: no turns.
   int32_t* turns_gmem;
-  float uncap;     // from a score, as a logarithm to base 2, to its tanh
-  int32_t rounds;  // of a head, without cu_seqlens
+  float uncap;            // from a score, as a logarithm to base 2, to its tanh
+  int32_t rounds;         // of a head, without cu_seqlens
+  int32_t sums_of_round;  // of dQ: two, or one
   // The heads of k, of all sequences, that are gone over together: the first tiles of all of them,
   // then the second ones, and so on. All of them with cu_seqlens.
   int32_t group_heads;

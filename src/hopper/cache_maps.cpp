@@ -4,8 +4,14 @@
 #include <utility>
 
 #include "common/planning/core_set.h"
+#include "hopper/grouped_tile.cuh"
 
 namespace archflash::hopper {
+namespace {
+
+using GroupRows = GroupedTile<64, 16>;  // for what all of them have in common
+
+}  // namespace
 
 TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset,
                         const core::Box& box, int box_rows) {
@@ -20,6 +26,41 @@ TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset,
   map.dims = {of_v ? problem.dv : problem.d, problem.page_size > 0 ? problem.page_size : problem.nk,
               problem.heads_kv, problem.cache_batch};
   for (const int64_t stride : {strides.row, strides.head, strides.batch})
+    map.strides.push_back(stride * dtype_bytes(problem.dtype));
+  return map;
+}
+
+std::optional<int32_t> page_groups(const Problem& problem, Operand operand) {
+  constexpr int64_t MOST_GROUPS = int64_t{1} << 31;
+  const bool of_v = operand == Operand::V;
+  const Strides& strides = of_v ? problem.v : problem.k;
+  const int64_t columns = of_v ? problem.dv : problem.d;
+  const int64_t group = GroupRows::GROUP_ROWS * strides.row;
+  if (problem.page_size == 0 || problem.page_size % GroupRows::GROUP_ROWS != 0) return {};
+  if (columns % GroupRows::SLAB != 0 || strides.row <= 0) return {};
+  if (problem.cache_batch <= 1) return 0;
+  if (strides.batch <= 0 || strides.batch % group != 0) return {};
+  const int64_t groups = strides.batch / group;
+  if (groups * problem.cache_batch >= MOST_GROUPS) return {};
+  return static_cast<int32_t>(groups);
+}
+
+TensorMapSpec grouped_map(const Problem& problem, Operand operand, size_t offset, int slabs,
+                          int box_rows) {
+  const bool of_v = operand == Operand::V;
+  const Strides& strides = of_v ? problem.v : problem.k;
+  TensorMapSpec map{};
+  map.operand = operand;
+  map.offset = static_cast<int32_t>(offset);
+  map.dtype = problem.dtype;
+  map.swizzle = GroupRows::SWIZZLE;
+  map.box = {GroupRows::SLAB, GroupRows::GROUP_ROWS, slabs, box_rows / GroupRows::GROUP_ROWS, 1};
+  const int64_t groups = (problem.cache_batch - 1) * page_groups(problem, operand).value() +
+                         problem.page_size / GroupRows::GROUP_ROWS;
+  map.dims = {GroupRows::SLAB, GroupRows::GROUP_ROWS,
+              (of_v ? problem.dv : problem.d) / GroupRows::SLAB, groups, problem.heads_kv};
+  for (const int64_t stride :
+       {strides.row, int64_t{GroupRows::SLAB}, GroupRows::GROUP_ROWS * strides.row, strides.head})
     map.strides.push_back(stride * dtype_bytes(problem.dtype));
   return map;
 }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 
 #include "common/planning/tiles.h"
@@ -13,6 +15,15 @@ namespace archflash::hopper {
 // `box_rows` rows and else the form of `box`.
 TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset,
                         const core::Box& box, int box_rows);
+
+// Groups of 8 rows from one page of K or V to the next, if one tensor map can have groups as a
+// dimension and its columns are whole slabs (hopper::GroupedTile).
+std::optional<int32_t> page_groups(const Problem& problem, Operand operand);
+
+// The tensor map of K or V of pages whose groups of rows are a dimension: (columns of a slab, 8
+// rows, slabs, groups, heads). Boxes have `box_rows` rows of `slabs` slabs.
+TensorMapSpec grouped_map(const Problem& problem, Operand operand, size_t offset, int slabs,
+                          int box_rows);
 
 // Adds why tensor maps cannot copy rows of a cache, whatever its pages are. `rows`: what they are
 // called, such as "latent rows".

@@ -19,8 +19,13 @@ struct CacheParams {
   // Rows that one copy takes: all of a kernel's block of keys, or with a page table a divisor of
   // them and of the rows of a page.
   int32_t box_rows;
+  // With PAGES the maps have the dimensions (columns of a slab, 8 rows, slabs, groups of 8 rows,
+  // heads), and so many groups lie between two pages.
+  int32_t k_page_groups, v_page_groups;
   // Packed sequences of at most so many query rows are left to another launch.
   int32_t few_rows;
+  int32_t attention_chunk;  // positions of a chunk of math::ChunkedKeys; 0: no chunks
+  AlibiSlopes slopes;       // with them call.attention.transform_scores is set
 };
 static_assert(std::is_trivially_copyable_v<CacheParams>);
 static_assert(offsetof(CacheParams, call) == 0, "addresses are counted from the call's start");

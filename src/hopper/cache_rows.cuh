@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "common/math/kv_cache.cuh"
-#include "common/math/slab_tile.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/tensor_map.h"
@@ -18,7 +17,7 @@ struct CachePlace {
   int block, row;
 };
 
-// The cache as the producer's warp sees it for a sequence.
+// The cache as a producer's warp sees it for a sequence.
 struct SequenceOfCache {
   const KvCache& cache;
   int box_rows;
@@ -39,22 +38,44 @@ struct SequenceOfCache {
 
 // Starts the copies of one head's block of keys, each lane that of its box of `box_rows` rows, and
 // makes the barrier expect all its bytes. What a page table names outside the cache is clamped.
-// Called by all lanes, of which `leader` is one.
+// `page_groups`: for a GroupedTile, groups of 8 rows from one page to the next. Called by all
+// lanes, of which `leader` is one.
 template <class Tile>
 __device__ __forceinline__ void start_cache_load(bool leader, uint32_t tile_smem,
                                                  const TensorMap& map, const CachePlace& place,
-                                                 int blocks, int box_rows, int head,
-                                                 uint32_t barrier_smem) {
+                                                 int blocks, int page_groups, int box_rows,
+                                                 int head, uint32_t barrier_smem) {
   if (leader) ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::BYTES);
   __syncwarp();  // the bytes are expected before they come
   const int first = static_cast<int>(threadIdx.x) % 32 * box_rows;
   if (first >= Tile::ROWS) return;
   const int block = min(max(place.block, 0), blocks - 1);
+  if constexpr (requires { Tile::GROUP_BYTES; }) {
+    const int group = block * page_groups + place.row / Tile::GROUP_ROWS;
+    ptx::cp_async_bulk_tensor_5d_load(tile_smem + first / Tile::GROUP_ROWS * Tile::GROUP_BYTES, map,
+                                      0, 0, 0, group, head, barrier_smem);
+  } else {
 #pragma unroll
-  for (int slab = 0; slab < Tile::SLABS; ++slab) {
-    ptx::cp_async_bulk_tensor_4d_load(tile_smem + slab * Tile::SLAB_BYTES + first * Tile::ROW_BYTES,
-                                      map, slab * Tile::SLAB, place.row, head, block, barrier_smem);
+    for (int slab = 0; slab < Tile::SLABS; ++slab) {
+      ptx::cp_async_bulk_tensor_4d_load(
+          tile_smem + slab * Tile::SLAB_BYTES + first * Tile::ROW_BYTES, map, slab * Tile::SLAB,
+          place.row, head, block, barrier_smem);
+    }
   }
+}
+
+// math::clear_rows() of a GroupedTile.
+template <class Tile>
+__device__ __forceinline__ void clear_grouped_rows(unsigned char* tile, int first_row) {
+  constexpr int CHUNKS = Tile::COLUMNS / 8;
+  const int chunks = (Tile::ROWS - first_row) * CHUNKS;
+#pragma unroll 1
+  for (int chunk = static_cast<int>(threadIdx.x) % 32; chunk < chunks; chunk += 32) {
+    const int offset = Tile::offset(first_row + chunk / CHUNKS, chunk % CHUNKS);
+    *reinterpret_cast<uint4*>(tile + offset) = uint4{};
+  }
+  ptx::fence_proxy_async_shared();  // the stores come before the tensor cores read
+  __syncwarp();                     // all lanes' stores come before the arrival of one
 }
 
 }  // namespace archflash::hopper

@@ -7,6 +7,7 @@
 
 #include "common/dtype.h"
 #include "common/math/slab_tile.cuh"
+#include "hopper/grouped_tile.cuh"
 
 namespace archflash::hopper {
 
@@ -28,7 +29,7 @@ constexpr int consumer_registers(int launch_registers, int consumer_warpgroups,
 // SLICES_V half of it.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPGROUPS_, int BLOCK_K_, int STAGES_,
           int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false,
-          bool SLICES_V_ = false, bool OVERLAPS_ = true, bool CACHE_ = false>
+          bool SLICES_V_ = false, bool OVERLAPS_ = true, bool CACHE_ = false, bool PAGES_ = false>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
@@ -71,6 +72,10 @@ struct Config {
   static constexpr bool OVERLAPS = OVERLAPS_;
   // Whether K and V are rows of a KV cache, whose lengths and page table are on the device.
   static constexpr bool CACHE = CACHE_;
+  // Whether these rows lie in pages and have whole slabs of columns: then one copy brings all
+  // columns of a box.
+  static constexpr bool PAGES = PAGES_;
+  static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
   // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
   // time, so that a part of the sums needs few registers.
   static constexpr int PASS_COLUMNS = OVERLAPS ? HEAD_DIM_V : 64;
@@ -98,20 +103,26 @@ struct Config {
   // Tiles in shared memory. wgmma takes 8-bit V only with the keys of a column side by side, so the
   // rows of its tile are the columns of V (transpose_v.cuh).
   using QTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_Q>;
-  using KTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_K>;
+  template <int COLUMNS, int ROWS>
+  using RowsTile =
+      std::conditional_t<PAGES, GroupedTile<COLUMNS, ROWS>, math::SlabTile<COLUMNS, ROWS>>;
+  using KTile = RowsTile<HEAD_DIM / PACK, BLOCK_K>;
   using VTile = std::conditional_t<FP8, math::SlabTile<BLOCK_K / PACK, HEAD_DIM_V>,
-                                   math::SlabTile<HEAD_DIM_V, BLOCK_K>>;
+                                   RowsTile<HEAD_DIM_V, BLOCK_K>>;
 
-  // Shared memory, in bytes: ring of Q | ring of K | ring of V | barriers | messages about tiles.
+  // Shared memory, in bytes: ring of Q | ring of K | ring of V | barriers | messages about tiles,
+  // the last one for a producer of V.
   // With 16-bit inputs the output rows of a tile pass through the part of its Q.
   static constexpr int Q_SMEM = 0;
   static constexpr int K_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
   static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;
   static constexpr int BARRIER_SMEM = V_SMEM + STAGES * VTile::BYTES;
-  // Full and empty: each stage of Q, of K and of V. One more: the bytes of a ragged block of V.
-  static constexpr int BARRIERS = 2 * Q_STAGES + 4 * STAGES + 1;
+  // Full and empty: each stage of Q, of K and of V, the message for a producer of V. One more: the
+  // bytes of a ragged block of V.
+  static constexpr int BARRIERS = 2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1);
   static constexpr int MESSAGE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
-  static constexpr int SHARED_BYTES = MESSAGE_SMEM + Q_STAGES * TILE_MESSAGE_BYTES;
+  static constexpr int SHARED_BYTES =
+      MESSAGE_SMEM + (Q_STAGES + PRODUCERS - 1) * TILE_MESSAGE_BYTES;
 
   static_assert(BLOCK_K % (16 * PACK) == 0, "wgmma sums P V over 16 or 32 keys");
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
@@ -124,6 +135,7 @@ struct Config {
   static_assert(!CAN_PACK || WARPGROUPS == 1, "the packed heads of a tile share its 64 rows");
   static_assert(!IN_TURNS || WARPGROUPS >= 2, "a warpgroup hands the turn to another one");
   static_assert(!CACHE || !FP8, "not built: 8-bit caches");
+  static_assert(!PAGES || CACHE, "pages are those of a cache");
   static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
@@ -168,7 +180,7 @@ using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     fals
 
 // clang-format off
 //                                    head_dim    warp-  block         Q       CTAs     in             slices  over-
-//                                  q,k   v       groups  _k   stages  stages  per SM   turns    split   V       laps   cache
+//                                  q,k   v       groups  _k   stages  stages  per SM   turns    split   V       laps   cache  pages
 template <DType T>
 using D64Cache       = Config<T,  64,  64,  3,     128,  3,      2,      1,     true,    false,  false,  true,  true>;
 template <DType T>
@@ -176,11 +188,15 @@ using D64FewCache    = Config<T,  64,  64,  1,     128,  3,      1,      2,     
 template <DType T>
 using D128Cache      = Config<T, 128, 128,  3,      80,  3,      2,      1,     true,    false,  false,  true,  true>;
 template <DType T>
-using D128PagesCache = Config<T, 128, 128,  2,     128,  2,      2,      1,     true,    false,  false,  true,  true>;
+using D128PagesCache = Config<T, 128, 128,  2,     128,  2,      2,      1,     true,    false,  false,  true,  true,  true>;
+template <DType T>
+using D128SmallPagesCache = Config<T, 128, 128,  3,      80,  3,      2,      1,     true,    false,  false,  true,  true,  true>;
 template <DType T>
 using D128FewCache   = Config<T, 128, 128,  1,      64,  3,      1,      2,     false,   true,   false,  true,  true>;
 template <DType T>
 using D256Cache      = Config<T, 256, 256,  2,      80,  2,      1,      1,     true,    false,  false,  true,  true>;
+template <DType T>
+using D256PagesCache = Config<T, 256, 256,  2,      80,  2,      1,      1,     true,    false,  false,  true,  true,  true>;
 template <DType T>
 using D256FewCache   = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,   true,   false,  true,  true>;
 // clang-format on

@@ -17,6 +17,7 @@ constexpr uint32_t STATE_ADDED = 4;    // something else than 0 is added
 constexpr uint32_t STATE_HUGE = 8;     // some of it is not below LARGEST_ADDED
 constexpr uint32_t STATE_RANGED = 16;  // key_ranges hide some key of some row
 constexpr uint32_t STATE_BEYOND = 32;  // a row's position hides some; no part of the summary
+constexpr uint32_t STATE_SLOPED = 64;  // alibi_slopes change all scores; no part of the summary
 
 // Elements below it can be added before the scores are scaled, if the scale is not below
 // 1 / LARGEST_FACTOR: their product is finite.
@@ -35,19 +36,27 @@ struct DenseConfig : SeekingConfig<Base> {
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
 
   // Behind what the Config has: ring of what is added | a message for each stage of K | a barrier
-  // for each stage of what is added.
+  // for each stage of what is added. Where SHARES_Q, the second stage of what is added is the
+  // second stage of Q, and a call in which something is added uses the first stage of Q alone.
   using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
   static constexpr int MASK_STAGES = 2;
   static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
   static constexpr int MASK_SMEM =
       (Base::SHARED_BYTES + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
-  static constexpr int BLOCK_MESSAGE_SMEM = MASK_SMEM + MASK_STAGES * MaskTile::BYTES;
+  static constexpr bool SHARES_Q = MASK_SMEM + MASK_STAGES * MaskTile::BYTES > 226 * 1024;
+  static constexpr int MASK_STEP =  // bytes from the first stage to the second
+      SHARES_Q ? Base::Q_SMEM + Base::QTile::BYTES - MASK_SMEM : MaskTile::BYTES;
+  static constexpr int BLOCK_MESSAGE_SMEM =
+      MASK_SMEM + (SHARES_Q ? MASK_STAGES - 1 : MASK_STAGES) * MaskTile::BYTES;
   static constexpr int MASK_BARRIER_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
   static constexpr int SHARED_BYTES = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
 
   static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
                 "hopper/dense_fwd.cuh: a warpgroup's rows are a row of blocks of the summary");
   static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
+  static_assert(!SHARES_Q || (Base::Q_STAGES == 2 && MASK_STAGES == 2 &&
+                              MaskTile::BYTES == Base::QTile::BYTES),
+                "a stage of what is added is a stage of Q");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
@@ -58,7 +67,7 @@ struct DenseConfig : SeekingConfig<Base> {
 template <DType T>
 using D64Dense  = DenseConfig<Config<T,  64,  64,  3,      64,  4,      2,      1,     true>>;
 template <DType T>
-using D128Dense = DenseConfig<Config<T, 128, 128,  2,     128,  2,      1,      1,     true>>;
+using D128Dense = DenseConfig<Config<T, 128, 128,  2,     128,  2,      2,      1,     true>>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -1,12 +1,12 @@
 // Attention forward on TMA, mbarriers and wgmma with a dense attn_mask, bool or added in 16 bits,
-// or with key_ranges, together with the causal mask and the window.
+// or with key_ranges, or with alibi_slopes, together with the causal mask and the window.
 //
-// A kernel before this one has read the mask (summarize_mask.cuh). Its summary says of each block
-// of MASK_BLOCK rows and keys whether it changes anything, and which scores count, as bits in the
-// order in which wgmma leaves scores. So the kernel is that of attention_fwd.cuh for many rows with
-// another walk: the producer skips blocks that no row of the tile sees, and tells each warpgroup
-// with each block's K what the block needs. What is added comes by TMA, the bits are loaded while
-// the products run.
+// A kernel before this one has read the mask (summarize_mask.cuh); slopes need none. Its summary
+// says of each block of MASK_BLOCK rows and keys whether it changes anything, and which scores
+// count, as bits in the order in which wgmma leaves scores. So the kernel is that of
+// attention_fwd.cuh for many rows with another walk: the producer skips blocks that no row of the
+// tile sees, and tells each warpgroup with each block's K what the block needs. What is added comes
+// by TMA, the bits are loaded while the products run.
 //
 //   state of the block for a warpgroup   what the warpgroup does
 //   0                                    waits, and hands the block back
@@ -15,6 +15,7 @@
 //   HIDDEN, RANGED, BEYOND               selects scores by bits, ranges or position
 //   ADDED                                adds elements to scores that are not scaled yet: one FMA
 //   HUGE                                 adds them to scaled scores, and keeps the sums finite
+//   SLOPED                               subtracts the slope times the distance, likewise
 //
 // Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
 // rings. The message of a block is written before the producer arrives at its k_full, and read
@@ -34,6 +35,7 @@
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
@@ -51,10 +53,41 @@ template <class C>
 __device__ __forceinline__ uint32_t mask_empty(uint32_t shared_smem, int stage) {
   return shared_smem + C::MASK_BARRIER_SMEM + 8 * stage;
 }
+// The tile of elements in a stage of their ring.
+template <class C>
+__device__ __forceinline__ uint32_t mask_smem(uint32_t shared_smem, int stage) {
+  return shared_smem + C::MASK_SMEM + stage * C::MASK_STEP;
+}
+// Goes on to the next stage of Q. Elements that are added may need the second one themselves.
+template <class C>
+__device__ __forceinline__ void advance_q(RingPosition<C::Q_STAGES>& q_ring,
+                                          const MaskParams& masks) {
+  if (C::SHARES_Q && masks.mask_element == MaskElement::SixteenBits) {
+    q_ring.parity ^= 1;
+  } else {
+    q_ring.advance();
+  }
+}
 // The states in a message are a byte for each warpgroup; 0: its rows see no key.
 constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;
 
 // --- producer ---
+
+// The first and the last block of keys in which a range of a row of the tile lies; first > last if
+// there is none. first_block: the number of the slice's first row block.
+template <class C>
+__device__ __forceinline__ math::Blocks blocks_in_ranges(const DenseParams& params, int first_block,
+                                                         int first_row, int end_row) {
+  int first = INT32_MAX, last = -1;
+#pragma unroll
+  for (int group = 0; group < C::WARPGROUPS; ++group) {
+    const int row = first_row + group * C::GROUP_ROWS;
+    if (row >= end_row) continue;
+    const SeenKeys keys = params.seen_keys_gmem[first_block + row / MASK_BLOCK];
+    first = min(first, keys.first), last = max(last, keys.last);
+  }
+  return {math::block_start<C::BLOCK_K>(first), math::block_start<C::BLOCK_K>(last)};
+}
 
 // The blocks of keys that a tile sees, from the last one to the first. For a whole warp.
 template <class C>
@@ -93,6 +126,7 @@ struct StatedBlocks {
   __device__ __forceinline__ void look_at(int key) {
     top = key;
     const uint32_t of_unseen = params.bits_gmem != nullptr ? STATE_HIDDEN : STATE_RANGED;
+    const bool sloped = params.masks.slopes_gmem != nullptr;
     const int of_lane = key - static_cast<int>(threadIdx.x % 32) * C::BLOCK_K;
     states = 0;
 #pragma unroll
@@ -109,8 +143,9 @@ struct StatedBlocks {
           continue;
         }
         const uint32_t of_mask =
-            states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
-                        part / MASK_BLOCK];
+            sloped ? STATE_SEEN | STATE_SLOPED
+                   : states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
+                                 part / MASK_BLOCK];
         state |= of_mask == 0 ? of_unseen : of_mask;
         if (visible.masks(row, last_row, part, part + MASK_BLOCK - 1)) state |= STATE_BEYOND;
       }
@@ -124,6 +159,7 @@ template <class C>
 __device__ __forceinline__ void produce_dense(const DenseParams& all_params, unsigned char* shared,
                                               uint32_t shared_smem) {
   const Params& params = all_params.call;
+  const MaskParams& masks = all_params.masks;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
@@ -131,8 +167,12 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
   RingPosition<C::MASK_STAGES> mask_ring;
   RingPosition<C::Q_STAGES> q_ring;
 
+  // All that the kernel before this one has written can be read: the summary, and the counter of
+  // tiles.
+  ptx::griddepcontrol_wait();
+  unsigned next_index = 0;
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
-       index = next_tile(params, index)) {
+       index = next_index) {
     SeekingTile tile{};
     static_cast<math::Work&>(tile) =
         math::find_work(attention, static_cast<int>(index), C::BLOCK_Q, 1);
@@ -141,13 +181,18 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     tile.first_row = rows.first_row;
     tile.end_row = rows.end_row;
     const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
-    const math::Blocks blocks = find_blocks<C>(params, tile, visible);
+    math::Blocks blocks = find_blocks<C>(params, tile, visible);
     const int batch = tile.batch_head / attention.heads_q;
     const int head = tile.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
     const int mask_batch = all_params.mask_batches == 1 ? 0 : batch;
     const int mask_head = all_params.mask_heads == 1 ? 0 : head;
     const int slice = mask_batch * all_params.mask_heads + mask_head;
+    if (masks.ranges_gmem != nullptr) {
+      const math::Blocks ranged = blocks_in_ranges<C>(all_params, slice * all_params.row_blocks,
+                                                      tile.first_row, tile.end_row);
+      blocks = {max(blocks.first, ranged.first), min(blocks.last, ranged.last)};
+    }
 
     const auto load_k = [&](const typename StatedBlocks<C>::Block& block, bool last) {
       const bool added = (block.states & ADDED_FOR_ANY) != 0;
@@ -167,9 +212,9 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map, block.key,
             attention.k_head == 0 ? 0 : kv_head, attention.k_batch == 0 ? 0 : batch, full);
         if (added) {
-          math::start_copy<typename C::MaskTile>(
-              shared_smem + C::MASK_SMEM + mask_ring.stage * C::MaskTile::BYTES,
-              all_params.mask_map, tile.first_row, mask_head, mask_batch, full, block.key);
+          math::start_copy<typename C::MaskTile>(mask_smem<C>(shared_smem, mask_ring.stage),
+                                                 all_params.mask_map, tile.first_row, mask_head,
+                                                 mask_batch, full, block.key);
         }
       }
       if (added) mask_ring.advance();
@@ -214,13 +259,16 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
         ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
       }
     }
-    q_ring.advance();
+    advance_q<C>(q_ring, masks);
+    // The next tile is taken before the last block is waited for, which hides the time of it.
+    if (next.key < 0) next_index = next_tile(params, index);
 #pragma unroll 1
     while (block.key >= 0) {
       const int key = block.key;
       block = next;
       if (block.key >= 0) {
         next = seen.up_to(block.key - C::BLOCK_K);
+        if (next.key < 0) next_index = next_tile(params, index);
         load_k(block, next.key < 0);
       }
       load_v(key);
@@ -268,6 +316,19 @@ __device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, uint32_t r
       add(s[0], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
       add(s[1], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
     }
+  }
+}
+
+// Calls add(s, d) with each score of a lane and the distance of its key before its row. distance:
+// that of the lane's first key and row.
+template <class C, class Add>
+__device__ __forceinline__ void add_distances(math::Scores<C>& s_rmem, float distance,
+                                              const Add& add) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      add(s_rmem[0][n][i], distance + static_cast<float>(8 * (i / 2) - 8 * n - i % 2));
   }
 }
 
@@ -362,8 +423,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       if (may_add && (block_state & STATE_ADDED) != 0) {
         const auto row = static_cast<int>(thread / 32 * 16 + lane % 16);
-        const uint32_t row_smem = shared_smem + C::MASK_SMEM +
-                                  mask_ring.stage * C::MaskTile::BYTES +
+        const uint32_t row_smem = mask_smem<C>(shared_smem, mask_ring.stage) +
                                   C::MaskTile::offset(row, static_cast<int>(lane / 16));
         if ((block_state & STATE_HUGE) != 0 || adds_late) {
           add_elements<C>(s_rmem, row_smem, [&](float& x, float element) {
@@ -376,6 +436,34 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
                           [&](float& x, float element) { x = fmaf(element, factor, x); });
         }
         ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
+      }
+      if (may_add && (block_state & STATE_SLOPED) != 0) {
+        const int64_t q_offset = math::find_q_offset(attention, tile);
+        const float slope =
+            __ldg(masks.slopes_gmem + batch * masks.slopes_batch + head * masks.slopes_head);
+        const float longest = fabsf(static_cast<float>(q_offset)) +
+                              static_cast<float>(attention.nq) + static_cast<float>(attention.nk);
+        const bool late = adds_late || !(fabsf(slope) * longest < LARGEST_ADDED);
+        // The positions of the warpgroup's first and last row, from the block's first key on.
+        const int64_t first = q_offset + tile.first_row + group * C::GROUP_ROWS - key;
+        const int64_t last = first + C::GROUP_ROWS - 1;
+        const auto lane_row = static_cast<int>(thread % C::WARPGROUP / 32 * 16 + lane / 4);
+        const auto distance = static_cast<float>(first + lane_row - static_cast<int>(lane % 4 * 2));
+        if (late) {
+          const float step = slope * math::LOG2_E;
+          add_distances<C>(s_rmem, distance, [&](float& x, float d) {
+            x = fmaf(-step, fabsf(d), __fmul_rn(x, scale));
+            if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+          });
+          scale = 1.0f;
+        } else if (first < C::BLOCK_K - 1 && last > 0) {
+          const float step = slope * factor;
+          add_distances<C>(s_rmem, distance,
+                           [&](float& x, float d) { x = fmaf(-step, fabsf(d), x); });
+        } else {  // all keys lie on one side of all rows
+          const float step = last > 0 ? slope * factor : -slope * factor;
+          add_distances<C>(s_rmem, distance, [&](float& x, float d) { x = fmaf(-step, d, x); });
+        }
       }
       if ((block_state & (STATE_HIDDEN | STATE_RANGED | STATE_BEYOND)) != 0) {
         // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
@@ -511,7 +599,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
           step_alone(block_state, key, states);
         } else if (block_state == clear) {
           step.template operator()<false, false>(block_state, key, states);
-        } else if ((block_state & STATE_ADDED) == 0 && clear != 0) {
+        } else if ((block_state & (STATE_ADDED | STATE_SLOPED)) == 0 && clear != 0) {
           step.template operator()<true, false>(block_state, key, states);
         } else {
           step.template operator()<true, true>(block_state, key, states);
@@ -525,7 +613,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
 
     store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     hand_back_q(barriers, q_ring.stage);
-    q_ring.advance();
+    advance_q<C>(q_ring, masks);
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
   // arrivals.

@@ -11,13 +11,20 @@
 
 namespace archflash::hopper {
 
+// The first and the last key in any range of the rows of a row block; first > last if there is
+// none.
+struct SeenKeys {
+  int32_t first, last;
+};
+
 // The summary has (batch, heads, row blocks, key blocks) of blocks, where a dimension along which
 // the mask is broadcast has size 1.
 struct DenseParams {
   Params call;
   MaskParams masks;
-  uint8_t* states_gmem;  // a byte for each block, in the workspace
-  uint32_t* bits_gmem;   // SUMMARY_WORDS for each block of attn_mask, in the workspace
+  uint8_t* states_gmem;      // a byte for each block, in the workspace
+  uint32_t* bits_gmem;       // SUMMARY_WORDS for each block of attn_mask, in the workspace
+  SeenKeys* seen_keys_gmem;  // of key_ranges: for each row block, in the workspace
   int32_t mask_batches, mask_heads, row_blocks, key_blocks;
   TensorMap mask_map;  // attn_mask, where its elements are added
 };

@@ -10,6 +10,12 @@ namespace archflash::hopper {
 
 constexpr int MASKED_CONTEXT_BYTES = 48;  // what consumers read of a tile besides its message
 
+// order_tiles.cuh: the most tiles that are ordered, the threads of a CTA, and the tiles whose
+// places it finds.
+constexpr int MOST_ORDERED = 1024;
+constexpr int ORDER_THREADS = 1024;
+constexpr int ORDER_TILES = ORDER_THREADS / 32;
+
 // A Config whose kernel reads attn_mask, key_ranges, alibi_slopes and block_mask. A tile is one row
 // of blocks of block_mask, or of rows of several heads within one.
 template <class Base>

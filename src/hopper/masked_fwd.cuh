@@ -25,6 +25,7 @@
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
@@ -151,6 +152,12 @@ struct SeenBlocks {
   }
 };
 
+// The number of the tile that is taken at position `index`.
+__device__ __forceinline__ int ordered_tile(const MaskedParams& params, int index) {
+  const int place = index - (params.call.tiles - params.ordered);
+  return place < 0 ? index : params.order_gmem[place];
+}
+
 template <class C>
 __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
                                                unsigned char* shared, uint32_t shared_smem) {
@@ -163,13 +170,23 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
   RingPosition<C::Q_STAGES> q_ring;
   uint32_t ragged_parity = 0;
 
+  // The counter of tiles and their order are what the kernel before this one writes.
+  const auto find_next = [&](unsigned index) {
+    ptx::griddepcontrol_wait();
+    return next_tile(params, index);
+  };
+  unsigned next_index = 0;
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
-       index = next_tile(params, index)) {
+       index = next_index) {
+    if (static_cast<int>(index) >= params.tiles - all_params.ordered) ptx::griddepcontrol_wait();
     SeekingTile tile{};
     static_cast<math::Work&>(tile) =
-        math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
-                        params.packed_heads.count);
-    if (tile.first_row < 0) continue;
+        math::find_work(attention, ordered_tile(all_params, static_cast<int>(index)) / shares,
+                        rows_of_tile<C>(params), params.packed_heads.count);
+    if (tile.first_row < 0) {
+      next_index = find_next(index);
+      continue;
+    }
     tile.split = static_cast<int>(index) % shares;
     tile.end_row = tile.nq;
     const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
@@ -240,12 +257,15 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
       }
     }
     q_ring.advance();
+    // The next tile is taken before the last block is waited for, which hides the time of it.
+    if (next.key < 0) next_index = find_next(index);
 #pragma unroll 1
     while (block.key >= 0) {
       const int key = block.key;
       block = next;
       if (block.key >= 0) {
         next = seen.up_to(block.key - C::BLOCK_K);
+        if (next.key < 0) next_index = find_next(index);
         load_k(block, next.key < 0);
       }
       load_v(key);

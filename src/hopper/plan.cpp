@@ -2,6 +2,7 @@
 #include "common/planning/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -67,7 +68,8 @@ struct Tile : core::Tile {
   bool in_turns;
   int row_step;
   int v_columns_of_cta;
-  bool dense;  // its kernel reads a summary of attn_mask
+  int grouped_slabs;  // of K and V, if they lie in GroupedTiles, else 0
+  bool dense;         // its kernel reads a summary of attn_mask
   // For the model of fastest(): the scores that an SM computes in a time, relative to the first
   // tile of the table for the same head dimensions, and the time that a tile's start and end take
   // beyond core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's
@@ -91,6 +93,7 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
           C::IN_TURNS,
           C::TILE_STEP,
           C::HEAD_DIM_V,
+          C::PAGES ? C::KTile::SLABS : 0,
           requires { typename C::MaskTile; }};
 }
 
@@ -136,7 +139,7 @@ constexpr Tile MASKED_TILES[] = {
 
 constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
 constexpr const char* WITH_CACHE_FEW = "a KV cache and few tiles: 64 rows make more of them";
-constexpr const char* WITH_PAGES = "pages of a multiple of 64 rows: fewer copies for a block";
+constexpr const char* WITH_PAGES = "pages of a KV cache: one copy brings all columns of their rows";
 constexpr core::ServesFrom MANY = {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25};
 constexpr core::ServesFrom MANY_256 = {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
 // hopper::tile, because an argument of namespace core would bring in core::tile.
@@ -148,18 +151,27 @@ constexpr Tile CACHE_TILES[] = {
     hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
     tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
 };
+// For pages whose rows a tensor map has in groups (page_groups): `Tile128` serves head dimensions
+// up to 128.
+template <class Tile128>
+constexpr auto pages_tiles(const char* name, const char* reason) {
+  return std::array{
+      hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
+      hopper::tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<Tile128>(name, MANY, reason),
+      hopper::tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<D256PagesCache<DType::F16>>("d256_pages_cache", MANY_256, WITH_PAGES),
+      hopper::tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+  };
+}
 constexpr int64_t PAGE_ROWS = 64;
-constexpr Tile PAGES_TILES[] = {
-    hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
-    tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
-    hopper::tile<D128PagesCache<DType::F16>>("d128_pages_cache", MANY, WITH_PAGES),
-    tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
-    hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
-    tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
-};
+constexpr auto PAGES_TILES = pages_tiles<D128PagesCache<DType::F16>>(
+    "d128_pages_cache", "pages of a multiple of 64 rows: two copies for a block of 128 keys");
+constexpr auto SMALL_PAGES_TILES =
+    pages_tiles<D128SmallPagesCache<DType::F16>>("d128_small_pages_cache", WITH_PAGES);
 
 // For a dense attn_mask or ranges (reads_summary). Few row tiles are left to the tiles above.
-constexpr const char* DENSE = "a dense attn_mask or ranges, of which a summary is made first";
+constexpr const char* DENSE = "a dense attn_mask or ranges, summarized first, or ALiBi's slopes";
 constexpr Tile DENSE_TILES[] = {
     tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[0],
@@ -274,15 +286,17 @@ struct SummaryBlocks {
   }
 };
 
-// Whether the kernels that read a summary can serve a call: attn_mask or key_ranges are the only
-// mask as data, and a tensor map describes the elements of attn_mask if they are added.
+// Whether the kernels that read a summary can serve a call: attn_mask, key_ranges or alibi_slopes,
+// which need none, are the only mask as data, and a tensor map describes the elements of attn_mask
+// if they are added.
 bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
   constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
   constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
-  if ((problem.mask != 0) == (problem.key_ranges != 0) || problem.alibi_slopes ||
-      problem.block_mask)
-    return false;
+  const int given =
+      (problem.mask != 0) + (problem.key_ranges != 0) + (problem.alibi_slopes ? 1 : 0);
+  if (given != 1 || problem.block_mask) return false;
+  if (problem.alibi_slopes) return !problem.varlen;
   const SummaryBlocks blocks(problem);
   const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
   if (blocks.count() == 0 || bytes > MOST_SUMMARY_BYTES) return false;
@@ -296,9 +310,12 @@ bool reads_summary(const Problem& problem) {
 }
 
 std::span<const Tile> tiles_for(const Problem& problem) {
-  if (problem.kv_cache && problem.page_size > 0 && problem.page_size % PAGE_ROWS == 0)
-    return PAGES_TILES;
-  if (problem.kv_cache) return CACHE_TILES;
+  if (problem.kv_cache) {
+    const bool grouped = page_groups(problem, Operand::K) && page_groups(problem, Operand::V);
+    if (!grouped) return CACHE_TILES;
+    if (problem.page_size % PAGE_ROWS == 0) return PAGES_TILES;
+    return SMALL_PAGES_TILES;
+  }
   if (!is_fp8(problem.dtype) && reads_summary(problem)) return DENSE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
@@ -337,7 +354,9 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Tile
 bool counts_tiles(LaunchPlan plan, const Problem& problem, const Device& device) {
   constexpr double COUNTER_KEYS = 128;
   const int64_t tiles = plan.tile.tiles * plan.tile.v_slices, ctas = plan.tile.ctas;
-  if (tiles > ctas && problem.kv_cache && problem.batch > 1) return true;  // of unknown lengths
+  const bool unknown_lengths =
+      (problem.kv_cache && problem.batch > 1) || problem.block_mask || problem.key_ranges != 0;
+  if (tiles > ctas && unknown_lengths) return true;
   if (tiles <= ctas || core::equal_tiles(problem)) return false;
   if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
   plan.problem = problem;
@@ -390,6 +409,45 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const Tile& tile,
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 
+// How many of the last tiles of a call with block_mask are ordered by their work: those of two
+// rounds. Under a causal mask or a window the tiles' positions say more of it than the table.
+int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const Tile& tile) {
+  constexpr int64_t ROUNDS = 2;
+  const int64_t tiles = plan.tile.tiles, ctas = plan.tile.ctas;
+  if (!problem.block_mask || tiles <= ctas || !core::equal_tiles(problem) || problem.varlen ||
+      core::packed_heads(tile).count > 1)
+    return 0;
+  return std::min({tiles, ROUNDS * ctas, int64_t{MOST_ORDERED}});
+}
+
+// Puts the launch that orders `ordered` tiles before that of `plan`. It zeroes the counter of
+// tiles.
+void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered) {
+  Launch& last = plan.launches[0];
+  MaskedParams params;
+  std::memcpy(static_cast<void*>(&params), last.params.data(), sizeof params);
+  params.ordered = static_cast<int32_t>(ordered);
+  last.params = core::bytes(params);
+  core::Workspace workspace;
+  const auto add = [&](size_t offset, int64_t bytes) {
+    const auto slot = static_cast<int32_t>(offset);
+    last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
+  };
+  add(offsetof(MaskedParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
+  add(offsetof(MaskedParams, order_gmem), ordered * sizeof(*MaskedParams::order_gmem));
+  plan.workspace_bytes = workspace.bytes();
+
+  Launch first;
+  first.kernel = std::string("hopper_order_tiles_") + core::dtype_word(problem.dtype);
+  first.image = last.image;
+  first.grid = {core::ceil_div(ordered, int64_t{ORDER_TILES}), 1, 1};
+  first.block = {ORDER_THREADS, 1, 1};
+  first.params = last.params;
+  first.pointers = last.pointers;
+  last.starts_early = true;
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
 // Turns the launch of `plan` into that of a kernel that takes masks as data.
 void add_masks(LaunchPlan& plan, const Problem& problem) {
   Launch& launch = plan.launches[0];
@@ -417,14 +475,9 @@ void refuse_cached_call(const Problem& problem, Reasons& reasons) {
         std::to_string(heads) + " heads for a head of a KV cache: hopper takes more than " +
         std::to_string(most_decoded) + " such rows; leave the implementation out");
   }
-  if (problem.attention_chunk > 0)
-    add("attention_chunk without qv: hopper takes it with qv only; leave the implementation out");
   if (is_fp8(problem.dtype))
     add(std::string("a KV cache with q of dtype ") + dtype_name(problem.dtype) +
         ": hopper reads caches of float16 and bfloat16; convert q, k and v");
-  if (is_masked(problem))
-    add("masks as data with a KV cache: hopper takes them without one; leave the implementation "
-        "out");
   if (problem.page_size % FEWEST_BOX_ROWS != 0) {
     add("rows of a cache in pages of " + std::to_string(problem.page_size) +
         ": hopper copies pages of a multiple of " + std::to_string(FEWEST_BOX_ROWS) +
@@ -440,7 +493,18 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
   Launch& launch = plan.launches[0];
   std::memcpy(&params.call, launch.params.data(), sizeof params.call);
   params.cache = core::kv_cache(problem);
+  params.attention_chunk = core::chunk_of(problem);
+  params.slopes = core::alibi_slopes(problem);
+  if (problem.alibi_slopes) {
+    core::always_transform_scores(problem, params.call.attention);
+    constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
+    launch.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+  }
   params.box_rows = cache_box_rows(problem, tile.block_k);
+  if (tile.grouped_slabs > 0) {
+    params.k_page_groups = page_groups(problem, Operand::K).value();
+    params.v_page_groups = page_groups(problem, Operand::V).value();
+  }
   // A combining kernel writes all rows.
   std::optional<mma_sync::FewRowsPlan> few;
   if (plan.launches.size() == 1) few = mma_sync::plan_few_rows_apart(problem, device);
@@ -455,6 +519,10 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
   }
   for (TensorMapSpec& map : launch.tensor_maps) {
     if (map.operand == Operand::Q) continue;
+    if (tile.grouped_slabs > 0) {
+      map = grouped_map(problem, map.operand, map.offset, tile.grouped_slabs, params.box_rows);
+      continue;
+    }
     map = cache_map(problem, map.operand, map.offset,
                     map.operand == Operand::K ? tile.k_box : tile.v_box, params.box_rows);
   }
@@ -484,8 +552,18 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
     last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
   };
   add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
+  if (problem.alibi_slopes) {  // nothing to summarize
+    plan.workspace_bytes = workspace.bytes();
+    plan.zeroed_bytes = sizeof(*Params::taken_gmem);
+    return;
+  }
   add(offsetof(DenseParams, states_gmem), blocks.count());
-  if (problem.mask != 0) add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+  if (problem.mask != 0) {
+    add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+  } else {
+    const int64_t row_blocks = blocks.count() / blocks.key_blocks;
+    add(offsetof(DenseParams, seen_keys_gmem), row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
+  }
   plan.workspace_bytes = workspace.bytes();
 
   Launch first;
@@ -497,6 +575,8 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   first.block = {SUMMARY_THREADS, 1, 1};
   first.params = last.params;
   first.pointers = last.pointers;
+  // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
+  last.starts_early = problem.mask == 0;
 
   if (problem.mask > 1) {
     const Strides& strides = problem.mask_strides;
@@ -570,10 +650,14 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (tile.can_split) params.packed_heads = core::packed_heads(tile);
   params.v_slices = static_cast<int32_t>(v_slices);
   if (is_fp8(problem.dtype)) params.v_columns = static_cast<int32_t>(v_columns(problem));
-  // One CTA per SM that goes on to the next tile loads its Q and keys while the last one is
-  // computed and written. Where several share an SM they do that for one another.
-  const bool stays = core::resident_ctas(tile, device) == 1;
-  const int64_t ctas = stays ? std::min<int64_t>(tiles, device.sm_count) : tiles;
+  // A CTA that goes on to the next tile loads its keys while the last one is computed and written.
+  // Where several share an SM they do that for one another, but with masks as data the search for
+  // the first block of a tile comes on top of it.
+  const int resident = core::resident_ctas(tile, device);
+  const bool masked = is_masked(problem) && !problem.kv_cache;
+  const bool stays = resident == 1 || (masked && splits == 1);
+  const int64_t ctas =
+      stays ? std::min<int64_t>(tiles, static_cast<int64_t>(resident) * device.sm_count) : tiles;
   LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params);
   plan.tile.v_slices = v_slices;
   plan.tile.row_step = tile.row_step;
@@ -586,7 +670,13 @@ PlanResult plan(const Problem& problem, const Device& device) {
     add_summary(plan, problem);
     return plan;
   }
-  if (is_masked(problem)) add_masks(plan, problem);
+  if (masked) {
+    add_masks(plan, problem);
+    if (const int64_t ordered = ordered_tiles(plan, problem, tile); ordered > 0) {
+      order_tiles(plan, problem, ordered);
+      return plan;
+    }
+  }
   core::Workspace workspace;
   if (splits == 1 && stays && counts_tiles(plan, problem, device)) {
     plan.zeroed_bytes = sizeof(*params.taken_gmem);

@@ -82,7 +82,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   if (!reasons.empty()) return reasons;
   const auto heads = static_cast<int32_t>(group_heads(problem, tile, device));
   result = core::complete_rounds<BackwardKernelParams>(
-      std::get<LaunchPlan>(std::move(result)), problem, tile, "hopper",
+      std::get<LaunchPlan>(std::move(result)), problem, tile, device, "hopper",
       [&](BackwardKernelParams& params) { params.group_heads = heads; });
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
     for (Launch& launch : plan->launches)

@@ -9,6 +9,7 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/lane_masks.cuh"
 #include "common/math/masks.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "hopper/dense_config.cuh"
 #include "hopper/dense_params.h"
 
@@ -88,8 +89,11 @@ __device__ __forceinline__ void summarize_mask(const DenseParams& params) {
   }
 }
 
-// For key_ranges: what the rows of a block row see of each block of keys.
+// For key_ranges: what the rows of a row block see of each block of keys, and between which keys
+// all of it lies.
 __device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
+  constexpr int LANE_ROWS = MASK_BLOCK / 32;
+  ptx::griddepcontrol_launch_dependents();
   const MaskParams& masks = params.masks;
   const AttentionParams& attention = params.call.attention;
   const int row_block = static_cast<int>(blockIdx.x % params.row_blocks);
@@ -99,21 +103,42 @@ __device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
   const int32_t* ranges_gmem =
       masks.ranges_gmem + batch * masks.ranges_batch + head * masks.ranges_head;
   uint8_t* states_gmem = params.states_gmem + static_cast<int64_t>(blockIdx.x) * params.key_blocks;
+
+  SeenKeys ranges[LANE_ROWS][MOST_RANGES];  // of the lane's rows; empty where there is none
+  SeenKeys all_keys{INT32_MAX, -1};
+#pragma unroll
+  for (int r = 0; r < LANE_ROWS; ++r) {
+    const int row = row_block * MASK_BLOCK + 32 * r + lane;
+#pragma unroll
+    for (int number = 0; number < MOST_RANGES; ++number) {
+      SeenKeys& keys = ranges[r][number];
+      keys = {INT32_MAX, -1};
+      if (row >= attention.nq || number >= masks.ranges) continue;
+      const int32_t* range = ranges_gmem + row * masks.ranges_row + 2 * number;
+      const int begin = max(range[0], 0), end = min(range[1], attention.nk);
+      if (begin >= end) continue;
+      keys = {begin, end - 1};
+      all_keys = {min(all_keys.first, begin), max(all_keys.last, end - 1)};
+    }
+  }
+  all_keys = {__reduce_min_sync(math::FULL_WARP, all_keys.first),
+              __reduce_max_sync(math::FULL_WARP, all_keys.last)};
+  const int first_block = all_keys.first / MASK_BLOCK;
+  const int end_block = all_keys.last < 0 ? first_block : all_keys.last / MASK_BLOCK + 1;
+  for (int block = threadIdx.x; block < params.key_blocks; block += SUMMARY_THREADS) {
+    if (block < first_block || block >= end_block) states_gmem[block] = 0;
+  }
 #pragma unroll 1
-  for (int block = warp; block < params.key_blocks; block += SUMMARY_THREADS / 32) {
-    const int first = block * MASK_BLOCK, end = min(first + MASK_BLOCK, attention.nk);
+  for (int block = first_block + warp; block < end_block; block += SUMMARY_THREADS / 32) {
+    const int first = block * MASK_BLOCK, last = min(first + MASK_BLOCK, attention.nk) - 1;
     bool any = false, all = true;
 #pragma unroll
-    for (int row_of_lane = 0; row_of_lane < MASK_BLOCK; row_of_lane += 32) {
-      const int row = row_block * MASK_BLOCK + row_of_lane + lane;
-      if (row >= attention.nq) continue;
-      bool whole = false;
-#pragma unroll 1
-      for (int number = 0; number < masks.ranges; ++number) {
-        const int32_t* range = ranges_gmem + row * masks.ranges_row + 2 * number;
-        const int from = max(range[0], 0), to = range[1];
-        any |= max(from, first) < min(to, end);
-        whole |= from <= first && to >= end;
+    for (int r = 0; r < LANE_ROWS; ++r) {
+      bool whole = row_block * MASK_BLOCK + 32 * r + lane >= attention.nq;
+#pragma unroll
+      for (const SeenKeys& keys : ranges[r]) {
+        any |= max(keys.first, first) <= min(keys.last, last);
+        whole |= keys.first <= first && keys.last >= last;
       }
       all &= whole;
     }
@@ -121,8 +146,11 @@ __device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
     const bool all_rows = __all_sync(math::FULL_WARP, all);
     if (lane == 0) states_gmem[block] = any_row ? STATE_SEEN | (all_rows ? 0 : STATE_RANGED) : 0;
   }
-  // The attention kernel counts its tiles there.
-  if (blockIdx.x == 0 && threadIdx.x == 0) *params.call.taken_gmem = 0;
+  if (threadIdx.x == 0) {
+    params.seen_keys_gmem[blockIdx.x] = all_keys;
+    if (blockIdx.x == 0)
+      *params.call.taken_gmem = 0;  // the attention kernel counts its tiles there
+  }
 }
 
 }  // namespace archflash::hopper

@@ -46,6 +46,9 @@ using math::uniform;
 //                                                          landed before the producer clears what it
 //                                                          has of the next one; then it arrives at
 //                                                          v_full
+//   v_tile_full             producer            V's        the message for V's producer is there
+//                                               producer   before it is read,
+//   v_tile_empty            V's producer        producer   and was read before the next one comes
 // clang-format on
 template <class C>
 struct Barriers {
@@ -70,6 +73,8 @@ struct Barriers {
   __device__ __forceinline__ uint32_t v_ragged() const {
     return first_smem + 16 * C::Q_STAGES + 32 * C::STAGES;
   }
+  __device__ __forceinline__ uint32_t v_tile_full() const { return v_ragged() + 8; }
+  __device__ __forceinline__ uint32_t v_tile_empty() const { return v_ragged() + 16; }
 
   // Called by one thread. The producer arrives once at a full barrier and says how many bytes will
   // come. Each consumer warp arrives once at an empty barrier.
@@ -85,6 +90,10 @@ struct Barriers {
       ptx::mbarrier_init(v_empty(stage), C::WARPS);
     }
     ptx::mbarrier_init(v_ragged(), 1);
+    if constexpr (C::PRODUCERS > 1) {
+      ptx::mbarrier_init(v_tile_full(), 1);
+      ptx::mbarrier_init(v_tile_empty(), 1);
+    }
     ptx::fence_mbarrier_init();
   }
 };
@@ -106,6 +115,15 @@ template <class C, class Message = Tile>
 __device__ __forceinline__ Message& tile_message(unsigned char* shared, int stage) {
   static_assert(sizeof(Message) <= TILE_MESSAGE_BYTES);
   return *reinterpret_cast<Message*>(shared + C::MESSAGE_SMEM + stage * TILE_MESSAGE_BYTES);
+}
+
+// The message for a producer of V: the tile, and the row of the cache that is its first key.
+struct CachedTile : Tile {
+  int first_of_cache;
+};
+template <class C>
+__device__ __forceinline__ CachedTile& v_tile_message(unsigned char* shared) {
+  return tile_message<C, CachedTile>(shared, C::Q_STAGES);
 }
 
 // With masks as data: the tile, and the message about the block in a stage of K.
@@ -143,6 +161,16 @@ __device__ __forceinline__ void hand_back_q(const Barriers<C>& barriers, int sta
 
 // --- products ---
 
+// Bytes from 8 rows of a slab to the next 8.
+template <class Tile>
+__device__ __forceinline__ constexpr int group_step() {
+  if constexpr (requires { Tile::GROUP_BYTES; }) {
+    return Tile::GROUP_BYTES;
+  } else {
+    return 8 * Tile::ROW_BYTES;
+  }
+}
+
 // The shared-memory descriptor of wgmma (PTX ISA, "Matrix Descriptor Format"): bits 0 to 13 are
 // address >> 4, 16 to 29 the leading offset >> 4, 32 to 45 the stride offset >> 4, 62 and 63 the
 // swizzle. The stride offset is the step to the next 8 rows of a slab. The leading offset of an
@@ -153,7 +181,7 @@ __device__ __forceinline__ ptx::WgmmaDescriptor describe_tile(uint32_t tile_smem
   constexpr uint32_t ADDRESS_MASK = 0x3FFFF;
   constexpr uint32_t SWIZZLE = Tile::SWIZZLE == Swizzle::B128 ? 1u : 2u;
   return {(tile_smem & ADDRESS_MASK) >> 4 | static_cast<uint32_t>(leading_bytes >> 4) << 16,
-          static_cast<uint32_t>(8 * Tile::ROW_BYTES >> 4) | SWIZZLE << 30};
+          static_cast<uint32_t>(group_step<Tile>() >> 4) | SWIZZLE << 30};
 }
 __device__ __forceinline__ ptx::WgmmaDescriptor advance(ptx::WgmmaDescriptor descriptor,
                                                         int bytes) {
@@ -232,7 +260,7 @@ __device__ __forceinline__ void start_pv(PassOutputs<C>& o_rmem, const Probabili
       leading_bytes);
 #pragma unroll
   for (int i = 0; i < C::BLOCK_K / (16 * C::PACK); ++i) {
-    const int step = C::FP8 ? column_step<VTile>(i) : 16 * i * VTile::ROW_BYTES;
+    const int step = C::FP8 ? column_step<VTile>(i) : 2 * i * group_step<VTile>();
     Product::rs(o, p_rmem[0][i], advance(v, step), add || i > 0);
   }
   ptx::wgmma_commit_group();

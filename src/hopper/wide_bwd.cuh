@@ -21,6 +21,7 @@
 //                                                                     v
 //   queries,           wait k_full                                    dQ = dS K, added in the workspace
 //   1 warpgroup
+//   turns, 2 warps     in turns only: wait for the turn | turn_come    wait added, hand the turn on
 //
 //   One step of each; what is started is waited for in the next step.
 //   weights   P of b -> shared memory | start S of b + 1, dV of b  | exponentials of b + 1
@@ -33,7 +34,6 @@
 #include <cstdint>
 
 #include "common/ptx/global_order.cuh"
-#include "common/ptx/named_barrier.cuh"
 #include "common/ptx/red_global.cuh"
 #include "hopper/attention_bwd.cuh"
 
@@ -49,8 +49,9 @@ namespace archflash::hopper {
 //   ds_full of each one   each warp of keys      queries  dS of all keys is there before the product
 //   ds_empty of each one  each warp of queries   keys     the product has read dS before the next one
 //                                                         comes
-//   named barrier 1       queries                queries  in turns: no thread adds before the turn has
-//                                                         come, and all have added before it goes on
+//   turn_come, of even    a warp of turns        queries  in turns: no thread adds before the turn has
+//     and of odd rounds                                   come
+//   added, of these       each warp of queries   turns    all have added before the turn goes on
 // clang-format on
 template <class C>
 struct WideBarriers : BackwardBarriers<C> {
@@ -63,6 +64,12 @@ struct WideBarriers : BackwardBarriers<C> {
   }
   __device__ __forceinline__ uint32_t ds_empty(int stage) const {
     return p_full(stage) + 16 * C::P_STAGES;
+  }
+  __device__ __forceinline__ uint32_t turn_come(int stage) const {
+    return ds_empty(C::DS_STAGES) + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t added(int stage) const {
+    return turn_come(C::TURN_STAGES) + 8 * stage;
   }
 };
 
@@ -258,9 +265,6 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
 
 // --- queries, one warpgroup: dQ, added to the sums in the workspace ---
 
-// The named barrier of the warpgroup.
-constexpr int QUERIES_BARRIER = 1;
-
 template <class C>
 __device__ __forceinline__ void consume_queries(const BackwardKernelParams& params,
                                                 const CtaWork& work, uint32_t shared_smem) {
@@ -270,22 +274,17 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
   const bool in_turns = params.turns_gmem != nullptr;
   BlockPosition<C> block{0, work.start};
   RingPosition<C::DS_STAGES> ds_ring;
-  ptx::griddepcontrol_wait();                       // the sums and the turns are zero
+  RingPosition<C::TURN_STAGES> turn_ring;
+  ptx::griddepcontrol_wait();                       // the sums are zero
   ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
 #pragma unroll 1
   for (int left = uniform(work.blocks); left > 0; --left) {
-    const int round =
-        work.dq_first + block.head * work.dq_next_head + block.row / C::ROUND * work.dq_next_round;
-    if (in_turns) {
-      if (number == 0 && block.row >= work.before_begin && block.row <= work.before_last) {
-        const int turn = work.first_row / C::ROWS;
-        while (ptx::ld_acquire_s32(params.turns_gmem + round) < turn) {
-        }
-      }
-      ptx::bar_sync(QUERIES_BARRIER, C::WARPGROUP);  // the turn has come before any thread adds
-    }
+    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    // One value for all threads, without which ptxas computes it anew for each store.
+    const bool first = uniform(in_turns && !turn.waits ? 1 : 0) != 0;
+    if (in_turns) ptx::mbarrier_wait_parity(barriers.turn_come(turn_ring.stage), turn_ring.parity);
     ptx::mbarrier_wait_parity(barriers.ds_full(ds_ring.stage), ds_ring.parity);
-    float* const sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(round) * C::ROUND_SUMS +
+    float* const sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(turn.sum) * C::ROUND_SUMS +
                              number / 32 * C::WARP_SUMS + number % 32 * 4;
 #pragma unroll 1
     for (int part = 0; part < C::PARTS; ++part) {
@@ -297,18 +296,55 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<PART>(dq);
       if (part == C::PARTS - 1) release(barriers.ds_empty(ds_ring.stage));
+      float* const part_gmem = sums_gmem + part * C::PART_ROWS * C::PART_COLUMNS;
+      if (first) {
 #pragma unroll
-      for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
-        ptx::red_add_v4_f32(sums_gmem + part * C::PART_ROWS * C::PART_COLUMNS + n * 32 * 4,
-                            dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+        for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
+          *reinterpret_cast<float4*>(part_gmem + n * 32 * 4) =
+              float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
+          ptx::red_add_v4_f32(part_gmem + n * 32 * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2],
+                              dq[4 * n + 3]);
+        }
       }
     }
     ds_ring.advance();
-    if (in_turns) {  // the next tile of keys may add when this one has
-      ptx::bar_sync(QUERIES_BARRIER, C::WARPGROUP);
-      if (number == 0) ptx::st_release_s32(params.turns_gmem + round, work.first_row / C::ROWS + 1);
+    if (in_turns) {
+      release(barriers.added(turn_ring.stage));
+      turn_ring.advance();
     }
     block.next_round(work);
+  }
+}
+
+// --- turns, two warps, which take every second round each ---
+
+// To look for a turn and to hand it on takes a while, which the warpgroup of dQ has no time for.
+template <class C>
+__device__ __forceinline__ void take_turns(const BackwardKernelParams& params, const CtaWork& work,
+                                           uint32_t shared_smem, int number) {
+  const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
+  const bool leader = ptx::elect_sync();
+  const int tile = work.first_row / C::ROWS;
+  BlockPosition<C> block{0, work.start};
+  const int rounds = work.blocks;
+  ptx::griddepcontrol_wait();  // the turns are zero
+#pragma unroll 1
+  for (int count = 0; count < rounds; ++count, block.next_round(work)) {
+    if (count % C::TURN_STAGES != number) continue;
+    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    if (leader) {
+      while (turn.waits && ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < tile) {
+      }
+      ptx::mbarrier_arrive(barriers.turn_come(number));
+    }
+    __syncwarp();
+    ptx::mbarrier_wait_parity(barriers.added(number), count / C::TURN_STAGES % 2);
+    if (leader) ptx::st_release_s32(params.turns_gmem + turn.sum, tile + 1);
+    __syncwarp();
   }
 }
 
@@ -329,6 +365,10 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
     for (int stage = 0; stage < C::DS_STAGES; ++stage) {
       ptx::mbarrier_init(barriers.ds_full(stage), C::KEY_WARPS);
       ptx::mbarrier_init(barriers.ds_empty(stage), C::KEY_WARPS);
+    }
+    for (int stage = 0; stage < C::TURN_STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.turn_come(stage), 1);
+      ptx::mbarrier_init(barriers.added(stage), C::WARPGROUP / 32);
     }
     ptx::fence_mbarrier_init();
   }
@@ -358,6 +398,8 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % 4);
     if (warp == 0) load<C>(params, work, shared, shared_smem);
     if (warp == 1) load_terms<C>(params, work, shared, shared_smem);
+    if (warp > 1 && params.turns_gmem != nullptr)
+      take_turns<C>(params, work, shared_smem, warp - 2);
   }
 }
 

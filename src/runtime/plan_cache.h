@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <list>
 #include <string_view>
 #include <unordered_map>
@@ -52,23 +53,34 @@ class PlanCache {
     return &found->second->second;
   }
 
+  // Decisions hold Python objects, whose destruction may let other threads in. So nothing is
+  // destroyed while the table changes, nor before the caller has used what it was given: what is
+  // dropped waits for the next insert() or clear().
   const Decision* insert(const CacheKey& key, Decision decision) {
+    {
+      Order dropped;
+      dropped.swap(dropped_);
+    }
     if (const auto found = entries_.find(key); found != entries_.end()) {
-      found->second->second = std::move(decision);
+      std::swap(found->second->second, decision);
+      dropped_.emplace_back(key, std::move(decision));
       return &found->second->second;
     }
     if (entries_.size() == PLAN_CACHE_CAPACITY) {
       entries_.erase(order_.back().first);
-      order_.pop_back();
+      dropped_.splice(dropped_.end(), order_, std::prev(order_.end()));
     }
     order_.emplace_front(key, std::move(decision));
     entries_.emplace(key, order_.begin());
     return &order_.front().second;
   }
 
+  // Decisions are destroyed at the end: that may run Python, and with it other threads.
   void clear() {
+    Order order, dropped;
     entries_.clear();
-    order_.clear();
+    order.swap(order_);
+    dropped.swap(dropped_);
     hits = misses = 0;
   }
 
@@ -78,7 +90,8 @@ class PlanCache {
  private:
   using Entry = std::pair<CacheKey, Decision>;
   using Order = std::list<Entry>;
-  Order order_;  // most recently used first
+  Order order_;    // most recently used first
+  Order dropped_;  // no longer in the table
   std::unordered_map<CacheKey, typename Order::iterator, CacheKeyHash> entries_;
 };
 

@@ -172,6 +172,39 @@ def test_keys_that_are_not_finite_reach_only_the_rows_that_see_them(tile: str) -
         assert touched.nonzero().flatten().tolist() == [7]
 
 
+SLOPES: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "causal": {"causal": True},
+    "offsets": {"q_offset": (-70, 200)},
+    "window": {"window": (70, 20)},
+    "softcap": {"softcap": 3.0},
+    "negative-scale": {"scale": -0.2},
+    "tiny-scale": {"scale": 1e-9},
+    "huge": {},
+}
+
+
+@pytest.mark.parametrize("more", SLOPES)
+def test_slopes_together_with_other_options(more: str) -> None:
+    number = list(SLOPES).index(more)
+    tile = list(DIMS)[number % 2]
+    dtype = ("float16", "bfloat16")[number // 2 % 2]
+    q, k, v = on.qkv(260, 330, *DIMS[tile], dtype=dtype, batch=2, heads=(2, 1))
+    options = dict(SLOPES[more])
+    if "q_offset" in options:
+        options["q_offset"] = on.int32(*options["q_offset"])
+    slopes = torch.tensor([[0.5, -0.25], [0.01, 1.0]], device=on.device)
+    if more == "huge":
+        slopes = slopes.abs() * 1e37
+    plan = plan_on(1, q, k, v, alibi_slopes=slopes, **options)
+    (launch,) = plan.to_dict()["launches"]
+    assert launch["kernel"].endswith(tile)
+    on.attend_and_check(
+        NAME, q, k, v, plan=plan, schedules=range(number % 4, number % 4 + 1),
+        alibi_slopes=slopes, **options,
+    )  # fmt: skip
+
+
 def tile_of(mask: Tensor | None, heads: int = 64, nq: int = 1024, **call: Any) -> str:
     q, k, v = (
         torch.empty(2, heads, n, 128, dtype=torch.bfloat16, device="meta") for n in (nq, 96, 96)
@@ -200,6 +233,8 @@ def test_which_calls_read_a_summary() -> None:
     ranges = empty(1, 1, 1024, 2, 2, dtype=torch.int32)
     assert tile_of(None, key_ranges=ranges) == "d128_dense"
     assert tile_of(keep, key_ranges=ranges) == "d128_masked"
+    slopes = empty(64, dtype=torch.float32)
+    assert tile_of(None, alibi_slopes=slopes) == "d128_dense"
     # What TMA cannot copy: rows that are the same, or not aligned, and keys that lie apart.
     assert tile_of(empty(2, 1, 1, 96)) == "d128_masked"
     assert tile_of(empty(1024, 97)[:, :96]) == "d128_masked"

@@ -22,7 +22,7 @@ from .gradients import NAMES, forward
 
 on = executor()
 pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
-GROUP_HEADS_OFFSET = 520  # of BackwardKernelParams::group_heads
+GROUP_HEADS_OFFSET = 524  # of BackwardKernelParams::group_heads
 
 inputs = functools.partial(gradients.inputs, on)
 

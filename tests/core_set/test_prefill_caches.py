@@ -53,6 +53,24 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         [9, 150], q_lengths=[64, 130], n_new=1, rotary=64, rotary_interleaved=True, capacity=152,
         leftpad=[2, 33], window=(30, None), dtype=F16, **ON,
     ),
+    "chunks-of-positions-leftpad-window": lambda: make(
+        [200, 9, 141], attention_chunk=70, leftpad=[8, 0, 33], capacity=208, nq=66, heads=(2, 1),
+        window=(90, 20), dtype=BF16, **ON,
+    ),
+    "page-16-short-chunks-packed-queries-d128": lambda: make(
+        [300, 150], page_size=16, capacity=304, attention_chunk=24, q_lengths=[260, 100],
+        causal=True, heads=(4, 2), d=128, dtype=BF16, **ON,
+    ),
+    "page-64-alibi-softcap-d128": lambda: make(
+        [163, 300], page_size=64, capacity=320, nq=150, heads=(4, 2), d=128, causal=True,
+        softcap=8.0, alibi_slopes=torch.tensor([0.5, 0.2, 0.1, 0.01], device=here.device),
+        dtype=BF16, **ON,
+    ),
+    "alibi-of-each-sequence-window-packed-queries-f16": lambda: make(
+        [90, 200], q_lengths=[64, 130], capacity=208, heads=(4, 2), window=(60, 9),
+        alibi_slopes=torch.tensor([[0.5, 0.2, 0.1, 0.01], [1, 0, 0.3, 2]], device=here.device),
+        dtype=F16, **ON,
+    ),
     "page-128-d256-few-columns-of-v": lambda: make(
         [130, 250], page_size=128, capacity=256, nq=70, d=256, dv=72, heads=(2, 2), dtype=BF16,
         **ON,
@@ -87,7 +105,9 @@ def test_every_kernel_for_many_rows_runs(kernel: str) -> None:
         for name, d, page_size, splits in (
             ("d64_cache", 64, None, 1), ("d64_few_cache", 64, 16, 3), ("d128_cache", 128, None, 1),
             ("d128_pages_cache", 128, 64, 1), ("d128_few_cache", 128, 16, 3),
-            ("d256_cache", 256, None, 1), ("d256_few_cache", 256, 16, 3),
+            ("d128_small_pages_cache", 128, 16, 1), ("d256_cache", 256, None, 1),
+            ("d256_pages_cache", 256, 16, 1),
+            ("d256_few_cache", 256, 16, 3),
         ):  # fmt: skip
             call = make([240, 15], nq=100, d=d, heads=(2, 1), capacity=256, dtype=dtype,
                         page_size=page_size, num_splits=splits, **ON)  # fmt: skip
@@ -167,9 +187,7 @@ def test_what_it_does_not_read_has_a_reason(kernel: str) -> None:
         ({**many, "page_size": 7}, "rows of a cache in pages of 7: "),
         ({**many, "page_size": 1}, "rows of a cache in pages of 1: "),
         ({**many, "page_size": 16, "leftpad": [1, 0]}, "leftpad_k with a page table: "),
-        ({**many, "attention_chunk": 20}, "attention_chunk without qv: "),
         ({**many, "batch_invariant": True}, "batch_invariant"),
-        ({**many, "alibi_slopes": torch.ones(4)}, "masks as data with a KV cache: "),
         ({**many, "cache_dtype": torch.float8_e4m3fn}, "takes a cache of q's dtype"),
     ):
         call = make([5, 20], **how)

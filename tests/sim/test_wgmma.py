@@ -371,23 +371,28 @@ TWO_BOXES = (
     + COPY.format(dims=2) + "    [%r1+{base}+8192], [%rd0, {{{step}, 0}}], [%r30];"
 )  # fmt: skip
 ONE_BOX = COPY.format(dims=3) + "    [%r1+{base}], [%rd0, {{0, 0, 0}}], [%r30];"
+GROUPS = COPY.format(dims=4) + "    [%r1+{base}], [%rd0, {{0, 0, 0, 0}}], [%r30];"
+COPIES = {"two-boxes": TWO_BOXES, "one-box": ONE_BOX, "groups": GROUPS}
 
 
 def tile_run(
-    *, mn_major: bool, lead: int, stride: int, mode: int, base: int = 0, one_box: bool = False
+    *, mn_major: bool, lead: int, stride: int, mode: int, base: int = 0, boxes: str = "two-boxes"
 ) -> tuple[sim.Report, Tensor, Tensor]:
     # A K-major B is two slabs of (64 n, 64 k). An MN-major one is slabs of 32 n and 128 k. Each is
-    # a box, or both are one.
+    # a box, or both are one, in which the slabs follow one another or those of 8 rows do.
     swizzle = 64 if mn_major else 128
     tensor = random(128, 128, torch.bfloat16)
     rows = 8192 // swizzle
     step = swizzle // 2
     map_ = sim.TensorMap(tensor[:rows], [step, rows], swizzle)
-    if one_box:
+    if boxes == "one-box":
         slabs = tensor[:rows].as_strided((2, rows, step), (step, 128, 1))
         map_ = sim.TensorMap(slabs, [step, rows, 2], swizzle)
+    elif boxes == "groups":
+        groups = tensor[:rows].as_strided((rows // 8, 2, 8, step), (8 * 128, step, 128, 1))
+        map_ = sim.TensorMap(groups, [step, 8, 2, rows // 8], swizzle)
     text = HEADER + TILE.format(
-        copies=(ONE_BOX if one_box else TWO_BOXES).format(base=base, step=step),
+        copies=COPIES[boxes].format(base=base, step=step),
         d=", ".join(f"%d{i}" for i in range(32)),
         store="\n".join(f"st.global.u32 [%rd8+{4 * i}], %d{i};" for i in range(32)),
         trans=int(mn_major),
@@ -412,10 +417,14 @@ K_MAJOR = {"mn_major": False, "lead": 16, "stride": 1024, "mode": 1}
 MN_MAJOR = {"mn_major": True, "lead": 8192, "stride": 512, "mode": 2}
 
 
-@pytest.mark.parametrize("one_box", [False, True], ids=["two-boxes", "one-box"])
-@pytest.mark.parametrize("good", [K_MAJOR, MN_MAJOR], ids=["k", "mn"])
-def test_tiles_that_tma_wrote(good: dict[str, int], one_box: bool) -> None:
-    report, d, expected = tile_run(**good, one_box=one_box)
+IN_GROUPS = {"k": {"stride": 2048}, "mn": {"lead": 512, "stride": 1024}}
+
+
+@pytest.mark.parametrize("boxes", COPIES)
+@pytest.mark.parametrize(("good", "name"), [(K_MAJOR, "k"), (MN_MAJOR, "mn")], ids=["k", "mn"])
+def test_tiles_that_tma_wrote(good: dict[str, int], name: str, boxes: str) -> None:
+    changes = IN_GROUPS[name] if boxes == "groups" else {}
+    report, d, expected = tile_run(**(good | changes), boxes=boxes)
     assert not report.findings
     assert torch.equal(d.double(), expected)
 
@@ -428,7 +437,7 @@ def test_a_tile_inside_its_pattern_follows_its_addresses() -> None:
     assert torch.equal(d.double(), expected)
 
 
-@pytest.mark.parametrize("one_box", [False, True], ids=["two-boxes", "one-box"])
+@pytest.mark.parametrize("boxes", ["two-boxes", "one-box"])
 @pytest.mark.parametrize(
     ("good", "change", "words"),
     [
@@ -442,9 +451,27 @@ def test_a_tile_inside_its_pattern_follows_its_addresses() -> None:
     ],
 )
 def test_a_descriptor_that_does_not_follow_the_tile_is_named(
-    good: dict[str, int], change: dict[str, int], words: str, one_box: bool
+    good: dict[str, int], change: dict[str, int], words: str, boxes: str
 ) -> None:
-    report, _, _ = tile_run(**(good | change), one_box=one_box)
+    report, _, _ = tile_run(**(good | change), boxes=boxes)
+    named = [f.message for f in report.findings if f.kind == "descriptor"]
+    assert named, report.findings
+    assert words in named[0]
+
+
+@pytest.mark.parametrize(
+    ("good", "change", "words"),
+    [
+        (K_MAJOR, {"stride": 1024}, "stride offset of 1024"),  # the other slab of 8 rows
+        (K_MAJOR, {"stride": 4096}, "stride offset of 4096"),
+        (MN_MAJOR, {"lead": 512, "stride": 512}, "stride offset of 512"),
+        (MN_MAJOR, {"lead": 1024, "stride": 1024}, "leading offset of 1024"),
+    ],
+)
+def test_groups_of_rows_that_a_descriptor_does_not_follow_are_named(
+    good: dict[str, int], change: dict[str, int], words: str
+) -> None:
+    report, _, _ = tile_run(**(good | change), boxes="groups")
     named = [f.message for f in report.findings if f.kind == "descriptor"]
     assert named, report.findings
     assert words in named[0]

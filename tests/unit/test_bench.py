@@ -25,6 +25,7 @@ from bench import (
     end_to_end,
     environment,
     host_overhead,
+    masks,
     measured,
     report,
     results,
@@ -41,7 +42,7 @@ from bench.candidates import (
     runnable,
     torch_candidates,
 )
-from bench.cases import TORCH_DTYPES, Case, choose_cases, load_cases
+from bench.cases import MASKS_FILE, TORCH_DTYPES, Case, choose_cases, load_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = {case.name: case for case in load_cases()}
@@ -213,6 +214,65 @@ def test_every_candidate_follows_every_other_one() -> None:
     followed = {(one, other) for found in rounds for one, other in itertools.pairwise(found)}
     assert len(followed) == 12
     assert {found[0] for found in rounds} == set(names)
+
+
+# --- masks as data ---
+
+
+def small_case(case: Case) -> Case:
+    rows = 1100 if case.mask == "documents" else 150
+    return replace(case, name="small", b=2, hq=2, hkv=2, nq=rows, nk=rows, d=8, dv=8)
+
+
+@pytest.mark.parametrize("case", load_cases(MASKS_FILE), ids=lambda case: case.name)
+def test_each_mask_means_the_same_for_ours_and_for_sdpa(case: Case) -> None:
+    small = small_case(case)
+    mask = masks.mask_of(small, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, small.nk, 8, generator=generator) for _ in range(3))
+    options = {name: x.float() if x.is_floating_point() else x for name, x in mask.options.items()}
+    ours = reference.attention(q, k, v, causal=small.causal, return_lse=False, **options)
+    dense = mask.dense()
+    if dense is not None and dense.is_floating_point():
+        dense = dense.double()
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double() for x in (q, k, v)), attn_mask=dense
+    )
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    assert 0 < masks.SHARES[case.mask](case) <= 1
+
+
+@pytest.mark.parametrize("case", load_cases(MASKS_FILE)[1:8:2], ids=lambda case: case.name)
+def test_a_part_of_a_masked_case_has_its_rows_of_the_mask(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = small_case(case)
+    mask = masks.mask_of(small, "cpu")
+    monkeypatch.setattr(masks, "mask_of", lambda case: mask)
+    q, k, v = (torch.randn(2, 2, small.nk, 8) for _ in range(3))
+    whole = reference.attention(q, k, v, return_lse=False, **mask.options)
+    part = correctness.Slice(batch=1, head=1, first_row=40, end_row=104)
+    part_q, part_k, part_v, call = masks.MaskChecker(small)._call(q, k, v, part)
+    found = reference.attention(part_q, part_k, part_v, return_lse=False, **call)
+    assert torch.equal(found, whole[1:2, 1:2, 40:104])
+
+
+def test_the_table_of_masks_compares_within_a_run(tmp_path: Path) -> None:
+    cases = {case.mask: case for case in load_cases(MASKS_FILE) if case.d == 128}
+    times = {("none", "hopper"): 100, ("bool", "hopper"): 125, ("bool", "torch-cudnn"): 250}
+    rows = [
+        results.make_row(
+            FACTS, cases[mask], implementation=name, version="1", features=f"mask={mask}",
+            clocks_mhz="1700", samples_us=[us], max_err=0.0, host_us=1.0,
+        )
+        for (mask, name), us in times.items()
+    ]  # fmt: skip
+    results.append_rows(tmp_path / "h200.csv", rows)
+    lines = report.make_table("h200/masks", tmp_path).splitlines()
+    (line,) = [line for line in lines if line.startswith(f"| {cases['bool'].name} |")]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == [
+        *("125", "250", "2.00 (torch-cudnn)", "1.25"),
+    ]
 
 
 def test_a_candidate_alone_always_has_work_queued() -> None:

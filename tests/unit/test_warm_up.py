@@ -54,7 +54,7 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     assert own <= loaded("H200", [HALF], [(64, 64)])
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
     others = {f"d64_{tile}" for tile in ("masked", "dense", "cache", "few_cache")}
-    helpers = {"combine", "summarize_mask", "summarize_ranges"}
+    helpers = {"combine", "order_tiles", "summarize_mask", "summarize_ranges"}
     assert names == (
         own
         | {f"hopper_attention_fwd_f16_{tile}" for tile in others}

@@ -32,8 +32,8 @@ struct CtaWork : BackwardWork {
   // on.
   int begin, last, start;
   int blocks;  // of all rounds and heads
-  // The first and last round of the CTA of the keys before; before_begin > before_last: none.
-  int before_begin, before_last;
+  // In turns, what the CTA of the keys before has; before_begin > before_last: no round.
+  int before_begin, before_last, before_start;
   // The number of the first head's first round among all rounds, and what comes to it for the next
   // head and for the next round.
   int dq_first, dq_next_head, dq_next_round;
@@ -49,11 +49,20 @@ __device__ __forceinline__ int dq_round(const Params& params, int batch, int hea
   return tile * attention.heads_q + head;
 }
 
+// The round that a CTA begins with in turns: the last one, or where a round has two sums
+// (core::sums_of_round()) later keys with a later one. There a CTA comes to a round behind the CTA
+// of the keys before, if either both or none of them have come to their first round in between.
+template <class Params>
+__device__ __forceinline__ int start_in_turns(const Params& params, int first_key, int begin,
+                                              int last) {
+  return params.sums_of_round == 1 ? last : min(begin + first_key, last);
+}
+
 // Adds the query rows to what a CTA works on.
 template <class C, class Params>
 __device__ __forceinline__ CtaWork find_queries(const Params& params, const BackwardWork& work) {
   const AttentionParams& attention = params.backward.attention;
-  CtaWork cta{work, 0, 0, 0, 0, 0, -1};
+  CtaWork cta{work, 0, 0, 0, 0, 0, -1, 0};
   const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
   cta.begin = work.visible.first(work.first_row) & -C::ROUND;
   cta.last = work.visible.last(last_row) & -C::ROUND;
@@ -62,9 +71,14 @@ __device__ __forceinline__ CtaWork find_queries(const Params& params, const Back
   cta.start = cta.last;
   if (params.turns_gmem == nullptr) {
     if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
-  } else if (work.first_row > 0) {
-    cta.before_begin = work.visible.first(work.first_row - C::ROWS) & -C::ROUND;
-    cta.before_last = work.visible.last(work.first_row - 1) & -C::ROUND;
+  } else {
+    cta.start = start_in_turns(params, work.first_row, cta.begin, cta.last);
+    if (work.first_row > 0) {
+      const int before = work.first_row - C::ROWS;
+      cta.before_begin = work.visible.first(before) & -C::ROUND;
+      cta.before_last = work.visible.last(work.first_row - 1) & -C::ROUND;
+      cta.before_start = start_in_turns(params, before, cta.before_begin, cta.before_last);
+    }
   }
   const bool packed = attention.cu_seqlens_q_gmem != nullptr;
   cta.dq_first = dq_round<C>(params, work.batch, work.head * attention.heads_per_kv, 0);
@@ -86,16 +100,70 @@ struct BlockPosition {
   }
 };
 
+// --- sums of dQ ---
+
+// Where a CTA adds its part of a round's dQ. In turns the order is that of the keys. There a round
+// may have two sums side by side: one of the CTAs that come to it before their first round, the
+// other one of those that come to it after that.
+struct DqTurn {
+  int sum;     // its number among all sums
+  bool waits;  // the CTA of the keys before adds to it
+};
+
+template <class C, class Params>
+__device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& cta,
+                                          const BlockPosition<C>& block) {
+  const int round =
+      cta.dq_first + block.head * cta.dq_next_head + block.row / C::ROUND * cta.dq_next_round;
+  if (params.turns_gmem == nullptr) return {round, false};
+  const bool after = block.row > cta.start;
+  return {params.sums_of_round * round + (after ? 1 : 0),
+          block.row >= cta.before_begin && block.row <= cta.before_last &&
+              (block.row > cta.before_start) == after};
+}
+
+// The sums of a round, when all CTAs have added to them.
+template <class C>
+struct SumsOfRound {
+  const float4* sums_gmem;
+  bool any, both;  // whether a CTA has added to the first one, and whether to a second one
+
+  template <class Params>
+  __device__ __forceinline__ SumsOfRound(const Params& params, int64_t round)
+      : any(true), both(false) {
+    const int32_t* turns_gmem = params.turns_gmem;
+    if (turns_gmem != nullptr) {
+      round *= params.sums_of_round;
+      any = turns_gmem[round] != 0;
+      both = params.sums_of_round > 1 && turns_gmem[round + 1] != 0;
+    }
+    sums_gmem = reinterpret_cast<const float4*>(params.dq_sums_gmem + round * C::ROUND_SUMS);
+  }
+
+  __device__ __forceinline__ float4 at(int index) const {
+    float4 sums = {};
+    if (any) sums = sums_gmem[index];
+    if (both) {
+      const float4 more = sums_gmem[C::ROUND_SUMS / 4 + index];
+      sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+    }
+    return sums;
+  }
+};
+
 // --- what comes before the main kernel ---
 
-// Writes the terms of all query rows, and zeros to the sums of dQ and to the turns.
+// Writes the terms of all query rows, and zeros to the sums of dQ. In turns the first CTA writes a
+// sum, and so only the turns become zeros.
 template <DType DTYPE, class Params>
 __device__ __forceinline__ void prepare_rounds(const Params& params) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  unsigned char* sums_gmem = reinterpret_cast<unsigned char*>(params.dq_sums_gmem);
+  unsigned char* const cleared_gmem = params.turns_gmem == nullptr
+                                          ? reinterpret_cast<unsigned char*>(params.dq_sums_gmem)
+                                          : reinterpret_cast<unsigned char*>(params.turns_gmem);
   for (int64_t byte = thread * 16; byte < params.cleared_bytes;
        byte += static_cast<int64_t>(gridDim.x) * blockDim.x * 16)
-    ptx::st_global_v4_b32(sums_gmem + byte, 0, 0, 0, 0);
+    ptx::st_global_v4_b32(cleared_gmem + byte, 0, 0, 0, 0);
   backward_rows<DTYPE>(params.backward);
 }
 

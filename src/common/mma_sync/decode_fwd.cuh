@@ -514,6 +514,9 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   const math::PackedHeads& packed = params.packed_heads;
   const Partials& partials = params.partials;
   CacheContext& cta = *reinterpret_cast<CacheContext*>(shared + C::CONTEXT_SMEM);
+  // This kernel starts early (Launch::starts_early): what it reads is written now, and what it
+  // writes was read.
+  ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();  // the combining kernel waits for the last share
   {
     const bool all_rows = params.few_rows == 0;  // of all sequences

@@ -52,23 +52,31 @@ int64_t count_rounds(const Problem& call, int64_t round_rows);
 // factor, whatever its sign.
 float exponent_scale(const AttentionParams& attention);
 
+// How many sums of dQ a round has in turns. Two where the CTAs of a head that start together would
+// wait for one another, each for the one before, for a good part of their time: then they begin
+// with different rounds. Elsewhere CTAs that are at the same round share what they read from L2.
+int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, const Device& device);
+
 // Completes what plan_backward() has planned for `tile` in a folder whose parameter P begins with
-// `backward` and has dq_sums_gmem, cleared_bytes, turns_gmem, uncap, rounds and the maps of Q, K, V
-// and dO. The sums of dQ come behind the terms in the workspace, and the turns behind them; the
-// first launch clears both, and a last one ("<folder>_backward_dq_<dtype>_<tile>") writes dQ. The
-// main launch is the one that gets tensor maps, if there is any round. finish(params): fills in
-// what the folder has besides.
+// `backward` and has dq_sums_gmem, cleared_bytes, turns_gmem, uncap, rounds, sums_of_round and the
+// maps of Q, K, V and dO. The sums of dQ come behind the terms in the workspace, and the turns
+// behind them; the first launch clears the turns, or the sums if there are none, and a last one
+// ("<folder>_backward_dq_<dtype>_<tile>") writes dQ. The main launch is the one that gets tensor
+// maps, if there is any round. finish(params): fills in what the folder has besides.
 template <class P, class Finish>
 PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, const RoundsTile& tile,
-                           const std::string& folder, const Finish& finish) {
+                           const Device& device, const std::string& folder, const Finish& finish) {
   const Problem& call = problem.call;
   const int64_t rounds = count_rounds(call, tile.round_rows);
   if (rounds > GRID_LIMIT) return grid_too_large(rounds);
   Workspace workspace;
   workspace.add(plan.workspace_bytes);
-  const int64_t sums_start = workspace.add(rounds * tile.round_bytes);
+  const int64_t of_round = sums_of_round(problem, tile, device);
+  const int64_t sums = of_round * rounds;
+  const int64_t sums_bytes = sums * tile.round_bytes;
+  const int64_t sums_start = workspace.add(sums_bytes);
   // The first launch clears 16 bytes at a time.
-  const int64_t turns_bytes = ceil_div(rounds * int64_t{sizeof(int32_t)}, 16) * 16;
+  const int64_t turns_bytes = ceil_div(sums * int64_t{sizeof(int32_t)}, 16) * 16;
   const int64_t turns_start = workspace.add(problem.deterministic ? turns_bytes : 0);
   plan.workspace_bytes = workspace.bytes();
   const std::string word = dtype_word(call.dtype);
@@ -79,9 +87,10 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
     std::memcpy(static_cast<void*>(&params), launch.params.data(), sizeof params.backward);
     AttentionParams& attention = params.backward.attention;
     attention.exp2_scale = exponent_scale(attention);
-    params.cleared_bytes = workspace.bytes() - sums_start;
+    params.cleared_bytes = problem.deterministic ? turns_bytes : sums_bytes;
     if (attention.softcap != 0) params.uncap = 1 / (attention.exp2_scale * attention.softcap);
     params.rounds = static_cast<int32_t>(ceil_div(call.nq, tile.round_rows));
+    params.sums_of_round = static_cast<int32_t>(of_round);
     finish(params);
     launch.params = bytes(params);
     launch.pointers.push_back(

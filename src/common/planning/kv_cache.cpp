@@ -177,6 +177,8 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   Launch& attention = plan.launches[0];
   attention.image = cache_image(folder, problem);
   if (decodes && !fp8) attention.image = decode_image;
+  // A launch that may start early also takes the host less time.
+  attention.starts_early = decodes;
   if (decodes && chosen.combines()) {
     Launch& combine = plan.launches[1];
     combine.kernel += "_decode";

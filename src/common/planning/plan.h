@@ -150,8 +150,9 @@ struct Launch {
   std::array<int32_t, 3> cluster{1, 1, 1};
   std::array<int32_t, 3> block{1, 1, 1};
   int32_t shared_bytes = 0;  // dynamic
-  // It may start while the launch before it still runs. Its kernel waits for that one's end itself
-  // (ptx/grid_dependency.cuh). The registry takes it back where the code at hand cannot wait.
+  // It may start while the launch before it in the stream still runs, be it of this plan or not.
+  // Its kernel waits for that one's end itself (ptx/grid_dependency.cuh). The registry takes it
+  // back where the code at hand cannot wait.
   bool starts_early = false;
   std::vector<uint8_t> params;  // the kernel's one parameter, addresses not yet filled in
   std::vector<PointerSlot> pointers;

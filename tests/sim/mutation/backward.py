@@ -153,7 +153,7 @@ TARGETS = (
     BackwardTarget("ampere", "bf16_d64", "RTX 4090", 64),
     BackwardTarget("ampere", "bf16_d128_masked", "A100", 128, masked=True),
     BackwardTarget("blackwell_dc", "bf16_d64", "B200", 64, many=(400, 300)),
-    BackwardTarget("blackwell_dc", "f16_d128", "B200", 128, many=(300, 150)),
+    BackwardTarget("blackwell_dc", "f16_d128", "B200", 128, many=(300, 400)),
     BackwardTarget("hopper", "bf16_d64_softcap", "H200", 64, many=(600, 550)),
     BackwardTarget("hopper", "f16_d128", "H200", 128, many=(330, 550)),
     BackwardTarget("simt", "f32_d64_large_keys", "A100", 64),
