@@ -111,8 +111,8 @@ struct TileLine {
   uint32_t pitch = 0;  // the distance of its rows; 0: there is no box
   uint32_t rows = 0;
   uint32_t slab_rows = 0;  // along the box's second dimension: a third one may be slabs, or rows
-  // Along its second and third dimension together, if there is a fourth: that may be groups of
-  // rows.
+  // Along its second and third dimension together, if there are five: the third one then is slabs
+  // of the same rows, and the fourth one groups of rows.
   uint32_t group_rows = 0;
   uint32_t span = 0;  // the span of its swizzle; 0: no swizzle
 };

@@ -262,7 +262,7 @@ BulkShape box_shape(const TensorMap& map, const int32_t* coordinates, bool store
   shape.piece_bytes = map.row_bytes();
   shape.pitch = map.pitch();
   shape.slab_pieces = static_cast<uint32_t>(map.rank > 1 ? map.extent(1) : 1);
-  if (map.rank > 3) shape.group_pieces = shape.slab_pieces * static_cast<uint32_t>(map.extent(2));
+  if (map.rank > 4) shape.group_pieces = shape.slab_pieces * static_cast<uint32_t>(map.extent(2));
   shape.swizzle = swizzle_mask(map.swizzle);
   shape.is_box = true;
   shape.element_bytes = map.element_bytes();

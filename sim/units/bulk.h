@@ -27,7 +27,7 @@ struct BulkShape {
   uint32_t piece_bytes = 0;   // the size of each piece
   uint32_t pitch = 0;         // the distance from one piece to the next
   uint32_t slab_pieces = 0;   // of a box: pieces of one slab, along the box's second dimension
-  uint32_t group_pieces = 0;  // along its second and third; 0: it has no fourth dimension
+  uint32_t group_pieces = 0;  // along its second and third; 0: it has no fifth dimension
   uint32_t swizzle = 0;       // swizzle_mask
   bool is_box = false;
   uint32_t element_bytes = 1;

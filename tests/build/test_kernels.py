@@ -672,14 +672,25 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 ).plan
                 assert plan is not None
                 planned |= set(plan.kernels)
-        # Caches of many query rows: contiguous or in pages of 64 rows, few row tiles or many.
-        for d, paged, batch in itertools.product((64, 128, 256), (False, True), (1, 64)):
+        q = torch.empty(2, 16, 2048, 128, dtype=dtype, device="meta")
+        table = torch.empty(2, 16, 32, 32, dtype=torch.bool, device="meta")
+        plan = archflash.explain(
+            q, q, q, block_mask=table, device="H200", implementation="hopper"
+        ).plan
+        assert plan is not None
+        planned |= set(plan.kernels)  # tiles in the order of their work
+        # Caches of many query rows: contiguous or in pages of 16 or 64 rows, few row tiles or many.
+        for d, page, batch in itertools.product((64, 128, 256), (None, 16, 64), (1, 64)):
             q = torch.empty(batch, 1024, 4, d, dtype=dtype, device="meta")
             rows = torch.empty(batch, 1024, 2, d, dtype=dtype, device="meta")
-            cache = torch.empty(batch * 16, 64, 2, d, dtype=dtype, device="meta") if paged else rows
-            given = {"cache_seqlens": torch.empty(batch, dtype=torch.int32, device="meta")}
-            if paged:
-                given["page_table"] = torch.empty(batch, 16, dtype=torch.int32, device="meta")
+            cache, given = (
+                rows,
+                {"cache_seqlens": torch.empty(batch, dtype=torch.int32, device="meta")},
+            )
+            if page is not None:
+                pages = 1024 // page
+                cache = torch.empty(batch * pages, page, 2, d, dtype=dtype, device="meta")
+                given["page_table"] = torch.empty(batch, pages, dtype=torch.int32, device="meta")
             plan = archflash.explain(
                 q, cache, cache, device="H200", implementation="hopper", **given
             ).plan

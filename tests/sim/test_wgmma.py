@@ -371,7 +371,7 @@ TWO_BOXES = (
     + COPY.format(dims=2) + "    [%r1+{base}+8192], [%rd0, {{{step}, 0}}], [%r30];"
 )  # fmt: skip
 ONE_BOX = COPY.format(dims=3) + "    [%r1+{base}], [%rd0, {{0, 0, 0}}], [%r30];"
-GROUPS = COPY.format(dims=4) + "    [%r1+{base}], [%rd0, {{0, 0, 0, 0}}], [%r30];"
+GROUPS = COPY.format(dims=5) + "    [%r1+{base}], [%rd0, {{0, 0, 0, 0, 0}}], [%r30];"
 COPIES = {"two-boxes": TWO_BOXES, "one-box": ONE_BOX, "groups": GROUPS}
 
 
@@ -389,8 +389,8 @@ def tile_run(
         slabs = tensor[:rows].as_strided((2, rows, step), (step, 128, 1))
         map_ = sim.TensorMap(slabs, [step, rows, 2], swizzle)
     elif boxes == "groups":
-        groups = tensor[:rows].as_strided((rows // 8, 2, 8, step), (8 * 128, step, 128, 1))
-        map_ = sim.TensorMap(groups, [step, 8, 2, rows // 8], swizzle)
+        groups = tensor[:rows].as_strided((1, rows // 8, 2, 8, step), (16384, 1024, step, 128, 1))
+        map_ = sim.TensorMap(groups, [step, 8, 2, rows // 8, 1], swizzle)
     text = HEADER + TILE.format(
         copies=COPIES[boxes].format(base=base, step=step),
         d=", ".join(f"%d{i}" for i in range(32)),
