@@ -257,8 +257,8 @@ template <class C>
 using KeyGradient = float[C::HEAD_DIM / 8][4];
 
 // Sets to 0 what belongs to a key and a query that does not see it, as none sees a key behind the
-// end. Selecting (not multiplying)
-// makes the old value irrelevant, even if it was NaN. Rare, so it keeps no register for itself.
+// end. Selecting (not multiplying) makes the old value irrelevant, even if it was NaN. It is rarely
+// called, so it keeps no register for itself.
 template <class C>
 __device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const BackwardWork& work,
                                              int block_row) {

@@ -18,7 +18,7 @@ namespace archflash::hopper {
 __device__ __forceinline__ void order_tiles(const MaskedParams& params) {
   __shared__ int seen[MOST_ORDERED];
   __shared__ int64_t starts[MOST_ORDERED];  // of the tiles' rows of blocks, in elements
-  ptx::griddepcontrol_launch_dependents();  // its first tiles need no order
+  ptx::griddepcontrol_launch_dependents();  // its first tiles have no order to wait for
   const AttentionParams& attention = params.call.attention;
   const MaskParams& masks = params.masks;
   const int first_tile = params.call.tiles - params.ordered;
