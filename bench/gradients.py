@@ -10,19 +10,16 @@ gradients of ours were wrong, 2 when nothing can be measured.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench import environment
 from bench.candidates import Candidate, chosen_candidates, our_candidates, torch_candidates
 from bench.cases import GRADIENTS_FILE, TORCH_DTYPES, Case, choose_cases, load_cases
 from bench.correctness import Verdict
-from bench.results import GRADIENTS, RESULTS_FOLDER, append_rows, check_header
-from bench.run import MIN_ROUNDS, run_case, summary
+from bench.results import GRADIENTS, append_rows
+from bench.run import cases_to_run, open_results, run_case, short_parser, summary
 from bench.timing import CudaLab
 
 if TYPE_CHECKING:
@@ -164,29 +161,13 @@ def candidates() -> list[Candidate]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see the top of this file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gradients", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="default: 20")
-    parser.add_argument("--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER")
-    options = parser.parse_args(argv)
-    try:
-        cases = choose_cases(load_cases(GRADIENTS_FILE), options.only)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    problem = environment.why_no_gpu() or environment.why_no_archflash()
-    if problem:
-        print(problem, file=sys.stderr)
+    options = short_parser("bench.gradients", __doc__).parse_args(argv)
+    cases = cases_to_run(lambda: choose_cases(load_cases(GRADIENTS_FILE), options.only))
+    if cases is None:
         return 2
 
     lab = CudaLab(target_us=8_000.0)
-    facts = lab.facts()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{environment.gpu_slug(facts['gpu'])}.csv"
-    check_header(path)
-    print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
+    facts, path = open_results(lab, options.output)
     results = {}
     for case in cases:
         dout = dout_of(case)

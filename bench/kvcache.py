@@ -10,20 +10,18 @@ wrong, 2 when nothing can be measured.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import environment
 from bench.candidates import Candidate, our_candidates, torch_candidates
 from bench.cases import Case, choose_cases, load_cases
-from bench.results import RESULTS_FOLDER, append_rows, check_header, percentile
-from bench.run import MIN_ROUNDS, run_case, summary
+from bench.results import append_rows, percentile
+from bench.run import cases_to_run, open_results, run_case, short_parser, summary
 from bench.timing import CudaLab, enqueue_times_us, round_robin, warm_up
 
 if TYPE_CHECKING:
@@ -294,32 +292,17 @@ def measure_host(count: int) -> dict[str, dict[str, float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see the top of this file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kvcache", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--only", metavar="REGEX", help="decoding cases whose name matches")
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="default: 20")
-    parser.add_argument("--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER")
+    parser = short_parser("bench.kvcache", __doc__, "decoding cases whose name matches")
     options = parser.parse_args(argv)
-    try:
-        cases = choose_cases(load_cases(), options.only, "decode")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    problem = environment.why_no_gpu() or environment.why_no_archflash()
-    if problem:
-        print(problem, file=sys.stderr)
+    cases = cases_to_run(lambda: choose_cases(load_cases(), options.only, "decode"))
+    if cases is None:
         return 2
 
     import torch
 
     lab = FixedInputs()
-    facts = lab.facts()
-    options.output.mkdir(parents=True, exist_ok=True)
+    facts, path = open_results(lab, options.output)
     slug = environment.gpu_slug(facts["gpu"])
-    path = options.output / f"{slug}.csv"
-    check_header(path)
-    print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
     beside = [c for c in (*our_candidates(), *torch_candidates()) if c.name in BESIDE]
     results = {}
     with torch.no_grad():

@@ -13,21 +13,25 @@ share of scores that lie in blocks which the mask does not hide (SHARES).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import environment
 from bench.candidates import Candidate, our_candidates, torch_candidates
 from bench.cases import MASKS_FILE, TORCH_DTYPES, Case, choose_cases, load_cases
 from bench.correctness import Checker, Slice
-from bench.results import RESULTS_FOLDER, append_rows, check_header
-from bench.run import MIN_ROUNDS, choose_candidates, run_case, summary
+from bench.results import append_rows
+from bench.run import (
+    cases_to_run,
+    choose_candidates,
+    open_results,
+    run_case,
+    short_parser,
+    summary,
+)
 from bench.timing import CudaLab
 
 if TYPE_CHECKING:
@@ -333,22 +337,11 @@ class MaskChecker(Checker):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see the top of this file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.masks", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
+    parser = short_parser("bench.masks", __doc__)
     parser.add_argument("--candidates", metavar="NAME,...", help="only these (default: all)")
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="default: 20")
-    parser.add_argument("--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER")
     options = parser.parse_args(argv)
-    try:
-        cases = choose_cases(load_cases(MASKS_FILE), options.only)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    problem = environment.why_no_gpu() or environment.why_no_archflash()
-    if problem:
-        print(problem, file=sys.stderr)
+    cases = cases_to_run(lambda: choose_cases(load_cases(MASKS_FILE), options.only))
+    if cases is None:
         return 2
 
     import torch
@@ -359,11 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     lab = CudaLab()
-    facts = lab.facts()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{environment.gpu_slug(facts['gpu'])}.csv"
-    check_header(path)
-    print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
+    facts, path = open_results(lab, options.output)
     results = {}
     with torch.no_grad():
         for case in cases:

@@ -361,32 +361,67 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def short_parser(
+    program: str, doc: str | None, only: str = "cases whose name matches"
+) -> argparse.ArgumentParser:
+    """The options of a benchmark of its own cases: `--only`, which is for `only`, `--rounds` and
+    `--output`. `doc` is its module's docstring.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}", description=(doc or "").split("\n")[0]
+    )
+    parser.add_argument("--only", metavar="REGEX", help=only)
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="default: 20")
+    parser.add_argument("--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER")
+    return parser
+
+
+def cases_to_run(choose: Callable[[], list[Case]]) -> list[Case] | None:
+    """The cases that `choose` gives. None, with the reason on stderr, if it raises a ValueError or
+    this machine cannot run the benchmark.
+    """
+    try:
+        cases = choose()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return None
+    problem = environment.why_no_gpu() or environment.why_no_archflash()
+    if problem:
+        print(problem, file=sys.stderr)
+        return None
+    return cases
+
+
+def open_results(lab: CudaLab, folder: Path) -> tuple[dict[str, str], Path]:
+    """The facts of a run, which are printed, and the file in `folder` to which its rows go.
+
+    Raises:
+        ValueError: the file is there and has other columns.
+    """
+    facts = lab.facts()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{environment.gpu_slug(facts['gpu'])}.csv"
+    check_header(path)
+    print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
+    return facts, path
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see the top of this file."""
     options = parse(argv)
     began = time.perf_counter()
-    try:
-        cases = choose_cases(load_cases(), options.only, options.group)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    problem = environment.why_no_gpu() or environment.why_no_archflash()
-    if problem:
-        print(problem, file=sys.stderr)
+    cases = cases_to_run(lambda: choose_cases(load_cases(), options.only, options.group))
+    if cases is None:
         return 2
 
     import torch
 
     lab = CudaLab()
-    facts = lab.facts()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{environment.gpu_slug(facts['gpu'])}.csv"
     try:
-        check_header(path)
+        facts, path = open_results(lab, options.output)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
 
     candidates = [
         *our_candidates(), int8_candidate(), *torch_candidates(), *flash_attention_candidates(),

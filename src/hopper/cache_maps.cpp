@@ -13,21 +13,29 @@ using GroupRows = GroupedTile<64, 16>;  // for what all of them have in common
 
 }  // namespace
 
-TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset,
-                        const core::Box& box, int box_rows) {
-  const bool of_v = operand == Operand::V;
-  const Strides& strides = of_v ? problem.v : problem.k;
+TensorMapSpec make_cache_map(const Problem& problem, Operand operand, size_t offset,
+                             Swizzle swizzle, std::vector<int32_t> box, std::vector<int64_t> dims,
+                             std::initializer_list<int64_t> strides) {
   TensorMapSpec map{};
   map.operand = operand;
   map.offset = static_cast<int32_t>(offset);
   map.dtype = problem.dtype;
-  map.swizzle = box.swizzle;
-  map.box = {box.columns, box_rows, 1, 1};
-  map.dims = {of_v ? problem.dv : problem.d, problem.page_size > 0 ? problem.page_size : problem.nk,
-              problem.heads_kv, problem.cache_batch};
-  for (const int64_t stride : {strides.row, strides.head, strides.batch})
-    map.strides.push_back(stride * dtype_bytes(problem.dtype));
+  map.swizzle = swizzle;
+  map.box = std::move(box);
+  map.dims = std::move(dims);
+  for (const int64_t stride : strides) map.strides.push_back(stride * dtype_bytes(problem.dtype));
   return map;
+}
+
+TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset,
+                        const core::Box& box, int box_rows) {
+  const bool of_v = operand == Operand::V;
+  const Strides& strides = of_v ? problem.v : problem.k;
+  const int64_t rows = problem.page_size > 0 ? problem.page_size : problem.nk;
+  return make_cache_map(
+      problem, operand, offset, box.swizzle, {box.columns, box_rows, 1, 1},
+      {of_v ? problem.dv : problem.d, rows, problem.heads_kv, problem.cache_batch},
+      {strides.row, strides.head, strides.batch});
 }
 
 std::optional<int32_t> page_groups(const Problem& problem, Operand operand) {
@@ -49,20 +57,14 @@ TensorMapSpec grouped_map(const Problem& problem, Operand operand, size_t offset
                           int box_rows) {
   const bool of_v = operand == Operand::V;
   const Strides& strides = of_v ? problem.v : problem.k;
-  TensorMapSpec map{};
-  map.operand = operand;
-  map.offset = static_cast<int32_t>(offset);
-  map.dtype = problem.dtype;
-  map.swizzle = GroupRows::SWIZZLE;
-  map.box = {GroupRows::SLAB, GroupRows::GROUP_ROWS, slabs, box_rows / GroupRows::GROUP_ROWS, 1};
   const int64_t groups = (problem.cache_batch - 1) * page_groups(problem, operand).value() +
                          problem.page_size / GroupRows::GROUP_ROWS;
-  map.dims = {GroupRows::SLAB, GroupRows::GROUP_ROWS,
-              (of_v ? problem.dv : problem.d) / GroupRows::SLAB, groups, problem.heads_kv};
-  for (const int64_t stride :
-       {strides.row, int64_t{GroupRows::SLAB}, GroupRows::GROUP_ROWS * strides.row, strides.head})
-    map.strides.push_back(stride * dtype_bytes(problem.dtype));
-  return map;
+  return make_cache_map(
+      problem, operand, offset, GroupRows::SWIZZLE,
+      {GroupRows::SLAB, GroupRows::GROUP_ROWS, slabs, box_rows / GroupRows::GROUP_ROWS, 1},
+      {GroupRows::SLAB, GroupRows::GROUP_ROWS, (of_v ? problem.dv : problem.d) / GroupRows::SLAB,
+       groups, problem.heads_kv},
+      {strides.row, GroupRows::SLAB, GroupRows::GROUP_ROWS * strides.row, strides.head});
 }
 
 void refuse_cache(const Problem& problem, const std::string& rows, Reasons& reasons) {

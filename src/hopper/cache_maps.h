@@ -3,13 +3,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "common/planning/tiles.h"
 #include "common/problem.h"
 
 namespace archflash::hopper {
+
+// A tensor map of K or V of a cache. `strides`: of all dimensions but the first, in elements.
+TensorMapSpec make_cache_map(const Problem& problem, Operand operand, size_t offset,
+                             Swizzle swizzle, std::vector<int32_t> box, std::vector<int64_t> dims,
+                             std::initializer_list<int64_t> strides);
 
 // The tensor map of K or V of a cache: (columns, rows of a block, heads, blocks). Boxes have
 // `box_rows` rows and else the form of `box`.

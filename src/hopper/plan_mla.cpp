@@ -29,18 +29,12 @@ TensorMapSpec cache_map(const Problem& problem, Operand operand, size_t offset, 
   using RowTile = Config::RowTile;
   const bool of_v = operand == Operand::V;
   const Strides& strides = of_v ? problem.v : problem.k;
-  TensorMapSpec map{};
-  map.operand = operand;
-  map.offset = static_cast<int32_t>(offset);
-  map.dtype = problem.dtype;
-  map.swizzle = RowTile::SWIZZLE;
-  map.box = {RowTile::SLAB, box_rows, box_slabs, 1, 1};
-  map.dims = {RowTile::SLAB, problem.page_size > 0 ? problem.page_size : problem.nk,
-              (of_v ? problem.dv : problem.d) / RowTile::SLAB, problem.heads_kv,
-              problem.cache_batch};
-  for (const int64_t stride : {strides.row, int64_t{RowTile::SLAB}, strides.head, strides.batch})
-    map.strides.push_back(stride * dtype_bytes(problem.dtype));
-  return map;
+  const int64_t rows = problem.page_size > 0 ? problem.page_size : problem.nk;
+  return make_cache_map(problem, operand, offset, RowTile::SWIZZLE,
+                        {RowTile::SLAB, box_rows, box_slabs, 1, 1},
+                        {RowTile::SLAB, rows, (of_v ? problem.dv : problem.d) / RowTile::SLAB,
+                         problem.heads_kv, problem.cache_batch},
+                        {strides.row, RowTile::SLAB, strides.head, strides.batch});
 }
 
 Reasons refusals(const Problem& problem) {

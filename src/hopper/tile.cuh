@@ -369,7 +369,7 @@ __device__ __forceinline__ void weigh_row(math::Scores<C>& s_rmem, math::RowStat
   }
   state.sum[0][r] += sums[0] + sums[1];
 }
-// The same for both rows of a lane.
+// weigh_row() for both rows of a lane.
 template <class C>
 __device__ __forceinline__ void weigh_rows(math::Scores<C>& s_rmem, math::RowState<C>& state,
                                            float scale) {

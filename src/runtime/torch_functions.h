@@ -47,7 +47,7 @@ struct TorchFunctions {
                        int64_t, int64_t, double, int32_t, int32_t, double*, int64_t*, int64_t*,
                        TensorHandle*, TensorHandle*, TensorHandle*, TensorHandle*, TensorHandle*,
                        TensorHandle*, TensorHandle*);
-  // The same with a block table and a number of splits before the results.
+  // flash_forward with a block table and a number of splits before the results.
   int (*flash_forward_v2)(TensorHandle, TensorHandle, TensorHandle, TensorHandle*, TensorHandle*,
                           int64_t, int64_t, double, int32_t, int32_t, double*, int64_t*, int64_t*,
                           TensorHandle*, TensorHandle*, TensorHandle*, int64_t*, TensorHandle*,

@@ -45,8 +45,8 @@ def rows_of(kernel: str) -> int:
     return 2 * rows - (60 if rows == 128 else 70)
 
 
-# Those that a GPU with one SM gets for packed sequences and windows, too. The others have the same
-# code.
+# The tiles of LARGE that a GPU with one SM gets for packed sequences and windows, too. The code for
+# these is the same in the other two.
 every_uneven = pytest.mark.parametrize(
     "kernel", [name for name in LARGE if name not in ("d64_large", "d192_medium")]
 )

@@ -31,7 +31,8 @@ from .gradients import (
 
 on = executor()
 DTYPES = ("float16", "bfloat16")
-# Of each folder: head dimensions that together run every kernel, and dimensions that TMA fills up.
+# The head dimensions of each folder that together run every kernel of it, and some that TMA fills
+# up with zeros.
 HEAD_DIMS = {
     "hopper": ((64, 64), (40, 24), (128, 128), (72, 120), (256, 256), (192, 128)),
     "blackwell_dc": ((64, 64), (40, 24), (128, 128), (72, 120)),

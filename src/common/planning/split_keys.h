@@ -108,7 +108,7 @@ std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder
   return choice;
 }
 
-// The same with the tile that the table's rules choose.
+// choose_splits_of() with the tile that the table's rules choose.
 template <class T>
 std::variant<SplitChoice<T>, Reasons> choose_with_splits(const std::string& folder,
                                                          std::span<const T> tiles,
