@@ -7,8 +7,9 @@ that dispatch chooses, and hands every other call to PyTorch's own kernel. Code 
 calls the same operators.
 
 An operator promises more than the output: the strides of the output, the log-sum-exp in the shape
-and with the values that PyTorch's backward reads, and some tensors that only dropout needs. A
-backward is always PyTorch's own, computed from the output and the log-sum-exp given here.
+and with the values that PyTorch's backward reads, and some tensors that only dropout needs. The
+backward operators are replaced as well (`_backward_operators`): each gets what a forward operator
+gave, whether PyTorch's kernel did or archflash's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _options, _registry
+from archflash import _backward_operators, _dispatch, _options, _registry
 from archflash._errors import ForcedImplementationError
 
 NAME = "archflash"  # in PyTorch's registry, beside "FA3" and "FA4"
@@ -147,15 +148,25 @@ def _decide(problem: _native.Problem, index: int, forced: str | None) -> _native
         return "a tensor without elements"
     device, obstacle = _device_of(problem, index)
     plan, refusals = _dispatch.choose(_with_lse(problem, False), device, forced, obstacle)
-    if plan is not None:
-        if not problem.want_lse:
-            return plan
-        answer = _native.plan(plan.implementation, _with_lse(plan.problem, True), plan.device)
-        if not isinstance(answer, list):
-            answer = _native.with_lse_for_pytorch(answer)
-        return f"{plan.implementation}: {answer[0]}" if isinstance(answer, list) else answer
-    if forced is not None:
-        return f"{forced} is forced"
+    if plan is None:
+        if forced is not None:
+            return f"{forced} is forced"
+        return _why_pytorch(problem, device, obstacle, refusals)
+    if not problem.want_lse:
+        return plan
+    answer = _native.plan(plan.implementation, _with_lse(plan.problem, True), plan.device)
+    if not isinstance(answer, list):
+        answer = _native.with_lse_for_pytorch(answer)
+    return f"{plan.implementation}: {answer[0]}" if isinstance(answer, list) else answer
+
+
+def _why_pytorch(
+    problem: _native.Problem,
+    device: _native.Device | None,
+    obstacle: str | None,
+    refusals: dict[str, list[str]],
+) -> str:
+    """Why PyTorch's own kernel serves a problem, with the reasons of the kernels that cannot."""
     if device is None or obstacle is not None:
         return obstacle or "tensors on the CPU"
     if not refusals:
@@ -488,13 +499,9 @@ def _flash_into(
         return _decline("seqused_k or block_table, but not both with cum_seq_q")
     if not paged and (cum_seq_q is None) != (cum_seq_k is None):
         return _decline("cum_seq_q without cum_seq_k")
-    left, right = (
-        None if side is None or side < 0 else side for side in (window_size_left, window_size_right)
-    )
     options: dict[str, Any] = {"layout": "bnhd", "causal": is_causal, "scale": scale}
     options["return_lse"] = True
-    if left is not None or right is not None:
-        options["window"] = (left, right)
+    options |= _backward_operators.window_option(window_size_left, window_size_right)
     if num_splits:
         options["num_splits"] = num_splits
     if paged:  # key and value are pages
@@ -511,12 +518,28 @@ def _flash_into(
     return result
 
 
+def _gradients_of(operator: str) -> Kernel:
+    """The function that serves a backward operator. A forced implementation without a backward pass
+    leaves the gradients to PyTorch.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        forced = _forced()
+        served = _backward_operators.serve(operator, args, kwargs, forced, _why_pytorch)
+        if isinstance(served, str) and (forced is None or _native.has_backward(forced)):
+            return _decline(served)
+        return served
+
+    return kernel
+
+
 _OPERATORS: dict[str, Kernel] = {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_cudnn_attention": _cudnn,
     "_scaled_dot_product_efficient_attention": _efficient,
     "_flash_attention_forward": _flash_forward,
     "_flash_attention_forward_no_dropout_inplace": _flash_forward_into,
+    **{operator: _gradients_of(operator) for operator in _backward_operators.OPERATORS},
 }
 
 

@@ -735,6 +735,9 @@ void bind_operators(nb::module_& m) {
       "note_forced", [] { anything_forced = true; },
       "From now on each call asks whether an implementation is forced.");
   m.def(
+      "note_served", [](const std::string& name) { ++served().of(name); }, "name"_a,
+      "An implementation has served a call of one of PyTorch's operators.");
+  m.def(
       "operators_served", [](bool reset) { return served().read(reset); }, "reset"_a,
       "The number of calls of PyTorch's operators that each implementation served.");
   m.def(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _overrides, _torch
+from archflash import _dispatch, _overrides, _torch, reference
 
 from .checks import assert_close
 from .executors import executor
@@ -36,6 +36,8 @@ needs_get_kernel = pytest.mark.skipif(
     not hasattr(torch.library, "get_kernel"),
     reason=f"torch {torch.__version__} cannot call a kernel that was replaced",
 )
+
+on_cpu = pytest.mark.skipif(on.name == "gpu", reason="PyTorch's own kernels may refuse these calls")
 
 
 def stand_in(operator: str) -> Any:
@@ -82,11 +84,10 @@ def kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        own = {"_scaled_dot_product_flash_attention_backward": flash_backward}
         for operator in (*_overrides._OPERATORS, "_efficient_attention_forward"):
-            if not hasattr(aten, operator):
-                continue
-            library.impl(operator, stand_in(operator), "CPU")
-        library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
+            if hasattr(aten, operator):
+                library.impl(operator, own.get(operator) or stand_in(operator), "CPU")
     # Older versions of PyTorch refuse a second kernel from Python, for which these stand in.
     torch.library._impls.difference_update(library._op_impls)
     monkeypatch.setattr(_overrides, "_KEY", "CPU")
@@ -224,18 +225,143 @@ def test_pages_of_a_cache_through_varlen_attn() -> None:
     assert archflash.stats().served == {"ampere": 1}
 
 
+def gradients_of(
+    operator: str,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    dropout_p: float = 0.0,
+) -> tuple[str, tuple[Any, ...]]:
+    """The whole name of a backward operator of SDPA and its arguments, for a call whose log-sum-exp
+    is (B, H, Nq) here.
+    """  # fmt: skip
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
+    nq, nk = q.shape[2], k.shape[2]
+    first, states = (grad, q, k, v), (state, state)
+    if operator == "flash":
+        args = (*first, out, lse, None, None, nq, nk, dropout_p, causal, *states)
+    elif operator == "cudnn":
+        column = lse[..., None]
+        args = (*first, out, column, *states, None, None, None, nq, nk, dropout_p, causal)
+    else:
+        padded = torch.nn.functional.pad(lse, (0, -nq % 32), value=math.inf)
+        wanted = [True, True, True, False]
+        args = (*first, None, out, padded, *states, dropout_p, wanted, causal)
+    return f"_scaled_dot_product_{operator}_attention_backward", args
+
+
+def assert_gradients(
+    found: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, **call: Any
+) -> None:
+    expected = reference.attention_backward(grad, q, k, v, **call)
+    rounded = reference.baseline_backward(grad, q, k, v, **call)
+    for name, x in zip(("dq", "dk", "dv"), found, strict=False):
+        report = reference.check(x, getattr(expected, name), getattr(rounded, name).double())
+        assert report.ok, f"{name}: {report}"
+
+
+def assert_calls(count: int) -> None:
+    """So many calls were counted. On a GPU autograd computes gradients in another thread, where
+    nothing is forced.
+    """
+    counted = archflash.stats()
+    assert sum(counted.served.values()) + sum(counted.declined.values()) == count
+    assert on.name == "gpu" or counted.served == {"ampere": count}
+
+
+# With as many queries as keys, and with more of either, which align causal to another corner.
+ROWS_OF = {"flash": [(40, 40), (40, 70), (70, 40)], "cudnn": [(40, 70)], "efficient": [(70, 40)]}
+
+
+@needs_get_kernel
 @pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize(
+    ("operator", "rows"), [(name, rows) for name in ROWS_OF for rows in ROWS_OF[name]], ids=str
+)
+def test_a_backward_operator(operator: str, rows: tuple[int, int], layout: str) -> None:
+    # PyTorch's memory-efficient kernel takes as many heads of k as of q.
+    heads = (4, 4) if operator == "efficient" else (4, 2)
+    q, k, v = on.qkv(*rows, 32, dtype="bfloat16", batch=2, heads=heads)
+    grad = on.rand(*q.shape, seed=9, dtype="bfloat16")
+    if layout == "strided":
+        grad, q, k, v = (strided(x) for x in (grad, q, k, v))
+    call = {"causal": True, "scale": 0.3} | ({} if operator == "flash" else {"q_offset": 0})
+    out, lse = reference.attention(q, k, v, **call)
+    out, lse = _as_of_pytorch(q, out, lse)
+    name, args = gradients_of(operator, grad, q, k, v, out, lse, causal=True)
+    for _ in range(2):  # the second call is decided as the first one was
+        found = getattr(aten, name)(*args, scale=0.3)
+        assert_promised(name, found, *args, scale=0.3)
+        assert_gradients(found, grad, q, k, v, **call)
+    assert archflash.stats().served == {"ampere": 2}
+
+
+def _as_of_pytorch(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Exact results in the dtypes of PyTorch's kernels, whose log-sum-exp is infinity where a query
+    sees no key.
+    """
+    return out.to(q.dtype), lse.masked_fill(lse == -math.inf, math.inf).float().contiguous()
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("ampere")
+def test_a_gradient_that_is_one_number_everywhere() -> None:
+    """As sum() gives it, with strides of 0."""
+    q, k, v = on.qkv(40, 40, 32, dtype="float16")
+    grad = torch.ones((), dtype=q.dtype, device=q.device).expand_as(q)
+    name, args = gradients_of(
+        "flash", grad, q, k, v, *_as_of_pytorch(q, *reference.attention(q, k, v)), False
+    )
+    assert_gradients(getattr(aten, name)(*args), grad, q, k, v)
+    assert archflash.stats().served == {"ampere": 1}
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("ampere")
+def test_gradients_of_packed_sequences_through_varlen_attn() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen")
+    q, k, v = (on.rand(60, 2, 32, seed=i, dtype="bfloat16").requires_grad_() for i in range(3))
+    grad = on.rand(60, 2, 32, seed=9, dtype="bfloat16")
+    ends_q, ends_k = on.cu_seqlens([25, 0, 30, 5]), on.cu_seqlens([20, 10, 30, 0])
+    packed = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "window": (9, 0)}
+    out = varlen.varlen_attn(q, k, v, ends_q, ends_k, 30, 30, window_size=(9, 0))
+    found = torch.autograd.grad(out, (q, k, v), grad)
+    assert_gradients(found, grad, *(x.detach() for x in (q, k, v)), **packed)
+    assert_calls(2)
+
+
+@pytest.mark.skipif("ada" not in on.kernels(), reason="ada has no code for this GPU")
 def test_pytorchs_backward_takes_output_and_log_sum_exp() -> None:
+    """It computes the gradients where the forced implementation has no backward pass."""
     q, k, v = (x.requires_grad_() for x in on.qkv(40, 40, 32, dtype="float16"))
     grad = on.rand(*q.shape, seed=9, dtype="float16")
-    out = aten._scaled_dot_product_flash_attention(q, k, v)[0]
-    found = torch.autograd.grad(out, (q, k, v), grad)
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    weights = torch.softmax(wide[0] @ wide[1].mT / math.sqrt(32), -1)
-    expected = torch.autograd.grad(weights @ wide[2], wide, grad.double())
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, atol=1e-2, rtol=1e-2)
-    assert archflash.stats().served == {"ampere": 1}
+    with archflash.enabled(), archflash.force("ada"):
+        out = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+        found = torch.autograd.grad(out, (q, k, v), grad)
+    assert_gradients(found, grad, *(x.detach() for x in (q, k, v)))
+    assert archflash.stats().served["ada"] == 1
+
+
+@needs_get_kernel
+@on_cpu
+@pytest.mark.parametrize("operator", ["flash", "cudnn", "efficient"])
+def test_a_backward_operator_that_is_handed_back(operator: str) -> None:
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
+    lse = torch.zeros(1, 2, 40)
+    name, args = gradients_of(operator, q, q, k, v, q, lse, False, dropout_p=0.5)
+    with archflash.enabled():
+        getattr(aten, name)(*args)
+        assert archflash.stats() == archflash.Stats({}, {"gradients of a call with dropout": 1})
+        with (
+            archflash.force("ampere"),
+            pytest.raises(archflash.ForcedImplementationError, match="dropout"),
+        ):
+            getattr(aten, name)(*args)
 
 
 @pytest.mark.usefixtures("ampere")
@@ -249,6 +375,24 @@ def test_a_compiled_graph_calls_the_same_operator() -> None:
     result = torch.compile(twice, fullgraph=True, backend="aot_eager")(q, k, v)
     assert torch.equal(result, twice(q, k, v))
     assert archflash.stats().served == {"ampere": 2}
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("ampere")
+def test_a_compiled_graph_calls_the_backward_operator() -> None:
+    q, k, v = (strided(x).requires_grad_() for x in on.qkv(40, 40, 32, dtype="bfloat16"))
+
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * aten._scaled_dot_product_flash_attention(q, k, v)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    grad = on.rand(*q.shape, seed=9, dtype="bfloat16")
+    results = [torch.autograd.grad(run(q, k, v), (q, k, v), grad) for run in (twice, compiled)]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+    assert_calls(4)
 
 
 @pytest.mark.usefixtures("ampere")
@@ -273,9 +417,6 @@ DECLINED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
         {"seqused_k": torch.ones(1, dtype=torch.int32)}, "seqused_k",
     ),
 }  # fmt: skip
-
-
-on_cpu = pytest.mark.skipif(on.name == "gpu", reason="PyTorch's own kernels may refuse these calls")
 
 
 @needs_get_kernel

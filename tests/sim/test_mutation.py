@@ -21,7 +21,7 @@ from archflash import sim
 
 from . import tags
 from .explained import EXPLAINED, explanation
-from .mutation import backward, latent, protocols
+from .mutation import backward, latent, masked, planned, protocols
 from .mutation.excuses import EXCUSES
 from .mutation.mutants import Mutant, is_sync, mutants
 from .mutation.runner import (
@@ -95,13 +95,13 @@ def test_mutants_of_the_backward_pass_are_caught(
     target: backward.BackwardTarget, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A small sample; ``python -m tests.sim.mutation.backward`` runs a larger one."""
-    subject = target.subject()
+    subject = planned.subject_of(target)
     # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
     # The calls of ampere add gradients in turns: the code for any order does not run. None of them
     # adds to what gradients hold, for which a kernel of hopper has a branch at each pair.
     least = 0.7 if target.implementation == "hopper" else 0.75
     assert subject.coverage() > (0.6 if target.masked else least)
-    score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=2)
+    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=2)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
     )
@@ -115,9 +115,33 @@ def test_mutants_of_kernels_for_latent_caches_are_caught(
     target: latent.LatentTarget, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A small sample; ``python -m tests.sim.mutation.latent`` runs a larger one."""
-    subject = target.subject()
+    subject = planned.subject_of(target)
     assert subject.coverage() > 0.95
-    score = backward.run_sample(subject, BACKWARD_SAMPLE, seed=0)
+    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0)
+    survivors = "".join(
+        f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
+    )
+    with capsys.disabled():
+        print(f"\n{target.kernel}: mutation score {score}{survivors}")
+    assert score.value >= BACKWARD_FLOOR, survivors
+
+
+# One kernel of each kind; ``python -m tests.sim.mutation.masked`` runs larger samples of all.
+MASKED = [
+    target
+    for target in masked.TARGETS
+    if target.kernel.endswith(("ampere_attention_fwd_bf16_d64_masked", "d64_dense", "gather"))
+]
+
+
+@pytest.mark.parametrize("target", MASKED, ids=lambda target: target.kernel)
+def test_mutants_of_kernels_for_masks_and_copies_are_caught(
+    target: masked.MaskedTarget, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = planned.subject_of(target)
+    # Copies of a tensor have code for units of every size, of which the calls have some.
+    assert subject.coverage() > (0.35 if target.kernel.startswith("copy") else 0.75)
+    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
     )

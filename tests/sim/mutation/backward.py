@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +11,9 @@ import torch
 from torch import Tensor
 
 from archflash import _api, _gradients, _options, reference
-from archflash.sim._attention import ptx_text
 
 from ..cards.cases import DTYPES, hashed
-from .runner import CallTrial, Score, Subject, run_mutants
+from .planned import main, number_of
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,6 @@ class BackwardTarget:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.name.split("_")[0]]
-
-    def subject(self) -> Subject:
-        calls = list(self.calls())
-        launch = calls[0].launches[calls[0].number]
-        text = ptx_text(launch["image"], calls[0].plan.device.capability)
-        trials = [CallTrial(call) for call in calls]
-        return Subject(self.kernel, self.kernel, text, math.prod(launch["block"]), trials)
 
     def calls(self) -> Iterator[BackwardCall]:
         """Ragged lengths, blocks and tiles of either side, and all that a warp decides."""
@@ -132,9 +122,7 @@ class BackwardCall:
         assert plan is not None
         self.plan: Any = plan
         self.launches: list[dict[str, Any]] = plan.to_dict()["launches"]
-        kernels = [launch["kernel"] for launch in self.launches]
-        assert target.kernel in kernels, f"{name} is planned on {kernels}"
-        self.number = kernels.index(target.kernel)
+        self.number = number_of(target.kernel, name, self.launches)
         self.tensors = _gradients.operands(request, into, plan)
         self._exact = reference.attention_backward(dout, q, k, v, **options)
         self._rounded = reference.baseline_backward(dout, q, k, v, **options)
@@ -159,27 +147,6 @@ TARGETS = (
     BackwardTarget("simt", "f32_d64_large_keys", "A100", 64),
     BackwardTarget("simt", "f32_d64_queries_masked", "A100", 64, masked=True),
 )
-
-
-def run_sample(subject: Subject, count: int, seed: int) -> Score:
-    """Runs so many mutants of a kernel, of any kind."""
-    found = [mutant for mutant in subject.mutants(seed) if not mutant.equivalent]
-    return Score(run_mutants(subject, random.Random(seed).sample(found, min(count, len(found)))))
-
-
-def main(targets: Sequence[Any]) -> None:
-    """Runs a sample of every target's kernel: as many mutants as the first argument of the command
-    line says, by default 100.
-    """
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    outcomes = []
-    for target in targets:
-        score = run_sample(target.subject(), count, seed=1)
-        outcomes += score.outcomes
-        print(f"{target.kernel}: {score}", flush=True)
-        for survivor in score.survivors:
-            print(f"  survived: {survivor.change} | {survivor.statement} | {survivor.source}")
-    print(f"all: {Score(outcomes)}")
 
 
 if __name__ == "__main__":

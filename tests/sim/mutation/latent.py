@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from archflash import _api, reference
-from archflash import _archflash as _runtime
-from archflash.sim._attention import ptx_text
 
-from ...kvcache_cases import CacheCall, make
-from .backward import main
-from .runner import CallTrial, Subject
+from ...kvcache_cases import make
+from .planned import ForwardCall, main
 
 
 @dataclass(frozen=True)
@@ -38,14 +33,7 @@ class LatentTarget:
         word = {torch.bfloat16: "bf16", torch.float16: "f16"}[self.dtype]
         return f"{self.implementation}_attention_fwd_{word}_mla"
 
-    def subject(self) -> Subject:
-        calls = list(self.calls())
-        launch = calls[0].launches[calls[0].number]
-        text = ptx_text(launch["image"], calls[0].plan.device.capability)
-        trials = [CallTrial(call) for call in calls]
-        return Subject(self.kernel, self.kernel, text, math.prod(launch["block"]), trials)
-
-    def calls(self) -> Iterator[LatentCall]:
+    def calls(self) -> Iterator[ForwardCall]:
         """An odd and an even number of blocks of keys, ragged ends with NaN behind them, pages of
         several sizes and in no order, shares, masks at both ends, bases that rise in either block.
         """
@@ -84,37 +72,11 @@ class LatentTarget:
             ),
         }  # fmt: skip
         for name, call in calls.items():
-            yield LatentCall(self, name, call)
-
-
-class LatentCall:
-    """One call, planned: see `Call`."""
-
-    judged = ("out", "lse")
-
-    def __init__(self, target: LatentTarget, name: str, call: CacheCall) -> None:
-        self.name = name
-        inputs = (call.q, call.k_cache, call.v_cache)
-        values = _api.option_values(call.q, call.k_cache, {**call.options, "return_lse": True})
-        problem = _runtime.make_problem(*inputs, values, 0).as_if_on_cuda()
-        plan = _runtime.plan(target.implementation, problem, _api.find_device(target.device))
-        assert not isinstance(plan, list), f"{target.kernel}, {name}: {plan}"
-        self.plan: Any = plan
-        self.launches: list[dict[str, Any]] = plan.to_dict()["launches"]
-        kernels = [launch["kernel"] for launch in self.launches]
-        assert target.kernel in kernels, f"{name} is planned on {kernels}"
-        self.number = kernels.index(target.kernel)
-        self.tensors: dict[str, Tensor] = _runtime.operands(plan, *inputs, values)
-        self._exact, self._lse = reference.attention_with_kvcache(*inputs, **call.options)
-        self._rounded = reference.baseline_with_kvcache(*inputs, **call.options)
-
-    def verdict(self, tensors: dict[str, Tensor]) -> str:
-        """What is wrong with the outputs by the project's rules; empty: nothing."""
-        out = reference.check(tensors["out"], self._exact, self._rounded)
-        if not out.ok:
-            return f"out {out}"
-        lse = reference.check_lse(tensors["lse"], self._lse)
-        return "" if lse.ok else f"lse {lse}"
+            yield ForwardCall(
+                self.kernel, self.implementation, _api.find_device(self.device), name,
+                (call.q, call.k_cache, call.v_cache), call.options,
+                (reference.attention_with_kvcache, reference.baseline_with_kvcache),
+            )  # fmt: skip
 
 
 TARGETS = (

@@ -1,0 +1,193 @@
+"""Kernels for masks as data, for head dimensions above 256 and for copies that are mutated, and the
+calls that a mutant has to get right. Dropout is left to the kernels of the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _api, reference
+from archflash import _archflash as _runtime
+
+from ...core_set.odd_strides import laid_out
+from ..cards.cases import DTYPES, hashed
+from .planned import ForwardCall, main
+
+REFERENCES = (reference.attention, reference.baseline)
+
+
+@dataclass(frozen=True)
+class MaskedTarget:
+    """One kernel.
+
+    Attributes:
+        folder: of the kernel.
+        name: the end of its name, behind "<folder>_".
+        device: planned for this known GPU.
+        dtype: of q, k and v.
+        d: head dimension.
+        rows: of q, many enough for the kernel.
+        kinds: of the calls that it serves.
+        on_one_sm: kinds of calls that it serves where the GPU has a single SM.
+    """
+
+    folder: str
+    name: str
+    device: str
+    dtype: str
+    d: int
+    rows: int
+    kinds: tuple[str, ...]
+    on_one_sm: tuple[str, ...] = ()
+
+    @property
+    def kernel(self) -> str:
+        return f"{self.folder}_{self.name}"
+
+    def calls(self) -> Iterator[ForwardCall]:
+        implementation = "ampere" if self.folder == "copy" else self.folder
+        device = _api.find_device(self.device)
+        small = _runtime.Device.from_dict(device.to_dict() | {"sm_count": 1})
+        for gpu, kinds in ((device, self.kinds), (small, self.on_one_sm)):
+            for kind in kinds:
+                inputs, options = self._call(kind)
+                yield ForwardCall(
+                    self.kernel, implementation, gpu, kind, inputs, options, REFERENCES
+                )
+
+    def _qkv(
+        self, heads: tuple[int, int], nk: int, d: int = 0, rows: int = 0
+    ) -> tuple[Tensor, ...]:
+        d, rows = d or self.d, rows or self.rows
+        shapes = ((1, heads[0], rows, d), (1, heads[1], nk, d), (1, heads[1], nk, d))
+        return tuple(
+            hashed(shape, stream).to(DTYPES[self.dtype]) for stream, shape in enumerate(shapes, 1)
+        )
+
+    def _call(self, kind: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """q, k, v and the options of one call, whose rows fill no tile."""
+        rows, nk = self.rows, 203
+        noise = hashed((1, 2, rows, nk), 7)
+        keep = noise > -0.3
+        keep[:, :, 64:128, 64:128] = True  # blocks that are seen or hidden as a whole
+        keep[:, :, 64:192, :64] = False
+        keep[:, :, 2] = False  # a row that sees nothing
+        ranges = torch.tensor([[0, 20], [90, 150]], dtype=torch.int32).repeat(1, 2, rows, 1, 1)
+        ranges[:, 1] += 30
+        ranges[:, :, 5] = 0
+        blocks = (torch.arange(2 * -(-rows // 64) * 4).reshape(1, 2, -1, 4) % 3).to(torch.int8)
+        both, shared = self._qkv((2, 2), nk), self._qkv((2, 1), nk)
+        if (
+            kind == "keys"
+        ):  # padding, the same for all heads and rows; keys that lie two bytes apart
+            apart = torch.zeros(1, 1, 1, 2 * nk, dtype=torch.bool)[..., ::2]
+            apart.copy_(torch.arange(nk) < nk - 30)
+            return shared, {"attn_mask": apart}
+        if kind == "shares, ranges":
+            return self._qkv((4, 2), nk, rows=3), {"num_splits": 2, "key_ranges": ranges[:, :1, :3]}
+        if kind == "packed, slopes":
+            ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 0, 40, 60), (0, 9, 80, 190))]
+            q, k, v = (x[0].transpose(0, 1).contiguous() for x in shared)
+            for x, end in ((q, 60), (k, 190), (v, 190)):
+                x[end:] = math.nan  # of no sequence
+            options = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+            return (q, k, v), options | {"alibi_slopes": hashed((3, 2), 8).abs(), "causal": True}
+        if kind == "bool":
+            return shared, {"attn_mask": keep, "causal": True}
+        if kind == "bool of all heads":
+            return both, {"attn_mask": keep[:, :1], "softcap": 1.5}
+        if kind == "added":  # rows of which TMA can take boxes: they are padded to 16 bytes
+            padded = torch.zeros(1, 1, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
+            padded.copy_(torch.where(keep[:, :1], 2 * noise[:, :1], -math.inf))
+            return both, {"attn_mask": padded}
+        if kind == "added, float32":
+            return shared, {"attn_mask": torch.where(keep, noise, -math.inf), "window": (90, 40)}
+        if kind == "ranges":
+            return shared, {"key_ranges": ranges, "causal": True, "q_offset": 40}
+        if kind == "one range":
+            return both, {"key_ranges": ranges[:, :1, :, 1:], "scale": -0.2}
+        if kind == "slopes":
+            slopes = hashed((2,), 8).abs() / 8
+            return shared, {"alibi_slopes": slopes, "causal": True}
+        if kind == "softcap, fewer columns":  # rows of the mask that are read by words
+            wide = torch.zeros(1, 2, rows, 208, dtype=torch.bool)[..., :nk]
+            wide.copy_(keep)
+            inputs = self._qkv((2, 2), nk, self.d - 8)
+            return inputs, {
+                "attn_mask": wide,
+                "softcap": 1.5,
+                "alibi_slopes": hashed((2,), 8).abs(),
+            }
+        if kind == "many blocks":  # a row of the table of which words are read
+            table = (torch.arange(2 * -(-rows // 64) * 16).reshape(1, 2, -1, 16) % 5 == 0).to(
+                torch.int8
+            )
+            return self._qkv((2, 2), 1000), {"block_mask": table}
+        if kind == "blocks":
+            return both, {"block_mask": blocks, "sinks": hashed((2,), 9)}
+        if kind == "blocks, ranges, slopes":
+            options = {"block_mask": blocks, "key_ranges": ranges[:, :1]}
+            return both, options | {"alibi_slopes": hashed((1, 2), 8).abs()}
+        if kind == "many heads":  # more tiles than CTAs
+            return self._qkv((7, 7), 70), {"block_mask": blocks[:, :1, :, :2]}
+        if kind == "causal":
+            return shared, {"causal": True, "sinks": hashed((2,), 9)}
+        if kind == "window, softcap":
+            return self._qkv((2, 2), nk, self.d - 40), {"window": (20, 7), "softcap": 2.0}
+        if kind == "shares":
+            return self._qkv((6, 2), nk, rows=2), {"num_splits": 3}
+        if kind == "huge scores":
+            q, k, v = shared
+            return (q * 4096, k * 4096, v), {}
+        names = ODD_STRIDES[kind]
+        shapes = ((1, 2, rows, self.d - 3), (1, 2, nk, self.d - 3), (1, 2, nk, self.d - 3))
+        tensors = [
+            laid_out(name, shape, DTYPES[self.dtype], seed=seed)
+            for seed, (name, shape) in enumerate(zip(names, shapes, strict=True))
+        ]
+        return tuple(tensors), {"causal": True}
+
+
+# Names of tests/core_set/odd_strides.py for q, k and v: copies by units of 8, 4 and 2 bytes.
+ODD_STRIDES = {
+    "odd rows": ("row", "dense", "one head"),
+    "columns apart": ("every other", "transposed", "offset of 8 bytes"),
+}
+WHOLE = (
+    "bool", "keys", "added", "added, float32", "ranges", "slopes", "blocks",
+    "blocks, ranges, slopes", "packed, slopes", "softcap, fewer columns",
+)  # fmt: skip
+DATA = (*WHOLE, "shares, ranges")
+BLOCKS = ("blocks, ranges, slopes", "blocks", "many heads", "many blocks")
+DENSE = ("bool", "bool of all heads", "added", "ranges", "one range", "slopes")
+PLAIN = ("causal", "window, softcap", "huge scores", "shares")
+COPIES = tuple(ODD_STRIDES)
+
+TARGETS = (
+    MaskedTarget("ampere", "attention_fwd_bf16_d64_masked", "A100", "bf16", 64, 140, DATA),
+    MaskedTarget("ampere", "attention_fwd_f16_d128_masked", "RTX 4090", "f16", 128, 70, DATA),
+    MaskedTarget("ampere", "attention_fwd_bf16_d512_masked", "A100", "bf16", 512, 70, DATA),
+    MaskedTarget("ampere", "attention_fwd_bf16_d384_large", "A100", "bf16", 384, 70, PLAIN),
+    MaskedTarget("ampere", "attention_fwd_f16_d512", "RTX 4090", "f16", 512, 70, PLAIN),
+    MaskedTarget("hopper", "attention_fwd_bf16_d64_masked", "H200", "bf16", 64, 140, DATA, BLOCKS),
+    MaskedTarget("hopper", "attention_fwd_f16_d128_masked", "H200", "f16", 128, 140, DATA, BLOCKS),
+    MaskedTarget("hopper", "attention_fwd_bf16_d64_dense", "H200", "bf16", 64, 260, (), DENSE),
+    MaskedTarget("hopper", "attention_fwd_f16_d128_dense", "H200", "f16", 128, 260, (), DENSE),
+    MaskedTarget("hopper", "summarize_mask_bf16", "H200", "bf16", 64, 260, (), DENSE[:3]),
+    MaskedTarget("hopper", "summarize_ranges_bf16", "H200", "bf16", 64, 260, (), DENSE[3:5]),
+    MaskedTarget("hopper", "order_tiles_bf16", "H200", "bf16", 64, 260, (), BLOCKS),
+    MaskedTarget("simt", "attention_fwd_f32_d64_masked", "A100", "f32", 64, 70, WHOLE),
+    # Whoever plans a call, the kernels that copy its tensors are the same.
+    MaskedTarget("copy", "gather", "A100", "bf16", 64, 70, COPIES),
+    MaskedTarget("copy", "scatter", "A100", "bf16", 64, 70, COPIES),
+)
+
+
+if __name__ == "__main__":
+    main(TARGETS)
