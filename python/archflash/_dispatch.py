@@ -467,7 +467,7 @@ _PYTORCHS = {
     "torch-efficient": "PyTorch's memory-efficient kernel",
 }
 _FASTEST = "the fastest measured of those that serve this call"
-_MASK_READ_FASTER = "PyTorch's fused kernels read a dense mask faster, where that was measured"
+MASK_READ_FASTER = "PyTorch's fused kernels read a dense mask faster, where that was measured"
 # GPUs that have special instructions for their tensor cores, which cuDNN uses.
 _CUDNN_CAPABILITIES = (9, 10)
 
@@ -475,12 +475,13 @@ _CUDNN_CAPABILITIES = (9, 10)
 def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _native.Device) -> str:
     """Why an implementation that could serve a problem comes after the chosen one."""
     if chosen == _registry.TORCH and _dense_mask_alone(problem) and not problem.needs_grad:
-        return _MASK_READ_FASTER
+        return MASK_READ_FASTER
     if problem.needs_grad and chosen == _registry.TORCH:
         return "PyTorch's fused kernels compute the gradients faster, where that was measured"
     if chosen == "hopper" and other == _registry.TORCH and _dense_mask_alone(problem):
         return (
-            f"{chosen} was measured to be faster than {_PYTORCHS['torch-cudnn']} with such a mask"
+            f"{chosen} was measured to be faster with such a mask than PyTorch's kernels and what "
+            "archflash's promises need around them"
         )
     measured = _measured.find(problem, device.capability)
     pytorchs = _measured_pytorch(problem, device.capability)
@@ -523,18 +524,24 @@ def _masks_measured_on_hopper(problem: _native.Problem) -> bool:
 def _dense_mask_measured_on_hopper(
     problem: _native.Problem, plan: _native.LaunchPlan | None
 ) -> bool:
-    """Whether a call has a dense attn_mask alone with which hopper was measured to be faster than
-    PyTorch's cuDNN kernel: one that is summarized first, and not so large that to read it twice
-    costs more than is gained. With head dimension 64 and a mask that is added they are about equal
-    (H200, docs/masks.md).
+    """Whether a call has a dense attn_mask alone, which is summarized first, with which hopper was
+    measured to be faster than `torch`: that reads the mask a few more times than PyTorch's kernels
+    do, to keep what archflash promises of rows without keys and of NaN (H200, docs/masks.md).
     """
     if plan is None or problem.needs_grad or not _dense_mask_alone(problem):
         return False
-    read_once = problem.bool_mask or problem.heads_share_mask
-    smallest = 64 if problem.bool_mask else 72
-    measured_dims = all(smallest <= dim <= 128 for dim in (problem.d, problem.dv))
-    summarized = plan.tile is not None and plan.tile.name.endswith("_dense")
-    return measured_dims and read_once and summarized
+    measured_dims = all(64 <= dim <= 128 for dim in (problem.d, problem.dv))
+    return measured_dims and plan.tile is not None and plan.tile.name.endswith("_dense")
+
+
+def pytorchs_kernel_reads_mask_faster(problem: _native.Problem) -> bool:
+    """Whether PyTorch's own kernel, without what `torch` does around it, was measured to be as fast
+    as hopper or faster: with an added mask that is so large that to read it twice costs more than
+    is gained, or at head dimension 64 (H200, docs/masks.md).
+    """
+    if not _dense_mask_alone(problem) or problem.bool_mask:
+        return False
+    return not problem.heads_share_mask or min(problem.d, problem.dv) < 72
 
 
 def _only_forced(
@@ -650,7 +657,7 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
             return f"{_PYTORCHS[pytorchs]} with its gradients; {_FASTEST} ({measured})"
         return "PyTorch's fused kernels compute this call and its gradients"
     if _dense_mask_alone(problem):
-        return _MASK_READ_FASTER
+        return MASK_READ_FASTER
     if measured is not None and (pytorchs := _measured_pytorch(problem, device.capability)):
         return f"{_PYTORCHS[pytorchs]}; {_FASTEST} ({measured})"
     return "PyTorch's fused kernel uses the tensor cores and is expected to be faster"

@@ -147,6 +147,8 @@ def _decide(problem: _native.Problem, index: int, forced: str | None) -> _native
     if 0 in sizes or (problem.batch == 0 and not problem.varlen):
         return "a tensor without elements"
     device, obstacle = _device_of(problem, index)
+    if forced is None and _dispatch.pytorchs_kernel_reads_mask_faster(problem):
+        return _dispatch.MASK_READ_FASTER
     plan, refusals = _dispatch.choose(_with_lse(problem, False), device, forced, obstacle)
     if plan is None:
         if forced is not None:
@@ -651,6 +653,9 @@ _IN_RUNTIME = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_efficient_attention",
     "_flash_attention_forward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_flash_attention_backward",
 )
 _OLDEST_FOR_RUNTIME = (2, 11)  # the oldest version of PyTorch with which this was tried
 _LETTERS = {

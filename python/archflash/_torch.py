@@ -661,6 +661,9 @@ def _attention_bhnd(
 
     visible = _visible_keys(q, k, band, packed)
     nq, nk = q.shape[2], k.shape[2]
+    alone = visible is None and masks.key_ranges is None and masks.block_mask is None
+    if attn_mask is not None and alone and not plain and not _differentiates(q, k, v, attn_mask):
+        return _with_dense_mask(q, k, v, attn_mask[(None,) * (4 - attn_mask.ndim)], scale), None
     if masks.key_ranges is not None:
         visible = _in_ranges(visible, masks.key_ranges, nk)
     if masks.block_mask is not None:
@@ -701,6 +704,49 @@ def _attention_bhnd(
     return out, lse
 
 
+def _differentiates(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _with_dense_mask(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float) -> Tensor:
+    """SDPA with an attn_mask of four dimensions and nothing else. The mask may be as large as all
+    scores, so it is handed on as it is, and read by few other operations.
+
+    As in `_attention_bhnd`, the products run on finite keys and values. One product of the mask
+    with what is to be known of each key tells which rows see any key, whose result is 0 otherwise,
+    and which see one that is not finite.
+    """
+    nq, nk = q.shape[2], k.shape[2]
+    safe_k, safe_v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (k, v))
+    mask = attn_mask
+    if mask.device.type == "cuda" and mask.dtype != torch.bool:
+        mask = _readable_by_fused_kernels(mask)
+    out = _sdpa(q, safe_k, safe_v, mask.expand(-1, -1, nq, nk), scale, is_causal=False)
+    visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask != _MINUS_INF
+    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))  # (B, Hkv, Nk)
+    bad = bad.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    of_key = torch.stack([torch.ones_like(bad), bad], -1)
+    rows = _any_of(visible.expand(-1, -1, -1, nk), of_key)
+    seen, spoiled = rows[..., :1], rows[..., 1:]
+    return torch.where(seen, out, 0.0) + _nan_where(spoiled, out.dtype)
+
+
+def _any_of(visible: Tensor, of_key: Tensor) -> Tensor:
+    """Whether a query sees a key of which something is true, for each of x things.
+
+    Args:
+        visible: bool ``(B or 1, H or 1, Nq or 1, Nk)``.
+        of_key: bool ``(B, H, Nk, x)``.
+
+    Returns:
+        Bool ``(B, H, Nq or 1, x)``.
+    """
+    # einsum does not expand the mask's dimensions of size 1; a broadcast matmul would copy the mask
+    # for each head. A sum of ones in 16 bits may be rounded, but never to 0.
+    dtype = torch.float32 if visible.device.type == "cpu" else torch.bfloat16
+    return torch.einsum("bhqk,bhkx->bhqx", visible.to(dtype), of_key.to(dtype)) > 0
+
+
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
 ) -> Tensor:
@@ -721,7 +767,7 @@ _LOAD_BYTES = 16  # bytes that PyTorch's fused CUDA kernels load at a time
 
 
 def _readable_by_fused_kernels(x: Tensor) -> Tensor:
-    """q, k or v as it is, or a dense copy where PyTorch's fused CUDA kernels could not read it.
+    """A tensor as it is, or a dense copy where PyTorch's fused CUDA kernels could not read it.
 
     Their loads of 16 bytes fault if an address is not a multiple of 16, but PyTorch chooses them
     without looking at the tensor's address and at most of its strides. So a tensor is copied if its
@@ -729,7 +775,7 @@ def _readable_by_fused_kernels(x: Tensor) -> Tensor:
     copied if its last dimension is not dense, because PyTorch would not use the fused kernels. It
     is not copied if the bytes of a row are not a multiple of 16: PyTorch then pads the rows, which
     copies them, or uses plain operations, which read any tensor. float64 has plain operations only.
-    The mask needs no copy, because it is always a tensor made here, and PyTorch pads its rows.
+    The same holds for a mask that is added; of a bool one PyTorch makes a mask that is added.
     """
     size, width = x.element_size(), x.shape[-1]
     if x.dtype == torch.float64 or width * size % _LOAD_BYTES:
@@ -792,10 +838,7 @@ def _sees_non_finite(visible: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple
     ``(..., Nq, 1)``.
     """
     bad = torch.stack([~x.isfinite().all(-1) for x in (k, v)], -1)  # (B, Hkv, Nk, 2)
-    bad = bad.repeat_interleave(heads // max(k.shape[1], 1), 1)
-    # einsum does not expand the mask's dimensions of size 1; a broadcast matmul would copy the mask
-    # for each head.
-    hits = torch.einsum("bhqk,bhkx->bhqx", visible.to(v.dtype), bad.to(v.dtype)) > 0
+    hits = _any_of(visible, bad.repeat_interleave(heads // max(k.shape[1], 1), 1))
     return hits[..., :1], hits[..., 1:]
 
 

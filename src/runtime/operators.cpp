@@ -114,10 +114,19 @@ void take(std::string_view types, const Word* stack, Arguments& arguments) {
   }
 }
 
+// Marks the tensors that PyTorch leaves undefined, which are None in Python.
+void find_undefined(std::string_view types, Arguments& arguments) {
+  if (torch_functions()->is_defined == nullptr) return;
+  for (size_t i = 0; i < types.size(); ++i) {
+    if (types[i] == 'T')
+      check(torch_functions()->is_defined(arguments[i].tensor.get(), &arguments[i].given));
+  }
+}
+
 // What a call has to have in common with an earlier one to be treated like it: `given`, then the
 // tensors that are given, q, k and v first, then the numbers. Of the addresses of its tensors that
 // is only the alignment.
-constexpr size_t MAX_TENSORS = 8;  // q, k, v and a mask, or five tensors of packed sequences
+constexpr size_t MAX_TENSORS = 8;  // at most eight of an operator's tensors are read
 constexpr size_t TENSOR_WORDS = 9, MAX_NUMBERS = 9;
 struct CallKey {
   size_t count = 1;
@@ -127,7 +136,8 @@ struct CallKey {
     return {reinterpret_cast<const char*>(words.data()), count * sizeof(Word)};
   }
   bool operator==(const CallKey& other) const { return bytes() == other.bytes(); }
-  // Bit 0: whether gradients are enabled; then a bit for each argument: whether it is not None.
+  // Bit 0: whether gradients are enabled; bit 1: whether PyTorch asks for deterministic algorithms,
+  // in a backward pass; then a bit for each argument: whether it is not None.
   Word given() const { return words[0]; }
   int64_t size(size_t tensor, size_t dim) const {
     return static_cast<int64_t>(words[1 + tensor * TENSOR_WORDS + dim]);
@@ -150,14 +160,14 @@ struct Call {
 constexpr uintptr_t SUSPICIOUS_ADDRESS = uintptr_t{1} << 40;
 
 // Reads one tensor. False where no call with it is served here: one that is not on a CUDA device,
-// has other than four dimensions (fewer are allowed with `packed`) or no memory.
-bool read(TensorHandle tensor, size_t i, bool packed, Call& call) {
+// has other than four dimensions (fewer are allowed with `any_dims`) or no memory.
+bool read(TensorHandle tensor, size_t i, bool any_dims, Call& call) {
   const TorchFunctions& f = *torch_functions();
   int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
   int32_t dtype = 0, device = TORCH_CPU, index = -1;
   check(f.get_device_type(tensor, &device));
   check(f.get_dim(tensor, &dims));
-  if (device != TORCH_CUDA || dims > 4 || (dims != 4 && !packed)) return false;
+  if (device != TORCH_CUDA || dims > 4 || (dims != 4 && !any_dims)) return false;
   check(f.get_sizes(tensor, &sizes));
   check(f.get_strides(tensor, &strides));
   check(f.get_dtype(tensor, &dtype));
@@ -181,16 +191,25 @@ bool read(TensorHandle tensor, size_t i, bool packed, Call& call) {
   return true;
 }
 
-bool read(std::string_view types, bool packed, const Arguments& arguments, Call& call) {
-  Word given = torch_functions()->grad_mode_is_enabled();
+// Reads a call.
+//
+// Args:
+//   tensors_read: of the operator's tensors so many are read: what the others hold changes nothing.
+//   any_dims: whether tensors may have fewer than four dimensions.
+bool read(std::string_view types, size_t tensors_read, bool any_dims, const Arguments& arguments,
+          Call& call) {
+  const TorchFunctions& f = *torch_functions();
+  Word given = f.grad_mode_is_enabled();
+  if (f.deterministic_algorithms != nullptr && f.deterministic_algorithms(f.global_context()))
+    given |= 2;
   size_t tensors = 0, numbers = 0;
   const auto is_tensor = [&](size_t i) { return types[i] == 'T' || types[i] == 't'; };
   for (size_t i = 0; i < types.size(); ++i) {
-    if (arguments[i].given) given |= Word{2} << i;
+    if (arguments[i].given) given |= Word{4} << i;
     if (!is_tensor(i)) continue;
     const size_t place = tensors++;
-    if (!arguments[i].given) continue;
-    if (place >= MAX_TENSORS || !read(arguments[i].tensor.get(), place, packed, call)) return false;
+    if (place >= tensors_read || !arguments[i].given) continue;
+    if (!read(arguments[i].tensor.get(), place, any_dims, call)) return false;
   }
   for (size_t i = 0; i < types.size(); ++i) {
     if (is_tensor(i)) continue;
@@ -220,7 +239,7 @@ constexpr size_t MAX_RESULTS = 9;
 struct Decision {
   std::shared_ptr<PreparedPlan> plan;  // null: PyTorch's own kernel serves the call
   Counts::Counter* count = nullptr;
-  std::vector<Result> results;  // of the plan: the output first, then the log-sum-exp
+  std::vector<Result> results;  // of the plan, those that it writes first
 };
 
 constexpr size_t MOST_DECISIONS = 1024;
@@ -228,8 +247,58 @@ constexpr size_t MOST_DECISIONS = 1024;
 // The arguments of _flash_attention_forward, without and with block_table and num_splits.
 constexpr std::string_view PACKED = "TTTttiifbbgjjtt", PACKED_WITH_PAGES = "TTTttiifbbgjjtttj";
 
+// The arguments of the backward operators of SDPA's flash and cuDNN kernels, and of
+// _flash_attention_backward.
+constexpr std::string_view FLASH_BACKWARD = "TTTTTTTTiifbTTg", CUDNN_BACKWARD = "TTTTTTTTTTTiifbg",
+                           PACKED_BACKWARD = "TTTTTTTTiifbTTgjj";
+
 // The operators that this module knows: how PyTorch's own kernel is called.
-enum class Known { None, Flash, Cudnn, Efficient, Packed };
+enum class Known {
+  None,
+  Flash,
+  Cudnn,
+  Efficient,
+  Packed,
+  FlashBackward,
+  CudnnBackward,
+  PackedBackward
+};
+
+bool is_backward(Known known) { return known >= Known::FlashBackward; }
+
+// What a tensor of an operator is to a plan, by its place among the operator's tensors. No plan
+// takes the slopes of packed sequences. What comes behind these tensors is not read: the state of a
+// random generator, and tensors that are None where a plan serves.
+constexpr std::array OF_SDPA{Operand::Q, Operand::K, Operand::V, Operand::Mask};
+constexpr std::array OF_PACKED{Operand::Q,           Operand::K,          Operand::V,
+                               Operand::CuSeqlensQ,  Operand::CuSeqlensK, Operand::CacheSeqlens,
+                               Operand::AlibiSlopes, Operand::PageTable};
+constexpr std::array OF_BACKWARD{Operand::DOut, Operand::Q,   Operand::K,
+                                 Operand::V,    Operand::Out, Operand::Lse};
+constexpr std::array OF_PACKED_BACKWARD{Operand::DOut,       Operand::Q,         Operand::K,
+                                        Operand::V,          Operand::Out,       Operand::Lse,
+                                        Operand::CuSeqlensQ, Operand::CuSeqlensK};
+std::span<const Operand> operands_of(Known known) {
+  switch (known) {
+    case Known::Packed:
+      return OF_PACKED;
+    case Known::FlashBackward:
+    case Known::CudnnBackward:
+      return OF_BACKWARD;
+    case Known::PackedBackward:
+      return OF_PACKED_BACKWARD;
+    default:
+      return OF_SDPA;
+  }
+}
+
+// What a plan of an operator writes: its results in their order.
+constexpr std::array OUTPUTS{Operand::Out, Operand::Lse};
+constexpr std::array GRADIENTS{Operand::DQ, Operand::DK, Operand::DV};
+std::span<const Operand> outputs_of(Known known, const LaunchPlan& plan) {
+  if (is_backward(known)) return GRADIENTS;
+  return std::span<const Operand>(OUTPUTS).first(plan.problem.want_lse ? 2 : 1);
+}
 
 struct Operator {
   std::string types;
@@ -260,7 +329,7 @@ struct Operator {
   }
 };
 
-constexpr size_t MOST_OPERATORS = 4;
+constexpr size_t MOST_OPERATORS = 7;
 std::array<Operator, MOST_OPERATORS>& operators() {
   static auto& instance = *new std::array<Operator, MOST_OPERATORS>;
   return instance;
@@ -285,8 +354,8 @@ bool is_forced() {
 // that such a kernel calls are no calls of their own.
 thread_local bool inside_pytorch = false;
 
-// Two functions of torch._C._aoti. tensor_of() makes a Python tensor of a handle, which it takes
-// over. handles_of() makes handles, which the caller has to delete, of a list of Python tensors.
+// Two functions of torch._C._aoti. tensor_of() makes a Python tensor of a handle, and handles_of()
+// makes handles of a list of Python tensors. The caller has to delete the handles of both.
 nb::object& tensor_of() {
   static auto& instance = *new nb::object;
   return instance;
@@ -340,9 +409,49 @@ void call_original_packed(const Operator& op, const Arguments& a, Word* stack) {
   for (size_t i = 0; i < r.size(); ++i) stack[i] = reinterpret_cast<Word>(r[i].release());
 }
 
+// Calls PyTorch's own kernel of a backward operator.
+void call_original_backward(const Operator& op, const Arguments& a, Word* stack) {
+  const TorchFunctions& f = *torch_functions();
+  std::array<HeldTensor, 3> r;
+  std::array<TensorHandle, MAX_ARGUMENTS> t{};
+  for (size_t i = 0; i < op.types.size(); ++i) t[i] = a[i].tensor.get();
+  const auto integer = [&](size_t i) { return static_cast<int64_t>(a[i].bits); };
+  const bool cudnn = op.known == Known::CudnnBackward, swaps = op.known == Known::FlashBackward;
+  const size_t scale_at = cudnn ? 15 : 14;
+  double scale = as_double(a[scale_at].bits);
+  double* const scale_if_given = a[scale_at].given ? &scale : nullptr;
+  if (cudnn) {
+    check(f.cudnn_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10],
+                           integer(11), integer(12), as_double(a[13].bits),
+                           static_cast<int32_t>(a[14].bits), scale_if_given, r[0].out(), r[1].out(),
+                           r[2].out()));
+  } else {
+    // As in the forward pass, PyTorch's kernel for SDPA swaps heads and rows and calls
+    // _flash_attention_backward, whose kernel is called directly here.
+    std::array<HeldTensor, 5> swapped;
+    for (size_t i = 0; swaps && i < swapped.size(); ++i) {
+      swapped[i] = with_heads_swapped(t[i]);
+      t[i] = swapped[i].get();
+    }
+    std::array<int64_t, 2> window{};
+    std::array<int64_t*, 2> window_if_given{};
+    for (size_t i = 0; !swaps && i < 2; ++i) {
+      window[i] = integer(15 + i);
+      if (a[15 + i].given) window_if_given[i] = &window[i];
+    }
+    check(f.flash_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], integer(8), integer(9),
+                           as_double(a[10].bits), static_cast<int32_t>(a[11].bits), t[12], t[13],
+                           scale_if_given, window_if_given[0], window_if_given[1], r[0].out(),
+                           r[1].out(), r[2].out()));
+    for (size_t i = 0; swaps && i < r.size(); ++i) r[i] = with_heads_swapped(r[i].get());
+  }
+  for (size_t i = 0; i < r.size(); ++i) stack[i] = reinterpret_cast<Word>(r[i].release());
+}
+
 // Calls PyTorch's own kernel.
 void call_original(const Operator& op, const Arguments& a, Word* stack) {
   if (op.known == Known::Packed) return call_original_packed(op, a, stack);
+  if (is_backward(op.known)) return call_original_backward(op, a, stack);
   const TorchFunctions& f = *torch_functions();
   const TensorHandle q = a[0].tensor.get(), k = a[1].tensor.get(), v = a[2].tensor.get();
   std::array<HeldTensor, MAX_RESULTS> r;
@@ -394,20 +503,11 @@ void give(const std::vector<Result>& results, std::span<HeldTensor> made, Word* 
   }
 }
 
-// What a tensor of an operator is to a plan, by its place among the operator's tensors. No plan
-// takes the slopes of packed sequences.
-constexpr std::array OPERANDS{Operand::Q, Operand::K, Operand::V, Operand::Mask};
-constexpr std::array PACKED_OPERANDS{Operand::Q,           Operand::K,
-                                     Operand::V,           Operand::CuSeqlensQ,
-                                     Operand::CuSeqlensK,  Operand::CacheSeqlens,
-                                     Operand::AlibiSlopes, Operand::PageTable};
-
 // Makes the results of a call and launches its plan.
 void serve(Known known, const Decision& decision, const Call& call, Word* stack) {
   const TorchFunctions& f = *torch_functions();
   std::array<void*, OPERAND_COUNT> addresses{};
-  const std::span<const Operand> operands =
-      known == Known::Packed ? std::span<const Operand>(PACKED_OPERANDS) : OPERANDS;
+  const std::span<const Operand> operands = operands_of(known);
   for (size_t i = 0; i < operands.size(); ++i)
     addresses[static_cast<int>(operands[i])] = call.addresses[i];
   std::array<HeldTensor, MAX_RESULTS> made;
@@ -423,9 +523,9 @@ void serve(Known known, const Decision& decision, const Call& call, Word* stack)
     }
   }
   const LaunchPlan& plan = *decision.plan->plan;
-  check(f.get_data_ptr(made[0].get(), &addresses[static_cast<int>(Operand::Out)]));
-  if (plan.problem.want_lse)
-    check(f.get_data_ptr(made[1].get(), &addresses[static_cast<int>(Operand::Lse)]));
+  const std::span<const Operand> outputs = outputs_of(known, plan);
+  for (size_t i = 0; i < outputs.size(); ++i)
+    check(f.get_data_ptr(made[i].get(), &addresses[static_cast<int>(outputs[i])]));
   HeldTensor workspace;
   if (const int64_t bytes = plan.workspace_bytes; bytes > 0) {
     const int64_t one = 1;
@@ -477,12 +577,10 @@ void* pointer_of(nb::handle capsule) {
 nb::object python_argument(char type, const Argument& a) {
   if (!a.given) return nb::none();
   if (type == 'T' || type == 't') {
-    HeldTensor copy;  // the Python tensor takes it over
+    HeldTensor copy;  // PyTorch may empty it, but does not delete it
     check(torch_functions()->new_tensor_handle(a.tensor.get(), copy.out()));
-    nb::object capsule = nb::steal(PyCapsule_New(copy.get(), nullptr, nullptr));
-    nb::object tensor = tensor_of()(capsule);
-    copy.release();
-    return tensor;
+    const nb::object capsule = nb::steal(PyCapsule_New(copy.get(), nullptr, nullptr));
+    return tensor_of()(capsule);
   }
   if (type == 'b') return nb::bool_(a.bits != 0);
   if (type == 'f' || type == 'g') return nb::float_(as_double(a.bits));
@@ -600,7 +698,7 @@ void by_python(Operator& op, const Arguments& arguments, const Call* call, Word*
   // The state of the random generator is shared by calls in which gradients are enabled
   // (_overrides.py), unless it was allocated in the capture of a CUDA graph, which owns its memory.
   bool share_state = false;
-  if (call != nullptr && (call->key.given() & 1) != 0) {
+  if (call != nullptr && !is_backward(op.known) && (call->key.given() & 1) != 0) {
     void* stream = nullptr;
     share_state = torch_functions()->get_current_cuda_stream(call->device_index, &stream) == 0 &&
                   !is_capturing(stream);
@@ -627,8 +725,11 @@ void run(Operator& op, Word* stack, uint64_t count) {
   Call call;
   bool readable = false;
   try {
+    const bool backward = is_backward(op.known);
+    if (backward || op.known == Known::None) find_undefined(op.types, arguments);
     readable = op.known != Known::None && !inside_pytorch && !is_forced() &&
-               read(op.types, op.known == Known::Packed, arguments, call);
+               read(op.types, operands_of(op.known).size(), backward || op.known == Known::Packed,
+                    arguments, call);
     if (const auto decision = readable ? op.find(call.key) : nullptr) {
       if (decision->plan) {
         serve(op.known, *decision, call, stack);
@@ -648,8 +749,8 @@ template <size_t I>
 void kernel(Word* stack, uint64_t arguments, uint64_t) {
   run(operators()[I], stack, arguments);
 }
-constexpr void (*KERNELS[MOST_OPERATORS])(Word*, uint64_t, uint64_t) = {kernel<0>, kernel<1>,
-                                                                        kernel<2>, kernel<3>};
+constexpr void (*KERNELS[MOST_OPERATORS])(Word*, uint64_t, uint64_t) = {
+    kernel<0>, kernel<1>, kernel<2>, kernel<3>, kernel<4>, kernel<5>, kernel<6>};
 
 // Which operator this is, if PyTorch's own kernel can be called and the operator has the arguments
 // that this module knows.
@@ -665,6 +766,17 @@ Known known(const std::string& name, const std::string& types) {
   if (name == "_flash_attention_forward" &&
       ((types == PACKED && f.flash_forward) || (types == PACKED_WITH_PAGES && f.flash_forward_v2)))
     return Known::Packed;
+  if (f.is_defined == nullptr || f.global_context == nullptr ||
+      f.deterministic_algorithms == nullptr)
+    return Known::None;
+  if (name == "_scaled_dot_product_flash_attention_backward" && types == FLASH_BACKWARD &&
+      f.flash_backward)
+    return Known::FlashBackward;
+  if (name == "_scaled_dot_product_cudnn_attention_backward" && types == CUDNN_BACKWARD &&
+      f.cudnn_backward)
+    return Known::CudnnBackward;
+  if (name == "_flash_attention_backward" && types == PACKED_BACKWARD && f.flash_backward)
+    return Known::PackedBackward;
   return Known::None;
 }
 
@@ -735,8 +847,14 @@ void bind_operators(nb::module_& m) {
       "note_forced", [] { anything_forced = true; },
       "From now on each call asks whether an implementation is forced.");
   m.def(
-      "note_served", [](const std::string& name) { ++served().of(name); }, "name"_a,
-      "An implementation has served a call of one of PyTorch's operators.");
+      "note_served",
+      [](const LaunchPlan& plan, bool keep) {
+        ++served().of(plan.implementation);
+        if (keep) operator_answer().plan = prepare(std::make_shared<LaunchPlan>(plan));
+      },
+      "plan"_a, "keep"_a,
+      "The call that is being served was served by this plan; 'keep': so are all that are like it, "
+      "on a GPU.");
   m.def(
       "operators_served", [](bool reset) { return served().read(reset); }, "reset"_a,
       "The number of calls of PyTorch's operators that each implementation served.");

@@ -8,11 +8,15 @@ namespace archflash {
 namespace {
 
 template <class Function>
-bool find(void* library, const char* name, Function& function) {
+bool find_symbol(void* library, const char* name, Function& function) {
   if (library == nullptr) return false;
-  const std::string full = std::string("aoti_torch_") + name;
-  function = reinterpret_cast<Function>(dlsym(library, full.c_str()));
+  function = reinterpret_cast<Function>(dlsym(library, name));
   return function != nullptr;
+}
+
+template <class Function>
+bool find(void* library, const std::string& name, Function& function) {
+  return find_symbol(library, ("aoti_torch_" + name).c_str(), function);
 }
 
 const TorchFunctions* find_functions() {
@@ -34,11 +38,16 @@ const TorchFunctions* find_functions() {
       find(cpu, "library_init_impl", f.library_init_impl) &&
       find(cpu, "library_impl", f.library_impl) &&
       find(cpu, "delete_library_object", f.delete_library_object);
+  find(cpu, "is_defined", f.is_defined);
+  find_symbol(cpu, "_ZN2at13globalContextEv", f.global_context);
+  find_symbol(cpu, "_ZNK2at7Context23deterministicAlgorithmsEv", f.deterministic_algorithms);
   find(cuda, "get_current_cuda_stream", f.get_current_cuda_stream);
   find(cuda, "cuda__scaled_dot_product_cudnn_attention", f.cudnn);
   find(cuda, "cuda__scaled_dot_product_efficient_attention", f.efficient);
   find(cuda, "cuda__flash_attention_forward", f.flash_forward);
   find(cuda, "cuda__flash_attention_forward_v2", f.flash_forward_v2);
+  find(cuda, "cuda__flash_attention_backward", f.flash_backward);
+  find(cuda, "cuda__scaled_dot_product_cudnn_attention_backward", f.cudnn_backward);
   return all ? &f : nullptr;
 }
 

@@ -35,6 +35,11 @@ struct TorchFunctions {
   int (*library_init_impl)(const char*, const char*, const char*, uint32_t, void**);
   int (*library_impl)(void*, const char*, void (*)(uint64_t*, uint64_t, uint64_t));
   int (*delete_library_object)(void*);
+  // The three functions below serve gradients alone, and may be null. The last two are no part of
+  // the stable ABI: at::globalContext() and at::Context::deterministicAlgorithms().
+  int (*is_defined)(TensorHandle, bool*);
+  const void* (*global_context)();
+  bool (*deterministic_algorithms)(const void*);
   // The functions from here on are in libtorch_cuda. One is null where that library is not loaded
   // or does not have it.
   int (*get_current_cuda_stream)(int32_t, void**);
@@ -52,6 +57,14 @@ struct TorchFunctions {
                           int64_t, int64_t, double, int32_t, int32_t, double*, int64_t*, int64_t*,
                           TensorHandle*, TensorHandle*, TensorHandle*, int64_t*, TensorHandle*,
                           TensorHandle*, TensorHandle*, TensorHandle*, TensorHandle*);
+  int (*flash_backward)(TensorHandle, TensorHandle, TensorHandle, TensorHandle, TensorHandle,
+                        TensorHandle, TensorHandle, TensorHandle, int64_t, int64_t, double, int32_t,
+                        TensorHandle, TensorHandle, double*, int64_t*, int64_t*, TensorHandle*,
+                        TensorHandle*, TensorHandle*);
+  int (*cudnn_backward)(TensorHandle, TensorHandle, TensorHandle, TensorHandle, TensorHandle,
+                        TensorHandle, TensorHandle, TensorHandle, TensorHandle, TensorHandle,
+                        TensorHandle, int64_t, int64_t, double, int32_t, double*, TensorHandle*,
+                        TensorHandle*, TensorHandle*);
 };
 
 // Null where this PyTorch lacks one of the functions that are in libtorch_cpu.

@@ -676,6 +676,17 @@ def test_nothing_keeps_the_results_of_a_call() -> None:
     assert [x() for x in results] == [None, None]
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "_use_count"), reason="this torch has no _use_count")
+@pytest.mark.usefixtures("ampere")
+def test_nothing_keeps_the_arguments_of_a_call() -> None:
+    """Memory that a tensor of PyTorch's C++ code keeps is seen by no reference of Python's."""
+    q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
+    before = [x._use_count() for x in (q, k, v)]
+    aten._scaled_dot_product_flash_attention(q, k, v)
+    gc.collect()
+    assert [x._use_count() for x in (q, k, v)] == before
+
+
 STATES = {"flash": ((), 6), "efficient": ((None, True), 2), "cudnn": ((None, True), 6)}
 
 

@@ -182,8 +182,10 @@ def test_cuda_graphs_of_torch_compile_hold_calls_of_pytorchs_attention(gradients
             for one, other in zip(found[1:], expected[1:], strict=True):
                 torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
         counted = archflash.stats()
-    assert sum(counted.served.values()) >= 5 + 2, counted
-    assert sum(counted.served.values()) < 5 + 5, counted  # replays do not count
+    passes = 2 if gradients else 1
+    calls = sum(counted.served.values()) + sum(counted.declined.values())
+    assert calls >= (5 + 2) * passes, counted
+    assert calls < (5 + 5) * passes, counted  # replays do not count
 
 
 PACKAGED = """
