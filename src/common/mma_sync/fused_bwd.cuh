@@ -326,7 +326,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
         next = {0, row_of(number)};
       } else {
         next = {0, block.row - C::BLOCK};
-        --blocks_left;
+        if (block.row == cta.walk.begin) blocks_left = 0;
       }
     }
     // Each thread waits for its own copies. The barrier makes those of all threads visible, and dS
