@@ -58,8 +58,9 @@ class MaskedTarget:
             for kind in kinds:
                 inputs, options = self._call(kind)
                 yield ForwardCall(
-                    self.kernel, implementation, gpu, kind, inputs, options, REFERENCES
-                )
+                    self.kernel, implementation, gpu, kind, inputs, options, REFERENCES,
+                    prepares=self.folder == "hopper" and "attention" not in self.name,
+                )  # fmt: skip
 
     def _qkv(
         self, heads: tuple[int, int], nk: int, d: int = 0, rows: int = 0
@@ -112,6 +113,15 @@ class MaskedTarget:
             return shared, {"key_ranges": ranges, "causal": True, "q_offset": 40}
         if kind == "one range":
             return both, {"key_ranges": ranges[:, :1, :, 1:], "scale": -0.2}
+        if kind == "four ranges":  # whose ends are those of blocks, or next to them
+            generator = torch.Generator().manual_seed(3)
+            shape = (1, 2, rows, 4, 2)
+            made = 64 * torch.randint(0, 4, shape, generator=generator, dtype=torch.int32)
+            made += torch.randint(-1, 2, shape, generator=generator, dtype=torch.int32)
+            for place in range(4):  # a block whose rows all see one of keys, or nearly
+                made[:, place % 2, 64 * place : 64 * place + 64, place] = torch.tensor([64, 128])
+                made[:, 1, 64 * place + 63, place] = torch.tensor([65, 127])
+            return both, {"key_ranges": made}
         if kind == "slopes":
             slopes = hashed((2,), 8).abs() / 8
             return shared, {"alibi_slopes": slopes, "causal": True}
@@ -165,7 +175,7 @@ WHOLE = (
 )  # fmt: skip
 DATA = (*WHOLE, "shares, ranges")
 BLOCKS = ("blocks, ranges, slopes", "blocks", "many heads", "many blocks")
-DENSE = ("bool", "bool of all heads", "added", "ranges", "one range", "slopes")
+DENSE = ("bool", "bool of all heads", "added", "ranges", "one range", "four ranges", "slopes")
 PLAIN = ("causal", "window, softcap", "huge scores", "shares")
 COPIES = tuple(ODD_STRIDES)
 
@@ -180,7 +190,7 @@ TARGETS = (
     MaskedTarget("hopper", "attention_fwd_bf16_d64_dense", "H200", "bf16", 64, 260, (), DENSE),
     MaskedTarget("hopper", "attention_fwd_f16_d128_dense", "H200", "f16", 128, 260, (), DENSE),
     MaskedTarget("hopper", "summarize_mask_bf16", "H200", "bf16", 64, 260, (), DENSE[:3]),
-    MaskedTarget("hopper", "summarize_ranges_bf16", "H200", "bf16", 64, 260, (), DENSE[3:5]),
+    MaskedTarget("hopper", "summarize_ranges_bf16", "H200", "bf16", 64, 260, (), DENSE[3:6]),
     MaskedTarget("hopper", "order_tiles_bf16", "H200", "bf16", 64, 260, (), BLOCKS),
     MaskedTarget("simt", "attention_fwd_f32_d64_masked", "A100", "f32", 64, 70, WHOLE),
     # Whoever plans a call, the kernels that copy its tensors are the same.
