@@ -204,6 +204,37 @@ def test_packed_sequences_through_varlen_attn() -> None:
 
 @needs_get_kernel
 @pytest.mark.usefixtures("ampere")
+@pytest.mark.skipif(on.name == "gpu", reason="it asks the simulator what was launched")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 0), (0, 3)], ids=str)
+def test_one_tensor_of_lengths_leaves_no_row_without_keys(window: tuple[int, int]) -> None:
+    """So nothing has to be launched that gives such rows the log-sum-exp of PyTorch's kernel."""
+    q, k, v = (on.rand(60, 2, 32, seed=i, dtype="bfloat16") for i in range(3))
+    ends = on.cu_seqlens([25, 0, 30, 5])
+    launched: list[list[str]] = []
+
+    def simulate(plan: _native.LaunchPlan, tensors: dict[str, Any]) -> None:
+        launched.append(list(plan.kernels))
+        archflash._simulate(plan, tensors)
+
+    _native.set_simulate(simulate)
+    try:
+        for ends_k in (ends, ends.clone(), ends):
+            out, lse, *_ = aten._flash_attention_forward(
+                q, k, v, ends, ends_k, 30, 30, 0.0, False, False,
+                window_size_left=window[0], window_size_right=window[1],
+            )  # fmt: skip
+            options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends_k}
+            sides = tuple(None if side < 0 else side for side in window)
+            assert_close(out, lse, q, k, v, window=sides, **options)
+    finally:
+        _native.set_simulate(archflash._simulate)
+    same, others, again = launched
+    assert same == again
+    assert others == [*same, "copy_lse_for_pytorch"]
+
+
+@needs_get_kernel
+@pytest.mark.usefixtures("ampere")
 @pytest.mark.skipif("ampere" not in on.kernels("kv_cache"), reason="ampere serves no cache yet")
 def test_pages_of_a_cache_through_varlen_attn() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen")
