@@ -275,13 +275,9 @@ def gradients_of(
     first, states = (grad, q, k, v), (state, state)
     if operator == "flash":
         args = (*first, out, lse, None, None, nq, nk, dropout_p, causal, *states)
-    elif operator == "cudnn":
+    else:
         column = lse[..., None]
         args = (*first, out, column, *states, None, None, None, nq, nk, dropout_p, causal)
-    else:
-        padded = torch.nn.functional.pad(lse, (0, -nq % 32), value=math.inf)
-        wanted = [True, True, True, False]
-        args = (*first, None, out, padded, *states, dropout_p, wanted, causal)
     return f"_scaled_dot_product_{operator}_attention_backward", args
 
 
@@ -305,7 +301,7 @@ def assert_calls(count: int) -> None:
 
 
 # With as many queries as keys, and with more of either, which align causal to another corner.
-ROWS_OF = {"flash": [(40, 40), (40, 70), (70, 40)], "cudnn": [(40, 70)], "efficient": [(70, 40)]}
+ROWS_OF = {"flash": [(40, 40), (40, 70), (70, 40)], "cudnn": [(40, 70), (70, 40)]}
 
 
 @needs_get_kernel
@@ -315,9 +311,7 @@ ROWS_OF = {"flash": [(40, 40), (40, 70), (70, 40)], "cudnn": [(40, 70)], "effici
     ("operator", "rows"), [(name, rows) for name in ROWS_OF for rows in ROWS_OF[name]], ids=str
 )
 def test_a_backward_operator(operator: str, rows: tuple[int, int], layout: str) -> None:
-    # PyTorch's memory-efficient kernel takes as many heads of k as of q.
-    heads = (4, 4) if operator == "efficient" else (4, 2)
-    q, k, v = on.qkv(*rows, 32, dtype="bfloat16", batch=2, heads=heads)
+    q, k, v = on.qkv(*rows, 32, dtype="bfloat16", batch=2, heads=(4, 2))
     grad = on.rand(*q.shape, seed=9, dtype="bfloat16")
     if layout == "strided":
         grad, q, k, v = (strided(x) for x in (grad, q, k, v))
@@ -380,7 +374,7 @@ def test_pytorchs_backward_takes_output_and_log_sum_exp() -> None:
 
 @needs_get_kernel
 @on_cpu
-@pytest.mark.parametrize("operator", ["flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("operator", ["flash", "cudnn"])
 def test_a_backward_operator_that_is_handed_back(operator: str) -> None:
     q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
     lse = torch.zeros(1, 2, 40)
