@@ -18,11 +18,16 @@ constexpr uint32_t STATE_HUGE = 8;     // some of it is not below LARGEST_ADDED
 constexpr uint32_t STATE_RANGED = 16;  // key_ranges hide some key of some row
 constexpr uint32_t STATE_BEYOND = 32;  // a row's position hides some; no part of the summary
 constexpr uint32_t STATE_SLOPED = 64;  // alibi_slopes change all scores; no part of the summary
+// There is no summary: some may be huge or -inf. Then a warp looks at its elements.
+constexpr uint32_t STATE_UNREAD = 128;
 
 // Elements below it can be added before the scores are scaled, if the scale is not below
 // 1 / LARGEST_FACTOR: their product is finite.
 constexpr float LARGEST_ADDED = 0x1p100f;
 constexpr float LARGEST_FACTOR = 0x1p20f;
+// In an element of 16 bits that is not below LARGEST_ADDED, these two bits of the exponent are set:
+// it is then 2^65 or more in bfloat16, and 2^9 or more in float16.
+constexpr uint32_t HIGH_EXPONENT = 0x4000, NEXT_EXPONENT = 0x2000;
 
 // The summary of a block: a word of bits for each thread of a consumer warpgroup. Bit 16r + 2n + i
 // is the key 8n + 2 (lane % 4) + i of the row lane / 4 + 8r of the warp.
@@ -39,11 +44,14 @@ struct DenseConfig : SeekingConfig<Base> {
   // for each stage of what is added. Where SHARES_Q, the second stage of what is added is the
   // second stage of Q, and a call in which something is added uses the first stage of Q alone.
   using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
-  static constexpr int MASK_STAGES = 2;
-  static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
   static constexpr int MASK_SMEM =
       (Base::SHARED_BYTES + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
-  static constexpr bool SHARES_Q = MASK_SMEM + MASK_STAGES * MaskTile::BYTES > 226 * 1024;
+  static constexpr int FITTING_STAGES = (226 * 1024 - MASK_SMEM) / MaskTile::BYTES;
+  static constexpr bool SHARES_Q = FITTING_STAGES < 2;
+  static constexpr int MASK_STAGES = SHARES_Q                        ? 2
+                                     : FITTING_STAGES < Base::STAGES ? FITTING_STAGES
+                                                                     : Base::STAGES;
+  static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
   static constexpr int MASK_STEP =  // bytes from the first stage to the second
       SHARES_Q ? Base::Q_SMEM + Base::QTile::BYTES - MASK_SMEM : MaskTile::BYTES;
   static constexpr int BLOCK_MESSAGE_SMEM =
@@ -54,8 +62,7 @@ struct DenseConfig : SeekingConfig<Base> {
   static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
                 "hopper/dense_fwd.cuh: a warpgroup's rows are a row of blocks of the summary");
   static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
-  static_assert(!SHARES_Q || (Base::Q_STAGES == 2 && MASK_STAGES == 2 &&
-                              MaskTile::BYTES == Base::QTile::BYTES),
+  static_assert(!SHARES_Q || (Base::Q_STAGES == 2 && MaskTile::BYTES == Base::QTile::BYTES),
                 "a stage of what is added is a stage of Q");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");

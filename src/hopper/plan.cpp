@@ -286,6 +286,11 @@ struct SummaryBlocks {
   }
 };
 
+// Whether each element of an added attn_mask is read for one head only: then it needs no summary.
+bool heads_have_masks(const Problem& problem) {
+  return problem.mask > 1 && (problem.mask_strides.head != 0 || problem.heads_q == 1);
+}
+
 // Whether the kernels that read a summary can serve a call: attn_mask, key_ranges or alibi_slopes,
 // which need none, are the only mask as data, and a tensor map describes the elements of attn_mask
 // if they are added.
@@ -299,7 +304,8 @@ bool reads_summary(const Problem& problem) {
   if (problem.alibi_slopes) return !problem.varlen;
   const SummaryBlocks blocks(problem);
   const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
-  if (blocks.count() == 0 || bytes > MOST_SUMMARY_BYTES) return false;
+  if (blocks.count() == 0) return false;
+  if (bytes > MOST_SUMMARY_BYTES && !heads_have_masks(problem)) return false;
   if (problem.mask <= 1) return true;
   if (dtype_bytes(static_cast<DType>(problem.mask - 2)) != 2) return false;
   const Strides& strides = problem.mask_strides;
@@ -552,7 +558,25 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
     last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
   };
   add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
-  if (problem.alibi_slopes) {  // nothing to summarize
+  if (problem.mask > 1) {
+    const Strides& strides = problem.mask_strides;
+    const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
+    const int64_t steps[] = {strides.row, strides.head, strides.batch};
+    constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
+    TensorMapSpec elements{};
+    elements.operand = Operand::Mask;
+    elements.offset = offsetof(DenseParams, mask_map);
+    elements.dtype = problem.dtype;
+    elements.swizzle = Swizzle::B128;
+    elements.dims = {problem.nk};
+    for (int i = 0; i < 3; ++i) {
+      elements.dims.push_back(sizes[i]);
+      elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
+    }
+    elements.box = {MASK_BLOCK, plan.tile.block_q, 1, 1};
+    last.tensor_maps.push_back(elements);
+  }
+  if (problem.alibi_slopes || heads_have_masks(problem)) {  // nothing to summarize
     plan.workspace_bytes = workspace.bytes();
     plan.zeroed_bytes = sizeof(*Params::taken_gmem);
     return;
@@ -577,25 +601,6 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   first.pointers = last.pointers;
   // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
   last.starts_early = problem.mask == 0;
-
-  if (problem.mask > 1) {
-    const Strides& strides = problem.mask_strides;
-    const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
-    const int64_t steps[] = {strides.row, strides.head, strides.batch};
-    constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
-    TensorMapSpec elements{};
-    elements.operand = Operand::Mask;
-    elements.offset = offsetof(DenseParams, mask_map);
-    elements.dtype = problem.dtype;
-    elements.swizzle = Swizzle::B128;
-    elements.dims = {problem.nk};
-    for (int i = 0; i < 3; ++i) {
-      elements.dims.push_back(sizes[i]);
-      elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
-    }
-    elements.box = {MASK_BLOCK, plan.tile.block_q, 1, 1};
-    last.tensor_maps.push_back(elements);
-  }
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 

@@ -107,6 +107,11 @@ class MaskedTarget:
             padded = torch.zeros(1, 1, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
             padded.copy_(torch.where(keep[:, :1], 2 * noise[:, :1], -math.inf))
             return both, {"attn_mask": padded}
+        if kind == "added of each head":  # -inf in one of the heads
+            padded = torch.zeros(1, 2, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
+            padded.copy_(noise)
+            padded[:, 1] = padded[:, 1].masked_fill(~keep[:, 1], -math.inf)
+            return shared, {"attn_mask": padded, "causal": True}
         if kind == "added, float32":
             return shared, {"attn_mask": torch.where(keep, noise, -math.inf), "window": (90, 40)}
         if kind == "ranges":
@@ -175,7 +180,10 @@ WHOLE = (
 )  # fmt: skip
 DATA = (*WHOLE, "shares, ranges")
 BLOCKS = ("blocks, ranges, slopes", "blocks", "many heads", "many blocks")
-DENSE = ("bool", "bool of all heads", "added", "ranges", "one range", "four ranges", "slopes")
+DENSE = (
+    "bool", "bool of all heads", "added", "ranges", "one range", "four ranges", "slopes",
+    "added of each head",
+)  # fmt: skip
 PLAIN = ("causal", "window, softcap", "huge scores", "shares")
 COPIES = tuple(ODD_STRIDES)
 
