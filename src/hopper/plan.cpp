@@ -574,10 +574,11 @@ void convert_cache(LaunchPlan& plan, const Problem& given, int32_t few_rows) {
 }
 
 // Why the kernels of CACHE_TILES cannot or should not serve a call with a cache.
-void refuse_cached_call(const Problem& problem, Reasons& reasons) {
+// `given`: the call as it was made, see as_kernels_read_it().
+void refuse_cached_call(const Problem& problem, const Problem& given, Reasons& reasons) {
   // Rows of q that share a head of K, as many as tiles of powers of two would have. So few are
   // faster on the decoding kernels of ampere, measured on an H200 (NOTES.md).
-  const uint64_t most_decoded = problem.page_size > 0 ? 16 : 32;
+  const uint64_t most_decoded = converts_cache(given) ? 128 : problem.page_size > 0 ? 16 : 32;
   const auto add = [&](const std::string& text) { reasons.push_back(text + core::USE_TORCH); };
   const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;
   const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
@@ -737,7 +738,7 @@ PlanResult plan(const Problem& given, const Device& device) {
   }
   core::add_tma_reasons(problem, "hopper", false, why_not);
   refuse_conversion(given, why_not);
-  if (problem.kv_cache) refuse_cached_call(problem, why_not);
+  if (problem.kv_cache) refuse_cached_call(problem, given, why_not);
   if (is_fp8(problem.dtype))
     core::refuse_splits(problem, "hopper", dtype_name(problem.dtype), why_not);
   if (is_fp8(problem.dtype) && v_columns(problem) > INT32_MAX) {

@@ -215,7 +215,7 @@ def test_a_plan_serves_other_lengths_and_pages(
 def test_what_points_outside_the_cache_is_not_read(
     kernel: str, page_size: int | None, cache_dtype: torch.dtype | None
 ) -> None:
-    call = make([20, 40], nq=64, page_size=page_size, capacity=48, leftpad=None if page_size else
+    call = make([20, 40], nq=65, page_size=page_size, capacity=48, leftpad=None if page_size else
                 [0, 3], rows_of=None if page_size else [1, 0], dtype=BF16, cache_dtype=cache_dtype,
                 **ON)  # fmt: skip
     wrong = [{"cache_seqlens": here.int32(-3, 2**31 - 1)}]
@@ -240,6 +240,7 @@ def test_what_it_does_not_read_has_a_reason(kernel: str) -> None:
         ({**many, "nq": 3}, few),
         ({**many, "nq": 8, "page_size": 8}, "8 query rows of 2 heads"),
         ({**many, "nq": 16}, "16 query rows of 2 heads"),
+        ({**many, "nq": 64, "cache_dtype": E4M3}, "hopper takes more than 128 such rows"),
         (
             {**many, "q_lengths": [3, 1], "max_seqlen_q": 3},
             few,
