@@ -44,14 +44,11 @@ struct DenseConfig : SeekingConfig<Base> {
   // for each stage of what is added. Where SHARES_Q, the second stage of what is added is the
   // second stage of Q, and a call in which something is added uses the first stage of Q alone.
   using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
+  static constexpr int MASK_STAGES = 2;
+  static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
   static constexpr int MASK_SMEM =
       (Base::SHARED_BYTES + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
-  static constexpr int FITTING_STAGES = (226 * 1024 - MASK_SMEM) / MaskTile::BYTES;
-  static constexpr bool SHARES_Q = FITTING_STAGES < 2;
-  static constexpr int MASK_STAGES = SHARES_Q                        ? 2
-                                     : FITTING_STAGES < Base::STAGES ? FITTING_STAGES
-                                                                     : Base::STAGES;
-  static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
+  static constexpr bool SHARES_Q = MASK_SMEM + MASK_STAGES * MaskTile::BYTES > 226 * 1024;
   static constexpr int MASK_STEP =  // bytes from the first stage to the second
       SHARES_Q ? Base::Q_SMEM + Base::QTile::BYTES - MASK_SMEM : MaskTile::BYTES;
   static constexpr int BLOCK_MESSAGE_SMEM =
@@ -62,7 +59,8 @@ struct DenseConfig : SeekingConfig<Base> {
   static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
                 "hopper/dense_fwd.cuh: a warpgroup's rows are a row of blocks of the summary");
   static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
-  static_assert(!SHARES_Q || (Base::Q_STAGES == 2 && MaskTile::BYTES == Base::QTile::BYTES),
+  static_assert(!SHARES_Q || (Base::Q_STAGES == 2 && MASK_STAGES == 2 &&
+                              MaskTile::BYTES == Base::QTile::BYTES),
                 "a stage of what is added is a stage of Q");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");

@@ -15,9 +15,9 @@
 //                                        transformed (softcap) take the masked step
 //   HIDDEN, RANGED, BEYOND               selects scores by bits, ranges or position
 //   ADDED                                adds elements to scores that are not scaled yet: one FMA
-//   HUGE                                 adds them to scaled scores, and keeps the sums finite,
-//                                        except for elements of -inf
-//   UNREAD                               looks at the elements while the products run: HUGE or not
+//   HUGE                                 adds them to scaled scores, and keeps the sums finite
+//   UNREAD                               looks at the elements while the products run: whether they
+//                                        are HUGE; then those of -inf hide keys
 //   SLOPED                               subtracts the slope times the distance, likewise
 //
 // Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
@@ -455,12 +455,18 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       if (may_add && (block_state & STATE_ADDED) != 0) {
         const uint32_t row_smem = find_elements();
-        if ((block_state & STATE_HUGE) != 0 || adds_late) {
+        const auto add_late = [&](float& x, float element) {
+          x = fmaf(element, math::LOG2_E, __fmul_rn(x, scale));
+          if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+        };
+        if ((block_state & (STATE_HUGE | STATE_UNREAD)) == (STATE_HUGE | STATE_UNREAD)) {
           add_elements<C>(s_rmem, row_smem, [&](float& x, float element) {
-            x = fmaf(element, math::LOG2_E, __fmul_rn(x, scale));
-            if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
-            if (element == math::MINUS_INFINITY) x = element;  // also where it was NaN
+            add_late(x, element);
+            if (element == math::MINUS_INFINITY) x = element;  // also where it is NaN
           });
+          scale = 1.0f;
+        } else if ((block_state & STATE_HUGE) != 0 || adds_late) {
+          add_elements<C>(s_rmem, row_smem, add_late);
           scale = 1.0f;
         } else {
           add_elements<C>(s_rmem, row_smem,

@@ -752,9 +752,6 @@ NB_MODULE(_archflash, m) {
       .def_prop_ro("q_offset_given", [](const Problem& p) { return !p.q_offset_default; })
       .def_prop_ro("sinks", [](const Problem& p) { return p.sinks != 0; })
       .def_prop_ro("attn_mask", [](const Problem& p) { return p.mask != 0; })
-      .def_prop_ro(
-          "heads_share_mask", [](const Problem& p) { return p.mask_strides.head == 0; },
-          "Whether attn_mask, if it is given, is the same for all heads.")
       .def_prop_ro("bool_mask", [](const Problem& p) { return p.mask == 1; })
       .def_prop_ro("key_ranges", [](const Problem& p) { return p.key_ranges != 0; })
       .def_prop_ro(

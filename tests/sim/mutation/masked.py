@@ -102,7 +102,7 @@ class MaskedTarget:
         if kind == "bool":
             return shared, {"attn_mask": keep, "causal": True}
         if kind == "bool of all heads":
-            return both, {"attn_mask": keep[:, :1], "softcap": 1.5}
+            return both, {"attn_mask": keep[:, :1], "softcap": 1.5, "window": (90, 40)}
         if kind == "added":  # rows of which TMA can take boxes: they are padded to 16 bytes
             padded = torch.zeros(1, 1, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
             padded.copy_(torch.where(keep[:, :1], 2 * noise[:, :1], -math.inf))
@@ -117,7 +117,12 @@ class MaskedTarget:
         if kind == "ranges":
             return shared, {"key_ranges": ranges, "causal": True, "q_offset": 40}
         if kind == "one range":
-            return both, {"key_ranges": ranges[:, :1, :, 1:], "scale": -0.2}
+            q, k, v = both  # huge scores, and a block of which all rows see all keys
+            ranges[..., 1, 0] = 50
+            inputs = q * 4096, k * 4096, v
+            return inputs, {"key_ranges": ranges[:, :1, :, 1:], "scale": -0.2}
+        if kind == "ranges, softcap":
+            return shared, {"key_ranges": ranges, "softcap": 1.5}
         if kind == "four ranges":  # whose ends are those of blocks, or next to them
             generator = torch.Generator().manual_seed(3)
             shape = (1, 2, rows, 4, 2)
@@ -182,7 +187,7 @@ DATA = (*WHOLE, "shares, ranges")
 BLOCKS = ("blocks, ranges, slopes", "blocks", "many heads", "many blocks")
 DENSE = (
     "bool", "bool of all heads", "added", "ranges", "one range", "four ranges", "slopes",
-    "added of each head",
+    "added of each head", "ranges, softcap",
 )  # fmt: skip
 PLAIN = ("causal", "window, softcap", "huge scores", "shares")
 COPIES = tuple(ODD_STRIDES)
