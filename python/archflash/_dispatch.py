@@ -524,7 +524,7 @@ def _masks_measured_on_hopper(problem: _native.Problem) -> bool:
 def _dense_mask_measured_on_hopper(
     problem: _native.Problem, plan: _native.LaunchPlan | None
 ) -> bool:
-    """Whether a call has a dense attn_mask alone, which is summarized first, with which hopper was
+    """Whether a call has a dense attn_mask alone, for which hopper has kernels, with which it was
     measured to be faster than `torch`: that reads the mask a few more times than PyTorch's kernels
     do, to keep what archflash promises of rows without keys and of NaN (H200, docs/masks.md).
     """
@@ -536,12 +536,9 @@ def _dense_mask_measured_on_hopper(
 
 def pytorchs_kernel_reads_mask_faster(problem: _native.Problem) -> bool:
     """Whether PyTorch's own kernel, without what `torch` does around it, was measured to be as fast
-    as hopper or faster: with an added mask that is so large that to read it twice costs more than
-    is gained, or at head dimension 64 (H200, docs/masks.md).
+    as hopper or faster: with an added mask at head dimension 64 (H200, docs/masks.md).
     """
-    if not _dense_mask_alone(problem) or problem.bool_mask:
-        return False
-    return not problem.heads_share_mask or min(problem.d, problem.dv) < 72
+    return _dense_mask_alone(problem) and not problem.bool_mask and min(problem.d, problem.dv) < 72
 
 
 def _only_forced(

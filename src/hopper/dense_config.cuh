@@ -18,11 +18,16 @@ constexpr uint32_t STATE_HUGE = 8;     // some of it is not below LARGEST_ADDED
 constexpr uint32_t STATE_RANGED = 16;  // key_ranges hide some key of some row
 constexpr uint32_t STATE_BEYOND = 32;  // a row's position hides some; no part of the summary
 constexpr uint32_t STATE_SLOPED = 64;  // alibi_slopes change all scores; no part of the summary
+// There is no summary: some may be huge or -inf. Then a warp looks at its elements.
+constexpr uint32_t STATE_UNREAD = 128;
 
 // Elements below it can be added before the scores are scaled, if the scale is not below
 // 1 / LARGEST_FACTOR: their product is finite.
 constexpr float LARGEST_ADDED = 0x1p100f;
 constexpr float LARGEST_FACTOR = 0x1p20f;
+// In an element of 16 bits that is not below LARGEST_ADDED, these two bits of the exponent are set:
+// it is then 2^65 or more in bfloat16, and 2^9 or more in float16.
+constexpr uint32_t HIGH_EXPONENT = 0x4000, NEXT_EXPONENT = 0x2000;
 
 // The summary of a block: a word of bits for each thread of a consumer warpgroup. Bit 16r + 2n + i
 // is the key 8n + 2 (lane % 4) + i of the row lane / 4 + 8r of the warp.

@@ -1,9 +1,10 @@
 // Attention forward on TMA, mbarriers and wgmma with a dense attn_mask, bool or added in 16 bits,
 // or with key_ranges, or with alibi_slopes, together with the causal mask and the window.
 //
-// A kernel before this one has read the mask (summarize_mask.cuh); slopes need none. Its summary
-// says of each block of MASK_BLOCK rows and keys whether it changes anything, and which scores
-// count, as bits in the order in which wgmma leaves scores. So the kernel is that of
+// A kernel before this one has read the mask (summarize_mask.cuh). Slopes need none, and elements
+// that only one head uses are not read twice: every block is said to have some (UNREAD). The
+// summary says of each block of MASK_BLOCK rows and keys whether it changes anything, and which
+// scores count, as bits in the order in which wgmma leaves scores. So the kernel is that of
 // attention_fwd.cuh for many rows with another walk: the producer skips blocks that no row of the
 // tile sees, and tells each warpgroup with each block's K what the block needs. What is added comes
 // by TMA, the bits are loaded while the products run.
@@ -15,6 +16,8 @@
 //   HIDDEN, RANGED, BEYOND               selects scores by bits, ranges or position
 //   ADDED                                adds elements to scores that are not scaled yet: one FMA
 //   HUGE                                 adds them to scaled scores, and keeps the sums finite
+//   UNREAD                               looks at the elements while the products run: whether they
+//                                        are HUGE; then those of -inf hide keys
 //   SLOPED                               subtracts the slope times the distance, likewise
 //
 // Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
@@ -142,10 +145,11 @@ struct StatedBlocks {
           state |= STATE_BEYOND;
           continue;
         }
-        const uint32_t of_mask =
-            sloped ? STATE_SEEN | STATE_SLOPED
-                   : states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
-                                 part / MASK_BLOCK];
+        uint32_t of_mask = STATE_SEEN | (sloped ? STATE_SLOPED : STATE_ADDED | STATE_UNREAD);
+        if (params.states_gmem != nullptr) {
+          of_mask = states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
+                                part / MASK_BLOCK];
+        }
         state |= of_mask == 0 ? of_unseen : of_mask;
         if (visible.masks(row, last_row, part, part + MASK_BLOCK - 1)) state |= STATE_BEYOND;
       }
@@ -319,6 +323,21 @@ __device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, uint32_t r
   }
 }
 
+// Whether an element of the warp's rows may be not below LARGEST_ADDED, for a whole warp.
+template <class C>
+__device__ __forceinline__ bool any_huge(uint32_t row_smem) {
+  static_assert(NEXT_EXPONENT << 1 == HIGH_EXPONENT);
+  uint32_t exponents = 0;
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
+    uint32_t words[4];
+    ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, n));
+#pragma unroll
+    for (const uint32_t word : words) exponents |= word & word << 1;
+  }
+  return __any_sync(math::FULL_WARP, (exponents & (HIGH_EXPONENT << 16 | HIGH_EXPONENT)) != 0);
+}
+
 // Calls add(s, d) with each score of a lane and the distance of its key before its row. distance:
 // that of the lane's first key and row.
 template <class C, class Add>
@@ -402,6 +421,19 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       release(barriers.v_empty(pending.stage));
     };
     const auto hand_back_k = [&] { release(barriers.k_empty(ring.stage)); };
+    // Where this lane's row of the elements lies for ldmatrix.
+    const auto find_elements = [&] {
+      const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+      const unsigned lane = thread % 32;
+      const auto row = static_cast<int>(thread / 32 * 16 + lane % 16);
+      return mask_smem<C>(shared_smem, mask_ring.stage) +
+             C::MaskTile::offset(row, static_cast<int>(lane / 16));
+    };
+    // The state of a block for this warp. Called while the products run.
+    const auto find_state = [&](uint32_t block_state) {
+      if ((block_state & STATE_UNREAD) == 0 || !any_huge<C>(find_elements())) return block_state;
+      return block_state | STATE_HUGE;
+    };
     // Which scores of this lane count by attn_mask. Called while the products run.
     const auto load_bits = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state, int key) {
 #pragma unroll
@@ -422,14 +454,19 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       if (may_add && attention.transform_scores)
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       if (may_add && (block_state & STATE_ADDED) != 0) {
-        const auto row = static_cast<int>(thread / 32 * 16 + lane % 16);
-        const uint32_t row_smem = mask_smem<C>(shared_smem, mask_ring.stage) +
-                                  C::MaskTile::offset(row, static_cast<int>(lane / 16));
-        if ((block_state & STATE_HUGE) != 0 || adds_late) {
+        const uint32_t row_smem = find_elements();
+        const auto add_late = [&](float& x, float element) {
+          x = fmaf(element, math::LOG2_E, __fmul_rn(x, scale));
+          if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+        };
+        if ((block_state & (STATE_HUGE | STATE_UNREAD)) == (STATE_HUGE | STATE_UNREAD)) {
           add_elements<C>(s_rmem, row_smem, [&](float& x, float element) {
-            x = fmaf(element, math::LOG2_E, __fmul_rn(x, scale));
-            if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+            add_late(x, element);
+            if (element == math::MINUS_INFINITY) x = element;  // also where it is NaN
           });
+          scale = 1.0f;
+        } else if ((block_state & STATE_HUGE) != 0 || adds_late) {
+          add_elements<C>(s_rmem, row_smem, add_late);
           scale = 1.0f;
         } else {
           add_elements<C>(s_rmem, row_smem,
@@ -543,6 +580,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       turns.hand_over();
       uint32_t seen[C::SUMMARY_BLOCKS];
       load_bits(seen, block_state, key);
+      block_state = find_state(block_state);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<SCORES>(s);
       hand_back_k();
@@ -563,6 +601,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       turns.hand_over();
       uint32_t seen[C::SUMMARY_BLOCKS];
       if constexpr (MASKED) load_bits(seen, block_state, key);
+      if constexpr (MAY_ADD) block_state = find_state(block_state);
       ptx::wgmma_wait_group<1>();  // the scores are there
       ptx::registers_change<SCORES>(s);
       hand_back_k();

@@ -1,6 +1,6 @@
 """hopper's kernels for a dense attn_mask or key_ranges, which read a summary of it that a launch
-before them makes. Calls of few row tiles go to others (test_mask_data.py), so plans are made for a
-GPU with one SM.
+before them makes. An added mask of each head has none. Calls of few row tiles go to others
+(test_mask_data.py), so plans are made for a GPU with one SM.
 """
 
 from __future__ import annotations
@@ -38,9 +38,14 @@ def check(
     tile: str, q: Tensor, k: Tensor, v: Tensor, schedules: range, **call: Any
 ) -> tuple[Tensor, Tensor]:
     plan = plan_on(1, q, k, v, **call)
-    first, last = plan.to_dict()["launches"]
-    summary = "ranges" if "key_ranges" in call else "mask"
-    assert f"_summarize_{summary}_" in first["kernel"]
+    *summaries, last = plan.to_dict()["launches"]
+    mask = call.get("attn_mask")
+    if mask is not None and mask.dtype != torch.bool and mask.shape[1] > 1:
+        assert not summaries
+    else:
+        (summary,) = summaries
+        name = "ranges" if "key_ranges" in call else "mask"
+        assert f"_summarize_{name}_" in summary["kernel"]
     assert last["kernel"].endswith(tile)
     return on.attend_and_check(NAME, q, k, v, plan=plan, schedules=schedules, **call)
 
@@ -55,7 +60,10 @@ def keep_of(nq: int, nk: int, heads: int = 1) -> Tensor:
     return keep
 
 
-MASKS = ("bool", "odd", "heads", "added", "hidden", "lowest", "nothing", "everything")
+MASKS = (
+    "bool", "odd", "heads", "added", "hidden", "lowest", "added-heads", "hidden-heads",
+    "lowest-heads", "nothing", "everything",
+)  # fmt: skip
 
 
 def mask_of(kind: str, dtype: str, nq: int, nk: int) -> Tensor:
@@ -72,8 +80,12 @@ def mask_of(kind: str, dtype: str, nq: int, nk: int) -> Tensor:
         return torch.full_like(keep, kind == "everything")
     # Rows of which TMA can take boxes: they are padded to 16 bytes.
     kind_of = getattr(torch, dtype)
-    padded = torch.zeros(1, 2, nq, -(-nk // 8) * 8, device=on.device, dtype=kind_of)[..., :nk]
-    padded.copy_(2 * on.rand(1, 2, nq, nk, seed=6))
+    kind, _, of_heads = kind.partition("-")
+    heads = 2 if of_heads else 1
+    padded = torch.zeros(1, heads, nq, -(-nk // 8) * 8, device=on.device, dtype=kind_of)[..., :nk]
+    padded.copy_(2 * on.rand(1, heads, nq, nk, seed=6))
+    if of_heads:
+        keep = keep_of(nq, nk, heads)
     if kind == "hidden":
         padded.masked_fill_(~keep, -math.inf)
     if kind == "lowest":
@@ -132,7 +144,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["bool", "hidden", "lowest"])
+@pytest.mark.parametrize("kind", ["bool", "hidden", "lowest", "hidden-heads", "lowest-heads"])
 @pytest.mark.parametrize("more", MORE)
 def test_masks_together_with_other_options(more: str, kind: str) -> None:
     nq, nk = 200, 140
@@ -148,9 +160,10 @@ def test_masks_together_with_other_options(more: str, kind: str) -> None:
 
 
 @every_tile
-def test_a_cta_goes_from_tile_to_tile_in_every_schedule(tile: str) -> None:
+@pytest.mark.parametrize("kind", ["hidden", "hidden-heads"])
+def test_a_cta_goes_from_tile_to_tile_in_every_schedule(kind: str, tile: str) -> None:
     q, k, v = on.qkv(300, 330, *DIMS[tile], dtype="bfloat16", heads=(2, 1))
-    mask = mask_of("hidden", "bfloat16", 300, 330)
+    mask = mask_of(kind, "bfloat16", 300, 330)
     check(tile, q, k, v, range(4), attn_mask=mask, causal=True)
 
 
@@ -162,8 +175,9 @@ def test_keys_that_are_not_finite_reach_only_the_rows_that_see_them(tile: str) -
     mask = torch.ones(nq, nk, dtype=torch.bool, device=on.device)
     mask[:, 5] = False
     mask[7, 5] = True
-    added = torch.zeros(nq, 152, dtype=torch.bfloat16, device=on.device)[:, :nk]
-    for each in (mask, added.masked_fill_(~mask, -math.inf)):
+    added = torch.zeros(1, 2, nq, 152, dtype=torch.bfloat16, device=on.device)[..., :nk]
+    added.masked_fill_(~mask, -math.inf)
+    for each in (mask, added[:, :1], added):
         plan = plan_on(1, q, k, v, attn_mask=each)
         assert plan.tile is not None
         assert plan.tile.name == tile

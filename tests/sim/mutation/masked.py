@@ -58,8 +58,9 @@ class MaskedTarget:
             for kind in kinds:
                 inputs, options = self._call(kind)
                 yield ForwardCall(
-                    self.kernel, implementation, gpu, kind, inputs, options, REFERENCES
-                )
+                    self.kernel, implementation, gpu, kind, inputs, options, REFERENCES,
+                    prepares=self.folder == "hopper" and "attention" not in self.name,
+                )  # fmt: skip
 
     def _qkv(
         self, heads: tuple[int, int], nk: int, d: int = 0, rows: int = 0
@@ -101,17 +102,36 @@ class MaskedTarget:
         if kind == "bool":
             return shared, {"attn_mask": keep, "causal": True}
         if kind == "bool of all heads":
-            return both, {"attn_mask": keep[:, :1], "softcap": 1.5}
+            return both, {"attn_mask": keep[:, :1], "softcap": 1.5, "window": (90, 40)}
         if kind == "added":  # rows of which TMA can take boxes: they are padded to 16 bytes
             padded = torch.zeros(1, 1, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
             padded.copy_(torch.where(keep[:, :1], 2 * noise[:, :1], -math.inf))
             return both, {"attn_mask": padded}
+        if kind == "added of each head":  # -inf in one of the heads
+            padded = torch.zeros(1, 2, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
+            padded.copy_(noise)
+            padded[:, 1] = padded[:, 1].masked_fill(~keep[:, 1], -math.inf)
+            return shared, {"attn_mask": padded, "causal": True}
         if kind == "added, float32":
             return shared, {"attn_mask": torch.where(keep, noise, -math.inf), "window": (90, 40)}
         if kind == "ranges":
             return shared, {"key_ranges": ranges, "causal": True, "q_offset": 40}
         if kind == "one range":
-            return both, {"key_ranges": ranges[:, :1, :, 1:], "scale": -0.2}
+            q, k, v = both  # huge scores, and a block of which all rows see all keys
+            ranges[..., 1, 0] = 50
+            inputs = q * 4096, k * 4096, v
+            return inputs, {"key_ranges": ranges[:, :1, :, 1:], "scale": -0.2}
+        if kind == "ranges, softcap":
+            return shared, {"key_ranges": ranges, "softcap": 1.5}
+        if kind == "four ranges":  # whose ends are those of blocks, or next to them
+            generator = torch.Generator().manual_seed(3)
+            shape = (1, 2, rows, 4, 2)
+            made = 64 * torch.randint(0, 4, shape, generator=generator, dtype=torch.int32)
+            made += torch.randint(-1, 2, shape, generator=generator, dtype=torch.int32)
+            for place in range(4):  # a block whose rows all see one of keys, or nearly
+                made[:, place % 2, 64 * place : 64 * place + 64, place] = torch.tensor([64, 128])
+                made[:, 1, 64 * place + 63, place] = torch.tensor([65, 127])
+            return both, {"key_ranges": made}
         if kind == "slopes":
             slopes = hashed((2,), 8).abs() / 8
             return shared, {"alibi_slopes": slopes, "causal": True}
@@ -165,7 +185,10 @@ WHOLE = (
 )  # fmt: skip
 DATA = (*WHOLE, "shares, ranges")
 BLOCKS = ("blocks, ranges, slopes", "blocks", "many heads", "many blocks")
-DENSE = ("bool", "bool of all heads", "added", "ranges", "one range", "slopes")
+DENSE = (
+    "bool", "bool of all heads", "added", "ranges", "one range", "four ranges", "slopes",
+    "added of each head", "ranges, softcap",
+)  # fmt: skip
 PLAIN = ("causal", "window, softcap", "huge scores", "shares")
 COPIES = tuple(ODD_STRIDES)
 
@@ -180,7 +203,7 @@ TARGETS = (
     MaskedTarget("hopper", "attention_fwd_bf16_d64_dense", "H200", "bf16", 64, 260, (), DENSE),
     MaskedTarget("hopper", "attention_fwd_f16_d128_dense", "H200", "f16", 128, 260, (), DENSE),
     MaskedTarget("hopper", "summarize_mask_bf16", "H200", "bf16", 64, 260, (), DENSE[:3]),
-    MaskedTarget("hopper", "summarize_ranges_bf16", "H200", "bf16", 64, 260, (), DENSE[3:5]),
+    MaskedTarget("hopper", "summarize_ranges_bf16", "H200", "bf16", 64, 260, (), DENSE[3:6]),
     MaskedTarget("hopper", "order_tiles_bf16", "H200", "bf16", 64, 260, (), BLOCKS),
     MaskedTarget("simt", "attention_fwd_f32_d64_masked", "A100", "f32", 64, 70, WHOLE),
     # Whoever plans a call, the kernels that copy its tensors are the same.

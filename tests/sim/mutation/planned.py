@@ -45,8 +45,6 @@ def number_of(kernel: str, name: str, launches: list[dict[str, Any]]) -> int:
 class ForwardCall:
     """One call of attention, over a cache or not, planned: see `Call`."""
 
-    judged = ("out", "lse")
-
     def __init__(
         self,
         kernel: str,
@@ -56,6 +54,7 @@ class ForwardCall:
         inputs: tuple[Tensor, ...],
         options: dict[str, Any],
         references: tuple[Callable[..., Any], Callable[..., Tensor]],
+        prepares: bool = False,
     ) -> None:
         """Plans a call.
 
@@ -68,8 +67,11 @@ class ForwardCall:
             options: the other arguments.
             references: the functions that give the exact results in float64, and the output of a
                 computation in the inputs' type.
+            prepares: whether the kernel only prepares what another one reads. Then the bits of the
+                workspace count, too: with other ones that kernel may be right, but slower.
         """
         self.name = name
+        self.judged = ("out", "lse", "workspace") if prepares else ("out", "lse")
         values = _api.option_values(inputs[0], inputs[1], {**options, "return_lse": True})
         problem = _runtime.make_problem(*inputs, values, 0).as_if_on_cuda()
         plan = _runtime.plan(implementation, problem, device)

@@ -299,7 +299,7 @@ class CallTrial:
         call = self._call
         written = {  # new ones, full of NaN, or of bytes 255
             name: torch.full_like(call.tensors[name], math.nan if name != "workspace" else 255)
-            for name in (*call.judged, "workspace")
+            for name in dict.fromkeys((*call.judged, "workspace"))
             if name in call.tensors
         }
         tensors = call.tensors | written
@@ -356,7 +356,7 @@ def subject_of(target: Target) -> Subject:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.view(integers), b.view(integers))
 
 
