@@ -4,6 +4,9 @@ They get the output and the log-sum-exp that a forward operator gave, whoever se
 the gradients of q, k and v in the strides that PyTorch's meta kernels promise. A call that no
 backward kernel of archflash serves, or that PyTorch is expected to serve faster, is handed back:
 for it, `serve` returns the reason.
+
+The backward operator of the memory-efficient kernel stays PyTorch's: PyTorch chooses that kernel
+for float32, where its gradients are the faster ones, and for few calls else.
 """
 
 from __future__ import annotations
@@ -33,13 +36,11 @@ class Call:
         tensors: the gradient of the output, q, k, v and the output.
         lse: the log-sum-exp, ``(B, H, Nq)``, or ``(H, Tq)`` for packed sequences.
         options: the options of `archflash.attention` that the call has.
-        more_results: what the operator returns after the gradients of q, k and v.
     """
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     lse: Tensor
     options: dict[str, Any]
-    more_results: tuple[None, ...] = ()
 
     def request(self) -> _gradients.Request:
         options = _options.complete(self.options)
@@ -77,7 +78,7 @@ def serve(
     kwargs: dict[str, Any],
     forced: str | None,
     why_pytorch: WhyPyTorch,
-) -> tuple[Tensor | None, ...] | str:
+) -> tuple[Tensor, Tensor, Tensor] | str:
     """What an operator of `OPERATORS` returns for its arguments; or the reason why PyTorch's own
     kernel is to serve the call.
 
@@ -104,7 +105,7 @@ def serve(
     # The runtime, which takes the log-sum-exp as it is, serves the next call of this kind itself.
     as_it_is = call.lse.is_contiguous() and call.tensors[1].is_cuda
     _native.note_served(decision.plan, as_it_is)
-    return into.dq, into.dk, into.dv, *call.more_results
+    return into.dq, into.dk, into.dv
 
 
 def _promised(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Layout, ...]:
@@ -139,8 +140,6 @@ def _decide(
 ) -> _Decision:
     if any(0 in x.shape for x in call.tensors):
         return _Decision(None, "a tensor without elements")
-    if any(x.shape != shape for x, (shape, _) in zip(call.tensors[1:4], layouts, strict=True)):
-        return _Decision(None, "heads of k that several of q share, which this operator never has")
     if forced is not None and forced not in _gradients.FOLDERS:
         return _Decision(None, f"{forced} is forced, and has no backward pass")
     request = call.request()
@@ -194,19 +193,6 @@ def _cudnn(*args: Any, scale: float | None = None) -> Call | str:
     return Call((grad_out, q, k, v, out), lse.reshape(q.shape[:3]), options)
 
 
-def _efficient(*args: Any, scale: float | None = None) -> Call | str:
-    """aten::_scaled_dot_product_efficient_attention_backward. Causal aligns to the top left, and
-    the rows of the log-sum-exp are padded. The fourth result is the gradient of a mask.
-    """
-    grad_out, q, k, v, attn_bias, out, lse, _, _, dropout_p, _, *causal = args
-    if attn_bias is not None:
-        return _WITH_MASK
-    if dropout_p != 0.0:
-        return _DROPPED
-    options = _top_left(any(causal), scale, q, k)
-    return Call((grad_out, q, k, v, out), lse[..., : q.shape[2]], options, (None,))
-
-
 def _packed(
     *args: Any,
     scale: float | None = None,
@@ -244,6 +230,5 @@ def _top_left(causal: bool, scale: float | None, q: Tensor, k: Tensor) -> dict[s
 OPERATORS: dict[str, Callable[..., Call | str]] = {
     "_scaled_dot_product_flash_attention_backward": _flash,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn,
-    "_scaled_dot_product_efficient_attention_backward": _efficient,
     "_flash_attention_backward": _packed,
 }

@@ -157,8 +157,6 @@ def _decide(problem: _native.Problem, index: int, forced: str | None) -> _native
     if not problem.want_lse:
         return plan
     answer = _native.plan(plan.implementation, _with_lse(plan.problem, True), plan.device)
-    if not isinstance(answer, list):
-        answer = _native.with_lse_for_pytorch(answer)
     return f"{plan.implementation}: {answer[0]}" if isinstance(answer, list) else answer
 
 

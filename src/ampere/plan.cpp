@@ -264,7 +264,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
 
 // Lends the decoding kernels to the calls of other folders.
 std::optional<mma_sync::FewRowsPlan> plan_few_rows(const Problem& problem, const Device& device) {
-  return mma_sync::plan_few_rows("ampere", DECODE_TILES, problem, device);
+  const std::span<const core::Tile> fp8(FP8_CACHE_TILES), tiles(DECODE_TILES);
+  return mma_sync::plan_few_rows("ampere", is_fp8(problem.kv_dtype) ? fp8 : tiles, problem, device);
 }
 
 Notes notes(const LaunchPlan& plan) {

@@ -26,8 +26,8 @@ struct GradientParams {
   int32_t accumulate;  // 1: what is there already is added
 };
 
-// dQ in fp32, for kernels whose CTAs own keys and add to dQ: blocks of rows of each head of q, zero
-// when the first launch starts. common/math/backward_sums.cuh says how a block lies in memory.
+// dQ in fp32, for kernels whose CTAs own keys and add to dQ: blocks of rows of each head of q.
+// common/math/backward_sums.cuh says how a block lies in memory, and clears what must be zero.
 struct DqSums {
   float* gmem;
   // How many tiles of keys have added to each block, where they take turns; null: they do not.

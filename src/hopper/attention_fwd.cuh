@@ -509,6 +509,12 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         exp2_scale = uniform(exp2_scale);
       }
       all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= math::SMALLEST_NORMAL);
+    } else if constexpr (C::CACHE) {  // the cache may be the copy of one of 8 bits
+      if (params.descales.k.gmem != nullptr) {
+        exp2_scale *= math::find_warp_descale(params.descales, attention, tile, 0).qk;
+        all_need_more |= !(exp2_scale >= math::SMALLEST_NORMAL);
+      }
+      exp2_scale = uniform(exp2_scale);
     }
     const GroupBlocks blocks = find_group_blocks<C>(params, tile, visible, group, all_need_more);
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
@@ -596,6 +602,12 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       float scale = exp2_scale;
       if constexpr (C::FP8) {
         scale = math::descale_scores<C>(s_rmem, attention, key_descales, warp_descale, block);
+      } else if constexpr (C::CACHE) {
+        // The message is read anew, so that it needs no registers between the blocks.
+        const Tile& message = tile_message<C>(shared, q_ring.stage);
+        scale = math::descale_scores<C>(
+            s_rmem, attention, key_descales,
+            math::find_warp_descale(params.descales, attention, message, 0), block);
       } else if (attention.transform_scores) {
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
@@ -607,7 +619,6 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         const int rows[2] = {row, row + 8};
         math::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
       } else if constexpr (C::CACHE) {
-        // The message is read anew, so that it needs no registers between the blocks.
         const Tile& message = tile_message<C>(shared, q_ring.stage);
         const int row_of_tile = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
         if (all_params.slopes.gmem != nullptr)
@@ -762,6 +773,13 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile.rows(), warp_row,
                              uniform(warp_descale.v), first_v_column<C>(tile));
     } else {
+      if constexpr (C::CACHE) {
+        if (params.descales.v.gmem != nullptr) {
+          const float v = math::find_warp_descale(params.descales, attention, tile, 0).v;
+          const float factors[2] = {v, v};
+          rescale<C>(o_rmem, factors);
+        }
+      }
       store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     }
     hand_back_q(barriers, q_ring.stage);
@@ -793,6 +811,7 @@ __device__ __forceinline__ void run_roles(const Consume& consume, const Produce&
 
 template <class C>
 __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
+  static_assert(!C::CACHE || C::BLOCK_K <= MOST_CACHE_KEYS);
   const Params& params = call_of<C>(all_params);
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];

@@ -30,4 +30,22 @@ struct CacheParams {
 static_assert(std::is_trivially_copyable_v<CacheParams>);
 static_assert(offsetof(CacheParams, call) == 0, "addresses are counted from the call's start");
 
+// The parameter of the kernel that makes a 16-bit copy of an 8-bit cache (convert_cache.cuh).
+struct ConvertParams {
+  AttentionParams attention;  // of the call as it was made: k_gmem and v_gmem are the cache
+  KvCache cache;
+  void* k_gmem;  // the copies: (batch, capacity, heads_kv, d), and with dv
+  void* v_gmem;
+  DType cache_dtype;
+  int32_t attention_chunk;
+  int32_t few_rows;    // sequences of at most so many query rows are left out
+  int32_t row_blocks;  // blocks of CONVERTED_ROWS rows in the capacity of a sequence
+};
+static_assert(std::is_trivially_copyable_v<ConvertParams>);
+
+constexpr int CONVERT_WARPS = 8;  // of a CTA of that kernel
+constexpr int CONVERTED_ROWS = 32;
+constexpr int CONVERTED_COLUMNS = 16;  // that a thread copies at once
+constexpr int MOST_CACHE_KEYS = 128;   // the most keys that a kernel reads from a cache at a time
+
 }  // namespace archflash::hopper

@@ -46,13 +46,27 @@ const Description& describe() {
       .home_device = "H200",
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
-      .features = {"causal",     "q_offset",        "window",
-                   "softcap",    "sinks",           "gqa",
-                   "cu_seqlens", "strides",         "lse",
-                   "num_splits", "descales",        "gradients",
-                   "qv",         "attention_chunk", "rotary_interleaved",
-                   "attn_mask",  "key_ranges",      "alibi_slopes",
-                   "block_mask", "kv_cache_prefill"},
+      .features = {"causal",
+                   "q_offset",
+                   "window",
+                   "softcap",
+                   "sinks",
+                   "gqa",
+                   "cu_seqlens",
+                   "strides",
+                   "lse",
+                   "num_splits",
+                   "descales",
+                   "gradients",
+                   "qv",
+                   "attention_chunk",
+                   "rotary_interleaved",
+                   "attn_mask",
+                   "key_ranges",
+                   "alibi_slopes",
+                   "block_mask",
+                   "kv_cache_prefill",
+                   "fp8_cache_prefill"},
       .needs_capability = 90,  // wgmma
       .only_forced_on_majors = {9},
   };
@@ -467,11 +481,110 @@ void add_masks(LaunchPlan& plan, const Problem& problem) {
     launch.pointers.push_back(slot);
 }
 
+// An 8-bit cache is converted before it is read (convert_cache.cuh).
+bool converts_cache(const Problem& problem) {
+  return problem.kv_cache && is_fp8(problem.kv_dtype) && !is_fp8(problem.dtype);
+}
+
+// The copies of K and of V in the workspace, one behind the other.
+struct ConvertedCache {
+  int64_t k_row, v_row;  // elements of all heads
+  int64_t rows;
+  int64_t k_bytes, v_bytes;
+
+  explicit ConvertedCache(const Problem& problem)
+      : k_row(problem.heads_kv * problem.d),
+        v_row(problem.heads_kv * problem.dv),
+        rows(problem.batch * problem.nk),
+        k_bytes(rows * k_row * dtype_bytes(problem.dtype)),
+        v_bytes(rows * v_row * dtype_bytes(problem.dtype)) {}
+};
+
+// The call as the attention kernel serves it: the copy of an 8-bit cache is a contiguous cache of
+// q's dtype.
+Problem as_kernels_read_it(const Problem& given) {
+  Problem problem = given;
+  if (!converts_cache(given)) return problem;
+  const ConvertedCache copies(given);
+  problem.kv_dtype = given.dtype;
+  problem.page_size = 0;
+  problem.cache_batch = given.batch;
+  problem.cache_batch_idx = false;
+  problem.k = {.batch = given.nk * copies.k_row, .head = given.d, .row = copies.k_row};
+  problem.v = {.batch = given.nk * copies.v_row, .head = given.dv, .row = copies.v_row};
+  return problem;
+}
+
+// Why a cache is not converted: lengths are on the device, so there must be room for all rows that
+// the sequences may have.
+void refuse_conversion(const Problem& given, Reasons& reasons) {
+  constexpr int64_t MOST_BYTES = int64_t{2} << 30;
+  if (!converts_cache(given)) return;
+  const ConvertedCache copies(given);
+  const int64_t bytes = copies.k_bytes + copies.v_bytes;
+  if (bytes <= MOST_BYTES) return;
+  reasons.push_back(std::string("a cache of dtype ") + dtype_name(given.kv_dtype) + " and up to " +
+                    std::to_string(given.nk) + " keys in each of " + std::to_string(given.batch) +
+                    " sequences: hopper converts it into a workspace for all of them, " +
+                    std::to_string(bytes >> 20) + " MiB of at most " +
+                    std::to_string(MOST_BYTES >> 20) + "; leave the implementation out" +
+                    core::USE_TORCH);
+}
+
+// Lets a plan convert the cache first: its launches read the copies. few_rows:
+// CacheParams::few_rows.
+void convert_cache(LaunchPlan& plan, const Problem& given, int32_t few_rows) {
+  if (given.nk == 0) return;
+  const ConvertedCache copies(given);
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t k_start = workspace.add(copies.k_bytes), v_start = workspace.add(copies.v_bytes);
+  plan.workspace_bytes = workspace.bytes();
+  const auto redirect = [&](auto& slot) {
+    if (slot.operand != Operand::K && slot.operand != Operand::V) return;
+    slot.addend += slot.operand == Operand::K ? k_start : v_start;
+    slot.operand = Operand::Workspace;
+  };
+  for (Launch& launch : plan.launches) {
+    std::ranges::for_each(launch.pointers, redirect);
+    std::ranges::for_each(launch.tensor_maps, redirect);
+  }
+
+  ConvertParams params;
+  core::init_params(given, params);
+  params.cache = core::kv_cache(given);
+  params.cache_dtype = given.kv_dtype;
+  params.attention_chunk = core::chunk_of(given);
+  params.few_rows = few_rows;
+  params.row_blocks = static_cast<int32_t>(core::ceil_div(given.nk, int64_t{CONVERTED_ROWS}));
+  const std::string word = core::dtype_word(given.dtype);
+  Launch first;
+  first.kernel = "hopper_convert_cache_" + word;
+  first.image = "hopper/mla_" + word;
+  first.grid = {2 * given.batch * params.row_blocks, 1, 1};
+  first.block = {32 * CONVERT_WARPS, 1, 1};
+  first.params = core::bytes(params);
+  for (const PointerSlot& slot : core::pointers(given)) {
+    if (slot.operand == Operand::K || slot.operand == Operand::V ||
+        slot.operand == Operand::CuSeqlensQ)
+      first.pointers.push_back(slot);
+  }
+  for (const PointerSlot& slot : core::kv_cache_pointers(given, offsetof(ConvertParams, cache)))
+    first.pointers.push_back(slot);
+  const auto add = [&](size_t field, int64_t start) {
+    first.pointers.push_back({Operand::Workspace, static_cast<int32_t>(field), start});
+  };
+  add(offsetof(ConvertParams, k_gmem), k_start);
+  add(offsetof(ConvertParams, v_gmem), v_start);
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
 // Why the kernels of CACHE_TILES cannot or should not serve a call with a cache.
-void refuse_cached_call(const Problem& problem, Reasons& reasons) {
+// `given`: the call as it was made, see as_kernels_read_it().
+void refuse_cached_call(const Problem& problem, const Problem& given, Reasons& reasons) {
   // Rows of q that share a head of K, as many as tiles of powers of two would have. So few are
   // faster on the decoding kernels of ampere, measured on an H200 (NOTES.md).
-  const uint64_t most_decoded = problem.page_size > 0 ? 16 : 32;
+  const uint64_t most_decoded = converts_cache(given) ? 128 : problem.page_size > 0 ? 16 : 32;
   const auto add = [&](const std::string& text) { reasons.push_back(text + core::USE_TORCH); };
   const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;
   const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
@@ -492,8 +605,10 @@ void refuse_cached_call(const Problem& problem, Reasons& reasons) {
   refuse_cache(problem, "rows of a cache", reasons);
 }
 
-// Makes the plan of a call without a cache one that reads a cache.
-void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, const Tile& tile) {
+// Makes the plan of a call without a cache one that reads a cache. `given`: the call as it was
+// made, see as_kernels_read_it().
+void read_cache(LaunchPlan& plan, const Problem& problem, const Problem& given,
+                const Device& device, const Tile& tile) {
   CacheParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   Launch& launch = plan.launches[0];
@@ -506,6 +621,12 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
     constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
     launch.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
   }
+  if (converts_cache(given)) {
+    AttentionParams& attention = params.call.attention;
+    // For descales that leave no normal scale of the exponents.
+    if (!attention.transform_scores) attention.tanh_scale = static_cast<float>(given.scale);
+    params.call.descales = core::descales(given);
+  }
   params.box_rows = cache_box_rows(problem, tile.block_k);
   if (tile.grouped_slabs > 0) {
     params.k_page_groups = page_groups(problem, Operand::K).value();
@@ -513,7 +634,7 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
   }
   // A combining kernel writes all rows.
   std::optional<mma_sync::FewRowsPlan> few;
-  if (plan.launches.size() == 1) few = mma_sync::plan_few_rows_apart(problem, device);
+  if (plan.launches.size() == 1) few = mma_sync::plan_few_rows_apart(given, device);
   if (few) params.few_rows = static_cast<int32_t>(few->rows);
   launch.image = std::string("hopper/cache_") + core::dtype_word(problem.dtype);
   launch.params = core::bytes(params);
@@ -532,6 +653,7 @@ void read_cache(LaunchPlan& plan, const Problem& problem, const Device& device, 
     map = cache_map(problem, map.operand, map.offset,
                     map.operand == Operand::K ? tile.k_box : tile.v_box, params.box_rows);
   }
+  if (converts_cache(given)) convert_cache(plan, given, params.few_rows);
   if (few) mma_sync::add_few_rows(plan, std::move(*few));
 }
 
@@ -606,8 +728,9 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
 
 }  // namespace
 
-PlanResult plan(const Problem& problem, const Device& device) {
-  Reasons why_not = core::why_not(problem, describe());
+PlanResult plan(const Problem& given, const Device& device) {
+  Reasons why_not = core::why_not(given, describe());
+  const Problem problem = as_kernels_read_it(given);
   if (has_latent_cache(problem)) {
     if (is_masked(problem)) {
       why_not.push_back(
@@ -619,7 +742,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
     return plan_latent_cache(problem, device);
   }
   core::add_tma_reasons(problem, "hopper", false, why_not);
-  if (problem.kv_cache) refuse_cached_call(problem, why_not);
+  refuse_conversion(given, why_not);
+  if (problem.kv_cache) refuse_cached_call(problem, given, why_not);
   if (is_fp8(problem.dtype))
     core::refuse_splits(problem, "hopper", dtype_name(problem.dtype), why_not);
   if (is_fp8(problem.dtype) && v_columns(problem) > INT32_MAX) {
@@ -692,17 +816,17 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (is_fp8(problem.dtype) && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
   if (splits == 1) plan.workspace_bytes = workspace.bytes();
   if (problem.kv_cache) {
-    read_cache(plan, problem, device, tile);
+    read_cache(plan, problem, given, device, tile);
     const std::string word = core::dtype_word(problem.dtype);
-    const Reasons reasons =
-        core::add_append(plan, problem, "hopper/mla_" + word, "hopper_append_" + word);
+    const std::string append = "hopper_append_" + word + (converts_cache(given) ? "_fp8" : "");
+    const Reasons reasons = core::add_append(plan, given, "hopper/mla_" + word, append);
     if (!reasons.empty()) return reasons;
   }
   return plan;
 }
 
 Notes notes(const LaunchPlan& plan) {
-  const Tile* tile = core::taken(tiles_for(plan.problem), plan);
+  const Tile* tile = core::taken(tiles_for(as_kernels_read_it(plan.problem)), plan);
   if (tile == nullptr) return {};  // none, or that of plan_mla.cpp
   const auto str = [](int x) { return std::to_string(x); };
   Notes lines = {
@@ -716,11 +840,19 @@ Notes notes(const LaunchPlan& plan) {
       {"stages", str(tile->q_stages) + " of Q, " + str(tile->k_stages) + " of K and of V, " +
                      str(tile->barriers) + " barriers"},
   };
-  const auto few = std::ranges::find_if(
-      plan.launches, [](const Launch& launch) { return launch.kernel.ends_with("_decode"); });
+  const auto few = std::ranges::find_if(plan.launches, [](const Launch& launch) {
+    return launch.kernel.ends_with("_decode") || launch.kernel.ends_with("_cache_fp8");
+  });
   if (few != plan.launches.end()) {
     lines.emplace_back("few rows",
                        "sequences of few rows have a launch of their own, " + few->kernel);
+  }
+  if (converts_cache(plan.problem)) {
+    const ConvertedCache copies(plan.problem);
+    lines.emplace_back("cache", std::string("K and V become ") + dtype_name(plan.problem.dtype) +
+                                    " before the attention kernel reads them, in a workspace of " +
+                                    str(static_cast<int>((copies.k_bytes + copies.v_bytes) >> 20)) +
+                                    " MiB for all rows that the sequences may have");
   }
   return lines;
 }

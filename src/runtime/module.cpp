@@ -70,8 +70,10 @@ decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or
 // The calls of PyTorch's operators have decisions of their own: who serves them is decided without
 // the log-sum-exp, which PyTorch's kernels give at no cost, and a refusal has its reason.
 struct OperatorDecision {
-  std::shared_ptr<PreparedPlan> plan;
-  std::string reason;  // why PyTorch's own kernel serves the problem; empty: the plan does
+  // What serves a call whose packed keys have the same tensor of lengths as the queries, or that
+  // has none; and any other call. Null: PyTorch's own kernel does.
+  std::shared_ptr<PreparedPlan> of_self_attention, plan;
+  std::string reason;  // why PyTorch's own kernel serves a call
   Templates like;
   nb::object lse_column;  // as like.lse, with one more dimension, of size 1
 };
@@ -373,6 +375,20 @@ bool repeats_rows(const Problem& p) {
          (p.nq > 1 && p.q.row == 0);
 }
 
+// Adds what serves a call by a plan, or the reason why not all calls like it can be.
+void add_plans(const Call& call, const LaunchPlan& plan, OperatorDecision& decision) {
+  for (const bool self_attention : {true, false}) {
+    const PlanResult result = with_lse_for_pytorch(plan, self_attention);
+    if (const auto* reasons = std::get_if<Reasons>(&result)) {
+      decision.reason = join(plan.implementation, ": ", reasons->front());
+      return;
+    }
+    const auto longer = std::make_shared<LaunchPlan>(std::get<LaunchPlan>(result));
+    auto& place = self_attention ? decision.of_self_attention : decision.plan;
+    place = prepare_for(call, nb::cast(longer));
+  }
+}
+
 // An eager call of one of PyTorch's operators, in which nothing but the kernel's own checks depends
 // on gradients: autograd records the operator, not this call.
 nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
@@ -396,7 +412,7 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
     if (nb::isinstance<nb::str>(chosen)) {
       decision.reason = nb::cast<std::string>(chosen);
     } else {
-      decision.plan = prepare_for(call, chosen);
+      add_plans(call, nb::cast<const LaunchPlan&>(chosen), decision);
       decision.like.out = template_of_out(q, call);
       if (call.problem.want_lse) {
         decision.like.lse = template_of_lse(q, call, false);
@@ -405,13 +421,17 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
     }
     found = operator_cache().insert(key, std::move(decision));
   }
+  const auto address = [&](Operand operand) { return call.addresses[static_cast<int>(operand)]; };
+  const bool self_attention = address(Operand::CuSeqlensQ) == address(Operand::CuSeqlensK);
+  const std::shared_ptr<PreparedPlan> plan =
+      self_attention ? found->of_self_attention : found->plan;
   answer.keep = true;
-  answer.plan = found->plan;
-  if (!found->plan) return nb::str(found->reason.c_str(), found->reason.size());
+  answer.plan = plan;
+  if (!plan) return nb::str(found->reason.c_str(), found->reason.size());
   OperatorDecision decision = *found;  // a copy: allocating may let other threads insert
   if (lse_column) decision.like.lse = decision.lse_column;
-  nb::object result = run(*decision.plan, arguments, call, decision.like);
-  ++served().of(decision.plan->plan->implementation);
+  nb::object result = run(*plan, arguments, call, decision.like);
+  ++served().of(plan->plan->implementation);
   return result;
 }
 
@@ -985,9 +1005,10 @@ NB_MODULE(_archflash, m) {
         return plan(name, problem, device);
       },
       "name"_a, "problem"_a, "device"_a, "A LaunchPlan, or the list of reasons why not.");
-  m.def("with_lse_for_pytorch", &with_lse_for_pytorch, "plan"_a,
+  m.def("with_lse_for_pytorch", &with_lse_for_pytorch, "plan"_a, "self_attention"_a,
         "The plan, with a launch behind the others that gives +infinity to rows of the log-sum-exp "
-        "that see no key, where there may be any; or the list of reasons why not.");
+        "that see no key, where there may be any; or the list of reasons why not. With "
+        "self_attention the sequences of packed keys are those of the queries.");
   m.def(
       "image",
       [](const std::string& name) {

@@ -128,6 +128,8 @@ void find_undefined(std::string_view types, Arguments& arguments) {
 // is only the alignment.
 constexpr size_t MAX_TENSORS = 8;  // at most eight of an operator's tensors are read
 constexpr size_t TENSOR_WORDS = 9, MAX_NUMBERS = 9;
+// The places of cum_seq_q and cum_seq_k among the tensors of _flash_attention_forward.
+constexpr size_t LENGTHS_OF_QUERIES = 3, LENGTHS_OF_KEYS = 4;
 struct CallKey {
   size_t count = 1;
   std::array<Word, 1 + MAX_TENSORS * TENSOR_WORDS + MAX_NUMBERS> words;
@@ -137,7 +139,8 @@ struct CallKey {
   }
   bool operator==(const CallKey& other) const { return bytes() == other.bytes(); }
   // Bit 0: whether gradients are enabled; bit 1: whether PyTorch asks for deterministic algorithms,
-  // in a backward pass; then a bit for each argument: whether it is not None.
+  // in a backward pass; bit 2: whether packed queries and keys have the same tensor of lengths;
+  // then a bit for each argument: whether it is not None.
   Word given() const { return words[0]; }
   int64_t size(size_t tensor, size_t dim) const {
     return static_cast<int64_t>(words[1 + tensor * TENSOR_WORDS + dim]);
@@ -205,7 +208,7 @@ bool read(std::string_view types, size_t tensors_read, bool any_dims, const Argu
   size_t tensors = 0, numbers = 0;
   const auto is_tensor = [&](size_t i) { return types[i] == 'T' || types[i] == 't'; };
   for (size_t i = 0; i < types.size(); ++i) {
-    if (arguments[i].given) given |= Word{4} << i;
+    if (arguments[i].given) given |= Word{8} << i;
     if (!is_tensor(i)) continue;
     const size_t place = tensors++;
     if (place >= tensors_read || !arguments[i].given) continue;
@@ -216,6 +219,7 @@ bool read(std::string_view types, size_t tensors_read, bool any_dims, const Argu
     if (++numbers > MAX_NUMBERS) return false;
     call.key.words[call.key.count++] = arguments[i].bits;
   }
+  if (call.addresses[LENGTHS_OF_QUERIES] == call.addresses[LENGTHS_OF_KEYS]) given |= 4;
   call.key.words[0] = given;
   return true;
 }

@@ -191,12 +191,13 @@ PlanResult plan(std::string_view name, const Problem& problem, const Device& dev
   return result;
 }
 
-PlanResult with_lse_for_pytorch(const LaunchPlan& plan) {
+PlanResult with_lse_for_pytorch(const LaunchPlan& plan, bool self_attention) {
   const Problem& p = plan.problem;
   // A row of packed sequences may have no keys. In other calls the first row has position nk - nq,
   // unless the call says where it is: then it sees the first key, in PyTorch's operators.
   const bool all_see_a_key =
-      !p.varlen && (!p.q_offset_default || p.window_right >= p.nq - p.nk) && p.nk > 0;
+      p.varlen ? self_attention && p.q_offset_default && p.window_left >= 0 && p.window_right >= 0
+               : (!p.q_offset_default || p.window_right >= p.nq - p.nk) && p.nk > 0;
   if (!p.want_lse || all_see_a_key || plan.launches.empty()) return plan;
   const auto code = code_for("copy", plan.device);
   if (const auto* reasons = std::get_if<Reasons>(&code)) return *reasons;

@@ -24,8 +24,9 @@ const std::vector<Target>& targets(std::string_view name);
 bool has_code(std::string_view name, int capability);
 
 // A plan of one of PyTorch's operators, whose log-sum-exp has PyTorch's value for rows that see no
-// key: the same plan where there are no such rows.
-PlanResult with_lse_for_pytorch(const LaunchPlan& plan);
+// key: the same plan where there are no such rows. `self_attention`: the sequences of packed keys
+// are those of the queries, so that each row sees its own key.
+PlanResult with_lse_for_pytorch(const LaunchPlan& plan, bool self_attention);
 
 // The folder's plan(), after asking whether its code loads on the device at all.
 PlanResult plan(std::string_view name, const Problem& problem, const Device& device);

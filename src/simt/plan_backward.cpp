@@ -16,12 +16,10 @@ using core::backward_tile;
 
 // The first sets of head dimensions 64 and 128 need more than the 64 KB of 7.5.
 constexpr core::BackwardTile TILES[] = {
-    backward_tile<TiledD64Keys>("d64_large_keys"),
-    backward_tile<TiledD64Queries>("d64_large_queries"),
+    backward_tile<TiledD64>("d64_large"),
     backward_tile<BackwardD64<Owns::Keys>>("d64_keys"),
     backward_tile<BackwardD64<Owns::Queries>>("d64_queries"),
-    backward_tile<TiledD128Keys>("d128_large_keys"),
-    backward_tile<TiledD128Queries>("d128_large_queries"),
+    backward_tile<TiledD128>("d128_large"),
     backward_tile<BackwardD128<Owns::Keys>>("d128_keys"),
     backward_tile<BackwardD128<Owns::Queries>>("d128_queries"),
     backward_tile<BackwardD256<Owns::Keys>>("d256_keys"),

@@ -1,19 +1,22 @@
 // Exact fp32 attention backward on CUDA cores with the register tiles of the forward kernel, for
 // GPUs with more than 64 KB of shared memory for a CTA. Every product, sum and exponential is fp32.
 //
-// A CTA owns rows of one side, and blocks of the other side pass by, as in attention_bwd.cuh:
-//   wait block | barrier | S | dP | P through shared memory into dV | dS into dK or dQ | barrier |
-//   start next block
-// A warp has the scores of its own rows and all passing ones, so that P and dS, which go through
-// shared memory, are private to it. Each gradient belongs to one thread: the same inputs always
-// give the same bits. A block has a sum of its own, because short sums round less.
+// A CTA owns keys, and blocks of queries pass by:
+//   wait block | barrier | S = K Q^T | dP = V dO^T | dV += P dO | dK += dS Q | barrier |
+//   start next block | dQ = dS^T K, added to sums
+// A warp has the scores of its own keys and all passing queries, so that P is private to it; dQ
+// needs dS of all warps. P and dS go through the same part of shared memory. A block has a sum of
+// its own, because short sums round less. math/dq_turns.cuh says in which order CTAs add to dQ.
 #pragma once
 
 #include <cstdint>
 
+#include "common/math/backward_sums.cuh"
 #include "common/math/backward_work.cuh"
+#include "common/math/dq_turns.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/global_order.cuh"
 #include "simt/tile.cuh"
 #include "simt/tiled_bwd_config.cuh"
 
@@ -24,14 +27,11 @@ using TiledScores = float[C::THREAD_ROWS][C::THREAD_KEYS];
 template <class C>
 using TiledGradient = float[C::THREAD_ROWS][4 * C::OUT_GROUPS];
 
-// Adds W times the passing rows to a gradient. W goes through the warp's part of shared memory.
+// Writes W to the warp's part of shared memory.
 template <class C>
-__device__ __forceinline__ void add_tile_product(TiledGradient<C>& gradient_rmem,
-                                                 const TiledScores<C>& w_rmem, float* shared,
-                                                 const float* rows_smem /* (BLOCK, V_PITCH) */) {
+__device__ __forceinline__ void store_scores(const TiledScores<C>& w_rmem, float* shared) {
   const Lane<C> lane;
   float* w_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
-  __syncwarp();  // all lanes have read what the warp wrote before, which is overwritten below
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
 #pragma unroll
@@ -39,13 +39,112 @@ __device__ __forceinline__ void add_tile_product(TiledGradient<C>& gradient_rmem
       w_smem[i * C::LANE_ROWS * C::P_PITCH + j * C::LANE_COLS + lane.col] = w_rmem[i][j];
     }
   }
+}
+
+// Adds W times the passing rows to a gradient. W goes through the warp's part of shared memory.
+template <class C>
+__device__ __forceinline__ void add_tile_product(TiledGradient<C>& gradient_rmem,
+                                                 const TiledScores<C>& w_rmem, float* shared,
+                                                 const float* rows_smem /* (BLOCK, V_PITCH) */) {
+  __syncwarp();  // all lanes have read what the warp wrote before, which is overwritten below
+  store_scores<C>(w_rmem, shared);
   __syncwarp();  // the warp's W is complete before any lane reads it
+  const Lane<C> lane;
   TiledGradient<C> sum_rmem = {};
-  multiply_pv<C>(sum_rmem, w_smem, rows_smem + 4 * lane.col);
+  multiply_pv<C>(sum_rmem, shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH,
+                 rows_smem + 4 * lane.col);
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
 #pragma unroll
     for (int c = 0; c < 4 * C::OUT_GROUPS; ++c) gradient_rmem[i][c] += sum_rmem[i][c];
+  }
+}
+
+// A lane's part of dQ of a block: queries row + 8 * (i / 4) + i % 4 and columns column + c, in
+// fp32, where element (i, c) of lane l of a warp lies in the sums at 32 * (4 * (8 * warp + i) + c)
+// + l.
+struct DqPart {
+  static constexpr int ROWS = 8;
+  int row, column;  // of the block
+
+  __device__ __forceinline__ DqPart(int warp, int lane, int column_warps)
+      : row(warp / column_warps * DQ_WARP_ROWS + lane % 2 * 4),
+        column(warp % column_warps * DQ_WARP_COLUMNS + lane / 2 * 4) {}
+  static __device__ __forceinline__ int row_of(int i) { return i / 4 * 8 + i % 4; }
+};
+
+// dQ = dS^T K of all keys of the CTA, added to the sums of a block.
+template <class C>
+__device__ __forceinline__ void add_dq(const DqSums& sums, const float* shared, int64_t number,
+                                       int turn, bool waits) {
+  const int thread = ptx::mov_tid_x_volatile();
+  const DqPart part(thread / 32, thread % 32, C::DQ_COLUMN_WARPS);
+  const float* ds_smem = shared + C::P_SMEM + part.row;
+  const float* k_smem = shared + C::OWN_FIRST_SMEM + part.column;
+  float dq_rmem[DqPart::ROWS][4] = {};
+#pragma unroll 1
+  for (int key = 0; key < C::ROWS; key += C::KEY_STEP) {
+#pragma unroll
+    for (int step = 0; step < C::KEY_STEP; ++step) {
+      float ds[2][4], k[4];
+      load_4(ds[0], ds_smem + step * C::P_PITCH);
+      load_4(ds[1], ds_smem + step * C::P_PITCH + 8);
+      load_4(k, k_smem + step * C::QK_PITCH);
+#pragma unroll
+      for (int i = 0; i < DqPart::ROWS; ++i) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) dq_rmem[i][c] = fmaf(ds[i / 4][i % 4], k[c], dq_rmem[i][c]);
+      }
+    }
+    ds_smem += C::KEY_STEP * C::P_PITCH;
+    k_smem += C::KEY_STEP * C::QK_PITCH;
+  }
+  float* sums_gmem = sums.gmem + number * (C::BLOCK * C::HEAD_DIM) +
+                     thread / 32 * (DqPart::ROWS * 4 * 32) + thread % 32;
+  const auto for_each = [&](auto&& put) {
+#pragma unroll
+    for (int i = 0; i < DqPart::ROWS; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) put(sums_gmem + 32 * (4 * i + c), dq_rmem[i][c]);
+    }
+  };
+  while (waits && ptx::ld_acquire_s32(sums.turns_gmem + number) < turn) continue;
+  if (sums.turns_gmem != nullptr && !waits) {
+    for_each([](float* gmem, float x) { *gmem = x; });
+  } else {
+    for_each([](float* gmem, float x) { ptx::red_add_f32(gmem, x); });
+  }
+}
+
+// dQ of a block of the sums for each CTA.
+__device__ __forceinline__ void tiled_dq(const BackwardParams& params) {
+  const DqSums& sums = params.dq_sums;
+  const math::SummedBlock block = math::find_summed_block(params, blockIdx.x);
+  if (block.batch < 0) return;
+  // In turns the first CTA writes a block; one to which none has come stays as it was.
+  const bool any = sums.turns_gmem == nullptr || sums.turns_gmem[blockIdx.x] != 0;
+  const int lane = threadIdx.x % 32;
+  const int parts = sums.block_rows * sums.columns / (4 * 32);  // element rows of all warps
+  const float* sums_gmem =
+      sums.gmem + static_cast<int64_t>(blockIdx.x) * sums.block_rows * sums.columns + lane;
+  float* const first_gmem = static_cast<float*>(params.dq.gmem) + block.batch * params.dq.batch +
+                            block.head * params.dq.head;
+#pragma unroll 2
+  for (int index = threadIdx.x / 32; index < parts; index += BACKWARD_DQ_THREADS / 32) {
+    const DqPart part(index / DqPart::ROWS, lane, sums.columns / DQ_WARP_COLUMNS);
+    const int row = block.first_row + part.row + DqPart::row_of(index % DqPart::ROWS);
+    if (row >= block.rows || part.column >= params.attention.d) continue;
+    float* target_gmem =
+        first_gmem + (static_cast<int64_t>(block.start) + row) * params.dq.row + part.column;
+    float x[4] = {}, old[4] = {};
+    if (any) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[c] = sums_gmem[32 * (4 * index + c)];
+    }
+    if (params.dq.accumulate) load_4(old, target_gmem);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x[c] = fmaf(x[c], params.scale, old[c]);
+    store_4<DType::F32>(target_gmem, x);
   }
 }
 
@@ -84,19 +183,17 @@ __device__ __forceinline__ void weigh_tile(TiledScores<C>& s_rmem, TiledScores<C
                                            const AttentionParams& attention,
                                            const math::BackwardWork& cta, int passing_first,
                                            const math::RowTerms* terms_gmem) {
-  constexpr bool OWNS_KEYS = C::OWNS == Owns::Keys;
   const Lane<C> lane;
   const bool capped = attention.transform_scores && attention.softcap != 0.0f;
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
-    const int row_of_tile = lane.warp_row + i * C::LANE_ROWS + lane.row;
-    const int row = cta.first_row + row_of_tile;
+    const int row = cta.first_row + lane.warp_row + i * C::LANE_ROWS + lane.row;
     const int first = cta.visible.first(row), last = cta.visible.last(row);
 #pragma unroll
     for (int j = 0; j < C::THREAD_KEYS; ++j) {
       const int column_of_block = j * C::LANE_COLS + lane.col;
       const int column = passing_first + column_of_block;
-      // An owned row behind the end has no terms, and its gradients are not stored.
+      // dS of a key behind the end is 0 in dQ.
       const bool seen = row < cta.own_rows && column >= first && column <= last;
       float p = 0.0f, ds = 0.0f;
       if (seen) {
@@ -109,7 +206,7 @@ __device__ __forceinline__ void weigh_tile(TiledScores<C>& s_rmem, TiledScores<C
             slope = fmaf(-tanh, tanh, 1.0f);
           }
         }
-        const math::RowTerms terms = terms_gmem[OWNS_KEYS ? column_of_block : row_of_tile];
+        const math::RowTerms terms = terms_gmem[column_of_block];
         const float exponent = fmaf(s, attention.exp2_scale, -terms.lse_log2);
         // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite. Not
         // fminf: a NaN stays one.
@@ -124,89 +221,107 @@ __device__ __forceinline__ void weigh_tile(TiledScores<C>& s_rmem, TiledScores<C
 
 template <class C>
 __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
-  constexpr bool OWNS_KEYS = C::OWNS == Owns::Keys;
   extern __shared__ float4 shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
   const AttentionParams& attention = params.attention;
-  if constexpr (OWNS_KEYS)
-    math::clear_keys_of_no_sequence<C::ROWS, C::GRADIENTS>(params, blockIdx.x, C::WARPS);
-  const math::BackwardWork cta = math::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
+  const DqSums& sums = params.dq_sums;
+  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
+  const math::BackwardWork cta =
+      math::find_backward_work<Owns::Keys, C::ROWS>(attention, blockIdx.x);
   if (cta.first_row < 0) return;
 
-  // Passing rows that any owned row has to do with; begin > last if there is none.
-  const int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
-  const int last = cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK;
-  const auto rows_of = [&](bool keys, int head, int64_t row) {
-    return keys ? math::key_rows<float>(params, cta.batch, head, row)
-                : math::query_rows<float>(params, cta.batch, head, row);
-  };
-  const auto start_passing = [&](const math::Passing& block) {
-    const int head = math::passing_head<C::OWNS>(attention, cta, block);
-    const auto rows =
-        rows_of(!OWNS_KEYS, head, static_cast<int64_t>(cta.passing_start) + block.row);
+  const math::DqWalk walk = math::find_dq_walk<C::ROWS, C::BLOCK>(sums, cta);
+  const int turn = cta.first_row / C::ROWS;
+  int blocks_left = walk.blocks<C::BLOCK>();
+  math::Passing block{0, walk.last};
+  const auto start_passing = [&] {
+    const int head = math::passing_head<Owns::Keys>(attention, cta, block);
+    const auto rows = math::query_rows<float>(params, cta.batch, head,
+                                              static_cast<int64_t>(cta.passing_start) + block.row);
     const int valid = cta.passing_rows - block.row;
     start_load<C, C::BLOCK, C::QK_PITCH>(shared + C::FIRST_SMEM, rows.first_gmem, rows.first_row,
                                          valid, attention.d);
     start_load<C, C::BLOCK, C::QK_PITCH>(shared + C::SECOND_SMEM, rows.second_gmem, rows.second_row,
                                          valid, attention.dv);
   };
-  if (begin <= last) {
-    const auto own =
-        rows_of(OWNS_KEYS, cta.head, static_cast<int64_t>(cta.own_start) + cta.first_row);
+  if (blocks_left > 0) {
+    const auto own = math::key_rows<float>(params, cta.batch, cta.head,
+                                           static_cast<int64_t>(cta.own_start) + cta.first_row);
     const int valid = cta.own_rows - cta.first_row;
     start_load<C, C::ROWS, C::QK_PITCH>(shared + C::OWN_FIRST_SMEM, own.first_gmem, own.first_row,
                                         valid, attention.d);
     start_load<C, C::ROWS, C::QK_PITCH>(shared + C::OWN_SECOND_SMEM, own.second_gmem,
                                         own.second_row, valid, attention.dv);
-    start_passing({0, begin});
+    start_passing();
   }
 
-  TiledGradient<C> first_rmem = {};   // dQ or dK
-  TiledGradient<C> second_rmem = {};  // dV; unused where the CTA owns queries
+  TiledGradient<C> dk_rmem = {}, dv_rmem = {};
+  int64_t added = -1;  // the number of the block to which the CTA has added last
+  // By one thread, when all have added.
+  const auto pass = [&] {
+    if (sums.turns_gmem != nullptr && added >= 0 && threadIdx.x == 0)
+      math::pass_turn(sums, added, turn);
+  };
 #pragma unroll 1
-  for (math::Passing block{0, begin}; block.head < cta.heads && begin <= last;) {
+  while (blocks_left > 0) {
     const int warp_first = cta.first_row + Lane<C>().warp_row;
     const int warp_last = min(warp_first + C::WARP_ROWS, cta.own_rows) - 1;  // none: < warp_first
     ptx::copies_wait_all();
-    __syncthreads();  // the copies of all threads have arrived
-    // A warp whose rows have nothing to do with the block skips the work, but not the barriers.
+    __syncthreads();  // the copies of all threads have arrived, and all have added to dQ
+    pass();
+    // A warp whose keys have nothing to do with the block skips the work, but not the barriers.
+    TiledScores<C> ds_rmem = {};
     if (warp_last >= warp_first &&
         !cta.visible.hides(warp_first, warp_last, block.row, block.row + C::BLOCK - 1)) {
-      const int head = OWNS_KEYS ? math::passing_head<C::OWNS>(attention, cta, block) : cta.head;
-      const int64_t row = OWNS_KEYS ? static_cast<int64_t>(cta.passing_start) + block.row
-                                    : static_cast<int64_t>(cta.own_start) + cta.first_row;
-      TiledScores<C> s_rmem, dp_rmem;
+      TiledScores<C> s_rmem;
       {
         const Lane<C> lane;
         const int own = (lane.warp_row + lane.row) * C::QK_PITCH;
         const int passing = lane.col * C::QK_PITCH;
         multiply_qk<C>(s_rmem, shared + C::OWN_FIRST_SMEM + own, shared + C::FIRST_SMEM + passing,
                        attention.d);
-        multiply_qk<C>(dp_rmem, shared + C::OWN_SECOND_SMEM + own,
+        multiply_qk<C>(ds_rmem, shared + C::OWN_SECOND_SMEM + own,
                        shared + C::SECOND_SMEM + passing, attention.dv);
       }
-      weigh_tile<C>(s_rmem, dp_rmem, attention, cta, block.row,
-                    math::terms_of(params, cta.batch, head, row));
-      if constexpr (OWNS_KEYS)
-        add_tile_product<C>(second_rmem, s_rmem, shared, shared + C::SECOND_SMEM);
-      add_tile_product<C>(first_rmem, dp_rmem, shared, shared + C::FIRST_SMEM);
+      const int head = math::passing_head<Owns::Keys>(attention, cta, block);
+      weigh_tile<C>(s_rmem, ds_rmem, attention, cta, block.row,
+                    math::terms_of(params, cta.batch, head,
+                                   static_cast<int64_t>(cta.passing_start) + block.row));
+      add_tile_product<C>(dv_rmem, s_rmem, shared, shared + C::SECOND_SMEM);
+      add_tile_product<C>(dk_rmem, ds_rmem, shared, shared + C::FIRST_SMEM);
+    } else {
+      store_scores<C>(ds_rmem, shared);  // zeros, which dQ reads
     }
-    block.row += C::BLOCK;
-    if (block.row > last) block = {block.head + 1, begin};
-    __syncthreads();  // no warp still reads the block, which is overwritten next
-    if (block.head < cta.heads) start_passing(block);
+    added = math::dq_block_number(params, cta, block, C::BLOCK);
+    const bool waits = walk.waits(block);
+    if (++block.head == cta.heads) {
+      block = {0, block.row - C::BLOCK};
+      --blocks_left;
+    }
+    __syncthreads();  // dS is complete, and no warp still reads the block, which is overwritten
+                      // next
+    if (blocks_left > 0) start_passing();
+    add_dq<C>(sums, shared, added, turn, waits);
+  }
+  if (sums.turns_gmem != nullptr) {
+    __syncthreads();  // all have added to dQ
+    pass();
   }
 
-  store_tile_gradient<C>(first_rmem, OWNS_KEYS ? params.dk : params.dq, cta, attention.d,
-                         params.scale);
-  if constexpr (OWNS_KEYS) store_tile_gradient<C>(second_rmem, params.dv, cta, attention.dv, 1.0f);
+  store_tile_gradient<C>(dk_rmem, params.dk, cta, attention.d, params.scale);
+  store_tile_gradient<C>(dv_rmem, params.dv, cta, attention.dv, 1.0f);
 }
 
 }  // namespace archflash::simt
 
-// Defines an entry point. plan_backward.cpp launches it by NAME.
+// Define entry points. plan_backward.cpp launches them by NAME.
 #define ARCHFLASH_SIMT_TILED_BACKWARD_KERNEL(NAME, CONFIG)                           \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
       NAME(const __grid_constant__ archflash::BackwardParams params) {               \
     archflash::simt::tiled_bwd<CONFIG>(params);                                      \
+  }
+#define ARCHFLASH_SIMT_BACKWARD_DQ_KERNEL(NAME)                                \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS) \
+      NAME(const __grid_constant__ archflash::BackwardParams params) {         \
+    archflash::simt::tiled_dq(params);                                         \
   }

@@ -8,16 +8,18 @@
 
 namespace archflash::simt {
 
-// A CTA owns ROWS rows of one side; BLOCK rows of the other side pass by at a time. A warp owns
-// WARP_ROWS of the rows, and its lanes stand as in Config (config.cuh): each has THREAD_ROWS x
-// THREAD_KEYS scores, where "keys" are passing rows, and THREAD_ROWS x 4*OUT_GROUPS elements of a
-// gradient. The names are those that the functions of tile.cuh take.
-template <Owns OWNS_, int HEAD_DIM_, int WARPS_, int THREAD_ROWS_, int BLOCK_, int CTAS_PER_SM_>
+// Of dQ a warp has 16 queries and 64 columns, and a lane 8 x 4 of them.
+constexpr int DQ_WARP_ROWS = 16, DQ_WARP_COLUMNS = 64;
+
+// A CTA owns ROWS keys; BLOCK queries pass by at a time. A warp owns WARP_ROWS of the keys, and its
+// lanes stand as in Config (config.cuh): each has THREAD_ROWS x THREAD_KEYS scores, where "keys"
+// are passing queries, and THREAD_ROWS x 4*OUT_GROUPS elements of dK and of dV. The names are those
+// that the functions of tile.cuh take.
+template <int HEAD_DIM_, int WARPS_, int THREAD_ROWS_, int BLOCK_, int CTAS_PER_SM_>
 struct TiledBackwardConfig {
   using Params = BackwardParams;
   static constexpr DType DTYPE = DType::F32;
-  static constexpr Owns OWNS = OWNS_;
-  static constexpr int GRADIENTS = OWNS == Owns::Keys ? DK | DV : DQ;
+  static constexpr int GRADIENTS = DQ | DK | DV;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_;
   static constexpr int WARPS = WARPS_;
@@ -31,9 +33,10 @@ struct TiledBackwardConfig {
   static constexpr int THREAD_KEYS = BLOCK / LANE_COLS;
   static constexpr int OUT_GROUPS = HEAD_DIM / (4 * LANE_COLS);
   static constexpr int D_STEP = 8;    // columns per iteration of a product of rows
-  static constexpr int KEY_STEP = 8;  // passing rows per iteration of a product into a gradient
+  static constexpr int KEY_STEP = 8;  // rows per iteration of a product into a gradient
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
   static constexpr bool SHORT_SUMS = false;
+  static constexpr int DQ_COLUMN_WARPS = HEAD_DIM / DQ_WARP_COLUMNS;
 
   // Shared memory, offsets and pitches in floats, with the padding of Config: owned first and
   // second | passing first and second | P or dS of each warp. "first" is Q or K, "second" dO or V.
@@ -48,6 +51,7 @@ struct TiledBackwardConfig {
   static constexpr int P_SMEM = SECOND_SMEM + BLOCK * QK_PITCH;
   static constexpr int SHARED_BYTES = 4 * (P_SMEM + ROWS * P_PITCH);
 
+  static_assert(WARPS / DQ_COLUMN_WARPS * DQ_WARP_ROWS == BLOCK, "warps must tile dQ");
   static_assert(OUT_GROUPS >= 1 && OUT_GROUPS * 4 * LANE_COLS == HEAD_DIM,
                 "lanes must tile the columns of a gradient");
   static_assert(THREAD_KEYS * LANE_COLS == BLOCK && P_KEYS % 32 == 0, "lanes must tile the scores");
@@ -55,12 +59,10 @@ struct TiledBackwardConfig {
 };
 
 // clang-format off
-//                                                           head       thread     CTAs
-//                                                           _dim warps _rows block per SM
-using TiledD64Keys     = TiledBackwardConfig<Owns::Keys,      64, 4,    8,    64,   2>;
-using TiledD64Queries  = TiledBackwardConfig<Owns::Queries,   64, 4,    8,    64,   2>;
-using TiledD128Keys    = TiledBackwardConfig<Owns::Keys,     128, 8,    4,    32,   1>;
-using TiledD128Queries = TiledBackwardConfig<Owns::Queries,  128, 4,    8,    32,   2>;
+//                                          head       thread     CTAs
+//                                          _dim warps _rows block per SM
+using TiledD64  = TiledBackwardConfig<        64, 4,    8,    64,   2>;
+using TiledD128 = TiledBackwardConfig<       128, 8,    4,    64,   1>;
 // clang-format on
 
 }  // namespace archflash::simt

@@ -326,6 +326,7 @@ INSTRUCTIONS = {
     "hopper_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
     "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "hopper_combine_": COMBINES,
+    "hopper_convert_cache_": ("LDG.E.128", "F2FP", "STG.E.128"),
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
@@ -347,7 +348,7 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") |
 }
 WITHOUT_TENSOR_CORES = (
     *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
-    *("hopper_order_tiles_", "hopper_summarize_"),
+    *("hopper_convert_cache_", "hopper_order_tiles_", "hopper_summarize_"),
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
     "blackwell_dc_backward_",
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
@@ -617,7 +618,7 @@ def test_every_kernel_is_planned_somewhere() -> None:
     ends = torch.empty(3, dtype=torch.int32, device="meta")
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "return_lse": True}
     plan = archflash.explain(packed, packed, packed, **lengths, device="A100").plan
-    plan = native.with_lse_for_pytorch(plan)
+    plan = native.with_lse_for_pytorch(plan, self_attention=False)
     assert isinstance(plan, native.LaunchPlan)
     planned |= set(plan.kernels)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

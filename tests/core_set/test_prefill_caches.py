@@ -22,6 +22,7 @@ from .executors import executor
 here = executor()
 KERNELS = here.kernels("kv_cache_prefill")
 BF16, F16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ON: dict[str, Any] = {"device": here.device}
 
 CALLS: dict[str, Callable[[], CacheCall]] = {
@@ -70,6 +71,26 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         [90, 200], q_lengths=[64, 130], capacity=208, heads=(4, 2), window=(60, 9),
         alibi_slopes=torch.tensor([[0.5, 0.2, 0.1, 0.01], [1, 0, 0.3, 2]], device=here.device),
         dtype=F16, **ON,
+    ),
+    "e4m3-page-7-packed-queries-descales-by-head-d96": lambda: make(
+        [200, 0, 90], page_size=7, capacity=203, d=96, q_lengths=[90, 0, 70], causal=True,
+        dtype=BF16, cache_dtype=E4M3, k_descale=here.tensor([[0.5, -2.0]] * 3),
+        v_descale=here.tensor([[3.0, 0.125], [1.0, 1.0], [0.5, -2.0]]), **ON,
+    ),
+    "e5m2-page-16-append-rotary-softcap-shared-pages-f16": lambda: make(
+        [163, 100, 300], page_size=16, capacity=320, n_new=3, nq=65, heads=(4, 2), d=128,
+        softcap=5.0, rotary=32, causal=True, dtype=F16, cache_dtype=E5M2, shared_pages=2,
+        k_descale=here.tensor(0.5), v_descale=here.tensor([3.0, 0.125]), **ON,
+    ),
+    "e4m3-leftpad-rows-of-a-larger-cache-window-bhnd-d192": lambda: make(
+        [560, 9, 440], rows_of=[3, 0, 1], leftpad=[8, 9, 33], capacity=560, nq=66, heads=(2, 1),
+        window=(14, 0), d=192, dv=128, layout="bhnd", dtype=BF16, cache_dtype=E4M3,
+        k_descale=here.tensor(1e-38), **ON,
+    ),
+    "e5m2-chunks-alibi-page-64": lambda: make(
+        [200, 9, 541], page_size=64, attention_chunk=170, capacity=576, nq=66, heads=(4, 2),
+        causal=True, alibi_slopes=here.tensor([0.5, 0.2, 0.1, 0.01]), dtype=BF16, cache_dtype=E5M2,
+        v_descale=here.tensor(-1.5), **ON,
     ),
     "page-128-d256-few-columns-of-v": lambda: make(
         [130, 250], page_size=128, capacity=256, nq=70, d=256, dv=72, heads=(2, 2), dtype=BF16,
@@ -124,9 +145,14 @@ def test_every_kernel_for_many_rows_runs(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("cache_dtype", [None, E4M3])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_packed_sequences_of_few_rows_have_a_launch_of_their_own(kernel: str, splits: bool) -> None:
+def test_packed_sequences_of_few_rows_have_a_launch_of_their_own(
+    kernel: str, cache_dtype: torch.dtype | None, splits: bool
+) -> None:
     values: dict[str, Any] = {"n_new": 2, "rotary": 32, "page_size": 16, "causal": True, "d": 64}
+    if cache_dtype is not None:
+        values |= {"cache_dtype": cache_dtype, "k_descale": here.tensor([0.5, 2.0])}
     call = make(
         [1900 if splits else 60, 5, 0, 500 if splits else 81, 88, 90],
         q_lengths=[1, 5, 0, 380 if splits else 40, 8, 9], capacity=2048 if splits else 112,
@@ -134,16 +160,46 @@ def test_packed_sequences_of_few_rows_have_a_launch_of_their_own(kernel: str, sp
     )  # fmt: skip
     plan = planned(kernel, call, sm_count=4 if splits else 1)
     assert sum(name.endswith("_cache") for name in plan.kernels) == 1
-    assert sum(name.endswith("_decode") for name in plan.kernels) == (2 if splits else 1)
+    few = [name for name in plan.kernels if name.endswith(("_decode", "_cache_fp8"))]
+    assert len(few) == (2 if splits else 1)
     assert "few rows" in dict(plan.notes)
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine, plan=plan)[:2])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_plan_serves_other_lengths_and_pages(kernel: str) -> None:
+def test_caches_of_8_bits_are_converted_exactly(
+    kernel: str, cache_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """With one key the output is its row of v, and the log-sum-exp of query row i, which is 1 in
+    column i alone, is column i of k: for all numbers of 8 bits, but those that are none in k.
+    """
+    numbers = torch.arange(256, dtype=torch.uint8, device=here.device).view(cache_dtype)
+    v = torch.full((1, 8, 1, 256), torch.nan, device=here.device).to(cache_dtype)
+    k = v.clone()
+    v[0, 0, 0] = numbers
+    k[0, 0, 0] = torch.where(numbers.float().isfinite(), numbers.float(), 0.0).to(cache_dtype)
+    q = torch.eye(256, device=here.device).to(dtype)[None, :, None]
+    call = CacheCall(q, k, v, {"cache_seqlens": here.int32(1), "scale": 1.0})
+    out, lse, plan = here.attend_with_kvcache(kernel, call)
+    assert any("_convert_cache_" in name for name in plan.kernels)
+    assert "cache" in dict(plan.notes)
+    torch.testing.assert_close(lse[0, 0], k[0, 0, 0].float(), rtol=1e-5, atol=0)
+    for row in (0, 255):
+        torch.testing.assert_close(
+            out[0, row, 0].float(), numbers.float(), rtol=0, atol=0, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("cache_dtype", [None, E5M2])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_plan_serves_other_lengths_and_pages(
+    kernel: str, cache_dtype: torch.dtype | None
+) -> None:
     def call(lengths: list[int], seed: int) -> CacheCall:
         return make(lengths, nq=65, page_size=16, capacity=160, n_new=1, rotary=16, causal=True,
-                    heads=(2, 1), dtype=BF16, seed=seed, **ON)  # fmt: skip
+                    heads=(2, 1), dtype=BF16, cache_dtype=cache_dtype, seed=seed, **ON)  # fmt: skip
 
     plan = here.attend_with_kvcache(kernel, call([0, 9], seed=0))[2]
     for lengths, seed in (([150, 0], 1), ([16, 159], 2)):
@@ -153,11 +209,15 @@ def test_a_plan_serves_other_lengths_and_pages(kernel: str) -> None:
         )
 
 
+@pytest.mark.parametrize("cache_dtype", [None, E4M3])
 @pytest.mark.parametrize("page_size", [None, 8])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_points_outside_the_cache_is_not_read(kernel: str, page_size: int | None) -> None:
-    call = make([20, 40], nq=64, page_size=page_size, capacity=48, leftpad=None if page_size else
-                [0, 3], rows_of=None if page_size else [1, 0], dtype=BF16, **ON)  # fmt: skip
+def test_what_points_outside_the_cache_is_not_read(
+    kernel: str, page_size: int | None, cache_dtype: torch.dtype | None
+) -> None:
+    call = make([20, 40], nq=65, page_size=page_size, capacity=48, leftpad=None if page_size else
+                [0, 3], rows_of=None if page_size else [1, 0], dtype=BF16, cache_dtype=cache_dtype,
+                **ON)  # fmt: skip
     wrong = [{"cache_seqlens": here.int32(-3, 2**31 - 1)}]
     if page_size is None:
         wrong.append({"leftpad_k": here.int32(2**30, -(2**31))})
@@ -180,6 +240,7 @@ def test_what_it_does_not_read_has_a_reason(kernel: str) -> None:
         ({**many, "nq": 3}, few),
         ({**many, "nq": 8, "page_size": 8}, "8 query rows of 2 heads"),
         ({**many, "nq": 16}, "16 query rows of 2 heads"),
+        ({**many, "nq": 64, "cache_dtype": E4M3}, "hopper takes more than 128 such rows"),
         (
             {**many, "q_lengths": [3, 1], "max_seqlen_q": 3},
             few,
@@ -188,7 +249,6 @@ def test_what_it_does_not_read_has_a_reason(kernel: str) -> None:
         ({**many, "page_size": 1}, "rows of a cache in pages of 1: "),
         ({**many, "page_size": 16, "leftpad": [1, 0]}, "leftpad_k with a page table: "),
         ({**many, "batch_invariant": True}, "batch_invariant"),
-        ({**many, "cache_dtype": torch.float8_e4m3fn}, "takes a cache of q's dtype"),
     ):
         call = make([5, 20], **how)
         with pytest.raises(archflash.ForcedImplementationError) as caught:
@@ -197,3 +257,18 @@ def test_what_it_does_not_read_has_a_reason(kernel: str) -> None:
                 implementation=kernel,
             )  # fmt: skip
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_cache_whose_copy_would_be_too_large_is_left_to_others(kernel: str) -> None:
+    home = native.describe(kernel).home_device
+    call = make([5, 20], nq=100, d=256, page_size=64, dtype=BF16, cache_dtype=E4M3)
+    for pages, served in ((2**13, True), (2**13 + 1, False)):  # 64 * 2 * 2 * 512 * 2 bytes for one
+        table = torch.zeros(2, pages, dtype=torch.int32)
+        decision = archflash.explain(
+            call.q, call.k_cache, call.v_cache, **{**call.options, "page_table": table},
+            device=home,
+        )  # fmt: skip
+        assert (decision.chosen == kernel) == served
+        if not served:
+            assert "2048 MiB of at most 2048" in str(decision)

@@ -33,7 +33,7 @@ OF_VALUES: dict[str, Any] = {"heads": (128, 1), "d": 64, "dv": 512, "qv": True}
 PREFILL: dict[str, Any] = {**PLAIN, "nq": 200}
 IN_GRAPHS = [
     *((kernel, of) for kernel in [*WITH_CACHE, "torch"] for of in ("plain", "qv")),
-    *((kernel, "prefill") for kernel in MANY_ROWS),
+    *((kernel, of) for kernel in MANY_ROWS for of in ("prefill", "prefill-fp8")),
 ]
 
 
@@ -51,7 +51,10 @@ def call_of(
 
 @pytest.mark.parametrize(("kernel", "of_call"), IN_GRAPHS)
 def test_a_graph_replays_with_other_lengths_pages_and_caches(kernel: str, of_call: str) -> None:
-    of = {"plain": PLAIN, "qv": OF_VALUES, "prefill": PREFILL}[of_call]
+    of = {
+        "plain": PLAIN, "qv": OF_VALUES, "prefill": PREFILL,
+        "prefill-fp8": {**PREFILL, "cache_dtype": torch.float8_e4m3fn},
+    }[of_call]  # fmt: skip
     exact = kernel in EXACT and kernel != "torch"
     if exact and of is OF_VALUES:
         pytest.skip("qv: 16 bits only")

@@ -35,6 +35,13 @@ def packed(window: tuple[int, int], dropout: float = 0.0) -> tuple[tuple[Any, ..
     return given, {"window_size_left": window[0], "window_size_right": window[1]}
 
 
+def self_attention() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same tensor of lengths for queries and keys: each row sees its own key."""
+    q, k, v = (rand(160, heads, 64, seed=heads, dtype="bfloat16") for heads in (4, 2, 2))
+    ends = cu_seqlens((25, 0, 130, 5))
+    return (q, k, v, ends, ends, 130, 130, 0.0, True, False), {"window_size_left": 40}
+
+
 def dense() -> tuple[tuple[Any, ...], dict[str, Any]]:
     q, k, v = (rand(2, 70, 4, 64, seed=i, dtype="bfloat16") for i in range(3))
     return (q, k, v, None, None, 70, 70, 0.0, True, False), {"scale": 0.2}
@@ -51,6 +58,7 @@ def pages() -> tuple[tuple[Any, ...], dict[str, Any]]:
 KINDS = {
     "packed": lambda: packed((-1, -1)),
     "window": lambda: packed((9, 0)),
+    "self-attention": self_attention,
     "dense": dense,
     "pages": pages,
     "dropout": lambda: packed((-1, -1), 0.5),
@@ -99,3 +107,21 @@ def assert_like(found: tuple[Tensor, ...], own: tuple[Tensor, ...]) -> None:
     seen = own[1] != math.inf
     torch.testing.assert_close(found[1][seen], own[1][seen], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(found[0], own[0], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("first", ["packed", "self-attention"])
+def test_lengths_of_their_own_change_who_may_see_no_key(first: str) -> None:
+    """Calls that differ only in whether queries and keys have one tensor of lengths: in one of them
+    no row can be without keys.
+    """
+    given, named = packed((-1, -1))
+    same = (*given[:4], given[3], *given[5:])
+    calls = {"packed": given, "self-attention": same}
+    order = sorted(calls, key=lambda name: name != first)
+    with archflash.enabled():
+        for _ in range(2):
+            found = {name: forward(*calls[name], **named) for name in order}
+    for name, results in found.items():
+        assert_like(results, forward(*calls[name], **named))
+    assert bool((found["packed"][1] == math.inf).any())
+    assert not bool((found["self-attention"][1] == math.inf).any())

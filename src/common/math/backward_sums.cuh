@@ -39,50 +39,94 @@ __device__ __forceinline__ int64_t dq_block_number(const BackwardParams& params,
                          block.row, block_rows);
 }
 
+// Clears, by all threads of the grid, what the main kernel expects to be zero: the turns, or where
+// CTAs take none the sums.
+__device__ __forceinline__ void clear_dq_sums(const BackwardParams& params) {
+  const AttentionParams& attention = params.attention;
+  const DqSums& sums = params.dq_sums;
+  const int64_t batches = attention.cu_seqlens_q_gmem == nullptr ? attention.batch : 1;
+  const int64_t blocks = batches * attention.heads_q * sums.blocks;
+  const bool turns = sums.turns_gmem != nullptr;
+  unsigned char* const gmem = turns ? reinterpret_cast<unsigned char*>(sums.turns_gmem)
+                                    : reinterpret_cast<unsigned char*>(sums.gmem);
+  const int64_t bytes = blocks * 4 * (turns ? 1 : sums.block_rows * sums.columns);
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  // The last turns of 16 bytes are padding of the workspace.
+  for (int64_t byte = thread * 16; byte < bytes; byte += int64_t{gridDim.x} * blockDim.x * 16)
+    ptx::st_global_v4_b32(gmem + byte, 0, 0, 0, 0);
+}
+
+// A block of the sums: rows first_row on of a sequence of `rows` rows, which starts at row `start`
+// of its tensor.
+struct SummedBlock {
+  int batch, head;  // of a packed tensor: batch 0; negative: no sequence has this block
+  int first_row, rows, start;
+};
+
+__device__ __forceinline__ SummedBlock find_summed_block(const BackwardParams& params, int index) {
+  const AttentionParams& attention = params.attention;
+  const DqSums& sums = params.dq_sums;
+  const int head = index / sums.blocks, block = index % sums.blocks;
+  SummedBlock found{head / attention.heads_q, head % attention.heads_q, block * sums.block_rows,
+                    attention.nq, 0};
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  if (cu_q == nullptr) return found;
+  found = {0, head, found.first_row, 0, 0};
+  const int batch = find_varlen_sequence(cu_q, attention.batch, sums.block_rows, block);
+  if (batch < 0) {
+    found.batch = -1;
+    return found;
+  }
+  found.first_row -= varlen_tile_start(cu_q, batch, sums.block_rows) * sums.block_rows;
+  found.start = sequence_start(cu_q, batch, attention.nq);
+  found.rows = sequence_start(cu_q, batch + 1, attention.nq) - found.start;
+  return found;
+}
+
 // dQ of a block of the sums for each CTA.
 template <DType DTYPE>
 __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
-  const AttentionParams& attention = params.attention;
   const DqSums& sums = params.dq_sums;
-  int head = blockIdx.x / sums.blocks;
-  const int block = blockIdx.x % sums.blocks;
-  int batch = 0, first_row = block * sums.block_rows, rows = attention.nq, start = 0;
-  if (attention.cu_seqlens_q_gmem == nullptr) {
-    batch = head / attention.heads_q;
-    head %= attention.heads_q;
-  } else {
-    const int* cu_q = attention.cu_seqlens_q_gmem;
-    batch = find_varlen_sequence(cu_q, attention.batch, sums.block_rows, block);
-    if (batch < 0) return;
-    first_row -= varlen_tile_start(cu_q, batch, sums.block_rows) * sums.block_rows;
-    start = sequence_start(cu_q, batch, attention.nq);
-    rows = sequence_start(cu_q, batch + 1, attention.nq) - start;
-  }
+  const SummedBlock of_cta = find_summed_block(params, blockIdx.x);
+  if (of_cta.batch < 0) return;
   const int chunks = sums.columns / 8;
   const int chunk = threadIdx.x % chunks;
-  if (8 * chunk >= attention.d) return;
+  if (8 * chunk >= params.attention.d) return;
+  // In turns the first CTA writes a block; one to which none has come stays as it was.
+  const bool any = sums.turns_gmem == nullptr || sums.turns_gmem[blockIdx.x] != 0;
   const float* block_gmem =
       sums.gmem + static_cast<int64_t>(blockIdx.x) * sums.block_rows * sums.columns + chunk * 128;
   const int64_t head_start =
-      (attention.cu_seqlens_q_gmem == nullptr ? batch : 0) * params.dq.batch +
-      head * params.dq.head + 8 * chunk;
-  const int end = min(rows - first_row, sums.block_rows);
+      of_cta.batch * params.dq.batch + of_cta.head * params.dq.head + 8 * chunk;
+  const int end = min(of_cta.rows - of_cta.first_row, sums.block_rows);
 #pragma unroll 2
   for (int row = threadIdx.x / chunks; row < end; row += BACKWARD_DQ_THREADS / chunks) {
     const float* row_gmem = block_gmem + row / 16 * (chunks * 128) + row / 8 % 2 * 64 + row % 8 * 4;
-    const float4 even = *reinterpret_cast<const float4*>(row_gmem);
-    const float4 odd = *reinterpret_cast<const float4*>(row_gmem + 32);
+    float4 even = {}, odd = {};
+    if (any) {
+      even = *reinterpret_cast<const float4*>(row_gmem);
+      odd = *reinterpret_cast<const float4*>(row_gmem + 32);
+    }
     const float s = params.scale;
     float x[8] = {even.x * s, odd.x * s, even.y * s, odd.y * s,
                   even.z * s, odd.z * s, even.w * s, odd.w * s};
     store_gradient_chunk<DTYPE>(
-        params.dq, head_start + (static_cast<int64_t>(start) + first_row + row) * params.dq.row, x);
+        params.dq,
+        head_start + (static_cast<int64_t>(of_cta.start) + of_cta.first_row + row) * params.dq.row,
+        x);
   }
 }
 
 }  // namespace archflash::math
 
-// Defines an entry point, which plan_backward.cpp of a folder launches by NAME.
+// Define entry points, which plan_backward.cpp of a folder launches by NAME. The first one stands
+// in for ARCHFLASH_BACKWARD_ROWS_KERNEL where there are sums.
+#define ARCHFLASH_BACKWARD_ROWS_AND_SUMS_KERNEL(NAME, DTYPE)                     \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS) \
+      NAME(const __grid_constant__ archflash::BackwardParams params) {           \
+    archflash::math::clear_dq_sums(params);                                      \
+    archflash::math::backward_rows<DTYPE>(params);                               \
+  }
 #define ARCHFLASH_BACKWARD_DQ_KERNEL(NAME, DTYPE)                              \
   extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS) \
       NAME(const __grid_constant__ archflash::BackwardParams params) {         \

@@ -24,6 +24,7 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/math/quad.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/mma_sync/backward_config.cuh"
 #include "common/mma_sync/masked_backward_config.cuh"
@@ -33,6 +34,7 @@
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/special_registers.cuh"
+#include "common/ptx/st_global.cuh"
 
 namespace archflash::mma_sync {
 
@@ -205,8 +207,9 @@ __device__ __forceinline__ void pack_block(BlockFragments<C>& packed_rmem,
 
 // Writes, or adds, a warp's part of a gradient times `factor`: from row `warp_row` of the CTA's
 // rows and from column `warp_column` on. `columns`: how many the gradient has. Two neighbouring
-// columns of a lane make one store.
-template <class C, int COLUMN_TILES>
+// columns of a lane make one store; with CHUNKS the lanes of a quad exchange theirs, where 16 bits
+// are written, and eight make one.
+template <class C, bool CHUNKS, int COLUMN_TILES>
 __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES][COLUMN_TILES][4],
                                                const GradientParams& gradient,
                                                const BackwardWork& cta, int warp_row,
@@ -215,6 +218,33 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
   const int first = cta.first_row + warp_row + lane / 4;
   const int64_t start = cta.batch * gradient.batch + cta.head * gradient.head +
                         (static_cast<int64_t>(cta.own_start) + first) * gradient.row;
+  if constexpr (CHUNKS) {
+    if (gradient.dtype == C::DTYPE && !gradient.accumulate) {
+      const int column = warp_column + lane % 4 * 8;
+      uint16_t* lane_gmem = static_cast<uint16_t*>(gradient.gmem) + start + column;
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = 16 * m + 8 * r;
+#pragma unroll
+          for (int n = 0; n < COLUMN_TILES; n += 4) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[m][n + i][2 * r] * factor,
+                                                      x_rmem[m][n + i][2 * r + 1] * factor);
+            }
+            math::transpose_in_quad(words);
+            if (first + row >= cta.own_rows || column + 8 * n >= columns) continue;
+            ptx::st_global_v4_b32(lane_gmem + row * gradient.row + 8 * n, words[0], words[1],
+                                  words[2], words[3]);
+          }
+        }
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -391,7 +421,7 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
   const auto store = [&](const auto& x_rmem, const GradientParams& gradient, int columns,
                          float factor) {
-    store_gradient<C>(x_rmem, gradient, cta, warp_row, 0, columns, factor);
+    store_gradient<C, false>(x_rmem, gradient, cta, warp_row, 0, columns, factor);
   };
   if constexpr ((C::GRADIENTS & DQ) != 0) store(first_rmem, params.dq, attention.d, params.scale);
   if constexpr ((C::GRADIENTS & DK) != 0) store(first_rmem, params.dk, attention.d, params.scale);

@@ -12,13 +12,8 @@
 //   dQ       dS K of all keys of the CTA: a warp has a share of the block's rows and columns. It is
 //            one block late, so that one barrier of the CTA serves a block
 //
-// dQ is added to sums in fp32 (DqSums), which another kernel scales and converts. Where CTAs take
-// turns, those of a head add to a block of queries in the order of their keys, so that the same
-// inputs always give the same bits. A CTA then waits only for CTAs with smaller indices, which have
-// started before it. All CTAs go from the last block of queries to the first one, and over the
-// heads that share a head of K inside of a block: so none of them comes late to a block whose turn
-// others wait for. Without turns each CTA begins with another block, because additions by many CTAs
-// to the same sums at the same time are slow.
+// dQ is added to sums in fp32 (DqSums), which another kernel scales and converts;
+// math/dq_turns.cuh says in which order.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +21,7 @@
 #include "common/backward_params.h"
 #include "common/math/backward_sums.cuh"
 #include "common/math/backward_work.cuh"
+#include "common/math/dq_turns.cuh"
 #include "common/mma_sync/attention_bwd.cuh"
 #include "common/mma_sync/fused_bwd_config.cuh"
 #include "common/mma_sync/tile.cuh"
@@ -70,11 +66,7 @@ struct FusedWork : BackwardWork {
   const uint16_t* q_gmem;
   const uint16_t* dout_gmem;
   const math::RowTerms* terms_gmem;
-  // First rows of blocks of queries: of the first and the last one that see any of the CTA's keys
-  // (none does if begin > last), and of those that see any of the CTA before, where it has its turn
-  // before this one.
-  int begin, last;
-  int before_begin, before_last;
+  math::DqWalk walk;
 };
 
 // Starts the copies of a block of queries into a stage. Rows behind the end become zeros.
@@ -174,7 +166,8 @@ __device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLU
 }
 
 // Adds dS K of a block of queries, in fp32, to the sums. Where CTAs take turns, `waits` says
-// whether the CTA of the keys before adds to this block, too, and therefore first.
+// whether the CTA of the keys before adds to this block, too, and therefore first. The first CTA of
+// a block writes the sums.
 template <class C>
 __device__ __forceinline__ void add_dq(const BackwardParams& params, const BackwardWork& cta,
                                        const Passing& block, uint32_t ds_smem, uint32_t k_smem,
@@ -187,6 +180,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
   const int column = warp % C::DQ_COLUMN_WARPS * C::DQ_COLUMNS;
   const int64_t number = math::dq_block_number(params, cta, block, C::BLOCK);
   const int turn = cta.first_row / C::ROWS;
+  const bool writes = params.dq_sums.turns_gmem != nullptr && !waits;
   // Read before the products, which hide how long this takes.
   int turns_taken = turn;
   if (waits) turns_taken = ptx::ld_relaxed_s32(params.dq_sums.turns_gmem + number);
@@ -219,29 +213,35 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
     while (turns_taken < turn) {
       turns_taken = ptx::ld_acquire_s32(params.dq_sums.turns_gmem + number);
     }
+    const auto for_each = [&](auto&& put) {
 #pragma unroll
-    for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
+      for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
 #pragma unroll
-      for (int n = 0; n < C::DQ_STEP / 8; ++n) {
+        for (int n = 0; n < C::DQ_STEP / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          ptx::red_add_f32(sums_gmem + math::dq_fragment<C::HEAD_DIM>(m, step / 8 + n) + 32 * i,
-                           dq_rmem[m][n][i]);
+          for (int i = 0; i < 4; ++i) {
+            put(sums_gmem + math::dq_fragment<C::HEAD_DIM>(m, step / 8 + n) + 32 * i,
+                dq_rmem[m][n][i]);
+          }
         }
       }
+    };
+    if (writes) {
+      for_each([](float* gmem, float x) { *gmem = x; });
+    } else {
+      for_each([](float* gmem, float x) { ptx::red_add_f32(gmem, x); });
     }
   }
 }
 
-// Lets the CTA of the next keys add to a block, to which all warps of this one have added before a
-// barrier that came since.
+// Passes the turn at a block to which all warps of this CTA have added before a barrier that came
+// since.
 template <class C>
 __device__ __forceinline__ void pass_turn(const BackwardParams& params, const BackwardWork& cta,
                                           const Passing& block) {
   if (params.dq_sums.turns_gmem == nullptr || block.head < 0 || threadIdx.x != 0) return;
-  ptx::st_release_s32(
-      params.dq_sums.turns_gmem + math::dq_block_number(params, cta, block, C::BLOCK),
-      cta.first_row / C::ROWS + 1);
+  math::pass_turn(params.dq_sums, math::dq_block_number(params, cta, block, C::BLOCK),
+                  cta.first_row / C::ROWS);
 }
 
 template <class C>
@@ -271,31 +271,17 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       cta.q_gmem = rows.first_gmem;
       cta.dout_gmem = rows.second_gmem;
       cta.terms_gmem = math::terms_of(params, found.batch, head, found.passing_start);
-      const int end = min(found.first_row + C::ROWS, found.own_rows);
-      cta.begin = found.visible.first(found.first_row) & -C::BLOCK;
-      cta.last = found.visible.last(end - 1) & -C::BLOCK;
-      cta.before_begin = 1, cta.before_last = 0;
-      if (params.dq_sums.turns_gmem != nullptr && found.first_row > 0) {
-        cta.before_begin = found.visible.first(found.first_row - C::ROWS) & -C::BLOCK;
-        cta.before_last = found.visible.last(found.first_row - 1) & -C::BLOCK;
-      }
+      cta.walk = math::find_dq_walk<C::ROWS, C::BLOCK>(params.dq_sums, found);
     }
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  int blocks_left = cta.begin <= cta.last ? (cta.last - cta.begin) / C::BLOCK + 1 : 0;
-  int start = cta.last;
-  if (params.dq_sums.turns_gmem == nullptr && blocks_left > 0)
-    start -= cta.first_row / C::ROWS % blocks_left * C::BLOCK;
+  int blocks_left = cta.walk.blocks<C::BLOCK>();
 
   // With masks as data: the blocks in the same order, but for those in which no score counts. CTAs
   // that take turns leave none out, because the next one waits for each of them.
   [[maybe_unused]] int number = 0;
-  const auto row_of = [&](int of_block) {
-    if constexpr (!C::MASKED) return start;
-    const int row = start - of_block * C::BLOCK;
-    return row < cta.begin ? row + cta.last - cta.begin + C::BLOCK : row;
-  };
+  const auto row_of = [&](int of_block) { return cta.walk.last - of_block * C::BLOCK; };
   [[maybe_unused]] auto seen_blocks = [&] {
     if constexpr (C::MASKED) {
       const MaskParams& masks = all_params.masks;
@@ -327,8 +313,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   Passing block{0, row_of(number)};
   const auto add_multiplied = [&] {
     add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
-              shared_smem + C::OWN_FIRST_SMEM,
-              multiplied.row >= cta.before_begin && multiplied.row <= cta.before_last);
+              shared_smem + C::OWN_FIRST_SMEM, cta.walk.waits(multiplied));
   };
 #pragma unroll 1
   while (blocks_left > 0) {
@@ -340,7 +325,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
         blocks_left -= number - before;
         next = {0, row_of(number)};
       } else {
-        next = {0, block.row == cta.begin ? cta.last : block.row - C::BLOCK};
+        next = {0, block.row - C::BLOCK};
         --blocks_left;
       }
     }
@@ -451,12 +436,13 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
 
   const int warp = ptx::mov_tid_x_volatile() / 32;
   const int warp_row = warp / C::SPLIT * C::WARP_ROWS;
-  store_gradient<C>(dk_rmem, params.dk, cta, warp_row, warp % C::SPLIT * FIRST_COLUMNS, attention.d,
-                    params.scale);
+  constexpr bool CHUNKS = C::CTAS_PER_SM == 1;  // else another CTA multiplies in the meantime
+  store_gradient<C, CHUNKS>(dk_rmem, params.dk, cta, warp_row, warp % C::SPLIT * FIRST_COLUMNS,
+                            attention.d, params.scale);
   float dv_factor = 1.0f;
   if constexpr (C::MASKED) dv_factor = all_params.dropout.scale;
-  store_gradient<C>(dv_rmem, params.dv, cta, warp_row, warp % C::SPLIT * SECOND_COLUMNS,
-                    attention.dv, dv_factor);
+  store_gradient<C, CHUNKS>(dv_rmem, params.dv, cta, warp_row, warp % C::SPLIT * SECOND_COLUMNS,
+                            attention.dv, dv_factor);
 }
 
 }  // namespace archflash::mma_sync

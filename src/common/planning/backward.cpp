@@ -222,7 +222,6 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     const int64_t blocks = heads * sums.blocks;
     if (takes_turns(set.front(), problem, device)) parts.turns = workspace.add(blocks * TURN_BYTES);
     parts.sums = workspace.add(blocks * block * sums.columns * SUM_BYTES);
-    plan.zeroed_bytes = workspace.bytes();
   }
   parts.terms = workspace.add(rows * TERMS_BYTES);
   plan.workspace_bytes = workspace.bytes();

@@ -43,11 +43,11 @@ struct MaskedBackwardTiles {
   bool base_2 = false;                  // scores are logarithms to base 2, not natural ones
 };
 
-// The plan, or the reasons why not: first the terms of each query row ("<folder>_backward_rows_
-// <dtype>", into the workspace), then the main kernels ("<folder>_attention_bwd_<dtype>_<tile>"),
-// dQ from its sums if they made such ("<folder>_backward_dq_<dtype>"), and the gradient of the
-// sinks ("<folder>_backward_sinks_<dtype>"), all of the image
-// "<folder>/bwd_<dtype>".
+// The plan, or the reasons why not: first the terms of each query row and zeros for the sums of dQ
+// ("<folder>_backward_rows_<dtype>", into the workspace), then the main kernels
+// ("<folder>_attention_bwd_<dtype>_<tile>"), dQ from its sums if they made such
+// ("<folder>_backward_dq_<dtype>"), and the gradient of the sinks
+// ("<folder>_backward_sinks_<dtype>"), all of the image "<folder>/bwd_<dtype>".
 PlanResult plan_backward(const Description& description, std::span<const BackwardTile> tiles,
                          const BackwardProblem& problem, const Device& device,
                          const MaskedBackwardTiles& masked = {});

@@ -162,7 +162,8 @@ Reasons refusals(const Problem& problem, const Description& description,
                "reads no cache, whose lengths are on the device; leave the "
                "implementation out");
   }
-  if (fp8_cache && !has("fp8_cache")) {
+  const bool takes_fp8_cache = has("fp8_cache") || (!with_qv && has("fp8_cache_prefill"));
+  if (fp8_cache && !takes_fp8_cache) {
     refuse.add(std::string("a cache of dtype ") + dtype_name(problem.kv_dtype) +
                    " for q of dtype " + dtype_name(problem.dtype),
                "takes a cache of q's dtype; convert one of them");

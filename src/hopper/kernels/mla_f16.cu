@@ -1,6 +1,7 @@
 // The kernels for latent caches in f16. mla_config.cuh has their tile.
 #include "common/math/append_kv.cuh"
 #include "common/math/combine_splits.cuh"
+#include "hopper/convert_cache.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/mla_fwd.cuh"
 
@@ -10,3 +11,5 @@ using namespace archflash::hopper;
 ARCHFLASH_HOPPER_MLA_KERNEL(hopper_attention_fwd_f16_mla, MlaConfig<DType::F16>)
 ARCHFLASH_COMBINE_KERNEL(hopper_combine_f16_mla, DType::F16, MlaConfig<DType::F16>::HEAD_DIM_V)
 ARCHFLASH_APPEND_KERNEL(hopper_append_f16, DType::F16, uint16_t)
+ARCHFLASH_APPEND_KERNEL(hopper_append_f16_fp8, DType::F16, uint8_t)
+ARCHFLASH_CONVERT_CACHE_KERNEL(hopper_convert_cache_f16, DType::F16)

@@ -144,7 +144,7 @@ TARGETS = (
     BackwardTarget("blackwell_dc", "f16_d128", "B200", 128, many=(300, 400)),
     BackwardTarget("hopper", "bf16_d64_softcap", "H200", 64, many=(600, 550)),
     BackwardTarget("hopper", "f16_d128", "H200", 128, many=(330, 550)),
-    BackwardTarget("simt", "f32_d64_large_keys", "A100", 64),
+    BackwardTarget("simt", "f32_d64_large", "A100", 64),
     BackwardTarget("simt", "f32_d64_queries_masked", "A100", 64, masked=True),
 )
 
