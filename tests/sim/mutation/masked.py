@@ -103,24 +103,29 @@ class MaskedTarget:
             return shared, {"attn_mask": keep, "causal": True}
         if kind == "bool of all heads":
             return both, {"attn_mask": keep[:, :1], "softcap": 1.5, "window": (90, 40)}
-        if kind == "added":  # rows of which TMA can take boxes: they are padded to 16 bytes
+        if kind in ("added", "lowest"):  # rows of which TMA can take boxes: padded to 16 bytes
             padded = torch.zeros(1, 1, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
             padded.copy_(torch.where(keep[:, :1], 2 * noise[:, :1], -math.inf))
-            return both, {"attn_mask": padded}
+            if kind == "added":
+                return both, {"attn_mask": padded}
+            padded.clamp_(min=max(torch.finfo(padded.dtype).min, -2e38))
+            return both, {"attn_mask": padded, "causal": True, "q_offset": 0}
         if kind == "added of each head":  # -inf in one of the heads
             padded = torch.zeros(1, 2, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
             padded.copy_(noise)
             padded[:, 1] = padded[:, 1].masked_fill(~keep[:, 1], -math.inf)
-            return shared, {"attn_mask": padded, "causal": True}
+            return shared, {"attn_mask": padded, "causal": True, "q_offset": 0}
         if kind == "added, float32":
             return shared, {"attn_mask": torch.where(keep, noise, -math.inf), "window": (90, 40)}
         if kind == "ranges":
             return shared, {"key_ranges": ranges, "causal": True, "q_offset": 40}
         if kind == "one range":
-            q, k, v = both  # huge scores, and a block of which all rows see all keys
+            # Scores are huge behind the first block that is computed, and there all rows see all
+            # keys.
             ranges[..., 1, 0] = 50
-            inputs = q * 4096, k * 4096, v
-            return inputs, {"key_ranges": ranges[:, :1, :, 1:], "scale": -0.2}
+            q, k, v = both
+            inputs = q * 4096, torch.cat([k[:, :, :128] * 4096, k[:, :, 128:] / 2**20], 2), v
+            return inputs, {"key_ranges": ranges[:, :1, :, 1:], "scale": -200.0}
         if kind == "ranges, softcap":
             return shared, {"key_ranges": ranges, "softcap": 1.5}
         if kind == "four ranges":  # whose ends are those of blocks, or next to them
@@ -131,10 +136,10 @@ class MaskedTarget:
             for place in range(4):  # a block whose rows all see one of keys, or nearly
                 made[:, place % 2, 64 * place : 64 * place + 64, place] = torch.tensor([64, 128])
                 made[:, 1, 64 * place + 63, place] = torch.tensor([65, 127])
-            return both, {"key_ranges": made}
-        if kind == "slopes":
+            return both, {"key_ranges": made, "window": (120, 90)}
+        if kind in ("slopes", "slopes on both sides"):
             slopes = hashed((2,), 8).abs() / 8
-            return shared, {"alibi_slopes": slopes, "causal": True}
+            return shared, {"alibi_slopes": slopes, "causal": kind == "slopes"}
         if kind == "softcap, fewer columns":  # rows of the mask that are read by words
             wide = torch.zeros(1, 2, rows, 208, dtype=torch.bool)[..., :nk]
             wide.copy_(keep)
@@ -186,8 +191,8 @@ WHOLE = (
 DATA = (*WHOLE, "shares, ranges")
 BLOCKS = ("blocks, ranges, slopes", "blocks", "many heads", "many blocks")
 DENSE = (
-    "bool", "bool of all heads", "added", "ranges", "one range", "four ranges", "slopes",
-    "added of each head", "ranges, softcap",
+    "bool", "bool of all heads", "added", "ranges", "one range", "four ranges",
+    "slopes on both sides", "lowest", "added of each head", "ranges, softcap",
 )  # fmt: skip
 PLAIN = ("causal", "window, softcap", "huge scores", "shares")
 COPIES = tuple(ODD_STRIDES)
