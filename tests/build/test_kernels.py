@@ -334,6 +334,7 @@ INSTRUCTIONS = {
     "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
     "simt_append_": ("LDG.E", "STG.E"),
     "simt_attention_": ("FFMA", "MUFU.EX2"),
+    "simt_backward_dq_": ("LDG.E", "STG.E"),
     "simt_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
     "simt_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "simt_combine_": COMBINES,

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_dispatch", "_torch_cache"),
     ("_gradients",),
     ("_ops",),
-    ("_api", "_backward", "_kvcache", "_merge", "_quantize"),
+    ("_api", "_backward", "_backward_operators", "_kvcache", "_merge", "_quantize"),
     ("_shared_prefix", "_warm_up", "_overrides"),
     ("_sdpa",),
     ("compat._flash", "compat.flash_attn.bert_padding", "compat.flash_attn.layers.rotary"),
