@@ -130,7 +130,7 @@ def test_mutants_of_kernels_for_latent_caches_are_caught(
 MASKED = [
     target
     for target in masked.TARGETS
-    if target.kernel.endswith(("ampere_attention_fwd_bf16_d64_masked", "d64_dense", "gather"))
+    if target.kernel.endswith(("ampere_attention_fwd_bf16_d64_masked", "d64_dense", "scatter"))
 ]
 
 
@@ -140,7 +140,7 @@ def test_mutants_of_kernels_for_masks_and_copies_are_caught(
 ) -> None:
     subject = planned.subject_of(target)
     # Copies of a tensor have code for units of every size, of which the calls have some.
-    assert subject.coverage() > (0.35 if target.kernel.startswith("copy") else 0.75)
+    assert subject.coverage() > (0.3 if target.kernel.startswith("copy") else 0.75)
     score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
