@@ -698,6 +698,18 @@ def test_every_kernel_is_planned_somewhere() -> None:
             ).plan
             assert plan is not None
             planned |= set(plan.kernels)
+        # A cache of 8 bits of many query rows, and a row to append to it.
+        q = torch.empty(2, 1024, 4, 128, dtype=dtype, device="meta")
+        of_8_bits, row = (
+            torch.empty(2, rows, 2, 128, dtype=torch.float8_e4m3fn, device="meta")
+            for rows in (2048, 1)
+        )
+        new = {"k_new": row, "v_new": row, "cache_seqlens": lengths}
+        plan = archflash.explain(
+            q, of_8_bits, of_8_bits, device="H200", implementation="hopper", **new
+        ).plan
+        assert plan is not None
+        planned |= set(plan.kernels)
         q, qv, k_cache, v_cache = (
             torch.empty(2, rows, heads, dim, dtype=dtype, device="meta")
             for rows, heads in ((1, 4), (1024, 1))
