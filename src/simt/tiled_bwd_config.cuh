@@ -8,7 +8,7 @@
 
 namespace archflash::simt {
 
-// Of dQ a warp has 16 queries and 64 columns, and a lane 8 x 4 of them.
+// A warp computes dQ of 16 queries and 64 columns, and a lane 8 x 4 of these.
 constexpr int DQ_WARP_ROWS = 16, DQ_WARP_COLUMNS = 64;
 
 // A CTA owns ROWS keys; BLOCK queries pass by at a time. A warp owns WARP_ROWS of the keys, and its

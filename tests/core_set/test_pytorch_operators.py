@@ -270,7 +270,7 @@ def gradients_of(
 ) -> tuple[str, tuple[Any, ...]]:
     """The whole name of a backward operator of SDPA and its arguments, for a call whose log-sum-exp
     is (B, H, Nq) here.
-    """  # fmt: skip
+    """
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     nq, nk = q.shape[2], k.shape[2]
     first, states = (grad, q, k, v), (state, state)

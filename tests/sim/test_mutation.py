@@ -90,6 +90,16 @@ BACKWARD_SAMPLE = 12
 BACKWARD_FLOOR = 0.9
 
 
+def assert_caught(kernel: str, score: Score, capsys: pytest.CaptureFixture[str]) -> None:
+    """The score of a small sample, which is printed, is not below the floor."""
+    survivors = "".join(
+        f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
+    )
+    with capsys.disabled():
+        print(f"\n{kernel}: mutation score {score}{survivors}")
+    assert score.value >= BACKWARD_FLOOR, survivors
+
+
 @pytest.mark.parametrize("target", backward.TARGETS, ids=lambda target: target.kernel)
 def test_mutants_of_the_backward_pass_are_caught(
     target: backward.BackwardTarget, capsys: pytest.CaptureFixture[str]
@@ -102,12 +112,7 @@ def test_mutants_of_the_backward_pass_are_caught(
     least = 0.7 if target.implementation == "hopper" else 0.75
     assert subject.coverage() > (0.6 if target.masked else least)
     score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=2)
-    survivors = "".join(
-        f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
-    )
-    with capsys.disabled():
-        print(f"\n{target.kernel}: mutation score {score}{survivors}")
-    assert score.value >= BACKWARD_FLOOR, survivors
+    assert_caught(target.kernel, score, capsys)
 
 
 @pytest.mark.parametrize("target", latent.TARGETS, ids=lambda target: target.kernel)
@@ -118,12 +123,7 @@ def test_mutants_of_kernels_for_latent_caches_are_caught(
     subject = planned.subject_of(target)
     assert subject.coverage() > 0.95
     score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0)
-    survivors = "".join(
-        f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
-    )
-    with capsys.disabled():
-        print(f"\n{target.kernel}: mutation score {score}{survivors}")
-    assert score.value >= BACKWARD_FLOOR, survivors
+    assert_caught(target.kernel, score, capsys)
 
 
 # One kernel of each kind; ``python -m tests.sim.mutation.masked`` runs larger samples of all.
@@ -142,12 +142,7 @@ def test_mutants_of_kernels_for_masks_and_copies_are_caught(
     # Copies of a tensor have code for units of every size, of which the calls have some.
     assert subject.coverage() > (0.3 if target.kernel.startswith("copy") else 0.75)
     score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0)
-    survivors = "".join(
-        f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
-    )
-    with capsys.disabled():
-        print(f"\n{target.kernel}: mutation score {score}{survivors}")
-    assert score.value >= BACKWARD_FLOOR, survivors
+    assert_caught(target.kernel, score, capsys)
 
 
 def test_mutants_of_protocols_are_caught(capsys: pytest.CaptureFixture[str]) -> None:
