@@ -35,6 +35,17 @@ Encode encoder() {
   return encode;
 }
 
+void make_context_current() {
+  int device_index = 0;
+  cudaError_t status = cudaGetDevice(&device_index);
+  if (status == cudaSuccess) status = cudaSetDevice(device_index);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    throw LaunchFailure(join("making the context of device ", device_index,
+                             " current: ", cudaGetErrorString(status)));
+  }
+}
+
 }  // namespace
 
 void* driver_function(const char* name, int cuda_version) {
@@ -67,13 +78,21 @@ void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map) {
     steps[i] = 1;
     if (i + 1 < rank) strides[i] = spec.strides[i];
   }
-  const CUresult status =
-      encoder()(static_cast<CUtensorMap*>(map), map_dtype(spec.dtype), rank,
-                static_cast<char*>(address) + spec.addend, dims, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(spec.swizzle),
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                spec.nan_fill ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
-                              : CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encoder()(static_cast<CUtensorMap*>(map), map_dtype(spec.dtype), rank,
+                     static_cast<char*>(address) + spec.addend, dims, strides, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(spec.swizzle),
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     spec.nan_fill ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
+                                   : CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    // The encoder needs a current context. A thread that has made no call of CUDA has none: a
+    // launch would make one current by itself, but it comes after this.
+    make_context_current();
+    status = encode();
+  }
   if (status != CUDA_SUCCESS) {
     throw LaunchFailure(join("the driver refused the tensor map of ", operand_name(spec.operand),
                              " (CUresult ", status, ")"));

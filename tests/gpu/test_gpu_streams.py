@@ -273,6 +273,22 @@ def test_eight_threads_with_their_own_shapes_and_streams(kernel: str) -> None:
         assert all(threads.map(work, range(8)))
 
 
+@each_kernel
+def test_a_new_thread_calls_what_another_has_called(kernel: str) -> None:
+    """Its first CUDA call is ours: no context is current in it, and the plan is in the cache, its kernel loaded."""
+    case = inputs(kernel)
+    expected = archflash.attention(*case, implementation=kernel, causal=True)
+    torch.cuda.synchronize()
+
+    def work(_: int) -> Tensor:
+        return archflash.attention(*case, implementation=kernel, causal=True)
+
+    for _ in range(3):  # PyTorch's allocator may call CUDA in one of them, but then it has free memory for the next
+        with ThreadPoolExecutor(1) as thread:
+            (out,) = thread.map(work, range(1))
+        assert same_bits(out, expected)
+
+
 def test_threads_call_sdpa_through_the_registry() -> None:
     """16 threads, each on a stream of its own, call 16 shapes in turns. Every call is counted."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
