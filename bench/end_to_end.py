@@ -1,18 +1,20 @@
 """Times models from end to end, with PyTorch's own attention and with archflash in its place.
 
-    python -m bench.end_to_end [--rounds N] [--output FOLDER]
+    python -m bench.end_to_end [--only REGEX] [--rounds N] [--output FOLDER]
 
 Weights and inputs are random and bf16. The models call
 `torch.nn.functional.scaled_dot_product_attention`, which archflash serves through
 `archflash.enable()`. Each case runs in four ways, eager or compiled and without archflash or with
 it, which take turns in every round; the median counts. Outputs that differ by more than rounding
-explains are an error. Writes <gpu>-end-to-end.json. Exit status 2 when nothing can be measured.
+explains are an error. Writes <gpu>-end-to-end.json, in which cases left out by --only keep what an
+earlier run measured. Exit status 2 when nothing can be measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -288,11 +290,20 @@ def lines_of(cases: dict[str, Any]) -> list[str]:
     return lines
 
 
+def replace_cases(path: Path, cases: dict[str, Any]) -> None:
+    """Writes cases to a result file; those that it has besides them stay."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    known = [name for name in CASES if name in before or name in cases]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({name: (before | cases)[name] for name in known}, indent=2) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the measurement; see the top of this file."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.end_to_end", description=(__doc__ or "").split("\n")[0]
     )
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose names match")
     parser.add_argument("--rounds", type=int, default=9, help="measured sections of each way")
     parser.add_argument("--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER")
     options = parser.parse_args(argv)
@@ -303,27 +314,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import archflash
 
+    chosen = {name: make for name, make in CASES.items() if re.search(options.only, name)}
+    if not chosen:
+        print(
+            f"no case matches --only {options.only!r}; cases: {'; '.join(CASES)}", file=sys.stderr
+        )
+        return 2
     facts = environment.run_facts(environment.open_nvml())
+    facts |= {"version": archflash.__version__, "rounds": options.rounds}
     torch.manual_seed(0)
-    cases, served = {}, {}
-    for name, make in CASES.items():
+    cases = {}
+    for name, make in chosen.items():
         archflash.stats(reset=True)
-        cases[name] = measure(
+        found = measure(
             make("cuda"),
             options.rounds,
             lambda provider: archflash.enable() if provider == "archflash" else archflash.disable(),
         )
         counted = archflash.stats()
-        served[name] = {"served": counted.served, "declined": counted.declined}
+        cases[name] = {**facts, **found, "served": counted.served, "declined": counted.declined}
         torch.cuda.empty_cache()
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     print("\n".join(lines_of(cases)))
-    print("\n".join(f"{name}: {counts}" for name, counts in served.items()))
-    options.output.mkdir(parents=True, exist_ok=True)
+    for name, case in cases.items():
+        print(f"{name}: served {case['served']}, declined {case['declined']}")
     path = options.output / f"{environment.gpu_slug(facts['gpu'])}-end-to-end.json"
-    record = {**facts, "version": archflash.__version__, "rounds": options.rounds, "cases": cases}
-    record["stats"] = served
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    replace_cases(path, cases)
     print(f"\nwritten to {path}")
     return 0
 

@@ -329,11 +329,12 @@ def end_to_end_table(path: Path) -> str:
     ways = ("eager", "compiled")
     head = ["model"]
     head += [f"{how}, {what}" for how in ways for what in ("torch", "archflash", "ratio")]
+    head += ["commit, date, rounds"]
     if not path.exists():
-        return markdown(head, [["any", *[UNMEASURED] * 6]])
-    data = json.loads(path.read_text())
-    lines = []
-    for name, case in data["cases"].items():
+        return markdown(head, [["any", *[UNMEASURED] * 7]])
+    lines: list[list[str]] = []
+    machines: set[str] = set()
+    for name, case in json.loads(path.read_text()).items():
         cells = []
         for how in ways:
             before, after = (
@@ -341,11 +342,12 @@ def end_to_end_table(path: Path) -> str:
                 for provider in ("torch", "archflash")
             )
             cells += [f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}"]
+        cells += [f"{case['commit']}, {case['date']}, {case['rounds']}"]
         lines.append([f"{name} ({case['unit']})", *cells])
+        machines.add(f"{case['gpu']}, driver {case['driver']}, torch {case['torch']}")
     return (
-        f"{markdown(head, lines)}\n\n{data['gpu']}, driver {data['driver']}, torch "
-        f"{data['torch']}, commit {data['commit']}, {data['date']}; medians of {data['rounds']} "
-        "rounds in which the ways took turns."
+        f"{markdown(head, lines)}\n\n{'; '.join(sorted(machines))}; medians of rounds in which "
+        "the ways took turns."
     )
 
 

@@ -25,20 +25,23 @@ const Folder& find_folder(std::string_view name) {
   throw std::invalid_argument(join("no implementation is called '", name, "'"));
 }
 
-// The targets of groups as CMakeLists.txt gives them, "75:75 80:80,90": the machine code of all,
-// and the PTX of the first group, which newer GPUs run.
+// The targets of groups as CMakeLists.txt gives them, "75:75,ptx 80:80,90": the machine code of
+// all, and the PTX of the group that has `ptx`, which newer GPUs run.
 std::vector<Target> parse_groups(const char* text) {
   std::vector<Target> result;
   std::istringstream groups(text);
-  std::string group, lowest;
+  std::string group, newer;
   while (groups >> group) {
     const size_t colon = group.find(':');
-    if (lowest.empty()) lowest = group.substr(0, colon);
     std::istringstream list(group.substr(colon + 1));
-    for (std::string number; std::getline(list, number, ',');)
-      result.push_back(target("sm_" + number));
+    for (std::string number; std::getline(list, number, ',');) {
+      if (number == "ptx")
+        newer = group.substr(0, colon);
+      else
+        result.push_back(target("sm_" + number));
+    }
   }
-  if (!lowest.empty()) result.push_back(target("compute_" + lowest));
+  if (!newer.empty()) result.push_back(target("compute_" + newer));
   return result;
 }
 

@@ -269,6 +269,19 @@ def test_16_bit_inputs_go_to_ada_on_8_9_only(dtype: str) -> None:
     assert {device for device, name in chosen.items() if name == "ada"} == {"L40S", "RTX 4090"}
 
 
+@pytest.mark.parametrize("device", ["B200", "Jetson Thor", "RTX 5090"])
+def test_16_bit_inputs_need_int8_on_gpus_newer_than_9_0(device: str) -> None:
+    """Nothing would choose the exact kernels there: no machine code of them is built."""
+    exact, int8 = call("bfloat16"), call("bfloat16", approximate="int8_qk")
+    (reason,) = native.plan("ada", exact, find_device(device))
+    assert reason.startswith("bfloat16 on compute capability 1")
+    assert reason.endswith("others take the same calls: leave the implementation out")
+    plan_of(exact, device, "ampere")
+    plan_of(int8, device, "ada")
+    with pytest.raises(archflash.ForcedImplementationError, match=r"built for 8\.9 and 9\.x only"):
+        _dispatch.select(exact, find_device(device), "ada")
+
+
 def test_ada_says_where_it_is_made_for() -> None:
     (row,) = (i for i in archflash.implementations() if i.name == "ada")
     assert "8.9" in row.description

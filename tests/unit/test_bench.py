@@ -929,11 +929,29 @@ def test_end_to_end_table(fixture_results: Path) -> None:
     speeds = {"eager, torch": 1000.0, "eager, archflash": 1250.0}
     speeds |= {"compiled, torch": 2000.0, "compiled, archflash": 1900.0}
     ways = {way: {"per_second": speed} for way, speed in speeds.items()}
-    record = {**FACTS, "rounds": 9, "cases": {"a model": {"unit": "tokens/s", "ways": ways}}}
+    case = {**FACTS, "rounds": 9, "unit": "tokens/s", "ways": ways}
+    other = case | {"commit": "fedcba987654", "driver": "590.2"}
+    record = {"a model": case, "another": case, "a third": other}
     (fixture_results / "h200-end-to-end.json").write_text(report.json.dumps(record))
     table = report.make_table("h200/end-to-end", fixture_results)
     line = "| a model (tokens/s) | 1,000 | 1,250 | 1.25 | 2,000 | 1,900 | 0.95 |"
-    assert line in table
+    assert f"{line} {FACTS['commit']}, {FACTS['date']}, 9 |" in table
+    assert f"fedcba987654, {FACTS['date']}, 9 |" in table
+    machine = f"{FACTS['gpu']}, driver {{}}, torch {FACTS['torch']}; "
+    assert f"\n\n{machine.format(FACTS['driver'])}{machine.format('590.2')}medians" in table
+
+
+def test_cases_that_did_not_run_keep_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "h200-end-to-end.json"
+    prefill, _, training, _ = end_to_end.CASES
+    end_to_end.replace_cases(path, {training: {"date": "then"}})
+    end_to_end.replace_cases(path, {prefill: {"date": "now"}})
+    assert list(report.json.loads(path.read_text()).items()) == [
+        (prefill, {"date": "now"}),
+        (training, {"date": "then"}),
+    ]
+    end_to_end.replace_cases(path, {training: {"date": "now"}})
+    assert report.json.loads(path.read_text())[training] == {"date": "now"}
 
 
 def end_to_end_cases() -> dict[str, end_to_end.Case]:

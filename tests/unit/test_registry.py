@@ -132,30 +132,22 @@ def test_ada_is_built_for_the_targets_of_the_design() -> None:
 
 def test_blackwell_consumer_is_built_for_the_targets_of_the_design() -> None:
     row = facts("blackwell_consumer")
-    assert row.compiled == ("sm_120f", "sm_90a", "compute_120f")
-    assert row.capabilities == (
-        ("12.0", "12.9", "sm_120f"),
-        ("9.0", "9.0", "sm_90a"),
-        ("12.0", "12.9", "compute_120f"),
-    )
+    assert row.compiled == ("sm_120f", "sm_90a")
+    assert row.capabilities == (("12.0", "12.9", "sm_120f"), ("9.0", "9.0", "sm_90a"))
     assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
 def test_blackwell_dc_is_built_for_the_targets_of_the_design() -> None:
     row = facts("blackwell_dc")
-    assert row.compiled == ("sm_100f", "sm_110f", "compute_100f")
-    assert row.capabilities == (
-        ("10.0", "10.9", "sm_100f"),
-        ("11.0", "11.9", "sm_110f"),
-        ("10.0", "10.9", "compute_100f"),
-    )
+    assert row.compiled == ("sm_100f", "sm_110f")
+    assert row.capabilities == (("10.0", "10.9", "sm_100f"), ("11.0", "11.9", "sm_110f"))
     assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
 def test_hopper_is_built_for_the_target_of_the_design() -> None:
     row = facts("hopper")
-    assert row.compiled == ("sm_90a", "compute_90a")
-    assert row.capabilities == (("9.0", "9.0", "sm_90a"), ("9.0", "9.0", "compute_90a"))
+    assert row.compiled == ("sm_90a",)
+    assert row.capabilities == (("9.0", "9.0", "sm_90a"),)
     assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
@@ -190,7 +182,7 @@ def test_blackwell_consumer_and_hopper_serve_9_0_where_forced_or_measured() -> N
 def test_only_ptx_is_open_towards_newer_gpus(name: str) -> None:
     open_ended = [code for _, last, code in facts(name).capabilities if last is None]
     assert all(code.startswith("compute_") for code in open_ended)
-    # The PTX of a family, or of one architecture, stays in it.
+    # The PTX of a family, or of one architecture, would serve no GPU but those of its machine code.
     if name in ("blackwell_consumer", "blackwell_dc", "hopper"):
         assert open_ended == []
         return
