@@ -46,6 +46,8 @@ class Case:
         published_vs_math: times faster than torch-math that the kernel simt descends from was
             published with; None where nothing was published.
         mask: kind of mask as data, of bench.masks; "" for a call without one.
+        packed: the sequences of the batch lie behind one another in packed tensors, rows before
+            heads.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Case:
     groups: tuple[str, ...] = ()
     published_vs_math: float | None = None
     mask: str = ""
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -122,7 +125,7 @@ def load_cases(path: Path = CASES_FILE) -> list[Case]:
             cases.append(Case(**fields))
         except TypeError as error:
             raise ValueError(f"{path.name}: case {table.get('name')!r}: {error}") from error
-    names, shapes = [c.name for c in cases], [(c.key, c.mask) for c in cases]
+    names, shapes = [c.name for c in cases], [(c.key, c.mask, c.packed) for c in cases]
     for what, count in (("name", len(set(names))), ("shape", len(set(shapes)))):
         if count != len(cases):
             raise ValueError(f"{path.name}: two cases have the same {what}")

@@ -11,6 +11,7 @@ gradients of ours were wrong, 2 when nothing can be measured.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,7 @@ FLOPS, BYTES = 3.5, 3
 LIMIT = 0.02
 # torch-math keeps every score for the backward pass.
 LEFT_OUT = ("torch-math",)
+PACKED = "layout=packed"  # word in `features` of a call of packed sequences
 
 
 class Gradients(NamedTuple):
@@ -54,8 +56,10 @@ def dout_of(case: Case, device: str = "cuda") -> torch.Tensor:
 
     generator = torch.Generator(device).manual_seed(1)
     dtype = getattr(torch, TORCH_DTYPES[case.dtype])
-    shape = (case.b, case.hq, case.nq, case.dv)
-    return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    heads_and_rows = (case.nq, case.hq) if case.packed else (case.hq, case.nq)
+    shape = (case.b, *heads_and_rows, case.dv)
+    dout = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    return dout.transpose(1, 2) if case.packed else dout
 
 
 def with_gradients(candidate: Candidate, dout: torch.Tensor) -> Candidate:
@@ -151,12 +155,55 @@ class Checker:
         return self._expected[key]
 
 
-def candidates() -> list[Candidate]:
-    """Every implementation of ours, which refuses where it has no backward pass, PyTorch's fused
-    kernels, and both as they are chosen.
+def packed_call(case: Case, forced: str | None) -> Callable[..., torch.Tensor]:
+    """A call of packed sequences, whose tensors are views of q, k and v: of an implementation of
+    ours, or of PyTorch's operator for them.
     """
-    every = [*our_candidates(), *torch_candidates(), *chosen_candidates()]
-    return [candidate for candidate in every if candidate.name not in LEFT_OUT]
+    import torch
+
+    import archflash
+
+    def ends(rows: int) -> torch.Tensor:
+        return torch.arange(0, (case.b + 1) * rows, rows, dtype=torch.int32, device=on)
+
+    def as_packed(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).flatten(0, 1)
+
+    on = "cuda" if torch.cuda.is_available() else "cpu"
+    ends_q, ends_k = ends(case.nq), ends(case.nk)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        given = [as_packed(x) for x in (q, k, v)]
+        if forced is None:
+            from torch.nn.attention.varlen import varlen_attn
+
+            window = (-1, 0 if case.causal else -1)
+            out = varlen_attn(*given, ends_q, ends_k, case.nq, case.nk, window_size=window)
+        else:
+            out = archflash.attention(
+                *given, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=case.nq,
+                max_seqlen_k=case.nk, causal=case.causal, implementation=forced,
+            )  # fmt: skip
+        return out.unflatten(0, (case.b, case.nq)).transpose(1, 2)
+
+    return call
+
+
+def candidates(case: Case) -> list[Candidate]:
+    """Every implementation of ours, which refuses where it has no backward pass, PyTorch's fused
+    kernels, and both as they are chosen; of packed sequences ours and PyTorch's flash kernel.
+    """
+    if not case.packed:
+        every = [*our_candidates(), *torch_candidates(), *chosen_candidates()]
+        return [candidate for candidate in every if candidate.name not in LEFT_OUT]
+
+    def packed(candidate: Candidate, forced: str | None) -> Candidate:
+        bind = functools.partial(packed_call, forced=forced)
+        return dataclasses.replace(candidate, bind=bind, features=PACKED)
+
+    (flash,) = (x for x in torch_candidates() if x.name == "torch-flash")
+    ours = [packed(candidate, candidate.name) for candidate in our_candidates()]
+    return [*ours, packed(flash, None)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -171,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {}
     for case in cases:
         dout = dout_of(case)
-        measured = [with_gradients(candidate, dout) for candidate in candidates()]
+        measured = [with_gradients(candidate, dout) for candidate in candidates(case)]
         result = run_case(
             lab, case, measured, facts, rounds=options.rounds, check=Checker(case, dout)
         )

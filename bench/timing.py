@@ -204,7 +204,8 @@ def make_sets(case: Case, device: str, count: int, seed: int = 0) -> list[Tensor
         seed: seed of the generator.
 
     Returns:
-        `count` tuples of q (B, Hq, Nq, D), k (B, Hkv, Nk, D) and v (B, Hkv, Nk, Dv).
+        `count` tuples of q (B, Hq, Nq, D), k (B, Hkv, Nk, D) and v (B, Hkv, Nk, Dv), which are
+        views of rows before heads where the case is packed.
     """
     import torch
 
@@ -216,7 +217,10 @@ def make_sets(case: Case, device: str, count: int, seed: int = 0) -> list[Tensor
     v_shape = (case.b, case.hkv, case.nk, case.dv)
 
     def normal(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=made, generator=generator).to(dtype)
+        b, h, n, d = shape
+        lies = (b, n, h, d) if case.packed else shape
+        x = torch.randn(lies, device=device, dtype=made, generator=generator).to(dtype)
+        return x.transpose(1, 2) if case.packed else x
 
     return [(normal(q_shape), normal(k_shape), normal(v_shape)) for _ in range(count)]
 
@@ -425,7 +429,7 @@ def tiny(case: Case) -> Case:
     return Case(
         name="tiny", dtype=case.dtype, b=1, hq=case.hq // case.hkv, hkv=1, nq=min(case.nq, 64),
         nk=min(case.nk, 64), d=case.d, dv=case.dv, causal=case.causal,
-        mask=case.mask,
+        mask=case.mask, packed=case.packed,
     )  # fmt: skip
 
 

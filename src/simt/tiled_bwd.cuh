@@ -6,7 +6,7 @@
 //   start next block | dQ = dS^T K, added to sums
 // A warp has the scores of its own keys and all passing queries, so that P is private to it; dQ
 // needs dS of all warps. P and dS go through the same part of shared memory. A block has a sum of
-// its own, because short sums round less. math/dq_turns.cuh says in which order CTAs add to dQ.
+// its own, because short sums round less. CTAs always add to dQ in turns (math/dq_turns.cuh).
 #pragma once
 
 #include <cstdint>
@@ -108,11 +108,11 @@ __device__ __forceinline__ void add_dq(const DqSums& sums, const float* shared, 
       for (int c = 0; c < 4; ++c) put(sums_gmem + 32 * (4 * i + c), dq_rmem[i][c]);
     }
   };
-  while (waits && ptx::ld_acquire_s32(sums.turns_gmem + number) < turn) continue;
-  if (sums.turns_gmem != nullptr && !waits) {
-    for_each([](float* gmem, float x) { *gmem = x; });
-  } else {
+  if (waits) {
+    while (ptx::ld_acquire_s32(sums.turns_gmem + number) < turn) continue;
     for_each([](float* gmem, float x) { ptx::red_add_f32(gmem, x); });
+  } else {
+    for_each([](float* gmem, float x) { *gmem = x; });
   }
 }
 
@@ -121,8 +121,8 @@ __device__ __forceinline__ void tiled_dq(const BackwardParams& params) {
   const DqSums& sums = params.dq_sums;
   const math::SummedBlock block = math::find_summed_block(params, blockIdx.x);
   if (block.batch < 0) return;
-  // In turns the first CTA writes a block; one to which none has come stays as it was.
-  const bool any = sums.turns_gmem == nullptr || sums.turns_gmem[blockIdx.x] != 0;
+  // The first CTA writes a block; one to which none has come stays as it was.
+  const bool any = sums.turns_gmem[blockIdx.x] != 0;
   const int lane = threadIdx.x % 32;
   const int parts = sums.block_rows * sums.columns / (4 * 32);  // element rows of all warps
   const float* sums_gmem =
@@ -259,8 +259,7 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
   int64_t added = -1;  // the number of the block to which the CTA has added last
   // By one thread, when all have added.
   const auto pass = [&] {
-    if (sums.turns_gmem != nullptr && added >= 0 && threadIdx.x == 0)
-      math::pass_turn(sums, added, turn);
+    if (added >= 0 && threadIdx.x == 0) math::pass_turn(sums, added, turn);
   };
 #pragma unroll 1
   while (blocks_left > 0) {
@@ -303,10 +302,8 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
     if (blocks_left > 0) start_passing();
     add_dq<C>(sums, shared, added, turn, waits);
   }
-  if (sums.turns_gmem != nullptr) {
-    __syncthreads();  // all have added to dQ
-    pass();
-  }
+  __syncthreads();  // all have added to dQ
+  pass();
 
   store_tile_gradient<C>(dk_rmem, params.dk, cta, attention.d, params.scale);
   store_tile_gradient<C>(dv_rmem, params.dv, cta, attention.dv, 1.0f);

@@ -24,6 +24,7 @@ from bench import (
     correctness,
     end_to_end,
     environment,
+    gradients,
     host_overhead,
     masks,
     measured,
@@ -255,6 +256,30 @@ def test_a_part_of_a_masked_case_has_its_rows_of_the_mask(
     part_q, part_k, part_v, call = masks.MaskChecker(small)._call(q, k, v, part)
     found = reference.attention(part_q, part_k, part_v, return_lse=False, **call)
     assert torch.equal(found, whole[1:2, 1:2, 40:104])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_calls_read_the_sequences_of_a_batch_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    case = Case(
+        "small", "fp32", b=3, hq=4, hkv=2, nq=5, nk=7, d=8, dv=8, causal=causal, packed=True
+    )
+    ((q, k, v),) = timing.make_sets(case, "cpu", 1)
+    starts: list[int] = []
+
+    def attention(*packed: torch.Tensor, **call: Any) -> torch.Tensor:
+        asked = [call.pop(x) for x in ("implementation", "max_seqlen_q", "max_seqlen_k")]
+        assert asked == ["hopper", 5, 7]
+        starts.extend(x.data_ptr() for x in packed)
+        return reference.attention(*packed, return_lse=False, **call).float().contiguous()
+
+    monkeypatch.setattr(archflash, "attention", attention)
+    out = gradients.packed_call(case, "hopper")(q, k, v)
+    assert starts == [x.data_ptr() for x in (q, k, v)]  # no copies
+    assert gradients.dout_of(case, "cpu").stride() == out.stride() == q.stride()
+    expected = reference.attention(q, k, v, causal=causal, return_lse=False)
+    assert torch.allclose(out.double(), expected, atol=1e-6)
 
 
 def test_the_table_of_masks_compares_within_a_run(tmp_path: Path) -> None:
