@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from bench.candidates import Candidate, our_candidates, torch_candidates
 from bench.cases import MASKS_FILE, TORCH_DTYPES, Case, choose_cases, load_cases
 from bench.correctness import Checker, Slice
-from bench.results import append_rows
+from bench.results import MASK, append_rows
 from bench.run import (
     cases_to_run,
     choose_candidates,
@@ -39,13 +39,12 @@ if TYPE_CHECKING:
 
     Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-MASK = "mask="  # word in `features`; the kind stands behind it
 LAYOUT = "layout="  # word in `features` of a call whose documents are packed sequences
 OURS = ("ampere", "hopper")
 # torch-flash takes no mask, and torch-math stores the scores of all heads.
 PEERS = ("torch-cudnn", "torch-efficient")
 FLEX = "torch-flex"
-DOCUMENT = 1024  # keys of a document
+DOCUMENTS = {"documents": 1024, "documents-256": 256}  # keys of a document, by kind of mask
 HIDDEN = 0.3  # of the elements of a bool mask
 SEEN = 0.25  # of the blocks of a table
 MASK_BLOCK = 64  # rows and keys of a block of block_mask
@@ -59,7 +58,8 @@ SHARES: dict[str, Callable[[Case], float]] = {
     "slopes": lambda case: 1.0,
     "blocks-64": lambda case: SEEN,
     "blocks-128": lambda case: SEEN,
-    "documents": lambda case: min(1.0, DOCUMENT / case.nk),
+    "documents": lambda case: min(1.0, DOCUMENTS[case.mask] / case.nk),
+    "documents-256": lambda case: min(1.0, DOCUMENTS[case.mask] / case.nk),
 }
 
 
@@ -153,10 +153,11 @@ def mask_of(case: Case, device: str = "cuda") -> Mask:
                 case, lambda b, h, i, j: table[0, h, i // size, j // size], 1, case.hq, size
             ),
         )
-    if kind == "documents":
+    if kind in DOCUMENTS:
         from archflash import masks
 
-        ids = torch.arange(case.nk, device=device) // DOCUMENT
+        size = DOCUMENTS[kind]
+        ids = torch.arange(case.nk, device=device) // size
         of_rows = ids[offset:]
 
         def same(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -167,7 +168,7 @@ def mask_of(case: Case, device: str = "cuda") -> Mask:
             seen = of_rows[:, None] == ids
             return (seen.tril(offset) if case.causal else seen)[None, None]
 
-        ends = torch.arange(0, case.nk + DOCUMENT, DOCUMENT, device=device).clamp(max=case.nk).int()
+        ends = torch.arange(0, case.nk + size, size, device=device).clamp(max=case.nk).int()
         return Mask(
             {"key_ranges": masks.documents(ids)[:, :, offset:]},
             dense,
@@ -230,11 +231,16 @@ def masked_candidates() -> list[Candidate]:
         if candidate.name in OURS
     ]
     version = archflash.__version__
-    found.append(
-        Candidate(
-            "hopper-packed", version, True, packed, refuses=not_packed, features=LAYOUT + "packed"
+    for name, its_version, is_ours, attend in (
+        ("hopper-packed", version, True, packed_hopper),
+        ("torch-varlen", torch.__version__, False, packed_torch),
+    ):
+        bind = functools.partial(packed, attend=attend)
+        found.append(
+            Candidate(
+                name, its_version, is_ours, bind, refuses=not_packed, features=LAYOUT + "packed"
+            )
         )
-    )
     found += [
         dataclasses.replace(candidate, bind=dense, **replaced)
         for candidate in torch_candidates()
@@ -259,26 +265,46 @@ def for_mask(candidate: Candidate, case: Case) -> Candidate:
 
 def not_packed(case: Case) -> str | None:
     """Why a case has no packed sequences; None if it has."""
-    if case.mask == "documents" and case.b == 1 and case.nq == case.nk:
+    if case.mask in DOCUMENTS and case.b == 1 and case.nq == case.nk:
         return None
     return "its mask is not that of packed sequences"
 
 
-def packed(case: Case) -> Call:
-    """hopper with the documents of a case as packed sequences, which lie as they do in the case:
-    each head's rows side by side.
+def packed(case: Case, attend: Callable[[Case, torch.Tensor], Call]) -> Call:
+    """A case with its documents as packed sequences, which lie as they do in the case: each head's
+    rows side by side. `attend` makes the function of packed tensors from where sequences end.
     """
-    import archflash
-
     ends = mask_of(case).ends
-    longest = min(DOCUMENT, case.nk)
+    assert ends is not None  # otherwise not_packed() has refused the case
+    inner = attend(case, ends)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = archflash.attention(
-            *(x[0].transpose(0, 1) for x in (q, k, v)), causal=case.causal, cu_seqlens_q=ends,
-            cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest, implementation="hopper",
-        )  # fmt: skip
-        return out.transpose(0, 1)[None]
+        return inner(*(x[0].transpose(0, 1) for x in (q, k, v))).transpose(0, 1)[None]
+
+    return call
+
+
+def packed_hopper(case: Case, ends: torch.Tensor) -> Call:
+    """hopper, forced."""
+    import archflash
+
+    longest = min(DOCUMENTS[case.mask], case.nk)
+    return functools.partial(
+        archflash.attention, causal=case.causal, cu_seqlens_q=ends, cu_seqlens_k=ends,
+        max_seqlen_q=longest, max_seqlen_k=longest, implementation="hopper",
+    )  # fmt: skip
+
+
+def packed_torch(case: Case, ends: torch.Tensor) -> Call:
+    """PyTorch's operator for packed sequences."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = min(DOCUMENTS[case.mask], case.nk)
+    window = (-1, 0 if case.causal else -1)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window)
+        return out
 
     return call
 

@@ -22,9 +22,10 @@ from typing import Any
 
 from archflash import _registry
 from archflash._measured import Kind
-from bench.cases import GRADIENTS_FILE, TORCH_DTYPES, Case, load_cases
+from bench.cases import CASES_FILE, GRADIENTS_FILE, MASKS_FILE, TORCH_DTYPES, Case, load_cases
 from bench.results import (
     GRADIENTS,
+    MASK,
     RESULTS_FOLDER,
     Row,
     call_features,
@@ -52,6 +53,12 @@ CANDIDATES = (
     "torch-efficient",
     *(name for name in _OURS if not _registry.uses_tensor_cores(name)),
 )
+# The files of cases, and whether their rows are of calls with their gradients.
+FILES = {CASES_FILE: False, GRADIENTS_FILE: True, MASKS_FILE: False}
+# The `mask` of Kind for what `mask` of a case begins with, where that is another word. It does not
+# matter whether each head has a dense mask of its own. The calls of bench/masks.toml without a mask
+# are there for ratios, but they count, too.
+MASKS = {"": "none", "documents": "ranges"}
 # The compute capability of each GPU that has rows, because the rows do not name it.
 CAPABILITIES = {"NVIDIA H200": (9, 0)}
 
@@ -122,6 +129,7 @@ def evidence(cases: Mapping[Case, Runs], order: Sequence[str]) -> dict[str, Any]
 
 def kind_of(case: Case, gradients: bool = False) -> Kind | None:
     """The kind of problem that a case is, with its gradients or without."""
+    word = case.mask.partition("-")[0]
     return Kind.of(
         TORCH_DTYPES[case.dtype],
         sequences=case.b,
@@ -132,7 +140,13 @@ def kind_of(case: Case, gradients: bool = False) -> Kind | None:
         dv=case.dv,
         gradients=gradients,
         causal=case.causal,
+        mask=MASKS.get(word, word),
     )
+
+
+def features_of(case: Case, gradients: bool) -> tuple[str, ...]:
+    """The words in `features` of the rows that say who serves calls like a case the fastest."""
+    return ((GRADIENTS,) if gradients else ()) + ((MASK + case.mask,) if case.mask else ())
 
 
 def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
@@ -156,14 +170,12 @@ def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
         if gpu not in CAPABILITIES:
             raise ValueError(f"{path}: add the compute capability of {gpu} to CAPABILITIES")
         kinds: dict[Kind, dict[Case, Runs]] = {}
-        for case in load_cases():
-            kind, runs = kind_of(case), runs_of(rows, case)
-            if kind is not None and runs:
-                kinds.setdefault(kind, {})[case] = runs
-        for case in load_cases(GRADIENTS_FILE):
-            kind, runs = kind_of(case, gradients=True), runs_of(rows, case, (GRADIENTS,))
-            if kind is not None and runs:
-                kinds.setdefault(kind, {})[case] = runs
+        for file, gradients in FILES.items():
+            for case in load_cases(file):
+                kind = kind_of(case, gradients)
+                runs = runs_of(rows, case, features_of(case, gradients))
+                if kind is not None and runs:
+                    kinds.setdefault(kind, {})[case] = runs
         for kind, cases in sorted(kinds.items()):
             order = order_of(cases)
             entry = {"capability": list(CAPABILITIES[gpu]), "gpu": gpu, **kind._asdict()}

@@ -264,6 +264,7 @@ def masks_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) 
         "hopper": "hopper",
         "ampere": "ampere",
         "hopper-packed": "hopper, packed sequences",
+        "torch-varlen": "torch-varlen, packed sequences",
         "torch-cudnn": "torch-cudnn",
         "torch-efficient": "torch-efficient",
         "torch-flex": "FlexAttention",

@@ -30,7 +30,8 @@ GPUS = {
     "H200": ("hopper", "blackwell_consumer", "ampere"),
     "A100": ("ampere",),
 }
-# Less of the even share than this is too little, where each worker has at least two tiles.
+# Less of the even share than this is too little, where each worker has at least two tiles: of fewer
+# than four, OTHER_GOAL is enough, because the last tile is a large part of the whole.
 CAUSAL_GOAL, OTHER_GOAL = 0.93, 0.90
 ABOUT = """# How evenly walks fill a GPU
 
@@ -171,7 +172,7 @@ def table() -> str:
                     continue
                 now = walk_of(plan, shape.lengths)
                 old = "-"
-                if of_then := kept[shape.name].get(f"{name} on {gpu}"):
+                if of_then := kept.get(shape.name, {}).get(f"{name} on {gpu}"):
                     old = f"{walk_of(before(plan, of_then), shape.lengths).share:.2f}"
                 reads = "-" if now.reads is None else f"{now.reads:.1f}"
                 lines.append(

@@ -343,9 +343,9 @@ def _serves_as_measured(
     kernel: str, problem: _native.Problem, measured: _measured.Measurement
 ) -> bool:
     """Whether a kernel of PyTorch was measured for problems of this kind and serves this one
-    without a mask. It was never measured with a mask.
+    without a mask. With one it was measured without what `torch` does around it.
     """
-    masked = _torch.needs_mask(
+    masked = problem.masked or _torch.needs_mask(
         causal=problem.causal,
         window=problem.window,
         q_offset_given=problem.q_offset_given,
@@ -511,34 +511,15 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
     return f"{short}: PyTorch is expected to be faster"
 
 
-def _masks_measured_on_hopper(problem: _native.Problem) -> bool:
-    """Whether a call has masks as data with which hopper was measured to be faster than ampere: 2
-    to 3 times with ranges, blocks and slopes at head dimension 128 on an H200 (docs/masks.md).
+def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan) -> bool:
+    """Whether PyTorch's own kernel, without what `torch` does around it, was measured to be faster
+    with such an attn_mask than the kernel of a plan that would serve the call.
     """
-    given = problem.key_ranges or problem.block_mask or problem.alibi_slopes
-    measured_dims = all(64 < dim <= 128 for dim in (problem.d, problem.dv))
-    many_rows = problem.nq > _measured.FEW_QUERIES
-    return bool(given) and not problem.attn_mask and measured_dims and many_rows
-
-
-def _dense_mask_measured_on_hopper(
-    problem: _native.Problem, plan: _native.LaunchPlan | None
-) -> bool:
-    """Whether a call has a dense attn_mask alone, for which hopper has kernels, with which it was
-    measured to be faster than `torch`: that reads the mask a few more times than PyTorch's kernels
-    do, to keep what archflash promises of rows without keys and of NaN (H200, docs/masks.md).
-    """
-    if plan is None or problem.needs_grad or not _dense_mask_alone(problem):
+    measured = _measured.find(problem, plan.device.capability) if problem.attn_mask else None
+    pytorchs = _pytorchs_kernel(problem, plan.device.capability)
+    if measured is None or isinstance(pytorchs, list):
         return False
-    measured_dims = all(64 <= dim <= 128 for dim in (problem.d, problem.dv))
-    return measured_dims and plan.tile is not None and plan.tile.name.endswith("_dense")
-
-
-def pytorchs_kernel_reads_mask_faster(problem: _native.Problem) -> bool:
-    """Whether PyTorch's own kernel, without what `torch` does around it, was measured to be as fast
-    as hopper or faster: with an added mask at head dimension 64 (H200, docs/masks.md).
-    """
-    return _dense_mask_alone(problem) and not problem.bool_mask and min(problem.d, problem.dv) < 72
+    return measured.place(pytorchs) < measured.place(plan.implementation)
 
 
 def _only_forced(
@@ -554,10 +535,8 @@ def _only_forced(
         return False
     if problem.kv_cache:
         return False  # such a kernel refuses all caches but those that it was measured for
-    if name == "hopper" and (
-        _masks_measured_on_hopper(problem) or _dense_mask_measured_on_hopper(problem, plan)
-    ):
-        return False
+    if problem.attn_mask and not (plan and plan.tile and plan.tile.name.endswith("_dense")):
+        return True  # of hopper's kernels that read an attn_mask only these were measured
     measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order
 

@@ -43,6 +43,8 @@ class Kind(NamedTuple):
             all if query_rows is "few".
         gradients: "none" if only the output is asked for; else "causal" or "plain", with and
             without a causal mask: the kernels of a backward pass differ in what masks cost them.
+        mask: the mask as data, which kernels of their own read: "none", "bool" or "added" (a dense
+            attn_mask), "slopes", "blocks" or "ranges"; of several of the last three the first.
     """
 
     dtypes: str
@@ -50,6 +52,7 @@ class Kind(NamedTuple):
     head_dim_up_to: int
     keys: str
     gradients: str
+    mask: str
 
     @classmethod
     def of(
@@ -64,6 +67,7 @@ class Kind(NamedTuple):
         dv: int,
         gradients: bool,
         causal: bool,
+        mask: str,
     ) -> Kind | None:
         """The kind of a problem; None if it belongs to no kind.
 
@@ -77,15 +81,17 @@ class Kind(NamedTuple):
             dv: head dim of v.
             gradients: whether the gradients of the call are needed, too.
             causal: whether the call has a causal mask.
+            mask: the mask as data, as in the attributes.
         """
         head_dim = next((limit for limit in _HEAD_DIMS if max(d, dv) <= limit), None)
         if dtype not in _DTYPES or head_dim is None:
             return None
         passes = ("causal" if causal else "plain") if gradients else "none"
         if rows <= FEW_QUERIES * sequences:
-            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1], "many", passes)
+            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1], "many", passes, mask)
         size = "small" if heads_q * rows < SMALL_ROWS else "large"
-        return cls(_DTYPES[dtype], size, head_dim, "few" if keys <= FEW_KEYS else "many", passes)
+        length = "few" if keys <= FEW_KEYS else "many"
+        return cls(_DTYPES[dtype], size, head_dim, length, passes, mask)
 
     def nearest(self) -> tuple[Kind, ...]:
         """The kinds whose measurement stands for this one, the nearest first: itself, then those of
@@ -106,7 +112,7 @@ class Measurement:
         gpu: the GPU that was measured.
         order: kernels of ours and of PyTorch, the fastest first.
         run_id: the run in bench/results that `case` and `speeds` are from.
-        case: name of a case of bench/cases.toml.
+        case: name of a case of bench/cases.toml, or gradients.toml or masks.toml beside it.
         unit: unit of the speeds.
         speeds: speed of each kernel in that case and run.
     """
@@ -141,14 +147,30 @@ def _table() -> dict[tuple[tuple[int, int], Kind], Measurement]:
     return table
 
 
+def mask_of(problem: _native.Problem) -> str | None:
+    """The mask as data of a problem, as in `Kind`; None for a dense mask with ranges or blocks
+    beside it, which was never measured.
+    """
+    if problem.attn_mask:
+        if problem.key_ranges or problem.block_mask:
+            return None
+        return "bool" if problem.bool_mask else "added"
+    given = {
+        "slopes": problem.alibi_slopes,
+        "blocks": problem.block_mask,
+        "ranges": problem.key_ranges,
+    }
+    return next((word for word, has in given.items() if has), "none")
+
+
 def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measurement | None:
     """The measurement for problems of this kind on GPUs of a compute capability; None if there is
     none, or if it must not matter.
     """
-    # Nothing was measured with masks as data, which have kernels of their own. With batch_invariant
-    # the choice must not depend on how large a call is.
-    unknown = problem.kv_cache or problem.batch_invariant or problem.masked
-    if capability is None or problem.dtype not in _DTYPES or unknown:
+    # With batch_invariant the choice must not depend on how large a call is.
+    unknown = problem.kv_cache or problem.batch_invariant
+    mask = mask_of(problem)
+    if capability is None or problem.dtype not in _DTYPES or unknown or mask is None:
         return None
     kind = Kind.of(
         problem.dtype,
@@ -160,6 +182,7 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
         dv=problem.dv,
         gradients=problem.needs_grad,
         causal=problem.causal,
+        mask=mask,
     )
     if kind is None:
         return None

@@ -147,13 +147,14 @@ def _decide(problem: _native.Problem, index: int, forced: str | None) -> _native
     if 0 in sizes or (problem.batch == 0 and not problem.varlen):
         return "a tensor without elements"
     device, obstacle = _device_of(problem, index)
-    if forced is None and _dispatch.pytorchs_kernel_reads_mask_faster(problem):
-        return _dispatch.MASK_READ_FASTER
-    plan, refusals = _dispatch.choose(_with_lse(problem, False), device, forced, obstacle)
+    without_lse = _with_lse(problem, False)
+    plan, refusals = _dispatch.choose(without_lse, device, forced, obstacle)
     if plan is None:
         if forced is not None:
             return f"{forced} is forced"
         return _why_pytorch(problem, device, obstacle, refusals)
+    if forced is None and _dispatch.pytorch_reads_mask_faster(without_lse, plan):
+        return _dispatch.MASK_READ_FASTER
     if not problem.want_lse:
         return plan
     answer = _native.plan(plan.implementation, _with_lse(plan.problem, True), plan.device)

@@ -85,7 +85,7 @@ def test_case_name_says_the_shape(name: str) -> None:
 
 
 def test_cases_cover_the_published_tables() -> None:
-    assert len(CASES) == 38
+    assert len(CASES) == 40
     assert len(choose_cases(list(CASES.values()), group="fp32")) == 8
     assert len(choose_cases(list(CASES.values()), group="decode")) == 3
     published = {name: c.published_vs_math for name, c in CASES.items() if c.published_vs_math}
@@ -221,7 +221,7 @@ def test_every_candidate_follows_every_other_one() -> None:
 
 
 def small_case(case: Case) -> Case:
-    rows = 1100 if case.mask == "documents" else 150
+    rows = masks.DOCUMENTS.get(case.mask, 74) + 76
     return replace(case, name="small", b=2, hq=2, hkv=2, nq=rows, nk=rows, d=8, dv=8)
 
 
@@ -1100,6 +1100,26 @@ def test_rows_that_ask_for_more_than_the_shape_make_no_order() -> None:
         row(case, "ampere", 2.0),
     ]
     assert measured.order_of({case: measured.runs_of(rows, case)}) == ["ampere"]
+
+
+def test_calls_with_masks_are_kinds_of_their_own() -> None:
+    """What is the fastest with a mask says nothing of calls without one, or with another."""
+    cases = load_cases(MASKS_FILE)
+    kinds = {case.mask: measured.kind_of(case) for case in cases if case.d == 128}
+    assert kinds["documents"] == kinds["documents-256"]
+    assert kinds["added"] == kinds["added-heads"]
+    assert {kind.mask for kind in kinds.values() if kind} == {
+        *("none", "bool", "added", "slopes", "blocks", "ranges"),
+    }
+    case = next(case for case in cases if case.mask == "bool")
+    rows = [
+        row(case, "hopper", 9.0, features="mask=bool"),
+        row(case, "torch-cudnn", 1.0),
+        row(case, "ampere", 1.0, features="mask=bool-heads"),
+    ]
+    runs = measured.runs_of(rows, case, measured.features_of(case, gradients=False))
+    assert [list(run) for run in runs.values()] == [["hopper"]]
+    assert measured.kind_of(case) != measured.kind_of(replace(case, mask=""))
 
 
 def test_a_gpu_of_unknown_capability_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch, _measured, _registry, _torch
+from archflash import _dispatch, _measured, _overrides, _registry, _torch
 from archflash._api import find_device, make_problem
 
 # For each capability a known GPU whose facts are taken, and the machine code that this capability
@@ -701,17 +702,45 @@ def test_a_dense_mask_goes_to_hopper_where_it_was_measured() -> None:
             assert decision.chosen == HOPPER
             (reason,) = decision.reasons["torch"]
             assert reason.startswith("hopper was measured to be faster with such a mask than")
-    # PyTorch's operators do not have what archflash promises around them. There an added mask is
-    # PyTorch's at head dimension 64.
-    for mask, d, pytorchs in ((keep, 64, False), (empty(4096, 4096), 128, False),
-                              (of_heads, 128, False), (of_heads, 64, True)):  # fmt: skip
-        call = problem(torch.bfloat16, nq=4096, nk=4096, d=d, attn_mask=mask)
-        assert _dispatch.pytorchs_kernel_reads_mask_faster(call) == pytorchs
     # Few tiles, elements that TMA cannot copy, other sizes.
     assert select(keep[:100], nq=100).chosen == "torch"
     assert select(empty(4096, 4097)[:, 1:]).chosen == "torch"
     assert select(keep, d=256).chosen == "torch"
     assert select(keep, grad=True).chosen == "torch"
+
+
+def test_under_enable_the_kernel_that_was_measured_to_read_a_mask_faster_serves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch's operators do not have what archflash promises around them. So PyTorch's own kernel
+    keeps a call with a mask if it was faster by itself, whatever was measured without a mask.
+    """
+    monkeypatch.setattr(_overrides, "_device_of", lambda *call: (find_device("H200"), None))
+    kept = _measured._table()
+
+    def served(mask: torch.Tensor | None) -> native.LaunchPlan | str:
+        call = problem(torch.bfloat16, nq=4096, nk=4096, d=64, attn_mask=mask)
+        return _overrides._decide(call, 0, None)
+
+    def measure(kind_of_mask: str, *order: str) -> None:
+        changed = {
+            key: replace(found, order=order) if key[1].mask == kind_of_mask else found
+            for key, found in kept.items()
+        }
+        monkeypatch.setattr(_measured, "_table", lambda: changed)
+
+    added = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    keep = added > 0
+    measure("added", "torch-cudnn", HOPPER)
+    assert served(added) == _dispatch.MASK_READ_FASTER
+    assert not isinstance(served(keep), str)
+    assert not isinstance(served(None), str)
+    measure("added", HOPPER, "torch-cudnn")
+    assert not isinstance(served(added), str)
+    measure("bool", "torch-cudnn", HOPPER)
+    assert served(keep) == _dispatch.MASK_READ_FASTER
+    measure("bool", "torch-cudnn")  # and hopper never with such a mask
+    assert served(keep) == _dispatch.MASK_READ_FASTER
 
 
 @pytest.mark.parametrize("device", ["RTX 3090", "H200", "B200"])

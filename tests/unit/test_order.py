@@ -299,7 +299,8 @@ def test_the_walks_of_the_benchmark_are_even_enough() -> None:
         plan = walks.plans(shape)[gpu, name]
         walk = walks.walk_of(plan, shape.lengths)
         if walk.tiles >= 2 and not walks.in_rounds(plan):
-            assert walk.share >= shape.goal, f"{walk.share:.3f} of {walk.tile}"
+            goal = shape.goal if walk.tiles >= 4 else walks.OTHER_GOAL
+            assert walk.share >= goal, f"{walk.share:.3f} of {walk.tile}"
 
     rows = [(shape, *key) for shape in walks.shapes() for key in walks.plans(shape)]
     assert len(rows) > 60
