@@ -44,6 +44,7 @@
 #include "common/math/few_rows.cuh"
 #include "common/math/fp8_softmax.cuh"
 #include "common/math/online_softmax.cuh"
+#include "common/math/quad.cuh"
 #include "common/math/row_tiles.h"
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
@@ -256,8 +257,8 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     };
 
     const bool any_block = blocks.first <= blocks.last;
-    // The first block comes before Q: the rings are free while the previous tile's output still
-    // passes through Q's part.
+    // The first block comes before Q: the rings are free while the previous tile still needs Q's
+    // part.
     if (any_block) next_place = find_place(blocks.last);
     CachePlace place = next_place;
     if (any_block) load_k(blocks.last);
@@ -269,7 +270,8 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
         ptx::mbarrier_arrive(barriers.v_tile_full());
       }
     }
-    // The consumers have read the message, and their output rows have left Q's part.
+    // The consumers have read the message and Q, and output rows that pass through Q's part have
+    // left it.
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
@@ -424,8 +426,43 @@ __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, c
   return found;
 }
 
+// Does what math::store_out() does from registers, so that no shared memory is needed: the four
+// lanes of a row exchange their columns, and each lane writes 16 bytes.
+template <class C>
+__device__ __forceinline__ void store_out_by_quads(const math::Outputs<C>& o_rmem,
+                                                   const math::RowState<C>& state,
+                                                   const AttentionParams& params,
+                                                   const math::Work& work, int warp_row) {
+  const math::OutRows out(params, work, warp_row);
+  const int lane = threadIdx.x % 32;
+  uint16_t* out_gmem = out.out_gmem(params);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const math::RowEnd end = math::finish_lane_row<C>(state, 0, r, out.sink);
+    const int row = 8 * r + lane / 4;
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* o = &o_rmem[0][n + i][2 * r];
+        words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
+      }
+      math::transpose_in_quad(words);
+      const int column = 8 * (n + lane % 4);
+      if (row < out.rows && column < params.dv) {
+        ptx::st_global_v4_b32(out_gmem + row * params.out_row + column, words[0], words[1],
+                              words[2], words[3]);
+      }
+    }
+    if (params.lse_gmem != nullptr && lane % 4 == 0 && row < out.rows)
+      out.store_lse(params, row, end.lse);
+  }
+}
+
 // Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
-// the output, where rows of one head pass through Q's part of shared memory, at `q`.
+// the output, where rows of one head pass through Q's part of shared memory, at `q`, unless Q has
+// gone back already.
 template <class C>
 __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
                                            const math::RowState<C>& state, const Params& params,
@@ -437,6 +474,8 @@ __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
                             tile.split, warp_row);
   } else if (C::CAN_PACK && params.packed_heads.count > 1) {
     math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+  } else if constexpr (C::RELEASES_Q_EARLY) {
+    store_out_by_quads<C>(o_rmem, state, attention, tile.rows(), warp_row);
   } else {
     math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
                               q + warp_row * QTile::ROW_BYTES);
@@ -737,6 +776,11 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       }
     };
 
+    // No product reads the tile's Q from here on.
+    const auto release_q_early = [&] {
+      if constexpr (C::RELEASES_Q_EARLY) release(barriers.q_empty(q_ring.stage));
+    };
+
     // The blocks, from the last to the first: those after the last one that the warpgroup sees,
     // those that it sees, and those before. Of those that it sees, some need masks at either end.
     int block = blocks.last;
@@ -753,6 +797,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         step.template operator()<false>(block);
 #pragma unroll 1
       for (; block >= blocks.seen_first; block -= C::BLOCK_K) step.template operator()<true>(block);
+      release_q_early();
       if constexpr (C::OVERLAPS) {
         ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
         begin_pv();
@@ -764,6 +809,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       } else {
         multiply_pv();
       }
+    } else {
+      release_q_early();
     }
 #pragma unroll 1
     for (; block >= blocks.first; block -= C::BLOCK_K) skip_block();
@@ -782,7 +829,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       }
       store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     }
-    hand_back_q(barriers, q_ring.stage);
+    if constexpr (!C::RELEASES_Q_EARLY) hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with

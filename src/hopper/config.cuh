@@ -75,6 +75,11 @@ struct Config {
   // Whether these rows lie in pages and have whole slabs of columns: then one copy brings all
   // columns of a box.
   static constexpr bool PAGES = PAGES_;
+  // Whether Q goes back before the last P V of a tile, so that the next one comes meanwhile: where
+  // Q has one stage. Output rows cannot pass through its part then. Unmeasured: 256 columns of 16
+  // bits, whose Q stays.
+  static constexpr bool RELEASES_Q_EARLY =
+      Q_STAGES == 1 && !CAN_SPLIT && !CACHE && (FP8 || HEAD_DIM_V <= 128);
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
   // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
   // time, so that a part of the sums needs few registers.
@@ -112,7 +117,8 @@ struct Config {
 
   // Shared memory, in bytes: ring of Q | ring of K | ring of V | barriers | messages about tiles,
   // the last one for a producer of V.
-  // With 16-bit inputs the output rows of a tile pass through the part of its Q.
+  // With 16-bit inputs the output rows of a tile pass through the part of its Q, unless Q is
+  // released early.
   static constexpr int Q_SMEM = 0;
   static constexpr int K_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
   static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;

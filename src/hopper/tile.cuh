@@ -34,10 +34,11 @@ using math::uniform;
 //   barrier                 arrives             waits      so that
 //   q_full of each stage    producer, bytes     consumers  the tile's message and Q are there before
 //                                                          they are read
-//   q_empty of each stage   each consumer warp  producer   the message was read, and output rows,
-//                                                          which pass through Q's part of shared
-//                                                          memory, have left it, before the next
-//                                                          message and the next Q come
+//   q_empty of each stage   each consumer warp  producer   the message was read, the products have
+//                                                          read Q, and output rows that pass
+//                                                          through Q's part of shared memory have
+//                                                          left it, before the next message and the
+//                                                          next Q come
 //   k_full, v_full          producer, bytes     consumers  the block has landed before wgmma reads it
 //     of each stage
 //   k_empty, v_empty        each consumer warp  producer   every warp's products have read the block
