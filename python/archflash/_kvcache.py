@@ -111,15 +111,16 @@ def attention_with_kvcache(
         alibi_slopes: float32 ``(heads_q,)`` or ``(batch, heads_q)``, of ALiBi: from the score of
             query i and key j slope * |length - nq + i - j| is subtracted, after softcap.
         qv: as q with dv for d: a second query, whose product with the rows of V is added to q k^T,
-            as multi-head latent attention needs it. Not with float8. Kernels take d = 64 and
-            dv = 512.
+            as multi-head latent attention needs it. With caches of float8 that product has
+            v_descale, and q k^T has k_descale. Not with float8 q. Kernels take d = 64 and dv = 512.
         scale: multiplies q k^T; default 1 / sqrt(d), with qv 1 / sqrt(d + dv). Absorbed MLA needs
             that of the model's heads, 1 / sqrt(d_nope + d_rope), which no shape shows: pass it.
         q_descale: float32: float8 q stands for q * q_descale. ``()``, ``(1,)``, ``(heads_q,)`` or
             ``(batch, heads_q)``, also with heads_kv for heads_q.
         k_descale: float32: a float8 k_cache stands for k_cache * k_descale. Shaped as q_descale,
             with heads_kv. k_new is stored as it is.
-        v_descale: float32: a float8 v_cache stands for v_cache * v_descale, as k_descale.
+        v_descale: float32: a float8 v_cache stands for v_cache * v_descale, as k_descale. With a
+            latent cache it is that of the first dv columns, and k_descale that of the others.
         out_dtype: dtype of the output; default that of q, or bfloat16 for float8 q.
         num_splits: shares into which the keys of each query tile are split, at most; 1 for no
             split; default what is expected to be the fastest. `torch` ignores it.
@@ -147,7 +148,7 @@ def attention_with_kvcache(
         ValueError: shapes that disagree, an argument that needs another one which is missing; with
             `check` lengths, pages or indices that are out of range.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
-        UnsupportedError: qv is given with float8 tensors, a tensor of the call requires a gradient,
+        UnsupportedError: qv is given with float8 q, a tensor of the call requires a gradient,
             or no kernel serves the call and ARCHFLASH_FALLBACK=error.
         ForcedImplementationError: the forced implementation cannot serve the call.
         NotCompiledError: the build lacks the forced implementation.

@@ -128,11 +128,6 @@ def attention(
         start = offset - (offset - padding).remainder(attention_chunk)
         visible &= (key >= start[..., None]) & (key < (start + attention_chunk)[..., None])
     dense = tuple(_dense(cache, page_table, sequence_rows) for cache in (keys, values))
-    if qv is not None:  # the scores are those of both queries beside one another
-        if scale is None:
-            scale = 1.0 / math.sqrt(q.shape[-1] + qv.shape[-1])
-        q = torch.cat([q, qv], -1)
-        dense = (torch.cat(dense, -1), dense[1])
     if q.dtype in _FP8 or dense[0].dtype in _FP8:
         number = rows.sequence.clamp(max=max(batch - 1, 0))
         q = _scaled(q, q_descale, layout, number if packed else None)
@@ -140,6 +135,11 @@ def attention(
             _scaled(x, descale, "bnhd", None)
             for x, descale in zip(dense, (k_descale, v_descale), strict=True)
         )
+    if qv is not None:  # the scores are those of both queries beside one another
+        if scale is None:
+            scale = 1.0 / math.sqrt(q.shape[-1] + qv.shape[-1])
+        q = torch.cat([q, qv], -1)
+        dense = (torch.cat(dense, -1), dense[1])
     bias = None  # (B, heads, Nq, capacity), or for packed queries (1, heads, Tq, B * capacity)
     if alibi_slopes is not None:
         away = distance.abs().float()

@@ -669,9 +669,6 @@ def _run_with_cache(
                 for i, row in enumerate(x)
             ]
             x = torch.stack(turned) if turned else x
-        if others:  # the scores are those of both queries beside one another
-            x = torch.cat([x, *others], -1)
-            keys = torch.cat([keys, values], -1)
         chunks = {}
         if asked.attention_chunk is not None:
             nq, nk = x.shape[0], keys.shape[1]
@@ -683,6 +680,16 @@ def _run_with_cache(
             for name in ("q_descale", "k_descale", "v_descale", "alibi_slopes")
             for value in (getattr(asked, name),)
         }
+        if others:  # the scores are those of both queries beside one another
+            x = torch.cat([x, *others], -1)
+            parts = [
+                rows.double() * (1.0 if descale is None else descale.double().reshape(1, 1, -1, 1))
+                for rows, descale in (
+                    (keys, of_heads["k_descale"]),
+                    (values, of_heads["v_descale"]),
+                )
+            ]
+            keys, of_heads["k_descale"] = torch.cat(parts, -1), None
         of_sequence, of_lse = formula(
             x[None], keys, values, causal=asked.causal, window=asked.window,
             softcap=asked.softcap, sinks=asked.sinks, scale=scale, layout="bnhd",

@@ -25,6 +25,12 @@
 // The barrier of the CTA in each round also keeps the next scores from being written before the
 // last ones were read. Shared memory: two stages of 32 rows (73,728 bytes), 16 x 32 scores of each
 // warp (16,384 bytes), the CacheContext. That fits 99 KB.
+//
+// The rows of a cache of 8-bit numbers are copied as they are, and each thread converts those bytes
+// that it has copied itself, exactly, to the 16-bit rows which the products read. These have one
+// stage, so a round has a barrier more: no warp still reads them before they are overwritten. The
+// two products of a score have descales of their own: their sums are multiplied with them before
+// they are added. That of V multiplies the outputs again.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +41,7 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/chunked_keys.cuh"
 #include "common/math/few_rows.cuh"
+#include "common/math/fp8_to_16_bits.cuh"
 #include "common/math/kv_cache.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/tile_walk.cuh"
@@ -86,9 +93,10 @@ __device__ __forceinline__ void load_query(PairQuery<C>& q_rmem, const MlaParams
 }
 
 // Starts the copy of BLOCK_K latent rows from `key` on: V first, then K. Rows from nk on become
-// zeros. Eight neighbouring threads copy a row.
+// zeros. Eight neighbouring threads copy a row. Those of 16-bit numbers go to a stage; those of
+// 8-bit numbers to the places that convert_latent_rows() reads, 16 bytes for each copy of a thread.
 template <class C>
-__device__ __forceinline__ void start_latent_rows(uint32_t stage_smem,
+__device__ __forceinline__ void start_latent_rows(uint32_t target_smem,
                                                   const AttentionParams& params,
                                                   const mma_sync::CacheContext& cta, int key) {
   using Tile = typename C::Tile;
@@ -104,16 +112,59 @@ __device__ __forceinline__ void start_latent_rows(uint32_t stage_smem,
     v_offset = cta.offset(key + row, params.v_batch, params.v_row);
   }
   const int bytes = valid ? 16 : 0;
-  const int column = valid ? chunk * 8 : 0;
-  const uint32_t target = stage_smem + Tile::offset(row, chunk);
-  constexpr int V_GROUPS = C::HEAD_DIM_V / (8 * Tile::GROUP);
+  const int column = valid ? chunk * C::CHUNK : 0;
+  const auto at = [&](const uint16_t* gmem, int64_t offset) {
+    return reinterpret_cast<const unsigned char*>(gmem) + (offset + column) * C::ELEMENT_BYTES;
+  };
+  const unsigned char* v_gmem = at(cta.v_gmem, v_offset);
+  const uint32_t target = target_smem + (C::FP8_CACHE ? thread * 16 : Tile::offset(row, chunk));
+  constexpr int GROUP_BYTES = Tile::GROUP * 16;
+  constexpr int TARGET_STEP = C::FP8_CACHE ? C::THREADS * 16 : GROUP_BYTES;
+  constexpr int V_COPIES = C::HEAD_DIM_V / (C::CHUNK * Tile::GROUP);
 #pragma unroll
-  for (int group = 0; group < V_GROUPS; ++group) {
-    ptx::cp_async_cg_16(target + group * Tile::GROUP * 16,
-                        cta.v_gmem + v_offset + column + (valid ? group * Tile::GROUP * 8 : 0),
-                        bytes);
+  for (int i = 0; i < V_COPIES; ++i)
+    ptx::cp_async_cg_16(target + i * TARGET_STEP, v_gmem + (valid ? i * GROUP_BYTES : 0), bytes);
+  if (chunk < C::HEAD_DIM / C::CHUNK)
+    ptx::cp_async_cg_16(target + V_COPIES * TARGET_STEP, at(cta.k_gmem, k_offset), bytes);
+}
+
+// Makes 16-bit rows of the 8-bit ones that this thread has copied.
+template <class C>
+__device__ __forceinline__ void convert_latent_rows(unsigned char* shared, DType cache_dtype) {
+  using Tile = typename C::Tile;
+  const unsigned thread = ptx::mov_tid_x_volatile();
+  const int row = thread / Tile::GROUP, chunk = thread % Tile::GROUP;
+  const math::Fp8Format format(cache_dtype);
+  const auto* from = reinterpret_cast<const uint4*>(shared + C::FP8_SMEM) + thread;
+#pragma unroll 1
+  for (int i = chunk; i < C::ROW_COLUMNS / C::CHUNK; i += Tile::GROUP) {
+    uint4 low, high;
+    format.to_16_bits<C::DTYPE>(*from, low, high);
+    *reinterpret_cast<uint4*>(shared + Tile::offset(row, 2 * i)) = low;
+    *reinterpret_cast<uint4*>(shared + Tile::offset(row, 2 * i + 1)) = high;
+    from += C::THREADS;
   }
-  ptx::cp_async_cg_16(target + V_GROUPS * Tile::GROUP * 16, cta.k_gmem + k_offset + column, bytes);
+}
+
+// A warp's part of the scores of a block, its half of the sum over the columns.
+template <class C>
+__device__ __forceinline__ void multiply_latent_scores(math::Scores<typename C::Warp>& s_rmem,
+                                                       const PairQuery<C>& q_rmem,
+                                                       uint32_t keys_smem,
+                                                       const mma_sync::CacheContext& cta) {
+  if constexpr (!C::FP8_CACHE) {
+    multiply_half_scores<C>(s_rmem, q_rmem, keys_smem);
+  } else {
+    multiply_half_scores<C, 0, C::HEAD_DIM_V>(s_rmem, q_rmem, keys_smem);
+    math::Scores<typename C::Warp> of_k;
+    multiply_half_scores<C, C::HEAD_DIM_V>(of_k, q_rmem, keys_smem);
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s_rmem[0][n][i] = s_rmem[0][n][i] * cta.v_descale + of_k[0][n][i] * cta.k_descale;
+    }
+  }
 }
 
 template <class C>
@@ -143,12 +194,15 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  // Blocks lie in the two stages in turn.
+  // Blocks lie in the stages in turn.
   const auto stage_of = [&](int key) {
     return shared_smem + key / C::BLOCK_K % C::STAGES * C::STAGE_BYTES;
   };
-  if (cta.blocks.first <= cta.blocks.last)
-    start_latent_rows<C>(stage_of(cta.blocks.last), attention, cta, cta.blocks.last);
+  const auto start_block = [&](int key) {
+    start_latent_rows<C>(C::FP8_CACHE ? shared_smem + C::FP8_SMEM : stage_of(key), attention, cta,
+                         key);
+  };
+  if (cta.blocks.first <= cta.blocks.last) start_block(cta.blocks.last);
   PairQuery<C> q_rmem;
   load_query<C>(q_rmem, params, cta);
   math::Outputs<Warp> o_rmem = {};
@@ -160,14 +214,15 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
     // it no warp still reads the other stage or the scores of the previous block, which are
     // overwritten next.
     ptx::copies_wait_all();
-    __syncthreads();
-    if (key > cta.blocks.first) {
-      const int next = key - C::BLOCK_K;
-      start_latent_rows<C>(stage_of(next), attention, cta, next);
+    if constexpr (C::FP8_CACHE) {
+      __syncthreads();  // no warp still reads the rows of the previous block
+      convert_latent_rows<C>(shared, call.cache_dtype);
     }
+    __syncthreads();
+    if (key > cta.blocks.first) start_block(key - C::BLOCK_K);
     if (pair_sees<C>(cta, key)) {  // both warps of a pair, or neither
       math::Scores<Warp> s_rmem;
-      multiply_half_scores<C>(s_rmem, q_rmem, stage_of(key));
+      multiply_latent_scores<C>(s_rmem, q_rmem, stage_of(key), cta);
       add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
       if (attention.transform_scores)
         math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
@@ -185,6 +240,13 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
       mma_sync::multiply_pv<Warp>(o_rmem, p_rmem,
                                   stage_of(key) + thread / 32 % 2 * Warp::HEAD_DIM_V * 2 +
                                       mma_sync::rows_first_offset<Tile>(thread % 32));
+    }
+  }
+  if constexpr (C::FP8_CACHE) {
+#pragma unroll
+    for (int n = 0; n < Warp::HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= cta.v_descale;
     }
   }
   store_half_rows<C>(o_rmem, state, attention, call.partials, cta, C::HEAD_DIM_V);

@@ -60,8 +60,8 @@ template <class C>
 using PairQuery = uint32_t[C::ROW_COLUMNS / (2 * PAIR_STEP)][4];
 
 // A warp's part of the scores of the STEP_KEYS keys whose rows start at keys_smem: the sum over its
-// steps of 16 columns.
-template <class C>
+// steps of 16 columns, of the columns from FIRST_COLUMN on and before LAST_COLUMN.
+template <class C, int FIRST_COLUMN = 0, int LAST_COLUMN = C::ROW_COLUMNS>
 __device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Warp>& s_rmem,
                                                      const PairQuery<C>& q_rmem,
                                                      uint32_t keys_smem) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Wa
     for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = 0.0f;
   }
 #pragma unroll
-  for (int step = 0; step < C::ROW_COLUMNS / (2 * PAIR_STEP); ++step) {
+  for (int step = FIRST_COLUMN / (2 * PAIR_STEP); step < LAST_COLUMN / (2 * PAIR_STEP); ++step) {
 #pragma unroll
     for (int n = 0; n < C::Warp::STEP_KEYS / 8; n += 2) {
       uint32_t k_rmem[4];

@@ -10,7 +10,6 @@
 #include "common/math/chunked_keys.cuh"
 #include "common/math/fp8_to_16_bits.cuh"
 #include "common/math/kv_cache.cuh"
-#include "common/ptx/cvt.cuh"
 #include "hopper/cache_params.h"
 
 namespace archflash::hopper {
@@ -73,16 +72,7 @@ __device__ __forceinline__ void convert_cache(const ConvertParams& params) {
       uint4 bytes{};
       if (row < rows.end)
         bytes = *reinterpret_cast<const uint4*>(row_gmem + head * head_stride + column);
-      const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-      uint32_t pairs[8];
-#pragma unroll
-      for (int pair = 0; pair < 8; ++pair) {
-        const uint32_t both = words[pair / 2] >> (pair % 2 * 16);
-        pairs[pair] = ptx::cvt_rn_x2_f32<DTYPE>(format.to_float(both & 0xFF),
-                                                format.to_float(both >> 8 & 0xFF));
-      }
-      copy_gmem[2 * i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-      copy_gmem[2 * i + 1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+      format.to_16_bits<DTYPE>(bytes, copy_gmem[2 * i], copy_gmem[2 * i + 1]);
     }
   }
 }

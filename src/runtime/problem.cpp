@@ -560,9 +560,8 @@ void read_qv(const Arguments& a, const Axes& x, const TensorView& q, Call& call)
   if (!view.is_float || view.dtype != p.dtype)
     wrong_type("qv has dtype ", dtype_text(a.qv), ": it must be torch.", dtype_name(p.dtype),
                " as q is");
-  if (is_fp8(p.dtype) || is_fp8(p.kv_dtype))
-    throw Unsupported(
-        "qv with float8 q or caches: not built yet; convert them or leave qv at None");
+  if (is_fp8(p.dtype))
+    throw Unsupported("qv with float8 q: not built yet; convert both or leave qv at None");
   bool fits = view.ndim == q.ndim;
   for (int i = 0; fits && i < q.ndim; ++i)
     fits = view.shape[i] == (i == x.inner ? p.dv : q.shape[i]);

@@ -32,7 +32,7 @@ PLAIN: dict[str, Any] = {"heads": (8, 2), "d": 128}
 OF_VALUES: dict[str, Any] = {"heads": (128, 1), "d": 64, "dv": 512, "qv": True}
 PREFILL: dict[str, Any] = {**PLAIN, "nq": 200}
 IN_GRAPHS = [
-    *((kernel, of) for kernel in [*WITH_CACHE, "torch"] for of in ("plain", "qv")),
+    *((kernel, of) for kernel in [*WITH_CACHE, "torch"] for of in ("plain", "qv", "qv-fp8")),
     *((kernel, of) for kernel in MANY_ROWS for of in ("prefill", "prefill-fp8")),
 ]
 
@@ -53,10 +53,11 @@ def call_of(
 def test_a_graph_replays_with_other_lengths_pages_and_caches(kernel: str, of_call: str) -> None:
     of = {
         "plain": PLAIN, "qv": OF_VALUES, "prefill": PREFILL,
+        "qv-fp8": {**OF_VALUES, "cache_dtype": torch.float8_e4m3fn},
         "prefill-fp8": {**PREFILL, "cache_dtype": torch.float8_e4m3fn},
     }[of_call]  # fmt: skip
     exact = kernel in EXACT and kernel != "torch"
-    if exact and of is OF_VALUES:
+    if exact and "qv" in of:
         pytest.skip("qv: 16 bits only")
     dtype = torch.float32 if exact else torch.bfloat16
     mine = call_of([1, 900], seed=0, of=of, dtype=dtype)

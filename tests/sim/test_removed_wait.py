@@ -71,15 +71,33 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
     assert place in str(caught.value.report)
 
 
+LATENT_WAITS = {
+    "wait": ("cp.async.wait_all", 0),
+    "barrier-behind-context": ("bar.sync", 0),
+    "barrier-of-a-round": ("bar.sync", 1),
+    "barrier-of-a-pair": ("bar.sync", 2),
+}
+LATENT_WAITS_FP8 = {
+    "wait": ("cp.async.wait_all", 0),
+    "barrier-before-conversion": ("bar.sync", 1),
+    "barrier-behind-conversion": ("bar.sync", 2),
+}
+
+
 @pytest.mark.parametrize(
-    ("opcode", "which"),
-    [("cp.async.wait_all", 0), ("bar.sync", 0), ("bar.sync", 1), ("bar.sync", 2)],
-    ids=["wait", "barrier-behind-context", "barrier-of-a-round", "barrier-of-a-pair"],
+    ("cache_dtype", "opcode", "which"),
+    [
+        *((None, *x) for x in LATENT_WAITS.values()),
+        *((torch.float8_e4m3fn, *x) for x in LATENT_WAITS_FP8.values()),
+    ],
+    ids=[*LATENT_WAITS, *(f"e4m3-{name}" for name in LATENT_WAITS_FP8)],
 )
 def test_each_wait_of_the_kernel_for_latent_caches_is_needed(
-    opcode: str, which: int, monkeypatch: pytest.MonkeyPatch
+    cache_dtype: torch.dtype | None, opcode: str, which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = make([90], heads=(20, 1), d=64, dv=512, qv=True, dtype=torch.bfloat16)
+    call = make(
+        [90], heads=(20, 1), d=64, dv=512, qv=True, dtype=torch.bfloat16, cache_dtype=cache_dtype
+    )
     tensors = (call.q, call.k_cache, call.v_cache)
     run = functools.partial(sim.run, *tensors, implementation="ampere", **call.options)
     whole = run(mode="random")

@@ -64,6 +64,10 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
     "qv-packed-queries-bhnd": lambda: make(
         [40, 7], d=16, dv=8, qv=True, q_lengths=[3, 5], layout="bhnd", scale=0.1
     ),
+    "qv-fp8-cache-append-descales": lambda: make(
+        [30, 9], d=16, dv=40, qv=True, n_new=2, dtype=BF16, cache_dtype=torch.float8_e4m3fn,
+        k_descale=torch.tensor([[0.5, 3.0], [1.0, 0.25]]), v_descale=torch.tensor([2.0, 0.5]),
+    ),
     "alibi-leftpad-append": lambda: make(
         [30, 9], leftpad=[8, 9], nq=3, n_new=1, alibi_slopes=torch.tensor([0.5, 0.0, 2.0, -0.25])
     ),
@@ -214,8 +218,8 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], ty
         {}, lambda c: {"qv": c.q.half()}, TypeError, "qv has dtype torch.float16: it must be torch",
     ),
     "qv-fp8": (
-        {"dtype": BF16, "cache_dtype": torch.float8_e5m2}, lambda c: {"qv": c.q},
-        archflash.UnsupportedError, "qv with float8 q or caches: not built yet",
+        {"dtype": torch.float8_e5m2}, lambda c: {"qv": c.q}, archflash.UnsupportedError,
+        "qv with float8 q: not built yet",
     ),
     "chunk": (
         {}, lambda c: {"attention_chunk": 0}, ValueError,
@@ -334,6 +338,22 @@ def test_latent_caches_have_a_kernel_on_every_gpu_from_8_0_on() -> None:
                 assert decision.plan is None
                 words = f"qv with head_dim {d} and value head_dim {dv}: ampere takes qv where they"
                 assert any(words in reason for reason in decision.reasons["ampere"]), decision
+
+
+def test_latent_caches_of_8_bits_have_a_kernel_on_every_gpu_from_8_0_on() -> None:
+    call = make(
+        [5, 20], page_size=64, heads=(128, 1), d=64, dv=512, qv=True, dtype=BF16,
+        cache_dtype=torch.float8_e4m3fn, v_descale=torch.tensor(0.5),
+    )  # fmt: skip
+    for name in ("A100", "RTX 3090", "RTX 4090", "H200", "B200", "RTX 5090"):
+        decision = archflash.explain(
+            call.q, call.k_cache, call.v_cache, **call.options, device=name
+        )
+        assert decision.plan is not None, (name, decision)
+        assert decision.plan.kernels[0] == "ampere_attention_fwd_bf16_mla_fp8"
+        if name == "H200":
+            words = "a cache of dtype float8_e4m3fn for q of dtype bfloat16: hopper takes a cache"
+            assert any(words in reason for reason in decision.reasons["hopper"]), decision
 
 
 def test_a_problem_depends_on_no_length_and_comes_back_from_its_fields() -> None:

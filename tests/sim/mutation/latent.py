@@ -22,22 +22,29 @@ class LatentTarget:
         implementation: its folder.
         dtype: of its inputs.
         device: planned for this known GPU.
+        cache_dtype: of its cache; None for that of its other inputs.
     """
 
     implementation: str
     dtype: torch.dtype
     device: str
+    cache_dtype: torch.dtype | None = None
 
     @property
     def kernel(self) -> str:
         word = {torch.bfloat16: "bf16", torch.float16: "f16"}[self.dtype]
-        return f"{self.implementation}_attention_fwd_{word}_mla"
+        of_8_bits = "" if self.cache_dtype is None else "_fp8"
+        return f"{self.implementation}_attention_fwd_{word}_mla{of_8_bits}"
 
     def calls(self) -> Iterator[ForwardCall]:
         """An odd and an even number of blocks of keys, ragged ends with NaN behind them, pages of
         several sizes and in no order, shares, masks at both ends, bases that rise in either block.
         """
-        latent: dict[str, Any] = {"d": 64, "dv": 512, "qv": True, "dtype": self.dtype}
+        latent: dict[str, Any] = {
+            "d": 64, "dv": 512, "qv": True, "dtype": self.dtype, "cache_dtype": self.cache_dtype
+        }  # fmt: skip
+        if self.cache_dtype is not None:
+            latent |= {"k_descale": torch.tensor(3.0), "v_descale": torch.tensor(0.5)}
         calls = {
             "pages, shares, sinks": make(
                 [100, 0, 330], nq=2, page_size=64, capacity=384, heads=(11, 1), causal=True,
@@ -81,6 +88,7 @@ class LatentTarget:
 
 TARGETS = (
     LatentTarget("ampere", torch.bfloat16, "A100"),
+    LatentTarget("ampere", torch.float16, "A100", torch.float8_e4m3fn),
     LatentTarget("hopper", torch.bfloat16, "H200"),
 )
 
