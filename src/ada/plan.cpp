@@ -88,19 +88,6 @@ constexpr core::Tile INT8_TILES[] = {
                                "one CTA per SM: 8 warps share one buffer in 99 KB"),
 };
 
-// --- 16-bit inputs ---
-
-// CMakeLists.txt builds the exact kernels for 16 bits for these. On newer GPUs dispatch would ask
-// another folder first, which takes every call that they take.
-constexpr int NEWEST_MAJOR_OF_16_BITS = 9;
-
-std::string why_not_16_bits(const Problem& problem, const Device& device) {
-  return std::string(dtype_name(problem.dtype)) + " on compute capability " +
-         std::to_string(device.major) + "." + std::to_string(device.minor) +
-         ": ada's kernels for 16 bits are built for 8.9 and 9.x only; others take the same calls: "
-         "leave the implementation out";
-}
-
 // --- 8-bit inputs ---
 
 // The kernel reads 8-bit inputs in units of 16 bits. core::why_not has seen that the strides are
@@ -239,12 +226,9 @@ PlanResult plan(const Problem& problem, const Device& device) {
     core::refuse_splits(problem, "ada", given, reasons);
     core::refuse_batch_invariant(problem, "ada", given, reasons);
   }
-  const bool sixteen_bits = problem.dtype == DType::F16 || problem.dtype == DType::BF16;
-  if (sixteen_bits && !approximate && device.major > NEWEST_MAJOR_OF_16_BITS)
-    reasons.push_back(why_not_16_bits(problem, device));
   if (!reasons.empty()) return reasons;
   if (approximate) return plan_int8(problem, device);
-  if (!sixteen_bits)
+  if (is_fp8(problem.dtype))
     return mma_sync::plan<Params>("ada", FP8_TILES, problem, device, count_units_of_16_bits);
   return mma_sync::plan_16_bits("ada", TILES, problem, device);
 }

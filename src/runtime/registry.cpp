@@ -72,10 +72,11 @@ const Description& describe(std::string_view name) { return find_folder(name).de
 const std::vector<Target>& targets(std::string_view name) {
   static const auto& parsed = *new std::map<std::string, std::vector<Target>, std::less<>>([] {
     std::map<std::string, std::vector<Target>, std::less<>> all;
-    for (const Compiled& compiled : COMPILED) all[compiled.folder] = parse_groups(compiled.groups);
+    for (const Compiled& compiled : COMPILED) all[compiled.name] = parse_groups(compiled.groups);
     return all;
   }());
-  const auto found = parsed.find(name);
+  auto found = parsed.find(name);
+  if (found == parsed.end()) found = parsed.find(name.substr(0, name.find('/')));
   if (found == parsed.end())
     throw std::invalid_argument(join("no folder of kernels is called '", name, "'"));
   return found->second;
@@ -114,11 +115,17 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
     planned->implementation = name;
     planned->problem = problem;
     planned->device = device;
-    // The PTX for newer GPUs is that of the lowest target. Its kernels cannot wait for one another.
-    const bool can_wait = !target.is_ptx() && target.first >= 90;
-    for (Launch& launch : planned->launches) launch.starts_early &= can_wait;
+    const Target* code = &target;
+    for (Launch& launch : planned->launches) {
+      const Target* own = pick_target(targets(launch.image), device.capability());
+      if (own == nullptr) own = &target;
+      // The PTX for newer GPUs is that of the lowest target. Its kernels cannot wait for one
+      // another.
+      launch.starts_early &= !own->is_ptx() && own->first >= 90;
+      if (own->is_ptx() && launch.image.starts_with(join(name, '/'))) code = own;
+    }
     planned->code =
-        target.is_ptx() ? target.name + " PTX, compiled by the driver at first use" : target.name;
+        code->is_ptx() ? code->name + " PTX, compiled by the driver at first use" : code->name;
   }
 }
 

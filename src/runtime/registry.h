@@ -18,7 +18,8 @@ namespace archflash {
 const std::vector<std::string>& folder_names();
 const Description& describe(std::string_view name);
 // What a folder's kernels were compiled for; empty when this build left the folder out. `name` is
-// that of an implementation, or of the folder of quantize_fp8 or merge_attention.
+// that of an implementation, of the folder of quantize_fp8 or merge_attention, or of an image
+// ("folder/stem"), which may be compiled for less than its folder.
 const std::vector<Target>& targets(std::string_view name);
 // Whether any of it loads on a capability, 10 * major + minor.
 bool has_code(std::string_view name, int capability);

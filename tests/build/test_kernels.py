@@ -53,12 +53,7 @@ RESOURCES = {
 # long they are not looked at.
 TWINS = [image for image in IMAGES if image.replace("_f16", "_bf16") in {*IMAGES} - {image}]
 # PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
-# ada's kernels for 16 bits are refused on newer GPUs.
-ANY_NEWER = [
-    image
-    for image in IMAGES
-    if not image.startswith(("blackwell_", "hopper/", "ada/fwd_f16", "ada/fwd_bf16"))
-]
+ANY_NEWER = [image for image in IMAGES if not image.startswith(("blackwell_", "hopper/"))]
 REGISTERS_PER_SM = 65536  # 7.5 to 12.1
 REGISTERS_PER_THREAD = 255
 
@@ -71,8 +66,8 @@ def targets_of(image: str, prefix: str) -> list[str]:
     names = [target.name for target in native.targets(folder)]
     if stem.startswith("fwd_103"):  # for 10.3 alone
         names.remove("sm_110f")
-    if image in ("ada/fwd_bf16", "ada/fwd_f16"):  # refused on newer GPUs
-        names = ["sm_89", "sm_90"]
+    if image in ("ada/fwd_bf16", "ada/fwd_f16"):  # other folders come first on newer GPUs
+        names = ["sm_89", "sm_90", "compute_89"]
     return sorted(name for name in names if name.startswith(prefix))
 
 

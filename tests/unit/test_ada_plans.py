@@ -269,17 +269,17 @@ def test_16_bit_inputs_go_to_ada_on_8_9_only(dtype: str) -> None:
     assert {device for device, name in chosen.items() if name == "ada"} == {"L40S", "RTX 4090"}
 
 
-@pytest.mark.parametrize("device", ["B200", "Jetson Thor", "RTX 5090"])
-def test_16_bit_inputs_need_int8_on_gpus_newer_than_9_0(device: str) -> None:
-    """Nothing would choose the exact kernels there: no machine code of them is built."""
-    exact, int8 = call("bfloat16"), call("bfloat16", approximate="int8_qk")
-    (reason,) = native.plan("ada", exact, find_device(device))
-    assert reason.startswith("bfloat16 on compute capability 1")
-    assert reason.endswith("others take the same calls: leave the implementation out")
-    plan_of(exact, device, "ampere")
-    plan_of(int8, device, "ada")
-    with pytest.raises(archflash.ForcedImplementationError, match=r"built for 8\.9 and 9\.x only"):
-        _dispatch.select(exact, find_device(device), "ada")
+@pytest.mark.parametrize("device", ["B200", "RTX 5090"])
+def test_exact_16_bit_kernels_have_no_machine_code_where_others_come_first(device: str) -> None:
+    ptx = "compute_89 PTX, compiled by the driver at first use"
+    split = call("bfloat16", b=1, hq=2, nq=1, nk=8192)  # keys are split, and combined
+    for problem in (call("bfloat16"), split):
+        plan = ada(problem, device)
+        assert plan.code == ptx
+        assert not any(launch["starts_early"] for launch in plan.to_dict()["launches"])
+    assert ada(split, "H200").code == "sm_90"
+    for problem in (call("bfloat16", approximate="int8_qk"), fp8_call()):
+        assert ada(problem, device).code == ("sm_100" if device == "B200" else "sm_120")
 
 
 def test_ada_says_where_it_is_made_for() -> None:

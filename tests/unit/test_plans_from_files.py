@@ -253,12 +253,6 @@ def test_an_untouched_plan_of_every_implementation_and_device_loads(
 ) -> None:
     for kernel in (name for name in KERNELS if serves(name, device)):
         for dtype in dtypes_of(kernel):
-            if (
-                kernel == "ada"
-                and dtype.endswith("16")
-                and find_device(device).capability >= (10, 0)
-            ):
-                continue  # refused: tests/unit/test_ada_plans.py
             plan = plan_of(call(dtype, hkv=2, causal=True, return_lse=True), device, kernel)
             file = tmp_path / "plan.json"
             file.write_text(json.dumps(plan.to_dict()))
