@@ -20,8 +20,7 @@ struct MlaParams {
 static_assert(std::is_trivially_copyable_v<MlaParams>);
 static_assert(offsetof(MlaParams, call) == 0, "core::pointers() counts from the block's start");
 
-// FP8_CACHE_: the cache has numbers of 8 bits, which the kernel converts to DTYPE_.
-template <DType DTYPE_, bool FP8_CACHE_ = false>
+template <DType DTYPE_>
 struct MlaConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = 64;     // of q and K
@@ -32,13 +31,12 @@ struct MlaConfig {
   static constexpr int WARP_ROWS = 16;  // of a pair of warps
   static constexpr int BLOCK_Q = WARPS / 2 * WARP_ROWS;
   static constexpr int BLOCK_K = 32;
-  static constexpr int STAGES = FP8_CACHE_ ? 1 : 2;  // of 16-bit rows
-  static constexpr int CTAS_PER_SM = 1;              // 8 warps with up to 255 registers fill an SM
+  static constexpr int STAGES = 2;
+  static constexpr int CTAS_PER_SM = 1;  // 8 warps with up to 255 registers fill an SM
   // What the parts of mma_sync and math/few_rows.cuh ask.
   static constexpr bool CAN_SPLIT = true;
   static constexpr bool CACHE = true;
-  static constexpr bool FP8_CACHE = FP8_CACHE_;
-  static constexpr int ELEMENT_BYTES = FP8_CACHE ? 1 : 2;  // of the cache
+  static constexpr bool FP8_CACHE = true;  // or of 16 bits: strides of the cache are in bytes
 
   // What one warp multiplies and weighs: all scores of its rows, half of the columns of V.
   struct Warp {
@@ -52,16 +50,16 @@ struct MlaConfig {
     using VTile = math::SwizzledTile<ROW_COLUMNS>;
   };
 
-  // Shared memory: latent rows of each stage | 8-bit rows of a block | scores of each warp |
-  // CacheContext. In bytes.
+  // Shared memory: latent rows of each stage | scores of each warp | CacheContext. In bytes.
   using Tile = math::SwizzledTile<ROW_COLUMNS>;
   static constexpr int STAGE_BYTES = BLOCK_K * Tile::ROW_BYTES;
-  // Tile::GROUP threads copy a row of the cache, CHUNK columns at a time.
-  static constexpr int CHUNK = 16 / ELEMENT_BYTES;
-  static constexpr int COPIES = (ROW_COLUMNS / CHUNK + Tile::GROUP - 1) / Tile::GROUP;
-  static constexpr int FP8_SMEM = STAGES * STAGE_BYTES;
-  static constexpr int FP8_BYTES = FP8_CACHE ? COPIES * THREADS * 16 : 0;
-  static constexpr int SCORES_SMEM = FP8_SMEM + FP8_BYTES;
+  // Rows of 8 bits are converted to those of the first stage. Until then they are in the place of
+  // the second one, where each thread has FP8_COPIES times 16 bytes of its own.
+  static constexpr int FP8_SMEM = STAGE_BYTES;
+  static constexpr int FP8_CHUNKS = ROW_COLUMNS / 16;  // of a row
+  static constexpr int FP8_COPIES = (FP8_CHUNKS + Tile::GROUP - 1) / Tile::GROUP;
+  static_assert(FP8_COPIES * THREADS * 16 <= STAGE_BYTES);
+  static constexpr int SCORES_SMEM = STAGES * STAGE_BYTES;
   static constexpr int SCORES_BYTES = WARP_ROWS * BLOCK_K * 4;  // of a warp
   static constexpr int CONTEXT_SMEM = SCORES_SMEM + WARPS * SCORES_BYTES;
   static constexpr int CONTEXT_BYTES = 96;
@@ -71,8 +69,5 @@ struct MlaConfig {
   static_assert(SHARED_BYTES <= 99 * 1024,
                 "CUDA: at most 99 KiB of shared memory in a CTA (8.6, 8.9, 12.x)");
 };
-
-template <DType DTYPE>
-using MlaFp8Config = MlaConfig<DTYPE, true>;
 
 }  // namespace archflash::ampere

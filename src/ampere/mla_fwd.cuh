@@ -28,9 +28,9 @@
 //
 // The rows of a cache of 8-bit numbers are copied as they are, and each thread converts those bytes
 // that it has copied itself, exactly, to the 16-bit rows which the products read. These have one
-// stage, so a round has a barrier more: no warp still reads them before they are overwritten. The
-// two products of a score have descales of their own: their sums are multiplied with them before
-// they are added. That of V multiplies the outputs again.
+// stage, so a round has a barrier more: no warp still reads them when they are overwritten. The two
+// products of a score have descales of their own, 1 for 16 bits: their sums are multiplied by them
+// before they are added. That of V multiplies the outputs again.
 #pragma once
 
 #include <cstdint>
@@ -93,11 +93,11 @@ __device__ __forceinline__ void load_query(PairQuery<C>& q_rmem, const MlaParams
 }
 
 // Starts the copy of BLOCK_K latent rows from `key` on: V first, then K. Rows from nk on become
-// zeros. Eight neighbouring threads copy a row. Those of 16-bit numbers go to a stage; those of
-// 8-bit numbers to the places that convert_latent_rows() reads, 16 bytes for each copy of a thread.
+// zeros. Eight neighbouring threads copy a row, 16 bytes at a time. Rows of 16-bit numbers go to
+// `stage_smem`, those of 8-bit numbers to where convert_latent_rows() reads them.
 template <class C>
-__device__ __forceinline__ void start_latent_rows(uint32_t target_smem,
-                                                  const AttentionParams& params,
+__device__ __forceinline__ void start_latent_rows(uint32_t shared_smem, uint32_t stage_smem,
+                                                  const AttentionParams& params, bool fp8,
                                                   const mma_sync::CacheContext& cta, int key) {
   using Tile = typename C::Tile;
   const unsigned thread = ptx::mov_tid_x_volatile();
@@ -112,23 +112,23 @@ __device__ __forceinline__ void start_latent_rows(uint32_t target_smem,
     v_offset = cta.offset(key + row, params.v_batch, params.v_row);
   }
   const int bytes = valid ? 16 : 0;
-  const int column = valid ? chunk * C::CHUNK : 0;
-  const auto at = [&](const uint16_t* gmem, int64_t offset) {
-    return reinterpret_cast<const unsigned char*>(gmem) + (offset + column) * C::ELEMENT_BYTES;
-  };
-  const unsigned char* v_gmem = at(cta.v_gmem, v_offset);
-  const uint32_t target = target_smem + (C::FP8_CACHE ? thread * 16 : Tile::offset(row, chunk));
+  const int first_byte = valid ? chunk * 16 : 0;
+  const auto* v_gmem = reinterpret_cast<const unsigned char*>(cta.v_gmem) + v_offset + first_byte;
+  const auto* k_gmem = reinterpret_cast<const unsigned char*>(cta.k_gmem) + k_offset + first_byte;
+  uint32_t target =
+      fp8 ? shared_smem + C::FP8_SMEM + thread * 16 : stage_smem + Tile::offset(row, chunk);
   constexpr int GROUP_BYTES = Tile::GROUP * 16;
-  constexpr int TARGET_STEP = C::FP8_CACHE ? C::THREADS * 16 : GROUP_BYTES;
-  constexpr int V_COPIES = C::HEAD_DIM_V / (C::CHUNK * Tile::GROUP);
+  const int target_step = fp8 ? C::THREADS * 16 : GROUP_BYTES;
 #pragma unroll
-  for (int i = 0; i < V_COPIES; ++i)
-    ptx::cp_async_cg_16(target + i * TARGET_STEP, v_gmem + (valid ? i * GROUP_BYTES : 0), bytes);
-  if (chunk < C::HEAD_DIM / C::CHUNK)
-    ptx::cp_async_cg_16(target + V_COPIES * TARGET_STEP, at(cta.k_gmem, k_offset), bytes);
+  for (int i = 0; i < C::HEAD_DIM_V * 2 / GROUP_BYTES; ++i) {
+    if (fp8 && i >= C::HEAD_DIM_V / GROUP_BYTES) continue;
+    ptx::cp_async_cg_16(target, v_gmem + (valid ? i * GROUP_BYTES : 0), bytes);
+    target += target_step;
+  }
+  if (!fp8 || chunk < C::HEAD_DIM / 16) ptx::cp_async_cg_16(target, k_gmem, bytes);
 }
 
-// Makes 16-bit rows of the 8-bit ones that this thread has copied.
+// Makes 16-bit rows, in the first stage, of the 8-bit ones that this thread has copied.
 template <class C>
 __device__ __forceinline__ void convert_latent_rows(unsigned char* shared, DType cache_dtype) {
   using Tile = typename C::Tile;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void convert_latent_rows(unsigned char* shared, DType
   const math::Fp8Format format(cache_dtype);
   const auto* from = reinterpret_cast<const uint4*>(shared + C::FP8_SMEM) + thread;
 #pragma unroll 1
-  for (int i = chunk; i < C::ROW_COLUMNS / C::CHUNK; i += Tile::GROUP) {
+  for (int i = chunk; i < C::FP8_CHUNKS; i += Tile::GROUP) {
     uint4 low, high;
     format.to_16_bits<C::DTYPE>(*from, low, high);
     *reinterpret_cast<uint4*>(shared + Tile::offset(row, 2 * i)) = low;
@@ -152,18 +152,14 @@ __device__ __forceinline__ void multiply_latent_scores(math::Scores<typename C::
                                                        const PairQuery<C>& q_rmem,
                                                        uint32_t keys_smem,
                                                        const mma_sync::CacheContext& cta) {
-  if constexpr (!C::FP8_CACHE) {
-    multiply_half_scores<C>(s_rmem, q_rmem, keys_smem);
-  } else {
-    multiply_half_scores<C, 0, C::HEAD_DIM_V>(s_rmem, q_rmem, keys_smem);
-    math::Scores<typename C::Warp> of_k;
-    multiply_half_scores<C, C::HEAD_DIM_V>(of_k, q_rmem, keys_smem);
+  multiply_half_scores<C, 0, C::HEAD_DIM_V>(s_rmem, q_rmem, keys_smem);
+  math::Scores<typename C::Warp> of_k;
+  multiply_half_scores<C, C::HEAD_DIM_V>(of_k, q_rmem, keys_smem);
 #pragma unroll
-    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s_rmem[0][n][i] = s_rmem[0][n][i] * cta.v_descale + of_k[0][n][i] * cta.k_descale;
-    }
+    for (int i = 0; i < 4; ++i)
+      s_rmem[0][n][i] = s_rmem[0][n][i] * cta.v_descale + of_k[0][n][i] * cta.k_descale;
   }
 }
 
@@ -194,13 +190,13 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  // Blocks lie in the stages in turn.
+  const bool fp8 = call.cache_dtype != C::DTYPE;
+  // Blocks of 16-bit numbers lie in the two stages in turn.
   const auto stage_of = [&](int key) {
-    return shared_smem + key / C::BLOCK_K % C::STAGES * C::STAGE_BYTES;
+    return shared_smem + (fp8 ? 0 : key / C::BLOCK_K % C::STAGES * C::STAGE_BYTES);
   };
   const auto start_block = [&](int key) {
-    start_latent_rows<C>(C::FP8_CACHE ? shared_smem + C::FP8_SMEM : stage_of(key), attention, cta,
-                         key);
+    start_latent_rows<C>(shared_smem, stage_of(key), attention, fp8, cta, key);
   };
   if (cta.blocks.first <= cta.blocks.last) start_block(cta.blocks.last);
   PairQuery<C> q_rmem;
@@ -214,8 +210,8 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
     // it no warp still reads the other stage or the scores of the previous block, which are
     // overwritten next.
     ptx::copies_wait_all();
-    if constexpr (C::FP8_CACHE) {
-      __syncthreads();  // no warp still reads the rows of the previous block
+    if (fp8) {
+      __syncthreads();  // no warp still reads the 16-bit rows of the previous block
       convert_latent_rows<C>(shared, call.cache_dtype);
     }
     __syncthreads();
@@ -242,12 +238,10 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
                                       mma_sync::rows_first_offset<Tile>(thread % 32));
     }
   }
-  if constexpr (C::FP8_CACHE) {
 #pragma unroll
-    for (int n = 0; n < Warp::HEAD_DIM_V / 8; ++n) {
+  for (int n = 0; n < Warp::HEAD_DIM_V / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= cta.v_descale;
-    }
+    for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= cta.v_descale;
   }
   store_half_rows<C>(o_rmem, state, attention, call.partials, cta, C::HEAD_DIM_V);
 }

@@ -161,31 +161,30 @@ std::span<const core::Tile> cache_tiles(const Problem& problem) {
 constexpr core::Tile MLA_TILES[] = {
     tile<MlaConfig<DType::F16>>("mla", {}, "latent rows are read once for both products"),
 };
-constexpr core::Tile MLA_FP8_TILES[] = {
-    tile<MlaFp8Config<DType::F16>>("mla_fp8", {}, "latent rows become 16 bits in shared memory"),
-};
 
 // The plan of a call with qv: that of a call with a cache, whose attention kernel is told of qv too
-// and whose combining kernel takes 512 columns. The latter is in the image "ampere/mla_<dtype>",
-// the former too, or for a cache of 8-bit numbers in "ampere/mla_fp8_<dtype>".
+// and whose combining kernel takes 512 columns. Both are in the image "ampere/mla_<dtype>".
 PlanResult plan_with_qv(const Problem& problem, const Device& device) {
   if (problem.alibi_slopes)
     return Reasons{std::string("qv with alibi_slopes: ampere takes one of them") + core::USE_TORCH};
-  const bool fp8 = is_fp8(problem.kv_dtype);
-  PlanResult result =
-      mma_sync::plan_with_cache("ampere", fp8 ? MLA_FP8_TILES : MLA_TILES, problem, device);
+  PlanResult result = mma_sync::plan_with_cache("ampere", MLA_TILES, problem, device);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return result;
-  const std::string word = core::dtype_word(problem.dtype);
+  const std::string word = core::dtype_word(problem.dtype), image = "ampere/mla_" + word;
   for (Launch& launch : plan->launches) {
     if (launch.kernel == "ampere_combine_" + word) {
       launch.kernel += "_mla";
-      launch.image = "ampere/mla_" + word;
-    } else if (launch.kernel.starts_with("ampere_attention_fwd_")) {
-      launch.image = (fp8 ? "ampere/mla_fp8_" : "ampere/mla_") + word;
+      launch.image = image;
+    } else if (launch.kernel == "ampere_attention_fwd_" + word + "_mla") {
+      launch.image = image;
       MlaParams params;
       std::memset(static_cast<void*>(&params), 0, sizeof params);
       std::memcpy(&params.call, launch.params.data(), sizeof params.call);
+      params.call.cache_dtype = problem.kv_dtype;
+      AttentionParams& attention = params.call.attention;  // strides of the cache in bytes
+      for (int64_t* stride : {&attention.k_batch, &attention.k_head, &attention.k_row,
+                              &attention.v_batch, &attention.v_head, &attention.v_row})
+        *stride *= dtype_bytes(problem.kv_dtype);
       params.qv_batch = problem.qv.batch, params.qv_head = problem.qv.head;
       params.qv_row = problem.qv.row;
       launch.params = core::bytes(params);

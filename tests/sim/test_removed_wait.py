@@ -74,8 +74,8 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
 LATENT_WAITS = {
     "wait": ("cp.async.wait_all", 0),
     "barrier-behind-context": ("bar.sync", 0),
-    "barrier-of-a-round": ("bar.sync", 1),
-    "barrier-of-a-pair": ("bar.sync", 2),
+    "barrier-of-a-round": ("bar.sync", 2),
+    "barrier-of-a-pair": ("bar.sync", 3),
 }
 LATENT_WAITS_FP8 = {
     "wait": ("cp.async.wait_all", 0),

@@ -22,29 +22,24 @@ class LatentTarget:
         implementation: its folder.
         dtype: of its inputs.
         device: planned for this known GPU.
-        cache_dtype: of its cache; None for that of its other inputs.
+        fp8: whether it also reads caches of 8 bits.
     """
 
     implementation: str
     dtype: torch.dtype
     device: str
-    cache_dtype: torch.dtype | None = None
+    fp8: bool = False
 
     @property
     def kernel(self) -> str:
         word = {torch.bfloat16: "bf16", torch.float16: "f16"}[self.dtype]
-        of_8_bits = "" if self.cache_dtype is None else "_fp8"
-        return f"{self.implementation}_attention_fwd_{word}_mla{of_8_bits}"
+        return f"{self.implementation}_attention_fwd_{word}_mla"
 
     def calls(self) -> Iterator[ForwardCall]:
         """An odd and an even number of blocks of keys, ragged ends with NaN behind them, pages of
         several sizes and in no order, shares, masks at both ends, bases that rise in either block.
         """
-        latent: dict[str, Any] = {
-            "d": 64, "dv": 512, "qv": True, "dtype": self.dtype, "cache_dtype": self.cache_dtype
-        }  # fmt: skip
-        if self.cache_dtype is not None:
-            latent |= {"k_descale": torch.tensor(3.0), "v_descale": torch.tensor(0.5)}
+        latent: dict[str, Any] = {"d": 64, "dv": 512, "qv": True, "dtype": self.dtype}
         calls = {
             "pages, shares, sinks": make(
                 [100, 0, 330], nq=2, page_size=64, capacity=384, heads=(11, 1), causal=True,
@@ -78,6 +73,16 @@ class LatentTarget:
                 [140], nq=60, capacity=160, heads=(4, 1), attention_chunk=21, causal=True, **latent
             ),
         }  # fmt: skip
+        if self.fp8:
+            calls["8 bits, pages"] = make(
+                [100, 0, 330], nq=2, page_size=16, capacity=384, heads=(11, 1), num_splits=2,
+                cache_dtype=torch.float8_e4m3fn, k_descale=torch.tensor(3.0),
+                v_descale=torch.tensor([[0.5], [2.0], [0.25]]), **latent,
+            )  # fmt: skip
+            calls["8 bits, contiguous"] = make(
+                [200, 40], capacity=224, heads=(16, 2), cache_dtype=torch.float8_e5m2,
+                k_descale=torch.tensor([0.5, 2.0]), scale=0.3, **latent,
+            )  # fmt: skip
         for name, call in calls.items():
             yield ForwardCall(
                 self.kernel, self.implementation, _api.find_device(self.device), name,
@@ -87,8 +92,7 @@ class LatentTarget:
 
 
 TARGETS = (
-    LatentTarget("ampere", torch.bfloat16, "A100"),
-    LatentTarget("ampere", torch.float16, "A100", torch.float8_e4m3fn),
+    LatentTarget("ampere", torch.bfloat16, "A100", fp8=True),
     LatentTarget("hopper", torch.bfloat16, "H200"),
 )
 
