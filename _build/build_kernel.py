@@ -185,7 +185,9 @@ def main() -> None:
             report = assemble(arguments.ptxas, ptx_file, target, arguments.lineinfo, cubin)
             resources[f"sm_{target}"] = parse_resources(report)
             images.append(f"--image3=kind=elf,sm={target},file={cubin}")
-        if index == 0:  # the lowest PTX serves every GPU that no machine code here covers
+        # The lowest PTX serves every GPU that no machine code here covers; that of a family or of
+        # one architecture (120f, 90a) serves none but those that its machine code does.
+        if index == 0 and virtual.isdigit():
             images.append(f"--image3=kind=ptx,sm={virtual},file={ptx_file}")
     fatbin = output / f"{stem}.fatbin"
     flags = [f"--create={fatbin}", "-64", "--compress-all", "--compress-mode=size"]

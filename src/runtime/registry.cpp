@@ -26,7 +26,8 @@ const Folder& find_folder(std::string_view name) {
 }
 
 // The targets of groups as CMakeLists.txt gives them, "75:75 80:80,90": the machine code of all,
-// and the PTX of the first group, which newer GPUs run.
+// and the PTX of the first group, which newer GPUs run, unless it is that of a family or of one
+// architecture ("120f:120f"): its machine code serves as much (_build/build_kernel.py).
 std::vector<Target> parse_groups(const char* text) {
   std::vector<Target> result;
   std::istringstream groups(text);
@@ -38,7 +39,8 @@ std::vector<Target> parse_groups(const char* text) {
     for (std::string number; std::getline(list, number, ',');)
       result.push_back(target("sm_" + number));
   }
-  if (!lowest.empty()) result.push_back(target("compute_" + lowest));
+  const bool for_newer = !lowest.empty() && lowest.find_first_of("af") == lowest.npos;
+  if (for_newer) result.push_back(target("compute_" + lowest));
   return result;
 }
 
@@ -111,7 +113,7 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
     planned->implementation = name;
     planned->problem = problem;
     planned->device = device;
-    // The PTX for newer GPUs is that of the lowest target. Its kernels cannot wait for one another.
+    // PTX is that of the lowest target, for newer GPUs. Its kernels cannot wait for one another.
     const bool can_wait = !target.is_ptx() && target.first >= 90;
     for (Launch& launch : planned->launches) launch.starts_early &= can_wait;
     planned->code =

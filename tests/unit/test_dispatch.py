@@ -95,7 +95,7 @@ def why_not_blackwell_dc(capability: tuple[int, int]) -> list[str]:
     """The reasons of blackwell_dc against a capability other than 10.x and 11.0."""
     return [
         f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {DC} is built "
-        "for sm_100f, sm_110f, compute_100f"
+        "for sm_100f, sm_110f"
     ]
 
 
@@ -105,7 +105,7 @@ def why_not_hopper(capability: tuple[int, int]) -> list[str]:
         return [f"compute capability 9.0: {HOPPER} serves it only when it is forced"]
     return [
         f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {HOPPER} is built "
-        "for sm_90a, compute_90a"
+        "for sm_90a"
     ]
 
 
@@ -115,7 +115,7 @@ def why_not_the_consumer(capability: tuple[int, int]) -> list[str]:
         return [f"compute capability 9.0: {CONSUMER} serves it only when it is forced"]
     return [
         f"compute capability {dotted(capability)} (GPU {dotted(capability)}): {CONSUMER} is built "
-        "for sm_120f, sm_90a, compute_120f"
+        "for sm_120f, sm_90a"
     ]
 
 
@@ -358,7 +358,7 @@ def test_few_queries_go_to_the_kernel_that_splits_the_keys(dtype: torch.dtype, d
     h200 = archflash.explain(q, k, k, device="H200")
     assert h200.chosen == "ampere"
     assert h200.reasons[DC] == [
-        "compute capability 9.0 (H200): blackwell_dc is built for sm_100f, sm_110f, compute_100f"
+        "compute capability 9.0 (H200): blackwell_dc is built for sm_100f, sm_110f"
     ]
 
 
@@ -780,11 +780,9 @@ def test_a_gpu_older_than_every_target_is_told_what_the_build_serves() -> None:
     assert decision.chosen == "torch"
     assert decision.fallback
     assert decision.reasons == {
-        DC: [f"compute capability 7.0 (V100): {DC} is built for sm_100f, sm_110f, compute_100f"],
-        HOPPER: [f"compute capability 7.0 (V100): {HOPPER} is built for sm_90a, compute_90a"],
-        CONSUMER: [
-            f"compute capability 7.0 (V100): {CONSUMER} is built for sm_120f, sm_90a, compute_120f"
-        ],
+        DC: [f"compute capability 7.0 (V100): {DC} is built for sm_100f, sm_110f"],
+        HOPPER: [f"compute capability 7.0 (V100): {HOPPER} is built for sm_90a"],
+        CONSUMER: [f"compute capability 7.0 (V100): {CONSUMER} is built for sm_120f, sm_90a"],
         "ada": [
             "compute capability 7.0 (V100): ada is built for "
             "sm_89, sm_90, sm_100, sm_120, compute_89"
@@ -1001,11 +999,10 @@ def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None
         "          launch: ada_attention_fwd_f16_d64, grid 256, block 128, "
         "49216 bytes of shared memory",
         "  not     blackwell_dc: compute capability 8.9 (RTX 4090): blackwell_dc is built for "
-        "sm_100f, sm_110f, compute_100f",
-        "  not     hopper: compute capability 8.9 (RTX 4090): hopper is built for sm_90a, "
-        "compute_90a",
+        "sm_100f, sm_110f",
+        "  not     hopper: compute capability 8.9 (RTX 4090): hopper is built for sm_90a",
         "  not     blackwell_consumer: compute capability 8.9 (RTX 4090): blackwell_consumer is "
-        "built for sm_120f, sm_90a, compute_120f",
+        "built for sm_120f, sm_90a",
         "  not     ampere: ada is expected to be faster",
         "  not     torch: ada is expected to be faster",
         "  not     simt: ada is expected to be faster",

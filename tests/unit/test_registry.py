@@ -132,30 +132,22 @@ def test_ada_is_built_for_the_targets_of_the_design() -> None:
 
 def test_blackwell_consumer_is_built_for_the_targets_of_the_design() -> None:
     row = facts("blackwell_consumer")
-    assert row.compiled == ("sm_120f", "sm_90a", "compute_120f")
-    assert row.capabilities == (
-        ("12.0", "12.9", "sm_120f"),
-        ("9.0", "9.0", "sm_90a"),
-        ("12.0", "12.9", "compute_120f"),
-    )
+    assert row.compiled == ("sm_120f", "sm_90a")
+    assert row.capabilities == (("12.0", "12.9", "sm_120f"), ("9.0", "9.0", "sm_90a"))
     assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
 def test_blackwell_dc_is_built_for_the_targets_of_the_design() -> None:
     row = facts("blackwell_dc")
-    assert row.compiled == ("sm_100f", "sm_110f", "compute_100f")
-    assert row.capabilities == (
-        ("10.0", "10.9", "sm_100f"),
-        ("11.0", "11.9", "sm_110f"),
-        ("10.0", "10.9", "compute_100f"),
-    )
+    assert row.compiled == ("sm_100f", "sm_110f")
+    assert row.capabilities == (("10.0", "10.9", "sm_100f"), ("11.0", "11.9", "sm_110f"))
     assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
 def test_hopper_is_built_for_the_target_of_the_design() -> None:
     row = facts("hopper")
-    assert row.compiled == ("sm_90a", "compute_90a")
-    assert row.capabilities == (("9.0", "9.0", "sm_90a"), ("9.0", "9.0", "compute_90a"))
+    assert row.compiled == ("sm_90a",)
+    assert row.capabilities == (("9.0", "9.0", "sm_90a"),)
     assert row.dtypes == ("float16", "bfloat16", "float8_e4m3fn")
 
 
