@@ -371,16 +371,21 @@ def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int
 
 @lru_cache(maxsize=256)
 def pytorch_drops_faster(problem: _native.Problem, device: _native.Device | None) -> bool:
-    """Whether PyTorch's SDPA serves a call with dropout faster than our kernels. On an H200 they
-    reach half of the speed of its fused kernels there (docs/masks.md), so that is whether it has a
-    fused one.
+    """Whether PyTorch's SDPA serves a call with dropout faster than our kernels: where it has a
+    fused one, of which ampere reaches half of the speed on an H200, but for calls that hopper
+    serves with head dimensions from 64 on (docs/masks.md).
 
     Args:
         problem: the call without its dropout.
         device: where its tensors are; None for the CPU.
     """
-    capability = None if device is None else device.capability
-    return device is not None and _pytorch_differentiates(problem, capability)
+    if device is None or not _pytorch_differentiates(problem, device.capability):
+        return False
+    if device.capability != (9, 0) or min(problem.d, problem.dv) < 64:
+        return True
+    # Which share is dropped does not decide who serves a call.
+    dropped = _native.Problem.from_dict(problem.to_dict() | {"dropout_p": 0.5})
+    return select(dropped, device).chosen != "hopper"
 
 
 def _pytorchs_kernel(
@@ -522,6 +527,14 @@ def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan
     return measured.place(pytorchs) < measured.place(plan.implementation)
 
 
+def _dropout_measured_on_hopper(problem: _native.Problem) -> bool:
+    """Whether a call with dropout has as many query rows as those in which hopper was measured to
+    be faster than ampere: 1.5 to 4 times on an H100 (docs/masks.md).
+    """
+    rows = problem.nq // max(problem.batch, 1) if problem.varlen else problem.nq
+    return rows >= 128
+
+
 def _only_forced(
     name: str,
     problem: _native.Problem,
@@ -535,6 +548,8 @@ def _only_forced(
         return False
     if problem.kv_cache:
         return False  # such a kernel refuses all caches but those that it was measured for
+    if name == "hopper" and problem.dropout_p:
+        return not _dropout_measured_on_hopper(problem)
     if problem.attn_mask and not (plan and plan.tile and plan.tile.name.endswith("_dense")):
         return True  # of hopper's kernels that read an attn_mask only these were measured
     measured = _measured.find(problem, capability)

@@ -333,15 +333,15 @@ def _scalar_state(q: Tensor, lse: bool) -> tuple[Tensor, Tensor]:
     return _two_scalars(q) if lse else _NO_STATE
 
 
-# Its backward, too, knows its own random bits only.
 DROPPED_FASTER = "dropout: PyTorch's fused kernels drop weights faster"
+_DROPPED = "dropout: the backward pass of PyTorch's operator knows its own random bits only"
 
 
 def _why_not(dropout_p: float, debug_mask: bool) -> str:
     """Why no kernel of archflash serves a call with dropout or with return_debug_mask."""
     assert dropout_p != 0.0 or debug_mask
     if dropout_p != 0.0:
-        return DROPPED_FASTER
+        return _DROPPED
     return "return_debug_mask: no kernel of archflash returns weights"
 
 

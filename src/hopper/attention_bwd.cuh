@@ -49,6 +49,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/backward_params.h"
 #include "common/math/backward_rounds.cuh"
@@ -59,6 +60,7 @@
 #include "common/ptx/bulk_order.cuh"
 #include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cvt.cuh"
+#include "common/ptx/cvt_relu.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -74,6 +76,7 @@
 #include "common/ptx/wgmma.cuh"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
+#include "hopper/drop_weights.cuh"
 #include "hopper/tile.cuh"
 
 namespace archflash::hopper {
@@ -82,6 +85,19 @@ using math::BackwardWork;
 using math::BlockNote;
 using math::BlockPosition;
 using math::CtaWork;
+
+// What a main kernel is given: with DROPS it is told of dropout, too.
+template <class C>
+using BackwardParamsOf = std::conditional_t<C::DROPS, DroppingBackwardParams, BackwardKernelParams>;
+
+template <class C>
+__device__ __forceinline__ const BackwardKernelParams& call_of(const BackwardParamsOf<C>& params) {
+  if constexpr (C::DROPS) {
+    return params.call;
+  } else {
+    return params;
+  }
+}
 
 // The barriers, as addresses in shared memory. "Bytes": the loader arrives once and says how many
 // bytes TMA will bring; the phase ends when they have landed.
@@ -315,6 +331,50 @@ __device__ __forceinline__ void weigh_scores(KeysByQueries<C>& p_rmem, KeysByQue
   }
 }
 
+// Gives what is dropped of P, which is at least 0, the sign of negative numbers. key, query: the
+// lane's first ones.
+template <class C>
+__device__ __forceinline__ void mark_dropped(KeysByQueries<C>& p_rmem, const math::Dropout& dropout,
+                                             int key, int query) {
+  const uint32_t threshold = dropout.threshold * 0x10001;
+  const auto mark = [](float& p, uint32_t flags) {
+    p = __uint_as_float(__float_as_uint(p) | (~flags & 0x80000000));
+  };
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; n += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const math::DropoutBits bits = dropout.bits(query + 8 * n + i, key);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // queries 8 apart
+        const uint32_t of_keys = key & 16 ? bits.words[2 * half + 1] : bits.words[2 * half];
+        const uint32_t flags = kept_flags(of_keys, threshold);
+        mark(p_rmem[n + half][i], flags << 16);
+        mark(p_rmem[n + half][2 + i], flags);  // 8 keys on
+      }
+    }
+  }
+}
+
+// dS of a block of which mark_dropped() has marked P, over the factor of the weights that are kept:
+// P * dP of those that are, minus P * delta of all. kept_share: what delta is multiplied by.
+template <class C>
+__device__ __forceinline__ void differentiate_kept(KeysByQueries<C>& ds_rmem,
+                                                   const KeysByQueries<C>& p_rmem,
+                                                   const KeysByQueries<C>& dp_rmem,
+                                                   const float2* terms, float kept_share) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+    const float2 delta = terms[C::BLOCK / 2 + 4 * n];
+    const float deltas[2] = {delta.x * kept_share, delta.y * kept_share};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float p = p_rmem[n][i];
+      ds_rmem[n][i] = fmaf(fmaxf(p, 0.0f), dp_rmem[n][i], -(fabsf(p) * deltas[i % 2]));
+    }
+  }
+}
+
 // dS = P * (dP - delta), the gradient of a score before its scale. With a softcap it is that of the
 // score before softcap.
 template <class C>
@@ -347,15 +407,18 @@ __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
   }
 }
 
-template <class C>
+// NEGATIVE_TO_0: what is below 0 becomes 0.
+template <class C, bool NEGATIVE_TO_0 = false>
 __device__ __forceinline__ void round_to_16_bits(KeysByQueries16<C>& rounded_rmem,
                                                  const KeysByQueries<C>& x_rmem) {
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; ++n) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      rounded_rmem[n / 2][n % 2 * 2 + r] =
-          ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[n][2 * r], x_rmem[n][2 * r + 1]);
+      const float* const x = &x_rmem[n][2 * r];
+      rounded_rmem[n / 2][n % 2 * 2 + r] = NEGATIVE_TO_0
+                                               ? ptx::cvt_rn_relu_x2_f32<C::DTYPE>(x[0], x[1])
+                                               : ptx::cvt_rn_x2_f32<C::DTYPE>(x[0], x[1]);
     }
   }
 }
@@ -504,8 +567,9 @@ constexpr int START_BARRIER = 1;
 // Goes over the blocks of queries, of which there is at least one, sums up dK and dV, and writes
 // them while the last dQ is computed.
 template <class C>
-__device__ __forceinline__ void consume(const BackwardKernelParams& params, const CtaWork& work,
+__device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, const CtaWork& work,
                                         unsigned char* shared, uint32_t shared_smem) {
+  const BackwardKernelParams& params = call_of<C>(all_params);
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4,
                 PART = C::PART_COLUMNS / 2;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -569,12 +633,33 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     return reinterpret_cast<const BlockNote*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES +
                                               8 * C::BLOCK);
   };
+  [[maybe_unused]] auto dropout = [&] {
+    if constexpr (C::DROPS) {
+      return find_dropout(all_params.dropout,
+                          work.batch * attention.heads_q + work.head * attention.heads_per_kv);
+    } else {
+      return nullptr;
+    }
+  }();
+  [[maybe_unused]] int weighed = 0, head = 0;  // blocks; the next one's head
   const auto weigh = [&](int q_stage) {
     terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
     masks = note_of(q_stage)->masked_warps >> warp & 1;
     weigh_scores<C>(p_rmem, s_rmem, terms, attention);
     if (masks) clear_unseen<C>(p_rmem, work, note_of(q_stage)->row);
+    if constexpr (C::DROPS) {
+      const int thread = ptx::mov_tid_x_volatile();
+      mark_dropped<C>(p_rmem, dropout,
+                      work.first_row + thread / 32 * C::WARP_ROWS + thread % 32 / 4,
+                      note_of(q_stage)->row + thread % 4 * 2);
+      // The heads that share a head of K come one after another, each with a round.
+      if (++weighed % C::BLOCKS_OF_ROUND == 0) {
+        const bool last = ++head == uniform(work.heads);
+        if (last) head = 0;
+        dropout.batch_head += last ? 1 - uniform(work.heads) : 1;
+      }
+    }
     ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
   };
 
@@ -646,7 +731,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
       ptx::wgmma_wait_group<2>();
       finish_dk();
     }
-    round_to_16_bits<C>(a_rmem, p_rmem);
+    round_to_16_bits<C, C::DROPS>(a_rmem, p_rmem);
     ptx::registers_change<WORDS>(a);
     ptx::registers_change<SUMS>(dv);
     ptx::wgmma_fence();  // P is rounded before the product
@@ -657,7 +742,11 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
     }
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
-    differentiate<C>(ds_rmem, p_rmem, dp_rmem, terms, C::SOFTCAP ? params.uncap : 0.0f);
+    if constexpr (C::DROPS) {
+      differentiate_kept<C>(ds_rmem, p_rmem, dp_rmem, terms, all_params.kept_share);
+    } else {
+      differentiate<C>(ds_rmem, p_rmem, dp_rmem, terms, C::SOFTCAP ? params.uncap : 0.0f);
+    }
     if (masks) clear_unseen<C>(ds_rmem, work, note_of(q_ring.stage)->row);
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
@@ -724,7 +813,9 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params, cons
   }
   begin_dq();  // of the last round
   store_gradient<C>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
-  store_gradient<C>(dv_rmem, params.backward.dv, work, attention.dv, 1.0f);
+  float dv_factor = 1.0f;
+  if constexpr (C::DROPS) dv_factor = all_params.dropout.scale;
+  store_gradient<C>(dv_rmem, params.backward.dv, work, attention.dv, dv_factor);
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<PART>(dq);
   store_dq(number / C::BLOCKS_OF_ROUND - 1);
@@ -774,7 +865,8 @@ __device__ __forceinline__ bool begin_backward(const BackwardKernelParams& param
 }
 
 template <class C>
-__device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params) {
+__device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_params) {
+  const BackwardKernelParams& params = call_of<C>(all_params);
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -798,7 +890,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   if (threadIdx.x < C::CONSUMER_THREADS) {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
     if (any_block) {
-      consume<C>(params, work, shared, shared_smem);
+      consume<C>(all_params, work, shared, shared_smem);
     } else {
       clear_gradients<C>(params, work, C::WARPS);
     }
@@ -866,10 +958,10 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
       NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
     archflash::hopper::prepare<DTYPE>(params);                                       \
   }
-#define ARCHFLASH_HOPPER_BACKWARD_KERNEL(NAME, CONFIG)                               \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)                   \
-      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
-    archflash::hopper::attention_bwd<CONFIG>(params);                                \
+#define ARCHFLASH_HOPPER_BACKWARD_KERNEL(NAME, CONFIG)                                   \
+  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)                       \
+      NAME(const __grid_constant__ archflash::hopper::BackwardParamsOf<CONFIG> params) { \
+    archflash::hopper::attention_bwd<CONFIG>(params);                                    \
   }
 #define ARCHFLASH_HOPPER_DQ_KERNEL(NAME, CONFIG)                                     \
   extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS)       \

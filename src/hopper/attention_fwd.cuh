@@ -59,19 +59,21 @@
 #include "hopper/cache_params.h"
 #include "hopper/cache_rows.cuh"
 #include "hopper/config.cuh"
+#include "hopper/drop_weights.cuh"
 #include "hopper/params.h"
 #include "hopper/tile.cuh"
 #include "hopper/transpose_v.cuh"
 
 namespace archflash::hopper {
 
-// What a kernel is given: with CACHE it is told of the cache, too.
+// What a kernel is given: with CACHE it is told of the cache, and with DROPS of dropout, too.
 template <class C>
-using ParamsOf = std::conditional_t<C::CACHE, CacheParams, Params>;
+using ParamsOf =
+    std::conditional_t<C::CACHE, CacheParams, std::conditional_t<C::DROPS, DroppingParams, Params>>;
 
 template <class C>
 __device__ __forceinline__ const Params& call_of(const ParamsOf<C>& params) {
-  if constexpr (C::CACHE) {
+  if constexpr (C::CACHE || C::DROPS) {
     return params.call;
   } else {
     return params;
@@ -568,8 +570,17 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       lane_rows[r] = tile.first_row + (C::CAN_PACK ? params.packed_heads.row(row) : row);
     }
 
+    [[maybe_unused]] const auto dropout = [&] {
+      if constexpr (C::DROPS) {
+        return find_dropout(all_params.dropout, tile.batch_head);
+      } else {
+        return nullptr;
+      }
+    }();
+
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
+    [[maybe_unused]] Probabilities<C> kept_rmem;  // masks of P: what is not dropped
     math::Outputs<C> o_rmem = {};
     PassOutputs<C> part_rmem;  // O += P V of the last blocks, if SUMS_IN_PARTS
     int part_keys = 0;         // the keys of these blocks
@@ -647,7 +658,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         scale = math::descale_scores<C>(
             s_rmem, attention, key_descales,
             math::find_warp_descale(params.descales, attention, message, 0), block);
-      } else if (attention.transform_scores) {
+      } else if (!C::DROPS && attention.transform_scores) {
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
       if constexpr (C::SPARES_REGISTERS) {
@@ -673,6 +684,17 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
                            block + static_cast<int>(threadIdx.x) % 4 * 2);
       }
       return scale;
+    };
+    // Dropout: which weights of a block are kept. It needs no scores, so that it takes the time in
+    // which they are computed.
+    const auto draw = [&](int block) {
+      if constexpr (C::DROPS)
+        draw_kept<C>(kept_rmem, dropout, lane_rows[0],
+                     block + static_cast<int>(threadIdx.x) % 4 * 2);
+    };
+    const auto pack_kept = [&] {
+      pack<C>(s_rmem, p_rmem);
+      if constexpr (C::DROPS) drop<C>(p_rmem, kept_rmem);
     };
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
@@ -713,6 +735,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       turns.wait();
       begin_qk();
       turns.hand_over();
+      draw(block);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<SCORES>(s);
       release(barriers.k_empty(k_ring.stage));
@@ -724,7 +747,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       weigh_rows<C>(s_rmem, state, scale);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
-      pack<C>(s_rmem, p_rmem);
+      pack_kept();
     };
     const auto step_alone = [&]<bool MASKED>(int block) {
       turns.wait();
@@ -748,6 +771,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
       begin_pv();
       turns.hand_over();
+      draw(block);
       ptx::wgmma_wait_group<1>();  // the scores are there
       ptx::registers_change<SCORES>(s);
       release(barriers.k_empty(k_ring.stage));
@@ -763,7 +787,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       scale = follow_maxima<C>(s_rmem, state, scale, note);
       weigh_rows<C>(s_rmem, state, scale);
       finish_pv();
-      pack<C>(s_rmem, p_rmem);
+      pack_kept();
       if (raised) rescale_outputs(corrections);
       add_full_part(block);
     };
@@ -789,14 +813,26 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     if (block >= blocks.seen_first) {
       first_step(block);
       block -= C::BLOCK_K;
+      if constexpr (C::DROPS) {
 #pragma unroll 1
-      for (; block >= blocks.seen_first && block > blocks.clear_last; block -= C::BLOCK_K)
-        step.template operator()<true>(block);
+        for (; block >= blocks.seen_first; block -= C::BLOCK_K) {
+          if (block > blocks.clear_last || block < blocks.clear_first) {
+            step.template operator()<true>(block);
+          } else {
+            step.template operator()<false>(block);
+          }
+        }
+      } else {
 #pragma unroll 1
-      for (; block >= blocks.seen_first && block >= blocks.clear_first; block -= C::BLOCK_K)
-        step.template operator()<false>(block);
+        for (; block >= blocks.seen_first && block > blocks.clear_last; block -= C::BLOCK_K)
+          step.template operator()<true>(block);
 #pragma unroll 1
-      for (; block >= blocks.seen_first; block -= C::BLOCK_K) step.template operator()<true>(block);
+        for (; block >= blocks.seen_first && block >= blocks.clear_first; block -= C::BLOCK_K)
+          step.template operator()<false>(block);
+#pragma unroll 1
+        for (; block >= blocks.seen_first; block -= C::BLOCK_K)
+          step.template operator()<true>(block);
+      }
       release_q_early();
       if constexpr (C::OVERLAPS) {
         ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
@@ -826,6 +862,10 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
           const float factors[2] = {v, v};
           rescale<C>(o_rmem, factors);
         }
+      }
+      if constexpr (C::DROPS) {  // the weights that are left weigh more
+        const float factors[2] = {all_params.dropout.scale, all_params.dropout.scale};
+        rescale<C>(o_rmem, factors);
       }
       store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     }

@@ -36,6 +36,7 @@ struct BackwardConfig {
   // Whether scores have a softcap. In kernels for all calls the branches for it cost 2 to 9% of the
   // speed of calls without one.
   static constexpr bool SOFTCAP = SOFTCAP_;
+  static constexpr bool DROPS = false;  // whether weights are dropped
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
@@ -107,6 +108,7 @@ struct WideBackwardConfig {
   static constexpr int DS_STAGES = 2;
   static constexpr int TURN_STAGES = 2;   // a warp each
   static constexpr bool SOFTCAP = false;  // it would spill registers
+  static constexpr bool DROPS = false;
 
   static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
   static constexpr int WEIGHT_REGISTERS = 208;   // of the warpgroups that keep dV and dK
@@ -162,5 +164,18 @@ using BackwardD128 = BackwardConfig<T,                   128,       1,       3, 
 // clang-format on
 template <DType T>
 using BackwardD256 = WideBackwardConfig<T, 256>;
+
+// Those for calls with dropout.
+template <class Base>
+struct DroppingBackwardConfig : Base {
+  static constexpr bool DROPS = true;
+  static_assert(!Base::SOFTCAP, "the sign of P says whether it is dropped");
+  static_assert(Base::ROWS % 32 == 0 && Base::BLOCK % 16 == 0,
+                "the elements of a lane are of the same groups of random bits in every block");
+};
+template <DType T>
+using BackwardD64Dropout = DroppingBackwardConfig<BackwardD64<T>>;
+template <DType T>
+using BackwardD128Dropout = DroppingBackwardConfig<BackwardD128<T>>;
 
 }  // namespace archflash::hopper

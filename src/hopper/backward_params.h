@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/backward_params.h"
+#include "common/dropout_params.h"
 #include "common/tensor_map.h"
 
 namespace archflash::hopper {
@@ -30,5 +31,15 @@ struct BackwardKernelParams {
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);
 static_assert(offsetof(BackwardKernelParams, backward) == 0,
               "core::plan_backward() fills in the block's start");
+
+// The parameter of kernels for calls with dropout.
+struct DroppingBackwardParams {
+  BackwardKernelParams call;  // its scale has the factor of the weights that are kept
+  DropoutParams dropout;
+  float kept_share;  // 1 / dropout.scale
+};
+static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
+static_assert(offsetof(DroppingBackwardParams, call) == 0,
+              "the plan of a call without dropout is extended");
 
 }  // namespace archflash::hopper

@@ -80,6 +80,7 @@ struct Config {
   // bits, whose Q stays.
   static constexpr bool RELEASES_Q_EARLY =
       Q_STAGES == 1 && !CAN_SPLIT && !CACHE && (FP8 || HEAD_DIM_V <= 128);
+  static constexpr bool DROPS = false;             // whether weights are dropped
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
   // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
   // time, so that a part of the sums needs few registers.
@@ -181,6 +182,20 @@ using D256Large  = Config<T, 256, 256,  2,      80,  2,      1,      1,     true
 template <DType T>
 using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,  true>;
 // clang-format on
+
+// --- with dropout ---
+
+template <class Base>
+struct DroppingConfig : Base {
+  static constexpr bool DROPS = true;
+  static_assert(Base::OVERLAPS && !Base::FP8 && !Base::CACHE);
+  static_assert(!Base::CAN_PACK && Base::TILE_STEP % 16 == 0,
+                "both rows of a lane are of one group of random bits: math::Dropout");
+};
+template <DType T>
+using D64Dropout = DroppingConfig<Config<T, 64, 64, 2, 128, 3, 2, 1, true>>;
+template <DType T>
+using D128Dropout = DroppingConfig<D128Medium<T>>;
 
 // --- with a KV cache ---
 

@@ -7,6 +7,7 @@
 
 #include "common/attention_params.h"
 #include "common/descales.h"
+#include "common/dropout_params.h"
 #include "common/dtype.h"
 #include "common/math/packed_heads.cuh"
 #include "common/partials.h"
@@ -35,5 +36,14 @@ struct Params {
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");
+
+// The one parameter of kernels that drop weights.
+struct DroppingParams {
+  Params call;
+  DropoutParams dropout;
+};
+static_assert(std::is_trivially_copyable_v<DroppingParams>);
+static_assert(offsetof(DroppingParams, call) == 0,
+              "the plan of a call without dropout is extended");
 
 }  // namespace archflash::hopper

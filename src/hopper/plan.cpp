@@ -65,6 +65,7 @@ const Description& describe() {
                    "key_ranges",
                    "alibi_slopes",
                    "block_mask",
+                   "dropout_p",
                    "kv_cache_prefill",
                    "fp8_cache_prefill"},
       .needs_capability = 90,  // wgmma
@@ -149,6 +150,13 @@ constexpr Tile MASKED_TILES[] = {
     tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
     tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),
     tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
+};
+
+constexpr const char* WITH_DROPOUT =
+    "dropout: the random bits of a block are drawn while its scores are computed";
+constexpr Tile DROPOUT_TILES[] = {
+    tile<D64Dropout<DType::F16>>("d64_dropout", {}, WITH_DROPOUT),
+    tile<D128Dropout<DType::F16>>("d128_dropout", {}, WITH_DROPOUT),
 };
 
 constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
@@ -336,6 +344,7 @@ std::span<const Tile> tiles_for(const Problem& problem) {
     if (problem.page_size % PAGE_ROWS == 0) return PAGES_TILES;
     return SMALL_PAGES_TILES;
   }
+  if (problem.dropout_p != 0) return DROPOUT_TILES;
   if (!is_fp8(problem.dtype) && reads_summary(problem)) return DENSE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
@@ -479,6 +488,33 @@ void add_masks(LaunchPlan& plan, const Problem& problem) {
   launch.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
   for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
     launch.pointers.push_back(slot);
+}
+
+// Turns the launch of `plan` into that of a kernel that drops weights.
+void add_dropout(LaunchPlan& plan, const Problem& problem) {
+  Launch& launch = plan.launches[0];
+  DroppingParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(&params.call, launch.params.data(), sizeof params.call);
+  params.dropout = core::dropout_params(problem);
+  launch.params = core::bytes(params);
+  launch.image = std::string("hopper/dropout_") + core::dtype_word(problem.dtype);
+  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(DroppingParams, dropout)))
+    launch.pointers.push_back(slot);
+}
+
+std::string refuse_with_dropout(const std::string& given) {
+  return "dropout_p with " + given + ": hopper takes either alone; leave the implementation out" +
+         core::USE_TORCH;
+}
+
+// Why DROPOUT_TILES cannot serve a call with dropout.
+void refuse_dropout(const Problem& problem, Reasons& reasons) {
+  const auto add = [&](const std::string& given) { reasons.push_back(refuse_with_dropout(given)); };
+  if (is_fp8(problem.dtype)) add(std::string(dtype_name(problem.dtype)) + " inputs");
+  if (std::max(problem.d, problem.dv) > 128) add("head dimensions above 128");
+  if (is_masked(problem)) add("masks as data");
+  if (problem.num_splits > 1) add("num_splits " + std::to_string(problem.num_splits));
 }
 
 // An 8-bit cache is converted before it is read (convert_cache.cuh).
@@ -744,6 +780,7 @@ PlanResult plan(const Problem& given, const Device& device) {
   core::add_tma_reasons(problem, "hopper", false, why_not);
   refuse_conversion(given, why_not);
   if (problem.kv_cache) refuse_cached_call(problem, given, why_not);
+  if (problem.dropout_p != 0) refuse_dropout(problem, why_not);
   if (is_fp8(problem.dtype))
     core::refuse_splits(problem, "hopper", dtype_name(problem.dtype), why_not);
   if (is_fp8(problem.dtype) && v_columns(problem) > INT32_MAX) {
@@ -773,6 +810,8 @@ PlanResult plan(const Problem& given, const Device& device) {
 
   Params params;
   core::init_params(problem, params);
+  if (problem.dropout_p != 0 && params.attention.transform_scores)
+    return Reasons{refuse_with_dropout("a softcap, or a scale of 0 or less or near it")};
   params.attention.order.heads_per_group = heads_per_group(problem, device, tile);
   params.tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
@@ -814,6 +853,7 @@ PlanResult plan(const Problem& given, const Device& device) {
                                          workspace.add(plan.zeroed_bytes)});
   }
   if (is_fp8(problem.dtype) && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
+  if (problem.dropout_p != 0) add_dropout(plan, problem);
   if (splits == 1) plan.workspace_bytes = workspace.bytes();
   if (problem.kv_cache) {
     read_cache(plan, problem, given, device, tile);

@@ -1,12 +1,15 @@
 // hopper: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <iterator>
 #include <string>
 #include <utility>
 #include <variant>
 
 #include "common/planning/backward_rounds.h"
+#include "common/planning/masks.h"
 #include "common/planning/order.h"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
@@ -18,18 +21,21 @@ const Description& describe();
 namespace {
 
 struct BackwardTile : core::RoundsTile {
-  const char* with_softcap;  // the name of the kernel for calls with one; null: there is none
+  // The names of the kernels for calls with a softcap and with dropout; null: there is none.
+  const char* with_softcap;
+  const char* with_dropout;
 };
 
 template <class C>
-constexpr BackwardTile backward_tile(const char* name, const char* with_softcap) {
-  return {core::rounds_tile<C>(name), with_softcap};
+constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
+                                     const char* with_dropout) {
+  return {core::rounds_tile<C>(name), with_softcap, with_dropout};
 }
 
 constexpr BackwardTile TILES[] = {
-    backward_tile<BackwardD64<DType::F16>>("d64", "d64_softcap"),
-    backward_tile<BackwardD128<DType::F16>>("d128", "d128_softcap"),
-    backward_tile<BackwardD256<DType::F16>>("d256", nullptr),
+    backward_tile<BackwardD64<DType::F16>>("d64", "d64_softcap", "d64_dropout"),
+    backward_tile<BackwardD128<DType::F16>>("d128", "d128_softcap", "d128_dropout"),
+    backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
 // How many heads of k are gone over together: those whose Q, dO and sums of dQ stay in L2, measured
@@ -62,6 +68,23 @@ const BackwardTile& tile_for(const Problem& call) {
   return TILES[std::size(TILES) - 1];
 }
 
+// Turns the main launch of `plan` into that of a kernel that drops weights.
+void add_dropout(LaunchPlan& plan, const Problem& call) {
+  DroppingBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  params.dropout = core::dropout_params(call);
+  params.kept_share = 1 / params.dropout.scale;
+  for (Launch& launch : plan.launches) {
+    if (!launch.kernel.ends_with("_dropout")) continue;
+    std::memcpy(static_cast<void*>(&params.call), launch.params.data(), sizeof params.call);
+    launch.params = core::bytes(params);
+    launch.image = std::string("hopper/dropout_") + core::dtype_word(call.dtype);
+    for (const PointerSlot& slot :
+         core::dropout_pointers(call, offsetof(DroppingBackwardParams, dropout)))
+      launch.pointers.push_back(slot);
+  }
+}
+
 }  // namespace
 
 PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
@@ -74,17 +97,31 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
                     "without; drop softcap") +
         core::USE_TORCH);
   }
+  const bool drops = call.dropout_p != 0;
+  if (drops && (call.softcap != 0 || tile.with_dropout == nullptr)) {
+    reasons.push_back(std::string("gradients of dropout_p with ") +
+                      (call.softcap != 0 ? "a softcap" : "head dimensions above 128") +
+                      ": hopper takes either alone; leave the implementation out" +
+                      core::USE_TORCH);
+  }
   core::BackwardTile main_tile = tile;
   if (call.softcap != 0 && tile.with_softcap != nullptr) main_tile.name = tile.with_softcap;
-  PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
+  if (drops && tile.with_dropout != nullptr) main_tile.name = tile.with_dropout;
+  BackwardProblem undropped = problem;  // what is dropped is filled in behind the plan
+  undropped.call.dropout_p = 0;
+  PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, undropped, device);
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
   const auto heads = static_cast<int32_t>(group_heads(problem, tile, device));
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, device, "hopper",
-      [&](BackwardKernelParams& params) { params.group_heads = heads; });
+      [&](BackwardKernelParams& params) {
+        params.group_heads = heads;
+        params.backward.scale *= core::dropout_params(call).scale;  // of dropout: 1 without
+      });
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
+    if (drops) add_dropout(*plan, call);
     for (Launch& launch : plan->launches)
       launch.starts_early = !launch.tensor_maps.empty();  // it waits where it has to
   }

@@ -679,6 +679,13 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 ).plan
                 assert plan is not None
                 planned |= set(plan.kernels)
+        for d, backward in itertools.product((64, 128), (False, True)):
+            q = torch.empty(2, 16, 2048, d, dtype=dtype, device="meta")
+            plan = archflash.explain(
+                q, q, q, dropout_p=0.1, backward=backward, device="H200", implementation="hopper"
+            ).plan
+            assert plan is not None
+            planned |= set(plan.kernels)
         q = torch.empty(2, 16, 2048, 128, dtype=dtype, device="meta")
         table = torch.empty(2, 16, 32, 32, dtype=torch.bool, device="meta")
         plan = archflash.explain(

@@ -14,7 +14,7 @@ import archflash
 from archflash import reference
 
 from .executors import executor
-from .gradients import kernels_with_gradients
+from .gradients import differentiate_and_check, inputs, kernels_with_gradients
 
 on = executor()
 # The kernels that drop weights, each with the dtypes for which it does.
@@ -25,6 +25,7 @@ KERNELS = [
     if (dtype == "float32") == (kernel == "simt")
 ]
 each_kernel = pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
+on_hopper = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
 on_cpu = pytest.mark.filterwarnings("ignore:archflash. tensors are on the CPU")
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -49,11 +50,81 @@ def test_kernels_drop_what_dropout_mask_says(kernel: str, dtype: str, name: str)
     call = dict(CALLS[name])
     dims, heads = call.pop("dims"), call.pop("heads")
     nq, nk = call.pop("nq", 70), call.pop("nk", 101)
-    if kernel == "simt":
+    if kernel in ("simt", "hopper"):  # up to 256 or 128 columns, no shares of keys
         call.pop("num_splits", None)
-        dims = tuple(min(dim, 256) for dim in dims)
+        dims = tuple(min(dim, 256 if kernel == "simt" else 128) for dim in dims)
+    if kernel == "hopper":
+        call.pop("softcap", None)
     q, k, v = on.qkv(nq, nk, *dims, dtype=dtype, batch=2, heads=heads)
     on.attend_and_check(kernel, q, k, v, dropout_p=0.3, rng_state=state(), schedules=[1], **call)
+
+
+# Several tiles of rows and blocks of keys, the last ones ragged, of the kernels that have dropout
+# alone: queries, keys, head dimensions, heads.
+TILES: dict[str, tuple[int, int, tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "d64-causal": (150, 300, (64, 64), (2, 1), {"causal": True}),
+    "d64-sinks": (130, 270, (40, 56), (1, 1), {"sinks": True}),
+    "d128-window": (200, 290, (128, 128), (2, 2), {"window": (90, 30)}),
+    "d128-all-keys": (140, 400, (72, 120), (3, 1), {}),
+}
+
+
+def options_of(words: dict[str, Any], heads: int) -> dict[str, Any]:
+    options = {"dropout_p": 0.4, "rng_state": state(), **words}
+    return options | ({"sinks": on.rand(heads, seed=9)} if "sinks" in words else {})
+
+
+@on_hopper
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_many_tiles_of_hopper(dtype: str, name: str) -> None:
+    nq, nk, dims, heads, words = TILES[name]
+    options = options_of(words, heads[0])
+    number = list(TILES).index(name)
+    q, k, v = on.qkv(nq, nk, *dims, dtype=dtype, batch=2, heads=heads)
+    on.attend_and_check("hopper", q, k, v, schedules=[number], **options)
+    tensors = inputs(on, nq, nk, *dims, dtype, heads=heads)
+    differentiate_and_check(
+        on, "hopper", *tensors, schedules=[number], deterministic=number % 2 == 0, **options
+    )
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed_sequences_of_hopper(d: int) -> None:
+    """The random bits are those of the row within its sequence, and of the sequence's number."""
+    lengths_q, lengths_k = (150, 0, 21), (140, 7, 290)
+    cu_seqlens = {
+        "cu_seqlens_q": on.cu_seqlens(lengths_q), "cu_seqlens_k": on.cu_seqlens(lengths_k),
+    }  # fmt: skip
+    dout, q, k, v = (
+        on.rand(sum(of), heads, d, seed=seed, dtype="bfloat16")
+        for seed, (of, heads) in enumerate(((lengths_q, 4),) * 2 + ((lengths_k, 2),) * 2)
+    )
+    options = {"causal": True, **cu_seqlens, **options_of({}, 4)}
+    on.attend_and_check("hopper", q, k, v, schedules=[1], **options)
+    differentiate_and_check(
+        on, "hopper", dout, q, k, v, schedules=[2], deterministic=False, **options
+    )
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("d", "options", "words"),
+    [
+        (192, {}, "head dimensions above 128"),
+        (64, {"num_splits": 2}, "num_splits 2"),
+        (64, {"alibi_slopes": torch.ones(2, device="meta")}, "masks as data"),
+        (64, {"softcap": 2.0}, "a softcap"),
+        (64, {"scale": -0.5}, "a softcap, or a scale of 0 or less"),
+    ],
+    ids=["head-dim", "splits", "masks", "softcap", "scale"],
+)
+def test_what_hopper_leaves_to_ampere(d: int, options: dict[str, Any], words: str) -> None:
+    q = torch.empty(1, 2, 300, d, dtype=torch.bfloat16, device="meta")
+    decision = archflash.explain(q, q, q, dropout_p=0.1, device="H200", **options)
+    assert decision.chosen == "ampere"
+    assert words in decision.reasons["hopper"][0]
 
 
 def test_the_reference_drops_what_dropout_mask_says_and_scales_the_rest() -> None:

@@ -758,15 +758,28 @@ def test_who_computes_gradients_of_a_call_with_masks(dtype: torch.dtype, name: s
         assert "gradients faster" in decision.reasons[kernel][0]
 
 
-def test_dropout_goes_to_kernels_that_drop_weights() -> None:
+@pytest.mark.parametrize(
+    ("device", "rows", "d", "kernel", "reason"),
+    [
+        ("H200", 1024, 64, "hopper", ""),
+        ("H200", 128, 128, "hopper", ""),
+        ("H200", 127, 128, "ampere", "only when it is forced"),
+        ("H200", 1024, 192, "ampere", "head dimensions above 128"),
+        ("A100", 1024, 64, "ampere", ""),
+        ("B200", 1024, 64, "ampere", ""),
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_dropout_goes_to_kernels_that_drop_weights(
+    grad: bool, device: str, rows: int, d: int, kernel: str, reason: str
+) -> None:
     state = torch.empty(2, dtype=torch.int64, device="meta")
-    for grad in (False, True):
-        given = problem(torch.float16, grad=grad, dropout_p=0.1, rng_state=state)
-        decision = _dispatch.select(given, find_device("H200"))
-        assert decision.chosen == "ampere"
-        assert decision.plan is not None
-        assert "drops no weights" in decision.reasons["hopper"][0]
-        assert "dropout_p" in str(decision)
+    given = problem(torch.float16, grad=grad, nq=rows, d=d, dropout_p=0.1, rng_state=state)
+    decision = _dispatch.select(given, find_device(device))
+    assert decision.chosen == kernel
+    assert decision.plan is not None
+    assert "dropout_p" in str(decision)
+    assert reason in decision.reasons.get("hopper", [""])[0]
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,10 @@ def test_the_backward_pass_needs_the_state_of_the_call() -> None:
         archflash.attention_backward(out, q, q, q, out, lse, dropout_p=0.5)
 
 
-@pytest.mark.parametrize("name", ["hopper", "ada", "blackwell_consumer", "blackwell_dc"])
+@pytest.mark.parametrize("name", ["ada", "blackwell_consumer", "blackwell_dc"])
 def test_folders_without_dropout_say_so(name: str) -> None:
     q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
-    gpu = {"hopper": "H200", "ada": "RTX 4090"}.get(name, "RTX 5090")
-    gpu = "B200" if name == "blackwell_dc" else gpu
+    gpu = {"ada": "RTX 4090", "blackwell_dc": "B200"}.get(name, "RTX 5090")
     decision = archflash.explain(q, q, q, dropout_p=0.1, device=gpu)
     assert decision.chosen == "ampere"
     assert any("drops no weights" in reason for reason in decision.reasons[name])

@@ -244,7 +244,8 @@ def test_dropout_runs_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("dtype", "heads", "gpu", "faster"),
     [
-        (torch.bfloat16, (4, 4), "H200", True),
+        (torch.bfloat16, (4, 4), "A100", True),
+        (torch.bfloat16, (4, 4), "H200", True),  # of so few rows
         (torch.bfloat16, (4, 2), "H200", True),
         (torch.float32, (4, 4), "H200", True),
         (torch.float32, (4, 2), "H200", False),  # PyTorch's fp32 kernel shares no keys
@@ -273,6 +274,26 @@ def test_dropout_goes_to_pytorchs_fused_kernels_where_there_are_any(
     (reason,) = archflash.stats(reset=True).declined
     assert ("faster" in reason) == faster
     assert bool(noted) != faster  # what PyTorch does better is nothing to warn of
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "d", "options", "faster"),
+    [
+        ("H200", 128, 64, {}, False),
+        ("H200", 2048, 128, {"causal": True}, False),
+        ("H200", 100, 64, {}, True),
+        ("H200", 2048, 32, {}, True),
+        ("H200", 2048, 192, {}, True),
+        ("H200", 2048, 64, {"attn_mask": torch.ones(1, 1, 1, 1, device="meta")}, True),
+        ("A100", 2048, 64, {}, True),
+    ],
+)
+def test_dropout_stays_here_where_hopper_drops_faster(
+    gpu: str, rows: int, d: int, options: dict[str, Any], faster: bool
+) -> None:
+    q = torch.empty(2, 4, rows, d, dtype=torch.bfloat16, device="meta")
+    decision = archflash.explain(q, q, q, device=gpu, **options)
+    assert _dispatch.pytorch_drops_faster(decision.problem, decision.device) == faster
 
 
 def test_dropout_reaches_the_kernel_that_is_forced() -> None:

@@ -1,0 +1,23 @@
+// A conversion to 16 bits that makes negative numbers 0.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace archflash::ptx {
+
+// cvt.rn.relu.{f16x2,bf16x2}.f32 (sm_80 and up) does what cvt_rn_x2_f32 does, with numbers below 0 made 0.
+template <DType DTYPE>
+__device__ __forceinline__ uint32_t cvt_rn_relu_x2_f32(float low, float high) {
+  static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "16-bit outputs only");
+  uint32_t pair;
+  if constexpr (DTYPE == DType::F16) {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+}  // namespace archflash::ptx

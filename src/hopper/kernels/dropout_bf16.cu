@@ -1,0 +1,14 @@
+// The kernels for bf16 inputs with dropout. config.cuh and
+// backward_config.cuh have their tiles.
+#include "hopper/attention_bwd.cuh"
+#include "hopper/attention_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_bf16_d64_dropout, D64Dropout<DType::BF16>)
+ARCHFLASH_HOPPER_KERNEL(hopper_attention_fwd_bf16_d128_dropout, D128Dropout<DType::BF16>)
+ARCHFLASH_HOPPER_BACKWARD_KERNEL(hopper_attention_bwd_bf16_d64_dropout,
+                                 BackwardD64Dropout<DType::BF16>)
+ARCHFLASH_HOPPER_BACKWARD_KERNEL(hopper_attention_bwd_bf16_d128_dropout,
+                                 BackwardD128Dropout<DType::BF16>)
