@@ -157,14 +157,9 @@ struct SumsOfRound {
 // sum, and so only the turns become zeros.
 template <DType DTYPE, class Params>
 __device__ __forceinline__ void prepare_rounds(const Params& params) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  unsigned char* const cleared_gmem = params.turns_gmem == nullptr
-                                          ? reinterpret_cast<unsigned char*>(params.dq_sums_gmem)
-                                          : reinterpret_cast<unsigned char*>(params.turns_gmem);
-  for (int64_t byte = thread * 16; byte < params.cleared_bytes;
-       byte += static_cast<int64_t>(gridDim.x) * blockDim.x * 16)
-    ptx::st_global_v4_b32(cleared_gmem + byte, 0, 0, 0, 0);
-  backward_rows<DTYPE>(params.backward);
+  void* const cleared_gmem =
+      params.turns_gmem == nullptr ? static_cast<void*>(params.dq_sums_gmem) : params.turns_gmem;
+  backward_rows<DTYPE>(params.backward, [&] { clear_by_grid(cleared_gmem, params.cleared_bytes); });
 }
 
 // --- the warp that loads K, V, Q and dO ---
