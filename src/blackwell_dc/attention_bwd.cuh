@@ -395,8 +395,8 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       sync();
       as_leader([&] {
         if (piece == 0 && turn.waits) {
-          const int tile = work.first_row / C::ROWS;
-          while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < tile) {
+          const int own_turn = work.turn;
+          while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
           }
           ptx::fence_proxy_async_global();  // the turn has come before TMA adds
         }
@@ -412,7 +412,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
     as_leader([&] {
       if (!in_turns) return;
       ptx::cp_async_bulk_wait_group_0();  // the next tile of keys may add when this one has
-      ptx::st_release_s32(params.turns_gmem + turn.sum, work.first_row / C::ROWS + 1);
+      ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
     });
     __syncwarp();
     block.next_round(work);

@@ -54,7 +54,8 @@ struct BackwardParams {
 };
 static_assert(std::is_trivially_copyable_v<BackwardParams>);
 
-constexpr int BACKWARD_ROWS_THREADS = 256;  // of a CTA that makes RowTerms
+constexpr int BACKWARD_ROWS = 64;           // of a head, whose RowTerms a CTA makes
+constexpr int BACKWARD_ROWS_THREADS = 256;  // of that CTA
 constexpr int BACKWARD_ROWS_LANES = 8;      // that make those of a row
 constexpr int BACKWARD_DQ_THREADS = 256;    // of a CTA that makes dQ of its sums
 constexpr int BACKWARD_SINKS_THREADS =

@@ -229,8 +229,8 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
     const math::DqTurn turn = math::dq_turn<C>(params, work, block);
     // It looks for its turn while dQ is computed, because that takes a while even if it has come.
     if (leader && turn.waits) {
-      const int tile = work.first_row / C::ROWS;
-      while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < tile) {
+      const int own_turn = work.turn;
+      while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
       }
     }
     __syncwarp();
@@ -254,7 +254,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
         ptx::mbarrier_arrive(barriers.dq_empty(group));
       if (in_turns) {  // the next tile of keys may add when this one has
         ptx::cp_async_bulk_wait_group_0();
-        ptx::st_release_s32(params.turns_gmem + turn.sum, work.first_row / C::ROWS + 1);
+        ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
       }
     }
     __syncwarp();
@@ -822,19 +822,27 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
 }
 
-// The index of a CTA's tile of keys as find_backward_work() counts them: the first tiles of all
-// heads, then the second ones. CTAs go over the heads in groups, whose queries and sums of dQ stay
-// in L2.
+// A CTA's tile of keys: its index as find_backward_work() counts them, which is the first tiles of
+// all heads, then the second ones; and whether the tiles of its head come the other way round.
+struct TileOfCta {
+  int index;
+  bool upwards;
+};
+
+// CTAs go over the heads in groups, whose queries and sums of dQ stay in L2.
 template <class C>
-__device__ __forceinline__ int tile_index(const BackwardKernelParams& params, int index) {
+__device__ __forceinline__ TileOfCta find_tile(const BackwardKernelParams& params, int index) {
   const AttentionParams& attention = params.backward.attention;
   const int heads = attention.batch * (attention.heads_q / attention.heads_per_kv);
-  if (params.group_heads >= heads || attention.cu_seqlens_k_gmem != nullptr) return index;
+  if (params.group_heads >= heads || attention.cu_seqlens_k_gmem != nullptr) return {index, false};
   const int tiles = (attention.nk + C::ROWS - 1) / C::ROWS;
   const int first_head = index / (tiles * params.group_heads) * params.group_heads;
   const int of_group = min(params.group_heads, heads - first_head);
   const int in_group = index - first_head * tiles;
-  return in_group / of_group * heads + first_head + in_group % of_group;
+  const bool upwards = first_head < params.upward_heads;
+  const int place = in_group / of_group;
+  const int tile = upwards ? tiles - 1 - place : place;
+  return {tile * heads + first_head + in_group % of_group, upwards};
 }
 
 // What each CTA of a main kernel begins with: finds what it works on, and writes that to shared
@@ -853,14 +861,16 @@ __device__ __forceinline__ bool begin_backward(const BackwardKernelParams& param
     ptx::prefetch_tensormap(params.dout_map);
   }
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
-  const BackwardWork found = math::find_backward_work<Owns::Keys, C::ROWS>(
-      params.backward.attention, tile_index<C>(params, static_cast<int>(blockIdx.x)));
+  const TileOfCta tile = find_tile<C>(params, static_cast<int>(blockIdx.x));
+  const BackwardWork found =
+      math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, tile.index);
   if (found.first_row < 0) {
     ptx::griddepcontrol_wait();
     return false;
   }
   if (threadIdx.x == 0)
-    *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM) = math::find_queries<C>(params, found);
+    *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM) =
+        math::find_queries<C>(params, found, tile.upwards);
   return true;
 }
 

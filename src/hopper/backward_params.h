@@ -26,6 +26,9 @@ struct BackwardKernelParams {
   // The heads of k, of all sequences, that are gone over together: the first tiles of all of them,
   // then the second ones, and so on. All of them with cu_seqlens.
   int32_t group_heads;
+  // In turns: of the first heads, whole groups, the tiles come from the last one to the first, and
+  // go over rounds upwards.
+  int32_t upward_heads;
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);

@@ -38,27 +38,42 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
-// How many heads of k are gone over together: those whose Q, dO and sums of dQ stay in L2, measured
-// on an H200 (NOTES.md). In turns more of them, because the tiles of a head that are computed at
-// the same time wait for one another; up to 128 columns all, which was faster there, as it was
-// where every tile of 128 columns has the same work.
-int64_t group_heads(const BackwardProblem& problem, const BackwardTile& tile,
-                    const Device& device) {
+struct HeadGroups {
+  int64_t heads;   // of k in a group, which are gone over together
+  int64_t upward;  // the first heads, whose tiles of keys come from the last one to the first
+};
+
+// Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
+// turns more of them, because the tiles of a head that are computed at the same time wait for one
+// another; up to 128 columns all, which was faster there, as it was where every tile of 128 columns
+// has the same work.
+//
+// In turns under a causal mask a tile of keys has fewer rounds than the one before. From the last
+// tile to the first, over rounds upwards, each comes to a round just behind the one that it waits
+// for. The last group goes the other way, from the longest tile to the shortest, so that all CTAs
+// end together. These groups are smaller, because tiles of a head lie far apart.
+HeadGroups group_heads(const BackwardProblem& problem, const BackwardTile& tile,
+                       const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
   const Problem& call = problem.call;
   const int64_t all = std::max<int64_t>(call.batch * call.heads_kv, 1);
-  if (call.varlen) return all;  // tile_index() takes packed tiles as they come
-  if (problem.deterministic && tile.head_dim <= 128) return all;
-  if (tile.head_dim == 128 && core::equal_tiles(call)) return all;
+  if (call.varlen) return {all, 0};  // find_tile() takes packed tiles as they come
   const int64_t row_bytes =
       (call.d + call.dv) * dtype_bytes(call.dtype) + int64_t{sizeof(float)} * tile.head_dim;
   const int64_t head_bytes =
       std::max<int64_t>(call.heads_q / call.heads_kv * call.nq * row_bytes, 1);
-  // Their tiles fill the GPU.
   const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
+  if (problem.deterministic && call.window_left == UNBOUNDED && call.window_right != UNBOUNDED) {
+    const int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
+    const int64_t of_group = core::even_size(all, std::min(heads, all));
+    return {of_group, (core::ceil_div(all, of_group) - 1) * of_group};
+  }
+  if (problem.deterministic && tile.head_dim <= 128) return {all, 0};
+  if (tile.head_dim == 128 && core::equal_tiles(call)) return {all, 0};
+  // Their tiles fill the GPU.
   const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
   // A smaller last group would start with its longest tiles when all others are done.
-  return core::even_size(all, std::min(problem.deterministic ? 2 * heads : heads, all));
+  return {core::even_size(all, std::min(problem.deterministic ? 2 * heads : heads, all)), 0};
 }
 
 // The smallest tile for the head dimensions, or the largest of all, which refuses them.
@@ -113,11 +128,12 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
-  const auto heads = static_cast<int32_t>(group_heads(problem, tile, device));
+  const HeadGroups groups = group_heads(problem, tile, device);
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, device, "hopper",
       [&](BackwardKernelParams& params) {
-        params.group_heads = heads;
+        params.group_heads = static_cast<int32_t>(groups.heads);
+        params.upward_heads = static_cast<int32_t>(groups.upward);
         params.backward.scale *= core::dropout_params(call).scale;  // of dropout: 1 without
       });
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {

@@ -328,7 +328,7 @@ __device__ __forceinline__ void take_turns(const BackwardKernelParams& params, c
                                            uint32_t shared_smem, int number) {
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const bool leader = ptx::elect_sync();
-  const int tile = work.first_row / C::ROWS;
+  const int own_turn = work.turn;
   BlockPosition<C> block{0, work.start};
   const int rounds = work.blocks;
   ptx::griddepcontrol_wait();  // the turns are zero
@@ -337,13 +337,13 @@ __device__ __forceinline__ void take_turns(const BackwardKernelParams& params, c
     if (count % C::TURN_STAGES != number) continue;
     const math::DqTurn turn = math::dq_turn<C>(params, work, block);
     if (leader) {
-      while (turn.waits && ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < tile) {
+      while (turn.waits && ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
       }
       ptx::mbarrier_arrive(barriers.turn_come(number));
     }
     __syncwarp();
     ptx::mbarrier_wait_parity(barriers.added(number), count / C::TURN_STAGES % 2);
-    if (leader) ptx::st_release_s32(params.turns_gmem + turn.sum, tile + 1);
+    if (leader) ptx::st_release_s32(params.turns_gmem + turn.sum, own_turn + 1);
     __syncwarp();
   }
 }

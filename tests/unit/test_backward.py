@@ -280,16 +280,22 @@ def hopper_params(
 
 
 @pytest.mark.parametrize(
-    ("shape", "heads_kv", "deterministic", "causal", "expected"),
+    ("shape", "heads_kv", "deterministic", "causal", "expected", "upward"),
     [
-        ((2, 16, 4096, 256), 16, False, False, 4),
-        ((2, 16, 4096, 256), 16, True, False, 8),
-        ((2, 16, 4096, 128), 16, False, True, 8),
-        ((2, 16, 4096, 128), 16, True, True, 32),  # all of them
-        ((2, 16, 4096, 128), 16, False, False, 32),
-        ((4, 16, 4096, 64), 16, False, False, 16),
-        ((1, 32, 8192, 128), 8, False, True, 2),  # 64 tiles each: about 132, in equal groups
-        ((1, 2, 100, 64), 2, False, False, 2),
+        ((2, 16, 4096, 256), 16, False, False, 4, 0),
+        ((2, 16, 4096, 256), 16, True, False, 8, 0),
+        ((2, 16, 4096, 256), 16, False, True, 4, 0),
+        ((2, 16, 4096, 256), 16, True, True, 2, 30),  # all groups but the last one
+        ((1, 9, 4096, 256), 9, True, True, 2, 8),
+        ((2, 16, 4096, 128), 16, False, True, 8, 0),
+        ((2, 16, 4096, 128), 16, True, False, 32, 0),  # all of them
+        ((2, 16, 4096, 128), 16, True, True, 4, 28),
+        ((4, 32, 2048, 128), 8, True, True, 8, 24),  # 16 tiles each: about 132
+        ((1, 16, 2048, 64), 16, True, True, 16, 0),  # one group
+        ((2, 16, 4096, 128), 16, False, False, 32, 0),
+        ((4, 16, 4096, 64), 16, False, False, 16, 0),
+        ((1, 32, 8192, 128), 8, False, True, 2, 0),  # 64 tiles each: about 132, in equal groups
+        ((1, 2, 100, 64), 2, False, False, 2, 0),
     ],
 )
 def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
@@ -298,10 +304,11 @@ def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
     deterministic: bool,
     causal: bool,
     expected: int,
+    upward: int,
 ) -> None:
-    group_heads_offset = 524  # of BackwardKernelParams::group_heads
+    group_heads_offset = 524  # of BackwardKernelParams::group_heads, and then upward_heads
     params = hopper_params(shape, heads_kv, deterministic, causal)
-    assert struct.unpack_from("<i", params, group_heads_offset) == (expected,)
+    assert struct.unpack_from("<2i", params, group_heads_offset) == (expected, upward)
 
 
 # The calls whose speed in turns is in src/hopper/NOTES.md.

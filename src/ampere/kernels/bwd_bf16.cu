@@ -8,7 +8,7 @@
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_BACKWARD_ROWS_AND_SUMS_KERNEL(ampere_backward_rows_bf16, DType::BF16)
+ARCHFLASH_BACKWARD_ROWS_KERNEL(ampere_backward_rows_bf16, DType::BF16)
 ARCHFLASH_BACKWARD_SINKS_KERNEL(ampere_backward_sinks_bf16)
 ARCHFLASH_BACKWARD_DQ_KERNEL(ampere_backward_dq_bf16, DType::BF16)
 ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d64_wide, D64Wide<DType::BF16>)

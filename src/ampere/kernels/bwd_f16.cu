@@ -8,7 +8,7 @@
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_BACKWARD_ROWS_AND_SUMS_KERNEL(ampere_backward_rows_f16, DType::F16)
+ARCHFLASH_BACKWARD_ROWS_KERNEL(ampere_backward_rows_f16, DType::F16)
 ARCHFLASH_BACKWARD_SINKS_KERNEL(ampere_backward_sinks_f16)
 ARCHFLASH_BACKWARD_DQ_KERNEL(ampere_backward_dq_f16, DType::F16)
 ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_f16_d64_wide, D64Wide<DType::F16>)

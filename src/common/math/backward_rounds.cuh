@@ -29,10 +29,13 @@ struct CtaWork : BackwardWork {
   // The query rows that it goes over: of whole rounds, which see its keys, the first rows of the
   // first and of the last one; begin > last: none. It goes over the heads that share a head of K
   // inside of a round, and over the rounds from `start` to the first one and then from the last one
-  // on.
+  // on; or, if `upwards`, from the first one to the last one.
   int begin, last, start;
+  bool upwards;
   int blocks;  // of all rounds and heads
-  // In turns, what the CTA of the keys before has; before_begin > before_last: no round.
+  // In turns: which one of its head the CTA has, and what the CTA of the turn before has, which is
+  // that of the keys before, or behind if `upwards`; before_begin > before_last: no round.
+  int turn;
   int before_begin, before_last, before_start;
   // The number of the first head's first round among all rounds, and what comes to it for the next
   // head and for the next round.
@@ -58,11 +61,14 @@ __device__ __forceinline__ int start_in_turns(const Params& params, int first_ke
   return params.sums_of_round == 1 ? last : min(begin + first_key, last);
 }
 
-// Adds the query rows to what a CTA works on.
+// Adds the query rows to what a CTA works on. upwards: in turns the tiles of its head come from the
+// last one to the first.
 template <class C, class Params>
-__device__ __forceinline__ CtaWork find_queries(const Params& params, const BackwardWork& work) {
+__device__ __forceinline__ CtaWork find_queries(const Params& params, const BackwardWork& work,
+                                                bool upwards = false) {
   const AttentionParams& attention = params.backward.attention;
-  CtaWork cta{work, 0, 0, 0, 0, 0, -1, 0};
+  CtaWork cta{work};
+  cta.before_last = -1;
   const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
   cta.begin = work.visible.first(work.first_row) & -C::ROUND;
   cta.last = work.visible.last(last_row) & -C::ROUND;
@@ -72,11 +78,15 @@ __device__ __forceinline__ CtaWork find_queries(const Params& params, const Back
   if (params.turns_gmem == nullptr) {
     if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
   } else {
-    cta.start = start_in_turns(params, work.first_row, cta.begin, cta.last);
-    if (work.first_row > 0) {
-      const int before = work.first_row - C::ROWS;
+    const int tile = work.first_row / C::ROWS;
+    cta.upwards = upwards;
+    cta.turn = upwards ? (work.own_rows - 1) / C::ROWS - tile : tile;
+    cta.start = upwards ? cta.begin : start_in_turns(params, work.first_row, cta.begin, cta.last);
+    if (cta.turn > 0) {
+      const int before = work.first_row + (upwards ? C::ROWS : -C::ROWS);
+      const int before_end = min(before + C::ROWS, work.own_rows);
       cta.before_begin = work.visible.first(before) & -C::ROUND;
-      cta.before_last = work.visible.last(work.first_row - 1) & -C::ROUND;
+      cta.before_last = work.visible.last(before_end - 1) & -C::ROUND;
       cta.before_start = start_in_turns(params, before, cta.before_begin, cta.before_last);
     }
   }
@@ -95,19 +105,20 @@ struct BlockPosition {
   __device__ __forceinline__ void next_round(const CtaWork& cta) {
     if (++head < uniform(cta.heads)) return;
     head = 0;
-    row -= C::ROUND;
+    row += uniform(cta.upwards) ? C::ROUND : -C::ROUND;
     if (row < uniform(cta.begin)) row = uniform(cta.last);
   }
 };
 
 // --- sums of dQ ---
 
-// Where a CTA adds its part of a round's dQ. In turns the order is that of the keys. There a round
-// may have two sums side by side: one of the CTAs that come to it before their first round, the
-// other one of those that come to it after that.
+// Where a CTA adds its part of a round's dQ. In turns the order is that of the keys, or the other
+// way round for CTAs that go upwards. A round may have two sums side by side: one of the CTAs that
+// come to it before their first round, the other one of those that come to it after that. CTAs that
+// go upwards use the first one alone.
 struct DqTurn {
   int sum;     // its number among all sums
-  bool waits;  // the CTA of the keys before adds to it
+  bool waits;  // the CTA of the turn before adds to it
 };
 
 template <class C, class Params>
@@ -116,10 +127,10 @@ __device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& c
   const int round =
       cta.dq_first + block.head * cta.dq_next_head + block.row / C::ROUND * cta.dq_next_round;
   if (params.turns_gmem == nullptr) return {round, false};
-  const bool after = block.row > cta.start;
+  const bool after = !cta.upwards && block.row > cta.start;
   return {params.sums_of_round * round + (after ? 1 : 0),
           block.row >= cta.before_begin && block.row <= cta.before_last &&
-              (block.row > cta.before_start) == after};
+              (cta.upwards || (block.row > cta.before_start) == after)};
 }
 
 // The sums of a round, when all CTAs have added to them.
@@ -157,14 +168,9 @@ struct SumsOfRound {
 // sum, and so only the turns become zeros.
 template <DType DTYPE, class Params>
 __device__ __forceinline__ void prepare_rounds(const Params& params) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  unsigned char* const cleared_gmem = params.turns_gmem == nullptr
-                                          ? reinterpret_cast<unsigned char*>(params.dq_sums_gmem)
-                                          : reinterpret_cast<unsigned char*>(params.turns_gmem);
-  for (int64_t byte = thread * 16; byte < params.cleared_bytes;
-       byte += static_cast<int64_t>(gridDim.x) * blockDim.x * 16)
-    ptx::st_global_v4_b32(cleared_gmem + byte, 0, 0, 0, 0);
-  backward_rows<DTYPE>(params.backward);
+  void* const cleared_gmem =
+      params.turns_gmem == nullptr ? static_cast<void*>(params.dq_sums_gmem) : params.turns_gmem;
+  backward_rows<DTYPE>(params.backward, [&] { clear_by_grid(cleared_gmem, params.cleared_bytes); });
 }
 
 // --- the warp that loads K, V, Q and dO ---

@@ -99,59 +99,116 @@ __device__ __forceinline__ void store_gradient_chunk(const GradientParams& gradi
   ptx::st_global_v4_b32(gmem, words[0], words[1], words[2], words[3]);
 }
 
-// The RowTerms of all query rows, a few lanes for each. A row of a packed tensor that belongs to no
-// sequence has no gradient: its delta is 0, and its row of dQ is cleared here.
-template <DType DTYPE>
-__device__ __forceinline__ void backward_rows(const BackwardParams& params) {
-  constexpr int LANES = BACKWARD_ROWS_LANES, ROWS = BACKWARD_ROWS_THREADS / LANES;
-  const AttentionParams& attention = params.attention;
-  const int lane = threadIdx.x % LANES;
-  const int64_t batches = attention.cu_seqlens_q_gmem == nullptr ? attention.batch : 1;
-  const int64_t rows = batches * attention.heads_q * attention.nq;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * ROWS + threadIdx.x / LANES;
-  const bool exists = index < rows;  // lanes without a row take part in the exchange all the same
-  const int batch_head = exists ? static_cast<int>(index / attention.nq) : 0;
-  const int row =
-      exists ? static_cast<int>(index - batch_head * static_cast<int64_t>(attention.nq)) : 0;
-  const int batch = batch_head / attention.heads_q, head = batch_head % attention.heads_q;
+// Clears memory by all threads of the grid, 16 bytes at a time.
+__device__ __forceinline__ void clear_by_grid(void* gmem, int64_t bytes) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int64_t byte = thread * 16; byte < bytes; byte += int64_t{gridDim.x} * blockDim.x * 16)
+    ptx::st_global_v4_b32(static_cast<unsigned char*>(gmem) + byte, 0, 0, 0, 0);
+}
 
-  bool owned = exists;
-  if (attention.cu_seqlens_q_gmem != nullptr) {
-    owned = owned && row >= sequence_start(attention.cu_seqlens_q_gmem, 0, attention.nq) &&
-            row < sequence_start(attention.cu_seqlens_q_gmem, attention.batch, attention.nq);
-  }
-  float sum = 0.0f;
-  if (owned) {
-    constexpr int BYTES = ELEMENT_BYTES<DTYPE>;
-    const char* out_gmem =
-        static_cast<const char*>(attention.out_gmem) +
-        (batch * attention.out_batch + head * attention.out_head + row * attention.out_row) * BYTES;
-    const char* dout_gmem =
-        static_cast<const char*>(params.dout_gmem) +
-        (batch * params.dout_batch + head * params.dout_head + row * params.dout_row) * BYTES;
-#pragma unroll 2
-    for (int chunk = lane; chunk < attention.dv * BYTES / 16; chunk += LANES) {
-      const uint4 o = reinterpret_cast<const uint4*>(out_gmem)[chunk];
-      const uint4 d = reinterpret_cast<const uint4*>(dout_gmem)[chunk];
-      const uint32_t o_words[4] = {o.x, o.y, o.z, o.w}, d_words[4] = {d.x, d.y, d.z, d.w};
+// What a lane reads of its rows at a time: chunks of 16 bytes of the output and of its gradient.
+template <int ROWS>
+struct RowChunks {
+  static constexpr int CHUNKS = 2;  // of a row
+  uint4 out[ROWS][CHUNKS], dout[ROWS][CHUNKS];
+};
+
+// The RowTerms of BACKWARD_ROWS query rows of a head, a few lanes for each. A row of a packed
+// tensor that belongs to no sequence has no gradient: its delta is 0, and its row of dQ is cleared
+// here. Every lane asks for all that it reads before it needs any of it; meanwhile() is called in
+// between.
+template <DType DTYPE, class Meanwhile>
+__device__ __forceinline__ void backward_rows(const BackwardParams& params,
+                                              const Meanwhile& meanwhile) {
+  constexpr int BYTES = ELEMENT_BYTES<DTYPE>;
+  constexpr int LANES = BACKWARD_ROWS_LANES, GROUPS = BACKWARD_ROWS_THREADS / LANES;
+  constexpr int ROWS = BACKWARD_ROWS / GROUPS;  // of a group of lanes
+  constexpr int CHUNKS = RowChunks<ROWS>::CHUNKS;
+  const AttentionParams& attention = params.attention;
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  const int lane = threadIdx.x % LANES;
+  // Unsigned: a division takes fewer instructions.
+  const auto nq = static_cast<uint32_t>(attention.nq);
+  const uint32_t tiles = (nq + BACKWARD_ROWS - 1) / BACKWARD_ROWS;
+  const uint32_t batch_head = blockIdx.x / tiles;
+  const uint32_t batch = batch_head / static_cast<uint32_t>(attention.heads_q);
+  const uint32_t head = batch_head - batch * attention.heads_q;
+  const uint32_t first_row =
+      (blockIdx.x - batch_head * tiles) * BACKWARD_ROWS + threadIdx.x / LANES;
+  const int64_t first_index = static_cast<int64_t>(batch_head) * attention.nq + first_row;
+  // Rows that belong to a sequence.
+  const int begin = sequence_start(cu_q, 0, attention.nq);
+  const int end =
+      cu_q == nullptr ? attention.nq : sequence_start(cu_q, attention.batch, attention.nq);
+
+  const int64_t out_start =
+      batch * attention.out_batch + head * attention.out_head + first_row * attention.out_row;
+  const int64_t dout_start =
+      batch * params.dout_batch + head * params.dout_head + first_row * params.dout_row;
+  const char* out_gmem = static_cast<const char*>(attention.out_gmem) + out_start * BYTES;
+  const char* dout_gmem = static_cast<const char*>(params.dout_gmem) + dout_start * BYTES;
+  const auto row_of = [&](int r) { return static_cast<int>(first_row) + r * GROUPS; };
+  const auto is_owned = [&](int r) { return row_of(r) >= begin && row_of(r) < end; };
+  const int chunks = attention.dv * BYTES / 16;
+  const auto load = [&](int first_chunk) {
+    RowChunks<ROWS> loaded;
 #pragma unroll
-      for (int i = 0; i < 16 / BYTES; ++i)
-        sum = fmaf(element_of_chunk<DTYPE>(o_words, i), element_of_chunk<DTYPE>(d_words, i), sum);
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        const int chunk = first_chunk + c * LANES + lane;
+        const bool exists = is_owned(r) && chunk < chunks;
+        const auto at = [&](const char* first_gmem, int64_t row_stride) {
+          const char* row_gmem = first_gmem + r * GROUPS * BYTES * row_stride;
+          return exists ? reinterpret_cast<const uint4*>(row_gmem)[chunk] : uint4{};
+        };
+        loaded.out[r][c] = at(out_gmem, attention.out_row);
+        loaded.dout[r][c] = at(dout_gmem, params.dout_row);
+      }
     }
+    return loaded;
+  };
+
+  RowChunks<ROWS> loaded = load(0);
+  float lse[ROWS], sums[ROWS] = {}, dlse[ROWS] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const bool exists = row_of(r) < attention.nq;
+    lse[r] = exists ? attention.lse_gmem[first_index + r * GROUPS] : 0.0f;
+    if (params.dlse_gmem != nullptr && is_owned(r))
+      dlse[r] = params.dlse_gmem[first_index + r * GROUPS];
+  }
+  meanwhile();
+  for (int first_chunk = 0;;) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      if (first_chunk + c * LANES >= chunks) break;
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const uint4 o = loaded.out[r][c], d = loaded.dout[r][c];
+        const uint32_t o_words[4] = {o.x, o.y, o.z, o.w}, d_words[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+        for (int i = 0; i < 16 / BYTES; ++i) {
+          sums[r] = fmaf(element_of_chunk<DTYPE>(o_words, i), element_of_chunk<DTYPE>(d_words, i),
+                         sums[r]);
+        }
+      }
+    }
+    first_chunk += CHUNKS * LANES;
+    if (first_chunk >= chunks) break;
+    loaded = load(first_chunk);
   }
 #pragma unroll
-  for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-  if (!exists) return;
-  if (!owned) {
-    clear_gradient_row(params.dq, batch, head, row, attention.d, lane, LANES);
-  } else if (params.dlse_gmem != nullptr) {
-    sum -= params.dlse_gmem[index];
-  }
-  if (lane == 0) {
-    const float lse = attention.lse_gmem[index];
-    static_cast<RowTerms*>(params.terms_gmem)[index] = {
-        lse == MINUS_INFINITY ? -MINUS_INFINITY : lse * LOG2_E, sum};
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
+      sums[r] += __shfl_xor_sync(0xFFFFFFFFu, sums[r], lanes);
+    if (row_of(r) >= attention.nq) continue;
+    if (!is_owned(r))
+      clear_gradient_row(params.dq, batch, head, row_of(r), attention.d, lane, LANES);
+    if (lane != 0) continue;
+    static_cast<RowTerms*>(params.terms_gmem)[first_index + r * GROUPS] = {
+        lse[r] == MINUS_INFINITY ? -MINUS_INFINITY : lse[r] * LOG2_E, sums[r] - dlse[r]};
   }
 }
 
@@ -189,11 +246,6 @@ __device__ __forceinline__ void backward_sinks(const BackwardParams& params) {
 }  // namespace archflash::math
 
 // Define entry points, which plan_backward.cpp of a folder launches by NAME.
-#define ARCHFLASH_BACKWARD_ROWS_KERNEL(NAME, DTYPE)                              \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {           \
-    archflash::math::backward_rows<DTYPE>(params);                               \
-  }
 #define ARCHFLASH_BACKWARD_SINKS_KERNEL(NAME)                                     \
   extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_SINKS_THREADS) \
       NAME(const __grid_constant__ archflash::BackwardParams params) {            \

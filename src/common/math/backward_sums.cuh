@@ -47,13 +47,9 @@ __device__ __forceinline__ void clear_dq_sums(const BackwardParams& params) {
   const int64_t batches = attention.cu_seqlens_q_gmem == nullptr ? attention.batch : 1;
   const int64_t blocks = batches * attention.heads_q * sums.blocks;
   const bool turns = sums.turns_gmem != nullptr;
-  unsigned char* const gmem = turns ? reinterpret_cast<unsigned char*>(sums.turns_gmem)
-                                    : reinterpret_cast<unsigned char*>(sums.gmem);
-  const int64_t bytes = blocks * 4 * (turns ? 1 : sums.block_rows * sums.columns);
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   // The last turns of 16 bytes are padding of the workspace.
-  for (int64_t byte = thread * 16; byte < bytes; byte += int64_t{gridDim.x} * blockDim.x * 16)
-    ptx::st_global_v4_b32(gmem + byte, 0, 0, 0, 0);
+  clear_by_grid(turns ? static_cast<void*>(sums.turns_gmem) : sums.gmem,
+                blocks * 4 * (turns ? 1 : sums.block_rows * sums.columns));
 }
 
 // A block of the sums: rows first_row on of a sequence of `rows` rows, which starts at row `start`
@@ -119,13 +115,12 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
 
 }  // namespace archflash::math
 
-// Define entry points, which plan_backward.cpp of a folder launches by NAME. The first one stands
-// in for ARCHFLASH_BACKWARD_ROWS_KERNEL where there are sums.
-#define ARCHFLASH_BACKWARD_ROWS_AND_SUMS_KERNEL(NAME, DTYPE)                     \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {           \
-    archflash::math::clear_dq_sums(params);                                      \
-    archflash::math::backward_rows<DTYPE>(params);                               \
+// Define entry points, which plan_backward.cpp of a folder launches by NAME.
+#define ARCHFLASH_BACKWARD_ROWS_KERNEL(NAME, DTYPE)                                         \
+  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS)            \
+      NAME(const __grid_constant__ archflash::BackwardParams params) {                      \
+    archflash::math::backward_rows<DTYPE>(params,                                           \
+                                          [&] { archflash::math::clear_dq_sums(params); }); \
   }
 #define ARCHFLASH_BACKWARD_DQ_KERNEL(NAME, DTYPE)                              \
   extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS) \

@@ -250,8 +250,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     plan.launches.push_back(std::move(launch));
   };
 
-  add("backward_rows_" + word, ceil_div(rows, BACKWARD_ROWS_THREADS / BACKWARD_ROWS_LANES),
-      BACKWARD_ROWS_THREADS, 0);
+  add("backward_rows_" + word, heads * ceil_div(call.nq, BACKWARD_ROWS), BACKWARD_ROWS_THREADS, 0);
   for (const BackwardTile& tile : set) {
     add("attention_bwd_" + word + "_" + tile.name, ctas_of(tile, call), tile.threads,
         tile.shared_bytes, true);

@@ -8,7 +8,7 @@
 using namespace archflash;
 using namespace archflash::simt;
 
-ARCHFLASH_BACKWARD_ROWS_AND_SUMS_KERNEL(simt_backward_rows_f32, DType::F32)
+ARCHFLASH_BACKWARD_ROWS_KERNEL(simt_backward_rows_f32, DType::F32)
 ARCHFLASH_BACKWARD_SINKS_KERNEL(simt_backward_sinks_f32)
 ARCHFLASH_SIMT_BACKWARD_DQ_KERNEL(simt_backward_dq_f32)
 ARCHFLASH_SIMT_BACKWARD_KERNEL(simt_attention_bwd_f32_d64_keys, BackwardD64<Owns::Keys>)
