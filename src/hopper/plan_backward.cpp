@@ -51,7 +51,8 @@ struct HeadGroups {
 // In turns under a causal mask a tile of keys has fewer rounds than the one before. From the last
 // tile to the first, over rounds upwards, each comes to a round just behind the one that it waits
 // for. The last group goes the other way, from the longest tile to the shortest, so that all CTAs
-// end together. These groups are smaller, because tiles of a head lie far apart.
+// end together. These groups are smaller, because tiles of a head lie far apart; so far, where
+// query heads share a head of K, that each reads Q and dO from memory, and it was slower.
 HeadGroups group_heads(const BackwardProblem& problem, const BackwardTile& tile,
                        const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
@@ -63,7 +64,8 @@ HeadGroups group_heads(const BackwardProblem& problem, const BackwardTile& tile,
   const int64_t head_bytes =
       std::max<int64_t>(call.heads_q / call.heads_kv * call.nq * row_bytes, 1);
   const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
-  if (problem.deterministic && call.window_left == UNBOUNDED && call.window_right != UNBOUNDED) {
+  const bool triangle = call.window_left == UNBOUNDED && call.window_right != UNBOUNDED;
+  if (problem.deterministic && triangle && call.heads_q == call.heads_kv) {
     const int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
     const int64_t of_group = core::even_size(all, std::min(heads, all));
     return {of_group, (core::ceil_div(all, of_group) - 1) * of_group};

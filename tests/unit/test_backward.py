@@ -290,7 +290,8 @@ def hopper_params(
         ((2, 16, 4096, 128), 16, False, True, 8, 0),
         ((2, 16, 4096, 128), 16, True, False, 32, 0),  # all of them
         ((2, 16, 4096, 128), 16, True, True, 4, 28),
-        ((4, 32, 2048, 128), 8, True, True, 8, 24),  # 16 tiles each: about 132
+        ((1, 16, 2048, 128), 16, True, True, 8, 8),  # 16 tiles each: about 132
+        ((4, 32, 2048, 128), 8, True, True, 32, 0),  # four query heads share one of k
         ((1, 16, 2048, 64), 16, True, True, 16, 0),  # one group
         ((2, 16, 4096, 128), 16, False, False, 32, 0),
         ((4, 16, 4096, 64), 16, False, False, 16, 0),
