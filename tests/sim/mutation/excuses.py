@@ -268,6 +268,42 @@ EXCUSES = (
         kernel="hopper_attention_fwd_e4m3",
     ),
     # The kernels below have no tags: few instructions of a kind, each of which was looked at.
+    *(
+        Excuse(
+            "sync",
+            "delete griddepcontrol.launch_dependents",
+            "",
+            "the next kernel starts later, when this one has ended",
+            kernel=kernel,
+        )
+        for kernel in ("hopper_order_tiles_", "hopper_summarize_ranges_")
+    ),
+    *(
+        Excuse(
+            "constant",
+            r"shr\.s32: 31 -> 3[02]|shr\.u32: (2[5-9]|30) -> .*",
+            "",
+            "division of a number from 0 to 2^29 by a power of two: the correction for negative "
+            "ones is 0 whatever it is shifted by",
+            kernel=kernel,
+        )
+        for kernel in ("hopper_order_tiles_", "hopper_transpose_v")
+    ),
+    Excuse(
+        "constant",
+        r"bfi\.b32: 26 -> 2\d",
+        "",
+        "the number of a row, of which the bits from 2^29 on are 0",
+        kernel="hopper_summarize_ranges_",
+    ),
+    Excuse(
+        "predicate",
+        r"setp\.le\.s32 -> setp\.gt\.s32",
+        "",
+        "TileOrder turns no tiles of a walk whose CTAs take them by a counter: turned_end is 0, "
+        "and the comparison with turned_begin beside it says nothing",
+        kernel="hopper_order_tiles_",
+    ),
     Excuse(
         "constant",
         r"mov\.u32: (16 -> 48|8 -> 24|4 -> 12|2 -> 6|1 -> 3)",
@@ -290,14 +326,6 @@ EXCUSES = (
         "asks whether numbers of 64 bits have only 32, so that a shorter division, which gives the "
         "same, will do",
         kernel="hopper_combine_",
-    ),
-    Excuse(
-        "constant",
-        r"shr\.s32: 31 -> 3[02]|shr\.u32: (2[5-9]|30) -> .*",
-        "",
-        "division of a number from 0 to 2^29 by a power of two: the correction for negative ones "
-        "is 0 whatever it is shifted by",
-        kernel="hopper_transpose_v",
     ),
     Excuse(
         "sync",

@@ -34,7 +34,7 @@ class MaskedTarget:
         d: head dimension.
         rows: of q, many enough for the kernel.
         kinds: of the calls that it serves.
-        on_one_sm: kinds of calls that it serves where the GPU has a single SM.
+        on_few_sms: kinds of calls that it serves where the GPU has fewer SMs, see SMS.
     """
 
     folder: str
@@ -44,7 +44,7 @@ class MaskedTarget:
     d: int
     rows: int
     kinds: tuple[str, ...]
-    on_one_sm: tuple[str, ...] = ()
+    on_few_sms: tuple[str, ...] = ()
 
     @property
     def kernel(self) -> str:
@@ -53,14 +53,15 @@ class MaskedTarget:
     def calls(self) -> Iterator[ForwardCall]:
         implementation = "ampere" if self.folder == "copy" else self.folder
         device = _api.find_device(self.device)
-        small = _runtime.Device.from_dict(device.to_dict() | {"sm_count": 1})
-        for gpu, kinds in ((device, self.kinds), (small, self.on_one_sm)):
-            for kind in kinds:
-                inputs, options = self._call(kind)
-                yield ForwardCall(
-                    self.kernel, implementation, gpu, kind, inputs, options, REFERENCES,
-                    prepares=self.folder == "hopper" and "attention" not in self.name,
-                )  # fmt: skip
+        sms = [(kind, device.sm_count) for kind in self.kinds]
+        sms += [(kind, SMS.get(kind, 1)) for kind in self.on_few_sms]
+        for kind, count in sms:
+            gpu = _runtime.Device.from_dict(device.to_dict() | {"sm_count": count})
+            inputs, options = self._call(kind)
+            yield ForwardCall(
+                self.kernel, implementation, gpu, kind, inputs, options, REFERENCES,
+                prepares=self.folder == "hopper" and "attention" not in self.name,
+            )  # fmt: skip
 
     def _qkv(
         self, heads: tuple[int, int], nk: int, d: int = 0, rows: int = 0
@@ -73,7 +74,7 @@ class MaskedTarget:
 
     def _call(self, kind: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """q, k, v and the options of one call, whose rows fill no tile."""
-        rows, nk = self.rows, 203
+        rows, nk = self.rows, 250  # the last block, which comes first, has keys of each lane
         noise = hashed((1, 2, rows, nk), 7)
         keep = noise > -0.3
         keep[:, :, 64:128, 64:128] = True  # blocks that are seen or hidden as a whole
@@ -88,7 +89,7 @@ class MaskedTarget:
             kind == "keys"
         ):  # padding, the same for all heads and rows; keys that lie two bytes apart
             apart = torch.zeros(1, 1, 1, 2 * nk, dtype=torch.bool)[..., ::2]
-            apart.copy_(torch.arange(nk) < nk - 30)
+            apart.copy_(torch.arange(nk) < nk - 5)
             return shared, {"attn_mask": apart}
         if kind == "shares, ranges":
             return self._qkv((4, 2), nk, rows=3), {"num_splits": 2, "key_ranges": ranges[:, :1, :3]}
@@ -101,22 +102,31 @@ class MaskedTarget:
             return (q, k, v), options | {"alibi_slopes": hashed((3, 2), 8).abs(), "causal": True}
         if kind == "bool":
             return shared, {"attn_mask": keep, "causal": True}
+        if kind == "bool, aligned rows":  # which are read by words
+            wide = torch.zeros(1, 2, rows, 256, dtype=torch.bool)[..., :nk]
+            return shared, {"attn_mask": wide.copy_(keep)}
         if kind == "bool of all heads":
             return both, {"attn_mask": keep[:, :1], "softcap": 1.5, "window": (90, 40)}
         if kind in ("added", "lowest"):  # rows of which TMA can take boxes: padded to 16 bytes
-            padded = torch.zeros(1, 1, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
+            padded = torch.zeros(1, 1, rows, 256, dtype=DTYPES[self.dtype])[..., :nk]
             padded.copy_(torch.where(keep[:, :1], 2 * noise[:, :1], -math.inf))
+            padded[:, :, 128:192, 128:192] = 0  # a block in which nothing is added
             if kind == "added":
                 return both, {"attn_mask": padded}
             padded.clamp_(min=max(torch.finfo(padded.dtype).min, -2e38))
             return both, {"attn_mask": padded, "causal": True, "q_offset": 0}
         if kind == "added of each head":  # -inf in one of the heads
-            padded = torch.zeros(1, 2, rows, 208, dtype=DTYPES[self.dtype])[..., :nk]
+            padded = torch.zeros(1, 2, rows, 256, dtype=DTYPES[self.dtype])[..., :nk]
             padded.copy_(noise)
             padded[:, 1] = padded[:, 1].masked_fill(~keep[:, 1], -math.inf)
             return shared, {"attn_mask": padded, "causal": True, "q_offset": 0}
-        if kind == "added, float32":
-            return shared, {"attn_mask": torch.where(keep, noise, -math.inf), "window": (90, 40)}
+        if kind in ("added, float32", "added, odd rows"):
+            mask = torch.where(keep, noise, -math.inf)
+            if kind == "added, odd rows":  # rows that begin at odd multiples of two bytes
+                wide = torch.zeros(1, 2, rows, nk + 1, dtype=DTYPES[self.dtype])
+                mask = wide[..., :nk].copy_(mask)
+            options = {"attn_mask": mask, "alibi_slopes": hashed((2,), 8).abs() / 8}
+            return shared, options | {"window": (90, 40)}
         if kind == "ranges":
             return shared, {"key_ranges": ranges, "causal": True, "q_offset": 40}
         if kind == "one range":
@@ -133,15 +143,28 @@ class MaskedTarget:
             shape = (1, 2, rows, 4, 2)
             made = 64 * torch.randint(0, 4, shape, generator=generator, dtype=torch.int32)
             made += torch.randint(-1, 2, shape, generator=generator, dtype=torch.int32)
-            for place in range(4):  # a block whose rows all see one of keys, or nearly
-                made[:, place % 2, 64 * place : 64 * place + 64, place] = torch.tensor([64, 128])
-                made[:, 1, 64 * place + 63, place] = torch.tensor([65, 127])
+            for place in range(4):  # a block of keys that all rows of a block see by this range
+                rows_here = slice(64 * place, 64 * place + 64)
+                made[:, :, rows_here, place] = torch.tensor([64, 128])
+                # In the other head its last row lacks the first or the last key.
+                lacking = [[64, 127], [65, 128]][place // 2]
+                made[:, 1 - place % 2, 64 * place + 63] = 0
+                made[:, 1 - place % 2, 64 * place + 63, place] = torch.tensor(lacking)
+            made[:, :, 256:] = 0  # the last rows see keys before and behind a hidden block
+            made[:, :, 256:, 0, 1] = 64
+            made[:, :, 256:, 3] = torch.tensor([128, nk])
             return both, {"key_ranges": made, "window": (120, 90)}
+        if kind == "ranges of many blocks":  # more of them than the threads of a CTA take at once
+            nk = 65000
+            made = torch.tensor([[0, 20], [nk - 9, nk]], dtype=torch.int32).repeat(1, 1, 150, 1, 1)
+            made[:, :, 64:, 0] = torch.tensor([130, 140])
+            made[:, :, 64:, 1] = 0
+            return self._qkv((1, 1), nk, rows=150), {"key_ranges": made}
         if kind in ("slopes", "slopes on both sides"):
             slopes = hashed((2,), 8).abs() / 8
             return shared, {"alibi_slopes": slopes, "causal": kind == "slopes"}
         if kind == "softcap, fewer columns":  # rows of the mask that are read by words
-            wide = torch.zeros(1, 2, rows, 208, dtype=torch.bool)[..., :nk]
+            wide = torch.zeros(1, 2, rows, 256, dtype=torch.bool)[..., :nk]
             wide.copy_(keep)
             inputs = self._qkv((2, 2), nk, self.d - 8)
             return inputs, {
@@ -154,6 +177,9 @@ class MaskedTarget:
                 torch.int8
             )
             return self._qkv((2, 2), 1000), {"block_mask": table}
+        if kind == "many tiles":  # more to be ordered than one CTA does
+            table = torch.arange(100 * 3 * 33).reshape(1, 100, 3, 33) * 37 % 41 == 0
+            return self._qkv((100, 2), 2049, rows=129), {"block_mask": table}
         if kind == "blocks":
             return both, {"block_mask": blocks, "sinks": hashed((2,), 9)}
         if kind == "blocks, ranges, slopes":
@@ -185,7 +211,7 @@ ODD_STRIDES = {
     "columns apart": ("every other", "transposed", "offset of 8 bytes"),
 }
 WHOLE = (
-    "bool", "keys", "added", "added, float32", "ranges", "slopes", "blocks",
+    "bool", "keys", "added", "added, odd rows", "added, float32", "ranges", "slopes", "blocks",
     "blocks, ranges, slopes", "packed, slopes", "softcap, fewer columns",
 )  # fmt: skip
 DATA = (*WHOLE, "shares, ranges")
@@ -194,6 +220,10 @@ DENSE = (
     "bool", "bool of all heads", "added", "ranges", "one range", "four ranges",
     "slopes on both sides", "lowest", "added of each head", "ranges, softcap",
 )  # fmt: skip
+MASKS = (*DENSE[:3], "bool, aligned rows")
+TILES = (*BLOCKS, "many tiles")
+RANGES = (*DENSE[3:6], "ranges of many blocks")
+SMS = {"many tiles": 70}  # one where no number stands
 PLAIN = ("causal", "window, softcap", "huge scores", "shares")
 COPIES = tuple(ODD_STRIDES)
 
@@ -207,9 +237,9 @@ TARGETS = (
     MaskedTarget("hopper", "attention_fwd_f16_d128_masked", "H200", "f16", 128, 140, DATA, BLOCKS),
     MaskedTarget("hopper", "attention_fwd_bf16_d64_dense", "H200", "bf16", 64, 260, (), DENSE),
     MaskedTarget("hopper", "attention_fwd_f16_d128_dense", "H200", "f16", 128, 260, (), DENSE),
-    MaskedTarget("hopper", "summarize_mask_bf16", "H200", "bf16", 64, 260, (), DENSE[:3]),
-    MaskedTarget("hopper", "summarize_ranges_bf16", "H200", "bf16", 64, 260, (), DENSE[3:6]),
-    MaskedTarget("hopper", "order_tiles_bf16", "H200", "bf16", 64, 260, (), BLOCKS),
+    MaskedTarget("hopper", "summarize_mask_bf16", "H200", "bf16", 64, 260, (), MASKS),
+    MaskedTarget("hopper", "summarize_ranges_bf16", "H200", "bf16", 64, 260, (), RANGES),
+    MaskedTarget("hopper", "order_tiles_bf16", "H200", "bf16", 64, 260, (), TILES),
     MaskedTarget("simt", "attention_fwd_f32_d64_masked", "A100", "f32", 64, 70, WHOLE),
     # Whoever plans a call, the kernels that copy its tensors are the same.
     MaskedTarget("copy", "gather", "A100", "bf16", 64, 70, COPIES),
