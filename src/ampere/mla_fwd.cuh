@@ -41,7 +41,7 @@
 #include "common/math/attention_work.cuh"
 #include "common/math/chunked_keys.cuh"
 #include "common/math/few_rows.cuh"
-#include "common/math/fp8_to_16_bits.cuh"
+#include "common/math/fp8_rows.cuh"
 #include "common/math/kv_cache.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/tile_walk.cuh"
@@ -134,15 +134,16 @@ __device__ __forceinline__ void convert_latent_rows(unsigned char* shared, DType
   using Tile = typename C::Tile;
   const unsigned thread = ptx::mov_tid_x_volatile();
   const int row = thread / Tile::GROUP, chunk = thread % Tile::GROUP;
-  const math::Fp8Format format(cache_dtype);
+  const math::Fp8To16Bits<C::DTYPE> to_16_bits(cache_dtype);
   const auto* from = reinterpret_cast<const uint4*>(shared + C::FP8_SMEM) + thread;
-#pragma unroll 1
-  for (int i = chunk; i < C::FP8_CHUNKS; i += Tile::GROUP) {
+#pragma unroll
+  for (int i = 0; i < C::FP8_COPIES; ++i) {
+    if (chunk + i * Tile::GROUP >= C::FP8_CHUNKS) break;
     uint4 low, high;
-    format.to_16_bits<C::DTYPE>(*from, low, high);
-    *reinterpret_cast<uint4*>(shared + Tile::offset(row, 2 * i)) = low;
-    *reinterpret_cast<uint4*>(shared + Tile::offset(row, 2 * i + 1)) = high;
-    from += C::THREADS;
+    to_16_bits.convert(from[i * C::THREADS], low, high);
+    const int first = 2 * (chunk + i * Tile::GROUP);
+    *reinterpret_cast<uint4*>(shared + Tile::offset(row, first)) = low;
+    *reinterpret_cast<uint4*>(shared + Tile::offset(row, first + 1)) = high;
   }
 }
 

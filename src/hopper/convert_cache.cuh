@@ -8,7 +8,7 @@
 
 #include "common/math/attention_work.cuh"
 #include "common/math/chunked_keys.cuh"
-#include "common/math/fp8_to_16_bits.cuh"
+#include "common/math/fp8_rows.cuh"
 #include "common/math/kv_cache.cuh"
 #include "hopper/cache_params.h"
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void convert_cache(const ConvertParams& params) {
   const int64_t row_stride = of_v ? attention.v_row : attention.k_row;
   const int chunks = (of_v ? attention.dv : attention.d) / CONVERTED_COLUMNS;  // of a head's row
   const int chunks_of_row = attention.heads_q / attention.heads_per_kv * chunks;
-  const math::Fp8Format format(params.cache_dtype);
+  const math::Fp8To16Bits<DTYPE> to_16_bits(params.cache_dtype);
 
 #pragma unroll 1
   for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < end; row += CONVERT_WARPS) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void convert_cache(const ConvertParams& params) {
       uint4 bytes{};
       if (row < rows.end)
         bytes = *reinterpret_cast<const uint4*>(row_gmem + head * head_stride + column);
-      format.to_16_bits<DTYPE>(bytes, copy_gmem[2 * i], copy_gmem[2 * i + 1]);
+      to_16_bits.convert(bytes, copy_gmem[2 * i], copy_gmem[2 * i + 1]);
     }
   }
 }

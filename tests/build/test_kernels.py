@@ -331,7 +331,7 @@ INSTRUCTIONS = {
     "hopper_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
     "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "hopper_combine_": COMBINES,
-    "hopper_convert_cache_": ("LDG.E.128", "F2FP", "STG.E.128"),
+    "hopper_convert_cache_": ("LDG.E.128", "HMUL2", "STG.E.128"),
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),

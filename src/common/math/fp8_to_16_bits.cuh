@@ -33,20 +33,6 @@ struct Fp8Format {
     return __uint_as_float(number | (byte & 0x80) << 24);
   }
 
-  // The numbers of 16 bytes in DTYPE, in their order: the first eight in `low`. Exact.
-  template <DType DTYPE>
-  __device__ __forceinline__ void to_16_bits(const uint4& bytes, uint4& low, uint4& high) const {
-    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-    uint32_t pairs[8];
-#pragma unroll
-    for (int pair = 0; pair < 8; ++pair) {
-      const uint32_t both = words[pair / 2] >> (pair % 2 * 16);
-      pairs[pair] = ptx::cvt_rn_x2_f32<DTYPE>(to_float(both & 0xFF), to_float(both >> 8 & 0xFF));
-    }
-    low = {pairs[0], pairs[1], pairs[2], pairs[3]};
-    high = {pairs[4], pairs[5], pairs[6], pairs[7]};
-  }
-
   // The nearest number, of two the even one; what is too large becomes the largest.
   __device__ __forceinline__ uint8_t from_float(float x) const {
     constexpr uint32_t NOT_A_NUMBER = 0x7F;
