@@ -40,7 +40,10 @@ FILE = Path(__file__).resolve().parent.parent / "python" / "archflash" / "_measu
 NOISE = 0.02
 # With few query rows, as in decoding, every call may have another number of keys, and PyTorch's
 # cuDNN kernel makes a plan for each new shape, which takes the host tens of milliseconds. So a
-# kernel of PyTorch comes before one of ours only if it is faster by more than this.
+# kernel of PyTorch comes before one of ours only if it is faster by more than this. With a mask as
+# data it is the other way round: a kernel of PyTorch comes before one of ours unless it is slower
+# by more than NOISE. With masks the order counts only in PyTorch's operators (archflash.enable()),
+# where to leave a call alone costs nothing.
 FEW_ROWS_MARGIN = 0.05
 _OURS = sorted(
     _registry.kernel_names(), key=lambda name: not _registry.made_for(name, "float16", None)
@@ -96,13 +99,18 @@ def times_faster(cases: Mapping[Case, Runs], one: str, other: str) -> float:
 
 def order_of(cases: Mapping[Case, Runs]) -> list[str]:
     """The measured candidates, the fastest first; see NOISE and FEW_ROWS_MARGIN."""
-    few_rows = all((kind := kind_of(case)) and kind.query_rows == "few" for case in cases)
+    kinds = [kind for case in cases if (kind := kind_of(case))]
+    least_of_torch = NOISE
+    if all(kind.query_rows == "few" for kind in kinds):
+        least_of_torch = FEW_ROWS_MARGIN
+    elif any(kind.mask != "none" for kind in kinds):
+        least_of_torch = -NOISE
     order: list[str] = []
     for name in CANDIDATES:
         if not any(name in run for runs in cases.values() for run in runs.values()):
             continue
         place = len(order)
-        least = FEW_ROWS_MARGIN if few_rows and name.startswith("torch-") else NOISE
+        least = least_of_torch if name.startswith("torch-") else NOISE
         while place > 0 and times_faster(cases, name, order[place - 1]) > 1 + least:
             place -= 1
         order.insert(place, name)

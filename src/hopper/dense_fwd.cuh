@@ -131,6 +131,9 @@ struct StatedBlocks {
     const uint32_t of_unseen = params.bits_gmem != nullptr ? STATE_HIDDEN : STATE_RANGED;
     const bool sloped = params.masks.slopes_gmem != nullptr;
     const int of_lane = key - static_cast<int>(threadIdx.x % 32) * C::BLOCK_K;
+    uint32_t of_mask[C::WARPGROUPS][C::SUMMARY_BLOCKS];
+    load_states(of_mask, of_lane,
+                STATE_SEEN | (sloped ? STATE_SLOPED : STATE_ADDED | STATE_UNREAD));
     states = 0;
 #pragma unroll
     for (int group = 0; group < C::WARPGROUPS; ++group) {
@@ -140,22 +143,36 @@ struct StatedBlocks {
         continue;
       uint32_t state = 0;
 #pragma unroll
-      for (int part = of_lane; part < end; part += MASK_BLOCK) {
-        if (visible.hides(row, last_row, part, part + MASK_BLOCK - 1)) {
+      for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+        const int part_key = of_lane + part * MASK_BLOCK, part_last = part_key + MASK_BLOCK - 1;
+        if (visible.hides(row, last_row, part_key, part_last)) {
           state |= STATE_BEYOND;
           continue;
         }
-        uint32_t of_mask = STATE_SEEN | (sloped ? STATE_SLOPED : STATE_ADDED | STATE_UNREAD);
-        if (params.states_gmem != nullptr) {
-          of_mask = states_gmem[static_cast<int64_t>(row / MASK_BLOCK) * params.key_blocks +
-                                part / MASK_BLOCK];
-        }
-        state |= of_mask == 0 ? of_unseen : of_mask;
-        if (visible.masks(row, last_row, part, part + MASK_BLOCK - 1)) state |= STATE_BEYOND;
+        state |= of_mask[group][part] == 0 ? of_unseen : of_mask[group][part];
+        if (visible.masks(row, last_row, part_key, part_last)) state |= STATE_BEYOND;
       }
       if ((state & STATE_SEEN) != 0) states |= state << (8 * group);
     }
     seen = __ballot_sync(math::FULL_WARP, states != 0);
+  }
+
+  // What the summary says of the lane's block, `otherwise` without one. All is loaded before any of
+  // it is looked at: one load waits as long as all. Blocks that are not there get what others have,
+  // which is not looked at. The offsets fit 32 bits: plan.cpp limits the summary's size.
+  __device__ __forceinline__ void load_states(uint32_t (&of_mask)[C::WARPGROUPS][C::SUMMARY_BLOCKS],
+                                              int of_lane, uint32_t otherwise) const {
+    const bool summarized = params.states_gmem != nullptr;
+#pragma unroll
+    for (int group = 0; group < C::WARPGROUPS; ++group) {
+      const int row_block = min(first_row / MASK_BLOCK + group, params.row_blocks - 1);
+#pragma unroll
+      for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+        const int block = min(max(of_lane / MASK_BLOCK + part, 0), params.key_blocks - 1);
+        of_mask[group][part] = otherwise;
+        if (summarized) of_mask[group][part] = states_gmem[row_block * params.key_blocks + block];
+      }
+    }
   }
 };
 

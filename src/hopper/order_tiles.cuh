@@ -22,7 +22,10 @@ __device__ __forceinline__ void order_tiles(const MaskedParams& params) {
   const AttentionParams& attention = params.call.attention;
   const MaskParams& masks = params.masks;
   const int first_tile = params.call.tiles - params.ordered;
-  for (int i = threadIdx.x; i < params.ordered; i += ORDER_THREADS) {
+  const int i = threadIdx.x;
+  static_assert(MOST_ORDERED <= ORDER_THREADS, "a thread finds one tile");
+  if (i < params.ordered) {
+    __builtin_assume(attention.cu_seqlens_q_gmem == nullptr);  // the plan orders no others
     const math::Work work = math::find_work<MASK_BLOCK>(attention, first_tile + i);
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
@@ -40,9 +43,9 @@ __device__ __forceinline__ void order_tiles(const MaskedParams& params) {
   const int bytes = by_words ? 4 : 1;
   const int chunks = key_blocks / bytes;  // of a row of blocks
 #pragma unroll 4
-  for (int i = threadIdx.x; i < params.ordered * chunks; i += ORDER_THREADS) {
-    const int tile = i / chunks;
-    const uint8_t* chunk = masks.blocks_gmem + starts[tile] + i % chunks * bytes;
+  for (int number = i; number < params.ordered * chunks; number += ORDER_THREADS) {
+    const int tile = number / chunks;
+    const uint8_t* chunk = masks.blocks_gmem + starts[tile] + number % chunks * bytes;
     uint32_t states = by_words ? *reinterpret_cast<const uint32_t*>(chunk) : *chunk;
     states |= states >> 4;
     states |= states >> 2;

@@ -719,6 +719,8 @@ def test_under_enable_the_kernel_that_was_measured_to_read_a_mask_faster_serves_
 
     added = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     keep = added > 0
+    assert served(added) == _dispatch.MASK_READ_FASTER
+    assert not isinstance(served(keep), str)
     measure("added", "torch-cudnn", HOPPER)
     assert served(added) == _dispatch.MASK_READ_FASTER
     assert not isinstance(served(keep), str)
