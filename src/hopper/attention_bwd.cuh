@@ -60,6 +60,7 @@
 #include "common/ptx/bulk_order.cuh"
 #include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cvt.cuh"
+#include "common/ptx/cvt_relu.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/grid_dependency.cuh"

@@ -35,19 +35,6 @@ __device__ __forceinline__ uint32_t cvt_rn_x2_f32(float low, float high) {
   return pair;
 }
 
-// cvt.rn.relu.{f16x2,bf16x2}.f32 (sm_80 and up) does the same with numbers below 0 made 0.
-template <DType DTYPE>
-__device__ __forceinline__ uint32_t cvt_rn_relu_x2_f32(float low, float high) {
-  static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "16-bit outputs only");
-  uint32_t pair;
-  if constexpr (DTYPE == DType::F16) {
-    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  }
-  return pair;
-}
-
 // cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32 (sm_89 and up) converts two floats to two bytes, rounding to
 // nearest even. Values beyond the largest number (448 or 57344) become that number; NaN stays NaN.
 template <DType DTYPE>
