@@ -385,7 +385,8 @@ def pytorch_drops_faster(problem: _native.Problem, device: _native.Device | None
         return True
     # Which share is dropped does not decide who serves a call.
     dropped = _native.Problem.from_dict(problem.to_dict() | {"dropout_p": 0.5})
-    return select(dropped, device).chosen != "hopper"
+    plan = first_plan(dropped, device)
+    return plan is None or plan.implementation != "hopper"
 
 
 def _pytorchs_kernel(

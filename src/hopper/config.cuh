@@ -185,6 +185,7 @@ using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     fals
 
 // --- with dropout ---
 
+// Two warpgroups each: three have no registers for the masks of what is kept.
 template <class Base>
 struct DroppingConfig : Base {
   static constexpr bool DROPS = true;

@@ -97,16 +97,17 @@ def kept_from(kernel: str) -> int:
     """The offset in shared memory behind which nothing is overwritten while the kernel runs: the
     work of a CTA, at the end, of hopper's backward kernels.
     """
-    name, _, tile = kernel.rpartition("_d")
-    if not name.startswith("hopper_attention_bwd"):
+    # Those with a softcap and with dropout have the same memory.
+    main = re.fullmatch(r"hopper_attention_bwd_[^_]+_d(\d+)(_softcap|_dropout)?", kernel)
+    if main is None:
         return sys.maxsize
-    tile = tile.removesuffix("_softcap")  # with the same memory
+    tile = main[1]
     q = torch.empty(1, 1, 200, int(tile), dtype=torch.bfloat16, device="meta")
     plan = archflash.explain(q, q, q, device="H200", implementation="hopper", backward=True).plan
     assert plan is not None
     kernels = {launch["kernel"]: launch for launch in plan.to_dict()["launches"]}
-    main = kernels[f"hopper_attention_bwd_bf16_d{tile}"]
-    return int(main["shared_bytes"]) - BACKWARD_WORK_BYTES
+    launch = kernels[f"hopper_attention_bwd_bf16_d{tile}"]
+    return int(launch["shared_bytes"]) - BACKWARD_WORK_BYTES
 
 
 def offset_of(load: str) -> int:

@@ -1,4 +1,4 @@
-// A conversion to 16 bits that makes negative numbers 0.
+// Conversions between float and 16-bit floating point that make negative numbers 0.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,9 @@
 
 namespace archflash::ptx {
 
-// cvt.rn.relu.{f16x2,bf16x2}.f32 (sm_80 and up) does what cvt_rn_x2_f32 does, with numbers below 0 made 0.
+// cvt.rn.relu.{f16x2,bf16x2}.f32 (sm_80 and up): PTX ISA, "Data Movement and Conversion
+// Instructions: cvt". Converts two floats, rounding to nearest even, and packs them into the halves
+// of one register; what is below 0 becomes 0, and NaN stays NaN.
 template <DType DTYPE>
 __device__ __forceinline__ uint32_t cvt_rn_relu_x2_f32(float low, float high) {
   static_assert(DTYPE == DType::F16 || DTYPE == DType::BF16, "16-bit outputs only");
