@@ -283,7 +283,9 @@ def test_a_new_thread_calls_what_another_has_called(kernel: str) -> None:
     def work(_: int) -> Tensor:
         return archflash.attention(*case, implementation=kernel, causal=True)
 
-    for _ in range(3):  # PyTorch's allocator may call CUDA in one of them, but then it has free memory for the next
+    for _ in range(
+        3
+    ):  # PyTorch's allocator may call CUDA in one of them, but then it has free memory for the next
         with ThreadPoolExecutor(1) as thread:
             (out,) = thread.map(work, range(1))
         assert same_bits(out, expected)
