@@ -275,7 +275,7 @@ def test_eight_threads_with_their_own_shapes_and_streams(kernel: str) -> None:
 
 @each_kernel
 def test_a_new_thread_calls_what_another_has_called(kernel: str) -> None:
-    """Its first CUDA call is ours: no context is current in it, and the plan is in the cache, its kernel loaded."""
+    """No context is current in it, the plan is in the cache, and the kernel is loaded."""
     case = inputs(kernel)
     expected = archflash.attention(*case, implementation=kernel, causal=True)
     torch.cuda.synchronize()
@@ -283,9 +283,8 @@ def test_a_new_thread_calls_what_another_has_called(kernel: str) -> None:
     def work(_: int) -> Tensor:
         return archflash.attention(*case, implementation=kernel, causal=True)
 
-    for _ in range(
-        3
-    ):  # PyTorch's allocator may call CUDA in one of them, but then it has free memory for the next
+    # PyTorch's allocator may call CUDA in the first one. For the next one it has free memory.
+    for _ in range(3):
         with ThreadPoolExecutor(1) as thread:
             (out,) = thread.map(work, range(1))
         assert same_bits(out, expected)

@@ -641,7 +641,8 @@ def fresh_python(code: str) -> str:
 
 @pytest.mark.slow
 def test_import_takes_little_beyond_torch() -> None:
-    # Seven processes that have imported torch. Their own time counts, since other processes may be in their way.
+    # Seven processes that have imported torch. What counts is the time that a process computes,
+    # because others may be in its way.
     code = """
 import os, time, torch
 for _ in range(7):
