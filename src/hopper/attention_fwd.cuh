@@ -53,6 +53,7 @@
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/special_registers.cuh"
+#include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -124,6 +125,51 @@ __device__ __forceinline__ math::Blocks find_blocks(const Params& params, const 
   return math::split_blocks<C::BLOCK_K>(blocks, tile.split, params.partials.splits);
 }
 
+// The blocks of a tile, each named by its first key, and the shifts of what its rows see.
+struct TileBlocks {
+  int first, last;  // the CTA visits these
+  int first_shift, last_shift;
+};
+
+// The blocks of a warpgroup, likewise. Where a range is empty, its last block is before its first.
+// The four warps of a warpgroup issue products together, so it is one range for them all.
+struct GroupBlocks {
+  int seen_first, seen_last;    // some row of the warpgroup sees some key of these
+  int clear_first, clear_last;  // every row of the warpgroup sees every key of these
+};
+
+// The batch and head of a tile: with them a consumer needs no division.
+struct TileHead {
+  int batch, head;
+};
+
+// With PREPARES_TILES: behind the message about the tile in a stage of Q, what the producer finds
+// out about the tile, so that the consumers need not, who have no product running meanwhile.
+template <class C>
+struct BlocksMessage {
+  TileBlocks tile;
+  GroupBlocks groups[C::WARPGROUPS];
+  alignas(16) TileHead head;
+};
+template <class C>
+__device__ __forceinline__ BlocksMessage<C>& blocks_message(unsigned char* shared, int stage) {
+  static_assert(sizeof(BlocksMessage<C>) == C::BLOCKS_BYTES);
+  return *reinterpret_cast<BlocksMessage<C>*>(shared + C::BLOCKS_SMEM + stage * C::BLOCKS_BYTES);
+}
+
+template <class C>
+__device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, const Tile& tile,
+                                                         const VisibleKeysOf<C>& visible,
+                                                         const math::Blocks& blocks, int group) {
+  const int first_row = tile.first_row + group * C::GROUP_ROWS;
+  const int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
+  const int last_row = min(first_row + rows, tile.end_row) - 1;
+  return {.seen_first = max(math::block_start<C::BLOCK_K>(visible.first(first_row)), blocks.first),
+          .seen_last = last_row < first_row ? -1 : visible.last(last_row),
+          .clear_first = visible.first(last_row),
+          .clear_last = visible.last(first_row) - (C::BLOCK_K - 1)};
+}
+
 // --- producer, one warp: tiles, Q, K and V -> shared memory ---
 
 // The index of the CTA's next tile, for the whole warp. With a counter the CTA that is done first
@@ -176,8 +222,8 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       tile.first_row = rows.first_row;
       tile.end_row = rows.end_row;
     }
-    const math::Blocks blocks =
-        find_blocks<C>(params, tile, find_visible_keys<C>(all_params, tile));
+    const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
+    const math::Blocks blocks = find_blocks<C>(params, tile, visible);
     const int head = tile.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
@@ -276,6 +322,17 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     // left it.
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    if constexpr (C::PREPARES_TILES) {
+      BlocksMessage<C>& message = blocks_message<C>(shared, q_ring.stage);
+      const int group = static_cast<int>(threadIdx.x) % 32;
+      if (group < C::WARPGROUPS)
+        message.groups[group] = find_group_blocks<C>(params, tile, visible, blocks, group);
+      if (leader) {
+        message.tile = {blocks.first, blocks.last, visible.first_shift, visible.last_shift};
+        message.head = {batch, head};
+      }
+      __syncwarp();  // the leader's arrival stands for every lane's message
+    }
     if (leader) {
       tile_message<C>(shared, q_ring.stage) = tile;
       if (any_block) {
@@ -400,33 +457,53 @@ struct Turns {
   }
 };
 
-// The blocks of a warpgroup, each named by its first key. Where a range is empty, its last block is
-// before its first. The four warps of a warpgroup issue products together, so it is one range for
-// them all.
-struct GroupBlocks {
-  int first, last;            // the CTA visits these
-  int seen_first, seen_last;  // some row of the warpgroup sees some key of these
-  // Every row of the warpgroup sees every key of these, and nothing else must be done to scores.
-  int clear_first, clear_last;
-};
-
+// Where a warp's rows of a tile go and how they end. A consumer finds it while the last product of
+// the tile is computed.
 template <class C>
-__device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, const Tile& tile,
-                                                         const VisibleKeysOf<C>& visible, int group,
-                                                         bool all_need_more) {
-  const math::Blocks blocks = find_blocks<C>(params, tile, visible);
-  const int first_row = tile.first_row + group * C::GROUP_ROWS;
-  const int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
-  const int last_row = min(first_row + rows, tile.end_row) - 1;
-  GroupBlocks found;
-  found.first = uniform(blocks.first);
-  found.last = uniform(blocks.last);
-  found.seen_first = uniform(max(visible.first(first_row) / C::BLOCK_K * C::BLOCK_K, blocks.first));
-  found.seen_last = uniform(last_row < first_row ? -1 : visible.last(last_row));
-  found.clear_first = uniform(all_need_more ? INT32_MAX : visible.first(last_row));
-  found.clear_last = uniform(visible.last(first_row) - (C::BLOCK_K - 1));
-  return found;
-}
+struct TileEnd {
+  uint16_t* out_gmem;    // of the warp's first row
+  float* lse_gmem;       // likewise; null where no LSE is asked for
+  int rows;              // from the warp's first one to the end of the tile; may exceed the warp's
+  math::RowEnd ends[2];  // of the rows lane / 4 + 8r
+
+  __device__ __forceinline__ TileEnd(const math::RowState<C>& state, const AttentionParams& params,
+                                     const TileHead& at, const Tile& tile, int warp_row)
+      : lse_gmem(params.lse_gmem), rows(tile.end_row - tile.first_row - warp_row) {
+    const int64_t row = math::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
+                        tile.first_row + warp_row;
+    out_gmem = static_cast<uint16_t*>(params.out_gmem) + at.batch * params.out_batch +
+               at.head * params.out_head + row * params.out_row;
+    if (lse_gmem != nullptr)
+      lse_gmem += at.batch * params.lse_batch + at.head * params.lse_head + row;
+    const float sink = math::load_sink(params, at.head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) ends[r] = math::finish_lane_row<C>(state, 0, r, sink);
+  }
+
+  // Two neighbouring outputs of row r, from the first one of them on.
+  __device__ __forceinline__ uint32_t pair(const float* o, int r) const {
+    return ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * ends[r].factor, o[1] * ends[r].factor);
+  }
+  // Where a row's outputs from a column on go.
+  __device__ __forceinline__ uint16_t* place(const AttentionParams& params, int row,
+                                             int column) const {
+    return out_gmem + row * params.out_row + column;
+  }
+  // Writes 8 columns of a row to their place.
+  __device__ __forceinline__ void store(const AttentionParams& params, uint16_t* place, int row,
+                                        int column, const uint32_t (&x)[4]) const {
+    if (row < rows && column < params.dv) ptx::st_global_v4_b32(place, x[0], x[1], x[2], x[3]);
+  }
+  __device__ __forceinline__ void store_lse() const {
+    const int lane = threadIdx.x % 32;
+    if (lse_gmem == nullptr || lane % 4 != 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = 8 * r + lane / 4;
+      if (row < rows) lse_gmem[row] = ends[r].lse;
+    }
+  }
+};
 
 // Does what math::store_out() does from registers, so that no shared memory is needed: the four
 // lanes of a row exchange their columns, and each lane writes 16 bytes.
@@ -462,6 +539,46 @@ __device__ __forceinline__ void store_out_by_quads(const math::Outputs<C>& o_rme
   }
 }
 
+// Writes a warp's rows of outputs through `rows`, its own rows of Q's part of shared memory, and
+// calls hand_back() before it writes to global memory: its fence would wait for those stores.
+template <class C, class HandBack>
+__device__ __forceinline__ void store_through_q(const math::Outputs<C>& o_rmem,
+                                                const TileEnd<C>& end,
+                                                const AttentionParams& params, unsigned char* rows,
+                                                const HandBack& hand_back) {
+  using QTile = typename C::QTile;
+  const int lane = threadIdx.x % 32;
+  const uint32_t row_smem =
+      static_cast<uint32_t>(__cvta_generic_to_shared(rows)) + QTile::offset(lane % 16, lane / 16);
+#pragma unroll
+  for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+    const float* left = o_rmem[0][n];
+    const float* right = o_rmem[0][n + 1];
+    const uint32_t x[4] = {end.pair(left, 0), end.pair(left + 2, 1), end.pair(right, 0),
+                           end.pair(right + 2, 1)};
+    ptx::stmatrix_x4(QTile::advance(row_smem, n), x);
+  }
+  __syncwarp();  // the warp's rows are complete before any lane reads them
+  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+  constexpr int COUNT = C::WARP_ROWS * CHUNKS / 32;  // of a lane
+  uint32_t chunks[COUNT][4];
+  const auto row = [&](int i) { return (lane + 32 * i) / CHUNKS; };
+  const auto chunk = [&](int i) { return (lane + 32 * i) % CHUNKS; };
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const uint4 x = *reinterpret_cast<const uint4*>(rows + QTile::offset(row(i), chunk(i)));
+    chunks[i][0] = x.x, chunks[i][1] = x.y, chunks[i][2] = x.z, chunks[i][3] = x.w;
+  }
+  hand_back();
+  uint16_t* place = end.place(params, row(0), 8 * chunk(0));
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    if constexpr (32 % CHUNKS != 0) place = end.place(params, row(i), 8 * chunk(i));
+    end.store(params, place, row(i), 8 * chunk(i), chunks[i]);
+    place += 32 / CHUNKS * params.out_row;  // else to the same column
+  }
+}
+
 // Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
 // the output, where rows of one head pass through Q's part of shared memory, at `q`, unless Q has
 // gone back already.
@@ -481,6 +598,31 @@ __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
   } else {
     math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
                               q + warp_row * QTile::ROW_BYTES);
+  }
+}
+
+// Does what math::mask_rows() does with a word of bits for each row, which takes fewer instructions
+// for a score.
+template <class C>
+__device__ __forceinline__ void mask_rows_by_bits(math::Scores<C>& s_rmem,
+                                                  const math::VisibleKeys& visible,
+                                                  const int (&rows)[2], int first_key) {
+  static_assert(C::BLOCK_K <= 128, "a lane has at most 32 keys of a row");
+  // The lane's keys among the first `keys` of the block, counted from its first one: bit 2n + i is
+  // key 8n + i.
+  const auto below = [](int keys) {
+    const int count = 2 * (max(keys, 0) >> 3) + min(max(keys, 0) & 7, 2);
+    return count < 32 ? (1u << count) - 1 : ~0u;
+  };
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint32_t seen =
+        below(visible.last(rows[r]) + 1 - first_key) & ~below(visible.first(rows[r]) - first_key);
+#pragma unroll
+    for (int i = 0; i < C::BLOCK_K / 4; ++i) {
+      float& s = s_rmem[0][i / 2][2 * r + i % 2];
+      if ((seen >> i & 1) == 0) s = math::MINUS_INFINITY;
+    }
   }
 }
 
@@ -534,7 +676,13 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     const Tile tile = tile_message<C>(shared, q_ring.stage);
     if (tile.first_row < 0) break;
-    const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
+    VisibleKeysOf<C> visible;
+    if constexpr (C::PREPARES_TILES) {
+      const TileBlocks& message = blocks_message<C>(shared, q_ring.stage).tile;
+      visible = {message.first_shift, message.last_shift, tile.nk};
+    } else {
+      visible = find_visible_keys<C>(all_params, tile);
+    }
     bool all_need_more = attention.transform_scores;
     float exp2_scale = attention.exp2_scale;
     math::KeyDescales key_descales{};  // null: one descale serves all keys
@@ -557,7 +705,19 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       }
       exp2_scale = uniform(exp2_scale);
     }
-    const GroupBlocks blocks = find_group_blocks<C>(params, tile, visible, group, all_need_more);
+    math::Blocks all_blocks;  // those that the CTA visits
+    GroupBlocks blocks;
+    if constexpr (C::PREPARES_TILES) {
+      const BlocksMessage<C>& message = blocks_message<C>(shared, q_ring.stage);
+      all_blocks = {message.tile.first, message.tile.last};
+      blocks = message.groups[group];
+    } else {
+      all_blocks = find_blocks<C>(params, tile, visible);
+      blocks = find_group_blocks<C>(params, tile, visible, all_blocks, group);
+    }
+    all_blocks = {uniform(all_blocks.first), uniform(all_blocks.last)};
+    blocks = {uniform(blocks.seen_first), uniform(blocks.seen_last),
+              uniform(all_need_more ? INT32_MAX : blocks.clear_first), uniform(blocks.clear_last)};
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
@@ -680,8 +840,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
                             block + static_cast<int>(threadIdx.x) % 4 * 2);
         }
       } else {
-        math::mask_rows<C>(s_rmem, visible, lane_rows,
-                           block + static_cast<int>(threadIdx.x) % 4 * 2);
+        mask_rows_by_bits<C>(s_rmem, visible, lane_rows,
+                             block + static_cast<int>(threadIdx.x) % 4 * 2);
       }
       return scale;
     };
@@ -743,7 +903,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       float scale = exp2_scale;
       if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C>(s_rmem, state, scale, nothing_to_rescale);
+      scale = follow_maxima<C, !C::FP8>(s_rmem, state, scale, nothing_to_rescale);
       weigh_rows<C>(s_rmem, state, scale);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
@@ -804,52 +964,66 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const auto release_q_early = [&] {
       if constexpr (C::RELEASES_Q_EARLY) release(barriers.q_empty(q_ring.stage));
     };
+    // With PREPARES_TILES: how the tile ends, and what is written then, while Q goes back.
+    const auto find_end = [&] {
+      return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
+                        warp_row);
+    };
+    const auto end_tile = [&]([[maybe_unused]] const TileEnd<C>& end) {
+      if constexpr (C::PREPARES_TILES) {
+        store_through_q<C>(o_rmem, end, attention, q + warp_row * QTile::ROW_BYTES,
+                           [&] { hand_back_q(barriers, q_ring.stage); });
+        end.store_lse();
+      }
+    };
 
     // The blocks, from the last to the first: those after the last one that the warpgroup sees,
-    // those that it sees, and those before. Of those that it sees, some need masks at either end.
-    int block = blocks.last;
+    // those that it sees, and those before. Of those that it sees, some need masks at either end:
+    // both ends run the same code, which is long. With 8 bits that would spill registers.
+    int block = all_blocks.last;
 #pragma unroll 1
-    for (; block >= blocks.first && block > blocks.seen_last; block -= C::BLOCK_K) skip_block();
+    for (; block >= all_blocks.first && block > blocks.seen_last; block -= C::BLOCK_K) skip_block();
     if (block >= blocks.seen_first) {
       first_step(block);
       block -= C::BLOCK_K;
-      if constexpr (C::DROPS) {
+#pragma unroll(C::FP8 ? 2 : 1)
+      for (int end = 0; end < 2; ++end) {
 #pragma unroll 1
-        for (; block >= blocks.seen_first; block -= C::BLOCK_K) {
-          if (block > blocks.clear_last || block < blocks.clear_first) {
-            step.template operator()<true>(block);
-          } else {
-            step.template operator()<false>(block);
-          }
-        }
-      } else {
-#pragma unroll 1
-        for (; block >= blocks.seen_first && block > blocks.clear_last; block -= C::BLOCK_K)
+        for (; block >= blocks.seen_first && (end == 1 || block > blocks.clear_last);
+             block -= C::BLOCK_K)
           step.template operator()<true>(block);
+        if (end == 1) break;
 #pragma unroll 1
         for (; block >= blocks.seen_first && block >= blocks.clear_first; block -= C::BLOCK_K)
           step.template operator()<false>(block);
-#pragma unroll 1
-        for (; block >= blocks.seen_first; block -= C::BLOCK_K)
-          step.template operator()<true>(block);
       }
       release_q_early();
       if constexpr (C::OVERLAPS) {
         ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
         begin_pv();
-        wait_for_outputs();
-        add_part();
-        // mutants: needless-with-one-tile
-        release(barriers.v_empty(v_ring.stage));
-        v_ring.advance();
+        const auto finish = [&] {
+          wait_for_outputs();
+          add_part();
+          // mutants: needless-with-one-tile
+          release(barriers.v_empty(v_ring.stage));
+          v_ring.advance();
+        };
+        if constexpr (C::PREPARES_TILES) {
+          const TileEnd<C> end = find_end();
+          finish();
+          end_tile(end);
+        } else {
+          finish();
+        }
       } else {
         multiply_pv();
       }
     } else {
       release_q_early();
+      if constexpr (C::PREPARES_TILES) end_tile(find_end());
     }
 #pragma unroll 1
-    for (; block >= blocks.first; block -= C::BLOCK_K) skip_block();
+    for (; block >= all_blocks.first; block -= C::BLOCK_K) skip_block();
 
     if constexpr (C::FP8) {
       // The lane that knows it tells the others the unit of the last block.
@@ -867,9 +1041,9 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         const float factors[2] = {all_params.dropout.scale, all_params.dropout.scale};
         rescale<C>(o_rmem, factors);
       }
-      store_rows<C>(o_rmem, state, params, tile, warp_row, q);
+      if constexpr (!C::PREPARES_TILES) store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     }
-    if constexpr (!C::RELEASES_Q_EARLY) hand_back_q(barriers, q_ring.stage);
+    if constexpr (!C::RELEASES_Q_EARLY && !C::PREPARES_TILES) hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with

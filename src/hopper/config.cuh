@@ -80,6 +80,10 @@ struct Config {
   // bits, whose Q stays.
   static constexpr bool RELEASES_Q_EARLY =
       Q_STAGES == 1 && !CAN_SPLIT && !CACHE && (FP8 || HEAD_DIM_V <= 128);
+  // Whether the producer finds out which blocks each warpgroup sees and where its rows lie, and a
+  // consumer how its rows end while the last P V runs. Elsewhere the consumers do all that between
+  // two tiles, and the producer needs fewer registers.
+  static constexpr bool PREPARES_TILES = Q_STAGES == 2 && !FP8 && !CAN_SPLIT && !CACHE;
   static constexpr bool DROPS = false;             // whether weights are dropped
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
   // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
@@ -128,8 +132,9 @@ struct Config {
   // bytes of a ragged block of V.
   static constexpr int BARRIERS = 2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1);
   static constexpr int MESSAGE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
-  static constexpr int SHARED_BYTES =
-      MESSAGE_SMEM + (Q_STAGES + PRODUCERS - 1) * TILE_MESSAGE_BYTES;
+  static constexpr int BLOCKS_SMEM = MESSAGE_SMEM + (Q_STAGES + PRODUCERS - 1) * TILE_MESSAGE_BYTES;
+  static constexpr int BLOCKS_BYTES = 16 * (2 + WARPGROUPS);  // what else is said of a tile
+  static constexpr int SHARED_BYTES = BLOCKS_SMEM + (PREPARES_TILES ? Q_STAGES * BLOCKS_BYTES : 0);
 
   static_assert(BLOCK_K % (16 * PACK) == 0, "wgmma sums P V over 16 or 32 keys");
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
@@ -189,6 +194,9 @@ using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     fals
 template <class Base>
 struct DroppingConfig : Base {
   static constexpr bool DROPS = true;
+  // The outputs of a tile are scaled once more before they are written, which is not prepared.
+  static constexpr bool PREPARES_TILES = false;
+  static constexpr int SHARED_BYTES = Base::BLOCKS_SMEM;
   static_assert(Base::OVERLAPS && !Base::FP8 && !Base::CACHE);
   static_assert(!Base::CAN_PACK && Base::TILE_STEP % 16 == 0,
                 "both rows of a lane are of one group of random bits: math::Dropout");

@@ -47,7 +47,7 @@ struct DenseConfig : SeekingConfig<Base> {
   static constexpr int MASK_STAGES = 2;
   static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
   static constexpr int MASK_SMEM =
-      (Base::SHARED_BYTES + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
+      (Base::BLOCKS_SMEM + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
   static constexpr bool SHARES_Q = MASK_SMEM + MASK_STAGES * MaskTile::BYTES > 226 * 1024;
   static constexpr int MASK_STEP =  // bytes from the first stage to the second
       SHARES_Q ? Base::Q_SMEM + Base::QTile::BYTES - MASK_SMEM : MaskTile::BYTES;

@@ -25,7 +25,7 @@ struct MaskedConfig : SeekingConfig<Base> {
 
   // Behind what the Config has: a message for each stage of K, and what is
   // known of the tile for each stage of Q.
-  static constexpr int BLOCK_MESSAGE_SMEM = Base::SHARED_BYTES;
+  static constexpr int BLOCK_MESSAGE_SMEM = Base::BLOCKS_SMEM;
   static constexpr int CONTEXT_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + Base::Q_STAGES * MASKED_CONTEXT_BYTES;
 

@@ -273,12 +273,13 @@ template <class C>
 using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
 // Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
-// rescales their sums; then `raised` is called with the corrections that their outputs need.
+// rescales their sums; then `raised` is called with the corrections that their outputs need. FIRST:
+// these are the first scores of the rows, so that their bases rise in any case.
 // Returns the scale for weigh_rows: exp2_scale, or 1 if this has scaled the scores already. What is
 // rare is behind one branch, as each branch would drain the pipelines. In there a warp is on its
 // own: it must not wait for a product, because all four warps of a warpgroup have to execute each
 // wgmma.wait_group (PTX ISA, .aligned).
-template <class C, class Raised>
+template <class C, bool FIRST = false, class Raised>
 __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::RowState<C>& state,
                                                float exp2_scale, Raised raised) {
   using W = Weights<C>;
@@ -307,13 +308,14 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
   float lag = 0.0f;
   if constexpr (W::RAISE_FRACTION == 0.0f)
     lag = state.large ? W::LARGE_BASE_LAG : W::P_LOG2 + W::BASE_LAG;
-  const bool rare = __any_sync(
-      math::FULL_WARP, exceed(base[0] + lag, base[1] + lag) | static_cast<int>(state.large));
+  const bool rare = FIRST || __any_sync(math::FULL_WARP, exceed(base[0] + lag, base[1] + lag) |
+                                                             static_cast<int>(state.large));
   if (!rare) return exp2_scale;
-  const bool raises = __any_sync(
-      math::FULL_WARP, W::RAISE_FRACTION == 0.0f ? exceed(base[0] + lag, base[1] + lag)
-                                                 : exceed(base[0] + math::allowed_rise<W>(sum[0]),
-                                                          base[1] + math::allowed_rise<W>(sum[1])));
+  const bool raises =
+      FIRST || __any_sync(math::FULL_WARP, W::RAISE_FRACTION == 0.0f
+                                               ? exceed(base[0] + lag, base[1] + lag)
+                                               : exceed(base[0] + math::allowed_rise<W>(sum[0]),
+                                                        base[1] + math::allowed_rise<W>(sum[1])));
   if (raises) {
     float corrections[2];
 #pragma unroll
