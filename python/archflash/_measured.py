@@ -168,7 +168,8 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
     none, or if it must not matter.
     """
     # With batch_invariant the choice must not depend on how large a call is.
-    unknown = problem.kv_cache or problem.batch_invariant
+    # Calls with dropout were measured on our own kernels alone: docs/masks.md.
+    unknown = problem.kv_cache or problem.batch_invariant or problem.dropout_p > 0
     mask = mask_of(problem)
     if capability is None or problem.dtype not in _DTYPES or unknown or mask is None:
         return None

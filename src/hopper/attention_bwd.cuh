@@ -4,15 +4,15 @@
 // A CTA owns 128 keys of a head and goes over the blocks of 64 query rows that see any of them, of
 // all query heads that share its head of K. It sums up dK and dV of its keys in registers. All CTAs
 // of a head add their parts of dQ to sums in the workspace, in an order that is not known, or in
-// turns: in the order of their keys, so that the same inputs always give the same bits. A kernel of
+// turns: in an order that is fixed, so that the same inputs always give the same bits. A kernel of
 // its own (write_dq) then scales and rounds the sums.
 //
 // In turns, a CTA waits only for CTAs with smaller indices, which have started before it. All CTAs
 // go from later rounds of queries to earlier ones, and over the heads that share a head of K inside
 // of a round. Each begins with a later round than that of the keys before, so that the turn has
 // mostly come. Behind its first round it goes on with the last one; what it adds from there on has
-// a sum of its own, because it may come to these rounds before the CTAs of earlier keys do.
-//
+// a sum of its own, because it may come to these rounds before the CTAs of earlier keys do. The
+// first upward_heads heads go from the last tile and the first round upwards, with one sum a round.
 // clang-format off
 //                      once         each block of queries
 //
@@ -252,7 +252,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       ptx::cp_async_bulk_wait_group_read_0();
       for (int group = first_group; group < end_group; ++group)
         ptx::mbarrier_arrive(barriers.dq_empty(group));
-      if (in_turns) {  // the next tile of keys may add when this one has
+      if (in_turns) {  // the CTA of the next turn may add when this one has
         ptx::cp_async_bulk_wait_group_0();
         ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
       }

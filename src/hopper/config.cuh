@@ -76,8 +76,8 @@ struct Config {
   // columns of a box.
   static constexpr bool PAGES = PAGES_;
   // Whether Q goes back before the last P V of a tile, so that the next one comes meanwhile: where
-  // Q has one stage. Output rows cannot pass through its part then. Unmeasured: 256 columns of 16
-  // bits, whose Q stays.
+  // Q has one stage. Output rows cannot pass through its part then. With 256 columns of 16 bits
+  // it was no faster, so their Q stays.
   static constexpr bool RELEASES_Q_EARLY =
       Q_STAGES == 1 && !CAN_SPLIT && !CACHE && (FP8 || HEAD_DIM_V <= 128);
   // Whether the producer finds out which blocks each warpgroup sees and where its rows lie, and a
@@ -133,7 +133,7 @@ struct Config {
   static constexpr int BARRIERS = 2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1);
   static constexpr int MESSAGE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
   static constexpr int BLOCKS_SMEM = MESSAGE_SMEM + (Q_STAGES + PRODUCERS - 1) * TILE_MESSAGE_BYTES;
-  static constexpr int BLOCKS_BYTES = 16 * (2 + WARPGROUPS);  // what else is said of a tile
+  static constexpr int BLOCKS_BYTES = 16 * (2 + WARPGROUPS);  // of a BlocksMessage
   static constexpr int SHARED_BYTES = BLOCKS_SMEM + (PREPARES_TILES ? Q_STAGES * BLOCKS_BYTES : 0);
 
   static_assert(BLOCK_K % (16 * PACK) == 0, "wgmma sums P V over 16 or 32 keys");
@@ -194,7 +194,7 @@ using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     fals
 template <class Base>
 struct DroppingConfig : Base {
   static constexpr bool DROPS = true;
-  // The outputs of a tile are scaled once more before they are written, which is not prepared.
+  // The outputs are scaled once more before they are written: TileEnd has no such factor.
   static constexpr bool PREPARES_TILES = false;
   static constexpr int SHARED_BYTES = Base::BLOCKS_SMEM;
   static_assert(Base::OVERLAPS && !Base::FP8 && !Base::CACHE);

@@ -20,8 +20,8 @@ __device__ __forceinline__ math::Dropout find_dropout(const DropoutParams& param
   return dropout;
 }
 
-// Whether the two elements are kept whose 16 random bits each are the halves of a word: the highest
-// bits of the result's halves say so. threshold: in both halves.
+// Compares the 16 random bits in each half of `bits` with those of `threshold`: the highest bit of
+// that half of the result is set if the element is kept.
 __device__ __forceinline__ uint32_t kept_flags(uint32_t bits, uint32_t threshold) {
   constexpr uint32_t HIGHEST = 0x80008000;
   // No half borrows from the other one: the highest bit is set first.
@@ -49,7 +49,7 @@ __device__ __forceinline__ void draw_kept(Probabilities<C>& kept_rmem, const mat
         // A half's highest bit fills a half of the mask: that of the even key the low one.
         uint32_t (&kept)[4] = kept_rmem[0][first / 16 + half];
         kept[r] = ptx::prmt_b32(of_even, of_odd, 0xDD99);      // of the low halves
-        kept[2 + r] = ptx::prmt_b32(of_even, of_odd, 0xFFBB);  // of the high halves: 8 keys on
+        kept[2 + r] = ptx::prmt_b32(of_even, of_odd, 0xFFBB);  // of the high halves: 8 keys further
       }
     }
   }

@@ -51,8 +51,9 @@ struct HeadGroups {
 // In turns under a causal mask a tile of keys has fewer rounds than the one before. From the last
 // tile to the first, over rounds upwards, each comes to a round just behind the one that it waits
 // for. The last group goes the other way, from the longest tile to the shortest, so that all CTAs
-// end together. These groups are smaller, because tiles of a head lie far apart; so far, where
-// query heads share a head of K, that each reads Q and dO from memory, and it was slower.
+// end together. These groups are smaller, because tiles of a head that run at the same time are at
+// far apart rounds. Where query heads share a head of K they are so far apart that each tile reads
+// Q and dO from memory again: that was slower, so these calls go the first way.
 HeadGroups group_heads(const BackwardProblem& problem, const BackwardTile& tile,
                        const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
@@ -124,7 +125,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   core::BackwardTile main_tile = tile;
   if (call.softcap != 0 && tile.with_softcap != nullptr) main_tile.name = tile.with_softcap;
   if (drops && tile.with_dropout != nullptr) main_tile.name = tile.with_dropout;
-  BackwardProblem undropped = problem;  // what is dropped is filled in behind the plan
+  BackwardProblem undropped = problem;  // add_dropout() adds what is dropped to its plan
   undropped.call.dropout_p = 0;
   PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, undropped, device);
   if (const auto* more = std::get_if<Reasons>(&result))
@@ -136,7 +137,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
       [&](BackwardKernelParams& params) {
         params.group_heads = static_cast<int32_t>(groups.heads);
         params.upward_heads = static_cast<int32_t>(groups.upward);
-        params.backward.scale *= core::dropout_params(call).scale;  // of dropout: 1 without
+        params.backward.scale *= core::dropout_params(call).scale;  // 1 without dropout
       });
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
     if (drops) add_dropout(*plan, call);

@@ -151,7 +151,7 @@ __device__ __forceinline__ void send_no_tile(const Barriers<C>& barriers, unsign
   }
 }
 
-// Hands a stage of Q back to the producer, when a consumer warp is done with its tile.
+// Hands a stage of Q back to the producer, when a consumer warp needs this Q no longer.
 template <class C>
 __device__ __forceinline__ void hand_back_q(const Barriers<C>& barriers, int stage) {
   // This thread's reads and writes of output rows in Q's part come before TMA's next write there.

@@ -119,7 +119,7 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
     for (Launch& launch : planned->launches) {
       const Target* own = pick_target(targets(launch.image), device.capability());
       if (own == nullptr) own = &target;
-      // The PTX for newer GPUs is that of the lowest target. Its kernels cannot wait for one
+      // The PTX for newer GPUs is of a target below 9.0: its kernels cannot wait for one
       // another.
       launch.starts_early &= !own->is_ptx() && own->first >= 90;
       if (own->is_ptx() && launch.image.starts_with(join(name, '/'))) code = own;

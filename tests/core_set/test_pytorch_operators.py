@@ -94,7 +94,6 @@ def kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     archflash.disable()
     library._destroy()
-    archflash.stats(reset=True)  # a document shows what a new process prints
 
 
 @pytest.fixture

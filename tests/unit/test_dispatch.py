@@ -781,7 +781,9 @@ def test_dropout_goes_to_kernels_that_drop_weights(
     assert decision.chosen == kernel
     assert decision.plan is not None
     assert "dropout_p" in str(decision)
-    assert reason in decision.reasons.get("hopper", [""])[0]
+    assert "the fastest measured" not in str(decision)  # no run has dropout
+    if reason:
+        assert reason in decision.reasons["hopper"][0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.torch_version import TorchVersion
 # The documents, their tool and the benchmarks are no part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import archflash
 from tests import documents
 from tests.documents import NOT_RUN, NOTES, PAGES, ROOT, Run, pages
 
@@ -43,6 +44,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
 def test_commands_and_examples_print_what_the_document_shows(page: Path) -> None:
     text = page.read_text()
+    archflash.stats(reset=True)  # a document shows what a new process prints
     fresh = documents.with_fresh_outputs(text)
     assert fresh == text, "run: python -m tests.documents --write"
 
