@@ -15,9 +15,10 @@ from torch.torch_version import TorchVersion
 # The documents, their tool and the benchmarks are no part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import archflash
 from tests import documents
 from tests.documents import NOT_RUN, NOTES, PAGES, ROOT, Run, pages
+
+import archflash
 
 ALL = [*pages(PAGES), *pages(NOTES)]
 
