@@ -512,6 +512,7 @@ __device__ __forceinline__ void store_out_by_quads(const math::Outputs<C>& o_rme
                                                    const math::RowState<C>& state,
                                                    const AttentionParams& params,
                                                    const math::Work& work, int warp_row) {
+  static_assert(C::HEAD_DIM_V % 32 == 0, "the lanes of a quad exchange 32 columns at a time");
   const math::OutRows out(params, work, warp_row);
   const int lane = threadIdx.x % 32;
   uint16_t* out_gmem = out.out_gmem(params);
@@ -1003,6 +1004,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         begin_pv();
         const auto finish = [&] {
           wait_for_outputs();
+          ptx::registers_change<WORDS>(p);
           add_part();
           // mutants: needless-with-one-tile
           release(barriers.v_empty(v_ring.stage));

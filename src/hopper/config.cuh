@@ -246,6 +246,8 @@ static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
 // registers.
 template <class Base>
 struct SeekingConfig : Base {
+  // Its kernels lay out other things behind BLOCKS_SMEM, where PREPARES_TILES has its messages.
+  static constexpr bool PREPARES_TILES = false;
   static constexpr int PRODUCER_REGISTERS = 64;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
