@@ -165,7 +165,7 @@ using BackwardD128 = BackwardConfig<T,                   128,       1,       3, 
 template <DType T>
 using BackwardD256 = WideBackwardConfig<T, 256>;
 
-// Those for calls with dropout.
+// A Config whose kernel drops weights: for calls with dropout.
 template <class Base>
 struct DroppingBackwardConfig : Base {
   static constexpr bool DROPS = true;

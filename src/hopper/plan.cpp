@@ -477,30 +477,34 @@ void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered) {
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 
-// Turns the launch of `plan` into that of a kernel that takes masks as data.
-void add_masks(LaunchPlan& plan, const Problem& problem) {
+// Turns the launch of `plan` into that of a kernel of another image, which is told more than the
+// call: the member MORE of AllParams is `more`, and `pointers` are filled in at the launch.
+template <class AllParams, auto MORE, class More, class Pointers>
+void tell_more(LaunchPlan& plan, const std::string& image, const More& more,
+               const Pointers& pointers) {
   Launch& launch = plan.launches[0];
-  MaskedParams params;
+  AllParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   std::memcpy(&params.call, launch.params.data(), sizeof params.call);
-  params.masks = core::mask_params(problem);
+  params.*MORE = more;
   launch.params = core::bytes(params);
-  launch.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
-  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
-    launch.pointers.push_back(slot);
+  launch.image = image;
+  for (const PointerSlot& slot : pointers) launch.pointers.push_back(slot);
+}
+
+// Turns the launch of `plan` into that of a kernel that takes masks as data.
+void add_masks(LaunchPlan& plan, const Problem& problem) {
+  tell_more<MaskedParams, &MaskedParams::masks>(
+      plan, std::string("hopper/masked_") + core::dtype_word(problem.dtype),
+      core::mask_params(problem), core::mask_pointers(problem, offsetof(MaskedParams, masks)));
 }
 
 // Turns the launch of `plan` into that of a kernel that drops weights.
 void add_dropout(LaunchPlan& plan, const Problem& problem) {
-  Launch& launch = plan.launches[0];
-  DroppingParams params;
-  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
-  std::memcpy(&params.call, launch.params.data(), sizeof params.call);
-  params.dropout = core::dropout_params(problem);
-  launch.params = core::bytes(params);
-  launch.image = std::string("hopper/dropout_") + core::dtype_word(problem.dtype);
-  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(DroppingParams, dropout)))
-    launch.pointers.push_back(slot);
+  tell_more<DroppingParams, &DroppingParams::dropout>(
+      plan, std::string("hopper/dropout_") + core::dtype_word(problem.dtype),
+      core::dropout_params(problem),
+      core::dropout_pointers(problem, offsetof(DroppingParams, dropout)));
 }
 
 std::string refuse_with_dropout(const std::string& given) {

@@ -1119,7 +1119,7 @@ def test_calls_with_masks_are_kinds_of_their_own() -> None:
     ]
     runs = measured.runs_of(rows, case, measured.features_of(case, gradients=False))
     assert [list(run) for run in runs.values()] == [["hopper"]]
-    # Of equal speed, PyTorch's kernel comes first with a mask and ours without one.
+    # Where both are equally fast, PyTorch's kernel comes first with a mask, and ours without one.
     for mask, first in (("bool", "torch-cudnn"), ("", "hopper")):
         of_mask = replace(case, mask=mask)
         equal = [row(of_mask, "hopper", 1.0), row(of_mask, "torch-cudnn", 1.01)]

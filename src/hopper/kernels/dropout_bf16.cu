@@ -1,5 +1,5 @@
-// The kernels for bf16 inputs with dropout. config.cuh and
-// backward_config.cuh have their tiles.
+// The forward and backward kernels for bf16 inputs with dropout. Their tiles are in config.cuh and
+// backward_config.cuh.
 #include "hopper/attention_bwd.cuh"
 #include "hopper/attention_fwd.cuh"
 
