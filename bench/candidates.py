@@ -210,6 +210,37 @@ def _torch_refuses(case: Case) -> str | None:
     return None
 
 
+def torch_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """PyTorch's operator for packed sequences, whose kernel is that of torch-flash.
+
+    Args:
+        q, k, v: (rows of all sequences, heads, head dim).
+        ends_q, ends_k: where the sequences end, from 0 on: int32.
+        longest_q, longest_k: rows of the longest sequence.
+        causal: whether a query sees no later keys.
+
+    Returns:
+        The output, as q is.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0 if causal else -1)
+    out: torch.Tensor = varlen_attn(
+        q, k, v, ends_q, ends_k, longest_q, longest_k, window_size=window
+    )
+    return out
+
+
 def torch_candidates() -> list[Candidate]:
     """PyTorch's scaled_dot_product_attention with one backend allowed at a time."""
     import torch

@@ -16,10 +16,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench.candidates import Candidate, chosen_candidates, our_candidates, torch_candidates
+from bench.candidates import (
+    Candidate,
+    chosen_candidates,
+    our_candidates,
+    torch_candidates,
+    torch_varlen,
+)
 from bench.cases import GRADIENTS_FILE, TORCH_DTYPES, Case, choose_cases, load_cases
 from bench.correctness import Verdict
-from bench.results import GRADIENTS, append_rows
+from bench.results import GRADIENTS, PACKED, append_rows
 from bench.run import cases_to_run, open_results, run_case, short_parser, summary
 from bench.timing import CudaLab
 
@@ -35,7 +41,6 @@ FLOPS, BYTES = 3.5, 3
 LIMIT = 0.02
 # torch-math keeps every score for the backward pass.
 LEFT_OUT = ("torch-math",)
-PACKED = "layout=packed"  # word in `features` of a call of packed sequences
 
 
 class Gradients(NamedTuple):
@@ -175,10 +180,8 @@ def packed_call(case: Case, forced: str | None) -> Callable[..., torch.Tensor]:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         given = [as_packed(x) for x in (q, k, v)]
         if forced is None:
-            from torch.nn.attention.varlen import varlen_attn
-
-            window = (-1, 0 if case.causal else -1)
-            out = varlen_attn(*given, ends_q, ends_k, case.nq, case.nk, window_size=window)
+            lengths = (ends_q, ends_k, case.nq, case.nk)
+            out = torch_varlen(*given, *lengths, causal=case.causal)
         else:
             out = archflash.attention(
                 *given, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=case.nq,

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.candidates import Candidate, our_candidates, torch_candidates
+from bench.candidates import Candidate, our_candidates, torch_candidates, torch_varlen
 from bench.cases import MASKS_FILE, TORCH_DTYPES, Case, choose_cases, load_cases
 from bench.correctness import Checker, Slice
-from bench.results import MASK, append_rows
+from bench.results import MASK, PACKED, append_rows
 from bench.run import (
     cases_to_run,
     choose_candidates,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-LAYOUT = "layout="  # word in `features` of a call whose documents are packed sequences
 OURS = ("ampere", "hopper")
 # torch-flash takes no mask, and torch-math stores the scores of all heads.
 PEERS = ("torch-cudnn", "torch-efficient")
@@ -237,9 +236,7 @@ def masked_candidates() -> list[Candidate]:
     ):
         bind = functools.partial(packed, attend=attend)
         found.append(
-            Candidate(
-                name, its_version, is_ours, bind, refuses=not_packed, features=LAYOUT + "packed"
-            )
+            Candidate(name, its_version, is_ours, bind, refuses=not_packed, features=PACKED)
         )
     found += [
         dataclasses.replace(candidate, bind=dense, **replaced)
@@ -297,14 +294,10 @@ def packed_hopper(case: Case, ends: torch.Tensor) -> Call:
 
 def packed_torch(case: Case, ends: torch.Tensor) -> Call:
     """PyTorch's operator for packed sequences."""
-    from torch.nn.attention.varlen import varlen_attn
-
     longest = min(DOCUMENTS[case.mask], case.nk)
-    window = (-1, 0 if case.causal else -1)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window)
-        return out
+        return torch_varlen(q, k, v, ends, ends, longest, longest, causal=case.causal)
 
     return call
 

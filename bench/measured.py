@@ -26,6 +26,7 @@ from bench.cases import CASES_FILE, GRADIENTS_FILE, MASKS_FILE, TORCH_DTYPES, Ca
 from bench.results import (
     GRADIENTS,
     MASK,
+    PACKED,
     RESULTS_FOLDER,
     Row,
     call_features,
@@ -62,8 +63,9 @@ FILES = {CASES_FILE: False, GRADIENTS_FILE: True, MASKS_FILE: False}
 # matter whether each head has a dense mask of its own. The calls of bench/masks.toml without a mask
 # are there for ratios, but they count, too.
 MASKS = {"": "none", "documents": "ranges"}
-# The compute capability of each GPU that has rows, because the rows do not name it.
-CAPABILITIES = {"NVIDIA H200": (9, 0)}
+# The compute capability of each GPU that has rows, because the rows do not name it. The runs of all
+# GPUs of one compute capability count together.
+CAPABILITIES = {"NVIDIA H100 80GB HBM3": (9, 0), "NVIDIA H200": (9, 0)}
 
 Runs = dict[str, dict[str, Row]]  # the rows of one case by run (newest last) and candidate
 
@@ -128,6 +130,7 @@ def evidence(cases: Mapping[Case, Runs], order: Sequence[str]) -> dict[str, Any]
     case = max(shown, key=Case.flops)
     rows = shown[case]
     return {
+        "gpu": rows[order[0]]["gpu"],
         "run_id": rows[order[0]]["run_id"],
         "case": case.name,
         "unit": "GB/s" if case.is_decode else "TFLOP/s",
@@ -154,7 +157,8 @@ def kind_of(case: Case, gradients: bool = False) -> Kind | None:
 
 def features_of(case: Case, gradients: bool) -> tuple[str, ...]:
     """The words in `features` of the rows that say who serves calls like a case the fastest."""
-    return ((GRADIENTS,) if gradients else ()) + ((MASK + case.mask,) if case.mask else ())
+    packed = (PACKED,) if case.packed else ()
+    return packed + ((GRADIENTS,) if gradients else ()) + ((MASK + case.mask,) if case.mask else ())
 
 
 def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
@@ -170,13 +174,7 @@ def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
         ValueError: rows of a GPU whose compute capability is unknown here.
     """
     entries = []
-    other = ("day-one", "ladder", "training")  # what these files hold serves no call
-    paths = [p for p in sorted(results.glob("*.csv")) if not any(x in p.name for x in other)]
-    for path in paths:
-        rows = load_rows(path)
-        (gpu,) = {row["gpu"] for row in rows}
-        if gpu not in CAPABILITIES:
-            raise ValueError(f"{path}: add the compute capability of {gpu} to CAPABILITIES")
+    for capability, rows in sorted(rows_by_capability(results).items()):
         kinds: dict[Kind, dict[Case, Runs]] = {}
         for file, gradients in FILES.items():
             for case in load_cases(file):
@@ -186,9 +184,31 @@ def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
                     kinds.setdefault(kind, {})[case] = runs
         for kind, cases in sorted(kinds.items()):
             order = order_of(cases)
-            entry = {"capability": list(CAPABILITIES[gpu]), "gpu": gpu, **kind._asdict()}
+            entry = {"capability": list(capability), **kind._asdict()}
             entries.append({**entry, "order": order, **evidence(cases, order)})
     return entries
+
+
+def rows_by_capability(results: Path) -> dict[tuple[int, int], list[Row]]:
+    """The rows of all GPUs of each compute capability, the oldest run first.
+
+    Raises:
+        ValueError: rows of a GPU whose compute capability is unknown here.
+    """
+    other = ("day-one", "ladder", "training")  # what these files hold serves no call
+    found: dict[tuple[int, int], list[Row]] = {}
+    for path in sorted(results.glob("*.csv")):
+        if any(word in path.name for word in other):
+            continue
+        for row in load_rows(path):
+            if row["gpu"] not in CAPABILITIES:
+                raise ValueError(
+                    f"{path}: add the compute capability of {row['gpu']} to CAPABILITIES"
+                )
+            found.setdefault(CAPABILITIES[row["gpu"]], []).append(row)
+    for rows in found.values():
+        rows.sort(key=lambda row: row["run_id"])  # it begins with the time; rows of a run stay
+    return found
 
 
 def text_of(entries: Sequence[Mapping[str, Any]]) -> str:

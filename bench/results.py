@@ -25,6 +25,7 @@ SUSTAINED = "sustained"
 GRADIENTS = (
     "gradients"  # word in `features`: the call and its gradients, in 3.5 times the operations
 )
+PACKED = "layout=packed"  # word in `features` of a call of packed sequences
 MASK = "mask="  # word in `features`; behind it stands the kind of mask as data, of bench.masks
 POWER = "power="  # word in `features` of a sustained row; "W" stands behind the number
 

@@ -1,4 +1,5 @@
-"""Random calls of every kernel for compute-sanitizer, the same for the same seed.
+"""Random calls of every kernel for compute-sanitizer, the same for the same seed: some with masks
+as data, with dropout and with gradients.
 
     compute-sanitizer --tool racecheck --kernel-name kns=attention_fwd \
         python -m tests.gpu.sanitizer_sample --seed 0 --count 60 [--kernel NAME]
@@ -17,7 +18,9 @@ import torch
 
 import archflash
 
-from .gpu_cases import cu_seqlens, int32, kernels, rand
+from .gpu_cases import DEVICE, cu_seqlens, int32, kernels, rand
+
+WITH_GRADIENTS = ("simt", "ampere", "hopper")
 
 
 def random_call(
@@ -59,7 +62,46 @@ def random_call(
             )
         ]
     kind = getattr(torch, dtype)
+    if rng.random() < 0.4:
+        call |= random_mask(rng, shapes, "cu_seqlens_q" in call, kind)
+    if rng.random() < 0.15:
+        call["dropout_p"] = 0.2
+        call["rng_state"] = torch.tensor([rng.randrange(1000), 0], device=DEVICE)
     return kernel, [rand(*shape, seed=i).to(kind) for i, shape in enumerate(shapes)], call
+
+
+def random_mask(
+    rng: random.Random, shapes: Sequence[tuple[int, ...]], packed: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Options with a mask as data for a call whose q, k and v have these shapes."""
+    heads_q = shapes[0][1]
+    slopes = {"alibi_slopes": rand(heads_q, seed=2).abs()}
+    if packed:
+        return slopes
+    batch, _, rows, _ = shapes[0]
+    keys = shapes[1][2]
+    heads = rng.choice([1, heads_q])
+    noise = rand(batch, heads, rows, keys, seed=3)
+    starts = (noise[..., :2].abs() * keys).int() if keys >= 2 else int32(0).expand(1, 1, rows, 2)
+    ranges = torch.stack([starts, starts + rng.choice([1, 40, 200])], dim=-1).contiguous()
+    return rng.choice(
+        [
+            slopes,
+            {"attn_mask": noise > -0.5},
+            {"attn_mask": noise.to(dtype if dtype.itemsize == 2 else torch.float32)},
+            {"key_ranges": ranges},
+        ]
+    )
+
+
+def attend(kernel: str, tensors: Sequence[torch.Tensor], call: dict[str, Any]) -> None:
+    """Makes a call, and in 16 and 32 bits, where the kernel has them, also its gradients."""
+    differentiable = tensors[0].dtype.itemsize > 1 and kernel in WITH_GRADIENTS
+    leaves = [x.detach().requires_grad_(differentiable) for x in tensors]
+    result = archflash.attention(*leaves, implementation=kernel, **call)
+    outputs = result if isinstance(result, tuple) else (result,)
+    if differentiable:
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs])
 
 
 def main() -> None:
@@ -74,7 +116,7 @@ def main() -> None:
     while made < arguments.count:
         kernel, tensors, call = random_call(rng, names)
         try:
-            archflash.attention(*tensors, implementation=kernel, **call)
+            attend(kernel, tensors, call)
         except archflash.ForcedImplementationError:
             refused += 1
             continue

@@ -1127,6 +1127,37 @@ def test_calls_with_masks_are_kinds_of_their_own() -> None:
     assert measured.kind_of(case) != measured.kind_of(replace(case, mask=""))
 
 
+def test_gpus_of_one_compute_capability_are_measured_together(tmp_path: Path) -> None:
+    case = CASES["bf16 16x16 8192 d128"]
+    for gpu, run_id, hopper_us in (
+        ("NVIDIA H200", "20260101T000000Z-h200-0001", 9.0),
+        ("NVIDIA H100 80GB HBM3", "20260102T000000Z-h100-0001", 2.0),
+        ("NVIDIA H200", "20260101T120000Z-h200-0002", 8.0),
+    ):
+        facts = {"gpu": gpu, "run_id": run_id}
+        rows = [row(case, "hopper", hopper_us), row(case, "torch-cudnn", 4.0)]
+        file = tmp_path / f"{run_id.split('-')[1]}.csv"
+        results.append_rows(file, [{**one, **facts} for one in rows])
+    (entry,) = measured.measurements(tmp_path)
+    assert entry["capability"] == [9, 0]
+    # The newest run says who is first, whichever GPU it ran on.
+    assert entry["order"] == ["hopper", "torch-cudnn"]
+    assert (entry["gpu"], entry["run_id"]) == (
+        "NVIDIA H100 80GB HBM3",
+        "20260102T000000Z-h100-0001",
+    )
+
+
+def test_packed_calls_do_not_count_as_calls_of_their_shape() -> None:
+    case = replace(CASES["bf16 16x16 8192 d128"], packed=True)
+    rows = [
+        row(case, "hopper", 1.0, features="gradients"),
+        row(case, "ampere", 2.0, features="layout=packed;gradients"),
+    ]
+    runs = measured.runs_of(rows, case, measured.features_of(case, gradients=True))
+    assert [list(run) for run in runs.values()] == [["ampere"]]
+
+
 def test_a_gpu_of_unknown_capability_is_named(tmp_path: Path) -> None:
     case = CASES["fp16 16x16 8192 d128"]
     results.append_rows(tmp_path / "t4.csv", [{**row(case, "simt", 1.0), "gpu": "Tesla T4"}])
