@@ -59,6 +59,7 @@
 #include "common/ptx/wgmma.cuh"
 #include "hopper/cache_params.h"
 #include "hopper/cache_rows.cuh"
+#include "hopper/cap_scores.cuh"
 #include "hopper/config.cuh"
 #include "hopper/drop_weights.cuh"
 #include "hopper/params.h"
@@ -717,8 +718,15 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       blocks = find_group_blocks<C>(params, tile, visible, all_blocks, group);
     }
     all_blocks = {uniform(all_blocks.first), uniform(all_blocks.last)};
-    blocks = {uniform(blocks.seen_first), uniform(blocks.seen_last),
-              uniform(all_need_more ? INT32_MAX : blocks.clear_first), uniform(blocks.clear_last)};
+    // The first block of those whose scores need no more than a softmax.
+    const int bare_first = uniform(all_need_more ? INT32_MAX : blocks.clear_first);
+    blocks = {uniform(blocks.seen_first), uniform(blocks.seen_last), uniform(blocks.clear_first),
+              uniform(blocks.clear_last)};
+    // Whether some row of the warpgroup does not see some key of a block. With 8 bits it would
+    // spill registers to tell.
+    const auto hides_some = [&](int block) {
+      return C::FP8 || block < blocks.clear_first || block > blocks.clear_last;
+    };
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
@@ -820,7 +828,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
             s_rmem, attention, key_descales,
             math::find_warp_descale(params.descales, attention, message, 0), block);
       } else if (!C::DROPS && attention.transform_scores) {
-        math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+        cap_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
       if constexpr (C::SPARES_REGISTERS) {
         // The thread's number is read anew, so that its rows need no registers between the blocks.
@@ -840,7 +848,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
           math::mask_row<C>(s_rmem, keys.of_row(lane_rows[r]), 0, r, 0,
                             block + static_cast<int>(threadIdx.x) % 4 * 2);
         }
-      } else {
+      } else if (hides_some(block)) {
         mask_rows_by_bits<C>(s_rmem, visible, lane_rows,
                              block + static_cast<int>(threadIdx.x) % 4 * 2);
       }
@@ -902,7 +910,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       release(barriers.k_empty(k_ring.stage));
       k_ring.advance();
       float scale = exp2_scale;
-      if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
+      if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
       scale = follow_maxima<C, !C::FP8>(s_rmem, state, scale, nothing_to_rescale);
       weigh_rows<C>(s_rmem, state, scale);
@@ -995,7 +1003,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
           step.template operator()<true>(block);
         if (end == 1) break;
 #pragma unroll 1
-        for (; block >= blocks.seen_first && block >= blocks.clear_first; block -= C::BLOCK_K)
+        for (; block >= blocks.seen_first && block >= bare_first; block -= C::BLOCK_K)
           step.template operator()<false>(block);
       }
       release_q_early();
