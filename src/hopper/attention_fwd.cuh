@@ -718,14 +718,16 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       blocks = find_group_blocks<C>(params, tile, visible, all_blocks, group);
     }
     all_blocks = {uniform(all_blocks.first), uniform(all_blocks.last)};
-    // The first block of those whose scores need no more than a softmax.
+    // The first of the bare blocks, whose scores need no more than a softmax.
     const int bare_first = uniform(all_need_more ? INT32_MAX : blocks.clear_first);
     blocks = {uniform(blocks.seen_first), uniform(blocks.seen_last), uniform(blocks.clear_first),
               uniform(blocks.clear_last)};
-    // Whether some row of the warpgroup does not see some key of a block. With 8 bits it would
-    // spill registers to tell.
+    // Whether some row of the warpgroup does not see some key of a block that is not bare. Where
+    // none is capped that is always so; with 8 bits and with a cache it would spill registers to
+    // tell.
     const auto hides_some = [&](int block) {
-      return C::FP8 || block < blocks.clear_first || block > blocks.clear_last;
+      return C::FP8 || C::CACHE || C::DROPS || block < blocks.clear_first ||
+             block > blocks.clear_last;
     };
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;

@@ -1,15 +1,14 @@
-// The softcap of a warp's scores, so that the products' warpgroups wait as little as they can for
-// it.
+// The softcap of a warp's scores.
 #pragma once
 
 #include "common/math/online_softmax.cuh"
 
 namespace archflash::hopper {
 
-// Below it tanhf() is a polynomial, which is all that most scores need.
+// Below it tanhf() is a polynomial. Most scores that have a softcap are that small against it.
 constexpr float SMALL_TANH = 0.6f;
 
-// What tanhf(x) is for |x| < SMALL_TANH, bit for bit.
+// What tanhf(x) gives for |x| < SMALL_TANH, bit for bit.
 __device__ __forceinline__ float small_tanh(float x) {
   const float square = x * x;
   float p = fmaf(0.0157396831f, square, -0.0523039624f);
@@ -18,10 +17,10 @@ __device__ __forceinline__ float small_tanh(float x) {
   return fmaf(p * square, x, x);
 }
 
-// Does what math::transform_scores() does. There the question whether there is a softcap stands
-// around each score, a branch that keeps the tanh of one score from starting before that of the
-// last one has ended. Here it stands around all of them, and where no score of the warp is large
-// none needs an exponential and a division.
+// Does what math::transform_scores() does, with the same bits. There the question whether there is
+// a softcap stands at each score, and such a branch lets the tanh of no score start before that of
+// the last one has ended. Here it is asked once. Where no score of the warp is large, none needs
+// the exponential and the division of tanhf().
 template <class C>
 __device__ __forceinline__ void cap_scores(math::Scores<C>& s_rmem, float tanh_scale,
                                            float softcap) {
@@ -33,7 +32,7 @@ __device__ __forceinline__ void cap_scores(math::Scores<C>& s_rmem, float tanh_s
     }
   };
   if (softcap == 0.0f) return change([](float x) { return x; });
-  float largest[4] = {};  // four maxima side by side
+  float largest[4] = {};  // four maxima are found side by side
 #pragma unroll
   for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
 #pragma unroll
