@@ -59,6 +59,7 @@
 #include "common/ptx/wgmma.cuh"
 #include "hopper/cache_params.h"
 #include "hopper/cache_rows.cuh"
+#include "hopper/cap_scores.cuh"
 #include "hopper/config.cuh"
 #include "hopper/drop_weights.cuh"
 #include "hopper/params.h"
@@ -190,6 +191,46 @@ __device__ __forceinline__ uint32_t parity_of_tile(const RingPosition<C::Q_STAGE
   return C::Q_STAGES == 2 ? q_ring.stage : q_ring.parity;
 }
 
+// A row tile, the batch and the heads that it is of.
+struct FoundTile {
+  math::Work work;
+  int batch, head, kv_head;
+};
+
+// With PREPARES_TILES: the tile of an index. The first copy of a CTA waits for it, and the copies
+// of a tile for the next one, so it does what math::find_work() does with fewer instructions: it
+// divides only where it must, and numbers without a sign.
+template <class C>
+__device__ __forceinline__ FoundTile find_tile(const AttentionParams& params, unsigned index) {
+  FoundTile found{};
+  if (params.cu_seqlens_q_gmem == nullptr) {
+    const unsigned tiles = (static_cast<unsigned>(params.nq) + C::BLOCK_Q - 1) / C::BLOCK_Q;
+    const unsigned group_heads = params.order.heads_per_group;
+    unsigned first_head = 0;
+    if (index >= group_heads * tiles) first_head = index / (group_heads * tiles) * group_heads;
+    const unsigned heads =
+        min(group_heads, static_cast<unsigned>(params.batch * params.heads_q) - first_head);
+    index -= first_head * tiles;
+    const unsigned from_last = index / heads;
+    found.work.batch_head = static_cast<int>(first_head + index - from_last * heads);
+    found.work.nq = params.nq;
+    found.work.nk = params.nk;
+    found.work.first_row = C::BLOCK_Q * (static_cast<int>(tiles) - 1 -
+                                         params.order.from_last(static_cast<int>(from_last)));
+  } else {
+    found.work = math::find_work<C::BLOCK_Q>(params, static_cast<int>(index));
+  }
+  const auto batch_head = static_cast<unsigned>(found.work.batch_head);
+  const auto heads_q = static_cast<unsigned>(params.heads_q);
+  const unsigned batch = batch_head < heads_q ? 0 : batch_head / heads_q;
+  const unsigned head = batch_head - batch * heads_q;
+  const auto heads_per_kv = static_cast<unsigned>(params.heads_per_kv);
+  found.batch = static_cast<int>(batch);
+  found.head = static_cast<int>(head);
+  found.kv_head = static_cast<int>(heads_per_kv == 1 ? head : head / heads_per_kv);
+  return found;
+}
+
 template <class C>
 __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned char* shared,
                                         uint32_t shared_smem) {
@@ -204,11 +245,22 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
 
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
        index = next_tile(params, index)) {
-    Tile tile{math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
+    Tile tile;
+    int batch, head, kv_head;
+    if constexpr (C::PREPARES_TILES) {
+      const FoundTile found = find_tile<C>(attention, index);
+      tile = {found.work, 0};
+      if (tile.first_row < 0) continue;
+      batch = found.batch, head = found.head, kv_head = found.kv_head;
+    } else {
+      tile = {math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
                               C::CAN_PACK ? params.packed_heads.count : 1),
               static_cast<int>(index) % shares};
-    if (tile.first_row < 0) continue;
-    const int batch = tile.batch_head / attention.heads_q;
+      if (tile.first_row < 0) continue;
+      batch = tile.batch_head / attention.heads_q;
+      head = tile.batch_head % attention.heads_q;
+      kv_head = head / attention.heads_per_kv;
+    }
     math::CacheRows cache_rows{};
     if constexpr (C::CACHE) {
       if (tile.nq <= all_params.few_rows) continue;  // another launch serves the sequence
@@ -224,8 +276,6 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     }
     const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
     const math::Blocks blocks = find_blocks<C>(params, tile, visible);
-    const int head = tile.batch_head % attention.heads_q;
-    const int kv_head = head / attention.heads_per_kv;
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
     // 8-bit V: where the keys of the sequence start in a column, and one behind its last key, which
     // is filled up with zeros.
@@ -603,12 +653,12 @@ __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
 }
 
 // Does what math::mask_rows() does with a word of bits for each row, which takes fewer instructions
-// for a score.
-template <class C>
+// for a score, for the first KEYS keys.
+template <class C, int KEYS = C::BLOCK_K>
 __device__ __forceinline__ void mask_rows_by_bits(math::Scores<C>& s_rmem,
                                                   const math::VisibleKeys& visible,
                                                   const int (&rows)[2], int first_key) {
-  static_assert(C::BLOCK_K <= 128, "a lane has at most 32 keys of a row");
+  static_assert(KEYS <= 128, "a lane has at most 32 keys of a row");
   // The lane's keys among the first `keys` of the block, counted from its first one: bit 2n + i is
   // key 8n + i.
   const auto below = [](int keys) {
@@ -620,7 +670,7 @@ __device__ __forceinline__ void mask_rows_by_bits(math::Scores<C>& s_rmem,
     const uint32_t seen =
         below(visible.last(rows[r]) + 1 - first_key) & ~below(visible.first(rows[r]) - first_key);
 #pragma unroll
-    for (int i = 0; i < C::BLOCK_K / 4; ++i) {
+    for (int i = 0; i < KEYS / 4; ++i) {
       float& s = s_rmem[0][i / 2][2 * r + i % 2];
       if ((seen >> i & 1) == 0) s = math::MINUS_INFINITY;
     }
@@ -667,7 +717,6 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
-  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   const Turns<C> turns{group};
   if (group == C::WARPGROUPS - 1) turns.hand_over();  // warpgroup 0 begins
   RingPosition<C::STAGES> k_ring, v_ring;
@@ -677,6 +726,11 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     const Tile tile = tile_message<C>(shared, q_ring.stage);
     if (tile.first_row < 0) break;
+    // Which 64 rows of the tile the warpgroup has. Under a causal mask one half of a tile of 128
+    // rows sees fewer keys than the other, so two warpgroups change places with each tile.
+    const int place = C::HALVES ? group ^ uniform(q_ring.stage) : group;
+    const int warp_row = static_cast<int>(threadIdx.x / 32 * C::WARP_ROWS) +
+                         (C::HALVES ? (place - group) * C::GROUP_ROWS : 0);
     VisibleKeysOf<C> visible;
     if constexpr (C::PREPARES_TILES) {
       const TileBlocks& message = blocks_message<C>(shared, q_ring.stage).tile;
@@ -711,19 +765,28 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     if constexpr (C::PREPARES_TILES) {
       const BlocksMessage<C>& message = blocks_message<C>(shared, q_ring.stage);
       all_blocks = {message.tile.first, message.tile.last};
-      blocks = message.groups[group];
+      blocks = message.groups[place];
     } else {
       all_blocks = find_blocks<C>(params, tile, visible);
       blocks = find_group_blocks<C>(params, tile, visible, all_blocks, group);
     }
     all_blocks = {uniform(all_blocks.first), uniform(all_blocks.last)};
-    blocks = {uniform(blocks.seen_first), uniform(blocks.seen_last),
-              uniform(all_need_more ? INT32_MAX : blocks.clear_first), uniform(blocks.clear_last)};
+    // The first of the bare blocks, whose scores need no more than a softmax.
+    const int bare_first = uniform(all_need_more ? INT32_MAX : blocks.clear_first);
+    blocks = {uniform(blocks.seen_first), uniform(blocks.seen_last), uniform(blocks.clear_first),
+              uniform(blocks.clear_last)};
+    // Whether some row of the warpgroup does not see some key of a block that is not bare. Where
+    // none is capped that is always so; with 8 bits and with a cache it would spill registers to
+    // tell.
+    const auto hides_some = [&](int block) {
+      return C::FP8 || C::CACHE || C::DROPS || block < blocks.clear_first ||
+             block > blocks.clear_last;
+    };
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
     const ptx::WgmmaDescriptor q_descriptor =
-        describe_q<C>(shared_smem, uniform(q_ring.stage), group);
+        describe_q<C>(shared_smem, uniform(q_ring.stage), place);
 
     int lane_rows[2];  // this lane's query rows
     for (int r = 0; r < 2; ++r) {
@@ -820,7 +883,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
             s_rmem, attention, key_descales,
             math::find_warp_descale(params.descales, attention, message, 0), block);
       } else if (!C::DROPS && attention.transform_scores) {
-        math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+        cap_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
       if constexpr (C::SPARES_REGISTERS) {
         // The thread's number is read anew, so that its rows need no registers between the blocks.
@@ -840,7 +903,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
           math::mask_row<C>(s_rmem, keys.of_row(lane_rows[r]), 0, r, 0,
                             block + static_cast<int>(threadIdx.x) % 4 * 2);
         }
-      } else {
+      } else if (hides_some(block)) {
         mask_rows_by_bits<C>(s_rmem, visible, lane_rows,
                              block + static_cast<int>(threadIdx.x) % 4 * 2);
       }
@@ -902,13 +965,42 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       release(barriers.k_empty(k_ring.stage));
       k_ring.advance();
       float scale = exp2_scale;
-      if (block < blocks.clear_first || block > blocks.clear_last) scale = finish_scores(block);
+      if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
       scale = follow_maxima<C, !C::FP8>(s_rmem, state, scale, nothing_to_rescale);
       weigh_rows<C>(s_rmem, state, scale);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
       pack_kept();
+    };
+    // first_step() of a warpgroup that sees the first half of the block only, and has no score
+    // capped.
+    const auto first_half_step = [&](int block) {
+      if constexpr (C::HALVES) {
+        constexpr int KEYS = C::BLOCK_K / 2;
+        ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+        turns.wait();
+        start_qk<C, KEYS>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
+        turns.hand_over();
+        ptx::wgmma_wait_group<0>();
+        ptx::registers_change<KEYS / 2>(s);
+        release(barriers.k_empty(k_ring.stage));
+        k_ring.advance();
+        mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows,
+                                   block + static_cast<int>(threadIdx.x) % 4 * 2);
+        const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
+        const float scale =
+            follow_maxima<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
+        weigh_rows<C, KEYS>(s_rmem, state, scale);
+        // P V multiplies the whole block: a branch around its second half, in the step that all
+        // blocks share, would cost more.
+#pragma unroll
+        for (int n = KEYS / 8; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = 0.0f;
+        }
+        pack<C>(s_rmem, p_rmem);
+      }
     };
     const auto step_alone = [&]<bool MASKED>(int block) {
       turns.wait();
@@ -985,7 +1077,11 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
 #pragma unroll 1
     for (; block >= all_blocks.first && block > blocks.seen_last; block -= C::BLOCK_K) skip_block();
     if (block >= blocks.seen_first) {
-      first_step(block);
+      if (C::HALVES && !all_need_more && blocks.seen_last < block + C::BLOCK_K / 2) {
+        first_half_step(block);
+      } else {
+        first_step(block);
+      }
       block -= C::BLOCK_K;
 #pragma unroll(C::FP8 ? 2 : 1)
       for (int end = 0; end < 2; ++end) {
@@ -995,7 +1091,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
           step.template operator()<true>(block);
         if (end == 1) break;
 #pragma unroll 1
-        for (; block >= blocks.seen_first && block >= blocks.clear_first; block -= C::BLOCK_K)
+        for (; block >= blocks.seen_first && block >= bare_first; block -= C::BLOCK_K)
           step.template operator()<false>(block);
       }
       release_q_early();

@@ -84,6 +84,11 @@ struct Config {
   // consumer how its rows end while the last P V runs. Elsewhere the consumers do all that between
   // two tiles, and the producer needs fewer registers.
   static constexpr bool PREPARES_TILES = Q_STAGES == 2 && !FP8 && !CAN_SPLIT && !CACHE;
+  // Whether a warpgroup that sees only the first half of its first block of keys computes the
+  // scores and weights of that half alone. Two warpgroups then change places with each tile. With
+  // fewer columns ptxas finds no registers for it (C7511).
+  static constexpr bool HALVES =
+      PREPARES_TILES && WARPGROUPS == 2 && BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128;
   static constexpr bool DROPS = false;             // whether weights are dropped
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
   // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
@@ -195,7 +200,7 @@ template <class Base>
 struct DroppingConfig : Base {
   static constexpr bool DROPS = true;
   // The outputs are scaled once more before they are written: TileEnd has no such factor.
-  static constexpr bool PREPARES_TILES = false;
+  static constexpr bool PREPARES_TILES = false, HALVES = false;
   static constexpr int SHARED_BYTES = Base::BLOCKS_SMEM;
   static_assert(Base::OVERLAPS && !Base::FP8 && !Base::CACHE);
   static_assert(!Base::CAN_PACK && Base::TILE_STEP % 16 == 0,
@@ -247,7 +252,7 @@ static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
 template <class Base>
 struct SeekingConfig : Base {
   // Its kernels lay out other things behind BLOCKS_SMEM, where PREPARES_TILES has its messages.
-  static constexpr bool PREPARES_TILES = false;
+  static constexpr bool PREPARES_TILES = false, HALVES = false;
   static constexpr int PRODUCER_REGISTERS = 64;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);

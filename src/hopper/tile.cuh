@@ -207,13 +207,14 @@ __device__ __forceinline__ ptx::WgmmaDescriptor describe_q(uint32_t shared_smem,
       16);
 }
 
-// Starts S = Q K^T for the 64 rows of a warpgroup, which `q` describes, and the K of a stage.
-template <class C>
+// Starts S = Q K^T for the 64 rows of a warpgroup, which `q` describes, and the first KEYS keys of
+// the K of a stage.
+template <class C, int KEYS = C::BLOCK_K>
 __device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, ptx::WgmmaDescriptor q,
                                          uint32_t shared_smem, int stage) {
-  using Product = ptx::Wgmma<C::DTYPE, C::BLOCK_K>;
+  using Product = ptx::Wgmma<C::DTYPE, KEYS>;
   float* const s = &s_rmem[0][0][0];
-  ptx::registers_change<C::BLOCK_K / 2>(s);
+  ptx::registers_change<KEYS / 2>(s);
   ptx::wgmma_fence();  // the last uses of the scores come before the product
   const ptx::WgmmaDescriptor k =
       describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + stage * C::KTile::BYTES, 16);
@@ -274,16 +275,17 @@ using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
 
 // Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
 // rescales their sums; then `raised` is called with the corrections that their outputs need. FIRST:
-// these are the first scores of the rows, so that their bases rise in any case.
+// these are the first scores of the rows, so that their bases rise in any case. KEYS: the scores of
+// so many keys, the first ones.
 // Returns the scale for weigh_rows: exp2_scale, or 1 if this has scaled the scores already. What is
 // rare is behind one branch, as each branch would drain the pipelines. In there a warp is on its
 // own: it must not wait for a product, because all four warps of a warpgroup have to execute each
 // wgmma.wait_group (PTX ISA, .aligned).
-template <class C, bool FIRST = false, class Raised>
+template <class C, bool FIRST = false, int KEYS = C::BLOCK_K, class Raised>
 __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::RowState<C>& state,
                                                float exp2_scale, Raised raised) {
   using W = Weights<C>;
-  constexpr int HALF = C::BLOCK_K / 16;  // two maxima of a row are found side by side
+  constexpr int HALF = KEYS / 16;  // two maxima of a row are found side by side
   float max[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -340,7 +342,7 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
   if (!state.large) return exp2_scale;
   // Scores are rounded as their base is, so that the largest of a row gives exactly P = 1.
 #pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+  for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = __fmul_rn(s_rmem[0][n][i], exp2_scale);
   }
@@ -356,13 +358,13 @@ __device__ __forceinline__ void rescale(math::Outputs<C>& o_rmem, const float (&
   }
 }
 
-// P = 2^(S * scale - base) of row r, in place of S.
-template <class C>
+// P = 2^(S * scale - base) of row r, in place of S, for the first KEYS keys.
+template <class C, int KEYS = C::BLOCK_K>
 __device__ __forceinline__ void weigh_row(math::Scores<C>& s_rmem, math::RowState<C>& state, int r,
                                           float scale) {
   float sums[2] = {0.0f, 0.0f};
 #pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+  for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& p = s_rmem[0][n][2 * r + i];
@@ -373,11 +375,11 @@ __device__ __forceinline__ void weigh_row(math::Scores<C>& s_rmem, math::RowStat
   state.sum[0][r] += sums[0] + sums[1];
 }
 // weigh_row() for both rows of a lane.
-template <class C>
+template <class C, int KEYS = C::BLOCK_K>
 __device__ __forceinline__ void weigh_rows(math::Scores<C>& s_rmem, math::RowState<C>& state,
                                            float scale) {
-  weigh_row<C>(s_rmem, state, 0, scale);
-  weigh_row<C>(s_rmem, state, 1, scale);
+  weigh_row<C, KEYS>(s_rmem, state, 0, scale);
+  weigh_row<C, KEYS>(s_rmem, state, 1, scale);
 }
 
 // Rounds P to fragments of A. In 8 bits a register has the keys 2t and 2t + 1 (t = lane % 4) of two

@@ -125,6 +125,23 @@ def test_capped_and_huge_scores(kernel: str) -> None:
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[1], causal=True)
 
 
+@every_uneven
+def test_a_softcap_of_small_scores_and_of_large_ones_in_other_warps(kernel: str) -> None:
+    dims, _, keys = LARGE[kernel]
+    rows = rows_of(kernel)
+    q, k, v = on.qkv(rows, 3 * keys - 3, *dims, dtype="bfloat16", heads=(4, 2))
+    q[:, :, : rows // 3] *= 0.05
+    check_every_schedule(kernel, q, k, v, softcap=3.0)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("nk", [40, 190, 300])
+def test_a_warpgroup_sees_half_of_its_first_block(nk: int, causal: bool) -> None:
+    kernel = "d128_medium"
+    q, k, v = on.qkv(rows_of(kernel), nk, 128, 128, dtype="bfloat16", heads=(4, 2))
+    check_every_schedule(kernel, q, k, v, causal=causal)
+
+
 @pytest.mark.parametrize("counted", [False, True], ids=["in rounds", "by a counter"])
 def test_ctas_that_share_the_tiles_out_give_the_bits_of_one(counted: bool) -> None:
     q, k, v = on.qkv(700, 400, 128, dtype="bfloat16", heads=(4, 2))
