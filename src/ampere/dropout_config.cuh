@@ -1,6 +1,6 @@
-// The tile sizes of the ampere kernels with dropout, for many query rows. One for each of the head
-// dimensions 64, 128 and 256, which serves those below it too and every GPU, so that the wheel
-// stays small. Compile-time numbers only, in plain C++.
+// The tile sizes of the ampere kernels with dropout, for many query rows. Those for the head
+// dimensions 64, 128 and 256 serve all below them, too, so that the wheel stays small.
+// Compile-time numbers only, in plain C++.
 #pragma once
 
 #include "ampere/config.cuh"
@@ -11,7 +11,11 @@ namespace archflash::ampere {
 //                             head_dim       m_    block step        Q in   CTAs
 //                           q,k   v   warps tiles _k   _keys stages regs   per SM
 template <DType T>
-using D64Dropout   = Config<T,  64,  64, 4,   2,   64,   64,  2,     true,  2>;
+using D64LargeDropout  =
+                     Config<T,  64,  64, 4,   2,  128,   64,  2,     false, 2>;
+template <DType T>
+using D64MediumDropout =
+                     Config<T,  64,  64, 4,   2,   64,   64,  2,     true,  2>;
 template <DType T>
 using D128Dropout  = Config<T, 128, 128, 4,   2,   64,   64,  1,     false, 2>;
 template <DType T>

@@ -71,13 +71,14 @@ PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> ti
 
 std::optional<PlanResult> plan_dropout(const std::string& folder, std::span<const core::Tile> tiles,
                                        const Problem& problem, const Device& device) {
-  if (problem.num_splits > 1 || problem.batch_invariant) return std::nullopt;
-  const auto tile = std::find_if(tiles.begin(), tiles.end(), [&](const core::Tile& of) {
-    return core::takes_head_dims(of, problem);
+  if (problem.num_splits > 1) return std::nullopt;
+  const auto takes = [&](const core::Tile& of) { return core::takes_head_dims(of, problem); };
+  const auto smallest = std::find_if(tiles.begin(), tiles.end(), takes);
+  const auto tile = std::find_if(smallest, tiles.end(), [&](const core::Tile& of) {
+    return of.head_dim == smallest->head_dim && of.shared_bytes <= device.shared_per_block &&
+           core::serves(of, problem, device);
   });
-  if (tile == tiles.end() || tile->shared_bytes > device.shared_per_block ||
-      !core::serves(*tile, problem, device))
-    return std::nullopt;
+  if (tile == tiles.end()) return std::nullopt;
   DroppingParams params;
   core::init_params(problem, params);
   if (params.attention.transform_scores) return std::nullopt;
