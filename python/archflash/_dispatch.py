@@ -372,8 +372,8 @@ def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int
 @lru_cache(maxsize=256)
 def pytorch_drops_faster(problem: _native.Problem, device: _native.Device | None) -> bool:
     """Whether PyTorch's SDPA serves a call with dropout faster than our kernels: where it has a
-    fused one, of which ampere reaches half of the speed on an H200, but for calls that hopper
-    serves with head dimensions from 64 on (docs/masks.md).
+    fused one, but for calls that hopper serves with head dimensions from 64 on. ampere is faster
+    than some of those on an H200, slower than others, and unmeasured elsewhere (docs/masks.md).
 
     Args:
         problem: the call without its dropout.

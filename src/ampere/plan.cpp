@@ -206,9 +206,8 @@ constexpr core::Tile MASKED_TILES[] = {
 
 // Calls of fewer rows with dropout take MASKED_TILES, as those with masks as data do.
 constexpr const char* WITH_DROPOUT = "dropout alone and many rows: the kernel without masks";
-constexpr core::ServesFrom MANY_ROWS = {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
-constexpr core::ServesFrom MANY_ROWS_163_KB = {
-    .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
+constexpr core::ServesFrom MANY_ROWS = {.min_tiles_per_sm = 0.5};
+constexpr core::ServesFrom MANY_ROWS_163_KB = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.5};
 constexpr core::Tile DROPOUT_TILES[] = {
     tile<D64LargeDropout<DType::F16>>("d64_large_dropout", MANY_ROWS_163_KB, WITH_DROPOUT),
     tile<D64MediumDropout<DType::F16>>("d64_medium_dropout", MANY_ROWS, WITH_DROPOUT),

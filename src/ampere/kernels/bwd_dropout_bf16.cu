@@ -6,6 +6,7 @@
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d64_dropout, BackwardD64Dropout<DType::BF16>)
+ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d64_dropout,
+                                BackwardD64Dropout<DType::BF16>)
 ARCHFLASH_FUSED_BACKWARD_KERNEL(ampere_attention_bwd_bf16_d128_dropout,
                                 BackwardD128Dropout<DType::BF16>)

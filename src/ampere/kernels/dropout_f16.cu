@@ -6,7 +6,6 @@ using namespace archflash;
 using namespace archflash::ampere;
 
 ARCHFLASH_DROPOUT_KERNEL(ampere_attention_fwd_f16_d64_large_dropout, D64LargeDropout<DType::F16>)
-ARCHFLASH_DROPOUT_KERNEL(ampere_attention_fwd_f16_d64_medium_dropout,
-                         D64MediumDropout<DType::F16>)
+ARCHFLASH_DROPOUT_KERNEL(ampere_attention_fwd_f16_d64_medium_dropout, D64MediumDropout<DType::F16>)
 ARCHFLASH_DROPOUT_KERNEL(ampere_attention_fwd_f16_d128_dropout, D128Dropout<DType::F16>)
 ARCHFLASH_DROPOUT_KERNEL(ampere_attention_fwd_f16_d256_dropout, D256Dropout<DType::F16>)

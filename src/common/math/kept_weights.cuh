@@ -1,5 +1,5 @@
-// Which weights dropout keeps, drawn for all rows and keys that a lane has of 16 rows and 32 keys of
-// P, whose fragments are those of mma.sync or of wgmma with queries as rows.
+// Which weights dropout keeps, drawn for all rows and keys that a lane has of 16 rows and 32 keys
+// of P, whose fragments are those of mma.sync or of wgmma with queries as rows.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ __device__ __forceinline__ void draw_kept(uint32_t (&first_rmem)[4], uint32_t (&
       const uint32_t of_even = kept_flags(even.words[2 * r + half], threshold);
       const uint32_t of_odd = kept_flags(odd.words[2 * r + half], threshold);
       // A half's highest bit fills a half of the mask: that of the even key the low one.
-      uint32_t(&kept)[4] = half == 0 ? first_rmem : second_rmem;
+      uint32_t (&kept)[4] = half == 0 ? first_rmem : second_rmem;
       kept[r] = ptx::prmt_b32(of_even, of_odd, 0xDD99);      // of the low halves
       kept[2 + r] = ptx::prmt_b32(of_even, of_odd, 0xFFBB);  // of the high halves: 8 keys further
     }

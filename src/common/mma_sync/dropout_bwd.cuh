@@ -5,13 +5,14 @@
 
 #include "common/dropout_params.h"
 #include "common/math/dropout.cuh"
+#include "common/math/kept_factors.cuh"
 #include "common/ptx/ex2.cuh"
 
 namespace archflash::mma_sync {
 
 // Turns the scores into P, dropped weights 0, and dP into dS, as weigh_backward() does without
 // dropout: dS = P (dP - delta), where dP of a dropped weight is 0 and that of the others is scaled.
-// What P V^T had of the scale comes with dV's factor.
+// The scale of P in P^T dO comes with dV's factor.
 //
 // A lane has 32 keys by 16 queries of which each group of 4 keys and 2 queries shares the bits of
 // one Philox. query, key: the lane's first ones.
@@ -19,7 +20,7 @@ template <class C, class Scores, class TermsOf>
 __device__ __forceinline__ void weigh_dropping(Scores& s_rmem, Scores& dp_rmem, float exp2_scale,
                                                const math::Dropout& dropout, float scale, int query,
                                                int key, const TermsOf& terms_of) {
-  const uint32_t threshold = dropout.threshold << 16;
+  const math::KeptFactors kept(dropout.threshold);
 #pragma unroll
   for (int pair = 0; pair < C::BLOCK / 8; pair += 2) {
 #pragma unroll
@@ -37,12 +38,9 @@ __device__ __forceinline__ void weigh_dropping(Scores& s_rmem, Scores& dp_rmem, 
             const float exponent = fmaf(s, exp2_scale, -terms.lse_log2);
             // P is at most 1, as in weigh_backward().
             const float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
-            // The 16 bits of the element stand in the higher half of a word, whose lower half
-            // changes nothing.
-            const uint32_t word = bits.words[n % 2 * 2 + m];
-            const bool kept = (r == 0 ? word << 16 : word) >= threshold;
-            dp = p * (kept ? fmaf(dp, scale, -terms.delta) : -terms.delta);
-            s = kept ? p : 0.0f;
+            const float factor = kept.of(bits.words[n % 2 * 2 + m], r);
+            dp = p * fmaf(dp, factor * scale, -terms.delta);
+            s = p * factor;
           }
         }
       }

@@ -62,7 +62,7 @@ __device__ __forceinline__ void dropout_fwd(const DroppingParams& all_params) {
   KeyBlocks<C> blocks(params, cta, own, shared_smem);
   blocks.start(shared, own);
   if (blocks.begin > blocks.last) __syncthreads();  // visit() has no barrier then
-  const math::Dropout dropout = 
+  const math::Dropout dropout =
       math::find_dropout(all_params.dropout, math::uniform(work.batch_head));
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
@@ -118,9 +118,9 @@ __device__ __forceinline__ void dropout_fwd(const DroppingParams& all_params) {
           math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
 #pragma unroll
           for (int key = 0; key < C::STEP_KEYS; key += 32) {
-            drop_of_keys<C>(
-                dropout, cta, key_first + key,
-                [&](int m, int half) -> uint32_t (&)[4] { return p_rmem[m][key / 16 + half]; });
+            drop_of_keys<C>(dropout, cta, key_first + key, [&](int m, int half) -> uint32_t (&)[4] {
+              return p_rmem[m][key / 16 + half];
+            });
           }
         },
         [&](const Probabilities<C>& p_rmem, uint32_t v_smem) {
