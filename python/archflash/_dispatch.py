@@ -372,8 +372,8 @@ def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int
 @lru_cache(maxsize=256)
 def pytorch_drops_faster(problem: _native.Problem, device: _native.Device | None) -> bool:
     """Whether PyTorch's SDPA serves a call with dropout faster than our kernels: where it has a
-    fused one, of which ampere reaches half of the speed on an H200, but for calls that hopper
-    serves with head dimensions from 64 on (docs/masks.md).
+    fused one, but for calls that hopper serves with head dimensions from 64 on. ampere is faster
+    than some of those on an H200, slower than others, and unmeasured elsewhere (docs/masks.md).
 
     Args:
         problem: the call without its dropout.
@@ -530,7 +530,7 @@ def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan
 
 def _dropout_measured_on_hopper(problem: _native.Problem) -> bool:
     """Whether a call with dropout has as many query rows as those in which hopper was measured to
-    be faster than ampere: 1.5 to 4 times on an H100 (docs/masks.md).
+    be faster than ampere: 1.2 to 1.7 times (docs/masks.md).
     """
     rows = problem.nq // max(problem.batch, 1) if problem.varlen else problem.nq
     return rows >= 128

@@ -9,9 +9,11 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <variant>
 
 #include "ampere/config.cuh"
+#include "ampere/dropout_config.cuh"
 #include "ampere/masked_config.cuh"
 #include "ampere/mla_config.cuh"
 #include "ampere/wide_config.cuh"
@@ -202,6 +204,17 @@ constexpr core::Tile MASKED_TILES[] = {
     tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
 };
 
+// Calls of fewer rows with dropout take MASKED_TILES, as those with masks as data do.
+constexpr const char* WITH_DROPOUT = "dropout alone and many rows: the kernel without masks";
+constexpr core::ServesFrom MANY_ROWS = {.min_tiles_per_sm = 0.5};
+constexpr core::ServesFrom MANY_ROWS_163_KB = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.5};
+constexpr core::Tile DROPOUT_TILES[] = {
+    tile<D64LargeDropout<DType::F16>>("d64_large_dropout", MANY_ROWS_163_KB, WITH_DROPOUT),
+    tile<D64MediumDropout<DType::F16>>("d64_medium_dropout", MANY_ROWS, WITH_DROPOUT),
+    tile<D128Dropout<DType::F16>>("d128_dropout", MANY_ROWS, WITH_DROPOUT),
+    tile<D256Dropout<DType::F16>>("d256_dropout", MANY_ROWS, WITH_DROPOUT),
+};
+
 // A row of the table for head dimensions above 256.
 template <class C>
 constexpr core::Tile wide_tile(const char* name, const char* reason) {
@@ -260,6 +273,10 @@ PlanResult plan(const Problem& problem, const Device& device) {
     const std::span<const core::Tile> tiles = cache_tiles(problem), none, few(DECODE_TILES);
     const bool few_rows_apart = tiles.data() == CACHE_TILES;
     return mma_sync::plan_with_cache("ampere", tiles, problem, device, few_rows_apart ? few : none);
+  }
+  if (problem.dropout_p != 0 && !is_masked(problem)) {
+    auto result = mma_sync::plan_dropout("ampere", DROPOUT_TILES, problem, device);
+    if (result) return *std::move(result);
   }
   if (takes_masked_kernels(problem))
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);

@@ -1,6 +1,16 @@
 // ampere: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include <cstddef>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+
 #include "ampere/backward_config.cuh"
+#include "ampere/dropout_backward_config.cuh"
 #include "common/planning/backward.h"
+#include "common/planning/launch.h"
+#include "common/planning/masks.h"
 
 namespace archflash::ampere {
 
@@ -32,9 +42,48 @@ constexpr core::BackwardTile MASKED_TILES[] = {
     backward_tile<D256QueriesMasked<DType::F16>>("d256_queries_masked"),
 };
 
+// With dropout and without masks as data, a softcap and the like. MASKED_TILES take what these do
+// not, and head dimensions above 128 where an SM has less than 227 KB.
+constexpr core::BackwardTile DROPOUT_TILES[] = {
+    backward_tile<BackwardD64Dropout<DType::F16>>("d64_dropout"),
+    backward_tile<BackwardD128WideDropout<DType::F16>>("d128_wide_dropout", true),
+    backward_tile<BackwardD128Dropout<DType::F16>>("d128_dropout"),
+    backward_tile<BackwardD256WideDropout<DType::F16>>("d256_wide_dropout"),
+};
+
+// The plan of a call with dropout for DROPOUT_TILES: that of the call without it, whose main kernel
+// is told what is dropped. Nothing where they do not take it.
+std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Device& device) {
+  BackwardProblem undropped = problem;
+  undropped.call.dropout_p = 0;
+  PlanResult result = core::plan_backward(describe(), DROPOUT_TILES, undropped, device);
+  auto* plan = std::get_if<LaunchPlan>(&result);
+  if (plan == nullptr) return std::nullopt;
+  mma_sync::DroppingBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  params.dropout = core::dropout_params(problem.call);
+  constexpr int DROPOUT = offsetof(mma_sync::DroppingBackwardParams, dropout);
+  for (Launch& launch : plan->launches) {
+    if (!launch.kernel.ends_with("_dropout")) continue;
+    std::memcpy(static_cast<void*>(&params.call), launch.params.data(), sizeof params.call);
+    if (params.call.attention.transform_scores) return std::nullopt;
+    launch.params = core::bytes(params);
+    const bool wide = launch.kernel.ends_with("_wide_dropout");
+    launch.image = std::string(wide ? "ampere/bwd_wide_dropout_" : "ampere/bwd_dropout_") +
+                   core::dtype_word(problem.call.dtype);
+    for (const PointerSlot& slot : core::dropout_pointers(problem.call, DROPOUT))
+      launch.pointers.push_back(slot);
+  }
+  return std::move(*plan);
+}
+
 }  // namespace
 
 PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
+  const Problem& call = problem.call;
+  if (call.dropout_p != 0 && !is_masked(call)) {
+    if (auto plan = plan_dropout(problem, device)) return *std::move(plan);
+  }
   const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
   return core::plan_backward(describe(), TILES, problem, device, masked);
 }

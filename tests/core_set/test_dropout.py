@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import archflash
+from archflash import _archflash as native
 from archflash import reference
 
+from ..replanned import replanned
 from .executors import executor
 from .gradients import differentiate_and_check, inputs, kernels_with_gradients
 
@@ -89,9 +93,78 @@ def test_many_tiles_of_hopper(dtype: str, name: str) -> None:
     )
 
 
-@on_hopper
+# The same of ampere, and further ones: larger heads, heads that share one of K.
+TILES_OF_AMPERE = TILES | {
+    "d256-causal": (140, 150, (256, 192), (4, 2), {"causal": True}),
+    "d128-groups": (150, 170, (128, 128), (4, 1), {"causal": True}),
+    "d64-window": (260, 140, (64, 64), (2, 2), {"window": (60, 20)}),
+}
+
+
+def plan_of_ampere(*qkv: Tensor, device: str = "H200", **options: Any) -> native.LaunchPlan:
+    """The plan for a GPU with one SM, which few tiles fill."""
+    given = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in options.items()}
+    plan = archflash.explain(
+        *(x.to("meta") for x in qkv), device=device, implementation="ampere", return_lse=True,
+        **given,
+    ).plan  # fmt: skip
+    assert plan is not None
+    return replanned(plan, sm_count=1)
+
+
+@pytest.mark.skipif("ampere" not in on.kernels(), reason="GPUs from 8.0 on")
+@pytest.mark.parametrize("name", TILES_OF_AMPERE)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_many_tiles_of_ampere(dtype: str, name: str) -> None:
+    nq, nk, dims, heads, words = TILES_OF_AMPERE[name]
+    options = options_of(words, heads[0])
+    number = list(TILES_OF_AMPERE).index(name)
+    q, k, v = on.qkv(nq, nk, *dims, dtype=dtype, batch=2, heads=heads)
+    tiles = set()
+    for device in ("H200", "RTX 4090") if dims[0] <= 64 else ("H200",):
+        plan = plan_of_ampere(q, k, v, device=device, **options)
+        assert plan.tile is not None
+        tiles.add(plan.tile.name)
+        on.attend_and_check("ampere", q, k, v, plan=plan, schedules=[number], **options)
+    size = name.split("-")[0]
+    of_64 = {"d64_large_dropout", "d64_medium_dropout"}
+    assert tiles == (of_64 if size == "d64" else {f"{size}_dropout"})
+    tensors = inputs(on, nq, nk, *dims, dtype, heads=heads)
+    for device in ("A100", "H200"):
+        differentiate_and_check(
+            on, "ampere", *tensors, schedules=[number], planned_for=device,
+            deterministic=number % 2 == 0, **options,
+        )  # fmt: skip
+
+
+@pytest.mark.skipif("ampere" not in on.kernels(), reason="GPUs from 8.0 on")
+@pytest.mark.parametrize(("dtype", "word"), [(torch.float16, "f16"), (torch.bfloat16, "bf16")])
+def test_the_calls_above_run_every_kernel_of_ampere(dtype: torch.dtype, word: str) -> None:
+    planned: set[str] = set()
+    for d in (64, 128, 256):
+        x = torch.empty(2, 16, 2048, d, device="meta", dtype=dtype)
+        for device in ("A100", "RTX 4090", "H200"):
+            for backward in (False, True):
+                plan = archflash.explain(
+                    x, x, x, dropout_p=0.1, backward=backward, device=device,
+                    implementation="ampere",
+                ).plan  # fmt: skip
+                assert plan is not None
+                planned |= {kernel for kernel in plan.kernels if kernel.endswith("_dropout")}
+    built: set[str] = set()
+    for stem in ("dropout", "bwd_dropout", "bwd_wide_dropout"):
+        file = files("archflash") / "_kernels" / "ampere" / f"{stem}_{word}.json"
+        for entries in json.loads(file.read_text()).values():
+            built |= set(entries)
+    assert planned == built
+
+
+KERNELS_OF_MANY_ROWS = [kernel for kernel in ("ampere", "hopper") if kernel in on.kernels()]
+
+
+@pytest.mark.parametrize("kernel", KERNELS_OF_MANY_ROWS)
 @pytest.mark.parametrize("d", [64, 128])
-def test_packed_sequences_of_hopper(d: int) -> None:
+def test_packed_sequences(kernel: str, d: int) -> None:
     """The random bits are those of the row within its sequence, and of the sequence's number."""
     lengths_q, lengths_k = (150, 0, 21), (140, 7, 290)
     cu_seqlens = {
@@ -102,9 +175,10 @@ def test_packed_sequences_of_hopper(d: int) -> None:
         for seed, (of, heads) in enumerate(((lengths_q, 4),) * 2 + ((lengths_k, 2),) * 2)
     )
     options = {"causal": True, **cu_seqlens, **options_of({}, 4)}
-    on.attend_and_check("hopper", q, k, v, schedules=[1], **options)
+    plan = plan_of_ampere(q, k, v, **options) if kernel == "ampere" else None
+    on.attend_and_check(kernel, q, k, v, plan=plan, schedules=[1], **options)
     differentiate_and_check(
-        on, "hopper", dout, q, k, v, schedules=[2], deterministic=False, **options
+        on, kernel, dout, q, k, v, schedules=[2], deterministic=False, **options
     )
 
 

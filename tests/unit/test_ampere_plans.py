@@ -344,6 +344,29 @@ def test_a_cache_of_8_bits_has_kernels_of_its_own_for_any_rows(
     assert cache_tile(17, dims=dims).name == f"d{dims[0]}_cache"
 
 
+@every_device
+@pytest.mark.parametrize("d", [40, 64, 96, 128, 192, 256])
+def test_dropout_alone_has_kernels_of_its_own_for_many_rows(device: str, d: int) -> None:
+    q = torch.empty(4, 32, 2048, d, dtype=torch.float16, device="meta")
+    ranges = torch.empty(1, 1, 2048, 1, 2, dtype=torch.int32, device="meta")
+    size = next(size for size in (64, 128, 256) if d <= size)
+
+    def name_of(q: torch.Tensor, **options: object) -> str:
+        problem = make_problem(q, q, q, dropout_p=0.1, **options).as_if_on_cuda()
+        return variant(ampere(problem, device))
+
+    of_64 = "d64_medium_dropout" if DEVICES[device] == 99 else "d64_large_dropout"
+    expected = of_64 if size == 64 else f"d{size}_dropout"
+    assert name_of(q) == name_of(q, causal=True, window=(9, 0)) == expected
+    assert name_of(q, sinks=torch.empty(32, device="meta")) == expected
+    others: tuple[dict[str, object], ...] = (
+        {"softcap": 2.0}, {"scale": -1.0}, {"num_splits": 2}, {"key_ranges": ranges},
+    )  # fmt: skip
+    for options in others:
+        assert name_of(q, **options) == f"d{size}_masked"
+    assert name_of(q[:1, :1]) == f"d{size}_masked"  # few tiles
+
+
 def test_too_little_shared_memory_is_a_reason_and_only_where_no_kernel_fits() -> None:
     facts = find_device("A100").to_dict()
     small = native.Device.from_dict(facts | {"name": "small", "shared_per_block": 64 * KB})

@@ -22,7 +22,9 @@
 #include "common/math/backward_sums.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/dq_turns.cuh"
+#include "common/math/kept_weights.cuh"
 #include "common/mma_sync/attention_bwd.cuh"
+#include "common/mma_sync/dropout_bwd.cuh"
 #include "common/mma_sync/fused_bwd_config.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -307,6 +309,14 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
                      shared_smem + C::TERMS_SMEM);
   }
 
+  [[maybe_unused]] const auto dropout = [&] {
+    if constexpr (C::DROPS) {
+      return math::find_dropout(all_params.dropout, 0);  // whose head is found for each block
+    } else {
+      return 0;
+    }
+  }();
+
   int stage = 0;
   // The block whose dQ comes next, and the one whose dQ was added last; a negative head: none.
   Passing multiplied{-1, 0}, added{-1, 0};
@@ -367,7 +377,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
                                 stage_smem + part * C::PART * FirstTile::ROW_BYTES +
                                     columns_first_offset<FirstTile>(lane));
       start_next();
-      if (attention.transform_scores) {
+      if (!C::DROPS && attention.transform_scores) {
         math::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
       }
       multiply_qk<SecondProduct>(dp_rmem, unused,
@@ -387,6 +397,13 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
         weigh_masked<Scores>(s_rmem, dp_rmem, all_params, cta,
                              math::passing_head<C::OWNS>(attention, cta, block), warp_first,
                              block.row + part * C::PART, lane, terms_of);
+      } else if constexpr (C::DROPS) {
+        math::Dropout of_head = dropout;
+        of_head.batch_head = math::uniform(cta.batch * attention.heads_q +
+                                           math::passing_head<C::OWNS>(attention, cta, block));
+        weigh_dropping<Scores>(s_rmem, dp_rmem, attention.exp2_scale, of_head,
+                               all_params.dropout.scale, block.row + part * C::PART + lane % 4 * 2,
+                               warp_first + lane / 4, terms_of);
       } else {
         weigh_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
       }
@@ -440,7 +457,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   store_gradient<C, CHUNKS>(dk_rmem, params.dk, cta, warp_row, warp % C::SPLIT * FIRST_COLUMNS,
                             attention.d, params.scale);
   float dv_factor = 1.0f;
-  if constexpr (C::MASKED) dv_factor = all_params.dropout.scale;
+  if constexpr (C::MASKED || C::DROPS) dv_factor = all_params.dropout.scale;
   store_gradient<C, CHUNKS>(dv_rmem, params.dv, cta, warp_row, warp % C::SPLIT * SECOND_COLUMNS,
                             attention.dv, dv_factor);
 }

@@ -17,6 +17,7 @@ template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int KEY_WARPS_, int SPLI
 struct FusedBackwardConfig {
   using Params = BackwardParams;
   static constexpr bool MASKED = false;
+  static constexpr bool DROPS = false;  // see DropoutBackwardConfig
   static constexpr DType DTYPE = DTYPE_;
   static constexpr Owns OWNS = Owns::Keys;
   static constexpr int GRADIENTS = DQ | DK | DV;

@@ -20,7 +20,7 @@ struct MaskedBackwardConfig : Backward {
 // The part of a kernel's parameter that every backward kernel has.
 template <class C>
 ARCHFLASH_HOST_DEVICE constexpr const BackwardParams& call_of(const typename C::Params& params) {
-  if constexpr (C::MASKED) {
+  if constexpr (requires { params.call; }) {
     return params.call;
   } else {
     return params;

@@ -1,9 +1,11 @@
 #include "common/planning/mma_sync.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <variant>
 
+#include "common/mma_sync/dropout_params.h"
 #include "common/mma_sync/masked_params.h"
 #include "common/mma_sync/params.h"
 #include "common/planning/core_set.h"
@@ -63,6 +65,31 @@ PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> ti
   for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
     launch.pointers.push_back(slot);
   for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(MaskedParams, dropout)))
+    launch.pointers.push_back(slot);
+  return plan;
+}
+
+std::optional<PlanResult> plan_dropout(const std::string& folder, std::span<const core::Tile> tiles,
+                                       const Problem& problem, const Device& device) {
+  if (problem.num_splits > 1) return std::nullopt;
+  const auto takes = [&](const core::Tile& of) { return core::takes_head_dims(of, problem); };
+  const auto smallest = std::find_if(tiles.begin(), tiles.end(), takes);
+  const auto tile = std::find_if(smallest, tiles.end(), [&](const core::Tile& of) {
+    return of.head_dim == smallest->head_dim && of.shared_bytes <= device.shared_per_block &&
+           core::serves(of, problem, device);
+  });
+  if (tile == tiles.end()) return std::nullopt;
+  DroppingParams params;
+  core::init_params(problem, params);
+  if (params.attention.transform_scores) return std::nullopt;
+  const int64_t ctas = core::tiles_of(problem, *tile);
+  if (ctas > core::GRID_LIMIT) return core::grid_too_large(ctas);
+  params.attention.order = core::choose_order(problem, device, *tile);
+  params.dropout = core::dropout_params(problem);
+  LaunchPlan plan = core::one_launch(folder, problem, device, *tile, ctas, params);
+  Launch& launch = plan.launches[0];
+  launch.image = folder + "/dropout_" + core::dtype_word(problem.dtype);
+  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(DroppingParams, dropout)))
     launch.pointers.push_back(slot);
   return plan;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -37,5 +38,11 @@ PlanResult plan_16_bits(const std::string& folder, std::span<const core::Tile> t
 // in the image "<folder>/masked_<dtype>".
 PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> tiles,
                        const Problem& problem, const Device& device);
+
+// The plan of such a call with dropout and without masks as data, for the kernels of
+// mma_sync/dropout_fwd.cuh, which are in the image "<folder>/dropout_<dtype>". Nothing where none
+// of the tiles serves it: those of plan_masked() do.
+std::optional<PlanResult> plan_dropout(const std::string& folder, std::span<const core::Tile> tiles,
+                                       const Problem& problem, const Device& device);
 
 }  // namespace archflash::mma_sync
