@@ -6,8 +6,8 @@
 // summary says of each block of MASK_BLOCK rows and keys whether it changes anything, and which
 // scores count, as bits in the order in which wgmma leaves scores. So the kernel is that of
 // attention_fwd.cuh for many rows with another walk: the producer skips blocks that no row of the
-// tile sees, and tells each warpgroup with each block's K what the block needs. What is added comes
-// by TMA, the bits are loaded while the products run.
+// tile sees, and tells each warpgroup with each block's K what the next block needs. What is added
+// comes by TMA; which scores count is found while the products run.
 //
 //   state of the block for a warpgroup   what the warpgroup does
 //   0                                    waits, and hands the block back
@@ -21,8 +21,8 @@
 //   SLOPED                               subtracts the slope times the distance, likewise
 //
 // Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
-// rings. The message of a block is written before the producer arrives at its k_full, and read
-// before a consumer warp arrives at its k_empty. Elements that are added are counted at k_full,
+// rings. The message that comes with a block is written before the producer arrives at its k_full,
+// and read before a consumer warp arrives at its k_empty. Elements that are added are counted at k_full,
 // too; each consumer warp hands them back at mask_empty of their stage when it has read them,
 // because that is later than its products have read K. Their ring moves on only with blocks that
 // have some.
@@ -73,6 +73,24 @@ __device__ __forceinline__ void advance_q(RingPosition<C::Q_STAGES>& q_ring,
 }
 // The states in a message are a byte for each warpgroup; 0: its rows see no key.
 constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;
+
+// What the producer says of the tile in a stage of Q besides its message, so that the consumers,
+// who have no product running between two tiles, need not find it.
+struct DenseContext {
+  const uint32_t* bits_gmem;   // the summary's words of the tile's first row block
+  const int32_t* ranges_gmem;  // of the head's first row
+  int64_t q_offset;
+  math::VisibleKeys visible;
+  float slope;
+  TileHead head;
+  BlockMessage first;  // of the first block
+};
+static_assert(sizeof(DenseContext) <= DENSE_CONTEXT_BYTES);
+
+template <class C>
+__device__ __forceinline__ DenseContext& dense_context(unsigned char* shared, int stage) {
+  return *reinterpret_cast<DenseContext*>(shared + C::CONTEXT_SMEM + stage * DENSE_CONTEXT_BYTES);
+}
 
 // --- producer ---
 
@@ -215,7 +233,8 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       blocks = {max(blocks.first, ranged.first), min(blocks.last, ranged.last)};
     }
 
-    const auto load_k = [&](const typename StatedBlocks<C>::Block& block, bool last) {
+    using Block = typename StatedBlocks<C>::Block;
+    const auto load_k = [&](const Block& block, const Block& next) {
       const bool added = (block.states & ADDED_FOR_ANY) != 0;
       // The products of every consumer warp have read the K that the stage held.
       // mutants: needless-with-one-tile
@@ -226,7 +245,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
                                   mask_ring.parity ^ 1);
       }
       if (leader) {
-        block_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
+        block_message<C>(shared, k_ring.stage) = {next.key, next.states, next.key < 0};
         const uint32_t full = barriers.k_full(k_ring.stage);
         ptx::mbarrier_arrive_expect_tx(full, C::KTile::BYTES + (added ? C::MaskTile::BYTES : 0));
         math::start_copy<typename C::KTile>(
@@ -263,14 +282,28 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     auto block = seen.up_to(blocks.last);
     auto next = seen.up_to(block.key - C::BLOCK_K);
     tile.any_block = block.key >= 0;
+    float slope = 0.0f;
+    if (masks.slopes_gmem != nullptr)
+      slope = masks.slopes_gmem[batch * masks.slopes_batch + head * masks.slopes_head];
     // The first block comes before Q: the rings are free while the previous tile's output still
     // passes through Q's part.
-    if (tile.any_block) load_k(block, next.key < 0);
+    if (tile.any_block) load_k(block, next);
     // The consumers have read the message, and their output rows have left Q's part.
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
       tile_message<C, SeekingTile>(shared, q_ring.stage) = tile;
+      const int64_t row_block =
+          static_cast<int64_t>(slice) * all_params.row_blocks + tile.first_row / MASK_BLOCK;
+      dense_context<C>(shared, q_ring.stage) = {
+          .bits_gmem = all_params.bits_gmem + row_block * all_params.key_blocks * SUMMARY_WORDS,
+          .ranges_gmem = masks.ranges_gmem + mask_batch * masks.ranges_batch +
+                         mask_head * masks.ranges_head,
+          .q_offset = math::find_q_offset(attention, tile),
+          .visible = visible,
+          .slope = slope,
+          .head = {batch, head},
+          .first = {block.key, block.states, false}};
       if (tile.any_block) {
         math::start_load<typename C::QTile>(
             shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, tile.first_row,
@@ -290,7 +323,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       if (block.key >= 0) {
         next = seen.up_to(block.key - C::BLOCK_K);
         if (next.key < 0) next_index = next_tile(params, index);
-        load_k(block, next.key < 0);
+        load_k(block, next);
       }
       load_v(key);
     }
@@ -393,6 +426,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     const SeekingTile& tile = tile_message<C, SeekingTile>(shared, q_ring.stage);
     if (uniform(tile.first_row) < 0) break;
+    const DenseContext& cta = dense_context<C>(shared, q_ring.stage);
     ring = {uniform(ring.stage), uniform(ring.parity)};
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
     const ptx::WgmmaDescriptor q_descriptor =
@@ -407,22 +441,10 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     math::RowState<C> state;
     math::clear(state);
     state.large = false;
-    const int batch = tile.batch_head / attention.heads_q;
-    const int head = tile.batch_head % attention.heads_q;
-    const int slice = (all_params.mask_batches == 1 ? 0 : batch) * all_params.mask_heads +
-                      (all_params.mask_heads == 1 ? 0 : head);
-    const int row_block = tile.first_row / MASK_BLOCK + group;
-    // This lane's words for the warpgroup's rows. Behind the last row block no block is seen.
-    const uint32_t* bits_gmem = all_params.bits_gmem +
-                                (static_cast<int64_t>(slice) * all_params.row_blocks + row_block) *
-                                    all_params.key_blocks * SUMMARY_WORDS +
-                                threadIdx.x % C::WARPGROUP;
-    const int32_t* ranges_gmem = masks.ranges_gmem +
-                                 slice / all_params.mask_heads * masks.ranges_batch +
-                                 slice % all_params.mask_heads * masks.ranges_head;
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
+    bool has_outputs = false;  // whether any block was pending
 
     const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage); };
     const auto begin_pv = [&] {
@@ -438,6 +460,11 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       release(barriers.v_empty(pending.stage));
     };
     const auto hand_back_k = [&] { release(barriers.k_empty(ring.stage)); };
+    // What the producer says of the next block, which comes with this one.
+    const auto read = [&](const BlockMessage& said) {
+      return BlockMessage{uniform(said.key), uniform(said.states), uniform(said.last)};
+    };
+    const auto read_next = [&] { return read(block_message<C>(shared, ring.stage)); };
     // Where this lane's row of the elements lies for ldmatrix.
     const auto find_elements = [&] {
       const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
@@ -451,15 +478,58 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       if ((block_state & STATE_UNREAD) == 0 || !any_huge<C>(find_elements())) return block_state;
       return block_state | STATE_HUGE;
     };
-    // Which scores of this lane count by attn_mask. Called while the products run.
-    const auto load_bits = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state, int key) {
+    // Which scores of this lane count by attn_mask, ranges and position. Called while the products
+    // run.
+    const auto find_bits = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state, int key) {
+      const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+      const unsigned lane = thread % 32;
 #pragma unroll
       for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
         seen[part] = 0xFFFFFFFFu;
         if ((block_state & STATE_HIDDEN) == 0) continue;
-        // Keys behind the last block of the summary are hidden by their position.
+        // Keys behind the last block of the summary are hidden by their position. Behind the last
+        // row block no block is seen.
         const int number = min(key / MASK_BLOCK + part, all_params.key_blocks - 1);
-        seen[part] = __ldg(bits_gmem + static_cast<int64_t>(number) * SUMMARY_WORDS);
+        const int64_t block = static_cast<int64_t>(group) * all_params.key_blocks + number;
+        seen[part] = __ldg(cta.bits_gmem + block * SUMMARY_WORDS + thread % C::WARPGROUP);
+      }
+      if ((block_state & (STATE_RANGED | STATE_BEYOND)) == 0) return;
+      // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
+      const auto bits_of = [&](int part, int r, int begin, int end) {
+        const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
+        return math::lane_bits<SummaryConfig<C::DTYPE>>(begin - lane_key, end - lane_key)
+               << (16 * r);
+      };
+      const int lane_row = tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4);
+      if ((block_state & STATE_BEYOND) != 0) {
+        const math::VisibleKeys visible = cta.visible;
+#pragma unroll
+        for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+          uint32_t of_rows = 0;
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int row = lane_row + 8 * r;
+            of_rows |= bits_of(part, r, visible.first(row), visible.last(row) + 1);
+          }
+          seen[part] &= of_rows;
+        }
+      }
+      if ((block_state & STATE_RANGED) != 0) {
+        uint32_t in_ranges[C::SUMMARY_BLOCKS] = {};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = min(lane_row + 8 * r, attention.nq - 1);
+          const int32_t* range = cta.ranges_gmem + row * masks.ranges_row;
+#pragma unroll 1
+          for (int number = 0; number < masks.ranges; ++number, range += 2) {
+            const int begin = max(range[0], 0), end = range[1];
+#pragma unroll
+            for (int part = 0; part < C::SUMMARY_BLOCKS; ++part)
+              in_ranges[part] |= bits_of(part, r, begin, end);
+          }
+        }
+#pragma unroll
+        for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) seen[part] &= in_ranges[part];
       }
     };
     // What a block needs that is not clear. Returns the scale of scores that are finished.
@@ -492,9 +562,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
       }
       if (may_add && (block_state & STATE_SLOPED) != 0) {
-        const int64_t q_offset = math::find_q_offset(attention, tile);
-        const float slope =
-            __ldg(masks.slopes_gmem + batch * masks.slopes_batch + head * masks.slopes_head);
+        const int64_t q_offset = cta.q_offset;
+        const float slope = cta.slope;
         const float longest = fabsf(static_cast<float>(q_offset)) +
                               static_cast<float>(attention.nq) + static_cast<float>(attention.nk);
         const bool late = adds_late || !(fabsf(slope) * longest < LARGEST_ADDED);
@@ -519,46 +588,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
           add_distances<C>(s_rmem, distance, [&](float& x, float d) { x = fmaf(-step, d, x); });
         }
       }
-      if ((block_state & (STATE_HIDDEN | STATE_RANGED | STATE_BEYOND)) != 0) {
-        // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
-        const auto bits_of = [&](int part, int r, int begin, int end) {
-          const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
-          return math::lane_bits<SummaryConfig<C::DTYPE>>(begin - lane_key, end - lane_key)
-                 << (16 * r);
-        };
-        const int lane_row = tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4);
-        if ((block_state & STATE_BEYOND) != 0) {
-          const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
-#pragma unroll
-          for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
-            uint32_t of_rows = 0;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int row = lane_row + 8 * r;
-              of_rows |= bits_of(part, r, visible.first(row), visible.last(row) + 1);
-            }
-            seen[part] &= of_rows;
-          }
-        }
-        if ((block_state & STATE_RANGED) != 0) {
-          uint32_t in_ranges[C::SUMMARY_BLOCKS] = {};
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int row = min(lane_row + 8 * r, attention.nq - 1);
-            const int32_t* range = ranges_gmem + row * masks.ranges_row;
-#pragma unroll 1
-            for (int number = 0; number < masks.ranges; ++number, range += 2) {
-              const int begin = max(range[0], 0), end = range[1];
-#pragma unroll
-              for (int part = 0; part < C::SUMMARY_BLOCKS; ++part)
-                in_ranges[part] |= bits_of(part, r, begin, end);
-            }
-          }
-#pragma unroll
-          for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) seen[part] &= in_ranges[part];
-        }
+      if ((block_state & (STATE_HIDDEN | STATE_RANGED | STATE_BEYOND)) != 0)
         select_scores<C>(s_rmem, seen);
-      }
       return scale;
     };
     // Hands back the elements of a block, if it has some for any warpgroup.
@@ -569,11 +600,13 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     };
     const auto advance = [&] {
       pending = ring;
-      is_pending = true;
+      is_pending = has_outputs = true;
       ring.advance();
     };
 
+    // Steps return what the producer says of the next block. `states`: those of all warpgroups.
     const auto skip_block = [&](uint32_t states) {
+      const BlockMessage next = read_next();
       if (is_pending) {  // its V cannot wait for a block that comes later
         begin_pv();
         finish_pv();
@@ -589,14 +622,17 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       ptx::mbarrier_wait_parity(barriers.v_full(ring.stage), ring.parity);
       release(barriers.v_empty(ring.stage));
       ring.advance();
+      return next;
     };
-    // A block before which no product is pending.
+    // A block before which no product is pending. In most tiles it is the first one that the
+    // warpgroup sees, so bases rise without asking whether they must.
     const auto step_alone = [&](uint32_t block_state, int key, uint32_t states) {
       turns.wait();
       begin_qk();
       turns.hand_over();
+      const BlockMessage next = read_next();
       uint32_t seen[C::SUMMARY_BLOCKS];
-      load_bits(seen, block_state, key);
+      find_bits(seen, block_state, key);
       block_state = find_state(block_state);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<SCORES>(s);
@@ -604,11 +640,14 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       float scale = attention.exp2_scale;
       if (block_state != clear) scale = finish_scores(seen, block_state, key, true);
       hand_back_elements(states);
-      const auto now = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
-      scale = follow_maxima<C>(s_rmem, state, scale, now);
+      const auto now = [&](const float (&corrections)[2]) {
+        if (has_outputs) rescale<C>(o_rmem, corrections);
+      };
+      scale = follow_maxima<C, true>(s_rmem, state, scale, now);
       weigh_rows<C>(s_rmem, state, scale);
       pack<C>(s_rmem, p_rmem);
       advance();
+      return next;
     };
     const auto step = [&]<bool MASKED, bool MAY_ADD>(uint32_t block_state, int key,
                                                      uint32_t states) {
@@ -616,8 +655,9 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       begin_qk();
       begin_pv();
       turns.hand_over();
+      const BlockMessage next = read_next();
       uint32_t seen[C::SUMMARY_BLOCKS];
-      if constexpr (MASKED) load_bits(seen, block_state, key);
+      if constexpr (MASKED) find_bits(seen, block_state, key);
       if constexpr (MAY_ADD) block_state = find_state(block_state);
       ptx::wgmma_wait_group<1>();  // the scores are there
       ptx::registers_change<SCORES>(s);
@@ -637,38 +677,46 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale<C>(o_rmem, corrections);
       advance();
+      return next;
     };
 
     if (tile.any_block) {
-      bool last = false;
+      BlockMessage block = read(cta.first);
 #pragma unroll 1
-      while (!last) {
+      while (!block.last) {
         ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
-        const BlockMessage message = block_message<C>(shared, ring.stage);
-        const uint32_t states = uniform(message.states);
-        const uint32_t block_state = states >> (8 * group) & 0xFF;
-        const int key = uniform(message.key);
-        last = uniform(message.last) != 0;
+        const uint32_t states = block.states, block_state = states >> (8 * group) & 0xFF;
+        const int key = block.key;
         if (block_state == 0) {
-          skip_block(states);
+          block = skip_block(states);
         } else if (!is_pending) {
-          step_alone(block_state, key, states);
+          block = step_alone(block_state, key, states);
         } else if (block_state == clear) {
-          step.template operator()<false, false>(block_state, key, states);
+          block = step.template operator()<false, false>(block_state, key, states);
         } else if ((block_state & (STATE_ADDED | STATE_SLOPED)) == 0 && clear != 0) {
-          step.template operator()<true, false>(block_state, key, states);
+          block = step.template operator()<true, false>(block_state, key, states);
         } else {
-          step.template operator()<true, true>(block_state, key, states);
+          block = step.template operator()<true, true>(block_state, key, states);
         }
-      }
-      if (is_pending) {
-        begin_pv();
-        finish_pv();
       }
     }
 
-    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
-    hand_back_q(barriers, q_ring.stage);
+    // How the tile ends is found while the last product runs, and rows are written while Q goes
+    // back.
+    const auto find_end = [&] { return TileEnd<C>(state, attention, cta.head, tile, warp_row); };
+    const auto end_tile = [&](const TileEnd<C>& end) {
+      store_through_q<C>(o_rmem, end, attention, q + warp_row * QTile::ROW_BYTES,
+                         [&] { hand_back_q(barriers, q_ring.stage); });
+      end.store_lse();
+    };
+    if (is_pending) {
+      begin_pv();
+      const TileEnd<C> end = find_end();
+      finish_pv();
+      end_tile(end);
+    } else {
+      end_tile(find_end());
+    }
     advance_q<C>(q_ring, masks);
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
