@@ -41,6 +41,9 @@ constexpr int DENSE_CONTEXT_BYTES = 64;  // what consumers read of a tile beside
 template <class Base>
 struct DenseConfig : SeekingConfig<Base> {
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
+  // Whether elements that are added wait in registers for the scores, and so go back while the
+  // products run. Larger tiles have no registers for them.
+  static constexpr bool KEEPS_ELEMENTS = Base::HEAD_DIM == 64;
   // What three warpgroups of consumers leave, whose registers come in eights.
   static constexpr int PRODUCER_REGISTERS =
       Base::WARPGROUPS == 3 ? 80 : SeekingConfig<Base>::PRODUCER_REGISTERS;

@@ -355,18 +355,40 @@ __device__ __forceinline__ void select_scores(math::Scores<C>& s_rmem,
   }
 }
 
-// Calls add(s, x) with each score of a lane and the element that is added to it. row_smem: where
-// the tile of elements has the row and chunk that this lane addresses for ldmatrix.
-template <class C, class Add>
-__device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, uint32_t row_smem,
-                                             const Add& add) {
+// What is kept of the elements that are added to a lane's scores, two in a word: four words for 16
+// keys.
+template <class C>
+using Elements = uint32_t[C::KEEPS_ELEMENTS ? C::BLOCK_K / 16 : 1][4];
+
+// row_smem: where the tile of elements has the row and chunk that this lane addresses for ldmatrix.
+// n: a number of 16 keys.
+template <class C>
+__device__ __forceinline__ void load_elements(uint32_t (&words)[4], uint32_t row_smem, int n) {
+  ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, 2 * n));
+}
+// The same from what is kept, if something is.
+template <class C>
+__device__ __forceinline__ void take_elements(uint32_t (&words)[4], const Elements<C>& kept,
+                                              uint32_t row_smem, int n) {
+  if constexpr (C::KEEPS_ELEMENTS) {
 #pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
+    for (int i = 0; i < 4; ++i) words[i] = kept[n][i];
+  } else {
+    load_elements<C>(words, row_smem, n);
+  }
+}
+
+// Calls add(s, x) with each score of a lane and the element that is added to it.
+template <class C, class Add>
+__device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, const Elements<C>& kept,
+                                             uint32_t row_smem, const Add& add) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 16; ++n) {
     uint32_t words[4];
-    ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, n));
+    take_elements<C>(words, kept, row_smem, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float* s = &s_rmem[0][n + i / 2][2 * (i % 2)];
+      float* s = &s_rmem[0][2 * n + i / 2][2 * (i % 2)];
       add(s[0], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
       add(s[1], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
     }
@@ -375,13 +397,13 @@ __device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, uint32_t r
 
 // Whether an element of the warp's rows may be not below LARGEST_ADDED, for a whole warp.
 template <class C>
-__device__ __forceinline__ bool any_huge(uint32_t row_smem) {
+__device__ __forceinline__ bool any_huge(const Elements<C>& kept, uint32_t row_smem) {
   static_assert(NEXT_EXPONENT << 1 == HIGH_EXPONENT);
   uint32_t exponents = 0;
 #pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
+  for (int n = 0; n < C::BLOCK_K / 16; ++n) {
     uint32_t words[4];
-    ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, n));
+    take_elements<C>(words, kept, row_smem, n);
 #pragma unroll
     for (const uint32_t word : words) exponents |= word & word << 1;
   }
@@ -473,10 +495,29 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       return mask_smem<C>(shared_smem, mask_ring.stage) +
              C::MaskTile::offset(row, static_cast<int>(lane / 16));
     };
-    // The state of a block for this warp. Called while the products run.
-    const auto find_state = [&](uint32_t block_state) {
-      if ((block_state & STATE_UNREAD) == 0 || !any_huge<C>(find_elements())) return block_state;
-      return block_state | STATE_HUGE;
+    // Hands back the elements of a block, if it has some for any warpgroup. `state`: of the block,
+    // for this warp; without ADDED it has read none.
+    const auto hand_back_elements = [&](uint32_t block_state, uint32_t states) {
+      if ((states & ADDED_FOR_ANY) == 0) return;
+      // These reads come before TMA's next write there.
+      if ((block_state & STATE_ADDED) != 0) ptx::fence_proxy_async_shared();
+      release(mask_empty<C>(shared_smem, mask_ring.stage));
+      mask_ring.advance();
+    };
+    // Looks at the elements of a block, and keeps them and hands them back at once if the registers
+    // suffice. Returns the state of the block for this warp. Called while the products run.
+    const auto look_at_elements = [&](Elements<C>& kept, uint32_t block_state, uint32_t states) {
+      const bool unread = (block_state & STATE_UNREAD) != 0;
+      if ((block_state & STATE_ADDED) != 0 && (C::KEEPS_ELEMENTS || unread)) {
+        const uint32_t row_smem = find_elements();
+        if constexpr (C::KEEPS_ELEMENTS) {
+#pragma unroll
+          for (int n = 0; n < C::BLOCK_K / 16; ++n) load_elements<C>(kept[n], row_smem, n);
+        }
+        if (unread && any_huge<C>(kept, row_smem)) block_state |= STATE_HUGE;
+      }
+      if constexpr (C::KEEPS_ELEMENTS) hand_back_elements(block_state, states);
+      return block_state;
     };
     // Which scores of this lane count by attn_mask, ranges and position. Called while the products
     // run.
@@ -533,33 +574,33 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       }
     };
     // What a block needs that is not clear. Returns the scale of scores that are finished.
-    const auto finish_scores = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state,
-                                   int key, bool may_add) {
+    const auto finish_scores = [&](const uint32_t (&seen)[C::SUMMARY_BLOCKS],
+                                   const Elements<C>& kept, uint32_t block_state, int key,
+                                   bool may_add) {
       float scale = attention.exp2_scale;
       const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
       const unsigned lane = thread % 32;
       if (may_add && attention.transform_scores)
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       if (may_add && (block_state & STATE_ADDED) != 0) {
-        const uint32_t row_smem = find_elements();
+        const uint32_t row_smem = C::KEEPS_ELEMENTS ? 0 : find_elements();
         const auto add_late = [&](float& x, float element) {
           x = fmaf(element, math::LOG2_E, __fmul_rn(x, scale));
           if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
         };
         if ((block_state & (STATE_HUGE | STATE_UNREAD)) == (STATE_HUGE | STATE_UNREAD)) {
-          add_elements<C>(s_rmem, row_smem, [&](float& x, float element) {
+          add_elements<C>(s_rmem, kept, row_smem, [&](float& x, float element) {
             add_late(x, element);
             if (element == math::MINUS_INFINITY) x = element;  // also where it is NaN
           });
           scale = 1.0f;
         } else if ((block_state & STATE_HUGE) != 0 || adds_late) {
-          add_elements<C>(s_rmem, row_smem, add_late);
+          add_elements<C>(s_rmem, kept, row_smem, add_late);
           scale = 1.0f;
         } else {
-          add_elements<C>(s_rmem, row_smem,
+          add_elements<C>(s_rmem, kept, row_smem,
                           [&](float& x, float element) { x = fmaf(element, factor, x); });
         }
-        ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
       }
       if (may_add && (block_state & STATE_SLOPED) != 0) {
         const int64_t q_offset = cta.q_offset;
@@ -592,12 +633,6 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         select_scores<C>(s_rmem, seen);
       return scale;
     };
-    // Hands back the elements of a block, if it has some for any warpgroup.
-    const auto hand_back_elements = [&](uint32_t states) {
-      if ((states & ADDED_FOR_ANY) == 0) return;
-      release(mask_empty<C>(shared_smem, mask_ring.stage));
-      mask_ring.advance();
-    };
     const auto advance = [&] {
       pending = ring;
       is_pending = has_outputs = true;
@@ -615,7 +650,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       // The warps still wait for the block: otherwise they could lap the ring and hand back a stage
       // a phase too early.
       hand_back_k();
-      hand_back_elements(states);
+      hand_back_elements(0, states);
       turns.wait();  // each warpgroup takes one turn for a block
       turns.hand_over();
       // mutants: few-skipped-blocks
@@ -633,13 +668,14 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       const BlockMessage next = read_next();
       uint32_t seen[C::SUMMARY_BLOCKS];
       find_bits(seen, block_state, key);
-      block_state = find_state(block_state);
+      Elements<C> kept;
+      block_state = look_at_elements(kept, block_state, states);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<SCORES>(s);
       hand_back_k();
       float scale = attention.exp2_scale;
-      if (block_state != clear) scale = finish_scores(seen, block_state, key, true);
-      hand_back_elements(states);
+      if (block_state != clear) scale = finish_scores(seen, kept, block_state, key, true);
+      if constexpr (!C::KEEPS_ELEMENTS) hand_back_elements(block_state, states);
       const auto now = [&](const float (&corrections)[2]) {
         if (has_outputs) rescale<C>(o_rmem, corrections);
       };
@@ -658,13 +694,14 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       const BlockMessage next = read_next();
       uint32_t seen[C::SUMMARY_BLOCKS];
       if constexpr (MASKED) find_bits(seen, block_state, key);
-      if constexpr (MAY_ADD) block_state = find_state(block_state);
+      Elements<C> kept;
+      if constexpr (MAY_ADD) block_state = look_at_elements(kept, block_state, states);
       ptx::wgmma_wait_group<1>();  // the scores are there
       ptx::registers_change<SCORES>(s);
       hand_back_k();
       float scale = attention.exp2_scale;
-      if constexpr (MASKED) scale = finish_scores(seen, block_state, key, MAY_ADD);
-      hand_back_elements(states);
+      if constexpr (MASKED) scale = finish_scores(seen, kept, block_state, key, MAY_ADD);
+      if constexpr (!C::KEEPS_ELEMENTS || !MAY_ADD) hand_back_elements(block_state, states);
       bool raised = false;
       float corrections[2];
       const auto note = [&](const float (&wanted)[2]) {
