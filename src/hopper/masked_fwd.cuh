@@ -31,6 +31,7 @@
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
@@ -320,10 +321,41 @@ __device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
   }
 }
 
+// Q as fragments of A, where it is kept.
+template <class C>
+using QFragments = uint32_t[C::KEEPS_Q ? C::HEAD_DIM / 16 : 1][4];
+
+template <class C>
+__device__ __forceinline__ void load_q(QFragments<C>& q_rmem, uint32_t q_smem, int warp_row) {
+  using QTile = typename C::QTile;
+  const int lane = threadIdx.x % 32;
+  const uint32_t row_smem = q_smem + warp_row * QTile::ROW_BYTES + QTile::offset(lane % 16, lane / 16);
+#pragma unroll
+  for (int i = 0; i < C::HEAD_DIM / 16; ++i)
+    ptx::ldmatrix_x4(q_rmem[i], QTile::advance(row_smem, 2 * i));
+}
+
+// Does what start_qk() does with Q in registers.
+template <class C>
+__device__ __forceinline__ void start_kept_qk(math::Scores<C>& s_rmem, const QFragments<C>& q_rmem,
+                                              uint32_t shared_smem, int stage) {
+  using Product = ptx::Wgmma<C::DTYPE, C::BLOCK_K>;
+  float* const s = &s_rmem[0][0][0];
+  ptx::registers_change<C::BLOCK_K / 2>(s);
+  ptx::wgmma_fence();  // the last uses of the scores come before the product
+  const ptx::WgmmaDescriptor k =
+      describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + stage * C::KTile::BYTES, 16);
+#pragma unroll
+  for (int i = 0; i < C::HEAD_DIM / 16; ++i) {
+    Product::template rs<false>(s, q_rmem[i], advance(k, column_step<typename C::KTile>(i)),
+                                i != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
 template <class C>
 __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
                                                unsigned char* shared, uint32_t shared_smem) {
-  using QTile = typename C::QTile;
   constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK_K / 4;
   const Params& params = all_params.call;
   const MaskParams& masks = all_params.masks;
@@ -342,7 +374,15 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     const MaskedContext& cta = masked_context<C>(shared, message);
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;
-    const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, 0, 0);
+    QFragments<C> q_rmem;
+    const auto read_q = [&] {
+      if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem + C::Q_SMEM, warp_row);
+    };
+    const auto release_q = [&] {
+      // The reads of Q come before TMA's next write there.
+      if constexpr (C::KEEPS_Q) ptx::fence_proxy_async_shared();
+      release(barriers.q_empty(q_ring.stage));
+    };
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
@@ -354,7 +394,13 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     math::clear(state);
     state.large = false;
 
-    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
+    const auto begin_qk = [&] {
+      if constexpr (C::KEEPS_Q) {
+        start_kept_qk<C>(s_rmem, q_rmem, shared_smem, k_ring.stage);
+      } else {
+        start_qk<C>(s_rmem, describe_q<C>(shared_smem, 0, 0), shared_smem, k_ring.stage);
+      }
+    };
     const auto begin_pv = [&] {
       // mutants: fence-before-both-products
       start_pv<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, true);
@@ -363,18 +409,15 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
     };
-    const auto release_q = [&] { release(barriers.q_empty(q_ring.stage)); };
     // What the producer says of the next block. Its states are not 0 if any of its scores changes.
     const auto read = [&](const BlockMessage& said) {
       return BlockMessage{uniform(said.key), uniform(said.states | attention.transform_scores),
                           uniform(said.last)};
     };
     const auto read_next = [&] { return read(block_message<C>(shared, k_ring.stage)); };
-    // `next`: what came with the block.
-    const auto scores_are_there = [&](const BlockMessage& next) {
+    const auto scores_are_there = [&] {
       ptx::registers_change<SCORES>(s);
       release(barriers.k_empty(k_ring.stage));
-      if (next.last) release_q();
       k_ring.advance();
     };
     const auto wait_for_k = [&] {
@@ -407,7 +450,8 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       begin_qk();
       const BlockMessage next = read_next();
       ptx::wgmma_wait_group<0>();
-      scores_are_there(next);
+      scores_are_there();
+      if (next.last) release_q();
       float scale = attention.exp2_scale;
       if (block.states != 0) {
         find_masks(block.key);
@@ -427,12 +471,14 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       const BlockMessage next = read_next();
       if constexpr (MASKED) find_masks(block.key);
       ptx::wgmma_wait_group<1>();  // the scores are there
-      scores_are_there(next);
+      scores_are_there();
       float scale = attention.exp2_scale;
       if constexpr (MASKED) {
-        finish_pv();  // masks need the registers of P
+        finish_pv();  // masks need the registers of P and Q
         scale = finish_scores();
+        read_q();
       }
+      if (next.last) release_q();
       bool raised = false;
       float corrections[2];
       const auto note = [&](const float (&wanted)[2]) {
@@ -461,6 +507,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     };
 
     if (tile.any_block) {
+      read_q();
       BlockMessage block = first_step(read(cta.first));
 #pragma unroll 1
       while (!block.last) {
