@@ -44,6 +44,9 @@ struct DenseConfig : SeekingConfig<Base> {
   // Whether elements that are added wait in registers for the scores, and so go back while the
   // products run. Larger tiles have no registers for them.
   static constexpr bool KEEPS_ELEMENTS = Base::HEAD_DIM == 64;
+  // Whether Q is kept in registers: a product of 64 rows and 64 keys that reads both from shared
+  // memory takes all that this can give.
+  static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64;
   // What three warpgroups of consumers leave, whose registers come in eights.
   static constexpr int PRODUCER_REGISTERS =
       Base::WARPGROUPS == 3 ? 80 : SeekingConfig<Base>::PRODUCER_REGISTERS;

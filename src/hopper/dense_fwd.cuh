@@ -47,6 +47,7 @@
 #include "hopper/attention_fwd.cuh"
 #include "hopper/dense_config.cuh"
 #include "hopper/dense_params.h"
+#include "hopper/kept_q.cuh"
 #include "hopper/summarize_mask.cuh"
 #include "hopper/tile.cuh"
 
@@ -453,6 +454,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
     const ptx::WgmmaDescriptor q_descriptor =
         describe_q<C>(shared_smem, uniform(q_ring.stage), group);
+    QFragments<C> q_rmem;
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
@@ -468,7 +470,13 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     bool is_pending = false;
     bool has_outputs = false;  // whether any block was pending
 
-    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage); };
+    const auto begin_qk = [&] {
+      if constexpr (C::KEEPS_Q) {
+        start_kept_qk<C>(s_rmem, q_rmem, shared_smem, ring.stage);
+      } else {
+        start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage);
+      }
+    };
     const auto begin_pv = [&] {
       ptx::mbarrier_wait_parity(barriers.v_full(pending.stage), pending.parity);  // V has landed
       // mutants: fence-before-both-products
@@ -718,6 +726,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     };
 
     if (tile.any_block) {
+      if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem, q_ring.stage, warp_row);
       BlockMessage block = read(cta.first);
 #pragma unroll 1
       while (!block.last) {

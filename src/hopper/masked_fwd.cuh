@@ -31,12 +31,12 @@
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/attention_fwd.cuh"
+#include "hopper/kept_q.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
 #include "hopper/tile.cuh"
@@ -321,38 +321,6 @@ __device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
   }
 }
 
-// Q as fragments of A, where it is kept.
-template <class C>
-using QFragments = uint32_t[C::KEEPS_Q ? C::HEAD_DIM / 16 : 1][4];
-
-template <class C>
-__device__ __forceinline__ void load_q(QFragments<C>& q_rmem, uint32_t q_smem, int warp_row) {
-  using QTile = typename C::QTile;
-  const int lane = threadIdx.x % 32;
-  const uint32_t row_smem = q_smem + warp_row * QTile::ROW_BYTES + QTile::offset(lane % 16, lane / 16);
-#pragma unroll
-  for (int i = 0; i < C::HEAD_DIM / 16; ++i)
-    ptx::ldmatrix_x4(q_rmem[i], QTile::advance(row_smem, 2 * i));
-}
-
-// Does what start_qk() does with Q in registers.
-template <class C>
-__device__ __forceinline__ void start_kept_qk(math::Scores<C>& s_rmem, const QFragments<C>& q_rmem,
-                                              uint32_t shared_smem, int stage) {
-  using Product = ptx::Wgmma<C::DTYPE, C::BLOCK_K>;
-  float* const s = &s_rmem[0][0][0];
-  ptx::registers_change<C::BLOCK_K / 2>(s);
-  ptx::wgmma_fence();  // the last uses of the scores come before the product
-  const ptx::WgmmaDescriptor k =
-      describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + stage * C::KTile::BYTES, 16);
-#pragma unroll
-  for (int i = 0; i < C::HEAD_DIM / 16; ++i) {
-    Product::template rs<false>(s, q_rmem[i], advance(k, column_step<typename C::KTile>(i)),
-                                i != 0);
-  }
-  ptx::wgmma_commit_group();
-}
-
 template <class C>
 __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
                                                unsigned char* shared, uint32_t shared_smem) {
@@ -376,7 +344,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     v_ring = k_ring;
     QFragments<C> q_rmem;
     const auto read_q = [&] {
-      if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem + C::Q_SMEM, warp_row);
+      if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem, 0, warp_row);
     };
     const auto release_q = [&] {
       // The reads of Q come before TMA's next write there.
