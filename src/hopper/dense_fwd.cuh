@@ -458,7 +458,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
-    math::Outputs<C> o_rmem = {};
+    math::Outputs<C> o_rmem;
     float* const s = &s_rmem[0][0][0];
     float* const o = &o_rmem[0][0][0];
     uint32_t* const p = &p_rmem[0][0][0];
@@ -468,7 +468,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
-    bool has_outputs = false;  // whether any block was pending
+    bool has_outputs = false;  // whether any product has written them
 
     const auto begin_qk = [&] {
       if constexpr (C::KEEPS_Q) {
@@ -480,7 +480,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     const auto begin_pv = [&] {
       ptx::mbarrier_wait_parity(barriers.v_full(pending.stage), pending.parity);  // V has landed
       // mutants: fence-before-both-products
-      start_pv<C>(o_rmem, p_rmem, shared_smem, pending.stage, true);
+      start_pv<C>(o_rmem, p_rmem, shared_smem, pending.stage, has_outputs);
+      has_outputs = true;
     };
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
@@ -643,7 +644,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     };
     const auto advance = [&] {
       pending = ring;
-      is_pending = has_outputs = true;
+      is_pending = true;
       ring.advance();
     };
 
@@ -729,7 +730,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem, q_ring.stage, warp_row);
       BlockMessage block = read(cta.first);
 #pragma unroll 1
-      while (!block.last) {
+      do {
         ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
         const uint32_t states = block.states, block_state = states >> (8 * group) & 0xFF;
         const int key = block.key;
@@ -744,7 +745,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
         } else {
           block = step.template operator()<true, true>(block_state, key, states);
         }
-      }
+      } while (!block.last);
     }
 
     // How the tile ends is found while the last product runs, and rows are written while Q goes
@@ -761,6 +762,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       finish_pv();
       end_tile(end);
     } else {
+      if (!has_outputs) clear_outputs<C>(o_rmem);
       end_tile(find_end());
     }
     advance_q<C>(q_ring, masks);

@@ -44,4 +44,14 @@ __device__ __forceinline__ void start_kept_qk(math::Scores<C>& s_rmem, const QFr
   ptx::wgmma_commit_group();
 }
 
+// Sets the outputs of a tile to 0.
+template <class C>
+__device__ __forceinline__ void clear_outputs(math::Outputs<C>& o_rmem) {
+#pragma unroll
+  for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o_rmem[0][n][i] = 0.0f;
+  }
+}
+
 }  // namespace archflash::hopper

@@ -354,7 +354,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
-    math::Outputs<C> o_rmem = {};
+    math::Outputs<C> o_rmem;
     float* const s = &s_rmem[0][0][0];
     float* const o = &o_rmem[0][0][0];
     uint32_t* const p = &p_rmem[0][0][0];
@@ -416,6 +416,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     const auto first_step = [&](const BlockMessage& block) {
       wait_for_k();
       begin_qk();
+      clear_outputs<C>(o_rmem);
       const BlockMessage next = read_next();
       ptx::wgmma_wait_group<0>();
       scores_are_there();
@@ -495,6 +496,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       end_tile(end);
     } else {
       release_q();
+      clear_outputs<C>(o_rmem);
       end_tile(find_end());
     }
     q_ring.advance();
