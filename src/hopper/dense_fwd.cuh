@@ -468,7 +468,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
-    bool has_outputs = false;  // whether any product has written them
+    bool has_outputs = false;  // whether they are set
 
     const auto begin_qk = [&] {
       if constexpr (C::KEEPS_Q) {
@@ -480,8 +480,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     const auto begin_pv = [&] {
       ptx::mbarrier_wait_parity(barriers.v_full(pending.stage), pending.parity);  // V has landed
       // mutants: fence-before-both-products
-      start_pv<C>(o_rmem, p_rmem, shared_smem, pending.stage, has_outputs);
-      has_outputs = true;
+      start_pv<C>(o_rmem, p_rmem, shared_smem, pending.stage, true);
     };
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
@@ -674,6 +673,10 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       turns.wait();
       begin_qk();
       turns.hand_over();
+      if (!has_outputs) {
+        clear_outputs<C>(o_rmem);
+        ptx::registers_change<OUTPUTS>(o);  // now, while the product runs
+      }
       const BlockMessage next = read_next();
       uint32_t seen[C::SUMMARY_BLOCKS];
       find_bits(seen, block_state, key);
@@ -687,6 +690,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       if constexpr (!C::KEEPS_ELEMENTS) hand_back_elements(block_state, states);
       const auto now = [&](const float (&corrections)[2]) {
         if (has_outputs) rescale<C>(o_rmem, corrections);
+        has_outputs = true;
       };
       scale = follow_maxima<C, true>(s_rmem, state, scale, now);
       weigh_rows<C>(s_rmem, state, scale);
