@@ -30,9 +30,6 @@ struct MaskedConfig : SeekingConfig<Base> {
   // Q goes back when the scores of a tile's last block are there, so that the next one comes during
   // their softmax and the end of the tile. Output rows do not pass through its part.
   static constexpr bool RELEASES_Q_EARLY = true;
-  // Whether Q is kept in registers: a product of 64 rows and 64 keys that reads both from shared
-  // memory takes all that this can give.
-  static constexpr bool KEEPS_Q = Base::HEAD_DIM <= 128;
   // Messages about tiles, and what is known of them besides: the next one is written while this one
   // is still read.
   static constexpr int TILE_MESSAGES = 2;

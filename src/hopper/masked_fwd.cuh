@@ -36,7 +36,7 @@
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/attention_fwd.cuh"
-#include "hopper/kept_q.cuh"
+#include "hopper/clear_outputs.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
 #include "hopper/tile.cuh"
@@ -324,6 +324,7 @@ __device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
 template <class C>
 __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
                                                unsigned char* shared, uint32_t shared_smem) {
+  using QTile = typename C::QTile;
   constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK_K / 4;
   const Params& params = all_params.call;
   const MaskParams& masks = all_params.masks;
@@ -342,15 +343,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     const MaskedContext& cta = masked_context<C>(shared, message);
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;
-    QFragments<C> q_rmem;
-    const auto read_q = [&] {
-      if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem, 0, warp_row);
-    };
-    const auto release_q = [&] {
-      // The reads of Q come before TMA's next write there.
-      if constexpr (C::KEEPS_Q) ptx::fence_proxy_async_shared();
-      release(barriers.q_empty(q_ring.stage));
-    };
+    const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, 0, 0);
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
@@ -362,13 +355,7 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     math::clear(state);
     state.large = false;
 
-    const auto begin_qk = [&] {
-      if constexpr (C::KEEPS_Q) {
-        start_kept_qk<C>(s_rmem, q_rmem, shared_smem, k_ring.stage);
-      } else {
-        start_qk<C>(s_rmem, describe_q<C>(shared_smem, 0, 0), shared_smem, k_ring.stage);
-      }
-    };
+    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
     const auto begin_pv = [&] {
       // mutants: fence-before-both-products
       start_pv<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, true);
@@ -377,15 +364,18 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
     };
+    const auto release_q = [&] { release(barriers.q_empty(q_ring.stage)); };
     // What the producer says of the next block. Its states are not 0 if any of its scores changes.
     const auto read = [&](const BlockMessage& said) {
       return BlockMessage{uniform(said.key), uniform(said.states | attention.transform_scores),
                           uniform(said.last)};
     };
     const auto read_next = [&] { return read(block_message<C>(shared, k_ring.stage)); };
-    const auto scores_are_there = [&] {
+    // `next`: what came with the block.
+    const auto scores_are_there = [&](const BlockMessage& next) {
       ptx::registers_change<SCORES>(s);
       release(barriers.k_empty(k_ring.stage));
+      if (next.last) release_q();
       k_ring.advance();
     };
     const auto wait_for_k = [&] {
@@ -417,10 +407,10 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       wait_for_k();
       begin_qk();
       clear_outputs<C>(o_rmem);
+      ptx::registers_change<OUTPUTS>(o);  // now, while the product runs
       const BlockMessage next = read_next();
       ptx::wgmma_wait_group<0>();
-      scores_are_there();
-      if (next.last) release_q();
+      scores_are_there(next);
       float scale = attention.exp2_scale;
       if (block.states != 0) {
         find_masks(block.key);
@@ -440,14 +430,12 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       const BlockMessage next = read_next();
       if constexpr (MASKED) find_masks(block.key);
       ptx::wgmma_wait_group<1>();  // the scores are there
-      scores_are_there();
+      scores_are_there(next);
       float scale = attention.exp2_scale;
       if constexpr (MASKED) {
-        finish_pv();  // masks need the registers of P and Q
+        finish_pv();  // masks need the registers of P
         scale = finish_scores();
-        read_q();
       }
-      if (next.last) release_q();
       bool raised = false;
       float corrections[2];
       const auto note = [&](const float (&wanted)[2]) {
@@ -476,7 +464,6 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
     };
 
     if (tile.any_block) {
-      read_q();
       BlockMessage block = first_step(read(cta.first));
 #pragma unroll 1
       while (!block.last) {
