@@ -54,8 +54,9 @@ struct DenseConfig : SeekingConfig<Base> {
                 SeekingConfig<Base>::CONSUMER_REGISTERS);
 
   // Behind what the Config has: ring of what is added | a message for each stage of K | a barrier
-  // for each stage of what is added | what is known of the tile for each stage of Q. Where SHARES_Q, the second stage of what is added is the
-  // second stage of Q, and a call in which something is added uses the first stage of Q alone.
+  // for each stage of what is added | what is known of the tile for each stage of Q. Where
+  // SHARES_Q, the second stage of what is added is the second stage of Q, and a call in which
+  // something is added uses the first stage of Q alone.
   using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
   static constexpr int MASK_STAGES = 2;
   static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;

@@ -22,10 +22,10 @@
 //
 // Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
 // rings. The message that comes with a block is written before the producer arrives at its k_full,
-// and read before a consumer warp arrives at its k_empty. Elements that are added are counted at k_full,
-// too; each consumer warp hands them back at mask_empty of their stage when it has read them,
-// because that is later than its products have read K. Their ring moves on only with blocks that
-// have some.
+// and read before a consumer warp arrives at its k_empty. Elements that are added are counted at
+// k_full, too; each consumer warp hands them back at mask_empty of their stage when it has read
+// them, which may be before or after its products have read K. Their ring moves on only with
+// blocks that have some.
 #pragma once
 
 #include <cstdint>
@@ -298,8 +298,8 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
           static_cast<int64_t>(slice) * all_params.row_blocks + tile.first_row / MASK_BLOCK;
       dense_context<C>(shared, q_ring.stage) = {
           .bits_gmem = all_params.bits_gmem + row_block * all_params.key_blocks * SUMMARY_WORDS,
-          .ranges_gmem = masks.ranges_gmem + mask_batch * masks.ranges_batch +
-                         mask_head * masks.ranges_head,
+          .ranges_gmem =
+              masks.ranges_gmem + mask_batch * masks.ranges_batch + mask_head * masks.ranges_head,
           .q_offset = math::find_q_offset(attention, tile),
           .visible = visible,
           .slope = slope,
@@ -429,8 +429,8 @@ template <class C>
 using QFragments = uint32_t[C::KEEPS_Q ? C::HEAD_DIM / 16 : 1][4];
 
 template <class C>
-__device__ __forceinline__ void load_q(QFragments<C>& q_rmem, uint32_t shared_smem,
-                                       int stage, int warp_row) {
+__device__ __forceinline__ void load_q(QFragments<C>& q_rmem, uint32_t shared_smem, int stage,
+                                       int warp_row) {
   using QTile = typename C::QTile;
   const int lane = threadIdx.x % 32;
   const uint32_t row_smem = shared_smem + C::Q_SMEM + stage * QTile::BYTES +
@@ -537,8 +537,8 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       return mask_smem<C>(shared_smem, mask_ring.stage) +
              C::MaskTile::offset(row, static_cast<int>(lane / 16));
     };
-    // Hands back the elements of a block, if it has some for any warpgroup. `state`: of the block,
-    // for this warp; without ADDED it has read none.
+    // Hands back the elements of a block, if it has some for any warpgroup. `block_state`: for this
+    // warp, which without ADDED has read none.
     const auto hand_back_elements = [&](uint32_t block_state, uint32_t states) {
       if ((states & ADDED_FOR_ANY) == 0) return;
       // These reads come before TMA's next write there.

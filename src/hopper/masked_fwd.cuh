@@ -15,10 +15,10 @@
 // meanwhile.
 //
 // Barriers and hazards are those of tile.cuh. The message that comes with a block is written before
-// the producer arrives at its k_full, and read before a consumer warp arrives at its k_empty. Q goes
-// back to the producer when the scores of the last block are there. The message about the tile is
-// still read then, so there are two: a message is overwritten after the next tile's Q has come back,
-// when every warp is done with this tile.
+// the producer arrives at its k_full, and read before a consumer warp arrives at its k_empty. Q
+// goes back to the producer when the scores of the last block are there. The message about the tile
+// is still read then, so there are two: a message is overwritten after the next tile's Q has come
+// back, when every warp is done with this tile.
 #pragma once
 
 #include <cstdint>
