@@ -238,11 +238,11 @@ using D256FewCache   = Config<T, 256, 256,  1,      64,  2,      1,      1,     
 
 // --- with masks as data ---
 
-// What the producer says of a block of keys when it starts its copy.
+// What the producer says of the next block of keys when it starts the copy of one.
 struct BlockMessage {
   int32_t key;      // the first one
   uint32_t states;  // what its scores need, as the kernel defines it
-  int32_t last;     // whether it is the tile's last one
+  int32_t last;     // whether there is none: the tile has no more blocks
 };
 constexpr int BLOCK_MESSAGE_BYTES = 16;
 static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);

@@ -34,15 +34,29 @@ constexpr uint32_t HIGH_EXPONENT = 0x4000, NEXT_EXPONENT = 0x2000;
 constexpr int SUMMARY_WORDS = 128;
 constexpr int SUMMARY_THREADS = 128;  // of the CTA that makes it
 
+constexpr int DENSE_CONTEXT_BYTES = 64;  // what consumers read of a tile besides its message
+
 // A Config whose kernel reads an attn_mask that was summarized. Its block of keys is one or more of
 // the summary's.
 template <class Base>
 struct DenseConfig : SeekingConfig<Base> {
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
+  // Whether elements that are added wait in registers for the scores, and so go back while the
+  // products run. Larger tiles have no registers for them.
+  static constexpr bool KEEPS_ELEMENTS = Base::HEAD_DIM == 64;
+  // Whether Q is kept in registers: a product of 64 rows and 64 keys that reads both from shared
+  // memory takes all that this can give.
+  static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64;
+  // What three warpgroups of consumers leave, whose registers come in eights.
+  static constexpr int PRODUCER_REGISTERS =
+      Base::WARPGROUPS == 3 ? 80 : SeekingConfig<Base>::PRODUCER_REGISTERS;
+  static_assert(consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS) ==
+                SeekingConfig<Base>::CONSUMER_REGISTERS);
 
   // Behind what the Config has: ring of what is added | a message for each stage of K | a barrier
-  // for each stage of what is added. Where SHARES_Q, the second stage of what is added is the
-  // second stage of Q, and a call in which something is added uses the first stage of Q alone.
+  // for each stage of what is added | what is known of the tile for each stage of Q. Where
+  // SHARES_Q, the second stage of what is added is the second stage of Q, and a call in which
+  // something is added uses the first stage of Q alone.
   using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
   static constexpr int MASK_STAGES = 2;
   static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
@@ -54,7 +68,8 @@ struct DenseConfig : SeekingConfig<Base> {
   static constexpr int BLOCK_MESSAGE_SMEM =
       MASK_SMEM + (SHARES_Q ? MASK_STAGES - 1 : MASK_STAGES) * MaskTile::BYTES;
   static constexpr int MASK_BARRIER_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
-  static constexpr int SHARED_BYTES = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
+  static constexpr int CONTEXT_SMEM = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
+  static constexpr int SHARED_BYTES = CONTEXT_SMEM + Base::Q_STAGES * DENSE_CONTEXT_BYTES;
 
   static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
                 "hopper/dense_fwd.cuh: a warpgroup's rows are a row of blocks of the summary");

@@ -6,8 +6,8 @@
 // summary says of each block of MASK_BLOCK rows and keys whether it changes anything, and which
 // scores count, as bits in the order in which wgmma leaves scores. So the kernel is that of
 // attention_fwd.cuh for many rows with another walk: the producer skips blocks that no row of the
-// tile sees, and tells each warpgroup with each block's K what the block needs. What is added comes
-// by TMA, the bits are loaded while the products run.
+// tile sees, and tells each warpgroup with each block's K what the next block needs. What is added
+// comes by TMA; which scores count is found while the products run.
 //
 //   state of the block for a warpgroup   what the warpgroup does
 //   0                                    waits, and hands the block back
@@ -21,11 +21,11 @@
 //   SLOPED                               subtracts the slope times the distance, likewise
 //
 // Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
-// rings. The message of a block is written before the producer arrives at its k_full, and read
-// before a consumer warp arrives at its k_empty. Elements that are added are counted at k_full,
-// too; each consumer warp hands them back at mask_empty of their stage when it has read them,
-// because that is later than its products have read K. Their ring moves on only with blocks that
-// have some.
+// rings. The message that comes with a block is written before the producer arrives at its k_full,
+// and read before a consumer warp arrives at its k_empty. Elements that are added are counted at
+// k_full, too; each consumer warp hands them back at mask_empty of their stage when it has read
+// them, which may be before or after its products have read K. Their ring moves on only with
+// blocks that have some.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +45,7 @@
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/attention_fwd.cuh"
+#include "hopper/clear_outputs.cuh"
 #include "hopper/dense_config.cuh"
 #include "hopper/dense_params.h"
 #include "hopper/summarize_mask.cuh"
@@ -73,6 +74,24 @@ __device__ __forceinline__ void advance_q(RingPosition<C::Q_STAGES>& q_ring,
 }
 // The states in a message are a byte for each warpgroup; 0: its rows see no key.
 constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;
+
+// What the producer says of the tile in a stage of Q besides its message, so that the consumers,
+// who have no product running between two tiles, need not find it.
+struct DenseContext {
+  const uint32_t* bits_gmem;   // the summary's words of the tile's first row block
+  const int32_t* ranges_gmem;  // of the head's first row
+  int64_t q_offset;
+  math::VisibleKeys visible;
+  float slope;
+  TileHead head;
+  BlockMessage first;  // of the first block
+};
+static_assert(sizeof(DenseContext) <= DENSE_CONTEXT_BYTES);
+
+template <class C>
+__device__ __forceinline__ DenseContext& dense_context(unsigned char* shared, int stage) {
+  return *reinterpret_cast<DenseContext*>(shared + C::CONTEXT_SMEM + stage * DENSE_CONTEXT_BYTES);
+}
 
 // --- producer ---
 
@@ -215,7 +234,8 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       blocks = {max(blocks.first, ranged.first), min(blocks.last, ranged.last)};
     }
 
-    const auto load_k = [&](const typename StatedBlocks<C>::Block& block, bool last) {
+    using Block = typename StatedBlocks<C>::Block;
+    const auto load_k = [&](const Block& block, const Block& next) {
       const bool added = (block.states & ADDED_FOR_ANY) != 0;
       // The products of every consumer warp have read the K that the stage held.
       // mutants: needless-with-one-tile
@@ -226,7 +246,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
                                   mask_ring.parity ^ 1);
       }
       if (leader) {
-        block_message<C>(shared, k_ring.stage) = {block.key, block.states, last};
+        block_message<C>(shared, k_ring.stage) = {next.key, next.states, next.key < 0};
         const uint32_t full = barriers.k_full(k_ring.stage);
         ptx::mbarrier_arrive_expect_tx(full, C::KTile::BYTES + (added ? C::MaskTile::BYTES : 0));
         math::start_copy<typename C::KTile>(
@@ -263,14 +283,28 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     auto block = seen.up_to(blocks.last);
     auto next = seen.up_to(block.key - C::BLOCK_K);
     tile.any_block = block.key >= 0;
+    float slope = 0.0f;
+    if (masks.slopes_gmem != nullptr)
+      slope = masks.slopes_gmem[batch * masks.slopes_batch + head * masks.slopes_head];
     // The first block comes before Q: the rings are free while the previous tile's output still
     // passes through Q's part.
-    if (tile.any_block) load_k(block, next.key < 0);
+    if (tile.any_block) load_k(block, next);
     // The consumers have read the message, and their output rows have left Q's part.
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
       tile_message<C, SeekingTile>(shared, q_ring.stage) = tile;
+      const int64_t row_block =
+          static_cast<int64_t>(slice) * all_params.row_blocks + tile.first_row / MASK_BLOCK;
+      dense_context<C>(shared, q_ring.stage) = {
+          .bits_gmem = all_params.bits_gmem + row_block * all_params.key_blocks * SUMMARY_WORDS,
+          .ranges_gmem =
+              masks.ranges_gmem + mask_batch * masks.ranges_batch + mask_head * masks.ranges_head,
+          .q_offset = math::find_q_offset(attention, tile),
+          .visible = visible,
+          .slope = slope,
+          .head = {batch, head},
+          .first = {block.key, block.states, false}};
       if (tile.any_block) {
         math::start_load<typename C::QTile>(
             shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, tile.first_row,
@@ -290,7 +324,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       if (block.key >= 0) {
         next = seen.up_to(block.key - C::BLOCK_K);
         if (next.key < 0) next_index = next_tile(params, index);
-        load_k(block, next.key < 0);
+        load_k(block, next);
       }
       load_v(key);
     }
@@ -322,18 +356,40 @@ __device__ __forceinline__ void select_scores(math::Scores<C>& s_rmem,
   }
 }
 
-// Calls add(s, x) with each score of a lane and the element that is added to it. row_smem: where
-// the tile of elements has the row and chunk that this lane addresses for ldmatrix.
-template <class C, class Add>
-__device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, uint32_t row_smem,
-                                             const Add& add) {
+// What is kept of the elements that are added to a lane's scores, two in a word: four words for 16
+// keys.
+template <class C>
+using Elements = uint32_t[C::KEEPS_ELEMENTS ? C::BLOCK_K / 16 : 1][4];
+
+// row_smem: where the tile of elements has the row and chunk that this lane addresses for ldmatrix.
+// n: a number of 16 keys.
+template <class C>
+__device__ __forceinline__ void load_elements(uint32_t (&words)[4], uint32_t row_smem, int n) {
+  ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, 2 * n));
+}
+// The same from what is kept, if something is.
+template <class C>
+__device__ __forceinline__ void take_elements(uint32_t (&words)[4], const Elements<C>& kept,
+                                              uint32_t row_smem, int n) {
+  if constexpr (C::KEEPS_ELEMENTS) {
 #pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
+    for (int i = 0; i < 4; ++i) words[i] = kept[n][i];
+  } else {
+    load_elements<C>(words, row_smem, n);
+  }
+}
+
+// Calls add(s, x) with each score of a lane and the element that is added to it.
+template <class C, class Add>
+__device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, const Elements<C>& kept,
+                                             uint32_t row_smem, const Add& add) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK_K / 16; ++n) {
     uint32_t words[4];
-    ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, n));
+    take_elements<C>(words, kept, row_smem, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float* s = &s_rmem[0][n + i / 2][2 * (i % 2)];
+      float* s = &s_rmem[0][2 * n + i / 2][2 * (i % 2)];
       add(s[0], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
       add(s[1], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
     }
@@ -342,13 +398,13 @@ __device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, uint32_t r
 
 // Whether an element of the warp's rows may be not below LARGEST_ADDED, for a whole warp.
 template <class C>
-__device__ __forceinline__ bool any_huge(uint32_t row_smem) {
+__device__ __forceinline__ bool any_huge(const Elements<C>& kept, uint32_t row_smem) {
   static_assert(NEXT_EXPONENT << 1 == HIGH_EXPONENT);
   uint32_t exponents = 0;
 #pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; n += 2) {
+  for (int n = 0; n < C::BLOCK_K / 16; ++n) {
     uint32_t words[4];
-    ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, n));
+    take_elements<C>(words, kept, row_smem, n);
 #pragma unroll
     for (const uint32_t word : words) exponents |= word & word << 1;
   }
@@ -366,6 +422,40 @@ __device__ __forceinline__ void add_distances(math::Scores<C>& s_rmem, float dis
     for (int i = 0; i < 4; ++i)
       add(s_rmem[0][n][i], distance + static_cast<float>(8 * (i / 2) - 8 * n - i % 2));
   }
+}
+
+// Q as fragments of A, where it is kept.
+template <class C>
+using QFragments = uint32_t[C::KEEPS_Q ? C::HEAD_DIM / 16 : 1][4];
+
+template <class C>
+__device__ __forceinline__ void load_q(QFragments<C>& q_rmem, uint32_t shared_smem, int stage,
+                                       int warp_row) {
+  using QTile = typename C::QTile;
+  const int lane = threadIdx.x % 32;
+  const uint32_t row_smem = shared_smem + C::Q_SMEM + stage * QTile::BYTES +
+                            warp_row * QTile::ROW_BYTES + QTile::offset(lane % 16, lane / 16);
+#pragma unroll
+  for (int i = 0; i < C::HEAD_DIM / 16; ++i)
+    ptx::ldmatrix_x4(q_rmem[i], QTile::advance(row_smem, 2 * i));
+}
+
+// Does what start_qk() does with Q in registers.
+template <class C>
+__device__ __forceinline__ void start_kept_qk(math::Scores<C>& s_rmem, const QFragments<C>& q_rmem,
+                                              uint32_t shared_smem, int stage) {
+  using Product = ptx::Wgmma<C::DTYPE, C::BLOCK_K>;
+  float* const s = &s_rmem[0][0][0];
+  ptx::registers_change<C::BLOCK_K / 2>(s);
+  ptx::wgmma_fence();  // the last uses of the scores come before the product
+  const ptx::WgmmaDescriptor k =
+      describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + stage * C::KTile::BYTES, 16);
+#pragma unroll
+  for (int i = 0; i < C::HEAD_DIM / 16; ++i) {
+    Product::template rs<false>(s, q_rmem[i], advance(k, column_step<typename C::KTile>(i)),
+                                i != 0);
+  }
+  ptx::wgmma_commit_group();
 }
 
 template <class C>
@@ -393,38 +483,34 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     const SeekingTile& tile = tile_message<C, SeekingTile>(shared, q_ring.stage);
     if (uniform(tile.first_row) < 0) break;
+    const DenseContext& cta = dense_context<C>(shared, q_ring.stage);
     ring = {uniform(ring.stage), uniform(ring.parity)};
     unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
     const ptx::WgmmaDescriptor q_descriptor =
         describe_q<C>(shared_smem, uniform(q_ring.stage), group);
+    QFragments<C> q_rmem;
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
-    math::Outputs<C> o_rmem = {};
+    math::Outputs<C> o_rmem;
     float* const s = &s_rmem[0][0][0];
     float* const o = &o_rmem[0][0][0];
     uint32_t* const p = &p_rmem[0][0][0];
     math::RowState<C> state;
     math::clear(state);
     state.large = false;
-    const int batch = tile.batch_head / attention.heads_q;
-    const int head = tile.batch_head % attention.heads_q;
-    const int slice = (all_params.mask_batches == 1 ? 0 : batch) * all_params.mask_heads +
-                      (all_params.mask_heads == 1 ? 0 : head);
-    const int row_block = tile.first_row / MASK_BLOCK + group;
-    // This lane's words for the warpgroup's rows. Behind the last row block no block is seen.
-    const uint32_t* bits_gmem = all_params.bits_gmem +
-                                (static_cast<int64_t>(slice) * all_params.row_blocks + row_block) *
-                                    all_params.key_blocks * SUMMARY_WORDS +
-                                threadIdx.x % C::WARPGROUP;
-    const int32_t* ranges_gmem = masks.ranges_gmem +
-                                 slice / all_params.mask_heads * masks.ranges_batch +
-                                 slice % all_params.mask_heads * masks.ranges_head;
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
+    bool has_outputs = false;  // whether they are set
 
-    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage); };
+    const auto begin_qk = [&] {
+      if constexpr (C::KEEPS_Q) {
+        start_kept_qk<C>(s_rmem, q_rmem, shared_smem, ring.stage);
+      } else {
+        start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage);
+      }
+    };
     const auto begin_pv = [&] {
       ptx::mbarrier_wait_parity(barriers.v_full(pending.stage), pending.parity);  // V has landed
       // mutants: fence-before-both-products
@@ -438,6 +524,11 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       release(barriers.v_empty(pending.stage));
     };
     const auto hand_back_k = [&] { release(barriers.k_empty(ring.stage)); };
+    // What the producer says of the next block, which comes with this one.
+    const auto read = [&](const BlockMessage& said) {
+      return BlockMessage{uniform(said.key), uniform(said.states), uniform(said.last)};
+    };
+    const auto read_next = [&] { return read(block_message<C>(shared, ring.stage)); };
     // Where this lane's row of the elements lies for ldmatrix.
     const auto find_elements = [&] {
       const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
@@ -446,55 +537,116 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       return mask_smem<C>(shared_smem, mask_ring.stage) +
              C::MaskTile::offset(row, static_cast<int>(lane / 16));
     };
-    // The state of a block for this warp. Called while the products run.
-    const auto find_state = [&](uint32_t block_state) {
-      if ((block_state & STATE_UNREAD) == 0 || !any_huge<C>(find_elements())) return block_state;
-      return block_state | STATE_HUGE;
+    // Hands back the elements of a block, if it has some for any warpgroup. `block_state`: for this
+    // warp, which without ADDED has read none.
+    const auto hand_back_elements = [&](uint32_t block_state, uint32_t states) {
+      if ((states & ADDED_FOR_ANY) == 0) return;
+      // These reads come before TMA's next write there.
+      if ((block_state & STATE_ADDED) != 0) ptx::fence_proxy_async_shared();
+      release(mask_empty<C>(shared_smem, mask_ring.stage));
+      mask_ring.advance();
     };
-    // Which scores of this lane count by attn_mask. Called while the products run.
-    const auto load_bits = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state, int key) {
+    // Looks at the elements of a block, and keeps them and hands them back at once if the registers
+    // suffice. Returns the state of the block for this warp. Called while the products run.
+    const auto look_at_elements = [&](Elements<C>& kept, uint32_t block_state, uint32_t states) {
+      const bool unread = (block_state & STATE_UNREAD) != 0;
+      if ((block_state & STATE_ADDED) != 0 && (C::KEEPS_ELEMENTS || unread)) {
+        const uint32_t row_smem = find_elements();
+        if constexpr (C::KEEPS_ELEMENTS) {
+#pragma unroll
+          for (int n = 0; n < C::BLOCK_K / 16; ++n) load_elements<C>(kept[n], row_smem, n);
+        }
+        if (unread && any_huge<C>(kept, row_smem)) block_state |= STATE_HUGE;
+      }
+      if constexpr (C::KEEPS_ELEMENTS) hand_back_elements(block_state, states);
+      return block_state;
+    };
+    // Which scores of this lane count by attn_mask, ranges and position. Called while the products
+    // run.
+    const auto find_bits = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state, int key) {
+      const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+      const unsigned lane = thread % 32;
 #pragma unroll
       for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
         seen[part] = 0xFFFFFFFFu;
         if ((block_state & STATE_HIDDEN) == 0) continue;
-        // Keys behind the last block of the summary are hidden by their position.
+        // Keys behind the last block of the summary are hidden by their position. Behind the last
+        // row block no block is seen.
         const int number = min(key / MASK_BLOCK + part, all_params.key_blocks - 1);
-        seen[part] = __ldg(bits_gmem + static_cast<int64_t>(number) * SUMMARY_WORDS);
+        const int64_t block = static_cast<int64_t>(group) * all_params.key_blocks + number;
+        seen[part] = __ldg(cta.bits_gmem + block * SUMMARY_WORDS + thread % C::WARPGROUP);
+      }
+      if ((block_state & (STATE_RANGED | STATE_BEYOND)) == 0) return;
+      // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
+      const auto bits_of = [&](int part, int r, int begin, int end) {
+        const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
+        return math::lane_bits<SummaryConfig<C::DTYPE>>(begin - lane_key, end - lane_key)
+               << (16 * r);
+      };
+      const int lane_row = tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4);
+      if ((block_state & STATE_BEYOND) != 0) {
+        const math::VisibleKeys visible = cta.visible;
+#pragma unroll
+        for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
+          uint32_t of_rows = 0;
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int row = lane_row + 8 * r;
+            of_rows |= bits_of(part, r, visible.first(row), visible.last(row) + 1);
+          }
+          seen[part] &= of_rows;
+        }
+      }
+      if ((block_state & STATE_RANGED) != 0) {
+        uint32_t in_ranges[C::SUMMARY_BLOCKS] = {};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = min(lane_row + 8 * r, attention.nq - 1);
+          const int32_t* range = cta.ranges_gmem + row * masks.ranges_row;
+#pragma unroll 1
+          for (int number = 0; number < masks.ranges; ++number, range += 2) {
+            const int begin = max(range[0], 0), end = range[1];
+#pragma unroll
+            for (int part = 0; part < C::SUMMARY_BLOCKS; ++part)
+              in_ranges[part] |= bits_of(part, r, begin, end);
+          }
+        }
+#pragma unroll
+        for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) seen[part] &= in_ranges[part];
       }
     };
     // What a block needs that is not clear. Returns the scale of scores that are finished.
-    const auto finish_scores = [&](uint32_t (&seen)[C::SUMMARY_BLOCKS], uint32_t block_state,
-                                   int key, bool may_add) {
+    const auto finish_scores = [&](const uint32_t (&seen)[C::SUMMARY_BLOCKS],
+                                   const Elements<C>& kept, uint32_t block_state, int key,
+                                   bool may_add) {
       float scale = attention.exp2_scale;
       const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
       const unsigned lane = thread % 32;
       if (may_add && attention.transform_scores)
         math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       if (may_add && (block_state & STATE_ADDED) != 0) {
-        const uint32_t row_smem = find_elements();
+        const uint32_t row_smem = C::KEEPS_ELEMENTS ? 0 : find_elements();
         const auto add_late = [&](float& x, float element) {
           x = fmaf(element, math::LOG2_E, __fmul_rn(x, scale));
           if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
         };
         if ((block_state & (STATE_HUGE | STATE_UNREAD)) == (STATE_HUGE | STATE_UNREAD)) {
-          add_elements<C>(s_rmem, row_smem, [&](float& x, float element) {
+          add_elements<C>(s_rmem, kept, row_smem, [&](float& x, float element) {
             add_late(x, element);
             if (element == math::MINUS_INFINITY) x = element;  // also where it is NaN
           });
           scale = 1.0f;
         } else if ((block_state & STATE_HUGE) != 0 || adds_late) {
-          add_elements<C>(s_rmem, row_smem, add_late);
+          add_elements<C>(s_rmem, kept, row_smem, add_late);
           scale = 1.0f;
         } else {
-          add_elements<C>(s_rmem, row_smem,
+          add_elements<C>(s_rmem, kept, row_smem,
                           [&](float& x, float element) { x = fmaf(element, factor, x); });
         }
-        ptx::fence_proxy_async_shared();  // these reads come before TMA's next write there
       }
       if (may_add && (block_state & STATE_SLOPED) != 0) {
-        const int64_t q_offset = math::find_q_offset(attention, tile);
-        const float slope =
-            __ldg(masks.slopes_gmem + batch * masks.slopes_batch + head * masks.slopes_head);
+        const int64_t q_offset = cta.q_offset;
+        const float slope = cta.slope;
         const float longest = fabsf(static_cast<float>(q_offset)) +
                               static_cast<float>(attention.nq) + static_cast<float>(attention.nk);
         const bool late = adds_late || !(fabsf(slope) * longest < LARGEST_ADDED);
@@ -519,53 +671,9 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
           add_distances<C>(s_rmem, distance, [&](float& x, float d) { x = fmaf(-step, d, x); });
         }
       }
-      if ((block_state & (STATE_HIDDEN | STATE_RANGED | STATE_BEYOND)) != 0) {
-        // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
-        const auto bits_of = [&](int part, int r, int begin, int end) {
-          const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
-          return math::lane_bits<SummaryConfig<C::DTYPE>>(begin - lane_key, end - lane_key)
-                 << (16 * r);
-        };
-        const int lane_row = tile.first_row + static_cast<int>(thread / 32 * 16 + lane / 4);
-        if ((block_state & STATE_BEYOND) != 0) {
-          const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
-#pragma unroll
-          for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
-            uint32_t of_rows = 0;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int row = lane_row + 8 * r;
-              of_rows |= bits_of(part, r, visible.first(row), visible.last(row) + 1);
-            }
-            seen[part] &= of_rows;
-          }
-        }
-        if ((block_state & STATE_RANGED) != 0) {
-          uint32_t in_ranges[C::SUMMARY_BLOCKS] = {};
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int row = min(lane_row + 8 * r, attention.nq - 1);
-            const int32_t* range = ranges_gmem + row * masks.ranges_row;
-#pragma unroll 1
-            for (int number = 0; number < masks.ranges; ++number, range += 2) {
-              const int begin = max(range[0], 0), end = range[1];
-#pragma unroll
-              for (int part = 0; part < C::SUMMARY_BLOCKS; ++part)
-                in_ranges[part] |= bits_of(part, r, begin, end);
-            }
-          }
-#pragma unroll
-          for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) seen[part] &= in_ranges[part];
-        }
+      if ((block_state & (STATE_HIDDEN | STATE_RANGED | STATE_BEYOND)) != 0)
         select_scores<C>(s_rmem, seen);
-      }
       return scale;
-    };
-    // Hands back the elements of a block, if it has some for any warpgroup.
-    const auto hand_back_elements = [&](uint32_t states) {
-      if ((states & ADDED_FOR_ANY) == 0) return;
-      release(mask_empty<C>(shared_smem, mask_ring.stage));
-      mask_ring.advance();
     };
     const auto advance = [&] {
       pending = ring;
@@ -573,7 +681,9 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       ring.advance();
     };
 
+    // Steps return what the producer says of the next block. `states`: those of all warpgroups.
     const auto skip_block = [&](uint32_t states) {
+      const BlockMessage next = read_next();
       if (is_pending) {  // its V cannot wait for a block that comes later
         begin_pv();
         finish_pv();
@@ -582,33 +692,45 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       // The warps still wait for the block: otherwise they could lap the ring and hand back a stage
       // a phase too early.
       hand_back_k();
-      hand_back_elements(states);
+      hand_back_elements(0, states);
       turns.wait();  // each warpgroup takes one turn for a block
       turns.hand_over();
       // mutants: few-skipped-blocks
       ptx::mbarrier_wait_parity(barriers.v_full(ring.stage), ring.parity);
       release(barriers.v_empty(ring.stage));
       ring.advance();
+      return next;
     };
-    // A block before which no product is pending.
+    // A block before which no product is pending. In most tiles it is the first one that the
+    // warpgroup sees, so bases rise without asking whether they must.
     const auto step_alone = [&](uint32_t block_state, int key, uint32_t states) {
       turns.wait();
       begin_qk();
       turns.hand_over();
+      if (!has_outputs) {
+        clear_outputs<C>(o_rmem);
+        ptx::registers_change<OUTPUTS>(o);  // now, while the product runs
+      }
+      const BlockMessage next = read_next();
       uint32_t seen[C::SUMMARY_BLOCKS];
-      load_bits(seen, block_state, key);
-      block_state = find_state(block_state);
+      find_bits(seen, block_state, key);
+      Elements<C> kept;
+      block_state = look_at_elements(kept, block_state, states);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<SCORES>(s);
       hand_back_k();
       float scale = attention.exp2_scale;
-      if (block_state != clear) scale = finish_scores(seen, block_state, key, true);
-      hand_back_elements(states);
-      const auto now = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
-      scale = follow_maxima<C>(s_rmem, state, scale, now);
+      if (block_state != clear) scale = finish_scores(seen, kept, block_state, key, true);
+      if constexpr (!C::KEEPS_ELEMENTS) hand_back_elements(block_state, states);
+      const auto now = [&](const float (&corrections)[2]) {
+        if (has_outputs) rescale<C>(o_rmem, corrections);
+        has_outputs = true;
+      };
+      scale = follow_maxima<C, true>(s_rmem, state, scale, now);
       weigh_rows<C>(s_rmem, state, scale);
       pack<C>(s_rmem, p_rmem);
       advance();
+      return next;
     };
     const auto step = [&]<bool MASKED, bool MAY_ADD>(uint32_t block_state, int key,
                                                      uint32_t states) {
@@ -616,15 +738,17 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       begin_qk();
       begin_pv();
       turns.hand_over();
+      const BlockMessage next = read_next();
       uint32_t seen[C::SUMMARY_BLOCKS];
-      if constexpr (MASKED) load_bits(seen, block_state, key);
-      if constexpr (MAY_ADD) block_state = find_state(block_state);
+      if constexpr (MASKED) find_bits(seen, block_state, key);
+      Elements<C> kept;
+      if constexpr (MAY_ADD) block_state = look_at_elements(kept, block_state, states);
       ptx::wgmma_wait_group<1>();  // the scores are there
       ptx::registers_change<SCORES>(s);
       hand_back_k();
       float scale = attention.exp2_scale;
-      if constexpr (MASKED) scale = finish_scores(seen, block_state, key, MAY_ADD);
-      hand_back_elements(states);
+      if constexpr (MASKED) scale = finish_scores(seen, kept, block_state, key, MAY_ADD);
+      if constexpr (!C::KEEPS_ELEMENTS || !MAY_ADD) hand_back_elements(block_state, states);
       bool raised = false;
       float corrections[2];
       const auto note = [&](const float (&wanted)[2]) {
@@ -637,38 +761,48 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale<C>(o_rmem, corrections);
       advance();
+      return next;
     };
 
     if (tile.any_block) {
-      bool last = false;
+      if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem, q_ring.stage, warp_row);
+      BlockMessage block = read(cta.first);
 #pragma unroll 1
-      while (!last) {
+      do {
         ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
-        const BlockMessage message = block_message<C>(shared, ring.stage);
-        const uint32_t states = uniform(message.states);
-        const uint32_t block_state = states >> (8 * group) & 0xFF;
-        const int key = uniform(message.key);
-        last = uniform(message.last) != 0;
+        const uint32_t states = block.states, block_state = states >> (8 * group) & 0xFF;
+        const int key = block.key;
         if (block_state == 0) {
-          skip_block(states);
+          block = skip_block(states);
         } else if (!is_pending) {
-          step_alone(block_state, key, states);
+          block = step_alone(block_state, key, states);
         } else if (block_state == clear) {
-          step.template operator()<false, false>(block_state, key, states);
+          block = step.template operator()<false, false>(block_state, key, states);
         } else if ((block_state & (STATE_ADDED | STATE_SLOPED)) == 0 && clear != 0) {
-          step.template operator()<true, false>(block_state, key, states);
+          block = step.template operator()<true, false>(block_state, key, states);
         } else {
-          step.template operator()<true, true>(block_state, key, states);
+          block = step.template operator()<true, true>(block_state, key, states);
         }
-      }
-      if (is_pending) {
-        begin_pv();
-        finish_pv();
-      }
+      } while (!block.last);
     }
 
-    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
-    hand_back_q(barriers, q_ring.stage);
+    // How the tile ends is found while the last product runs, and rows are written while Q goes
+    // back.
+    const auto find_end = [&] { return TileEnd<C>(state, attention, cta.head, tile, warp_row); };
+    const auto end_tile = [&](const TileEnd<C>& end) {
+      store_through_q<C>(o_rmem, end, attention, q + warp_row * QTile::ROW_BYTES,
+                         [&] { hand_back_q(barriers, q_ring.stage); });
+      end.store_lse();
+    };
+    if (is_pending) {
+      begin_pv();
+      const TileEnd<C> end = find_end();
+      finish_pv();
+      end_tile(end);
+    } else {
+      if (!has_outputs) clear_outputs<C>(o_rmem);
+      end_tile(find_end());
+    }
     advance_q<C>(q_ring, masks);
   }
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with

@@ -5,15 +5,20 @@
 // whose CTAs share an SM, with another walk. Which blocks of keys the tile sees is the producer's
 // affair: it looks at 32 blocks at a time, one in each lane, while the consumers multiply, and
 // copies only those of which some row sees a key. With each block's K comes a message for the
-// consumers: where the block lies, whether any of its scores changes, and whether it is the last.
+// consumers: whether it is the last block, and if not, where the next one lies and whether any of
+// its scores changes. They read it while products run, and so know what to do with the next block
+// before it is there.
 // A block of which every row sees every key, and to which nothing is added, runs the same step as
 // in a call without masks. In the others each lane finds the masks of its scores while both
 // products run, so that they hide the loads of a bool mask, and applies them when both are done,
 // because their registers are needed (math/lane_masks.cuh); the other CTA of the SM multiplies
 // meanwhile.
 //
-// Barriers and hazards are those of tile.cuh. The message of a block is written before the
-// producer arrives at its k_full, and read before a consumer warp arrives at its k_empty.
+// Barriers and hazards are those of tile.cuh. The message that comes with a block is written before
+// the producer arrives at its k_full, and read before a consumer warp arrives at its k_empty. Q
+// goes back to the producer when the scores of the last block are there. The message about the tile
+// is still read then, so there are two: a message is overwritten after the next tile's Q has come
+// back, when every warp is done with this tile.
 #pragma once
 
 #include <cstdint>
@@ -31,25 +36,30 @@
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/attention_fwd.cuh"
+#include "hopper/clear_outputs.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
 #include "hopper/tile.cuh"
 
 namespace archflash::hopper {
 
-// What find_lane_masks() is told of a tile.
+// What the producer says of a tile besides its message: what find_lane_masks() is told, where the
+// tile's rows lie, and its first block.
 struct MaskedContext {
   math::Work work;
   math::PackedHeads packed_heads;
   math::VisibleKeys visible;
   int64_t q_offset;
+  TileHead head;
+  BlockMessage first;
 };
 
 static_assert(sizeof(MaskedContext) <= MASKED_CONTEXT_BYTES);
 
 template <class C>
-__device__ __forceinline__ MaskedContext& masked_context(unsigned char* shared, int stage) {
-  return *reinterpret_cast<MaskedContext*>(shared + C::CONTEXT_SMEM + stage * MASKED_CONTEXT_BYTES);
+__device__ __forceinline__ MaskedContext& masked_context(unsigned char* shared, int message) {
+  return *reinterpret_cast<MaskedContext*>(shared + C::CONTEXT_SMEM +
+                                           message * MASKED_CONTEXT_BYTES);
 }
 
 // --- producer ---
@@ -196,12 +206,13 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
     const int kv_head = head / attention.heads_per_kv;
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
 
-    const auto load_k = [&](const typename SeenBlocks<C>::Block& block, bool last) {
+    using Block = typename SeenBlocks<C>::Block;
+    const auto load_k = [&](const Block& block, const Block& next) {
       // The products of every consumer warp have read the K that the stage held.
       // mutants: needless-with-one-tile
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
       if (leader) {
-        block_message<C>(shared, k_ring.stage) = {block.key, block.masked, last};
+        block_message<C>(shared, k_ring.stage) = {next.key, next.masked, next.key < 0};
         math::start_load<typename C::KTile>(
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
             keys_start + block.key, attention.k_head == 0 ? 0 : kv_head,
@@ -236,16 +247,22 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
     auto block = seen.up_to(blocks.last);
     auto next = seen.up_to(block.key - C::BLOCK_K);
     tile.any_block = block.key >= 0;
-    // The first block comes before Q: the rings are free while the previous tile's output still
-    // passes through Q's part.
-    if (tile.any_block) load_k(block, next.key < 0);
-    // The consumers have read the message, and their output rows have left Q's part.
+    // The first block comes before Q: the rings are free while the previous tile's products still
+    // read Q.
+    if (tile.any_block) load_k(block, next);
+    // The products have read Q, and the consumers are done with the tile before that one, whose
+    // message is overwritten.
     // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
-      tile_message<C, SeekingTile>(shared, q_ring.stage) = tile;
-      masked_context<C>(shared, q_ring.stage) = {tile, params.packed_heads, visible,
-                                                 math::find_q_offset(attention, tile)};
+      const auto message = static_cast<int>(q_ring.parity);
+      tile_message<C, SeekingTile>(shared, message) = tile;
+      masked_context<C>(shared, message) = {.work = tile,
+                                            .packed_heads = params.packed_heads,
+                                            .visible = visible,
+                                            .q_offset = math::find_q_offset(attention, tile),
+                                            .head = {batch, head},
+                                            .first = {block.key, block.masked, false}};
       if (tile.any_block) {
         const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
         math::start_load<typename C::QTile>(
@@ -266,15 +283,43 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
       if (block.key >= 0) {
         next = seen.up_to(block.key - C::BLOCK_K);
         if (next.key < 0) next_index = find_next(index);
-        load_k(block, next.key < 0);
+        load_k(block, next);
       }
       load_v(key);
     }
   }
-  send_no_tile<C, SeekingTile>(barriers, shared, q_ring, leader);
+  // No tile follows.
+  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+  if (leader) {
+    tile_message<C, SeekingTile>(shared, static_cast<int>(q_ring.parity)).first_row = -1;
+    ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
+  }
 }
 
 // --- consumers ---
+
+// Writes a warp's rows of outputs from registers: the four lanes of a row exchange their columns,
+// and each lane writes 16 bytes.
+template <class C>
+__device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
+                                               const TileEnd<C>& end,
+                                               const AttentionParams& params) {
+  static_assert(C::HEAD_DIM_V % 32 == 0, "the lanes of a quad exchange 32 columns at a time");
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 8 * r + lane / 4, first_column = lane % 4 * 8;
+    uint16_t* place = end.place(params, row, first_column);
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = end.pair(&o_rmem[0][n + i][2 * r], r);
+      math::transpose_in_quad(words);
+      end.store(params, place + 8 * n, row, first_column + 8 * n, words);
+    }
+  }
+}
 
 template <class C>
 __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
@@ -292,17 +337,17 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     // Both stay in shared memory: they are read where masks are found, which have few registers.
-    const SeekingTile& tile = tile_message<C, SeekingTile>(shared, q_ring.stage);
+    const auto message = static_cast<int>(uniform(q_ring.parity));
+    const SeekingTile& tile = tile_message<C, SeekingTile>(shared, message);
     if (uniform(tile.first_row) < 0) break;
-    const MaskedContext& cta = masked_context<C>(shared, q_ring.stage);
+    const MaskedContext& cta = masked_context<C>(shared, message);
     k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
     v_ring = k_ring;
-    unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
-    const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, uniform(q_ring.stage), 0);
+    const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, 0, 0);
 
     math::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
-    math::Outputs<C> o_rmem = {};
+    math::Outputs<C> o_rmem;
     float* const s = &s_rmem[0][0][0];
     float* const o = &o_rmem[0][0][0];
     uint32_t* const p = &p_rmem[0][0][0];
@@ -319,19 +364,22 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
     };
-    const auto scores_are_there = [&] {
+    const auto release_q = [&] { release(barriers.q_empty(q_ring.stage)); };
+    // What the producer says of the next block. Its states are not 0 if any of its scores changes.
+    const auto read = [&](const BlockMessage& said) {
+      return BlockMessage{uniform(said.key), uniform(said.states | attention.transform_scores),
+                          uniform(said.last)};
+    };
+    const auto read_next = [&] { return read(block_message<C>(shared, k_ring.stage)); };
+    // `next`: what came with the block.
+    const auto scores_are_there = [&](const BlockMessage& next) {
       ptx::registers_change<SCORES>(s);
       release(barriers.k_empty(k_ring.stage));
+      if (next.last) release_q();
       k_ring.advance();
     };
-    // Waits for the next block's K and reads what the producer says of it. The states of a block
-    // are not 0 if any of its scores changes.
-    const auto wait_for_block = [&] {
+    const auto wait_for_k = [&] {
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
-      const BlockMessage message = block_message<C>(shared, k_ring.stage);
-      return BlockMessage{uniform(message.key),
-                          uniform(message.states | attention.transform_scores),
-                          uniform(message.last)};
     };
     math::LaneMasks<C> of_lane;
     const auto find_masks = [&](int block) {
@@ -353,28 +401,36 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       v_ring.advance();
     };
 
-    // The first block, whose P V the next step starts.
+    // The first block, whose P V the next step starts. Steps return what the producer says of the
+    // next block.
     const auto first_step = [&](const BlockMessage& block) {
+      wait_for_k();
       begin_qk();
+      clear_outputs<C>(o_rmem);
+      ptx::registers_change<OUTPUTS>(o);  // now, while the product runs
+      const BlockMessage next = read_next();
       ptx::wgmma_wait_group<0>();
-      scores_are_there();
+      scores_are_there(next);
       float scale = attention.exp2_scale;
       if (block.states != 0) {
         find_masks(block.key);
         scale = finish_scores();
       }
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C>(s_rmem, state, scale, nothing_to_rescale);
+      scale = follow_maxima<C, true>(s_rmem, state, scale, nothing_to_rescale);
       weigh_rows<C>(s_rmem, state, scale);
       pack<C>(s_rmem, p_rmem);
+      return next;
     };
     const auto step = [&]<bool MASKED>(const BlockMessage& block) {
+      wait_for_k();
       begin_qk();
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
       begin_pv();
+      const BlockMessage next = read_next();
       if constexpr (MASKED) find_masks(block.key);
       ptx::wgmma_wait_group<1>();  // the scores are there
-      scores_are_there();
+      scores_are_there(next);
       float scale = attention.exp2_scale;
       if constexpr (MASKED) {
         finish_pv();  // masks need the registers of P
@@ -391,30 +447,45 @@ __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
       if constexpr (!MASKED) finish_pv();
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale<C>(o_rmem, corrections);
+      return next;
+    };
+
+    const auto find_end = [&] { return TileEnd<C>(state, attention, cta.head, tile, warp_row); };
+    const auto end_tile = [&](const TileEnd<C>& end) {
+      if (params.partials.splits > 1) {
+        math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads,
+                                tile, tile.split, warp_row);
+      } else if (params.packed_heads.count > 1) {
+        math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+      } else {
+        store_by_quads<C>(o_rmem, end, attention);
+        end.store_lse();
+      }
     };
 
     if (tile.any_block) {
-      BlockMessage block = wait_for_block();
-      first_step(block);
+      BlockMessage block = first_step(read(cta.first));
 #pragma unroll 1
       while (!block.last) {
-        block = wait_for_block();
         if (block.states != 0) {
-          step.template operator()<true>(block);
+          block = step.template operator()<true>(block);
         } else {
-          step.template operator()<false>(block);
+          block = step.template operator()<false>(block);
         }
       }
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
       begin_pv();
+      const TileEnd<C> end = find_end();
       wait_for_outputs();
       // mutants: needless-with-one-tile
       release(barriers.v_empty(v_ring.stage));
       v_ring.advance();
+      end_tile(end);
+    } else {
+      release_q();
+      clear_outputs<C>(o_rmem);
+      end_tile(find_end());
     }
-
-    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
-    hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
 }

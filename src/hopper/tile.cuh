@@ -127,7 +127,7 @@ __device__ __forceinline__ CachedTile& v_tile_message(unsigned char* shared) {
   return tile_message<C, CachedTile>(shared, C::Q_STAGES);
 }
 
-// With masks as data: the tile, and the message about the block in a stage of K.
+// With masks as data: the tile, and the message that comes with the block in a stage of K.
 struct SeekingTile : Tile {
   int any_block;  // whether its rows see any block
 };
