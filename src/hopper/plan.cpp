@@ -85,6 +85,7 @@ struct Tile : core::Tile {
   int v_columns_of_cta;
   int grouped_slabs;  // of K and V, if they lie in GroupedTiles, else 0
   bool dense;         // its kernel reads a summary of attn_mask
+  bool turns_v;       // of 8 bits; else hopper_transpose_v does
   // For the model of fastest(): the scores that an SM computes in a time, relative to the first
   // tile of the table for the same head dimensions, and the time that a tile's start and end take
   // beyond core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's
@@ -98,7 +99,8 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
   core::Tile common = core::tile<C>(name, serves, reason);
   common.q_box = core::box<typename C::QTile>(C::PACK);
   common.k_box = core::box<typename C::KTile>(C::PACK);
-  common.v_box = core::box<typename C::VTile>(C::PACK);
+  using LoadedV = std::conditional_t<C::TURNS_V, typename C::RawVTile, typename C::VTile>;
+  common.v_box = core::box<LoadedV>(C::PACK);
   if (C::SLICES_V) common.head_dim_v = 2 * C::HEAD_DIM_V;
   return {common,
           C::Q_STAGES,
@@ -109,7 +111,8 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
           C::TILE_STEP,
           C::HEAD_DIM_V,
           C::PAGES ? C::KTile::SLABS : 0,
-          requires { typename C::MaskTile; }};
+          requires { typename C::MaskTile; },
+          C::TURNS_V};
 }
 
 template <class C>
@@ -856,7 +859,8 @@ PlanResult plan(const Problem& given, const Device& device) {
                                          static_cast<int32_t>(offsetof(Params, taken_gmem)),
                                          workspace.add(plan.zeroed_bytes)});
   }
-  if (is_fp8(problem.dtype) && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
+  if (is_fp8(problem.dtype) && problem.nk > 0 && !tile.turns_v)
+    transpose_v(plan, problem, tile, workspace);
   if (problem.dropout_p != 0) add_dropout(plan, problem);
   if (splits == 1) plan.workspace_bytes = workspace.bytes();
   if (problem.kv_cache) {
