@@ -27,11 +27,11 @@
 // A consumer warpgroup owns 64 rows: their scores, P and outputs never leave its registers. Without
 // IN_TURNS no warpgroup waits for another one.
 //
-// 8-bit V is turned, so that the keys of a column lie side by side. With TURNS_V the other warps of
-// the producer's warpgroup do that, a block at a time: the producer loads V into a ring of its own,
-// and these warps arrive at v_full. Elsewhere transpose_v.cuh has turned it into the workspace, with
-// zeros behind the end of a sequence. Then this kernel starts early (Launch::starts_early): the
-// producer waits for the other one's end before it loads V.
+// 8-bit V is turned, so that the keys of a column lie side by side. In calls for which turns_v()
+// holds the other warps of the producer's warpgroup do that, a block at a time: the producer loads
+// V into a ring of its own, and these warps arrive at v_full. Elsewhere transpose_v.cuh has turned
+// it into the workspace, with zeros behind the end of a sequence. Then this kernel starts early
+// (Launch::starts_early): the producer waits for the other one's end before it loads V.
 //
 // The tiles, stages and the memory plan are in config.cuh, the barriers and the hazards that they
 // close in tile.cuh, the choice among the kernels in plan.cpp, budgets and measurements in
@@ -160,6 +160,12 @@ __device__ __forceinline__ BlocksMessage<C>& blocks_message(unsigned char* share
   return *reinterpret_cast<BlocksMessage<C>*>(shared + C::BLOCKS_SMEM + stage * C::BLOCKS_BYTES);
 }
 
+// Whether the CTAs turn 8-bit V. Else it has been turned before.
+template <class C>
+__device__ __forceinline__ bool turns_v(const Params& params) {
+  return C::TURNS_V && (!C::TAKES_TURNED_V || params.v_columns == 0);
+}
+
 // With TURNS_V: how many keys the sequence has from the first one of the block in a stage of V that
 // is not turned yet; 0 behind the last block.
 template <class C>
@@ -208,8 +214,8 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
   const int shares = shares_of_tile<C>(params);
-  RingPosition<C::STAGES> k_ring;
-  RingPosition<C::TURNS_V ? C::RAW_STAGES : C::STAGES> v_ring;
+  RingPosition<C::STAGES> k_ring, v_ring;
+  [[maybe_unused]] RingPosition<C::RAW_STAGES> raw_ring;
   RingPosition<C::Q_STAGES> q_ring;
   uint32_t ragged_parity = 0;
 
@@ -318,21 +324,21 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       v_ring.advance();
     };
 
-    // With TURNS_V: V as it is, for the warps that turn it.
+    // Where the kernel turns V: V as it is, for the warps that turn it.
     [[maybe_unused]] const auto load_raw_v = [&](int block) {
       using RawVTile = typename C::RawVTile;
       // The block that the stage held has been turned.
-      ptx::mbarrier_wait_parity(barriers.raw_empty(v_ring.stage), v_ring.parity ^ 1);
+      ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
       if (leader) {
         // Without cu_seqlens TMA reads zeros behind the last key.
         const bool packed = attention.cu_seqlens_k_gmem != nullptr;
-        keys_to_turn<C>(shared, v_ring.stage) = packed ? tile.nk - block : C::BLOCK_K;
+        keys_to_turn<C>(shared, raw_ring.stage) = packed ? tile.nk - block : C::BLOCK_K;
         math::start_load<RawVTile, C::PACK>(
-            shared_smem + C::RAW_SMEM + v_ring.stage * RawVTile::BYTES, params.v_map,
+            shared_smem + C::RAW_SMEM + raw_ring.stage * RawVTile::BYTES, params.v_map,
             keys_start + block, attention.v_head == 0 ? 0 : kv_head,
-            attention.v_batch == 0 ? 0 : batch, barriers.raw_full(v_ring.stage));
+            attention.v_batch == 0 ? 0 : batch, barriers.raw_full(raw_ring.stage));
       }
-      v_ring.advance();
+      raw_ring.advance();
     };
 
     const bool any_block = blocks.first <= blocks.last;
@@ -377,27 +383,32 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       }
     }
     q_ring.advance();
-    if constexpr (C::FP8 && !C::TURNS_V) ptx::griddepcontrol_wait();  // V has been turned
+    if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();  // V has been turned
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
       const CachePlace place_before = next_place;
       if (block > blocks.first) load_k(block - C::BLOCK_K);
+      bool loaded = false;
       if constexpr (C::TURNS_V) {
-        load_raw_v(block);
-      } else if constexpr (C::PRODUCERS == 1) {
-        load_v(block, place);
+        loaded = turns_v<C>(params);
+        if (loaded) load_raw_v(block);
+      }
+      if constexpr (C::PRODUCERS == 1 && (!C::TURNS_V || C::TAKES_TURNED_V)) {
+        if (!loaded) load_v(block, place);
       }
       place = place_before;
     }
   }
   // A CTA without tiles, too, ends after the kernel before this one.
-  if constexpr (C::FP8 && !C::TURNS_V) ptx::griddepcontrol_wait();
+  if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();
   send_no_tile<C>(barriers, shared, q_ring, leader);
   if constexpr (C::TURNS_V) {
-    ptx::mbarrier_wait_parity(barriers.raw_empty(v_ring.stage), v_ring.parity ^ 1);
-    if (leader) {
-      keys_to_turn<C>(shared, v_ring.stage) = 0;
-      ptx::mbarrier_arrive(barriers.raw_full(v_ring.stage));
+    if (turns_v<C>(params)) {
+      ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
+      if (leader) {
+        keys_to_turn<C>(shared, raw_ring.stage) = 0;
+        ptx::mbarrier_arrive(barriers.raw_full(raw_ring.stage));
+      }
     }
   }
   if constexpr (C::PRODUCERS == 2) {
@@ -462,7 +473,7 @@ __device__ __forceinline__ void produce_v(const CacheParams& params, unsigned ch
   }
 }
 
-// --- with TURNS_V, the other warps of the producer's warpgroup: V -> V with keys side by side ---
+// --- where turns_v(), the other warps of the producer's warpgroup: V -> keys side by side ---
 
 // Turns the part of a block that warp `part` of TURNING_WARPS has. 32 keys of 16 columns at a time
 // are four matrices of ldmatrix, whose transposition gives a lane the keys 2t and 2t + 1
@@ -515,8 +526,8 @@ __device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_sm
     if (keys < C::BLOCK_K) {
       // Behind its end may be rows of the next sequence. With NaN there, 0 * NaN would be NaN.
       if (part == 0) {
-        clear_rows<typename C::RawVTile>(
-            shared + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES, keys);
+        clear_rows<typename C::RawVTile>(shared + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
+                                         keys);
       }
       // The rows are cleared before any warp turns them.
       ptx::bar_sync(1 + C::WARPGROUPS, 32 * C::TURNING_WARPS);
@@ -570,8 +581,8 @@ struct Turns {
   }
 };
 
-// Whether a consumer finds where its rows go and how they end while the last P V of a tile runs. With
-// 256 columns of V that a CTA turns itself that would spill registers.
+// Whether a consumer finds where its rows go and how they end while the last P V of a tile runs.
+// With 256 columns of V that a CTA turns itself that would spill registers.
 template <class C>
 consteval bool finds_ends() {
   return C::PREPARES_TILES || (C::FP8 && !C::OVERLAPS && !C::TURNS_V);
@@ -705,8 +716,8 @@ __device__ __forceinline__ void store_through_q(const math::Outputs<C>& o_rmem,
   }
 }
 
-// Writes a warp's rows of outputs from registers, where 8-bit V leaves a lane four neighbouring ones
-// of every 16 columns of a row: the four lanes of a row write 32 bytes at a time.
+// Writes a warp's rows of outputs from registers, where 8-bit V leaves a lane four neighbouring
+// ones of every 16 columns of a row: the four lanes of a row write 32 bytes at a time.
 template <class C, DType OUT>
 __device__ __forceinline__ void store_fp8_rows(const math::Outputs<C>& o_rmem,
                                                const TileEnd<C>& end,
@@ -723,8 +734,7 @@ __device__ __forceinline__ void store_fp8_rows(const math::Outputs<C>& o_rmem,
       const float* odd = &o_rmem[0][n + 1][2 * r];
       const uint32_t first = ptx::cvt_rn_x2_f32<OUT>(even[0] * factor, odd[0] * factor);
       const uint32_t second = ptx::cvt_rn_x2_f32<OUT>(even[1] * factor, odd[1] * factor);
-      if (row < end.rows && 8 * n < params.dv)
-        ptx::st_global_v2_b32(place + 8 * n, first, second);
+      if (row < end.rows && 8 * n < params.dv) ptx::st_global_v2_b32(place + 8 * n, first, second);
     }
   }
 }
@@ -814,8 +824,8 @@ __device__ __forceinline__ math::WarpDescale find_warp_descale(const Descales& d
   math::WarpDescale result{1.0f, 1.0f};
   if (descales.q.gmem != nullptr) {
     const int q_head = at.head / static_cast<int>(descales.heads_per_q_descale);
-    result.qk = math::descale_of_head(descales.q, at.batch,
-                                      q_head)[row / SCALE_ROWS * descales.q.block];
+    result.qk =
+        math::descale_of_head(descales.q, at.batch, q_head)[row / SCALE_ROWS * descales.q.block];
   }
   if (descales.k.gmem != nullptr || descales.v.gmem != nullptr) {
     const int kv_head = at.head / attention.heads_per_kv;
@@ -862,9 +872,9 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if constexpr (C::TAKES_DESCALES_BY_BLOCK)
         key_descales = math::find_key_descales(params.descales, attention, tile);
       if constexpr (C::PREPARES_TILES && !C::SPARES_REGISTERS) {
-        warp_descale = find_warp_descale(
-            params.descales, attention, blocks_message<C>(shared, q_ring.stage).head,
-            min(tile.first_row + warp_row, tile.nq - 1));
+        warp_descale = find_warp_descale(params.descales, attention,
+                                         blocks_message<C>(shared, q_ring.stage).head,
+                                         min(tile.first_row + warp_row, tile.nq - 1));
       } else {
         warp_descale =
             math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
@@ -1283,7 +1293,10 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(C::QTile::ALIGNMENT <= 1024);
-  if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
+  if (threadIdx.x == 0) {
+    Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise(turns_v<C>(params) ? C::TURNING_WARPS
+                                                                             : 1);
+  }
   run_roles<C>([&] { consume<C>(all_params, shared, shared_smem); },
                [&] { produce<C>(all_params, shared, shared_smem); },
                [&] {
@@ -1291,7 +1304,9 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
                    if (threadIdx.x < C::CONSUMER_THREADS + 64)
                      return produce_v<C>(all_params, shared, shared_smem);
                  }
-                 if constexpr (C::TURNS_V) turn_v<C>(shared, shared_smem);
+                 if constexpr (C::TURNS_V) {
+                   if (turns_v<C>(params)) turn_v<C>(shared, shared_smem);
+                 }
                  write_rows_of_no_sequence<C>(params);
                });
 }

@@ -85,9 +85,11 @@ struct Config {
   // two tiles, and the producer needs fewer registers.
   static constexpr bool PREPARES_TILES =
       Q_STAGES == 2 && !CAN_SPLIT && !CACHE && (!FP8 || !OVERLAPS);
-  // Whether the other warps of the producer's warpgroup turn 8-bit V, a block at a time. Elsewhere
-  // hopper_transpose_v does before the kernel starts.
+  // Whether the other warps of the producer's warpgroup can turn 8-bit V, a block at a time, and
+  // whether a kernel that can takes V that hopper_transpose_v has turned before, too: where the
+  // producer has the registers for both. Other kernels take that alone.
   static constexpr bool TURNS_V = FP8 && !OVERLAPS && BLOCK_K == 128;
+  static constexpr bool TAKES_TURNED_V = WARPGROUPS < 4;
   static constexpr int TURNING_WARPS = 3;
   static constexpr int RAW_STAGES = TURNS_V ? 2 : 0;  // blocks of V that are not turned yet
   // How often the masked step stands in a kernel: once for both ends of a tile's keys, or for each.

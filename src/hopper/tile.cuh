@@ -50,7 +50,7 @@ using math::uniform;
 //   v_tile_full             producer            V's        the message for V's producer is there
 //                                               producer   before it is read,
 //   v_tile_empty            V's producer        producer   and was read before the next one comes
-//   With TURNS_V:
+//   Where turns_v():
 //   v_full of each stage    each turning warp   consumers  the block has been turned before wgmma
 //                                                          reads it; v_empty then holds back the
 //                                                          turning warps, not TMA
@@ -92,8 +92,9 @@ struct Barriers {
   }
 
   // Called by one thread. The producer arrives once at a full barrier and says how many bytes will
-  // come. Each consumer warp arrives once at an empty barrier.
-  __device__ __forceinline__ void initialise() const {
+  // come, or `v_arrivals` turning warps do at v_full. Each consumer warp arrives once at an empty
+  // barrier.
+  __device__ __forceinline__ void initialise(int v_arrivals = 1) const {
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
       ptx::mbarrier_init(q_full(stage), 1);
       ptx::mbarrier_init(q_empty(stage), C::WARPS);
@@ -101,7 +102,7 @@ struct Barriers {
     for (int stage = 0; stage < C::STAGES; ++stage) {
       ptx::mbarrier_init(k_full(stage), 1);
       ptx::mbarrier_init(k_empty(stage), C::WARPS);
-      ptx::mbarrier_init(v_full(stage), C::TURNS_V ? C::TURNING_WARPS : 1);
+      ptx::mbarrier_init(v_full(stage), v_arrivals);
       ptx::mbarrier_init(v_empty(stage), C::WARPS);
     }
     ptx::mbarrier_init(v_ragged(), 1);

@@ -71,7 +71,8 @@ def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares() -> None:
 
 def test_fp8_brings_every_kernel_of_the_quantiser_along() -> None:
     names = loaded("H200", [E4M3], [(128, 128)])
-    hopper = {f"hopper_attention_fwd_e4m3_{tile}" for tile in ("d128", "d128_small")}
+    tiles = {f"hopper_attention_fwd_e4m3_{tile}" for tile in ("d128", "d128_small")}
+    hopper = tiles | {"hopper_transpose_v"}
     assert names == {"ada_attention_fwd_e4m3_d128"} | hopper | kernels_built("quantize/quantize")
 
 
