@@ -27,9 +27,11 @@
 // A consumer warpgroup owns 64 rows: their scores, P and outputs never leave its registers. Without
 // IN_TURNS no warpgroup waits for another one.
 //
-// 8-bit V comes from the workspace, where transpose_v.cuh turns it: with the keys of a column side
-// by side, and zeros behind the end of a sequence. This kernel starts early (Launch::starts_early):
-// the producer waits for the other one's end before it loads V.
+// 8-bit V is turned, so that the keys of a column lie side by side. In calls for which turns_v()
+// holds the other warps of the producer's warpgroup do that, a block at a time: the producer loads
+// V into a ring of its own, and these warps arrive at v_full. Elsewhere transpose_v.cuh has turned
+// it into the workspace, with zeros behind the end of a sequence. Then this kernel starts early
+// (Launch::starts_early): the producer waits for the other one's end before it loads V.
 //
 // The tiles, stages and the memory plan are in config.cuh, the barriers and the hazards that they
 // close in tile.cuh, the choice among the kernels in plan.cpp, budgets and measurements in
@@ -50,6 +52,7 @@
 #include "common/math/tile_walk.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -158,6 +161,19 @@ __device__ __forceinline__ BlocksMessage<C>& blocks_message(unsigned char* share
   return *reinterpret_cast<BlocksMessage<C>*>(shared + C::BLOCKS_SMEM + stage * C::BLOCKS_BYTES);
 }
 
+// Whether the CTAs turn 8-bit V. Else it has been turned before.
+template <class C>
+__device__ __forceinline__ bool turns_v(const Params& params) {
+  return C::TURNS_V && (!C::TAKES_TURNED_V || params.v_columns == 0);
+}
+
+// With TURNS_V: how many keys the sequence has from the first one of the block in a stage of V that
+// is not turned yet; 0 behind the last block.
+template <class C>
+__device__ __forceinline__ int& keys_to_turn(unsigned char* shared, int stage) {
+  return *reinterpret_cast<int*>(shared + C::RAW_MESSAGE_SMEM + 8 * stage);
+}
+
 template <class C>
 __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, const Tile& tile,
                                                          const VisibleKeysOf<C>& visible,
@@ -240,6 +256,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
   const int shares = shares_of_tile<C>(params);
   RingPosition<C::STAGES> k_ring, v_ring;
+  [[maybe_unused]] RingPosition<C::RAW_STAGES> raw_ring;
   RingPosition<C::Q_STAGES> q_ring;
   uint32_t ragged_parity = 0;
 
@@ -276,7 +293,11 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     }
     const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
     const math::Blocks blocks = find_blocks<C>(params, tile, visible);
-    const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
+    // Kernels that turn V have uniform registers left, and few others.
+    const auto spare = [](int x) { return C::TURNS_V ? uniform(x) : x; };
+    kv_head = spare(kv_head);
+    const int keys_start =
+        spare(math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk));
     // 8-bit V: where the keys of the sequence start in a column, and one behind its last key, which
     // is filled up with zeros.
     const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
@@ -354,6 +375,23 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       v_ring.advance();
     };
 
+    // Where the kernel turns V: V as it is, for the warps that turn it.
+    [[maybe_unused]] const auto load_raw_v = [&](int block) {
+      using RawVTile = typename C::RawVTile;
+      // The block that the stage held has been turned.
+      ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
+      if (leader) {
+        // Without cu_seqlens TMA reads zeros behind the last key.
+        const bool packed = attention.cu_seqlens_k_gmem != nullptr;
+        keys_to_turn<C>(shared, raw_ring.stage) = packed ? tile.nk - block : C::BLOCK_K;
+        math::start_load<RawVTile, C::PACK>(
+            shared_smem + C::RAW_SMEM + raw_ring.stage * RawVTile::BYTES, params.v_map,
+            keys_start + block, attention.v_head == 0 ? 0 : kv_head,
+            attention.v_batch == 0 ? 0 : batch, barriers.raw_full(raw_ring.stage));
+      }
+      raw_ring.advance();
+    };
+
     const bool any_block = blocks.first <= blocks.last;
     // The first block comes before Q: the rings are free while the previous tile still needs Q's
     // part.
@@ -396,18 +434,34 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       }
     }
     q_ring.advance();
-    if constexpr (C::FP8) ptx::griddepcontrol_wait();  // V has been turned
+    if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();  // V has been turned
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
       const CachePlace place_before = next_place;
       if (block > blocks.first) load_k(block - C::BLOCK_K);
-      if constexpr (C::PRODUCERS == 1) load_v(block, place);
+      bool loaded = false;
+      if constexpr (C::TURNS_V) {
+        loaded = turns_v<C>(params);
+        if (loaded) load_raw_v(block);
+      }
+      if constexpr (C::PRODUCERS == 1 && (!C::TURNS_V || C::TAKES_TURNED_V)) {
+        if (!loaded) load_v(block, place);
+      }
       place = place_before;
     }
   }
   // A CTA without tiles, too, ends after the kernel before this one.
-  if constexpr (C::FP8) ptx::griddepcontrol_wait();
+  if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();
   send_no_tile<C>(barriers, shared, q_ring, leader);
+  if constexpr (C::TURNS_V) {
+    if (turns_v<C>(params)) {
+      ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
+      if (leader) {
+        keys_to_turn<C>(shared, raw_ring.stage) = 0;
+        ptx::mbarrier_arrive(barriers.raw_full(raw_ring.stage));
+      }
+    }
+  }
   if constexpr (C::PRODUCERS == 2) {
     ptx::mbarrier_wait_parity(barriers.v_tile_empty(), parity_of_tile<C>(q_ring) ^ 1);
     if (leader) {
@@ -470,6 +524,77 @@ __device__ __forceinline__ void produce_v(const CacheParams& params, unsigned ch
   }
 }
 
+// --- where turns_v(), the other warps of the producer's warpgroup: V -> keys side by side ---
+
+// Turns the part of a block that warp `part` of TURNING_WARPS has. 32 keys of 16 columns at a time
+// are four matrices of ldmatrix, whose transposition gives a lane the keys 2t and 2t + 1
+// (t = lane % 4) of two neighbouring columns: bytes of two such matrices are four keys of a column
+// in the order in which pack() has those of P. Column 2c of 16 goes to row c, and 2c + 1 to row
+// 8 + c, so that a lane ends with four neighbouring outputs.
+template <class C>
+__device__ __forceinline__ void turn_block(uint32_t raw_smem, uint32_t turned_smem, int part) {
+  using Raw = typename C::RawVTile;
+  using Turned = typename C::VTile;
+  static_assert(Turned::SLABS == 1, "the keys of a block are one slab's");
+  constexpr int GROUPS = C::BLOCK_K / 32;  // of keys
+  constexpr int AT_ONCE = 2;               // groups of keys: more loads are under way then
+  constexpr int TURNS = C::HEAD_DIM_V / 16 * GROUPS / AT_ONCE;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t from_smem = raw_smem + Raw::offset(lane, 0);
+  const uint32_t to_smem = turned_smem + Turned::offset(lane % 16, lane / 16);
+#pragma unroll 1
+  for (int turn = part; turn < TURNS; turn += C::TURNING_WARPS) {
+    const int group = turn % (GROUPS / AT_ONCE) * AT_ONCE, chunk = turn / (GROUPS / AT_ONCE);
+    const uint32_t group_smem = Raw::advance(from_smem, chunk) + group * 32 * Raw::ROW_BYTES;
+    uint32_t x[AT_ONCE][4];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      ptx::ldmatrix_x4_trans(x[i], group_smem + i * 32 * Raw::ROW_BYTES);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      uint32_t turned[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // 16 keys
+        turned[2 * half] = __byte_perm(x[i][2 * half], x[i][2 * half + 1], 0x6420);
+        turned[2 * half + 1] = __byte_perm(x[i][2 * half], x[i][2 * half + 1], 0x7531);
+      }
+      ptx::stmatrix_x4((to_smem ^ (group + i) * 32) + chunk * 16 * Turned::ROW_BYTES, turned);
+    }
+  }
+}
+
+// Called by the turning warps: turns block after block, in the order in which the producer loads.
+template <class C>
+__device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_smem) {
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int part = uniform(static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32 - 1);
+  RingPosition<C::RAW_STAGES> raw_ring;
+  RingPosition<C::STAGES> v_ring;
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.raw_full(raw_ring.stage), raw_ring.parity);  // it has landed
+    const int keys = uniform(keys_to_turn<C>(shared, raw_ring.stage));
+    if (keys == 0) break;
+    if (keys < C::BLOCK_K) {
+      // Behind its end may be rows of the next sequence. With NaN there, 0 * NaN would be NaN.
+      if (part == 0) {
+        clear_rows<typename C::RawVTile>(shared + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
+                                         keys);
+      }
+      // The rows are cleared before any warp turns them.
+      ptx::bar_sync(1 + C::WARPGROUPS, 32 * C::TURNING_WARPS);
+    }
+    // The products of every consumer warp have read the V that the stage held.
+    ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+    turn_block<C>(shared_smem + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
+                  shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, part);
+    ptx::fence_proxy_async_shared();  // this thread's rows come before wgmma reads them
+    release(barriers.v_full(v_ring.stage));
+    release(barriers.raw_empty(raw_ring.stage));
+    raw_ring.advance();
+    v_ring.advance();
+  }
+}
+
 // --- the other warps of the producer's warpgroup: output rows of no sequence ---
 
 template <class C>
@@ -507,8 +632,14 @@ struct Turns {
   }
 };
 
-// Where a warp's rows of a tile go and how they end. A consumer finds it while the last product of
-// the tile is computed.
+// Whether a consumer finds where its rows go and how they end while the last P V of a tile runs.
+// With 256 columns of V that a CTA turns itself that would spill registers.
+template <class C>
+consteval bool finds_ends() {
+  return C::PREPARES_TILES || (C::FP8 && !C::OVERLAPS && !C::TURNS_V);
+}
+
+// Where a warp's rows of a tile go and how they end.
 template <class C>
 struct TileEnd {
   uint16_t* out_gmem;    // of the warp's first row
@@ -516,8 +647,11 @@ struct TileEnd {
   int rows;              // from the warp's first one to the end of the tile; may exceed the warp's
   math::RowEnd ends[2];  // of the rows lane / 4 + 8r
 
+  TileEnd() = default;
+  // v_factor: what the outputs are multiplied by.
   __device__ __forceinline__ TileEnd(const math::RowState<C>& state, const AttentionParams& params,
-                                     const TileHead& at, const Tile& tile, int warp_row)
+                                     const TileHead& at, const Tile& tile, int warp_row,
+                                     float v_factor = 1.0f)
       : lse_gmem(params.lse_gmem), rows(tile.end_row - tile.first_row - warp_row) {
     const int64_t row = math::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
                         tile.first_row + warp_row;
@@ -527,7 +661,10 @@ struct TileEnd {
       lse_gmem += at.batch * params.lse_batch + at.head * params.lse_head + row;
     const float sink = math::load_sink(params, at.head);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) ends[r] = math::finish_lane_row<C>(state, 0, r, sink);
+    for (int r = 0; r < 2; ++r) {
+      ends[r] = math::finish_lane_row<C>(state, 0, r, sink);
+      if constexpr (C::FP8) ends[r].factor *= v_factor;
+    }
   }
 
   // Two neighbouring outputs of row r, from the first one of them on.
@@ -630,6 +767,29 @@ __device__ __forceinline__ void store_through_q(const math::Outputs<C>& o_rmem,
   }
 }
 
+// Writes a warp's rows of outputs from registers, where 8-bit V leaves a lane four neighbouring
+// ones of every 16 columns of a row: the four lanes of a row write 32 bytes at a time.
+template <class C, DType OUT>
+__device__ __forceinline__ void store_fp8_rows(const math::Outputs<C>& o_rmem,
+                                               const TileEnd<C>& end,
+                                               const AttentionParams& params) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 8 * r + lane / 4;
+    const float factor = end.ends[r].factor;
+    uint16_t* place = end.place(params, row, lane % 4 * 4);
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+      const float* even = &o_rmem[0][n][2 * r];
+      const float* odd = &o_rmem[0][n + 1][2 * r];
+      const uint32_t first = ptx::cvt_rn_x2_f32<OUT>(even[0] * factor, odd[0] * factor);
+      const uint32_t second = ptx::cvt_rn_x2_f32<OUT>(even[1] * factor, odd[1] * factor);
+      if (row < end.rows && 8 * n < params.dv) ptx::st_global_v2_b32(place + 8 * n, first, second);
+    }
+  }
+}
+
 // Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
 // the output, where rows of one head pass through Q's part of shared memory, at `q`, unless Q has
 // gone back already.
@@ -707,6 +867,27 @@ __device__ __forceinline__ void add_alibi(math::Scores<C>& s_rmem, const CachePa
   }
 }
 
+// Does what math::find_warp_descale() does where no descale is by blocks of keys and the head is
+// known: without descales it divides nothing. `row`: one of the warp's rows.
+__device__ __forceinline__ math::WarpDescale find_warp_descale(const Descales& descales,
+                                                               const AttentionParams& attention,
+                                                               const TileHead& at, int row) {
+  math::WarpDescale result{1.0f, 1.0f};
+  if (descales.q.gmem != nullptr) {
+    const int q_head = at.head / static_cast<int>(descales.heads_per_q_descale);
+    result.qk =
+        math::descale_of_head(descales.q, at.batch, q_head)[row / SCALE_ROWS * descales.q.block];
+  }
+  if (descales.k.gmem != nullptr || descales.v.gmem != nullptr) {
+    const int kv_head = at.head / attention.heads_per_kv;
+    if (descales.k.gmem != nullptr)
+      result.qk *= *math::descale_of_head(descales.k, at.batch, kv_head);
+    if (descales.v.gmem != nullptr)
+      result.v = *math::descale_of_head(descales.v, at.batch, kv_head);
+  }
+  return result;
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned char* shared,
                                         uint32_t shared_smem) {
@@ -745,8 +926,14 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     if constexpr (C::FP8) {
       if constexpr (C::TAKES_DESCALES_BY_BLOCK)
         key_descales = math::find_key_descales(params.descales, attention, tile);
-      warp_descale =
-          math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
+      if constexpr (C::PREPARES_TILES && !C::SPARES_REGISTERS) {
+        warp_descale = find_warp_descale(params.descales, attention,
+                                         blocks_message<C>(shared, q_ring.stage).head,
+                                         min(tile.first_row + warp_row, tile.nq - 1));
+      } else {
+        warp_descale =
+            math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
+      }
       exp2_scale *= warp_descale.qk;
       if constexpr (C::SPARES_REGISTERS) {  // uniform registers are left
         warp_descale.qk = uniform(warp_descale.qk);
@@ -843,8 +1030,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       }
     };
     // Without OVERLAPS: O += P V from beginning to end, PASS_COLUMNS columns at a time, of which
-    // PARTS are multiplied at the same time.
-    const auto multiply_pv = [&] {
+    // PARTS are multiplied at the same time. Calls meanwhile() while the first ones are.
+    const auto multiply_pv = [&](const auto& meanwhile) {
       constexpr int PASSES = C::HEAD_DIM_V / C::PASS_COLUMNS;
       PassOutputs<C> parts_rmem[C::PARTS];
       const auto part = [&](int pass) { return &parts_rmem[pass % C::PARTS][0][0][0]; };
@@ -858,6 +1045,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       for (int pass = 0; pass < PASSES; ++pass) {
         const int next = pass + C::PARTS - 1;
         if (next < PASSES) begin(next);
+        if (pass == 0) meanwhile();
         if (C::PARTS == 2 && next < PASSES) {
           ptx::wgmma_wait_group<1>();
         } else {
@@ -967,7 +1155,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       float scale = exp2_scale;
       if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C, !C::FP8>(s_rmem, state, scale, nothing_to_rescale);
+      scale = follow_maxima<C, true>(s_rmem, state, scale, nothing_to_rescale);
       weigh_rows<C>(s_rmem, state, scale);
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
@@ -1004,7 +1192,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     };
     const auto step_alone = [&]<bool MASKED>(int block) {
       turns.wait();
-      multiply_pv();
+      multiply_pv([] {});
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
       begin_qk();
       turns.hand_over();
@@ -1057,13 +1245,25 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const auto release_q_early = [&] {
       if constexpr (C::RELEASES_Q_EARLY) release(barriers.q_empty(q_ring.stage));
     };
-    // With PREPARES_TILES: how the tile ends, and what is written then, while Q goes back.
+    // With finds_ends(): how the tile ends, and what is written then, while Q goes back.
     const auto find_end = [&] {
-      return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
-                        warp_row);
+      if constexpr (C::PREPARES_TILES) {
+        return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
+                          warp_row, warp_descale.v);
+      } else {
+        const TileHead at{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
+        return TileEnd<C>(state, attention, at, tile, warp_row, warp_descale.v);
+      }
     };
     const auto end_tile = [&]([[maybe_unused]] const TileEnd<C>& end) {
-      if constexpr (C::PREPARES_TILES) {
+      if constexpr (finds_ends<C>() && C::FP8) {
+        if (params.out_dtype == DType::F16) {
+          store_fp8_rows<C, DType::F16>(o_rmem, end, attention);
+        } else {
+          store_fp8_rows<C, DType::BF16>(o_rmem, end, attention);
+        }
+        end.store_lse();
+      } else if constexpr (finds_ends<C>()) {
         store_through_q<C>(o_rmem, end, attention, q + warp_row * QTile::ROW_BYTES,
                            [&] { hand_back_q(barriers, q_ring.stage); });
         end.store_lse();
@@ -1072,7 +1272,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
 
     // The blocks, from the last to the first: those after the last one that the warpgroup sees,
     // those that it sees, and those before. Of those that it sees, some need masks at either end:
-    // both ends run the same code, which is long. With 8 bits that would spill registers.
+    // both ends run the same code, which is long, where that spills no registers.
     int block = all_blocks.last;
 #pragma unroll 1
     for (; block >= all_blocks.first && block > blocks.seen_last; block -= C::BLOCK_K) skip_block();
@@ -1083,7 +1283,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         first_step(block);
       }
       block -= C::BLOCK_K;
-#pragma unroll(C::FP8 ? 2 : 1)
+#pragma unroll(C::MASKED_STEPS)
       for (int end = 0; end < 2; ++end) {
 #pragma unroll 1
         for (; block >= blocks.seen_first && (end == 1 || block > blocks.clear_last);
@@ -1094,7 +1294,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         for (; block >= blocks.seen_first && block >= bare_first; block -= C::BLOCK_K)
           step.template operator()<false>(block);
       }
-      release_q_early();
+      if constexpr (!(C::FP8 && finds_ends<C>())) release_q_early();
       if constexpr (C::OVERLAPS) {
         ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
         begin_pv();
@@ -1113,17 +1313,31 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         } else {
           finish();
         }
+      } else if constexpr (finds_ends<C>()) {
+        TileEnd<C> end;
+        multiply_pv([&] {
+          end = find_end();
+          release_q_early();
+        });
+        end_tile(end);
       } else {
-        multiply_pv();
+        multiply_pv([] {});
       }
     } else {
-      release_q_early();
-      if constexpr (C::PREPARES_TILES) end_tile(find_end());
+      if constexpr (finds_ends<C>()) {
+        const TileEnd<C> end = find_end();
+        release_q_early();
+        end_tile(end);
+      } else {
+        release_q_early();
+      }
     }
 #pragma unroll 1
     for (; block >= all_blocks.first; block -= C::BLOCK_K) skip_block();
 
-    if constexpr (C::FP8) {
+    if constexpr (finds_ends<C>()) {
+      // end_tile() has written the rows.
+    } else if constexpr (C::FP8) {
       // The lane that knows it tells the others the unit of the last block.
       math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile.rows(), warp_row,
                              uniform(warp_descale.v), first_v_column<C>(tile));
@@ -1139,7 +1353,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         const float factors[2] = {all_params.dropout.scale, all_params.dropout.scale};
         rescale<C>(o_rmem, factors);
       }
-      if constexpr (!C::PREPARES_TILES) store_rows<C>(o_rmem, state, params, tile, warp_row, q);
+      store_rows<C>(o_rmem, state, params, tile, warp_row, q);
     }
     if constexpr (!C::RELEASES_Q_EARLY && !C::PREPARES_TILES) hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
@@ -1176,13 +1390,19 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(C::QTile::ALIGNMENT <= 1024);
-  if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
+  if (threadIdx.x == 0) {
+    Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise(turns_v<C>(params) ? C::TURNING_WARPS
+                                                                             : 1);
+  }
   run_roles<C>([&] { consume<C>(all_params, shared, shared_smem); },
                [&] { produce<C>(all_params, shared, shared_smem); },
                [&] {
                  if constexpr (C::PRODUCERS == 2) {
                    if (threadIdx.x < C::CONSUMER_THREADS + 64)
                      return produce_v<C>(all_params, shared, shared_smem);
+                 }
+                 if constexpr (C::TURNS_V) {
+                   if (turns_v<C>(params)) turn_v<C>(shared, shared_smem);
                  }
                  write_rows_of_no_sequence<C>(params);
                });

@@ -75,20 +75,31 @@ struct Config {
   // Whether these rows lie in pages and have whole slabs of columns: then one copy brings all
   // columns of a box.
   static constexpr bool PAGES = PAGES_;
-  // Whether Q goes back before the last P V of a tile, so that the next one comes meanwhile: where
-  // Q has one stage. Output rows cannot pass through its part then. With 256 columns of 16 bits
-  // it was no faster, so their Q stays.
+  // Whether Q goes back before the last P V of a tile has ended, so that the next one comes
+  // meanwhile: where Q has one stage, and with 8 bits, whose output rows do not pass through its
+  // part. With 256 columns of 16 bits it was no faster, so their Q stays.
   static constexpr bool RELEASES_Q_EARLY =
-      Q_STAGES == 1 && !CAN_SPLIT && !CACHE && (FP8 || HEAD_DIM_V <= 128);
+      FP8 || (Q_STAGES == 1 && !CAN_SPLIT && !CACHE && HEAD_DIM_V <= 128);
   // Whether the producer finds out which blocks each warpgroup sees and where its rows lie, and a
   // consumer how its rows end while the last P V runs. Elsewhere the consumers do all that between
   // two tiles, and the producer needs fewer registers.
-  static constexpr bool PREPARES_TILES = Q_STAGES == 2 && !FP8 && !CAN_SPLIT && !CACHE;
+  static constexpr bool PREPARES_TILES =
+      Q_STAGES == 2 && !CAN_SPLIT && !CACHE && (!FP8 || !OVERLAPS);
   // Whether a warpgroup that sees only the first half of its first block of keys computes the
   // scores and weights of that half alone. Two warpgroups then change places with each tile. With
   // fewer columns ptxas finds no registers for it (C7511).
   static constexpr bool HALVES =
-      PREPARES_TILES && WARPGROUPS == 2 && BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128;
+      PREPARES_TILES && !FP8 && WARPGROUPS == 2 && BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128;
+  // Whether the other warps of the producer's warpgroup can turn 8-bit V, a block at a time, and
+  // whether a kernel that can takes V that hopper_transpose_v has turned before, too: where the
+  // producer has the registers for both. Other kernels take that alone.
+  static constexpr bool TURNS_V = FP8 && !OVERLAPS && BLOCK_K == 128;
+  static constexpr bool TAKES_TURNED_V = WARPGROUPS < 4;
+  static constexpr int TURNING_WARPS = 3;
+  static constexpr int RAW_STAGES = TURNS_V ? 2 : 0;  // blocks of V that are not turned yet
+  // How often the masked step stands in a kernel: once for both ends of a tile's keys, or for each.
+  // With more than 128 keys at a time one would spill a register.
+  static constexpr int MASKED_STEPS = BLOCK_K > 128 ? 2 : 1;
   static constexpr bool DROPS = false;             // whether weights are dropped
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
   // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
@@ -110,7 +121,9 @@ struct Config {
   // share out the rest (setmaxnreg).
   static constexpr int SM_REGISTERS = 65536;
   static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = WARPGROUPS >= 3 || CACHE ? 32 : 24;
+  static constexpr int PRODUCER_REGISTERS = TURNS_V && WARPGROUPS <= 3 ? 40
+                                            : WARPGROUPS >= 3 || CACHE ? 32
+                                                                       : 24;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(LAUNCH_REGISTERS, WARPGROUPS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = LAUNCH_REGISTERS < CONSUMER_REGISTERS;
@@ -125,21 +138,28 @@ struct Config {
   using VTile = std::conditional_t<FP8, math::SlabTile<BLOCK_K / PACK, HEAD_DIM_V>,
                                    RowsTile<HEAD_DIM_V, BLOCK_K>>;
 
-  // Shared memory, in bytes: ring of Q | ring of K | ring of V | barriers | messages about tiles,
-  // the last one for a producer of V.
+  // V as it lies in memory, for TURNS_V.
+  using RawVTile = math::SlabTile<HEAD_DIM_V / PACK, BLOCK_K>;
+
+  // Shared memory, in bytes: ring of Q | ring of K | ring of V | ring of V that is not turned yet |
+  // barriers | messages about tiles, the last one for a producer of V | about blocks to turn.
   // With 16-bit inputs the output rows of a tile pass through the part of its Q, unless Q is
   // released early.
   static constexpr int Q_SMEM = 0;
   static constexpr int K_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
   static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;
-  static constexpr int BARRIER_SMEM = V_SMEM + STAGES * VTile::BYTES;
-  // Full and empty: each stage of Q, of K and of V, the message for a producer of V. One more: the
-  // bytes of a ragged block of V.
-  static constexpr int BARRIERS = 2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1);
+  static constexpr int RAW_SMEM = V_SMEM + STAGES * VTile::BYTES;
+  static constexpr int BARRIER_SMEM = RAW_SMEM + RAW_STAGES * RawVTile::BYTES;
+  // Full and empty: each stage of Q, of K and of V, the message for a producer of V, each block to
+  // turn. One more: the bytes of a ragged block of V.
+  static constexpr int BARRIERS =
+      2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1) + 2 * RAW_STAGES;
   static constexpr int MESSAGE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
   static constexpr int BLOCKS_SMEM = MESSAGE_SMEM + (Q_STAGES + PRODUCERS - 1) * TILE_MESSAGE_BYTES;
   static constexpr int BLOCKS_BYTES = 16 * (2 + WARPGROUPS);  // of a BlocksMessage
-  static constexpr int SHARED_BYTES = BLOCKS_SMEM + (PREPARES_TILES ? Q_STAGES * BLOCKS_BYTES : 0);
+  static constexpr int RAW_MESSAGE_SMEM =
+      BLOCKS_SMEM + (PREPARES_TILES ? Q_STAGES * BLOCKS_BYTES : 0);
+  static constexpr int SHARED_BYTES = RAW_MESSAGE_SMEM + 8 * RAW_STAGES;
 
   static_assert(BLOCK_K % (16 * PACK) == 0, "wgmma sums P V over 16 or 32 keys");
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
@@ -291,7 +311,7 @@ using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,      
 template <DType T>
 using Fp8D256       = Config<T, 256, 256,  2,     192,  2,      1,      1,       true,   false,  false,  false>;
 template <DType T>
-using Fp8D256Small  = Config<T, 256, 256,  2,     128,  3,      1,      1,       true,   false,  false,  false>;
+using Fp8D256Small  = Config<T, 256, 256,  2,     128,  2,      1,      1,       true,   false,  false,  false>;
 template <DType T>
 using Fp8D256Blocks = Config<T, 256, 128,  2,      64,  3,      2,      1,       true,   false,  true>;
 // clang-format on

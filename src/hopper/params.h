@@ -26,8 +26,9 @@ struct Params {
   math::PackedHeads packed_heads;  // for kernels that can pack heads
   TensorMap q_map, k_map, v_map;
   // For 8-bit inputs only; descales of k and v for copies of 8-bit caches, too. With them
-  // attention.tanh_scale is set even if there is no softcap. v_map is of the transposed V,
-  // (batch, heads_kv, dv, v_columns), in the workspace.
+  // attention.tanh_scale is set even if there is no softcap. With v_columns v_map is of the
+  // transposed V, (batch, heads_kv, dv, v_columns), in the workspace; where it is 0 the kernel
+  // turns V itself.
   Descales descales;
   DType out_dtype;  // F16 or BF16
   uint8_t* v_columns_gmem;

@@ -85,6 +85,10 @@ struct Tile : core::Tile {
   int v_columns_of_cta;
   int grouped_slabs;  // of K and V, if they lie in GroupedTiles, else 0
   bool dense;         // its kernel reads a summary of attn_mask
+  // Of 8 bits: whether the kernel can turn V, and takes V that was turned before, and the box of V
+  // that it turns.
+  bool turns_v, takes_turned_v;
+  core::Box raw_v_box;
   // For the model of fastest(): the scores that an SM computes in a time, relative to the first
   // tile of the table for the same head dimensions, and the time that a tile's start and end take
   // beyond core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's
@@ -109,7 +113,10 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
           C::TILE_STEP,
           C::HEAD_DIM_V,
           C::PAGES ? C::KTile::SLABS : 0,
-          requires { typename C::MaskTile; }};
+          requires { typename C::MaskTile; },
+          C::TURNS_V,
+          C::TAKES_TURNED_V,
+          core::box<typename C::RawVTile>(C::PACK)};
 }
 
 template <class C>
@@ -230,15 +237,9 @@ constexpr Tile FP8_BLOCK_TILES[] = {
 // With more rounds of tiles than these a model says little: they come out even.
 constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;
 
-// How long a call takes with a tile, by the model of makespans: keys, times the rows that an SM
-// passes with the first tile of the table meanwhile. Packed sequences count as having the mean
-// length, and as filling half of their last tile.
-double time_of(const Problem& problem, const Device& device, const Tile& tile) {
-  // A CTA that has an SM for itself, where there is room for two, is faster than beside another
-  // one: in so much of the time (NOTES.md).
-  constexpr double ALONE = 0.65;
-  const int64_t heads = problem.batch * problem.heads_q;
-  LaunchPlan head;  // of one sequence
+// What the model of makespans reads of a plan for one head of one sequence, one of mean length.
+LaunchPlan one_head(const Problem& problem, const Tile& tile) {
+  LaunchPlan head;
   head.problem = problem;
   head.problem.batch = head.problem.heads_q = head.problem.heads_kv = 1;
   if (problem.varlen) {
@@ -248,6 +249,18 @@ double time_of(const Problem& problem, const Device& device, const Tile& tile) {
   head.tile.block_q = tile.block_q, head.tile.block_k = tile.block_k;
   head.tile.row_step = tile.row_step;
   head.tile.splits = head.tile.v_slices = 1;
+  return head;
+}
+
+// How long a call takes with a tile, by the model of makespans: keys, times the rows that an SM
+// passes with the first tile of the table meanwhile. Packed sequences count as having the mean
+// length, and as filling half of their last tile.
+double time_of(const Problem& problem, const Device& device, const Tile& tile) {
+  // A CTA that has an SM for itself, where there is room for two, is faster than beside another
+  // one: in so much of the time (NOTES.md).
+  constexpr double ALONE = 0.65;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const LaunchPlan head = one_head(problem, tile);
   std::vector<core::Run> runs;
   double sum = 0;
   for (const core::TileTime& one : core::tile_times(head, {})) {
@@ -406,6 +419,18 @@ int64_t v_columns(const Problem& problem) {
 int64_t transpose_ctas(const Problem& problem) {
   const int64_t batch = problem.varlen ? 1 : problem.batch;
   return v_columns(problem) / V_COLUMN_KEYS * batch * problem.heads_kv;
+}
+
+// Whether the CTAs of a kernel turn 8-bit V themselves. That takes no launch of its own, but V is
+// turned as often as tiles see it: measured to be faster as long as few rows see a key (NOTES.md).
+bool turns_v(const Problem& problem, const Tile& tile) {
+  constexpr double MOST_ROWS = 3072;  // of all heads that read the same V
+  if (!tile.turns_v || !tile.takes_turned_v) return tile.turns_v;
+  const LaunchPlan head = one_head(problem, tile);
+  double keys = 0;  // that the tiles of a head visit
+  for (const core::TileTime& one : core::tile_times(head, {})) keys += one.time - core::TILE_KEYS;
+  const auto ratio = static_cast<double>(problem.heads_q / problem.heads_kv);
+  return keys * tile.block_q * ratio <= MOST_ROWS * static_cast<double>(head.problem.nk);
 }
 
 // Puts the launch that turns V before that of `plan`, which starts early and then reads V from the
@@ -809,7 +834,8 @@ PlanResult plan(const Problem& given, const Device& device) {
   const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<Tile>>(choice);
   const int64_t v_slices = std::max<int64_t>(core::ceil_div(problem.dv, tile.v_columns_of_cta), 1);
   const int64_t tiles = core::tiles_of(problem, tile) * splits * v_slices;
-  const int64_t largest = std::max(tiles, is_fp8(problem.dtype) ? transpose_ctas(problem) : 0);
+  const bool turned_before = is_fp8(problem.dtype) && !turns_v(problem, tile);
+  const int64_t largest = std::max(tiles, turned_before ? transpose_ctas(problem) : 0);
   if (largest > core::GRID_LIMIT) return core::grid_too_large(largest);
 
   Params params;
@@ -821,7 +847,7 @@ PlanResult plan(const Problem& given, const Device& device) {
   params.partials.splits = 1;
   if (tile.can_split) params.packed_heads = core::packed_heads(tile);
   params.v_slices = static_cast<int32_t>(v_slices);
-  if (is_fp8(problem.dtype)) params.v_columns = static_cast<int32_t>(v_columns(problem));
+  if (turned_before) params.v_columns = static_cast<int32_t>(v_columns(problem));
   // A CTA that goes on to the next tile loads its keys while the last one is computed and written.
   // Where several share an SM they do that for one another, but with masks as data the search for
   // the first block of a tile comes on top of it.
@@ -830,7 +856,9 @@ PlanResult plan(const Problem& given, const Device& device) {
   const bool stays = resident == 1 || (masked && splits == 1);
   const int64_t ctas =
       stays ? std::min<int64_t>(tiles, static_cast<int64_t>(resident) * device.sm_count) : tiles;
-  LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params);
+  Tile loaded = tile;
+  if (is_fp8(problem.dtype) && !turned_before) loaded.v_box = tile.raw_v_box;
+  LaunchPlan plan = core::one_launch("hopper", problem, device, loaded, ctas, params);
   plan.tile.v_slices = v_slices;
   plan.tile.row_step = tile.row_step;
   if (splits > 1) {
@@ -856,7 +884,7 @@ PlanResult plan(const Problem& given, const Device& device) {
                                          static_cast<int32_t>(offsetof(Params, taken_gmem)),
                                          workspace.add(plan.zeroed_bytes)});
   }
-  if (is_fp8(problem.dtype) && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
+  if (turned_before && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
   if (problem.dropout_p != 0) add_dropout(plan, problem);
   if (splits == 1) plan.workspace_bytes = workspace.bytes();
   if (problem.kv_cache) {

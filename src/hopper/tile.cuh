@@ -50,6 +50,14 @@ using math::uniform;
 //   v_tile_full             producer            V's        the message for V's producer is there
 //                                               producer   before it is read,
 //   v_tile_empty            V's producer        producer   and was read before the next one comes
+//   Where turns_v():
+//   v_full of each stage    each turning warp   consumers  the block has been turned before wgmma
+//                                                          reads it; v_empty then holds back the
+//                                                          turning warps, not TMA
+//   raw_full of each stage  producer, bytes     turning    the block has landed before it is turned
+//                                               warps
+//   raw_empty               each turning warp   producer   every warp has read its part of the block
+//     of each stage                                        before TMA overwrites it
 // clang-format on
 template <class C>
 struct Barriers {
@@ -76,10 +84,17 @@ struct Barriers {
   }
   __device__ __forceinline__ uint32_t v_tile_full() const { return v_ragged() + 8; }
   __device__ __forceinline__ uint32_t v_tile_empty() const { return v_ragged() + 16; }
+  __device__ __forceinline__ uint32_t raw_full(int stage) const {
+    return v_ragged() + 8 + 16 * (C::PRODUCERS - 1) + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t raw_empty(int stage) const {
+    return raw_full(stage) + 8 * C::RAW_STAGES;
+  }
 
   // Called by one thread. The producer arrives once at a full barrier and says how many bytes will
-  // come. Each consumer warp arrives once at an empty barrier.
-  __device__ __forceinline__ void initialise() const {
+  // come, or `v_arrivals` turning warps do at v_full. Each consumer warp arrives once at an empty
+  // barrier.
+  __device__ __forceinline__ void initialise(int v_arrivals = 1) const {
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
       ptx::mbarrier_init(q_full(stage), 1);
       ptx::mbarrier_init(q_empty(stage), C::WARPS);
@@ -87,10 +102,14 @@ struct Barriers {
     for (int stage = 0; stage < C::STAGES; ++stage) {
       ptx::mbarrier_init(k_full(stage), 1);
       ptx::mbarrier_init(k_empty(stage), C::WARPS);
-      ptx::mbarrier_init(v_full(stage), 1);
+      ptx::mbarrier_init(v_full(stage), v_arrivals);
       ptx::mbarrier_init(v_empty(stage), C::WARPS);
     }
     ptx::mbarrier_init(v_ragged(), 1);
+    for (int stage = 0; stage < C::RAW_STAGES; ++stage) {
+      ptx::mbarrier_init(raw_full(stage), 1);
+      ptx::mbarrier_init(raw_empty(stage), C::TURNING_WARPS);
+    }
     if constexpr (C::PRODUCERS > 1) {
       ptx::mbarrier_init(v_tile_full(), 1);
       ptx::mbarrier_init(v_tile_empty(), 1);

@@ -1,5 +1,5 @@
-// Turns 8-bit V so that the keys of a column lie side by side, as wgmma takes 8-bit tiles only: one
-// CTA for V_COLUMN_KEYS keys of each head. It also
+// Turns 8-bit V, for kernels that do not turn it themselves, so that the keys of a column lie side
+// by side, as wgmma takes 8-bit tiles only: one CTA for V_COLUMN_KEYS keys of each head. It also
 //   - gives each sequence columns of its own, filled up with zeros: keys behind its end then never
 //     matter, whatever memory holds there;
 //   - writes zeros for a block whose descale is 0;

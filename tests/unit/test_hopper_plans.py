@@ -133,6 +133,31 @@ def test_8_bit_calls_that_fill_few_sms_have_small_tiles(shape: Any, tile: str) -
     assert tile_of(plan_of(problem, "H200", NAME)).name == tile
 
 
+@pytest.mark.parametrize(
+    ("shape", "turned_before"),
+    [
+        ((16, 16, 16, 8192, 128, False), True),
+        ((4, 32, 8, 8192, 128, True), True),
+        ((1, 32, 8, 4096, 128, True), True),
+        ((4, 16, 16, 1024, 128, False), False),
+        ((1, 8, 8, 4096, 128, True), False),
+        ((64, 64, 64, 1024, 64, False), False),
+        ((1, 16, 16, 1024, 256, False), False),
+        ((2, 16, 16, 4096, 256, True), True),
+    ],
+    ids=str,
+)
+def test_v_in_8_bits_is_turned_first_where_many_rows_read_it(
+    shape: Any, turned_before: bool
+) -> None:
+    b, hq, hkv, n, d, causal = shape
+    problem = call("float8_e4m3fn", b=b, hq=hq, hkv=hkv, nq=n, d=d, causal=causal)
+    plan = plan_of(problem, "H200", NAME)
+    kernels = [launch["kernel"] for launch in plan.to_dict()["launches"]]
+    assert (kernels[0] == "hopper_transpose_v") == turned_before
+    assert len(kernels) == 1 + turned_before
+
+
 def test_columns_of_v_in_8_bits_have_a_limit() -> None:
     """Each of the packed sequences is filled up to 128 keys."""
     sequences = (1 << 24) + 1

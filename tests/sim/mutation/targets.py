@@ -197,7 +197,7 @@ TARGETS = (
     Target("hopper", "f16_d256_large", "H200", 1, 128, 80, 256, many=(370, 3), steady=True),
     Target("hopper", "e4m3_d64", "H200", 1, 256, 128, 64, many=(300, 3), steady=True),
     Target("hopper", "combine_bf16", "H200", 0, 64, 64, 256, heads=(6, 2), widths=True),
-    Target("hopper", "transpose_v", "H200", 1, 128, 128, 128, many=(300, 3)),
+    Target("hopper", "transpose_v", "H200", 1, 128, 128, 256, many=(300, 3)),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
