@@ -11,8 +11,8 @@
 // go from later rounds of queries to earlier ones, and over the heads that share a head of K inside
 // of a round. Each begins with a later round than that of the keys before, so that the turn has
 // mostly come. Behind its first round it goes on with the last one; what it adds from there on has
-// a sum of its own, because it may come to these rounds before the CTAs of earlier keys do. The
-// first upward_heads heads go from the last tile and the first round upwards, with one sum a round.
+// a sum of its own, because it may come to these rounds before the CTAs of earlier keys do. Others
+// go from the last tile and the first round upwards, with one sum a round (backward_order.cuh).
 // clang-format off
 //                      once         each block of queries
 //
@@ -75,6 +75,7 @@
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/backward_config.cuh"
+#include "hopper/backward_order.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/drop_weights.cuh"
 #include "hopper/tile.cuh"
@@ -820,101 +821,6 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   ptx::registers_change<PART>(dq);
   store_dq(number / C::BLOCKS_OF_ROUND - 1);
   hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
-}
-
-// A CTA's tile of keys: its index as find_backward_work() counts them, which is the first tiles of
-// all heads, then the second ones; and whether the tiles of its head come the other way round.
-struct TileOfCta {
-  int index;
-  bool upwards;
-};
-
-// A tile among those of `heads` heads, which are gone over in groups.
-struct TileInGroups {
-  int head, tile;
-  int heads_behind;  // that come behind its group
-
-  // index: of the tile, among all. in_a_row: tiles of a head that follow one another.
-  __device__ __forceinline__ TileInGroups(int index, int heads, int tiles, int group_heads,
-                                          int in_a_row) {
-    const int first_head = index / (tiles * group_heads) * group_heads;
-    const int of_group = min(group_heads, heads - first_head);
-    const int in_group = index - first_head * tiles;
-    const int first_tile = in_group / (of_group * in_a_row) * in_a_row;
-    const int of_row = min(in_a_row, tiles - first_tile);
-    const int in_rows = in_group - first_tile * of_group;
-    head = first_head + in_rows / of_row;
-    tile = first_tile + in_rows % of_row;
-    heads_behind = heads - first_head - of_group;
-  }
-};
-
-// Whether tiles may go upwards, although the longest of their group then comes last: behind the
-// group, of whose sequence `heads_behind` heads follow, the next 32 sequences have enough work for
-// all SMs until that tile ends. Called by whole warps.
-template <class C>
-__device__ __forceinline__ bool much_work_follows(const BackwardKernelParams& params, int batch,
-                                                  int tiles, int heads_behind) {
-  const AttentionParams& attention = params.backward.attention;
-  const auto work_of_head = [](int rows) {  // half of a tile's square
-    const auto n = static_cast<float>((rows + C::ROWS - 1) / C::ROWS);
-    return n * (n + 1.0f);
-  };
-  const int sequence = batch + 1 + static_cast<int>(threadIdx.x) % 32;
-  float work = 0.0f;
-  if (sequence < attention.batch) {
-    const int* const cu_k = attention.cu_seqlens_k_gmem;
-    const int rows = math::sequence_start(cu_k, sequence + 1, attention.nk) -
-                     math::sequence_start(cu_k, sequence, attention.nk);
-    work = work_of_head(max(rows, 0)) * (attention.heads_q / attention.heads_per_kv);
-  }
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) work += __shfl_xor_sync(math::FULL_WARP, work, lanes);
-  work += work_of_head(tiles * C::ROWS) * heads_behind;
-  return work >= static_cast<float>(params.upward_sms) * tiles;
-}
-
-// The tile of a CTA in packed sequences. Called by whole warps.
-template <class C>
-__device__ __forceinline__ TileOfCta find_packed_tile(const BackwardKernelParams& params,
-                                                      int index) {
-  const AttentionParams& attention = params.backward.attention;
-  const int* const cu_k = attention.cu_seqlens_k_gmem;
-  const int heads = attention.heads_q / attention.heads_per_kv;
-  const int batch = math::find_varlen_sequence(cu_k, attention.batch, C::ROWS, index / heads);
-  if (batch < 0) return {index, false};
-  const auto length = [&](const int* cu_seqlens, int rows) {
-    return max(math::sequence_start(cu_seqlens, batch + 1, rows) -
-                   math::sequence_start(cu_seqlens, batch, rows),
-               0);
-  };
-  const int tiles = (length(cu_k, attention.nk) + C::ROWS - 1) / C::ROWS;
-  const int first_index = math::varlen_tile_start(cu_k, batch, C::ROWS) * heads;
-  // Fewer tiles than the sequence's share of the grid.
-  if (index - first_index >= tiles * heads) return {index, false};
-  const int rows = max(length(attention.cu_seqlens_q_gmem, attention.nq), 1);
-  const int most = min(max(max(params.packed_rows / rows, params.packed_tiles / tiles), 1), heads);
-  const int groups = (heads + most - 1) / most;
-  const TileInGroups found(index - first_index, heads, tiles, (heads + groups - 1) / groups,
-                           params.tiles_in_a_row);
-  const bool upwards =
-      params.upward_sms > 0 && much_work_follows<C>(params, batch, tiles, found.heads_behind);
-  const int tile = upwards ? tiles - 1 - found.tile : found.tile;
-  return {first_index + tile * heads + found.head, upwards};
-}
-
-// CTAs go over the heads in groups, whose queries and sums of dQ stay in L2.
-template <class C>
-__device__ __forceinline__ TileOfCta find_tile(const BackwardKernelParams& params, int index) {
-  const AttentionParams& attention = params.backward.attention;
-  if (attention.cu_seqlens_k_gmem != nullptr) return find_packed_tile<C>(params, index);
-  const int heads = attention.batch * (attention.heads_q / attention.heads_per_kv);
-  if (params.group_heads >= heads && params.tiles_in_a_row == 1) return {index, false};
-  const int tiles = (attention.nk + C::ROWS - 1) / C::ROWS;
-  const TileInGroups found(index, heads, tiles, params.group_heads, params.tiles_in_a_row);
-  const bool upwards = found.head < params.upward_heads;
-  const int tile = upwards ? tiles - 1 - found.tile : found.tile;
-  return {tile * heads + found.head, upwards};
 }
 
 // What each CTA of a main kernel begins with: finds what it works on, and writes that to shared

@@ -32,11 +32,12 @@ struct BackwardKernelParams {
   // Of a head, so many tiles come one after another before those of the next head.
   int32_t tiles_in_a_row;
   // With cu_seqlens, where a group is of one sequence: as many heads as have packed_rows rows of
-  // queries or packed_tiles tiles of keys, in groups of equal size; and if tiles may go upwards, on
-  // how many SMs, else 0.
+  // queries or packed_tiles tiles of keys, in groups of equal size. Above 0: a group's tiles go
+  // upwards if behind it comes upward_work times the work of its longest tile (backward_order.cuh
+  // has how that is counted).
   int32_t packed_rows;
   int32_t packed_tiles;
-  int32_t upward_sms;
+  int32_t upward_work;
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);

@@ -38,15 +38,14 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
-// The order in which the tiles of keys of all heads come: find_tile() of attention_bwd.cuh.
+// The order in which the tiles of keys of all heads come: see BackwardKernelParams.
 struct KeyTileOrder {
-  int64_t group_heads;   // of k, which are gone over together; of packed sequences: at most
-  int64_t upward_heads;  // the first heads, whose tiles of keys come from the last one to the first
-  int64_t in_a_row = 1;  // tiles of a head
-  // Of packed sequences.
-  int64_t group_rows = INT32_MAX;
-  int64_t group_tiles = 0;
-  bool upwards = false;
+  int64_t group_heads;
+  int64_t upward_heads = 0;
+  int64_t tiles_in_a_row = 1;
+  int64_t packed_rows = INT32_MAX;
+  int64_t packed_tiles = 0;
+  int64_t upward_work = 0;
 };
 
 // Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
@@ -59,41 +58,41 @@ struct KeyTileOrder {
 // for. The last group goes the other way, from the longest tile to the shortest, so that all CTAs
 // end together. These groups are smaller, because tiles of a head that run at the same time are at
 // far apart rounds. Where query heads share a head of K they are so far apart that each tile reads
-// Q and dO from memory again: so these calls go the first way, with two tiles of a head in a row,
-// which read the same at the same time.
+// Q and dO from memory again: so these calls go the first way. There two tiles of a head come in a
+// row, which begin together and read the same at the same time.
 KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& tile,
-                      const Device& device) {
+                         const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
   const Problem& call = problem.call;
-  const int64_t sequences = call.varlen ? 1 : call.batch;
-  const int64_t all = std::max<int64_t>(sequences * call.heads_kv, 1);
-  const int64_t row_bytes = (call.heads_q / call.heads_kv) *
-                            ((call.d + call.dv) * dtype_bytes(call.dtype) +
-                             int64_t{sizeof(float)} * tile.head_dim);
+  const int64_t all = std::max<int64_t>((call.varlen ? 1 : call.batch) * call.heads_kv, 1);
+  const int64_t heads_per_kv = call.heads_q / call.heads_kv;
+  const int64_t row_bytes =
+      heads_per_kv *
+      ((call.d + call.dv) * dtype_bytes(call.dtype) + int64_t{sizeof(float)} * tile.head_dim);
   const int64_t head_bytes = std::max<int64_t>(call.nq * row_bytes, 1);
   const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
-  const bool triangle = call.window_left == UNBOUNDED && call.window_right != UNBOUNDED;
-  const bool shares = call.heads_q != call.heads_kv;
-  KeyTileOrder order{all, 0};
-  if (problem.deterministic && triangle && !shares) {
-    order.group_rows = BYTES / 2 / row_bytes;
-    order.group_tiles = device.sm_count;
-    order.upwards = true;
+  const bool masked = call.window_left != UNBOUNDED || call.window_right != UNBOUNDED;
+  const bool triangle = call.window_left == UNBOUNDED && masked;
+  KeyTileOrder order{all};
+  if (problem.deterministic && triangle && heads_per_kv == 1) {
+    order.packed_rows = BYTES / 2 / row_bytes;
+    order.packed_tiles = device.sm_count;
+    // By a model of the schedule anything from a quarter to a half of the SMs is as good.
+    order.upward_work = 3 * device.sm_count / 8;
+    if (call.varlen) return order;
     const int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
-    if (!call.varlen) {
-      order.group_heads = core::even_size(all, std::min(heads, all));
-      order.upward_heads = (core::ceil_div(all, order.group_heads) - 1) * order.group_heads;
-    }
+    order.group_heads = core::even_size(all, std::min(heads, all));
+    order.upward_heads = (core::ceil_div(all, order.group_heads) - 1) * order.group_heads;
     return order;
   }
-  if (problem.deterministic && triangle && shares) order.in_a_row = 2;
+  if (triangle && heads_per_kv > 2) order.tiles_in_a_row = std::min<int64_t>(heads_per_kv, 4);
   if (problem.deterministic && tile.head_dim <= 128) return order;
-  if (tile.head_dim == 128 && core::equal_tiles(call)) return order;
-  // Their tiles fill the GPU.
+  if (tile.head_dim == 128 && !masked) return order;
   const int64_t times = problem.deterministic ? 2 : 1;
-  order.group_rows = times * BYTES / row_bytes;
-  order.group_tiles = times * device.sm_count;
+  order.packed_rows = times * BYTES / row_bytes;
+  order.packed_tiles = times * device.sm_count;
   if (call.varlen) return order;
+  // Their tiles fill the GPU.
   const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
   // A smaller last group would start with its longest tiles when all others are done.
   order.group_heads = core::even_size(all, std::min(times * heads, all));
@@ -158,10 +157,10 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
       [&](BackwardKernelParams& params) {
         params.group_heads = static_cast<int32_t>(order.group_heads);
         params.upward_heads = static_cast<int32_t>(order.upward_heads);
-        params.tiles_in_a_row = static_cast<int32_t>(order.in_a_row);
-        params.packed_rows = static_cast<int32_t>(order.group_rows);
-        params.packed_tiles = static_cast<int32_t>(order.group_tiles);
-        params.upward_sms = order.upwards ? device.sm_count : 0;
+        params.tiles_in_a_row = static_cast<int32_t>(order.tiles_in_a_row);
+        params.packed_rows = static_cast<int32_t>(order.packed_rows);
+        params.packed_tiles = static_cast<int32_t>(order.packed_tiles);
+        params.upward_work = static_cast<int32_t>(order.upward_work);
         params.backward.scale *= core::dropout_params(call).scale;  // 1 without dropout
       });
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {

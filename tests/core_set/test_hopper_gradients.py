@@ -25,7 +25,7 @@ from .gradients import NAMES, forward
 on = executor()
 pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
 # Of BackwardKernelParams::group_heads, and then upward_heads, tiles_in_a_row, packed_rows,
-# packed_tiles and upward_sms.
+# packed_tiles and upward_work.
 ORDER_OFFSET = 524
 
 inputs = functools.partial(gradients.inputs, on)
@@ -40,7 +40,7 @@ class Order:
     tiles_in_a_row: int = 1
     packed_rows: int = 2**31 - 1
     packed_tiles: int = 0
-    upward_sms: int = 0
+    upward_work: int = 0
 
 
 def gradients_in_order(
@@ -141,7 +141,7 @@ def test_order_of_packed_tiles(d: int) -> None:
         Order(packed_rows=1, tiles_in_a_row=2),
     ):
         assert_same(gradients_in_order(request, order), in_order)
-    upwards = Order(packed_rows=300, upward_sms=1)
+    upwards = Order(packed_rows=300, upward_work=1)
     found = [gradients_in_order(request, upwards, seed) for seed in range(3)]
     for into in found[1:]:
         assert_same(into, found[0])

@@ -265,7 +265,7 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
 
 
 # Of BackwardKernelParams::group_heads, and then upward_heads, tiles_in_a_row, packed_rows,
-# packed_tiles and upward_sms.
+# packed_tiles and upward_work.
 ORDER_OFFSET = 524
 
 
@@ -322,13 +322,12 @@ def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
     upward: int,
 ) -> None:
     params = hopper_params(shape, heads_kv, deterministic, causal)
-    group_heads, upward_heads, in_a_row, *_, upward_sms = struct.unpack_from(
+    group_heads, upward_heads, in_a_row, *_, upward_work = struct.unpack_from(
         "<6i", params, ORDER_OFFSET
     )
     assert (group_heads, upward_heads) == (expected, upward)
-    in_turns = deterministic and causal
-    assert in_a_row == (2 if in_turns and shape[1] != heads_kv else 1)
-    assert (upward_sms > 0) == (in_turns and shape[1] == heads_kv)
+    assert in_a_row == (4 if causal and shape[1] != heads_kv else 1)
+    assert (upward_work > 0) == (deterministic and causal and shape[1] == heads_kv)
 
 
 ALL_ROWS = 2**31 - 1
@@ -338,13 +337,13 @@ ALL_ROWS = 2**31 - 1
     ("d", "heads_kv", "deterministic", "causal", "expected"),
     [
         # 16 MB of Q, dO and the sums of dQ, or a tile for each SM.
-        (128, 16, True, True, (1, 16384, 132, 132)),
-        (256, 16, True, True, (1, 8192, 132, 132)),
-        (128, 4, True, True, (2, ALL_ROWS, 0, 0)),  # four query heads share one of k
-        (256, 4, True, True, (2, 16384 // 4 * 2, 264, 0)),
+        (128, 16, True, True, (1, 16384, 132, 49)),
+        (256, 16, True, True, (1, 8192, 132, 49)),
+        (128, 4, True, True, (4, ALL_ROWS, 0, 0)),  # four query heads share one of k
+        (256, 4, True, True, (4, 8192, 264, 0)),
         (256, 16, True, False, (1, 32768, 264, 0)),
         (256, 16, False, True, (1, 16384, 132, 0)),
-        (128, 16, False, False, (1, 32768, 132, 0)),
+        (128, 16, False, False, (1, ALL_ROWS, 0, 0)),
     ],
 )
 def test_order_of_packed_tiles_of_hopper(
@@ -354,7 +353,7 @@ def test_order_of_packed_tiles_of_hopper(
     causal: bool,
     expected: tuple[int, int, int, int],
 ) -> None:
-    """tiles_in_a_row, packed_rows, packed_tiles and upward_sms."""
+    """tiles_in_a_row, packed_rows, packed_tiles and upward_work."""
     params = hopper_params((3000, 16, d), heads_kv, deterministic, causal, packed=True)
     group_heads, upward_heads, *order = struct.unpack_from("<6i", params, ORDER_OFFSET)
     assert (group_heads, upward_heads) == (heads_kv, 0)

@@ -76,7 +76,8 @@ __device__ __forceinline__ CtaWork find_queries(const Params& params, const Back
   cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
   cta.start = cta.last;
   if (params.turns_gmem == nullptr) {
-    if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
+    // One step apart, or the CTAs that share heads of queries would read them too far apart for L2.
+    if (rounds > 0) cta.start -= work.first_row / C::ROWS / work.heads % rounds * C::ROUND;
   } else {
     const int tile = work.first_row / C::ROWS;
     cta.upwards = upwards;
