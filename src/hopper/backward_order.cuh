@@ -1,6 +1,7 @@
-// The order in which the CTAs of a main kernel of hopper take the tiles of keys. The tiles of a head
-// add to the same sums of dQ and read the same Q and dO, so it decides what L2 holds, and in turns
-// how long CTAs wait for one another (NOTES.md). plan_backward.cpp chooses among what is here.
+// The order in which the CTAs of a main kernel of hopper take the tiles of keys. The tiles of a
+// head add to the same sums of dQ and read the same Q and dO, so it decides what L2 holds, and in
+// turns how long CTAs wait for one another (NOTES.md). plan_backward.cpp chooses among what is
+// here.
 #pragma once
 
 #include "common/math/attention_work.cuh"

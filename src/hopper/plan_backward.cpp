@@ -48,6 +48,15 @@ struct KeyTileOrder {
   int64_t upward_work = 0;
 };
 
+// Under a causal mask a tile is heads_per_kv * 2 steps shorter than the one before, and the next
+// ones begin as far apart, each where the last one ended. Some of a head in a row begin together,
+// and read the same at the same time. Without turns tiles begin one step apart anyway, which is
+// enough up to four heads. Measured on an H100 and an H200 (NOTES.md).
+int64_t tiles_in_a_row(int64_t heads_per_kv, bool deterministic) {
+  if (deterministic) return std::clamp<int64_t>(heads_per_kv - 1, 1, 3);
+  return heads_per_kv > 4 ? 2 : 1;
+}
+
 // Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
 // turns more of them, because the tiles of a head that are computed at the same time wait for one
 // another; up to 128 columns all, which was faster there, as it was where every tile of 128 columns
@@ -58,17 +67,15 @@ struct KeyTileOrder {
 // for. The last group goes the other way, from the longest tile to the shortest, so that all CTAs
 // end together. These groups are smaller, because tiles of a head that run at the same time are at
 // far apart rounds. Where query heads share a head of K they are so far apart that each tile reads
-// Q and dO from memory again: so these calls go the first way. There two tiles of a head come in a
-// row, which begin together and read the same at the same time.
+// Q and dO from memory again: so these calls go the first way, with tiles in a row.
 KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& tile,
                          const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
   const Problem& call = problem.call;
   const int64_t all = std::max<int64_t>((call.varlen ? 1 : call.batch) * call.heads_kv, 1);
   const int64_t heads_per_kv = call.heads_q / call.heads_kv;
-  const int64_t row_bytes =
-      heads_per_kv *
-      ((call.d + call.dv) * dtype_bytes(call.dtype) + int64_t{sizeof(float)} * tile.head_dim);
+  const int64_t row_bytes = heads_per_kv * ((call.d + call.dv) * dtype_bytes(call.dtype) +
+                                            int64_t{sizeof(float)} * tile.head_dim);
   const int64_t head_bytes = std::max<int64_t>(call.nq * row_bytes, 1);
   const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
   const bool masked = call.window_left != UNBOUNDED || call.window_right != UNBOUNDED;
@@ -85,7 +92,7 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
     order.upward_heads = (core::ceil_div(all, order.group_heads) - 1) * order.group_heads;
     return order;
   }
-  if (triangle && heads_per_kv > 2) order.tiles_in_a_row = std::min<int64_t>(heads_per_kv, 4);
+  if (triangle) order.tiles_in_a_row = tiles_in_a_row(heads_per_kv, problem.deterministic);
   if (problem.deterministic && tile.head_dim <= 128) return order;
   if (tile.head_dim == 128 && !masked) return order;
   const int64_t times = problem.deterministic ? 2 : 1;

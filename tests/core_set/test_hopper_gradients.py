@@ -128,9 +128,7 @@ def test_order_of_packed_tiles(d: int) -> None:
     """
     ends = {"cu_seqlens_q": on.cu_seqlens(PACKED_Q), "cu_seqlens_k": on.cu_seqlens(PACKED_K)}
     rows = (sum(PACKED_Q), sum(PACKED_Q), sum(PACKED_K), sum(PACKED_K))
-    dout, q, k, v = (
-        on.rand(n, 3, d, seed=seed, dtype="bfloat16") for seed, n in enumerate(rows)
-    )
+    dout, q, k, v = (on.rand(n, 3, d, seed=seed, dtype="bfloat16") for seed, n in enumerate(rows))
     options = {"causal": True, **ends}
     out, lse = forward(q, k, v, options)
     request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete(options))
