@@ -823,10 +823,10 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
 }
 
-// What each CTA of a main kernel begins with: finds what it works on, and writes that to shared
-// memory, which __syncthreads() then makes known. Returns whether there is anything.
+// What each CTA of a main kernel begins with: one warp finds what it works on, and writes that to
+// shared memory, which __syncthreads() then makes known; first_row < 0: nothing.
 template <class C>
-__device__ __forceinline__ bool begin_backward(const BackwardKernelParams& params,
+__device__ __forceinline__ void begin_backward(const BackwardKernelParams& params,
                                                unsigned char* shared) {
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
   // This kernel has started early: its warps wait where they use what the one before has written,
@@ -839,17 +839,17 @@ __device__ __forceinline__ bool begin_backward(const BackwardKernelParams& param
     ptx::prefetch_tensormap(params.dout_map);
   }
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
+  if (uniform(static_cast<int>(threadIdx.x) / 32) != 0) return;
   const TileOfCta tile = find_tile<C>(params, static_cast<int>(blockIdx.x));
   const BackwardWork found =
       math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, tile.index);
+  if (threadIdx.x != 0) return;
+  CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
   if (found.first_row < 0) {
-    ptx::griddepcontrol_wait();
-    return false;
+    work.first_row = found.first_row;
+  } else {
+    work = math::find_queries<C>(params, found, tile.upwards);
   }
-  if (threadIdx.x == 0)
-    *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM) =
-        math::find_queries<C>(params, found, tile.upwards);
-  return true;
 }
 
 template <class C>
@@ -859,7 +859,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
-  if (!begin_backward<C>(params, shared)) return;
+  begin_backward<C>(params, shared);
   if (threadIdx.x == C::CONSUMER_THREADS) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
     barriers.initialise_inputs();
@@ -873,6 +873,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
+  if (work.first_row < 0) {
+    ptx::griddepcontrol_wait();
+    return;
+  }
 
   const bool any_block = work.blocks > 0;
   if (threadIdx.x < C::CONSUMER_THREADS) {

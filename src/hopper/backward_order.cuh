@@ -4,6 +4,8 @@
 // here.
 #pragma once
 
+#include <cstdint>
+
 #include "common/math/attention_work.cuh"
 #include "common/math/uniform.cuh"
 #include "common/math/varlen_tiles.cuh"
@@ -71,6 +73,8 @@ template <class C>
 __device__ __forceinline__ TileOfCta find_packed_tile(const BackwardKernelParams& params,
                                                       int index) {
   const AttentionParams& attention = params.backward.attention;
+  // To find the order takes a while, for which small calls have to wait.
+  if (params.packed_rows == INT32_MAX && params.tiles_in_a_row == 1) return {index, false};
   const int* const cu_k = attention.cu_seqlens_k_gmem;
   const int heads = attention.heads_q / attention.heads_per_kv;
   const int batch = math::find_varlen_sequence(cu_k, attention.batch, C::ROWS, index / heads);

@@ -48,13 +48,13 @@ struct KeyTileOrder {
   int64_t upward_work = 0;
 };
 
-// Under a causal mask a tile is heads_per_kv * 2 steps shorter than the one before, and the next
-// ones begin as far apart, each where the last one ended. Some of a head in a row begin together,
-// and read the same at the same time. Without turns tiles begin one step apart anyway, which is
-// enough up to four heads. Measured on an H100 and an H200 (NOTES.md).
+// Under a causal mask a tile is shorter than the one before, by one or two steps for each query
+// head that shares its head of K, and the tiles that follow begin as far apart, each where another
+// one has ended. Two of a head in a row begin together, and read the same at the same time. Without
+// turns tiles begin with rounds that are a few steps apart, which is enough for up to four heads.
+// Measured on an H100 and an H200 (NOTES.md).
 int64_t tiles_in_a_row(int64_t heads_per_kv, bool deterministic) {
-  if (deterministic) return std::clamp<int64_t>(heads_per_kv - 1, 1, 3);
-  return heads_per_kv > 4 ? 2 : 1;
+  return heads_per_kv > (deterministic ? 2 : 4) ? 2 : 1;
 }
 
 // Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
@@ -96,6 +96,7 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   if (problem.deterministic && tile.head_dim <= 128) return order;
   if (tile.head_dim == 128 && !masked) return order;
   const int64_t times = problem.deterministic ? 2 : 1;
+  if (call.varlen && tile.head_dim <= 128) return order;  // as fast, and found sooner
   order.packed_rows = times * BYTES / row_bytes;
   order.packed_tiles = times * device.sm_count;
   if (call.varlen) return order;
