@@ -11,8 +11,8 @@
 // go from later rounds of queries to earlier ones, and over the heads that share a head of K inside
 // of a round. Each begins with a later round than that of the keys before, so that the turn has
 // mostly come. Behind its first round it goes on with the last one; what it adds from there on has
-// a sum of its own, because it may come to these rounds before the CTAs of earlier keys do. The
-// first upward_heads heads go from the last tile and the first round upwards, with one sum a round.
+// a sum of its own, because it may come to these rounds before the CTAs of earlier keys do. Others
+// go from the last tile and the first round upwards, with one sum a round (backward_order.cuh).
 // clang-format off
 //                      once         each block of queries
 //
@@ -75,6 +75,7 @@
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/backward_config.cuh"
+#include "hopper/backward_order.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/drop_weights.cuh"
 #include "hopper/tile.cuh"
@@ -822,33 +823,10 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
 }
 
-// A CTA's tile of keys: its index as find_backward_work() counts them, which is the first tiles of
-// all heads, then the second ones; and whether the tiles of its head come the other way round.
-struct TileOfCta {
-  int index;
-  bool upwards;
-};
-
-// CTAs go over the heads in groups, whose queries and sums of dQ stay in L2.
+// What each CTA of a main kernel begins with: one warp finds what it works on, and writes that to
+// shared memory, which __syncthreads() then makes known; first_row < 0: nothing.
 template <class C>
-__device__ __forceinline__ TileOfCta find_tile(const BackwardKernelParams& params, int index) {
-  const AttentionParams& attention = params.backward.attention;
-  const int heads = attention.batch * (attention.heads_q / attention.heads_per_kv);
-  if (params.group_heads >= heads || attention.cu_seqlens_k_gmem != nullptr) return {index, false};
-  const int tiles = (attention.nk + C::ROWS - 1) / C::ROWS;
-  const int first_head = index / (tiles * params.group_heads) * params.group_heads;
-  const int of_group = min(params.group_heads, heads - first_head);
-  const int in_group = index - first_head * tiles;
-  const bool upwards = first_head < params.upward_heads;
-  const int place = in_group / of_group;
-  const int tile = upwards ? tiles - 1 - place : place;
-  return {tile * heads + first_head + in_group % of_group, upwards};
-}
-
-// What each CTA of a main kernel begins with: finds what it works on, and writes that to shared
-// memory, which __syncthreads() then makes known. Returns whether there is anything.
-template <class C>
-__device__ __forceinline__ bool begin_backward(const BackwardKernelParams& params,
+__device__ __forceinline__ void begin_backward(const BackwardKernelParams& params,
                                                unsigned char* shared) {
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
   // This kernel has started early: its warps wait where they use what the one before has written,
@@ -861,17 +839,17 @@ __device__ __forceinline__ bool begin_backward(const BackwardKernelParams& param
     ptx::prefetch_tensormap(params.dout_map);
   }
   math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
+  if (uniform(static_cast<int>(threadIdx.x) / 32) != 0) return;
   const TileOfCta tile = find_tile<C>(params, static_cast<int>(blockIdx.x));
   const BackwardWork found =
       math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, tile.index);
+  if (threadIdx.x != 0) return;
+  CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
   if (found.first_row < 0) {
-    ptx::griddepcontrol_wait();
-    return false;
+    work.first_row = found.first_row;
+  } else {
+    work = math::find_queries<C>(params, found, tile.upwards);
   }
-  if (threadIdx.x == 0)
-    *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM) =
-        math::find_queries<C>(params, found, tile.upwards);
-  return true;
 }
 
 template <class C>
@@ -881,7 +859,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
-  if (!begin_backward<C>(params, shared)) return;
+  begin_backward<C>(params, shared);
   if (threadIdx.x == C::CONSUMER_THREADS) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
     barriers.initialise_inputs();
@@ -895,6 +873,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
+  if (work.first_row < 0) {
+    ptx::griddepcontrol_wait();
+    return;
+  }
 
   const bool any_block = work.blocks > 0;
   if (threadIdx.x < C::CONSUMER_THREADS) {

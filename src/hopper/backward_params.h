@@ -24,11 +24,20 @@ struct BackwardKernelParams {
   int32_t rounds;         // of a head, without cu_seqlens
   int32_t sums_of_round;  // of dQ: two, or one
   // The heads of k, of all sequences, that are gone over together: the first tiles of all of them,
-  // then the second ones, and so on. All of them with cu_seqlens.
+  // then the second ones, and so on.
   int32_t group_heads;
   // In turns: of the first heads, whole groups, the tiles come from the last one to the first, and
   // go over rounds upwards.
   int32_t upward_heads;
+  // Of a head, so many tiles come one after another before those of the next head.
+  int32_t tiles_in_a_row;
+  // With cu_seqlens, where a group is of one sequence: as many heads as have packed_rows rows of
+  // queries or packed_tiles tiles of keys, in groups of equal size. Above 0: a group's tiles go
+  // upwards if behind it comes upward_work times the work of its longest tile (backward_order.cuh
+  // has how that is counted).
+  int32_t packed_rows;
+  int32_t packed_tiles;
+  int32_t upward_work;
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);

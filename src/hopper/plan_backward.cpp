@@ -38,10 +38,24 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
-struct HeadGroups {
-  int64_t heads;   // of k in a group, which are gone over together
-  int64_t upward;  // the first heads, whose tiles of keys come from the last one to the first
+// The order in which the tiles of keys of all heads come: see BackwardKernelParams.
+struct KeyTileOrder {
+  int64_t group_heads;
+  int64_t upward_heads = 0;
+  int64_t tiles_in_a_row = 1;
+  int64_t packed_rows = INT32_MAX;
+  int64_t packed_tiles = 0;
+  int64_t upward_work = 0;
 };
+
+// Under a causal mask a tile is shorter than the one before, by one or two steps for each query
+// head that shares its head of K, and the tiles that follow begin as far apart, each where another
+// one has ended. Two of a head in a row begin together, and read the same at the same time. Without
+// turns tiles begin with rounds that are a few steps apart, which is enough for up to four heads.
+// Measured on an H100 and an H200 (NOTES.md).
+int64_t tiles_in_a_row(int64_t heads_per_kv, bool deterministic) {
+  return heads_per_kv > (deterministic ? 2 : 4) ? 2 : 1;
+}
 
 // Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
 // turns more of them, because the tiles of a head that are computed at the same time wait for one
@@ -53,30 +67,44 @@ struct HeadGroups {
 // for. The last group goes the other way, from the longest tile to the shortest, so that all CTAs
 // end together. These groups are smaller, because tiles of a head that run at the same time are at
 // far apart rounds. Where query heads share a head of K they are so far apart that each tile reads
-// Q and dO from memory again: that was slower, so these calls go the first way.
-HeadGroups group_heads(const BackwardProblem& problem, const BackwardTile& tile,
-                       const Device& device) {
+// Q and dO from memory again: so these calls go the first way, with tiles in a row.
+KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& tile,
+                         const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
   const Problem& call = problem.call;
-  const int64_t all = std::max<int64_t>(call.batch * call.heads_kv, 1);
-  if (call.varlen) return {all, 0};  // find_tile() takes packed tiles as they come
-  const int64_t row_bytes =
-      (call.d + call.dv) * dtype_bytes(call.dtype) + int64_t{sizeof(float)} * tile.head_dim;
-  const int64_t head_bytes =
-      std::max<int64_t>(call.heads_q / call.heads_kv * call.nq * row_bytes, 1);
+  const int64_t all = std::max<int64_t>((call.varlen ? 1 : call.batch) * call.heads_kv, 1);
+  const int64_t heads_per_kv = call.heads_q / call.heads_kv;
+  const int64_t row_bytes = heads_per_kv * ((call.d + call.dv) * dtype_bytes(call.dtype) +
+                                            int64_t{sizeof(float)} * tile.head_dim);
+  const int64_t head_bytes = std::max<int64_t>(call.nq * row_bytes, 1);
   const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
-  const bool triangle = call.window_left == UNBOUNDED && call.window_right != UNBOUNDED;
-  if (problem.deterministic && triangle && call.heads_q == call.heads_kv) {
+  const bool masked = call.window_left != UNBOUNDED || call.window_right != UNBOUNDED;
+  const bool triangle = call.window_left == UNBOUNDED && masked;
+  KeyTileOrder order{all};
+  if (problem.deterministic && triangle && heads_per_kv == 1) {
+    order.packed_rows = BYTES / 2 / row_bytes;
+    order.packed_tiles = device.sm_count;
+    // By a model of the schedule anything from a quarter to a half of the SMs is as good.
+    order.upward_work = 3 * device.sm_count / 8;
+    if (call.varlen) return order;
     const int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
-    const int64_t of_group = core::even_size(all, std::min(heads, all));
-    return {of_group, (core::ceil_div(all, of_group) - 1) * of_group};
+    order.group_heads = core::even_size(all, std::min(heads, all));
+    order.upward_heads = (core::ceil_div(all, order.group_heads) - 1) * order.group_heads;
+    return order;
   }
-  if (problem.deterministic && tile.head_dim <= 128) return {all, 0};
-  if (tile.head_dim == 128 && core::equal_tiles(call)) return {all, 0};
+  if (triangle) order.tiles_in_a_row = tiles_in_a_row(heads_per_kv, problem.deterministic);
+  if (problem.deterministic && tile.head_dim <= 128) return order;
+  if (tile.head_dim == 128 && !masked) return order;
+  const int64_t times = problem.deterministic ? 2 : 1;
+  if (call.varlen && tile.head_dim <= 128) return order;  // as fast, and found sooner
+  order.packed_rows = times * BYTES / row_bytes;
+  order.packed_tiles = times * device.sm_count;
+  if (call.varlen) return order;
   // Their tiles fill the GPU.
   const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
   // A smaller last group would start with its longest tiles when all others are done.
-  return {core::even_size(all, std::min(problem.deterministic ? 2 * heads : heads, all)), 0};
+  order.group_heads = core::even_size(all, std::min(times * heads, all));
+  return order;
 }
 
 // The smallest tile for the head dimensions, or the largest of all, which refuses them.
@@ -131,12 +159,16 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
-  const HeadGroups groups = group_heads(problem, tile, device);
+  const KeyTileOrder order = order_tiles(problem, tile, device);
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, device, "hopper",
       [&](BackwardKernelParams& params) {
-        params.group_heads = static_cast<int32_t>(groups.heads);
-        params.upward_heads = static_cast<int32_t>(groups.upward);
+        params.group_heads = static_cast<int32_t>(order.group_heads);
+        params.upward_heads = static_cast<int32_t>(order.upward_heads);
+        params.tiles_in_a_row = static_cast<int32_t>(order.tiles_in_a_row);
+        params.packed_rows = static_cast<int32_t>(order.packed_rows);
+        params.packed_tiles = static_cast<int32_t>(order.packed_tiles);
+        params.upward_work = static_cast<int32_t>(order.upward_work);
         params.backward.scale *= core::dropout_params(call).scale;  // 1 without dropout
       });
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {

@@ -354,7 +354,7 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
-  if (!begin_backward<C>(params, shared)) return;
+  begin_backward<C>(params, shared);
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   if (threadIdx.x == C::WARPGROUP) {
     barriers.initialise_inputs();
@@ -373,6 +373,10 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
+  if (work.first_row < 0) {
+    ptx::griddepcontrol_wait();
+    return;
+  }
 
   const bool any_block = work.blocks > 0;
   const int role = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);

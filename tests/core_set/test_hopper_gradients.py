@@ -4,6 +4,7 @@ others).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import struct
 from typing import Any
@@ -23,17 +24,29 @@ from .gradients import NAMES, forward
 
 on = executor()
 pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
-GROUP_HEADS_OFFSET = 524  # of BackwardKernelParams::group_heads, and then upward_heads
+# Of BackwardKernelParams::group_heads, and then upward_heads, tiles_in_a_row, packed_rows,
+# packed_tiles and upward_work.
+ORDER_OFFSET = 524
 
 inputs = functools.partial(gradients.inputs, on)
 
 
-def gradients_in_groups(
-    request: _gradients.Request, heads: int, upward: int = 0, seed: int = 0
+@dataclasses.dataclass
+class Order:
+    """In which order the tiles of keys come: fields of BackwardKernelParams."""
+
+    group_heads: int = 5
+    upward_heads: int = 0
+    tiles_in_a_row: int = 1
+    packed_rows: int = 2**31 - 1
+    packed_tiles: int = 0
+    upward_work: int = 0
+
+
+def gradients_in_order(
+    request: _gradients.Request, order: Order, seed: int = 0
 ) -> _gradients.Gradients:
-    """Deterministic gradients in fp32 of CTAs that go over the five heads of k in groups of
-    `heads`, and over the tiles of the first `upward` ones from the last tile to the first.
-    """
+    """Deterministic gradients in fp32."""
     like = _gradients.Gradients.like(request)
     dq, dk, dv = (x.float() for x in (like.dq, like.dk, like.dv))
     into = _gradients.Gradients(dq, dk, dv, None)
@@ -42,13 +55,17 @@ def gradients_in_groups(
     fields = plan.to_dict()
     for launch in fields["launches"]:
         params = bytearray.fromhex(launch["params"])
-        assert struct.unpack_from("<2i", params, GROUP_HEADS_OFFSET) == (5, 0)
-        struct.pack_into("<2i", params, GROUP_HEADS_OFFSET, heads, upward)
+        struct.pack_into("<6i", params, ORDER_OFFSET, *dataclasses.astuple(order))
         launch["params"] = params.hex()
     plan = native.LaunchPlan.unchecked_from_dict(fields)
     settings = simulator.Settings(mode=MODES[seed % len(MODES)], seed=seed)
     simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
     return into
+
+
+def assert_same(found: _gradients.Gradients, expected: _gradients.Gradients) -> None:
+    for name in NAMES:
+        assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
@@ -60,10 +77,9 @@ def test_tiles_of_keys_in_any_groups_of_heads(d: int) -> None:
     dout, q, k, v = inputs(70, 150, d, d, "bfloat16", heads=(5, 5))
     out, lse = forward(q, k, v, {})
     request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({}))
-    expected, *found = (gradients_in_groups(request, heads) for heads in (5, 2, 1))
+    expected, *found = (gradients_in_order(request, Order(heads)) for heads in (5, 2, 1))
     for into in found:
-        for name in NAMES:
-            assert torch.equal(getattr(into, name), getattr(expected, name))
+        assert_same(into, expected)
 
 
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
@@ -78,8 +94,8 @@ def test_tiles_of_keys_from_the_last_to_the_first(
     dout, q, k, v = inputs(nq, nk, d, d, "bfloat16", heads=(5, 5))
     out, lse = forward(q, k, v, options)
     request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete(options))
-    in_order = gradients_in_groups(request, 2)
-    found = [gradients_in_groups(request, 2, upward=4, seed=seed) for seed in range(3)]
+    in_order = gradients_in_order(request, Order(2))
+    found = [gradients_in_order(request, Order(2, 4), seed) for seed in range(3)]
     for name in NAMES:
         first = getattr(found[0], name)
         assert all(torch.equal(getattr(into, name), first) for into in found)
@@ -87,6 +103,52 @@ def test_tiles_of_keys_from_the_last_to_the_first(
         assert torch.equal(first[:, 4], expected[:, 4])
         torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
     assert not torch.equal(found[0].dq[:, :4], in_order.dq[:, :4])
+
+
+@pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("order", [Order(3, 0, 2), Order(2, 0, 3), Order(1, 0, 4)], ids=str)
+def test_tiles_of_a_head_in_a_row(d: int, order: Order) -> None:
+    """Of heads that share a head of K; the last row, and the last group, may be smaller."""
+    dout, q, k, v = inputs(330, 330, d, d, "bfloat16", heads=(6, 3))
+    out, lse = forward(q, k, v, {"causal": True})
+    request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({"causal": True}))
+    expected = gradients_in_order(request, Order(3), 1)
+    assert_same(gradients_in_order(request, order), expected)
+
+
+PACKED_Q, PACKED_K = (5, 300, 0, 140, 20, 130), (9, 300, 130, 200, 0, 20)
+
+
+@pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
+@pytest.mark.parametrize("d", [64, 256])
+def test_order_of_packed_tiles(d: int) -> None:
+    """Groups and rows of tiles do not change the sums of dq. With sequences that go upwards, as
+    far as one SM has work behind them, the same bits in every schedule.
+    """
+    ends = {"cu_seqlens_q": on.cu_seqlens(PACKED_Q), "cu_seqlens_k": on.cu_seqlens(PACKED_K)}
+    rows = (sum(PACKED_Q), sum(PACKED_Q), sum(PACKED_K), sum(PACKED_K))
+    dout, q, k, v = (on.rand(n, 3, d, seed=seed, dtype="bfloat16") for seed, n in enumerate(rows))
+    options = {"causal": True, **ends}
+    out, lse = forward(q, k, v, options)
+    request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete(options))
+    in_order = gradients_in_order(request, Order())
+    for order in (
+        Order(packed_rows=400),  # two heads of 140 rows
+        Order(packed_rows=1, packed_tiles=4),  # two heads of two tiles
+        Order(packed_rows=1, tiles_in_a_row=2),
+    ):
+        assert_same(gradients_in_order(request, order), in_order)
+    upwards = Order(packed_rows=300, upward_work=1)
+    found = [gradients_in_order(request, upwards, seed) for seed in range(3)]
+    for into in found[1:]:
+        assert_same(into, found[0])
+    for name in NAMES:
+        torch.testing.assert_close(
+            getattr(found[0], name), getattr(in_order, name), rtol=1e-4, atol=1e-5
+        )
+    assert not torch.equal(found[0].dq[5:305], in_order.dq[5:305])
+    assert torch.equal(found[0].dq[-130:], in_order.dq[-130:])  # one tile
 
 
 @pytest.mark.parametrize(

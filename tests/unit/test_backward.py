@@ -264,14 +264,28 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     assert "up to 256" in decision.reasons["hopper"][0]
 
 
+# Of BackwardKernelParams::group_heads, and then upward_heads, tiles_in_a_row, packed_rows,
+# packed_tiles and upward_work.
+ORDER_OFFSET = 524
+
+
 def hopper_params(
-    shape: tuple[int, int, int, int], heads_kv: int, deterministic: bool, causal: bool
+    shape: tuple[int, ...],
+    heads_kv: int,
+    deterministic: bool,
+    causal: bool,
+    packed: bool = False,
 ) -> bytes:
     """The parameter block of hopper's main kernel for gradients on an H200."""
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     k = q[:, :heads_kv]
     lse = torch.empty(shape[:3], device="meta")
-    request = _gradients.Request(q, q, k, k, q, lse, None, _options.complete({"causal": causal}))
+    options: dict[str, Any] = {"causal": causal}
+    if packed:
+        lse = torch.empty(shape[1], shape[0], device="meta")
+        ends = torch.empty(5, dtype=torch.int32, device="meta")
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    request = _gradients.Request(q, q, k, k, q, lse, None, _options.complete(options))
     into = _gradients.Gradients.like(request)
     device = _api.find_device("H200")
     plan = _gradients.decide(request, into, device, "hopper", deterministic=deterministic).plan
@@ -307,9 +321,46 @@ def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
     expected: int,
     upward: int,
 ) -> None:
-    group_heads_offset = 524  # of BackwardKernelParams::group_heads, and then upward_heads
     params = hopper_params(shape, heads_kv, deterministic, causal)
-    assert struct.unpack_from("<2i", params, group_heads_offset) == (expected, upward)
+    group_heads, upward_heads, in_a_row, *_, upward_work = struct.unpack_from(
+        "<6i", params, ORDER_OFFSET
+    )
+    assert (group_heads, upward_heads) == (expected, upward)
+    shares_causal = causal and shape[1] == 4 * heads_kv
+    assert in_a_row == (2 if shares_causal and deterministic else 1)
+    assert (upward_work > 0) == (deterministic and causal and shape[1] == heads_kv)
+
+
+ALL_ROWS = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("d", "heads_kv", "deterministic", "causal", "expected"),
+    [
+        # 16 MB of Q, dO and the sums of dQ, or a tile for each SM.
+        (128, 16, True, True, (1, 16384, 132, 49)),
+        (256, 16, True, True, (1, 8192, 132, 49)),
+        (128, 4, True, True, (2, ALL_ROWS, 0, 0)),  # four query heads share one of k
+        (256, 4, True, True, (2, 8192, 264, 0)),
+        (128, 8, True, True, (1, ALL_ROWS, 0, 0)),
+        (128, 1, False, True, (2, ALL_ROWS, 0, 0)),
+        (256, 16, True, False, (1, 32768, 264, 0)),
+        (256, 16, False, True, (1, 16384, 132, 0)),
+        (128, 16, False, False, (1, ALL_ROWS, 0, 0)),
+    ],
+)
+def test_order_of_packed_tiles_of_hopper(
+    d: int,
+    heads_kv: int,
+    deterministic: bool,
+    causal: bool,
+    expected: tuple[int, int, int, int],
+) -> None:
+    """tiles_in_a_row, packed_rows, packed_tiles and upward_work."""
+    params = hopper_params((3000, 16, d), heads_kv, deterministic, causal, packed=True)
+    group_heads, upward_heads, *order = struct.unpack_from("<6i", params, ORDER_OFFSET)
+    assert (group_heads, upward_heads) == (heads_kv, 0)
+    assert tuple(order) == expected
 
 
 # The calls whose speed in turns is in src/hopper/NOTES.md.

@@ -76,7 +76,10 @@ __device__ __forceinline__ CtaWork find_queries(const Params& params, const Back
   cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
   cta.start = cta.last;
   if (params.turns_gmem == nullptr) {
-    if (rounds > 0) cta.start -= work.first_row / C::ROWS % rounds * C::ROUND;
+    // CTAs begin so many steps apart at most that L2 has what the one before has read.
+    constexpr int STEPS_APART = C::HEAD_DIM > 128 ? 1 : 4;
+    const int apart = work.first_row / C::ROWS * STEPS_APART / max(work.heads, STEPS_APART);
+    if (rounds > 0) cta.start -= apart % rounds * C::ROUND;
   } else {
     const int tile = work.first_row / C::ROWS;
     cta.upwards = upwards;
