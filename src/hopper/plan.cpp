@@ -430,7 +430,8 @@ bool turns_v(const Problem& problem, const Tile& tile) {
   double keys = 0;  // that the tiles of a head visit
   for (const core::TileTime& one : core::tile_times(head, {})) keys += one.time - core::TILE_KEYS;
   const auto ratio = static_cast<double>(problem.heads_q / problem.heads_kv);
-  return keys * tile.block_q * ratio <= MOST_ROWS * static_cast<double>(head.problem.nk);
+  const int64_t columns = core::ceil_div(head.problem.nk, V_COLUMN_KEYS) * V_COLUMN_KEYS;
+  return keys * tile.block_q * ratio <= MOST_ROWS * static_cast<double>(columns);
 }
 
 // Puts the launch that turns V before that of `plan`, which starts early and then reads V from the

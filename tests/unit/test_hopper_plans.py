@@ -10,6 +10,7 @@ import pytest
 import torch
 from plan_cases import call, launch_of, plan_of, tile_of
 
+import archflash
 from archflash import _archflash as native
 from archflash._api import find_device, make_problem
 
@@ -156,6 +157,43 @@ def test_v_in_8_bits_is_turned_first_where_many_rows_read_it(
     kernels = [launch["kernel"] for launch in plan.to_dict()["launches"]]
     assert (kernels[0] == "hopper_transpose_v") == turned_before
     assert len(kernels) == 1 + turned_before
+
+
+@pytest.mark.parametrize(("d", "dv"), [(128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_v_turned_by_the_ctas_and_before_gives_the_same_bits(
+    d: int, dv: int, causal: bool
+) -> None:
+    """On the simulator: 32 heads that share V have it turned first, 8 of them do not. Behind the
+    last sequence are NaN; one descale of v is 0.
+    """
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 40, 40, 103, 240], dtype=torch.int32)
+
+    def made(heads: int, width: int) -> torch.Tensor:
+        x = torch.randn(250, heads, width)
+        x[240:] = torch.nan
+        return x.to(torch.float8_e4m3fn)
+
+    q, k, v = made(32, d), made(1, d), made(1, dv)
+    descale = torch.tensor([[0.5], [1.0], [0.0], [2.0]])
+    options: dict[str, Any] = dict(
+        causal=causal, cu_seqlens_q=ends, cu_seqlens_k=ends, v_descale=descale
+    )
+
+    def launches(q: torch.Tensor) -> int:
+        return len(plan_of(make_problem(q, k, v, **options), "H200", NAME).to_dict()["launches"])
+
+    parts = [
+        x.contiguous().view(torch.float8_e4m3fn) for x in q.view(torch.uint8).split(8, dim=1)
+    ]
+    assert (launches(q), launches(parts[0])) == (2, 1)
+    whole = archflash.attention(q, k, v, implementation=NAME, **options)
+    apart = [archflash.attention(x, k, v, implementation=NAME, **options) for x in parts]
+    assert torch.equal(whole, torch.cat(apart, 1))
+    assert whole.isfinite().all()
+    assert (whole[40:103] == 0).all()
+    assert (whole[:40] != 0).any(-1).all()
 
 
 def test_columns_of_v_in_8_bits_have_a_limit() -> None:
