@@ -114,12 +114,13 @@ def sections(page: str) -> dict[str, str]:
 
 
 def folders() -> dict[str, list[str]]:
-    """The images of each implementation in this build."""
+    """The images of each implementation in this build that have code for its home target."""
     found: dict[str, list[str]] = {
         name: [] for name in native.folder_names() if native.targets(name)
     }
     for image in native.image_names():
-        if (folder := image.partition("/")[0]) in found:
+        folder = image.partition("/")[0]
+        if folder in found and home_target(folder) in {t.name for t in native.targets(image)}:
             found[folder].append(image)
     return found
 
