@@ -541,8 +541,9 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     // warp, which without ADDED has read none.
     const auto hand_back_elements = [&](uint32_t block_state, uint32_t states) {
       if ((states & ADDED_FOR_ANY) == 0) return;
-      // These reads come before TMA's next write there.
-      if ((block_state & STATE_ADDED) != 0) ptx::fence_proxy_async_shared();
+      // These reads come before TMA's next write there. Kept elements have a fence where they are
+      // read.
+      if (!C::KEEPS_ELEMENTS && (block_state & STATE_ADDED) != 0) ptx::fence_proxy_async_shared();
       release(mask_empty<C>(shared_smem, mask_ring.stage));
       mask_ring.advance();
     };
@@ -557,6 +558,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
           for (int n = 0; n < C::BLOCK_K / 16; ++n) load_elements<C>(kept[n], row_smem, n);
         }
         if (unread && any_huge<C>(kept, row_smem)) block_state |= STATE_HUGE;
+        if constexpr (C::KEEPS_ELEMENTS) ptx::fence_proxy_async_shared();
       }
       if constexpr (C::KEEPS_ELEMENTS) hand_back_elements(block_state, states);
       return block_state;

@@ -119,12 +119,13 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
     for (Launch& launch : planned->launches) {
       const Target* own = pick_target(targets(launch.image), device.capability());
       if (own == nullptr) {
-        result = Reasons{join("compute capability ", capability_text(device.capability()), " (",
-                              device.name, "): ", launch.image, " is ",
-                              targets(launch.image).empty()
-                                  ? std::string("not compiled in this build (ARCHFLASH_TARGETS left "
-                                                "it out): build again with ARCHFLASH_TARGETS=all")
-                                  : join("built for ", targets_text(targets(launch.image))))};
+        result =
+            Reasons{join("compute capability ", capability_text(device.capability()), " (",
+                         device.name, "): ", launch.image, " is ",
+                         targets(launch.image).empty()
+                             ? std::string("not compiled in this build (ARCHFLASH_TARGETS left "
+                                           "it out): build again with ARCHFLASH_TARGETS=all")
+                             : join("built for ", targets_text(targets(launch.image))))};
         return;
       }
       // The PTX for newer GPUs is of a target below 9.0: its kernels cannot wait for one

@@ -161,9 +161,7 @@ def test_v_in_8_bits_is_turned_first_where_many_rows_read_it(
 
 @pytest.mark.parametrize(("d", "dv"), [(128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_v_turned_by_the_ctas_and_before_gives_the_same_bits(
-    d: int, dv: int, causal: bool
-) -> None:
+def test_v_turned_by_the_ctas_and_before_gives_the_same_bits(d: int, dv: int, causal: bool) -> None:
     """On the simulator: 32 heads that share V have it turned first, 8 of them do not. Behind the
     last sequence are NaN; one descale of v is 0.
     """
@@ -184,9 +182,7 @@ def test_v_turned_by_the_ctas_and_before_gives_the_same_bits(
     def launches(q: torch.Tensor) -> int:
         return len(plan_of(make_problem(q, k, v, **options), "H200", NAME).to_dict()["launches"])
 
-    parts = [
-        x.contiguous().view(torch.float8_e4m3fn) for x in q.view(torch.uint8).split(8, dim=1)
-    ]
+    parts = [x.contiguous().view(torch.float8_e4m3fn) for x in q.view(torch.uint8).split(8, dim=1)]
     assert (launches(q), launches(parts[0])) == (2, 1)
     whole = archflash.attention(q, k, v, implementation=NAME, **options)
     apart = [archflash.attention(x, k, v, implementation=NAME, **options) for x in parts]
