@@ -175,9 +175,12 @@ def test_v_turned_by_the_ctas_and_before_gives_the_same_bits(d: int, dv: int, ca
 
     q, k, v = made(32, d), made(1, d), made(1, dv)
     descale = torch.tensor([[0.5], [1.0], [0.0], [2.0]])
-    options: dict[str, Any] = dict(
-        causal=causal, cu_seqlens_q=ends, cu_seqlens_k=ends, v_descale=descale
-    )
+    options: dict[str, Any] = {
+        "causal": causal,
+        "cu_seqlens_q": ends,
+        "cu_seqlens_k": ends,
+        "v_descale": descale,
+    }
 
     def launches(q: torch.Tensor) -> int:
         return len(plan_of(make_problem(q, k, v, **options), "H200", NAME).to_dict()["launches"])

@@ -177,8 +177,12 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   Launch& attention = plan.launches[0];
   attention.image = cache_image(folder, problem);
   if (decodes && !fp8) attention.image = decode_image;
-  // A launch that may start early also takes the host less time.
-  attention.starts_early = decodes;
+  // A launch that may start early also takes the host less time. One whose CTAs are all on the SMs
+  // at the same time does not: beside the last CTAs of such a call those of the next one would take
+  // the room of a third on some SMs and leave others with one.
+  const bool all_at_once =
+      tiles * splits <= int64_t{plan.tile.ctas_per_sm} * device.sm_count && !chosen.combines();
+  attention.starts_early = decodes && !all_at_once;
   if (decodes && chosen.combines()) {
     Launch& combine = plan.launches[1];
     combine.kernel += "_decode";
