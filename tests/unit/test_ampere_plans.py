@@ -284,6 +284,27 @@ def test_decoding_shares_keys_as_was_fastest_on_an_h200(batch: int, keys: int, s
     assert tile_of(ampere(problem, "H200")).splits == splits
 
 
+@pytest.mark.parametrize(
+    ("batch", "keys", "early"),
+    [(1, 8192, True), (24, 4096, False), (32, 8192, False), (128, 2048, True)],
+)
+def test_a_decoding_call_starts_early_unless_its_ctas_are_all_there_at_once(
+    batch: int, keys: int, early: bool
+) -> None:
+    problem = call("float16", b=batch, hq=32, hkv=8, nq=1, nk=keys, d=128)
+    assert ampere(problem, "H200").to_dict()["launches"][0]["starts_early"] == early
+    # Behind an append it always does.
+    q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, keys, 8, 128, dtype=torch.bfloat16, device="meta")
+    lengths = torch.empty(batch, dtype=torch.int32, device="meta")
+    new = k[:, :1]
+    problem = make_problem(
+        q, k, k, layout="bnhd", cache_seqlens=lengths, k_new=new, v_new=new
+    ).as_if_on_cuda()
+    append, attention, *_ = ampere(problem, "H200").to_dict()["launches"]
+    assert (append["starts_early"], attention["starts_early"]) == (False, True)
+
+
 def cache_tile(
     nq: int,
     heads: tuple[int, int] = (32, 8),
