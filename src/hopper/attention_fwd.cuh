@@ -12,6 +12,10 @@
 //                      find the tile, load Q      load K                   load V; clear rows of the
 //                        | q_full                   | k_full                 | v_full  next sequence
 //                        v                          v                        v
+//   turning warps, 3,                                                      wait raw_full, v_empty
+//   of 8-bit V, in                                                         turn the block, clear rows
+//   some calls                                                               | v_full, raw_empty
+//                                                                            v
 //   consumers,         wait q_full                wait k_full              wait v_full
 //   WARPGROUPS of      read the tile's message    start S = Q K^T          start O += P V of the block
 //   128 threads        last: output rows through    | k_empty, when done     | v_empty   before
@@ -30,7 +34,7 @@
 // 8-bit V is turned, so that the keys of a column lie side by side. In calls for which turns_v()
 // holds the other warps of the producer's warpgroup do that, a block at a time: the producer loads
 // V into a ring of its own, and these warps arrive at v_full. Elsewhere transpose_v.cuh has turned
-// it into the workspace, with zeros behind the end of a sequence. Then this kernel starts early
+// it into the workspace, with zeros behind the end of a sequence; there this kernel starts early
 // (Launch::starts_early): the producer waits for the other one's end before it loads V.
 //
 // The tiles, stages and the memory plan are in config.cuh, the barriers and the hazards that they
@@ -168,7 +172,7 @@ __device__ __forceinline__ bool turns_v(const Params& params) {
 }
 
 // With TURNS_V: how many keys the sequence has from the first one of the block in a stage of V that
-// is not turned yet; 0 behind the last block.
+// is not turned yet, at most as many as count for clearing; 0: no block follows.
 template <class C>
 __device__ __forceinline__ int& keys_to_turn(unsigned char* shared, int stage) {
   return *reinterpret_cast<int*>(shared + C::RAW_MESSAGE_SMEM + 8 * stage);
@@ -293,13 +297,14 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     }
     const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
     const math::Blocks blocks = find_blocks<C>(params, tile, visible);
-    // Kernels that turn V have uniform registers left, and few others.
-    const auto spare = [](int x) { return C::TURNS_V ? uniform(x) : x; };
-    kv_head = spare(kv_head);
+    // Kernels that turn V give the producer few registers: these values lie in uniform ones, of
+    // which there are enough.
+    const auto in_uniform_register = [](int x) { return C::TURNS_V ? uniform(x) : x; };
+    kv_head = in_uniform_register(kv_head);
     const int keys_start =
-        spare(math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk));
-    // 8-bit V: where the keys of the sequence start in a column, and one behind its last key, which
-    // is filled up with zeros.
+        in_uniform_register(math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk));
+    // 8-bit V that was turned before: where the keys of the sequence start in a column, and one
+    // behind its last key, which is filled up with zeros.
     const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
     const int v_columns_end = (tile.nk + V_COLUMN_KEYS - 1) / V_COLUMN_KEYS * V_COLUMN_KEYS;
 
@@ -450,7 +455,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       place = place_before;
     }
   }
-  // A CTA without tiles, too, ends after the kernel before this one.
+  // Where V was turned before, a CTA without tiles, too, ends after the kernel that did it.
   if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();
   send_no_tile<C>(barriers, shared, q_ring, leader);
   if constexpr (C::TURNS_V) {
@@ -867,9 +872,9 @@ __device__ __forceinline__ void add_alibi(math::Scores<C>& s_rmem, const CachePa
   }
 }
 
-// Does what math::find_warp_descale() does where no descale is by blocks of keys and the head is
+// Does what math::find_warp_descale() does, where no descale is by blocks of keys and the head is
 // known: without descales it divides nothing. `row`: one of the warp's rows.
-__device__ __forceinline__ math::WarpDescale find_warp_descale(const Descales& descales,
+__device__ __forceinline__ math::WarpDescale find_head_descale(const Descales& descales,
                                                                const AttentionParams& attention,
                                                                const TileHead& at, int row) {
   math::WarpDescale result{1.0f, 1.0f};
@@ -927,7 +932,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if constexpr (C::TAKES_DESCALES_BY_BLOCK)
         key_descales = math::find_key_descales(params.descales, attention, tile);
       if constexpr (C::PREPARES_TILES && !C::SPARES_REGISTERS) {
-        warp_descale = find_warp_descale(params.descales, attention,
+        static_assert(!C::TAKES_DESCALES_BY_BLOCK, "find_head_descale() knows none by block");
+        warp_descale = find_head_descale(params.descales, attention,
                                          blocks_message<C>(shared, q_ring.stage).head,
                                          min(tile.first_row + warp_row, tile.nq - 1));
       } else {
@@ -962,9 +968,9 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const int bare_first = uniform(all_need_more ? INT32_MAX : blocks.clear_first);
     blocks = {uniform(blocks.seen_first), uniform(blocks.seen_last), uniform(blocks.clear_first),
               uniform(blocks.clear_last)};
-    // Whether some row of the warpgroup does not see some key of a block that is not bare. Where
-    // none is capped that is always so; with 8 bits and with a cache it would spill registers to
-    // tell.
+    // Whether a block that is not bare must be masked. Without a softcap and descales it always
+    // must. With one of them no block is bare, also where every row sees every key and nothing has
+    // to be masked. With 8 bits, a cache or dropout all are masked: to ask would spill registers.
     const auto hides_some = [&](int block) {
       return C::FP8 || C::CACHE || C::DROPS || block < blocks.clear_first ||
              block > blocks.clear_last;

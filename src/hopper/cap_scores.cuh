@@ -8,7 +8,7 @@ namespace archflash::hopper {
 // Below it tanhf() is a polynomial. Most scores that have a softcap are that small against it.
 constexpr float SMALL_TANH = 0.6f;
 
-// What tanhf(x) gives for |x| < SMALL_TANH, bit for bit.
+// What tanhf(x) gives for |x| < SMALL_TANH, bit for bit but for the sign of 0.
 __device__ __forceinline__ float small_tanh(float x) {
   const float square = x * x;
   float p = fmaf(0.0157396831f, square, -0.0523039624f);

@@ -80,19 +80,20 @@ struct Config {
   // part. With 256 columns of 16 bits it was no faster, so their Q stays.
   static constexpr bool RELEASES_Q_EARLY =
       FP8 || (Q_STAGES == 1 && !CAN_SPLIT && !CACHE && HEAD_DIM_V <= 128);
-  // Whether the producer finds out which blocks each warpgroup sees and where its rows lie, and a
-  // consumer how its rows end while the last P V runs. Elsewhere the consumers do all that between
-  // two tiles, and the producer needs fewer registers.
+  // Whether the producer finds out which blocks each warpgroup sees and where its rows lie.
+  // Elsewhere the consumers do that between two tiles, and the producer needs fewer registers.
+  // Kernels with masks as data have messages of their own.
   static constexpr bool PREPARES_TILES =
       Q_STAGES == 2 && !CAN_SPLIT && !CACHE && (!FP8 || !OVERLAPS);
   // Whether a warpgroup that sees only the first half of its first block of keys computes the
   // scores and weights of that half alone. Two warpgroups then change places with each tile. With
-  // fewer columns ptxas finds no registers for it (C7511).
+  // other head dimensions ptxas has too few registers and lets every product wait (its warning
+  // C7511).
   static constexpr bool HALVES =
       PREPARES_TILES && !FP8 && WARPGROUPS == 2 && BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128;
   // Whether the other warps of the producer's warpgroup can turn 8-bit V, a block at a time, and
   // whether a kernel that can takes V that hopper_transpose_v has turned before, too: where the
-  // producer has the registers for both. Other kernels take that alone.
+  // producer has the registers for both. Kernels that cannot turn V take only V that was turned.
   static constexpr bool TURNS_V = FP8 && !OVERLAPS && BLOCK_K == 128;
   static constexpr bool TAKES_TURNED_V = WARPGROUPS < 4;
   static constexpr int TURNING_WARPS = 3;
@@ -129,7 +130,7 @@ struct Config {
   static constexpr bool MOVES_REGISTERS = LAUNCH_REGISTERS < CONSUMER_REGISTERS;
 
   // Tiles in shared memory. wgmma takes 8-bit V only with the keys of a column side by side, so the
-  // rows of its tile are the columns of V (transpose_v.cuh).
+  // rows of its tile are the columns of V (turn_block() or transpose_v.cuh).
   using QTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_Q>;
   template <int COLUMNS, int ROWS>
   using RowsTile =
@@ -142,7 +143,8 @@ struct Config {
   using RawVTile = math::SlabTile<HEAD_DIM_V / PACK, BLOCK_K>;
 
   // Shared memory, in bytes: ring of Q | ring of K | ring of V | ring of V that is not turned yet |
-  // barriers | messages about tiles, the last one for a producer of V | about blocks to turn.
+  // barriers | messages about tiles, the last one for a producer of V | with PREPARES_TILES about
+  // the blocks of the tile in each stage of Q | how many keys of each block to turn.
   // With 16-bit inputs the output rows of a tile pass through the part of its Q, unless Q is
   // released early.
   static constexpr int Q_SMEM = 0;

@@ -47,7 +47,8 @@ struct DenseConfig : SeekingConfig<Base> {
   // Whether Q is kept in registers: a product of 64 rows and 64 keys that reads both from shared
   // memory takes all that this can give.
   static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64;
-  // What three warpgroups of consumers leave, whose registers come in eights.
+  // Three warpgroups of consumers get a multiple of 8 registers each, and the rest is the
+  // producer's.
   static constexpr int PRODUCER_REGISTERS =
       Base::WARPGROUPS == 3 ? 80 : SeekingConfig<Base>::PRODUCER_REGISTERS;
   static_assert(consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS) ==

@@ -502,7 +502,7 @@ __device__ __forceinline__ void consume_dense(const DenseParams& all_params, uns
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
-    bool has_outputs = false;  // whether they are set
+    bool has_outputs = false;  // whether o_rmem holds sums already
 
     const auto begin_qk = [&] {
       if constexpr (C::KEEPS_Q) {

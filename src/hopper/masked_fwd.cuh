@@ -324,7 +324,6 @@ __device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
 template <class C>
 __device__ __forceinline__ void consume_masked(const MaskedParams& all_params,
                                                unsigned char* shared, uint32_t shared_smem) {
-  using QTile = typename C::QTile;
   constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK_K / 4;
   const Params& params = all_params.call;
   const MaskParams& masks = all_params.masks;

@@ -92,8 +92,8 @@ struct Barriers {
   }
 
   // Called by one thread. The producer arrives once at a full barrier and says how many bytes will
-  // come, or `v_arrivals` turning warps do at v_full. Each consumer warp arrives once at an empty
-  // barrier.
+  // come, or `v_arrivals` turning warps do at v_full. Each consumer warp arrives once at the empty
+  // barriers of Q, K and V, each turning warp at raw_empty, V's producer at v_tile_empty.
   __device__ __forceinline__ void initialise(int v_arrivals = 1) const {
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
       ptx::mbarrier_init(q_full(stage), 1);
@@ -403,7 +403,7 @@ __device__ __forceinline__ void weigh_rows(math::Scores<C>& s_rmem, math::RowSta
 
 // Rounds P to fragments of A. In 8 bits a register has the keys 2t and 2t + 1 (t = lane % 4) of two
 // neighbouring groups of 8 keys: a product takes them for the keys 4t to 4t + 3 of 16, an order
-// that transpose_v() gives to V as well.
+// that transpose_v() and turn_block() give to V as well.
 template <class C>
 __device__ __forceinline__ void pack(const math::Scores<C>& s_rmem, Probabilities<C>& p_rmem) {
 #pragma unroll
