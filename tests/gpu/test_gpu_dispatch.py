@@ -116,7 +116,7 @@ def test_pytorch_takes_the_kernel_that_dispatch_expects(call: str, d: int) -> No
 
 @pytest.mark.parametrize(
     ("shape", "kernel"),
-    [((2048, 2048, 64), "hopper"), ((2048, 2048, 256), "hopper"), ((4096, 77, 64), "torch"),
+    [((2048, 2048, 64), "hopper"), ((2048, 2048, 256), "hopper"), ((4096, 77, 64), "hopper"),
      ((1, 2048, 128), "ampere")],
     ids=str,
 )  # fmt: skip
@@ -131,8 +131,8 @@ def test_what_was_measured_to_be_the_fastest_runs(shape: tuple[int, int, int], k
     assert_close(archflash.attention(*case), None, *case)
     names = launched(lambda: archflash.attention(*case))
     ours = {name.split("_")[0] for name in names if name.split("_")[0] in kernels()}
-    assert ours == ({kernel} if kernel != "torch" else set())
-    assert any("cudnn" in name for name in names) == (kernel == "torch")
+    assert ours == {kernel}
+    assert not any("cudnn" in name for name in names)
 
 
 # --- what runs ---

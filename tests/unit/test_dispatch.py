@@ -874,10 +874,7 @@ def cudnn_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_cudnn_first(*given: Any) -> _measured.Measurement | None:
         found = find(*given)
-        if found is None:
-            return None
-        others = (name for name in found.order if name != "torch-cudnn")
-        return replace(found, order=("torch-cudnn", *others))
+        return found and replace(found, order=("torch-cudnn", *found.order))
 
     monkeypatch.setattr(_measured, "find", with_cudnn_first)
 
