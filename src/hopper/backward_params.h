@@ -29,7 +29,7 @@ struct BackwardKernelParams {
   // In turns: of the first heads, whole groups, the tiles come from the last one to the first, and
   // go over rounds upwards.
   int32_t upward_heads;
-  // Of a head, so many tiles come one after another before those of the next head.
+  // How many tiles of a head come one after another before those of the next head.
   int32_t tiles_in_a_row;
   // With cu_seqlens, where a group is of one sequence: as many heads as have packed_rows rows of
   // queries or packed_tiles tiles of keys, in groups of equal size. Above 0: a group's tiles go

@@ -367,7 +367,7 @@ template <class C>
 __device__ __forceinline__ void load_elements(uint32_t (&words)[4], uint32_t row_smem, int n) {
   ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, 2 * n));
 }
-// The same from what is kept, if something is.
+// Does what load_elements() does, from the registers where elements are kept.
 template <class C>
 __device__ __forceinline__ void take_elements(uint32_t (&words)[4], const Elements<C>& kept,
                                               uint32_t row_smem, int n) {

@@ -85,8 +85,8 @@ struct Tile : core::Tile {
   int v_columns_of_cta;
   int grouped_slabs;  // of K and V, if they lie in GroupedTiles, else 0
   bool dense;         // its kernel reads a summary of attn_mask
-  // Of 8 bits: whether the kernel can turn V, and takes V that was turned before, and the box of V
-  // that it turns.
+  // Whether a kernel for 8 bits can turn V, whether it takes V that was turned before, and the box
+  // in which TMA brings the V that it turns.
   bool turns_v, takes_turned_v;
   core::Box raw_v_box;
   // For the model of fastest(): the scores that an SM computes in a time, relative to the first

@@ -93,7 +93,8 @@ def test_many_tiles_of_hopper(dtype: str, name: str) -> None:
     )
 
 
-# The same of ampere, and further ones: larger heads, heads that share one of K.
+# Calls of many tiles for ampere: those of hopper, and some with larger heads or heads that share
+# one of K.
 TILES_OF_AMPERE = TILES | {
     "d256-causal": (140, 150, (256, 192), (4, 2), {"causal": True}),
     "d128-groups": (150, 170, (128, 128), (4, 1), {"causal": True}),

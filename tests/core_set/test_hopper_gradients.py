@@ -24,8 +24,8 @@ from .gradients import NAMES, forward
 
 on = executor()
 pytestmark = pytest.mark.skipif("hopper" not in on.kernels(), reason="kernels for 9.0")
-# Of BackwardKernelParams::group_heads, and then upward_heads, tiles_in_a_row, packed_rows,
-# packed_tiles and upward_work.
+# Where BackwardKernelParams::group_heads lies, behind which come upward_heads, tiles_in_a_row,
+# packed_rows, packed_tiles and upward_work.
 ORDER_OFFSET = 524
 
 inputs = functools.partial(gradients.inputs, on)

@@ -14,7 +14,6 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _measured, _overrides, _torch, reference
+from archflash import _dispatch, _overrides, _torch, reference
 
 from .checks import assert_close
 from .executors import executor
@@ -490,17 +489,11 @@ def test_a_replaced_kernel_is_reached_through_another_operator_where_need_be(
     on.name == "gpu" or not _torch.cudnn_comes_first((9, 0)),
     reason="another GPU decides otherwise, and older versions of PyTorch prefer other kernels",
 )
+@pytest.mark.usefixtures("cudnn_is_fastest")
 def test_dispatch_decides_for_the_call_without_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if PyTorch's own kernel had been measured to be the fastest on an H200: it gives the
     log-sum-exp at no cost. On an A100 ampere is asked first, but not for head dimension 999.
     """
-    find = _measured.find
-
-    def with_cudnn_first(*given: Any) -> _measured.Measurement | None:
-        found = find(*given)
-        return found and replace(found, order=("torch-cudnn", *found.order))
-
-    monkeypatch.setattr(_measured, "find", with_cudnn_first)
     many = on.qkv(2048, 77, 64, dtype="bfloat16", batch=2, heads=(8, 8))
     one = on.qkv(1, 40, 128, dtype="bfloat16")
     for device, (q, k, v), served in (("H200", many, {}), ("A100", one, {"ampere": 1})):

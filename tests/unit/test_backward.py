@@ -264,8 +264,8 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     assert "up to 256" in decision.reasons["hopper"][0]
 
 
-# Of BackwardKernelParams::group_heads, and then upward_heads, tiles_in_a_row, packed_rows,
-# packed_tiles and upward_work.
+# Where BackwardKernelParams::group_heads lies, behind which come upward_heads, tiles_in_a_row,
+# packed_rows, packed_tiles and upward_work.
 ORDER_OFFSET = 524
 
 

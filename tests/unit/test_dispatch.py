@@ -867,18 +867,6 @@ def test_on_9_0_hopper_comes_before_pytorchs_cudnn_kernel(d: int, causal: bool) 
     ]
 
 
-@pytest.fixture
-def cudnn_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if PyTorch's cuDNN kernel had been measured to be the fastest everywhere."""
-    find = _measured.find
-
-    def with_cudnn_first(*given: Any) -> _measured.Measurement | None:
-        found = find(*given)
-        return found and replace(found, order=("torch-cudnn", *found.order))
-
-    monkeypatch.setattr(_measured, "find", with_cudnn_first)
-
-
 @pytest.mark.usefixtures("cudnn_is_fastest")
 def test_a_call_stays_with_the_kernel_of_pytorch_that_was_measured_to_be_faster() -> None:
     decision = h200_call(64, nq=4096, nk=77)

@@ -16,7 +16,7 @@ struct KeptFactors {
   __device__ __forceinline__ explicit KeptFactors(uint32_t threshold)
       : below(__uint_as_float(threshold == 0 ? TWO_23 - 2 : TWO_23 - 1 + threshold)) {}
 
-  // Of the element whose random bits are the lower (0) or the higher (1) half of a word.
+  // The factor of the element whose bits are the lower half of the word (half = 0) or the higher.
   __device__ __forceinline__ float of(uint32_t word, int half) const {
     const uint32_t number = ptx::prmt_b32(word, TWO_23, half == 0 ? 0x7610 : 0x7632);
     return __saturatef(__uint_as_float(number) - below);

@@ -49,9 +49,11 @@ AlibiSlopes alibi_slopes(const Problem& problem) {
   return {nullptr, problem.slope_strides.batch, problem.slope_strides.head};
 }
 
+bool has_append(const Problem& problem) { return problem.n_new != 0 || problem.rotary_dim != 0; }
+
 Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& image,
                    const std::string& kernel) {
-  if (problem.n_new == 0 && problem.rotary_dim == 0) return {};
+  if (!has_append(problem)) return {};
   AppendParams params;
   init_params(problem, params);
   params.cache = kv_cache(problem);
@@ -179,8 +181,9 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   if (decodes && !fp8) attention.image = decode_image;
   // A launch that may start early also takes the host less time. One whose CTAs are all on the SMs
   // at the same time does not: beside the last CTAs of such a call those of the next one would take
-  // the room of a third on some SMs and leave others with one.
-  const bool all_at_once = !chosen.combines() && !for_few_rows &&
+  // the room of a third on some SMs and leave others with one. (Behind an append no such call comes
+  // right before.)
+  const bool all_at_once = !chosen.combines() && !for_few_rows && !core::has_append(problem) &&
                            tiles * splits <= int64_t{plan.tile.ctas_per_sm} * device.sm_count;
   attention.starts_early = decodes && !all_at_once;
   if (decodes && chosen.combines()) {
@@ -257,14 +260,10 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
       chosen.combines() ? std::nullopt : plan_few_rows(folder, for_few_rows, problem, device);
   LaunchPlan plan = launches_with_cache(folder, chosen, problem, device, few ? few->rows : 0);
   if (few) add_few_rows(plan, std::move(*few));
-  const size_t launches = plan.launches.size();
   const std::string append = folder + "_append_" + core::dtype_word(problem.dtype);
   const Reasons reasons = core::add_append(plan, problem, cache_image(folder, problem),
                                            append + (is_fp8(problem.kv_dtype) ? "_fp8" : ""));
   if (!reasons.empty()) return reasons;
-  // What comes before the attention is the append then, and no call like this one.
-  if (plan.launches.size() > launches)
-    plan.launches[1].starts_early = chosen.tile.rows_per_warp == 0;
   return plan;
 }
 

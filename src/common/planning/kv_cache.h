@@ -26,6 +26,9 @@ AlibiSlopes alibi_slopes(const Problem& problem);
 // attention_chunk as kernels are told of it.
 int32_t chunk_of(const Problem& problem);
 
+// Whether a call has a launch before the attention, which appends k_new and v_new or rotates q.
+bool has_append(const Problem& problem);
+
 // Puts the launch that appends k_new and v_new before those of a plan whose first launch reads the
 // cache. With a rotary embedding those then read the rotated copy of q, which is left in the
 // workspace. `kernel` is an entry of `image`. Returns the reasons why it cannot be launched; empty
