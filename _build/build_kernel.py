@@ -74,10 +74,13 @@ def kept(parts: list[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes
     return made, json.loads(printed_line)
 
 
-def compile_to_ptx(toolkit: Path, source: Path, source_root: Path, virtual: str, to: Path) -> str:
+def compile_to_ptx(
+    toolkit: Path, source: Path, source_root: Path, defines: list[str], virtual: str, to: Path
+) -> str:
     """The PTX text of a .cu file for compute_VIRTUAL, its paths made neutral."""
     nvcc = toolkit / "nvcc"
     flags = [*COMPILER_FLAGS, f"-arch=compute_{virtual}", "-I", str(source_root)]
+    flags += [f"-D{name}" for name in defines]
 
     def make() -> tuple[bytes, str]:
         run([str(nvcc), *flags, "-ptx", "-o", str(to), str(source)])
@@ -173,6 +176,7 @@ def main() -> None:
         action="store_true",
         help="keep line information in the machine code (profiling)",
     )
+    parser.add_argument("--define", action="append", default=[], help="a macro for the compiler")
     parser.add_argument(
         "groups", nargs="+", help="PTX:TARGET,TARGET... for example 80:80,90,100,120,ptx"
     )
@@ -187,7 +191,12 @@ def main() -> None:
         virtual, _, targets = group.partition(":")
         ptx_file = output / f"{stem}.compute_{virtual}.ptx"
         text = compile_to_ptx(
-            arguments.toolkit, arguments.source, arguments.source_root, virtual, ptx_file
+            arguments.toolkit,
+            arguments.source,
+            arguments.source_root,
+            arguments.define,
+            virtual,
+            ptx_file,
         )
         ptx_file.write_text(text)
         packed = lzma.compress(text.encode(), filters=PACKING)

@@ -593,12 +593,12 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     // The producer arrives once at a full barrier and says how many bytes will come. Each consumer
     // warp arrives once at an empty barrier.
     ptx::mbarrier_init(barriers.q_full(), 1);
-    ptx::mbarrier_init(barriers.q_empty(), C::WARPS);
+    ptx::mbarrier_init_for_warps(barriers.q_empty(), C::WARPS);
     for (int stage = 0; stage < C::STAGES; ++stage) {
       ptx::mbarrier_init(barriers.k_full(stage), 1);
-      ptx::mbarrier_init(barriers.k_empty(stage), C::WARPS);
+      ptx::mbarrier_init_for_warps(barriers.k_empty(stage), C::WARPS);
       ptx::mbarrier_init(barriers.v_full(stage), 1);
-      ptx::mbarrier_init(barriers.v_empty(stage), C::WARPS);
+      ptx::mbarrier_init_for_warps(barriers.v_empty(stage), C::WARPS);
     }
     ptx::fence_mbarrier_init();
   }

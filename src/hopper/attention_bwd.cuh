@@ -168,12 +168,13 @@ struct BackwardBarriers {
     ptx::mbarrier_init(v_full(), 1);
     ptx::mbarrier_init(ragged(), 1);
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
-      ptx::mbarrier_init(q_full(stage), 2);  // the loader and the warp of the terms
-      ptx::mbarrier_init(q_empty(stage), C::WARPS);
+      // The warp of the terms, and the loader.
+      ptx::mbarrier_init_for_warps(q_full(stage), 1, 1);
+      ptx::mbarrier_init_for_warps(q_empty(stage), C::WARPS);
     }
     for (int stage = 0; stage < C::DOUT_STAGES; ++stage) {
       ptx::mbarrier_init(dout_full(stage), 1);
-      ptx::mbarrier_init(dout_empty(stage), C::WARPS);
+      ptx::mbarrier_init_for_warps(dout_empty(stage), C::WARPS);
     }
   }
 };
@@ -864,10 +865,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
     barriers.initialise_inputs();
     for (int stage = 0; stage < C::DS_STAGES; ++stage)
-      ptx::mbarrier_init(barriers.ds_full(stage), C::WARPS);
+      ptx::mbarrier_init_for_warps(barriers.ds_full(stage), C::WARPS);
     for (int group = 0; group < C::WARPGROUPS; ++group) {
-      ptx::mbarrier_init(barriers.dq_full(group, 0), C::WARPS / C::WARPGROUPS);
-      ptx::mbarrier_init(barriers.dq_full(group, 1), C::WARPS / C::WARPGROUPS);
+      ptx::mbarrier_init_for_warps(barriers.dq_full(group, 0), C::WARPS / C::WARPGROUPS);
+      ptx::mbarrier_init_for_warps(barriers.dq_full(group, 1), C::WARPS / C::WARPGROUPS);
       ptx::mbarrier_init(barriers.dq_empty(group), 1);
     }
     ptx::fence_mbarrier_init();

@@ -438,6 +438,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
         ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
       }
     }
+    if constexpr (C::PREPARES_TILES) math::arrive_beside(leader, barriers.q_full(q_ring.stage));
     q_ring.advance();
     if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();  // V has been turned
 #pragma unroll 1
@@ -1397,8 +1398,8 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(C::QTile::ALIGNMENT <= 1024);
   if (threadIdx.x == 0) {
-    Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise(turns_v<C>(params) ? C::TURNING_WARPS
-                                                                             : 1);
+    Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise(
+        turns_v<C>(params) ? C::TURNING_WARPS * ptx::ARRIVALS_OF_WARP : 1);
   }
   run_roles<C>([&] { consume<C>(all_params, shared, shared_smem); },
                [&] { produce<C>(all_params, shared, shared_smem); },

@@ -819,7 +819,7 @@ __device__ __forceinline__ void dense_fwd(const DenseParams& params) {
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::MASK_STAGES; ++stage)
-      ptx::mbarrier_init(mask_empty<C>(shared_smem, stage), C::WARPS);
+      ptx::mbarrier_init_for_warps(mask_empty<C>(shared_smem, stage), C::WARPS);
     Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();  // with the fence for all of them
   }
   run_roles<C>([&] { consume_dense<C>(params, shared, shared_smem); },

@@ -644,11 +644,11 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
     for (int stage = 0; stage < C::STAGES; ++stage) {
       for (int part = 0; part < C::PARTS; ++part) {
         ptx::mbarrier_init(barriers.full(stage, part), 1);
-        ptx::mbarrier_init(barriers.empty(stage, part), C::WARPGROUP / 32);
+        ptx::mbarrier_init_for_warps(barriers.empty(stage, part), C::WARPGROUP / 32);
       }
     }
     for (int group = 0; group < C::WARPGROUPS; ++group)
-      ptx::mbarrier_init(barriers.p_full(group), C::WARPGROUP / 32);
+      ptx::mbarrier_init_for_warps(barriers.p_full(group), C::WARPGROUP / 32);
     for (int part = 0; part < C::PARTS; ++part) ptx::mbarrier_init(barriers.ragged(part), 1);
     ptx::fence_mbarrier_init();
   }

@@ -96,23 +96,26 @@ struct Barriers {
   // barriers of Q, K and V, each turning warp at raw_empty, V's producer at v_tile_empty.
   __device__ __forceinline__ void initialise(int v_arrivals = 1) const {
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
-      ptx::mbarrier_init(q_full(stage), 1);
-      ptx::mbarrier_init(q_empty(stage), C::WARPS);
+      if constexpr (C::PREPARES_TILES)  // the message is of all lanes of the producer
+        ptx::mbarrier_init_for_warps(q_full(stage), 1);
+      else
+        ptx::mbarrier_init(q_full(stage), 1);
+      ptx::mbarrier_init_for_warps(q_empty(stage), C::WARPS);
     }
     for (int stage = 0; stage < C::STAGES; ++stage) {
       ptx::mbarrier_init(k_full(stage), 1);
-      ptx::mbarrier_init(k_empty(stage), C::WARPS);
+      ptx::mbarrier_init_for_warps(k_empty(stage), C::WARPS);
       ptx::mbarrier_init(v_full(stage), v_arrivals);
-      ptx::mbarrier_init(v_empty(stage), C::WARPS);
+      ptx::mbarrier_init_for_warps(v_empty(stage), C::WARPS);
     }
     ptx::mbarrier_init(v_ragged(), 1);
     for (int stage = 0; stage < C::RAW_STAGES; ++stage) {
       ptx::mbarrier_init(raw_full(stage), 1);
-      ptx::mbarrier_init(raw_empty(stage), C::TURNING_WARPS);
+      ptx::mbarrier_init_for_warps(raw_empty(stage), C::TURNING_WARPS);
     }
     if constexpr (C::PRODUCERS > 1) {
       ptx::mbarrier_init(v_tile_full(), 1);
-      ptx::mbarrier_init(v_tile_empty(), 1);
+      ptx::mbarrier_init_for_warps(v_tile_empty(), 1);
     }
     ptx::fence_mbarrier_init();
   }
@@ -168,6 +171,7 @@ __device__ __forceinline__ void send_no_tile(const Barriers<C>& barriers, unsign
     tile_message<C, Message>(shared, q_ring.stage) = none;
     ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
   }
+  if constexpr (C::PREPARES_TILES) math::arrive_beside(leader, barriers.q_full(q_ring.stage));
 }
 
 // Hands a stage of Q back to the producer, when a consumer warp needs this Q no longer.

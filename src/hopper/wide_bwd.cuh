@@ -359,16 +359,16 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
   if (threadIdx.x == C::WARPGROUP) {
     barriers.initialise_inputs();
     for (int stage = 0; stage < C::P_STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.p_full(stage), C::KEY_WARPS);
-      ptx::mbarrier_init(barriers.p_empty(stage), C::KEY_WARPS);
+      ptx::mbarrier_init_for_warps(barriers.p_full(stage), C::KEY_WARPS);
+      ptx::mbarrier_init_for_warps(barriers.p_empty(stage), C::KEY_WARPS);
     }
     for (int stage = 0; stage < C::DS_STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.ds_full(stage), C::KEY_WARPS);
-      ptx::mbarrier_init(barriers.ds_empty(stage), C::KEY_WARPS);
+      ptx::mbarrier_init_for_warps(barriers.ds_full(stage), C::KEY_WARPS);
+      ptx::mbarrier_init_for_warps(barriers.ds_empty(stage), C::KEY_WARPS);
     }
     for (int stage = 0; stage < C::TURN_STAGES; ++stage) {
       ptx::mbarrier_init(barriers.turn_come(stage), 1);
-      ptx::mbarrier_init(barriers.added(stage), C::WARPGROUP / 32);
+      ptx::mbarrier_init_for_warps(barriers.added(stage), C::WARPGROUP / 32);
     }
     ptx::fence_mbarrier_init();
   }

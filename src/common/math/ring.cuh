@@ -24,11 +24,18 @@ struct RingPosition {
   }
 };
 
-// One arrival at a barrier for the warp, such as one that hands a stage back to the producer.
+// The arrival of a warp at a barrier, such as one that hands a stage back to the producer. The
+// barrier was made by mbarrier_init_for_warps().
 __device__ __forceinline__ void release(uint32_t barrier_smem) {
   // mutants: elect-waits-for-warp
   __syncwarp();  // all lanes of the warp have read what the barrier guards
-  if (ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
+  if (ptx::ARRIVALS_OF_WARP > 1 || ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
+}
+
+// Called where the leader, one lane of the warp, arrives for all lanes with the bytes of a copy:
+// the arrivals of the others, in a build where every lane arrives.
+__device__ __forceinline__ void arrive_beside(bool leader, uint32_t barrier_smem) {
+  if (ptx::ARRIVALS_OF_WARP > 1 && !leader) ptx::mbarrier_arrive(barrier_smem);
 }
 
 // Clears the rows of a tile that belong to another sequence: what they are multiplied with is 0,

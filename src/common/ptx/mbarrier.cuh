@@ -5,6 +5,15 @@
 
 namespace archflash::ptx {
 
+// How many arrivals a barrier counts for a warp: that of one lane, behind a __syncwarp().
+// compute-sanitizer's racecheck follows an arrival only for the lane that arrives, so in a build
+// for it every lane does.
+#ifdef ARCHFLASH_EVERY_LANE_ARRIVES
+constexpr uint32_t ARRIVALS_OF_WARP = 32;
+#else
+constexpr uint32_t ARRIVALS_OF_WARP = 1;
+#endif
+
 // PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier" (these need sm_90).
 // A barrier is 8 bytes, aligned to 8 bytes, and goes through phases. A phase completes when all its
 // arrivals have come and no byte that it expects is missing; then the next one begins. All wrappers
@@ -21,6 +30,12 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier_smem, uint32_t ar
 // barrier of the CTA must follow before other threads use the barriers.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// mbarrier.init for a barrier at which warps arrive, and `others` threads.
+__device__ __forceinline__ void mbarrier_init_for_warps(uint32_t barrier_smem, uint32_t warps,
+                                                        uint32_t others = 0) {
+  mbarrier_init(barrier_smem, warps * ARRIVALS_OF_WARP + others);
 }
 
 // mbarrier.arrive counts one arrival, with release semantics in the CTA.
