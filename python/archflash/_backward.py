@@ -109,11 +109,17 @@ def attention_backward(
         }
     )  # fmt: skip
     given = (dq, dk, dv)
-    if torch.compiler.is_compiling():
-        _refuse_compiled((q, k, v), given, deterministic)
+    tensors = (dout, q, k, v, out, lse, dlse)
+    if _ops.goes_through_operator(*tensors, *given, *options.values()):
+        if not torch.compiler.is_compiling() and not _ops.has_symbols(*tensors, *options.values()):
+            request = _gradients.Request(*tensors, options, mask_gradient)
+            _ops.check_backward(request)
+            for name, x, of in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
+                _check_given(name, x, of, accumulate)
+        _refuse_for_operator((q, k, v), given)
         with torch.no_grad():
             found = _ops.attention_backward(
-                dout, q, k, v, out, lse, dlse, options, implementation, mask_gradient
+                *tensors, options, implementation, mask_gradient, deterministic
             )
             results = _into_given(found, given, accumulate)
     else:
@@ -135,42 +141,40 @@ def _targets(
     targets = []
     named = zip(("dq", "dk", "dv"), given, (request.q, request.k, request.v), strict=True)
     for (name, x, of), made in zip(named, (new.dq, new.dk, new.dv), strict=True):
-        if x is None:
-            if accumulate:
-                raise ValueError(f"accumulate=True, but {name} is None: pass the tensor to add to")
-            targets.append(made)
-            continue
-        _gradients.check_tensor(name, x, of.device, of.shape, (of.dtype, torch.float32))
-        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
-            raise ValueError(f"{name} has strides {tuple(x.stride())}: its elements overlap")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient: pass its detach()")
-        targets.append(x)
+        _check_given(name, x, of, accumulate)
+        targets.append(made if x is None else x)
     dq, dk, dv = targets
     return _gradients.Gradients(dq, dk, dv, new.dsinks, accumulate, new.dmask)
 
 
-def _refuse_compiled(
-    inputs: tuple[Tensor, ...], given: tuple[Tensor | None, ...], deterministic: bool | None
-) -> None:
+def _check_given(name: str, x: Tensor | None, of: Tensor, accumulate: bool) -> None:
+    """Refuses what the gradient of a tensor cannot be written to."""
+    if x is None:
+        if accumulate:
+            raise ValueError(f"accumulate=True, but {name} is None: pass the tensor to add to")
+        return
+    _gradients.check_tensor(name, x, of.device, of.shape, (of.dtype, torch.float32))
+    if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name} has strides {tuple(x.stride())}: its elements overlap")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient: pass its detach()")
+
+
+def _refuse_for_operator(inputs: tuple[Tensor, ...], given: tuple[Tensor | None, ...]) -> None:
     """Refuses what the operator cannot be told."""
-    if deterministic:
-        raise UnsupportedError(
-            "deterministic=True under torch.compile: call "
-            "torch.use_deterministic_algorithms(True) instead"
-        )
     for name, x, of in zip(("dq", "dk", "dv"), given, inputs, strict=True):
         if x is not None and (x.dtype != of.dtype or x.shape != of.shape):
             raise UnsupportedError(
-                f"{name} is {x.dtype} {tuple(x.shape)} under torch.compile: it must be {of.dtype} "
-                f"{tuple(of.shape)} there, as {name[1]}; call it outside of the compiled code"
+                f"{name} is {x.dtype} {tuple(x.shape)}: under torch.compile, a mode or a transform "
+                "of PyTorch, and where a tensor of the call is a subclass, it must be "
+                f"{of.dtype} {tuple(of.shape)}, as {name[1]}; pass plain tensors in plain code"
             )
 
 
 def _into_given(
     found: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], accumulate: bool
 ) -> tuple[Tensor | None, ...]:
-    """While compiling: the gradients in the given tensors where there are any."""
+    """What the operator returned, in the given tensors where there are any."""
     *gradients, dsinks, dmask = found
     results: list[Tensor | None] = []
     for x, target in zip(gradients, given, strict=True):

@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _ops, _registry
+from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import MERGE_PARTS
 from archflash._errors import ForcedImplementationError
+
+_ops.library.define(
+    "merge_attention(Tensor[] outs, Tensor[] lses, int heads_dim, str? implementation) "
+    "-> (Tensor, Tensor)"
+)
 
 _LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 (_KERNEL,) = _native.merger_names()
+_GRADIENT = "a tensor requires a gradient: call it under torch.no_grad()"
 
 
 def merge_attention(
@@ -69,22 +75,39 @@ def merge_attention(
     """
     parts, of_parts = _tensors(outs, "outs"), _tensors(lses, "lses")
     _check(parts, of_parts, layout)
-    parts, of_parts = ([_ops.resolved(x) for x in tensors] for tensors in (parts, of_parts))
-    by_head = [_as_bhnd(x, layout) for x in parts]
-    by_row = [x if x.ndim == 3 else x[None] for x in of_parts]
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
             f"no merging kernel is called {_native.given(implementation)}: there are {_KERNEL} and "
             "torch"
         )
+    if _ops.goes_through_operator(*parts, *of_parts):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*parts, *of_parts)):
+            if implementation == _KERNEL:
+                raise ForcedImplementationError(f"{_KERNEL} is forced, but {_GRADIENT}")
+            return _with_torch(parts, of_parts, layout)
+        if _sharding.has_dtensor(*parts, *of_parts):
+            _sharding.prepare({})
+        heads = 2 if layout == "bnhd" and parts[0].ndim == 4 else 1
+        merged: tuple[Tensor, Tensor] = torch.ops.archflash.merge_attention(
+            parts, of_parts, heads, implementation
+        )
+        return merged
+    return _merge(parts, of_parts, layout, implementation)
+
+
+def _merge(
+    parts: list[Tensor], of_parts: list[Tensor], layout: str, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    """`merge_attention` of plain tensors."""
+    parts, of_parts = ([_ops.resolved(x) for x in tensors] for tensors in (parts, of_parts))
+    by_head = [_as_bhnd(x, layout) for x in parts]
+    by_row = [x if x.ndim == 3 else x[None] for x in of_parts]
     simulated = implementation == _KERNEL and parts[0].device.type == "cpu"
     reason = _why_not(by_head, by_row, simulated)
     if implementation == _KERNEL and reason is not None:
         raise ForcedImplementationError(f"{_KERNEL} is forced, but {reason}")
     if implementation == _registry.TORCH or reason is not None or parts[0].numel() == 0:
-        merged, lse = _with_torch(by_head, by_row)
-        out = merged[0].transpose(0, 1) if parts[0].ndim == 3 else _as_bhnd(merged, layout)
-        return out.contiguous(), lse.reshape(of_parts[0].shape)
+        return _with_torch(parts, of_parts, layout)
     out = torch.empty(parts[0].shape, dtype=parts[0].dtype, device=parts[0].device)
     return out, _launch(by_head, by_row, _as_bhnd(out, layout)).reshape(of_parts[0].shape)
 
@@ -120,8 +143,9 @@ def _check(outs: list[Tensor], lses: list[Tensor], layout: str) -> None:
         )
     expected = _as_bhnd(first, layout).shape[:3]
     shape = tuple(expected if first.ndim == 4 else expected[1:])
+    traced = torch.compiler.is_compiling() or _ops.has_symbols(*outs, *lses)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if not torch.compiler.is_compiling():
+        if not traced:
             _native.check_data(out, f"outs[{i}]")
             _native.check_data(lse, f"lses[{i}]")
         if out.dtype != first.dtype or lse.dtype != torch.float32:
@@ -158,7 +182,7 @@ def _why_not(outs: list[Tensor], lses: list[Tensor], simulated: bool) -> str | N
     if not _native.has_merger(capability):
         return f"this build has no code of it for {capability[0]}.{capability[1]}"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
-        return "a tensor requires a gradient: call it under torch.no_grad()"
+        return _GRADIENT
     if first.shape[-1] % 4:
         return f"outs have rows of {first.shape[-1]} numbers: it takes multiples of 4"
     for x in outs:
@@ -192,8 +216,11 @@ def _device_of(x: Tensor) -> _native.Device:
     return _dispatch.query_device(x.device.index)
 
 
-def _with_torch(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The result by PyTorch's operations in float32, (batch, heads, nq, dv) and its lse."""
+def _with_torch(
+    outs: list[Tensor], lses: list[Tensor], layout: str
+) -> tuple[Tensor, Tensor]:
+    """The result by PyTorch's operations in float32."""
+    outs = [_as_bhnd(x, layout) if x.ndim == 4 else x.transpose(0, 1) for x in outs]
     stacked = torch.stack(lses)
     top = stacked.amax(0)
     # A finite number near the largest, because the difference of infinities would be NaN.
@@ -206,4 +233,24 @@ def _with_torch(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     for out, weight in zip(outs, weights, strict=True):
         share = (weight / total)[..., None]
         merged = merged + torch.where(share == 0, 0.0, out.float()) * share
-    return merged.to(outs[0].dtype), lse
+    merged = merged.to(outs[0].dtype)
+    merged = _as_bhnd(merged, layout) if merged.ndim == 4 else merged.transpose(0, 1)
+    return merged.contiguous(), lse
+
+
+def _run(
+    outs: list[Tensor], lses: list[Tensor], heads_dim: int, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    """The operator on real tensors."""
+    parts, of_parts = ([_ops.plain(x) for x in tensors] for tensors in (outs, lses))
+    return _merge(parts, of_parts, "bnhd" if heads_dim == 2 else "bhnd", implementation)
+
+
+def _fake(
+    outs: list[Tensor], lses: list[Tensor], heads_dim: int, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
+
+
+_ops.library.impl("merge_attention", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("archflash::merge_attention", _fake, lib=_ops.library)

@@ -6,7 +6,7 @@ Plain eager calls do not come here: they skip torch's dispatcher.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
-from archflash import _options, _torch, _torch_cache
+from archflash import _options, _sharding, _torch, _torch_cache
 from archflash._dispatch import (
     Decision,
     check_name,
@@ -30,26 +30,25 @@ from archflash._gradients import (
     FOLDERS,
     Gradients,
     Request,
-    asked_for,
     asks_for_deterministic,
     check_tensor,
     compute,
 )
 
-_library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
+library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
 # Arguments may be given by position: autograd's registration takes no tensors by keyword only.
-_library.define(
+library.define(
     f"attention(Tensor q, Tensor k, Tensor v, {_options.SCHEMA}, str? implementation, "
     "bool needs_grad) -> (Tensor, Tensor)"
 )
-_library.define(
+library.define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"Tensor? dlse, {_options.SCHEMA}, str? implementation, bool mask_gradient) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor? dlse, {_options.SCHEMA}, str? implementation, bool mask_gradient, "
+    "bool? deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
-_library.define(
-    "attention_with_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, *, "
+library.define(
+    "attention_with_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     f"{_options.CACHE_SCHEMA}, str? implementation) -> (Tensor, Tensor)"
 )
 
@@ -74,12 +73,16 @@ def attention(
     """
     options = dict(zip(_options.OF_ATTENTION, values, strict=True))
     _options.refuse_unbuilt(options)
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling() or has_symbols(q, k, v, values)
     tensors = (q, k, v, *(options[name] for name in _options.DIFFERENTIABLE))
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     transformed = not compiling and _in_transform()
     # The kernels that compute the gradients, if any do: a traced call has to name them.
     differentiable = implementation if needs_grad and implementation in FOLDERS else None
+    name = implementation
+    sharded = _sharding.has_dtensor(q, k, v)
+    if sharded:
+        _sharding.prepare(options)
     if not compiling:
         problem = _native.make_problem(
             q, k, v, values, _GRADIENTS_NEEDED if needs_grad else _NO_GRADIENTS
@@ -92,15 +95,18 @@ def attention(
         options["out"] = out
         options = _options.with_python_numbers(options)
         name = forced() if implementation is None else implementation
-        if needs_grad and not transformed:
+        if needs_grad and not transformed and not sharded:
             differentiable = _who_differentiates(problem, q.device, name)
         elif transformed:
             _refuse_forced(implementation)
             if q.device.type == "cuda":
                 note_fallback(f"torch.func and forward-mode autograd: {GRADIENTS}")
     wants_lse = options["return_lse"]
-    if differentiable is not None:
-        implementation = differentiable
+    # Gradients of DTensors always go through the operators, which have strategies: PyTorch's own
+    # operations may lack them. Each device then decides for the part that it has.
+    by_operator = sharded and needs_grad and not transformed
+    if differentiable is not None or by_operator:
+        implementation = name if by_operator else differentiable
         options["return_lse"] = True  # the backward pass reads it
 
     def operator(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +118,9 @@ def attention(
         )
         return results
 
-    by_torch_operations = (needs_grad and differentiable is None) or transformed
+    by_torch_operations = (
+        needs_grad and differentiable is None and not by_operator
+    ) or transformed
     if by_torch_operations and options["batch_invariant"]:
         raise UnsupportedError(
             "batch_invariant=True, and no kernel of archflash computes the gradients of this call, "
@@ -156,13 +164,16 @@ def attention_backward(
     options: dict[str, Any],
     implementation: str | None,
     mask_gradient: bool,
+    deterministic: bool | None,
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dsinks, dmask) of a call through the operator; dsinks is None without sinks, and
     dmask where it is not wanted.
     """
+    if _sharding.has_dtensor(q, k, v):
+        _sharding.prepare(options)
     *gradients, dsinks, dmask = torch.ops.archflash.attention_backward(
         dout, q, k, v, out, lse, dlse,
-        implementation=implementation, mask_gradient=mask_gradient,
+        implementation=implementation, mask_gradient=mask_gradient, deterministic=deterministic,
         **_options.to_operator(options),
     )  # fmt: skip
     dsinks = None if options["sinks"] is None else dsinks
@@ -185,7 +196,7 @@ def attention_with_kvcache(
     """
     options = dict(zip(_options.NAMES, values, strict=True))
     _options.refuse_unbuilt(options)
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or has_symbols(q, k_cache, v_cache, values)):
         if _in_transform():
             raise UnsupportedError(
                 "attention_with_kvcache does not work inside functorch transforms such as vmap, "
@@ -199,16 +210,21 @@ def attention_with_kvcache(
         options = {name: resolved(value) for name, value in options.items()}
         options["out"] = out
         options = _options.with_python_numbers(options)
-    return _answer(
-        torch.ops.archflash.attention_with_kvcache(
+
+    def operator(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: dict[str, Any]) -> Any:
+        return torch.ops.archflash.attention_with_kvcache(
             q,
             k_cache,
             v_cache,
             implementation=implementation,
             **_options.to_operator(options, _options.OF_CACHE),
-        ),
-        options,
-    )
+        )
+
+    if _sharding.has_dtensor(q, k_cache, v_cache):
+        _sharding.prepare(options)
+        if options["k_new"] is not None:
+            return _answer(_sharding.append(operator, q, k_cache, v_cache, options), options)
+    return _answer(operator(q, k_cache, v_cache, options), options)
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], name: str | None) -> Any:
@@ -235,6 +251,32 @@ def resolved(x: Any) -> Any:
     if isinstance(x, Tensor) and _native.is_plain_tensor(x) and (x.is_neg() or x._is_zerotensor()):
         return x.clone()
     return x
+
+
+def goes_through_operator(*arguments: Any) -> bool:
+    """Whether a call goes through torch's dispatcher: while PyTorch traces or transforms it, or if
+    an argument is no plain tensor (a subclass, a fake tensor), whose own dispatcher finds the real
+    ones. Arguments that are no tensors do not matter.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _functorch_stack() is not None
+        or not _native.all_plain(*arguments)
+    )
+
+
+def has_symbols(*values: Any) -> bool:
+    """Whether a number, or the size of a tensor, is symbolic: a call is traced without them."""
+
+    def symbolic(x: Any) -> bool:
+        if isinstance(x, Tensor):
+            return not x.is_nested and any(not isinstance(size, int) for size in x.shape)
+        if isinstance(x, (tuple, list)):
+            return any(symbolic(part) for part in x)
+        return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+    return symbolic(values)
 
 
 def _in_transform() -> bool:
@@ -284,14 +326,14 @@ def _run(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     del arguments["needs_grad"]
     # A subclass whose dispatcher let the operator through becomes a plain tensor; otherwise it
     # would come back here.
-    q, k, v = (_plain(x) for x in (q, k, v))
+    q, k, v = (plain(x) for x in (q, k, v))
     return _serve(q, k, v, _options.from_operator(arguments), implementation)
 
 
 def _serve(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], implementation: str | None
 ) -> tuple[Tensor, Tensor]:
-    values = tuple(_plain(value) for value in options.values())
+    values = tuple(plain(value) for value in options.values())
     name = forced() if implementation is None else implementation
     grad = _IF_REQUIRED if torch.is_grad_enabled() else _NO_GRADIENTS
     result: Any = _native.attention(q, k, v, values, grad, name)
@@ -300,19 +342,15 @@ def _serve(
     return result if options["return_lse"] else (result, q.new_empty(0, dtype=torch.float32))
 
 
-def _run_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    implementation: str | None,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
+def _run_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The operator of a call with a cache on real tensors. The caches are written in place, so that
     no copy of them is made.
     """
+    arguments = _by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
+    q, k_cache, v_cache = (arguments.pop(x) for x in ("q", "k_cache", "v_cache"))
+    implementation = arguments.pop("implementation")
     return _serve(
-        _plain(q),
+        plain(q),
         k_cache.as_subclass(Tensor),
         v_cache.as_subclass(Tensor),
         _options.from_operator(arguments),
@@ -320,13 +358,15 @@ def _run_with_kvcache(
     )
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
     """A plain tensor whose memory holds its values, for a tensor; everything else as it is."""
-    return resolved(x.as_subclass(Tensor)) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:  # what is sparse is refused later
+        return x
+    return resolved(x.as_subclass(Tensor))
 
 
-_library.impl("attention", _run, "CompositeExplicitAutograd")
-_library.impl("attention_with_kvcache", _run_with_kvcache, "CompositeExplicitAutograd")
+library.impl("attention", _run, "CompositeExplicitAutograd")
+library.impl("attention_with_kvcache", _run_with_kvcache, "CompositeExplicitAutograd")
 
 
 def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -347,21 +387,17 @@ def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     return _planned(q, k, v, options)
 
 
-def _fake_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    implementation: str | None,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
+def _fake_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Tensors with the shapes, strides and dtypes that `_run_with_kvcache` returns."""
+    arguments = _by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
+    q, k_cache, v_cache = (arguments.pop(x) for x in ("q", "k_cache", "v_cache"))
+    del arguments["implementation"]
     return _planned(q, k_cache, v_cache, _options.from_operator(arguments))
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Tensors like those that a call returns. Raises the errors that do not depend on data."""
-    if all(isinstance(size, int) for x in (q, k, v) for size in x.shape):  # not symbolic ones
+    if not has_symbols(q, k, v, *options.values()):
         _native.make_problem(q, k, v, tuple(options.values()), _NO_GRADIENTS)
     shape = [*q.shape[:-1], v.shape[-1]]
     dtype = options["out_dtype"] or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
@@ -378,8 +414,8 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
-torch.library.register_fake("archflash::attention", _fake, lib=_library)
-torch.library.register_fake("archflash::attention_with_kvcache", _fake_with_kvcache, lib=_library)
+torch.library.register_fake("archflash::attention", _fake, lib=library)
+torch.library.register_fake("archflash::attention_with_kvcache", _fake_with_kvcache, lib=library)
 
 
 # --- gradients ---
@@ -390,6 +426,7 @@ def _request(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Request, st
     arguments = _by_name(torch.ops.archflash.attention_backward, *given, **named)
     implementation = arguments.pop("implementation")
     mask_gradient = arguments.pop("mask_gradient")
+    arguments.pop("deterministic")
     names = ("dout", "q", "k", "v", "out", "lse", "dlse")
     tensors = {name: arguments.pop(name) for name in names}
     options = _options.from_operator(arguments)
@@ -408,23 +445,30 @@ def backward_request(
     mask_gradient: bool = False,
 ) -> Request:
     """The call whose gradients are asked for, its tensors checked."""
-    options = {name: _plain(value) for name, value in options.items()}
-    dout, q, k, v, out, lse, dlse = (_plain(x) for x in (dout, q, k, v, out, lse, dlse))
-    problem = Request(dout, q, k, v, out, lse, dlse, options).problem()  # checks q, k, v, out
+    options = {name: plain(value) for name, value in options.items()}
+    dout, q, k, v, out, lse, dlse = (plain(x) for x in (dout, q, k, v, out, lse, dlse))
+    request = Request(dout, q, k, v, out, lse, dlse, options, mask_gradient)
+    check_backward(request)
+    dlse = None if dlse is None else dlse.contiguous()
+    return dataclasses.replace(request, lse=lse.contiguous(), dlse=dlse)
+
+
+def check_backward(request: Request) -> None:
+    """Refuses wrong tensors of a call of `archflash.attention_backward`, plain or not."""
+    problem = request.problem()  # checks q, k, v and out
+    q, out, dlse = request.q, request.out, request.dlse
     if q.dtype.itemsize == 1:
         raise TypeError("q, k and v are float8, which have no gradients: convert them to bfloat16")
-    check_tensor("dout", dout, q.device, out.shape, (out.dtype,))
+    check_tensor("dout", request.dout, q.device, out.shape, (out.dtype,))
     rows = (problem.heads_q, problem.nq)
     lse_shape = rows if problem.varlen else (problem.batch, *rows)
-    check_tensor("lse", lse, q.device, lse_shape, (torch.float32,))
+    check_tensor("lse", request.lse, q.device, lse_shape, (torch.float32,))
     if dlse is not None:
         check_tensor("dlse", dlse, q.device, lse_shape, (torch.float32,))
-        dlse = dlse.contiguous()
-    mask = options["attn_mask"]
-    if mask_gradient and (mask is None or not mask.is_floating_point()):
+    mask = request.options["attn_mask"]
+    if request.mask_gradient and (mask is None or not mask.is_floating_point()):
         kind = "None" if mask is None else str(mask.dtype)
         raise TypeError(f"mask_gradient=True, and attn_mask is {kind}: only a floating one has one")
-    return Request(dout, q, k, v, out, lse.contiguous(), dlse, options, mask_gradient)
 
 
 def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
@@ -436,7 +480,8 @@ def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
     )  # fmt: skip
     into = Gradients.like(request)
     name = forced() if implementation is None else implementation
-    compute(request, into, name, None)
+    named_arguments = _by_name(torch.ops.archflash.attention_backward, *given, **named)
+    compute(request, into, name, named_arguments["deterministic"])
     return _results(request, into)
 
 
@@ -477,11 +522,10 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     needed = dict(zip(ctx.order, ctx.needs_input_grad, strict=True))
     mask = arguments["attn_mask"]
     mask_gradient = mask is not None and mask.is_floating_point() and needed["attn_mask"]
-    with asked_for(ctx.deterministic) if ctx.deterministic else contextlib.nullcontext():
-        dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
-            dout, q, k, v, out, lse, dlse,
-            implementation=implementation, mask_gradient=mask_gradient, **arguments,
-        )  # fmt: skip
+    dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
+        dout, q, k, v, out, lse, dlse, implementation=implementation, mask_gradient=mask_gradient,
+        deterministic=ctx.deterministic or None, **arguments,
+    )  # fmt: skip
     found = {"q": dq, "k": dk, "v": dv}
     if arguments["sinks"] is not None:
         found["sinks"] = dsinks.to(arguments["sinks"].dtype)
@@ -501,11 +545,11 @@ def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
     """A second backward pass always raises: it needs nothing."""
 
 
-_library.impl("attention_backward", _run_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("archflash::attention_backward", _fake_backward, lib=_library)
+library.impl("attention_backward", _run_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("archflash::attention_backward", _fake_backward, lib=library)
 torch.library.register_autograd(
-    "archflash::attention", _backward, setup_context=_keep_for_backward, lib=_library
+    "archflash::attention", _backward, setup_context=_keep_for_backward, lib=library
 )
 torch.library.register_autograd(
-    "archflash::attention_backward", _no_double_backward, setup_context=_keep_nothing, lib=_library
+    "archflash::attention_backward", _no_double_backward, setup_context=_keep_nothing, lib=library
 )

@@ -44,10 +44,10 @@ _HOLDING_NUMBERS = frozenset((*_NUMBERS, *_WINDOWS))
 _DECLARATIONS = {
     "flag": "bool {0}",
     "number": "float? {0}",
-    "integer": "int? {0}",
+    "integer": "SymInt? {0}",
     "tensor": "Tensor? {0}",
-    "integer or tensor": "int? {0}, Tensor? {0}_tensor",
-    "window": "int? {0}_left, int? {0}_right",
+    "integer or tensor": "SymInt? {0}, Tensor? {0}_tensor",
+    "window": "SymInt? {0}_left, SymInt? {0}_right",
     "dtype": "ScalarType? {0}",
     "text": "str? {0}",
 }

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from archflash import _archflash as _native
-from archflash import _backward_operators, _dispatch, _options, _registry
+from archflash import _backward_operators, _dispatch, _options, _registry, _sharding
 from archflash._errors import ForcedImplementationError
 
 NAME = "archflash"  # in PyTorch's registry, beside "FA3" and "FA4"
@@ -713,6 +713,7 @@ class _Replaced:
 
     def _install(self) -> None:
         _flash_shapes()  # asks PyTorch, outside of any call
+        _sharding.register_if_loaded()  # PyTorch's operator for the CPU has no strategy
         kernels = {
             operator: _replacement(serve, original)
             for operator, serve in _OPERATORS.items()

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _ops, _registry
+from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import SCALE_ROWS
 from archflash._errors import ForcedImplementationError
+
+_ops.library.define(
+    "quantize_fp8(Tensor x, int per, ScalarType dtype, int heads_dim, str? implementation) "
+    "-> (Tensor, Tensor)"
+)
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -66,35 +71,72 @@ def quantize_fp8(
         >>> values.dtype, descale.shape
         (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _ops.has_symbols(x):
         _check_dense(x)
     else:
         _native.check_data(x, "x")
     _check(x, per, dtype, layout)
-    if not torch.compiler.is_compiling():
-        x = _ops.resolved(x)
-    packed = x.ndim == 3
-    values = torch.empty_like(x, dtype=dtype)
-    x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
-    simulated = implementation == _KERNEL and x.device.type == "cpu"
-    reason = _why_not(x_by_head, values_by_head, simulated)
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
             f"no quantiser is called {_native.given(implementation)}: there are {_KERNEL} and torch"
         )
+    if _ops.goes_through_operator(x):
+        if _sharding.has_dtensor(x):
+            _sharding.prepare({})
+        heads = 2 if layout == "bnhd" and x.ndim == 4 else 1
+        made: tuple[Tensor, Tensor] = torch.ops.archflash.quantize_fp8(
+            x.detach(), _PER.index(per), dtype, heads, implementation
+        )
+        return made
+    return _quantize(x, per, dtype, layout, implementation)
+
+
+def _quantize(
+    x: Tensor, per: str, dtype: torch.dtype, layout: str, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    """`quantize_fp8` of a plain tensor."""
+    x = _ops.resolved(x)
+    values = torch.empty_like(x, dtype=dtype)
+    x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
+    simulated = implementation == _KERNEL and x.device.type == "cpu"
+    reason = _why_not(x_by_head, values_by_head, simulated)
     if implementation == _KERNEL and reason is not None:
         raise ForcedImplementationError(f"{_KERNEL} is forced, but {reason}")
-    batch, heads, rows, _ = x_by_head.shape
-    sizes = {
-        "tensor": [1],
-        "head": [heads] if packed else [batch, heads],
-        "block": [batch, heads, math.ceil(rows / SCALE_ROWS)],
-    }[per]
+    sizes = _sizes(x, per, layout)
     if implementation == _registry.TORCH or reason is not None or x.numel() == 0:
         return values, _with_torch(x_by_head, values_by_head, per, dtype).reshape(sizes)
     descale = torch.empty(sizes, dtype=torch.float32, device=x.device)
     _launch(x_by_head, values_by_head, descale, per, dtype)
     return values, descale
+
+
+def _sizes(x: Tensor, per: str, layout: str) -> list[int]:
+    """The shape of the descales."""
+    batch, heads, rows, _ = _as_bhnd(x, layout).shape
+    if per == "tensor":
+        return [1]
+    if per == "head":
+        return [heads] if x.ndim == 3 else [batch, heads]
+    return [batch, heads, -(-rows // SCALE_ROWS)]
+
+
+def _run(
+    x: Tensor, per: int, dtype: torch.dtype, heads_dim: int, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    """The operator on real tensors."""
+    layout = "bnhd" if heads_dim == 2 else "bhnd"
+    return _quantize(_ops.plain(x), _PER[per], dtype, layout, implementation)
+
+
+def _fake(
+    x: Tensor, per: int, dtype: torch.dtype, heads_dim: int, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    sizes = _sizes(x, _PER[per], "bnhd" if heads_dim == 2 else "bhnd")
+    return torch.empty_like(x, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
+
+
+_ops.library.impl("quantize_fp8", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("archflash::quantize_fp8", _fake, lib=_ops.library)
 
 
 def _check_dense(x: object) -> None:

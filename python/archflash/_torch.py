@@ -429,8 +429,31 @@ def nesting(strides: Sequence[int]) -> list[int]:
     src/runtime/problem.cpp follows the same rule for eager calls.
     """
     last = len(strides) - 1
-    outer = sorted(range(last), key=lambda i: -strides[i] if strides[i] else _MINUS_INF)
+    if all(isinstance(stride, int) for stride in strides):
+        outer = sorted(range(last), key=lambda i: -strides[i] if strides[i] else _MINUS_INF)
+        return [*outer, last]
+    outer = []
+    for i in range(last):
+        place = i
+        while place > 0 and _nests_inside(strides[outer[place - 1]], strides[i]):
+            place -= 1
+        outer.insert(place, i)
     return [*outer, last]
+
+
+def _nests_inside(stride: Any, of: Any) -> bool:
+    """Whether a dimension with a stride goes behind a later one with another: strides of a traced
+    call. Where neither is known, dimensions nest in their order.
+    """
+    from torch.fx.experimental import symbolic_shapes
+
+    def holds(comparison: Any) -> bool:
+        if isinstance(comparison, bool):
+            return comparison
+        known: bool = symbolic_shapes.statically_known_true(comparison)
+        return known if symbolic_shapes.free_unbacked_symbols(comparison) else bool(comparison)
+
+    return not holds(stride == 0) and (holds(of == 0) or holds(stride < of))
 
 
 def inverse(order: Sequence[int]) -> list[int]:

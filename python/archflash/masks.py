@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash._archflash import MASK_BLOCK, MOST_RANGES
 
 _UNSEEN, _MIXED, _FULL = 0, 1, 2  # the numbers of a block_mask
@@ -46,11 +47,11 @@ def documents(ids: Tensor) -> Tensor:
     place = torch.arange(n, device=ids.device)
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    begin = torch.where(starts, place, 0).cummax(1).values
-    ends = starts.roll(-1, 1)
-    # A document ends behind the next token that is the last of one.
-    end = torch.where(ends, place + 1, n).flip(1).cummin(1).values.flip(1)
-    return _ranges((begin, end))
+    number = starts.cumsum(1) - 1
+    # Where each document starts, and behind the last one n. The last place is for other tokens.
+    first = torch.full((len(ids), n + 2), n, device=ids.device)
+    first = first.scatter(1, torch.where(starts, number, n + 1), place.expand_as(number))
+    return _ranges((first.gather(1, number), first.gather(1, number + 1)))
 
 
 def prefix_lm(lengths: Tensor, nq: int, nk: int | None = None) -> Tensor:
@@ -222,7 +223,8 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
     and add causal=True to the call. Rows ``start`` up to ``end`` that are hidden, as FlashMask has
     them, are the two ranges ``[0, start)`` and ``[end, nq)``.
 
-    The largest number of pieces is read on the host, once.
+    The largest number of pieces is read on the host, once. While a call is traced, as under
+    torch.compile, it is checked on the device, and there are always four pieces.
 
     Args:
         query_ranges: int32 ``(batch or 1, heads or 1, nk, n, 2)``: key j is seen by the queries in
@@ -261,6 +263,11 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
         key = torch.arange(nk + 1, dtype=torch.int32, device=device).expand_as(place)
         here = made[:, :, first : first + rows_at_once]
         here.copy_(here.flatten(3).scatter(-1, place, key).reshape(here.shape))
+    if _is_traced(query_ranges):  # no number can be read: empty pieces fill up the ranges
+        torch._assert_async(
+            most <= 2 * MOST_RANGES, "query_ranges let a query see keys in more than four pieces"
+        )
+        return made[:, :, :, :MOST_RANGES].contiguous()
     pieces = -(-int(most) // 2)
     if pieces > MOST_RANGES:
         raise ValueError(
@@ -328,6 +335,15 @@ def query_ranges_to_dense(query_ranges: Tensor, nq: int) -> Tensor:
     return _seen_by(query_ranges, torch.arange(nq, device=query_ranges.device))
 
 
+def _is_traced(x: Tensor) -> bool:
+    """Whether PyTorch traces a call with a tensor, so that no number of it can be read."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or not _native.all_plain(x)
+    )
+
+
 def _check_query_ranges(query_ranges: Tensor) -> None:
     if query_ranges.ndim != 5 or query_ranges.shape[-1] != 2:
         raise ValueError(
@@ -371,6 +387,8 @@ def summarize_mask(attn_mask: Tensor) -> Tensor:
         >>> archflash.summarize_mask(mask).tolist()
         [[[[1, 0], [2, 1]]]]
     """
+    if attn_mask.is_nested or attn_mask.layout is not torch.strided:
+        raise TypeError("attn_mask is a nested or sparse tensor: it must be dense")
     if not 2 <= attn_mask.ndim <= 4:
         raise ValueError(
             f"attn_mask has shape {tuple(attn_mask.shape)}: it must have 2 to 4 dimensions"

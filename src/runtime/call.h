@@ -46,7 +46,7 @@ struct Unsupported : std::runtime_error {
 struct Call {
   Problem problem;                             // every byte set
   std::array<void*, OPERAND_COUNT> addresses;  // by Operand; null where absent or not yet allocated
-  bool has_storage;                            // of q, k and v: they have addresses
+  const char* without_storage;                 // name of an input without has_storage, or null
   const char* lazy;                            // name of a lazy input (TensorView), null: none is
   DeviceKind device_kind;                      // of every tensor
   int device_index;                            // -1 when the tensors are not on a CUDA device

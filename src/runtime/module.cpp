@@ -179,7 +179,11 @@ nb::object make_result(nb::handle from, nb::handle q, int device_index) {
 }
 
 void set_address(Call& call, Operand operand, nb::handle tensor) {
-  call.addresses[static_cast<int>(operand)] = address_of(tensor);
+  void* const address = address_of(tensor);
+  // Under a mode of PyTorch what is allocated may be a fake tensor.
+  if (address == nullptr && nb::cast<int64_t>(tensor.attr("numel")()) > 0)
+    throw nb::value_error(join(operand_name(operand), HAS_NO_MEMORY).c_str());
+  call.addresses[static_cast<int>(operand)] = address;
 }
 
 // Packed sequences of which there is none have no plan to launch: every row of q is one of no
@@ -302,13 +306,15 @@ BackwardTensor backward_tensor(nb::handle tensor, const char* name) {
 }
 
 // Tensor subclasses, fake tensors among them, have a say of their own in what runs.
-bool needs_dispatcher(nb::handle object) { return !is_plain_tensor(object) && is_tensor(object); }
+bool needs_dispatcher(nb::handle object) {
+  return !object.is_none() && !is_plain_tensor(object) && is_tensor(object);
+}
 
 bool needs_dispatcher(const Arguments& a) {
   if (needs_dispatcher(a.q) || needs_dispatcher(a.k) || needs_dispatcher(a.v)) return true;
   for (int i = 0; i < OPTION_COUNT; ++i) {
     const nb::handle value = a.*ARGUMENTS[i];
-    if (may_be_tensor(OPTIONS[i].kind) && !value.is_none() && needs_dispatcher(value)) return true;
+    if (may_be_tensor(OPTIONS[i].kind) && needs_dispatcher(value)) return true;
   }
   return false;
 }
@@ -340,7 +346,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
   if (needs_dispatcher(arguments)) return nb::borrow(Py_NotImplemented);
   Call call;
   build_call(arguments, call);
-  if (call.device_kind == DeviceKind::Meta || !call.has_storage || call.lazy)
+  if (call.device_kind == DeviceKind::Meta || call.without_storage || call.lazy)
     return nb::borrow(Py_NotImplemented);
   if (call.device_index < 0) forget_other_simulated_devices();
   const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
@@ -400,7 +406,7 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
   if (needs_dispatcher(arguments)) return nb::str("a subclass of torch.Tensor");
   Call call;
   build_call(arguments, call);
-  if (!call.has_storage || call.lazy) return nb::str("a tensor whose memory lacks its values");
+  if (call.without_storage || call.lazy) return nb::str("a tensor whose memory lacks its values");
   if (arguments.out.is_none() && !rows_before_heads && repeats_rows(call.problem))
     return nb::none();
   if (call.device_index < 0) forget_other_simulated_devices();
@@ -452,8 +458,9 @@ void build_call_of(const LaunchPlan& plan, const Arguments& arguments, Call& cal
         "these tensors and arguments are not the plan's problem: compare archflash.explain's with "
         "the plan's");
   }
-  if (call.device_kind == DeviceKind::Meta || !call.has_storage)
-    throw nb::value_error("q has no storage: a plan runs on tensors with data");
+  if (call.device_kind == DeviceKind::Meta) call.without_storage = "q";
+  if (call.without_storage)
+    throw nb::value_error(join(call.without_storage, HAS_NO_MEMORY).c_str());
   if (call.lazy) throw nb::value_error(join(call.lazy, IS_LAZY, "pass a clone() of it").c_str());
 }
 
@@ -506,6 +513,7 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
     TensorView view;
     read_tensor(tensors[name], name, view);
     if (view.lazy) throw nb::value_error(join(name, IS_LAZY, "pass a clone() of it").c_str());
+    if (!view.has_storage) throw nb::value_error(join(name, HAS_NO_MEMORY).c_str());
     const bool fits = view.device_kind == DeviceKind::Cuda || view.device_kind == DeviceKind::Cpu;
     if (!fits || (any && view.device_index != device_index))
       throw nb::type_error("launch takes tensors on one CUDA device, or on the CPU");
@@ -1223,6 +1231,15 @@ NB_MODULE(_archflash, m) {
         "attributes.");
   m.def("has_exchange_table", [] { return torch().exchange != nullptr; });
   m.def("is_plain_tensor", [](nb::handle object) { return is_plain_tensor(object); }, "object"_a);
+  m.def(
+      "all_plain",
+      [](const nb::args& objects) {
+        for (const nb::handle object : objects) {
+          if (needs_dispatcher(object)) return false;
+        }
+        return true;
+      },
+      "Whether no argument is a subclass of torch.Tensor (but torch.nn.Parameter).");
   m.def(
       "check_data",
       [](nb::handle tensor, const std::string& name) {

@@ -116,6 +116,7 @@ bool requires_grad(nb::handle tensor) { return tensor.attr("requires_grad").is(P
 void read(nb::handle object, const char* name, Call& call, TensorView& view) {
   read_tensor(object, name, view);
   if (view.lazy && !call.lazy) call.lazy = name;
+  if (!view.has_storage && !call.without_storage) call.without_storage = name;
 }
 
 int64_t stride_of(const TensorView& t, int axis) {
@@ -392,6 +393,7 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
   Problem& p = call.problem;
   TensorView view;
   read_tensor(a.out, "out", view);
+  if (!view.has_storage && !call.without_storage) call.without_storage = "out";
   if (view.lazy) wrong_value("out", IS_LAZY, "pass a new tensor");
   if (!view.is_float || view.dtype != p.out_dtype) {
     wrong_type("out has dtype ", dtype_text(a.out), ": it must be torch.", dtype_name(p.out_dtype));
@@ -729,7 +731,6 @@ void build_call(const Arguments& a, Call& call) {
   p.kv_dtype = k.dtype;
   p.on_cuda = q.device_kind == DeviceKind::Cuda;
   call.device_kind = q.device_kind;
-  call.has_storage = q.has_storage && k.has_storage && v.has_storage;
   call.device_index = p.on_cuda ? q.device_index : -1;
 
   p.heads_q = q.shape[x.head];

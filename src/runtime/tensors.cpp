@@ -145,9 +145,8 @@ void read_through_attributes(nb::handle object, TensorView& view) {
     }
   }
   view.data = nullptr;
-  // A subclass may have no address of its own (fake tensors); its dispatcher finds the real
-  // tensors.
-  if (is_plain_tensor(object) &&
+  view.has_storage = is_plain_tensor(object);
+  if (view.has_storage &&
       (view.device_kind == DeviceKind::Cpu || view.device_kind == DeviceKind::Cuda)) {
     try {
       view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
@@ -190,6 +189,7 @@ const Torch& torch() {
     t->float32 = t->dtypes[static_cast<int>(DType::F32)];
     t->uint8 = module.attr("uint8");
     t->strided = module.attr("strided");
+    t->is_functional = module.attr("_is_functional_tensor");
     t->increment_version = module.attr("autograd").attr("graph").attr("increment_version");
     nb::object core = module.attr("_C");
     const nb::object guards = core.attr("_dynamo").attr("guards");
@@ -229,9 +229,13 @@ void check_low_address(nb::handle tensor, const char* name, TensorView& view) {
   // segments).
   const uintptr_t offset = nb::cast<uintptr_t>(tensor.attr("storage_offset")()) *
                            nb::cast<uintptr_t>(tensor.attr("itemsize"));
-  if (reinterpret_cast<uintptr_t>(view.data) != offset) return;
+  if (view.data != nullptr && reinterpret_cast<uintptr_t>(view.data) != offset) return;
   if (nb::cast<bool>(tensor.attr("_is_zerotensor")())) {
     view.lazy = true;
+    return;
+  }
+  if (nb::cast<bool>(torch().is_functional(tensor))) {
+    view.has_storage = false;
     return;
   }
   throw nb::value_error(

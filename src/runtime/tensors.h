@@ -30,7 +30,9 @@ struct TensorView {
   bool is_bool = false;
   bool is_int64 = false;
   bool is_int8 = false;
-  bool has_storage = true;  // false inside transforms such as vmap: there is no address
+  // False where there is no address: subclasses (fake tensors, DTensor), tensors inside transforms
+  // such as vmap, functional ones. Their own dispatcher finds the real tensors.
+  bool has_storage = true;
   bool lazy = false;        // it has the negative bit or is a zero tensor: memory lacks its values
   int64_t own_shape[8], own_strides[8];
 };
@@ -53,7 +55,7 @@ class Getter {
 // The objects of torch that the module uses, filled at the first call that sees a tensor.
 struct Torch {
   nb::object tensor_type, parameter_type, dtype_type, empty_like, float32, uint8, strided;
-  nb::object increment_version;
+  nb::object increment_version, is_functional;
   nb::object empty_strided_cuda;  // torch's function of (sizes, strides, dtype); null without
   Getter is_neg, data_ptr;
   nb::object dtypes[DTYPE_COUNT];  // by DType
@@ -79,6 +81,11 @@ int32_t alignment(const void* address);
 
 // The address of a tensor that the runtime itself has allocated.
 void* address_of(nb::handle tensor);
+
+// Why no kernel can run on a tensor without has_storage: "q" HAS_NO_MEMORY.
+constexpr char HAS_NO_MEMORY[] =
+    " is a tensor without memory of its own, as fake tensors, wrapper subclasses and tensors inside "
+    "transforms are: pass a plain tensor that has its data";
 
 // Describes what a caller gave, for an error message: text, numbers, dtypes and short sequences of
 // them by value, a tensor by its dtype, shape and device, and everything else by its type. repr()

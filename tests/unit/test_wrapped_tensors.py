@@ -1,0 +1,479 @@
+"""Tensors that are not plain ones: subclasses, fake, functional and sparse tensors in every argument
+of every public function.
+
+A call with one goes through an operator, or is refused before anything is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import archflash
+from archflash import _archflash as _native
+from archflash import masks, sim
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def int32(*numbers: Any) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+class Wrapper(Tensor):
+    """A subclass without memory, whose dispatcher hands on the tensor that it wraps: as the results
+    of functional collectives are.
+    """
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        assert isinstance(made, Wrapper)
+        return made
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(x: Any) -> Any:
+            return x.inner if isinstance(x, Wrapper) else x
+
+        return func(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs or {}))
+
+
+class Tagged(Tensor):
+    """A subclass with memory, whose results are of its kind."""
+
+
+WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "wrapper": Wrapper,
+    "tagged": lambda x: x.as_subclass(Tagged),  # type: ignore[no-untyped-call]
+}
+
+
+def plain(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if isinstance(x, Wrapper):
+        return x.inner
+    return x.as_subclass(Tensor)  # type: ignore[no-untyped-call]
+
+
+# --- the public functions, with every tensor that they take ---
+
+F16 = torch.float16
+Q, K, V = rand(2, 4, 5, 8, dtype=F16), rand(2, 2, 7, 8, dtype=F16), rand(2, 2, 7, 8, dtype=F16)
+STATE, LENGTHS = torch.tensor([3, 4]), int32(2, 4)
+RANGES = masks.sliding_window_with_global(5, 7, left=3, global_keys=1)
+MASK = rand(2, 1, 5, 7, dtype=F16)
+PACKED = (rand(5, 4, 8, dtype=F16), rand(7, 2, 8, dtype=F16), rand(7, 2, 8, dtype=F16))
+SUMS = {"cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k": int32(0, 3, 7)}
+OPTIONS = {
+    "sinks": rand(4), "attn_mask": MASK, "alibi_slopes": rand(4).abs(), "key_ranges": RANGES,
+    "block_mask": torch.ones(1, 1, 1, 1, dtype=torch.int8), "q_offset": int32(2, 1), "causal": True,
+    "rng_state": STATE, "dropout_p": 0.25,
+}  # fmt: skip
+OUT, LSE = archflash.attention(Q, K, V, **OPTIONS, return_lse=True)
+CACHES = (rand(2, 8, 2, 16, dtype=F16), rand(2, 8, 2, 16, dtype=F16))
+
+
+def forced(name: str) -> dict[str, Any]:
+    return {"implementation": name}
+
+
+# A function, its positional and its named arguments; the lists of merge_attention are spread out.
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "attention": (
+        archflash.attention,
+        (Q, K, V),
+        {**OPTIONS, "return_lse": True, **forced("ampere")},
+    ),
+    "attention of packed": (
+        archflash.attention, PACKED, {**SUMS, "out": torch.zeros(5, 4, 8, dtype=F16), **forced("ampere")},
+    ),
+    "attention of float8": (
+        archflash.attention,
+        tuple(x.to(torch.float8_e4m3fn) for x in (rand(1, 2, 5, 16), *[rand(1, 1, 5, 16)] * 2)),
+        {f"{x}_descale": torch.ones(1, 1) for x in "qkv"} | forced("ada"),
+    ),
+    "attention_backward": (
+        archflash.attention_backward,
+        (rand(2, 4, 5, 8, dtype=F16), Q, K, V, OUT, LSE),
+        {
+            **{name: x for name, x in OPTIONS.items()}, "dlse": rand(2, 4, 5),
+            "dq": torch.ones_like(Q), "dk": torch.ones_like(K), "dv": torch.ones_like(V),
+            "accumulate": True, "deterministic": True, "mask_gradient": True, **forced("ampere"),
+        },
+    ),
+    "attention_with_kvcache": (
+        archflash.attention_with_kvcache,
+        (rand(2, 1, 4, 16, dtype=F16), *CACHES),
+        {
+            "cache_seqlens": LENGTHS, "k_new": rand(2, 2, 2, 16, dtype=F16),
+            "v_new": rand(2, 2, 2, 16, dtype=F16), "cache_batch_idx": int32(1, 0),
+            "leftpad_k": int32(0, 1), "rotary_cos": rand(8, 8, dtype=F16),
+            "rotary_sin": rand(8, 8, dtype=F16), "causal": True, **forced("ampere"),
+        },
+    ),
+    "attention_with_kvcache of pages": (
+        archflash.attention_with_kvcache,
+        (rand(2, 1, 4, 16, dtype=F16), *CACHES),
+        {
+            "cache_seqlens": LENGTHS, "page_table": int32([1], [0]), "sinks": rand(4),
+            "qv": rand(2, 1, 4, 16, dtype=F16),
+        },
+    ),
+    "attention_with_shared_prefix": (
+        archflash.attention_with_shared_prefix,
+        (rand(2, 1, 4, 16, dtype=F16), CACHES[0][:1], CACHES[1][:1], *CACHES),
+        {"cache_seqlens": LENGTHS, "prefix_seqlens": int32(5), **forced("ampere")},
+    ),
+    "merge_attention": (
+        lambda a, b, c, d: archflash.merge_attention([a, b], [c, d], **forced("ampere")),
+        (OUT, Q, LSE, rand(2, 4, 5)),
+        {},
+    ),
+    "quantize_fp8": (archflash.quantize_fp8, (Q,), {"per": "block", **forced("ada")}),
+    "scaled_dot_product_attention": (
+        archflash.scaled_dot_product_attention, (Q, Q, Q), {"attn_mask": MASK[..., :5]},
+    ),
+    "summarize_mask": (archflash.summarize_mask, (MASK,), {}),
+    "documents": (masks.documents, (int32(1, 1, 2),), {}),
+    "prefix_lm": (masks.prefix_lm, (int32(1, 2), 3), {}),
+    "bidirectional_spans": (masks.bidirectional_spans, (int32([1, 3]), 4), {}),
+    "from_flashmask": (
+        lambda x: masks.to_dense(masks.from_flashmask(x, 3, causal=True), 3),
+        (int32([2], [3], [3])[None, None],),
+        {},
+    ),
+    "dropout_mask": (archflash.dropout_mask, ((1, 2, 3, 4), 0.5, STATE), {}),
+}  # fmt: skip
+ARGUMENTS = [
+    (name, argument)
+    for name, (_, given, named) in CALLS.items()
+    for argument, x in (*enumerate(given), *named.items())
+    if isinstance(x, Tensor)
+]
+
+
+def run(
+    name: str, wrap: Callable[[Any, Tensor], Any], function: Callable[..., Any] | None = None
+) -> Any:
+    """What a call gives, and what is in its tensors afterwards, all of it plain. `wrap` gets the
+    place of an argument and the tensor, and makes a copy of it.
+    """
+    call, given, named = CALLS[name]
+
+    def prepared(place: Any, x: Any) -> Any:
+        return wrap(place, x) if isinstance(x, Tensor) else x
+
+    given = tuple(prepared(i, x) for i, x in enumerate(given))
+    named = {n: prepared(n, x) for n, x in named.items()}
+    answer = (function or call)(*given, **named)
+    return pytree.tree_map(plain, (answer, given, named))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for x, y in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        if isinstance(x, Tensor):
+            torch.testing.assert_close(x.float(), y.float(), rtol=1e-3, atol=2e-3)
+
+
+def copied(place: Any, x: Tensor) -> Tensor:
+    return x.clone()
+
+
+_expected: dict[str, Any] = {}
+
+
+def expected(name: str) -> Any:
+    if name not in _expected:
+        _expected[name] = run(name, copied)
+    return _expected[name]
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=str)
+def test_a_wrapper_in_any_argument(name: str, argument: int | str) -> None:
+    found = run(name, lambda place, x: Wrapper(x.clone()) if place == argument else x.clone())
+    assert_same(found, expected(name))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_tensor_of_a_call_wrapped(name: str, way: str) -> None:
+    assert_same(run(name, lambda place, x: WAYS[way](x.clone())), expected(name))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors_have_the_shapes_of_real_ones(name: str, device: str) -> None:
+    def fake(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    real = expected(name)[0]
+    call, given, named = CALLS[name]
+    with FakeTensorMode():
+        given, named = pytree.tree_map_only(Tensor, fake, (given, named))
+        try:
+            answer = call(*given, **named)
+        except RuntimeError as error:
+            if "not linked with support for cuda" not in str(error):
+                raise
+            pytest.skip("a PyTorch without CUDA does not index fake tensors of it")
+    for x, y in zip(pytree.tree_leaves(answer), pytree.tree_leaves(real), strict=True):
+        steps = [
+            [step for size, step in zip(z.shape, z.stride(), strict=True) if size > 1]
+            for z in (x, y)
+        ]
+        assert (x.shape, x.dtype, steps[0]) == (y.shape, y.dtype, steps[1])
+        assert x.device.type == device
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_function_in_a_compiled_graph(name: str) -> None:
+    torch._dynamo.reset()
+    call = torch.compile(CALLS[name][0], backend="aot_eager", fullgraph=True)
+    assert_same(run(name, copied, call), expected(name))
+
+
+def test_a_symbolic_trace_keeps_the_operators() -> None:
+    def chain(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = archflash.attention(q, k, v, return_lse=True)
+        merged, _ = archflash.merge_attention([out, out], [lse, lse])
+        return archflash.quantize_fp8(merged, per="head", dtype=torch.float8_e5m2)[1]
+
+    q, k, v = (x.float() for x in (Q, K, V))
+    traced = make_fx(chain, tracing_mode="symbolic")(q, k, v)
+    kept = {str(node.target) for node in traced.graph.nodes}
+    operators = ("attention", "merge_attention", "quantize_fp8")
+    assert {f"archflash.{name}.default" for name in operators} <= kept
+    torch.testing.assert_close(traced(q, k, v), chain(q, k, v))
+
+
+# --- sizes that a compiled graph does not know ---
+
+
+def rows(x: Tensor, n: Tensor) -> Tensor:
+    length = n.item()
+    torch._check(length >= 2)
+    torch._check(length <= x.shape[2])
+    return x[:, :, :length]
+
+
+def chosen(x: Tensor, keep: Tensor) -> Tensor:
+    return x[keep.nonzero().squeeze(1)]
+
+
+CUT, KEEP = torch.tensor(4), torch.tensor([True, True, False, True, True])
+UNBACKED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "attention": (
+        lambda q, k, n: archflash.attention(
+            rows(q, n), rows(k, n), rows(k, n), causal=True, return_lse=True
+        ),
+        (Q, K, CUT),
+    ),
+    "bnhd": (
+        lambda q, keep: archflash.attention(*[chosen(q[0], keep)[None]] * 3, layout="bnhd"),
+        (rand(1, 5, 2, 8), KEEP),
+    ),
+    "packed": (
+        lambda q, keep, ends: archflash.attention(
+            *[chosen(q, keep)] * 3, cu_seqlens_q=ends, cu_seqlens_k=ends,
+            max_seqlen_q=ends.diff().max().item(), window=(ends[1].item(), 0),
+        ),
+        (rand(5, 2, 8), KEEP, int32(0, 2, 4)),
+    ),
+    "backward": (
+        lambda q, k, lse, n: archflash.attention_backward(
+            rows(q, n), rows(q, n), rows(k, n), rows(k, n), rows(q, n), rows(lse, n)
+        ),
+        (Q, K, LSE, CUT),
+    ),
+    "kvcache": (
+        lambda q, k, ends, keep, lengths: archflash.attention_with_kvcache(
+            chosen(q, keep), k, k, cache_seqlens=lengths, cu_seqlens_q=ends, causal=True
+        ),
+        (rand(5, 2, 16), rand(2, 8, 2, 16), int32(0, 2, 4), KEEP, int32(3, 8)),
+    ),
+    "prefix": (
+        lambda q, k, n, lengths: archflash.attention_with_shared_prefix(
+            rows(q, n).transpose(1, 2), k[:1], k[:1], k, k, cache_seqlens=lengths
+        ),
+        (rand(2, 2, 5, 16), rand(2, 8, 2, 16), CUT, int32(3, 8)),
+    ),
+    "merge": (
+        lambda q, lse, n: archflash.merge_attention([rows(q, n)] * 2, [rows(lse, n)] * 2),
+        (Q, LSE, CUT),
+    ),
+    "quantize": (
+        lambda q, n: archflash.quantize_fp8(rows(q, n), per="block")[1], (Q, CUT),
+    ),
+    "sdpa": (
+        lambda q, n: archflash.scaled_dot_product_attention(*[rows(q, n)] * 3, is_causal=True),
+        (Q.float(), CUT),
+    ),
+    "documents": (lambda ids, n: masks.documents(ids[: n.item()]), (int32(1, 1, 2, 2, 3), CUT)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNBACKED)
+def test_sizes_that_are_known_on_the_device_only(name: str) -> None:
+    call, given = UNBACKED[name]
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+    ):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(*given)
+    assert_same(compiled, call(*given))
+
+
+# --- the runtime itself ---
+
+
+def plan_and_tensors(name: str) -> tuple[_native.LaunchPlan, dict[str, Tensor]]:
+    """What a call has launched, caught on its way to the simulator."""
+    caught: list[Any] = []
+    _native.set_simulate(lambda plan, tensors: caught.append((plan, dict(tensors))))
+    try:
+        run(name, copied)
+    finally:
+        _native.set_simulate(archflash._simulate)
+    plan, tensors = caught[-1]
+    return plan, tensors
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "attention_backward", "attention_with_kvcache", "merge_attention", "quantize_fp8"]
+)
+def test_the_runtime_refuses_each_operand_without_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, tensors = plan_and_tensors(name)
+    _native.set_simulate(lambda *_: pytest.fail("launched"))
+    try:
+        with FakeTensorMode() as mode:
+            for operand, x in tensors.items():
+                for other in (Wrapper(x), mode.from_tensor(x), torch._to_functional_tensor(x)):
+                    with pytest.raises(ValueError, match=f"^{operand} is a tensor without memory"):
+                        _native.launch(plan, tensors | {operand: other})
+    finally:
+        _native.set_simulate(archflash._simulate)
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v", *(n for n in OPTIONS if isinstance(OPTIONS[n], Tensor))])
+def test_a_given_plan_refuses_each_tensor_without_memory(argument: str) -> None:
+    plan, _ = plan_and_tensors("attention")
+    given = dict(zip("qkv", (Q, K, V), strict=True)) | OPTIONS | {"return_lse": True}
+    given[argument] = Wrapper(given[argument])
+    with pytest.raises(ValueError, match=f"^{argument} is a tensor without memory"):
+        sim.run(**given, plan=plan, implementation="ampere")
+
+
+def test_the_simulator_refuses_a_null_address() -> None:
+    program = sim.load(".version 8.0 .target sm_80 .address_size 64 .entry f(.param .u64 p) { ret; }")
+    with pytest.raises(archflash.LaunchError, match="no memory of its own"):
+        sim.launch(program, "f", [Wrapper(torch.ones(4))])
+
+
+def test_a_tensor_without_elements_needs_no_memory() -> None:
+    empty = torch.empty(2, 4, 0, 8)
+    assert empty.data_ptr() == 0
+    q = rand(2, 4, 5, 8)
+    for k in (empty, Wrapper(empty)):
+        out = archflash.attention(q, k, k, implementation="simt")
+        assert torch.equal(plain(out), torch.zeros_like(q))
+
+
+def test_a_mask_inside_vmap_has_no_address() -> None:
+    stacked = torch.stack([MASK, MASK * 2])
+    found = torch.vmap(lambda m: archflash.attention(Q, K, V, attn_mask=m))(stacked)
+    for x, m in zip(found, stacked, strict=True):
+        torch.testing.assert_close(x, archflash.attention(Q, K, V, attn_mask=m))
+
+
+# --- the rest ---
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_backward", "merge_attention", "quantize_fp8"])
+def test_functional_tensors(name: str) -> None:
+    call, given, named = CALLS[name]
+    tensors = {n: x.clone() for n, x in named.items() if isinstance(x, Tensor)}
+    others = {n: x for n, x in named.items() if n not in tensors}
+    if name == "attention":  # inside a transform it is PyTorch's operations
+        del others["implementation"]
+    found = torch.func.functionalize(lambda *x, **y: call(*x, **y, **others))(*given, **tensors)
+    assert_same(found, expected(name)[0])
+
+
+def test_gradients_of_subclasses() -> None:
+    for wrap in (lambda x: x.as_subclass(Tagged), torch.nn.Parameter):  # type: ignore[no-untyped-call]
+        leaves = [wrap(x.float()).requires_grad_() for x in (Q, K, V)]
+        archflash.attention(*leaves, causal=True).sum().backward()
+        others = [x.float().requires_grad_() for x in (Q, K, V)]
+        archflash.attention(*others, causal=True).sum().backward()
+        for x, y in zip(leaves, others, strict=True):
+            torch.testing.assert_close(plain(x.grad), y.grad)
+
+
+def test_a_gradient_of_merged_wrappers() -> None:
+    out = OUT.float().requires_grad_()
+    merged, _ = archflash.merge_attention([out.as_subclass(Tagged), Q.float()], [LSE, LSE])
+    merged.sum().backward()
+    assert out.grad is not None
+    torch.testing.assert_close(plain(out.grad), torch.full_like(out, 0.5))
+    with pytest.raises(archflash.ForcedImplementationError, match="requires a gradient"):
+        archflash.merge_attention(
+            [out.as_subclass(Tagged)] * 2, [LSE] * 2, **forced("ampere")
+        )
+
+
+def test_a_gradient_of_another_dtype_is_refused_where_an_operator_serves() -> None:
+    q, k, v, out = (x.float() for x in (Q, K, V, OUT))
+    with pytest.raises(archflash.UnsupportedError, match="dq is torch.float32"):
+        archflash.attention_backward(
+            Wrapper(OUT), Q, K, V, OUT, LSE, dq=torch.zeros(Q.shape, dtype=torch.float32)
+        )
+    with pytest.raises(ValueError, match="accumulate=True, but dq is None"):
+        archflash.attention_backward(Wrapper(out), q, k, v, out, LSE, accumulate=True)
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        found = run("attention_with_kvcache", lambda place, x: Wrapper(x.clone()))
+        assert_same(found, expected("attention_with_kvcache"))
+
+
+SPARSE: dict[str, Callable[[], Any]] = {
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(3, 4, 8), torch.ones(5, 4, 8)], layout=torch.jagged
+    ),
+    "sparse": lambda: torch.ones(2, 4, 5, 8).to_sparse(),
+    "mkldnn": lambda: torch.ones(2, 4, 5, 8).to_mkldnn(),
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention", "attention_backward", "attention_with_kvcache", "attention_with_shared_prefix",
+        "merge_attention", "quantize_fp8", "summarize_mask",
+    ],
+)  # fmt: skip
+def test_nested_and_sparse_tensors_get_a_sentence(name: str, kind: str) -> None:
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no MKL-DNN")
+    with pytest.raises(TypeError, match="nested or sparse"):
+        run(name, lambda place, x: SPARSE[kind]() if place == 0 else x.clone())
