@@ -110,12 +110,15 @@ def attention_backward(
     )  # fmt: skip
     given = (dq, dk, dv)
     tensors = (dout, q, k, v, out, lse, dlse)
-    if _ops.goes_through_operator(*tensors, *given, *options.values()):
+    if _ops.goes_through_operator(
+        *tensors, *given, sinks, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes,
+        key_ranges, block_mask, rng_state,
+    ):  # fmt: skip
         if not torch.compiler.is_compiling() and not _ops.has_symbols(*tensors, *options.values()):
             request = _gradients.Request(*tensors, options, mask_gradient)
             _ops.check_backward(request)
-            for name, x, of in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
-                _check_given(name, x, of, accumulate)
+            for of_gradient, x, of in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
+                _check_given(of_gradient, x, of, accumulate)
         _refuse_for_operator((q, k, v), given)
         with torch.no_grad():
             found = _ops.attention_backward(

@@ -216,9 +216,7 @@ def _device_of(x: Tensor) -> _native.Device:
     return _dispatch.query_device(x.device.index)
 
 
-def _with_torch(
-    outs: list[Tensor], lses: list[Tensor], layout: str
-) -> tuple[Tensor, Tensor]:
+def _with_torch(outs: list[Tensor], lses: list[Tensor], layout: str) -> tuple[Tensor, Tensor]:
     """The result by PyTorch's operations in float32."""
     outs = [_as_bhnd(x, layout) if x.ndim == 4 else x.transpose(0, 1) for x in outs]
     stacked = torch.stack(lses)

@@ -1,5 +1,6 @@
-"""archflash.attention and attention_with_kvcache as torch operators. Calls under torch.compile,
-with fake tensors or subclasses, and under dispatch modes go through them.
+"""archflash.attention, its gradients and attention_with_kvcache as torch operators, and which calls
+of any function go through an operator: those under torch.compile and dispatch modes, and those with
+fake tensors or subclasses.
 
 Plain eager calls do not come here: they skip torch's dispatcher.
 """
@@ -118,9 +119,7 @@ def attention(
         )
         return results
 
-    by_torch_operations = (
-        needs_grad and differentiable is None and not by_operator
-    ) or transformed
+    by_torch_operations = (needs_grad and differentiable is None and not by_operator) or transformed
     if by_torch_operations and options["batch_invariant"]:
         raise UnsupportedError(
             "batch_invariant=True, and no kernel of archflash computes the gradients of this call, "
@@ -360,7 +359,9 @@ def _run_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
 
 def plain(x: Any) -> Any:
     """A plain tensor whose memory holds its values, for a tensor; everything else as it is."""
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:  # what is sparse is refused later
+    if (
+        not isinstance(x, Tensor) or x.layout is not torch.strided
+    ):  # what is sparse is refused later
         return x
     return resolved(x.as_subclass(Tensor))
 

@@ -13,6 +13,7 @@ from archflash._bias import is_causal_bias
 from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster
 from archflash._overrides import DROPPED_FASTER, count_declined
 from archflash._registry import TORCH
+from archflash._sharding import has_dtensor
 from archflash._torch import AUTOCAST_DEVICES, PYTORCHS_SDPA
 
 
@@ -138,7 +139,7 @@ _NOT_DROPPED = "dropout: no kernel of archflash drops the weights of this call"
 
 def _may_drop(query: Tensor, dropout_p: float) -> bool:
     """Whether a kernel of archflash might serve a call with dropout."""
-    if torch.compiler.is_compiling() or not 0.0 < dropout_p < 1.0:
+    if torch.compiler.is_compiling() or not 0.0 < dropout_p < 1.0 or has_dtensor(query):
         return False
     return query.device.type == "cuda" or forced() not in (None, TORCH)
 

@@ -282,7 +282,8 @@ def _sdpa_placements(results: int, given: Sequence[Any], q: Any, k: Any) -> _Str
             continue
         size = q.shape[axis]
         placed = [
-            Replicate() if x.ndim < 3 or x.shape[axis] == 1 != size else Shard(axis) for x in tensors
+            Replicate() if x.ndim < 3 or x.shape[axis] == 1 != size else Shard(axis)
+            for x in tensors
         ]
         strategies.append(([Shard(axis)] * results, placed))
     return strategies
@@ -324,7 +325,7 @@ def append(
 
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **options}
     arguments.pop("out")
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    tensors: dict[str, Any] = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
     for name, x in tensors.items():
         if not isinstance(x, DTensor):
             raise TypeError(
@@ -333,9 +334,7 @@ def append(
             )
     call, mesh = _Call(arguments), k_cache.device_mesh
     splits = []
-    for of_k, of_v, devices in zip(
-        k_cache.placements, v_cache.placements, mesh.shape, strict=True
-    ):
+    for of_k, of_v, devices in zip(k_cache.placements, v_cache.placements, mesh.shape, strict=True):
         fitting = [
             split
             for split in call.splits

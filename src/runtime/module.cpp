@@ -1239,6 +1239,7 @@ NB_MODULE(_archflash, m) {
         }
         return true;
       },
+      nb::sig("def all_plain(*objects: typing.Any) -> bool"),
       "Whether no argument is a subclass of torch.Tensor (but torch.nn.Parameter).");
   m.def(
       "check_data",

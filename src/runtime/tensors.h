@@ -33,7 +33,7 @@ struct TensorView {
   // False where there is no address: subclasses (fake tensors, DTensor), tensors inside transforms
   // such as vmap, functional ones. Their own dispatcher finds the real tensors.
   bool has_storage = true;
-  bool lazy = false;        // it has the negative bit or is a zero tensor: memory lacks its values
+  bool lazy = false;  // it has the negative bit or is a zero tensor: memory lacks its values
   int64_t own_shape[8], own_strides[8];
 };
 
@@ -84,7 +84,8 @@ void* address_of(nb::handle tensor);
 
 // Why no kernel can run on a tensor without has_storage: "q" HAS_NO_MEMORY.
 constexpr char HAS_NO_MEMORY[] =
-    " is a tensor without memory of its own, as fake tensors, wrapper subclasses and tensors inside "
+    " is a tensor without memory of its own, as fake tensors, wrapper subclasses and tensors "
+    "inside "
     "transforms are: pass a plain tensor that has its data";
 
 // Describes what a caller gave, for an error message: text, numbers, dtypes and short sequences of

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from archflash import _sharding
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
@@ -165,8 +168,8 @@ for way in (WHOLE, BATCH, HEADS):
             same(f"what the cache holds {way} {bool(new)}", x, y, way)
 try:
     archflash.attention_with_kvcache(
-        put(q[:, :, :2], WHOLE), *(put(x, Shard(2)) for x in (k, v)), cache_seqlens=put(rows, WHOLE),
-        k_new=put(kn, WHOLE), v_new=put(vn, WHOLE), layout="bhnd",
+        put(q[:, :, :2], WHOLE), *(put(x, Shard(2)) for x in (k, v)),
+        cache_seqlens=put(rows, WHOLE), k_new=put(kn, WHOLE), v_new=put(vn, WHOLE), layout="bhnd",
     )
     raise SystemExit("caches split by rows were appended to")
 except ValueError as error:
@@ -238,6 +241,34 @@ for as_dtensors in (True, False):
     for name, weight in parallel.named_parameters():
         same(name, weight.grad, whole.get_parameter(name).grad)
 
+# --- what functional collectives return, which waits when it is used ---
+
+import torch.distributed._functional_collectives as collectives
+
+gathered = [
+    collectives.all_gather_tensor(x.chunk(2)[rank].contiguous(), 0, dist.group.WORLD)
+    for x in (k, v)
+]
+assert isinstance(gathered[0], collectives.AsyncCollectiveTensor)
+out, lse = archflash.attention(q, k, v, causal=True, return_lse=True)
+torch.testing.assert_close(archflash.attention(q, *gathered, causal=True), out)
+wanted = archflash.attention_backward(grad, q, k, v, out, lse, causal=True)
+found = archflash.attention_backward(grad, q, *gathered, out, lse, causal=True)
+for x, y in zip(found, wanted):
+    torch.testing.assert_close(x, y)
+
+# --- kernels, on the simulator ---
+
+small = [x[:1, :2, :, :8].half() for x in (q, k, v)]
+leaves, leaves_d = [x.clone() for x in small], [put(x, HEADS) for x in small]
+for tensors in (leaves, leaves_d):
+    for x in tensors:
+        x.requires_grad_()
+    out = archflash.attention(*tensors, causal=True, implementation="ampere")
+    out.float().square().sum().backward()
+for x, y in zip(leaves_d, leaves):
+    same("gradient of a kernel", x.grad, y.grad, HEADS)
+
 # --- a compiled call ---
 
 torch._dynamo.config.capture_scalar_outputs = True
@@ -248,6 +279,16 @@ same("compiled", call(*sharded), plain, HEADS)
 dist.destroy_process_group()
 print("done", rank)
 """
+
+
+def test_heads_are_split_where_every_device_gets_as_many() -> None:
+    def spec(*sizes: int) -> SimpleNamespace:
+        return SimpleNamespace(mesh=SimpleNamespace(shape=sizes))
+
+    assert _sharding._splits_evenly(8, spec(4))
+    assert _sharding._splits_evenly(2, spec(2, 2))  # by one dimension, not by both
+    for heads, mesh in ((3, spec(2)), (1, spec(2)), (6, spec(4)), (6, spec(2, 2))):
+        assert not _sharding._splits_evenly(heads, mesh)
 
 
 def test_two_processes_give_what_one_does(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(archflash.__file__).parent
 # rows of their own. The text in archflash/__init__.py says the same for readers.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_archflash", "_archflash_sim", "_errors", "_bias"),
-    ("masks", "_dropout"),
+    ("masks", "_dropout", "_sharding"),
     ("_options", "_registry", "_measured", "_torch", "reference"),
     ("_dispatch", "_torch_cache"),
     ("_gradients",),

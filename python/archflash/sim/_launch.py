@@ -210,7 +210,9 @@ def check_memory(buffer: Buffer) -> None:
         raise LaunchError(f"{buffer.name}{_runtime.IS_LAZY}pass a clone() of it")
     extent = extent_bytes(tensor)
     if extent and not _runtime.all_plain(tensor):
-        raise LaunchError(f"{buffer.name} is a {type(tensor).__name__}, which has no memory of its own")
+        raise LaunchError(
+            f"{buffer.name} is a {type(tensor).__name__}, which has no memory of its own"
+        )
     end = tensor.storage_offset() * tensor.element_size() + extent
     held = tensor.untyped_storage().nbytes()
     if extent and end > held:
