@@ -202,11 +202,13 @@ def _splits_evenly(heads: int, spec: Any) -> bool:
     """Whether however many dimensions of the mesh split the heads, each device gets as many. What
     has fewer heads than devices is never split.
     """
-    products = {1}
-    for size in spec.mesh.shape if hasattr(spec, "mesh") else spec.device_mesh.shape:
-        products |= {size * product for product in products}
-    smallest = min((p for p in products if p > 1), default=1)
-    return heads >= smallest and all(heads < p or heads % p == 0 for p in products)
+    sizes = tuple(spec.mesh.shape if hasattr(spec, "mesh") else spec.device_mesh.shape)
+    products = [1]
+    for size in sizes:
+        products = products + [size * product for product in products]
+    if heads < min([size for size in sizes if size > 1] or [1]):
+        return False
+    return all(heads < product or heads % product == 0 for product in products)
 
 
 def _of_attention(arguments: dict[str, Any]) -> _Strategies:

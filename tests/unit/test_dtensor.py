@@ -114,6 +114,29 @@ same(
     BATCH,
 )
 
+# --- gradients by themselves, and float8 ---
+
+out, lse = archflash.attention(q, k, v, sinks=sinks, return_lse=True)
+wanted = archflash.attention_backward(grad, q, k, v, out, lse, sinks=sinks)
+into = [put(torch.ones_like(x), HEADS) for x in (q, k, v)]
+given = [put(x, HEADS) for x in (grad, q, k, v, out, lse)]
+found = archflash.attention_backward(
+    *given, sinks=put(sinks, BATCH), dq=into[0], dk=into[1], dv=into[2], accumulate=True
+)
+for x, y, z in zip(into, wanted, found):
+    assert x is z
+    same("accumulated", x, y + 1, HEADS)
+same("dsinks", found[3], wanted[3])
+eight = [archflash.quantize_fp8(x.repeat(1, 1, 1, 2), per="block") for x in (q, k, v)]
+wanted = archflash.attention(
+    *(x for x, _ in eight), **{f"{n}_descale": x for n, (_, x) in zip("qkv", eight)}
+)
+for way in (BATCH, HEADS):
+    local = [x.chunk(2, way.dim)[rank].contiguous() for x, _ in eight]
+    descales = {f"{n}_descale": put(x, way) for n, (_, x) in zip("qkv", eight)}
+    found = archflash.attention(*(DTensor.from_local(x, mesh, [way]) for x in local), **descales)
+    same("float8", found, wanted, way)
+
 # --- dropout: the same state everywhere, or a sentence ---
 
 sharded = [put(x, HEADS) for x in (q, k, v)]
@@ -276,6 +299,18 @@ call = torch.compile(
     lambda *x: archflash.attention(*x, causal=True), backend="aot_eager", fullgraph=True
 )
 same("compiled", call(*sharded), plain, HEADS)
+
+
+def decode(q, k, v, new, rows):
+    return archflash.attention_with_kvcache(
+        q, k, v, k_new=new, v_new=new, cache_seqlens=rows, layout="bhnd", causal=True
+    )
+
+
+given = (q[:, :, :2].contiguous(), k, v, kn)
+wanted = decode(*(x.clone() for x in given), rows)
+call = torch.compile(decode, backend="aot_eager", fullgraph=True)
+same("compiled cache", call(*(put(x, HEADS) for x in given), put(rows, WHOLE)), wanted, HEADS)
 dist.destroy_process_group()
 print("done", rank)
 """
