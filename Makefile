@@ -24,7 +24,7 @@ test-fast: $(VENV)/installed  ## in a minute: unit tests, a few launches of ever
 
 # `make test` runs with the newest torch. These are the tests of what depends on its version.
 TORCH ?= 2.6.0
-TORCH_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,api causal_bias compat export other_ways quantize reference sdpa_semantics torch_implementation))
+TORCH_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,api causal_bias compat export flops other_ways quantize reference sdpa_semantics torch_implementation tracing transforms))
 TORCH_TESTS += tests/core_set/test_pytorch_operators.py
 test-torch: $(VENV)/torch-$(TORCH)  ## torch.compile, autograd and the like with another torch, the oldest supported by default
 	PYTHONPATH=$< $(BIN)/python -m pytest $(TORCH_TESTS)

@@ -3,8 +3,11 @@
 
 The modules stand in layers, and each imports only from layers below its own:
 
-- `_archflash`, the runtime in C++; the exceptions; what PyTorch's causal biases mean
-- `masks`, masks as data; dropout; how calls on DTensors are split
+- `_archflash`, the runtime in C++; the exceptions
+- `_eager`, who watches a call: torch.compile, modes, tracing, transforms, forward mode; `_flops`,
+  what counts of operations are made of
+- what PyTorch's causal biases mean; `masks`, masks as data; dropout; how calls on
+  DTensors are split
 - the table of options, the implementations, what was measured, the implementation `torch`, the
   float64 reference
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
 from archflash import _bias, _dispatch, _dropout, _gradients, _ops, _options
+from archflash._eager import is_eager
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
 _forced = _dispatch.forced
 
 
@@ -179,7 +177,7 @@ def attention(
         q_descale, k_descale, v_descale, out_dtype, approximate, num_splits, batch_invariant,
         layout, out, return_lse,
     )  # fmt: skip
-    if not (_is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0):
+    if is_eager():
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and
         # launches.
         forced = _forced() if implementation is None else implementation

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from archflash import _bias, _dispatch, _gradients, _ops, _options
+from archflash._eager import refuse_derivatives, unrecorded
 from archflash._errors import UnsupportedError
 
 
@@ -45,10 +46,11 @@ def attention_backward(
 ) -> tuple[Tensor, ...]:
     """Computes the gradients of one call of `archflash.attention` with respect to q, k and v.
 
-    `archflash.attention` is differentiable by itself. This function is for code that keeps the
-    tensors of a call itself, such as context parallelism, where each device has a part of the keys:
-    the gradients of the parts are added up with accumulate=True, and out and lse are those of all
-    parts together. The gradient of the sinks is that of all parts in each call: take it from one.
+    `archflash.attention` is differentiable by itself, any number of times. This function, whose
+    results have no gradients, is for code that keeps the tensors of a call itself, such as context
+    parallelism, where each device has a part of the keys: the gradients of the parts are added up
+    with accumulate=True, and out and lse are those of all parts together. The gradient of the sinks
+    is that of all parts in each call: take it from one.
 
     Args:
         dout: the gradient of the output, shaped like it, in its dtype. As every tensor of the call
@@ -84,7 +86,8 @@ def attention_backward(
         ValueError: shapes that disagree, accumulate without dq, dk and dv, or any that
             `archflash.attention` raises.
         TypeError: a tensor of the wrong dtype, on another device, or no tensor.
-        UnsupportedError: no kernel computes these gradients and ARCHFLASH_FALLBACK=error.
+        UnsupportedError: no kernel computes these gradients and ARCHFLASH_FALLBACK=error; or a
+            tensor requires a gradient while gradients are enabled, or has a tangent.
         ForcedImplementationError: the forced implementation cannot compute them.
 
     Example:
@@ -95,6 +98,10 @@ def attention_backward(
         >>> dk.shape
         torch.Size([2, 4, 7, 16])
     """
+    refuse_derivatives(
+        "attention_backward", dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, sinks=sinks,
+        attn_mask=attn_mask, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
     if attn_mask is not None and _bias.is_causal_bias(attn_mask):
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
@@ -119,7 +126,7 @@ def attention_backward(
             _ops.check_backward(request)
             for of_gradient, x, of in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
                 _check_given(of_gradient, x, of, accumulate)
-        _refuse_for_operator((q, k, v), given)
+        unrecorded(_refuse_for_operator, (q, k, v), given)
         with torch.no_grad():
             found = _ops.attention_backward(
                 *tensors, options, implementation, mask_gradient, deterministic

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash._eager import unrecorded
+
 
 def is_causal_bias(attn_mask: object) -> bool:
     # If the module is not loaded, nobody can have such a bias. Importing it here would load
@@ -20,7 +22,13 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-def resolve(
+def resolve(*call: Any) -> tuple[bool, Any, Tensor | None]:
+    """`_resolve`, of which torch.jit.trace records nothing: a bias is for its own lengths only."""
+    meaning: tuple[bool, Any, Tensor | None] = unrecorded(_resolve, *call)
+    return meaning
+
+
+def _resolve(
     bias: Any,
     q: Tensor,
     k: Tensor,

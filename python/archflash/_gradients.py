@@ -339,6 +339,40 @@ def _with_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
+def variable(x: Tensor) -> Tensor:
+    """A tensor of its own to differentiate by, of which x is the only ancestor."""
+    alias = x.view_as(x)
+    return alias if alias.requires_grad else alias.requires_grad_()
+
+
+def by_plain_operations(
+    request: Request, wanted: Sequence[str], create_graph: bool
+) -> dict[str, Tensor]:
+    """Gradients by operations that can be differentiated again, in any mode. They take memory for
+    all scores. The output and the log-sum-exp of the request are not read.
+
+    Args:
+        request: the call.
+        wanted: of which tensors of the call.
+        create_graph: whether autograd is to differentiate the gradients.
+
+    Returns:
+        The gradients by name, in the dtypes of these tensors, but for those that are 0.
+    """
+    options = _options.for_torch(request.options) | {"out": None, "return_lse": True}
+    call = {"q": request.q, "k": request.k, "v": request.v} | options
+    with torch.enable_grad():
+        leaves = {name: variable(call[name]) for name in wanted}
+        answer, given = _torch.attention(**(call | leaves)), [request.dout]  # lse: no fused kernel
+        if request.dlse is not None:
+            given.append(request.dlse)
+        found = torch.autograd.grad(
+            answer[: len(given)], list(leaves.values()), given,
+            create_graph=create_graph, allow_unused=True,
+        )  # fmt: skip
+    return {name: x for name, x in zip(leaves, found, strict=True) if x is not None}
+
+
 def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
     leaves = [x.detach().requires_grad_() for x in (request.q, request.k, request.v)]

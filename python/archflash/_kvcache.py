@@ -10,12 +10,11 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash import _dispatch, _ops, _torch_cache
+from archflash._eager import is_eager, unrecorded
 
 _always_check = os.environ.get("ARCHFLASH_CHECK") == "1"  # read once: a look takes a microsecond
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
 _forced = _dispatch.forced
 
 
@@ -187,7 +186,7 @@ def attention_with_kvcache(
         cache_batch_idx, leftpad_k, rotary_cos, rotary_sin, rotary_interleaved,
         qv, attention_chunk,
     )  # fmt: skip
-    if _is_compiling() or _dispatch_modes():
+    if not is_eager():
         return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
     if check or (check is None and _always_check):
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
@@ -222,6 +221,18 @@ def latent_parts(
         TypeError: what is no tensor, or dv is no int.
         ValueError: dv is missing or does not lie between 1 and d - 1.
     """
+    unrecorded(_check_latent, q, k_cache, k_new, dv)
+    return (
+        q[..., dv:],
+        q[..., :dv],
+        k_cache[..., dv:],
+        k_cache[..., :dv],
+        None if k_new is None else k_new[..., dv:],
+        None if k_new is None else k_new[..., :dv],
+    )
+
+
+def _check_latent(q: Tensor, k_cache: Tensor, k_new: Tensor | None, dv: int | None) -> None:
     for name, x in (("q", q), ("k_cache", k_cache), ("k_new", k_new)):
         if not isinstance(x, Tensor) and (x is not None or name != "k_new"):
             raise TypeError(f"{name} is {_native.given(x)}: it must be a torch.Tensor")
@@ -240,15 +251,6 @@ def latent_parts(
         raise ValueError(
             f"k_new has shape {tuple(k_new.shape)}: its last dimension must be {d} as in k_cache"
         )
-
-    return (
-        q[..., dv:],
-        q[..., :dv],
-        k_cache[..., dv:],
-        k_cache[..., :dv],
-        None if k_new is None else k_new[..., dv:],
-        None if k_new is None else k_new[..., :dv],
-    )
 
 
 def check_values(

@@ -11,6 +11,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import MERGE_PARTS
+from archflash._eager import has_tangent, in_transform, unrecorded
 from archflash._errors import ForcedImplementationError
 
 _ops.library.define(
@@ -74,12 +75,17 @@ def merge_attention(
         True
     """
     parts, of_parts = _tensors(outs, "outs"), _tensors(lses, "lses")
-    _check(parts, of_parts, layout)
+    unrecorded(_check, parts, of_parts, layout)
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
             f"no merging kernel is called {_native.given(implementation)}: there are {_KERNEL} and "
             "torch"
         )
+    dual = any(map(has_tangent, (*parts, *of_parts)))
+    if dual and implementation == _KERNEL:
+        raise ForcedImplementationError(f"{_KERNEL} is forced, but a tensor has a tangent")
+    if dual or (implementation is None and in_transform()):  # these know plain operations
+        return _with_torch(parts, of_parts, layout)
     if _ops.goes_through_operator(*parts, *of_parts):
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*parts, *of_parts)):
             if implementation == _KERNEL:

@@ -1,6 +1,6 @@
 """archflash.attention, its gradients and attention_with_kvcache as torch operators, and which calls
-of any function go through an operator: those under torch.compile and dispatch modes, and those with
-fake tensors or subclasses.
+of any function go through an operator: those under torch.compile, torch.jit.trace and dispatch
+modes, and those with fake tensors or subclasses.
 
 Plain eager calls do not come here: they skip torch's dispatcher.
 """
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from archflash import _archflash as _native
-from archflash import _options, _sharding, _torch, _torch_cache
+from archflash import _flops, _options, _registry, _sharding, _torch, _torch_cache
 from archflash._dispatch import (
     Decision,
     check_name,
@@ -26,14 +25,17 @@ from archflash._dispatch import (
     note_fallback,
     select,
 )
+from archflash._eager import has_tangent, in_transform, is_tracing, is_transformed, untraced
 from archflash._errors import ForcedImplementationError, UnsupportedError
 from archflash._gradients import (
     FOLDERS,
     Gradients,
     Request,
     asks_for_deterministic,
+    by_plain_operations,
     check_tensor,
     compute,
+    variable,
 )
 
 library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
@@ -76,8 +78,12 @@ def attention(
     _options.refuse_unbuilt(options)
     compiling = torch.compiler.is_compiling() or has_symbols(q, k, v, values)
     tensors = (q, k, v, *(options[name] for name in _options.DIFFERENTIABLE))
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    transformed = not compiling and _in_transform()
+    needs_grad = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tensors
+    )
+    transformed = is_transformed(*tensors)
+    if is_tracing() and not transformed:
+        return _recorded(q, k, v, options, implementation, needs_grad)
     # The kernels that compute the gradients, if any do: a traced call has to name them.
     differentiable = implementation if needs_grad and implementation in FOLDERS else None
     name = implementation
@@ -102,6 +108,9 @@ def attention(
             _refuse_forced(implementation)
             if q.device.type == "cuda":
                 note_fallback(f"torch.func and forward-mode autograd: {GRADIENTS}")
+        by_torch = needs_grad and differentiable is None and not options["batch_invariant"]
+        if by_torch and not transformed and _flops.are_counted():
+            differentiable = _registry.TORCH  # through the operator, whose formula counts
     wants_lse = options["return_lse"]
     # Gradients of DTensors always go through the operators, which have strategies: PyTorch's own
     # operations may lack them. Each device then decides for the part that it has.
@@ -138,12 +147,38 @@ def attention(
     return _answer(results, options)
 
 
+def _recorded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    implementation: str | None,
+    needs_grad: bool,
+) -> Any:
+    """A call that torch.jit.trace records: one operator, whoever serves it where it runs, so that
+    nothing but the arguments depends on the sizes seen here.
+    """
+    options = _options.traced(options)
+    with untraced():
+        _native.make_problem(q, k, v, tuple(options.values()), _IF_REQUIRED * needs_grad)
+        if implementation is not None:
+            check_name(implementation)
+    arguments = options | {"return_lse": options["return_lse"] or needs_grad}
+    results = torch.ops.archflash.attention(
+        q, k, v,
+        implementation=implementation, needs_grad=needs_grad, **_options.to_operator(arguments),
+    )  # fmt: skip
+    return _answer(results, options)
+
+
 def _answer(results: tuple[Tensor, Tensor], options: dict[str, Any]) -> Any:
     """What a call returns, from what its operator returned."""
     result, lse = results
     out = options["out"]
     if out is not None:
-        if out.shape != result.shape or out.dtype != result.dtype:
+        if is_tracing():
+            pass  # the sizes are tensors here; copy_ compares them where the call runs
+        elif out.shape != result.shape or out.dtype != result.dtype:
             raise ValueError(
                 f"out is {out.dtype} {tuple(out.shape)}: it must be {result.dtype} "
                 f"{tuple(result.shape)}"
@@ -195,12 +230,19 @@ def attention_with_kvcache(
     """
     options = dict(zip(_options.NAMES, values, strict=True))
     _options.refuse_unbuilt(options)
-    if not (torch.compiler.is_compiling() or has_symbols(q, k_cache, v_cache, values)):
-        if _in_transform():
-            raise UnsupportedError(
-                "attention_with_kvcache does not work inside functorch transforms such as vmap, "
-                "nor with forward-mode autograd: call it outside of them"
-            )
+    if is_transformed(q, k_cache, v_cache, *options.values()):
+        raise UnsupportedError(
+            "attention_with_kvcache does not work inside functorch transforms such as vmap, "
+            "nor with forward-mode autograd: call it outside of them"
+        )
+    if is_tracing():
+        options = _options.traced(options)
+        with untraced():
+            given = tuple(options.values())
+            _native.make_problem(q, k_cache, v_cache, given, _IF_REQUIRED * torch.is_grad_enabled())
+            if implementation is not None:
+                check_name(implementation)
+    elif not (torch.compiler.is_compiling() or has_symbols(q, k_cache, v_cache, values)):
         _native.make_problem(q, k_cache, v_cache, values, _IF_REQUIRED * torch.is_grad_enabled())
         if implementation is not None:
             check_name(implementation)
@@ -260,7 +302,8 @@ def goes_through_operator(*arguments: Any) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or _functorch_stack() is not None
+        or is_tracing()
+        or in_transform()
         or not _native.all_plain(*arguments)
     )
 
@@ -276,14 +319,6 @@ def has_symbols(*values: Any) -> bool:
         return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
     return symbolic(values)
-
-
-def _in_transform() -> bool:
-    """Whether a functorch transform (vmap, grad, jvp) or forward-mode autograd is active."""
-    return _functorch_stack() is not None or forward_ad._current_level >= 0
-
-
-_functorch_stack = torch._C._functorch.peek_interpreter_stack
 
 
 def _refuse_forced(implementation: str | None) -> None:
@@ -348,6 +383,7 @@ def _run_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     arguments = _by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
     q, k_cache, v_cache = (arguments.pop(x) for x in ("q", "k_cache", "v_cache"))
     implementation = arguments.pop("implementation")
+    _refuse_tangents(q, k_cache, v_cache, *arguments.values())
     return _serve(
         plain(q),
         k_cache.as_subclass(Tensor),
@@ -355,6 +391,15 @@ def _run_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
         _options.from_operator(arguments),
         implementation,
     )
+
+
+def _refuse_tangents(*given: Any) -> None:
+    """Refuses the tangents of forward-mode autograd, which an operator would drop."""
+    if any(map(has_tangent, given)):
+        raise UnsupportedError(
+            "a tensor has a tangent of forward-mode autograd, which archflash's operators do not "
+            "have: call archflash.attention itself, or pass detach() of the tensor"
+        )
 
 
 def plain(x: Any) -> Any:
@@ -520,9 +565,20 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     implementation = arguments.pop("implementation")
     q, k, v = (arguments.pop(x) for x in ("q", "k", "v"))
     dout = torch.zeros_like(out) if dout is None else dout
-    needed = dict(zip(ctx.order, ctx.needs_input_grad, strict=True))
+    needed = {n for n, x in zip(ctx.order, ctx.needs_input_grad, strict=True) if x}
+    if not needed.issubset(_OF_KERNELS) or any(map(has_tangent, (dout, dlse, *saved))):
+        # Of kernels, nothing gives the gradients of the other arguments, or tangents.
+        request = Request(dout, q, k, v, out, lse, dlse, _options.from_operator(arguments))
+        found = by_plain_operations(request, sorted(needed), torch.is_grad_enabled())
+        return tuple(found.get(name) for name in ctx.order)
+    if not arguments["return_lse"]:  # a call that was traced where no gradients were needed
+        with torch.no_grad():
+            arguments["return_lse"] = True
+            out, lse = torch.ops.archflash.attention(
+                q, k, v, implementation=implementation, needs_grad=False, **arguments
+            )
     mask = arguments["attn_mask"]
-    mask_gradient = mask is not None and mask.is_floating_point() and needed["attn_mask"]
+    mask_gradient = mask is not None and mask.is_floating_point() and "attn_mask" in needed
     dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
         dout, q, k, v, out, lse, dlse, implementation=implementation, mask_gradient=mask_gradient,
         deterministic=ctx.deterministic or None, **arguments,
@@ -535,22 +591,77 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return tuple(found.get(name) for name in ctx.order)
 
 
-def _no_double_backward(ctx: Any, *gradients: Any) -> None:
-    raise UnsupportedError(
-        "a gradient of a gradient is needed, and kernels compute first ones only: use "
-        "implementation='torch' for this call"
-    )
+# The arguments whose gradients archflash::attention_backward gives.
+_OF_KERNELS = ("q", "k", "v", "sinks", "attn_mask")
 
 
-def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """A second backward pass always raises: it needs nothing."""
+def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    arguments = _by_name(torch.ops.archflash.attention_backward, *inputs)
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    ctx.names = tuple(tensors)
+    ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
+    ctx.order = tuple(arguments)
+    ctx.save_for_backward(*tensors.values())
+    ctx.set_materialize_grads(False)
+
+
+def _second_backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of gradients: the first ones once more, by operations that autograd differentiates.
+    `out` and `lse` are what the call gave, so that nothing but its arguments matters.
+    """
+    arguments = ctx.others | dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+    needed = dict(zip(ctx.order, ctx.needs_input_grad, strict=True))
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        asked = {
+            name: variable(arguments[name])
+            for name in ("dout", "dlse", *_OF_KERNELS)
+            if needed[name]
+        }
+        request, _ = _request((), arguments | asked)
+        weights = {n: x for n, x in zip(_OF_KERNELS, given, strict=True) if x is not None}
+        first = by_plain_operations(request, tuple(weights), create_graph=True)
+        first = {name: x for name, x in first.items() if x.requires_grad}
+        if not first or not asked:
+            return (None,) * len(ctx.order)
+        second = torch.autograd.grad(
+            list(first.values()),
+            list(asked.values()),
+            [weights[name].to(x.dtype).reshape(x.shape) for name, x in first.items()],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    found = dict(zip(asked, second, strict=True))
+    return tuple(found.get(name) for name in ctx.order)
 
 
 library.impl("attention_backward", _run_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("archflash::attention_backward", _fake_backward, lib=library)
+
+
+class _Derivatives:
+    """The library, as `torch.library.register_autograd` uses it: its kernels refuse tangents. The
+    functions of the package do not let these get here, but a traced module may, and no kernel below
+    those for autograd sees the tangents of torch.func.jvp.
+    """
+
+    @staticmethod
+    def impl(name: str, kernel: Any, key: str, **more: Any) -> None:
+        def checked(keyset: Any, *args: Any, **named: Any) -> Any:
+            _refuse_tangents(*args, *named.values())
+            return kernel(keyset, *args, **named)
+
+        library.impl(name, checked, key, **more)
+
+
+_derivatives: Any = _Derivatives()
 torch.library.register_autograd(
-    "archflash::attention", _backward, setup_context=_keep_for_backward, lib=library
+    "archflash::attention", _backward, setup_context=_keep_for_backward, lib=_derivatives
 )
 torch.library.register_autograd(
-    "archflash::attention_backward", _no_double_backward, setup_context=_keep_nothing, lib=library
+    "archflash::attention_backward",
+    _second_backward,
+    setup_context=_keep_for_second_backward,
+    lib=_derivatives,
 )
+_flops.register()

@@ -39,6 +39,7 @@ _WINDOWS = _of_kind("window")
 _INTEGERS_OR_TENSORS = _of_kind("integer or tensor")
 _NUMBERS = _of_kind("number", "integer", "integer or tensor")
 _HOLDING_NUMBERS = frozenset((*_NUMBERS, *_WINDOWS))
+_HINTS = ("max_seqlen_q", "max_seqlen_k")
 # How the operators declare an option of each kind. They take every option of their call that is
 # built but for `out`: an operator that writes an argument would have to say so to autograd.
 _DECLARATIONS = {
@@ -111,6 +112,27 @@ def python_number(x: Any) -> Any:
     if x is None or isinstance(x, (int, float, Tensor)):
         return x
     return operator.index(x) if hasattr(x, "__index__") else float(x)
+
+
+def traced(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as torch.jit.trace records them.
+
+    Sizes are tensors there, and so is what is computed from them: a number of that kind becomes a
+    constant, of which PyTorch warns. Hints are left out, which other inputs might prove wrong.
+    """
+
+    def constant(x: Any, kind: type[int] | type[float]) -> Any:
+        return kind(x) if isinstance(x, Tensor) and x.ndim == 0 else x
+
+    floats = _of_kind("number")
+    options = {
+        name: constant(x, float if name in floats else int) if name in _NUMBERS else x
+        for name, x in options.items()
+    }
+    for name in _WINDOWS:
+        if isinstance(window := options[name], (tuple, list)):
+            options[name] = tuple(constant(side, int) for side in window)
+    return with_python_numbers(options | dict.fromkeys(_HINTS))
 
 
 def with_python_numbers(options: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import SCALE_ROWS
+from archflash._eager import in_transform, refuse_derivatives
 from archflash._errors import ForcedImplementationError
 
 _ops.library.define(
@@ -41,8 +42,8 @@ def quantize_fp8(
 
     Args:
         x: ``(batch, heads, rows, d)``; with layout="bnhd" ``(batch, rows, heads, d)``; or packed
-            sequences ``(total, heads, d)``. float32, float16 or bfloat16, dense. Its gradient is
-            not tracked: the result requires none.
+            sequences ``(total, heads, d)``. float32, float16 or bfloat16, dense. There is no
+            derivative: pass its detach() where gradients are enabled.
         per: what shares a descale: "tensor"; "head", each head of each batch (for packed sequences
             each head of all sequences); or "block", each 64 rows of a head (not for packed
             sequences).
@@ -63,6 +64,7 @@ def quantize_fp8(
         ValueError: an unknown `per` or layout, a wrong number of dimensions, blocks of packed
             sequences, or x without data.
         TypeError: an unsupported dtype; x is not a tensor, or is nested or sparse.
+        UnsupportedError: x requires a gradient while gradients are enabled, or has a tangent.
         ForcedImplementationError: the forced implementation cannot quantise x.
 
     Example:
@@ -76,11 +78,13 @@ def quantize_fp8(
     else:
         _native.check_data(x, "x")
     _check(x, per, dtype, layout)
+    refuse_derivatives("quantize_fp8", x=x)
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
             f"no quantiser is called {_native.given(implementation)}: there are {_KERNEL} and torch"
         )
-    if _ops.goes_through_operator(x):
+    plain = implementation is None and in_transform()  # a transform knows plain operations
+    if _ops.goes_through_operator(x) and not plain:
         if _sharding.has_dtensor(x):
             _sharding.prepare({})
         heads = 2 if layout == "bnhd" and x.ndim == 4 else 1
@@ -176,6 +180,8 @@ def _as_bhnd(x: Tensor, layout: str) -> Tensor:
 
 def _why_not(x: Tensor, values: Tensor, simulated: bool) -> str | None:
     """Why the kernel cannot quantise x (bhnd) into values."""
+    if in_transform():
+        return "torch.func's transforms need plain operations"
     if not simulated:
         if x.device.type != "cuda":
             return "x is not on a CUDA device: move it to one"
@@ -184,8 +190,6 @@ def _why_not(x: Tensor, values: Tensor, simulated: bool) -> str | None:
     capability = _device_of(x).capability
     if not _native.has_quantizer(capability):
         return f"this build has no code of it for {capability[0]}.{capability[1]}"
-    if x.requires_grad and torch.is_grad_enabled():
-        return "x requires a gradient: call it under torch.no_grad()"
     d = x.shape[-1]
     if d % 8 or d > 256:
         return f"x has rows of {d} numbers: it takes multiples of 8 up to 256"

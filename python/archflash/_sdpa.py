@@ -11,6 +11,7 @@ from archflash import _archflash as _native
 from archflash._api import attention, explain, make_problem
 from archflash._bias import is_causal_bias
 from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster
+from archflash._eager import is_tracing, unrecorded
 from archflash._overrides import DROPPED_FASTER, count_declined
 from archflash._registry import TORCH
 from archflash._sharding import has_dtensor
@@ -68,6 +69,11 @@ def scaled_dot_product_attention(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {_native.given(flag)}: it must be a bool")
+    tracing = is_tracing()
+    if tracing and not unrecorded(_is_recorded, query, key, value, dropout_p, enable_gqa):
+        return PYTORCHS_SDPA(  # which torch.jit.trace records as PyTorch's own operator
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     nested = query.is_nested or key.is_nested or value.is_nested
     if nested or (dropout_p != 0.0 and not _may_drop(query, dropout_p)):
         note_fallback(
@@ -79,7 +85,7 @@ def scaled_dot_product_attention(
         return PYTORCHS_SDPA(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if 0 in (query.shape[-1:] + value.shape[-1:]):
+    if not tracing and 0 in (query.shape[-1:] + value.shape[-1:]):
         # There is nothing to multiply, or nothing to return.
         return PYTORCHS_SDPA(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -103,17 +109,21 @@ def scaled_dot_product_attention(
         )
     # With enable_gqa the numbers of heads may differ, so only the dimensions before them broadcast.
     kept = 3 if enable_gqa and min(query.ndim, key.ndim, value.ndim) >= 3 else 2
-    lead = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        *(x.shape[:-kept] for x in (query, key, value))
-    )
-    q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
-    shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
-    if attn_mask is not None and not is_bias:
-        attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
+    if tracing:
+        q, k, v, shape = query, key, value, None
+    else:
+        lead = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            *(x.shape[:-kept] for x in (query, key, value))
+        )
+        q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
+        shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
+        if attn_mask is not None and not is_bias:
+            attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
     options: dict[str, Any] = {
         "causal": is_causal,
-        # If the lengths are equal, both alignments are the same, and PyTorch needs no mask.
-        "q_offset": 0 if is_causal and q.shape[2] != k.shape[2] else None,
+        # If the lengths are equal, both alignments are the same, and PyTorch needs no mask. A
+        # traced call may get others where it runs.
+        "q_offset": 0 if is_causal and (tracing or q.shape[2] != k.shape[2]) else None,
         "attn_mask": attn_mask,
         "scale": scale,
     }
@@ -131,7 +141,22 @@ def scaled_dot_product_attention(
             raise
         raise RuntimeError(str(error)) from error  # what callers of PyTorch's function expect
     assert isinstance(out, Tensor)  # a pair only with return_lse
-    return out.reshape(shape)
+    return out if shape is None else out.reshape(shape)
+
+
+def _is_recorded(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, enable_gqa: bool
+) -> bool:
+    """Whether torch.jit.trace records a call as archflash's operator: one without dropout, whose
+    tensors need neither be expanded nor reshaped.
+    """
+    if dropout_p != 0.0 or query.is_nested or key.is_nested or value.is_nested:
+        return False
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    batch, heads, _, d = query.shape
+    same = batch == key.shape[0] == value.shape[0] and key.shape[1] == value.shape[1]
+    return same and min(d, value.shape[3]) > 0 and (enable_gqa or heads == key.shape[1])
 
 
 _NOT_DROPPED = "dropout: no kernel of archflash drops the weights of this call"

@@ -26,6 +26,7 @@ from torch.torch_version import TorchVersion
 from archflash._archflash import MASK_BLOCK, SCALE_ROWS
 from archflash._bias import sides_of
 from archflash._dropout import kept
+from archflash._eager import differentiates_twice, in_transform
 from archflash.masks import to_dense
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -773,9 +774,11 @@ def _any_of(visible: Tensor, of_key: Tensor) -> Tensor:
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
 ) -> Tensor:
+    if differentiates_twice(q, k, v, mask):
+        return _sdpa_by_plain_operations(q, k, v, mask, scale, is_causal=is_causal)
     if q.device.type == "cuda":
         q, k, v = (_readable_by_fused_kernels(x) for x in (q, k, v))
-    return PYTORCHS_SDPA(
+    out = PYTORCHS_SDPA(
         q,
         k,
         v,
@@ -784,6 +787,67 @@ def _sdpa(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+    if out.requires_grad and not torch.compiler.is_compiling() and not in_transform():
+        _let_differentiate_twice(out)
+    return out
+
+
+def _sdpa_by_plain_operations(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
+) -> Tensor:
+    """What `_sdpa` gives, by operations that have derivatives of every kind."""
+    visible = None
+    if is_causal:
+        visible = _visible_keys(q, k, _Band(None, 0, 0), None)
+    masks = None if mask is None and visible is None else _Mask.of(visible, mask, None)
+    out, _ = _plain(q, k, v, masks, scale=scale, softcap=None, factors=None, want_lse=False)
+    return out.to(q.dtype)
+
+
+_FUSED = "ScaledDotProduct"  # how autograd's nodes of PyTorch's fused kernels are called
+
+
+def _let_differentiate_twice(out: Tensor) -> None:
+    """Makes gradients of gradients possible of what PyTorch's SDPA returned.
+
+    Its fused kernels have first gradients only. Where their gradients are to be differentiated
+    (create_graph=True), they are replaced by those of plain operations.
+    """
+    node = out.grad_fn
+    while node is not None and not node.name().startswith(_FUSED):
+        # Columns that SDPA has appended are cut off behind the kernel.
+        if not node.name().startswith("Slice"):
+            return  # SDPA by plain operations
+        node = node.next_functions[0][0]
+    if node is not None:
+        node.register_hook(_differentiable_gradients)
+
+
+def _differentiable_gradients(
+    found: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """A hook of the backward pass of one of PyTorch's fused kernels.
+
+    Args:
+        found: the gradients of q, k, v and maybe a mask, by the kernel.
+        given: that of the output, and more.
+    """
+    if not torch.is_grad_enabled() or given[0] is None:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    mask = getattr(node, "_saved_attn_bias", getattr(node, "_saved_attn_mask", None))
+    inputs = [node._saved_query, node._saved_key, node._saved_value, mask]
+    wanted = [i for i, x in enumerate(found) if x is not None]
+    # Where one tensor is several inputs, each of them has a gradient of its own.
+    for i in wanted:
+        inputs[i] = inputs[i].view_as(inputs[i])
+    q, k, v, mask = inputs
+    scale, is_causal = node._saved_scale, node._saved_is_causal
+    out = _sdpa_by_plain_operations(q, k, v, mask, scale, is_causal=is_causal)
+    leaves = [inputs[i] for i in wanted]
+    gradients = torch.autograd.grad(out, leaves, given[0], create_graph=True)
+    of_input = dict(zip(wanted, gradients, strict=True))
+    return tuple(of_input.get(i) for i in range(len(found)))
 
 
 _LOAD_BYTES = 16  # bytes that PyTorch's fused CUDA kernels load at a time
@@ -849,11 +913,21 @@ def _plain(
         if mask.bias is not None:
             scores = scores + mask.bias.to(scores.dtype)
         scores = torch.where(mask.visible, scores, _MINUS_INF)
-    weights = torch.softmax(scores, -1)
+    lse = None
+    if differentiates_twice(scores):
+        # PyTorch's rule for the tangent of softmax cannot itself be differentiated by autograd.
+        top = scores.detach().amax(-1, keepdim=True)
+        weights = (scores - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / total
+        lse = (top + total.log())[..., 0]
+    else:
+        weights = torch.softmax(scores, -1)
+        lse = torch.logsumexp(scores, -1) if want_lse else None
     if factors is not None:  # of dropout
         weights = weights * factors
     out = (by_kv_head(weights) @ v).view(b, hq, nq, v.shape[-1])
-    return out, torch.logsumexp(scores, -1) if want_lse else None
+    return out, lse
 
 
 def _sees_non_finite(visible: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._archflash import MASK_BLOCK, MOST_RANGES
+from archflash._eager import is_tracing
+from archflash._errors import UnsupportedError
 
 _UNSEEN, _MIXED, _FULL = 0, 1, 2  # the numbers of a block_mask
 _DENSE_AT_ONCE = 1 << 24  # scores whose visibility is looked at together
@@ -49,7 +51,7 @@ def documents(ids: Tensor) -> Tensor:
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     number = starts.cumsum(1) - 1
     # Where each document starts, and behind the last one n. The last place is for other tokens.
-    first = torch.full((len(ids), n + 2), n, device=ids.device)
+    first = torch.full((ids.shape[0], n + 2), n, device=ids.device)
     first = first.scatter(1, torch.where(starts, number, n + 1), place.expand_as(number))
     return _ranges((first.gather(1, number), first.gather(1, number + 1)))
 
@@ -207,6 +209,9 @@ def to_dense(key_ranges: Tensor, nk: int) -> Tensor:
             "nq or 1, n, 2)"
         )
     key = torch.arange(nk, device=key_ranges.device)
+    if is_tracing():  # the number of ranges may be another where the traced call runs
+        begin, end = (key_ranges[..., side, None] for side in range(2))
+        return ((key >= begin) & (key < end)).any(3)
     dense = torch.zeros(*key_ranges.shape[:3], nk, dtype=torch.bool, device=key_ranges.device)
     for number in range(key_ranges.shape[3]):
         begin, end = (key_ranges[:, :, :, number, side, None] for side in range(2))
@@ -238,6 +243,7 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
         ValueError: query_ranges of another shape, or a query whose keys are in more than four
             pieces: pass `query_ranges_to_dense` as attn_mask, and `summarize_mask` of that.
         TypeError: query_ranges of another dtype.
+        UnsupportedError: torch.jit.trace would keep the number of pieces as a constant.
 
     Example:
         >>> import archflash, torch
@@ -247,6 +253,11 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
         [[0, 5], [0, 5], [2, 5], [2, 5], [2, 5]]
     """
     _check_query_ranges(query_ranges)
+    if is_tracing():
+        raise UnsupportedError(
+            "the number of pieces is read on the host, and torch.jit.trace would keep it for other "
+            "masks: make the ranges outside of the traced function, and pass them to it"
+        )
     batch, heads, nk = query_ranges.shape[:3]
     device = query_ranges.device
     # The place behind the last is for pieces that are too many.

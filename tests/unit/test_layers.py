@@ -13,8 +13,9 @@ ROOT = Path(archflash.__file__).parent
 # The lowest first. Modules of one row do not import one another; those of sim/ and cli/ stand in
 # rows of their own. The text in archflash/__init__.py says the same for readers.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_archflash", "_archflash_sim", "_errors", "_bias"),
-    ("masks", "_dropout", "_sharding"),
+    ("_archflash", "_archflash_sim", "_errors"),
+    ("_eager", "_flops"),
+    ("_bias", "masks", "_dropout", "_sharding"),
     ("_options", "_registry", "_measured", "_torch", "reference"),
     ("_dispatch", "_torch_cache"),
     ("_gradients",),

@@ -12,6 +12,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _dispatch, _gradients, _registry
 from archflash._api import attention
+from archflash._eager import without_gradient
 from archflash._errors import ForcedImplementationError, UnsupportedError
 from archflash._kvcache import attention_with_kvcache
 
@@ -145,7 +146,7 @@ def attend_to_cache(
             pages = 1 if page_table is None else page_table.shape[1]
             cache_seqlens = k_cache.shape[1] * pages
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    with torch.no_grad():  # as flash-attn, whose result has no gradient
+    with torch.no_grad():  # as in flash-attn, tensors that require a gradient are taken
         result = attention_with_kvcache(
             q,
             k_cache,
@@ -162,6 +163,8 @@ def attend_to_cache(
             return_lse=want_lse,
             **options,
         )
+    given = (q, k_cache, v_cache, k_new, *options.values())
+    result = without_gradient("attention with a KV cache", result, *given)
     if not want_lse:
         return result
     out, lse = result

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash._eager import without_gradient
 from archflash._kvcache import attention_with_kvcache
 from archflash.compat._flash import _with_unseen, refuse
 
@@ -95,4 +96,5 @@ def flash_mla_with_kvcache(
             causal=causal,
             return_lse=True,
         )
+    out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
     return out, _with_unseen(lse, math.inf)

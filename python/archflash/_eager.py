@@ -1,0 +1,161 @@
+"""Who watches the calls of this thread: torch.compile, a dispatch mode, torch.jit.trace, a
+transform of torch.func, or forward-mode autograd.
+
+An eager call that nobody but autograd watches goes straight to the runtime, past PyTorch's
+dispatcher. Each of these watchers would not see it: the functions of the package ask here before
+they take that way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from archflash._errors import UnsupportedError
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._is_tracing
+_in_transform = torch._C._are_functorch_transforms_active
+
+
+def is_eager() -> bool:
+    """Whether nobody but autograd watches the calls of this thread."""
+    return not (
+        _is_compiling()
+        or _dispatch_modes()
+        or _is_tracing()
+        or _in_transform()
+        or forward_ad._current_level >= 0
+    )
+
+
+# torch.compile cannot trace what follows, and has its own way of doing each of these things.
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace records this call."""
+    return not _is_compiling() and _is_tracing()
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp, ...) is active."""
+    return not _is_compiling() and _in_transform()
+
+
+def has_tangent(x: object) -> bool:
+    """Whether x is a tensor with a tangent of forward-mode autograd."""
+    if _is_compiling() or forward_ad._current_level < 0 or not isinstance(x, Tensor):
+        return False
+    unpack: Any = forward_ad.unpack_dual
+    return unpack(x).tangent is not None
+
+
+def is_transformed(*given: Any) -> bool:
+    """Whether a call with these arguments has to run in operations that torch.func's transforms and
+    forward-mode autograd know: inside a transform, or if a tensor has a tangent.
+    """
+    return in_transform() or any(has_tangent(x) for x in given)
+
+
+def _without_wrappers(x: Tensor) -> Tensor:
+    """The tensor that transforms of torch.func have wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def differentiates_twice(*given: Tensor | None) -> bool:
+    """Whether derivatives of these tensors are wanted that PyTorch's fused kernels lack: tangents,
+    or gradients of gradients in transforms of torch.func. Autograd alone does not tell beforehand.
+    """
+    if _is_compiling():
+        return False
+    if not _in_transform():
+        return forward_ad._current_level >= 0 and any(map(has_tangent, given))
+    keys = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    kinds = torch._C._functorch.TransformType
+    if kinds.Jvp in keys or forward_ad._current_level >= 0:
+        return True
+    outside = any(x is not None and _without_wrappers(x).requires_grad for x in given)
+    return keys.count(kinds.Grad) + outside > 1
+
+
+def refuse_derivatives(what: str, **given: Any) -> None:
+    """Refuses tensors whose derivative a function does not have and would drop.
+
+    Args:
+        what: the function.
+        given: its arguments by name.
+
+    Raises:
+        UnsupportedError: one of them requires a gradient while gradients are enabled, or has a
+            tangent.
+    """
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            continue
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name} requires a gradient, and {what} has no derivative: call it under "
+                f"torch.no_grad(), or pass {name}.detach()"
+            )
+        if has_tangent(x):
+            raise UnsupportedError(
+                f"{name} has a tangent of forward-mode autograd, and {what} has no derivative: "
+                f"pass {name}.detach()"
+            )
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Gives tensors on, and raises UnsupportedError where their gradients are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.what = what
+        return given[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(f"a gradient of {ctx.what} is needed, and it has none")
+
+
+def without_gradient(what: str, result: Any, *inputs: Any) -> Any:
+    """A tensor, or a pair of them, that was computed under torch.no_grad(). If an input requires a
+    gradient, so does the result: a backward pass through it raises, and loses nothing in silence.
+
+    Args:
+        what: what has no gradient.
+    """
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    if not wanted or not torch.is_grad_enabled() or _is_compiling():
+        return result
+    results = result if isinstance(result, tuple) else (result,)
+    apply: Any = _WithoutGradient.apply
+    linked = apply(what, len(results), *results, *wanted)
+    return linked if isinstance(result, tuple) else linked[0]
+
+
+def unrecorded(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns. torch.jit.trace does not record what it does."""
+    if not is_tracing():
+        return function(*arguments)
+    with untraced():
+        return function(*arguments)
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Inside, torch.jit.trace records nothing, and the sizes of tensors are plain numbers."""
+    state: Any = torch._C._get_tracing_state()
+    set_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+    set_state(None)
+    try:
+        yield
+    finally:
+        set_state(state)
