@@ -147,8 +147,8 @@ def attention_with_kvcache(
         ValueError: shapes that disagree, an argument that needs another one which is missing; with
             `check` lengths, pages or indices that are out of range.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
-        UnsupportedError: qv is given with float8 q, a tensor of the call requires a gradient,
-            or no kernel serves the call and ARCHFLASH_FALLBACK=error.
+        UnsupportedError: qv is given with float8 q, a tensor of the call requires a gradient
+            or has a tangent, or no kernel serves the call and ARCHFLASH_FALLBACK=error.
         ForcedImplementationError: the forced implementation cannot serve the call.
         NotCompiledError: the build lacks the forced implementation.
         LaunchError: CUDA refused the launch.
