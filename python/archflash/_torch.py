@@ -835,8 +835,15 @@ def _differentiable_gradients(
     if not torch.is_grad_enabled() or given[0] is None:
         return None
     node: Any = torch._C._current_autograd_node()
-    mask = getattr(node, "_saved_attn_bias", getattr(node, "_saved_attn_mask", None))
-    inputs = [node._saved_query, node._saved_key, node._saved_value, mask]
+    try:
+        mask = getattr(node, "_saved_attn_bias", getattr(node, "_saved_attn_mask", None))
+        inputs = [node._saved_query, node._saved_key, node._saved_value, mask]
+    except RuntimeError as error:
+        if type(error).__name__ != "CheckpointError":
+            raise
+        # Activation checkpointing gives a tensor once, and the kernel had it. PyTorch raises if the
+        # kernel's gradients are differentiated.
+        return None
     wanted = [i for i, x in enumerate(found) if x is not None]
     # Where one tensor is several inputs, each of them has a gradient of its own.
     for i in wanted:

@@ -4,6 +4,7 @@ with a sentence before anything runs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import archflash
 
@@ -320,6 +322,29 @@ def test_each_of_several_inputs_that_are_one_tensor_has_its_own_second_gradients
     (exact,) = torch.autograd.grad(first.square().sum(), leaf)
     torch.testing.assert_close(second(x.clone().requires_grad_(), None), exact)
     torch.testing.assert_close(second(of_kernel(x), "simt").double(), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_checkpointed_calls_have_first_gradients_with_create_graph() -> None:
+    """And second ones where a kernel serves. PyTorch's fused kernels raise for these."""
+    x = [rand(1, 2, 4, 16) for _ in "qkv"]
+
+    def gradients(call: Function, leaves: list[Tensor]) -> Any:
+        out = checkpoint(call, *leaves, use_reentrant=False)
+        return torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+
+    exact = gradients(by_the_formula, [y.clone().requires_grad_() for y in x])
+    found = gradients(archflash.attention, [y.clone().requires_grad_() for y in x])
+    torch.testing.assert_close(found, exact)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        found[0].sum().backward()
+    leaves = [of_kernel(y) for y in x]
+    of_simt = functools.partial(archflash.attention, implementation="simt")
+    (second,) = torch.autograd.grad(gradients(of_simt, leaves)[0].square().sum(), leaves[1])
+    leaves = [y.clone().requires_grad_() for y in x]
+    (expected,) = torch.autograd.grad(
+        gradients(by_the_formula, leaves)[0].square().sum(), leaves[1]
+    )
+    torch.testing.assert_close(second.double(), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_tangent_of_the_outputs_gradient_is_not_lost() -> None:
