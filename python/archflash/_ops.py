@@ -76,14 +76,19 @@ def attention(
     """
     options = dict(zip(_options.OF_ATTENTION, values, strict=True))
     _options.refuse_unbuilt(options)
-    compiling = torch.compiler.is_compiling() or has_symbols(q, k, v, values)
     tensors = (q, k, v, *(options[name] for name in _options.DIFFERENTIABLE))
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in tensors
     )
     transformed = is_transformed(*tensors)
-    if is_tracing() and not transformed:
+    if is_tracing():
+        if transformed:
+            raise UnsupportedError(
+                "torch.jit.trace records no transform of torch.func and no tangent: trace without "
+                "them, and transform outside of the traced function"
+            )
         return _recorded(q, k, v, options, implementation, needs_grad)
+    compiling = torch.compiler.is_compiling() or has_symbols(q, k, v, values)
     # The kernels that compute the gradients, if any do: a traced call has to name them.
     differentiable = implementation if needs_grad and implementation in FOLDERS else None
     name = implementation
@@ -644,6 +649,9 @@ class _Derivatives:
     functions of the package do not let these get here, but a traced module may, and no kernel below
     those for autograd sees the tangents of torch.func.jvp.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(library, name)
 
     @staticmethod
     def impl(name: str, kernel: Any, key: str, **more: Any) -> None:

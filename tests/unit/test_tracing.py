@@ -277,6 +277,16 @@ def test_masks_are_traced_or_refused() -> None:
         torch.jit.trace(lambda x: masks.from_query_ranges(x, 7), (one,))
 
 
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_a_transform_inside_of_a_traced_function_is_refused(transform: Function) -> None:
+    def loss(x: Tensor) -> Tensor:
+        x = x.reshape(1, 2, -1, 8)
+        return archflash.attention(x, x, x).sum()
+
+    with pytest.raises(archflash.UnsupportedError, match="records no transform"):
+        torch.jit.trace(transform(loss), (rand(1, 2, 5, 8),))
+
+
 def test_fx_refuses_a_call_that_it_would_run_with_proxies() -> None:
     with pytest.raises(TypeError, match="q is a Proxy"):
         torch.fx.symbolic_trace(lambda q: archflash.attention(q, q, q))
