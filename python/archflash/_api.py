@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _bias, _dispatch, _dropout, _gradients, _ops, _options
+from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _ops, _options
 from archflash._eager import is_eager
 
 _is_grad_enabled = torch.is_grad_enabled
 _forced = _dispatch.forced
+_is_autocast_on = _autocast.is_on
 
 
 def attention(
@@ -54,7 +55,9 @@ def attention(
     Args:
         q: queries, ``(batch, heads_q, nq, d)``; with layout="bnhd" ``(batch, nq, heads_q, d)``;
             with cu_seqlens ``(total_q, heads_q, d)``. float32, float16, bfloat16, float64,
-            float8_e4m3fn or float8_e5m2. Any strides, and any d: what a kernel cannot read as it is
+            float8_e4m3fn or float8_e5m2; inside torch.autocast q, k, v and a floating attn_mask of
+            32 or 16 bits are cast to its dtype first, as for PyTorch's own function, unless `out`
+            is given. Any strides, and any d: what a kernel cannot read as it is
             (rows that are not contiguous, do not start at multiples of 16 bytes, or have a number
             of columns that is no multiple of 8, with float8 of 16) is copied into its workspace
             first. `explain` says so.
@@ -168,6 +171,8 @@ def attention(
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
         )
+    if _is_autocast_on():
+        q, k, v, attn_mask = _autocast.inputs(q, k, v, attn_mask, out)
     if _dropout.wants_state(dropout_p, rng_state):
         rng_state = _dropout.dropout_state(q.device)
     # In the order of the table of options, src/common/options.inc.
@@ -227,6 +232,8 @@ def explain(
         >>> archflash.explain(q, q, q, device="RTX 5090").chosen
         'simt'
     """
+    if _is_autocast_on():
+        q, k, v = _autocast.described(q, k, v, options)
     if _dropout.wants_state(options.get("dropout_p"), options.get("rng_state")):
         # Any state will do, and drawing one would change what later calls draw.
         options["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)

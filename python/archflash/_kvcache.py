@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _ops, _torch_cache
+from archflash import _autocast, _dispatch, _ops, _torch_cache
 from archflash._eager import is_eager, unrecorded
 
 _always_check = os.environ.get("ARCHFLASH_CHECK") == "1"  # read once: a look takes a microsecond
 
 _is_grad_enabled = torch.is_grad_enabled
 _forced = _dispatch.forced
+_is_autocast_on = _autocast.is_on
 
 
 def attention_with_kvcache(
@@ -65,6 +66,7 @@ def attention_with_kvcache(
         q: queries, ``(batch, nq, heads_q, d)``, or with cu_seqlens_q ``(total_q, heads_q, d)``.
         k_cache: keys, ``(batch, capacity, heads_kv, d)``; with page_table pages ``(pages,
             page_size, heads_kv, d)`` of any size from 1. q's dtype, float8_e4m3fn or float8_e5m2.
+            Inside torch.autocast, beside a cache of its dtype, q, k_new, v_new and qv are cast.
             Written in place where k_new is given; then no two elements of the caches may overlap.
         v_cache: values, as k_cache with dv for d, and of its dtype. None: a latent cache (MLA),
             of which the first dv columns of each row are V and all d are K. The call is then that
@@ -176,6 +178,8 @@ def attention_with_kvcache(
         raise ValueError(f"dv is {dv} with v_cache: the cache says how wide V is; leave dv out")
     if cache_seqlens is None:
         raise TypeError("cache_seqlens is None: it must be an int32 tensor (batch,)")
+    if _is_autocast_on():
+        q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
     # In the order of the table of options, src/common/options.inc. None stands for those that only
     # archflash.attention has.
     values = (

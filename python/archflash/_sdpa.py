@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._api import attention, explain, make_problem
+from archflash import _autocast
+from archflash._api import attention, make_problem
 from archflash._bias import is_causal_bias
-from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster
+from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster, select
 from archflash._eager import is_tracing, unrecorded
 from archflash._overrides import DROPPED_FASTER, count_declined
 from archflash._registry import TORCH
 from archflash._sharding import has_dtensor
-from archflash._torch import AUTOCAST_DEVICES, PYTORCHS_SDPA
+from archflash._torch import PYTORCHS_SDPA
 
 
 def scaled_dot_product_attention(
@@ -90,13 +92,12 @@ def scaled_dot_product_attention(
         return PYTORCHS_SDPA(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    device = query.device.type
     is_bias = attn_mask is not None and is_causal_bias(attn_mask)
-    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
-        # Autocast runs PyTorch's function in the autocast dtype, so this one must do so too.
-        query, key, value = (_autocast(x, device) for x in (query, key, value))
-        if attn_mask is not None and not is_bias:
-            attn_mask = _autocast(attn_mask, device)
+    if _autocast.is_on():
+        query, key, value, cast = _autocast.inputs(
+            query, key, value, None if is_bias else attn_mask
+        )
+        attn_mask = attn_mask if is_bias else cast
     if attn_mask is not None and is_causal:
         raise (ValueError if is_bias else RuntimeError)(
             "Explicit attn_mask should not be set when is_causal=True: fold the causal rule into "
@@ -178,16 +179,29 @@ def _dropped_by_pytorch(
     if forced() is None and pytorch_drops_faster(problem, device):
         count_declined(DROPPED_FASTER)
         return True
-    if explain(q, k, v, **options, dropout_p=dropout_p).chosen != TORCH:
+    if who_drops(q, k, v, options, dropout_p) != TORCH:
         return False
     note_fallback(_NOT_DROPPED, stacklevel=4)
     count_declined(_NOT_DROPPED)
     return True
 
 
-def _autocast(x: Tensor, device: str) -> Tensor:
-    reduced = x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return x.to(torch.get_autocast_dtype(device)) if reduced else x
+def who_drops(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], dropout_p: float) -> str:
+    """The implementation that serves a call of `archflash.attention` with dropout, asked for once
+    for each kind of call."""
+    state = torch.empty(2, dtype=torch.int64, device=q.device)  # any will do
+    problem = make_problem(q, k, v, **options, dropout_p=dropout_p, rng_state=state)
+    return _chosen(problem, *device_of(problem, q.device.index), forced())
+
+
+@functools.lru_cache(maxsize=256)
+def _chosen(
+    problem: _native.Problem,
+    device: _native.Device | None,
+    obstacle: str | None,
+    name: str | None,
+) -> str:
+    return select(problem, device, name, obstacle).chosen
 
 
 def _to_4d(x: Tensor) -> Tensor:

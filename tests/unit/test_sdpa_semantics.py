@@ -271,7 +271,11 @@ def test_dropout_goes_to_pytorchs_fused_kernels_where_there_are_any(
     archflash.stats(reset=True)
     out = scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=heads[0] != heads[1])
     assert out.shape == q.shape
-    (reason,) = archflash.stats(reset=True).declined
+    declined = archflash.stats(reset=True).declined
+    if not faster and gpu is not None:  # a kernel of archflash drops them
+        assert (declined, noted) == ({}, [])
+        return
+    (reason,) = declined
     assert ("faster" in reason) == faster
     assert bool(noted) != faster  # what PyTorch does better is nothing to warn of
 
