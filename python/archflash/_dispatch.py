@@ -361,7 +361,8 @@ def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int
     """
     if problem.batch_invariant:
         return False
-    if problem.dtype != "float32" and (problem.key_ranges or problem.block_mask):
+    of_few_keys = problem.window or problem.key_ranges or problem.block_mask
+    if problem.dtype != "float32" and of_few_keys:
         return False  # PyTorch would make a mask of all scores, and skip nothing
     if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
         return False

@@ -1469,3 +1469,13 @@ def test_an_unknown_gpu_name_lists_the_known_ones() -> None:
         ValueError, match=r"'RTX 9090' in the table of known ones: T4, A100, .*GB10"
     ):
         archflash.explain(q, q, q, device="RTX 9090")
+
+
+@pytest.mark.parametrize("gpu", ["A100", "RTX 4090", "H200", "RTX 5090"])
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "window": (512, None)}, {"window": (9, 9)}], ids=str
+)
+def test_gradients_of_windows_need_no_mask_of_all_scores(gpu: str, options: dict[str, Any]) -> None:
+    """PyTorch's kernels would read one, and skip nothing of what it hides."""
+    q = torch.empty(2, 16, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert archflash.explain(q, q, q, device=gpu, **options).chosen != "torch"
