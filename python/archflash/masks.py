@@ -9,7 +9,7 @@ say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from archflash._eager import is_tracing
 from archflash._errors import UnsupportedError
 
 _UNSEEN, _MIXED, _FULL = 0, 1, 2  # the numbers of a block_mask
-_DENSE_AT_ONCE = 1 << 24  # scores whose visibility is looked at together
+_DENSE_AT_ONCE = 1 << 22  # scores whose visibility is looked at together
 
 
 def documents(ids: Tensor) -> Tensor:
@@ -259,27 +259,17 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
             "masks: make the ranges outside of the traced function, and pass them to it"
         )
     batch, heads, nk = query_ranges.shape[:3]
-    device = query_ranges.device
-    # The place behind the last is for pieces that are too many.
-    made = torch.zeros(batch, heads, nq, MOST_RANGES + 1, 2, dtype=torch.int32, device=device)
-    most = torch.zeros((), dtype=torch.int64, device=device)
-    rows_at_once = max(1, _DENSE_AT_ONCE // max(1, batch * heads * nk))
-    for first in range(0, nq, rows_at_once):
-        rows = torch.arange(first, min(first + rows_at_once, nq), device=device)
-        seen = torch.nn.functional.pad(_seen_by(query_ranges, rows), (1, 1))
-        edges = seen[..., 1:] != seen[..., :-1]  # (batch, heads, rows, nk + 1)
-        number = edges.cumsum(-1) - 1  # even where a piece begins, odd where it ends
-        most = torch.maximum(most, (number[..., -1].amax() if nk else most.new_zeros(())) + 1)
-        place = torch.where(edges, number.clamp(max=2 * MOST_RANGES), 2 * MOST_RANGES + 1)
-        key = torch.arange(nk + 1, dtype=torch.int32, device=device).expand_as(place)
-        here = made[:, :, first : first + rows_at_once]
-        here.copy_(here.flatten(3).scatter(-1, place, key).reshape(here.shape))
+
+    def seen(first: int, last: int) -> Tensor:
+        return _seen_by(query_ranges, torch.arange(first, last, device=query_ranges.device))
+
+    made, most = _pieces(seen, (batch, heads, nq, nk), query_ranges.device)
     if _is_traced(query_ranges):  # no number can be read: empty pieces fill up the ranges
         torch._assert_async(
-            most <= 2 * MOST_RANGES, "query_ranges let a query see keys in more than four pieces"
+            most <= MOST_RANGES, "query_ranges let a query see keys in more than four pieces"
         )
         return made[:, :, :, :MOST_RANGES].contiguous()
-    pieces = -(-int(most) // 2)
+    pieces = int(most)
     if pieces > MOST_RANGES:
         raise ValueError(
             f"query_ranges let a query see keys in {pieces} pieces: key_ranges have up to "
@@ -287,6 +277,55 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
             "block_mask=summarize_mask() of that"
         )
     return made[:, :, :, : max(pieces, 1)].contiguous()
+
+
+def from_rows(
+    seen: Callable[[int, int], Tensor],
+    shape: tuple[int, int, int, int],
+    device: torch.device | str,
+) -> Tensor | None:
+    """The key_ranges with the meaning of a mask that is computed for some of its rows at a time, so
+    that it never exists as a whole. One number is read on the host.
+
+    Args:
+        seen: gives rows first up to last of the mask, bool ``(batch, heads, last - first, nk)``.
+        shape: of the whole mask, (batch, heads, nq, nk).
+        device: where it is computed.
+
+    Returns:
+        key_ranges, int32 ``(batch, heads, nq, pieces, 2)``; None if the keys of a query form more
+        than four pieces.
+    """
+    made, most = _pieces(seen, shape, device)
+    pieces = int(most)
+    return None if pieces > MOST_RANGES else made[:, :, :, : max(pieces, 1)].contiguous()
+
+
+def _pieces(
+    seen: Callable[[int, int], Tensor],
+    shape: tuple[int, int, int, int],
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor]:
+    """The pieces that the keys of each query form, int32 (batch, heads, nq, five, 2), of which the
+    fifth means nothing, and how many they are at most. No value is read on the host.
+    """
+    batch, heads, nq, nk = shape
+    # The place behind the last is for pieces that are too many.
+    made = torch.zeros(batch, heads, nq, MOST_RANGES + 1, 2, dtype=torch.int32, device=device)
+    most = torch.zeros((), dtype=torch.int32, device=device)
+    rows_at_once = max(1, _DENSE_AT_ONCE // max(1, batch * heads * nk))
+    for first in range(0, nq, rows_at_once):
+        padded = torch.nn.functional.pad(seen(first, min(first + rows_at_once, nq)), (1, 1))
+        edges = padded[..., 1:] != padded[..., :-1]  # (batch, heads, rows, nk + 1)
+        # even where a piece begins, odd where it ends
+        number = edges.cumsum(-1, dtype=torch.int32) - 1
+        if number.numel():
+            most = torch.maximum(most, number[..., -1].amax() + 1)
+        place = torch.where(edges, number.clamp(max=2 * MOST_RANGES), 2 * MOST_RANGES + 1).long()
+        key = torch.arange(nk + 1, dtype=torch.int32, device=device).expand_as(place)
+        here = made[:, :, first : first + rows_at_once]
+        here.copy_(here.flatten(3).scatter(-1, place, key).reshape(here.shape))
+    return made, (most + 1) // 2
 
 
 def from_flashmask(startend_row_indices: Tensor, nq: int, *, causal: bool) -> Tensor:

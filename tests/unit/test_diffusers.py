@@ -97,6 +97,25 @@ def test_the_backend_means_what_the_native_one_means(call: dict[str, Any]) -> No
     torch.testing.assert_close(attend(q, k, v, **call, backend="archflash"), expected)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype, dropout: float) -> None:
+    """A rotary embedding in float32 leaves v in the dtype of autocast."""
+    attend = diffusers.models.attention_dispatch.dispatch_attention_fn
+    results = []
+    for backend in ("native", "archflash"):
+        q, k, v = (rand(2, 5, 4, 8, seed=seed).requires_grad_() for seed in (1, 2, 3))
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype):
+            mask = rand(2, 1, 5, 5)
+            out = attend(q, k, v.to(dtype), mask, dropout_p=dropout, backend=backend)
+        out.float().sum().backward()
+        results.append([out, q.grad, k.grad, v.grad])
+    for expected, found in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_the_log_sum_exp_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "_noted", set())  # of what was warned once in this process
     q = rand(2, 5, 4, 8)

@@ -5,11 +5,13 @@ transformers' own `eager` attention.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import archflash
@@ -49,6 +51,51 @@ DECODERS: dict[str, Callable[[], Any]] = {
         "GptOssConfig", sliding_window=5, num_local_experts=2, num_experts_per_tok=1,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "phi3": decoder("Phi3Config"),
+}  # fmt: skip
+
+# Their masks are more than a rule and padding.
+LLAMA4 = decoder(
+    "Llama4TextConfig", attention_chunk_size=5, num_local_experts=2, num_experts_per_tok=1,
+    layer_types=["chunked_attention", "full_attention"], intermediate_size_mlp=48, moe_layers=[],
+)  # fmt: skip
+
+
+def modernbert() -> Any:
+    return transformers.ModernBertModel(transformers.ModernBertConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3, pad_token_id=0,
+        num_attention_heads=4, local_attention=6, global_attn_every_n_layers=2,
+    ))  # fmt: skip
+
+
+def gemma3_with_images() -> Any:
+    text = SIZES | {
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    del text["pad_token_id"]
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 8, "patch_size": 4,
+    }  # fmt: skip
+    return transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=96,
+        boi_token_index=97, eoi_token_index=98,
+    ))  # fmt: skip
+
+
+IMAGES = torch.zeros(3, 13, dtype=torch.long)
+IMAGES[:, 2:6] = 1
+IMAGES[0, 8:12] = IMAGES[1, 7:11] = 1
+OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "llama4-chunks": (LLAMA4, {}),
+    "gemma3-both-ways": (
+        decoder(
+            "Gemma3TextConfig", sliding_window=5, use_bidirectional_attention=True,
+            layer_types=["sliding_attention", "full_attention"],
+        ), {},
+    ),
+    "gemma3-images": (gemma3_with_images, {"token_type_ids": IMAGES}),
+    "modernbert-window": (modernbert, {}),
 }  # fmt: skip
 
 
@@ -148,13 +195,257 @@ def test_gradients(name: str) -> None:
         torch.testing.assert_close(grad, grads[1][name_], atol=2e-5, rtol=1e-3)
 
 
-def test_sequences_packed_into_one_row() -> None:
-    ours, theirs = with_both(DECODERS["llama"])
+def first_output(model: Any, ids: Tensor, **call: Any) -> Tensor:
+    found: Tensor = model(ids, **call)[0]
+    return found
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_masks_are_ranges(
+    name: str, side: str, packs: bool, calls: list[dict[str, Any]]
+) -> None:
+    make, more = OTHERS[name]
+    ours, theirs = with_both(make)
+    mask = None if side == "none" else padding("left" if side == "holes" else side)
+    if side == "holes" and mask is not None:
+        mask[:, 9] = 0
+    call = {"attention_mask": mask} | more
+    ids = tokens().clamp(max=95)
+    with torch.no_grad():
+        found, expected = (first_output(model, ids, **call) for model in (ours, theirs))
+    real = (torch.ones(3, 13) if mask is None else mask).bool()
+    torch.testing.assert_close(found[real], expected[real], atol=2e-5, rtol=1e-4)
+    assert len(calls) >= 2
+    assert not any("attn_mask" in options for options in calls)
+
+
+def test_known_masks_are_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("a mask of queries times keys")
+
+    monkeypatch.setattr(integration, "sdpa_mask", computed)
     positions = torch.cat([torch.arange(n) for n in (4, 7, 2)])[None]
     with torch.no_grad():
-        found = ours(tokens(1), position_ids=positions, use_cache=False).logits
-        expected = theirs(tokens(1), position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+        for name, call in (
+            ("llama4-chunks", {"attention_mask": padding("left")}),
+            ("llama4-chunks", {"position_ids": positions, "use_cache": False}),
+            ("gemma3-images", {"token_type_ids": IMAGES, "attention_mask": padding("right")}),
+            ("modernbert-window", {}),
+        ):
+            ids = tokens(1 if "position_ids" in call else 3).clamp(max=95)
+            model = OTHERS[name][0]()
+            model.set_attn_implementation(integration.NAME)
+            assert first_output(model.eval(), ids, **call).isfinite().all()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_in_chunks(cache: str) -> None:
+    call = {
+        "attention_mask": padding("left"), "max_new_tokens": 8, "do_sample": False,
+        "cache_implementation": cache,
+    }  # fmt: skip
+    found, expected = (model.generate(tokens(), **call) for model in with_both(LLAMA4))
+    assert torch.equal(found, expected)
+
+
+def test_a_mask_function_of_the_users_own(calls: list[dict[str, Any]]) -> None:
+    """In few ranges it is no tensor of queries times keys; in more it is one."""
+    near = transformers.masking_utils.sliding_window_overlay(3)
+    make: dict[str, Any] = {
+        "batch_size": 2, "q_length": 13, "kv_length": 13, "use_vmap": True,
+        "attention_mask": padding("left", (13, 6)).bool(),
+    }  # fmt: skip
+    for own, in_ranges in (
+        (lambda b, h, q, k: (k // 4 == 1) & (q >= 0), True),
+        (lambda b, h, q, k: (k % 2 == 0) & (q >= 0), False),
+    ):
+        function = transformers.masking_utils.or_masks(near, own)
+        found = integration.make_mask(**make, mask_function=function)
+        expected = transformers.masking_utils.sdpa_mask(
+            **make, mask_function=function, allow_is_causal_skip=False
+        )
+        assert isinstance(found, integration.Mask) == in_ranges
+        q = torch.randn(2, 2, 13, 8)
+        layer = torch.nn.Identity()
+        one, other = (integration.forward(layer, q, q, q, x)[0] for x in (found, expected))
+        torch.testing.assert_close(one, other)
+        assert ("key_ranges" in calls[-2]) == in_ranges
+        assert "attn_mask" in calls[-1]
+
+
+# --- packed text ---
+
+LENGTHS = (4, 7, 2)
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+BEGINS = torch.tensor([0, 4, 11, 13])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"position_ids": POSITIONS},
+        {"position_ids": POSITIONS + 5},
+        {"position_ids": POSITIONS, "use_cache": False},
+        {"position_ids": POSITIONS, "attention_mask": torch.ones(1, 13, dtype=torch.long)},
+        {"position_ids": POSITIONS, "cu_seq_lens_q": BEGINS, "cu_seq_lens_k": BEGINS},
+        {
+            "position_ids": POSITIONS, "cu_seq_lens_q": BEGINS, "cu_seq_lens_k": BEGINS,
+            "max_length_q": 7, "max_length_k": 7, "use_cache": False,
+        },
+    ],
+    ids=["positions", "positions-from-5", "no-cache", "ones", "lengths", "lengths-no-cache"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", DECODERS)
+def test_documents_in_one_row(name: str, call: dict[str, Any], calls: list[dict[str, Any]]) -> None:
+    ours, theirs = with_both(DECODERS[name])
+    with torch.no_grad():
+        found = ours(tokens(1), **call).logits
+        positions = call["position_ids"].split(LENGTHS, 1)
+        alone = [
+            theirs(ids, position_ids=own).logits
+            for ids, own in zip(tokens(1).split(LENGTHS, 1), positions, strict=True)
+        ]
+    torch.testing.assert_close(found, torch.cat(alone, 1), atol=2e-5, rtol=1e-4)
+    assert all("cu_seqlens_q" in options for options in calls)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_documents_in_rows_of_a_batch_and_their_gradients(use_cache: bool) -> None:
+    lengths = [(5, 8), (9, 4)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    gradients = []
+    for packed, model in zip((True, False), with_both(DECODERS["mistral-window"]), strict=True):
+        if packed:
+            found = model(tokens(2), position_ids=positions, use_cache=use_cache).logits
+        else:
+            found = torch.stack([
+                torch.cat([model(ids[None]).logits[0] for ids in row.split(split)])
+                for row, split in zip(tokens(2), lengths, strict=True)
+            ])  # fmt: skip
+        found.square().mean().backward()
+        gradients.append([found, *(p.grad for p in model.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-3)
+
+
+def test_documents_in_a_static_cache() -> None:
+    ours, theirs = with_both(DECODERS["llama"])
+    with torch.no_grad():
+        caches = [
+            transformers.StaticCache(config=x.config, max_cache_len=20) for x in (ours, theirs)
+        ]
+        name = (
+            "cache" if "cache" in inspect.signature(ours.forward).parameters else "past_key_values"
+        )
+        found = ours(tokens(1), position_ids=POSITIONS, **{name: caches[0]}).logits
+        alone = [theirs(ids).logits for ids in tokens(1).split(LENGTHS, 1)]
+    torch.testing.assert_close(found, torch.cat(alone, 1), atol=2e-5, rtol=1e-4)
+
+
+def attend(q: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
+    layer = torch.nn.Identity()
+    layer.is_causal = True  # type: ignore[assignment]
+    return integration.forward(layer, q, q, q, mask, **call)[0]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_position_ids_that_are_changed_in_place_are_looked_at_again(mode: Any) -> None:
+    with mode():
+        q = torch.randn(1, 2, 13, 8)
+        positions = torch.arange(13)[None].clone()
+        assert torch.equal(attend(q, position_ids=positions), attend(q))
+        positions.copy_(POSITIONS)
+        alone = torch.cat([attend(part) for part in q.split(LENGTHS, 2)], 1)
+        torch.testing.assert_close(attend(q, position_ids=positions), alone)
+
+
+def test_lengths_that_cannot_be_meant() -> None:
+    q = torch.randn(1, 2, 13, 8)
+    with pytest.raises(ValueError, match="cu_seq_lens_k is missing"):
+        attend(q, cu_seq_lens_q=BEGINS)
+    layer = torch.nn.Identity()
+    bias = torch.zeros(1, 1, 1, 13)
+    with pytest.raises(ValueError, match="1 queries and 13 keys"):
+        integration.forward(
+            layer, q[:, :, :1], q, q, None, position_bias=bias, cu_seq_lens_q=BEGINS,
+            cu_seq_lens_k=BEGINS,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["padding", "chunks", "values"])
+def test_lengths_beside_a_mask_that_hides_more(kind: str) -> None:
+    batch, begins = 2, torch.tensor([0, 4, 13, 20, 26])
+    make: dict[str, Any] = {"batch_size": batch, "q_length": 13, "kv_length": 13}
+    if kind == "padding":
+        make["attention_mask"] = padding("right", (13, 9)).bool()
+    elif kind == "chunks":
+        make["mask_function"] = transformers.masking_utils.chunked_causal_mask_function(
+            3, torch.zeros(batch, dtype=torch.long)
+        )
+    mask = integration.make_mask(**make, allow_is_causal_skip=False)
+    assert isinstance(mask, integration.Mask)
+    document = torch.searchsorted(begins[1:], torch.arange(26), right=True).view(batch, 13)
+    same = (document[:, :, None] == document[:, None])[:, None]
+    q = torch.randn(batch, 2, 13, 8)
+    expected = attend(q, mask.values_() & same)
+    given = mask.values_().clone() if kind == "values" else mask
+    found = attend(q, given, cu_seq_lens_q=begins, cu_seq_lens_k=begins)
+    torch.testing.assert_close(found, expected)
+
+
+def test_compiled_calls_isolate_documents_too() -> None:
+    def call(q: Tensor, positions: Tensor) -> Tensor:
+        return attend(q, position_ids=positions)
+
+    q = torch.randn(1, 2, 13, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for positions in (torch.arange(13)[None], POSITIONS):
+        torch.testing.assert_close(compiled(q, positions), call(q, positions))
+
+
+def test_compiled_layers_take_the_mask_of_a_model() -> None:
+    def call(q: Tensor, mask: Tensor) -> Tensor:
+        return attend(q, mask)
+
+    q = torch.randn(2, 2, 13, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for length in (5, 9, 2):
+        given = padding("right", (13, length)).bool()
+        mask = integration.make_mask(2, 13, 13, attention_mask=given)
+        assert isinstance(mask, integration.Mask)
+        given.fill_(False)  # a mask does not change with what it was made of
+        torch.testing.assert_close(compiled(q, mask), attend(q, mask.values_()))
+        mask[:, :, 4, 0] = False
+        torch.testing.assert_close(compiled(q, mask), attend(q, mask.values_()))
+        torch.testing.assert_close(attend(q, mask), attend(q, mask.values_()))
+
+
+# --- mixed precision ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", DECODERS)
+def test_autocast(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = []
+
+    def attention(*tensors: Tensor, **options: Any) -> Any:
+        outputs.append(archflash.attention(*tensors, **options))
+        return outputs[-1]
+
+    monkeypatch.setattr(integration, "attention", attention)
+    results = []
+    for model in with_both(DECODERS[name]):
+        with torch.autocast("cpu", dtype):
+            found = model(tokens(), attention_mask=padding("right"), labels=tokens())
+        found.loss.backward()
+        grads = [p.grad for n, p in model.named_parameters() if "self_attn" in n]
+        assert all(x is not None and x.isfinite().all() for x in grads)
+        results.append(found.logits.float()[padding("right").bool()])
+    torch.testing.assert_close(*results, atol=0.1, rtol=0.1)
+    assert [x.dtype for x in outputs] == [dtype] * 2
 
 
 @pytest.mark.usefixtures("packs")
@@ -186,6 +477,77 @@ def test_dropout_runs_in_pytorch_and_is_counted() -> None:
     ((reason, count),) = archflash.stats(reset=True).declined.items()
     assert reason.startswith("dropout: ")
     assert count == 2
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("side", ["none", "right", "holes", "many holes"])
+@pytest.mark.parametrize("name", ["causal", "window", "chunks", "documents"])
+def test_dropout_that_drops_nothing(name: str, side: str, biased: bool) -> None:
+    """The mask that PyTorch gets says the same as what archflash gets, but for the dropout."""
+    utils = transformers.masking_utils
+    function = {
+        "causal": utils.causal_mask_function,
+        "window": utils.sliding_window_causal_mask_function(4),
+        "chunks": utils.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.long)),
+        "documents": utils.causal_mask_function,
+    }[name]
+    given = None if side == "none" else padding("right", (13, 12)).bool()
+    if given is not None and side != "right":
+        given[:, 1 : 4 if side == "holes" else 12 : 2] = False
+    mask = integration.make_mask(2, 13, 13, mask_function=function, attention_mask=given)
+    torch.manual_seed(2)
+    q, bias = torch.randn(2, 2, 13, 8), torch.randn(1, 2, 13, 13) if biased else None
+    call = {"position_ids": POSITIONS} if name == "documents" else {}
+    expected = attend(q, mask, position_bias=bias, **call)
+    found = attend(q, mask, position_bias=bias, dropout=1e-9, **call)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_of_learned_queries() -> None:
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(3, 2, 13, 8)
+    layer = torch.nn.Identity()
+    found = integration.forward(layer, q, k, k, None, is_causal=False)[0]
+    expected = F.scaled_dot_product_attention(q, k, k).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "bert", "mistral-window", "packed"])
+def test_dropout_asks_for_no_mask(
+    name: str, padded: bool, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a kernel of archflash drops the weights of what is no plain call."""
+    asked: list[tuple[Any, ...]] = []
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, *options: Any, **more: Any) -> Tensor:
+        asked.append(options)
+        return archflash.scaled_dot_product_attention(q, k, v, *options, **more)
+
+    monkeypatch.setattr(integration, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(integration, "who_drops", lambda *_: "hopper")
+    if name == "bert":
+        config = transformers.BertConfig(
+            vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+            intermediate_size=48, attention_probs_dropout_prob=0.5,
+        )  # fmt: skip
+        ours, _ = with_both(lambda: transformers.BertModel(copy.deepcopy(config)))
+    else:
+        ours, _ = with_both(DECODERS["llama" if name == "packed" else name])
+    for module in ours.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+    call: dict[str, Any] = {"attention_mask": padding("right") if padded else None}
+    if name == "packed" and not padded:
+        call["position_ids"] = POSITIONS
+    found = first_output(ours.train(), tokens(1 if "position_ids" in call else 3), **call)
+    found.sum().backward()
+    if padded or name in ("mistral-window", "packed"):
+        assert not asked
+        assert all(options["dropout_p"] > 0 and "attn_mask" not in options for options in calls)
+    else:
+        assert not calls
+        assert all(options[0] is None and options[2] == (name == "llama") for options in asked)
+        assert asked
 
 
 @pytest.mark.parametrize("name", ["gemma2-softcap-window", "gpt-oss-sinks"])
