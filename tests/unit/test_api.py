@@ -143,7 +143,8 @@ MODULES = sorted(
 def test_examples_in_docstrings_run(name: str) -> None:
     if name.startswith("archflash.integrations."):
         library = name.rpartition(".")[2].removesuffix("_backend")
-        pytest.importorskip(library, reason=f"{library} is not installed")
+        if not library.startswith("_"):  # such a module needs no library
+            pytest.importorskip(library, reason=f"{library} is not installed")
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
