@@ -261,6 +261,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     pytorchs = _pytorchs_kernel(problem, capability)
     if isinstance(pytorchs, list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
+    if _dense_mask_of_few_rows(problem):
+        return (*tensor_cores, _registry.TORCH, *cuda_cores)
     if _dense_mask_alone(problem):
         # hopper says no where it was not measured to be faster (_only_forced).
         faster = [name for name in kernels if name == "hopper" and capability == (9, 0)]
@@ -302,6 +304,18 @@ def _dense_mask_alone(problem: _native.Problem) -> bool:
     and hopper faster than they (docs/masks.md).
     """
     return problem.attn_mask and not (problem.key_ranges or problem.block_mask or problem.dropout_p)
+
+
+# On an H200 `torch` takes 5 to 9 times as long as ampere up to so many rows of 4,096 keys (331 and
+# 42 us for one row of 2x16 heads of 128).
+_FEW_ROWS_OF_A_MASK = 128
+
+
+def _dense_mask_of_few_rows(problem: _native.Problem) -> bool:
+    """Whether so few query rows read a dense mask that what `torch` does around PyTorch's kernel,
+    which passes over all keys and values, takes longer than any kernel of ours.
+    """
+    return _dense_mask_alone(problem) and problem.nq <= _FEW_ROWS_OF_A_MASK
 
 
 @cache
@@ -485,6 +499,10 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
         return MASK_READ_FASTER
     if problem.needs_grad and chosen == _registry.TORCH:
         return "PyTorch's fused kernels compute the gradients faster, where that was measured"
+    if other == _registry.TORCH and _dense_mask_of_few_rows(problem):
+        return (
+            f"{chosen} passes over keys and values once, what archflash's promises need more often"
+        )
     if chosen == "hopper" and other == _registry.TORCH and _dense_mask_alone(problem):
         return (
             f"{chosen} was measured to be faster with such a mask than PyTorch's kernels and what "
@@ -524,6 +542,8 @@ def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan
     """
     measured = _measured.find(problem, plan.device.capability) if problem.attn_mask else None
     pytorchs = _pytorchs_kernel(problem, plan.device.capability)
+    if _dense_mask_of_few_rows(problem):
+        return not isinstance(pytorchs, list)
     if measured is None or isinstance(pytorchs, list):
         return False
     return measured.place(pytorchs) < measured.place(plan.implementation)
@@ -641,6 +661,8 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
         summary = str(_native.describe(chosen).summary)
         if problem.needs_grad and not _pytorch_differentiates(problem, device.capability):
             return f"{summary}; it has a backward pass, and PyTorch no fused kernel for this call"
+        if _dense_mask_of_few_rows(problem):
+            return f"{summary}; `torch` would pass over all keys for few rows of a dense mask"
         if measured is None or chosen not in measured.order:
             return summary
         return f"{summary}; {_FASTEST} ({measured})"

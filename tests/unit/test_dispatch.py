@@ -638,16 +638,17 @@ def test_masks_as_data_go_to_ampere_for_16_bits_and_to_simt_for_fp32(
         return
     assert "fastest measured" not in str(of_16)  # dense kernels were
     if name == "attn_mask" and capability <= PYTORCH_ENDS:
-        assert of_16.chosen == "torch"
-        assert not of_16.fallback
+        many = torch.empty(129, 1, dtype=torch.bool, device="meta")
+        of_many = _dispatch.select(problem(torch.float16, nq=129, attn_mask=many), gpu(capability))
+        assert of_many.chosen == "torch"
+        assert not of_many.fallback
         faster = "PyTorch's fused kernels read a dense mask faster, where that was measured"
-        assert (of_16.why, of_16.reasons["ampere"]) == (faster, [faster])
+        assert (of_many.why, of_many.reasons["ampere"]) == (faster, [faster])
         table = _dispatch.select(
             problem(torch.float16, **{each: MASKS[each] for each in ("attn_mask", "block_mask")}),
             gpu(capability),
         )
         assert table.chosen == "ampere"
-        return
     assert of_16.chosen == "ampere"
     assert of_16.plan is not None
     assert of_16.plan.tile.name == "d64_masked"
@@ -691,7 +692,7 @@ def test_a_dense_mask_goes_to_hopper_where_it_was_measured() -> None:
             (reason,) = decision.reasons["torch"]
             assert reason.startswith("hopper was measured to be faster with such a mask than")
     # Few tiles, elements that TMA cannot copy, other sizes.
-    assert select(keep[:100], nq=100).chosen == "torch"
+    assert select(keep[:200], nq=200).chosen == "torch"
     assert select(empty(4096, 4097)[:, 1:]).chosen == "torch"
     assert select(keep, d=256).chosen == "torch"
     assert select(keep, grad=True).chosen == "torch"
@@ -731,6 +732,8 @@ def test_under_enable_the_kernel_that_was_measured_to_read_a_mask_faster_serves_
     assert served(keep) == _dispatch.MASK_READ_FASTER
     measure("bool", "torch-cudnn")  # and hopper never with such a mask
     assert served(keep) == _dispatch.MASK_READ_FASTER
+    row = problem(torch.bfloat16, nq=1, nk=4096, d=64, attn_mask=keep[:1])
+    assert _overrides._decide(row, 0, None) == _dispatch.MASK_READ_FASTER
 
 
 @pytest.mark.parametrize("device", ["RTX 3090", "H200", "B200"])
@@ -1479,3 +1482,16 @@ def test_gradients_of_windows_need_no_mask_of_all_scores(gpu: str, options: dict
     """PyTorch's kernels would read one, and skip nothing of what it hides."""
     q = torch.empty(2, 16, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     assert archflash.explain(q, q, q, device=gpu, **options).chosen != "torch"
+
+
+@pytest.mark.parametrize("gpu", ["A100", "RTX 4090", "H200", "B200", "RTX 5090"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+def test_few_rows_of_a_dense_mask_are_read_by_our_kernels(gpu: str, dtype: torch.dtype) -> None:
+    """As a cache of fixed size asks for them in decoding. `torch` copies all keys and values."""
+    for rows, ours in ((1, True), (100, True), (128, True), (129, False)):
+        q, k = (
+            torch.empty(2, 16, n, 192, dtype=torch.bfloat16, device="meta") for n in (rows, 4096)
+        )
+        mask = torch.empty(2, 1, rows, 4096, dtype=dtype, device="meta")
+        chosen = archflash.explain(q, k, k, device=gpu, attn_mask=mask).chosen
+        assert (chosen != "torch") == ours

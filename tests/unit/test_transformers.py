@@ -241,6 +241,9 @@ def test_known_masks_are_never_computed(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_in_chunks(cache: str) -> None:
+    make = transformers.masking_utils.create_chunked_causal_mask
+    if cache == "static" and "block_sequence_ids" not in inspect.signature(make).parameters:
+        pytest.skip("this version of transformers passes it an argument that it lacks")
     call = {
         "attention_mask": padding("left"), "max_new_tokens": 8, "do_sample": False,
         "cache_implementation": cache,
