@@ -21,7 +21,7 @@ from archflash._eager import is_tracing
 from archflash._errors import UnsupportedError
 
 _UNSEEN, _MIXED, _FULL = 0, 1, 2  # the numbers of a block_mask
-_DENSE_AT_ONCE = 1 << 22  # scores whose visibility is looked at together
+_DENSE_AT_ONCE = 1 << 21  # scores whose visibility is looked at together
 
 
 def documents(ids: Tensor) -> Tensor:
@@ -321,7 +321,8 @@ def _pieces(
         number = edges.cumsum(-1, dtype=torch.int32) - 1
         if number.numel():
             most = torch.maximum(most, number[..., -1].amax() + 1)
-        place = torch.where(edges, number.clamp(max=2 * MOST_RANGES), 2 * MOST_RANGES + 1).long()
+        number.clamp_(max=2 * MOST_RANGES).masked_fill_(~edges, 2 * MOST_RANGES + 1)
+        place = number.long()
         key = torch.arange(nk + 1, dtype=torch.int32, device=device).expand_as(place)
         here = made[:, :, first : first + rows_at_once]
         here.copy_(here.flatten(3).scatter(-1, place, key).reshape(here.shape))
