@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import archflash
 
@@ -239,6 +241,45 @@ def test_known_masks_are_never_computed(monkeypatch: pytest.MonkeyPatch) -> None
             assert first_output(model.eval(), ids, **call).isfinite().all()
 
 
+class _Largest(TorchDispatchMode):
+    """The most numbers that a tensor has which is made inside."""
+
+    found = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.found = max(self.found, x.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "chunks", "documents", "images", "unknown"])
+def test_no_mask_of_many_rows_exists_as_a_whole(name: str) -> None:
+    rows = 5000
+    utils = transformers.masking_utils
+    numbers = (torch.arange(rows) // 700)[None]
+    causal = utils.causal_mask_function
+    function = {
+        "causal": causal,
+        "window": utils.sliding_window_causal_mask_function(100),
+        "chunks": utils.chunked_causal_mask_function(300, torch.zeros(1, dtype=torch.long)),
+        "documents": utils.and_masks(causal, utils.packed_sequence_mask_function(numbers)),
+        "images": lambda b, h, q, k: (k <= q) | (numbers[b, q] == numbers[b, k]),
+        "unknown": lambda b, h, q, k: (k % 64 < 9) & (k <= q) & (k > q - 200),
+    }[name]
+    given = torch.ones(1, rows, dtype=torch.bool)
+    given[:, :9] = False
+    with _Largest() as largest:
+        mask = integration.make_mask(1, rows, rows, mask_function=function, attention_mask=given)
+    assert isinstance(mask, integration.Mask)
+    assert largest.found < rows * rows
+    if name in ("images", "unknown"):  # their rows were computed, some at a time
+        assert largest.found > 1 << 20
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_in_chunks(cache: str) -> None:
     make = transformers.masking_utils.create_chunked_causal_mask
@@ -397,15 +438,17 @@ def test_lengths_beside_a_mask_that_hides_more(kind: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_compiled_calls_isolate_documents_too() -> None:
+def test_compiled_and_traced_calls_isolate_documents_too() -> None:
     def call(q: Tensor, positions: Tensor) -> Tensor:
         return attend(q, position_ids=positions)
 
     q = torch.randn(1, 2, 13, 8)
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    traced = torch.jit.trace(call, (q, torch.arange(13)[None]), check_trace=False)
     for positions in (torch.arange(13)[None], POSITIONS):
-        torch.testing.assert_close(compiled(q, positions), call(q, positions))
+        for other in (compiled, traced):
+            torch.testing.assert_close(other(q, positions), call(q, positions))
 
 
 def test_compiled_layers_take_the_mask_of_a_model() -> None:
