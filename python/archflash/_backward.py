@@ -147,14 +147,10 @@ def _targets(
     request: _gradients.Request, given: tuple[Tensor | None, ...], accumulate: bool
 ) -> _gradients.Gradients:
     """The tensors that the gradients are written to: those given, and new ones for the rest."""
-    new = _gradients.Gradients.like(request)
-    targets = []
     named = zip(("dq", "dk", "dv"), given, (request.q, request.k, request.v), strict=True)
-    for (name, x, of), made in zip(named, (new.dq, new.dk, new.dv), strict=True):
+    for name, x, of in named:
         _check_given(name, x, of, accumulate)
-        targets.append(made if x is None else x)
-    dq, dk, dv = targets
-    return _gradients.Gradients(dq, dk, dv, new.dsinks, accumulate, new.dmask)
+    return _gradients.Gradients.like(request, given, accumulate)
 
 
 def _check_given(name: str, x: Tensor | None, of: Tensor, accumulate: bool) -> None:

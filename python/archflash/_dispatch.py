@@ -155,6 +155,7 @@ def describe_device(device: _native.Device | None) -> str:
 def plan_facts(plan: _native.LaunchPlan) -> list[tuple[str, str]]:
     """What a plan will do, as (name, value) pairs for people."""
     facts = [("code", plan.code), *plan.notes]
+    launches: dict[str, int] = {}  # in order; parts of a call repeat theirs
     for launch in plan.to_dict()["launches"]:
         grid, cluster = (
             " x ".join(str(size) for size in launch[what] if size != 1) or "1"
@@ -162,13 +163,13 @@ def plan_facts(plan: _native.LaunchPlan) -> list[tuple[str, str]]:
         )
         if cluster != "1":
             grid += f" in clusters of {cluster}"
-        facts.append(
-            (
-                "launch",
-                f"{launch['kernel']}, grid {grid}, block {launch['block'][0]}, "
-                f"{launch['shared_bytes']} bytes of shared memory",
-            )
+        text = (
+            f"{launch['kernel']}, grid {grid}, block {launch['block'][0]}, "
+            f"{launch['shared_bytes']} bytes of shared memory"
         )
+        launches[text] = launches.get(text, 0) + 1
+    for text, times in launches.items():
+        facts.append(("launch", text + (f", {times} times" if times > 1 else "")))
     if plan.workspace_bytes:
         zeroed = f", of which the first {plan.zeroed_bytes} are zeroed" if plan.zeroed_bytes else ""
         facts.append(("workspace", f"{plan.workspace_bytes} bytes{zeroed}"))

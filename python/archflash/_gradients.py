@@ -118,16 +118,26 @@ class Gradients:
     dmask: Tensor | None = None
 
     @staticmethod
-    def like(request: Request) -> Gradients:
-        """New tensors in the dtype and stride order of the inputs."""
-        dq, dk, dv = (_new(x, x.shape) for x in (request.q, request.k, request.v))
+    def like(
+        request: Request,
+        given: tuple[Tensor | None, ...] = (None, None, None),
+        accumulate: bool = False,
+    ) -> Gradients:
+        """The given dq, dk and dv, and new tensors for the rest in the dtype and stride order of
+        the inputs.
+        """
+        inputs = (request.q, request.k, request.v)
+        dq, dk, dv = (
+            _new(x, x.shape) if target is None else target
+            for x, target in zip(inputs, given, strict=True)
+        )
         sinks = request.sinks
         dsinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
         dmask = None
         if request.mask_gradient:
             mask = request.options["attn_mask"]
             dmask = mask.new_zeros((1,) * (4 - mask.ndim) + mask.shape, dtype=torch.float32)
-        return Gradients(dq, dk, dv, dsinks, dmask=dmask)
+        return Gradients(dq, dk, dv, dsinks, accumulate, dmask)
 
     def with_dmask_of_all_scores(self, request: Request) -> Gradients:
         """The same with a number of dmask for each score, so that no two are added up."""

@@ -62,6 +62,7 @@ std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Dev
   mma_sync::DroppingBackwardParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   params.dropout = core::dropout_params(problem.call);
+  params.dropped_heads = core::dropped_heads(problem);
   constexpr int DROPOUT = offsetof(mma_sync::DroppingBackwardParams, dropout);
   for (Launch& launch : plan->launches) {
     if (!launch.kernel.ends_with("_dropout")) continue;

@@ -59,6 +59,7 @@ struct BackwardConfig {
   static constexpr int DQ_STAGES = 2;
   static constexpr int DQ_BYTES = 4 * BLOCK * DQ_COLUMNS;
   static constexpr int ROUND_SUMS = BLOCK * HEAD_DIM;
+  static constexpr int SUMS_STEP = HEAD_DIM;
 
   // Shared memory, in bytes: K | V | ring of Q | ring of dO | dS | ring of dQ | terms | barriers |
   // work | the address of tensor memory. The terms of a block, which share the ring of Q, are the

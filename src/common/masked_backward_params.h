@@ -6,6 +6,7 @@
 
 #include "common/backward_params.h"
 #include "common/dropout_params.h"
+#include "common/dropped_heads.h"
 #include "common/mask_params.h"
 
 namespace archflash {
@@ -22,6 +23,7 @@ struct MaskedBackwardParams {
   MaskParams masks;
   DropoutParams dropout;
   MaskGradientParams dmask;
+  DroppedHeads dropped_heads;
 };
 static_assert(std::is_trivially_copyable_v<MaskedBackwardParams>);
 

@@ -263,8 +263,10 @@ std::string text_of(const LaunchPlan& plan) {
                                                : "rows at no multiples of 16 bytes";
       // The addresses of a copy are the given one and its place in the workspace.
       const Operand operand = launch.pointers[2 * i].operand;
-      (launch.kernel == GATHER ? into : back)
-          .push_back(std::string(operand_name(operand)) + " (" + why + ")");
+      std::vector<std::string>& names = launch.kernel == GATHER ? into : back;
+      const std::string name = std::string(operand_name(operand)) + " (" + why + ")";
+      // Each part of a call copies what it has of a tensor.
+      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
   }
   if (into.empty() && back.empty()) return "";

@@ -210,6 +210,28 @@ __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, c
 
 // --- two warps: dQ of each round -> the sums in the workspace ---
 
+// A part of the sums of a round, which have no more rows and columns than dQ needs. Parts come one
+// after another, in a part the rows of each warp, and of these eight columns after eight others.
+template <class C>
+struct SumsPart {
+  int rows, columns;
+  int start;  // in floats from those of the round
+  __device__ __forceinline__ SumsPart(const BackwardKernelParams& params, int number) {
+    const int all_rows = params.sums_rows;
+    const int all = math::sums_columns<C>(params.backward.attention.d);
+    if constexpr (C::SHARES_ROWS) {
+      rows = min(all_rows - number * C::PART_ROWS, C::PART_ROWS);
+      columns = all;
+      start = number * C::PART_ROWS * all;
+    } else {
+      const int before = min(number * C::PART_COLUMNS, all);
+      rows = all_rows;
+      columns = min(all - before, C::PART_COLUMNS);
+      start = all_rows * before;
+    }
+  }
+};
+
 // TMA adds a part at once, which is faster than additions of 16 bytes. Warp `number` adds the parts
 // of a consumer warpgroup. In turns it adds both parts of every second round, because to wait for a
 // turn, to add and to hand it on takes longer than a round.
@@ -240,15 +262,28 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
     if (leader) {
       if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      float* const sums_gmem = params.dq_sums_gmem +
-                               static_cast<int64_t>(turn.sum) * C::ROUND_SUMS +
-                               first_group * (PART_BYTES / 4);
-      const uint32_t part_smem = shared_smem + C::DQ_SMEM + first_group * PART_BYTES;
-      const uint32_t bytes = (end_group - first_group) * PART_BYTES;
-      if (in_turns && !turn.waits) {
-        ptx::cp_async_bulk_store(sums_gmem, part_smem, bytes);
-      } else {
-        ptx::cp_reduce_async_bulk_add_f32(sums_gmem, part_smem, bytes);
+      float* const round_gmem = math::sums_of_round<C>(params, turn.sum);
+      const auto add = [&](int start, uint32_t offset, uint32_t bytes) {
+        const uint32_t from_smem = shared_smem + C::DQ_SMEM + offset;
+        if (in_turns && !turn.waits) {
+          ptx::cp_async_bulk_store(round_gmem + start, from_smem, bytes);
+        } else {
+          ptx::cp_reduce_async_bulk_add_f32(round_gmem + start, from_smem, bytes);
+        }
+      };
+      if (math::round_sums<C>(params) == C::ROUND_SUMS) {
+        add(first_group * (PART_BYTES / 4), first_group * PART_BYTES,
+            (end_group - first_group) * PART_BYTES);
+      } else {  // what dQ has of each warp's rows
+#pragma unroll 1
+        for (int group = first_group; group < end_group; ++group) {
+          const SumsPart<C> part(params, group);
+#pragma unroll 1
+          for (int warp = 0; warp * C::WARP_ROWS < part.rows && part.columns > 0; ++warp) {
+            add(part.start + warp * C::WARP_ROWS * part.columns,
+                group * PART_BYTES + warp * 4 * C::WARP_SUMS, 4 * C::WARP_ROWS * part.columns);
+          }
+        }
       }
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read_0();
@@ -637,8 +672,9 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   };
   [[maybe_unused]] auto dropout = [&] {
     if constexpr (C::DROPS) {
-      return find_dropout(all_params.dropout,
-                          work.batch * attention.heads_q + work.head * attention.heads_per_kv);
+      const DroppedHeads& heads = all_params.dropped_heads;
+      return find_dropout(all_params.dropout, heads.first + work.batch * heads.of_sequence +
+                                                  work.head * attention.heads_per_kv);
     } else {
       return nullptr;
     }
@@ -920,19 +956,21 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   for (int i = 0; i < C::ROUND_SUMS / 16 / BACKWARD_DQ_THREADS; ++i) {
     const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
     const int n = number % 8, lane_row = number / 8 % 8, warp = number / 64;
+    const int part = warp / 4;
+    const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
+    const SumsPart<C> of_part(params, part);
+    if (column >= attention.d || warp % 4 * C::WARP_ROWS >= of_part.rows) continue;
+    const int of_warp = (of_part.start + warp % 4 * C::WARP_ROWS * of_part.columns) / 4;
     float x[2][8];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const float4 sums = sums_of_round.at((warp * 8 + n) * 32 + lane_row * 4 + t);
+      const float4 sums = sums_of_round.at(of_warp + n * 32 + lane_row * 4 + t);
       const float scale = params.backward.scale;
       x[0][2 * t] = sums.x * scale, x[0][2 * t + 1] = sums.y * scale;
       x[1][2 * t] = sums.z * scale, x[1][2 * t + 1] = sums.w * scale;
     }
-    const int part = warp / 4;
-    const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
     const int row = round.first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) +
                     warp % 4 * C::WARP_ROWS + lane_row;
-    if (column >= attention.d) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (row + 8 * r >= round.rows) continue;

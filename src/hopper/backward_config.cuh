@@ -50,6 +50,7 @@ struct BackwardConfig {
   static constexpr int PART_COLUMNS = 64;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = WARPS * WARP_SUMS;
+  static constexpr int SUMS_STEP = 8;  // those in the workspace have multiples of it as columns
   static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
   static_assert(SHARES_ROWS ? HEAD_DIM == PART_COLUMNS
                             : ROUND == PART_ROWS && HEAD_DIM == 2 * PART_COLUMNS,
@@ -120,9 +121,9 @@ struct WideBackwardConfig {
   // dQ of a round is computed in parts of 64 columns.
   static constexpr int PART_ROWS = 64;
   static constexpr int PART_COLUMNS = 64;
-  static constexpr int PARTS = HEAD_DIM / PART_COLUMNS;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = ROUND * HEAD_DIM;
+  static constexpr int SUMS_STEP = PART_COLUMNS;
   static constexpr bool SHARES_ROWS = false;
 
   // Tiles in shared memory, as in BackwardConfig. P lies as its fragments: 16 bytes of each lane

@@ -7,6 +7,7 @@
 
 #include "common/backward_params.h"
 #include "common/dropout_params.h"
+#include "common/dropped_heads.h"
 #include "common/tensor_map.h"
 
 namespace archflash::hopper {
@@ -15,7 +16,8 @@ struct BackwardKernelParams {
   BackwardParams backward;
   // The sums of dQ before its scale, to which all CTAs add: of each round of each head of q, a
   // part of 64 rows and 64 columns after the other; of a part, the 16 rows of a warp after another;
-  // of these, 16 bytes of each lane side by side, as the accumulators of wgmma have them.
+  // of these, 16 bytes of each lane side by side, as the accumulators of wgmma have them. Rows and
+  // columns that no dQ has are left out, as SumsPart (attention_bwd.cuh) says.
   float* dq_sums_gmem;
   int64_t cleared_bytes;  // of the sums, or in turns of these, which the first launch clears
   // In turns, behind which tile of keys the next one may add to each sum; null: no turns.
@@ -38,6 +40,7 @@ struct BackwardKernelParams {
   int32_t packed_rows;
   int32_t packed_tiles;
   int32_t upward_work;
+  int32_t sums_rows;  // that a round has in the sums: no more than dQ needs where it is one round
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);
@@ -49,6 +52,7 @@ struct DroppingBackwardParams {
   BackwardKernelParams call;  // its scale has the factor of the weights that are kept
   DropoutParams dropout;
   float kept_share;  // 1 / dropout.scale
+  DroppedHeads dropped_heads;
 };
 static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
 static_assert(offsetof(DroppingBackwardParams, call) == 0,

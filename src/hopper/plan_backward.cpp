@@ -115,11 +115,13 @@ const BackwardTile& tile_for(const Problem& call) {
 }
 
 // Turns the main launch of `plan` into that of a kernel that drops weights.
-void add_dropout(LaunchPlan& plan, const Problem& call) {
+void add_dropout(LaunchPlan& plan, const BackwardProblem& problem) {
+  const Problem& call = problem.call;
   DroppingBackwardParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   params.dropout = core::dropout_params(call);
   params.kept_share = 1 / params.dropout.scale;
+  params.dropped_heads = core::dropped_heads(problem);
   for (Launch& launch : plan.launches) {
     if (!launch.kernel.ends_with("_dropout")) continue;
     std::memcpy(static_cast<void*>(&params.call), launch.params.data(), sizeof params.call);
@@ -172,7 +174,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
         params.backward.scale *= core::dropout_params(call).scale;  // 1 without dropout
       });
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
-    if (drops) add_dropout(*plan, call);
+    if (drops) add_dropout(*plan, problem);
     for (Launch& launch : plan->launches)
       launch.starts_early = !launch.tensor_maps.empty();  // it waits where it has to
   }

@@ -275,6 +275,8 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
   BlockPosition<C> block{0, work.start};
   RingPosition<C::DS_STAGES> ds_ring;
   RingPosition<C::TURN_STAGES> turn_ring;
+  const int parts = uniform(math::sums_columns<C>(params.backward.attention.d)) / C::PART_COLUMNS;
+  const int rows = params.sums_rows;
   ptx::griddepcontrol_wait();                       // the sums are zero
   ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
 #pragma unroll 1
@@ -284,10 +286,10 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
     const bool first = uniform(in_turns && !turn.waits ? 1 : 0) != 0;
     if (in_turns) ptx::mbarrier_wait_parity(barriers.turn_come(turn_ring.stage), turn_ring.parity);
     ptx::mbarrier_wait_parity(barriers.ds_full(ds_ring.stage), ds_ring.parity);
-    float* const sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(turn.sum) * C::ROUND_SUMS +
-                             number / 32 * C::WARP_SUMS + number % 32 * 4;
+    float* const sums_gmem =
+        math::sums_of_round<C>(params, turn.sum) + number / 32 * C::WARP_SUMS + number % 32 * 4;
 #pragma unroll 1
-    for (int part = 0; part < C::PARTS; ++part) {
+    for (int part = 0; part < parts; ++part) {
       float dq[PART];
       ptx::registers_change<PART>(dq);
       ptx::wgmma_fence();  // the last uses of dQ come before the product
@@ -295,9 +297,11 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
                   shared_smem + C::K_SMEM, part);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<PART>(dq);
-      if (part == C::PARTS - 1) release(barriers.ds_empty(ds_ring.stage));
-      float* const part_gmem = sums_gmem + part * C::PART_ROWS * C::PART_COLUMNS;
-      if (first) {
+      if (part == parts - 1) release(barriers.ds_empty(ds_ring.stage));
+      float* const part_gmem = sums_gmem + part * rows * C::PART_COLUMNS;
+      if (number / 32 * C::WARP_ROWS >= rows) {
+        // dQ has none of the warp's rows.
+      } else if (first) {
 #pragma unroll
         for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
           *reinterpret_cast<float4*>(part_gmem + n * 32 * 4) =

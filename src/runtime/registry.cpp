@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "common/options.h"
+#include "common/planning/backward_parts.h"
 #include "common/planning/copies.h"
 #include "common/planning/core_set.h"
 #include "common/planning/kv_cache.h"
@@ -242,10 +243,14 @@ PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
     return Reasons{join("no backward: ", name, " computes the forward only")};
   const auto code = code_for(name, device);
   if (const auto* reasons = std::get_if<Reasons>(&code)) return *reasons;
-  BackwardProblem asked = problem;
-  const copy::Copies copies = copy::prepare(asked);
-  PlanResult result = backward->plan(asked, device);
-  complete_copies(result, copies, problem.call, asked.call, device);
+  const auto plan_part = [&](const BackwardProblem& part, const Device& of) {
+    BackwardProblem asked = part;
+    const copy::Copies copies = copy::prepare(asked);
+    PlanResult planned = backward->plan(asked, of);
+    complete_copies(planned, copies, part.call, asked.call, of);
+    return planned;
+  };
+  PlanResult result = core::plan_in_parts(problem, device, plan_part);
   complete(result, name, problem.call, device, std::get<Target>(code));
   return result;
 }

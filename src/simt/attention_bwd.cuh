@@ -128,7 +128,9 @@ __device__ __forceinline__ Weighed weigh_masked(const MaskedBackwardParams& para
   float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
   bool kept = true;
   if (params.dropout.state_gmem != nullptr) {
-    const math::Dropout dropout(params.dropout, masks.batch * attention.heads_q + masks.head);
+    const DroppedHeads& heads = params.dropped_heads;
+    const math::Dropout dropout(params.dropout,
+                                heads.first + masks.batch * heads.of_sequence + masks.head);
     kept = dropout.keeps(dropout.bits(query, key).of(query, key));
   }
   const float ds = p * ((kept ? dp * params.dropout.scale : 0.0f) - terms.delta);

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
-from archflash import _gradients, _options, reference
+from archflash import _dispatch, _gradients, _options, reference
 from archflash.sim import _attention as simulator
 
 from ..sim.explained import unexplained
@@ -23,7 +23,9 @@ from .executors import Executor
 
 NAMES = ("dq", "dk", "dv")
 # Options of `differentiate` that are none of the call.
-_HOW = ("gradient_dtype", "pad", "schedules", "deterministic", "planned_for", "mask_gradient")
+_HOW = (
+    "gradient_dtype", "pad", "schedules", "deterministic", "planned_for", "sms", "mask_gradient",
+)  # fmt: skip
 
 
 def kernels_with_gradients(on: Executor) -> list[str]:
@@ -164,6 +166,7 @@ def differentiate(
     schedules: Sequence[int] = (0, 1),
     deterministic: bool = True,
     planned_for: str | None = None,
+    sms: int | None = None,
     mask_gradient: bool = False,
     **call: Any,
 ) -> reference.Gradients:
@@ -180,6 +183,7 @@ def differentiate(
         schedules: numbers of the simulator's schedules.
         deterministic: as for `archflash.attention_backward`.
         planned_for: a known GPU whose plan is run; None: that of the executor.
+        sms: the SMs of the GPU that is planned for, few of which let a small call have parts.
         mask_gradient: whether the gradient of attn_mask is wanted, too.
     """
     out, lse = forward(q, k, v, call)
@@ -200,10 +204,10 @@ def differentiate(
         into = _gradients.Gradients(*(x.view for x in guarded), dsinks, add_to is not None, dmask)
         if deterministic and dmask is not None:
             into = into.with_dmask_of_all_scores(request)
-        if on.name == "gpu" and planned_for is None:
+        if on.name == "gpu" and planned_for is None and sms is None:
             _gradients.compute(request, into, kernel, deterministic)
         else:
-            plan = _plan(request, into, kernel, deterministic, planned_for)
+            plan = _plan(request, into, kernel, deterministic, planned_for, sms)
             _run(on, plan, _gradients.operands(request, into, plan), kernel, number)
         found = [x.view for x in guarded]
         found += [x for x in (dsinks, into.dmask) if x is not None]
@@ -223,12 +227,18 @@ def _plan(
     kernel: str,
     deterministic: bool,
     planned_for: str | None,
+    sms: int | None,
 ) -> native.LaunchPlan:
     device = None
     if planned_for is not None:
         known = native.find_known_device(planned_for)
         assert known is not None
         device = known.device
+    if sms is not None:
+        if device is None:
+            own = request.q.is_cuda
+            device = _dispatch.query_device(0) if own else _dispatch.simulated_device(kernel)
+        device = native.Device.from_dict(device.to_dict() | {"sm_count": sms})
     decision = _gradients.decide(request, into, device, kernel, deterministic=deterministic)
     assert decision.plan is not None
     return decision.plan

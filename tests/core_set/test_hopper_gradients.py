@@ -167,3 +167,25 @@ def test_what_is_left_to_ampere(d: int, options: dict[str, Any], words: str) -> 
     into = _gradients.Gradients.like(request)
     with pytest.raises(archflash.ForcedImplementationError, match=words):
         _gradients.decide(request, into, None, "hopper")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "d"),
+    [
+        (1, 8), (16, 40), (49, 64), (64, 24), (65, 40), (127, 56), (128, 8), (129, 48),
+        (1, 128), (33, 72), (49, 120), (64, 96), (65, 104), (17, 136), (49, 200), (65, 192),
+    ],
+)  # fmt: skip
+def test_sums_of_dq_without_rows_and_columns_that_dq_has_not(
+    rows: int, d: int, deterministic: bool
+) -> None:
+    """Two tiles of keys add to one round, or to two: fewer rows and columns than those of a tile.
+    The columns of V are those of the tile.
+    """
+    dtype = ("float16", "bfloat16")[rows % 2]
+    dv = 64 if d <= 64 else 128 if d <= 128 else 256
+    tensors = inputs(rows, 130, d, dv, dtype, heads=(1, 1))
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, schedules=(rows,), deterministic=deterministic, causal=True
+    )

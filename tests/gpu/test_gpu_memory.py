@@ -1,11 +1,16 @@
-"""Tensors too large for the simulator: 64-bit offsets, many heads; and the torch implementation."""
+"""Tensors too large for the simulator: 64-bit offsets, many heads; the torch implementation; and
+the memory that gradients need beside PyTorch's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import archflash
 from archflash import reference
@@ -118,3 +123,80 @@ def test_torch_dequantises_float8(fp8: torch.dtype) -> None:
     base = reference.baseline(q, k, v, causal=True, **descales)
     report = reference.check(out, expected, base)
     assert report.ok, report
+
+
+# --- the memory of a forward and a backward pass ---
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    """The most bytes that a call needs at a time beyond what is there before it."""
+    call()  # loads kernels, whose code takes memory, and makes the handles of libraries
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peaks_of_pytorch(q: torch.Tensor, gradients_of: Callable[[Any], Any]) -> dict[str, int]:
+    """Those of PyTorch's fused kernels that serve a call. Their memory-efficient kernel alone has
+    right answers for more than 65,535 heads in all.
+    """
+    many = q.shape[0] * q.shape[1] > 65535
+    backends = [SDPBackend.EFFICIENT_ATTENTION]
+    backends += [] if many else [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    peaks = {}
+    for backend in backends:
+        with sdpa_kernel(backend), contextlib.suppress(RuntimeError):
+            peaks[backend.name] = peak_of(
+                lambda: gradients_of(torch.nn.functional.scaled_dot_product_attention)
+            )
+    return peaks
+
+
+# Batch, heads, heads of k, rows, keys and head dimension: short rows of many sequences, rows beside
+# the sizes of tiles, and head dimensions beside those of tiles.
+SMALL = 2 << 20  # what an allocator may round up
+MEMORY_SHAPES = (
+    (4096, 6, 6, 49, 49, 32),
+    (16384, 8, 8, 16, 16, 40),
+    (32768, 12, 12, 1, 1, 64),
+    (2048, 8, 8, 33, 33, 40),
+    (1024, 8, 8, 129, 129, 128),
+    (512, 8, 8, 77, 77, 192),
+    (4096, 8, 8, 16, 16, 8),
+    (2048, 8, 8, 300, 7, 64),
+    (256, 16, 4, 100, 100, 128),
+    (4, 16, 16, 4096, 4096, 40),
+    (4, 16, 16, 4096, 4096, 128),
+)
+
+
+@pytest.mark.parametrize("shape", MEMORY_SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", ["hopper", "ampere", None])
+def test_gradients_need_little_more_memory_than_pytorchs(
+    kernel: str | None, shape: tuple[int, ...]
+) -> None:
+    if kernel is not None and kernel not in kernels():
+        pytest.skip(f"{kernel} has no code for this GPU")
+    batch, heads, heads_kv, nq, nk, d = shape
+    if kernel is None and batch * heads > 65535:
+        pytest.skip("PyTorch's own choice fails for so many heads")
+    need_memory(24)
+    q = rand(batch, heads, nq, d, seed=1, dtype="bfloat16").requires_grad_()
+    k, v = (
+        rand(batch, heads_kv, nk, d, seed=seed, dtype="bfloat16").requires_grad_()
+        for seed in (2, 3)
+    )
+    dout = torch.ones_like(q)
+    gqa: dict[str, Any] = {"enable_gqa": True} if heads != heads_kv else {}
+    peers = peaks_of_pytorch(q, lambda f: torch.autograd.grad(f(q, k, v, **gqa), (q, k, v), dout))
+    if not peers:
+        pytest.skip("none of PyTorch's fused kernels serves this call")
+
+    def attend() -> Any:
+        out = archflash.attention(q, k, v, implementation=kernel)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    assert peak_of(attend) <= 1.2 * min(peers.values()) + SMALL, peers

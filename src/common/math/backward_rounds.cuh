@@ -136,29 +136,52 @@ __device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& c
               (cta.upwards || (block.row > cta.before_start) == after)};
 }
 
+// The columns of the sums: those of dQ, or as many more as make steps of C::SUMS_STEP.
+template <class C>
+__device__ __forceinline__ int sums_columns(int d) {
+  return (d + C::SUMS_STEP - 1) / C::SUMS_STEP * C::SUMS_STEP;
+}
+
+// How many floats the sums of a round are. Some folders leave out rows and columns that no dQ has.
+template <class C, class Params>
+__device__ __forceinline__ int round_sums(const Params& params) {
+  if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
+    return C::ROUND_SUMS;
+  } else {
+    return params.sums_rows * sums_columns<C>(params.backward.attention.d);
+  }
+}
+
+// Where sums number `sum` start.
+template <class C, class Params>
+__device__ __forceinline__ float* sums_of_round(const Params& params, int64_t sum) {
+  return params.dq_sums_gmem + sum * round_sums<C>(params);
+}
+
 // The sums of a round, when all CTAs have added to them.
 template <class C>
 struct SumsOfRound {
   const float4* sums_gmem;
+  int to_second;   // in chunks of 16 bytes
   bool any, both;  // whether a CTA has added to the first one, and whether to a second one
 
   template <class Params>
   __device__ __forceinline__ SumsOfRound(const Params& params, int64_t round)
-      : any(true), both(false) {
+      : to_second(round_sums<C>(params) / 4), any(true), both(false) {
     const int32_t* turns_gmem = params.turns_gmem;
     if (turns_gmem != nullptr) {
       round *= params.sums_of_round;
       any = turns_gmem[round] != 0;
       both = params.sums_of_round > 1 && turns_gmem[round + 1] != 0;
     }
-    sums_gmem = reinterpret_cast<const float4*>(params.dq_sums_gmem + round * C::ROUND_SUMS);
+    sums_gmem = reinterpret_cast<const float4*>(sums_of_round<C>(params, round));
   }
 
   __device__ __forceinline__ float4 at(int index) const {
     float4 sums = {};
     if (any) sums = sums_gmem[index];
     if (both) {
-      const float4 more = sums_gmem[C::ROUND_SUMS / 4 + index];
+      const float4 more = sums_gmem[to_second + index];
       sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
     }
     return sums;

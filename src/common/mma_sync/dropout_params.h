@@ -7,6 +7,7 @@
 #include "common/attention_params.h"
 #include "common/backward_params.h"
 #include "common/dropout_params.h"
+#include "common/dropped_heads.h"
 
 namespace archflash::mma_sync {
 
@@ -21,6 +22,7 @@ static_assert(offsetof(DroppingParams, attention) == 0,
 struct DroppingBackwardParams {
   BackwardParams call;
   DropoutParams dropout;
+  DroppedHeads dropped_heads;
 };
 static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
 static_assert(offsetof(DroppingBackwardParams, call) == 0,

@@ -399,7 +399,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
                              block.row + part * C::PART, lane, terms_of);
       } else if constexpr (C::DROPS) {
         math::Dropout of_head = dropout;
-        of_head.batch_head = math::uniform(cta.batch * attention.heads_q +
+        const DroppedHeads& heads = all_params.dropped_heads;
+        of_head.batch_head = math::uniform(heads.first + cta.batch * heads.of_sequence +
                                            math::passing_head<C::OWNS>(attention, cta, block));
         weigh_dropping<Scores>(s_rmem, dp_rmem, attention.exp2_scale, of_head,
                                all_params.dropout.scale, block.row + part * C::PART + lane % 4 * 2,

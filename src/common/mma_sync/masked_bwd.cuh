@@ -157,7 +157,9 @@ __device__ __forceinline__ void weigh_masked_scores(Scores& s_rmem, Scores& dp_r
     const math::RowTerms terms = E::terms(terms_of, a);
     const int query = place.query + E::query_offset(a);
     if (DROPS && a % 2 == 0) {
-      const math::Dropout dropout(params.dropout, cta.batch * params.call.attention.heads_q + head);
+      const DroppedHeads& heads = params.dropped_heads;
+      const math::Dropout dropout(params.dropout,
+                                  heads.first + cta.batch * heads.of_sequence + head);
       bits[0] = dropout.bits(query, place.key);
       if constexpr (!E::OWNS_KEYS) bits[1] = dropout.bits(query, place.key + 1);
     }

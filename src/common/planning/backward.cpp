@@ -16,7 +16,6 @@
 namespace archflash::core {
 namespace {
 
-constexpr int64_t TERMS_BYTES = 8;  // RowTerms: two floats for each query row
 constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
 // Blocks of queries of a CTA, for each CTA of its head that runs at the same time, from which on
 // turns are faster: between 4, where they were slower on an H200, and 16 (ampere/NOTES.md).
@@ -116,6 +115,7 @@ MaskedBackwardParams masked_params(const BackwardProblem& problem, const Backwar
   const Strides& dmask = problem.dmask_strides;
   params.dmask.batch = dmask.batch, params.dmask.head = dmask.head, params.dmask.row = dmask.row;
   params.dmask.key = problem.dmask_key;
+  params.dropped_heads = dropped_heads(problem);
   return params;
 }
 
@@ -187,6 +187,12 @@ bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const
 
 }  // namespace
 
+DroppedHeads dropped_heads(const BackwardProblem& problem) {
+  const bool part = problem.heads_of_sequence > 0;
+  return {static_cast<int32_t>(problem.first_head),
+          static_cast<int32_t>(part ? problem.heads_of_sequence : problem.call.heads_q)};
+}
+
 PlanResult plan_backward(const Description& description, std::span<const BackwardTile> tiles,
                          const BackwardProblem& problem, const Device& device,
                          const MaskedBackwardTiles& masked) {
@@ -215,6 +221,8 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   DqSums sums{};
   Workspace workspace;
   WorkspaceParts parts;
+  const bool keeps_terms = problem.kept_terms > 0;
+  if (keeps_terms) workspace.add(problem.kept_terms);
   if (const int block = set.front().dq_block; block > 0 && rows > 0) {
     sums.blocks = static_cast<int32_t>(ceil_div(call.nq, block) + (call.varlen ? call.batch : 0));
     sums.block_rows = block;
@@ -223,7 +231,8 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     if (takes_turns(set.front(), problem, device)) parts.turns = workspace.add(blocks * TURN_BYTES);
     parts.sums = workspace.add(blocks * block * sums.columns * SUM_BYTES);
   }
-  parts.terms = workspace.add(rows * TERMS_BYTES);
+  parts.terms = keeps_terms ? problem.first_head * call.nq * ROW_TERMS_BYTES
+                            : workspace.add(rows * ROW_TERMS_BYTES);
   plan.workspace_bytes = workspace.bytes();
   const BackwardParams of_call = backward_params(problem, sums);
   const auto params = bytes(of_call);

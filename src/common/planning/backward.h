@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/backward_params.h"
+#include "common/dropped_heads.h"
 #include "common/planning/backward_problem.h"
 #include "common/planning/plan.h"
 
@@ -42,6 +43,11 @@ struct MaskedBackwardTiles {
   std::span<const BackwardTile> tiles;  // none: the folder has no such kernels
   bool base_2 = false;                  // scores are logarithms to base 2, not natural ones
 };
+
+constexpr int64_t ROW_TERMS_BYTES = 8;  // of the workspace for each query row: two floats
+
+// By which numbers of heads a call, or a part of one, draws what is dropped.
+DroppedHeads dropped_heads(const BackwardProblem& problem);
 
 // The plan, or the reasons why not: first the terms of each query row and zeros for the sums of dQ
 // ("<folder>_backward_rows_<dtype>", into the workspace), then the main kernels

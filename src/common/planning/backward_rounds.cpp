@@ -37,6 +37,17 @@ int64_t count_rounds(const Problem& call, int64_t round_rows) {
   return rounds == 0 ? 0 : (rounds + call.batch) * call.heads_q;
 }
 
+int64_t sums_rows(const Problem& call, const RoundsTile& tile) {
+  constexpr int64_t WARP_ROWS = 16;
+  if (call.varlen || tile.sums_step == tile.head_dim) return tile.round_rows;
+  return std::min(ceil_div(call.nq, WARP_ROWS) * WARP_ROWS, tile.round_rows);
+}
+
+int64_t sums_bytes_of_round(const Problem& call, const RoundsTile& tile) {
+  const int64_t columns = ceil_div(call.d, tile.sums_step) * tile.sums_step;
+  return sums_rows(call, tile) * columns * int64_t{sizeof(float)};
+}
+
 int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile,
                       const Device& device) {
   // A tile's steps for each of the tiles that it waits for at most, below which CTAs begin apart.

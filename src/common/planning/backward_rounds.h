@@ -19,7 +19,8 @@
 namespace archflash::core {
 
 struct RoundsTile : BackwardTile {
-  int64_t round_rows, round_bytes;  // query rows of a round, and the bytes of its sums of dQ
+  int64_t round_rows;  // query rows of a round
+  int64_t sums_step;   // its sums of dQ have the columns of dQ in steps of so many
   Box keys_box, queries_box;
 };
 
@@ -35,9 +36,15 @@ constexpr RoundsTile rounds_tile(const char* name) {
                             .shared_bytes = C::SHARED_BYTES,
                             .dq_block = 0,  // its sums are not those of DqSums
                             .faster_in_turns = false};
-  return {common, C::ROUND, int64_t{sizeof(float)} * C::ROUND_SUMS, box<typename C::KTile>(1),
-          box<typename C::QTile>(1)};
+  return {common, C::ROUND, C::SUMS_STEP, box<typename C::KTile>(1), box<typename C::QTile>(1)};
 }
+
+// The rows of a round that the sums of dQ have: all, or where a head has no second round those of
+// the warps that have rows of it.
+int64_t sums_rows(const Problem& call, const RoundsTile& tile);
+
+// The bytes of the sums of dQ of a round.
+int64_t sums_bytes_of_round(const Problem& call, const RoundsTile& tile);
 
 // Why a call cannot be served, beyond the reasons of plan_backward().
 Reasons refuse_rounds(const BackwardProblem& problem, const std::string& implementation);
@@ -73,7 +80,7 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
   workspace.add(plan.workspace_bytes);
   const int64_t of_round = sums_of_round(problem, tile, device);
   const int64_t sums = of_round * rounds;
-  const int64_t sums_bytes = sums * tile.round_bytes;
+  const int64_t sums_bytes = sums * sums_bytes_of_round(call, tile);
   const int64_t sums_start = workspace.add(sums_bytes);
   // The first launch clears 16 bytes at a time.
   const int64_t turns_bytes = ceil_div(sums * int64_t{sizeof(int32_t)}, 16) * 16;
@@ -91,6 +98,8 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
     if (attention.softcap != 0) params.uncap = 1 / (attention.exp2_scale * attention.softcap);
     params.rounds = static_cast<int32_t>(ceil_div(call.nq, tile.round_rows));
     params.sums_of_round = static_cast<int32_t>(of_round);
+    if constexpr (requires { params.sums_rows; })
+      params.sums_rows = static_cast<int32_t>(sums_rows(call, tile));
     finish(params);
     launch.params = bytes(params);
     launch.pointers.push_back(

@@ -1,0 +1,17 @@
+// What dropout has to know of the heads of a backward pass that is computed in parts.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace archflash {
+
+// The numbers of a part's heads among all heads of q of its call, by which random bits are drawn:
+// head h of the part's sequence b is number first + b * of_sequence + h.
+struct DroppedHeads {
+  int32_t first;
+  int32_t of_sequence;
+};
+static_assert(std::is_trivially_copyable_v<DroppedHeads>);
+
+}  // namespace archflash
