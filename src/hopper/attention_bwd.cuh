@@ -246,11 +246,13 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   const int end_group = in_turns ? C::WARPGROUPS : first_group + 1;
   BlockPosition<C> block{0, work.start};
   const uint32_t rounds = work.blocks / C::BLOCKS_OF_ROUND;
+  const bool whole = math::round_sums<C>(params) == C::ROUND_SUMS;  // nothing is left out
   ptx::griddepcontrol_wait();  // the sums and the turns are zero
 #pragma unroll 1
   for (uint32_t count = 0; count < rounds; ++count, block.next_round(work)) {
     if (in_turns && count % 2 != number) continue;
     const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    float* const round_gmem = math::sums_of_round<C>(params, turn.sum);
     // It looks for its turn while dQ is computed, because that takes a while even if it has come.
     if (leader && turn.waits) {
       const int own_turn = work.turn;
@@ -262,7 +264,6 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
     if (leader) {
       if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      float* const round_gmem = math::sums_of_round<C>(params, turn.sum);
       const auto add = [&](int start, uint32_t offset, uint32_t bytes) {
         const uint32_t from_smem = shared_smem + C::DQ_SMEM + offset;
         if (in_turns && !turn.waits) {
@@ -271,7 +272,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
           ptx::cp_reduce_async_bulk_add_f32(round_gmem + start, from_smem, bytes);
         }
       };
-      if (math::round_sums<C>(params) == C::ROUND_SUMS) {
+      if (whole) {
         add(first_group * (PART_BYTES / 4), first_group * PART_BYTES,
             (end_group - first_group) * PART_BYTES);
       } else {  // what dQ has of each warp's rows
