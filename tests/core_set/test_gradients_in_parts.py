@@ -28,7 +28,7 @@ CASES: dict[str, FeatureCase] = {
     "heads-of-one-sequence": (
         (3, 9, 72, 96, 1, (10, 10)), {"sinks": True, "dlse": True, "layout": "bnhd"},
     ),
-    "shared-heads": ((17, 33, 128, 128, 1, (16, 8)), {"causal": True, "add_to": 0.5}),
+    "shared-heads": ((3, 9, 128, 128, 1, (16, 8)), {"causal": True, "add_to": 0.5}),
     "offsets": ((7, 30, 48, 48, 5, (2, 2)), {"q_offset": (0, 3, 30, -2, 20), "causal": True}),
     "a-block-and-a-row": ((129, 3, 16, 16, 5, (2, 2)), {"sinks": True}),
 }  # fmt: skip
