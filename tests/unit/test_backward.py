@@ -107,6 +107,18 @@ def test_gradients_are_written_or_added_to_given_tensors() -> None:
     torch.testing.assert_close(again, dq)
 
 
+def test_no_memory_is_taken_for_gradients_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    dout, q, k, v = call(torch.float32)
+    out, lse = archflash.attention(q, k, v, return_lse=True)
+    new, made = _gradients._new, []
+    monkeypatch.setattr(
+        _gradients, "_new", lambda x, shape: made.append(tuple(shape)) or new(x, shape)
+    )
+    into = {"dq": torch.empty_like(q), "dv": torch.empty_like(v)}
+    archflash.attention_backward(dout, q, k, v, out, lse, **into)
+    assert made == [tuple(k.shape)]
+
+
 def test_what_gradients_copy_is_explained() -> None:
     q = torch.empty(2, 4, 100, 44, dtype=torch.float16, device="meta")
     plan = archflash.explain(q, q, q, device="A100", backward=True, implementation="ampere").plan
@@ -506,3 +518,14 @@ def test_float32_of_heads_that_share_one_of_k_goes_to_our_kernel() -> None:
     q = torch.empty(1, 8, 64, 64, device="meta", requires_grad=True)
     k = torch.empty(1, 2, 64, 64, device="meta")
     assert archflash.explain(q, k, k, device="A100").chosen == "simt"
+
+
+def test_explain_says_how_many_times_kernels_of_parts_are_launched() -> None:
+    q = torch.empty(4096, 8, 1, 64, dtype=torch.bfloat16, device="meta")
+    decision = archflash.explain(q, q, q, device="A100", backward=True)
+    assert decision.plan is not None
+    parts = decision.plan.kernels.count("ampere_backward_dq_bf16")
+    assert parts > 4
+    lines = [line for line in str(decision).splitlines() if "launch:" in line]
+    assert len(lines) <= 6  # of all parts but the last one, and of that one
+    assert any(line.endswith((f", {parts} times", f", {parts - 1} times")) for line in lines)
