@@ -217,7 +217,7 @@ struct SumsPart {
   int rows, columns;
   int start;  // in floats from those of the round
   __device__ __forceinline__ SumsPart(const BackwardKernelParams& params, int number) {
-    const int all_rows = params.sums_rows;
+    const int all_rows = math::sums_rows<C>(params);
     const int all = math::sums_columns<C>(params.backward.attention.d);
     if constexpr (C::SHARES_ROWS) {
       rows = min(all_rows - number * C::PART_ROWS, C::PART_ROWS);
@@ -246,13 +246,11 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   const int end_group = in_turns ? C::WARPGROUPS : first_group + 1;
   BlockPosition<C> block{0, work.start};
   const uint32_t rounds = work.blocks / C::BLOCKS_OF_ROUND;
-  const bool whole = math::round_sums<C>(params) == C::ROUND_SUMS;  // nothing is left out
   ptx::griddepcontrol_wait();  // the sums and the turns are zero
 #pragma unroll 1
   for (uint32_t count = 0; count < rounds; ++count, block.next_round(work)) {
     if (in_turns && count % 2 != number) continue;
     const math::DqTurn turn = math::dq_turn<C>(params, work, block);
-    float* const round_gmem = math::sums_of_round<C>(params, turn.sum);
     // It looks for its turn while dQ is computed, because that takes a while even if it has come.
     if (leader && turn.waits) {
       const int own_turn = work.turn;
@@ -264,6 +262,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
     if (leader) {
       if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+      float* const round_gmem = math::sums_of_round<C>(params, turn.sum);
       const auto add = [&](int start, uint32_t offset, uint32_t bytes) {
         const uint32_t from_smem = shared_smem + C::DQ_SMEM + offset;
         if (in_turns && !turn.waits) {
@@ -272,7 +271,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
           ptx::cp_reduce_async_bulk_add_f32(round_gmem + start, from_smem, bytes);
         }
       };
-      if (whole) {
+      if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
         add(first_group * (PART_BYTES / 4), first_group * PART_BYTES,
             (end_group - first_group) * PART_BYTES);
       } else {  // what dQ has of each warp's rows
@@ -960,7 +959,9 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
     const int part = warp / 4;
     const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
     const SumsPart<C> of_part(params, part);
-    if (column >= attention.d || warp % 4 * C::WARP_ROWS >= of_part.rows) continue;
+    if (C::SUMS_STEP < C::HEAD_DIM &&
+        (column >= attention.d || warp % 4 * C::WARP_ROWS >= of_part.rows))
+      continue;
     const int of_warp = (of_part.start + warp % 4 * C::WARP_ROWS * of_part.columns) / 4;
     float x[2][8];
 #pragma unroll
@@ -972,6 +973,7 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
     }
     const int row = round.first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) +
                     warp % 4 * C::WARP_ROWS + lane_row;
+    if (column >= attention.d) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (row + 8 * r >= round.rows) continue;

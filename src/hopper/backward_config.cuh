@@ -10,7 +10,7 @@ namespace archflash::hopper {
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
 // goes over blocks of BLOCK query rows. HEAD_DIM is the largest d and dv.
 template <DType DTYPE_, int HEAD_DIM_, int BLOCKS_OF_ROUND_, int Q_STAGES_, int DOUT_STAGES_,
-          bool S_AHEAD_, bool SOFTCAP_>
+          bool S_AHEAD_, bool SOFTCAP_, bool EXACT_ = false>
 struct BackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -50,7 +50,9 @@ struct BackwardConfig {
   static constexpr int PART_COLUMNS = 64;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = WARPS * WARP_SUMS;
-  static constexpr int SUMS_STEP = 8;  // those in the workspace have multiples of it as columns
+  // The sums in the workspace have multiples of it as columns. Kernels that leave none out add a
+  // round's sums by one copy of each warp, which is faster where there are as many.
+  static constexpr int SUMS_STEP = EXACT_ ? 8 : HEAD_DIM_;
   static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
   static_assert(SHARES_ROWS ? HEAD_DIM == PART_COLUMNS
                             : ROUND == PART_ROWS && HEAD_DIM == 2 * PART_COLUMNS,
@@ -163,6 +165,11 @@ using BackwardD64  = BackwardConfig<T,                    64,       2,       4, 
 template <DType T, bool SOFTCAP = false>
 using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, SOFTCAP>;
 // clang-format on
+// Those that leave out of the sums of dQ what it does not have.
+template <DType T>
+using BackwardD64Exact = BackwardConfig<T, 64, 2, 4, 4, true, false, true>;
+template <DType T>
+using BackwardD128Exact = BackwardConfig<T, 128, 1, 3, 2, false, false, true>;
 template <DType T>
 using BackwardD256 = WideBackwardConfig<T, 256>;
 

@@ -38,6 +38,13 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
+// For calls without a softcap and dropout that have fewer rows or columns than the sums of the tile
+// above.
+constexpr BackwardTile EXACT_TILES[] = {
+    backward_tile<BackwardD64Exact<DType::F16>>("d64_exact", nullptr, nullptr),
+    backward_tile<BackwardD128Exact<DType::F16>>("d128_exact", nullptr, nullptr),
+};
+
 // The order in which the tiles of keys of all heads come: see BackwardKernelParams.
 struct KeyTileOrder {
   int64_t group_heads;
@@ -109,8 +116,14 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
 
 // The smallest tile for the head dimensions, or the largest of all, which refuses them.
 const BackwardTile& tile_for(const Problem& call) {
-  for (const BackwardTile& tile : TILES)
-    if (call.d <= tile.head_dim && call.dv <= tile.head_dim_v) return tile;
+  for (size_t i = 0; i < std::size(TILES); ++i) {
+    if (call.d > TILES[i].head_dim || call.dv > TILES[i].head_dim_v) continue;
+    if (i >= std::size(EXACT_TILES) || call.softcap != 0 || call.dropout_p != 0) return TILES[i];
+    const auto bytes = [&](const BackwardTile& tile) {
+      return core::sums_bytes_of_round(call, tile);
+    };
+    return bytes(EXACT_TILES[i]) < bytes(TILES[i]) ? EXACT_TILES[i] : TILES[i];
+  }
   return TILES[std::size(TILES) - 1];
 }
 

@@ -103,8 +103,8 @@ def kept_from(kernel: str) -> int:
     """The offset in shared memory behind which nothing is overwritten while the kernel runs: the
     work of a CTA, at the end, of hopper's backward kernels.
     """
-    # The kernels with a softcap and with dropout have the same memory as the kernel without.
-    main = re.fullmatch(r"hopper_attention_bwd_[^_]+_d(\d+)(_softcap|_dropout)?", kernel)
+    # The kernels with a softcap, with dropout and of exact sums have the same memory as the others.
+    main = re.fullmatch(r"hopper_attention_bwd_[^_]+_d(\d+)(_softcap|_dropout|_exact)?", kernel)
     if main is None:
         return sys.maxsize
     tile = main[1]

@@ -108,7 +108,7 @@ def assert_every_kernel_is_planned(
     all_dims = [(dims, 0.0) for dims in head_dims] + [(dims, 1.0) for dims in with_softcap]
     cases = itertools.product(all_dims, devices, deterministic)
     for (dims, softcap), device, same_bits_asked in cases:
-        dout, q, k, v = inputs(on, 4, 4, *dims, dtype)
+        dout, q, k, v = inputs(on, 128, 4, *dims, dtype)
         call = _options.complete({"sinks": on.tensor([0.0, 0.0]), "softcap": softcap})
         request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
         into = _gradients.Gradients.like(request)

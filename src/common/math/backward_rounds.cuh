@@ -139,17 +139,27 @@ __device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& c
 // The columns of the sums: those of dQ, or as many more as make steps of C::SUMS_STEP.
 template <class C>
 __device__ __forceinline__ int sums_columns(int d) {
-  return (d + C::SUMS_STEP - 1) / C::SUMS_STEP * C::SUMS_STEP;
+  if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
+    return C::HEAD_DIM;
+  } else {
+    return (d + C::SUMS_STEP - 1) / C::SUMS_STEP * C::SUMS_STEP;
+  }
 }
 
-// How many floats the sums of a round are. Some folders leave out rows and columns that no dQ has.
+// The rows of the sums of a round: kernels that leave out columns leave out rows, too.
+template <class C, class Params>
+__device__ __forceinline__ int sums_rows(const Params& params) {
+  if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
+    return C::ROUND;
+  } else {
+    return params.sums_rows;
+  }
+}
+
+// How many floats the sums of a round are.
 template <class C, class Params>
 __device__ __forceinline__ int round_sums(const Params& params) {
-  if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
-    return C::ROUND_SUMS;
-  } else {
-    return params.sums_rows * sums_columns<C>(params.backward.attention.d);
-  }
+  return sums_rows<C>(params) * sums_columns<C>(params.backward.attention.d);
 }
 
 // Where sums number `sum` start.

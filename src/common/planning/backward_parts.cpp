@@ -20,7 +20,7 @@ namespace {
 // times as much.
 constexpr double SHARE_OF_PEERS = 1.15;
 // Times that the CTAs of a part fill the GPU. A part ends with CTAs that leave SMs idle, and has
-// three launches.
+// three launches: on an H200 up to ten parts cost 0.5 to 4% with four times, up to 12% with two.
 constexpr int64_t WAVES_OF_PART = 4;
 
 // Some heads of k of a call, and the heads of q that share them: all of some batches, or some of
