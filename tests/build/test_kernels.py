@@ -693,6 +693,13 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 ).plan
                 assert plan is not None
                 planned |= set(plan.kernels)
+        for rows, d in ((1024, 64), (40, 128)):  # rounds with all rows of the tile, and with fewer
+            q = torch.empty(2, 16, rows, d, dtype=dtype, device="meta")
+            plan = archflash.explain(
+                q, q, q, backward=True, device="H200", implementation="hopper"
+            ).plan
+            assert plan is not None
+            planned |= set(plan.kernels)
         q = torch.empty(2, 16, 2048, 128, dtype=dtype, device="meta")
         table = torch.empty(2, 16, 32, 32, dtype=torch.bool, device="meta")
         plan = archflash.explain(
