@@ -83,7 +83,10 @@ def test_packed_sequences_in_parts_of_some_heads(kernel: str, planned: list[list
         on.rand(total, heads, 40, seed=seed, dtype=dtype)
         for seed, (total, heads) in enumerate(zip(rows, (6, 6, 3, 3), strict=True))
     ]
-    ends = {"cu_seqlens_q": on.cu_seqlens(LENGTHS_Q), "cu_seqlens_k": on.cu_seqlens(LENGTHS_K)}
+    ends: dict[str, Any] = {
+        "cu_seqlens_q": on.cu_seqlens(LENGTHS_Q),
+        "cu_seqlens_k": on.cu_seqlens(LENGTHS_K),
+    }
     differentiate_and_check(
         on, kernel, *tensors, schedules=(1, 2), sms=1, causal=True, sinks=on.rand(6, seed=9), **ends
     )
