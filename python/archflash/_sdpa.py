@@ -124,7 +124,7 @@ def scaled_dot_product_attention(
         "causal": is_causal,
         # If the lengths are equal, both alignments are the same, and PyTorch needs no mask. A
         # traced call may get others where it runs.
-        "q_offset": 0 if is_causal and (tracing or q.shape[2] != k.shape[2]) else None,
+        "q_offset": 0 if is_causal and (tracing or _may_differ(q.shape[2], k.shape[2])) else None,
         "attn_mask": attn_mask,
         "scale": scale,
     }
@@ -158,6 +158,16 @@ def _is_recorded(
     batch, heads, _, d = query.shape
     same = batch == key.shape[0] == value.shape[0] and key.shape[1] == value.shape[1]
     return same and min(d, value.shape[3]) > 0 and (enable_gqa or heads == key.shape[1])
+
+
+def _may_differ(nq: int, nk: int) -> bool:
+    """Whether two lengths differ; True where a traced call does not know it."""
+    if torch.compiler.is_compiling() or not (isinstance(nq, int) and isinstance(nk, int)):
+        from torch.fx.experimental import symbolic_shapes
+
+        if hasattr(symbolic_shapes, "guard_or_true"):  # from torch 2.8 on
+            return symbolic_shapes.guard_or_true(nq != nk)
+    return nq != nk
 
 
 _NOT_DROPPED = "dropout: no kernel of archflash drops the weights of this call"

@@ -47,8 +47,8 @@ def documents(ids: Tensor) -> Tensor:
     ids = ids if ids.ndim == 2 else ids[None]
     n = ids.shape[1]
     place = torch.arange(n, device=ids.device)
-    starts = torch.ones_like(ids, dtype=torch.bool)
-    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    before = ids.gather(1, (place - 1).clamp(min=0).expand_as(ids))
+    starts = (ids != before) | (place == 0)
     number = starts.cumsum(1) - 1
     # Where each document starts, and behind the last one n. The last place is for other tokens.
     first = torch.full((ids.shape[0], n + 2), n, device=ids.device)

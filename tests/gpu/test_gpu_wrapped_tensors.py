@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import archflash
 from archflash import _archflash as _native
-from tests.unit.test_wrapped_tensors import CALLS, Wrapper, assert_same
+
+from ..wrapped_cases import CALLS, Wrapper, assert_same
 
 pytestmark = pytest.mark.gpu
 
