@@ -209,10 +209,8 @@ def check_memory(buffer: Buffer) -> None:
     if tensor.is_neg() or tensor._is_zerotensor():
         raise LaunchError(f"{buffer.name}{_runtime.IS_LAZY}pass a clone() of it")
     extent = extent_bytes(tensor)
-    if extent and not _runtime.all_plain(tensor):
-        raise LaunchError(
-            f"{buffer.name} is a {type(tensor).__name__}, which has no memory of its own"
-        )
+    if extent and not _has_address(tensor):
+        raise LaunchError(f"{buffer.name} is a tensor without memory of its own: pass a plain one")
     end = tensor.storage_offset() * tensor.element_size() + extent
     held = tensor.untyped_storage().nbytes()
     if extent and end > held:
@@ -220,6 +218,13 @@ def check_memory(buffer: Buffer) -> None:
             f"{buffer.name} reaches byte {end} of a storage of {held} bytes: the storage was made "
             "smaller after the tensor; make it large enough again or pass another tensor"
         )
+
+
+def _has_address(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # a fake tensor, or one inside a transform
+        return False
 
 
 def extent_bytes(tensor: Tensor) -> int:
