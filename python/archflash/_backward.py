@@ -121,7 +121,7 @@ def attention_backward(
         *tensors, *given, sinks, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes,
         key_ranges, block_mask, rng_state,
     ):  # fmt: skip
-        if not torch.compiler.is_compiling() and not _ops.has_symbols(*tensors, *options.values()):
+        if not _ops.is_symbolic(*tensors, *options.values()):
             request = _gradients.Request(*tensors, options, mask_gradient)
             _ops.check_backward(request)
             for of_gradient, x, of in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):

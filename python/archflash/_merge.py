@@ -75,7 +75,9 @@ def merge_attention(
         True
     """
     parts, of_parts = _tensors(outs, "outs"), _tensors(lses, "lses")
-    unrecorded(_check, parts, of_parts, layout)
+    by_operator = _ops.goes_through_operator(*parts, *of_parts)
+    symbolic = by_operator and _ops.is_symbolic(*parts, *of_parts)
+    unrecorded(_check, parts, of_parts, layout, symbolic)
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
             f"no merging kernel is called {_native.given(implementation)}: there are {_KERNEL} and "
@@ -86,12 +88,13 @@ def merge_attention(
         raise ForcedImplementationError(f"{_KERNEL} is forced, but a tensor has a tangent")
     if dual or (implementation is None and in_transform()):  # these know plain operations
         return _with_torch(parts, of_parts, layout)
-    if _ops.goes_through_operator(*parts, *of_parts):
+    if by_operator:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*parts, *of_parts)):
             if implementation == _KERNEL:
                 raise ForcedImplementationError(f"{_KERNEL} is forced, but {_GRADIENT}")
             return _with_torch(parts, of_parts, layout)
         if _sharding.has_dtensor(*parts, *of_parts):
+            _sharding.check_lists("merge_attention")
             _sharding.prepare({})
         heads = 2 if layout == "bnhd" and parts[0].ndim == 4 else 1
         merged: tuple[Tensor, Tensor] = torch.ops.archflash.merge_attention(
@@ -132,7 +135,7 @@ def _tensors(given: Sequence[Tensor] | Tensor, name: str) -> list[Tensor]:
     return list(given)
 
 
-def _check(outs: list[Tensor], lses: list[Tensor], layout: str) -> None:
+def _check(outs: list[Tensor], lses: list[Tensor], layout: str, symbolic: bool) -> None:
     if layout not in ("bhnd", "bnhd"):
         raise ValueError(f"layout is {_native.given(layout)}: it must be 'bhnd' or 'bnhd'")
     if not outs or len(outs) != len(lses):
@@ -149,9 +152,8 @@ def _check(outs: list[Tensor], lses: list[Tensor], layout: str) -> None:
         )
     expected = _as_bhnd(first, layout).shape[:3]
     shape = tuple(expected if first.ndim == 4 else expected[1:])
-    traced = torch.compiler.is_compiling() or _ops.has_symbols(*outs, *lses)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if not traced:
+        if not symbolic:
             _native.check_data(out, f"outs[{i}]")
             _native.check_data(lse, f"lses[{i}]")
         if out.dtype != first.dtype or lse.dtype != torch.float32:

@@ -88,7 +88,7 @@ def attention(
                 "them, and transform outside of the traced function"
             )
         return _recorded(q, k, v, options, implementation, needs_grad)
-    compiling = torch.compiler.is_compiling() or has_symbols(q, k, v, values)
+    compiling = is_symbolic(q, k, v, values)
     # The kernels that compute the gradients, if any do: a traced call has to name them.
     differentiable = implementation if needs_grad and implementation in FOLDERS else None
     name = implementation
@@ -247,7 +247,7 @@ def attention_with_kvcache(
             _native.make_problem(q, k_cache, v_cache, given, _IF_REQUIRED * torch.is_grad_enabled())
             if implementation is not None:
                 check_name(implementation)
-    elif not (torch.compiler.is_compiling() or has_symbols(q, k_cache, v_cache, values)):
+    elif not is_symbolic(q, k_cache, v_cache, values):
         _native.make_problem(q, k_cache, v_cache, values, _IF_REQUIRED * torch.is_grad_enabled())
         if implementation is not None:
             check_name(implementation)
@@ -313,8 +313,14 @@ def goes_through_operator(*arguments: Any) -> bool:
     )
 
 
+def is_symbolic(*values: Any) -> bool:
+    """Whether a call is traced without numbers: while PyTorch compiles it, or where a number or the
+    size of a tensor is symbolic.
+    """
+    return torch.compiler.is_compiling() or has_symbols(*values)
+
+
 def has_symbols(*values: Any) -> bool:
-    """Whether a number, or the size of a tensor, is symbolic: a call is traced without them."""
 
     def symbolic(x: Any) -> bool:
         if isinstance(x, Tensor):

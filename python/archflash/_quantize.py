@@ -73,7 +73,8 @@ def quantize_fp8(
         >>> values.dtype, descale.shape
         (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
     """
-    if torch.compiler.is_compiling() or _ops.has_symbols(x):
+    by_operator = _ops.goes_through_operator(x)
+    if by_operator and _ops.is_symbolic(x):
         _check_dense(x)
     else:
         _native.check_data(x, "x")
@@ -84,7 +85,7 @@ def quantize_fp8(
             f"no quantiser is called {_native.given(implementation)}: there are {_KERNEL} and torch"
         )
     plain = implementation is None and in_transform()  # a transform knows plain operations
-    if _ops.goes_through_operator(x) and not plain:
+    if by_operator and not plain:
         if _sharding.has_dtensor(x):
             _sharding.prepare({})
         heads = 2 if layout == "bnhd" and x.ndim == 4 else 1

@@ -48,8 +48,25 @@ def _register() -> None:
     _register_once()
 
 
+def check_lists(name: str) -> None:
+    if not _takes_lists():
+        raise UnsupportedError(
+            f"{name} of DTensors: this PyTorch has no strategies for operators that take lists of "
+            "tensors; use a newer one, or call it on to_local() of tensors that are placed alike"
+        )
+
+
+def _takes_lists() -> bool:
+    from torch.distributed.tensor import _op_schema as schema
+
+    of_list = schema.TupleStrategy([schema.OpStrategy([])])
+    leaves: list[Any] = schema.tree_leaves(of_list)
+    return leaves[0] is not of_list
+
+
 # torch.compile takes what such a function returns as a constant, and does not look into it.
-_register._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (_register, _takes_lists):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -128,7 +145,7 @@ class _Call:
         shared = any(arguments.get(x) is not None for x in ("page_table", "cache_batch_idx"))
         if not self.packed and not shared:
             self.splits.append(_BATCH)
-        if _splits_evenly(self.heads_kv, q):
+        if _splits_evenly(self.heads_kv, _sizes_of_mesh(q)):
             self.splits.append(_HEADS)
         elif self.heads_kv == 1:
             self.splits.append(_HEADS_OF_Q)
@@ -198,11 +215,16 @@ class _Call:
         return [self.place("q", split), lse]
 
 
-def _splits_evenly(heads: int, spec: Any) -> bool:
-    """Whether however many dimensions of the mesh split the heads, each device gets as many. What
-    has fewer heads than devices is never split.
+def _sizes_of_mesh(x: Any) -> list[int]:
+    """The sizes of the mesh of a DTensor, or of what stands for one in a strategy."""
+    mesh = x.device_mesh if has_dtensor(x) else x.mesh
+    return [mesh.size(i) for i in range(mesh.ndim)]  # torch.compile does not know mesh.shape
+
+
+def _splits_evenly(heads: int, sizes: Sequence[int]) -> bool:
+    """Whether however many dimensions of a mesh of these sizes split the heads, each device gets as
+    many. What has fewer heads than devices is never split.
     """
-    sizes = tuple(spec.mesh.shape if hasattr(spec, "mesh") else spec.device_mesh.shape)
     products = [1]
     for size in sizes:
         products = products + [size * product for product in products]
@@ -280,7 +302,9 @@ def _sdpa_placements(results: int, given: Sequence[Any], q: Any, k: Any) -> _Str
     tensors = [x for x in given if hasattr(x, "shape")]
     strategies: _Strategies = [([Replicate()] * results, [Replicate()] * len(tensors))]
     for axis in (0, 1):
-        if axis == 1 and not (k.shape[1] == q.shape[1] or _splits_evenly(k.shape[1], q)):
+        if axis == 1 and not (
+            k.shape[1] == q.shape[1] or _splits_evenly(k.shape[1], _sizes_of_mesh(q))
+        ):
             continue
         size = q.shape[axis]
         placed = [
@@ -336,7 +360,9 @@ def append(
             )
     call, mesh = _Call(arguments), k_cache.device_mesh
     splits = []
-    for of_k, of_v, devices in zip(k_cache.placements, v_cache.placements, mesh.shape, strict=True):
+    for of_k, of_v, devices in zip(
+        k_cache.placements, v_cache.placements, _sizes_of_mesh(k_cache), strict=True
+    ):
         fitting = [
             split
             for split in call.splits

@@ -136,7 +136,8 @@ def attention_with_shared_prefix(
     all_rows: dict[str, Any] = {}
     if cu_seqlens_q is not None:  # rows of no sequence see no prefix either
         all_rows = {"cu_seqlens_q": torch.stack([cu_seqlens_q[0], cu_seqlens_q[-1]])}
-    with _named_as_the_prefix():
+    compiling = torch.compiler.is_compiling()  # torch 2.6 does not trace such a context
+    with contextlib.nullcontext() if compiling else _named_as_the_prefix():
         of_prefix = attention_with_kvcache(
             of_one_sequence(q), k_prefix, v_prefix, cache_seqlens=prefix_seqlens,
             page_table=prefix_page_table, qv=None if qv is None else of_one_sequence(qv),
@@ -146,9 +147,10 @@ def attention_with_shared_prefix(
     outs, lses = [own[0], of_prefix[0]], [own[1], of_prefix[1]]
     if not packed:
         batch, _, nq = own[1].shape
-        rows = (outs[1].transpose(1, 2) if swapped else outs[1])[0].unflatten(0, (batch, nq))
+        rows = outs[1].transpose(1, 2) if swapped else outs[1]
+        rows = rows.squeeze(0).unflatten(0, (batch, nq))
         outs[1] = rows.transpose(1, 2) if swapped else rows
-        lses[1] = lses[1][0].unflatten(1, (batch, nq)).transpose(0, 1)
+        lses[1] = lses[1].squeeze(0).unflatten(1, (batch, nq)).transpose(0, 1)
     merging = implementation if implementation in _MERGING else None
     merged = merge_attention(outs, lses, layout=layout, implementation=merging)
     return merged if return_lse else merged[0]

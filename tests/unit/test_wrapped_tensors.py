@@ -31,6 +31,7 @@ from tests.wrapped_cases import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 import archflash
@@ -99,6 +100,8 @@ def test_fake_tensors_have_the_shapes_of_real_ones(name: str, device: str) -> No
     def fake(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
+    if device == "cuda" and torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        pytest.skip("a PyTorch for CUDA asks its libraries, which need a GPU")
     real = expected(name)[0]
     call, given, named = CALLS[name]
     with FakeTensorMode():
@@ -211,8 +214,14 @@ UNBACKED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
+# Those that an older PyTorch traces, too: it cannot slice a tensor by such a number.
+SELECTED = ("packed", "bnhd", "kvcache")
+
+
 @pytest.mark.parametrize("name", UNBACKED)
 def test_sizes_that_are_known_on_the_device_only(name: str) -> None:
+    if name not in SELECTED and TorchVersion(torch.__version__) < (2, 9):
+        pytest.skip("this PyTorch cannot slice by a number that it does not know")
     call, given = UNBACKED[name]
     torch._dynamo.reset()
     with torch._dynamo.config.patch(
