@@ -142,6 +142,24 @@ def test_a_symbolic_trace_keeps_the_operators() -> None:
     torch.testing.assert_close(traced(q, k, v), chain(q, k, v))
 
 
+OF_LISTS = torch.ops.archflash.merge_attention.default
+OF_ONE = torch.ops.archflash.quantize_fp8.default
+
+
+@pytest.mark.parametrize(
+    ("operator", "given"),
+    [
+        (OF_LISTS, ([OUT.float(), Q.float()], [LSE, LSE], 1, None)),
+        (OF_LISTS, ([Q.float().transpose(1, 2)] * 2, [LSE, LSE], 2, None)),
+        (OF_ONE, (Q, 2, torch.float8_e4m3fn, 1, None)),
+        (OF_ONE, (Q.transpose(1, 2), 1, torch.float8_e5m2, 2, None)),
+    ],
+    ids=["merge", "merge-bnhd", "quantize", "quantize-bnhd"],
+)
+def test_opcheck(operator: Any, given: tuple[Any, ...]) -> None:
+    assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
+
+
 # --- sizes that a compiled graph does not know ---
 
 
