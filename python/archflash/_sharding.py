@@ -9,6 +9,7 @@ rows are gathered, and partial sums are added up.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,16 +58,16 @@ def check_lists(name: str) -> None:
 
 
 def _takes_lists() -> bool:
-    from torch.distributed.tensor import _op_schema as schema
-
+    schema: Any = importlib.import_module("torch.distributed.tensor._op_schema")
     of_list = schema.TupleStrategy([schema.OpStrategy([])])
     leaves: list[Any] = schema.tree_leaves(of_list)
     return leaves[0] is not of_list
 
 
 # torch.compile takes what such a function returns as a constant, and does not look into it.
-for _function in (_register, _takes_lists):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_CONSTANTS: tuple[Any, ...] = (_register, _takes_lists)
+for _function in _CONSTANTS:
+    _function._dynamo_marked_constant = True
 
 
 @functools.cache
