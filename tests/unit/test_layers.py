@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_eager", "_flops"),
     ("_bias", "masks", "_dropout", "_sharding"),
     ("_options", "_registry", "_measured", "_torch", "reference"),
-    ("_dispatch", "_torch_cache"),
+    ("_autocast", "_dispatch", "_torch_cache"),
     ("_gradients",),
     ("_ops",),
     ("_api", "_backward", "_backward_operators", "_kvcache", "_merge", "_quantize"),
@@ -27,6 +27,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat.flash_attn.flash_attn_interface", "compat.flash_attn_interface", "compat.flash_mla"),
     ("compat.flash_attn", "compat.flash_attn.layers"),
     ("compat",),
+    ("integrations._mask_functions",),
+    ("integrations._model_mask",),
     (
         "integrations.diffusers",
         "integrations.sglang",
