@@ -433,7 +433,8 @@ def fp8_score_error(
     if call.get("scale") is not None:
         call["scale"] = abs(call["scale"])
     # The log-sum-exp of these sums is at least the largest of them.
-    _, lse = attention(*(x.float().abs().to(x.dtype) for x in (q, k)), v, **call)
+    q_size, k_size = (x.float().abs().to(x.dtype) for x in (q, k))
+    _, lse = attention(q_size, k_size, v, **call)
     largest = lse[lse.isfinite()]
     return 2.0**-12 * max(float(largest.max()), 0.0) if largest.numel() else 0.0
 
