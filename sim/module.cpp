@@ -96,7 +96,7 @@ using Sizes = std::array<int64_t, 3>;
 nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& grid,
              const Sizes& cluster, const Sizes& block, uint64_t shared_bytes, nb::bytes parameters,
              GlobalMemory& memory, const std::string& mode, uint64_t seed, bool race, int threads,
-             uint64_t max_instructions, uint64_t shared_limit,
+             uint64_t max_instructions, int capability, uint64_t shared_limit,
              const std::vector<int64_t>& traced_ctas, uint64_t stretch, int64_t resident_ctas) {
   LaunchRequest request;
   request.kernel = kernel_name;
@@ -104,6 +104,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   request.cluster = {cluster[0], cluster[1], cluster[2]};
   request.block = {block[0], block[1], block[2]};
   request.dynamic_shared = shared_bytes;
+  request.capability = capability;
   request.shared_limit = shared_limit;
   const auto* bytes = reinterpret_cast<const uint8_t*>(parameters.c_str());
   request.parameters.assign(bytes, bytes + parameters.size());
@@ -254,11 +255,13 @@ NB_MODULE(_archflash_sim, m) {
           "kernel"_a, "What a warp's registers take on the host.")
       .def("run", &run, "kernel"_a, "grid"_a, "cluster"_a, "block"_a, "shared_bytes"_a,
            "parameters"_a, "memory"_a, "mode"_a, "seed"_a, "race"_a, "threads"_a,
-           "max_instructions"_a, "shared_limit"_a, "traced_ctas"_a, "stretch"_a, "resident_ctas"_a,
+           "max_instructions"_a, "capability"_a, "shared_limit"_a, "traced_ctas"_a, "stretch"_a,
+           "resident_ctas"_a,
            nb::sig("def run(self, kernel: str, grid: collections.abc.Sequence[int], cluster: "
                    "collections.abc.Sequence[int], block: collections.abc.Sequence[int], "
                    "shared_bytes: int, parameters: bytes, memory: Memory, mode: str, seed: int, "
-                   "race: bool, threads: int, max_instructions: int, shared_limit: int, "
+                   "race: bool, threads: int, max_instructions: int, capability: int, "
+                   "shared_limit: int, "
                    "traced_ctas: collections.abc.Sequence[int], stretch: int, "
                    "resident_ctas: int) -> dict[str, typing.Any]"));
 
@@ -307,6 +310,22 @@ NB_MODULE(_archflash_sim, m) {
       },
       "address"_a, "type"_a, "dims"_a, "strides"_a, "box"_a, "element_steps"_a, "swizzle"_a,
       "nan_fill"_a, "The simulator's tensor map, after the driver's checks: 128 bytes.");
+  m.def(
+      "tensor_cores",
+      [] {
+        using Row = std::tuple<int, std::string, std::pair<int, int>, std::pair<int, int>,
+                               std::pair<int, int>>;
+        std::vector<Row> rows;
+        for (const TensorCore& core : tensor_cores()) {
+          const auto sums = [](const Sums& s) { return std::pair(s.bytes, s.fraction_bits); };
+          rows.emplace_back(core.first, core.source, sums(core.wide), sums(core.fp8_mma),
+                            sums(core.fp8_async));
+        }
+        return rows;
+      },
+      "How tensor cores add up: (the first capability, 10 * major + minor; the source; for 16 bits "
+      "and tf32, for FP8 in mma.sync, for FP8 in wgmma and tcgen05: the bytes of a row of A in one "
+      "addition, 0 where there is no instruction, and the bits kept below the largest exponent).");
   m.def("uses_avx2", &uses_avx2);
   m.def("set_avx2", &set_avx2, "enabled"_a,
         "Chooses the code that modules loaded from now on use; both give the same bits.");

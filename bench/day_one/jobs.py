@@ -365,7 +365,7 @@ def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
         except archflash.ForcedImplementationError as error:
             yield record.make_row("correctness", item, "refused", f"{name}: {error}")
             continue
-        _compare(name, dtype, out, lse, q, k, v, call)
+        _compare(setup, name, dtype, out, lse, q, k, v, call)
         answered += 1
         yield record.make_row("correctness", item, "note", f"{name}: right")
     if not answered:
@@ -373,17 +373,25 @@ def first_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
 
 
 def _compare(
-    name: str, dtype: str, out: Any, lse: Any, q: Any, k: Any, v: Any, call: dict[str, Any]
-) -> None:
+    setup: Setup, name: str, dtype: str, out: Any, lse: Any, q: Any, k: Any, v: Any,
+    call: dict[str, Any],
+) -> None:  # fmt: skip
     """Raises WrongError where a result is not that of float64 by the error rule."""
+    import archflash
     from archflash import reference
 
     expected, expected_lse = reference.attention(q, k, v, **call)
+    of_scores = 0.0
     if dtype == "e4m3":
         report = reference.check_fp8(out, expected, q, k, v, **call)
+        ran = archflash.explain(q, k, v, implementation=setup.implementation, **call).plan
+        if ran is not None:
+            of_scores = reference.fp8_score_error(
+                ran.implementation, ran.device.capability, q, k, v, **call
+            )
     else:
         report = reference.check(out, expected, reference.baseline(q, k, v, **call))
-    lse_report = reference.check_lse(lse, expected_lse)
+    lse_report = reference.check_lse(lse, expected_lse, of_scores)
     if not report.ok:
         raise WrongError(f"{name}: breaks the error rule: {report}")
     if not lse_report.ok:
@@ -403,7 +411,7 @@ def long_calls(dtype: str, d: int, dv: int, setup: Setup) -> Iterator[Row]:
         out, lse = archflash.attention(
             q, k, v, implementation=setup.implementation, return_lse=True, **call
         )
-        _compare(f"{n} rows", dtype, out, lse, q, k, v, call)
+        _compare(setup, f"{n} rows", dtype, out, lse, q, k, v, call)
         tile = decision.plan.tile.name if decision.plan and decision.plan.tile else "no tile"
         said = f"{n} rows{', causal' if causal else ''}: right, by {tile}"
         yield record.make_row("pairs", item, "note", said)

@@ -404,6 +404,41 @@ def check_fp8(
     return _report(out, ref, bound, _mean(bound) / 2)
 
 
+def fp8_score_error(
+    implementation: str,
+    capability: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **call: Any,
+) -> float:
+    """What `check_lse` accepts on top from a kernel on a GPU whose tensor cores keep 13 bits of a
+    sum of 8-bit products: 2^-12 of the largest sum of |q k|.
+
+    Args:
+        implementation: the kernel's implementation.
+        capability: the GPU's compute capability.
+        q, k, v, **call: the call, as for `attention`.
+
+    Returns:
+        The error; 0.0 for other GPUs, kernels and inputs.
+    """
+    of_13_bits = implementation == "hopper" or (implementation, capability) == ("ada", (8, 9))
+    if not of_13_bits or q.dtype.itemsize > 1:
+        return 0.0
+    call |= {"softcap": None, "sinks": None}
+    for name in ("q_descale", "k_descale"):
+        if call.get(name) is not None:
+            call[name] = call[name].abs()
+    if call.get("scale") is not None:
+        call["scale"] = abs(call["scale"])
+    # The log-sum-exp of these sums is at least the largest of them.
+    q_size, k_size = (x.float().abs().to(x.dtype) for x in (q, k))
+    _, lse = attention(q_size, k_size, v, **call)
+    largest = lse[lse.isfinite()]
+    return 2.0**-12 * max(float(largest.max()), 0.0) if largest.numel() else 0.0
+
+
 def int8_qk(
     q: Tensor, k: Tensor, layout: str = "bhnd", keys: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ void run_mma(Warp& warp, const Instruction& instruction, uint32_t) {
   for (int i = 0; i < extra.registers.a; ++i) operands.a[i] = warp.lanes<uint8_t>(*next++);
   for (int i = 0; i < extra.registers.b; ++i) operands.b[i] = warp.lanes<uint8_t>(*next++);
   for (int i = 0; i < extra.registers.c; ++i) operands.c[i] = warp.lanes<uint8_t>(*next++);
-  extra.function(extra.shape, operands);
+  extra.function(extra.shape, operands, *warp.cta().launch().tensor_core);
 }
 
 ElementType element_type(Builder& b, std::string_view name) {
@@ -147,6 +147,7 @@ void build_mma(Builder& b) {
   if (b.has("popc") != (shape.a == ElementType::B1)) b.fail(".popc is for .b1, which needs it");
   extra.function = find_mma(shape);
   if (extra.function == nullptr) b.fail("PTX has no such matrix product, or it is not simulated");
+  if (is_fp8(shape.a)) b.needs_capability(89, "FP8 mma.sync");
   if (const MmaFunction fast = find_avx2_mma(shape)) extra.function = fast;
   extra.registers = mma_registers(shape);
   const auto type = [](ElementType t) -> Type {

@@ -137,7 +137,7 @@ void run_wmma_mma(Warp& warp, const Instruction& instruction, uint32_t) {
       operands.c[i] = fragment(3, 4 * half + i);
     }
     for (int i = 0; i < 2; ++i) operands.b[i] = fragment(2, 2 * half + i);
-    multiply(HALF_PRODUCT, operands);
+    multiply(HALF_PRODUCT, operands, *warp.cta().launch().tensor_core);
   }
   for (int reg = 0; reg < REGISTERS; ++reg)
     std::memcpy(fragment(0, reg), sums[reg], sizeof(sums[reg]));

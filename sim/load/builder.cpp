@@ -12,6 +12,12 @@ void Builder::fail(const std::string& message) const {
   sim::fail(statement_->line, message + ": " + std::string(statement_->text));
 }
 
+void Builder::needs_capability(int least, const std::string& what) const {
+  if (loader_->capability() >= least) return;
+  fail(what + " needs target sm_" + std::to_string(least) + " or higher, and this is " +
+       loader_->target());
+}
+
 bool Builder::has(std::string_view modifier) const {
   return std::find(slots_.begin(), slots_.end(), modifier) != slots_.end();
 }

@@ -86,6 +86,8 @@ class Builder {
     instruction.counted = counted;
   }
   Kernel& kernel() { return *kernel_; }
+  // Fails unless the module's target has at least this capability. `what` is what needs it.
+  void needs_capability(int least, const std::string& what) const;
   int line() const { return statement_->line; }
   [[noreturn]] void fail(const std::string& message) const;
 

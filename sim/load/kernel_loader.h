@@ -32,6 +32,8 @@ class KernelLoader {
   Ref new_register(int bits);
   void widen(Ref ref);  // makes a register at least 64 bits wide
   Ref carry();          // the register of the carry flag
+  const std::string& target() const { return module_.module->target; }
+  int capability() const { return module_.module->capability(); }
   const std::vector<Type>& registers() const { return syntax_.registers; }
 
   // These look a name up in a scope and the scopes around it; false or nullptr: it is not there.

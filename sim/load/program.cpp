@@ -13,6 +13,14 @@ const char* class_name(Class c) {
   return NAMES[static_cast<int>(c)];
 }
 
+int Module::capability() const {
+  int number = 0;
+  for (const char c : target) {
+    if (c >= '0' && c <= '9') number = 10 * number + (c - '0');
+  }
+  return number;
+}
+
 std::unique_ptr<Module> load_module(const std::string& text) {
   ModuleSyntax syntax = parse(text);
   for (KernelSyntax& kernel : syntax.kernels) {

@@ -218,6 +218,7 @@ struct Kernel {
 
 struct Module {
   std::string version, target;
+  int capability() const;  // of the target: 90 for "sm_90a"
   std::map<std::string, std::unique_ptr<Kernel>> kernels;
   std::map<int, std::string> files;
   std::vector<std::string> functions;  // inlined ones, without namespaces and arguments

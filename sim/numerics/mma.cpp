@@ -79,36 +79,39 @@ void write_tile(const MmaShape& shape, const MmaOperands& operands, const TileC&
   }
 }
 
-// One addition of the tensor core: it takes `depth` values of k, which are k_of(0), k_of(1), ...
+// c += a * b for `count` values of k, which are k_of(0), k_of(1), ...
 template <class Function>
-void add_step(const Tiles& tiles, TileC& c, int depth, int smallest, bool to_f16, Function k_of) {
+void add_tiles(const Tiles& tiles, TileC& c, int count, int smallest_a, int smallest_b,
+               const Additions& additions, Function k_of) {
   TileA a;
   TileB b;
-  for (int i = 0; i < depth; ++i) {
+  for (int i = 0; i < count; ++i) {
     const int k = k_of(i);
     for (int row = 0; row < MAX_M; ++row) {
       a.value[row][i] = tiles.a[row][k];
-      a.exponent[row][i] = exponent_of(tiles.a[row][k], smallest);
     }
-    for (int column = 0; column < N; ++column) {
-      b.value[i][column] = tiles.b[k][column];
-      b.exponent[i / 2][column][i % 2] = exponent_of(tiles.b[k][column], smallest);
-    }
+    std::copy_n(tiles.b[k], N, b.value[i]);
   }
-  add_products(a, b, c, depth, to_f16);
+  set_exponents(a, count, smallest_a);
+  set_exponents(b, count, smallest_b);
+  add_products(a, b, c, count, additions);
 }
 
-void mma_float(const MmaShape& shape, const MmaOperands& operands) {
+void multiply(const MmaShape& shape, const MmaOperands& operands, const Sums& sums) {
   Tiles tiles;
   read_tiles(shape, operands, tiles);
-  const int smallest = shape.a == ElementType::F16 ? F16_SMALLEST : F32_SMALLEST;
-  add_step(tiles, tiles.c, shape.k, smallest, shape.d == ElementType::F16, [](int i) { return i; });
+  add_tiles(tiles, tiles.c, shape.k, smallest_exponent(shape.a), smallest_exponent(shape.b),
+            {sums, shape.a, shape.d == ElementType::F16}, [](int i) { return i; });
   write_tile(shape, operands, tiles.c);
 }
 
-// An H200 has no such instruction. It converts FP8 to .f16 and adds up, from zero, the first two of
+void mma_float(const MmaShape& shape, const MmaOperands& operands, const TensorCore& core) {
+  multiply(shape, operands, core.wide);
+}
+
+// A card without such an instruction converts FP8 to .f16 and adds up, from zero, the first two of
 // every four of k, then the other two. At last it adds c, in the type of d.
-void mma_fp8(const MmaShape& shape, const MmaOperands& operands) {
+void multiply_as_f16(const MmaShape& shape, const MmaOperands& operands, const Sums& sums) {
   Tiles tiles;
   read_tiles(shape, operands, tiles);
   const bool to_f16 = shape.d == ElementType::F16;
@@ -117,8 +120,9 @@ void mma_fp8(const MmaShape& shape, const MmaOperands& operands) {
   };
   TileC products{};
   for (int half = 0; half < 2; ++half) {
-    add_step(tiles, products, shape.k / 2, F16_SMALLEST, to_f16,
-             [&](int i) { return i / 2 * 4 + half * 2 + i % 2; });
+    add_tiles(tiles, products, shape.k / 2, F16_SMALLEST, F16_SMALLEST,
+              {sums, ElementType::F16, to_f16},
+              [&](int i) { return i / 2 * 4 + half * 2 + i % 2; });
     for (auto& row : products.value) std::for_each(row, row + N, rounded);
   }
   for (int row = 0; row < MAX_M; ++row) {
@@ -128,6 +132,14 @@ void mma_fp8(const MmaShape& shape, const MmaOperands& operands) {
     }
   }
   write_tile(shape, operands, products);
+}
+
+void mma_fp8(const MmaShape& shape, const MmaOperands& operands, const TensorCore& core) {
+  if (core.fp8_mma.bytes == 0) {
+    multiply_as_f16(shape, operands, core.wide);
+  } else {
+    multiply(shape, operands, core.fp8_mma);
+  }
 }
 
 // ---- m8n8k4 with .f16: four independent products, one for each pair of quads --------------------
@@ -158,7 +170,7 @@ uint16_t half_of(const void* const* registers, int lane, int i) {
   return static_cast<const uint16_t*>(registers[i / 2])[2 * lane + i % 2];
 }
 
-void mma_quad_pairs(const MmaShape& shape, const MmaOperands& operands) {
+void mma_quad_pairs(const MmaShape& shape, const MmaOperands& operands, const TensorCore&) {
   float a[4][8][4], b[4][4][8], c[4][8][8];
   const bool c_f16 = shape.c == ElementType::F16;
   const bool d_f16 = shape.d == ElementType::F16;
@@ -199,7 +211,7 @@ void mma_quad_pairs(const MmaShape& shape, const MmaOperands& operands) {
 
 // ---- f64 ---------------------------------------------------------------------------------------
 
-void mma_f64(const MmaShape& shape, const MmaOperands& operands) {
+void mma_f64(const MmaShape& shape, const MmaOperands& operands, const TensorCore&) {
   double result[4][WARP];
   const int halves = shape.m / BLOCK_ROWS;
   for (int lane = 0; lane < WARP; ++lane) {
@@ -244,7 +256,7 @@ int64_t dot_16_bytes(ElementType a_type, const uint8_t* a, ElementType b_type, c
   return sum;
 }
 
-void mma_integer(const MmaShape& shape, const MmaOperands& operands) {
+void mma_integer(const MmaShape& shape, const MmaOperands& operands, const TensorCore&) {
   uint32_t result[4][WARP];
   const int halves = shape.m / BLOCK_ROWS;
   const int blocks = shape.k * element_bits(shape.a) / 128;

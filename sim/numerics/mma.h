@@ -4,18 +4,18 @@
 // register, uint64_t[32] for an .f64 one. A fragment is an array of pointers to such registers, in
 // the order in which PTX lists them.
 //
-// PTX leaves the order and precision of sums open. Here they are those of an H200, to the last bit:
-// - .f16, .bf16 and .tf32 take all of k in one addition (tensor_core.h).
-// - .e4m3 and .e5m2 become .f16 and take two additions from zero; then c is added. Cards of
-// capability
-//   8.9 and 12.0 have an instruction of their own for this; how that adds up is not measured.
+// PTX leaves the order and precision of sums open. Here they are those of a card:
+// - .f16, .bf16, .tf32 and FP8 add up as tensor_core_models.h says.
+// - Where a card has no FP8 mma.sync, .e4m3 and .e5m2 become .f16 and take two additions from zero;
+//   then c is added. An H200 was recorded; ptxas does the same for 10.x.
 // - m8n8k4 with .f16 does fused multiply-adds in float, in the order of k from zero; then c is
-// added.
+//   added. Every card does what was recorded on an H200.
 // - .f64 does fused multiply-adds in the order of k, from c; a NaN is that of the operation.
 // - .s32 is exact modulo 2^32, or clamped (.satfinite).
 #pragma once
 
 #include "sim/numerics/element.h"
+#include "sim/numerics/tensor_core_models.h"
 
 namespace archflash::sim {
 
@@ -42,7 +42,8 @@ struct MmaRegisters {
   int d, a, b, c;
 };
 
-using MmaFunction = void (*)(const MmaShape& shape, const MmaOperands& operands);
+using MmaFunction = void (*)(const MmaShape& shape, const MmaOperands& operands,
+                             const TensorCore& core);
 
 // The function for a form of mma.sync; nullptr if PTX has no such form, or if it is sparse or block
 // scaled, which is not simulated. It is looked up once, when the PTX is loaded.

@@ -105,7 +105,7 @@ ARCHFLASH_AVX2 void read_a(const void* left, const void* right, int first_row, T
 // d = a * b + c, of registers.
 template <int DEPTH, class C>
 ARCHFLASH_AVX2 void add_to_registers(const TileA& a, const TileB& b, C* const* c_registers,
-                                     void* const* d_registers) {
+                                     void* const* d_registers, const Additions& additions) {
   TileC c;
   for (int row = 0; row < TILE_ROWS; ++row) {
     const int half = row / 8, first = row % 8 * GROUP;
@@ -113,7 +113,7 @@ ARCHFLASH_AVX2 void add_to_registers(const TileA& a, const TileB& b, C* const* c
     const auto* odd = static_cast<const float*>(c_registers[2 * half + 1]) + first;
     _mm256_store_ps(c.value[row], _mm256_set_m128(_mm_loadu_ps(odd), _mm_loadu_ps(even)));
   }
-  add_products(a, b, c, DEPTH, false);
+  add_products(a, b, c, DEPTH, additions);
   for (int row = 0; row < TILE_ROWS; ++row) {
     const int half = row / 8, first = row % 8 * GROUP;
     _mm_storeu_ps(static_cast<float*>(d_registers[2 * half]) + first, _mm_load_ps(c.value[row]));
@@ -123,18 +123,21 @@ ARCHFLASH_AVX2 void add_to_registers(const TileA& a, const TileB& b, C* const* c
 }
 
 template <ElementType TYPE, int DEPTH>
-ARCHFLASH_AVX2_ENTRY void multiply(const MmaShape&, const MmaOperands& operands) {
+ARCHFLASH_AVX2_ENTRY void multiply(const MmaShape&, const MmaOperands& operands,
+                                   const TensorCore& core) {
   TileA a;
   TileB b;
   for (int half = 0; half < 2; ++half) {
     read_a<TYPE>(operands.a[half], DEPTH == 16 ? operands.a[half + 2] : nullptr, 8 * half, a);
   }
   for (int block = 0; block < DEPTH / 8; ++block) read_b<TYPE>(operands.b[block], 8 * block, b);
-  add_to_registers<DEPTH>(a, b, operands.c, operands.d);
+  add_to_registers<DEPTH>(a, b, operands.c, operands.d, {core.wide, TYPE, false});
 }
 
 template <ElementType TYPE>
-ARCHFLASH_AVX2_ENTRY void multiply_wide(const WideOperands& operands, int count) {
+ARCHFLASH_AVX2_ENTRY void multiply_wide(const WideOperands& operands, int count,
+                                        const TensorCore& core) {
+  const Additions additions(core.wide, TYPE, false);
   TileA a;
   TileB b;
   for (int half = 0; half < 2; ++half) {
@@ -142,7 +145,7 @@ ARCHFLASH_AVX2_ENTRY void multiply_wide(const WideOperands& operands, int count)
   }
   for (int i = 0; i < count; ++i) {
     for (int block = 0; block < 2; ++block) read_b<TYPE>(operands.b[i][block], 8 * block, b);
-    add_to_registers<16>(a, b, operands.d + 4 * i, operands.d + 4 * i);
+    add_to_registers<16>(a, b, operands.d + 4 * i, operands.d + 4 * i, additions);
   }
 }
 

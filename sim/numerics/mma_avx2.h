@@ -16,7 +16,7 @@ struct WideOperands {
   const uint32_t (*b)[2][32];  // the registers of each B
   void* const* d;              // four registers for each B, which are added to
 };
-using WideMmaFunction = void (*)(const WideOperands& operands, int count);
+using WideMmaFunction = void (*)(const WideOperands& operands, int count, const TensorCore& core);
 
 // For the types of find_avx2_mma; nullptr for others.
 WideMmaFunction find_wide_mma(const MmaShape& shape);

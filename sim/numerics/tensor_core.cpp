@@ -21,45 +21,55 @@ uint64_t narrowed(NumericType to, Round round, double value) {
   return find_cvt(spec)(spec, bits_of(value), 0);
 }
 
-float cut_to_float(double value) {
+constexpr int FLOAT_FRACTION_BITS = 23;
+
+// The bits that a sum of so many bits of fraction keeps of a float's.
+constexpr uint32_t kept_bits(int fraction_bits) {
+  return ~0u << std::max(FLOAT_FRACTION_BITS - fraction_bits, 0);
+}
+
+float cut_to_float(double value, int fraction_bits) {
   if (std::fabs(value) >= 0x1p128) return std::copysign(INFINITY, static_cast<float>(value));
-  return f32_of(static_cast<uint32_t>(narrowed(NumericType::F32, Round::RZ, value)));
+  return f32_of(static_cast<uint32_t>(narrowed(NumericType::F32, Round::RZ, value)) &
+                kept_bits(fraction_bits));
 }
 
 float rounded_to_f16(double value) {
   return f32_of_f16(static_cast<uint16_t>(narrowed(NumericType::F16, Round::RN, value)));
 }
 
-float sum_element(const TileA& a, const TileB& b, float c, int row, int column, int depth,
-                  bool to_f16) {
-  int largest = exponent_of(c, to_f16 ? F16_SMALLEST : F32_SMALLEST);
-  for (int k = 0; k < depth; ++k) {
+// One addition, of the products from `first` on.
+float sum_element(const TileA& a, const TileB& b, float c, int row, int column, int first,
+                  const Additions& additions) {
+  int largest = exponent_of(c, additions.to_f16 ? F16_SMALLEST : F32_SMALLEST);
+  for (int k = first; k < first + additions.depth; ++k) {
     largest = std::max(largest, a.exponent[row][k] + b.exponent[k / 2][column][k % 2]);
   }
   if (largest < NO_EXPONENT) return 0.0f;
   if (largest > SPECIAL_EXPONENT / 2 || !std::isfinite(c)) {  // infinities and NaN follow IEEE 754
     float sum = c;
-    for (int k = 0; k < depth; ++k) {
+    for (int k = first; k < first + additions.depth; ++k) {
       const float product = a.value[row][k] * b.value[k][column];
       if (!std::isfinite(a.value[row][k]) || !std::isfinite(b.value[k][column])) sum += product;
     }
     return canonical(sum);
   }
   // Sums are in units of the last place that counts. A double has every bit of a product.
-  const double scale = std::ldexp(1.0, FRACTION_BITS - largest);
+  const int fraction_bits = additions.fraction_bits;
+  const double scale = std::ldexp(1.0, fraction_bits - largest);
   auto sum = static_cast<int64_t>(double{c} * scale);
-  for (int k = 0; k < depth; ++k) {
+  for (int k = first; k < first + additions.depth; ++k) {
     sum += static_cast<int64_t>(double{a.value[row][k]} * double{b.value[k][column]} * scale);
   }
-  const double result = std::ldexp(static_cast<double>(sum), largest - FRACTION_BITS);
-  return to_f16 ? rounded_to_f16(result) : cut_to_float(result);
+  const double result = std::ldexp(static_cast<double>(sum), largest - fraction_bits);
+  return additions.to_f16 ? rounded_to_f16(result) : cut_to_float(result, fraction_bits);
 }
 
-void add_slowly(const TileA& a, const TileB& b, TileC& c, int depth, bool to_f16) {
+void add_slowly(const TileA& a, const TileB& b, TileC& c, int first, const Additions& additions) {
   for (int row = 0; row < TILE_ROWS; ++row) {
     for (int column = 0; column < TILE_COLUMNS; ++column) {
       float& value = c.value[row][column];
-      value = sum_element(a, b, value, row, column, depth, to_f16);
+      value = sum_element(a, b, value, row, column, first, additions);
     }
   }
 }
@@ -72,8 +82,9 @@ void add_slowly(const TileA& a, const TileB& b, TileC& c, int depth, bool to_f16
 // A sum fits into 32 bits if its largest exponent is in this range, or if it is a sum of zeros.
 constexpr int LOW_EXPONENT = -100;
 constexpr int HIGH_EXPONENT = 100;
-// Sixteen products stay below 2^31. With c they may overflow, and then look larger than this.
-constexpr uint32_t LARGE_SUM = (1u << 31) - (1u << (FRACTION_BITS + 1)) - 1;
+// Each half of the products has a sum, which c may be in, too. Sixteen products stay below 2^31.
+// With c they may overflow, and then look larger than this; two sums that are not larger add up.
+constexpr uint32_t LARGE_SUM = (1u << 30) - (1u << 26);
 
 // The exponents of a row's products in each column, for a pair of k.
 ARCHFLASH_AVX2_INLINE __m256i pair_exponents(const int16_t* a, const TileB& b, int pair) {
@@ -85,11 +96,11 @@ ARCHFLASH_AVX2_INLINE __m256i pair_exponents(const int16_t* a, const TileB& b, i
 
 // The largest exponent of a row's products in each column.
 template <int DEPTH>
-ARCHFLASH_AVX2_INLINE __m256i products_exponent(const int16_t* a, const TileB& b) {
+ARCHFLASH_AVX2_INLINE __m256i products_exponent(const int16_t* a, const TileB& b, int first) {
   // Two chains of dependent operations have half the latency of one.
-  __m256i even = pair_exponents(a, b, 0), odd = pair_exponents(a, b, 1);
-#pragma GCC unroll 4
-  for (int pair = 2; pair < DEPTH / 2; pair += 2) {
+  __m256i even = pair_exponents(a, b, first / 2), odd = pair_exponents(a, b, first / 2 + 1);
+#pragma GCC unroll 8
+  for (int pair = first / 2 + 2; pair < (first + DEPTH) / 2; pair += 2) {
     even = _mm256_max_epi16(even, pair_exponents(a, b, pair));
     odd = _mm256_max_epi16(odd, pair_exponents(a, b, pair + 1));
   }
@@ -98,8 +109,9 @@ ARCHFLASH_AVX2_INLINE __m256i products_exponent(const int16_t* a, const TileB& b
                           _mm256_srai_epi32(both, 16));
 }
 
-ARCHFLASH_AVX2_INLINE __m256i exponents_of_c(__m256 c, int smallest) {
-  const __m256i magnitude = _mm256_slli_epi32(_mm256_castps_si256(c), 1);
+// exponent_of for eight finite values, in 32 bits each; infinities and NaN have 128.
+ARCHFLASH_AVX2_INLINE __m256i finite_exponents(__m256 values, int smallest) {
+  const __m256i magnitude = _mm256_slli_epi32(_mm256_castps_si256(values), 1);
   const __m256i exponent =
       _mm256_max_epi32(_mm256_sub_epi32(_mm256_srli_epi32(magnitude, 24), _mm256_set1_epi32(127)),
                        _mm256_set1_epi32(smallest));
@@ -107,21 +119,56 @@ ARCHFLASH_AVX2_INLINE __m256i exponents_of_c(__m256 c, int smallest) {
   return _mm256_add_epi32(exponent, _mm256_and_si256(zero, _mm256_set1_epi32(ZERO_EXPONENT)));
 }
 
-// sum * unit, cut off toward zero. For .f16, the last bit says whether something was cut off, so
-// that rounding once more is right. `magnitude` is that of the sum.
-template <bool TO_F16>
+// exponent_of for eight values, in 32 bits each.
+ARCHFLASH_AVX2_INLINE __m256i exponents_of(__m256 values, int smallest) {
+  constexpr int OF_SPECIAL = 128;
+  const __m256i exponent = finite_exponents(values, smallest);
+  const __m256i special = _mm256_cmpeq_epi32(exponent, _mm256_set1_epi32(OF_SPECIAL));
+  return _mm256_blendv_epi8(exponent, _mm256_set1_epi32(SPECIAL_EXPONENT), special);
+}
+
+ARCHFLASH_AVX2 void set_fast(TileA& a, int k, int smallest) {
+  constexpr int WIDTH = 8, ORDER = 0xD8;
+  for (int row = 0; row < TILE_ROWS; ++row) {
+    for (int i = 0; i < k; i += WIDTH) {
+      const __m256i exponent = exponents_of(_mm256_load_ps(a.value[row] + i), smallest);
+      const __m256i packed =
+          _mm256_permute4x64_epi64(_mm256_packs_epi32(exponent, exponent), ORDER);
+      _mm_store_si128(reinterpret_cast<__m128i*>(a.exponent[row] + i),
+                      _mm256_castsi256_si128(packed));
+    }
+  }
+}
+
+ARCHFLASH_AVX2 void set_fast(TileB& b, int k, int smallest) {
+  for (int i = 0; i < k; i += 2) {
+    const __m256i first = exponents_of(_mm256_load_ps(b.value[i]), smallest);
+    const __m256i second = exponents_of(_mm256_load_ps(b.value[i + 1]), smallest);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(b.exponent[i / 2]),
+                       _mm256_blend_epi16(first, _mm256_slli_epi32(second, 16), 0xAA));
+  }
+}
+
+// sum * unit, cut off toward zero, or rounded to nearest for .f16. `magnitude` is that of the sum.
+template <int FRACTION_BITS, bool TO_F16>
 ARCHFLASH_AVX2_INLINE __m256 cut_to_floats(__m256i sum, __m256i magnitude, __m256 unit) {
   const __m256 nearest = _mm256_cvtepi32_ps(magnitude);
   const __m256i back = _mm256_cvttps_epi32(nearest);
   // Where rounding to nearest went up, this takes one step back.
   __m256i bits =
       _mm256_add_epi32(_mm256_castps_si256(nearest), _mm256_cmpgt_epi32(back, magnitude));
-  if (TO_F16) {
+  if (TO_F16) {  // the last bit says whether something was cut off, so that rounding again is right
     const __m256i exact = _mm256_cmpeq_epi32(back, magnitude);
     bits = _mm256_or_si256(bits, _mm256_andnot_si256(exact, _mm256_set1_epi32(1)));
+  } else if (kept_bits(FRACTION_BITS) != ~0u) {
+    bits =
+        _mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int32_t>(kept_bits(FRACTION_BITS))));
   }
   const __m256i sign = _mm256_and_si256(sum, _mm256_set1_epi32(INT32_MIN));
-  return _mm256_or_ps(_mm256_mul_ps(_mm256_castsi256_ps(bits), unit), _mm256_castsi256_ps(sign));
+  const __m256 value =
+      _mm256_or_ps(_mm256_mul_ps(_mm256_castsi256_ps(bits), unit), _mm256_castsi256_ps(sign));
+  if (!TO_F16) return value;
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
 
 ARCHFLASH_AVX2_INLINE __m256i below(__m256i x, uint32_t limit) {  // x < limit, unsigned
@@ -129,9 +176,10 @@ ARCHFLASH_AVX2_INLINE __m256i below(__m256i x, uint32_t limit) {  // x < limit, 
   return _mm256_cmpeq_epi32(_mm256_min_epu32(x, last), x);
 }
 
-// Returns false, and leaves c as it was, where the operands do not allow it.
-template <int DEPTH, bool TO_F16>
-ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c) {
+// One addition, of the products from `first` on. Returns false, and leaves c as it was, where the
+// operands do not allow it.
+template <int DEPTH, int FRACTION_BITS, bool TO_F16>
+ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c, int first) {
   TileC result;
   __m256i highest = _mm256_setzero_si256();
   __m256i lowest = _mm256_set1_epi32(-1);  // unsigned, as is the next
@@ -140,8 +188,8 @@ ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c) {
     // Without this the compiler reads all of b before the loop, and spills it.
     asm volatile("" ::: "memory");
     const __m256 old = _mm256_load_ps(c.value[row]);
-    __m256i largest = _mm256_max_epi32(products_exponent<DEPTH>(a.exponent[row], b),
-                                       exponents_of_c(old, TO_F16 ? F16_SMALLEST : F32_SMALLEST));
+    __m256i largest = _mm256_max_epi32(products_exponent<DEPTH>(a.exponent[row], b, first),
+                                       finite_exponents(old, TO_F16 ? F16_SMALLEST : F32_SMALLEST));
     highest = _mm256_max_epi32(highest, largest);
     // Zeros alone are below NO_EXPONENT, here the largest unsigned numbers.
     lowest = _mm256_min_epu32(lowest, _mm256_sub_epi32(largest, _mm256_set1_epi32(NO_EXPONENT)));
@@ -153,17 +201,18 @@ ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c) {
     // A product and its scaling are exact, or the product is far too small to count.
     __m256i even = _mm256_cvttps_epi32(_mm256_mul_ps(old, scale));
     __m256i odd = _mm256_setzero_si256();
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int k = 0; k < DEPTH; ++k) {
-      const __m256 product =
-          _mm256_mul_ps(_mm256_broadcast_ss(&a.value[row][k]), _mm256_load_ps(b.value[k]));
+      const __m256 product = _mm256_mul_ps(_mm256_broadcast_ss(&a.value[row][first + k]),
+                                           _mm256_load_ps(b.value[first + k]));
       __m256i& sum = k % 2 == 0 ? even : odd;
       sum = _mm256_add_epi32(sum, _mm256_cvttps_epi32(_mm256_mul_ps(product, scale)));
     }
     const __m256i sum = _mm256_add_epi32(even, odd);
-    const __m256i magnitude = _mm256_abs_epi32(sum);
-    largest_sum = _mm256_max_epu32(largest_sum, magnitude);
-    _mm256_store_ps(result.value[row], cut_to_floats<TO_F16>(sum, magnitude, unit));
+    largest_sum = _mm256_max_epu32(largest_sum,
+                                   _mm256_max_epu32(_mm256_abs_epi32(even), _mm256_abs_epi32(odd)));
+    _mm256_store_ps(result.value[row],
+                    cut_to_floats<FRACTION_BITS, TO_F16>(sum, _mm256_abs_epi32(sum), unit));
   }
   const __m256i fits = below(largest_sum, LARGE_SUM);
   const __m256i unfit =
@@ -174,22 +223,60 @@ ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c) {
   return true;
 }
 
-bool add_fast(const TileA& a, const TileB& b, TileC& c, int depth, bool to_f16) {
-  switch (depth) {
-    case 4:
-      return to_f16 ? add_avx2<4, true>(a, b, c) : add_avx2<4, false>(a, b, c);
-    case 8:
-      return to_f16 ? add_avx2<8, true>(a, b, c) : add_avx2<8, false>(a, b, c);
+using AddFunction = bool (*)(const TileA& a, const TileB& b, TileC& c, int first);
+
+template <int DEPTH, int FRACTION_BITS>
+AddFunction add_of(bool to_f16) {
+  return to_f16 ? add_avx2<DEPTH, FRACTION_BITS, true> : add_avx2<DEPTH, FRACTION_BITS, false>;
+}
+
+template <int FRACTION_BITS>
+AddFunction add_of(int depth, bool to_f16) {
+  return depth == 4    ? add_of<4, FRACTION_BITS>(to_f16)
+         : depth == 8  ? add_of<8, FRACTION_BITS>(to_f16)
+         : depth == 16 ? add_of<16, FRACTION_BITS>(to_f16)
+                       : add_of<32, FRACTION_BITS>(to_f16);
+}
+
+AddFunction find_avx2(const Additions& additions) {
+  if (!uses_avx2()) return nullptr;
+  switch (additions.fraction_bits) {
+    case 13:
+      return add_of<13>(additions.depth, additions.to_f16);
+    case 24:
+      return add_of<24>(additions.depth, additions.to_f16);
+    case 25:
+      return add_of<25>(additions.depth, additions.to_f16);
     default:
-      return to_f16 ? add_avx2<16, true>(a, b, c) : add_avx2<16, false>(a, b, c);
+      return nullptr;
   }
 }
 
 }  // namespace
 
-void add_products(const TileA& a, const TileB& b, TileC& c, int depth, bool to_f16) {
-  if (uses_avx2() && add_fast(a, b, c, depth, to_f16)) return;
-  add_slowly(a, b, c, depth, to_f16);
+void set_exponents(TileA& a, int k, int smallest) {
+  if (uses_avx2() && k % TILE_COLUMNS == 0) return set_fast(a, k, smallest);
+  for (int row = 0; row < TILE_ROWS; ++row) {
+    for (int i = 0; i < k; ++i) a.exponent[row][i] = exponent_of(a.value[row][i], smallest);
+  }
+}
+
+void set_exponents(TileB& b, int k, int smallest) {
+  if (uses_avx2()) return set_fast(b, k, smallest);
+  for (int i = 0; i < k; ++i) {
+    for (int column = 0; column < TILE_COLUMNS; ++column) {
+      b.exponent[i / 2][column][i % 2] = exponent_of(b.value[i][column], smallest);
+    }
+  }
+}
+
+void add_products(const TileA& a, const TileB& b, TileC& c, int k, const Additions& additions) {
+  Additions step = additions;
+  step.depth = std::min(step.depth, k);
+  const AddFunction add = find_avx2(step);
+  for (int first = 0; first < k; first += step.depth) {
+    if (add == nullptr || !add(a, b, c, first)) add_slowly(a, b, c, first, step);
+  }
 }
 
 }  // namespace archflash::sim

@@ -1,102 +1,53 @@
 #include "sim/numerics/tile_product.h"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
-#include "sim/numerics/convert.h"
 #include "sim/numerics/tensor_core.h"
 
 namespace archflash::sim {
 namespace {
 
-// The k of one addition.
-int step_of(ElementType type) { return type == ElementType::TF32 ? 8 : TILE_K; }
-
-int smallest_exponent(ElementType type) {
-  return type == ElementType::BF16 || type == ElementType::TF32 ? F32_SMALLEST : F16_SMALLEST;
-}
-
-constexpr int FP8_DEPTH = 32;
-constexpr int FP8_FRACTION_BITS = 13;
-
-float cut_to_fp8_sum(double value) {
-  int exponent;
-  const double fraction = std::frexp(value, &exponent);
-  const double bits = std::trunc(std::ldexp(fraction, FP8_FRACTION_BITS + 1));
-  return static_cast<float>(std::ldexp(bits, exponent - FP8_FRACTION_BITS - 1));
-}
-
-// One addition of FP8 by wgmma on an H200: 32 products and c are aligned to the largest exponent
-// among them and cut off, toward zero, 2^-13 below it; their sum is cut off to 13 bits of fraction.
-// How an H200 treats subnormals here is not measured.
-float sum_fp8(const float* a, const float* b, int b_pitch, int count, float c) {
-  const auto product = [&](int k) { return double{a[k]} * double{b[int64_t{k} * b_pitch]}; };
-  int largest = exponent_of(c, F32_SMALLEST);
-  double plain = c;  // as IEEE 754 adds up: for what is not finite
-  for (int k = 0; k < count; ++k) {
-    const float x = a[k], y = b[int64_t{k} * b_pitch];
-    largest = std::max(largest, exponent_of(x, F16_SMALLEST) + exponent_of(y, F16_SMALLEST));
-    plain += product(k);
+// Both fill the first `depth` of K; tiles hold zeros beyond the matrices.
+void read_a(TileA& tile, const float* a, int pitch, int rows, int k, int depth, int smallest) {
+  for (int row = 0; row < TILE_ROWS; ++row) {
+    const int count = row < rows ? k : 0;
+    std::copy_n(a + int64_t{row} * pitch, count, tile.value[row]);
+    std::fill(tile.value[row] + count, tile.value[row] + depth, 0.0f);
   }
-  if (!std::isfinite(plain)) return canonical(static_cast<float>(plain));
-  if (plain == 0 && largest < ZERO_EXPONENT / 2) return 0.0f;
-  const double scale = std::ldexp(1.0, FP8_FRACTION_BITS - largest);
-  double sum = std::trunc(c * scale);
-  for (int k = 0; k < count; ++k) sum += std::trunc(product(k) * scale);
-  return cut_to_fp8_sum(sum / scale);
+  set_exponents(tile, depth, smallest);
 }
 
-void multiply_accumulate_fp8(const TileShape& shape, const float* a, int a_pitch, const float* b,
-                             int b_pitch, float* d, int d_pitch, bool accumulate) {
-  for (int row = 0; row < shape.m; ++row) {
-    for (int column = 0; column < shape.n; ++column) {
-      float& target = d[int64_t{row} * d_pitch + column];
-      float sum = accumulate ? target : 0.0f;
-      for (int k = 0; k < shape.k; k += FP8_DEPTH) {
-        sum = sum_fp8(a + int64_t{row} * a_pitch + k, b + int64_t{k} * b_pitch + column, b_pitch,
-                      std::min(FP8_DEPTH, shape.k - k), sum);
-        if (shape.to_f16) sum = f32_of_f16(cvt_rn_f16_f32(sum));
-      }
-      target = sum;
-    }
+void read_b(TileB& tile, const float* b, int pitch, int k, int columns, int depth, int smallest) {
+  for (int i = 0; i < depth; ++i) {
+    const int count = i < k ? columns : 0;
+    std::copy_n(b + int64_t{i} * pitch, count, tile.value[i]);
+    std::fill(tile.value[i] + count, tile.value[i] + TILE_COLUMNS, 0.0f);
   }
+  set_exponents(tile, depth, smallest);
 }
 
 }  // namespace
 
-void multiply_accumulate(const TileShape& shape, const float* a, int a_pitch, const float* b,
-                         int b_pitch, float* d, int d_pitch, bool accumulate) {
-  if (is_fp8(shape.type)) {
-    multiply_accumulate_fp8(shape, a, a_pitch, b, b_pitch, d, d_pitch, accumulate);
-    return;
-  }
-  const int depth = step_of(shape.type), smallest = smallest_exponent(shape.type);
-  const int steps = (shape.k + depth - 1) / depth;
-  std::vector<TileB> columns(steps);
+void multiply_accumulate(const TileShape& shape, const Sums& sums, const float* a, int a_pitch,
+                         const float* b, int b_pitch, float* d, int d_pitch, bool accumulate) {
+  const Additions additions(sums, shape.a, shape.to_f16);
+  const int depth = additions.depth, steps = (shape.k + depth - 1) / depth;
+  const int smallest_a = smallest_exponent(shape.a), smallest_b = smallest_exponent(shape.b);
   std::vector<TileA> rows(static_cast<size_t>(steps) * ((shape.m + TILE_ROWS - 1) / TILE_ROWS));
+  std::vector<TileB> columns(steps);
+  const auto k_of = [&](int step) { return std::min(depth, shape.k - step * depth); };
   for (size_t i = 0; i < rows.size(); ++i) {
     const int first_row = static_cast<int>(i) / steps * TILE_ROWS;
-    const int first_k = static_cast<int>(i) % steps * depth;
-    for (int row = 0; row < TILE_ROWS; ++row) {
-      for (int k = 0; k < depth; ++k) {
-        const bool inside = first_row + row < shape.m && first_k + k < shape.k;
-        const float value = inside ? a[int64_t{first_row + row} * a_pitch + first_k + k] : 0.0f;
-        rows[i].value[row][k] = value;
-        rows[i].exponent[row][k] = exponent_of(value, smallest);
-      }
-    }
+    const int step = static_cast<int>(i) % steps;
+    read_a(rows[i], a + int64_t{first_row} * a_pitch + step * depth, a_pitch,
+           std::min(TILE_ROWS, shape.m - first_row), k_of(step), depth, smallest_a);
   }
   for (int first_column = 0; first_column < shape.n; first_column += TILE_COLUMNS) {
     const int width = std::min(TILE_COLUMNS, shape.n - first_column);
-    for (int k = 0; k < steps * depth; ++k) {
-      TileB& tile = columns[k / depth];
-      for (int column = 0; column < TILE_COLUMNS; ++column) {
-        const bool inside = column < width && k < shape.k;
-        const float value = inside ? b[int64_t{k} * b_pitch + first_column + column] : 0.0f;
-        tile.value[k % depth][column] = value;
-        tile.exponent[k % depth / 2][column][k % 2] = exponent_of(value, smallest);
-      }
+    for (int step = 0; step < steps; ++step) {
+      read_b(columns[step], b + int64_t{step} * depth * b_pitch + first_column, b_pitch, k_of(step),
+             width, depth, smallest_b);
     }
     for (int first_row = 0; first_row < shape.m; first_row += TILE_ROWS) {
       const int height = std::min(TILE_ROWS, shape.m - first_row);
@@ -106,12 +57,8 @@ void multiply_accumulate(const TileShape& shape, const float* a, int a_pitch, co
         std::copy_n(target + int64_t{row} * d_pitch, width, c.value[row]);
       }
       for (int step = 0; step < steps; ++step) {
-        const TileA& tile = rows[static_cast<size_t>(first_row / TILE_ROWS) * steps + step];
-        add_products(tile, columns[step], c, depth, shape.to_f16);
-        if (!shape.to_f16) continue;
-        for (auto& row : c.value) {
-          for (float& value : row) value = f32_of_f16(cvt_rn_f16_f32(value));
-        }
+        add_products(rows[static_cast<size_t>(first_row / TILE_ROWS) * steps + step], columns[step],
+                     c, depth, additions);
       }
       for (int row = 0; row < height; ++row) {
         std::copy_n(c.value[row], width, target + int64_t{row} * d_pitch);

@@ -11,6 +11,7 @@
 #include "sim/load/program.h"
 #include "sim/memory/memory.h"
 #include "sim/memory/race.h"
+#include "sim/numerics/tensor_core_models.h"
 #include "sim/run/random.h"
 #include "sim/run/report.h"
 #include "sim/run/trace.h"
@@ -46,6 +47,7 @@ struct Dim3 {
 struct LaunchContext {
   const Module* module = nullptr;
   const Kernel* kernel = nullptr;
+  const TensorCore* tensor_core = nullptr;  // of the device
   Dim3 grid, cluster, block;
   uint64_t dynamic_shared = 0;
   std::vector<uint8_t> parameters;

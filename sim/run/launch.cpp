@@ -70,6 +70,19 @@ void check(const Kernel& kernel, const LaunchRequest& request) {
   }
 }
 
+void check_target(const Module& module, int capability) {
+  const int least = module.capability();
+  const char suffix = module.target.empty() ? '\0' : module.target.back();
+  const bool runs = suffix == 'a'   ? capability == least
+                    : suffix == 'f' ? capability >= least && capability / 10 == least / 10
+                                    : capability >= least;
+  if (runs) return;
+  throw LoadError("PTX for " + module.target + " on a device of capability " +
+                  str(capability / 10) + "." + str(capability % 10) +
+                  ": a target is at most the device's capability, one with \"a\" is equal to it, "
+                  "and one with \"f\" has its major version");
+}
+
 // The cluster of a CTA, both by their indices.
 int64_t cluster_of(const LaunchRequest& request, int64_t cta) {
   const Dim3 &grid = request.grid, &size = request.cluster;
@@ -214,6 +227,8 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   }
   const Kernel& kernel = *found->second;
   check(kernel, request);
+  const int capability = request.capability != 0 ? request.capability : module.capability();
+  check_target(module, capability);
   for (size_t i = 0; i < globals.size(); ++i) {
     memory.add_at(GLOBAL_SLOTS / 2 + i, module.globals[i].name, globals[i].data(),
                   globals[i].size(), true, true);
@@ -221,6 +236,7 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   LaunchContext context;
   context.module = &module;
   context.kernel = &kernel;
+  context.tensor_core = &tensor_core_of(capability);
   context.grid = request.grid;
   context.cluster = request.cluster;
   context.block = request.block;

@@ -16,6 +16,7 @@ struct LaunchRequest {
   std::string kernel;
   Dim3 grid, cluster, block;
   uint64_t dynamic_shared = 0;
+  int capability = 0;  // of the device, 10 * major + minor; 0: that of the module's target
   uint64_t shared_limit = 227 * 1024;  // of one CTA, static and dynamic together
   std::vector<uint8_t> parameters;
   Options options;

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <functional>
 
-#include "sim/numerics/fma_product.h"
 #include "sim/numerics/numeric.h"
+#include "sim/numerics/tile_product.h"
 #include "sim/units/tcgen05.h"
 
 namespace archflash::sim {
@@ -112,36 +112,47 @@ class Product : public PipeOperation {
   }
 
   void multiply(size_t part, const RowGroup& group, const float* b) {
-    Tmem& memory = parts_[part].cta->tensor()->memory();
+    Cta& cta = *parts_[part].cta;
+    Tmem& memory = cta.tensor()->memory();
     const std::vector<float> a = read_a(parts_[part], group);
-    const float* const b_rows = b + group.first_n * mma_.k;
     const LaneMask lanes = written(group, part);
+    // The columns of D follow one another in tensor memory, so that D is the product of B and A.
+    const TileShape shape{group.n, rows(), mma_.k, mma_.b, mma_.a, mma_.half};
+    const TensorCore& core = *cta.launch().tensor_core;
+    const auto add_product = [&](float* d, int d_pitch) {
+      multiply_accumulate(shape, is_fp8(mma_.a) ? core.fp8_async : core.wide,
+                          b + group.first_n * mma_.k, mma_.k, a.data(), rows(), d, d_pitch,
+                          request_.accumulate);
+    };
     const bool plain = !mma_.half && request_.scale == 0 && !group.sparse_lanes &&
                        lanes == lanes_of(group, rows());
     if (plain) {
-      auto* d = reinterpret_cast<float*>(memory.column(d_column()) + group.lane);
-      add_fma_product(a.data(), b_rows, d, TMEM_LANES, group.n, rows(), mma_.k,
-                      request_.accumulate);
+      add_product(reinterpret_cast<float*>(memory.column(d_column()) + group.lane), TMEM_LANES);
       return;
     }
     const float scale = std::ldexp(1.0f, -request_.scale);
-    std::vector<float> sums(static_cast<size_t>(rows()));
-    for (int column = 0; column < group.n; ++column) {
-      uint32_t* const cells = memory.column(d_column() + column);
-      for (int row = 0; request_.accumulate && row < rows(); ++row) {
-        const uint32_t cell = cells[lane_of(group, row)];
-        sums[static_cast<size_t>(row)] =
-            scale * (mma_.half ? f32_of_f16(static_cast<uint16_t>(cell)) : f32_of(cell));
+    const auto m = static_cast<size_t>(rows());
+    std::vector<float> sums(static_cast<size_t>(group.n) * m);
+    const auto for_each_cell = [&](auto function) {
+      for (int column = 0; column < group.n; ++column) {
+        uint32_t* const cells = memory.column(d_column() + column);
+        for (int row = 0; row < rows(); ++row) {
+          const int lane = lane_of(group, row);
+          function(sums[static_cast<size_t>(column) * m + static_cast<size_t>(row)], cells[lane],
+                   lane);
+        }
       }
-      add_fma_product(a.data(), b_rows + column * mma_.k, sums.data(), rows(), 1, rows(), mma_.k,
-                      request_.accumulate);
-      for (int row = 0; row < rows(); ++row) {
-        const int lane = lane_of(group, row);
-        if (!(lanes[static_cast<size_t>(lane / LANES)] >> lane % LANES & 1)) continue;
-        const float sum = sums[static_cast<size_t>(row)];
-        cells[lane] = mma_.half ? (cells[lane] & ~LOWER) | cvt_rn_f16_f32(sum) : bits_of(sum);
-      }
+    };
+    if (request_.accumulate) {
+      for_each_cell([&](float& sum, uint32_t cell, int) {
+        sum = scale * (mma_.half ? f32_of_f16(static_cast<uint16_t>(cell)) : f32_of(cell));
+      });
     }
+    add_product(sums.data(), rows());
+    for_each_cell([&](float sum, uint32_t& cell, int lane) {
+      if (!(lanes[static_cast<size_t>(lane / LANES)] >> lane % LANES & 1)) return;
+      cell = mma_.half ? (cell & ~LOWER) | cvt_rn_f16_f32(sum) : bits_of(sum);
+    });
   }
 
   MmaRequest request_;

@@ -238,6 +238,7 @@ void MatrixQueue::run(const Entry& entry) {
   // A warp's part is N / 8 products of mma.sync, with the same fragments and the same sums.
   const WgmmaShape& shape = *entry.shape;
   Cta& cta = warp_.cta();
+  const TensorCore& core = *cta.launch().tensor_core;
   const auto sign = [&](bool negate) -> uint32_t {
     if (!negate) return 0;
     return element_bits(shape.a) == 32 ? 0x80000000u : 0x80008000u;
@@ -273,14 +274,14 @@ void MatrixQueue::run(const Entry& entry) {
   MmaShape product{WARP_ROWS, BLOCK, shape.k, shape.d, shape.a, shape.b, shape.d};
   product.satfinite = shape.satfinite;
   if (const WideMmaFunction wide = find_wide_mma(product)) {
-    wide({{a[0], a[1], a[2], a[3]}, b, d}, blocks);
+    wide({{a[0], a[1], a[2], a[3]}, b, d}, blocks, core);
     return;
   }
   const MmaFunction function = find_mma(product);
   for (int i = 0; i < blocks; ++i) {
     for (int unit = 0; unit < 2; ++unit) operands.b[unit] = b[i][unit];
     for (int j = 0; j < per_block; ++j) operands.c[j] = operands.d[j] = d[per_block * i + j];
-    function(product, operands);
+    function(product, operands, core);
   }
 }
 
@@ -331,8 +332,9 @@ void MatrixQueue::run_fp8(const Entry& entry) {
       }
     }
   }
-  multiply_accumulate({WARP_ROWS, shape.n, shape.k, shape.a, half}, a.data(), shape.k, b.data(),
-                      shape.n, d.data(), shape.n, entry.accumulate);
+  multiply_accumulate({WARP_ROWS, shape.n, shape.k, shape.a, shape.b, half},
+                      cta.launch().tensor_core->fp8_async, a.data(), shape.k, b.data(), shape.n,
+                      d.data(), shape.n, entry.accumulate);
   for (int i = 0; i < elements; ++i) {
     uint32_t* lanes = warp_.lanes<uint32_t>(entry.refs[half ? i / 2 : i]);
     for (int lane = 0; lane < LANES; ++lane) {

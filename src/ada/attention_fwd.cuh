@@ -6,14 +6,15 @@
 // common/mma_sync/main_loop.cuh.
 //
 // common/math/descales.cuh has the descales, common/math/fp8_softmax.cuh P,
-// common/mma_sync/tile.cuh the products and lane maps, config.cuh the tiles, plan.cpp the choice
-// among them, NOTES.md the measurements.
+// common/mma_sync/tile.cuh the lane maps and Q K^T, tile.cuh P V, config.cuh the tiles, plan.cpp
+// the choice among them, NOTES.md the measurements.
 #pragma once
 
 #include <cstdint>
 
 #include "ada/config.cuh"
 #include "ada/params.h"
+#include "ada/tile.cuh"
 #include "common/math/attention_work.cuh"
 #include "common/math/descales.cuh"
 #include "common/math/fp8_softmax.cuh"
@@ -96,7 +97,7 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
         }
       },
       [&](const mma_sync::Probabilities<C>& p_rmem, uint32_t v_smem) {
-        mma_sync::multiply_pv<C>(o_rmem, p_rmem, v_smem);
+        multiply_pv<C>(o_rmem, p_rmem, v_smem);
       });
 
   __syncwarp();  // lane 0 has written the unit of the outputs (change_unit), before all read it

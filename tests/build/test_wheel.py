@@ -32,7 +32,15 @@ FOLDER_TARGETS = {
     "quantize": ("compute_89",),
 }
 SECOND_TEXTS = dict.fromkeys(
-    ("cache_fp8_bf16", "cache_fp8_f16", "decode_bf16", "decode_f16"), ("compute_90.ptx.xz",)
+    (
+        *(
+            f"ampere/{name}_{dtype}"
+            for name in ("cache_fp8", "decode")
+            for dtype in ("bf16", "f16")
+        ),
+        *("ada/fwd_e4m3", "ada/fwd_e5m2"),
+    ),
+    ("compute_90.ptx.xz",),
 )
 
 
@@ -99,7 +107,7 @@ def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: 
     expected = sorted(
         f"archflash/_kernels/{folder}/{stem}.{ending}"
         for stem in stems
-        for ending in [*endings, *SECOND_TEXTS.get(stem, ())]
+        for ending in [*endings, *SECOND_TEXTS.get(f"{folder}/{stem}", ())]
         if not (stem.startswith("fwd_103") and ending.startswith("compute_110f"))
     )
     given = sorted(name for name in names_in(wheel) if f"_kernels/{folder}/" in name)

@@ -71,33 +71,22 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def error_of_13_bit_sums(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> float:
-    """How far scores may be off whose 8-bit products were summed by wgmma, which keeps about 13
-    bits of a sum: 2^-12 of the largest sum of |q k|. The log-sum-exp of these sums is at least
-    that.
-    """
-    call |= {"softcap": None, "sinks": None}
-    for name in ("q_descale", "k_descale"):
-        if call.get(name) is not None:
-            call[name] = call[name].abs()
-    if call.get("scale") is not None:
-        call["scale"] = abs(call["scale"])
-    sizes = (x.float().abs().to(x.dtype) for x in (q, k))
-    _, lse = reference.attention(*sizes, v, **call)
-    largest = lse[lse.isfinite()]
-    return 2.0**-12 * max(float(largest.max()), 0.0) if largest.numel() else 0.0
-
-
 def assert_close(
     out: Tensor,
     lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sums_of_13_bits: bool = False,
+    ran_on: tuple[str, tuple[int, int]] | None = None,
     **call: Any,
 ) -> None:
-    """Output and log-sum-exp agree with float64 by the error rule for the call's inputs."""
+    """Output and log-sum-exp agree with float64 by the error rule for the call's inputs.
+
+    Args:
+        out, lse: what the call gave.
+        q, k, v, **call: the call, as for `archflash.attention`.
+        ran_on: the implementation, and the GPU's capability; needed for FP8.
+    """
     semantics = {name: value for name, value in call.items() if name not in _options.ADVICE}
     if call.get("approximate") == "int8_qk":
         report, lse_report = reference.check_int8_qk(out, lse, q, k, v, **semantics)
@@ -107,7 +96,7 @@ def assert_close(
             report = reference.check_fp8(out, expected, q, k, v, **semantics)
         else:
             report = reference.check(out, expected, reference.baseline(q, k, v, **semantics))
-        more = error_of_13_bit_sums(q, k, v, **semantics) if sums_of_13_bits else 0.0
+        more = reference.fp8_score_error(*ran_on, q, k, v, **semantics) if ran_on else 0.0
         lse_report = None if lse is None else reference.check_lse(lse, expected_lse, more)
     assert report.ok, report
     if lse is not None:

@@ -8,6 +8,7 @@ the test. Only sizes differ: a test asks `pick` for them.
 from __future__ import annotations
 
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from archflash.cli.replay import Inputs, run_plan
 from ..kvcache_cases import CacheCall
 from ..sim.explained import unexplained
 from ..sim.schedules import IN_FULL, MODES, SEEDS
-from .checks import Guarded, assert_close, guarded_output, is_fp8, same_bits
+from .checks import Guarded, assert_close, guarded_output, same_bits
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FP8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -159,6 +160,10 @@ class Executor(ABC):
             plan: run this plan of the call instead of making one.
         """
 
+    @abstractmethod
+    def capability(self, kernel: str, plan: native.LaunchPlan | None) -> tuple[int, int]:
+        """That of the GPU that runs a call, with this plan or one that is made for it."""
+
     def attend_and_check(
         self, kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any
     ) -> tuple[Tensor, Tensor]:
@@ -169,8 +174,8 @@ class Executor(ABC):
             for name, value in call.items()
             if name not in ("out_pad", "plan", "schedules")
         }
-        sums_of_13_bits = kernel == "hopper" and is_fp8(q)
-        assert_close(out, lse, q, k, v, sums_of_13_bits, **semantics)
+        ran_on = kernel, self.capability(kernel, call.get("plan"))
+        assert_close(out, lse, q, k, v, ran_on, **semantics)
         return out, lse
 
 
@@ -193,6 +198,14 @@ class Simulator(Executor):
 
     def why_not(self) -> None:
         return None
+
+    def capability(self, kernel: str, plan: native.LaunchPlan | None) -> tuple[int, int]:
+        if plan is not None:
+            return plan.device.capability
+        name = os.environ.get("ARCHFLASH_SIM_DEVICE") or native.describe(kernel).home_device
+        known = native.find_known_device(name)
+        assert known is not None
+        return known.device.capability
 
     def kernels_and_dtypes(self, only: Iterable[str] = DTYPES) -> list[tuple[str, str]]:
         return [
@@ -327,6 +340,9 @@ class Gpu(Executor):
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} finds no CUDA device"
         return None
+
+    def capability(self, kernel: str, plan: native.LaunchPlan | None) -> tuple[int, int]:
+        return torch.cuda.get_device_capability()
 
     def kernels(self, feature: str = "") -> list[str]:
         """The implementations with code for this GPU; without a GPU all, to be skipped."""

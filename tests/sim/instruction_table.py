@@ -160,6 +160,33 @@ def add_protocols(table: Sequence[Row]) -> str:
     return f"{len(recorded)} small kernels on an {about['gpu']}, {about['date']}"
 
 
+def tensor_cores() -> list[str]:
+    """The section about how the tensor cores of each capability add up."""
+
+    def sums(bytes_and_bits: tuple[int, int]) -> str:
+        size, bits = bytes_and_bits
+        return f"{size} bytes, {bits} bits" if size else ""
+
+    lines = [
+        "## How tensor cores add up",
+        "",
+        "PTX leaves it open. In the simulator it is that of the GPU that a launch is planned for, "
+        "or of the PTX's target. One addition takes the products of so many bytes of a row of A "
+        "and the accumulator, cuts each off, toward zero, so many bits below the largest exponent "
+        "among them, and cuts off their sum. FP8 mma.sync where there is none is what ptxas makes "
+        "of it: two products of f16 from zero, then the accumulator.",
+        "",
+        "| capability | 16 bits and tf32 | FP8 mma.sync | FP8 wgmma, tcgen05 | source |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| from {first // 10}.{first % 10} on | {sums(wide)} | {sums(fp8)} | {sums(fp8_async)} | "
+        f"{source} |"
+        for first, source, wide, fp8, fp8_async in _native.tensor_cores()
+    ]
+    return [*lines, ""]
+
+
 def cell(words: Collection[str]) -> str:
     """How many spellings; empty for none."""
     return str(len(words)) if words else ""
@@ -216,6 +243,7 @@ def instructions() -> str:
             if row.about == about
         ]
         lines.append("")
+    lines += tensor_cores()
     lines += ["## Sets of modifiers", ""]
     lines += [
         f"- `$name`: {', '.join(f'`.{name}`' for name in names.split('|'))}".replace("name", key, 1)

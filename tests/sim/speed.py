@@ -85,9 +85,9 @@ def show(name: str, run: Run, threads: int, race_check: bool, floor: float | Non
     """
     seconds = float("inf")
     for _ in range(ROUNDS):
-        begin = time.thread_time()
+        begin = time.process_time()
         report = run(threads, race_check)
-        used = time.thread_time() - begin
+        used = time.process_time() - begin
         seconds = min(seconds, used if threads == 1 else report.seconds)
     count = report.total_instructions
     row = (

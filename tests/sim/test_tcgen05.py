@@ -411,6 +411,25 @@ def test_values_that_are_not_finite() -> None:
     assert torch.equal(d[:3], expected[:3])
 
 
+def test_sums_have_25_bits_and_are_cut_off() -> None:
+    """A row of A is 1 and then small numbers, so that D shows what of them is left beside 1."""
+    tiny = 2.0**-12
+    a, b = torch.zeros(128, 16), torch.zeros(8, 16)
+    a[0], b[:, 0] = tiny, 1
+    a[0, 0] = 1
+    b[0, 1:5] = tiny / 2  # four times 2^-25
+    b[1, 1:] = tiny / 4  # 15 times 2^-26: each is cut off
+    b[2, 1] = 1.5 * tiny  # 1.5 * 2^-24, which rounding would make 2^-23
+    b[3, 1:] = -tiny / 4
+    _, d = multiply(a.to(F16), b.to(F16))
+    assert d[0, :4].tolist() == [1 + 2.0**-23, 1.0, 1.0, 1.0]
+    a, b = torch.zeros(128, 32), torch.zeros(8, 32)
+    a[0], b[0] = tiny / 2, tiny  # 31 times 2^-25
+    a[0, 0] = b[0, 0] = 1
+    _, d = multiply(a.to(E5M2), b.to(E5M2))
+    assert d[0, 0] == 1 + 7 * 2.0**-23
+
+
 def test_sums_are_the_same_without_avx2() -> None:
     generator = torch.Generator().manual_seed(1)
     results = []

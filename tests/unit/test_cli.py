@@ -472,6 +472,14 @@ def test_sim_run_judges_fp8_by_the_rule_of_fp8(run: Run) -> None:
     assert (result.status, result.err) == (0, "")
 
 
+@pytest.mark.parametrize("implementation", ["ada", "hopper"])
+def test_sim_run_knows_where_fp8_scores_lose_bits(run: Run, implementation: str) -> None:
+    call = ("--shape", "1,1,64,128", "--dtype", "float8_e4m3fn", "--lse")
+    result = run("sim", "run", *call, "--implementation", implementation)
+    assert "log-sum-exp: ok: " in result.out
+    assert (result.status, result.err) == (0, "")
+
+
 # --- as a program ---
 
 

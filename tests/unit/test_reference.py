@@ -456,3 +456,18 @@ def test_report_is_frozen() -> None:
     ref, base = example(torch.float32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         reference.check(base, ref, base).ok = False  # type: ignore[misc]
+
+
+def test_fp8_scores_may_be_off_where_sums_keep_13_bits() -> None:
+    q = torch.full((1, 1, 3, 16), -1.0).to(torch.float8_e4m3fn)
+    k = torch.full((1, 1, 1, 16), 0.5).to(torch.float8_e4m3fn)
+    call = {
+        "scale": -0.5,
+        "q_descale": torch.tensor([-2.0]),
+    }  # a sum of |q k| is 16 * 0.5 * 0.5 * 2
+    for ran_on in (("ada", (8, 9)), ("hopper", (9, 0))):
+        assert reference.fp8_score_error(*ran_on, q, k, k, **call) == 8 * 2.0**-12
+        halves = [x.half() for x in (q, k, k)]
+        assert reference.fp8_score_error(*ran_on, *halves, scale=-0.5) == 0.0
+    for ran_on in (("ada", (9, 0)), ("ada", (12, 0)), ("blackwell_consumer", (12, 0))):
+        assert reference.fp8_score_error(*ran_on, q, k, k, **call) == 0.0

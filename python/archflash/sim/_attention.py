@@ -188,6 +188,7 @@ def simulate(
             seed=settings.seed,
             race_check=settings.race_check,
             threads=settings.threads,
+            capability=plan.device.capability,
             shared_limit=plan.device.shared_per_block,
             traced_ctas=settings.traced_ctas,
             stretch=settings.stretch,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _api
 from archflash import _archflash as _runtime
 from archflash import _archflash_sim as _native
 from archflash._errors import LaunchError
@@ -271,6 +272,7 @@ def launch(
     traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
     resident_ctas: int = 0,
+    device: str | None = None,
     strict: bool = False,
     check: bool = True,
 ) -> Report:
@@ -301,6 +303,8 @@ def launch(
         resident_ctas: how many CTAs the GPU has room for at a time; 0: any number. It counts for
             kernels with clusterlaunchcontrol, whose clusters take the work of those that have not
             started, and for those whose CTAs run interleaved (docs/simulator.md).
+        device: the GPU whose tensor cores add up, a name from the table of known GPUs; default one
+            of the capability that is the PTX's target.
         strict: whether missing waits and fences around tensor memory, ldmatrix and stmatrix, and
             before bulk loads, are errors, as they are in this library's kernels, although compilers
             leave them out, mostly without harm on a card (kinds "tcgen05-fence", "tcgen05-wait",
@@ -313,8 +317,8 @@ def launch(
     Raises:
         SimulationError: the kernel did something wrong and `check` is set.
         LaunchError: no such kernel, parameters of the wrong size, a block or grid beyond the
-            limits.
-        ValueError: an unknown mode; a CTA to trace that the grid does not have.
+            limits, a device below the PTX's target.
+        ValueError: an unknown mode or device; a CTA to trace that the grid does not have.
         KeyboardInterrupt: Ctrl-C; tensors hold what had been written by then.
     """
     memory = _native.Memory()
@@ -361,6 +365,7 @@ def launch(
         traced_ctas=traced_ctas,
         stretch=stretch,
         resident_ctas=resident_ctas,
+        capability=None if device is None else _api.find_device(device).capability,
         strict=strict,
     )
     if check and report.errors:
@@ -387,9 +392,11 @@ def run_kernel(
     traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
     resident_ctas: int = 0,
+    capability: tuple[int, int] | None = None,
     strict: bool = False,
 ) -> Report:
     """Runs a kernel on parameter bytes whose addresses are those of `memory`."""
+    major, minor = capability or (0, 0)
     result = program.module.run(
         kernel,
         _three(grid),
@@ -403,6 +410,7 @@ def run_kernel(
         race_check,
         threads,
         max_instructions,
+        10 * major + minor,
         shared_limit,
         _indices(traced_ctas, grid),
         stretch,

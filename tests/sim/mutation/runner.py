@@ -324,6 +324,7 @@ class CallTrial:
                     race_check=race,
                     threads=1,
                     max_instructions=limit if mine else 1 << 30,
+                    capability=capability,
                     shared_limit=call.plan.device.shared_per_block,
                     resident_ctas=resident_ctas(call.plan),
                     strict=True,

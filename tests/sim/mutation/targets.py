@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from bench.switches.plans import in_pairs
 
-from ...core_set.checks import error_of_13_bit_sums
 from ..cards.cases import DTYPES, hashed
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -99,7 +98,7 @@ class Target:
     @property
     def sums_13_bits(self) -> bool:
         """Whether the products keep about 13 bits of a sum."""
-        return self.is_fp8 and self.implementation == "hopper"
+        return self.is_fp8 and self.implementation in ("ada", "hopper")
 
     @property
     def keys_by_block(self) -> bool:
@@ -269,9 +268,9 @@ class Call:
         self._reference, self._lse = reference.attention(q, k, v, **options)
         self._inputs, self._options = inputs, options
         self._baseline = None if target.is_fp8 else reference.baseline(q, k, v, **options)
-        self._more_error = 0.0  # of the log-sum-exp
-        if target.sums_13_bits:
-            self._more_error = error_of_13_bit_sums(q, k, v, **options)
+        self._more_error = reference.fp8_score_error(
+            target.implementation, plan.device.capability, q, k, v, **options
+        )
 
     def verdict(self, tensors: dict[str, Tensor]) -> str:
         """What is wrong with the outputs by the project's rules; empty: nothing."""

@@ -381,6 +381,8 @@ Function find(const Instruction& instruction) {
 constexpr int WARP = 32;
 
 // Whole warps of a matrix instruction. Returns whether there is such a form.
+const TensorCore* card = &tensor_core_of(90);  // whose tensor cores add up
+
 bool run_mma(const Instruction& instruction, int64_t warps, const Value* const* inputs,
              Value* const* outputs) {
   MmaShape shape{};
@@ -424,7 +426,7 @@ bool run_mma(const Instruction& instruction, int64_t warps, const Value* const* 
     take(operands.b, count.b);
     take(operands.c, count.c);
     for (int i = 0; i < count.d; ++i) operands.d[i] = registers[used + i];
-    function(shape, operands);
+    function(shape, operands, *card);
     for (int i = 0; i < count.d; ++i) {
       for (int lane = 0; lane < WARP; ++lane) {
         outputs[i][warp * WARP + lane] =
@@ -522,11 +524,13 @@ int direct_multiply(const char* a_type, const char* b_type, int m, int n, int k,
   std::vector<float> a_values(m * k), b_values(k * n);
   decode_row(ELEMENT_TYPES.at(a_type), a, m * k, a_values.data());
   decode_row(ELEMENT_TYPES.at(b_type), b, k * n, b_values.data());
-  multiply_accumulate({m, n, k, ELEMENT_TYPES.at(a_type)}, a_values.data(), k, b_values.data(), n,
-                      d, n, accumulate != 0);
+  const TileShape shape{m, n, k, ELEMENT_TYPES.at(a_type), ELEMENT_TYPES.at(b_type)};
+  multiply_accumulate(shape, is_fp8(shape.a) ? card->fp8_async : card->wide, a_values.data(), k,
+                      b_values.data(), n, d, n, accumulate != 0);
   return 0;
 }
 
+void direct_set_capability(int capability) { card = &tensor_core_of(capability); }
 void direct_set_avx2(int enabled) { set_avx2(enabled != 0); }
 int direct_uses_avx2() { return uses_avx2(); }
 }

@@ -45,6 +45,11 @@ class Direct:
         self._library.direct_set_avx2(int(enabled))
         return bool(self._library.direct_uses_avx2())
 
+    def set_capability(self, capability: tuple[int, int]) -> None:
+        """Chooses the card whose tensor cores add up; at first it is one of 9.0."""
+        major, minor = capability
+        self._library.direct_set_capability(10 * major + minor)
+
     def run(self, instruction: str, *operands: npt.ArrayLike) -> Words:
         """One instruction on arrays of equal length. Raises KeyError for an unknown one."""
         inputs = [np.ascontiguousarray(operand, dtype=np.uint64) for operand in operands]

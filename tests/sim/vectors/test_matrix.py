@@ -238,7 +238,7 @@ def test_ldmatrix_and_stmatrix_place_elements_as_the_isa_says(direct: Direct, tr
     assert np.array_equal(moved, direct.matrix_map("ldmatrix", True, words))
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32", "e4m3", "e5m2", "s8", "u8", "s4", "u4"])
+@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32", "e4m3", "e5m2"])
 @pytest.mark.parametrize("avx2", [False, True], ids=["baseline", "avx2"])
 def test_dense_products_decode_and_add_up(direct: Direct, kind: str, avx2: bool) -> None:
     m, n, k = 5, 13, 24
@@ -264,9 +264,7 @@ def test_dense_products_decode_and_add_up(direct: Direct, kind: str, avx2: bool)
     finally:
         direct.set_avx2(True)
     for result, exact in ((product, a @ b), (summed, a @ b + c)):
-        if kind[0] in "su":
-            unit = 0.0
-        else:  # in FP8 all addends and the sum are cut off 13 bits below the largest addend
-            unit = (k + 2) * 2.0**-13 if kind in ("e4m3", "e5m2") else 2.0**-20
+        # In FP8 all addends and the sum are cut off 13 bits below the largest addend.
+        unit = (k + 2) * 2.0**-13 if kind in ("e4m3", "e5m2") else 2.0**-20
         bound = unit * (np.abs(a) @ np.abs(b) + c)
         assert np.all(np.abs(result - exact) <= bound)

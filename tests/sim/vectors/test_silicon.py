@@ -38,20 +38,20 @@ def inputs_of(program: Program) -> list[Words]:
     return [program.input(i) for i in range(len(program.reads))]
 
 
-def simulated(program: Program, inputs: list[Words]) -> list[Words]:
-    """All results of a program on the simulator."""
+def simulated(program: Program, inputs: list[Words], device: str = "H200") -> list[Words]:
+    """All results of a program on the simulator, for as many threads as the inputs have."""
+    count = inputs[0].size
     reads = [
         torch.from_numpy(value.astype(NAMES[operand.bits]).view(SIGNED[operand.bits]))
         for value, operand in zip(inputs, program.reads, strict=True)
     ]
-    writes = [
-        torch.from_numpy(np.zeros(program.count, SIGNED[operand.bits]))
-        for operand in program.writes
-    ]
-    grid = (program.count // BLOCK, 1, 1)
+    writes = [torch.from_numpy(np.zeros(count, SIGNED[operand.bits])) for operand in program.writes]
+    grid = (count // BLOCK, 1, 1)
     arguments = [*reads, *writes]
     loaded = sim.load(program.ptx())
-    sim.launch(loaded, "vector", arguments, grid=grid, block=(BLOCK, 1, 1), race_check=False)
+    sim.launch(
+        loaded, "vector", arguments, grid=grid, block=(BLOCK, 1, 1), race_check=False, device=device
+    )
     return [write.numpy().view(NAMES[8 * write.element_size()]) for write in writes]
 
 
