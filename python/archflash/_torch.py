@@ -142,6 +142,8 @@ def attention(
         is_causal = _top_left_causal(band)
         if (is_causal or _unbounded(band)) and 0 not in (*q.shape, *k.shape, *v.shape):
             q_bhnd, k_bhnd, v_bhnd = (_to_bhnd(x, layout, None) for x in (q, k, v))
+            if is_causal:
+                k_bhnd, v_bhnd = _seen_from_top_left(q_bhnd, k_bhnd, v_bhnd)
             result = _sdpa(q_bhnd, k_bhnd, v_bhnd, None, scale, is_causal=is_causal)
             result = _in_stride_order_of(q, _from_bhnd(result, layout, None))
             return result if out is None else out.copy_(result)
@@ -534,6 +536,14 @@ def _top_left_causal(band: _Band) -> bool:
     return band.left is None and band.right == 0 and plain_offset
 
 
+def _seen_from_top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values, bhnd, that any query sees where the first one sees the first key: SDPA
+    would multiply the others by 0, which is NaN if they are not finite.
+    """
+    nq, nk = q.shape[2], k.shape[2]
+    return (k, v) if nk <= nq else (k[:, :, :nq], v[:, :, :nq])
+
+
 def _visible_keys(q: Tensor, k: Tensor, band: _Band, packed: _Packed | None) -> Tensor | None:
     """Which keys band and packed sequences let each query see: bool, broadcastable to
     ``(B, Hq, Nq, Nk)``; None if every query sees every key.
@@ -681,7 +691,7 @@ def _attention_bhnd(
     plain = bool(softcap) or sinks is not None or want_lse or empty or foreign_bias
     plain = plain or masks.alibi_slopes is not None or drops is not None
     if not plain and not packed and _no_masks(masks) and _top_left_causal(band):
-        return _sdpa(q, k, v, None, scale, is_causal=True), None
+        return _sdpa(q, *_seen_from_top_left(q, k, v), None, scale, is_causal=True), None
 
     visible = _visible_keys(q, k, band, packed)
     nq, nk = q.shape[2], k.shape[2]

@@ -92,9 +92,10 @@ __device__ __forceinline__ void load_query(PairQuery<C>& q_rmem, const MlaParams
   }
 }
 
-// Starts the copy of BLOCK_K latent rows from `key` on: V first, then K. Rows from nk on become
-// zeros. Eight neighbouring threads copy a row, 16 bytes at a time. Rows of 16-bit numbers go to
-// `stage_smem`, those of 8-bit numbers to where convert_latent_rows() reads them.
+// Starts the copy of BLOCK_K latent rows from `key` on: V first, then K. Rows that no row
+// of the sequence sees become zeros. Eight neighbouring threads copy a row, 16 bytes at a time.
+// Rows of 16-bit numbers go to `stage_smem`, those of 8-bit numbers to where convert_latent_rows()
+// reads them.
 template <class C>
 __device__ __forceinline__ void start_latent_rows(uint32_t shared_smem, uint32_t stage_smem,
                                                   const AttentionParams& params, bool fp8,
@@ -102,7 +103,8 @@ __device__ __forceinline__ void start_latent_rows(uint32_t shared_smem, uint32_t
   using Tile = typename C::Tile;
   const unsigned thread = ptx::mov_tid_x_volatile();
   const int row = thread / Tile::GROUP, chunk = thread % Tile::GROUP;
-  const bool valid = key + row < cta.visible.nk;
+  const math::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
+  const bool valid = key + row >= visible.begin() && key + row < visible.nk;
   int64_t k_offset = 0, v_offset = 0;
   if (valid && cta.pages_gmem == nullptr) {
     k_offset = (key + row) * params.k_row;

@@ -111,16 +111,12 @@ __device__ __forceinline__ void weigh_wide_scores(math::Probabilities<typename C
   if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
 }
 
-// Adds P V of STEP_KEYS keys to the outputs of a warp, which are half of the columns.
+// The row of V that this lane names to ldmatrix for its warp's half of the columns.
 template <class C>
-__device__ __forceinline__ void multiply_half_pv(
-    math::Outputs<typename C::Warp>& o_rmem, const math::Probabilities<typename C::Warp>& p_rmem,
-    uint32_t v_smem /* V of the first key */) {
-  using Warp = typename C::Warp;
+__device__ __forceinline__ uint32_t half_v_smem(uint32_t v_smem /* V of the first key */) {
   const unsigned thread = ptx::mov_tid_x_volatile();
-  mma_sync::multiply_pv<Warp>(o_rmem, p_rmem,
-                              v_smem + thread / 32 % 2 * Warp::HEAD_DIM_V * 2 +
-                                  mma_sync::rows_first_offset<typename C::Tile>(thread % 32));
+  return v_smem + thread / 32 % 2 * C::Warp::HEAD_DIM_V * 2 +
+         mma_sync::rows_first_offset<typename C::Tile>(thread % 32);
 }
 
 template <class C>
@@ -189,7 +185,8 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
     __syncthreads();
     if (key > cta.blocks.first) start_k(key - C::BLOCK_K);
     // Asked anew, so that the answer takes no register in between.
-    if (pair_sees<C>(cta, key)) multiply_half_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM);
+    if (pair_sees<C>(cta, key))
+      mma_sync::multiply_pv<Warp>(o_rmem, p_rmem, half_v_smem<C>(shared_smem + C::V_SMEM));
   }
   if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
   store_half_rows<C>(o_rmem, state, attention, params.partials, cta, attention.dv);

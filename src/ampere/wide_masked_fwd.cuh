@@ -123,7 +123,7 @@ __device__ __forceinline__ void wide_masked_fwd(const mma_sync::MaskedParams& pa
   };
   const auto start_k = [&](int key) {
     mma_sync::start_keys<C, Tile>(shared_smem, cta.k_gmem, attention.k_row, attention.d, key,
-                                  cta.visible.nk);
+                                  mma_sync::NO_BEGIN, cta.visible.nk);
   };
   clear_wide_columns<C>(shared, attention);
   int block = block_before(blocks.last + C::BLOCK_K);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void wide_masked_fwd(const mma_sync::MaskedParams& pa
     ptx::copies_wait_all();
     __syncthreads();
     mma_sync::start_keys<C, Tile>(shared_smem + C::V_SMEM, cta.v_gmem, attention.v_row,
-                                  attention.dv, block, cta.visible.nk);
+                                  attention.dv, block, cta.visible.first_shift, cta.visible.nk);
     math::Probabilities<Warp> p_rmem;
     // Every warp multiplies, because whether its rows see any of these keys is known behind the
     // exchange only.
@@ -152,6 +152,7 @@ __device__ __forceinline__ void wide_masked_fwd(const mma_sync::MaskedParams& pa
     add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
     math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
     const bool any = apply_pair_masks<C>(s_rmem, shared);
+    const uint32_t seen = mma_sync::keys_of_warp<Warp>(s_rmem);
     if (any) {  // both warps of a pair, or neither
       weigh_wide_scores<C>(p_rmem, s_rmem, state, o_rmem, attention.exp2_scale, shared);
       if (params.dropout.state_gmem != nullptr)
@@ -163,7 +164,10 @@ __device__ __forceinline__ void wide_masked_fwd(const mma_sync::MaskedParams& pa
     __syncthreads();
     const int next = block_before(block);
     if (next >= 0) start_k(next);
-    if (any) multiply_half_pv<C>(o_rmem, p_rmem, shared_smem + C::V_SMEM);
+    if (any) {
+      const uint32_t v_smem = half_v_smem<C>(shared_smem + C::V_SMEM);
+      mma_sync::multiply_seen_pv<Warp>(o_rmem, p_rmem, v_smem, seen);
+    }
     block = next;
   }
   // The weights that are left of a row whose others were dropped weigh more.

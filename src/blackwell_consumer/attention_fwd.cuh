@@ -166,10 +166,8 @@ struct WarpContext {
   math::Blocks blocks;          // the CTA visits these
   int seen_first, seen_last;    // some row of the warp sees some key of these blocks
   int clear_first, clear_last;  // every row of the warp sees every key of these blocks
-  int ragged_after;             // blocks after this one have rows of another sequence
-  int plain_first, plain_last;  // visit_plain_blocks() serves these
   math::Work work;
-  math::VisibleKeys visible;
+  math::VisibleKeys visible;  // its nk is the end of what any row of the sequence sees
 };
 
 struct Fp8WarpContext : WarpContext {
@@ -214,14 +212,9 @@ __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
   if (context.seen_last < context.seen_first) context.seen_first = INT32_MAX;
   context.clear_first = visible.first(last_row);
   context.clear_last = visible.last(first_row) - (C::BLOCK_K - 1);
-  // Without cu_seqlens no block is ragged: TMA fills rows beyond the tensor with zeros.
-  context.ragged_after =
-      params.attention.cu_seqlens_k_gmem == nullptr ? INT32_MAX : work.nk - C::BLOCK_K;
-  context.plain_first = max(context.clear_first, context.seen_first);
-  context.plain_last = min(min(context.clear_last, context.ragged_after), context.seen_last);
-  if (!C::HAS_PLAIN_LOOP || params.attention.transform_scores) context.plain_last = INT32_MIN;
   context.work = work;
   context.visible = visible;
+  context.visible.nk = visible.end(work.nq);
   return context;
 }
 
@@ -361,8 +354,11 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
   } else if (attention.transform_scores) {
     math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
   }
-  if (block < context.clear_first || block > context.clear_last)
+  bool lacks_rows = false;  // of V
+  if (block < context.clear_first || block > context.clear_last) {
     mask_block<C>(s_rmem, params, context, block);
+    lacks_rows = block < context.visible.begin() || block + C::BLOCK_K > context.visible.nk;
+  }
   bool v_is_zero = false;
   if constexpr (C::FP8) {
     if (context.key_descales.v_gmem != nullptr) {
@@ -376,10 +372,11 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
   exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, known_limits);
   wait_for_v<C>(barriers, ring);
   const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
-  if (block > context.ragged_after || v_is_zero) {
+  if (lacks_rows || v_is_zero) {
+    const int begin = max(context.visible.begin() - block, 0);
     weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
-                                   ptx::mov_tid_x_volatile() % 4 * 2,
-                                   v_is_zero ? 0 : context.work.nk - block);
+                                   static_cast<int>(ptx::mov_tid_x_volatile() % 4 * 2) - begin,
+                                   v_is_zero ? 0 : context.visible.nk - block - begin);
   } else {
     weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
   }
@@ -387,7 +384,7 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
   ++ring.count;
 }
 
-// --- plain blocks: every row of the warp sees every key, no row of V belongs to another sequence,
+// --- plain blocks: every row of the warp sees every key, every row of V counts,
 // and neither scores nor bases need care. Such a block has one branch. ---
 
 // Copies the bases and sums of a state whose flag is of another kind.
@@ -534,8 +531,9 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
 #pragma unroll 1
     while (block >= context.seen_first) {
       if constexpr (C::HAS_PLAIN_LOOP) {
-        const int first = context.plain_first;
-        if (block <= context.plain_last && block >= first && !state.large) {
+        if (block >= context.clear_first && block <= context.clear_last &&
+            !attention.transform_scores && !state.large) {
+          const int first = max(context.clear_first, context.seen_first);
           visit_plain_blocks<C>(params, barriers, ring, state, o_rmem, q_rmem, block, first,
                                 shared_smem);
           continue;

@@ -15,14 +15,15 @@
 namespace archflash::blackwell_consumer {
 
 // A mask for a register with V of the keys `key` and `key` + 1, 16 bits each: the half of a key
-// from `keys` on is zeros, the half of an earlier key is ones.
-__device__ __forceinline__ uint32_t v_mask(int key, int keys) {
-  return (key < keys ? 0x0000FFFFu : 0u) | (key + 1 < keys ? 0xFFFF0000u : 0u);
+// from 0 to keys - 1 is ones, that of another key is zeros.
+__device__ __forceinline__ uint32_t v_mask(int key, unsigned keys) {
+  const auto first = static_cast<unsigned>(key);
+  return (first < keys ? 0x0000FFFFu : 0u) | (first + 1 < keys ? 0xFFFF0000u : 0u);
 }
 
-// O += P V for 16 keys, or 32 keys of 8-bit V, from `key` on. RAGGED: rows of V from `keys` on
-// belong to another sequence and count as zeros, whatever they hold. lane_key: this lane's first
-// key in a tile of 8 keys.
+// O += P V for 16 keys, or 32 keys of 8-bit V, from `key` on. RAGGED: of the rows of V only
+// `keys` rows count; the others count as zeros, whatever they hold. lane_key: this lane's first key
+// in a tile of 8 keys, where the first key that counts has number 0.
 template <class C, bool RAGGED>
 __device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
                                                   const uint32_t (&p_rmem)[C::M_TILES][4],
@@ -72,9 +73,9 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
   constexpr int GROUP = 16 * C::V_PACK;
 #pragma unroll
   for (int key = 0; key < C::BLOCK_K; key += GROUP) {
-    // Keys of another sequence have P = 0. In 8 bits a block whose descale of v is 0 comes here
-    // with keys = 0: its P counts in the row sums, so no group is skipped.
-    if (RAGGED && !C::FP8 && key >= keys) return;
+    // Keys that do not count have P = 0. In 8 bits a block whose descale of v is 0 comes here with
+    // keys = 0: its P counts in the row sums, so no group is skipped.
+    if (RAGGED && !C::FP8 && __all_sync(math::FULL_WARP, key + lane_key >= keys)) return;
     uint32_t p_rmem[C::M_TILES][4];
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {

@@ -93,10 +93,10 @@ using math::uniform;
 //   sums_ready               mma, commit            score        dK and dV are complete
 //   drained                  mma, commit            mma          without TRUST_ISSUE_ORDER: all
 //                                                                products so far are done
-//   ragged                   load, bytes            load         a tile that ends behind its
-//                                                                sequence has landed before the
-//                                                                loader clears what it has of the
-//                                                                next one
+//   ragged                   load, bytes            load         a tile some of whose rows have to
+//                                                                do with none of the other side has
+//                                                                landed before the loader clears
+//                                                                them
 // clang-format on
 template <class C>
 struct BackwardBarriers {

@@ -10,7 +10,7 @@
 // clang-format off
 //   role        warps       code          work
 //   load        14          load.cuh      Q, K, V -> shared memory, by TMA
-//   clean       15          load.cuh      zeros in V behind the end of a packed sequence
+//   clean       15          load.cuh      zeros in rows of V that no row of a sequence sees
 //   mma         12          products.cuh  S = Q K^T and O += P V: shared -> tensor memory
 //   softmax     0-3, 4-7    softmax.cuh   S -> P of tile 0, 1 in tensor memory, a thread per row
 //   correction  8-11        output.cuh    rescales O; at the end O -> output rows in shared memory
@@ -19,7 +19,7 @@
 //   what is handed over           from -> to              barriers: ready / free again
 //   Q                             load -> mma             q_full / q_empty
 //   K, V                          load -> mma             kv_full / kv_empty
-//   V of a sequence's end         load -> clean -> mma    v_ragged, v_clean / kv_empty
+//   V with rows nobody sees       load -> clean -> mma    v_ragged, v_clean / kv_empty
 //   S                             mma -> softmax          s_ready / p_ready
 //   P                             softmax -> mma          p_ready, p_last / the order of products
 //   factors; sums and bases       softmax -> correction   stats_full / stats_empty
@@ -66,7 +66,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   };
   if constexpr (C::CTAS == 1) allocate();
   if (threadIdx.x == 0) {
-    Barriers<C>{shared_smem + C::BARRIER_SMEM}.init(params.attention.cu_seqlens_k_gmem != nullptr);
+    Barriers<C>{shared_smem + C::BARRIER_SMEM}.init(any_ragged(params.attention));
     ptx::prefetch_tensormap(params.q_map);
     if (params.attention.nk > 0) {  // plan.cpp makes no maps of an empty k and v
       ptx::prefetch_tensormap(params.k_map);

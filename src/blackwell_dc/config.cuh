@@ -97,7 +97,7 @@ struct Config {
   static constexpr int STORE_WARP = 13;
   static constexpr int LOAD_WARP = 14;
   static constexpr int CLEAN_WARP = 15;
-  // The warps of a CTA, or of a pair, that walk over tiles; in packed calls clean does, too.
+  // The warps of a CTA, or of a pair, that walk over tiles; where any_ragged() clean does, too.
   static constexpr int WALKING_WARPS = CTAS * (TILES * SOFTMAX_WARPS + CORRECTION_WARPS + 2) + 1;
 
   // Tiles in shared memory. Their columns count units of 16 bits.

@@ -1,5 +1,5 @@
 // The roles that bring the inputs into shared memory: load, one warp, starts the copies of Q, K and
-// V; clean, one warp, clears what a packed sequence's last V has of the next sequence. The table in
+// V; clean, one warp, clears rows of V that no row of the sequence sees. The table in
 // pipeline.cuh says what they wait for and hand over.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/walk.cuh"
 #include "common/math/attention_work.cuh"
+#include "common/math/ring.cuh"
 #include "common/math/slab_load.cuh"
 #include "common/math/tile_walk.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -54,7 +55,9 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       walk.ask(leader);
       continue;
     }
-    const math::Blocks blocks = find_blocks<C>(params, work);
+    const math::VisibleKeys visible = math::find_visible_keys(attention, work);
+    const math::Blocks blocks = find_blocks<C>(params, work, visible);
+    const CountedKeys counted(attention, work, visible);
     const int count = count_blocks<C>(blocks);
     // The next tile is asked for shortly before it is needed: a CTA should not hold a tile that
     // another one could begin with.
@@ -88,7 +91,8 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
             k_batch, barriers.kv_full(slot.index), mma_barriers.kv_full(slot.index), keep);
       }
     };
-    const auto load_v = [&](int row, bool ragged) {
+    const auto load_v = [&](int row) {
+      const bool ragged = counted.lack_some(row - keys_start, C::BLOCK_K);
       const Slot slot = ring.next_v();
       // mutants: v-free-with-q
       ptx::mbarrier_wait_parity(barriers.kv_empty(slot.index), slot.parity);  // the slot is free
@@ -118,12 +122,12 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
             attention.q_batch == 0 ? 0 : batch, barriers.q_full(t), mma_barriers.q_full(t), once);
       }
     }
-    load_v(last_row, is_ragged<C>(attention, work, blocks));
+    load_v(last_row);
 #pragma unroll 1
     for (int row = last_row - C::BLOCK_K; row >= keys_start + blocks.first; row -= C::BLOCK_K) {
       if (row == keys_start + blocks.first + (ASKING_BLOCKS - 1) * C::BLOCK_K) walk.ask(leader);
       load_k(row);
-      load_v(row, false);
+      load_v(row);
     }
     q_parity ^= 1;
   }
@@ -137,14 +141,14 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
   }
 }
 
-// --- clean, one warp: zeros in the rows of V that are another sequence's ---
+// --- clean, one warp: zeros in the rows of V that do not count ---
 
-// These rows have P = 0, but 0 * NaN would be NaN. Without cu_seqlens there are no such rows.
+// These rows have P = 0, but 0 * NaN would be NaN.
 template <class C>
 __device__ __forceinline__ void clean(const Params& params, unsigned char* shared,
                                       uint32_t shared_smem) {
   using VTile = typename C::VTile;
-  if (params.attention.cu_seqlens_k_gmem == nullptr) return;
+  if (!any_ragged(params.attention)) return;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const Barriers<C> mma_barriers = barriers_of_mma<C>(barriers);
   Ring<C> ring;
@@ -152,20 +156,16 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
   for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
     const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
-    const math::Blocks blocks = find_blocks<C>(params, work);
+    const math::VisibleKeys visible = math::find_visible_keys(params.attention, work);
+    const math::Blocks blocks = find_blocks<C>(params, work, visible);
+    const CountedKeys counted(params.attention, work, visible);
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
       ring.next_k();
       const Slot slot = ring.next_v();
-      if (block != blocks.last || !is_ragged<C>(params.attention, work, blocks)) continue;
+      if (!counted.lack_some(block, C::BLOCK_K)) continue;
       ptx::mbarrier_wait_parity(barriers.v_ragged(slot.index), parities >> slot.index & 1);
-      const int first = (work.nk - block) * VTile::ROW_BYTES;  // bytes of a slab to keep
-      for (int slab = 0; slab < VTile::SLABS; ++slab) {
-        unsigned char* slab_smem =
-            shared + C::RING_SMEM + ring.offset(slot.index) + slab * VTile::SLAB_BYTES;
-        for (int byte = first + threadIdx.x % 32 * 16; byte < VTile::SLAB_BYTES; byte += 32 * 16)
-          *reinterpret_cast<uint4*>(slab_smem + byte) = uint4{};
-      }
-      ptx::fence_proxy_async_shared();  // the stores come before the tensor cores' reads
+      math::clear_rows<VTile>(shared + C::RING_SMEM + ring.offset(slot.index),
+                              counted.begin - block, counted.end - block);
       arrive_at_mma_with_stores_as_warp<C>(mma_barriers.v_clean(slot.index));
       parities ^= 1u << slot.index;
     }

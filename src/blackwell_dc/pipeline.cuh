@@ -26,7 +26,7 @@ namespace archflash::blackwell_dc {
 //   kv_full slot    load, bytes           mma          K or V has landed before it is multiplied
 //   kv_empty slot   mma, commit           load         all products have read the slot before TMA
 //                                                      writes there again
-//   v_ragged slot   load, bytes           clean        a V with rows of another sequence has landed
+//   v_ragged slot   load, bytes           clean        a V with rows that do not count has landed
 //                                                      before these rows are overwritten
 //   v_clean slot    clean                 mma          these rows are zeros before V is multiplied
 //   s_ready b       mma, commit           softmax      S is complete, and so are all products that
@@ -54,7 +54,7 @@ namespace archflash::blackwell_dc {
 // products for O, stats_full says what o_ready would. So mma arrives at o_ready in the last block
 // only, and in the others where EVERY_O_READY says so.
 //
-// The V that ends a packed sequence lands at v_ragged; load itself arrives at its kv_full. load and
+// A V with rows that do not count lands at v_ragged; load itself arrives at its kv_full. load and
 // mma pass by a tile without keys. But where O is staged over Q, store arrives at q_empty once for
 // each tile: there load arrives in mma's place, and correction, before it writes the rows, waits
 // until both arrivals for the previous tile are complete.
@@ -87,8 +87,8 @@ struct Barriers {
     return at(RESPONSE + C::RESPONSES + buffer);
   }
 
-  // Called by one thread, before any warp uses the barriers. packed: the call has cu_seqlens.
-  __device__ __forceinline__ void init(bool packed) const {
+  // Called by one thread, before any warp uses the barriers. cleans: the warp `clean` has work.
+  __device__ __forceinline__ void init(bool cleans) const {
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_init(q_full(t), 1);
       ptx::mbarrier_init(q_empty(t), C::O_OVER_Q ? 2 : 1);
@@ -111,7 +111,7 @@ struct Barriers {
     }
     for (int buffer = 0; buffer < C::RESPONSES && C::SWITCHES.dynamic_walk; ++buffer) {
       ptx::mbarrier_init(response_full(buffer), 1);
-      ptx::mbarrier_init(response_empty(buffer), C::WALKING_WARPS + (packed ? C::CTAS : 0));
+      ptx::mbarrier_init(response_empty(buffer), C::WALKING_WARPS + (cleans ? C::CTAS : 0));
     }
     ptx::fence_mbarrier_init();
   }

@@ -141,7 +141,7 @@ struct Products {
     }
   }
 
-  // Waits until the rows of another sequence in the next V are zeros.
+  // Waits until the rows of the next V that do not count are zeros.
   __device__ __forceinline__ void wait_until_clean() {
     const Slot slot = Ring<C>(ring).next_v();
     wait_for_stores<C>(barriers.v_clean(slot.index), clean_parities >> slot.index & 1);
@@ -192,14 +192,17 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
   for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
     const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
-    const math::Blocks blocks = find_blocks<C>(params, work);
-    const bool ragged = is_ragged<C>(params.attention, work, blocks);
+    const math::VisibleKeys visible = math::find_visible_keys(params.attention, work);
+    const math::Blocks blocks = find_blocks<C>(params, work, visible);
+    const CountedKeys counted(params.attention, work, visible);
     const int count = count_blocks<C>(blocks);
     if (count == 0) continue;
+    const bool last_ragged = counted.lack_some(blocks.last, C::BLOCK_K);
+    const bool first_ragged = count > 1 && counted.lack_some(blocks.first, C::BLOCK_K);
     if constexpr (C::TILES == 2) {
       products.start_s(0, true, q_parity);
       products.start_s(1, true, q_parity);
-      if (ragged) products.wait_until_clean();
+      if (last_ragged) products.wait_until_clean();
 #pragma unroll 1
       for (int block = 1; block < count; ++block) {
 #pragma unroll
@@ -209,12 +212,13 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
         }
       }
       products.release_q();
+      if (first_ragged) products.wait_until_clean();
       products.add_o(0, count == 1, true);
       products.add_o(1, count == 1, true);
     } else {
       products.start_s(0, true, q_parity);
       if (count > 1) products.start_s(0, false, q_parity);
-      if (ragged) products.wait_until_clean();
+      if (last_ragged) products.wait_until_clean();
 #pragma unroll 1
       for (int block = 2; block < count; ++block) {
         products.add_o(0, block == 2, false);
@@ -222,6 +226,7 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
       }
       products.release_q();
       if (count > 1) products.add_o(0, count == 2, false);
+      if (first_ragged) products.wait_until_clean();
       products.add_o(0, count == 1, true);
     }
     q_parity ^= 1;

@@ -72,12 +72,28 @@ template <class C>
 __device__ __forceinline__ int count_blocks(const math::Blocks& blocks) {
   return blocks.last < blocks.first ? 0 : (blocks.last - blocks.first) / C::BLOCK_K + 1;
 }
-// Whether the last block reaches beyond its sequence, into rows of the next one. Without cu_seqlens
-// it reaches beyond the tensor, where TMA reads zeros.
-template <class C>
-__device__ __forceinline__ bool is_ragged(const AttentionParams& params, const math::Work& work,
-                                          const math::Blocks& blocks) {
-  return params.cu_seqlens_k_gmem != nullptr && blocks.last + C::BLOCK_K > work.nk;
+// The rows of V that count, because some row of the sequence sees them. The last block of a tile,
+// or the first one, may have others, too. Without cu_seqlens TMA reads zeros behind the last key.
+struct CountedKeys {
+  int begin, end;
+
+  __device__ __forceinline__ CountedKeys(const AttentionParams& params, const math::Work& work,
+                                         const math::VisibleKeys& visible)
+      : begin(visible.begin()), end(visible.end(work.nq)) {
+    if (params.cu_seqlens_k_gmem == nullptr && end == work.nk) end = INT32_MAX;
+  }
+  __device__ __forceinline__ bool lack_some(int block, int block_keys) const {
+    return block < begin || block > end - block_keys;
+  }
+};
+
+// Whether any tile of the call may have such a block.
+__device__ __forceinline__ bool any_ragged(const AttentionParams& params) {
+  if (params.cu_seqlens_k_gmem != nullptr || params.offset_mode == OffsetMode::PerBatch)
+    return true;
+  const math::Work work{.nq = params.nq, .nk = params.nk};
+  const math::VisibleKeys visible = math::find_visible_keys(params, work);
+  return visible.begin() > 0 || visible.end(params.nq) < params.nk;
 }
 
 }  // namespace archflash::blackwell_dc

@@ -122,10 +122,10 @@ __device__ __forceinline__ const BackwardKernelParams& call_of(const BackwardPar
 //     and for odd rounds
 //   dq_empty of each         a dQ warp             its warps       TMA has read dQ before that of the
 //     warpgroup                                                    next round comes
-//   ragged                   loader, bytes         loader          a tile that ends behind its
-//                                                                  sequence has landed before the
-//                                                                  loader clears what it has of the
-//                                                                  next one
+//   ragged                   loader, bytes         loader          a tile some of whose rows have to
+//                                                                  do with none of the other side has
+//                                                                  landed before the loader clears
+//                                                                  them
 // clang-format on
 //
 // A stage of dS needs no empty barrier. A warp that writes dS of round r has waited for ds_full of

@@ -171,11 +171,14 @@ __device__ __forceinline__ bool turns_v(const Params& params) {
   return C::TURNS_V && (!C::TAKES_TURNED_V || params.v_columns == 0);
 }
 
-// With TURNS_V: how many keys the sequence has from the first one of the block in a stage of V that
-// is not turned yet, at most as many as count for clearing; 0: no block follows.
+// With TURNS_V: which rows of the block in a stage of V that is not turned yet count; the others
+// are cleared. end = 0: no block follows.
+struct RowsToTurn {
+  int begin, end;
+};
 template <class C>
-__device__ __forceinline__ int& keys_to_turn(unsigned char* shared, int stage) {
-  return *reinterpret_cast<int*>(shared + C::RAW_MESSAGE_SMEM + 8 * stage);
+__device__ __forceinline__ RowsToTurn& rows_to_turn(unsigned char* shared, int stage) {
+  return *reinterpret_cast<RowsToTurn*>(shared + C::RAW_MESSAGE_SMEM + 8 * stage);
 }
 
 template <class C>
@@ -307,6 +310,15 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     // behind its last key, which is filled up with zeros.
     const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
     const int v_columns_end = (tile.nk + V_COLUMN_KEYS - 1) / V_COLUMN_KEYS * V_COLUMN_KEYS;
+    // The keys that count: rows of V outside are cleared. With PREPARES_TILES nothing else needs nk
+    // from here on, and the message about the tile has this end.
+    if constexpr (C::PREPARES_TILES) tile.nk = visible.end(tile.nq);
+    const int seen_begin = visible.begin();
+    const int seen_end = C::PREPARES_TILES ? tile.nk : visible.end(tile.nq);
+    // Without cu_seqlens and without a cache TMA reads zeros behind the last key.
+    const auto reads_beyond = [&] {
+      return C::CACHE || attention.cu_seqlens_k_gmem != nullptr || seen_end < attention.nk;
+    };
 
     const auto find_place = [&](int block) -> CachePlace {
       if constexpr (!C::CACHE) {
@@ -337,10 +349,9 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     };
     // `place` is that of the block in a cache.
     const auto load_v = [&](int block, const CachePlace& place) {
-      // Without cu_seqlens and without a cache a block reaches beyond the tensor, where TMA reads
-      // zeros.
-      const bool ragged = !C::FP8 && (C::CACHE || attention.cu_seqlens_k_gmem != nullptr) &&
-                          block + C::BLOCK_K > tile.nk;
+      // 8-bit V that was turned before has zeros there.
+      const bool ragged =
+          !C::FP8 && (block < seen_begin || (block + C::BLOCK_K > seen_end && reads_beyond()));
       const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
       // The products of every consumer warp have read the V that the stage held.
       ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
@@ -374,7 +385,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       if (ragged) {
         ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
         ragged_parity ^= 1;
-        clear_rows<typename C::VTile>(shared + offset, tile.nk - block);
+        clear_rows<typename C::VTile>(shared + offset, seen_begin - block, seen_end - block);
         if (leader) ptx::mbarrier_arrive(barriers.v_full(v_ring.stage));
       }
       v_ring.advance();
@@ -386,9 +397,8 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       // The block that the stage held has been turned.
       ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
       if (leader) {
-        // Without cu_seqlens TMA reads zeros behind the last key.
-        const bool packed = attention.cu_seqlens_k_gmem != nullptr;
-        keys_to_turn<C>(shared, raw_ring.stage) = packed ? tile.nk - block : C::BLOCK_K;
+        rows_to_turn<C>(shared, raw_ring.stage) = {seen_begin - block,
+                                                   reads_beyond() ? seen_end - block : C::BLOCK_K};
         math::start_load<RawVTile, C::PACK>(
             shared_smem + C::RAW_SMEM + raw_ring.stage * RawVTile::BYTES, params.v_map,
             keys_start + block, attention.v_head == 0 ? 0 : kv_head,
@@ -463,7 +473,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     if (turns_v<C>(params)) {
       ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
       if (leader) {
-        keys_to_turn<C>(shared, raw_ring.stage) = 0;
+        rows_to_turn<C>(shared, raw_ring.stage) = {0, 0};
         ptx::mbarrier_arrive(barriers.raw_full(raw_ring.stage));
       }
     }
@@ -504,13 +514,15 @@ __device__ __forceinline__ void produce_v(const CacheParams& params, unsigned ch
     const int kv_head = tile.batch_head % attention.heads_q / attention.heads_per_kv;
     const SequenceOfCache sequence{
         params.cache, params.box_rows, batch, {tile.first_of_cache, tile.nk}};
-    const math::Blocks blocks =
-        find_blocks<C>(params.call, tile, find_visible_keys<C>(params, tile));
+    const math::ChunkedKeys visible = find_visible_keys<C>(params, tile);
+    const math::Blocks blocks = find_blocks<C>(params.call, tile, visible);
+    const int seen_begin = visible.begin(), seen_end = visible.end(tile.nq);
     CachePlace place{};
     if (blocks.first <= blocks.last) place = sequence.find(blocks.last);
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
-      const bool ragged = block + C::BLOCK_K > tile.nk;
+      const int begin = seen_begin - block, end = seen_end - block;  // rows that count
+      const bool ragged = begin > 0 || end < C::BLOCK_K;
       const int offset = C::V_SMEM + v_ring.stage * VTile::BYTES;
       const uint32_t full = barriers.v_full(v_ring.stage);
       // The products of every consumer warp have read the V that the stage held.
@@ -522,7 +534,7 @@ __device__ __forceinline__ void produce_v(const CacheParams& params, unsigned ch
       if (ragged) {
         ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
         ragged_parity ^= 1;
-        clear_grouped_rows<VTile>(shared + offset, tile.nk - block);
+        clear_grouped_rows<VTile>(shared + offset, begin, end);
         if (leader) ptx::mbarrier_arrive(full);
       }
       v_ring.advance();
@@ -578,13 +590,14 @@ __device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_sm
   RingPosition<C::STAGES> v_ring;
   while (true) {
     ptx::mbarrier_wait_parity(barriers.raw_full(raw_ring.stage), raw_ring.parity);  // it has landed
-    const int keys = uniform(keys_to_turn<C>(shared, raw_ring.stage));
-    if (keys == 0) break;
-    if (keys < C::BLOCK_K) {
-      // Behind its end may be rows of the next sequence. With NaN there, 0 * NaN would be NaN.
+    const RowsToTurn message = rows_to_turn<C>(shared, raw_ring.stage);
+    const int begin = uniform(message.begin), end = uniform(message.end);
+    if (end == 0) break;
+    if (begin > 0 || end < C::BLOCK_K) {
+      // The others may be of the next sequence. With NaN there, 0 * NaN would be NaN.
       if (part == 0) {
         clear_rows<typename C::RawVTile>(shared + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
-                                         keys);
+                                         begin, end);
       }
       // The rows are cleared before any warp turns them.
       ptx::bar_sync(1 + C::WARPGROUPS, 32 * C::TURNING_WARPS);

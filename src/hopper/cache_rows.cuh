@@ -66,13 +66,13 @@ __device__ __forceinline__ void start_cache_load(bool leader, uint32_t tile_smem
 
 // math::clear_rows() of a GroupedTile.
 template <class Tile>
-__device__ __forceinline__ void clear_grouped_rows(unsigned char* tile, int first_row) {
+__device__ __forceinline__ void clear_grouped_rows(unsigned char* tile, int begin, int end) {
   constexpr int CHUNKS = Tile::COLUMNS / 8;
-  const int chunks = (Tile::ROWS - first_row) * CHUNKS;
 #pragma unroll 1
-  for (int chunk = static_cast<int>(threadIdx.x) % 32; chunk < chunks; chunk += 32) {
-    const int offset = Tile::offset(first_row + chunk / CHUNKS, chunk % CHUNKS);
-    *reinterpret_cast<uint4*>(tile + offset) = uint4{};
+  for (int chunk = static_cast<int>(threadIdx.x) % 32; chunk < Tile::ROWS * CHUNKS; chunk += 32) {
+    const int row = chunk / CHUNKS;
+    if (row < begin || row >= end)
+      *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk % CHUNKS)) = uint4{};
   }
   ptx::fence_proxy_async_shared();  // the stores come before the tensor cores read
   __syncwarp();                     // all lanes' stores come before the arrival of one

@@ -144,7 +144,7 @@ struct Config {
 
   // Shared memory, in bytes: ring of Q | ring of K | ring of V | ring of V that is not turned yet |
   // barriers | messages about tiles, the last one for a producer of V | with PREPARES_TILES about
-  // the blocks of the tile in each stage of Q | how many keys of each block to turn.
+  // the blocks of the tile in each stage of Q | which rows of each block to turn count.
   // With 16-bit inputs the output rows of a tile pass through the part of its Q, unless Q is
   // released early.
   static constexpr int Q_SMEM = 0;
@@ -273,6 +273,9 @@ static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
 // registers.
 template <class Base>
 struct SeekingConfig : Base {
+  // Between the barriers and the messages: which keys of the tile count.
+  static constexpr int COUNTED_SMEM = Base::BARRIER_SMEM + 8 * Base::BARRIERS;
+  static_assert(COUNTED_SMEM + 8 <= Base::MESSAGE_SMEM, "an odd number of barriers leaves room");
   // Its kernels lay out other things behind BLOCKS_SMEM, where PREPARES_TILES has its messages.
   static constexpr bool PREPARES_TILES = false, HALVES = false;
   static constexpr int PRODUCER_REGISTERS = 64;

@@ -111,6 +111,20 @@ __device__ __forceinline__ math::Blocks blocks_in_ranges(const DenseParams& para
   return {math::block_start<C::BLOCK_K>(first), math::block_start<C::BLOCK_K>(last)};
 }
 
+// The keys between the first and the last one in a range of any row of a slice, whose first row
+// block has number `first_block`. Called by whole warps, with the same result in all lanes.
+__device__ __forceinline__ math::KeyRange keys_in_ranges(const DenseParams& params,
+                                                         int first_block) {
+  SeenKeys all{INT32_MAX, -1};
+#pragma unroll 1
+  for (int block = static_cast<int>(threadIdx.x) % 32; block < params.row_blocks; block += 32) {
+    const SeenKeys keys = params.seen_keys_gmem[first_block + block];
+    all = {min(all.first, keys.first), max(all.last, keys.last)};
+  }
+  return {__reduce_min_sync(math::FULL_WARP, all.first),
+          __reduce_max_sync(math::FULL_WARP, all.last) + 1};
+}
+
 // The blocks of keys that a tile sees, from the last one to the first. For a whole warp.
 template <class C>
 struct StatedBlocks {
@@ -206,6 +220,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
   RingPosition<C::STAGES> k_ring, v_ring;
   RingPosition<C::MASK_STAGES> mask_ring;
   RingPosition<C::Q_STAGES> q_ring;
+  uint32_t ragged_parity = 0;
 
   // All that the kernel before this one has written can be read: the summary, and the counter of
   // tiles.
@@ -232,6 +247,15 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       const math::Blocks ranged = blocks_in_ranges<C>(all_params, slice * all_params.row_blocks,
                                                       tile.first_row, tile.end_row);
       blocks = {max(blocks.first, ranged.first), min(blocks.last, ranged.last)};
+    }
+    {
+      math::KeyRange counted{visible.begin(), visible.end(tile.nq)};
+      if (masks.ranges_gmem != nullptr) {
+        const math::KeyRange ranged = keys_in_ranges(all_params, slice * all_params.row_blocks);
+        counted = {max(counted.begin, ranged.begin), min(counted.end, ranged.end)};
+      }
+      if (counted.end == tile.nk) counted.end = INT32_MAX;  // behind it TMA reads zeros
+      set_counted_keys<C>(shared, counted);
     }
 
     using Block = typename StatedBlocks<C>::Block;
@@ -262,13 +286,22 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
       k_ring.advance();
     };
     const auto load_v = [&](int block) {
+      const math::KeyRange& counted = counted_keys<C>(shared);
+      const bool ragged = block < counted.begin || block > counted.end - C::BLOCK_K;
+      const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
       // The products of every consumer warp have read the V that the stage held.
       ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
       if (leader) {
         math::start_load<typename C::VTile>(
-            shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, params.v_map, block,
-            attention.v_head == 0 ? 0 : kv_head, attention.v_batch == 0 ? 0 : batch,
-            barriers.v_full(v_ring.stage));
+            shared_smem + offset, params.v_map, block, attention.v_head == 0 ? 0 : kv_head,
+            attention.v_batch == 0 ? 0 : batch,
+            ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
+      }
+      if (ragged) {
+        ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
+        ragged_parity ^= 1;
+        clear_rows<typename C::VTile>(shared + offset, counted.begin - block, counted.end - block);
+        if (leader) ptx::mbarrier_arrive(barriers.v_full(v_ring.stage));
       }
       v_ring.advance();
     };

@@ -22,9 +22,9 @@ template <class Base>
 struct MaskedConfig : SeekingConfig<Base> {
   // The registers do not suffice for words of 16-bit elements beside the scores.
   static constexpr bool LOADS_ADDED_LATE = true;
-  // The walk of D = 64 spills with 64 registers; larger tiles have none to give.
+  // The walk spills with 64 registers, but D = 256 has none to give.
   static constexpr int PRODUCER_REGISTERS =
-      Base::HEAD_DIM == 64 ? 72 : SeekingConfig<Base>::PRODUCER_REGISTERS;
+      Base::HEAD_DIM <= 128 ? 72 : SeekingConfig<Base>::PRODUCER_REGISTERS;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
   // Q goes back when the scores of a tile's last block are there, so that the next one comes during

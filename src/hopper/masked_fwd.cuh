@@ -205,6 +205,17 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
     const int head = tile.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
     const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
+    const math::TileMasks tile_masks(all_params.masks, attention, tile, params.packed_heads);
+    {
+      math::KeyRange counted{visible.begin(), visible.end(tile.nq)};
+      if (all_params.masks.ranges_gmem != nullptr) {
+        const math::KeyRange ranged = tile_masks.template all_ranges<C::BLOCK_Q>();
+        counted = {max(counted.begin, ranged.begin), min(counted.end, ranged.end)};
+      }
+      // Without cu_seqlens TMA reads zeros behind the last key.
+      if (attention.cu_seqlens_k_gmem == nullptr && counted.end == tile.nk) counted.end = INT32_MAX;
+      set_counted_keys<C>(shared, counted);
+    }
 
     using Block = typename SeenBlocks<C>::Block;
     const auto load_k = [&](const Block& block, const Block& next) {
@@ -221,8 +232,8 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
       k_ring.advance();
     };
     const auto load_v = [&](int block) {
-      // Without cu_seqlens a block reaches beyond the tensor, where TMA reads zeros.
-      const bool ragged = attention.cu_seqlens_k_gmem != nullptr && block + C::BLOCK_K > tile.nk;
+      const math::KeyRange& counted = counted_keys<C>(shared);
+      const bool ragged = block < counted.begin || block > counted.end - C::BLOCK_K;
       const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
       // The products of every consumer warp have read the V that the stage held.
       ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
@@ -235,15 +246,14 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
       if (ragged) {
         ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
         ragged_parity ^= 1;
-        clear_rows<typename C::VTile>(shared + offset, tile.nk - block);
+        clear_rows<typename C::VTile>(shared + offset, counted.begin - block, counted.end - block);
         if (leader) ptx::mbarrier_arrive(barriers.v_full(v_ring.stage));
       }
       v_ring.advance();
     };
 
-    SeenBlocks<C> seen{all_params.masks,
-                       math::TileMasks(all_params.masks, attention, tile, params.packed_heads),
-                       visible, rows_of_tile<C>(params), blocks.first};
+    SeenBlocks<C> seen{all_params.masks, tile_masks, visible, rows_of_tile<C>(params),
+                       blocks.first};
     auto block = seen.up_to(blocks.last);
     auto next = seen.up_to(block.key - C::BLOCK_K);
     tile.any_block = block.key >= 0;

@@ -78,8 +78,8 @@ enum MlaPart { MLA_KEYS = 0, MLA_LEFT = 1, MLA_RIGHT = 2 };
 //                                                                   next P when it has scores of rows that came after
 //                                                                   the other one has handed back the half of V that
 //                                                                   it multiplied with the last P
-//   ragged of each part      its producer, bytes      its producer  a part has landed before its rows behind the
-//                                                                   sequence are cleared
+//   ragged of each part      its producer, bytes      its producer  a part has landed before its rows that no query
+//                                                                   sees are cleared
 //   named barrier 2          warpgroup 0: arrives     warpgroup 1   the products of S do not run side by side, which
 //                                                                   would end both late. It closes no hazard
 // clang-format on
@@ -160,10 +160,12 @@ __device__ __forceinline__ void produce_latent_part(const MlaParams& params, con
   const int kv_head = uniform(tile.work.batch_head % attention.heads_q / attention.heads_per_kv);
   const int boxes = C::BLOCK_K / params.box_rows;  // one below another
   const int box_of_lane = static_cast<int>(threadIdx.x) % 32 % boxes;
-  const int nk = uniform(tile.work.nk);
+  const int seen_begin = uniform(tile.visible.begin()),
+            seen_end = uniform(tile.visible.end(tile.work.nq));
   const int first = uniform(tile.blocks.first);
   int key = uniform(tile.blocks.last);
   if (key < first) return;
+  uint32_t ragged_parity = 0;
   CachePlace place =
       find_place(params, tile, sequence, key + box_of_lane * params.box_rows);  // this lane's box
 #pragma unroll 1
@@ -171,8 +173,8 @@ __device__ __forceinline__ void produce_latent_part(const MlaParams& params, con
     const int stage = number % C::STAGES;
     const uint32_t parity = number / C::STAGES % 2;
     const int offset = C::ROWS_SMEM + stage * RowTile::BYTES + SLAB * RowTile::SLAB_BYTES;
-    // Rows behind the sequence may hold NaN, which 0 does not silence in P V.
-    const bool ragged = key + C::BLOCK_K > nk;
+    // Rows that no query sees may hold NaN, which 0 does not silence in P V.
+    const bool ragged = key < seen_begin || key + C::BLOCK_K > seen_end;
     const uint32_t barrier = ragged ? barriers.ragged(PART) : barriers.full(stage, PART);
     const int block_of_lane = min(max(place.block, 0), cache.blocks - 1);
     // Every product of the part that the stage held is done.
@@ -196,9 +198,10 @@ __device__ __forceinline__ void produce_latent_part(const MlaParams& params, con
     if (key - C::BLOCK_K >= first) {  // looked up ahead: it is not needed before the next waits end
       place = find_place(params, tile, sequence, key - C::BLOCK_K + box_of_lane * params.box_rows);
     }
-    if (ragged) {  // the first block only
-      ptx::mbarrier_wait_parity(barrier, 0);
-      clear_rows<RowTile, SLABS>(shared + offset, nk - key);
+    if (ragged) {
+      ptx::mbarrier_wait_parity(barrier, ragged_parity);
+      ragged_parity ^= 1;
+      clear_rows<RowTile, SLABS>(shared + offset, seen_begin - key, seen_end - key);
       if (leader) ptx::mbarrier_arrive(barriers.full(stage, PART));
     }
   }

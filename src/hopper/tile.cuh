@@ -7,6 +7,7 @@
 
 #include "common/math/attention_work.cuh"
 #include "common/math/fp8_softmax.cuh"
+#include "common/math/masks.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/ring.cuh"
 #include "common/math/uniform.cuh"
@@ -43,10 +44,9 @@ using math::uniform;
 //     of each stage
 //   k_empty, v_empty        each consumer warp  producer   every warp's products have read the block
 //     of each stage                                        before TMA overwrites it
-//   v_ragged                producer, bytes     producer   a block that ends behind its sequence has
-//                                                          landed before the producer clears what it
-//                                                          has of the next one; then it arrives at
-//                                                          v_full
+//   v_ragged                producer, bytes     producer   a block of which some rows do not count
+//                                                          has landed before the producer clears
+//                                                          them; then it arrives at v_full
 //   v_tile_full             producer            V's        the message for V's producer is there
 //                                               producer   before it is read,
 //   v_tile_empty            V's producer        producer   and was read before the next one comes
@@ -157,6 +157,20 @@ template <class C>
 __device__ __forceinline__ BlockMessage& block_message(unsigned char* shared, int stage) {
   return *reinterpret_cast<BlockMessage*>(shared + C::BLOCK_MESSAGE_SMEM +
                                           stage * BLOCK_MESSAGE_BYTES);
+}
+
+// With masks as data: which keys of the tile count. The producer clears the other rows of V, and
+// keeps this in shared memory, because it has few registers.
+template <class C>
+__device__ __forceinline__ math::KeyRange& counted_keys(unsigned char* shared) {
+  return *reinterpret_cast<math::KeyRange*>(shared + C::COUNTED_SMEM);
+}
+template <class C>
+__device__ __forceinline__ void set_counted_keys(unsigned char* shared,
+                                                 const math::KeyRange& counted) {
+  __syncwarp();  // every lane has read the last ones
+  if (threadIdx.x % 32 == 0) counted_keys<C>(shared) = counted;
+  __syncwarp();  // the new ones are there before every lane reads them
 }
 
 // Tells the consumers that no tile follows. Called by the producer's warp, one lane of which is the

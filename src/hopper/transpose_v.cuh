@@ -1,7 +1,7 @@
 // Turns 8-bit V, for kernels that do not turn it themselves, so that the keys of a column lie side
 // by side, as wgmma takes 8-bit tiles only: one CTA for V_COLUMN_KEYS keys of each head. It also
-//   - gives each sequence columns of its own, filled up with zeros: keys behind its end then never
-//     matter, whatever memory holds there;
+//   - gives each sequence columns of its own, filled up with zeros: keys behind its end, and those
+//     that none of its rows sees, then never matter, whatever memory holds there;
 //   - writes zeros for a block whose descale is 0;
 //   - orders 16 keys as pack() orders P, and 16 columns as math::store_fp8_out takes outputs.
 #pragma once
@@ -60,7 +60,13 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
              : attention.nk;
   const int first_key =
       block * V_COLUMN_KEYS - find_v_columns_start(attention, sequence);  // of the sequence
-  const math::Work work{.batch_head = sequence * attention.heads_q + head * attention.heads_per_kv};
+  const math::Work work{
+      .batch_head = sequence * attention.heads_q + head * attention.heads_per_kv,
+      .nq = packed ? math::sequence_start(attention.cu_seqlens_q_gmem, sequence + 1, attention.nq) -
+                         math::sequence_start(attention.cu_seqlens_q_gmem, sequence, attention.nq)
+                   : attention.nq,
+      .nk = length};
+  const math::VisibleKeys visible = math::find_visible_keys(attention, work);
   const math::KeyDescales descales = math::find_key_descales(params.descales, attention, work);
 
   const int chunks = attention.dv / CHUNK;  // of a row
@@ -70,7 +76,7 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
   for (int i = threadIdx.x; i < V_COLUMN_KEYS * chunks; i += TRANSPOSE_THREADS) {
     const int key = i / chunks, chunk = i % chunks;
     uint4 data{};
-    if (first_key + key < length &&
+    if (first_key + key >= visible.begin() && first_key + key < visible.end(work.nq) &&
         (descales.v_gmem == nullptr || descales.v(first_key + key) != 0.0f)) {
       data = *reinterpret_cast<const uint4*>(v_gmem + (start + first_key + key) * attention.v_row +
                                              chunk * CHUNK);

@@ -189,11 +189,11 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   if (begin <= last) {
     const auto own =
         rows_of(OWNS_KEYS, cta.head, static_cast<int64_t>(cta.own_start) + cta.first_row);
-    const int valid = cta.own_rows - cta.first_row;
+    const int begin_own = cta.own_begin() - cta.first_row, end_own = cta.own_end() - cta.first_row;
     start_load<C, C::ROWS, C::PITCH>(shared + C::OWN_FIRST_SMEM, own.first_gmem, own.first_row,
-                                     valid, attention.d);
+                                     begin_own, end_own, attention.d);
     start_load<C, C::ROWS, C::PITCH>(shared + C::OWN_SECOND_SMEM, own.second_gmem, own.second_row,
-                                     valid, attention.dv);
+                                     begin_own, end_own, attention.dv);
   }
 
   const int thread = threadIdx.x;
@@ -209,11 +209,12 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
     const int head = math::passing_head<C::OWNS>(attention, cta, block);
     const int64_t passing_row = static_cast<int64_t>(cta.passing_start) + block.row;
     const auto rows = rows_of(!OWNS_KEYS, head, passing_row);
-    const int valid = cta.passing_rows - block.row;
+    const int begin_seen = cta.passing_begin() - block.row;
+    const int end_seen = cta.passing_end() - block.row;
     start_load<C, C::BLOCK, C::PITCH>(shared + C::FIRST_SMEM, rows.first_gmem, rows.first_row,
-                                      valid, attention.d);
+                                      begin_seen, end_seen, attention.d);
     start_load<C, C::BLOCK, C::PITCH>(shared + C::SECOND_SMEM, rows.second_gmem, rows.second_row,
-                                      valid, attention.dv);
+                                      begin_seen, end_seen, attention.dv);
     ptx::copies_wait_all();
     __syncthreads();  // the copies of all threads have arrived
     const math::RowTerms* terms_gmem =

@@ -188,15 +188,17 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 
   const auto start_k = [&](int key) {
     start_load<C, C::BLOCK_K, C::QK_PITCH>(k_smem, k_gmem + key * params.k_row, params.k_row,
-                                           work.nk - key, params.d);
+                                           visible.begin() - key, visible.end(work.nq) - key,
+                                           params.d);
   };
   const auto start_v = [&](int key) {
     start_load<C, C::BLOCK_K, C::V_PITCH>(v_smem, v_gmem + key * params.v_row, params.v_row,
-                                          work.nk - key, params.dv);
+                                          visible.begin() - key, visible.end(work.nq) - key,
+                                          params.dv);
   };
   if (blocks_begin <= blocks_last) {
-    start_load<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, q_gmem, params.q_row, work.nq - work.first_row,
-                                           params.d);
+    start_load<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, q_gmem, params.q_row, 0,
+                                           work.nq - work.first_row, params.d);
     start_k(blocks_last);
   }
 

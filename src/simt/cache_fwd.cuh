@@ -51,10 +51,9 @@ struct KeysOfCache {
   int sequence;
   math::CacheRows rows;
 
-  // Null for a key that the sequence does not have. A block outside the cache is clamped into it.
+  // A block outside the cache is clamped into it.
   __device__ __forceinline__ const float* find(const float* head_gmem, int key,
                                                int64_t block_stride, int64_t row_stride) const {
-    if (key >= rows.count) return nullptr;
     const int row = key + rows.first;
     const int block = min(max(math::find_cache_block(cache, sequence, row), 0), cache.blocks - 1);
     return head_gmem + block * block_stride + row % cache.block_rows * row_stride;
@@ -169,6 +168,13 @@ __device__ __forceinline__ void cache_fwd(const CacheParams& params) {
   work.nk = keys.rows.count;
   const math::ChunkedKeys visible{math::find_visible_keys(attention, work), params.attention_chunk,
                                   work.nk - work.nq};
+  // Rows of K and V that no row of the sequence sees become zeros.
+  const int begin = visible.begin(), end = visible.end(work.nq);
+  const auto find_key = [&](const float* head_gmem, int key, int64_t block_stride,
+                            int64_t row_stride) -> const float* {
+    if (key < begin || key >= end) return nullptr;
+    return keys.find(head_gmem, key, block_stride, row_stride);
+  };
   const float* q_gmem = static_cast<const float*>(attention.q_gmem);
   const float* k_gmem = static_cast<const float*>(attention.k_gmem) + kv_head * attention.k_head;
   const float* v_gmem = static_cast<const float*>(attention.v_gmem) + kv_head * attention.v_head;
@@ -187,12 +193,12 @@ __device__ __forceinline__ void cache_fwd(const CacheParams& params) {
       blockIdx.x % partials.splits);
   const auto start_k = [&](int first) {
     start_rows<C, C::BLOCK_K, C::QK_PITCH>(k_smem, attention.d, q_gmem, [&](int row) {
-      return keys.find(k_gmem, first + row, attention.k_batch, attention.k_row);
+      return find_key(k_gmem, first + row, attention.k_batch, attention.k_row);
     });
   };
   const auto start_v = [&](int first) {
     start_rows<C, C::BLOCK_K, C::V_PITCH>(v_smem, attention.dv, q_gmem, [&](int row) {
-      return keys.find(v_gmem, first + row, attention.v_batch, attention.v_row);
+      return find_key(v_gmem, first + row, attention.v_batch, attention.v_row);
     });
   };
   if (share.first <= share.last) {

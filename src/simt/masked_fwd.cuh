@@ -91,13 +91,32 @@ __device__ __forceinline__ void drop_weights(float (&p_rmem)[C::THREAD_ROWS][C::
   }
 }
 
+// Whether some key of a block is seen by no row of the warp, from scores that have been masked:
+// then its V must not be multiplied, because 0 * NaN would be NaN. Called by whole warps.
+template <class C>
+__device__ __forceinline__ bool any_key_unseen(
+    const float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS]) {
+  uint32_t seen = 0;  // a bit for each key of the lane
+#pragma unroll
+  for (int j = 0; j < C::THREAD_KEYS; ++j) {
+#pragma unroll
+    for (int i = 0; i < C::THREAD_ROWS; ++i) {
+      if (s_rmem[i][j] != MINUS_INFINITY) seen |= 1u << j;
+    }
+  }
+  seen |= __shfl_xor_sync(FULL_WARP, seen, 1);  // the other lanes with these keys: see Lane
+  if constexpr (C::LANE_ROWS == 4) seen |= __shfl_xor_sync(FULL_WARP, seen, 16);
+  return __any_sync(FULL_WARP, seen != (1u << C::THREAD_KEYS) - 1);
+}
+
 // O = correction * O + P V for a block of keys. P goes through the warp's part of shared memory, in
 // parts of P_KEYS keys.
 template <class C>
 __device__ __forceinline__ void add_values(float (&o_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
                                            const float (&p_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
                                            const float (&correction)[C::THREAD_ROWS], float* shared,
-                                           const float* v_smem /* (BLOCK_K, V_PITCH) */) {
+                                           const float* v_smem /* (BLOCK_K, V_PITCH) */,
+                                           bool selects = false) {
   const Lane<C> lane;
   // This lane's first row in the warp's P, which is (WARP_ROWS, P_PITCH).
   float* p_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
@@ -115,7 +134,12 @@ __device__ __forceinline__ void add_values(float (&o_rmem)[C::THREAD_ROWS][4 * C
       }
     }
     __syncwarp();  // the warp's part of P is complete before any lane reads it
-    multiply_pv<C>(pv_rmem, p_smem, v_smem + part * C::P_KEYS * C::V_PITCH + 4 * lane.col);
+    const float* of_part = v_smem + part * C::P_KEYS * C::V_PITCH + 4 * lane.col;
+    if (selects) {
+      multiply_pv<C, true>(pv_rmem, p_smem, of_part);
+    } else {
+      multiply_pv<C>(pv_rmem, p_smem, of_part);
+    }
   }
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
@@ -166,15 +190,17 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
   };
   const auto start_k = [&](int key) {
     start_load<C, C::BLOCK_K, C::QK_PITCH>(k_smem, k_gmem + key * attention.k_row, attention.k_row,
-                                           work.nk - key, attention.d);
+                                           visible.begin() - key, visible.end(work.nq) - key,
+                                           attention.d);
   };
   const auto start_v = [&](int key) {
     start_load<C, C::BLOCK_K, C::V_PITCH>(v_smem, v_gmem + key * attention.v_row, attention.v_row,
-                                          work.nk - key, attention.dv);
+                                          visible.begin() - key, visible.end(work.nq) - key,
+                                          attention.dv);
   };
   int block = block_before(visible.last(cta_last) + 1);
   if (block >= 0) {
-    start_load<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, q_gmem, attention.q_row,
+    start_load<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, q_gmem, attention.q_row, 0,
                                            work.nq - work.first_row, attention.d);
     start_k(block);
   }
@@ -188,6 +214,7 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
                           !visible.hides(warp_first, warp_last, block, block + C::BLOCK_K - 1);
     float s_rmem[C::THREAD_ROWS][C::THREAD_KEYS];
     float correction[C::THREAD_ROWS];
+    bool selects = false;
 
     // Each thread waits for its own copies of K (and of Q in the first round). The barrier then
     // makes the copies of all threads visible, and no warp still reads the previous V, which
@@ -201,6 +228,7 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
                      k_smem + lane.col * C::QK_PITCH, attention.d);
       transform_scores<C>(s_rmem, params);
       apply_masks<C>(s_rmem, masks, visible, q_offset, block);
+      selects = any_key_unseen<C>(s_rmem);
       online_softmax<C>(s_rmem, state, correction, attention.exp2_scale);
       if (all_params.dropout.state_gmem != nullptr)
         drop_weights<C>(s_rmem, all_params.dropout, work, block);
@@ -211,7 +239,7 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
     ptx::copies_wait_all();
     __syncthreads();
     if (next >= 0) start_k(next);
-    if (computes) add_values<C>(o_rmem, s_rmem, correction, shared, v_smem);
+    if (computes) add_values<C>(o_rmem, s_rmem, correction, shared, v_smem, selects);
     block = next;
   }
   // The weights that are left of a row whose others were dropped weigh more.

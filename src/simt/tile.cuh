@@ -68,14 +68,15 @@ struct Lane {
   }
 };
 
-// Starts the copy of rows [0, ROWS) of `rows_gmem` to shared memory as fp32. Rows from `valid_rows`
-// on and columns from `columns` on become zeros, so that memory beyond the end of a sequence never
-// matters. fp32 is copied asynchronously: readers need copies_wait_all() and a barrier. 16-bit
-// inputs are loaded, converted and stored before this returns: readers need a barrier.
+// Starts the copy of rows [0, ROWS) of `rows_gmem` to shared memory as fp32. Rows before `begin`
+// and from `end` on and columns from `columns` on become zeros, so that memory beyond the end of a
+// sequence never matters. fp32 is copied asynchronously: readers need copies_wait_all() and a
+// barrier. 16-bit inputs are loaded, converted and stored before this returns: readers need a
+// barrier.
 template <class C, int ROWS, int PITCH>
 __device__ __forceinline__ void start_load(float* tile_smem /* (ROWS, PITCH) */,
                                            const typename ElementOf<C::DTYPE>::Type* rows_gmem,
-                                           int64_t row_stride, int valid_rows, int columns) {
+                                           int64_t row_stride, int begin, int end, int columns) {
   using Element = typename ElementOf<C::DTYPE>::Type;
   constexpr int CHUNK = 16 / sizeof(Element);
   constexpr int CHUNKS_PER_ROW = C::HEAD_DIM / CHUNK;
@@ -88,14 +89,15 @@ __device__ __forceinline__ void start_load(float* tile_smem /* (ROWS, PITCH) */,
   const int thread = ptx::mov_tid_x_volatile();
   const int row = thread / CHUNKS_PER_ROW;
   const int column = thread % CHUNKS_PER_ROW * CHUNK;
-  const int rows_left = column < columns ? valid_rows - row : 0;  // rows to copy from `row` on
+  // Rows to copy: from the one to the other, counted from `row` on.
+  const int first = begin - row, behind = column < columns ? end - row : 0;
   const Element* source = rows_gmem + row * row_stride + column;
   float* target = tile_smem + row * PITCH + column;
 
   if constexpr (C::DTYPE == DType::F32) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      const bool valid = step * ROWS_PER_STEP < rows_left;
+      const bool valid = step * ROWS_PER_STEP >= first && step * ROWS_PER_STEP < behind;
       ptx::copy_16_bytes_async(target + step * ROWS_PER_STEP * PITCH, valid ? source : rows_gmem,
                                valid);
       source += ROWS_PER_STEP * row_stride;
@@ -104,7 +106,7 @@ __device__ __forceinline__ void start_load(float* tile_smem /* (ROWS, PITCH) */,
     uint4 raw_rmem[STEPS];
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      const bool valid = step * ROWS_PER_STEP < rows_left;
+      const bool valid = step * ROWS_PER_STEP >= first && step * ROWS_PER_STEP < behind;
       raw_rmem[step] =
           valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
       source += ROWS_PER_STEP * row_stride;
@@ -197,8 +199,8 @@ __device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::T
 
 // PV += P V over P_KEYS keys. pv_rmem[i][4 * n + c] belongs to row i * LANE_ROWS + lane.row of the
 // warp and to column 4 * (n * LANE_COLS + lane.col) + c. With SHORT_SUMS the even and the odd keys
-// have separate sums, which are added at the end.
-template <class C>
+// have separate sums, which are added at the end. SELECTS: a P of 0 adds nothing, whatever V is.
+template <class C, bool SELECTS = false>
 __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
                                             const float* p_smem /* this lane's first row */,
                                             const float* v_smem /* this lane's first column */) {
@@ -225,7 +227,8 @@ __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 *
             // Columns are innermost, so that consecutive FFMAs reuse the operand p[i][e].
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-              sum_rmem[i][4 * n + c] = fmaf(p[i][e], v[c], sum_rmem[i][4 * n + c]);
+              float& sum = sum_rmem[i][4 * n + c];
+              if (!SELECTS || p[i][e] != 0.0f) sum = fmaf(p[i][e], v[c], sum);
             }
           }
         }

@@ -238,20 +238,20 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
     const int head = math::passing_head<Owns::Keys>(attention, cta, block);
     const auto rows = math::query_rows<float>(params, cta.batch, head,
                                               static_cast<int64_t>(cta.passing_start) + block.row);
-    const int valid = cta.passing_rows - block.row;
+    const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
     start_load<C, C::BLOCK, C::QK_PITCH>(shared + C::FIRST_SMEM, rows.first_gmem, rows.first_row,
-                                         valid, attention.d);
+                                         begin, end, attention.d);
     start_load<C, C::BLOCK, C::QK_PITCH>(shared + C::SECOND_SMEM, rows.second_gmem, rows.second_row,
-                                         valid, attention.dv);
+                                         begin, end, attention.dv);
   };
   if (blocks_left > 0) {
     const auto own = math::key_rows<float>(params, cta.batch, cta.head,
                                            static_cast<int64_t>(cta.own_start) + cta.first_row);
-    const int valid = cta.own_rows - cta.first_row;
+    const int begin = cta.own_begin() - cta.first_row, end = cta.own_end() - cta.first_row;
     start_load<C, C::ROWS, C::QK_PITCH>(shared + C::OWN_FIRST_SMEM, own.first_gmem, own.first_row,
-                                        valid, attention.d);
+                                        begin, end, attention.d);
     start_load<C, C::ROWS, C::QK_PITCH>(shared + C::OWN_SECOND_SMEM, own.second_gmem,
-                                        own.second_row, valid, attention.dv);
+                                        own.second_row, begin, end, attention.dv);
     start_passing();
   }
 

@@ -16,6 +16,7 @@ import archflash
 from archflash import _archflash as native
 
 from ..replanned import replanned
+from .checks import same_bits
 from .executors import executor
 
 on = executor()
@@ -253,3 +254,23 @@ def test_which_calls_read_a_summary() -> None:
     assert tile_of(empty(2, 1, 1, 96)) == "d128_masked"
     assert tile_of(empty(1024, 97)[:, :96]) == "d128_masked"
     assert tile_of(empty(1024, 192)[:, ::2]) == "d128_masked"
+
+
+@every_tile
+def test_values_outside_all_ranges_do_not_matter(tile: str) -> None:
+    d, dv = DIMS[tile]
+    nq, nk = 260, 330
+    q, k, v = on.qkv(nq, nk, d, dv, dtype="bfloat16", batch=2)
+    rows = torch.arange(nq, device=on.device)
+    seen = ((37, 201), (150, 330))
+    first = torch.stack([37 + rows % 50, 150 + rows % 90])
+    last = torch.tensor([[201], [330]], device=on.device).expand(2, nq)
+    call = {"key_ranges": torch.stack([first, last], -1).int()[:, None, :, None]}
+    clean = on.attend(NAME, q, k, v, plan=plan_on(1, q, k, v, **call), schedules=(0,), **call)
+    for x in (k, v):
+        for batch, (begin, end) in enumerate(seen):
+            x[batch, :, :begin] = x[batch, :, end:] = torch.nan
+    plan = plan_on(1, q, k, v, **call)
+    assert plan.kernels[-1].endswith(tile)
+    spoiled = on.attend(NAME, q, k, v, plan=plan, schedules=(0, 1), **call)
+    assert all(same_bits(one, other) for one, other in zip(spoiled, clean, strict=True))

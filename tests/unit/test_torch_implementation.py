@@ -770,3 +770,23 @@ def test_fused_kernel_says_why_there_is_none(change: dict[str, Any], words: str)
     reasons = _torch.fused_kernel(**{**FUSED, **change})
     assert isinstance(reasons, list)
     assert words in "; ".join(reasons)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("want_lse", [True, False])
+def test_keys_that_no_query_sees_may_hold_anything(causal: bool, want_lse: bool) -> None:
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (5, 30, 30))
+    bands: list[tuple[int, int, dict[str, Any]]] = [
+        (0, 5, {"causal": causal, "window": (None, 0), "q_offset": 0}),
+        (6, 16, {"causal": causal, "window": (3, 0 if causal else 2), "q_offset": 9}),
+    ]
+    for begin, end, call in bands:
+        other = []
+        for x in (k, v):
+            spoiled = torch.full_like(x, math.nan)
+            spoiled[:, :, begin:end] = x[:, :, begin:end]
+            other.append(spoiled)
+        results = [
+            _torch.attention(q, *keys, **call, return_lse=want_lse) for keys in ((k, v), other)
+        ]
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-6)

@@ -18,6 +18,7 @@
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/lg2.cuh"
 #include "common/ptx/mbarrier.cuh"
+#include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_global.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "common/tensor_map.h"
@@ -224,11 +225,12 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
   const bool packed = attention.cu_seqlens_q_gmem != nullptr;
   uint32_t ragged_parity = 0;
 
-  // Loads rows of a sequence that starts at row `start` of the tensor and has `rows` of them.
-  // Without cu_seqlens TMA reads zeros behind its end.
+  // Loads rows of a sequence that starts at row `start` of the tensor and has `rows` of them, of
+  // which those from `begin` to `end` count. Without cu_seqlens TMA reads zeros behind its end.
   const auto load_rows = [&]<class Tile>(int offset, const TensorMap& map, int start, int row,
-                                         int rows, int head, int batch, uint32_t full) {
-    const bool ragged = packed && row + Tile::ROWS > rows;
+                                         int rows, int begin, int end, int head, int batch,
+                                         uint32_t full) {
+    const bool ragged = row < begin || (row + Tile::ROWS > end && (packed || end < rows));
     if (leader) {
       start_load<Tile>(shared_smem + offset, map, start + row, head, batch,
                        ragged ? barriers.ragged() : full);
@@ -236,20 +238,21 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
     if (!ragged) return;
     ptx::mbarrier_wait_parity(barriers.ragged(), ragged_parity);  // the tile has landed
     ragged_parity ^= 1;
-    clear_rows<Tile>(shared + offset, max(rows - row, 0));
+    // The volatile read keeps the number of the lane out of the registers until here.
+    clear_rows<Tile>(shared + offset, begin - row, end - row, ptx::mov_tid_x_volatile());
     if (leader) ptx::mbarrier_arrive(full);
   };
   const auto load_keys = [&](int offset, const TensorMap& map, int64_t head_stride,
                              int64_t batch_stride, uint32_t full) {
     load_rows.template operator()<typename C::KTile>(
-        offset, map, work.own_start, work.first_row, work.own_rows,
-        head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
+        offset, map, work.own_start, work.first_row, work.own_rows, work.own_begin(),
+        work.own_end(), head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
   };
   const auto load_queries = [&](int offset, const TensorMap& map, int64_t head_stride,
                                 int64_t batch_stride, int head, int row, uint32_t full) {
-    load_rows.template operator()<typename C::QTile>(offset, map, work.passing_start, row,
-                                                     work.passing_rows, head_stride == 0 ? 0 : head,
-                                                     batch_stride == 0 ? 0 : work.batch, full);
+    load_rows.template operator()<typename C::QTile>(
+        offset, map, work.passing_start, row, work.passing_rows, work.passing_begin(),
+        work.passing_end(), head_stride == 0 ? 0 : head, batch_stride == 0 ? 0 : work.batch, full);
   };
 
   load_keys(C::K_SMEM, params.k_map, attention.k_head, attention.k_batch, barriers.k_full());

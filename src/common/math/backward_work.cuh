@@ -22,6 +22,15 @@ struct BackwardWork {
   int heads;  // of the passing side, which are gone over one after another
   // The passing rows that each owned row has to do with: it sees them, or is seen by them.
   VisibleKeys visible;
+
+  // The rows of either side that have to do with any of the other side. The others count as zeros:
+  // their P and dS are 0, but 0 * NaN would be NaN.
+  __device__ __forceinline__ int own_begin() const { return max(-visible.last_shift, 0); }
+  __device__ __forceinline__ int own_end() const {
+    return min(passing_rows - visible.first_shift, own_rows);
+  }
+  __device__ __forceinline__ int passing_begin() const { return visible.begin(); }
+  __device__ __forceinline__ int passing_end() const { return visible.end(own_rows); }
 };
 
 // The queries that see a key, as if the key were a query and they its keys.

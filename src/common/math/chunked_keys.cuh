@@ -32,6 +32,8 @@ struct ChunkedKeys : VisibleKeys {
     const int of_chunk = start(row) + chunk - 1;
     return last < of_chunk ? last : of_chunk;
   }
+  ARCHFLASH_HOST_DEVICE int begin() const { return first(0); }
+  ARCHFLASH_HOST_DEVICE int end(int rows) const { return last(rows - 1) + 1; }
   ARCHFLASH_HOST_DEVICE bool masks(int row_first, int row_last, int key_first, int key_last) const {
     return key_last > last(row_first) || key_first < first(row_last);
   }

@@ -95,6 +95,24 @@ struct TileMasks {
     return found;
   }
 
+  // The first and the last key in a range of any row of the tile; begin > end if there is none.
+  // Called by whole warps, with the same result in all lanes.
+  template <int TILE_ROWS>
+  __device__ __forceinline__ KeyRange all_ranges() const {
+    KeyRange found{INT32_MAX, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < TILE_ROWS; i += 32) {
+      const int head = packed_heads.head(i), row = first_row + packed_heads.row(i);
+      if (head >= packed_heads.count || row >= nq) continue;
+#pragma unroll 1
+      for (int number = 0; number < params.ranges; ++number) {
+        const KeyRange keys = range(head, row, number);
+        if (keys.begin < keys.end) found = {min(found.begin, keys.begin), max(found.end, keys.end)};
+      }
+    }
+    return {__reduce_min_sync(0xFFFFFFFFu, found.begin), __reduce_max_sync(0xFFFFFFFFu, found.end)};
+  }
+
   // The last key from `begin` to `key` in a block of which any row of the tile sees anything; -1 if
   // there is none. The rows of a tile lie in one row of blocks. Called by whole warps, with the
   // same result in all lanes.

@@ -38,16 +38,16 @@ __device__ __forceinline__ void arrive_beside(bool leader, uint32_t barrier_smem
   if (ptx::ARRIVALS_OF_WARP > 1 && !leader) ptx::mbarrier_arrive(barrier_smem);
 }
 
-// Clears the rows of a tile that belong to another sequence: what they are multiplied with is 0,
-// but 0 * NaN would be NaN. Called by the whole warp when the tile has landed.
+// Clears the rows of a tile before `begin` and from `end` on, which no row of the sequence has to
+// do with: what they are multiplied with is 0, but 0 * NaN would be NaN. Called by the whole warp
+// when the tile has landed, by the thread with this number.
 template <class Tile, int SLABS = Tile::SLABS>
-__device__ __forceinline__ void clear_rows(unsigned char* tile, int first_row) {
+__device__ __forceinline__ void clear_rows(unsigned char* tile, int begin, int end,
+                                           unsigned thread = threadIdx.x) {
 #pragma unroll 1
-  for (int slab = 0; slab < SLABS; ++slab) {
-#pragma unroll 1
-    for (int byte = first_row * Tile::ROW_BYTES + threadIdx.x % 32 * 16; byte < Tile::SLAB_BYTES;
-         byte += 32 * 16)
-      *reinterpret_cast<uint4*>(tile + slab * Tile::SLAB_BYTES + byte) = uint4{};
+  for (unsigned byte = thread % 32 * 16; byte < SLABS * Tile::SLAB_BYTES; byte += 32 * 16) {
+    const int row = static_cast<int>(byte % Tile::SLAB_BYTES / Tile::ROW_BYTES);
+    if (row < begin || row >= end) *reinterpret_cast<uint4*>(tile + byte) = uint4{};
   }
   ptx::fence_proxy_async_shared();  // the stores come before the tensor cores read
   __syncwarp();                     // all lanes' stores come before the arrival of one

@@ -27,6 +27,12 @@ struct VisibleKeys {
     return key >= first(row) && key <= last(row);
   }
 
+  // The keys that any of the first `rows` rows sees lie between these. With the rows of a whole
+  // sequence nobody sees the others, which may hold anything, NaN too: kernels make zeros of such
+  // rows of V before they are multiplied by P.
+  ARCHFLASH_HOST_DEVICE int begin() const { return first(0); }
+  ARCHFLASH_HOST_DEVICE int end(int rows) const { return last(rows - 1) + 1; }
+
   // True unless every one of rows [row_first, row_last] sees every one of keys [key_first,
   // key_last].
   ARCHFLASH_HOST_DEVICE bool masks(int row_first, int row_last, int key_first, int key_last) const {

@@ -57,14 +57,15 @@ struct BackwardProduct {
 using math::BackwardWork;
 using math::Passing;
 
-// Starts the copies of a block of the passing side into a stage. Rows behind the end become zeros.
+// Starts the copies of a block of the passing side into a stage. Rows that no owned row of the
+// sequence has to do with become zeros.
 template <class C>
 __device__ __forceinline__ void start_passing(const BackwardParams& params, const BackwardWork& cta,
                                               const Passing& block, uint32_t stage_smem,
                                               uint32_t terms_smem) {
   const AttentionParams& attention = params.attention;
   const int64_t row = static_cast<int64_t>(cta.passing_start) + block.row;
-  const int valid = cta.passing_rows - block.row;
+  const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
   const int head = math::passing_head<C::OWNS>(attention, cta, block);
   math::BackwardRows<uint16_t> rows;
   if constexpr (C::OWNS == Owns::Queries) {
@@ -74,31 +75,34 @@ __device__ __forceinline__ void start_passing(const BackwardParams& params, cons
     const int thread = ptx::mov_tid_x_volatile();
     if (thread < C::BLOCK) {
       const math::RowTerms* terms_gmem = math::terms_of(params, cta.batch, head, row);
-      const bool exists = thread < valid;
+      const bool exists = thread < end;
       ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(math::RowTerms)),
                          exists ? terms_gmem + thread : params.terms_gmem, exists ? 8 : 0);
     }
   }
   start_ragged_load<C, typename C::FirstTile, C::BLOCK>(stage_smem, rows.first_gmem, rows.first_row,
-                                                        valid, attention.d);
+                                                        begin, end, attention.d);
   start_ragged_load<C, typename C::SecondTile, C::BLOCK>(
-      stage_smem + C::SECOND_OF_STAGE, rows.second_gmem, rows.second_row, valid, attention.dv);
+      stage_smem + C::SECOND_OF_STAGE, rows.second_gmem, rows.second_row, begin, end, attention.dv);
 }
 
-// Starts the copies of the CTA's own rows, of which `valid` exist, of one tensor or of both. Clears
+// Starts the copies of the CTA's own rows, of one tensor or of both; those that have to do with no
+// passing row become zeros. Clears
 // the columns that no copy writes, because the tensors have fewer: of these rows and of all stages.
 template <class C, bool BOTH>
 __device__ __forceinline__ void start_own(const AttentionParams& attention,
-                                          const math::BackwardRows<uint16_t>& own, int valid,
-                                          unsigned char* shared, uint32_t shared_smem) {
+                                          const math::BackwardRows<uint16_t>& own,
+                                          const BackwardWork& cta, unsigned char* shared,
+                                          uint32_t shared_smem) {
   using FirstTile = typename C::FirstTile;
   using SecondTile = typename C::SecondTile;
+  const int begin = cta.own_begin() - cta.first_row, end = cta.own_end() - cta.first_row;
   start_ragged_load<C, FirstTile, C::ROWS>(shared_smem + C::OWN_FIRST_SMEM, own.first_gmem,
-                                           own.first_row, valid, attention.d);
+                                           own.first_row, begin, end, attention.d);
   clear_columns<C, FirstTile>(shared + C::OWN_FIRST_SMEM, C::ROWS, attention.d);
   if constexpr (BOTH) {
     start_ragged_load<C, SecondTile, C::ROWS>(shared_smem + C::OWN_SECOND_SMEM, own.second_gmem,
-                                              own.second_row, valid, attention.dv);
+                                              own.second_row, begin, end, attention.dv);
     clear_columns<C, SecondTile>(shared + C::OWN_SECOND_SMEM, C::ROWS, attention.dv);
   }
 #pragma unroll
@@ -317,7 +321,7 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = OWNS_KEYS ? math::key_rows<uint16_t>(params, cta.batch, cta.head, row)
                                : math::query_rows<uint16_t>(params, cta.batch, cta.head, row);
-    start_own<C, C::NEEDS_DP>(attention, own, cta.own_rows - cta.first_row, shared, shared_smem);
+    start_own<C, C::NEEDS_DP>(attention, own, cta, shared, shared_smem);
     start_passing<C>(params, cta, {0, begin}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }

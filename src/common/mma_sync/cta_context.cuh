@@ -21,10 +21,11 @@ namespace archflash::mma_sync {
 // What the main loop needs to know about its CTA. It lives in shared memory and is read when it is
 // needed, because outputs and scores leave few registers.
 struct CtaContext {
-  const uint16_t* k_gmem;     // first key of the sequence, in units of 16 bits like the strides
-  const uint16_t* v_gmem;     // its V
-  math::Work work;            // head, rows, lengths
-  math::VisibleKeys visible;  // the keys that each row sees
+  const uint16_t* k_gmem;  // first key of the sequence, in units of 16 bits like the strides
+  const uint16_t* v_gmem;  // its V
+  math::Work work;         // head, rows, lengths
+  // The keys that each row sees. Its nk is the end of those that any row of the sequence sees.
+  math::VisibleKeys visible;
 };
 
 // What the CTA of a kernel for few query rows knows besides: how heads are packed into its tile.
@@ -73,9 +74,10 @@ __device__ __forceinline__ int rows_of_tile(const ContextOf<C>& cta) {
 __device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& params,
                                                        const math::Work& work) {
   const math::Offsets offsets = math::find_offsets(params, work);
+  math::VisibleKeys visible = math::find_visible_keys(params, work);
+  visible.nk = visible.end(work.nq);
   return {static_cast<const uint16_t*>(params.k_gmem) + offsets.k,
-          static_cast<const uint16_t*>(params.v_gmem) + offsets.v, work,
-          math::find_visible_keys(params, work)};
+          static_cast<const uint16_t*>(params.v_gmem) + offsets.v, work, visible};
 }
 
 // The rows of a call without a cache, of which CacheParams::cache tells as of one whose blocks are
@@ -110,6 +112,7 @@ __device__ __forceinline__ CacheContext make_cache_context(const CacheParams& pa
   cta.blocks = cache.blocks;
   cta.block_rows = cache.block_rows;
   cta.chunk = params.attention_chunk;
+  cta.visible.nk = visible_keys<C>(cta).end(work.nq);
   int64_t k_start = kv_head * attention.k_head, v_start = kv_head * attention.v_head;
   cta.pages_gmem = nullptr;
   if (cache.page_table_gmem != nullptr) {
@@ -164,16 +167,19 @@ struct WarpRows {
   }
 };
 
-// Starts the copy of BLOCK_K rows of K or V from `key` on. Rows from nk on become zeros.
+// Starts the copy of BLOCK_K rows of K or V from `key` on. Rows before `begin` and from `end` on
+// become zeros. K has none of the former, because masks hide what it has there.
+constexpr int NO_BEGIN = INT32_MIN;
 template <class C, class Tile>
 __device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
-                                           int64_t row_stride, int columns, int key, int nk) {
+                                           int64_t row_stride, int columns, int key, int begin,
+                                           int end) {
   // mutants: ragged-copy-of-whole-block
-  if (key + C::BLOCK_K <= nk) {
+  if (key >= begin && key + C::BLOCK_K <= end) {
     start_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, key, row_stride * 2, columns);
   } else {
     start_ragged_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem + key * row_stride, row_stride,
-                                           nk - key, columns);
+                                           max(begin, key) - key, end - key, columns);
   }
 }
 
@@ -192,8 +198,9 @@ __device__ __forceinline__ void start_paged_keys(uint32_t tile_smem, const uint1
   const int thread = ptx::mov_tid_x_volatile();
   const int step_of_lane = thread % 32 / WARP_ROWS;
   const int row = step_of_lane * Lane::ROWS_PER_STEP + thread / 32 * WARP_ROWS + thread % WARP_ROWS;
+  const math::ChunkedKeys visible = visible_keys<C>(cta);
   int64_t own = -1;  // of a row that becomes zeros
-  if (step_of_lane < STEPS && key + row < cta.visible.nk)
+  if (step_of_lane < STEPS && key + row >= visible.begin() && key + row < visible.nk)
     own = cta.offset(key + row, page_stride, row_stride);
   const uint32_t target = tile_smem + lane.offset;
 #pragma unroll
@@ -219,7 +226,8 @@ __device__ __forceinline__ void start_cached_keys(uint32_t tile_smem, const uint
                                                   int64_t page_stride, int64_t row_stride,
                                                   int columns, int key, const CacheContext& cta) {
   if (cta.pages_gmem == nullptr) {
-    start_keys<C, Tile>(tile_smem, keys_gmem, row_stride, columns, key, cta.visible.nk);
+    start_keys<C, Tile>(tile_smem, keys_gmem, row_stride, columns, key,
+                        visible_keys<C>(cta).begin(), cta.visible.nk);
   } else {
     start_paged_keys<C, Tile>(tile_smem, keys_gmem, page_stride, row_stride, columns, key, cta);
   }

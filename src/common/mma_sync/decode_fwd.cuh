@@ -158,18 +158,20 @@ struct DecodeCopies {
   const AttentionParams& params;
   const char *k_gmem, *v_gmem;
   const int32_t* pages_gmem;
-  int nk, first, blocks, block_rows;  // of CacheContext
-  int page_shift;                     // the rows of a page are 2^page_shift; -1 if they are not
-  bool whole_pages;                   // each unit lies in one page, or there are none
-  bool same_strides;                  // of K and V
-  int entry = 0;                      // of the page table, for the group that is copied next
+  int begin, end;                 // what lies outside becomes zeros
+  int first, blocks, block_rows;  // of CacheContext
+  int page_shift;                 // the rows of a page are 2^page_shift; -1 if they are not
+  bool whole_pages;               // each unit lies in one page, or there are none
+  bool same_strides;              // of K and V
+  int entry = 0;                  // of the page table, for the group that is copied next
 
   __device__ __forceinline__ DecodeCopies(const AttentionParams& params, const CacheContext& cta)
       : params(params),
         k_gmem(reinterpret_cast<const char*>(cta.k_gmem)),
         v_gmem(reinterpret_cast<const char*>(cta.v_gmem)),
         pages_gmem(cta.pages_gmem),
-        nk(cta.work.nk),
+        begin(visible_keys<C>(cta).begin()),
+        end(cta.visible.nk),
         first(cta.first),
         blocks(cta.blocks),
         block_rows(cta.block_rows) {
@@ -187,7 +189,7 @@ struct DecodeCopies {
     if (pages_gmem == nullptr) return;
     const int lane = threadIdx.x % C::WARP_KEYS;
     const int own = whole_pages ? lane & -UNIT : lane;
-    entry = pages_gmem[page_of(min(key + own, nk - 1) + first)];
+    entry = pages_gmem[page_of(min(key + own, end - 1) + first)];
   }
 
   // Starts the copy of the keys from `key` on into a stage, after look_up() of the same key.
@@ -236,7 +238,7 @@ struct DecodeCopies {
   __device__ __forceinline__ void start_unit(uint32_t k_smem, uint32_t v_smem, int key,
                                              int page) const {
     const Lane at(params);
-    if (whole_pages && key + UNIT <= nk) {
+    if (whole_pages && key >= begin && key + UNIT <= end) {
       int64_t k_row = key, v_row = key;  // of the first key, in elements
       if (pages_gmem == nullptr) {
         k_row *= params.k_row;
@@ -261,11 +263,11 @@ struct DecodeCopies {
       return;
     }
     // Lanes 0 to 15 find where a row of K lies, the others where one of V does, in elements. The
-    // lanes that copy a row ask them. Rows behind the last key become zeros.
+    // lanes that copy a row ask them. Rows that no row of the sequence sees become zeros.
     const int lane = threadIdx.x % 32;
     const bool of_k = lane < UNIT;
     const int64_t row_stride = of_k ? params.k_row : params.v_row;
-    const int own_key = min(key + lane % UNIT, nk - 1);
+    const int own_key = min(key + lane % UNIT, end - 1);
     int64_t own = own_key * row_stride;
     if (pages_gmem != nullptr) {
       const int row = own_key + first, row_of_page = row - page_of(row) * block_rows;
@@ -274,7 +276,7 @@ struct DecodeCopies {
 #pragma unroll
     for (int step = 0; step < Lane::STEPS; ++step) {
       const int row = step * Lane::ROWS + at.row;
-      const uint32_t bytes = key + row < nk ? 16 : 0;
+      const uint32_t bytes = key + row >= begin && key + row < end ? 16 : 0;
       const int64_t k_row = __shfl_sync(math::FULL_WARP, own, row);
       int64_t v_row = k_row;
       if (!same_strides) v_row = __shfl_sync(math::FULL_WARP, own, UNIT + row);

@@ -71,7 +71,7 @@ struct FusedWork : BackwardWork {
   math::DqWalk walk;
 };
 
-// Starts the copies of a block of queries into a stage. Rows behind the end become zeros.
+// Starts the copies of a block of queries into a stage. Those that see no key become zeros.
 template <class C>
 __device__ __forceinline__ void start_queries(const BackwardParams& params, const FusedWork& cta,
                                               const Passing& block, uint32_t stage_smem,
@@ -82,24 +82,24 @@ __device__ __forceinline__ void start_queries(const BackwardParams& params, cons
   const uint16_t* dout_gmem = cta.dout_gmem + head * static_cast<uint64_t>(params.dout_head);
   const math::RowTerms* terms_gmem =
       cta.terms_gmem + head * static_cast<uint64_t>(attention.lse_head) + row;
-  const int valid = cta.passing_rows - block.row;
+  const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
   const int thread = ptx::mov_tid_x_volatile();
   if (thread < C::BLOCK) {
-    const bool exists = thread < valid;
+    const bool exists = thread < end;
     ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(math::RowTerms)),
                        exists ? terms_gmem + thread : terms_gmem, exists ? 8 : 0);
   }
   const uint32_t second_smem = stage_smem + C::SECOND_OF_STAGE;
-  if (valid >= C::BLOCK) {
+  if (begin <= 0 && end >= C::BLOCK) {
     start_load<C, typename C::FirstTile, C::BLOCK>(stage_smem, q_gmem, row, 2 * attention.q_row,
                                                    attention.d);
     start_load<C, typename C::SecondTile, C::BLOCK>(second_smem, dout_gmem, row,
                                                     2 * params.dout_row, attention.dv);
   } else {
     start_ragged_load<C, typename C::FirstTile, C::BLOCK>(
-        stage_smem, q_gmem + row * attention.q_row, attention.q_row, valid, attention.d);
+        stage_smem, q_gmem + row * attention.q_row, attention.q_row, begin, end, attention.d);
     start_ragged_load<C, typename C::SecondTile, C::BLOCK>(
-        second_smem, dout_gmem + row * params.dout_row, params.dout_row, valid, attention.dv);
+        second_smem, dout_gmem + row * params.dout_row, params.dout_row, begin, end, attention.dv);
   }
 }
 
@@ -304,7 +304,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   if (blocks_left > 0) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = math::key_rows<uint16_t>(params, cta.batch, cta.head, row);
-    start_own<C, true>(attention, own, cta.own_rows - cta.first_row, shared, shared_smem);
+    start_own<C, true>(attention, own, cta, shared, shared_smem);
     start_queries<C>(params, cta, {0, row_of(number)}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }

@@ -61,7 +61,7 @@ __device__ __forceinline__ void start_q(uint32_t q_smem, const AttentionParams& 
       return valid ? q_gmem + head * params.q_head + row_of_head * params.q_row : nullptr;
     });
   } else {
-    start_ragged_load<C, Tile, C::BLOCK_Q>(q_smem, q_gmem, params.q_row, rows,
+    start_ragged_load<C, Tile, C::BLOCK_Q>(q_smem, q_gmem, params.q_row, 0, rows,
                                            params.d / C::QK_PACK);
   }
 }
@@ -115,7 +115,7 @@ struct KeyBlocks {
                                    params.k_row, params.d, key, known);
     } else {
       start_keys<C, QKTile>(stage_smem + C::K_SMEM, known.k_gmem, params.k_row,
-                            params.d / C::QK_PACK, key, known.visible.nk);
+                            params.d / C::QK_PACK, key, NO_BEGIN, known.visible.nk);
     }
     start_with_k(key);
   }
@@ -126,7 +126,7 @@ struct KeyBlocks {
                                   params.v_row, params.dv, key, known);
     } else {
       start_keys<C, VTile>(stage_smem + C::V_SMEM, known.v_gmem, params.v_row,
-                           params.dv / C::V_PACK, key, known.visible.nk);
+                           params.dv / C::V_PACK, key, known.visible.first_shift, known.visible.nk);
     }
   }
 

@@ -67,6 +67,56 @@ __device__ __forceinline__ void drop_of_warp(Probabilities<C>& p_rmem, const Dro
                                    key_first + thread % 4 * 2);
 }
 
+// Which keys of a block some row of the warp sees, from scores that have been masked: bit 2n + i is
+// the key 8n + i from this lane's first one on, as in math::lane_bits(). Called by whole warps.
+template <class C>
+__device__ __forceinline__ uint32_t keys_of_warp(const math::Scores<C>& s_rmem) {
+  uint32_t seen = 0;
+#pragma unroll
+  for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float (&s)[4] = s_rmem[0][n];
+      if (s[i] != math::MINUS_INFINITY || s[2 + i] != math::MINUS_INFINITY)
+        seen |= 1u << (2 * n + i);
+    }
+  }
+#pragma unroll
+  for (int rows = 4; rows < 32; rows *= 2) seen |= __shfl_xor_sync(math::FULL_WARP, seen, rows);
+  return seen;
+}
+template <class C>
+constexpr uint32_t ALL_KEYS = (1u << C::STEP_KEYS / 4) - 1;
+
+// O += P V for STEP_KEYS keys, of which no row of the warp sees those that `seen` lacks: their P is
+// 0, but 0 * NaN would be NaN, so that they count as 0 in V too. Called by whole warps.
+template <class C>
+__device__ __forceinline__ void multiply_seen_pv(math::Outputs<C>& o_rmem,
+                                                 const Probabilities<C>& p_rmem,
+                                                 uint32_t v_smem /* this lane's row */,
+                                                 uint32_t seen) {
+  static_assert(C::V_PACK == 1 && C::M_TILES == 1 && C::STEP_KEYS <= 64);
+  if (__all_sync(math::FULL_WARP, seen == ALL_KEYS<C>)) {
+    multiply_pv<C>(o_rmem, p_rmem, v_smem);
+    return;
+  }
+#pragma unroll
+  for (int key = 0; key < C::STEP_KEYS; key += 16) {
+    uint32_t kept[2];  // of the two key tiles
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const uint32_t bits = seen >> (2 * (key / 8 + tile));
+      kept[tile] = (bits & 1 ? 0x0000FFFFu : 0) | (bits & 2 ? 0xFFFF0000u : 0);
+    }
+    multiply_pv_group<C>(
+        o_rmem, [&](int) -> const uint32_t (&)[4] { return p_rmem[0][key / 16]; }, v_smem, key,
+        [&](uint32_t (&v_rmem)[4]) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) v_rmem[i] &= kept[i % 2];
+        });
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
   using QKTile = typename C::QKTile;
@@ -146,8 +196,10 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
       math::Scores<C> s_rmem;
       multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
       math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+      uint32_t seen = ALL_KEYS<C>;
       if (of_lane.changes) {
         math::apply_lane_masks<C>(s_rmem, of_lane, all_params.masks, 1.0f);
+        seen = keys_of_warp<C>(s_rmem);
       }
       const float exp2_scale =
           math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
@@ -155,7 +207,7 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
       math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
       if (all_params.dropout.state_gmem != nullptr)
         drop_of_warp<C>(p_rmem, all_params.dropout, cta, block);
-      multiply_pv<C>(o_rmem, p_rmem, v_smem);
+      multiply_seen_pv<C>(o_rmem, p_rmem, v_smem, seen);
     }
     stage_smem = other_stage;
     block = next;

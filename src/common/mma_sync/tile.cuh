@@ -61,18 +61,20 @@ __device__ __forceinline__ void start_load(uint32_t tile_smem, const uint16_t* r
   }
 }
 
-// Starts the copy of a tile that has only valid_rows rows: the others become zeros, so that memory
-// beyond the end of a sequence never matters. row_stride is in units of 16 bits.
+// Starts the copy of a tile of which only the rows from `begin` to `end` count: the others become
+// zeros, so that memory beyond the end of a sequence never matters. row_stride is in units of 16
+// bits.
 template <class C, class Tile, int ROWS>
 __device__ __forceinline__ void start_ragged_load(uint32_t tile_smem, const uint16_t* rows_gmem,
-                                                  int64_t row_stride, int valid_rows, int columns) {
+                                                  int64_t row_stride, int begin, int end,
+                                                  int columns) {
   using Lane = CopyLane<C, Tile>;
   const Lane lane;
   const uint16_t* source = rows_gmem + lane.row * row_stride + lane.column;
   const uint32_t target = tile_smem + lane.offset;
 #pragma unroll 1
   for (int row = 0; row < ROWS; row += Lane::ROWS_PER_STEP) {
-    const bool valid = lane.row + row < valid_rows;
+    const bool valid = lane.row + row >= begin && lane.row + row < end;
 #pragma unroll
     for (int group = 0; group < Lane::GROUPS; ++group) {
       if (lane.column + group * Lane::GROUP_COLUMNS < columns) {
